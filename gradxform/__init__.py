@@ -1,0 +1,51 @@
+"""Gradient transformations for JAX, where optax stops.
+
+The flow, left to right::
+
+    loss ──compute──▶ gradients ──clip──▶ scale (adagrad │ novograd) ──▶ updates ──apply──▶ params
+                          ▲                                                        │
+                          └── wrappers decide whether this push may act at all ◀───┘
+                              drop_stale                  (it carries the global step)
+
+Everything in it is a pure ``optax.GradientTransformation`` and composes with optax:
+
+>>> import gradxform as gx, jax, jax.numpy as jnp, optax
+>>> tx = gx.drop_stale(
+...     optax.chain(
+...         gx.clip_by_global_norm(1.0),
+...         gx.novograd(optax.linear_schedule(0.1, 0.0, 60)),
+...     ),
+...     max_staleness=2,
+... )
+>>> params = {"w": jnp.array([3.0, -2.0])}
+>>> state = tx.init(params)
+>>> @jax.jit
+... def push(grads, state, params, local_step):
+...     return gx.apply_gradients(tx, grads, state, params, local_step=local_step)
+>>> for _ in range(60):
+...     seen = gx.global_step(state)
+...     grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2))(params)
+...     params, state = push(grads, state, params, seen)
+>>> assert jnp.linalg.norm(params["w"]) < 0.05
+>>> assert gx.global_step(state) == 60 and gx.staleness_fraction(state) == 0.0
+"""
+
+from gradxform._adagrad import ScaleByAdagradState as ScaleByAdagradState
+from gradxform._adagrad import adagrad as adagrad
+from gradxform._adagrad import scale_by_adagrad as scale_by_adagrad
+from gradxform._apply import apply_gradients as apply_gradients
+from gradxform._apply import apply_updates as apply_updates
+from gradxform._clipping import ClipByGlobalNormState as ClipByGlobalNormState
+from gradxform._clipping import clip_by_global_norm as clip_by_global_norm
+from gradxform._clipping import clip_by_norm as clip_by_norm
+from gradxform._clipping import global_norm as global_norm
+from gradxform._drop_stale import DropStaleState as DropStaleState
+from gradxform._drop_stale import drop_stale as drop_stale
+from gradxform._drop_stale import global_step as global_step
+from gradxform._drop_stale import staleness_fraction as staleness_fraction
+from gradxform._gate import GatedTransformation as GatedTransformation
+from gradxform._novograd import ScaleByNovogradState as ScaleByNovogradState
+from gradxform._novograd import novograd as novograd
+from gradxform._novograd import scale_by_novograd as scale_by_novograd
+
+__version__ = "0.1.0"

@@ -1,0 +1,195 @@
+"""Adagrad: per-parameter rates from the sum of all squared gradients so far."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform import _checks, _clipping, _tree
+from gradxform._learning_rate import scale_by_learning_rate
+
+
+class ScaleByAdagradState(NamedTuple):
+    """State of :func:`scale_by_adagrad`."""
+
+    sum_of_squares: optax.Updates  # acc, like params; one number a row if row_wise.
+
+
+def scale_by_adagrad(
+    initial_accumulator_value: jax.typing.ArrayLike = 0.1,
+    eps: jax.typing.ArrayLike = 1e-7,
+    *,
+    eps_in_sqrt: bool = True,
+    accumulator_dtype: jax.typing.DTypeLike | None = None,
+    row_wise: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Divides updates by the root of the sum of all squared gradients so far.
+
+    .. math::
+
+        acc &\leftarrow acc + \lvert g \rvert^2 \\
+        u &= g / \sqrt{acc + eps}
+          \quad\text{or, with eps\_in\_sqrt=False,}\quad g / (\sqrt{acc} + eps)
+
+    A zero gradient on a zero accumulator gives a zero update, for ``eps=0`` too.
+
+    Args:
+      initial_accumulator_value: what ``acc`` starts from, ≥ 0, in units of squared
+        gradients.
+      eps: keeps the divisor from 0, ≥ 0; added in at least float32, so that it never
+        underflows.
+      eps_in_sqrt: True as Keras 3, TensorFlow ≥ 2.11 and optax have it; False as
+        TensorFlow 1.x and ``tf.keras`` ≤ 2.10.
+      accumulator_dtype: real dtype of ``acc``. By default float32, and float64 for
+        double parameters: half-precision parameters get float32 sums, because a sum
+        that only grows soon stalls in half precision.
+      row_wise: one accumulator a row, the mean of the squares over all axes but the
+        first, which saves nearly all state of an embedding table.
+
+    Returns:
+      A transformation with state :class:`ScaleByAdagradState`. Updates keep their
+      shapes and dtypes; the arithmetic is done in at least float32.
+
+    Raises:
+      ValueError: ``initial_accumulator_value`` or ``eps`` is negative or NaN.
+      TypeError: updates do not have the structure or the shapes of the parameters.
+
+    Source: Duchi et al., 2011, "Adaptive subgradient methods for online learning and
+    stochastic optimization", https://jmlr.org/papers/v12/duchi11a.html;
+    ``tf.keras.optimizers.Adagrad``; row-wise: ``torchrec``'s and fbgemm's
+    ``EXACT_ROWWISE_ADAGRAD``.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> tx = gx.scale_by_adagrad(initial_accumulator_value=0.0, eps=0.0)
+    >>> grads = jnp.array([3.0, 0.0])
+    >>> state = tx.init(grads)
+    >>> updates, state = tx.update(grads, state)
+    >>> updates, state = tx.update(grads, state)
+    >>> assert jnp.allclose(updates, jnp.array([2**-0.5, 0.0]))
+    >>> assert state.sum_of_squares[0] == 18.0
+    """
+    _checks.in_range("initial_accumulator_value", initial_accumulator_value, "[0, inf)")
+    _checks.in_range("eps", eps, "[0, inf)")
+
+    def accumulator_shape(leaf: Any) -> tuple[int, ...]:
+        return jnp.shape(leaf)[:1] if row_wise else jnp.shape(leaf)
+
+    def init_fn(params: optax.Params) -> ScaleByAdagradState:
+        def accumulator(p: jax.Array) -> jax.Array:
+            dtype = (
+                _tree.compute_dtype(p)
+                if accumulator_dtype is None
+                else accumulator_dtype
+            )
+            if row_wise:
+                return jnp.full(accumulator_shape(p), initial_accumulator_value, dtype)
+            return jnp.full_like(p, initial_accumulator_value, dtype=dtype)
+
+        return ScaleByAdagradState(sum_of_squares=jax.tree.map(accumulator, params))
+
+    def add_square(g: jax.Array, acc: jax.Array) -> jax.Array:
+        # acc ← acc + |g|², a row's mean of squares if row_wise
+        square = _tree.abs_sq(g)
+        if row_wise:
+            square = jnp.mean(square, axis=tuple(range(1, g.ndim)))
+        return _tree.widen(acc).astype(square.dtype) + square
+
+    def divide(g: jax.Array, acc: jax.Array) -> jax.Array:
+        # u = g / sqrt(acc + eps), or g / (sqrt(acc) + eps)
+        return _tree.scale(
+            g, _tree.expand(_tree.inverse_sqrt(acc, eps, eps_in_sqrt), g)
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ScaleByAdagradState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, ScaleByAdagradState]:
+        del params, extra
+        _checks.same_shapes(
+            "updates",
+            updates,
+            "sum_of_squares",
+            state.sum_of_squares,
+            expected=accumulator_shape,
+        )
+        sums = _tree.map_state(add_square, updates, state.sum_of_squares)
+        updates = _tree.map_updates(divide, updates, sums)
+        sums = _tree.cast_like(sums, state.sum_of_squares)
+        return updates, ScaleByAdagradState(sum_of_squares=sums)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def adagrad(
+    learning_rate: optax.ScalarOrSchedule,
+    initial_accumulator_value: jax.typing.ArrayLike = 0.1,
+    eps: jax.typing.ArrayLike = 1e-7,
+    *,
+    eps_in_sqrt: bool = True,
+    accumulator_dtype: jax.typing.DTypeLike | None = None,
+    row_wise: bool = False,
+    clipnorm: jax.typing.ArrayLike | None = None,
+    clipvalue: jax.typing.ArrayLike | None = None,
+    global_clipnorm: jax.typing.ArrayLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""The Adagrad optimizer, as TensorFlow and Keras have it.
+
+    .. math::
+
+        acc &\leftarrow acc + \lvert g \rvert^2 \\
+        w &\leftarrow w - learning\_rate \cdot g / \sqrt{acc + eps}
+
+    :func:`scale_by_adagrad` followed by the learning rate, and preceded by at most one
+    clip with Keras's meaning.
+
+    Args:
+      learning_rate: a scalar, or a schedule ``count -> scalar``.
+      initial_accumulator_value: see :func:`scale_by_adagrad`.
+      eps: see :func:`scale_by_adagrad`.
+      eps_in_sqrt: see :func:`scale_by_adagrad`; False for TensorFlow 1.x's formula.
+      accumulator_dtype: see :func:`scale_by_adagrad`.
+      row_wise: see :func:`scale_by_adagrad`.
+      clipnorm: the norm of each leaf is clipped to this.
+      clipvalue: each entry is clipped to ± this.
+      global_clipnorm: the norm of all leaves together is clipped to this; the norm
+        before clipping is ``optax.tree.get(state, "global_norm")``.
+
+    Returns:
+      A transformation; its updates are to be added to the parameters.
+
+    Raises:
+      ValueError: more than one clip argument, or an argument out of its range.
+      TypeError: updates do not have the structure or the shapes of the parameters.
+
+    Source: Duchi et al., 2011; ``tf.keras.optimizers.Adagrad``,
+    ``tf.train.AdagradOptimizer``.
+
+    >>> import gradxform as gx, jax, jax.numpy as jnp
+    >>> params = {"w": jnp.array([1.0, -2.0])}
+    >>> tx = gx.adagrad(0.5)
+    >>> state = tx.init(params)
+    >>> for _ in range(100):
+    ...     grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2))(params)
+    ...     params, state = gx.apply_gradients(tx, grads, state, params)
+    >>> assert jnp.abs(params["w"]).max() < 1e-3
+    """
+    return optax.chain(
+        _clipping.clip_before(
+            scale_by_adagrad(
+                initial_accumulator_value,
+                eps,
+                eps_in_sqrt=eps_in_sqrt,
+                accumulator_dtype=accumulator_dtype,
+                row_wise=row_wise,
+            ),
+            clipnorm=clipnorm,
+            clipvalue=clipvalue,
+            global_clipnorm=global_clipnorm,
+        ),
+        scale_by_learning_rate(learning_rate),
+    )

@@ -1,0 +1,117 @@
+"""Validation with one message shape: the argument, what is allowed, what was given.
+
+Only concrete values are checked. A traced value (a hyperparameter under ``jit``,
+``vmap`` or ``optax.inject_hyperparams``) passes: its value is not known yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+
+def in_range(name: str, value: Any, interval: str) -> None:
+    """Raises unless ``value`` is a real scalar inside ``interval``.
+
+    Args:
+      name: the argument's name, for the message.
+      value: the argument; a traced value passes.
+      interval: the allowed range as one writes it, ``"[0, 1)"``.
+
+    Raises:
+      TypeError: ``value`` is not a real scalar.
+      ValueError: ``value`` is outside the interval, or NaN.
+    """
+    if isinstance(value, jax.core.Tracer):
+        return
+    array = np.asarray(value)
+    if array.shape or not np.isrealobj(array) or array.dtype == object:
+        raise TypeError(f"{name} must be a real scalar in {interval}, got {value!r}.")
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+    number = float(array)
+    above = low < number if interval.startswith("(") else low <= number
+    below = number < high if interval.endswith(")") else number <= high
+    if not (above and below):  # NaN compares false with everything and ends here.
+        raise ValueError(f"{name} must be in {interval}, got {number!r}.")
+
+
+def at_most_one(**arguments: Any) -> None:
+    """Raises ``ValueError`` where more than one of the arguments is not None."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(
+            f"at most one of {', '.join(arguments)} may be given, got "
+            + ", ".join(f"{name}={value!r}" for name, value in given.items())
+            + "."
+        )
+
+
+def integer_scalar(name: str, value: Any) -> None:
+    """Raises ``TypeError`` unless ``value`` is an integer scalar, traced or not."""
+    dtype, shape = np.result_type(value), np.shape(value)
+    if not np.issubdtype(dtype, np.integer) or shape:
+        raise TypeError(
+            f"{name} must be an integer scalar, got {value!r} "
+            f"({dtype.name}{list(shape)})."
+        )
+
+
+def _is_leaf(node: Any) -> bool:
+    return node is None or isinstance(node, optax.MaskedNode)
+
+
+def same_shapes(
+    name: str,
+    tree: Any,
+    reference_name: str,
+    reference: Any,
+    expected: Callable[[Any], tuple[int, ...]] = np.shape,
+) -> None:
+    """Raises where ``tree`` does not lie leaf by leaf over ``reference``.
+
+    ``None`` in ``tree`` (no gradient for this leaf) lies over anything. Shapes are
+    known while tracing, so the check costs nothing in a compiled step, and without
+    it a gradient of shape (3, 1) for a parameter of shape (3,) would broadcast.
+
+    Args:
+      name: what ``tree`` is called in the message.
+      tree: the tree to check.
+      reference_name: what ``reference`` is called in the message.
+      reference: the tree it must match.
+      expected: gives, from a leaf of ``tree``, the shape its reference must have.
+
+    Raises:
+      TypeError: naming the first path at which the two differ.
+    """
+    flat = dict(jax.tree.leaves_with_path(tree, is_leaf=_is_leaf))
+    flat_reference = dict(jax.tree.leaves_with_path(reference, is_leaf=_is_leaf))
+
+    def fail(path: Any, given: str, wanted: str) -> None:
+        where = jax.tree_util.keystr(path) or "the root"
+        raise TypeError(
+            f"{name} and {reference_name} differ at {where}: {name} has {given}, "
+            f"{reference_name} has {wanted}. Pass {name} of the structure and shapes "
+            f"of {reference_name}, with None where there is none."
+        )
+
+    for path, reference_leaf in flat_reference.items():
+        if path not in flat:
+            fail(path, "no leaf", _describe(reference_leaf))
+        leaf = flat[path]
+        if _is_leaf(leaf):
+            continue
+        if _is_leaf(reference_leaf) or expected(leaf) != np.shape(reference_leaf):
+            fail(path, _describe(leaf), _describe(reference_leaf))
+    for path, leaf in flat.items():
+        if path not in flat_reference:
+            fail(path, _describe(leaf), "no leaf")
+
+
+def _describe(leaf: Any) -> str:
+    if _is_leaf(leaf):
+        return repr(leaf)
+    return f"{np.result_type(leaf).name}{list(np.shape(leaf))}"

@@ -1,0 +1,246 @@
+"""Gradient clipping: by the global norm, and by the norm of each leaf."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform import _checks, _tree
+
+
+def global_norm(tree: Any, *, axis_name: _tree.AxisName = None) -> jax.Array:
+    r"""The Euclidean norm of all entries of a tree.
+
+    .. math:: \lVert t \rVert = \sqrt{\textstyle\sum_i \lvert t_i \rvert^2}
+
+    Args:
+      tree: arrays of any shape and of any floating or complex dtype; ``None`` counts
+        as nothing.
+      axis_name: mesh axes over which leaves may be sharded, inside ``jax.shard_map``.
+        A leaf that does not vary over an axis is replicated there and counts once.
+
+    Returns:
+      A scalar, float32 (float64 where the tree holds doubles). The squares are summed
+      in that precision whatever the dtype of the leaves. Its derivative at an all-zero
+      tree is 0.
+
+    Source: ``tf.linalg.global_norm``, ``optax.global_norm``.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> norm = gx.global_norm({"w": jnp.full((300, 300), 1.0, jnp.float16), "b": None})
+    >>> assert norm == 300.0 and norm.dtype == jnp.float32  # float16 ends at 65504
+    """
+    return _tree.norm_from_squares(_tree.squared_norms(tree, axis_name=axis_name))
+
+
+class ClipByGlobalNormState(NamedTuple):
+    """State of :func:`clip_by_global_norm`."""
+
+    global_norm: jax.Array  # float32[], the last update's norm before clipping.
+
+
+def clip_by_global_norm(
+    max_norm: jax.typing.ArrayLike, *, axis_name: _tree.AxisName = None
+) -> optax.GradientTransformationExtraArgs:
+    r"""Scales all updates by one factor so that their global norm is at most max_norm.
+
+    .. math::
+
+        g \leftarrow g \cdot \begin{cases}
+          \text{max\_norm} / \lVert g \rVert & \lVert g \rVert > \text{max\_norm} \\
+          1 & \text{otherwise}
+        \end{cases}
+
+    An update inside the ball comes out bit-identical. A non-finite norm makes every
+    entry NaN, as in TensorFlow, so that ``optax.apply_if_finite`` catches it. The norm
+    before clipping stays in the state: ``optax.tree.get(state, "global_norm")``. The
+    derivative through the clip is finite everywhere, at zero gradients too.
+
+    One pass reads the gradients for the norm. The scaling is one multiplication by a
+    scalar, which the compiler fuses into whatever reads the updates next: no clipped
+    copy of the gradients is made.
+
+    Args:
+      max_norm: the largest norm let through, ≥ 0, in the units of the gradients.
+      axis_name: as in :func:`global_norm`.
+
+    Returns:
+      A transformation with state :class:`ClipByGlobalNormState`. Updates keep their
+      shapes and dtypes. ``update(..., use_norm=norm)`` takes a norm computed elsewhere
+      in place of its own.
+
+    Raises:
+      ValueError: ``max_norm`` is negative or NaN.
+
+    Source: Pascanu et al., 2013, "On the difficulty of training recurrent neural
+    networks", https://arxiv.org/abs/1211.5063; ``tf.clip_by_global_norm``.
+
+    >>> import gradxform as gx, jax.numpy as jnp, optax
+    >>> tx = gx.clip_by_global_norm(1.0)
+    >>> grads = {"w": jnp.array([3.0, 0.0]), "b": jnp.array(4.0)}
+    >>> updates, state = tx.update(grads, tx.init(grads))
+    >>> assert abs(updates["b"] - 0.8) < 1e-6
+    >>> assert optax.tree.get(state, "global_norm") == 5.0
+    """
+    _checks.in_range("max_norm", max_norm, "[0, inf]")
+
+    def init_fn(params: optax.Params) -> ClipByGlobalNormState:
+        del params
+        return _state(0.0)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ClipByGlobalNormState,
+        params: optax.Params | None = None,
+        *,
+        use_norm: jax.typing.ArrayLike | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, ClipByGlobalNormState]:
+        del state, params, extra
+        if use_norm is None:
+            use_norm = global_norm(updates, axis_name=axis_name)
+        factor = _factor(use_norm, max_norm)
+        updates = _tree.map_updates(lambda g: _tree.scale(g, factor), updates)
+        return updates, _state(use_norm)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def clip_by_norm(
+    max_norm: jax.typing.ArrayLike, *, axis_name: _tree.AxisName = None
+) -> optax.GradientTransformationExtraArgs:
+    r"""Scales each leaf on its own so that its norm is at most max_norm.
+
+    .. math:: g_l \leftarrow g_l \cdot \min(1, \text{max\_norm} / \lVert g_l \rVert)
+
+    As :func:`clip_by_global_norm`, leaf by leaf: a leaf inside the ball comes out
+    bit-identical, a leaf of non-finite norm becomes NaN, a zero leaf stays zero.
+
+    Args:
+      max_norm: the largest norm of a leaf let through, ≥ 0.
+      axis_name: as in :func:`global_norm`.
+
+    Returns:
+      A transformation without state. Updates keep their shapes and dtypes.
+
+    Raises:
+      ValueError: ``max_norm`` is negative or NaN.
+
+    Source: ``tf.clip_by_norm``; the argument ``clipnorm`` of Keras optimizers.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> tx = gx.clip_by_norm(1.0)
+    >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array(0.5)}
+    >>> updates, _ = tx.update(grads, tx.init(grads))
+    >>> assert abs(updates["w"][0] - 0.6) < 1e-6 and updates["b"] == 0.5
+    """
+    _checks.in_range("max_norm", max_norm, "[0, inf]")
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.EmptyState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del params, extra
+        squares = _tree.squared_norms(updates, axis_name=axis_name)
+        return _scale_layers(updates, _layer_factors(squares, max_norm)), state
+
+    return optax.GradientTransformationExtraArgs(
+        lambda _: optax.EmptyState(), update_fn
+    )
+
+
+def clip_before(
+    inner: optax.GradientTransformation,
+    *,
+    clipnorm: jax.typing.ArrayLike | None,
+    clipvalue: jax.typing.ArrayLike | None,
+    global_clipnorm: jax.typing.ArrayLike | None,
+    axis_name: _tree.AxisName = None,
+    stacked_axes: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Keras's three clip arguments in front of ``inner``, with one pass for the norms.
+
+    ``inner`` receives the layers' squared norms after clipping as the extra argument
+    ``squared_norms``. They follow from those before, ``‖s·g‖² = s²·‖g‖²``, so that an
+    ``inner`` which needs them too does not read the gradients once more.
+    """
+    arguments = {
+        "clipnorm": clipnorm,
+        "clipvalue": clipvalue,
+        "global_clipnorm": global_clipnorm,
+    }
+    _checks.at_most_one(**arguments)
+    for name, limit in arguments.items():
+        if limit is not None:
+            _checks.in_range(name, limit, "[0, inf]")
+    inner = optax.with_extra_args_support(inner)
+    if clipnorm is clipvalue is global_clipnorm is None:
+        return inner
+
+    def init_fn(params: optax.Params) -> tuple[Any, Any]:
+        clip_state = optax.EmptyState() if global_clipnorm is None else _state(0.0)
+        return clip_state, inner.init(params)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: tuple[Any, Any],
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, tuple[Any, Any]]:
+        clip_state, inner_state = state
+        if clipvalue is not None:
+            updates = _tree.map_updates(lambda g: _clamp(g, clipvalue), updates)
+        else:
+            squares = _tree.squared_norms(
+                updates, axis_name=axis_name, stacked_axes=stacked_axes
+            )
+            if global_clipnorm is not None:
+                norm = _tree.norm_from_squares(squares)
+                factor = _factor(norm, global_clipnorm)
+                factors = _tree.map_updates(lambda _: factor, squares)
+                clip_state = _state(norm)
+            else:
+                factors = _layer_factors(squares, clipnorm)
+            updates = _scale_layers(updates, factors)
+            # One factor at a time: its square alone could underflow.
+            extra["squared_norms"] = _tree.map_updates(
+                lambda s, f: s * f.astype(s.dtype) * f.astype(s.dtype), squares, factors
+            )
+        updates, inner_state = inner.update(updates, inner_state, params, **extra)
+        return updates, (clip_state, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _factor(norm: jax.typing.ArrayLike, max_norm: jax.typing.ArrayLike) -> jax.Array:
+    """What gradients of this norm are multiplied by, elementwise over norms."""
+    norm = _tree.widen(jnp.asarray(norm))
+    max_norm = jnp.asarray(max_norm, norm.dtype)
+    outside = norm > max_norm
+    # max_norm / norm outside the ball, else exactly 1; nothing is divided by 0.
+    factor = jnp.where(outside, max_norm / jnp.where(outside, norm, 1), 1)
+    return jnp.where(jnp.isfinite(norm), factor, jnp.nan)
+
+
+def _layer_factors(squares: Any, max_norm: jax.typing.ArrayLike) -> Any:
+    return _tree.map_updates(lambda s: _factor(_tree.safe_sqrt(s), max_norm), squares)
+
+
+def _scale_layers(updates: Any, factors: Any) -> Any:
+    return _tree.map_updates(
+        lambda g, f: _tree.scale(g, _tree.expand(f, g)), updates, factors
+    )
+
+
+def _clamp(g: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:
+    limit = jnp.asarray(limit, g.dtype)
+    return jnp.clip(g, -limit, limit)
+
+
+def _state(norm: jax.typing.ArrayLike) -> ClipByGlobalNormState:
+    return ClipByGlobalNormState(jnp.asarray(norm, jnp.float32))

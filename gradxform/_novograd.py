@@ -1,0 +1,317 @@
+"""NovoGrad: gradients normalized layer by layer, then momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform import _checks, _clipping, _tree
+from gradxform._learning_rate import scale_by_learning_rate
+
+
+class ScaleByNovogradState(NamedTuple):
+    """State of :func:`scale_by_novograd`."""
+
+    count: jax.Array  # int32[], updates so far; saturates.
+    mu: optax.Updates  # momentum, like params.
+    nu: optax.Updates  # float32[] a layer, moving average of its squared norm.
+
+
+def scale_by_novograd(
+    b1: jax.typing.ArrayLike = 0.95,
+    b2: jax.typing.ArrayLike = 0.98,
+    eps: jax.typing.ArrayLike = 1e-8,
+    *,
+    weight_decay: jax.typing.ArrayLike = 0.0,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    grad_averaging: bool = False,
+    nesterov: bool = False,
+    eps_in_sqrt: bool = True,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    axis_name: _tree.AxisName = None,
+    stacked_axes: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Normalizes each layer's gradient by its running norm, then adds momentum.
+
+    .. math::
+
+        \nu_1 &= \lVert g_1 \rVert^2, \qquad
+        \nu_t = b_2\,\nu_{t-1} + (1 - b_2) \lVert g_t \rVert^2 \\
+        \hat g_t &= g_t / \sqrt{\nu_t + eps}
+          \quad\text{or, with eps\_in\_sqrt=False,}\quad g_t / (\sqrt{\nu_t} + eps) \\
+        d_t &= c\,(\hat g_t + weight\_decay \cdot w), \qquad
+          c = 1 - b_1 \text{ with grad\_averaging, else } 1 \\
+        \mu_t &= b_1\,\mu_{t-1} + d_t \\
+        u_t &= \mu_t \quad\text{or, with nesterov,}\quad d_t + b_1\,\mu_t
+
+    A layer is a leaf. ``nu`` starts by step count, not "when nu is 0", and a layer
+    whose gradient has been zero from the start gets a zero normalized gradient, never
+    NaN. Half of Adam's state: one array like the parameters and one scalar a layer.
+
+    Args:
+      b1: decay of the momentum, in [0, 1).
+      b2: decay of the squared norms, in [0, 1).
+      eps: keeps the divisor from 0, ≥ 0; added in at least float32.
+      weight_decay: decoupled from the normalization: added to the normalized gradient,
+        ≥ 0. Not 0, it needs ``params`` in ``update``.
+      mask: which parameters decay: a tree of bools, a prefix of the parameters' tree,
+        or a function ``params -> tree``; by default all.
+      grad_averaging: whether what enters the momentum is multiplied by ``1 - b1``.
+      nesterov: Nesterov momentum as TensorFlow's ``MomentumOptimizer`` has it.
+      eps_in_sqrt: where ``eps`` stands; False as in TensorFlow Addons and MONAI.
+      mu_dtype: dtype of ``mu``, by default that of the parameters.
+      axis_name: mesh axes over which layers may be sharded, inside ``jax.shard_map``;
+        see :func:`global_norm`.
+      stacked_axes: how many leading axes of a leaf stack layers, as models under
+        ``flax.linen.scan`` have them: an int, or a prefix tree of ints. Each slice is
+        then a layer, and ``nu`` has those leading axes.
+
+    Returns:
+      A transformation with state :class:`ScaleByNovogradState`. Updates keep their
+      shapes and dtypes; the arithmetic is done in at least float32.
+
+    Raises:
+      ValueError: an argument is out of its range; ``params`` is missing under weight
+        decay; a leaf has fewer axes than ``stacked_axes``.
+      TypeError: updates do not have the structure or the shapes of the parameters.
+
+    Source: Ginsburg et al., 2019, "Stochastic gradient methods with layer-wise adaptive
+    moments for training of deep networks", https://arxiv.org/abs/1905.11286;
+    OpenSeq2Seq's ``NovoGrad``, whose defaults these are.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> tx = gx.scale_by_novograd(b1=0.5, eps=0.0)
+    >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array(0.0)}
+    >>> updates, state = tx.update(grads, tx.init(grads))
+    >>> assert jnp.allclose(updates["w"], jnp.array([0.6, 0.8])) and updates["b"] == 0.0
+    >>> updates, state = tx.update(grads, state)
+    >>> assert jnp.allclose(updates["w"], 1.5 * jnp.array([0.6, 0.8]))
+    >>> assert jnp.allclose(state.nu["w"], 25.0)
+    """
+    _checks.in_range("b1", b1, "[0, 1)")
+    _checks.in_range("b2", b2, "[0, 1)")
+    _checks.in_range("eps", eps, "[0, inf)")
+    _checks.in_range("weight_decay", weight_decay, "[0, inf)")
+    decays = isinstance(weight_decay, jax.core.Tracer) or weight_decay != 0
+
+    def init_fn(params: optax.Params) -> ScaleByNovogradState:
+        def zero_norms(path: Any, p: jax.Array, stacked: int) -> jax.Array:
+            _check_stacked(path, p, stacked)
+            return jnp.zeros(p.shape[:stacked], _tree.compute_dtype(p))
+
+        return ScaleByNovogradState(
+            count=jnp.zeros((), jnp.int32),
+            mu=jax.tree.map(
+                lambda p: jnp.zeros_like(
+                    p, dtype=p.dtype if mu_dtype is None else mu_dtype
+                ),
+                params,
+            ),
+            nu=jax.tree.map_with_path(
+                zero_norms, params, _tree.broadcast(stacked_axes or 0, params)
+            ),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ScaleByNovogradState,
+        params: optax.Params | None = None,
+        *,
+        squared_norms: Any = None,
+        step_size_in_momentum: jax.typing.ArrayLike | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, ScaleByNovogradState]:
+        # The two extra arguments are how `novograd` shares the clip's norms and puts
+        # the learning rate inside the momentum.
+        del extra
+        _checks.same_shapes("updates", updates, "mu", state.mu)
+        if squared_norms is None:
+            squared_norms = _tree.squared_norms(
+                updates, axis_name=axis_name, stacked_axes=stacked_axes
+            )
+
+        def new_norm(square: jax.Array, nu: jax.Array) -> jax.Array:
+            # nu_1 = ‖g_1‖², nu_t = b2·nu_{t-1} + (1-b2)·‖g_t‖²
+            square = square.astype(nu.dtype)
+            average = _tree.scale(nu, b2) + _tree.scale(square, 1 - b2)
+            return jnp.where(state.count == 0, square, average)
+
+        def normalize(g: jax.Array, nu: jax.Array) -> jax.Array:
+            # ĝ = g / sqrt(nu + eps), or g / (sqrt(nu) + eps)
+            inverse = _tree.inverse_sqrt(nu, eps, eps_in_sqrt)
+            return _tree.scale(_tree.widen(g), _tree.expand(inverse, g))
+
+        def decay(g: jax.Array, w: jax.Array, decayed: bool) -> jax.Array:
+            # ĝ + weight_decay·w
+            if not decayed:
+                return g
+            return g + _tree.scale(_tree.widen(w).astype(g.dtype), weight_decay)
+
+        def accumulate(d: jax.Array, mu: jax.Array) -> jax.Array:
+            # mu = b1·mu + d
+            return _tree.scale(_tree.widen(mu).astype(d.dtype), b1) + d
+
+        nu = _tree.map_state(new_norm, squared_norms, state.nu)
+        added = _tree.map_updates(normalize, updates, nu)
+        if decays:
+            if params is None:
+                raise ValueError(
+                    f"weight_decay={weight_decay!r} needs params: call "
+                    "update(updates, state, params)."
+                )
+            decayed = mask(params) if callable(mask) else True if mask is None else mask
+            decayed = _tree.broadcast(decayed, params)
+            added = _tree.map_updates(decay, added, params, decayed)
+        if grad_averaging:  # d = (1-b1)·(ĝ + weight_decay·w)
+            added = _tree.map_updates(lambda d: _tree.scale(d, 1 - b1), added)
+        if step_size_in_momentum is not None:
+            added = _tree.map_updates(
+                lambda d: _tree.scale(d, step_size_in_momentum), added
+            )
+        mu = _tree.map_state(accumulate, added, state.mu)
+        if nesterov:  # u = d + b1·mu
+            stepped = _tree.map_updates(accumulate, added, mu)
+        else:
+            stepped = _tree.map_updates(lambda _, m: m, updates, mu)
+        new_state = ScaleByNovogradState(
+            count=optax.safe_increment(state.count),
+            mu=_tree.cast_like(mu, state.mu),
+            nu=nu,
+        )
+        return _tree.cast_like(stepped, updates), new_state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def novograd(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.95,
+    b2: jax.typing.ArrayLike = 0.98,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_decay: jax.typing.ArrayLike = 0.0,
+    *,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    grad_averaging: bool = False,
+    nesterov: bool = False,
+    eps_in_sqrt: bool = True,
+    lr_in_momentum: bool = False,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    axis_name: _tree.AxisName = None,
+    stacked_axes: Any = None,
+    clipnorm: jax.typing.ArrayLike | None = None,
+    clipvalue: jax.typing.ArrayLike | None = None,
+    global_clipnorm: jax.typing.ArrayLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""The NovoGrad optimizer, as OpenSeq2Seq, Clara and MONAI have it.
+
+    .. math:: w \leftarrow w - learning\_rate \cdot u
+
+    with ``u`` from :func:`scale_by_novograd`, preceded by at most one clip with Keras's
+    meaning. The clip and the layers share one pass over the gradients for their norms;
+    ``optax.chain(clip_by_global_norm(c), novograd(lr))`` computes the same with two.
+
+    Args:
+      learning_rate: a scalar, or a schedule ``count -> scalar``.
+      b1: see :func:`scale_by_novograd`, as all that is not named below.
+      b2: decay of the squared norms.
+      eps: keeps the divisor from 0.
+      weight_decay: decoupled weight decay.
+      mask: which parameters decay.
+      grad_averaging: whether ``1 - b1`` multiplies what enters the momentum.
+      nesterov: Nesterov momentum.
+      eps_in_sqrt: where ``eps`` stands.
+      lr_in_momentum: puts the learning rate inside the momentum,
+        ``mu = b1·mu + learning_rate·(…)``, ``w -= mu``, as TensorFlow Addons has it;
+        differs only while a schedule moves the rate.
+      mu_dtype: dtype of the momentum.
+      axis_name: mesh axes over which layers may be sharded.
+      stacked_axes: how many leading axes stack layers; ``clipnorm`` clips each slice.
+      clipnorm: the norm of each layer is clipped to this.
+      clipvalue: each entry is clipped to ± this.
+      global_clipnorm: the norm of all layers together is clipped to this; the norm
+        before clipping is ``optax.tree.get(state, "global_norm")``.
+
+    Returns:
+      A transformation; its updates are to be added to the parameters.
+
+    Raises:
+      ValueError: more than one clip argument, an argument out of its range, or no
+        ``params`` under weight decay.
+      TypeError: updates do not have the structure or the shapes of the parameters.
+
+    Source: Ginsburg et al., 2019, https://arxiv.org/abs/1905.11286; OpenSeq2Seq's and
+    ai4med's ``NovoGrad``, ``monai.optimizers.Novograd``, ``tfa.optimizers.NovoGrad``.
+
+    >>> import gradxform as gx, jax, jax.numpy as jnp, optax
+    >>> params = {"w": jnp.array([1.0, -2.0])}
+    >>> tx = gx.novograd(optax.linear_schedule(0.05, 0.0, 100), global_clipnorm=1.0)
+    >>> state = tx.init(params)
+    >>> step = jax.jit(lambda g, s, p: gx.apply_gradients(tx, g, s, p))
+    >>> for _ in range(100):
+    ...     grads = jax.tree.map(lambda w: 2 * w, params)
+    ...     params, state = step(grads, state, params)
+    >>> assert jnp.linalg.norm(params["w"]) < 0.01
+    >>> assert optax.tree.get(state, "global_norm") < 0.02
+    """
+    scaled = scale_by_novograd(
+        b1,
+        b2,
+        eps,
+        weight_decay=weight_decay,
+        mask=mask,
+        grad_averaging=grad_averaging,
+        nesterov=nesterov,
+        eps_in_sqrt=eps_in_sqrt,
+        mu_dtype=mu_dtype,
+        axis_name=axis_name,
+        stacked_axes=stacked_axes,
+    )
+    if lr_in_momentum:
+        scaled, learning_rate = _inside_momentum(scaled, learning_rate), 1.0
+    return optax.chain(
+        _clipping.clip_before(
+            scaled,
+            clipnorm=clipnorm,
+            clipvalue=clipvalue,
+            global_clipnorm=global_clipnorm,
+            axis_name=axis_name,
+            stacked_axes=stacked_axes,
+        ),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def _inside_momentum(
+    inner: optax.GradientTransformationExtraArgs, learning_rate: optax.ScalarOrSchedule
+) -> optax.GradientTransformationExtraArgs:
+    """``inner`` with the learning rate multiplied into what enters its momentum."""
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ScaleByNovogradState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, ScaleByNovogradState]:
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        extra["step_size_in_momentum"] = rate
+        return inner.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+
+def _check_stacked(path: Any, p: jax.Array, stacked: Any) -> None:
+    if isinstance(stacked, bool) or not isinstance(stacked, int):
+        raise TypeError(
+            f"stacked_axes must hold ints, got {stacked!r}; under "
+            "optax.inject_hyperparams name it in static_args."
+        )
+    if not 0 <= stacked <= p.ndim:
+        where = jax.tree_util.keystr(path) or "the root"
+        raise ValueError(
+            f"stacked_axes must be in [0, {p.ndim}] at {where}, a leaf of shape "
+            f"{list(p.shape)}, got {stacked}."
+        )

@@ -1,0 +1,155 @@
+"""Norms, maps and casts that know every kind of leaf a gradient tree may hold.
+
+A leaf of a gradient tree is an array, or ``None`` where the loss gave no gradient:
+``None`` stays ``None`` in updates, and the state that belongs to it stays as it was.
+``optax.MaskedNode`` is a node without leaves and passes through by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+AxisName = str | Sequence[str] | None
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+def map_updates(f: Callable[..., Any], updates: Any, *rest: Any) -> Any:
+    """``jax.tree.map`` over the leaves that have a gradient; ``None`` stays."""
+    return jax.tree.map(
+        lambda g, *r: None if g is None else f(g, *r), updates, *rest, is_leaf=_is_none
+    )
+
+
+def map_state(f: Callable[..., Any], updates: Any, state: Any, *rest: Any) -> Any:
+    """New state leaves ``f(g, s, ...)``; a leaf without gradient keeps its state."""
+    return jax.tree.map(
+        lambda g, s, *r: s if g is None else f(g, s, *r),
+        updates,
+        state,
+        *rest,
+        is_leaf=_is_none,
+    )
+
+
+def compute_dtype(x: jax.typing.ArrayLike) -> np.dtype:
+    """Real dtype for arithmetic on ``x``: float32, float64 where ``x`` is double."""
+    return jnp.dtype(jnp.float64 if jnp.finfo(x.dtype).bits == 64 else jnp.float32)
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """``x`` in at least single precision; complex stays complex."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return x
+    return x.astype(compute_dtype(x))
+
+
+def scale(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
+    """``factor · x`` for real ``factor``, in at least float32, in the dtype of ``x``.
+
+    The parts of a complex ``x`` are multiplied one by one, so that a factor of 1
+    gives back every bit and a NaN factor leaves no part untouched.
+    """
+    factor = jnp.asarray(factor, compute_dtype(x))
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jax.lax.complex(x.real * factor, x.imag * factor)
+    return (widen(x) * factor).astype(x.dtype)
+
+
+def abs_sq(x: jax.Array) -> jax.Array:
+    """``|x|²``, real, in at least float32."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.square(x.real) + jnp.square(x.imag)
+    return jnp.square(widen(x))
+
+
+def safe_sqrt(x: jax.Array) -> jax.Array:
+    """``sqrt(x)`` of ``x ≥ 0`` with a finite derivative at 0."""
+    positive = x > 0
+    root = jnp.sqrt(jnp.where(positive, x, 1))
+    # What is not positive is 0 or NaN, and is its own root.
+    return jnp.where(positive, root, x)
+
+
+def squared_norms(
+    updates: Any, *, axis_name: AxisName = None, stacked_axes: Any = None
+) -> Any:
+    """``Σ|g|²`` of each layer, real, in at least float32.
+
+    A layer is a leaf, or one slice of a leaf's first ``stacked_axes`` axes (an int, or
+    a prefix tree of ints; by default none). A leaf that varies over some of the mesh
+    axes in ``axis_name`` is sharded there, and its sum runs over them as well.
+    """
+    local = map_updates(
+        lambda g, stacked: jnp.sum(abs_sq(g), axis=tuple(range(stacked, g.ndim))),
+        updates,
+        broadcast(stacked_axes or 0, updates),
+    )
+    return local if axis_name is None else _sum_over_mesh(local, axis_name)
+
+
+def _sum_over_mesh(tree: Any, axis_name: AxisName) -> Any:
+    """``psum`` over those axes over which each leaf varies, one collective a set."""
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    for name in names:
+        if name not in jax.typeof(jax.lax.axis_index(name)).vma:
+            raise ValueError(
+                f"axis_name={axis_name!r}: axis {name!r} does not track which arrays "
+                "vary over it, so a sharded leaf cannot be told from a replicated one. "
+                "Use jax.shard_map with check_vma=True (its default)."
+            )
+    leaves, treedef = jax.tree.flatten(tree)
+    varying = [tuple(n for n in names if n in jax.typeof(x).vma) for x in leaves]
+    for axes in set(varying) - {()}:
+        members = [i for i, v in enumerate(varying) if v == axes]
+        sums = jax.lax.psum([leaves[i] for i in members], axes)
+        for i, total in zip(members, sums, strict=True):
+            leaves[i] = total
+    return treedef.unflatten(leaves)
+
+
+def norm_from_squares(squares: Any) -> jax.Array:
+    """``sqrt`` of the sum of all squared norms in the tree: the global norm."""
+    leaves = [jnp.sum(s) for s in jax.tree.leaves(squares)]
+    dtype = max(
+        (s.dtype for s in leaves), key=lambda d: d.itemsize, default=jnp.float32
+    )
+    return safe_sqrt(sum((s.astype(dtype) for s in leaves), jnp.zeros((), dtype)))
+
+
+def expand(x: jax.Array, like: jax.Array) -> jax.Array:
+    """``x`` with trailing axes of length 1, so that it lines up with ``like``."""
+    return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
+
+
+def broadcast(prefix: Any, tree: Any) -> Any:
+    """One value of the prefix tree for each leaf of ``tree``, ``None`` included."""
+    return jax.tree.broadcast(prefix, tree, is_leaf=_is_none)
+
+
+def inverse_sqrt(
+    x: jax.Array, eps: jax.typing.ArrayLike, eps_in_sqrt: bool
+) -> jax.Array:
+    """``1/sqrt(x + eps)`` or ``1/(sqrt(x) + eps)`` of ``x ≥ 0``, but 0 for 1/0.
+
+    The caller multiplies a gradient by it whose square is part of ``x``: where the
+    divisor is 0 so is the gradient, and 0 is the limit of their quotient.
+    """
+    eps = jnp.asarray(eps, x.dtype)
+    divisor = x + eps if eps_in_sqrt else safe_sqrt(x) + eps
+    zero = divisor == 0
+    divisor = jnp.where(zero, 1, divisor)
+    inverse = jax.lax.rsqrt(divisor) if eps_in_sqrt else 1 / divisor
+    return jnp.where(zero, 0, inverse)
+
+
+def cast_like(tree: Any, reference: Any) -> Any:
+    """Each leaf in the dtype of its reference; ``None`` stays."""
+    return map_updates(lambda x, r: x.astype(r.dtype), tree, reference)
