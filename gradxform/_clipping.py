@@ -227,7 +227,7 @@ def _factor(norm: jax.typing.ArrayLike, max_norm: jax.typing.ArrayLike) -> jax.A
     return jnp.where(jnp.isfinite(norm), factor, jnp.nan)
 
 
-def _layer_factors(squares: Any, max_norm: jax.typing.ArrayLike) -> Any:
+def _layer_factors(squares: Any, max_norm: Any) -> Any:
     return _tree.map_updates(lambda s: _factor(_tree.safe_sqrt(s), max_norm), squares)
 
 

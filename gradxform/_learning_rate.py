@@ -50,4 +50,5 @@ def scale_by_learning_rate(
 
 
 def _descend(updates: Any, learning_rate: jax.typing.ArrayLike) -> Any:
-    return _tree.map_updates(lambda u: _tree.scale(u, -learning_rate), updates)
+    descent = -jnp.asarray(learning_rate)
+    return _tree.map_updates(lambda u: _tree.scale(u, descent), updates)

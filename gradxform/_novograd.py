@@ -16,7 +16,7 @@ from gradxform._learning_rate import scale_by_learning_rate
 class ScaleByNovogradState(NamedTuple):
     """State of :func:`scale_by_novograd`."""
 
-    count: jax.Array  # int32[], updates so far; saturates.
+    count: jax.Array  # type: ignore[assignment]  # int32[], updates; saturates.
     mu: optax.Updates  # momentum, like params.
     nu: optax.Updates  # float32[] a layer, moving average of its squared norm.
 
@@ -248,7 +248,8 @@ def novograd(
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax
     >>> params = {"w": jnp.array([1.0, -2.0])}
-    >>> tx = gx.novograd(optax.linear_schedule(0.05, 0.0, 100), global_clipnorm=1.0)
+    >>> rate = optax.linear_schedule(0.1, 0.0, 100)
+    >>> tx = gx.novograd(rate, b1=0.9, global_clipnorm=1.0)
     >>> state = tx.init(params)
     >>> step = jax.jit(lambda g, s, p: gx.apply_gradients(tx, g, s, p))
     >>> for _ in range(100):

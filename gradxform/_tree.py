@@ -39,9 +39,10 @@ def map_state(f: Callable[..., Any], updates: Any, state: Any, *rest: Any) -> An
     )
 
 
-def compute_dtype(x: jax.typing.ArrayLike) -> np.dtype:
+def compute_dtype(x: jax.Array) -> np.dtype[Any]:
     """Real dtype for arithmetic on ``x``: float32, float64 where ``x`` is double."""
-    return jnp.dtype(jnp.float64 if jnp.finfo(x.dtype).bits == 64 else jnp.float32)
+    double = x.dtype in (jnp.float64, jnp.complex128)
+    return jnp.dtype(jnp.float64 if double else jnp.float32)
 
 
 def widen(x: jax.Array) -> jax.Array:
@@ -112,7 +113,7 @@ def _sum_over_mesh(tree: Any, axis_name: AxisName) -> Any:
         sums = jax.lax.psum([leaves[i] for i in members], axes)
         for i, total in zip(members, sums, strict=True):
             leaves[i] = total
-    return treedef.unflatten(leaves)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def norm_from_squares(squares: Any) -> jax.Array:

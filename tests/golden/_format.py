@@ -1,0 +1,153 @@
+"""What the four makers share: the inputs they feed, and how a trace is written.
+
+Runs on Python 3.7 and later with NumPy alone. The inputs come from
+``RandomState.random_sample``, whose stream is fixed across NumPy versions, so the
+same variant name means bit-identical gradients in every file.
+"""
+
+import json
+import os
+import platform
+import sys
+
+import numpy as np
+
+SHAPES = {"w": (4, 3), "b": (3,), "s": (), "k": (2, 1, 3)}
+"""The leaves, in the order in which their values are drawn."""
+
+VARIANTS = {"plain": 1, "scales": 2, "zero-start": 3}
+"""The gradient sequences and their seeds.
+
+plain       uniform in (-1, 1).
+scales      the same, times 1e-3, 1, 1e3, 1e-3, ... step by step.
+zero-start  the first two steps are zero everywhere, "b" at every step; some of
+            these zeros are -0.0.
+"""
+
+
+def params(leaves=tuple(SHAPES)):
+    """The initial parameters: multiples of 1/128 in (-1, 1), leaf by leaf."""
+    rng = np.random.RandomState(0)
+    drawn = {name: rng.random_sample(shape) for name, shape in SHAPES.items()}
+    return {
+        name: np.float32(np.round(256 * drawn[name] - 128) / 128) for name in leaves
+    }
+
+
+def gradients(variant, steps, leaves=tuple(SHAPES)):
+    """``steps`` dicts of float32 gradients; a longer sequence extends a shorter one."""
+    rng = np.random.RandomState(VARIANTS[variant])
+    sequence = []
+    for step in range(steps):
+        drawn = {name: 2 * rng.random_sample(s) - 1 for name, s in SHAPES.items()}
+        if variant == "scales":
+            drawn = {name: g * (1e-3, 1.0, 1e3)[step % 3] for name, g in drawn.items()}
+        if variant == "zero-start":
+            drawn = {name: g * (step > 1 and name != "b") for name, g in drawn.items()}
+        sequence.append({name: np.float32(drawn[name]) for name in leaves})
+    return sequence
+
+
+_RATE = {"learning_rate": 0.1, "initial_accumulator_value": 0.1, "epsilon": 1e-7}
+_BARE = {"learning_rate": 0.1, "initial_accumulator_value": 0.0, "epsilon": 1e-7}
+EXPONENTIAL = {
+    "schedule": "ExponentialDecay",
+    "initial_learning_rate": 0.5,
+    "decay_steps": 2,
+    "decay_rate": 0.7,
+}
+
+ADAGRAD = [
+    ("plain", "plain", dict(_RATE)),
+    ("scales", "scales", dict(_RATE)),
+    ("zero-start", "zero-start", dict(_BARE)),
+    ("large-epsilon", "scales", dict(_BARE, learning_rate=0.5, epsilon=1e-3)),
+    ("zero-epsilon", "zero-start", dict(_BARE, epsilon=0.0)),
+    ("clipnorm", "scales", dict(_RATE, clipnorm=1.0)),
+    ("clipnorm-0", "scales", dict(_RATE, clipnorm=0.0)),
+    ("clipvalue", "scales", dict(_RATE, clipvalue=0.5)),
+    ("exponential-decay", "plain", dict(_RATE, learning_rate=EXPONENTIAL)),
+]
+"""What every Keras-like Adagrad is run with: (name, variant, its arguments)."""
+
+GLOBAL_CLIPNORM = ("global-clipnorm", "scales", dict(_RATE, global_clipnorm=1.0))
+TWO_CLIPS = ("two-clips", "scales", dict(_RATE, clipnorm=1.0, clipvalue=0.25))
+
+
+def scheduled(adagrad_case_name, **schedule):
+    """One more case of ADAGRAD's kind: a schedule, by its class name and arguments."""
+    return (adagrad_case_name, "plain", dict(_RATE, learning_rate=schedule))
+
+
+def build(settings, schedules):
+    """Constructor arguments, the learning rate made a schedule where it names one."""
+    settings = dict(settings)
+    if isinstance(settings.get("learning_rate"), dict):
+        schedule = dict(settings["learning_rate"])
+        make = getattr(schedules, schedule.pop("schedule"))
+        settings["learning_rate"] = make(**schedule)
+    return settings
+
+
+def rates(settings, steps):
+    """The learning rate for "ours": a number, or one a step where it changes."""
+    if isinstance(settings["learning_rate"], dict) or "decay" in settings:
+        return [step["learning_rate"] for step in steps]
+    return settings["learning_rate"]
+
+
+def ours_adagrad(settings, steps, eps_in_sqrt):
+    """gradxform's arguments for a Keras-like Adagrad."""
+    ours = {
+        "transformation": "adagrad",
+        "learning_rate": rates(settings, steps),
+        "initial_accumulator_value": settings["initial_accumulator_value"],
+        "eps": settings["epsilon"],
+        "eps_in_sqrt": eps_in_sqrt,
+    }
+    for clip in ("clipnorm", "clipvalue", "global_clipnorm"):
+        if clip in settings:
+            ours[clip] = settings[clip]
+    return ours
+
+
+def write(maker, versions, cases):
+    """Writes ``make_x.py``'s cases to ``x.json`` beside it, one step a line."""
+    names = [case["name"] for case in cases]
+    assert len(set(names)) == len(names), "two cases of one name"
+    made_with = {"python": platform.python_version(), "numpy": np.__version__}
+    made_with.update(versions)
+    blocks = []
+    for case in cases:
+        lines = []
+        for key, value in case.items():
+            if key == "steps":
+                steps = ",\n".join("    " + _dump(step) for step in value)
+                lines.append('   "steps": [\n' + steps + "\n   ]")
+            else:
+                lines.append("   " + json.dumps(key) + ": " + _dump(value))
+        blocks.append("  {\n" + ",\n".join(lines) + "\n  }")
+    text = '{\n "made_with": ' + _dump(made_with)
+    text += ',\n "cases": [\n' + ",\n".join(blocks) + "\n ]\n}\n"
+    folder, script = os.path.split(os.path.abspath(maker))
+    path = os.path.join(folder, script[len("make_") : -len(".py")] + ".json")
+    with open(path, "w") as file:
+        file.write(text)
+    sys.stdout.write(
+        f"{os.path.basename(path)}: {len(cases)} cases, {len(text)} bytes\n"
+    )
+
+
+def _dump(value):
+    return json.dumps(_plain(value))
+
+
+def _plain(value):
+    """Arrays to nested lists, so that each float prints as the repr of its float64."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    return value

@@ -1,0 +1,74 @@
+"""Makes keras3.json: traces of Keras 3 on its JAX backend.
+
+With Python 3.11, from the repository's root:
+
+    pip install "keras==3.15.1" "jax==0.10.2"
+    python tests/golden/make_keras3.py
+"""
+
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import _format
+import jax
+import keras
+import numpy as np
+
+STEPS = 6
+
+
+def adagrad(name, variant, settings):
+    arguments = _format.build(settings, keras.optimizers.schedules)
+    opt = keras.optimizers.Adagrad(**arguments)
+    params = {
+        key: keras.Variable(value, name=key) for key, value in _format.params().items()
+    }
+    opt.build(list(params.values()))
+    steps = []
+    for values in _format.gradients(variant, STEPS):
+        step = {"grads": values, "learning_rate": np.asarray(opt.learning_rate)}
+        opt.apply([values[key] for key in params])
+        step["iterations"] = np.asarray(opt.iterations)
+        step["params"] = {key: np.asarray(var) for key, var in params.items()}
+        accumulators = {key: opt._accumulators[i] for i, key in enumerate(params)}
+        step["slots"] = {
+            "accumulator": {key: np.asarray(var) for key, var in accumulators.items()}
+        }
+        steps.append(step)
+    case = {
+        "name": "adagrad-" + name,
+        "symbol": "keras.optimizers.Adagrad",
+        "settings": settings,
+        "variant": variant,
+        "ours": _format.ours_adagrad(settings, steps, eps_in_sqrt=True),
+    }
+    if settings.get("clipnorm") == 0.0:
+        case["note"] = "0 means no clipping there: none in ours"
+        case["ours"].pop("clipnorm")
+    if settings["epsilon"] == 0.0:
+        case["ours"] = None
+        case["why_not"] = "0 / sqrt(0) is NaN there; ours: a zero update"
+    return dict(case, params=_format.params(), steps=steps)
+
+
+def main():
+    cases = [adagrad(*case) for case in [*_format.ADAGRAD, _format.GLOBAL_CLIPNORM]]
+    cases.append(
+        adagrad(
+            *_format.scheduled(
+                "cosine-decay",
+                schedule="CosineDecay",
+                initial_learning_rate=0.5,
+                decay_steps=5,
+                alpha=0.1,
+            )
+        )
+    )
+    versions = {"keras": keras.__version__, "backend": "jax", "jax": jax.__version__}
+    _format.write(__file__, versions, cases)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Checks every "ours" against the traces with the formulas alone, in float64 NumPy.
+
+No part of gradxform is imported: this says that the mapping from the originals'
+arguments to gradxform's is right, whatever the library does. Run it after making:
+
+    python tests/golden/verify.py
+
+It prints the largest relative difference a symbol and fails where one exceeds 2e-5
+(1e-3 where the trace is in float16). A difference is relative to the entry itself, or,
+where parts of opposite sign nearly cancel, to 1/100 of the leaf's largest entry (for
+parameters: of 1, if that is more).
+"""
+
+import collections
+import glob
+import json
+import os
+
+import numpy as np
+
+LIMITS = {"float32": 2e-5, "float16": 1e-3}
+
+
+def adagrad(ours, params):
+    del params
+    clip = clipper(ours)
+    acc = collections.defaultdict(lambda: ours["initial_accumulator_value"])
+
+    def update(grads, _, lr):
+        grads, updates = clip(grads), {}
+        for key, g in grads.items():
+            acc[key] = acc[key] + g * g
+            updates[key] = -lr * normalized(g, acc[key], ours)
+        return updates, {"accumulator": dict(acc)}
+
+    return update
+
+
+def novograd(ours, params):
+    clip = clipper(ours)
+    mu = {key: np.zeros_like(w) for key, w in params.items()}
+    nu = {}
+
+    def update(grads, params, lr):
+        in_momentum = ours.get("lr_in_momentum", False)
+        grads, updates = clip(grads), {}
+        for key, g in grads.items():
+            square = np.sum(g * g)
+            b1, b2 = ours["b1"], ours["b2"]
+            nu[key] = b2 * nu[key] + (1 - b2) * square if key in nu else square
+            added = normalized(g, nu[key], ours) + ours["weight_decay"] * params[key]
+            added *= 1 - b1 if ours["grad_averaging"] else 1
+            mu[key] = b1 * mu[key] + (lr * added if in_momentum else added)
+            updates[key] = -mu[key] if in_momentum else -lr * mu[key]
+        if in_momentum:  # TensorFlow's accumulator holds the update: minus our mu
+            return updates, {"m": dict(updates), "v": dict(nu)}
+        return updates, {"exp_avg": dict(mu), "exp_avg_sq": dict(nu)}
+
+    return update
+
+
+def sgd(ours, params):
+    mu = {key: np.zeros_like(w) for key, w in params.items()}
+    decay = ours.get("momentum")
+
+    def update(grads, _, lr):
+        if decay is None:
+            return {key: -lr * g for key, g in grads.items()}, {}
+        for key, g in grads.items():
+            mu[key] = decay * mu[key] + g
+        nesterov = ours.get("nesterov", False)
+        ahead = {key: grads[key] + decay * mu[key] for key in mu} if nesterov else mu
+        return {key: -lr * m for key, m in ahead.items()}, {"momentum": dict(mu)}
+
+    return update
+
+
+def normalized(g, squares, ours):
+    if ours.get("eps_in_sqrt", True):
+        denominator = np.sqrt(squares + ours["eps"])
+    else:
+        denominator = np.sqrt(squares) + ours["eps"]
+    return np.divide(g, denominator, out=np.zeros_like(g), where=denominator != 0)
+
+
+def clipper(ours):
+    def clip(grads):
+        if "clipvalue" in ours:
+            limit = ours["clipvalue"]
+            return {key: np.clip(g, -limit, limit) for key, g in grads.items()}
+        if "clipnorm" in ours:
+            limit = ours["clipnorm"]
+            return {key: by_norm({0: g}, limit)[0][0] for key, g in grads.items()}
+        if "global_clipnorm" in ours:
+            return by_norm(grads, ours["global_clipnorm"])[0]
+        return grads
+
+    return clip
+
+
+def by_norm(grads, limit, norm=None):
+    if norm is None:
+        squares = sum(np.sum(g * g) for g in grads.values())
+        # In float32's range, so that an entry of 1e30 has an infinite norm.
+        norm = np.sqrt(np.float64(np.float32(squares)))
+    scale = limit / norm if norm > limit else 1.0
+    scale = scale if np.isfinite(norm) else np.nan
+    return {key: g * scale for key, g in grads.items()}, norm
+
+
+def float64(tree):
+    return {key: entry(value) for key, value in tree.items()}
+
+
+def entry(value):
+    if isinstance(value, dict):  # {"shape": [n], "fill": x}
+        return np.full(value["shape"], value["fill"])
+    return np.array(value, np.float64)
+
+
+def check_step(worst, seen, expected, floor=0.0):
+    assert set(seen) == set(expected), (sorted(seen), sorted(expected))
+    for key in expected:
+        a, b = np.asarray(seen[key]), np.asarray(expected[key])
+        assert a.shape == b.shape, (key, a.shape, b.shape)
+        finite = np.isfinite(b)
+        np.testing.assert_array_equal(a[~finite], b[~finite])
+        least = max(floor, 1e-2 * np.max(np.abs(b), initial=0, where=finite), 1e-30)
+        error = np.abs(a - b) / np.maximum(np.abs(b), least)
+        worst.append(np.max(error, initial=0, where=finite))
+
+
+def check_clip(ours, step, worst):
+    grads = float64({k: g for k, g in step["grads"].items() if g is not None})
+    limit = ours["max_norm"]
+    if ours["transformation"] == "clip_by_norm":
+        clipped = {key: by_norm({0: g}, limit)[0][0] for key, g in grads.items()}
+    else:
+        clipped, norm = by_norm(grads, limit, ours.get("use_norm"))
+        check_step(worst, {"": norm}, {"": step["global_norm"]})
+    kept = {k: g for k, g in step["clipped"].items() if g is not None}
+    assert set(kept) == set(grads)
+    check_step(worst, clipped, float64(kept))
+
+
+def check(case, worst):
+    ours, params = case["ours"], case["params"]
+    if ours["transformation"].startswith("clip"):
+        return check_clip(ours, case["steps"][0], worst)
+    params = float64(params)
+    inner = ours.get("inner", ours)
+    make = {"adagrad": adagrad, "novograd": novograd, "sgd": sgd}
+    update = make[inner["transformation"]](inner, params)
+    global_step = stale = 0
+    slots = None
+    for i, step in enumerate(case["steps"]):
+        lr = inner["learning_rate"]
+        lr = lr[i] if isinstance(lr, list) else lr
+        dropped = global_step - step.get("local_step", 0) > ours.get("max_staleness", i)
+        if dropped:
+            stale += 1
+        else:
+            updates, slots = update(float64(step["grads"]), params, lr)
+            params = {key: params[key] + updates[key] for key in params}
+            global_step += 1
+        check_step(worst, params, float64(step["params"]), floor=1e-2)
+        for slot in step["slots"]:
+            check_step(worst, slots[slot], float64(step["slots"][slot]))
+        assert step.get("global_step", global_step) == global_step
+        assert step.get("iterations", global_step) == global_step
+        assert step.get("stale_counter", stale) == stale
+        fraction = np.float32(stale / (global_step + 1))
+        assert np.isclose(step.get("stale_percentage", fraction), fraction, rtol=1e-6)
+    return None
+
+
+def main():
+    folder = os.path.dirname(os.path.abspath(__file__))
+    worst = collections.defaultdict(list)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for path in sorted(glob.glob(os.path.join(folder, "*.json"))):
+            with open(path) as file:
+                cases = json.load(file)["cases"]
+            for case in cases:
+                if case["ours"] is None:
+                    assert case["why_not"]
+                    continue
+                differences = []
+                check(case, differences)
+                dtype = case.get("dtype", "float32")
+                label = os.path.basename(path), case["symbol"], dtype
+                worst[label].append((max(differences), case["name"]))
+    for (file, symbol, dtype), found in worst.items():
+        largest, name = max(found)
+        print(f"{file:12} {symbol:43} {dtype} {len(found):3}  {largest:.1e}  {name}")
+        assert largest < LIMITS[dtype], name
+
+
+if __name__ == "__main__":
+    main()
