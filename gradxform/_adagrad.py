@@ -109,7 +109,9 @@ def scale_by_adagrad(
         params: optax.Params | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, ScaleByAdagradState]:
-        del params, extra
+        del extra
+        if row_wise and params is not None:  # The accumulators know only the rows.
+            _checks.same_shapes("updates", updates, "params", params)
         _checks.same_shapes(
             "updates",
             updates,

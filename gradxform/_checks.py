@@ -52,12 +52,9 @@ def at_most_one(**arguments: Any) -> None:
 
 def integer_scalar(name: str, value: Any) -> None:
     """Raises ``TypeError`` unless ``value`` is an integer scalar, traced or not."""
-    dtype, shape = np.result_type(value), np.shape(value)
-    if not np.issubdtype(dtype, np.integer) or shape:
-        raise TypeError(
-            f"{name} must be an integer scalar, got {value!r} "
-            f"({dtype.name}{list(shape)})."
-        )
+    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    if not np.issubdtype(dtype, np.integer) or np.shape(value):
+        raise TypeError(f"{name} must be an integer scalar, got {value!r}.")
 
 
 def _is_leaf(node: Any) -> bool:
@@ -114,4 +111,4 @@ def same_shapes(
 def _describe(leaf: Any) -> str:
     if _is_leaf(leaf):
         return repr(leaf)
-    return f"{np.result_type(leaf).name}{list(np.shape(leaf))}"
+    return jax.typeof(leaf).str_short()

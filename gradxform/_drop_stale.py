@@ -38,8 +38,8 @@ def drop_stale(
 
     ``update(updates, state, params, *, local_step)`` takes the global step that the
     worker saw **before** it computed these gradients, read from the state together
-    with the parameters: ``gx.global_step(state)``. ``inner`` receives ``staleness`` as
-    an extra argument. Under :func:`apply_gradients` one conditional guards the whole
+    with the parameters: ``gx.global_step(state)``. ``inner`` receives ``local_step``
+    and ``staleness`` as extra arguments. Under :func:`apply_gradients` one conditional guards the whole
     step, so that a stale push costs next to nothing.
 
     Args:
@@ -97,8 +97,10 @@ def drop_stale(
         staleness = state.global_step - jnp.asarray(local_step, jnp.int32)
 
         def fresh() -> tuple[Any, DropStaleState]:
+            # A gate inside this one judges by the same local_step.
+            passed_on = {**extra, "local_step": local_step, "staleness": staleness}
             outcome, inner_state = act(
-                inner, updates, state.inner_state, params, staleness=staleness, **extra
+                inner, updates, state.inner_state, params, **passed_on
             )
             global_step = optax.safe_increment(state.global_step)
             return outcome, state._replace(
@@ -126,7 +128,7 @@ def global_step(state: optax.OptState) -> jax.Array:
         outermost counts.
 
     Returns:
-      int32 scalar.
+      int32 scalar, a copy: it stays valid when the state is donated to the next step.
 
     Raises:
       ValueError: the state holds no global step, or several side by side.
@@ -137,7 +139,7 @@ def global_step(state: optax.OptState) -> jax.Array:
     >>> tx = optax.chain(gx.drop_stale(optax.adam(0.1), 2), optax.scale(0.5))
     >>> assert gx.global_step(tx.init(jnp.zeros(3))) == 0
     """
-    return _outermost(state, "global_step")
+    return jnp.array(_outermost(state, "global_step"), copy=True)
 
 
 def staleness_fraction(state: optax.OptState) -> jax.Array:

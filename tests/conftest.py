@@ -1,0 +1,19 @@
+"""Strict JAX for every test and doctest: no silent promotion, broadcast or warning."""
+
+import contextlib
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture
+def standard_promotion():
+    """Lets optax's own code promote dtypes and ranks, where a test runs it."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.numpy_dtype_promotion("standard"))
+        stack.enter_context(jax.numpy_rank_promotion("allow"))
+        yield

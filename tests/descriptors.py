@@ -1,0 +1,78 @@
+"""Everything under test in one table: a row for each public transformation.
+
+Each contract test in ``test_contract.py`` runs over every row. A row is a public
+factory with arguments; a factory may have several rows, and ``test_contract.py``
+asserts that every public factory has one.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+import gradxform as gx
+
+
+@dataclasses.dataclass(frozen=True)
+class Descriptor:
+    name: str  # of the public factory
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    variant: str = ""
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # for update
+    real_only: bool = False
+
+    def make(self) -> optax.GradientTransformationExtraArgs:
+        return getattr(gx, self.name)(**self.kwargs)
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.variant}" if self.variant else self.name
+
+
+D = Descriptor
+
+DESCRIPTORS = (
+    D("clip_by_global_norm", {"max_norm": 1.0}),
+    D("clip_by_norm", {"max_norm": 0.5}),
+    D("scale_by_adagrad"),
+    D("adagrad", {"learning_rate": 0.1}),
+    D("adagrad", {"learning_rate": 0.1, "eps_in_sqrt": False}, "tf1"),
+    D("adagrad", {"learning_rate": 0.1, "row_wise": True}, "row_wise"),
+    D("adagrad", {"learning_rate": 0.1, "accumulator_dtype": jnp.bfloat16}, "bf16"),
+    D("adagrad", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
+    D("adagrad", {"learning_rate": 0.1, "clipvalue": 0.1}, "clipvalue", real_only=True),
+    D("adagrad", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"),
+    D("scale_by_novograd"),
+    D("novograd", {"learning_rate": 0.1}),
+    D("novograd", {"learning_rate": 0.1, "weight_decay": 0.01}, "weight_decay"),
+    D("novograd", {"learning_rate": 0.1, "grad_averaging": True}, "grad_averaging"),
+    D("novograd", {"learning_rate": 0.1, "nesterov": True}, "nesterov"),
+    D("novograd", {"learning_rate": 0.1, "eps_in_sqrt": False}, "eps_outside"),
+    D("novograd", {"learning_rate": 0.1, "lr_in_momentum": True}, "lr_in_momentum"),
+    D(
+        "novograd",
+        {"learning_rate": 0.1, "mu_dtype": jnp.bfloat16},
+        "bf16",
+        real_only=True,
+    ),
+    D("novograd", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
+    D(
+        "novograd",
+        {"learning_rate": 0.1, "clipvalue": 0.1},
+        "clipvalue",
+        real_only=True,
+    ),
+    D("novograd", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"),
+    # The first two pushes with local_step 0 are fresh, the third is stale.
+    D(
+        "drop_stale",
+        {"inner": gx.novograd(0.1, global_clipnorm=0.5), "max_staleness": 1},
+        extra={"local_step": 0},
+    ),
+    D(
+        "drop_stale",
+        {"inner": gx.drop_stale(gx.adagrad(0.1), 0), "max_staleness": 1},
+        "nested",
+        extra={"local_step": 0},
+    ),
+)

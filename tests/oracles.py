@@ -1,0 +1,115 @@
+"""The formulas of the papers in float64 NumPy, written without a look at the library."""
+
+import numpy as np
+
+
+def global_norm(grads):
+    return np.sqrt(sum(np.sum(np.abs(g) ** 2) for g in grads.values()))
+
+
+def clip_by_global_norm(grads, max_norm):
+    norm = global_norm(grads)
+    factor = max_norm / norm if norm > max_norm else 1.0
+    return {k: g * factor for k, g in grads.items()}
+
+
+def clip_by_norm(grads, max_norm):
+    return {k: clip_by_global_norm({k: g}, max_norm)[k] for k, g in grads.items()}
+
+
+def clip(grads, clipnorm=None, clipvalue=None, global_clipnorm=None):
+    if clipnorm is not None:
+        return clip_by_norm(grads, clipnorm)
+    if clipvalue is not None:
+        return {k: np.clip(g, -clipvalue, clipvalue) for k, g in grads.items()}
+    if global_clipnorm is not None:
+        return clip_by_global_norm(grads, global_clipnorm)
+    return grads
+
+
+def divided(g, acc, eps, eps_in_sqrt):
+    with np.errstate(divide="ignore", invalid="ignore"):
+        quotient = g / (np.sqrt(acc + eps) if eps_in_sqrt else np.sqrt(acc) + eps)
+    return np.where(g == 0, 0, quotient)
+
+
+def adagrad(
+    params,
+    sequence,
+    learning_rate,
+    initial_accumulator_value=0.1,
+    eps=1e-7,
+    *,
+    eps_in_sqrt=True,
+    row_wise=False,
+    **clips,
+):
+    """Yields ``(params, accumulators)`` after each step."""
+    acc = {
+        k: np.full(p.shape[:1] if row_wise else p.shape, initial_accumulator_value)
+        for k, p in params.items()
+    }
+    for t, grads in enumerate(sequence):
+        lr = float(learning_rate(t)) if callable(learning_rate) else learning_rate
+        new_params, new_acc = {}, {}
+        for k, g in clip(grads, **clips).items():
+            square = np.abs(g) ** 2
+            if row_wise and g.ndim:
+                square = square.reshape(g.shape[0], -1).mean(axis=1)
+            new_acc[k] = acc[k] + square
+            lined_up = new_acc[k]
+            if row_wise and g.ndim:
+                lined_up = lined_up.reshape(-1, *[1] * (g.ndim - 1))
+            new_params[k] = params[k] - lr * divided(g, lined_up, eps, eps_in_sqrt)
+        params, acc = new_params, new_acc
+        yield params, acc
+
+
+def novograd(
+    params,
+    sequence,
+    learning_rate,
+    b1=0.95,
+    b2=0.98,
+    eps=1e-8,
+    weight_decay=0.0,
+    *,
+    mask=None,
+    grad_averaging=False,
+    nesterov=False,
+    eps_in_sqrt=True,
+    lr_in_momentum=False,
+    **clips,
+):
+    """Yields ``(params, mu, nu)`` after each step."""
+    mu = {k: np.zeros_like(p) for k, p in params.items()}
+    nu = {}
+    for t, grads in enumerate(sequence):
+        lr = float(learning_rate(t)) if callable(learning_rate) else learning_rate
+        new_params, new_mu, new_nu = {}, {}, {}
+        for k, g in clip(grads, **clips).items():
+            square = np.sum(np.abs(g) ** 2)
+            new_nu[k] = square if t == 0 else b2 * nu[k] + (1 - b2) * square
+            added = divided(g, new_nu[k], eps, eps_in_sqrt)
+            if mask is None or mask[k]:
+                added = added + weight_decay * params[k]
+            if grad_averaging:
+                added = (1 - b1) * added
+            if lr_in_momentum:
+                added = lr * added
+            new_mu[k] = b1 * mu[k] + added
+            step = added + b1 * new_mu[k] if nesterov else new_mu[k]
+            new_params[k] = params[k] - (step if lr_in_momentum else lr * step)
+        params, mu, nu = new_params, new_mu, new_nu
+        yield params, mu, nu
+
+
+def drop_stale(params, pushes, max_staleness, apply):
+    """Plays ``(grads, local_step)`` pushes; yields ``(params, step, stale)``."""
+    global_step = stale = 0
+    for grads, local_step in pushes:
+        if global_step - local_step <= max_staleness:
+            params, global_step = apply(params, grads), global_step + 1
+        else:
+            stale += 1
+        yield params, global_step, stale

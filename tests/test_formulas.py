@@ -1,0 +1,261 @@
+"""Each formula and each option against float64 NumPy, over several steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from tests import oracles
+
+SHAPES = {"w": (5, 4), "k": (2, 3, 2), "b": (3,), "s": (), "frozen": (2, 2)}
+
+
+def sequence(seed, steps=6, scales=(1.0,), zeros=0):
+    rng = np.random.default_rng(seed)
+    for t in range(steps):
+        scale = 0.0 if t < zeros else scales[t % len(scales)]
+        grads = {k: scale * rng.standard_normal(s) for k, s in SHAPES.items()}
+        grads["frozen"] *= 0  # its gradient is zero for good
+        yield {k: np.float64(np.float32(g)) for k, g in grads.items()}
+
+
+def initial_params(seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        k: np.float64(np.float32(rng.standard_normal(s))) for k, s in SHAPES.items()
+    }
+
+
+SEQUENCES = {
+    "plain": {},
+    "scales": {"scales": (1e-3, 1.0, 1e3)},
+    "zero_start": {"zeros": 2},
+}
+
+
+RATES = 0.1 * 0.7 ** np.arange(6, dtype=np.float32)
+
+
+def schedule(count):
+    return jnp.asarray(RATES)[count]
+
+
+def describe(options):
+    return ",".join(f"{k}={getattr(v, '__name__', v)}" for k, v in options.items())
+
+
+def agree(got, expected, rtol=2e-5):
+    for k, value in expected.items():
+        atol = rtol * max(np.abs(value).max(initial=0), 1e-3) / 10
+        np.testing.assert_allclose(got[k], value, rtol=rtol, atol=atol, err_msg=k)
+
+
+def play(tx, name):
+    """Yields params and state after each step, jitted."""
+    params = jax.tree.map(jnp.float32, initial_params())
+    state = tx.init(params)
+    step = jax.jit(lambda g, s, p: gx.apply_gradients(tx, g, s, p))
+    for grads in sequence(1, **SEQUENCES[name]):
+        params, state = step(jax.tree.map(jnp.float32, grads), state, params)
+        yield params, state
+
+
+ADAGRAD = [
+    {},
+    {"learning_rate": schedule},
+    {"initial_accumulator_value": 0.0},
+    {"initial_accumulator_value": 0.0, "eps": 0.0},
+    {"initial_accumulator_value": 0.0, "eps": 0.0, "eps_in_sqrt": False},
+    {"eps": 0.3},
+    {"eps": 0.3, "eps_in_sqrt": False},
+    {"row_wise": True},
+    {"row_wise": True, "eps": 0.3, "eps_in_sqrt": False},
+    {"clipnorm": 1.0},
+    {"clipvalue": 0.2},
+    {"global_clipnorm": 1.0},
+]
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("options", ADAGRAD, ids=describe)
+def test_adagrad(options, name):
+    options = {"learning_rate": 0.1} | options
+    expected = oracles.adagrad(
+        initial_params(), sequence(1, **SEQUENCES[name]), **options
+    )
+    for (params, state), (p, acc) in zip(
+        play(gx.adagrad(**options), name), expected, strict=True
+    ):
+        agree(params, p)
+        agree(optax.tree.get(state, "sum_of_squares"), acc)
+
+
+NOVOGRAD = [
+    {},
+    {"learning_rate": schedule},
+    {"learning_rate": schedule, "lr_in_momentum": True},
+    {"learning_rate": schedule, "lr_in_momentum": True, "nesterov": True},
+    {"b1": 0.5, "b2": 0.3},
+    {"b1": 0.0, "b2": 0.0},
+    {"eps": 0.3},
+    {"eps": 0.3, "eps_in_sqrt": False},
+    {"eps": 0.0},
+    {"eps": 0.0, "eps_in_sqrt": False},
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.1, "mask": {k: k in ("w", "s") for k in SHAPES}},
+    {"grad_averaging": True},
+    {"grad_averaging": True, "weight_decay": 0.1, "nesterov": True},
+    {"nesterov": True},
+    {"clipnorm": 1.0},
+    {"clipvalue": 0.2},
+    {"global_clipnorm": 1.0},
+    {"global_clipnorm": 1.0, "weight_decay": 0.1, "nesterov": True},
+]
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("options", NOVOGRAD, ids=describe)
+def test_novograd(options, name):
+    options = {"learning_rate": 0.1} | options
+    expected = oracles.novograd(
+        initial_params(), sequence(1, **SEQUENCES[name]), **options
+    )
+    for (params, state), (p, mu, nu) in zip(
+        play(gx.novograd(**options), name), expected, strict=True
+    ):
+        agree(params, p)
+        agree(optax.tree.get(state, "mu"), mu)
+        agree(optax.tree.get(state, "nu"), nu)
+
+
+@pytest.mark.parametrize(
+    ("transformation", "oracle"),
+    [
+        (gx.clip_by_global_norm, oracles.clip_by_global_norm),
+        (gx.clip_by_norm, oracles.clip_by_norm),
+    ],
+)
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 3.0, 100.0, np.inf])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_clipping(transformation, oracle, max_norm, scale):
+    (grads,) = sequence(2, steps=1, scales=(scale,))
+    tx = transformation(max_norm)
+    updates, state = tx.update(jax.tree.map(jnp.float32, grads), tx.init(grads))
+    agree(updates, oracle(grads, max_norm), rtol=1e-6)
+    if transformation is gx.clip_by_global_norm:
+        np.testing.assert_allclose(
+            state.global_norm, oracles.global_norm(grads), rtol=1e-6
+        )
+
+
+@pytest.mark.parametrize("alias", [gx.adagrad, gx.novograd])
+def test_the_norm_before_clipping_is_in_the_state(alias):
+    (grads,) = sequence(2, steps=1)
+    tx = alias(0.1, global_clipnorm=1.0)
+    params = jax.tree.map(jnp.float32, grads)
+    _, state = tx.update(params, tx.init(params), params)
+    np.testing.assert_allclose(
+        optax.tree.get(state, "global_norm"), oracles.global_norm(grads), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+@pytest.mark.parametrize("alias", ["adagrad", "novograd"])
+def test_complex_leaves_use_the_squared_modulus(alias, dtype):
+    rng = np.random.default_rng(0)
+
+    def draw():
+        return {"z": rng.standard_normal(4) + 1j * rng.standard_normal(4)}
+
+    params, grads = draw(), [draw() for _ in range(4)]
+    options = {"learning_rate": 0.1, "global_clipnorm": 1.0}
+    expected = getattr(oracles, alias)(params, iter(grads), **options)
+    with jax.enable_x64(dtype == "complex128"):
+        tx = getattr(gx, alias)(**options)
+        p = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+        state = tx.init(p)
+        for g, (wanted, *_) in zip(grads, expected, strict=True):
+            p, state = gx.apply_gradients(
+                tx, {"z": jnp.asarray(g["z"], dtype)}, state, p
+            )
+            rtol = 1e-12 if dtype == "complex128" else 1e-5
+            np.testing.assert_allclose(p["z"], wanted["z"], rtol=rtol)
+
+
+STACKED = [
+    {},
+    {"clipnorm": 0.5},
+    {"global_clipnorm": 1.0},
+    {"weight_decay": 0.1, "nesterov": True},
+]
+
+
+@pytest.mark.parametrize("options", STACKED, ids=describe)
+@pytest.mark.parametrize("stacked_axes", [{"w": 2, "v": 0}, 1], ids=str)
+def test_stacked_layers_equal_unstacked_ones(options, stacked_axes):
+    rng = np.random.default_rng(3)
+
+    def draw(t):
+        return {
+            "w": np.float32(rng.standard_normal((2, 3, 4)) * 10**t),
+            "v": np.float32(rng.standard_normal((4, 5))),
+        }
+
+    depth = {"w": 1, "v": 1} if stacked_axes == 1 else stacked_axes
+
+    def unstack(tree):
+        return {
+            f"{k}{i}": np.float64(x[i])
+            for k, x in tree.items()
+            for i in np.ndindex(x.shape[: depth[k]])
+        }
+
+    params, grads = draw(0), [draw(t) for t in range(4)]
+    expected = oracles.novograd(unstack(params), map(unstack, grads), 0.1, **options)
+    tx = gx.novograd(0.1, stacked_axes=stacked_axes, **options)
+    params = jax.tree.map(jnp.asarray, params)
+    state = tx.init(params)
+    step = jax.jit(lambda g, s, p: gx.apply_gradients(tx, g, s, p))
+    for g, (p, _, nu) in zip(grads, expected, strict=True):
+        params, state = step(g, state, params)
+        agree(unstack(params), p)
+        agree(unstack(optax.tree.get(state, "nu")), nu)
+
+
+def test_mask_may_be_a_function_or_a_prefix():
+    params = {"a": {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, "c": jnp.ones(2)}
+    grads = jax.tree.map(jnp.zeros_like, params)
+
+    def decayed(mask):
+        tx = gx.novograd(1.0, weight_decay=0.5, mask=mask)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return jax.tree.map(lambda u: bool(jnp.all(u == -0.5)), updates)
+
+    assert decayed(None) == {"a": {"w": True, "b": True}, "c": True}
+    assert decayed({"a": True, "c": False}) == {"a": {"w": True, "b": True}, "c": False}
+    assert decayed(lambda p: jax.tree.map(lambda x: x.ndim > 1, p)) == {
+        "a": {"w": True, "b": False},
+        "c": False,
+    }
+
+
+def test_mu_dtype_holds_the_momentum():
+    params = {"w": jnp.ones((2, 2))}
+    tx = gx.novograd(0.1, mu_dtype=jnp.bfloat16)
+    assert optax.tree.get(tx.init(params), "mu")["w"].dtype == jnp.bfloat16
+
+
+def test_accumulator_dtype_holds_the_sum():
+    params = {"w": jnp.ones((2, 2), jnp.bfloat16)}
+    for given, dtype in ((None, jnp.float32), (jnp.bfloat16, jnp.bfloat16)):
+        state = gx.adagrad(0.1, accumulator_dtype=given).init(params)
+        assert optax.tree.get(state, "sum_of_squares")["w"].dtype == dtype
+
+
+def test_row_wise_adagrad_keeps_one_number_a_row():
+    params = {"table": jnp.ones((10, 4, 2)), "bias": jnp.ones(3), "s": jnp.ones(())}
+    state = gx.scale_by_adagrad(row_wise=True).init(params)
+    shapes = jax.tree.map(jnp.shape, state.sum_of_squares)
+    assert shapes == {"table": (10,), "bias": (3,), "s": ()}

@@ -1,0 +1,122 @@
+"""The traces that TensorFlow, Keras and MONAI left, replayed by the library.
+
+``tests/golden/README.md`` says how they were made, what a case holds and which quirks
+of the originals are not ours.
+"""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+
+CASES = {
+    f"{path.stem}:{case['name']}": case
+    for path in sorted((pathlib.Path(__file__).parent / "golden").glob("*.json"))
+    for case in json.loads(path.read_text())["cases"]
+}
+OURS = {name: case for name, case in CASES.items() if case["ours"]}
+
+# What the originals call their slots, and what ours are called.
+SLOTS = {
+    "accumulator": "sum_of_squares",
+    "momentum": "trace",
+    "m": "mu",
+    "v": "nu",
+    "exp_avg": "mu",
+    "exp_avg_sq": "nu",
+}
+
+
+def array(value, dtype):
+    """A leaf as the traces write it; see their README."""
+    if value is None:
+        return None
+    if isinstance(value, dict) and "fill" in value:
+        return jnp.full(value["shape"], value["fill"], dtype)
+    return jnp.asarray(np.array(value, dtype))
+
+
+def tree(leaves, dtype="float32"):
+    return {k: array(v, dtype) for k, v in leaves.items()}
+
+
+def build(ours):
+    """The transformation that ``ours`` describes."""
+    options = dict(ours)
+    name = options.pop("transformation")
+    if name == "drop_stale":
+        return gx.drop_stale(build(options["inner"]), options["max_staleness"])
+    if isinstance(options.get("learning_rate"), list):
+        rates = np.float32(options["learning_rate"])
+        options["learning_rate"] = lambda count: jnp.asarray(rates)[count]
+    return getattr(optax if name == "sgd" else gx, name)(**options)
+
+
+def agree(got, expected, floor, rtol=2e-5):
+    for k, leaf in expected.items():
+        if leaf is None:
+            assert got[k] is None
+            continue
+        value = np.asarray(leaf, np.float64)
+        finite = np.abs(value[np.isfinite(value)])
+        atol = rtol / 20 * max(finite.max(initial=0), floor)
+        np.testing.assert_allclose(got[k], value, rtol=rtol, atol=atol, err_msg=k)
+
+
+CLIPS = [n for n, c in OURS.items() if "clip_by" in c["ours"]["transformation"]]
+OPTIMIZERS = [n for n in OURS if n not in CLIPS]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer(name):
+    case = OURS[name]
+    tx = build(case["ours"])
+    params = tree(case["params"])
+    state = tx.init(params)
+    step = jax.jit(lambda g, s, p, **e: gx.apply_gradients(tx, g, s, p, **e))
+    gated = case["ours"]["transformation"] == "drop_stale"
+    for recorded in case["steps"]:
+        extra = {"local_step": recorded["local_step"]} if gated else {}
+        params, state = step(tree(recorded["grads"]), state, params, **extra)
+        agree(params, tree(recorded["params"]), floor=1)
+        for slot, expected in recorded["slots"].items():
+            # TensorFlow Addons keeps its momentum negated.
+            sign = -1 if slot == "m" else 1
+            ours = optax.tree.get(state, SLOTS[slot])
+            agree({k: sign * v for k, v in ours.items()}, tree(expected), floor=0)
+        if gated:
+            assert gx.global_step(state) == recorded["global_step"]
+            assert int(state.stale_count) == recorded["stale_counter"]
+            np.testing.assert_allclose(
+                gx.staleness_fraction(state), recorded["stale_percentage"], rtol=1e-6
+            )
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_clipping(name):
+    case = OURS[name]
+    options = dict(case["ours"])
+    extra = {"use_norm": options.pop("use_norm")} if "use_norm" in options else {}
+    dtype = case.get("dtype", "float32")
+    tx = build(options)
+    (recorded,) = case["steps"]
+    grads = tree(recorded["grads"], dtype)
+    updates, state = jax.jit(tx.update)(grads, tx.init(grads), **extra)
+    rtol = 1e-3 if dtype == "float16" else 2e-6  # TensorFlow's norm is a float16 there.
+    agree(updates, tree(recorded["clipped"], dtype), floor=0, rtol=rtol)
+    if "global_norm" in recorded:
+        np.testing.assert_allclose(
+            state.global_norm, recorded["global_norm"], rtol=rtol
+        )
+
+
+def test_what_is_not_ours_says_why():
+    assert all(CASES[n].get("why_not") for n in CASES.keys() - OURS.keys())
+    assert len(OPTIMIZERS) >= 70
+    assert len(CLIPS) >= 25

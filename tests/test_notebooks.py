@@ -1,0 +1,132 @@
+"""Every notebook runs from top to bottom, and holds the outputs of such a run."""
+
+import pathlib
+import re
+import sys
+
+import nbformat
+import pytest
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted(
+    (pathlib.Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb")
+)
+
+# A path on somebody's machine: "/home/...", "C:\\Users\\...", but no part of a URL.
+LOCAL_PATH = re.compile(
+    r"(?<![\w./:-])/(?:tmp|root|work|home|Users|usr|opt|var|private|mnt|content)\b"
+    r"|\b[A-Za-z]:\\+\w",
+)
+
+
+class ThisInterpreter(AsyncKernelManager):
+    """Starts kernels with the running interpreter, whatever kernels are installed."""
+
+    @property
+    def kernel_spec(self):
+        argv = [
+            sys.executable,
+            "-Xfrozen_modules=off",
+            *("-m", "ipykernel_launcher", "-f", "{connection_file}"),
+        ]
+        return KernelSpec(argv=argv, display_name="Python 3", language="python")
+
+
+def read(path):
+    notebook = nbformat.read(path, as_version=nbformat.NO_CONVERT)
+    nbformat.validate(notebook)
+    return notebook
+
+
+def execute(notebook, folder):
+    """Runs a notebook in a folder, in place; raises what its first bad cell raised."""
+    client = NotebookClient(
+        notebook,
+        timeout=300,
+        kernel_name="python3",
+        kernel_manager_class=ThisInterpreter,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    client.execute()
+
+
+def local_paths(node):
+    """All paths on a machine in a part of a notebook; pictures are not read."""
+    if isinstance(node, str):
+        return LOCAL_PATH.findall(node)
+    if isinstance(node, dict):
+        parts = [
+            part
+            for key, value in node.items()
+            if key not in ("image/png", "image/jpeg")
+            for part in (key, value)
+        ]
+    else:
+        parts = node if isinstance(node, list) else []
+    return [found for part in parts for found in local_paths(part)]
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def errors(notebook):
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    return [output for output in outputs if output.output_type == "error"]
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+# What the Jupyter machinery warns of is not about the notebook.
+@pytest.mark.filterwarnings("default")
+def test_notebook_runs(path, tmp_path, monkeypatch):
+    for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    notebook = read(path)
+    execute(notebook, folder)
+    assert not errors(notebook)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_committed_with_the_outputs_of_one_run(path):
+    notebook = read(path)
+    cells = code_cells(notebook)
+    counts = [cell.execution_count for cell in cells]
+    assert counts == list(range(1, len(cells) + 1))
+    assert any(cell.outputs for cell in cells)
+    assert not errors(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert path.stat().st_size < 500_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_names_no_path_of_the_machine_it_ran_on(path):
+    notebook = read(path)
+    assert not local_paths(notebook.metadata)
+    for cell in notebook.cells:
+        assert not local_paths([cell.metadata, cell.get("outputs", [])])
+
+
+@pytest.mark.parametrize(
+    ("text", "is_path"),
+    [
+        ("File /tmp/env/lib/x.py", True),
+        ("'/home/me'", True),
+        ("(/work/a)", True),
+        ("/root", True),
+        (r"C:\Users\me", True),
+        ("https://example.org/home/tmp", False),
+        ("loss/work and a/tmp", False),
+        ("/temporary", False),
+    ],
+)
+def test_local_paths_are_told_from_other_text(text, is_path):
+    assert bool(local_paths([{"text": text}, {text: None}])) == is_path
+    assert not local_paths({"image/png": text})

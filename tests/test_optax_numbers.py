@@ -1,0 +1,106 @@
+"""Numbers that optax 0.2.8 gets wrong and that are right here, one test a row.
+
+Each test first shows optax's number, so that a row whose reason is gone says so.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+ONES = {"w": jnp.ones(90_000, jnp.float16)}  # norm 300
+
+
+def first_update(tx, grads, params=None):
+    params = grads if params is None else params
+    return tx.update(grads, tx.init(params), params)[0]
+
+
+def test_float16_gradients_of_norm_300_clip_to_a_tenth():
+    theirs = first_update(optax.clip_by_global_norm(30.0), ONES)
+    ours = first_update(gx.clip_by_global_norm(30.0), ONES)
+    assert jnp.all(theirs["w"] == 0)
+    np.testing.assert_allclose(ours["w"], 0.1, rtol=1e-3)
+
+
+def test_novograd_normalizes_float16_gradients_of_norm_300():
+    theirs = first_update(optax.novograd(1.0), ONES)
+    ours = first_update(gx.novograd(1.0), ONES)
+    assert jnp.all(theirs["w"] == 0)
+    np.testing.assert_allclose(ours["w"], -1 / 300, rtol=1e-3)
+
+
+def test_adagrads_sum_goes_on_growing_under_bfloat16_params():
+    params = jnp.zeros(3, jnp.bfloat16)
+    grads = jnp.full(3, 0.01, jnp.bfloat16)
+
+    def total(tx):
+        body = lambda state, _: (tx.update(grads, state, params)[1], None)
+        state, _ = jax.lax.scan(body, tx.init(params), length=10_000)
+        return optax.tree.get(state, "sum_of_squares")
+
+    np.testing.assert_allclose(total(optax.adagrad(0.1)).astype(float), 0.1, rtol=2e-3)
+    # 0.1 + 10,000 · 0.01², where bfloat16 has 0.010009765625 for 0.01.
+    np.testing.assert_allclose(
+        total(gx.adagrad(0.1)), 0.1 + 1e4 * 0.010009765625**2, rtol=1e-4
+    )
+
+
+def test_a_negative_max_norm_is_an_error():
+    theirs = first_update(optax.clip_by_global_norm(-1.0), jnp.array([3.0, 4.0]))
+    np.testing.assert_allclose(theirs, [-0.6, -0.8], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"max_norm must be in \[0, inf\], got -1.0"):
+        gx.clip_by_global_norm(-1.0)
+
+
+def test_an_infinite_gradient_does_not_zero_the_others_in_silence():
+    grads = jnp.array([jnp.inf, 1.0, 2.0])
+    theirs = first_update(optax.clip_by_global_norm(1.0), grads)
+    assert theirs[1:].tolist() == [0.0, 0.0]
+    assert jnp.all(jnp.isnan(first_update(gx.clip_by_global_norm(1.0), grads)))
+    tx = optax.apply_if_finite(gx.clip_by_global_norm(1.0), max_consecutive_errors=3)
+    updates, state = tx.update(grads, tx.init(grads))
+    assert jnp.all(updates == 0)
+    assert state.total_notfinite == 1
+
+
+def test_the_derivative_of_the_clip_at_zero_gradients_is_finite():
+    def through(tx):
+        return jax.grad(lambda g: jnp.sum(first_update(tx, g)))(jnp.zeros(3))
+
+    assert jnp.all(jnp.isnan(through(optax.clip_by_global_norm(1.0))))
+    assert through(gx.clip_by_global_norm(1.0)).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_zero_gradients_clipped_to_zero_are_zero():
+    assert jnp.all(
+        jnp.isnan(first_update(optax.clip_by_global_norm(0.0), jnp.zeros(3)))
+    )
+    assert first_update(gx.clip_by_global_norm(0.0), jnp.zeros(3)).tolist() == [0.0] * 3
+
+
+def test_novograds_first_all_zero_float16_gradient_gives_zero():
+    grads = jnp.zeros(3, jnp.float16)
+    assert jnp.all(jnp.isnan(first_update(optax.novograd(0.1), grads)))
+    assert first_update(gx.novograd(0.1), grads).tolist() == [0.0] * 3
+
+
+def test_a_gradient_of_shape_3_1_is_no_gradient_for_shape_3():
+    params, grads = jnp.ones(3), jnp.ones((3, 1))
+    theirs = optax.apply_updates(
+        params, first_update(optax.adagrad(0.1), grads, params)
+    )
+    assert theirs.shape == (3, 3)
+    tx = gx.adagrad(0.1)
+    for call in (
+        lambda: gx.apply_updates(params, grads),
+        lambda: tx.update(grads, tx.init(params), params),
+        lambda: gx.apply_gradients(tx, grads, tx.init(params), params),
+    ):
+        with pytest.raises(TypeError, match=r"float32\[3,1\].*float32\[3\]"):
+            call()
