@@ -56,8 +56,11 @@ def apply_gradients(
 
     Equal to ``tx.update`` followed by :func:`apply_updates`. Where ``tx`` is a gate,
     such as :func:`drop_stale`, one conditional guards both together: a push that may
-    not act costs next to nothing, and no copy of the model is made. Jit it and donate
-    ``state`` and ``params`` to update them in place.
+    not act costs next to nothing, and no copy of the model is made.
+
+    Jit it and donate ``params`` and ``state``, in this order, to update them in place:
+    JAX pairs donated buffers with results by shape and order, and the other order gives
+    each the other's buffer, at the price of a copy of the model.
 
     Args:
       tx: any ``optax.GradientTransformation``.
@@ -77,14 +80,16 @@ def apply_gradients(
 
     Source: ``tf.train.Optimizer.apply_gradients``.
 
-    >>> import functools, jax, jax.numpy as jnp, optax, gradxform as gx
+    >>> import functools, gradxform as gx, jax, jax.numpy as jnp, optax
     >>> tx = gx.drop_stale(optax.sgd(0.1), max_staleness=0)
-    >>> step = jax.jit(functools.partial(gx.apply_gradients, tx), donate_argnums=(1, 2))
+    >>> @functools.partial(jax.jit, donate_argnums=(0, 1))
+    ... def push(params, state, grads, local_step):
+    ...     return gx.apply_gradients(tx, grads, state, params, local_step=local_step)
     >>> params = {"w": jnp.array([1.0])}
     >>> state = tx.init(params)
     >>> grads = {"w": jnp.array([2.0])}
-    >>> params, state = step(grads, state, params, local_step=0)  # fresh
-    >>> params, state = step(grads, state, params, local_step=0)  # one step late
+    >>> params, state = push(params, state, grads, 0)  # fresh
+    >>> params, state = push(params, state, grads, 0)  # one step late
     >>> assert abs(params["w"][0] - 0.8) < 1e-6
     >>> assert gx.global_step(state) == 1 and state.stale_count == 1
     """

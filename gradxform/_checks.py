@@ -10,8 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+
+_REAL = (jnp.floating, jnp.integer)
 
 
 def in_range(name: str, value: Any, interval: str) -> None:
@@ -29,7 +32,7 @@ def in_range(name: str, value: Any, interval: str) -> None:
     if isinstance(value, jax.core.Tracer):
         return
     array = np.asarray(value)
-    if array.shape or not np.isrealobj(array) or array.dtype == object:
+    if array.shape or not any(jnp.issubdtype(array.dtype, kind) for kind in _REAL):
         raise TypeError(f"{name} must be a real scalar in {interval}, got {value!r}.")
     low, high = (float(bound) for bound in interval[1:-1].split(","))
     number = float(array)

@@ -60,8 +60,11 @@ def clip_by_global_norm(
     derivative through the clip is finite everywhere, at zero gradients too.
 
     One pass reads the gradients for the norm. The scaling is one multiplication by a
-    scalar, which the compiler fuses into whatever reads the updates next: no clipped
-    copy of the gradients is made.
+    scalar, which the compiler fuses into the elementwise work that comes next, such as
+    :func:`adagrad` or ``optax.adamw``: no clipped copy of the gradients is made. What
+    needs norms of its own reads them once more: instead of this in front of
+    :func:`novograd`, its argument ``global_clipnorm`` saves that pass, and on CPU the
+    copy that XLA makes there for the second norm.
 
     Args:
       max_norm: the largest norm let through, ≥ 0, in the units of the gradients.

@@ -39,8 +39,13 @@ def drop_stale(
     ``update(updates, state, params, *, local_step)`` takes the global step that the
     worker saw **before** it computed these gradients, read from the state together
     with the parameters: ``gx.global_step(state)``. ``inner`` receives ``local_step``
-    and ``staleness`` as extra arguments. Under :func:`apply_gradients` one conditional guards the whole
-    step, so that a stale push costs next to nothing.
+    and ``staleness`` as extra arguments. After a push, ``state.staleness`` says how
+    late it was.
+
+    Use :func:`apply_gradients` rather than ``update`` and ``apply_updates`` one by one:
+    there one conditional guards the whole step, a stale push costs next to nothing and
+    nothing is copied, while ``update`` alone must bring updates and state out of the
+    conditional, which copies them.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
@@ -143,11 +148,11 @@ def global_step(state: optax.OptState) -> jax.Array:
 
 
 def staleness_fraction(state: optax.OptState) -> jax.Array:
-    r"""How much of the work arrived too late.
+    r"""TensorFlow's measure of how much arrived too late.
 
     .. math:: stale\_count / (global\_step + 1)
 
-    As TensorFlow counts it: against accepted updates, so it may exceed 1.
+    Dropped updates against accepted ones, so it is no share of all and may exceed 1.
 
     Args:
       state: as for :func:`global_step`.

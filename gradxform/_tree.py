@@ -100,20 +100,25 @@ def _sum_over_mesh(tree: Any, axis_name: AxisName) -> Any:
     """``psum`` over those axes over which each leaf varies, one collective a set."""
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     for name in names:
-        if name not in jax.typeof(jax.lax.axis_index(name)).vma:
+        if name not in _varying_axes(jax.lax.axis_index(name)):
             raise ValueError(
                 f"axis_name={axis_name!r}: axis {name!r} does not track which arrays "
                 "vary over it, so a sharded leaf cannot be told from a replicated one. "
                 "Use jax.shard_map with check_vma=True (its default)."
             )
     leaves, treedef = jax.tree.flatten(tree)
-    varying = [tuple(n for n in names if n in jax.typeof(x).vma) for x in leaves]
+    varying = [tuple(n for n in names if n in _varying_axes(x)) for x in leaves]
     for axes in set(varying) - {()}:
         members = [i for i, v in enumerate(varying) if v == axes]
         sums = jax.lax.psum([leaves[i] for i in members], axes)
         for i, total in zip(members, sums, strict=True):
             leaves[i] = total
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _varying_axes(x: jax.Array) -> frozenset[str]:
+    """The manual mesh axes over which ``x`` differs from device to device."""
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def norm_from_squares(squares: Any) -> jax.Array:

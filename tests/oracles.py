@@ -1,4 +1,4 @@
-"""The formulas of the papers in float64 NumPy, written without a look at the library."""
+"""The formulas of the papers in float64 NumPy, independent of the library."""
 
 import numpy as np
 

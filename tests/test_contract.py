@@ -35,7 +35,7 @@ def precision(dtype):
 
 
 def draw(seed, dtype="float32"):
-    """A tree with a matrix, a tensor, a vector, a scalar, a nested and an empty node."""
+    """A tree with a matrix, a tensor, a vector, a scalar and an empty node."""
     rng = np.random.default_rng(seed)
 
     def leaf(*shape):
@@ -183,7 +183,7 @@ def test_traced_float32_hyperparameters_keep_the_gradient_dtype(row, dtype):
         tx = getattr(gx, row.name)(**{**row.kwargs, **numbers})
         return tx.update(grads, state, params, **row.extra)
 
-    updates, state = update(jax.tree.map(jnp.float32, numbers), row.make().init(params))
+    updates, _ = update(jax.tree.map(jnp.float32, numbers), row.make().init(params))
     assert types(updates) == types(grads)
     expected, _ = row.make().update(grads, row.make().init(params), params, **row.extra)
     chex.assert_trees_all_close(updates, expected, rtol=2e-3)
@@ -194,7 +194,7 @@ def test_masked_leaves_pass_through(row):
     params, grads = draw(0), draw(1)
     mask = {"w": True, "nested": [False, {"b": True}], "s": False, "nothing": False}
     tx = optax.masked(row.make(), mask)
-    updates, state = jax.jit(tx.update)(grads, tx.init(params), params, **row.extra)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, **row.extra)
     chex.assert_trees_all_equal(updates["nested"][0], grads["nested"][0])
     chex.assert_trees_all_equal(updates["s"], grads["s"])
     kept = {"w": grads["w"], "nested": [{"b": grads["nested"][1]["b"]}]}

@@ -78,7 +78,10 @@ def test_whatever_a_stale_gradient_holds_reaches_nothing(poison, how):
         batched = jax.vmap(
             lambda g, s, p: gx.apply_gradients(tx, g, s, p, local_step=0)
         )
-        add = lambda tree: jax.tree.map(lambda x: x[None], tree)
+
+        def add(tree):
+            return jax.tree.map(lambda x: x[None], tree)
+
         unchanged, after = jax.tree.map(
             lambda x: x[0], batched(add(bad), add(state), add(params))
         )

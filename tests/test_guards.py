@@ -1,4 +1,4 @@
-"""Bad input: each guard fires, says the argument, what is allowed and what was given."""
+"""Bad input: each guard names the argument, what is allowed and what was given."""
 
 import jax
 import jax.numpy as jnp
@@ -195,7 +195,7 @@ def test_an_axis_that_does_not_track_what_varies():
         out_specs=jax.sharding.PartitionSpec(),
         check_vma=False,
     )
-    with pytest.raises(ValueError, match="axis_name='x'.*check_vma=True"):
+    with pytest.raises(ValueError, match=r"axis_name='x'.*check_vma=True"):
         norm(jnp.ones(8))
 
 

@@ -40,7 +40,9 @@ def test_adagrads_sum_goes_on_growing_under_bfloat16_params():
     grads = jnp.full(3, 0.01, jnp.bfloat16)
 
     def total(tx):
-        body = lambda state, _: (tx.update(grads, state, params)[1], None)
+        def body(state, _):
+            return tx.update(grads, state, params)[1], None
+
         state, _ = jax.lax.scan(body, tx.init(params), length=10_000)
         return optax.tree.get(state, "sum_of_squares")
 

@@ -1,0 +1,130 @@
+"""Exact figures from the CPU compiler: memory, precision, host callbacks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from tests.descriptors import DESCRIPTORS
+
+
+def gpt2_small():
+    """The shapes of GPT-2-small: 148 leaves, 124M parameters."""
+    width, blocks = 768, 12
+    shapes = {"wte": (50257, width), "wpe": (1024, width)}
+    for i in range(blocks):
+        for layer, (rows, columns) in {
+            "attention": (width, 3 * width),
+            "projection": (width, width),
+            "up": (width, 4 * width),
+            "down": (4 * width, width),
+        }.items():
+            shapes[f"{i}/{layer}/kernel"] = (rows, columns)
+            shapes[f"{i}/{layer}/bias"] = (columns,)
+        for norm in ("norm1", "norm2"):
+            shapes[f"{i}/{norm}/scale"] = shapes[f"{i}/{norm}/bias"] = (width,)
+    shapes["norm/scale"] = shapes["norm/bias"] = (width,)
+    return {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+
+
+def compiled_step(tx, **extra):
+    """The donated step on GPT-2-small, compiled but never run."""
+
+    def step(params, state, grads, **extra):
+        return gx.apply_gradients(tx, grads, state, params, **extra)
+
+    params = gpt2_small()
+    state = jax.eval_shape(tx.init, params)
+    step = jax.jit(step, donate_argnums=(0, 1))
+    return step.lower(params, state, params, **extra).compile()
+
+
+def size(tree):
+    return sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+CLIPPED = {
+    "adagrad": optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1)),
+    "adagrad-global_clipnorm": gx.adagrad(0.1, global_clipnorm=1.0),
+    "adagrad-clipnorm": gx.adagrad(0.1, clipnorm=1.0),
+    "adagrad-clipvalue": gx.adagrad(0.1, clipvalue=1.0),
+    "novograd-global_clipnorm": gx.novograd(0.1, global_clipnorm=1.0),
+    "novograd-clipnorm": gx.novograd(0.1, clipnorm=1.0),
+    "novograd-all": gx.novograd(
+        optax.constant_schedule(0.1),
+        weight_decay=1e-3,
+        nesterov=True,
+        grad_averaging=True,
+        global_clipnorm=1.0,
+    ),
+}
+
+
+def test_the_tree_is_gpt2_small():
+    tree = gpt2_small()
+    assert len(tree) == 148
+    assert size(tree) == 4 * 124_439_808
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_no_copy_of_the_gradients_is_made(name):
+    memory = compiled_step(CLIPPED[name]).memory_analysis()
+    assert memory.temp_size_in_bytes < 0.02 * size(gpt2_small())
+    # Parameters and state are updated in place.
+    assert memory.alias_size_in_bytes > 1.99 * size(gpt2_small())
+
+
+def test_optax_makes_one():
+    """The yardstick: should this fail, optax has caught up and the README is wrong."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
+    memory = compiled_step(tx).memory_analysis()
+    assert memory.temp_size_in_bytes > 0.9 * size(gpt2_small())
+
+
+def test_donation_pairs_buffers_in_order():
+    """Why the docstring of apply_gradients asks for params before state."""
+    tx, params = gx.adagrad(0.1), gpt2_small()
+    step = jax.jit(functools.partial(gx.apply_gradients, tx), donate_argnums=(1, 2))
+    swapped = step.lower(params, jax.eval_shape(tx.init, params), params).compile()
+    # The new params were given the old accumulators' buffers, and the other way round.
+    assert swapped.memory_analysis().temp_size_in_bytes > 0.9 * size(params)
+    in_order = compiled_step(tx).memory_analysis()
+    assert in_order.temp_size_in_bytes < 0.02 * size(params)
+
+
+def test_a_gate_around_the_step_makes_none_either():
+    tx = gx.drop_stale(gx.novograd(0.1, global_clipnorm=1.0), 1)
+    step = compiled_step(tx, local_step=jax.ShapeDtypeStruct((), jnp.int32))
+    assert step.memory_analysis().temp_size_in_bytes < 0.02 * size(gpt2_small())
+    assert "conditional" in step.as_text()
+
+
+@pytest.mark.parametrize(
+    ("tx", "bound"),
+    [
+        (gx.adagrad(0.1, global_clipnorm=1.0), 8.01),
+        (gx.novograd(0.1, global_clipnorm=1.0), 7.01),
+    ],
+    ids=["adagrad", "novograd"],
+)
+def test_passes_over_memory(tx, bound):
+    accessed = compiled_step(tx).cost_analysis()["bytes accessed"]
+    assert accessed <= bound * size(gpt2_small())
+
+
+@pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
+def test_no_float64_and_no_call_to_the_host(row):
+    with jax.enable_x64(True):  # Where a double could slip in.
+        tx = row.make()
+        params = {"w": jnp.ones((4, 3), jnp.bfloat16), "b": jnp.ones(3, jnp.float32)}
+        state = tx.init(params)
+        extra = {k: jnp.int32(v) for k, v in row.extra.items()}
+        step = jax.jit(functools.partial(gx.apply_gradients, tx))
+        text = step.lower(params, state, params, **extra).compile().as_text()
+    assert "f64" not in text
+    assert "callback" not in text
+    assert "outfeed" not in text
