@@ -88,7 +88,7 @@ def scale_by_adagrad(
                 return jnp.full(accumulator_shape(p), initial_accumulator_value, dtype)
             return jnp.full_like(p, initial_accumulator_value, dtype=dtype)
 
-        return ScaleByAdagradState(sum_of_squares=jax.tree.map(accumulator, params))
+        return ScaleByAdagradState(sum_of_squares=_tree.map_params(accumulator, params))
 
     def add_square(g: jax.Array, acc: jax.Array) -> jax.Array:
         # acc ← acc + |g|², a row's mean of squares if row_wise

@@ -99,21 +99,21 @@ def scale_by_novograd(
     decays = isinstance(weight_decay, jax.core.Tracer) or weight_decay != 0
 
     def init_fn(params: optax.Params) -> ScaleByNovogradState:
-        def zero_norms(path: Any, p: jax.Array, stacked: int) -> jax.Array:
-            _check_stacked(path, p, stacked)
+        axes = _tree.broadcast(stacked_axes or 0, params)
+        jax.tree.map_with_path(_check_stacked, params, axes)
+
+        def zero_norms(p: jax.Array, stacked: int) -> jax.Array:
             return jnp.zeros(p.shape[:stacked], _tree.compute_dtype(p))
 
         return ScaleByNovogradState(
             count=jnp.zeros((), jnp.int32),
-            mu=jax.tree.map(
+            mu=_tree.map_params(
                 lambda p: jnp.zeros_like(
                     p, dtype=p.dtype if mu_dtype is None else mu_dtype
                 ),
                 params,
             ),
-            nu=jax.tree.map_with_path(
-                zero_norms, params, _tree.broadcast(stacked_axes or 0, params)
-            ),
+            nu=_tree.map_params(zero_norms, params, axes),
         )
 
     def update_fn(
@@ -149,7 +149,9 @@ def scale_by_novograd(
             # ĝ + weight_decay·w
             if not decayed:
                 return g
-            return g + _tree.scale(_tree.widen(w).astype(g.dtype), weight_decay)
+            return g + _tree.scale(
+                _tree.widen(jnp.asarray(w)).astype(g.dtype), weight_decay
+            )
 
         def accumulate(d: jax.Array, mu: jax.Array) -> jax.Array:
             # mu = b1·mu + d
@@ -304,15 +306,15 @@ def _inside_momentum(
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
-def _check_stacked(path: Any, p: jax.Array, stacked: Any) -> None:
+def _check_stacked(path: Any, p: Any, stacked: Any) -> None:
     if isinstance(stacked, bool) or not isinstance(stacked, int):
         raise TypeError(
             f"stacked_axes must hold ints, got {stacked!r}; under "
             "optax.inject_hyperparams name it in static_args."
         )
-    if not 0 <= stacked <= p.ndim:
+    if not 0 <= stacked <= jnp.ndim(p):
         where = jax.tree_util.keystr(path) or "the root"
         raise ValueError(
-            f"stacked_axes must be in [0, {p.ndim}] at {where}, a leaf of shape "
-            f"{list(p.shape)}, got {stacked}."
+            f"stacked_axes must be in [0, {jnp.ndim(p)}] at {where}, a leaf of shape "
+            f"{list(jnp.shape(p))}, got {stacked}."
         )

@@ -24,19 +24,27 @@ def _is_none(node: Any) -> bool:
 def map_updates(f: Callable[..., Any], updates: Any, *rest: Any) -> Any:
     """``jax.tree.map`` over the leaves that have a gradient; ``None`` stays."""
     return jax.tree.map(
-        lambda g, *r: None if g is None else f(g, *r), updates, *rest, is_leaf=_is_none
+        lambda g, *r: None if g is None else f(jnp.asarray(g), *r),
+        updates,
+        *rest,
+        is_leaf=_is_none,
     )
 
 
 def map_state(f: Callable[..., Any], updates: Any, state: Any, *rest: Any) -> Any:
     """New state leaves ``f(g, s, ...)``; a leaf without gradient keeps its state."""
     return jax.tree.map(
-        lambda g, s, *r: s if g is None else f(g, s, *r),
+        lambda g, s, *r: s if g is None else f(jnp.asarray(g), jnp.asarray(s), *r),
         updates,
         state,
         *rest,
         is_leaf=_is_none,
     )
+
+
+def map_params(f: Callable[..., Any], params: Any, *rest: Any) -> Any:
+    """``jax.tree.map`` over parameters, which may be Python or NumPy numbers."""
+    return jax.tree.map(lambda p, *r: f(jnp.asarray(p), *r), params, *rest)
 
 
 def compute_dtype(x: jax.Array) -> np.dtype[Any]:
@@ -158,4 +166,4 @@ def inverse_sqrt(
 
 def cast_like(tree: Any, reference: Any) -> Any:
     """Each leaf in the dtype of its reference; ``None`` stays."""
-    return map_updates(lambda x, r: x.astype(r.dtype), tree, reference)
+    return map_updates(lambda x, r: x.astype(jnp.asarray(r).dtype), tree, reference)

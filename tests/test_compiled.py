@@ -4,31 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import gradxform as gx
+from benchmarks.models import gpt2_small, size
 from tests.descriptors import DESCRIPTORS
-
-
-def gpt2_small():
-    """The shapes of GPT-2-small: 148 leaves, 124M parameters."""
-    width, blocks = 768, 12
-    shapes = {"wte": (50257, width), "wpe": (1024, width)}
-    for i in range(blocks):
-        for layer, (rows, columns) in {
-            "attention": (width, 3 * width),
-            "projection": (width, width),
-            "up": (width, 4 * width),
-            "down": (4 * width, width),
-        }.items():
-            shapes[f"{i}/{layer}/kernel"] = (rows, columns)
-            shapes[f"{i}/{layer}/bias"] = (columns,)
-        for norm in ("norm1", "norm2"):
-            shapes[f"{i}/{norm}/scale"] = shapes[f"{i}/{norm}/bias"] = (width,)
-    shapes["norm/scale"] = shapes["norm/bias"] = (width,)
-    return {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
 
 
 def compiled_step(tx, **extra):
@@ -41,10 +22,6 @@ def compiled_step(tx, **extra):
     state = jax.eval_shape(tx.init, params)
     step = jax.jit(step, donate_argnums=(0, 1))
     return step.lower(params, state, params, **extra).compile()
-
-
-def size(tree):
-    return sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 CLIPPED = {

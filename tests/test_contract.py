@@ -369,3 +369,15 @@ def test_sharding_is_kept_on_8_devices(row, axis_type):
     chex.assert_trees_all_close(
         jax.device_get(updates), jax.device_get(one[-1][0]), rtol=1e-6
     )
+
+
+@every_row
+def test_params_and_gradients_may_be_plain_numbers(row):
+    tx = row.make()
+    plain, state = tx.update({"s": -2.0}, tx.init({"s": 1.0}), {"s": 1.0}, **row.extra)
+    array = jnp.float32
+    arrays, _ = tx.update(
+        {"s": array(-2)}, tx.init({"s": array(1)}), {"s": array(1)}, **row.extra
+    )
+    chex.assert_trees_all_close(plain, arrays, rtol=1e-6)
+    assert types(state) == types(tx.init({"s": array(1)}))

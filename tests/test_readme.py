@@ -1,0 +1,308 @@
+"""Every row of the README's migration tables that names code is executed and checked.
+
+The code runs, in double precision so that no option hides behind rounding, with the
+names of ``namespace``; the check kept under it receives the result. A test asserts that
+every row with code has a check and that no check is left over. The README's example
+runs as a doctest.
+"""
+
+import pathlib
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from tests import oracles
+
+README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+
+
+def code_of_the_rows():
+    """The second cells of the migration tables, where they hold code."""
+    migration = README.split("\n## Coming from ")[1].split("\n## ")[0]
+    for line in migration.splitlines():
+        if line.startswith("| ") and not line.startswith("| there |"):
+            _, here, _ = re.fullmatch(r"\| (.+?) \| (.*?) ?\| (.*?) ?\|", line).groups()
+            if here:
+                yield here.strip("`")
+
+
+def loss_fn(params):
+    return 0.2 * jnp.sum(params["w"] ** 2) + 0.6 * params["b"]
+
+
+PARAMS = {"w": np.array([1.0, -2.0, 3.0]), "b": np.array(0.5)}
+GRADS = {"w": 0.4 * PARAMS["w"], "b": np.array(0.6)}  # of loss_fn
+NORM = np.sqrt(np.sum(GRADS["w"] ** 2) + GRADS["b"] ** 2)
+ACC = {k: 0.1 + g**2 for k, g in GRADS.items()}  # Adagrad's sums after one update
+ADAGRAD_UPDATE = {k: -0.1 * g / np.sqrt(ACC[k] + 1e-7) for k, g in GRADS.items()}
+
+
+def after_one(tx, **extra):
+    """The state after one update with the gradients."""
+    params, grads = jax.tree.map(jnp.asarray, (PARAMS, GRADS))
+    return tx.update(grads, tx.init(params), params, **extra)[1]
+
+
+def namespace():
+    """What the names in the README's code stand for."""
+    params, grads = jax.tree.map(jnp.asarray, (PARAMS, GRADS))
+    tx, clip, novograd = gx.adagrad(0.1), gx.clip_by_global_norm(1.0), gx.novograd(0.1)
+    late = gx.drop_stale(gx.adagrad(0.1), 1)
+    return {
+        **{"gx": gx, "jax": jax, "optax": optax, "loss_fn": loss_fn},
+        **{"params": params, "grads": grads, "averaged": {"w": 0.0, "b": 0.0}},
+        **{"tx": tx, "state": after_one(tx)},
+        **{"clip": clip, "clip_state": clip.init(params), "norm": 100.0},
+        **{"novograd": novograd, "novograd_state": after_one(novograd)},
+        **{"late": late, "late_state": after_one(late, local_step=0)},
+        "scheduled_state": after_one(gx.adagrad(optax.constant_schedule(0.1))),
+        **{"learning_rate": 0.1, "staleness": 1, "local_step": 1, "clip_norm": 1.0},
+        **{"grad_loss": 2.0, "weights": [jnp.float64(7.0), jnp.float64(8.0)]},
+    }
+
+
+def equals(expected, rtol=1e-9):
+    def check(got):
+        chex.assert_trees_all_close(got, expected, rtol=rtol)
+
+    return check
+
+
+def has_fields(*names):
+    def check(got):
+        assert got == names
+
+    return check
+
+
+def trains_as(oracle, rtol=1e-9, **options):
+    """The transformation follows the oracle with these options for some steps."""
+
+    def check(tx):
+        params, state = PARAMS, tx.init(PARAMS)
+        sequence = [{k: g * scale for k, g in GRADS.items()} for scale in (1, 3, 0.3)]
+        expected = oracle(PARAMS, sequence, **{"learning_rate": 0.1} | options)
+        for grads, (wanted, *_) in zip(sequence, expected, strict=True):
+            params, state = gx.apply_gradients(tx, grads, state, params)
+            chex.assert_trees_all_close(params, wanted, rtol=rtol, atol=rtol)
+
+    return check
+
+
+def adagrad(**options):
+    return trains_as(oracles.adagrad, **options)
+
+
+def novograd(**options):
+    return trains_as(oracles.novograd, **options)
+
+
+def updates_to(expected):
+    """The transformation's first updates."""
+
+    def check(tx):
+        equals(expected)(tx.update(GRADS, tx.init(PARAMS), PARAMS)[0])
+
+    return check
+
+
+def second_step(result):
+    """Adagrad's parameters and sums from the state after one update."""
+    params, state = result
+    sums = {k: a + GRADS[k] ** 2 for k, a in ACC.items()}
+    equals(sums)(optax.tree.get(state, "sum_of_squares"))
+    equals({k: PARAMS[k] - 0.1 * GRADS[k] / np.sqrt(sums[k] + 1e-7) for k in PARAMS})(
+        params
+    )
+
+
+def accepted_second_step(result):
+    second_step(result)
+    assert result[1].global_step == 2
+
+
+def novograds_second_step(result):
+    params, _ = result
+    *_, (wanted, _, _) = oracles.novograd(PARAMS, [GRADS, GRADS], 0.1)
+    first, _, _ = next(oracles.novograd(PARAMS, [GRADS], 0.1))
+    equals({k: PARAMS[k] + wanted[k] - first[k] for k in PARAMS})(params)
+
+
+def drops_what_is_late(tx):
+    state = tx.init(PARAMS)
+    for stale_count in (0, 0, 1):
+        _, state = tx.update(GRADS, state, local_step=0)
+        assert state.stale_count == stale_count
+
+
+def skips_what_is_not_finite(tx):
+    updates, state = tx.update(GRADS | {"b": np.array(np.inf)}, tx.init(PARAMS))
+    assert state.total_notfinite == 1
+    assert jnp.all(updates["w"] == 0)
+
+
+def acts_on_every_second_push(tx):
+    first, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+    second, _ = tx.update(GRADS, state, PARAMS)
+    equals({"w": np.zeros(3), "b": 0.0})(first)
+    equals(ADAGRAD_UPDATE, rtol=1e-6)(second)  # optax's mean is a float32.
+
+
+def obeys_the_new_rate(tx):
+    state = tx.init(PARAMS)
+    state.hyperparams["learning_rate"] = jnp.float64(0.5)
+    equals({k: 5 * u for k, u in ADAGRAD_UPDATE.items()})(
+        tx.update(GRADS, state, PARAMS)[0]
+    )
+
+
+def decays_weights(tx):
+    equals({k: ADAGRAD_UPDATE[k] - 0.1 * 0.01 * PARAMS[k] for k in PARAMS})(
+        tx.update(GRADS, tx.init(PARAMS), PARAMS)[0]
+    )
+
+
+def says(error, match):
+    """The code raises this."""
+    return error, match
+
+
+FIRST_NU = np.sum(GRADS["w"] ** 2)
+
+CHECKS = {
+    # DropStaleGradientOptimizer
+    "gx.drop_stale(tx, max_staleness=staleness)": drops_what_is_late,
+    "gx.global_step(late_state), jax.grad(loss_fn)(params)": equals((1, GRADS)),
+    'optax.masked(tx, {"w": True, "b": False})': updates_to(
+        {"w": ADAGRAD_UPDATE["w"], "b": GRADS["b"]}
+    ),
+    "jax.vjp(loss_fn, params)[1](grad_loss)[0]": equals(
+        {k: 2 * g for k, g in GRADS.items()}
+    ),
+    "gx.apply_gradients(late, grads, late_state, params, local_step=local_step)": (
+        accepted_second_step
+    ),
+    'gx.apply_gradients(tx, {"w": None, "b": None}, state, params)': says(
+        ValueError, "no gradient for any leaf"
+    ),
+    "late.update(grads, late_state, params)": says(TypeError, "needs local_step"),
+    "gx.apply_gradients(late, jax.grad(loss_fn)(params), late_state, params, "
+    "local_step=gx.global_step(late_state))": accepted_second_step,
+    "gx.global_step(late_state)": equals(1),
+    'optax.tree.get(late_state, "stale_count")': equals(0),
+    "gx.staleness_fraction(late_state)": equals(0.0),
+    'optax.tree.get(late_state, "sum_of_squares")["w"]': equals(ACC["w"]),
+    "late_state.inner_state[0]._fields": has_fields("sum_of_squares"),
+    "jax.tree.leaves(late_state)": equals([1, 0, 0, ACC["b"], ACC["w"]]),
+    # clip_by_global_norm, clip_by_norm
+    "gx.clip_by_global_norm(clip_norm)": updates_to(
+        {k: g / NORM for k, g in GRADS.items()}
+    ),
+    "clip.update(grads, clip_state)[0]": equals(
+        {k: g / NORM for k, g in GRADS.items()}
+    ),
+    'optax.tree.get(clip.update(grads, clip_state)[1], "global_norm")': (
+        lambda norm: np.testing.assert_allclose(norm, NORM, rtol=1e-7)  # a float32
+    ),
+    "clip.update(grads, clip_state, use_norm=norm)[0]": equals(
+        {k: g / 100 for k, g in GRADS.items()}
+    ),
+    "optax.apply_if_finite(clip, max_consecutive_errors=5)": skips_what_is_not_finite,
+    "gx.global_norm(grads)": equals(NORM),
+    "gx.clip_by_norm(clip_norm)": updates_to(
+        {"w": GRADS["w"] / np.sqrt(FIRST_NU), "b": GRADS["b"]}
+    ),
+    # Adagrad
+    "gx.adagrad(learning_rate)": adagrad(),
+    "gx.adagrad(learning_rate, eps_in_sqrt=False)": adagrad(eps_in_sqrt=False),
+    "gx.adagrad(learning_rate, eps=0.0)": adagrad(eps=0.0),
+    "gx.adagrad(learning_rate, initial_accumulator_value=0.0)": adagrad(
+        initial_accumulator_value=0.0
+    ),
+    "gx.adagrad(learning_rate, eps=1e-3)": adagrad(eps=1e-3),
+    "gx.adagrad(optax.exponential_decay(0.1, 2, 0.5))": adagrad(
+        learning_rate=lambda t: 0.1 * 0.5 ** (t / 2),
+        rtol=1e-6,  # optax computes the rate in float32.
+    ),
+    "gx.adagrad(lambda count: learning_rate / (1.0 + 0.5 * count.astype(float)))": (
+        adagrad(learning_rate=lambda t: 0.1 / (1 + 0.5 * t))
+    ),
+    "gx.adagrad(learning_rate, clipnorm=1.0)": adagrad(clipnorm=1.0),
+    "gx.adagrad(learning_rate, clipvalue=1.0)": adagrad(clipvalue=1.0),
+    "gx.adagrad(learning_rate, global_clipnorm=1.0)": adagrad(global_clipnorm=1.0),
+    "optax.chain(gx.scale_by_adagrad(), optax.add_decayed_weights(0.01), "
+    "optax.scale_by_learning_rate(learning_rate))": decays_weights,
+    "optax.incremental_update(params, averaged, step_size=0.01)": equals(
+        {k: 0.01 * p for k, p in PARAMS.items()}
+    ),
+    "optax.MultiSteps(tx, every_k_schedule=2)": acts_on_every_second_push,
+    "jax.jit(tx.update)": lambda update: equals(ADAGRAD_UPDATE)(
+        update(GRADS, gx.adagrad(0.1).init(PARAMS))[0]
+    ),
+    "optax.inject_hyperparams(gx.adagrad)(learning_rate)": obeys_the_new_rate,
+    'optax.tree.get(scheduled_state, "count")': equals(1),
+    'optax.tree.get(state, "sum_of_squares")["w"]': equals(ACC["w"]),
+    "gx.ScaleByAdagradState._fields": has_fields("sum_of_squares"),
+    "jax.tree.leaves(state)": equals([ACC["b"], ACC["w"]]),
+    "jax.tree.unflatten(jax.tree.structure(state), weights)": (
+        lambda state: equals({"b": 7.0, "w": 8.0})(
+            optax.tree.get(state, "sum_of_squares")
+        )
+    ),
+    "gx.apply_gradients(tx, grads, state, params)": second_step,
+    "gx.apply_gradients(tx, jax.grad(loss_fn)(params), state, params)": second_step,
+    "jax.grad(loss_fn)(params)": equals(GRADS),
+    "gx.adagrad(learning_rate, initial_accumulator_value=-1.0)": says(
+        ValueError, "initial_accumulator_value must be in"
+    ),
+    # NovoGrad
+    "gx.novograd(learning_rate)": novograd(),
+    "gx.novograd(learning_rate, 0.9, 0.98, eps_in_sqrt=False)": novograd(
+        b1=0.9, eps_in_sqrt=False
+    ),
+    "gx.novograd(learning_rate, 0.9, 0.999, 1e-7, eps_in_sqrt=False, "
+    "lr_in_momentum=True)": novograd(
+        b1=0.9, b2=0.999, eps=1e-7, eps_in_sqrt=False, lr_in_momentum=True
+    ),
+    "gx.novograd(learning_rate, b1=0.9)": novograd(b1=0.9),
+    "gx.novograd(learning_rate, b2=0.9)": novograd(b2=0.9),
+    "gx.novograd(learning_rate, eps=1e-3)": novograd(eps=1e-3),
+    "gx.novograd(learning_rate, weight_decay=0.01)": novograd(weight_decay=0.01),
+    "gx.novograd(learning_rate, grad_averaging=True)": novograd(grad_averaging=True),
+    "gx.novograd(learning_rate, clipnorm=1.0)": novograd(clipnorm=1.0),
+    'optax.tree.get(novograd_state, "count")': equals(1),
+    'optax.tree.get(novograd_state, "mu")["w"]': equals(
+        GRADS["w"] / np.sqrt(FIRST_NU + 1e-8)
+    ),
+    'optax.tree.get(novograd_state, "nu")["w"]': equals(FIRST_NU),
+    "gx.ScaleByNovogradState._fields": has_fields("count", "mu", "nu"),
+    "gx.apply_gradients(novograd, grads, novograd_state, params)": (
+        novograds_second_step
+    ),
+    "gx.novograd(learning_rate, weight_decay=-1.0)": says(
+        ValueError, "weight_decay must be in"
+    ),
+}
+
+
+def test_every_row_with_code_has_a_check():
+    assert sorted(code_of_the_rows()) == sorted(CHECKS)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("code", CHECKS)
+def test_row(code):
+    check = CHECKS[code]
+    with jax.enable_x64(True):
+        if isinstance(check, tuple):
+            error, match = check
+            with pytest.raises(error, match=match):
+                eval(code, namespace())
+        else:
+            check(eval(code, namespace()))
