@@ -54,7 +54,8 @@ def clip_by_global_norm(
           1 & \text{otherwise}
         \end{cases}
 
-    An update inside the ball comes out bit-identical. A non-finite norm makes every
+    An update inside the ball comes out bit-identical (but for subnormal float32, which
+    XLA flushes to 0 in any arithmetic on CPU and TPU). A non-finite norm makes every
     entry NaN, as in TensorFlow, so that ``optax.apply_if_finite`` catches it. The norm
     before clipping stays in the state: ``optax.tree.get(state, "global_norm")``. The
     derivative through the clip is finite everywhere, at zero gradients too.

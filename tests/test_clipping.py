@@ -1,0 +1,135 @@
+"""Clipping at its edges: bits inside the ball, infinities, halves, derivatives."""
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax.test_util import check_grads
+
+import gradxform as gx
+from tests import oracles
+
+DTYPES = ("float16", "bfloat16", "float32", "complex64")
+BOTH = pytest.mark.parametrize("clip", [gx.clip_by_global_norm, gx.clip_by_norm])
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def clipped(clip, max_norm, grads):
+    tx = clip(max_norm)
+    return tx.update(grads, tx.init(grads))[0]
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inside_the_ball_every_bit_stays(clip, dtype):
+    values = np.array([0.0, -0.0, 1.0, -1.5, 2.0**-14, 5e-7, -3.3])
+    leaf = jnp.asarray(values if dtype != "complex64" else values - 1j * values, dtype)
+    grads = {"a": leaf, "none": None, "b": jnp.float32(0.1)}
+    assert bits(clipped(clip, 41.0, grads)) == bits(grads)
+    assert bits(clipped(clip, jnp.inf, grads)) == bits(grads)
+
+
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(
+    leaf=hnp.arrays(
+        np.float32,
+        8,
+        elements=st.floats(-(2.0**50), 2.0**50, width=32, allow_subnormal=False),
+    ),
+    max_norm=st.floats(0, 2.0**50, width=32, allow_subnormal=False),
+)
+def test_the_result_is_the_nearest_point_of_the_ball(leaf, max_norm):
+    updates = np.asarray(_clip(jnp.asarray(leaf), jnp.float32(max_norm)))
+    wanted = oracles.clip_by_global_norm({"g": np.float64(leaf)}, max_norm)["g"]
+    largest = np.abs(wanted).max()
+    np.testing.assert_allclose(updates, wanted, rtol=1e-5, atol=1e-6 * largest + 1e-37)
+
+
+@jax.jit
+def _clip(grads, max_norm):
+    return clipped(gx.clip_by_global_norm, max_norm, grads)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_norm_that_is_not_finite_makes_everything_nan(clip, dtype, bad):
+    grads = {"a": jnp.asarray([1.0, bad, 0.0], dtype), "b": jnp.ones(2)}
+    updates = clipped(clip, 1.0, grads)
+    a = np.asarray(updates["a"])
+    assert np.all(np.isnan(a.real))
+    if dtype == "complex64":
+        assert np.all(np.isnan(a.imag))
+    assert np.all(np.isnan(updates["b"])) == (clip is gx.clip_by_global_norm)
+
+
+def test_squares_beyond_float32_are_an_infinite_norm():
+    grads = jnp.array([1e30, 1.0])
+    assert jnp.all(jnp.isnan(clipped(gx.clip_by_global_norm, 1.0, grads)))
+
+
+def test_leaves_of_different_precision_share_one_norm():
+    with jax.enable_x64(True):
+        grads = {
+            "half": jnp.full(90_000, 1.0, jnp.float16),
+            "single": jnp.full(4, 200.0, jnp.float32),
+            "double": jnp.full(1, 1e-3, jnp.float64),
+        }
+        norm = gx.global_norm(grads)
+        assert norm.dtype == jnp.float64
+        np.testing.assert_allclose(norm, np.sqrt(300**2 + 400**2 + 1e-6), rtol=1e-12)
+        updates = clipped(gx.clip_by_global_norm, 50.0, grads)
+        assert {k: u.dtype for k, u in updates.items()} == {
+            k: g.dtype for k, g in grads.items()
+        }
+        np.testing.assert_allclose(updates["double"], 1e-4, rtol=1e-7)
+        np.testing.assert_allclose(updates["half"], 0.1, rtol=1e-3)
+
+
+def test_a_long_sum_keeps_its_precision():
+    """Added up one by one in float32, 2**25 ones would stop at 2**24."""
+    leaf = jnp.ones((2**25,), jnp.bfloat16)
+    np.testing.assert_allclose(jax.jit(gx.global_norm)(leaf), 2**12.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("use_norm", "factor"), [(10.0, 0.1), (0.5, 1.0), (0.0, 1.0), (jnp.inf, jnp.nan)]
+)
+def test_use_norm(use_norm, factor):
+    tx = gx.clip_by_global_norm(1.0)
+    grads = jnp.array([3.0, 4.0])
+    updates, state = tx.update(grads, tx.init(grads), use_norm=use_norm)
+    np.testing.assert_allclose(updates, factor * grads, rtol=1e-6)
+    assert state.global_norm == use_norm
+    assert state.global_norm.dtype == jnp.float32
+
+
+@BOTH
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_derivatives_are_right(clip, max_norm):
+    grads = {"a": jnp.array([1.0, -2.0]), "b": jnp.array(3.0)}
+    check_grads(
+        lambda g: clipped(clip, max_norm, g), (grads,), order=2, modes=["fwd", "rev"],
+        rtol=2e-2, atol=2e-3, eps=1e-2,
+    )  # fmt: skip
+
+
+@BOTH
+def test_the_derivative_at_zero_is_that_of_the_identity(clip):
+    jacobian = jax.jacobian(lambda g: clipped(clip, 1.0, g))(jnp.zeros(2))
+    assert jacobian.tolist() == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def test_the_derivative_of_the_norm_at_zero_is_zero():
+    assert jax.grad(gx.global_norm)(jnp.zeros(3)).tolist() == [0.0] * 3
+
+
+def test_the_norm_of_nothing_is_zero():
+    assert gx.global_norm({}) == 0.0
+    assert gx.global_norm({"a": None}) == 0.0
