@@ -7,6 +7,7 @@ ratios count). A gate is timed on fresh and on stale pushes.
 """
 
 import argparse
+import random
 import statistics
 import time
 from typing import NamedTuple
@@ -84,8 +85,10 @@ def measure(rounds):
     for row in ROWS:
         params = draw(shapes, 1)
         models[row.name] = params, row.tx.init(params)
+    order = random.Random(0)
     for _ in range(rounds):
-        for row in ROWS:
+        # Shuffled: a row's time depends on what ran before it.
+        for row in order.sample(ROWS, len(ROWS)):
             local_step = jnp.int32(row.local_step)
             start = time.perf_counter()
             models[row.name] = jax.block_until_ready(
