@@ -60,7 +60,8 @@ def apply_gradients(
 
     Jit it and donate ``params`` and ``state``, in this order, to update them in place:
     JAX pairs donated buffers with results by shape and order, and the other order gives
-    each the other's buffer, at the price of a copy of the model.
+    each the other's buffer, at the price of a copy of the model. Where a worker may
+    still hold ``params``, do not donate them.
 
     Args:
       tx: any ``optax.GradientTransformation``.

@@ -24,8 +24,9 @@ def global_norm(tree: Any, *, axis_name: _tree.AxisName = None) -> jax.Array:
 
     Returns:
       A scalar, float32 (float64 where the tree holds doubles). The squares are summed
-      in that precision whatever the dtype of the leaves. Its derivative at an all-zero
-      tree is 0.
+      in that precision whatever the dtype of the leaves; in float32, entries above 1e19
+      overflow it and entries below 1e-19 count as 0. Its derivative at an all-zero tree
+      is 0.
 
     Source: ``tf.linalg.global_norm``, ``optax.global_norm``.
 

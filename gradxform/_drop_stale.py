@@ -40,7 +40,8 @@ def drop_stale(
     worker saw **before** it computed these gradients, read from the state together
     with the parameters: ``gx.global_step(state)``. ``inner`` receives ``local_step``
     and ``staleness`` as extra arguments. After a push, ``state.staleness`` says how
-    late it was.
+    late it was; whatever ``inner`` keeps, a schedule's count or the norm before a clip,
+    is still that of the last accepted one.
 
     Use :func:`apply_gradients` rather than ``update`` and ``apply_updates`` one by one:
     there one conditional guards the whole step, a stale push costs next to nothing and
