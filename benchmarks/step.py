@@ -51,6 +51,23 @@ ROWS = [
         "clip + novograd", optax.chain(CLIP, gx.novograd(0.1)), "optax clip + novograd"
     ),
     Row("novograd(global_clipnorm)", NOVOGRAD, "optax clip + novograd"),
+    # Sums that are never full, and one that always is.
+    Row(
+        "MultiSteps, adding",
+        optax.MultiSteps(
+            optax.chain(OPTAX_CLIP, optax.adagrad(0.1)), 2**20
+        ).gradient_transformation(),
+    ),
+    Row(
+        "accumulator, adding",
+        gx.conditional_accumulator(ADAGRAD, 2**20),
+        "MultiSteps, adding",
+    ),
+    Row(
+        "accumulator, acting",
+        gx.conditional_accumulator(ADAGRAD, 1),
+        "adagrad(global_clipnorm)",
+    ),
 ]
 
 
@@ -76,19 +93,19 @@ def draw(shapes, seed):
     }
 
 
-def measure(rounds):
+def measure(rows, rounds):
     """Compiled steps and lists of seconds by row, all rows in turn in each round."""
     shapes = gpt2_small()
     grads = draw(shapes, 0)
-    steps = {row.name: compile_step(row.tx, shapes) for row in ROWS}
-    models, seconds = {}, {row.name: [] for row in ROWS}
-    for row in ROWS:
+    steps = {row.name: compile_step(row.tx, shapes) for row in rows}
+    models, seconds = {}, {row.name: [] for row in rows}
+    for row in rows:
         params = draw(shapes, 1)
         models[row.name] = params, row.tx.init(params)
     order = random.Random(0)
     for _ in range(rounds):
         # Shuffled: a row's time depends on what ran before it.
-        for row in order.sample(ROWS, len(ROWS)):
+        for row in order.sample(rows, len(rows)):
             local_step = jnp.int32(row.local_step)
             start = time.perf_counter()
             models[row.name] = jax.block_until_ready(
@@ -102,11 +119,16 @@ def main():
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=12, help="runs of each row")
-    steps, seconds = measure(parser.parse_args().rounds)
+    parser.add_argument("--only", default="", help="rows whose names hold this word")
+    options = parser.parse_args()
+    names = {row.name for row in ROWS if options.only in row.name}
+    names |= {row.against for row in ROWS if row.name in names}
+    rows = [row for row in ROWS if row.name in names]
+    steps, seconds = measure(rows, options.rounds)
     n = size(gpt2_small())
     print(f"{jax.devices()[0].device_kind}, N = {n / 1e6:.0f} MB")
     print(f"{'':26}{'temp/N':>8}{'bytes/N':>9}{'min ms':>8}{'median':>8}{'speed':>7}")
-    for row in ROWS:
+    for row in rows:
         temporary = steps[row.name].memory_analysis().temp_size_in_bytes / n
         accessed = steps[row.name].cost_analysis()["bytes accessed"] / n
         fastest = min(seconds[row.name])

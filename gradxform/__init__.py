@@ -5,7 +5,8 @@ The flow, left to right::
     loss ─▶ gradients ─▶ clip ─▶ scale (adagrad │ novograd) ─▶ updates ─▶ params
                 ▲                                                           │
                 └─── wrappers decide whether this push may act at all ◀─────┘
-                     drop_stale             (they carry the global step)
+                     drop_stale · conditional_accumulator
+                     (they carry the global step)
 
 Everything in it is a pure ``optax.GradientTransformation`` and composes with optax:
 
@@ -28,8 +29,15 @@ Everything in it is a pure ``optax.GradientTransformation`` and composes with op
 ...     params, state = push(grads, state, params, seen)
 >>> assert jnp.linalg.norm(params["w"]) < 0.5
 >>> assert gx.global_step(state) == 60 and gx.staleness_fraction(state) == 0.0
+
+One class stands outside the flow and drives it: :class:`ParameterServer`, which workers
+on many threads, or many machines through Ray, pull from and push to.
 """
 
+from gradxform._accumulator import (
+    ConditionalAccumulatorState as ConditionalAccumulatorState,
+)
+from gradxform._accumulator import conditional_accumulator as conditional_accumulator
 from gradxform._adagrad import ScaleByAdagradState as ScaleByAdagradState
 from gradxform._adagrad import adagrad as adagrad
 from gradxform._adagrad import scale_by_adagrad as scale_by_adagrad
@@ -40,12 +48,17 @@ from gradxform._clipping import clip_by_global_norm as clip_by_global_norm
 from gradxform._clipping import clip_by_norm as clip_by_norm
 from gradxform._clipping import global_norm as global_norm
 from gradxform._drop_stale import DropStaleState as DropStaleState
+from gradxform._drop_stale import compensate_delay as compensate_delay
 from gradxform._drop_stale import drop_stale as drop_stale
 from gradxform._drop_stale import global_step as global_step
+from gradxform._drop_stale import scale_by_staleness as scale_by_staleness
 from gradxform._drop_stale import staleness_fraction as staleness_fraction
 from gradxform._gate import GatedTransformation as GatedTransformation
 from gradxform._novograd import ScaleByNovogradState as ScaleByNovogradState
 from gradxform._novograd import novograd as novograd
 from gradxform._novograd import scale_by_novograd as scale_by_novograd
+from gradxform._parameter_server import ParameterServer as ParameterServer
+from gradxform._parameter_server import PushResult as PushResult
+from gradxform._parameter_server import ServerStats as ServerStats
 
 __version__ = "0.1.0"

@@ -53,6 +53,24 @@ def at_most_one(**arguments: Any) -> None:
         )
 
 
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raises ``ValueError`` unless ``value`` is one of the allowed words."""
+    if value not in allowed:
+        words = ", ".join(map(repr, allowed))
+        raise ValueError(f"{name} must be one of {words}, got {value!r}.")
+
+
+def local_step(wrapper: str, value: Any) -> jax.Array:
+    """The local step of a push as an int32 scalar; ``TypeError`` where it is none."""
+    if value is None:
+        raise TypeError(
+            f"{wrapper} needs local_step: pass update(..., local_step=s), the global "
+            "step that the worker saw before it computed these gradients."
+        )
+    integer_scalar("local_step", value)
+    return jnp.asarray(value, jnp.int32)
+
+
 def integer_scalar(name: str, value: Any) -> None:
     """Raises ``TypeError`` unless ``value`` is an integer scalar, traced or not."""
     dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
@@ -111,7 +129,21 @@ def same_shapes(
             fail(path, _describe(leaf), "no leaf")
 
 
+def same_dtypes(name: str, tree: Any, reference_name: str, reference: Any) -> None:
+    """Raises ``TypeError`` at the first path where two like trees differ in dtype."""
+    flat = dict(jax.tree.leaves_with_path(reference))
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if jnp.result_type(leaf) != flat[path].dtype:
+            where = jax.tree_util.keystr(path) or "the root"
+            raise TypeError(
+                f"{name} and {reference_name} differ in dtype at {where}: {name} has "
+                f"{_describe(leaf)}, {reference_name} has {_describe(flat[path])}. "
+                "Cast it."
+            )
+
+
 def _describe(leaf: Any) -> str:
     if _is_leaf(leaf):
         return repr(leaf)
-    return jax.typeof(leaf).str_short()
+    aval = leaf if isinstance(leaf, jax.core.ShapedArray) else jax.typeof(leaf)
+    return aval.str_short()

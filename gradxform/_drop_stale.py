@@ -1,4 +1,4 @@
-"""Gradients that arrive late: drop those computed too many steps ago."""
+"""Gradients that arrive late: drop them, make them smaller, or correct them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform import _checks
+from gradxform import _checks, _tree
 from gradxform._gate import Act, GatedTransformation, Rest, gate
 
 
@@ -93,14 +93,9 @@ def drop_stale(
         local_step: jax.typing.ArrayLike | None = None,
         **extra: Any,
     ) -> tuple[Any, DropStaleState]:
-        if local_step is None:
-            raise TypeError(
-                "drop_stale needs local_step: pass update(..., local_step=s), the "
-                "global step that the worker saw before it computed these gradients."
-            )
-        _checks.integer_scalar("local_step", local_step)
+        local_step = _checks.local_step("drop_stale", local_step)
         # staleness = global_step - local_step
-        staleness = state.global_step - jnp.asarray(local_step, jnp.int32)
+        staleness = state.global_step - local_step
 
         def fresh() -> tuple[Any, DropStaleState]:
             # A gate inside this one judges by the same local_step.
@@ -125,6 +120,131 @@ def drop_stale(
     return gate(init_fn, guard)
 
 
+def scale_by_staleness(
+    power: jax.typing.ArrayLike = 1.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Makes late gradients smaller.
+
+    .. math:: g \leftarrow g / \max(1, staleness)^{power}
+
+    For the inside of :func:`drop_stale`, which hands ``staleness`` to it: as the last
+    link of a chain it scales the step, as the first one the gradients, which
+    normalizing transformations such as :func:`novograd` partly undo.
+
+    Args:
+      power: how fast the weight falls with staleness, ≥ 0; 0 changes nothing.
+
+    Returns:
+      A transformation without state. Updates keep their shapes and dtypes.
+
+    Raises:
+      ValueError: ``power`` is negative or NaN.
+      TypeError: ``update`` is called without ``staleness``.
+
+    Source: Zhang et al., 2016, "Staleness-aware async-SGD for distributed deep
+    learning", https://arxiv.org/abs/1511.05950.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> tx = gx.scale_by_staleness()
+    >>> updates, _ = tx.update(jnp.array([4.0]), tx.init(None), staleness=4)
+    >>> assert updates == 1.0
+    """
+    _checks.in_range("power", power, "[0, inf)")
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.EmptyState,
+        params: optax.Params | None = None,
+        *,
+        staleness: jax.typing.ArrayLike | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del params, extra
+        if staleness is None:
+            raise TypeError(
+                "scale_by_staleness needs staleness: put it inside drop_stale, or pass "
+                "update(..., staleness=s)."
+            )
+        # 1 / max(1, staleness)^power
+        lateness = jnp.maximum(1.0, jnp.asarray(staleness, jnp.float32))
+        weight = lateness ** -jnp.asarray(power, jnp.float32)
+        return _tree.map_updates(lambda g: _tree.scale(g, weight), updates), state
+
+    return optax.GradientTransformationExtraArgs(
+        lambda _: optax.EmptyState(), update_fn
+    )
+
+
+def compensate_delay(
+    variance_control: jax.typing.ArrayLike = 0.04,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Corrects a late gradient for the way the parameters have gone meanwhile.
+
+    .. math:: g \leftarrow g + \lambda \, g \odot g \odot (w - w_{worker})
+
+    A first-order Taylor step from the worker's parameters to today's, with
+    :math:`g \odot g` for the Hessian: DC-ASGD. ``update`` takes ``worker_params``, the
+    parameters at which the worker computed the gradient, and today's ``params``.
+
+    Args:
+      variance_control: :math:`\lambda` ≥ 0; 0 changes nothing.
+
+    Returns:
+      A transformation without state. Updates keep their shapes and dtypes.
+
+    Raises:
+      ValueError: ``variance_control`` is negative or NaN, or ``params`` is missing.
+      TypeError: ``worker_params`` is missing, or a tree has another structure or shape.
+
+    Source: Zheng et al., 2017, "Asynchronous stochastic gradient descent with delay
+    compensation", https://arxiv.org/abs/1609.08326, equation 10 (DC-ASGD-c).
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> tx = gx.compensate_delay(variance_control=0.5)
+    >>> grad, today, worker = jnp.array([2.0]), jnp.array([3.0]), jnp.array([2.0])
+    >>> updates, _ = tx.update(grad, tx.init(today), today, worker_params=worker)
+    >>> assert updates == 2.0 + 0.5 * 4.0 * 1.0
+    """
+    _checks.in_range("variance_control", variance_control, "[0, inf)")
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.EmptyState,
+        params: optax.Params | None = None,
+        *,
+        worker_params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del extra
+        if params is None:
+            raise ValueError(
+                "compensate_delay needs params: call update(updates, state, params)."
+            )
+        if worker_params is None:
+            raise TypeError(
+                "compensate_delay needs worker_params: pass update(..., "
+                "worker_params=p), the parameters at which the worker computed these "
+                "gradients."
+            )
+        _checks.same_shapes("updates", updates, "params", params)
+        _checks.same_shapes("updates", updates, "worker_params", worker_params)
+
+        def compensate(g: jax.Array, w: jax.Array, w_worker: jax.Array) -> jax.Array:
+            # g + λ·g⊙g⊙(w - w_worker)
+            wide = _tree.widen(g)
+            now, then = (
+                _tree.widen(jnp.asarray(x)).astype(wide.dtype) for x in (w, w_worker)
+            )
+            correction = _tree.scale(now - then, _tree.abs_sq(g))
+            return (wide + _tree.scale(correction, variance_control)).astype(g.dtype)
+
+        return _tree.map_updates(compensate, updates, params, worker_params), state
+
+    return optax.GradientTransformationExtraArgs(
+        lambda _: optax.EmptyState(), update_fn
+    )
+
+
 def global_step(state: optax.OptState) -> jax.Array:
     """The number of updates accepted so far, from a state at any depth.
 
@@ -145,7 +265,7 @@ def global_step(state: optax.OptState) -> jax.Array:
     >>> tx = optax.chain(gx.drop_stale(optax.adam(0.1), 2), optax.scale(0.5))
     >>> assert gx.global_step(tx.init(jnp.zeros(3))) == 0
     """
-    return jnp.array(_outermost(state, "global_step"), copy=True)
+    return jnp.array(outermost(state, "global_step"), copy=True)
 
 
 def staleness_fraction(state: optax.OptState) -> jax.Array:
@@ -174,15 +294,17 @@ def staleness_fraction(state: optax.OptState) -> jax.Array:
     ...     _, state = tx.update(jnp.ones(3), state, local_step=local_step)
     >>> assert abs(gx.staleness_fraction(state) - 2 / 3) < 1e-6
     """
-    stale_count = _outermost(state, "stale_count").astype(jnp.float32)
-    return stale_count / (_outermost(state, "global_step").astype(jnp.float32) + 1)
+    stale_count = outermost(state, "stale_count").astype(jnp.float32)
+    return stale_count / (outermost(state, "global_step").astype(jnp.float32) + 1)
 
 
-def _outermost(state: optax.OptState, field: str) -> jax.Array:
+def outermost(state: optax.OptState, field: str) -> jax.Array:
+    """The field of this name nearest to the root of a state."""
     found = optax.tree.get_all_with_path(state, field)
     if not found:
         raise ValueError(
-            f"the state holds no {field}: wrap the transformation in drop_stale."
+            f"the state holds no {field}: wrap the transformation in drop_stale or "
+            "conditional_accumulator."
         )
     depth = min(len(path) for path, _ in found)
     outermost = [(path, value) for path, value in found if len(path) == depth]

@@ -151,17 +151,15 @@ def broadcast(prefix: Any, tree: Any) -> Any:
 def inverse_sqrt(
     x: jax.Array, eps: jax.typing.ArrayLike, eps_in_sqrt: bool
 ) -> jax.Array:
-    """``1/sqrt(x + eps)`` or ``1/(sqrt(x) + eps)`` of ``x ≥ 0``, but 0 for 1/0.
+    """``1/sqrt(x + eps)`` or ``1/(sqrt(x) + eps)`` of ``x ≥ 0``, but 1 for 1/0.
 
     The caller multiplies a gradient by it whose square is part of ``x``: where the
-    divisor is 0 so is the gradient, and 0 is the limit of their quotient.
+    divisor is 0 so is the gradient, and so shall be their quotient.
     """
     eps = jnp.asarray(eps, x.dtype)
     divisor = x + eps if eps_in_sqrt else safe_sqrt(x) + eps
-    zero = divisor == 0
-    divisor = jnp.where(zero, 1, divisor)
-    inverse = jax.lax.rsqrt(divisor) if eps_in_sqrt else 1 / divisor
-    return jnp.where(zero, 0, inverse)
+    divisor = jnp.where(divisor == 0, 1, divisor)
+    return jax.lax.rsqrt(divisor) if eps_in_sqrt else 1 / divisor
 
 
 def cast_like(tree: Any, reference: Any) -> Any:

@@ -8,6 +8,7 @@ asserts that every public factory has one.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -19,8 +20,21 @@ class Descriptor:
     name: str  # of the public factory
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     variant: str = ""
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # for update
+    local_step: int | None = None  # an extra argument of update
+    staleness: int | None = None
+    worker_params: bool = False
     real_only: bool = False
+
+    def extra(self, params: Any) -> dict[str, Any]:
+        """The extra arguments of update, for these parameters."""
+        arguments = {
+            "local_step": self.local_step,
+            "staleness": self.staleness,
+            "worker_params": None,
+        }
+        if self.worker_params:
+            arguments["worker_params"] = jax.tree.map(lambda p: p - 1, params)
+        return {k: v for k, v in arguments.items() if v is not None}
 
     def make(self) -> optax.GradientTransformationExtraArgs:
         return getattr(gx, self.name)(**self.kwargs)
@@ -67,12 +81,46 @@ DESCRIPTORS = (
     D(
         "drop_stale",
         {"inner": gx.novograd(0.1, global_clipnorm=0.5), "max_staleness": 1},
-        extra={"local_step": 0},
+        local_step=0,
     ),
     D(
         "drop_stale",
         {"inner": gx.drop_stale(gx.adagrad(0.1), 0), "max_staleness": 1},
         "nested",
-        extra={"local_step": 0},
+        local_step=0,
     ),
+    D(
+        "conditional_accumulator",
+        {"inner": gx.novograd(0.1, global_clipnorm=0.5), "num_required": 1},
+        local_step=1,
+    ),
+    # Of three pushes the second acts, and the third is stale.
+    D(
+        "conditional_accumulator",
+        {"inner": gx.adagrad(0.1), "num_required": 2, "reduction": "sum"},
+        "waiting",
+        local_step=0,
+    ),
+    D(
+        "conditional_accumulator",
+        {
+            "inner": gx.adagrad(0.1),
+            "num_required": 2,
+            "accumulator_dtype": jnp.bfloat16,
+        },
+        "bf16",
+        local_step=0,
+        real_only=True,
+    ),
+    D(
+        "drop_stale",
+        {
+            "inner": gx.conditional_accumulator(gx.adagrad(0.1), 2),
+            "max_staleness": 1,
+        },
+        "accumulator",
+        local_step=0,
+    ),
+    D("scale_by_staleness", {"power": 0.5}, staleness=3),
+    D("compensate_delay", {"variance_control": 0.5}, worker_params=True),
 )

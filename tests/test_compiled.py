@@ -73,9 +73,18 @@ def test_donation_pairs_buffers_in_order():
     assert in_order.temp_size_in_bytes < 0.02 * size(params)
 
 
-def test_a_gate_around_the_step_makes_none_either():
-    tx = gx.drop_stale(gx.novograd(0.1, global_clipnorm=1.0), 1)
-    step = compiled_step(tx, local_step=jax.ShapeDtypeStruct((), jnp.int32))
+@pytest.mark.parametrize(
+    "gate",
+    [
+        gx.drop_stale(gx.novograd(0.1, global_clipnorm=1.0), 1),
+        gx.conditional_accumulator(CLIPPED["adagrad"], 2),
+        gx.conditional_accumulator(gx.novograd(0.1, global_clipnorm=1.0), 2),
+        gx.drop_stale(gx.conditional_accumulator(CLIPPED["adagrad"], 2), 1),
+    ],
+    ids=["drop_stale", "accumulator", "accumulator-novograd", "both"],
+)
+def test_a_gate_around_the_step_makes_none_either(gate):
+    step = compiled_step(gate, local_step=jax.ShapeDtypeStruct((), jnp.int32))
     assert step.memory_analysis().temp_size_in_bytes < 0.02 * size(gpt2_small())
     assert "conditional" in step.as_text()
 
@@ -99,7 +108,10 @@ def test_no_float64_and_no_call_to_the_host(row):
         tx = row.make()
         params = {"w": jnp.ones((4, 3), jnp.bfloat16), "b": jnp.ones(3, jnp.float32)}
         state = tx.init(params)
-        extra = {k: jnp.int32(v) for k, v in row.extra.items()}
+        extra = {
+            k: jnp.int32(v) if isinstance(v, int) else v
+            for k, v in row.extra(params).items()
+        }
         step = jax.jit(functools.partial(gx.apply_gradients, tx))
         text = step.lower(params, state, params, **extra).compile().as_text()
     assert "f64" not in text

@@ -62,7 +62,7 @@ def run(row, grads, params, update=None, steps=3):
     state = tx.init(params)
     trace = []
     for _ in range(steps):
-        updates, state = update(grads, state, params, **row.extra)
+        updates, state = update(grads, state, params, **row.extra(params))
         trace.append((updates, state))
     return trace
 
@@ -99,7 +99,7 @@ def test_state_is_strongly_typed_whatever_the_params(row):
     assert jax.typeof(weak["w"]).weak_type
     tx = row.make()
     state = tx.init(weak)
-    _, new_state = tx.update({"w": jnp.ones(())}, state, weak, **row.extra)
+    _, new_state = tx.update({"w": jnp.ones(())}, state, weak, **row.extra(weak))
     assert types(state) == types(new_state)
 
 
@@ -125,7 +125,7 @@ def test_state_and_params_can_be_donated(row):
     params = draw(0)
     state = tx.init(params)
     step = jax.jit(
-        lambda g, s, p: gx.apply_gradients(tx, g, s, p, **row.extra),
+        lambda g, s, p: gx.apply_gradients(tx, g, s, p, **row.extra(p)),
         donate_argnums=(1, 2),
     )
     for _ in range(3):
@@ -138,8 +138,8 @@ def test_state_and_params_can_be_donated(row):
 def test_unknown_extra_arguments_are_ignored(row):
     params, grads = draw(0), draw(1)
     tx = row.make()
-    plain, _ = tx.update(grads, tx.init(params), params, **row.extra)
-    extra, _ = tx.update(grads, tx.init(params), params, value=1.0, **row.extra)
+    plain, _ = tx.update(grads, tx.init(params), params, **row.extra(params))
+    extra, _ = tx.update(grads, tx.init(params), params, value=1.0, **row.extra(params))
     chex.assert_trees_all_equal(plain, extra)
 
 
@@ -153,7 +153,9 @@ def test_chain_and_named_chain(row):
     ):
         state = chained.init(params)
         for updates, _ in alone:
-            got, state = jax.jit(chained.update)(grads, state, params, **row.extra)
+            got, state = jax.jit(chained.update)(
+                grads, state, params, **row.extra(params)
+            )
             chex.assert_trees_all_close(got, updates, rtol=2e-6)
 
 
@@ -167,7 +169,7 @@ def test_inject_hyperparams(row, standard_promotion):
     state = tx.init(params)
     update = jax.jit(tx.update)  # Inside, every number is a traced array.
     for updates, inner in run(row, grads, params):
-        got, state = update(grads, state, params, **row.extra)
+        got, state = update(grads, state, params, **row.extra(params))
         chex.assert_trees_all_close(got, updates, rtol=1e-5)
         chex.assert_trees_all_close(state.inner_state, inner, rtol=1e-5)
 
@@ -181,11 +183,13 @@ def test_traced_float32_hyperparameters_keep_the_gradient_dtype(row, dtype):
     @jax.jit
     def update(numbers, state):
         tx = getattr(gx, row.name)(**{**row.kwargs, **numbers})
-        return tx.update(grads, state, params, **row.extra)
+        return tx.update(grads, state, params, **row.extra(params))
 
     updates, _ = update(jax.tree.map(jnp.float32, numbers), row.make().init(params))
     assert types(updates) == types(grads)
-    expected, _ = row.make().update(grads, row.make().init(params), params, **row.extra)
+    expected, _ = row.make().update(
+        grads, row.make().init(params), params, **row.extra(params)
+    )
     chex.assert_trees_all_close(updates, expected, rtol=2e-3)
 
 
@@ -193,14 +197,14 @@ def test_traced_float32_hyperparameters_keep_the_gradient_dtype(row, dtype):
 def test_masked_leaves_pass_through(row):
     params, grads = draw(0), draw(1)
     mask = {"w": True, "nested": [False, {"b": True}], "s": False, "nothing": False}
-    tx = optax.masked(row.make(), mask)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, **row.extra)
+    tx = optax.masked(row.make(), mask, mask_compatible_extra_args=True)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, **row.extra(params))
     chex.assert_trees_all_equal(updates["nested"][0], grads["nested"][0])
     chex.assert_trees_all_equal(updates["s"], grads["s"])
     kept = {"w": grads["w"], "nested": [{"b": grads["nested"][1]["b"]}]}
     kept_params = {"w": params["w"], "nested": [{"b": params["nested"][1]["b"]}]}
     alone, _ = row.make().update(
-        kept, row.make().init(kept_params), kept_params, **row.extra
+        kept, row.make().init(kept_params), kept_params, **row.extra(kept_params)
     )
     chex.assert_trees_all_close(updates["w"], alone["w"], rtol=2e-6)
 
@@ -209,13 +213,13 @@ def test_masked_leaves_pass_through(row):
 def test_partition_runs_each_part_on_its_own(row):
     params, grads = draw(0), draw(1)
     labels = {"w": "a", "nested": "b", "s": "b", "nothing": "b"}
-    tx = optax.partition({"a": row.make(), "b": optax.sgd(1.0)}, labels)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, **row.extra)
+    tx = optax.partition(
+        {"a": row.make(), "b": optax.sgd(1.0)}, labels, mask_compatible_extra_args=True
+    )
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, **row.extra(params))
+    w_only = {"w": params["w"]}
     alone, _ = row.make().update(
-        {"w": grads["w"]},
-        row.make().init({"w": params["w"]}),
-        {"w": params["w"]},
-        **row.extra,
+        {"w": grads["w"]}, row.make().init(w_only), w_only, **row.extra(w_only)
     )
     chex.assert_trees_all_close(updates["w"], alone["w"], rtol=2e-6)
     chex.assert_trees_all_equal(updates["s"], -grads["s"])
@@ -227,8 +231,8 @@ def test_multi_steps_acts_once_on_the_mean(row, standard_promotion):
     multi = optax.MultiSteps(row.make(), every_k_schedule=2)
     state = multi.init(params)
     update = jax.jit(multi.update)
-    first, state = update(grads, state, params, **row.extra)
-    second, state = update(grads, state, params, **row.extra)
+    first, state = update(grads, state, params, **row.extra(params))
+    second, state = update(grads, state, params, **row.extra(params))
     chex.assert_trees_all_equal(first, jax.tree.map(jnp.zeros_like, grads))
     expected, _ = run(row, grads, params, steps=1)[0]
     chex.assert_trees_all_close(second, expected, rtol=1e-5)
@@ -244,7 +248,7 @@ def test_apply_if_finite_refuses_nan_and_inf(row):
     update = jax.jit(tx.update)
     for bad in (jnp.nan, jnp.inf):
         grads = draw(1) | {"s": jnp.float32(bad)}
-        updates, state = update(grads, state, params, **row.extra)
+        updates, state = update(grads, state, params, **row.extra(params))
         chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, grads))
     assert state.total_notfinite == 2
     chex.assert_trees_all_equal(state.inner_state, row.make().init(params))
@@ -256,7 +260,7 @@ def test_scan_equals_a_loop(row):
     tx = row.make()
 
     def body(state, _):
-        updates, state = tx.update(grads, state, params, **row.extra)
+        updates, state = tx.update(grads, state, params, **row.extra(params))
         return state, updates
 
     state, stacked = jax.lax.scan(body, tx.init(params), length=3)
@@ -276,7 +280,7 @@ def test_vmap_equals_one_by_one(row):
     params, grads = stack(*(p for p, _ in batch)), stack(*(g for _, g in batch))
     tx = row.make()
     state = jax.vmap(tx.init)(params)
-    update = jax.vmap(lambda g, s, p: tx.update(g, s, p, **row.extra))
+    update = jax.vmap(lambda g, s, p: tx.update(g, s, p, **row.extra(p)))
     for _ in range(3):
         updates, state = update(grads, state, params)
     expected = stack(*(run(row, g, p)[-1] for p, g in batch))
@@ -292,12 +296,12 @@ def test_derivatives_through_the_update_are_finite(row, at):
     tx = row.make()
 
     def loss(grads, params):
-        updates, _ = tx.update(grads, tx.init(params), params, **row.extra)
+        updates, _ = tx.update(grads, tx.init(params), params, **row.extra(params))
         return sum(jnp.sum(u**2) + jnp.sum(u) for u in jax.tree.leaves(updates))
 
-    derivatives = jax.grad(loss, argnums=(0, 1))(grads, params)
+    value, derivatives = jax.value_and_grad(loss, argnums=(0, 1))(grads, params)
     chex.assert_tree_all_finite(derivatives)
-    if at == "random":  # A derivative that is finite because it was cut is no use.
+    if value != 0:  # A derivative that is finite because it was cut is no use.
         assert any(jnp.any(d != 0) for d in jax.tree.leaves(derivatives[0]))
 
 
@@ -318,25 +322,25 @@ def test_a_leaf_without_gradient_keeps_its_state(row):
 @every_row
 def test_a_tree_without_leaves(row):
     tx = row.make()
-    updates, _ = tx.update({}, tx.init({}), {}, **row.extra)
+    updates, _ = tx.update({}, tx.init({}), {}, **row.extra({}))
     assert updates == {}
 
 
 @every_row
 def test_a_gradient_of_another_shape_is_named(row):
-    if row.name.startswith("clip"):
-        pytest.skip("clipping looks at nothing but the gradients")
+    if row.name.startswith("clip") or row.name == "scale_by_staleness":
+        pytest.skip("it looks at nothing but the gradients")
     params = draw(0)
     tx = row.make()
     state = tx.init(params)
     grads = draw(1)
     grads["nested"][1]["b"] = jnp.ones((3, 1))
     with pytest.raises(TypeError, match=r"\['nested'\]\[1\]\['b'\].*float32\[3,1\]"):
-        tx.update(grads, state, params, **row.extra)
+        tx.update(grads, state, params, **row.extra(params))
     missing = draw(1)
     del missing["w"]
     with pytest.raises(TypeError, match=r"\['w'\].*no leaf"):
-        tx.update(missing, state, params, **row.extra)
+        tx.update(missing, state, params, **row.extra(params))
 
 
 @every_row
@@ -356,7 +360,7 @@ def test_sharding_is_kept_on_8_devices(row, axis_type):
         state = jax.jit(tx.init)(params) if axis_type == "Explicit" else tx.init(params)
         update = jax.jit(tx.update)
         for _ in range(3):
-            updates, state = update(params, state, params, **row.extra)
+            updates, state = update(params, state, params, **row.extra(params))
     for name, spec in specs.items():
         expected = NamedSharding(mesh, spec)
         assert updates[name].sharding.is_equivalent_to(expected, updates[name].ndim)
@@ -373,11 +377,11 @@ def test_sharding_is_kept_on_8_devices(row, axis_type):
 
 @every_row
 def test_params_and_gradients_may_be_plain_numbers(row):
+    def update(grad, param):
+        return tx.update(grad, tx.init(param), param, **row.extra(param))
+
     tx = row.make()
-    plain, state = tx.update({"s": -2.0}, tx.init({"s": 1.0}), {"s": 1.0}, **row.extra)
-    array = jnp.float32
-    arrays, _ = tx.update(
-        {"s": array(-2)}, tx.init({"s": array(1)}), {"s": array(1)}, **row.extra
-    )
+    plain, plain_state = update({"s": -2.0}, {"s": 1.0})
+    arrays, state = update({"s": jnp.float32(-2)}, {"s": jnp.float32(1)})
     chex.assert_trees_all_close(plain, arrays, rtol=1e-6)
-    assert types(state) == types(tx.init({"s": array(1)}))
+    assert types(plain_state) == types(state)

@@ -161,6 +161,24 @@ def test_the_norm_before_clipping_is_in_the_state(alias):
     )
 
 
+@pytest.mark.parametrize("eps_in_sqrt", [True, False])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        lambda e: gx.scale_by_adagrad(0.0, 0.0, eps_in_sqrt=e),
+        lambda e: gx.scale_by_novograd(eps=0.0, eps_in_sqrt=e),
+    ],
+    ids=["adagrad", "novograd"],
+)
+def test_derivatives_are_finite_where_the_divisor_is_zero(tx, eps_in_sqrt):
+    tx = tx(eps_in_sqrt)
+
+    def loss(g):
+        return jnp.sum(tx.update(g, tx.init(g))[0])
+
+    assert jnp.all(jnp.isfinite(jax.grad(loss)(jnp.zeros(3))))
+
+
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 @pytest.mark.parametrize("alias", ["adagrad", "novograd"])
 def test_complex_leaves_use_the_squared_modulus(alias, dtype):

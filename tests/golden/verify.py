@@ -75,6 +75,9 @@ def sgd(ours, params):
     return update
 
 
+MAKE = {"adagrad": adagrad, "novograd": novograd, "sgd": sgd}
+
+
 def normalized(g, squares, ours):
     if ours.get("eps_in_sqrt", True):
         denominator = np.sqrt(squares + ours["eps"])
@@ -118,12 +121,44 @@ def entry(value):
     return np.array(value, np.float64)
 
 
+def entry_rows(value, dense_shape):
+    """Which rows a row-sparse leaf names, and the dense gradient it stands for."""
+    shape = dense_shape[1:]
+    named, total = np.zeros(dense_shape[0], bool), np.zeros(dense_shape)
+    for k, index in enumerate(value["indices"]):
+        named[index] = True
+        total[index] += np.reshape(np.float64(value["values"][k]), shape)
+    return named, total
+
+
+def reduced(pushes, shapes, reduction):
+    """The sum of the pushes over, leaf by leaf, what the reduction divides by."""
+    sums = {}
+    for key, shape in shapes.items():
+        sparse = isinstance(pushes[0][key], dict)
+        if sparse:
+            both = [entry_rows(push[key], shape) for push in pushes]
+            holding = np.sum([named for named, _ in both], axis=0)
+            total = sum(dense for _, dense in both)
+        else:
+            total = sum(entry(push[key]) for push in pushes)
+        if reduction == "sum":
+            divisor = 1.0
+        elif reduction == "row_mean" and sparse:
+            divisor = np.maximum(holding, 1).reshape(-1, *[1] * (len(shape) - 1))
+        else:
+            divisor = len(pushes)
+        sums[key] = total / divisor
+    return sums
+
+
 def check_step(worst, seen, expected, floor=0.0):
     assert set(seen) == set(expected), (sorted(seen), sorted(expected))
     for key in expected:
         a, b = np.asarray(seen[key]), np.asarray(expected[key])
         assert a.shape == b.shape, (key, a.shape, b.shape)
         finite = np.isfinite(b)
+        np.testing.assert_array_equal(np.isfinite(a), finite)
         np.testing.assert_array_equal(a[~finite], b[~finite])
         least = max(floor, 1e-2 * np.max(np.abs(b), initial=0, where=finite), 1e-30)
         error = np.abs(a - b) / np.maximum(np.abs(b), least)
@@ -143,14 +178,46 @@ def check_clip(ours, step, worst):
     check_step(worst, clipped, float64(kept))
 
 
+def check_accumulator(ours, params, steps, worst):
+    inner, shapes = ours["inner"], {key: w.shape for key, w in params.items()}
+    update = MAKE[inner["transformation"]](inner, params)
+    global_step, waiting, slots = 0, [], None
+    for step in steps:
+        taken = None
+        accepted = step["local_step"] >= global_step
+        if accepted:
+            waiting.append(step["grads"])
+        if len(waiting) == ours["num_required"]:
+            taken = reduced(waiting, shapes, ours["reduction"])
+            updates, slots = update(taken, params, inner["learning_rate"])
+            params = {key: params[key] + updates[key] for key in params}
+            global_step, waiting = global_step + 1, []
+        assert step["accepted"] == accepted
+        assert step["num_accumulated"] == len(waiting)
+        assert step["global_step"] == global_step
+        assert (step["taken"] is None) == (taken is None)
+        if taken is not None:
+            seen = {
+                key: entry_rows(g, shapes[key])[1] if isinstance(g, dict) else entry(g)
+                for key, g in step["taken"].items()
+            }
+            check_step(worst, taken, seen)
+        check_step(worst, params, float64(step["params"]), floor=1e-2)
+        if slots is not None:
+            assert set(slots) == set(step["slots"])
+            for slot in slots:
+                check_step(worst, slots[slot], float64(step["slots"][slot]))
+
+
 def check(case, worst):
     ours, params = case["ours"], case["params"]
     if ours["transformation"].startswith("clip"):
         return check_clip(ours, case["steps"][0], worst)
     params = float64(params)
+    if ours["transformation"] == "conditional_accumulator":
+        return check_accumulator(ours, params, case["steps"], worst)
     inner = ours.get("inner", ours)
-    make = {"adagrad": adagrad, "novograd": novograd, "sgd": sgd}
-    update = make[inner["transformation"]](inner, params)
+    update = MAKE[inner["transformation"]](inner, params)
     global_step = stale = 0
     slots = None
     for i, step in enumerate(case["steps"]):
@@ -192,7 +259,7 @@ def main():
                 worst[label].append((max(differences), case["name"]))
     for (file, symbol, dtype), found in worst.items():
         largest, name = max(found)
-        print(f"{file:12} {symbol:43} {dtype} {len(found):3}  {largest:.1e}  {name}")
+        print(f"{file:21} {symbol:43} {dtype} {len(found):3}  {largest:.1e}  {name}")
         assert largest < LIMITS[dtype], name
 
 

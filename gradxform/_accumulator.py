@@ -1,0 +1,174 @@
+"""Gradients of several workers, added up until there are enough for one step."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform import _checks, _tree
+from gradxform._gate import Act, GatedTransformation, Rest, gate
+
+
+class ConditionalAccumulatorState(NamedTuple):
+    """State of :func:`conditional_accumulator`."""
+
+    global_step: jax.Array  # int32[], times the inner transformation ran; saturates.
+    num_accumulated: jax.Array  # int32[], pushes in the sum.
+    stale_count: jax.Array  # int32[], pushes dropped so far; saturates.
+    accumulated: optax.Updates  # the sum, like params.
+    inner_state: optax.OptState
+
+
+def conditional_accumulator(
+    inner: optax.GradientTransformation,
+    num_required: jax.typing.ArrayLike,
+    *,
+    reduction: Literal["mean", "sum"] = "mean",
+    accumulator_dtype: jax.typing.DTypeLike | None = None,
+) -> GatedTransformation:
+    r"""Adds up gradients, and lets ``inner`` act on them once there are enough.
+
+    .. math::
+
+        fresh &\iff local\_step \ge global\_step \\
+        sum &\leftarrow sum + g, \quad n \leftarrow n + 1 \quad\text{where fresh} \\
+        g_{inner} &= sum / n \quad\text{once } n \ge num\_required
+
+    A push whose ``local_step`` is behind ``global_step`` is dropped, and
+    ``stale_count`` grows by 1; any other is added, all-zero gradients too. With the
+    last of ``num_required`` pushes ``inner`` runs once on their mean, ``global_step``
+    grows by 1, and sum and count start again from 0. Until then the updates are zero
+    and the inner state stays bit-identical. Whatever a dropped gradient holds, NaN or
+    inf, reaches nothing.
+
+    With as many workers as ``num_required`` this is synchronous training without a
+    barrier in the program. More workers make the extra ones **backup workers**: a step
+    waits for the fastest, and what the slowest push afterwards is dropped.
+
+    ``update`` takes ``local_step`` as :func:`drop_stale` does, and passes it on to
+    ``inner``. Use :func:`apply_gradients`: a push that is only added then costs one
+    pass over sum and gradient, no copy of the model is made, and a dropped one costs
+    next to nothing.
+
+    Args:
+      inner: the transformation behind the gate, a whole optimizer as a rule.
+      num_required: how many pushes make a step, ≥ 1.
+      reduction: ``"mean"`` or ``"sum"``, what ``inner`` receives.
+      accumulator_dtype: dtype of the sum, by default that of the parameters but at
+        least float32: a sum in half precision loses what is small beside it.
+
+    Returns:
+      A transformation with state :class:`ConditionalAccumulatorState`.
+
+    Raises:
+      ValueError: ``num_required`` is below 1, or ``reduction`` is unknown.
+      TypeError: ``num_required`` is no integer; ``update`` is called without
+        ``local_step``, or it is no integer; updates do not have the structure or the
+        shapes of the parameters.
+
+    Source: ``tf.ConditionalAccumulator`` and ``tf.train.SyncReplicasOptimizer``; backup
+    workers: Chen et al., 2016, "Revisiting distributed synchronous SGD",
+    https://arxiv.org/abs/1604.00981.
+
+    >>> import gradxform as gx, jax.numpy as jnp, optax
+    >>> tx = gx.conditional_accumulator(optax.sgd(1.0), num_required=2)
+    >>> params = jnp.array(0.0)
+    >>> state = tx.init(params)
+    >>> for grad in (1.0, 3.0, 100.0):  # The third worker was too slow.
+    ...     grad = jnp.array(grad)
+    ...     params, state = gx.apply_gradients(tx, grad, state, params, local_step=0)
+    >>> assert params == -2.0  # the mean of 1 and 3
+    >>> assert state.global_step == 1 and state.num_accumulated == 0
+    >>> assert state.stale_count == 1
+    """
+    _checks.integer_scalar("num_required", num_required)
+    _checks.in_range("num_required", num_required, "[1, inf)")
+    _checks.one_of("reduction", reduction, ("mean", "sum"))
+    inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params: optax.Params) -> ConditionalAccumulatorState:
+        def zero(p: jax.Array) -> jax.Array:
+            dtype = accumulator_dtype
+            return jnp.zeros_like(
+                p, dtype=_tree.widen(p).dtype if dtype is None else dtype
+            )
+
+        # Three counters, not one three times: a buffer can be donated only once.
+        return ConditionalAccumulatorState(
+            global_step=jnp.zeros((), jnp.int32),
+            num_accumulated=jnp.zeros((), jnp.int32),
+            stale_count=jnp.zeros((), jnp.int32),
+            accumulated=_tree.map_params(zero, params),
+            inner_state=inner.init(params),
+        )
+
+    def guard(
+        act: Act,
+        rest: Rest,
+        updates: optax.Updates,
+        state: ConditionalAccumulatorState,
+        params: optax.Params | None,
+        *,
+        local_step: jax.typing.ArrayLike | None = None,
+        **extra: Any,
+    ) -> tuple[Any, ConditionalAccumulatorState]:
+        local_step = _checks.local_step("conditional_accumulator", local_step)
+        _checks.same_shapes("updates", updates, "accumulated", state.accumulated)
+        fresh = local_step >= state.global_step
+        count = state.num_accumulated + fresh.astype(jnp.int32)
+        full = fresh & (count >= num_required)
+
+        # sum + g, and with the last push at once sum / n: the quotient lies in the
+        # sum's own buffer, where inner can read it as often as it likes.
+        divisor = count.astype(jnp.float32) if reduction == "mean" else jnp.float32(1)
+        factor = jnp.where(full, 1 / divisor, 1)
+
+        def add(g: jax.Array, total: jax.Array) -> jax.Array:
+            wide = _tree.widen(total)
+            return _tree.scale(wide + _tree.widen(g).astype(wide.dtype), factor).astype(
+                total.dtype
+            )
+
+        total = jax.lax.cond(
+            fresh,
+            lambda: _tree.map_state(add, updates, state.accumulated),
+            lambda: state.accumulated,
+        )
+
+        def step() -> tuple[Any, Any, Any]:
+            reduced = _tree.map_updates(lambda g, t: t.astype(g.dtype), updates, total)
+            passed_on = {**extra, "local_step": local_step}
+            outcome, inner_state = act(
+                inner, reduced, state.inner_state, params, **passed_on
+            )
+            return outcome, inner_state, _tree.map_state(_zero_after, outcome, total)
+
+        def wait() -> tuple[Any, Any, Any]:
+            return rest(updates, params), state.inner_state, total
+
+        outcome, inner_state, accumulated = jax.lax.cond(full, step, wait)
+        one_more = optax.safe_increment
+        return outcome, ConditionalAccumulatorState(
+            global_step=jnp.where(full, one_more(state.global_step), state.global_step),
+            num_accumulated=jnp.where(full, 0, count),
+            stale_count=jnp.where(
+                fresh, state.stale_count, one_more(state.stale_count)
+            ),
+            accumulated=accumulated,
+            inner_state=inner_state,
+        )
+
+    return gate(init_fn, guard)
+
+
+def _zero_after(outcome: jax.Array, total: jax.Array) -> jax.Array:
+    """Zeros in the buffer of ``total``, written once ``outcome`` has been computed.
+
+    Fresh zeros would be a second buffer of the model's size: the compiler must see that
+    nobody reads ``total`` any more. So they depend on the outcome, entry by entry to
+    stay on its device, by a condition that is never true.
+    """
+    return jnp.where(jnp.isnan(outcome) & (outcome == 0), total, 0)

@@ -1,0 +1,209 @@
+"""The accumulator: what is added, what is dropped, when inner acts and on what."""
+
+import functools
+
+import chex
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import strategies as st
+
+import gradxform as gx
+
+PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+GRADS = {"w": jnp.full((2, 3), 2.0), "b": jnp.full(3, -1.0)}
+
+
+def oracle(pushes, num_required, reduction):
+    """Yields ``(param, global_step, num_accumulated, stale_count, sum)`` of 0.5·SGD."""
+    param, step, stale, held = np.float64(1.0), 0, 0, []
+    for grad, local_step in pushes:
+        if local_step < step:
+            stale += 1
+        else:
+            held.append(grad)
+        if len(held) == num_required:
+            param -= 0.5 * (np.mean(held) if reduction == "mean" else np.sum(held))
+            step, held = step + 1, []
+        yield param, step, len(held), stale, np.sum(held)
+
+
+@functools.cache
+def step_of(num_required, reduction):
+    tx = gx.conditional_accumulator(optax.sgd(0.5), num_required, reduction=reduction)
+    return tx, jax.jit(functools.partial(gx.apply_gradients, tx))
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(
+    num_required=st.integers(1, 4),
+    reduction=st.sampled_from(["mean", "sum"]),
+    pushes=st.lists(
+        st.tuples(st.floats(-2, 2, width=16), st.integers(-1, 4)), max_size=14
+    ),
+)
+def test_equals_a_plain_loop(num_required, reduction, pushes):
+    tx, step = step_of(num_required, reduction)
+    param = jnp.float32(1.0)
+    state = tx.init(param)
+    expected = oracle(pushes, num_required, reduction)
+    for (grad, local_step), wanted in zip(pushes, expected, strict=True):
+        param, state = step(
+            jnp.float32(grad), state, param, local_step=jnp.int32(local_step)
+        )
+        np.testing.assert_allclose(param, wanted[0], rtol=1e-5, atol=1e-5)
+        assert state[:3] == (wanted[1], wanted[2], wanted[3])
+        np.testing.assert_allclose(state.accumulated, wanted[4], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("how", ["update", "apply", "vmap"])
+def test_whatever_a_dropped_gradient_holds_reaches_nothing(poison, how):
+    tx = gx.conditional_accumulator(gx.novograd(0.1), 2)
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(3):  # One step, and one gradient of the next.
+        seen = gx.global_step(state)
+        params, state = gx.apply_gradients(tx, GRADS, state, params, local_step=seen)
+    bad = jax.tree.map(lambda g: jnp.full_like(g, poison), GRADS)
+    if how == "update":
+        updates, after = tx.update(bad, state, params, local_step=0)
+        chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, GRADS))
+    elif how == "apply":
+        unchanged, after = gx.apply_gradients(tx, bad, state, params, local_step=0)
+        chex.assert_trees_all_equal(unchanged, params)
+    else:
+        one = functools.partial(jax.tree.map, lambda x: x[None])
+        step = functools.partial(gx.apply_gradients, tx, local_step=0)
+        batched = jax.vmap(step)(one(bad), one(state), one(params))
+        unchanged, after = jax.tree.map(lambda x: x[0], batched)
+        chex.assert_trees_all_equal(unchanged, params)
+    assert after.stale_count == 1
+    chex.assert_trees_all_equal(after, state._replace(stale_count=after.stale_count))
+
+
+def test_an_accepted_nan_spoils_its_own_round_alone():
+    tx = gx.conditional_accumulator(optax.sgd(1.0), 2)
+    params = jnp.zeros(2)
+    state = tx.init(params)
+    for grad, local_step in ((jnp.nan, 0), (1.0, 0), (1.0, 1), (3.0, 1)):
+        updates, state = tx.update(
+            jnp.full(2, grad), state, params, local_step=local_step
+        )
+        if local_step == 0:
+            assert state.num_accumulated in (0, 1)
+    assert updates.tolist() == [-2.0, -2.0]
+    assert state.accumulated.tolist() == [0.0, 0.0]
+
+
+def test_a_sum_of_half_precision_gradients_is_kept_in_float32():
+    tx = gx.conditional_accumulator(optax.sgd(1.0), 1000)
+    params = jnp.zeros(3, jnp.bfloat16)
+    grad = jnp.full(3, 0.01, jnp.bfloat16)
+
+    def body(state, _):
+        updates, state = tx.update(grad, state, params, local_step=0)
+        return state, updates
+
+    state, updates = jax.lax.scan(body, tx.init(params), length=1000)
+    assert state.accumulated.dtype == jnp.float32
+    assert jnp.all(updates[:-1] == 0)
+    np.testing.assert_array_equal(updates[-1], -grad)
+
+
+def test_a_number_required_that_shrinks_takes_all_there_are():
+    """As TensorFlow: the mean is over what was accumulated, not over what is asked."""
+
+    @jax.jit
+    def push(grad, state, param, required):
+        tx = gx.conditional_accumulator(optax.sgd(1.0), required)
+        return gx.apply_gradients(tx, grad, state, param, local_step=0)
+
+    param = jnp.float32(0.0)
+    state = gx.conditional_accumulator(optax.sgd(1.0), 9).init(param)
+    for grad, required in ((1.0, 9), (2.0, 9), (6.0, 2)):
+        param, state = push(jnp.float32(grad), state, param, jnp.int32(required))
+    assert param == -3.0
+    assert state.num_accumulated == 0
+
+
+def test_counters_saturate():
+    largest = jnp.int32(np.iinfo(np.int32).max)
+    tx = gx.conditional_accumulator(optax.sgd(0.1), 1)
+    state = tx.init(PARAMS)._replace(global_step=largest, stale_count=largest)
+    _, after = tx.update(GRADS, state, PARAMS, local_step=largest)
+    assert after.global_step == largest
+    _, after = tx.update(GRADS, state, PARAMS, local_step=0)
+    assert after.stale_count == largest
+
+
+def test_staleness_makes_late_gradients_smaller():
+    tx = gx.drop_stale(optax.chain(gx.scale_by_staleness(power=2.0), optax.sgd(1.0)), 5)
+    params = jnp.zeros(1)
+    state = tx.init(params)
+    for factor in (1.0, 1.0, 1 / 4, 1 / 9):  # 0, 1, 2 and 3 steps late
+        updates, state = tx.update(jnp.ones(1), state, params, local_step=0)
+        np.testing.assert_allclose(updates, -factor, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex64"])
+def test_compensation_equals_the_formula(dtype):
+    rng = np.random.default_rng(0)
+    g, w, then = (rng.standard_normal(5) for _ in range(3))
+    if dtype == "complex64":
+        g = g + 1j * rng.standard_normal(5)
+    tx = gx.compensate_delay(0.3)
+    updates, _ = tx.update(
+        jnp.asarray(g, dtype),
+        tx.init(w),
+        jnp.asarray(w, dtype),
+        worker_params=jnp.asarray(then, dtype),
+    )
+    expected = g + 0.3 * np.abs(g) ** 2 * (w - then)
+    np.testing.assert_allclose(
+        updates, expected, rtol=5e-3 if dtype == "float16" else 1e-5
+    )
+    assert updates.dtype == dtype
+
+
+def test_compensation_is_newton_on_a_parabola():
+    """Where g² is the curvature, the correction is the gradient at today's params."""
+    tx = gx.compensate_delay(1.0)
+    today, then = jnp.array([3.0]), jnp.array([1.0])  # loss = w²/2: g = w, g² = 1 at 1
+    updates, _ = tx.update(then, tx.init(today), today, worker_params=then)
+    assert updates == today
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: gx.conditional_accumulator(optax.sgd(1.0), 0), ValueError,
+         r"num_required must be in \[1, inf\), got 0"),
+        (lambda: gx.conditional_accumulator(optax.sgd(1.0), 1.5), TypeError,
+         "num_required must be an integer scalar, got 1.5"),
+        (lambda: gx.conditional_accumulator(optax.sgd(1.0), 2, reduction="max"),
+         ValueError, "reduction must be one of 'mean', 'sum', got 'max'"),
+        (lambda: gx.scale_by_staleness(-1.0), ValueError,
+         r"power must be in \[0, inf\)"),
+        (lambda: gx.compensate_delay(-0.1), ValueError,
+         r"variance_control must be in \[0, inf\)"),
+        (lambda: _update(gx.conditional_accumulator(optax.sgd(1.0), 2)), TypeError,
+         r"conditional_accumulator needs local_step: pass update\("),
+        (lambda: _update(gx.scale_by_staleness()), TypeError,
+         "scale_by_staleness needs staleness: put it inside drop_stale"),
+        (lambda: _update(gx.compensate_delay()), TypeError, "needs worker_params"),
+        (lambda: gx.compensate_delay().update(GRADS, optax.EmptyState()), ValueError,
+         "compensate_delay needs params"),
+        (lambda: _update(gx.compensate_delay(), worker_params={"w": GRADS["w"]}),
+         TypeError, r"updates and worker_params differ at \['b'\]"),
+    ],
+)  # fmt: skip
+def test_bad_input(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def _update(tx, **extra):
+    return tx.update(GRADS, tx.init(PARAMS), PARAMS, **extra)
