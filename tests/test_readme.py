@@ -54,6 +54,7 @@ def namespace():
     params, grads = jax.tree.map(jnp.asarray, (PARAMS, GRADS))
     tx, clip, novograd = gx.adagrad(0.1), gx.clip_by_global_norm(1.0), gx.novograd(0.1)
     late = gx.drop_stale(gx.adagrad(0.1), 1)
+    summing = gx.conditional_accumulator(gx.adagrad(0.1), 2)
     return {
         **{"gx": gx, "jax": jax, "optax": optax, "loss_fn": loss_fn},
         **{"params": params, "grads": grads, "averaged": {"w": 0.0, "b": 0.0}},
@@ -61,6 +62,8 @@ def namespace():
         **{"clip": clip, "clip_state": clip.init(params), "norm": 100.0},
         **{"novograd": novograd, "novograd_state": after_one(novograd)},
         **{"late": late, "late_state": after_one(late, local_step=0)},
+        **{"summing": summing, "summing_state": after_one(summing, local_step=0)},
+        "server": gx.ParameterServer(params, tx),
         "scheduled_state": after_one(gx.adagrad(optax.constant_schedule(0.1))),
         **{"learning_rate": 0.1, "staleness": 1, "local_step": 1, "clip_norm": 1.0},
         **{"grad_loss": 2.0, "weights": [jnp.float64(7.0), jnp.float64(8.0)]},
@@ -154,6 +157,18 @@ def acts_on_every_second_push(tx):
     equals(ADAGRAD_UPDATE, rtol=1e-6)(second)  # optax's mean is a float32.
 
 
+def acts_on_two(expected):
+    """Nothing for the first of two equal pushes, and then these updates."""
+
+    def check(tx):
+        first, state = tx.update(GRADS, tx.init(PARAMS), PARAMS, local_step=0)
+        second, _ = tx.update(GRADS, state, PARAMS, local_step=0)
+        equals({"w": np.zeros(3), "b": 0.0})(first)
+        equals(expected)(second)
+
+    return check
+
+
 def obeys_the_new_rate(tx):
     state = tx.init(PARAMS)
     state.hyperparams["learning_rate"] = jnp.float64(0.5)
@@ -217,6 +232,34 @@ CHECKS = {
     "gx.global_norm(grads)": equals(NORM),
     "gx.clip_by_norm(clip_norm)": updates_to(
         {"w": GRADS["w"] / np.sqrt(FIRST_NU), "b": GRADS["b"]}
+    ),
+    # ConditionalAccumulator, SyncReplicasOptimizer
+    "gx.conditional_accumulator(tx, num_required=2)": acts_on_two(ADAGRAD_UPDATE),
+    "gx.conditional_accumulator(optax.identity(), num_required=2)": acts_on_two(GRADS),
+    'gx.conditional_accumulator(tx, num_required=2, reduction="sum")': acts_on_two(
+        {k: -0.1 * 2 * g / np.sqrt(0.1 + 4 * g**2 + 1e-7) for k, g in GRADS.items()}
+    ),
+    'gx.conditional_accumulator(tx, num_required=2, accumulator_dtype="bfloat16")': (
+        lambda tx: has_fields("bfloat16", "bfloat16")(
+            tuple(str(a.dtype) for a in tx.init(PARAMS).accumulated.values())
+        )
+    ),
+    "gx.apply_gradients(summing, grads, summing_state, params, local_step=0)": (
+        lambda result: equals({k: PARAMS[k] + ADAGRAD_UPDATE[k] for k in PARAMS})(
+            result[0]
+        )
+    ),
+    'optax.tree.get(summing_state, "num_accumulated")': equals(1),
+    "summing_state._replace(global_step=jax.numpy.int32(7))": (
+        lambda state: equals((7, 1, GRADS))(
+            (gx.global_step(state), state.num_accumulated, state.accumulated)
+        )
+    ),
+    "server.wait(-1, timeout=60)": equals(0),
+    'gx.apply_gradients(summing, {"w": params["b"], "b": params["b"]}, summing_state, '
+    "params, local_step=0)": says(TypeError, r"differ at \['w'\]"),
+    "gx.conditional_accumulator(tx, num_required=0)": says(
+        ValueError, "num_required must be in"
     ),
     # Adagrad
     "gx.adagrad(learning_rate)": adagrad(),
