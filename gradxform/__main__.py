@@ -1,12 +1,12 @@
-"""The main job: a digit classifier trained by workers whose gradients arrive late.
+"""The main job: a digit classifier trained by workers that share a parameter server.
 
-Workers of different speed pull the parameters of a small convolutional net, compute a
-gradient each on a minibatch of its own, and push it to a server, which applies it with
-``drop_stale(chain(clip_by_global_norm, novograd))`` or drops it as too old. The workers
-are simulated, event by event, on one process.
+Workers pull the parameters of a small convolutional net, compute a gradient each on a
+minibatch of its own, and push it to a ``ParameterServer``, whose transformation ends in
+``chain(clip_by_global_norm, novograd)``. In front of it, ``drop_stale`` drops gradients
+that come too late, or ``conditional_accumulator`` adds up those of several workers.
 
-From top to bottom: data, model, server, engine, report, plot, command line. Only the
-server knows the optimizer, and only the engine knows how pushes come about.
+From top to bottom: data, model, workers, transformation, report, plot, command line.
+How the workers run is the business of ``_engines``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import heapq
-import importlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +24,10 @@ import numpy as np
 import optax
 
 import gradxform as gx
+from gradxform import _engines as engines
 
 BATCH_SIZE = 64
 MAX_NORM = 1.0
-SLOWEST = 4.0  # How many times as long as the fastest worker the slowest one takes.
 JITTER = 0.25  # Standard deviation of the logarithm of a duration.
 
 # Peak learning rates. Late gradients act as momentum by themselves (Mitliagkas et al.
@@ -39,10 +37,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float]]
     "adagrad": (gx.adagrad, 0.2),
 }
 
-# What a worker computes from the parameters that it pulled: (loss, gradients).
-Worker = Callable[[optax.Params], tuple[jax.Array, optax.Updates]]
-# How long the next gradient of a worker takes, by the worker's index; in any unit.
-Duration = Callable[[int], float]
+MODES = ("async", "backup", "sync")
 
 
 class Digits(NamedTuple):
@@ -71,7 +66,8 @@ class Model(NamedTuple):
     """Pure functions of the parameters, each compiled once for all workers."""
 
     params: optax.Params
-    value_and_grad: Callable[..., tuple[jax.Array, optax.Updates]]  # Of the loss.
+    # From parameters, images and labels: the loss, its gradient's norm, its gradient.
+    gradient: Callable[..., tuple[jax.Array, jax.Array, optax.Updates]]
     logits: Callable[[optax.Params, np.ndarray], jax.Array]
 
 
@@ -99,112 +95,86 @@ def build_model(seed: int) -> Model:
         entropy = optax.softmax_cross_entropy_with_integer_labels
         return entropy(logits(params, images), labels).mean()
 
-    return Model(params, jax.jit(jax.value_and_grad(loss)), jax.jit(logits))
+    def gradient(
+        params: optax.Params, images: jax.Array, labels: jax.Array
+    ) -> tuple[jax.Array, jax.Array, optax.Updates]:
+        value, grads = jax.value_and_grad(loss)(params, images, labels)
+        return value, gx.global_norm(grads), grads
+
+    return Model(params, jax.jit(gradient), jax.jit(logits))
 
 
-def make_worker(model: Model, digits: Digits, rng: np.random.Generator) -> Worker:
-    """A worker that draws random digits, each shifted by at most one pixel."""
+def make_worker(
+    model: Model, digits: Digits, mean_duration: float, rng: np.random.Generator
+) -> engines.Worker:
+    """A worker that draws random digits, each shifted by at most one pixel.
+
+    Its durations scatter around ``mean_duration``, in seconds, log-normally.
+    """
     # windows[digit, down, right] is one of nine shifted images; a view, no copies.
     padded = np.pad(digits.images, ((0, 0), (1, 1), (1, 1)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (8, 8), axis=(1, 2))
+    median = mean_duration / np.exp(JITTER**2 / 2)
 
-    def work(params: optax.Params) -> tuple[jax.Array, optax.Updates]:
+    def gradient(
+        params: optax.Params,
+    ) -> tuple[jax.Array, jax.Array, optax.Updates]:
         rows = rng.integers(len(windows), size=BATCH_SIZE)
         down, right = rng.integers(3, size=(2, BATCH_SIZE))
         batch = windows[rows, down, right], digits.labels[rows]
-        return model.value_and_grad(params, *batch)
+        return model.gradient(params, *batch)
 
-    return work
+    return engines.Worker(gradient, lambda: median * rng.lognormal(sigma=JITTER))
 
 
 def make_transformation(
-    optimizer: str, max_staleness: int, steps: int
+    optimizer: str, pushes: int, max_staleness: int, required: int | None = None
 ) -> optax.GradientTransformation:
-    """The whole flow: drop what is too late, clip the rest, scale it."""
+    """The whole flow: drop or add up, clip, scale.
+
+    Args:
+      optimizer: one of ``OPTIMIZERS``.
+      pushes: how many there will be; the learning rate falls to 0 with the last one.
+      max_staleness: how many steps late a push may be, without ``required``.
+      required: how many pushes make a step, each of the newest parameters.
+    """
     scale, peak = OPTIMIZERS[optimizer]
+    # A mean of n has 1/n of the variance and n times fewer steps: a higher rate pays.
+    batches = required or 1
+    peak *= batches**0.5
+    steps = max(1, pushes // batches)
     # With many workers the first gradients, large and late, would diverge at the peak.
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps)
     inner = optax.chain(gx.clip_by_global_norm(MAX_NORM), scale(rate))
-    return gx.drop_stale(inner, max_staleness)
+    if required is None:
+        return gx.drop_stale(inner, max_staleness)
+    return gx.conditional_accumulator(inner, required)
 
 
-class Result(NamedTuple):
-    """What the server made of one push."""
-
-    applied: bool
-    staleness: int
-    global_norm: float  # Before clipping, of the last push applied.
-
-
-class Server:
-    """Holds the newest parameters; every push is one compiled step."""
-
-    def __init__(self, tx: optax.GradientTransformation, params: optax.Params):
-        self.params = params
-        self.state = tx.init(params)
-        # The state alone is donated: workers still hold the parameters they pulled.
-        apply = functools.partial(gx.apply_gradients, tx)
-        self._step = jax.jit(apply, donate_argnums=1)
-
-    def pull(self) -> tuple[optax.Params, int]:
-        """The parameters, and the global step they belong to."""
-        return self.params, int(gx.global_step(self.state))
-
-    def push(self, grads: optax.Updates, local_step: int) -> Result:
-        """Applies gradients of the parameters at ``local_step``, or drops them."""
-        before = int(gx.global_step(self.state))
-        self.params, self.state = self._step(
-            grads, self.state, self.params, local_step=np.int32(local_step)
-        )
-        return Result(
-            applied=int(gx.global_step(self.state)) > before,
-            staleness=int(optax.tree.get(self.state, "staleness")),
-            global_norm=float(optax.tree.get(self.state, "global_norm")),
-        )
+def make_job(args: argparse.Namespace, model: Model, digits: Digits) -> engines.Job:
+    """What the options say, for any engine."""
+    required = {
+        "async": None,
+        "backup": args.workers - args.backups,
+        "sync": args.workers,
+    }[args.mode]
+    durations = np.full(args.workers, args.work)
+    durations[-1] *= args.straggler
+    # One stream of random numbers for each worker.
+    own = np.random.default_rng(args.seed).spawn(args.workers)
+    return engines.Job(
+        model.params,
+        make_transformation(args.optimizer, args.steps, args.max_staleness, required),
+        [
+            make_worker(model, digits, *pair)
+            for pair in zip(durations, own, strict=True)
+        ],
+        args.steps,
+        required,
+    )
 
 
-class Push(NamedTuple):
-    """One push as it arrived."""
-
-    worker: int
-    local_step: int  # What the worker saw before it computed.
-    loss: float  # Of the worker's minibatch, at the parameters it had pulled.
-    result: Result
-
-
-def simulate(
-    server: Server, workers: Sequence[Worker], duration: Duration, pushes: int
-) -> Iterator[Push]:
-    """Runs workers against one clock, and yields their pushes as they arrive.
-
-    Every worker pulls, works for ``duration(its index)``, pushes, and pulls again. Of
-    pushes that arrive at once, that of the lower index goes first.
-
-    Args:
-      server: takes the pushes.
-      workers: what each worker computes.
-      duration: how long each gradient takes.
-      pushes: how many to run, applied or not.
-    """
-    held = [server.pull() for _ in workers]
-    arrivals = [(duration(index), index) for index in range(len(workers))]
-    heapq.heapify(arrivals)
-    for _ in range(pushes):
-        now, index = arrivals[0]
-        params, local_step = held[index]
-        loss, grads = workers[index](params)
-        yield Push(index, local_step, float(loss), server.push(grads, local_step))
-        held[index] = server.pull()
-        heapq.heapreplace(arrivals, (now + duration(index), index))
-
-
-def random_durations(workers: int, rng: np.random.Generator) -> Duration:
-    """Durations of workers from fast to slow, each with log-normal jitter."""
-    means = np.linspace(1.0, SLOWEST, workers)
-    return lambda index: float(means[index] * rng.lognormal(sigma=JITTER))
-
-
-def track(pushes: Iterator[Push], total: int) -> Iterator[Push]:
+def track(pushes: Iterator[engines.Push], total: int) -> Iterator[engines.Push]:
     """Passes pushes through, under a progress bar where someone can see it."""
     from rich import console, progress
 
@@ -220,16 +190,20 @@ def track(pushes: Iterator[Push], total: int) -> Iterator[Push]:
 
 
 def print_report(
-    title: str, pushes: Sequence[Push], state: optax.OptState, seconds: float
+    title: str, pushes: Sequence[engines.Push], state: optax.OptState, seconds: float
 ) -> None:
     """Prints a table of what became of the pushes."""
     from rich import console, progress_bar, table
 
-    *_, results = zip(*pushes, strict=True)
+    workers, *_, results = zip(*pushes, strict=True)
     applied, staleness, _ = map(np.array, zip(*results, strict=True))
     report = table.Table(title=title, title_justify="left", show_header=False)
+    report.add_row("steps", f"{int(gx.global_step(state))}")
     report.add_row("pushes accepted", f"{np.sum(applied)}")
-    report.add_row("pushes dropped", f"{np.sum(~applied)}")
+    last = np.sum(~applied & (np.array(workers) == max(workers)))
+    report.add_row(
+        "pushes dropped", f"{np.sum(~applied)}", f"{last} of the last worker"
+    )
     fraction = f"{float(gx.staleness_fraction(state)):.3f}"
     report.add_row("staleness fraction", fraction, "dropped / (accepted + 1)")
     report.add_section()
@@ -248,20 +222,23 @@ def print_report(
         report.add_row(f"staleness {span}", text, bar)
     report.add_section()
     norm = f"{float(optax.tree.get(state, 'global_norm')):.3f}"
-    report.add_row("gradient norm", norm, "of the last one accepted")
-    report.add_row("seconds", f"{seconds:.1f}", "of training and compiling")
+    report.add_row("gradient norm", norm, "of the last step, before the clip")
+    report.add_row("seconds", f"{seconds:.1f}", "of starting, compiling and training")
     console.Console().print(report)
 
 
 def save_plot(
-    path: str, title: str, pushes: Sequence[Push], max_staleness: int
+    path: str, title: str, pushes: Sequence[engines.Push], max_staleness: int
 ) -> None:
-    """Draws loss, staleness and gradient norm, push by push, as a PNG."""
+    """Draws loss, staleness and gradient norm, push by push, as a PNG.
+
+    The norm is that of each single push, as its worker computed it.
+    """
     from matplotlib.figure import Figure
 
     step = np.arange(1, len(pushes) + 1)
-    _, _, loss, results = zip(*pushes, strict=True)
-    kept, staleness, norm = map(np.array, zip(*results, strict=True))
+    _, _, loss, norms, results = zip(*pushes, strict=True)
+    kept, staleness, _ = map(np.array, zip(*results, strict=True))
 
     figure: Any = Figure(figsize=(7, 8), dpi=200, layout="constrained")
     figure.suptitle(title)
@@ -284,7 +261,7 @@ def save_plot(
     middle.set(ylabel="staleness [steps]")
     middle.yaxis.get_major_locator().set_params(integer=True)
 
-    below.scatter(step[kept], norm[kept], **dots, label="accepted, before the clip")
+    below.scatter(step, norms, **dots, label="one minibatch")
     below.axhline(MAX_NORM, **limit, label=f"clip at {MAX_NORM:g}")
     below.set(ylabel="gradient norm", yscale="log", xlabel="push")
 
@@ -306,18 +283,23 @@ class Parser(argparse.ArgumentParser):
         """Exits with code 2."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.splitlines())}\n")
 
-    def add_int(self, name: str, default: int, low: int, high: int, help: str) -> None:
-        """Adds an option whose value is an integer in [low, high]."""
+    def add_number(
+        self, name: str, default: float, low: float, high: float, help: str
+    ) -> None:
+        """Adds an option with a value in [low, high]: an integer if its default is."""
+        kind = type(default)
 
-        def parse(text: str) -> int:
+        def parse(text: str) -> float:
             with contextlib.suppress(ValueError):
-                if low <= int(text) <= high:
-                    return int(text)
-            allowed = f"must be an integer in [{low}, {high}]"
+                if low <= kind(text) <= high:
+                    return kind(text)
+            word = "an integer" if kind is int else "a number"
+            allowed = f"must be {word} in [{low:.10g}, {high:.10g}]"
             raise argparse.ArgumentTypeError(f"{allowed}, got {text!r}")
 
         help += " (default: %(default)s)"
-        self.add_argument(name, type=parse, default=default, metavar="N", help=help)
+        metavar = "N" if kind is int else "X"
+        self.add_argument(name, type=parse, default=default, metavar=metavar, help=help)
 
 
 def writable_png(path: str) -> str:
@@ -339,24 +321,50 @@ def make_parser() -> Parser:
     """The command line, with every default and range."""
     parser = Parser(
         prog="python -m gradxform",
-        description="Trains a digit classifier with workers whose gradients arrive "
-        "late, and drops those that are too late. Prints what became of them, and the "
+        description="Trains a digit classifier with workers that pull parameters from "
+        "a server and push gradients to it. Prints what became of the pushes, and the "
         "accuracy on test digits as its last line.",
-        epilog="What lateness costs: try --workers 16 --max-staleness 30, then 6.",
+        epilog="What lateness costs: --workers 16 --max-staleness 30, then 6. What a "
+        "slow worker costs: --straggler 5 --mode sync, then backup.",
         allow_abbrev=False,
     )
-    steps = 2**31 - 1  # They are int32 on the device.
+    many = 2**31 - 1  # They are int32 on the device.
+    how = "async makes a step of each gradient that is not too late; in sync a step "
+    how += "waits for a gradient of every worker and takes their mean; backup is sync "
+    how += "without waiting for the slowest (default: %(default)s)"
+    parser.add_argument("--mode", choices=MODES, default="async", help=how)
+    how = "where workers run: threads of this process, processes of a local Ray "
+    how += "cluster, or simulated, on a virtual clock (default: %(default)s)"
+    parser.add_argument(
+        "--engine", choices=engines.ENGINES, default="threads", help=how
+    )
     how = "what scales the clipped gradients (default: %(default)s)"
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="novograd", help=how)
-    how = f"how many push gradients, the last {SLOWEST:g} times slower than the first"
-    parser.add_int("--workers", 4, 1, 1000, how)
-    how = "drop a gradient whose worker pulled its parameters more than N steps ago"
-    parser.add_int("--max-staleness", 6, 0, steps, how)
-    how = "how many gradients are pushed, accepted and dropped ones together"
-    parser.add_int("--steps", 3000, 1, steps, how)
-    how = "of weights, minibatches and delays; repeats a run exactly on one machine"
-    parser.add_int("--seed", 0, 0, 2**31 - 1, how)
-    how = "write loss, staleness and gradient norm over the steps to FILE, a .png"
+    how = "how many push gradients"
+    parser.add_number("--workers", 4, 1, 1000, how)
+    how = "in mode backup, how many of the workers a step does not wait for"
+    parser.add_number("--backups", 1, 1, 999, how)
+    how = "in mode async, drop a gradient whose worker pulled its parameters more than "
+    how += "N steps ago"
+    parser.add_number("--max-staleness", 4, 0, many, how)
+    how = (
+        "in every mode, how many gradients reach the server, accepted and dropped ones "
+    )
+    how += "together"
+    parser.add_number("--steps", 3000, 1, many, how)
+    how = (
+        "how many seconds a gradient takes, on average: a worker sleeps for the rest, "
+    )
+    how += "in place of a heavier model"
+    parser.add_number("--work", 0.01, 0.001, 60.0, how)
+    how = "how many times as long the last worker takes"
+    parser.add_number("--straggler", 1.0, 1.0, 1000.0, how)
+    how = (
+        "of weights, minibatches and durations; repeats a run exactly with simulated, "
+    )
+    how += "not with threads and ray, whose order is the machine's"
+    parser.add_number("--seed", 0, 0, 2**31 - 1, how)
+    how = "write loss, staleness and gradient norm over the pushes to FILE, a .png"
     parser.add_argument("--plot", type=writable_png, metavar="FILE", help=how)
     return parser
 
@@ -365,32 +373,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line, ``sys.argv`` by default."""
     parser = make_parser()
     args = parser.parse_args(argv)
+    if args.mode == "backup" and args.backups >= args.workers:
+        parser.error(f"argument --backups: must be below --workers, got {args.backups}")
     try:
         for package in ("flax", "matplotlib", "rich", "sklearn"):
-            importlib.import_module(package)
+            engines.require(package, "demo")
+        if args.engine == "ray":
+            engines.require("ray", "ray")
     except ImportError as error:
-        parser.error(f"{error}: run python -m pip install 'gradxform[demo]'")
+        parser.error(str(error))
 
     model, digits = build_model(args.seed), load_digits()
-    tx = make_transformation(args.optimizer, args.max_staleness, args.steps)
-    server = Server(tx, model.params)
-    # One stream of random numbers for each worker, and one for the delays.
-    *own, delays = np.random.default_rng(args.seed).spawn(args.workers + 1)
-    workers = [make_worker(model, digits, rng) for rng in own]
-    duration = random_durations(args.workers, delays)
-
     start = time.perf_counter()
-    arriving = simulate(server, workers, duration, args.steps)
-    pushes = list(track(arriving, args.steps))
-    seconds = time.perf_counter() - start
+    with engines.ENGINES[args.engine](make_job(args, model, digits)) as run:
+        pushes = list(track(run.pushes, args.steps))
+        seconds = time.perf_counter() - start
+        params, state = run.server.state().values()
 
-    title = f"{args.optimizer}, workers {args.workers}, seed {args.seed}"
-    print_report(title, pushes, server.state, seconds)
-    labels = np.argmax(model.logits(server.params, digits.test_images), axis=-1)
+    title = f"{args.mode} on {args.engine}, {args.optimizer}, workers {args.workers}, "
+    title += f"seed {args.seed}"
+    print_report(title, pushes, state, seconds)
+    labels = np.argmax(model.logits(params, digits.test_images), axis=-1)
     print(f"test accuracy {np.mean(labels == digits.test_labels):.3f}", flush=True)
     if args.plot:
+        limit = args.max_staleness if args.mode == "async" else 0
         try:
-            save_plot(args.plot, title, pushes, args.max_staleness)
+            save_plot(args.plot, title, pushes, limit)
         except OSError as error:  # The disk may have filled up meanwhile.
             parser.error(f"argument --plot: {error}")
 

@@ -35,7 +35,7 @@ def in_range(name: str, value: Any, interval: str) -> None:
     if array.shape or not any(jnp.issubdtype(array.dtype, kind) for kind in _REAL):
         raise TypeError(f"{name} must be a real scalar in {interval}, got {value!r}.")
     low, high = (float(bound) for bound in interval[1:-1].split(","))
-    number = float(array)
+    number = array.item()
     above = low < number if interval.startswith("(") else low <= number
     below = number < high if interval.endswith(")") else number <= high
     if not (above and below):  # NaN compares false with everything and ends here.

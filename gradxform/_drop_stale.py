@@ -187,7 +187,9 @@ def compensate_delay(
     parameters at which the worker computed the gradient, and today's ``params``.
 
     Args:
-      variance_control: :math:`\lambda` ≥ 0; 0 changes nothing.
+      variance_control: :math:`\lambda` ≥ 0; 0 changes nothing. The default is the
+        paper's. What it does goes with the square of the gradients: where they are
+        small, as those of a mean over a minibatch, it takes far more to matter.
 
     Returns:
       A transformation without state. Updates keep their shapes and dtypes.

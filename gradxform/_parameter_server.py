@@ -28,10 +28,14 @@ class PushResult(NamedTuple):
     global_step: int  # After the push.
 
 
+class ServerClosedError(RuntimeError):
+    """A call to a server that was closed, which is how workers learn of the end."""
+
+
 class ServerStats(NamedTuple):
     """What a server has done since it was made."""
 
-    accepted: int
+    accepted: int  # Pushes, of which an accumulator takes several to a step.
     dropped: int
     staleness: dict[int, int]  # How many pushes came how late.
     pushes_per_second: float  # From the first push to the last; 0 before the second.
@@ -128,7 +132,7 @@ class ParameterServer:
         """The parameters and the global step they belong to: the next ``local_step``.
 
         Raises:
-          RuntimeError: the server is closed.
+          ServerClosedError: the server is closed.
         """
         with self._changed:
             self._check_open()
@@ -154,7 +158,7 @@ class ParameterServer:
             from the parameters'; or ``local_step`` is no integer.
           ValueError: ``local_step`` is negative or ahead of the server; no leaf has a
             gradient; a leaf is not finite although ``require_finite`` is set.
-          RuntimeError: the server is closed.
+          ServerClosedError: the server is closed.
         """
         self._check_gradients(grads)
         _checks.integer_scalar("local_step", local_step)
@@ -187,7 +191,7 @@ class ParameterServer:
 
         Raises:
           TimeoutError: the server has not passed ``global_step`` within ``timeout``.
-          RuntimeError: the server is closed, before or meanwhile.
+          ServerClosedError: the server is closed, before or meanwhile.
         """
         with self._changed:
             self._changed.wait_for(
@@ -222,12 +226,15 @@ class ParameterServer:
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from what :meth:`state` gave; the statistics go on as well.
 
+        After going back to an earlier step, workers must pull again: a push with a step
+        from the future is refused.
+
         Args:
           state: a tree of the structure, shapes and dtypes of :meth:`state`.
 
         Raises:
           TypeError: naming the first path at which it differs; nothing is changed.
-          RuntimeError: the server is closed.
+          ServerClosedError: the server is closed.
         """
         with self._changed:
             self._check_open()
@@ -262,7 +269,7 @@ class ParameterServer:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("the parameter server is closed.")
+            raise ServerClosedError("the parameter server is closed.")
 
     def _check_gradients(self, grads: optax.Updates) -> None:
         if _signature(grads) != self._signature:  # Cheap, and right as a rule.

@@ -173,7 +173,7 @@ def test_close_wakes_those_that_wait_and_ends_the_service():
         waiting = pool.submit(server.wait, 0)
         time.sleep(0.02)
         server.close()
-        with pytest.raises(RuntimeError, match="the parameter server is closed"):
+        with pytest.raises(gx.ServerClosedError, match="parameter server is closed"):
             waiting.result(timeout=30)
     before = server.state()
     for call in (
@@ -182,7 +182,7 @@ def test_close_wakes_those_that_wait_and_ends_the_service():
         lambda: server.wait(-1),
         lambda: server.restore(before),
     ):
-        with pytest.raises(RuntimeError, match="the parameter server is closed"):
+        with pytest.raises(gx.ServerClosedError, match="parameter server is closed"):
             call()
     chex.assert_trees_all_equal(server.state(), before)
     assert server.stats().accepted == 0
