@@ -219,7 +219,10 @@ class ParameterServer:
             )
 
     def state(self) -> dict[str, Any]:
-        """A copy of parameters and optimizer state, a tree that orbax can save."""
+        """A copy of parameters and optimizer state, a tree that orbax can save.
+
+        Also after :meth:`close`.
+        """
         with self._changed:
             return {"params": _copy(self._params), "state": _copy(self._state)}
 
@@ -230,7 +233,8 @@ class ParameterServer:
         from the future is refused.
 
         Args:
-          state: a tree of the structure, shapes and dtypes of :meth:`state`.
+          state: a tree of the structure, shapes and dtypes of :meth:`state`; orbax
+            gives it where the server's own ``state()`` is the target of the restore.
 
         Raises:
           TypeError: naming the first path at which it differs; nothing is changed.
@@ -241,7 +245,8 @@ class ParameterServer:
             current = {"params": self._params, "state": self._state}
             _checks.same_shapes("state", state, "the server's state", current)
             _checks.same_dtypes("state", state, "the server's state", current)
-            # Into the server's own structure: a loader may have made lists of tuples.
+            # Into the server's own structure: a loader may have made lists of tuples,
+            # whose paths are the same.
             leaves = jax.tree.leaves(_copy(state))
             restored = jax.tree.unflatten(jax.tree.structure(current), leaves)
             self._params, self._state = restored["params"], restored["state"]

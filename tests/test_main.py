@@ -8,13 +8,13 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import gradxform as gx
 from gradxform import __main__ as job
+from gradxform import _engines as engines
 
-SHORT = ("--steps", "60")
+SHORT = ("--steps", "60", "--engine", "simulated")
 COLOR = re.compile(r"\x1b\[[\d;]*(?:3|9)[0-7]m")
 
 
@@ -42,113 +42,6 @@ def histogram(stdout):
     return [(int(step), int(count), bool(late)) for step, count, late in lines]
 
 
-# The engine. Every gradient is 1 and every step subtracts it, so that the parameters
-# are minus the global step they belong to.
-
-
-def make_server(max_staleness, params=0.0):
-    inner = optax.chain(gx.clip_by_global_norm(1.0), optax.sgd(1.0))
-    return job.Server(gx.drop_stale(inner, max_staleness), jnp.asarray(params))
-
-
-def worker(params):
-    return params, jnp.ones_like(params)
-
-
-def simulate(max_staleness, workers=5, pushes=200):
-    duration = job.random_durations(workers, np.random.default_rng(0))
-    server = make_server(max_staleness)
-    return server, list(job.simulate(server, [worker] * workers, duration, pushes))
-
-
-def test_events_happen_in_the_order_of_their_times():
-    server = make_server(max_staleness=1)
-    pushes = job.simulate(server, [worker] * 2, (2.0, 3.0).__getitem__, 7)
-    assert [(p.worker, p.local_step, *p.result[:2]) for p in pushes] == [
-        (0, 0, True, 0),  # At 2, of the parameters at step 0.
-        (1, 0, True, 1),  # At 3.
-        (0, 1, True, 1),  # At 4.
-        (0, 3, True, 0),  # At 6: the lower index goes first.
-        (1, 2, False, 2),  # At 6.
-        (0, 4, True, 0),  # At 8.
-        (1, 4, True, 1),  # At 9, pulled at 6 after the drop.
-    ]
-
-
-def test_staleness_is_the_steps_taken_since_the_pull():
-    _, pushes = simulate(max_staleness=4)
-    global_step, pulled = 0, dict.fromkeys(range(5), 0)
-    for push in pushes:
-        assert push.local_step == pulled[push.worker]
-        assert push.result.staleness == global_step - push.local_step
-        global_step += push.result.applied
-        pulled[push.worker] = global_step
-    assert {push.worker for push in pushes} == set(range(5))
-
-
-def test_gradients_are_of_the_parameters_that_were_pulled():
-    server, pushes = simulate(max_staleness=4)
-    assert [push.loss for push in pushes] == [-push.local_step for push in pushes]
-    assert int(server.params) == -int(gx.global_step(server.state)) < 0
-
-
-def test_every_push_is_accepted_or_dropped():
-    server, pushes = simulate(max_staleness=4)
-    applied = sum(push.result.applied for push in pushes)
-    assert applied == gx.global_step(server.state)
-    assert len(pushes) - applied == server.state.stale_count
-    assert 0 < applied < len(pushes) == 200
-
-
-def test_drops_happen_exactly_above_max_staleness():
-    _, pushes = simulate(max_staleness=4)
-    assert {p.result.staleness for p in pushes} >= {4, 5}
-    assert all(p.result.applied == (p.result.staleness <= 4) for p in pushes)
-
-
-def test_one_worker_is_never_late():
-    _, pushes = simulate(max_staleness=0, workers=1)
-    assert all(push.result == (True, 0, 1.0) for push in pushes)
-
-
-def test_workers_keep_what_they_pulled():
-    server = make_server(max_staleness=9, params=[0.0, 0.0])
-    pulled, _ = server.pull()
-    for _ in range(2):
-        server.push(jnp.ones(2), 0)
-    assert pulled.tolist() == [0.0, 0.0]
-    assert server.params.tolist() != [0.0, 0.0]
-
-
-def test_pushes_compile_once():
-    traces = []
-
-    def update(updates, params):
-        traces.append(params)
-        return updates
-
-    inner = optax.chain(gx.clip_by_global_norm(1.0), optax.stateless(update))
-    server = job.Server(gx.drop_stale(inner, 1), jnp.asarray(0.0))
-    server.push(jnp.asarray(1.0), 0)
-    once = len(traces)
-    results = [server.push(jnp.asarray(1.0), 1 + step // 2) for step in range(20)]
-    assert {result.applied for result in results} == {True, False}
-    assert len(traces) == once > 0
-
-
-def test_the_norm_is_that_before_clipping():
-    server = make_server(max_staleness=0, params=[0.0, 0.0])
-    assert server.push(jnp.array([3.0, 4.0]), 0).global_norm == 5.0
-
-
-def test_durations_spread_from_fast_to_slow():
-    duration = job.random_durations(3, np.random.default_rng(0))
-    means = [np.mean([duration(index) for _ in range(4000)]) for index in range(3)]
-    jitter = np.exp(job.JITTER**2 / 2)
-    expected = np.array([1.0, (1 + job.SLOWEST) / 2, job.SLOWEST]) * jitter
-    np.testing.assert_allclose(means, expected, rtol=0.03)
-
-
 # Data and model.
 
 
@@ -169,8 +62,8 @@ def test_workers_shift_digits_by_at_most_a_pixel():
     images[:, 3, 3] = labels = np.arange(1, 6)  # One lit pixel, as bright as its label.
     model = job.Model(None, lambda params, *batch: batch, None)
     digits = job.Digits(images, images, labels, labels)
-    work = job.make_worker(model, digits, np.random.default_rng(0))
-    batch, drawn = work(None)
+    worker = job.make_worker(model, digits, 1.0, np.random.default_rng(0))
+    batch, drawn = worker.gradient(None)
     which, down, right = np.nonzero(batch)
     assert which.tolist() == list(range(job.BATCH_SIZE))
     assert batch[which, down, right].tolist() == drawn.tolist()
@@ -189,16 +82,65 @@ def test_a_seed_decides_the_weights():
     assert np.mean(first != other) > 0.9  # All but the biases.
 
 
-@pytest.mark.parametrize("optimizer", job.OPTIMIZERS)
-def test_a_few_steps_lower_the_loss(optimizer, standard_promotion):
+def test_the_norm_is_that_of_the_gradient():
     model, digits = job.build_model(0), job.load_digits()
-    server = job.Server(job.make_transformation(optimizer, 2, 80), model.params)
-    workers = [job.make_worker(model, digits, np.random.default_rng(0))]
-    losses = [push.loss for push in job.simulate(server, workers, lambda _: 1.0, 80)]
+    batch = digits.images[:9], digits.labels[:9]
+    loss, norm, grads = model.gradient(model.params, *batch)
+    squares = [np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(grads)]
+    np.testing.assert_allclose(norm, np.sqrt(np.sum(squares)), rtol=1e-6)
+    assert 2.0 < loss < 3.0  # log(10) for a guess
+
+
+# Workers and transformation.
+
+
+def arguments(*options):
+    return job.make_parser().parse_args(options)
+
+
+def make_job(*options):
+    """The job of the command line, of a model that is one number."""
+    model = job.Model(jnp.zeros(1), lambda params, *batch: batch, None)
+    images, labels = np.zeros((5, 8, 8), np.float32), np.arange(5)
+    digits = job.Digits(images, images, labels, labels)
+    return job.make_job(arguments(*options), model, digits)
+
+
+def test_the_last_worker_is_the_straggler():
+    workers = make_job("--workers", "3", "--straggler", "5", "--work", "0.1").workers
+    means = [np.mean([worker.duration() for _ in range(4000)]) for worker in workers]
+    np.testing.assert_allclose(means, [0.1, 0.1, 0.5], rtol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("options", "required"),
+    [
+        (["--mode", "async"], None),
+        (["--mode", "sync"], 5),
+        (["--mode", "backup"], 4),
+        (["--mode", "backup", "--backups", "3"], 2),
+    ],
+)
+def test_a_step_requires_what_the_mode_says(options, required, standard_promotion):
+    made = make_job("--workers", "5", "--max-staleness", "0", *options)
+    assert made.required == required
+    params, state = made.params, made.tx.init(made.params)
+    for push in range(1, 11):  # All from step 0.
+        params, state = gx.apply_gradients(
+            made.tx, jnp.ones(1), state, params, local_step=0
+        )
+        assert gx.global_step(state) == (push >= (required or 1))
+    assert state.stale_count == 10 - (required or 1)
+
+
+@pytest.mark.parametrize("mode", job.MODES)
+@pytest.mark.parametrize("optimizer", job.OPTIMIZERS)
+def test_a_few_steps_lower_the_loss(optimizer, mode, standard_promotion):
+    options = ["--mode", mode, "--optimizer", optimizer, "--steps", "120"]
+    made = job.make_job(arguments(*options), job.build_model(0), job.load_digits())
+    with engines.simulated(made) as run:
+        losses = [push.loss for push in run.pushes]
     assert np.mean(losses[-5:]) < 0.8 * losses[0]
-    assert jax.tree.map(jnp.shape, server.params) == jax.tree.map(
-        jnp.shape, model.params
-    )
 
 
 # The command.
@@ -212,13 +154,14 @@ def test_the_defaults_learn_and_drop(tmp_path):
     accepted = int(row(done.stdout, "pushes accepted"))
     dropped = int(row(done.stdout, "pushes dropped"))
     assert accepted + dropped == 3000
-    assert 0.05 <= dropped / 3000 <= 0.15
+    assert int(row(done.stdout, "steps")) == accepted
+    assert 0.005 <= dropped / 3000 <= 0.2
     fraction = float(row(done.stdout, "staleness fraction"))
     assert fraction == pytest.approx(dropped / (accepted + 1), abs=5e-4)
     bars = histogram(done.stdout)
     assert sum(count for _, count, late in bars if not late) == accepted
     assert sum(count for _, count, late in bars if late) == dropped
-    assert all(late == (step > 6) for step, count, late in bars if count)
+    assert all(late == (step > 4) for step, count, late in bars if count)
     assert float(row(done.stdout, "gradient norm")) > 0
     assert float(row(done.stdout, "seconds")) < 60
     plot = (tmp_path / "plot.png").read_bytes()
@@ -226,9 +169,29 @@ def test_the_defaults_learn_and_drop(tmp_path):
     assert len(plot) > 10_000
 
 
+@pytest.mark.parametrize(
+    ("options", "steps", "dropped"),
+    [(["--mode", "sync"], 15, 0), (["--mode", "backup", "--straggler", "9"], 19, 2)],
+)
+def test_threads_wait_for_those_they_require(options, steps, dropped):
+    done = run("--steps", "60", *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{options[1]} on threads, novograd, workers 4")
+    assert abs(int(row(done.stdout, "steps")) - steps) <= (dropped and 4)
+    assert (int(row(done.stdout, "pushes dropped")) > 0) == (dropped > 0)
+
+
+def test_ray_trains_in_silence():
+    pytest.importorskip("ray")
+    done = run("--engine", "ray", "--steps", "30", "--workers", "2", "--mode", "sync")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("sync on ray, novograd, workers 2, seed 0")
+    assert row(done.stdout, "steps") == "15"
+
+
 @pytest.fixture(scope="module")
 def short():
-    """A short run at the defaults, for the tests that only look at it."""
+    """A short simulation, for the tests that only look at it."""
     return run(*SHORT)
 
 
@@ -250,7 +213,7 @@ def test_a_seed_gives_the_same_result(short):
 
 def test_the_optimizer_is_the_given_one(short):
     done = run(*SHORT, "--optimizer", "adagrad")
-    assert done.stdout.startswith("adagrad, workers 4, seed 0")
+    assert done.stdout.startswith("async on simulated, adagrad, workers 4, seed 0")
     assert histogram(done.stdout) == histogram(short.stdout)
     norm = "gradient norm"
     assert row(done.stdout, norm) != row(short.stdout, norm)
@@ -259,7 +222,7 @@ def test_the_optimizer_is_the_given_one(short):
 def test_the_limit_is_the_given_one(capsys, standard_promotion):
     job.main([*SHORT, "--workers", "3", "--max-staleness", "1"])
     stdout = capsys.readouterr().out
-    assert stdout.startswith("novograd, workers 3, seed 0")
+    assert stdout.startswith("async on simulated, novograd, workers 3, seed 0")
     assert {step for step, _, late in histogram(stdout) if not late} == {0, 1}
 
 
@@ -285,17 +248,30 @@ def test_help_explains_every_option():
     assert (done.returncode, done.stderr) == (0, "")
     options, words = done.stdout.split("options:")[1], r"\s+\w+ \w+"
     assert re.search(r"--optimizer \{novograd,adagrad\}" + words, options)
-    for option in ("workers", "max-staleness", "steps", "seed"):
+    assert re.search(r"--mode \{async,backup,sync\}" + words, options)
+    assert re.search(r"--engine \{threads,ray,simulated\}" + words, options)
+    for option in ("workers", "backups", "max-staleness", "steps", "seed"):
         assert re.search(rf"--{option} N{words}", options)
+    for option in ("work", "straggler"):
+        assert re.search(rf"--{option} X{words}", options)
     assert re.search(r"--plot FILE" + words, options)
-    assert options.count("(default:") == 5
+    assert options.count("(default:") == 10
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--engine", "ray"], ["--engine", "ray"]),
-        (["--work", "3"], ["--work", "3"]),  # No abbreviations: they would not last.
+        (["--step", "3"], ["--step", "3"]),  # No abbreviations: they would not last.
+        (["--mode", "late"], ["--mode", "async", "backup", "sync", "'late'"]),
+        (["--engine", "dask"], ["--engine", "threads", "ray", "simulated", "'dask'"]),
+        (["--mode", "backup", "--backups", "4"], ["--backups", "--workers", "4"]),
+        (["--mode", "backup", "--workers", "1"], ["--backups", "--workers", "1"]),
+        (["--backups", "0"], ["--backups", "[1, 999]", "'0'"]),
+        (["--straggler", "0.9"], ["--straggler", "a number in [1, 1000]", "'0.9'"]),
+        (["--straggler", "nan"], ["--straggler", "[1, 1000]", "'nan'"]),
+        (["--straggler", "slow"], ["--straggler", "[1, 1000]", "'slow'"]),
+        (["--work", "0"], ["--work", "[0.001, 60]", "'0'"]),
+        (["--work", "inf"], ["--work", "[0.001, 60]", "'inf'"]),
         (["--optimizer", "adam"], ["--optimizer", "novograd", "adagrad", "'adam'"]),
         (["--workers", "0"], ["--workers", "[1, 1000]", "'0'"]),
         (["--workers", "1001"], ["--workers", "[1, 1000]", "'1001'"]),
@@ -319,15 +295,20 @@ def test_a_bad_option_gets_one_line(options, words):
     assert all(word in done.stderr for word in words)
 
 
-@pytest.mark.parametrize("package", ["flax", "matplotlib", "rich", "sklearn"])
-def test_a_missing_package_gets_one_line(package, tmp_path):
+@pytest.mark.parametrize(
+    ("package", "extra"),
+    [(name, "demo") for name in ("flax", "matplotlib", "rich", "sklearn")]
+    + [("ray", "ray")],
+)
+def test_a_missing_package_gets_one_line(package, extra, tmp_path):
     missing = f"raise ModuleNotFoundError(\"No module named '{package}'\")"
     (tmp_path / f"{package}.py").write_text(missing)
-    done = run(PYTHONPATH=str(tmp_path))
+    engine = "ray" if package == "ray" else "threads"
+    done = run("--engine", engine, PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert f"'{package}'" in done.stderr
-    assert "python -m pip install 'gradxform[demo]'" in done.stderr
+    assert f"python -m pip install 'gradxform[{extra}]'" in done.stderr
 
 
 def test_trying_the_plot_leaves_files_as_they_are(tmp_path):
