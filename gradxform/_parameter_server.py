@@ -256,7 +256,10 @@ class ParameterServer:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the service: waiting workers wake, and every later call raises."""
+        """Ends the service: workers that wait wake, and their calls raise from now on.
+
+        :meth:`state` and :meth:`stats` still answer.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
