@@ -104,23 +104,24 @@ class ParameterServer:
         def step(
             params: Any, state: Any, grads: Any, local_step: Any, extra: dict[str, Any]
         ) -> tuple[Any, Any, jax.Array]:
-            params, state = apply_gradients(
+            # Gradients are checked while tracing, so once for each of their signatures:
+            # those of a signature that does not fit never come to be compiled.
+            new_params, state = apply_gradients(
                 tx, grads, state, params, local_step=local_step, **extra
             )
+            _checks.same_dtypes("grads", grads, "params", params)
             # One small array, so that the host waits for one transfer.
             counters = [
                 outermost(state, "global_step"),
                 outermost(state, "stale_count"),
             ]
-            return params, state, jnp.stack(counters)
+            return new_params, state, jnp.stack(counters)
 
         self._donate = donate
         self._step = jax.jit(step, donate_argnums=(0, 1) if donate else ())
         # Only behind a gate do parameters stay what they are unless the step grows.
         self._gated = isinstance(tx, GatedTransformation)
         self._require_finite = require_finite
-        self._shapes = jax.tree.map(jax.typeof, self._params)
-        self._signature = _signature(self._params)
         self._published: optax.Params | None = None  # The copy that pulls hand out.
         self._staleness: collections.Counter[int] = collections.Counter()
         self._applied = 0
@@ -160,12 +161,15 @@ class ParameterServer:
             gradient; a leaf is not finite although ``require_finite`` is set.
           ServerClosedError: the server is closed.
         """
-        self._check_gradients(grads)
-        _checks.integer_scalar("local_step", local_step)
-        local_step = operator.index(local_step)
+        if self._require_finite:
+            _check_finite(grads)
+        if type(local_step) is not int:  # The checks are slower than what they save.
+            _checks.integer_scalar("local_step", local_step)
+            local_step = operator.index(local_step)
         with self._changed:
             self._check_open()
-            _checks.in_range("local_step", local_step, f"[0, {self._global_step}]")
+            if not 0 <= local_step <= self._global_step:
+                _checks.in_range("local_step", local_step, f"[0, {self._global_step}]")
             self._params, self._state, counters = self._step(
                 self._params, self._state, grads, np.int32(local_step), extra
             )
@@ -279,22 +283,12 @@ class ParameterServer:
         if self._closed:
             raise ServerClosedError("the parameter server is closed.")
 
-    def _check_gradients(self, grads: optax.Updates) -> None:
-        if _signature(grads) != self._signature:  # Cheap, and right as a rule.
-            _checks.same_shapes("grads", grads, "params", self._shapes)
-            _checks.same_dtypes("grads", grads, "params", self._shapes)
-        if not self._require_finite:
-            return
-        for path, finite in jax.tree.leaves_with_path(_all_finite(grads)):
-            if not finite:
-                where = jax.tree_util.keystr(path) or "the root"
-                raise ValueError(f"grads must be finite, got NaN or inf at {where}.")
 
-
-def _signature(tree: Any) -> Any:
-    """Structure, shapes and dtypes; a number without these has none."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, [(np.shape(x), getattr(x, "dtype", None)) for x in leaves]
+def _check_finite(grads: optax.Updates) -> None:
+    for path, finite in jax.tree.leaves_with_path(_all_finite(grads)):
+        if not finite:
+            where = jax.tree_util.keystr(path) or "the root"
+            raise ValueError(f"grads must be finite, got NaN or inf at {where}.")
 
 
 @jax.jit
