@@ -277,3 +277,14 @@ def test_row_wise_adagrad_keeps_one_number_a_row():
     state = gx.scale_by_adagrad(row_wise=True).init(params)
     shapes = jax.tree.map(jnp.shape, state.sum_of_squares)
     assert shapes == {"table": (10,), "bias": (3,), "s": ()}
+
+
+def test_counts_saturate():
+    """A wrapped count would start nu and the schedule again."""
+    largest = jnp.int32(np.iinfo(np.int32).max)
+    params = {"w": jnp.ones(2)}
+    tx = gx.novograd(optax.constant_schedule(0.1))
+    state = optax.tree.set(tx.init(params), count=largest)
+    _, state = tx.update(params, state)
+    counts = [count for _, count in optax.tree.get_all_with_path(state, "count")]
+    assert counts == [largest, largest]
