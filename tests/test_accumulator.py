@@ -117,14 +117,18 @@ def test_a_number_required_that_shrinks_takes_all_there_are():
     """As TensorFlow: the mean is over what was accumulated, not over what is asked."""
 
     @jax.jit
-    def push(grad, state, param, required):
+    def push(grad, state, param, required, local_step=0):
         tx = gx.conditional_accumulator(optax.sgd(1.0), required)
-        return gx.apply_gradients(tx, grad, state, param, local_step=0)
+        return gx.apply_gradients(tx, grad, state, param, local_step=local_step)
 
     param = jnp.float32(0.0)
     state = gx.conditional_accumulator(optax.sgd(1.0), 9).init(param)
-    for grad, required in ((1.0, 9), (2.0, 9), (6.0, 2)):
+    for grad, required in ((1.0, 9), (2.0, 9)):
         param, state = push(jnp.float32(grad), state, param, jnp.int32(required))
+    # A push that is dropped completes nothing.
+    param, state = push(jnp.float32(6.0), state, param, jnp.int32(2), jnp.int32(-1))
+    assert (param, state.num_accumulated, state.stale_count) == (0.0, 2, 1)
+    param, state = push(jnp.float32(6.0), state, param, jnp.int32(2))
     assert param == -3.0
     assert state.num_accumulated == 0
 

@@ -128,6 +128,13 @@ def test_inner_receives_staleness_and_every_other_extra_argument():
     assert seen["value"] == 3
 
 
+def test_updates_keep_the_gradient_dtype_whatever_inner_makes_of_it():
+    widen = optax.stateless(lambda u, _: jax.tree.map(lambda g: g.astype(float), u))
+    tx = gx.drop_stale(widen, 0)
+    updates, _ = tx.update(jnp.ones(2, jnp.float16), tx.init(None), local_step=0)
+    assert updates.dtype == jnp.float16
+
+
 def test_counters_saturate():
     largest = jnp.int32(np.iinfo(np.int32).max)
     tx = gx.drop_stale(optax.sgd(0.1), 0)

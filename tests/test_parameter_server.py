@@ -274,6 +274,7 @@ def test_restore_refuses_what_does_not_fit_and_wakes_those_that_wait():
         waiting = pool.submit(other.wait, 0, 60)
         other.restore(saved)
         assert waiting.result() == 1
+    chex.assert_trees_all_equal(other.pull()[0], saved["params"])
     # The server keeps copies: what was restored is not donated.
     other.push(draw(1), 1)
     assert not saved["params"]["w"].is_deleted()
