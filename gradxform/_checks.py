@@ -78,6 +78,11 @@ def integer_scalar(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be an integer scalar, got {value!r}.")
 
 
+def place(path: Any) -> str:
+    """What messages call the leaf at this path of a tree."""
+    return jax.tree_util.keystr(path) or "the root"
+
+
 def _is_leaf(node: Any) -> bool:
     return node is None or isinstance(node, optax.MaskedNode)
 
@@ -109,9 +114,8 @@ def same_shapes(
     flat_reference = dict(jax.tree.leaves_with_path(reference, is_leaf=_is_leaf))
 
     def fail(path: Any, given: str, wanted: str) -> None:
-        where = jax.tree_util.keystr(path) or "the root"
         raise TypeError(
-            f"{name} and {reference_name} differ at {where}: {name} has {given}, "
+            f"{name} and {reference_name} differ at {place(path)}: {name} has {given}, "
             f"{reference_name} has {wanted}. Pass {name} of the structure and shapes "
             f"of {reference_name}, with None where there is none."
         )
@@ -134,10 +138,9 @@ def same_dtypes(name: str, tree: Any, reference_name: str, reference: Any) -> No
     flat = dict(jax.tree.leaves_with_path(reference))
     for path, leaf in jax.tree.leaves_with_path(tree):
         if jnp.result_type(leaf) != flat[path].dtype:
-            where = jax.tree_util.keystr(path) or "the root"
             raise TypeError(
-                f"{name} and {reference_name} differ in dtype at {where}: {name} has "
-                f"{_describe(leaf)}, {reference_name} has {_describe(flat[path])}. "
+                f"{name} and {reference_name} differ in dtype at {place(path)}: {name} "
+                f"has {_describe(leaf)}, {reference_name} has {_describe(flat[path])}. "
                 "Cast it."
             )
 

@@ -313,7 +313,7 @@ def _check_stacked(path: Any, p: Any, stacked: Any) -> None:
             "optax.inject_hyperparams name it in static_args."
         )
     if not 0 <= stacked <= jnp.ndim(p):
-        where = jax.tree_util.keystr(path) or "the root"
+        where = _checks.place(path)
         raise ValueError(
             f"stacked_axes must be in [0, {jnp.ndim(p)}] at {where}, a leaf of shape "
             f"{list(jnp.shape(p))}, got {stacked}."

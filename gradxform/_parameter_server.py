@@ -287,7 +287,7 @@ class ParameterServer:
 def _check_finite(grads: optax.Updates) -> None:
     for path, finite in jax.tree.leaves_with_path(_all_finite(grads)):
         if not finite:
-            where = jax.tree_util.keystr(path) or "the root"
+            where = _checks.place(path)
             raise ValueError(f"grads must be finite, got NaN or inf at {where}.")
 
 

@@ -1,6 +1,7 @@
 """Strict JAX for every test and doctest: no silent promotion, broadcast or warning."""
 
 import contextlib
+import signal
 
 import jax
 import pytest
@@ -17,3 +18,17 @@ def standard_promotion():
         stack.enter_context(jax.numpy_dtype_promotion("standard"))
         stack.enter_context(jax.numpy_rank_promotion("allow"))
         yield
+
+
+@pytest.fixture
+def bounded():
+    """A test that hangs fails."""
+
+    def fail(*_):
+        raise TimeoutError("the test hangs")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)

@@ -19,21 +19,9 @@ import pytest
 import gradxform as gx
 from gradxform import _engines as engines
 
+pytestmark = pytest.mark.usefixtures("bounded")
+
 LOCAL = [engines.simulated, engines.threads]
-
-
-@pytest.fixture(autouse=True)
-def bounded():
-    """A test that hangs fails."""
-
-    def fail(*_):
-        raise TimeoutError("the test hangs")
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 def gradient(params):

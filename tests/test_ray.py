@@ -19,23 +19,10 @@ ray = pytest.importorskip("ray")
 
 # Ray leaves sockets and processes to the garbage collector.
 pytestmark = [
+    pytest.mark.usefixtures("bounded"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def bounded():
-    """A test that hangs fails."""
-
-    def fail(*_):
-        raise TimeoutError("the test hangs")
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(autouse=True, scope="module")
