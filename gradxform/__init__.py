@@ -47,6 +47,7 @@ from gradxform._clipping import ClipByGlobalNormState as ClipByGlobalNormState
 from gradxform._clipping import clip_by_global_norm as clip_by_global_norm
 from gradxform._clipping import clip_by_norm as clip_by_norm
 from gradxform._clipping import global_norm as global_norm
+from gradxform._densify import densify as densify
 from gradxform._drop_stale import DropStaleState as DropStaleState
 from gradxform._drop_stale import compensate_delay as compensate_delay
 from gradxform._drop_stale import drop_stale as drop_stale
@@ -54,6 +55,9 @@ from gradxform._drop_stale import global_step as global_step
 from gradxform._drop_stale import scale_by_staleness as scale_by_staleness
 from gradxform._drop_stale import staleness_fraction as staleness_fraction
 from gradxform._gate import GatedTransformation as GatedTransformation
+from gradxform._indexed_slices import IndexedSlices as IndexedSlices
+from gradxform._lookup import lookup as lookup
+from gradxform._lookup import value_and_grad as value_and_grad
 from gradxform._novograd import ScaleByNovogradState as ScaleByNovogradState
 from gradxform._novograd import novograd as novograd
 from gradxform._novograd import scale_by_novograd as scale_by_novograd

@@ -10,6 +10,7 @@ import optax
 
 from gradxform import _checks, _tree
 from gradxform._gate import Act, GatedTransformation, Rest, gate
+from gradxform._indexed_slices import IndexedSlices
 
 
 class ConditionalAccumulatorState(NamedTuple):
@@ -19,6 +20,7 @@ class ConditionalAccumulatorState(NamedTuple):
     num_accumulated: jax.Array  # int32[], pushes in the sum.
     stale_count: jax.Array  # int32[], pushes dropped so far; saturates.
     accumulated: optax.Updates  # the sum, like params.
+    row_counts: optax.Updates  # int32[rows], pushes that held a row; for row_mean only.
     inner_state: optax.OptState
 
 
@@ -26,7 +28,7 @@ def conditional_accumulator(
     inner: optax.GradientTransformation,
     num_required: jax.typing.ArrayLike,
     *,
-    reduction: Literal["mean", "sum"] = "mean",
+    reduction: Literal["mean", "sum", "row_mean"] = "mean",
     accumulator_dtype: jax.typing.DTypeLike | None = None,
 ) -> GatedTransformation:
     r"""Adds up gradients, and lets ``inner`` act on them once there are enough.
@@ -56,7 +58,9 @@ def conditional_accumulator(
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
       num_required: how many pushes make a step, ≥ 1.
-      reduction: ``"mean"`` or ``"sum"``, what ``inner`` receives.
+      reduction: what ``inner`` receives: ``"mean"``, ``"sum"``, or ``"row_mean"``: each
+        row (index of the first axis) is divided by the number of pushes that held it,
+        as TensorFlow does with row-sparse gradients. A dense gradient holds every row.
       accumulator_dtype: dtype of the sum, by default that of the parameters but at
         least float32: a sum in half precision loses what is small beside it.
 
@@ -86,10 +90,14 @@ def conditional_accumulator(
     """
     _checks.integer_scalar("num_required", num_required)
     _checks.in_range("num_required", num_required, "[1, inf)")
-    _checks.one_of("reduction", reduction, ("mean", "sum"))
+    _checks.one_of("reduction", reduction, ("mean", "sum", "row_mean"))
+    by_row = reduction == "row_mean"
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> ConditionalAccumulatorState:
+        def no_rows(p: jax.Array) -> jax.Array:
+            return jnp.zeros(p.shape[:1], jnp.int32)
+
         def zero(p: jax.Array) -> jax.Array:
             dtype = accumulator_dtype
             return jnp.zeros_like(
@@ -102,6 +110,7 @@ def conditional_accumulator(
             num_accumulated=jnp.zeros((), jnp.int32),
             stale_count=jnp.zeros((), jnp.int32),
             accumulated=_tree.map_params(zero, params),
+            row_counts=_tree.map_params(no_rows, params) if by_row else (),
             inner_state=inner.init(params),
         )
 
@@ -121,25 +130,54 @@ def conditional_accumulator(
         count = state.num_accumulated + fresh.astype(jnp.int32)
         full = fresh & (count >= num_required)
 
-        # sum + g, and with the last push at once sum / n: the quotient lies in the
-        # sum's own buffer, where inner can read it as often as it likes.
-        divisor = count.astype(jnp.float32) if reduction == "mean" else jnp.float32(1)
-        factor = jnp.where(full, 1 / divisor, 1)
+        def add() -> tuple[Any, Any]:
+            # sum + g and n + 1, of a table in the rows that the push holds
+            pushed = _tree.sum_duplicates(updates)
+            row_counts = state.row_counts
+            if by_row:
+                counts = _tree.map_state(
+                    lambda _, n: n + 1, pushed, _tree.rows(pushed, row_counts)
+                )
+                row_counts = _tree.put_rows(pushed, row_counts, counts)
+            sums = _tree.map_state(plus, pushed, _tree.rows(pushed, state.accumulated))
+            sums = _tree.put_rows(pushed, state.accumulated, sums)
+            if reduction != "sum":
+                divisors = row_counts if by_row else _tree.broadcast(count, pushed)
+                sums = jax.tree.map(
+                    divide, pushed, sums, divisors, is_leaf=_tree.is_leaf
+                )
+            return _tree.cast_like(sums, state.accumulated), row_counts
 
-        def add(g: jax.Array, total: jax.Array) -> jax.Array:
+        def plus(g: jax.Array, total: jax.Array) -> jax.Array:
             wide = _tree.widen(total)
-            return _tree.scale(wide + _tree.widen(g).astype(wide.dtype), factor).astype(
-                total.dtype
-            )
+            return wide + _tree.widen(g).astype(wide.dtype)
 
-        total = jax.lax.cond(
-            fresh,
-            lambda: _tree.map_state(add, updates, state.accumulated),
-            lambda: state.accumulated,
+        def divide(g: Any, total: jax.Array, n: jax.Array) -> jax.Array:
+            # sum / n with the last push, in the sum's own buffer, where inner can read
+            # it as often as it likes
+            if g is None:
+                return total
+
+            def quotient() -> jax.Array:
+                factor = jnp.where(full, 1 / jnp.maximum(n, 1).astype(jnp.float32), 1)
+                return _tree.scale(total, _tree.expand(factor, total))
+
+            if isinstance(g, IndexedSlices):  # Every row, but only with the last push.
+                return jax.lax.cond(full, quotient, lambda: total)
+            return quotient()
+
+        total, row_counts = jax.lax.cond(
+            fresh, add, lambda: (state.accumulated, state.row_counts)
+        )
+        # From here on all is dense: inner gets every row that any of the pushes held.
+        reduced = jax.tree.map(
+            lambda g, t: None if g is None else t.astype(_tree.dtype_of(g)),
+            updates,
+            total,
+            is_leaf=_tree.is_leaf,
         )
 
         def step() -> tuple[Any, Any, Any]:
-            reduced = _tree.map_updates(lambda g, t: t.astype(g.dtype), updates, total)
             passed_on = {**extra, "local_step": local_step}
             outcome, inner_state = act(
                 inner, reduced, state.inner_state, params, **passed_on
@@ -147,7 +185,7 @@ def conditional_accumulator(
             return outcome, inner_state, _tree.map_state(_zero_after, outcome, total)
 
         def wait() -> tuple[Any, Any, Any]:
-            return rest(updates, params), state.inner_state, total
+            return rest(reduced, params, step), state.inner_state, total
 
         outcome, inner_state, accumulated = jax.lax.cond(full, step, wait)
         one_more = optax.safe_increment
@@ -158,6 +196,7 @@ def conditional_accumulator(
                 fresh, state.stale_count, one_more(state.stale_count)
             ),
             accumulated=accumulated,
+            row_counts=jax.tree.map(lambda n: jnp.where(full, 0, n), row_counts),
             inner_state=inner_state,
         )
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gradxform import _checks, _clipping, _tree
@@ -34,7 +35,9 @@ def scale_by_adagrad(
         u &= g / \sqrt{acc + eps}
           \quad\text{or, with eps\_in\_sqrt=False,}\quad g / (\sqrt{acc} + eps)
 
-    A zero gradient on a zero accumulator gives a zero update, for ``eps=0`` too.
+    A zero gradient on a zero accumulator gives a zero update, for ``eps=0`` too. Of a
+    table whose gradient is :class:`IndexedSlices`, only the rows that it touches and
+    their accumulators are read and written; its updates are :class:`IndexedSlices`.
 
     Args:
       initial_accumulator_value: what ``acc`` starts from, ≥ 0, in units of squared
@@ -75,7 +78,7 @@ def scale_by_adagrad(
     _checks.in_range("eps", eps, "[0, inf)")
 
     def accumulator_shape(leaf: Any) -> tuple[int, ...]:
-        return jnp.shape(leaf)[:1] if row_wise else jnp.shape(leaf)
+        return np.shape(leaf)[:1] if row_wise else np.shape(leaf)
 
     def init_fn(params: optax.Params) -> ScaleByAdagradState:
         def accumulator(p: jax.Array) -> jax.Array:
@@ -119,10 +122,14 @@ def scale_by_adagrad(
             state.sum_of_squares,
             expected=accumulator_shape,
         )
-        sums = _tree.map_state(add_square, updates, state.sum_of_squares)
-        updates = _tree.map_updates(divide, updates, sums)
-        sums = _tree.cast_like(sums, state.sum_of_squares)
-        return updates, ScaleByAdagradState(sum_of_squares=sums)
+        # Of a table with a row-sparse gradient, the rows that it touches and no other.
+        updates = _tree.sum_duplicates(updates)
+        before = _tree.rows(updates, state.sum_of_squares)
+        sums = _tree.map_state(add_square, updates, before)
+        new_updates = _tree.map_updates(divide, updates, sums)
+        sums = _tree.cast_like(sums, before)
+        sums = _tree.put_rows(updates, state.sum_of_squares, sums)
+        return new_updates, ScaleByAdagradState(sum_of_squares=sums)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

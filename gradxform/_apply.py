@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     Args:
       params: arrays of any shapes and dtypes.
       updates: a tree of the same structure and shapes; ``None`` leaves a parameter as
-        it is.
+        it is, and :class:`IndexedSlices` change the rows that they hold.
 
     Returns:
       The new parameters, in the dtypes of ``params``; the sum is rounded once, from at
@@ -42,7 +43,9 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
         wide = _tree.widen(p)
         return (wide + _tree.widen(u).astype(wide.dtype)).astype(p.dtype)
 
-    return _tree.map_state(add, updates, params)
+    updates = _tree.sum_duplicates(updates)
+    new = _tree.map_state(add, updates, _tree.rows(updates, params))
+    return _tree.put_rows(updates, params, new)
 
 
 def apply_gradients(
@@ -117,6 +120,8 @@ def _step(
     return apply_updates(params, updates), state
 
 
-def _rest(updates: optax.Updates, params: optax.Params) -> optax.Params:
-    del updates
+def _rest(
+    updates: optax.Updates, params: optax.Params, acted: Callable[[], Any]
+) -> optax.Params:
+    del updates, acted
     return params

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._indexed_slices import IndexedSlices
+
 _REAL = (jnp.floating, jnp.integer)
 
 
@@ -83,8 +85,17 @@ def place(path: Any) -> str:
     return jax.tree_util.keystr(path) or "the root"
 
 
-def _is_leaf(node: Any) -> bool:
+def slashed(path: Any) -> str:
+    """How users name a leaf: the keys on the way to it, with slashes between."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _has_no_gradient(node: Any) -> bool:
     return node is None or isinstance(node, optax.MaskedNode)
+
+
+def _is_leaf(node: Any) -> bool:
+    return _has_no_gradient(node) or isinstance(node, IndexedSlices)
 
 
 def same_shapes(
@@ -124,9 +135,10 @@ def same_shapes(
         if path not in flat:
             fail(path, "no leaf", _describe(reference_leaf))
         leaf = flat[path]
-        if _is_leaf(leaf):
+        if _has_no_gradient(leaf):
             continue
-        if _is_leaf(reference_leaf) or expected(leaf) != np.shape(reference_leaf):
+        wanted = np.shape(reference_leaf)
+        if _has_no_gradient(reference_leaf) or expected(leaf) != wanted:
             fail(path, _describe(leaf), _describe(reference_leaf))
     for path, leaf in flat.items():
         if path not in flat_reference:
@@ -136,8 +148,8 @@ def same_shapes(
 def same_dtypes(name: str, tree: Any, reference_name: str, reference: Any) -> None:
     """Raises ``TypeError`` at the first path where two like trees differ in dtype."""
     flat = dict(jax.tree.leaves_with_path(reference))
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        if jnp.result_type(leaf) != flat[path].dtype:
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_leaf):
+        if not _has_no_gradient(leaf) and _dtype(leaf) != flat[path].dtype:
             raise TypeError(
                 f"{name} and {reference_name} differ in dtype at {place(path)}: {name} "
                 f"has {_describe(leaf)}, {reference_name} has {_describe(flat[path])}. "
@@ -145,8 +157,27 @@ def same_dtypes(name: str, tree: Any, reference_name: str, reference: Any) -> No
             )
 
 
+def dense(transformation: str, updates: Any) -> None:
+    """Raises ``TypeError`` where a gradient is row-sparse."""
+    for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=_is_leaf):
+        if isinstance(leaf, IndexedSlices):
+            raise TypeError(
+                f"{transformation} changes every row at every step, so it takes dense "
+                f"gradients, got {_describe(leaf)} at {place(path)}. Put "
+                "gradxform.densify() in front of it, at the price of work on the whole "
+                "table, or use adagrad for this leaf."
+            )
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if isinstance(leaf, IndexedSlices) else jnp.result_type(leaf)
+
+
 def _describe(leaf: Any) -> str:
-    if _is_leaf(leaf):
+    if _has_no_gradient(leaf):
         return repr(leaf)
+    if isinstance(leaf, IndexedSlices):
+        rows = _describe(leaf.values)
+        return f"IndexedSlices of {rows} for {list(leaf.dense_shape)}"
     aval = leaf if isinstance(leaf, jax.core.ShapedArray) else jax.typeof(leaf)
     return aval.str_short()

@@ -106,6 +106,7 @@ def clip_by_global_norm(
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del state, params, extra
         if use_norm is None:
+            updates = _tree.sum_duplicates(updates)  # Once, for all that follows too.
             use_norm = global_norm(updates, axis_name=axis_name)
         factor = _factor(use_norm, max_norm)
         updates = _tree.map_updates(lambda g: _tree.scale(g, factor), updates)
@@ -151,6 +152,7 @@ def clip_by_norm(
         **extra: Any,
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params, extra
+        updates = _tree.sum_duplicates(updates)
         squares = _tree.squared_norms(updates, axis_name=axis_name)
         return _scale_layers(updates, _layer_factors(squares, max_norm)), state
 
@@ -198,6 +200,7 @@ def clip_before(
         **extra: Any,
     ) -> tuple[optax.Updates, tuple[Any, Any]]:
         clip_state, inner_state = state
+        updates = _tree.sum_duplicates(updates)
         if clipvalue is not None:
             updates = _tree.map_updates(lambda g: _clamp(g, clipvalue), updates)
         else:

@@ -110,7 +110,7 @@ def drop_stale(
 
         def stale() -> tuple[Any, DropStaleState]:
             stale_count = optax.safe_increment(state.stale_count)
-            return rest(updates, params), state._replace(
+            return rest(updates, params, fresh), state._replace(
                 stale_count=stale_count, staleness=staleness
             )
 
@@ -240,7 +240,9 @@ def compensate_delay(
             correction = _tree.scale(now - then, _tree.abs_sq(g))
             return (wide + _tree.scale(correction, variance_control)).astype(g.dtype)
 
-        return _tree.map_updates(compensate, updates, params, worker_params), state
+        updates = _tree.sum_duplicates(updates)
+        now, then = (_tree.rows(updates, tree) for tree in (params, worker_params))
+        return _tree.map_updates(compensate, updates, now, then), state
 
     return optax.GradientTransformationExtraArgs(
         lambda _: optax.EmptyState(), update_fn

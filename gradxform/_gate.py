@@ -13,15 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 import optax
 
 from gradxform import _tree
+from gradxform._indexed_slices import IndexedSlices
 
 # (inner, updates, inner_state, params, **extra) -> (outcome, inner_state)
 Act = Callable[..., tuple[Any, Any]]
-# (updates, params) -> outcome
-Rest = Callable[[Any, Any], Any]
+# (updates, params, what would come out otherwise) -> outcome
+Rest = Callable[[Any, Any, Callable[[], Any]], Any]
 
 
 class Guard(Protocol):
@@ -56,8 +58,9 @@ def gate(init: optax.TransformInitFn, guard: Guard) -> GatedTransformation:
       init: as in any ``GradientTransformation``.
       guard: ``guard(act, rest, updates, state, params, **extra)`` returns the outcome
         and the new state. Where the push may act it calls ``act(inner, updates,
-        inner_state, params, **extra)`` for both, else ``rest(updates, params)`` for
-        the outcome alone.
+        inner_state, params, **extra)`` for both, else ``rest(updates, params,
+        acted)`` for the outcome alone, ``acted`` being the other side of the
+        conditional, whose outcome it must resemble.
     """
 
     def act(
@@ -67,9 +70,15 @@ def gate(init: optax.TransformInitFn, guard: Guard) -> GatedTransformation:
         # Both sides of a conditional must agree in dtype.
         return _tree.cast_like(stepped, updates), inner_state
 
-    def rest(updates: Any, params: Any) -> Any:
+    def rest(updates: Any, params: Any, acted: Callable[[], Any]) -> Any:
         del params
-        return _tree.map_updates(jnp.zeros_like, updates)
+        zeros = _tree.map_updates(jnp.zeros_like, updates)
+        leaves = jax.tree.leaves(zeros, is_leaf=_tree.is_leaf)
+        if not any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+            return zeros
+        # What is row-sparse may come out dense, where inner densifies it.
+        outcome, _ = jax.eval_shape(acted)
+        return jax.tree.map(_dense_where, zeros, outcome, is_leaf=_tree.is_leaf)
 
     def update_fn(
         updates: optax.Updates,
@@ -80,3 +89,9 @@ def gate(init: optax.TransformInitFn, guard: Guard) -> GatedTransformation:
         return guard(act, rest, updates, state, params, **extra)
 
     return GatedTransformation(init, update_fn, guard)
+
+
+def _dense_where(zero: Any, other: Any) -> Any:
+    if isinstance(zero, IndexedSlices) and not isinstance(other, IndexedSlices):
+        return zero.densify()
+    return zero

@@ -128,6 +128,7 @@ def scale_by_novograd(
         # The two extra arguments are how `novograd` shares the clip's norms and puts
         # the learning rate inside the momentum.
         del extra
+        _checks.dense("novograd", updates)
         _checks.same_shapes("updates", updates, "mu", state.mu)
         if squared_norms is None:
             squared_norms = _tree.squared_norms(

@@ -1,8 +1,16 @@
 """Norms, maps and casts that know every kind of leaf a gradient tree may hold.
 
-A leaf of a gradient tree is an array, or ``None`` where the loss gave no gradient:
-``None`` stays ``None`` in updates, and the state that belongs to it stays as it was.
+A leaf of a gradient tree is an array; an ``IndexedSlices``, of which the maps here show
+a function the values alone; or ``None`` where the loss gave no gradient: ``None`` stays
+``None`` in updates, and the state that belongs to it stays as it was.
 ``optax.MaskedNode`` is a node without leaves and passes through by itself.
+
+A function that is not linear in the gradient needs repeated rows summed first, and one
+that reads state or parameters beside them the rows that they touch::
+
+    updates = sum_duplicates(updates)
+    new = map_state(f, updates, rows(updates, state))
+    state = put_rows(updates, state, new)
 """
 
 from __future__ import annotations
@@ -14,32 +22,96 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradxform._indexed_slices import IndexedSlices
+
 AxisName = str | Sequence[str] | None
 
 
-def _is_none(node: Any) -> bool:
-    return node is None
+def is_leaf(node: Any) -> bool:
+    """What the maps here stop at, beside arrays."""
+    return node is None or isinstance(node, IndexedSlices)
+
+
+def _values(g: Any) -> jax.Array:
+    return jnp.asarray(g.values if isinstance(g, IndexedSlices) else g)
+
+
+def dtype_of(g: Any) -> np.dtype[Any]:
+    """The dtype of a gradient's entries, whatever kind of leaf it is."""
+    return _values(g).dtype
 
 
 def map_updates(f: Callable[..., Any], updates: Any, *rest: Any) -> Any:
-    """``jax.tree.map`` over the leaves that have a gradient; ``None`` stays."""
-    return jax.tree.map(
-        lambda g, *r: None if g is None else f(jnp.asarray(g), *r),
-        updates,
-        *rest,
-        is_leaf=_is_none,
-    )
+    """``f`` of each gradient, of its values where it is row-sparse; ``None`` stays."""
+
+    def update(g: Any, *r: Any) -> Any:
+        if g is None:
+            return None
+        new = f(_values(g), *r)
+        return g.with_values(new) if isinstance(g, IndexedSlices) else new
+
+    return jax.tree.map(update, updates, *rest, is_leaf=is_leaf)
 
 
 def map_state(f: Callable[..., Any], updates: Any, state: Any, *rest: Any) -> Any:
     """New state leaves ``f(g, s, ...)``; a leaf without gradient keeps its state."""
     return jax.tree.map(
-        lambda g, s, *r: s if g is None else f(jnp.asarray(g), jnp.asarray(s), *r),
+        lambda g, s, *r: s if g is None else f(_values(g), jnp.asarray(s), *r),
         updates,
         state,
         *rest,
-        is_leaf=_is_none,
+        is_leaf=is_leaf,
     )
+
+
+def sum_duplicates(updates: Any) -> Any:
+    """The same updates, no row of a row-sparse one given twice."""
+    return jax.tree.map(
+        lambda g: g.sum_duplicates() if isinstance(g, IndexedSlices) else g,
+        updates,
+        is_leaf=is_leaf,
+    )
+
+
+def rows(updates: Any, state: Any) -> Any:
+    """State, of tables the rows alone that summed row-sparse updates touch.
+
+    Padding reads zeros.
+    """
+
+    def take(g: Any, table: Any) -> Any:
+        if not isinstance(g, IndexedSlices):
+            return table
+        return (
+            jnp.asarray(table)
+            .at[g.indices]
+            .get(
+                mode="fill", fill_value=0, indices_are_sorted=True, unique_indices=True
+            )
+        )
+
+    return jax.tree.map(take, updates, state, is_leaf=is_leaf)
+
+
+def put_rows(updates: Any, state: Any, new: Any) -> Any:
+    """``state`` with the rows that summed updates touch from ``new``, else ``new``.
+
+    A donated table is written in place, and no other row of it is read or written.
+    """
+
+    def put(g: Any, table: Any, rows: Any) -> Any:
+        if not isinstance(g, IndexedSlices):
+            return rows
+        table = jnp.asarray(table)
+        # Padding repeats, but lies outside, where nothing is written.
+        return table.at[g.indices].set(
+            rows.astype(table.dtype),
+            mode="drop",
+            indices_are_sorted=True,
+            unique_indices=True,
+        )
+
+    return jax.tree.map(put, updates, state, new, is_leaf=is_leaf)
 
 
 def map_params(f: Callable[..., Any], params: Any, *rest: Any) -> Any:
@@ -96,10 +168,18 @@ def squared_norms(
     a prefix tree of ints; by default none). A leaf that varies over some of the mesh
     axes in ``axis_name`` is sharded there, and its sum runs over them as well.
     """
-    local = map_updates(
-        lambda g, stacked: jnp.sum(abs_sq(g), axis=tuple(range(stacked, g.ndim))),
-        updates,
+
+    def square(g: Any, stacked: int) -> jax.Array | None:
+        if g is None:
+            return None
+        squares = abs_sq(_values(g))
+        return jnp.sum(squares, axis=tuple(range(stacked, squares.ndim)))
+
+    local = jax.tree.map(
+        square,
+        sum_duplicates(updates),
         broadcast(stacked_axes or 0, updates),
+        is_leaf=is_leaf,
     )
     return local if axis_name is None else _sum_over_mesh(local, axis_name)
 
@@ -129,6 +209,14 @@ def _varying_axes(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
+def zeros_of_type(x_type: Any) -> jax.Array:
+    """Zeros of a type that ``jax.typeof`` gave: sharded, and varying, as that says."""
+    sharding = None if x_type.sharding.mesh.empty else x_type.sharding
+    zeros = jnp.zeros(x_type.shape, x_type.dtype, out_sharding=sharding)
+    varying = tuple(x_type.manual_axis_type.varying)
+    return jax.lax.pcast(zeros, varying, to="varying") if varying else zeros
+
+
 def norm_from_squares(squares: Any) -> jax.Array:
     """``sqrt`` of the sum of all squared norms in the tree: the global norm."""
     leaves = [jnp.sum(s) for s in jax.tree.leaves(squares)]
@@ -144,8 +232,14 @@ def expand(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def broadcast(prefix: Any, tree: Any) -> Any:
-    """One value of the prefix tree for each leaf of ``tree``, ``None`` included."""
-    return jax.tree.broadcast(prefix, tree, is_leaf=_is_none)
+    """One value of the prefix tree for each leaf of ``tree``; ``None`` stays."""
+
+    def fill(value: Any, part: Any) -> Any:
+        return jax.tree.map(
+            lambda _: value, part, is_leaf=lambda x: isinstance(x, IndexedSlices)
+        )
+
+    return jax.tree.map(fill, prefix, tree, is_leaf=is_leaf)
 
 
 def inverse_sqrt(
@@ -164,4 +258,4 @@ def inverse_sqrt(
 
 def cast_like(tree: Any, reference: Any) -> Any:
     """Each leaf in the dtype of its reference; ``None`` stays."""
-    return map_updates(lambda x, r: x.astype(jnp.asarray(r).dtype), tree, reference)
+    return map_updates(lambda x, r: x.astype(dtype_of(r)), tree, reference)

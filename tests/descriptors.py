@@ -48,6 +48,7 @@ D = Descriptor
 DESCRIPTORS = (
     D("clip_by_global_norm", {"max_norm": 1.0}),
     D("clip_by_norm", {"max_norm": 0.5}),
+    D("densify"),
     D("scale_by_adagrad"),
     D("adagrad", {"learning_rate": 0.1}),
     D("adagrad", {"learning_rate": 0.1, "eps_in_sqrt": False}, "tf1"),

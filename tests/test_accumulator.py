@@ -188,7 +188,7 @@ def test_compensation_is_newton_on_a_parabola():
         (lambda: gx.conditional_accumulator(optax.sgd(1.0), 1.5), TypeError,
          "num_required must be an integer scalar, got 1.5"),
         (lambda: gx.conditional_accumulator(optax.sgd(1.0), 2, reduction="max"),
-         ValueError, "reduction must be one of 'mean', 'sum', got 'max'"),
+         ValueError, "reduction must be one of 'mean', 'sum', 'row_mean', got 'max'"),
         (lambda: gx.scale_by_staleness(-1.0), ValueError,
          r"power must be in \[0, inf\)"),
         (lambda: gx.compensate_delay(-0.1), ValueError,

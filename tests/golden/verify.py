@@ -116,18 +116,20 @@ def float64(tree):
 
 
 def entry(value):
-    if isinstance(value, dict):  # {"shape": [n], "fill": x}
+    if isinstance(value, dict) and "fill" in value:
         return np.full(value["shape"], value["fill"])
+    if isinstance(value, dict):
+        return entry_rows(value, value["dense_shape"])[1]
     return np.array(value, np.float64)
 
 
 def entry_rows(value, dense_shape):
     """Which rows a row-sparse leaf names, and the dense gradient it stands for."""
-    shape = dense_shape[1:]
+    indices = np.array(value["indices"], np.int64)
     named, total = np.zeros(dense_shape[0], bool), np.zeros(dense_shape)
-    for k, index in enumerate(value["indices"]):
-        named[index] = True
-        total[index] += np.reshape(np.float64(value["values"][k]), shape)
+    named[indices] = True
+    values = np.array(value["values"], np.float64)
+    np.add.at(total, indices, values.reshape(len(indices), *dense_shape[1:]))
     return named, total
 
 
@@ -163,6 +165,18 @@ def check_step(worst, seen, expected, floor=0.0):
         least = max(floor, 1e-2 * np.max(np.abs(b), initial=0, where=finite), 1e-30)
         error = np.abs(a - b) / np.maximum(np.abs(b), least)
         worst.append(np.max(error, initial=0, where=finite))
+
+
+def check_still(before, step):
+    """Entries whose row-sparse gradient is zero, or not given, keep their bits."""
+    pairs = [(before["params"], step["params"])]
+    pairs += [(old, step["slots"][k]) for k, old in before.get("slots", {}).items()]
+    for key, grad in step["grads"].items():
+        for old, new in pairs if isinstance(grad, dict) else []:
+            still = entry(grad) == 0
+            np.testing.assert_array_equal(
+                np.array(new[key])[still], np.array(old[key])[still]
+            )
 
 
 def check_clip(ours, step, worst):
@@ -219,7 +233,7 @@ def check(case, worst):
     inner = ours.get("inner", ours)
     update = MAKE[inner["transformation"]](inner, params)
     global_step = stale = 0
-    slots = None
+    slots, before = None, case
     for i, step in enumerate(case["steps"]):
         lr = inner["learning_rate"]
         lr = lr[i] if isinstance(lr, list) else lr
@@ -230,6 +244,8 @@ def check(case, worst):
             updates, slots = update(float64(step["grads"]), params, lr)
             params = {key: params[key] + updates[key] for key in params}
             global_step += 1
+        check_still(before, step)
+        before = step
         check_step(worst, params, float64(step["params"]), floor=1e-2)
         for slot in step["slots"]:
             check_step(worst, slots[slot], float64(step["slots"][slot]))

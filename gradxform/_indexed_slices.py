@@ -1,0 +1,259 @@
+"""Row-sparse gradients: the rows of a table that a batch touched, and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class IndexedSlices:
+    r"""The gradient of a table of which a batch has read a few rows.
+
+    .. math:: G_r = \sum_{i:\ indices_i = r} values_i
+
+    It stands for the dense ``G`` of shape ``dense_shape``, and everything here treats
+    it as that: repeated indices add up before anything else is done with them. An
+    index equal to ``dense_shape[0]`` is padding, and its values count for nothing.
+
+    It is a pytree node, so it goes through ``jit``, ``lax.cond``, ``vmap``,
+    ``all_gather`` and across processes. ``jax.tree.map`` and ``jax.lax.psum`` are
+    refused, because what multiplies or adds up gradients would do the same to the
+    indices: ``optax.scale`` raises a ``TypeError``. Where that is wanted, put
+    :func:`densify` in front, or map with ``is_leaf=lambda x: isinstance(x,
+    gx.IndexedSlices)``.
+
+    Args:
+      indices: integers of shape [n], in any order, of any integer dtype; int32 inside.
+      values: the rows, of shape [n, \*dense_shape[1:]] and of the table's dtype.
+      dense_shape: the shape of the table, at most 2³¹ - 1 rows.
+
+    Raises:
+      TypeError: ``indices`` are no integers.
+      ValueError: shapes do not fit; an index lies outside of [0, dense_shape[0]]. A
+        traced index cannot be looked at: outside, it counts as padding, and a negative
+        one does not count from the end.
+
+    Source: ``tf.IndexedSlices``.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> rows = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [9.0, 9.0]])
+    >>> grads = gx.IndexedSlices([2, 0, 2, 4], rows, (4, 2))  # 4 is padding
+    >>> dense = jnp.array([[3.0, 4.0], [0.0, 0.0], [6.0, 8.0], [0.0, 0.0]])
+    >>> assert jnp.array_equal(grads.densify(), dense)
+    >>> assert gx.global_norm(grads) == gx.global_norm(dense)
+    >>> assert grads.sum_duplicates().indices.tolist() == [0, 2, 4, 4]
+    """
+
+    indices: jax.Array  # int32[n]
+    values: jax.Array  # [n, *dense_shape[1:]]
+    dense_shape: tuple[int, ...]
+    # Whether the indices ascend without repetition, up to the padding at their end.
+    # It belongs to this object and not to the pytree: what comes out of a conditional,
+    # or into a jitted function, has lost it and is looked through again.
+    _summed: bool
+
+    def __init__(
+        self,
+        indices: jax.typing.ArrayLike | Sequence[int],
+        values: jax.typing.ArrayLike,
+        dense_shape: Sequence[int],
+    ) -> None:
+        self._check_and_set(
+            _array(indices), _array(values), tuple(int(n) for n in dense_shape)
+        )
+
+    def _check_and_set(
+        self, indices: Any, values: Any, dense_shape: tuple[int, ...]
+    ) -> None:
+        if not dense_shape or dense_shape[0] > np.iinfo(np.int32).max:
+            raise ValueError(
+                "dense_shape must be that of a table with 0 to 2**31 - 1 rows, got "
+                f"{dense_shape}."
+            )
+        if not jnp.issubdtype(indices.dtype, jnp.integer):
+            if indices.size:
+                raise TypeError(f"indices must be integers, got {indices.dtype}.")
+            indices = indices.astype(np.int32)  # An empty list is a list of floats.
+        if indices.ndim != 1 or values.shape != indices.shape + dense_shape[1:]:
+            raise ValueError(
+                "indices and values must have shapes [n] and [n, *dense_shape[1:]], "
+                f"got {list(indices.shape)} and {list(values.shape)} for dense_shape "
+                f"{dense_shape}."
+            )
+        check_rows("indices", indices, dense_shape[0] + 1)
+        self.indices = rows_of(indices, dense_shape[0])
+        self.values = jnp.asarray(values)
+        self.dense_shape = dense_shape
+        self._summed = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the dense gradient it stands for."""
+        return self.dense_shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the dense gradient it stands for."""
+        return len(self.dense_shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    def densify(self) -> jax.Array:
+        """The dense gradient it stands for, an array of the table's size."""
+        zeros = jnp.zeros(self.dense_shape, self.dtype)
+        return zeros.at[self.indices].add(self.values, mode="drop")
+
+    def with_values(self, values: jax.Array) -> IndexedSlices:
+        """The same rows with other values, unchecked."""
+        return self._make(self.indices, values, self.dense_shape, self._summed)
+
+    def sum_duplicates(self) -> IndexedSlices:
+        """The same gradient, with ascending indices, each but the padding given once.
+
+        The number of rows stays n; what is left over is padding, at the end, with zero
+        values. Rows are added up in the order in which they were given, as by a dense
+        scatter, so sparse and dense sums agree to the bit.
+        """
+        if self._summed or not self.indices.size:
+            return self
+        height, n = self.dense_shape[0], len(self.indices)
+        # Only the keys are sorted, and each row then looks up its place: on CPU sorting
+        # pairs of keys and positions takes six times as long.
+        ordered = jax.lax.sort(jnp.asarray(self.indices))
+        is_first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
+        place = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+        rows = jnp.full_like(ordered, height).at[place].set(ordered)
+        places = place[jnp.searchsorted(ordered, self.indices, method="scan_unrolled")]
+        places = jnp.where(self.indices < height, places, n)
+        sums = jnp.zeros_like(self.values).at[places].add(self.values, mode="drop")
+        return self._make(rows, sums, self.dense_shape, summed=True)
+
+    def __repr__(self) -> str:
+        return (
+            f"IndexedSlices(indices={self.indices!r}, values={self.values!r}, "
+            f"dense_shape={self.dense_shape!r})"
+        )
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError(_CURE)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = _refuse
+    __getitem__ = __array__ = _refuse
+
+    # Values come first: optax.inject_hyperparams takes the dtype of its numbers from
+    # the first leaf that it finds.
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, ...]]:
+        """Children and static data."""
+        _refuse_arithmetic_on_leaves()
+        return (self.values, self.indices), self.dense_shape
+
+    def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, ...]]:
+        """Children with their names, and static data."""
+        _refuse_arithmetic_on_leaves()
+        key = jax.tree_util.GetAttrKey
+        children = ((key("values"), self.values), (key("indices"), self.indices))
+        return children, self.dense_shape
+
+    @classmethod
+    def tree_unflatten(
+        cls, dense_shape: tuple[int, ...], children: tuple[Any, Any]
+    ) -> IndexedSlices:
+        """Of anything that JAX puts in the place of arrays, unchecked."""
+        values, indices = children
+        return cls._make(indices, values, dense_shape, summed=False)
+
+    @classmethod
+    def _make(
+        cls, indices: Any, values: Any, dense_shape: tuple[int, ...], summed: bool
+    ) -> IndexedSlices:
+        self = object.__new__(cls)
+        self.indices, self.values = indices, values
+        self.dense_shape, self._summed = dense_shape, summed
+        return self
+
+
+def rows_of(indices: jax.Array, height: int) -> jax.Array:
+    """Indices as int32, those outside of the table as padding.
+
+    They are compared before they are made narrower: the uint32 for -1 is no -1.
+    """
+    inside = indices < height
+    if jnp.issubdtype(indices.dtype, jnp.signedinteger):
+        inside &= indices >= 0
+    return jnp.where(inside, indices.astype(jnp.int32), jnp.int32(height))
+
+
+def check_rows(name: str, indices: Any, end: int) -> None:
+    """Raises ``ValueError`` where a concrete index is not in [0, end)."""
+    if isinstance(indices, jax.core.Tracer) or not indices.size:
+        return
+    if isinstance(indices, jax.Array) and not indices.is_fully_addressable:
+        return  # No process can look at all of them.
+    values = np.asarray(indices)
+    outside = (values < 0) | (values >= end)
+    if outside.any():
+        first = tuple(np.argwhere(outside)[0].tolist())
+        raise ValueError(
+            f"{name} must be in [0, {end}), got {values[first]} at position "
+            f"{list(first)}."
+        )
+
+
+def _array(x: Any) -> Any:
+    """Arrays as they are; what is none becomes NumPy's, which keeps every integer."""
+    return x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x)
+
+
+_CURE = (
+    "a row-sparse gradient (gradxform.IndexedSlices) was given to a function for dense "
+    "ones, which would change its row indices along with its values. gradxform's own "
+    "clip_by_global_norm, clip_by_norm, adagrad, apply_updates and wrappers take it as "
+    "it is; for this one put gradxform.densify() in front, or map with "
+    "jax.tree.map(..., is_leaf=lambda x: isinstance(x, gradxform.IndexedSlices))."
+)
+
+# These apply arithmetic to every leaf alike, and a node has no other way to refuse:
+# an index multiplied by a learning rate still is an index, of another row. So it looks
+# who asks for its leaves.
+_ARITHMETIC = {
+    f.__code__
+    for f in (
+        jax.tree.map,
+        jax.tree.map_with_path,
+        jax.tree_util.tree_map,
+        jax.tree_util.tree_map_with_path,
+        jax.lax.psum,
+        jax.lax.pmean,
+        jax.lax.pmax,
+        jax.lax.pmin,
+    )
+}
+# These move leaves about and do not calculate with them.
+_MOVERS = frozenset({"chex", "equinox", "flax", "haiku", "orbax"})
+_ZEROS = optax.tree.zeros_like.__code__  # The rows change, but what they hold is zero.
+
+
+def _refuse_arithmetic_on_leaves() -> None:
+    frame: Any = sys._getframe(2)
+    entry = None  # The function of JAX that was called from outside of JAX.
+    while frame is not None and _package(frame) == "jax":
+        entry, frame = frame.f_code, frame.f_back
+    if entry not in _ARITHMETIC or frame is None:
+        return
+    if _package(frame) not in _MOVERS and frame.f_code is not _ZEROS:
+        raise TypeError(_CURE)
+
+
+def _package(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
