@@ -43,6 +43,7 @@ from gradxform._adagrad import adagrad as adagrad
 from gradxform._adagrad import scale_by_adagrad as scale_by_adagrad
 from gradxform._apply import apply_gradients as apply_gradients
 from gradxform._apply import apply_updates as apply_updates
+from gradxform._apply import minimize as minimize
 from gradxform._clipping import ClipByGlobalNormState as ClipByGlobalNormState
 from gradxform._clipping import clip_by_global_norm as clip_by_global_norm
 from gradxform._clipping import clip_by_norm as clip_by_norm

@@ -1,4 +1,4 @@
-"""The verbs: add updates to parameters, and the whole step from gradients on."""
+"""The verbs: apply updates, apply gradients, minimize a loss."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import optax
 
 from gradxform import _checks, _tree
 from gradxform._gate import GatedTransformation
+from gradxform._lookup import Tables, value_and_grad
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
@@ -104,6 +105,83 @@ def apply_gradients(
             "depends on at least one of them."
         )
     return _step(tx, grads, state, params, **extra)
+
+
+def minimize(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    trainable: Any | Callable[[optax.Params], Any] | None = None,
+    tables: Tables = (),
+    donate: bool = True,
+) -> Callable[..., Any]:
+    r"""A compiled training step: the gradients of a loss, and their application.
+
+    .. math:: g = \nabla_w L(w, batch), \qquad w, s \leftarrow tx(g, s, w)
+
+    Args:
+      loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)`` where
+        ``has_aux`` is set.
+      tx: any ``optax.GradientTransformation``.
+      has_aux: as in ``jax.value_and_grad``.
+      trainable: which parameters learn: a tree of bools, a prefix of the parameters'
+        tree, or a function ``params -> tree``; by default all. Of the others no
+        gradient is computed, and their state stays as it is.
+      tables: which parameters get row-sparse gradients; see :func:`value_and_grad`.
+      donate: whether the step may reuse the memory of ``params`` and ``state``, which
+        then must not be used again. With False both stay valid, and each step needs
+        room for new ones.
+
+    Returns:
+      ``step(params, state, *batch, **extra) -> (params, state, loss[, aux])``, jitted.
+      ``state`` is that of ``tx.init(params)``. ``extra`` are extra arguments for
+      ``tx``, such as ``local_step``; it receives ``value``, the loss, as well.
+
+    Raises:
+      ValueError: no parameter is trainable, or ``tables`` names no leaf of them.
+      TypeError: as :func:`value_and_grad`.
+
+    Source: ``tf.train.Optimizer.minimize``, where ``trainable`` is ``var_list``.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> def loss_fn(params, x, y):
+    ...     return jnp.mean((params["w"] * x + params["b"] - y) ** 2)
+    >>> tx = gx.adagrad(1.0)
+    >>> step = gx.minimize(loss_fn, tx, trainable={"w": True, "b": False})
+    >>> params = {"w": jnp.array(0.0), "b": jnp.array(1.0)}
+    >>> state, x = tx.init(params), jnp.arange(4.0)
+    >>> for _ in range(100):
+    ...     params, state, loss = step(params, state, x, 2 * x + 1)
+    >>> assert loss < 1e-6 and abs(params["w"] - 2) < 1e-3 and params["b"] == 1.0
+    """
+
+    def step(
+        params: optax.Params, state: optax.OptState, *batch: Any, **extra: Any
+    ) -> tuple[Any, ...]:
+        mask = trainable(params) if callable(trainable) else trainable
+        mask = _tree.broadcast(True if mask is None else mask, params)
+        learning = jax.tree.map(lambda learns, p: p if learns else None, mask, params)
+
+        def loss(learning: Any, *batch: Any) -> Any:
+            merged = jax.tree.map(
+                lambda p, frozen: frozen if p is None else p,
+                learning,
+                params,
+                is_leaf=lambda node: node is None,
+            )
+            return loss_fn(merged, *batch)
+
+        value, grads = value_and_grad(loss, tables=tables, has_aux=has_aux)(
+            learning, *batch
+        )
+        value, aux = (value[0], value[1:]) if has_aux else (value, ())
+        params, state = apply_gradients(
+            tx, grads, state, params, **{"value": value, **extra}
+        )
+        return params, state, value, *aux
+
+    return jax.jit(step, donate_argnums=(0, 1) if donate else ())
 
 
 def _step(
