@@ -177,17 +177,19 @@ def conditional_accumulator(
             is_leaf=_tree.is_leaf,
         )
 
-        def step() -> tuple[Any, Any, Any]:
+        def step() -> tuple[Any, Any, Any, Any]:
             passed_on = {**extra, "local_step": local_step}
             outcome, inner_state = act(
                 inner, reduced, state.inner_state, params, **passed_on
             )
-            return outcome, inner_state, _tree.map_state(_zero_after, outcome, total)
+            cleared = _tree.map_state(_zero_after, outcome, total)
+            no_rows = jax.tree.map(lambda n: n * 0, row_counts)
+            return outcome, inner_state, cleared, no_rows
 
-        def wait() -> tuple[Any, Any, Any]:
-            return rest(reduced, params, step), state.inner_state, total
+        def wait() -> tuple[Any, Any, Any, Any]:
+            return rest(reduced, params, step), state.inner_state, total, row_counts
 
-        outcome, inner_state, accumulated = jax.lax.cond(full, step, wait)
+        outcome, inner_state, accumulated, row_counts = jax.lax.cond(full, step, wait)
         one_more = optax.safe_increment
         return outcome, ConditionalAccumulatorState(
             global_step=jnp.where(full, one_more(state.global_step), state.global_step),
@@ -196,7 +198,7 @@ def conditional_accumulator(
                 fresh, state.stale_count, one_more(state.stale_count)
             ),
             accumulated=accumulated,
-            row_counts=jax.tree.map(lambda n: jnp.where(full, 0, n), row_counts),
+            row_counts=row_counts,
             inner_state=inner_state,
         )
 

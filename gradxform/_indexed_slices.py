@@ -110,8 +110,7 @@ class IndexedSlices:
 
     def densify(self) -> jax.Array:
         """The dense gradient it stands for, an array of the table's size."""
-        zeros = jnp.zeros(self.dense_shape, self.dtype)
-        return zeros.at[self.indices].add(self.values, mode="drop")
+        return self._sum_at(self.indices, self.dense_shape[0])
 
     def with_values(self, values: jax.Array) -> IndexedSlices:
         """The same rows with other values, unchecked."""
@@ -121,8 +120,8 @@ class IndexedSlices:
         """The same gradient, with ascending indices, each but the padding given once.
 
         The number of rows stays n; what is left over is padding, at the end, with zero
-        values. Rows are added up in the order in which they were given, as by a dense
-        scatter, so sparse and dense sums agree to the bit.
+        values. Rows are added up in at least float32 and in the order in which they
+        were given, as :meth:`densify` does it: the two agree to the bit.
         """
         if self._summed or not self.indices.size:
             return self
@@ -135,8 +134,15 @@ class IndexedSlices:
         rows = jnp.full_like(ordered, height).at[place].set(ordered)
         places = place[jnp.searchsorted(ordered, self.indices, method="scan_unrolled")]
         places = jnp.where(self.indices < height, places, n)
-        sums = jnp.zeros_like(self.values).at[places].add(self.values, mode="drop")
+        sums = self._sum_at(places, n)
         return self._make(rows, sums, self.dense_shape, summed=True)
+
+    def _sum_at(self, places: jax.Array, length: int) -> jax.Array:
+        """Zeros with each of the values added at its place, if that is inside."""
+        wide = np.promote_types(self.dtype, np.float32)
+        sums = jnp.zeros((length, *self.dense_shape[1:]), wide)
+        sums = sums.at[places].add(self.values.astype(wide), mode="drop")
+        return sums.astype(self.dtype)
 
     def __repr__(self) -> str:
         return (
@@ -186,8 +192,11 @@ class IndexedSlices:
 def rows_of(indices: jax.Array, height: int) -> jax.Array:
     """Indices as int32, those outside of the table as padding.
 
-    They are compared before they are made narrower: the uint32 for -1 is no -1.
+    They are compared before they are made narrower: the uint32 for -1 is no -1. And
+    after they are made wider: the height may be more than an int8 can count.
     """
+    if indices.dtype.itemsize < 4:
+        indices = indices.astype(jnp.int32)
     inside = indices < height
     if jnp.issubdtype(indices.dtype, jnp.signedinteger):
         inside &= indices >= 0

@@ -285,8 +285,11 @@ class ParameterServer:
 
 
 def _check_finite(grads: optax.Updates) -> None:
-    for path, finite in jax.tree.leaves_with_path(_all_finite(grads)):
-        if not finite:
+    finite = _all_finite(jax.tree.leaves(grads))
+    for (path, _), is_finite in zip(
+        jax.tree.leaves_with_path(grads), finite, strict=True
+    ):
+        if not is_finite:
             where = _checks.place(path)
             raise ValueError(f"grads must be finite, got NaN or inf at {where}.")
 
@@ -297,5 +300,5 @@ def _copy(tree: Any) -> Any:
 
 
 @jax.jit
-def _all_finite(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), tree)
+def _all_finite(leaves: list[Any]) -> list[jax.Array]:
+    return [jnp.all(jnp.isfinite(x)) for x in leaves]

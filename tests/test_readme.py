@@ -43,6 +43,17 @@ ACC = {k: 0.1 + g**2 for k, g in GRADS.items()}  # Adagrad's sums after one upda
 ADAGRAD_UPDATE = {k: -0.1 * g / np.sqrt(ACC[k] + 1e-7) for k, g in GRADS.items()}
 
 
+# A table, rows of its gradient of which one repeats, and the sum of them.
+TABLE, IDS = np.arange(8.0).reshape(4, 2), np.array([3, 1, 3])
+ROWS = 2 * TABLE[IDS]
+DENSE = np.zeros((4, 2))
+np.add.at(DENSE, IDS, ROWS)
+
+
+def table_loss(params, ids):
+    return jnp.sum(gx.lookup(params["table"], ids) ** 2)
+
+
 def after_one(tx, **extra):
     """The state after one update with the gradients."""
     params, grads = jax.tree.map(jnp.asarray, (PARAMS, GRADS))
@@ -65,7 +76,11 @@ def namespace():
         **{"summing": summing, "summing_state": after_one(summing, local_step=0)},
         "server": gx.ParameterServer(params, tx),
         "scheduled_state": after_one(gx.adagrad(optax.constant_schedule(0.1))),
+        **{"indices": IDS, "values": ROWS},
         **{"learning_rate": 0.1, "staleness": 1, "local_step": 1, "clip_norm": 1.0},
+        **{"table": jnp.asarray(TABLE), "ids": IDS, "table_loss": table_loss},
+        "slices": gx.IndexedSlices(IDS, jnp.asarray(ROWS), TABLE.shape),
+        "row_mean": gx.conditional_accumulator(tx, 1, reduction="row_mean"),
         **{"grad_loss": 2.0, "weights": [jnp.float64(7.0), jnp.float64(8.0)]},
     }
 
@@ -183,6 +198,37 @@ def decays_weights(tx):
     )
 
 
+def learns_w_alone(result):
+    params, state, loss = result
+    sums = ACC["w"] + GRADS["w"] ** 2
+    w = PARAMS["w"] - 0.1 * GRADS["w"] / np.sqrt(sums + 1e-7)
+    equals(({"w": w, "b": PARAMS["b"]}, loss_fn(PARAMS)))((params, loss))
+    equals({"w": sums, "b": ACC["b"]})(optax.tree.get(state, "sum_of_squares"))
+
+
+def steps_on_touched_rows(result):
+    params, state = result
+    sums = 0.1 + DENSE**2
+    equals(TABLE - 0.1 * DENSE / np.sqrt(sums + 1e-7))(params)
+    equals(sums)(optax.tree.get(state, "sum_of_squares"))
+
+
+def goes_on_in_every_row(tx):
+    slices = gx.IndexedSlices(IDS, ROWS, TABLE.shape)
+    _, state = tx.update(slices, tx.init(TABLE))
+    none = gx.IndexedSlices([], ROWS[:0], TABLE.shape)
+    equals(-0.1 * 0.9 * DENSE)(tx.update(none, state)[0])
+
+
+def averages_rows_by_the_pushes_that_held_them(tx):
+    params, state = jnp.asarray(TABLE), tx.init(TABLE)
+    for row, value in ((0, 1.0), (2, 3.0)):
+        pushed = gx.IndexedSlices([row, 3], np.full((2, 2), value), TABLE.shape)
+        params, state = gx.apply_gradients(tx, pushed, state, params, local_step=0)
+    mean = np.array([[1.0], [0.0], [3.0], [2.0]])
+    equals(TABLE - 0.1 * mean / np.sqrt(0.1 + mean**2 + 1e-7))(params)
+
+
 def says(error, match):
     """The code raises this."""
     return error, match
@@ -207,8 +253,9 @@ CHECKS = {
         ValueError, "no gradient for any leaf"
     ),
     "late.update(grads, late_state, params)": says(TypeError, "needs local_step"),
-    "gx.apply_gradients(late, jax.grad(loss_fn)(params), late_state, params, "
-    "local_step=gx.global_step(late_state))": accepted_second_step,
+    "gx.minimize(loss_fn, late)(params, late_state, local_step=local_step)": (
+        lambda result: accepted_second_step(result[:2])
+    ),
     "gx.global_step(late_state)": equals(1),
     'optax.tree.get(late_state, "stale_count")': equals(0),
     "gx.staleness_fraction(late_state)": equals(0.0),
@@ -261,6 +308,34 @@ CHECKS = {
     "gx.conditional_accumulator(tx, num_required=0)": says(
         ValueError, "num_required must be in"
     ),
+    # IndexedSlices
+    "gx.IndexedSlices(indices, values, table.shape)": lambda slices: equals(DENSE)(
+        slices.densify()
+    ),
+    "gx.lookup(table, ids)": equals(TABLE[IDS]),
+    'gx.value_and_grad(table_loss, tables=["table"])({"table": table}, ids)': (
+        lambda result: equals((np.sum(TABLE[IDS] ** 2), DENSE))(
+            (result[0], result[1]["table"].densify())
+        )
+    ),
+    "slices.densify()": equals(DENSE),
+    "slices.sum_duplicates()": lambda slices: equals(([1, 3, 4], DENSE))(
+        (slices.indices.tolist(), slices.densify())
+    ),
+    "gx.apply_gradients(tx, slices, tx.init(table), table)": steps_on_touched_rows,
+    "clip.update(slices, clip_state)[0]": lambda clipped: equals(
+        DENSE / np.linalg.norm(DENSE)
+    )(clipped.densify()),
+    "optax.chain(gx.densify(), optax.sgd(0.1, momentum=0.9))": goes_on_in_every_row,
+    'gx.conditional_accumulator(tx, num_required=2, reduction="row_mean")': (
+        averages_rows_by_the_pushes_that_held_them
+    ),
+    "gx.apply_gradients(row_mean, slices, row_mean.init(table), table, local_step=0)": (
+        steps_on_touched_rows
+    ),
+    "gx.IndexedSlices([-1], slices.values[:1], table.shape)": says(
+        ValueError, "indices must be in"
+    ),
     # Adagrad
     "gx.adagrad(learning_rate)": adagrad(),
     "gx.adagrad(learning_rate, eps_in_sqrt=False)": adagrad(eps_in_sqrt=False),
@@ -299,7 +374,9 @@ CHECKS = {
         )
     ),
     "gx.apply_gradients(tx, grads, state, params)": second_step,
-    "gx.apply_gradients(tx, jax.grad(loss_fn)(params), state, params)": second_step,
+    'gx.minimize(loss_fn, tx, trainable={"w": True, "b": False})(params, state)': (
+        learns_w_alone
+    ),
     "jax.grad(loss_fn)(params)": equals(GRADS),
     "gx.adagrad(learning_rate, initial_accumulator_value=-1.0)": says(
         ValueError, "initial_accumulator_value must be in"

@@ -1,0 +1,85 @@
+"""What all benchmarks share: interleaved timing, the machine's bandwidth, the report."""
+
+import argparse
+import datetime
+import json
+import pathlib
+import random
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+
+def arguments(description, rounds):
+    """The options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=rounds, help="runs of each row")
+    parser.add_argument("--json", type=pathlib.Path, help="also write the table here")
+    return parser
+
+
+def interleaved(runs, rounds):
+    """Seconds of each run in each round, after one round that does not count.
+
+    Args:
+      runs: functions without arguments that return when their work is done, by name.
+      rounds: how often each of them runs.
+
+    Each round runs all of them in an order of its own: what a run takes depends on what
+    ran before it, and a noisy machine is as noisy for one as for the other.
+    """
+    seconds = {name: [] for name in runs}
+    order = random.Random(0)
+    for number in range(rounds + 1):
+        for name in order.sample(list(runs), len(runs)):
+            start = time.perf_counter()
+            runs[name]()
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def times(seconds, against=None):
+    """Minimum and median in ms, and the ratios of another's to them."""
+    columns = {
+        "min ms": round(min(seconds) * 1e3, 3),
+        "median ms": round(statistics.median(seconds) * 1e3, 3),
+    }
+    if against is not None:
+        columns["speed, min"] = round(min(against) / min(seconds), 2)
+        medians = statistics.median(against), statistics.median(seconds)
+        columns["speed, median"] = round(medians[0] / medians[1], 2)
+    return columns
+
+
+def report(title, rows, path=None):
+    """Prints rows, dicts of columns with a "name" each, as a table; writes them."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns] + [[str(row.get(key, "")) for key in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    print(title)
+    for line in cells:
+        first, *rest = zip(line, widths, strict=True)
+        aligned = [first[0].ljust(first[1])] + [cell.rjust(w) for cell, w in rest]
+        print("  ".join(aligned).rstrip())
+    print()
+    if path:
+        measured = {
+            "title": title,
+            "date": datetime.date.today().isoformat(),
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "rows": rows,
+        }
+        path.write_text(json.dumps(measured, indent=1) + "\n")
+
+
+def draw(shapes, seed):
+    """Normal numbers in the given shapes."""
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {
+        k: jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype)
+        for key, (k, x) in zip(keys, shapes.items(), strict=True)
+    }

@@ -1,0 +1,99 @@
+"""A batch that touches 8,192 rows of a table: row-sparse Adagrad, optax, torch.
+
+``python -m benchmarks.rows`` takes tables of 100,000, 1,000,000 and 10,000,000 rows of
+64 float32 numbers, and times one step from the rows' gradients to the new parameters.
+optax is given its dense gradient ready-made, and is left out for the largest table.
+torch is ``torch.optim.Adagrad`` on a sparse gradient (extra ``benchmarks``).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import gradxform as gx
+from benchmarks.measure import arguments, interleaved, report, times
+
+HEIGHTS, WIDTH, ROWS = (100_000, 1_000_000, 10_000_000), 64, 8192
+CHAINS = {
+    "adagrad": gx.adagrad(0.1),
+    "clip + adagrad": optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1)),
+    "adagrad(row_wise)": gx.adagrad(0.1, row_wise=True),
+}
+
+
+def stepper(tx, height, grads):
+    """A run of the donated step, and what the compiler says of it."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        return gx.apply_gradients(tx, grads, state, params)
+
+    params = jnp.zeros((height, WIDTH))
+    model = [params, tx.init(params)]
+    compiled = step.lower(*model, grads).compile()
+
+    def run():
+        model[:] = jax.block_until_ready(compiled(*model, grads))
+
+    return run, compiled
+
+
+def torch_stepper(height, indices, values):
+    """A run of torch's sparse Adagrad; None without torch."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    table = torch.nn.Parameter(torch.zeros(height, WIDTH))
+    adagrad = torch.optim.Adagrad([table], lr=0.1, initial_accumulator_value=0.1)
+    at, rows = torch.from_numpy(indices)[None].long(), torch.from_numpy(values)
+
+    def run():
+        table.grad = torch.sparse_coo_tensor(
+            at, rows, table.shape, check_invariants=False
+        )
+        adagrad.step()
+
+    return run
+
+
+def measure(height, rounds):
+    """The table's rows of the report."""
+    rng = np.random.default_rng(0)
+    indices = rng.integers(0, height, ROWS).astype(np.int32)
+    values = rng.standard_normal((ROWS, WIDTH)).astype(np.float32)
+    grads = gx.IndexedSlices(indices, values, (height, WIDTH))
+    runs, compiled = {}, {}
+    for name, tx in CHAINS.items():
+        runs[name], compiled[name] = stepper(tx, height, grads)
+    if height < HEIGHTS[-1]:
+        dense = optax.adagrad(0.1)
+        runs["optax, dense"], compiled["optax, dense"] = stepper(
+            dense, height, grads.densify()
+        )
+    if run := torch_stepper(height, indices, values):
+        runs["torch, sparse"] = run
+    seconds = interleaved(runs, rounds)
+    for name, measured in seconds.items():
+        row = {"name": f"{height:,} rows: {name}", **times(measured)}
+        if name in compiled:
+            row["temp bytes"] = compiled[name].memory_analysis().temp_size_in_bytes
+        for other in ("optax, dense", "torch, sparse"):
+            if name in CHAINS and other in seconds:
+                speed = times(measured, seconds[other])["speed, median"]
+                row[f"x {other}"] = speed
+        yield row
+
+
+def main():
+    """Prints the table."""
+    options = arguments(__doc__, rounds=30).parse_args()
+    rows = [row for height in HEIGHTS for row in measure(height, options.rounds)]
+    report(f"one step on {ROWS:,} rows of {WIDTH} numbers", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

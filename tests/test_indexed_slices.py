@@ -1,0 +1,246 @@
+"""IndexedSlices: what it accepts, what it stands for, and whom it refuses."""
+
+import pickle
+
+import chex
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+
+
+def slices(indices, height=5, width=2, seed=0, dtype="float32"):
+    values = np.random.default_rng(seed).standard_normal((len(indices), width))
+    return gx.IndexedSlices(
+        np.asarray(indices, np.int32), jnp.asarray(values, dtype), (height, width)
+    )
+
+
+def added_up(indices, values, height):
+    """The dense gradient, by NumPy in float64."""
+    dense = np.zeros((height + 1, *np.shape(values)[1:]))
+    np.add.at(dense, np.asarray(indices), np.asarray(values, np.float64))
+    return dense[:height]  # without the padding
+
+
+@pytest.mark.parametrize("indices", [[0], [4, 0, 4, 5, 5, 4], [5, 5], [1, 1, 1, 1]])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_it_stands_for_the_sum_of_its_rows(indices, wrap):
+    grads = slices(indices)
+    expected = added_up(indices, grads.values, 5)
+    np.testing.assert_allclose(wrap(lambda g: g.densify())(grads), expected, rtol=1e-6)
+    summed = wrap(lambda g: g.sum_duplicates())(grads)
+    np.testing.assert_allclose(summed.densify(), expected, rtol=1e-6)
+    inside = np.unique([i for i in indices if i < 5])
+    padding = [5] * (len(indices) - len(inside))
+    assert summed.indices.tolist() == [*inside, *padding]
+    assert not np.any(summed.values[len(inside) :])
+
+
+@hypothesis.given(st.lists(st.integers(0, 7), max_size=20), st.integers(0, 2**32 - 1))
+@hypothesis.settings(max_examples=100, deadline=None)
+def test_summed_and_dense_agree_to_the_bit(indices, seed):
+    grads = slices(indices, height=7, seed=seed)
+    np.testing.assert_array_equal(grads.sum_duplicates().densify(), grads.densify())
+
+
+def test_half_precision_rows_are_summed_in_float32():
+    grads = slices([1] * 4096).with_values(jnp.ones((4096, 2), jnp.bfloat16))
+    for dense in (grads.densify(), grads.sum_duplicates().densify()):
+        assert dense.dtype == jnp.bfloat16
+        assert dense[1].tolist() == [4096.0, 4096.0]  # a bfloat16 sum stays at 256
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64"])
+def test_any_integer_makes_an_index(dtype):
+    with jax.enable_x64(True):
+        indices = jnp.asarray([4, 0, 5], dtype)
+        assert indices.dtype == dtype
+        for make in (gx.IndexedSlices, jax.jit(gx.IndexedSlices, static_argnums=2)):
+            grads = make(indices, jnp.ones((3, 2), jnp.float32), (5, 2))
+            assert grads.indices.dtype == jnp.int32
+            assert grads.indices.tolist() == [4, 0, 5]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "outside"),
+    [("int32", -1), ("int32", 6), ("uint32", 2**32 - 1), ("int64", 2**32 + 1)],
+)
+def test_a_traced_index_outside_is_dropped_and_never_wrapped(dtype, outside):
+    with jax.enable_x64(True):
+        grads = jax.jit(gx.IndexedSlices, static_argnums=2)(
+            jnp.asarray([outside, 1], dtype), jnp.ones((2, 2), jnp.float32), (5, 2)
+        )
+        assert grads.densify().sum(axis=1).tolist() == [0, 2, 0, 0, 0]
+        assert grads.indices.tolist() == [5, 1]
+
+
+ONES = np.ones((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([0, 9], ONES, (4, 3)), ValueError,
+         r"indices must be in \[0, 5\), got 9 at position \[1\]"),
+        (([-1, 0], ONES, (4, 3)), ValueError, "got -1 at position"),
+        (([0.0, 1.0], ONES, (4, 3)), TypeError, "indices must be integers, got float"),
+        (([True, False], ONES, (4, 3)), TypeError, "must be integers, got bool"),
+        (([[0, 1]], ONES, (4, 3)), ValueError, r"shapes \[n\] and .* got \[1, 2\]"),
+        (([0, 1, 2], ONES, (4, 3)), ValueError, r"got \[3\] and \[2, 3\]"),
+        (([0, 1], ONES, (4, 2)), ValueError, r"\[2, 3\] for dense_shape \(4, 2\)"),
+        (([0, 1], ONES, ()), ValueError, "dense_shape must be that of a table"),
+        (([0, 1], ONES, (2**31, 3)), ValueError, r"2\*\*31 - 1 rows"),
+    ],
+)  # fmt: skip
+def test_bad_input(arguments, error, message):
+    with pytest.raises(error, match=message):
+        gx.IndexedSlices(*arguments)
+
+
+def test_shape_and_dtype_are_those_of_the_dense_gradient():
+    grads = slices([1], dtype="bfloat16")
+    assert (grads.shape, grads.ndim, grads.dtype) == ((5, 2), 2, jnp.bfloat16)
+    assert "dense_shape=(5, 2)" in repr(grads)
+
+
+# What JAX does with a pytree.
+
+
+def test_it_goes_through_jit_cond_scan_vmap_and_pickle():
+    grads = slices([4, 0, 4])
+    expected = grads.densify()
+    passed = jax.jit(lambda g: g)(grads)
+    chosen = jax.lax.cond(True, lambda: grads, lambda: grads)
+    carried, _ = jax.lax.scan(lambda g, _: (g, None), grads, length=2)
+    read = pickle.loads(pickle.dumps(jax.device_get(grads)))
+    for other in (passed, chosen, carried, read):
+        assert isinstance(other, gx.IndexedSlices)
+        np.testing.assert_array_equal(other.densify(), expected)
+    values = jnp.stack([grads.values, 2 * grads.values])
+    both = jax.vmap(lambda v: grads.with_values(v).sum_duplicates())(values)
+    dense = jax.vmap(lambda g: g.densify())(both)
+    np.testing.assert_allclose(dense, jnp.stack([expected, 2 * expected]), rtol=1e-6)
+
+
+def test_that_it_is_summed_is_not_believed_of_other_rows():
+    summed = slices([1, 3]).sum_duplicates()
+    repeated = jax.tree.unflatten(
+        jax.tree.structure(summed), [jnp.ones((2, 2)), jnp.array([1, 1], jnp.int32)]
+    )
+    assert repeated.sum_duplicates().indices.tolist() == [1, 5]
+    rows = summed.values
+    assert slices([1, 1]).with_values(rows).sum_duplicates().indices.tolist() == [1, 5]
+    jitted = jax.jit(lambda g: g.sum_duplicates().values[0, 0])
+    assert summed.sum_duplicates() is summed
+    assert summed.with_values(summed.values).sum_duplicates().indices is summed.indices
+    assert jitted(summed) == summed.values[0, 0]
+    assert jitted(repeated) == 2.0  # the same treedef, so the same compiled function
+
+
+def test_all_gather_puts_the_rows_of_all_devices_together():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    rows = jnp.arange(16.0).reshape(8, 2)
+    indices = jnp.array([0, 1, 2, 3, 4, 0, 1, 2])
+
+    def gather(indices, rows):
+        grads = gx.IndexedSlices(indices, rows, (5, 2))
+        return jax.lax.all_gather(grads, "x", tiled=True).densify()[None]
+
+    dense = jax.jit(
+        jax.shard_map(gather, mesh=mesh, in_specs=(P("x"), P("x")), out_specs=P("x"))
+    )(indices, rows)
+    for device in dense:
+        np.testing.assert_array_equal(device, added_up(indices, rows, 5))
+
+
+# Whom it refuses.
+
+GRADS = {"table": slices([4, 0, 4]), "w": jnp.ones(3)}
+PARAMS = {"table": jnp.ones((5, 2)), "w": jnp.ones(3)}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.scale(0.5),
+        optax.scale(-1),  # An index times -1 is an integer as well,
+        optax.scale_by_learning_rate(0.1),
+        optax.scale_by_learning_rate(lambda count: 0.1),  # and times int32(0.1).
+        optax.add_decayed_weights(0.1),
+        optax.clip_by_global_norm(1.0),
+        optax.clip(1.0),
+        optax.trace(0.9),
+        optax.adam(0.1),
+        optax.sgd(0.1),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_transformation_that_would_change_the_indices_is_refused(tx, wrap):
+    state = tx.init(PARAMS)
+    with pytest.raises(TypeError, match=r"row-sparse.*indices.*densify\(\) in front"):
+        wrap(tx.update)(GRADS, state, PARAMS)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: jax.tree.map(lambda g: 2 * g, GRADS),
+        lambda: jax.tree.map_with_path(lambda _, g: 2 * g, GRADS),
+        lambda: jax.tree_util.tree_map(lambda g: 2 * g, GRADS),
+        lambda: optax.apply_updates(PARAMS, GRADS),
+        lambda: optax.tree.scale(2, GRADS),
+        lambda: 2 * GRADS["table"],
+        lambda: GRADS["table"] / 2,
+        lambda: PARAMS["table"] + GRADS["table"],
+        lambda: -GRADS["table"],
+        lambda: GRADS["table"][0],
+        lambda: np.asarray(GRADS["table"]),
+        lambda: jax.vmap(lambda _: jax.lax.psum(GRADS, "i"), axis_name="i")(ONES),
+        lambda: jax.vmap(lambda _: jax.lax.pmean(GRADS, "i"), axis_name="i")(ONES),
+    ],
+)
+def test_arithmetic_is_refused(use):
+    with pytest.raises(TypeError, match="row-sparse gradient"):
+        use()
+
+
+def test_what_moves_it_or_looks_at_it_is_not_refused():
+    for moved in (
+        jax.device_get(GRADS),
+        jax.device_put(GRADS),
+        jax.block_until_ready(GRADS),
+        jax.tree.unflatten(jax.tree.structure(GRADS), jax.tree.leaves(GRADS)),
+        jax.tree.map(lambda g: g, GRADS, is_leaf=lambda g: g is GRADS["table"]),
+        optax.identity().update(GRADS, optax.EmptyState())[0],
+    ):
+        chex.assert_trees_all_equal(moved, GRADS)
+    assert not optax.tree.zeros_like(GRADS)["table"].densify().any()
+
+
+def test_an_update_that_is_not_finite_is_skipped():
+    tx = optax.apply_if_finite(gx.adagrad(0.1), max_consecutive_errors=3)
+    state = tx.init(PARAMS)
+    bad = GRADS | {"table": GRADS["table"].with_values(jnp.full((3, 2), jnp.nan))}
+    params, state = gx.apply_gradients(tx, bad, state, PARAMS)
+    chex.assert_trees_all_equal(params, PARAMS)
+    params, state = gx.apply_gradients(tx, GRADS, state, params)
+    assert jnp.any(params["table"][4] != 1)
+    assert jnp.all(params["table"][1] == 1)
+
+
+def test_injected_hyperparameters_do_not_take_the_dtype_of_the_indices():
+    tx = optax.inject_hyperparams(gx.adagrad)(0.1)
+    grads, params = {"table": GRADS["table"]}, {"table": PARAMS["table"]}
+    updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+    plain, _ = gx.adagrad(0.1).update(grads, gx.adagrad(0.1).init(params), params)
+    assert state.hyperparams["learning_rate"].dtype == jnp.float32
+    chex.assert_trees_all_close(updates, plain)

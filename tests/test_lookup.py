@@ -1,0 +1,499 @@
+"""Lookups and their row-sparse gradients: the dense ones, without the table."""
+
+import functools
+import typing
+
+import chex
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+
+HEIGHT = 6
+TABLE = np.random.default_rng(0).standard_normal((HEIGHT, 3)).astype(np.float32)
+PADDED = np.concatenate([TABLE, np.zeros((1, 3), np.float32)])  # Zeros at the height.
+IDS = np.array([4, 0, 4, HEIGHT, 1])  # A repetition, and padding.
+ROWS = IDS.tolist()
+
+
+def one_hot_read(table, ids):
+    """The rows by way of a dense product; the padding has no 1 in it, so it reads 0."""
+    one_hot = jax.nn.one_hot(jnp.asarray(ids), table.shape[0], dtype=table.dtype)
+    return jnp.tensordot(one_hot, table, 1)
+
+
+def draw(*shape, dtype="float32", seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+@pytest.mark.parametrize("ids", [2, HEIGHT, [1, 6, 1], [[6, 5]], np.array([[0, 5]])])
+@pytest.mark.parametrize("dtype", [None, "int8", "uint32", "int32"])
+def test_lookup_reads_rows_and_zeros_at_the_height(ids, dtype):
+    given = ids if dtype is None else jnp.asarray(ids, dtype)
+    rows = gx.lookup(jnp.asarray(TABLE), given)
+    np.testing.assert_array_equal(rows, PADDED[np.asarray(ids)])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("height", [127, 128, 300])
+def test_a_table_higher_than_the_ids_can_count(dtype, height):
+    assert gx.lookup(jnp.arange(height), jnp.array([5, 126], dtype)).tolist() == [
+        5,
+        126,
+    ]
+
+
+def test_int64_ids():
+    with jax.enable_x64(True):
+        ids = jnp.array([2**32 + 1, 1, 1 - 2**32])
+        rows = jax.jit(gx.lookup)(jnp.arange(1, 4), ids)
+    assert rows.tolist() == [0, 2, 0]
+
+
+@pytest.mark.parametrize("outside", [-1, -HEIGHT, HEIGHT + 1, 2**31 - 1, -(2**31)])
+def test_a_traced_id_outside_reads_zeros(outside):
+    rows = jax.jit(gx.lookup)(jnp.asarray(TABLE), jnp.array([outside, 1]))
+    np.testing.assert_array_equal(rows, [np.zeros(3), TABLE[1]])
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ([1, 7], ValueError, r"^ids must be in \[0, 7\), got 7 at position \[1\]"),
+        (jnp.array([[0], [-1]]), ValueError, r"got -1 at position \[1, 0\]"),
+        (-1, ValueError, r"got -1 at position \[\]"),
+        (1.0, TypeError, "^ids must be integers, got float"),
+        ([True], TypeError, "^ids must be integers, got bool"),
+    ],
+)
+def test_bad_ids(ids, error, message):
+    with pytest.raises(error, match=message):
+        gx.lookup(jnp.asarray(TABLE), ids)
+
+
+not_asarray = functools.partial(pytest.mark.xfail, strict=True)
+
+
+@not_asarray(reason="jnp.asarray wraps what NumPy holds in int64: row 1 is read")
+def test_a_numpy_id_that_int32_cannot_hold():
+    with pytest.raises(ValueError, match="got 4294967297 at position"):
+        gx.lookup(jnp.asarray(TABLE), np.array([2**32 + 1]))
+
+
+@not_asarray(reason="jnp.asarray traces a list")
+def test_an_id_is_checked_under_jit_where_it_is_concrete():
+    with pytest.raises(ValueError, match="got -1 at position"):
+        jax.jit(lambda table: gx.lookup(table, [-1]))(TABLE)
+
+
+@not_asarray(reason="an empty list is one of floats; IndexedSlices takes it")
+def test_an_empty_list_of_ids():
+    assert gx.lookup(jnp.asarray(TABLE), []).shape == (0, 3)
+
+
+def test_the_dense_gradient_of_a_lookup_ignores_padding():
+    weights = np.random.default_rng(1).standard_normal((5, 3)).astype(np.float32)
+    grads = jax.grad(lambda t: jnp.sum(gx.lookup(t, IDS) * weights))(jnp.asarray(TABLE))
+    expected = np.zeros((HEIGHT + 1, 3))
+    np.add.at(expected, IDS, weights)
+    np.testing.assert_allclose(grads, expected[:-1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        jax.jit(gx.lookup),
+        jax.vmap(gx.lookup, (None, 0)),
+        jax.checkpoint(gx.lookup),
+        lambda t, ids: jax.lax.scan(lambda _, i: (None, gx.lookup(t, i)), None, ids)[1],
+    ],
+    ids=["jit", "vmap", "checkpoint", "scan"],
+)
+def test_a_table_that_is_not_named_can_be_read_within_transformations(read):
+    value_and_grad = gx.value_and_grad(lambda t: jnp.sum(read(t, jnp.array(IDS)) ** 2))
+    value, grads = value_and_grad(jnp.asarray(TABLE))
+    counts = np.bincount(IDS, minlength=HEIGHT + 1)[:-1, None]
+    np.testing.assert_allclose(value, np.sum(counts * TABLE**2), rtol=1e-6)
+    np.testing.assert_allclose(grads, 2 * counts * TABLE, rtol=1e-6)
+
+
+def is_sparse(x):
+    return isinstance(x, gx.IndexedSlices)
+
+
+def by_path(tree):
+    flat, _ = jax.tree.flatten_with_path(tree, is_leaf=is_sparse)
+    return {jax.tree_util.keystr(k, simple=True, separator="/"): x for k, x in flat}
+
+
+def densify(grads):
+    return jax.tree.map(
+        lambda g: g.densify() if is_sparse(g) else g, grads, is_leaf=is_sparse
+    )
+
+
+def read_at(*paths):
+    """A loss that reads tables at these paths, one after another."""
+
+    def loss(read, params, ids):
+        total = jnp.float32(0)
+        for n, path in enumerate(paths):
+            rows = read(by_path(params)[path], ids).astype("float32")
+            total += jnp.sum(jnp.sin(rows + n) * params["w"])
+        return total
+
+    return loss
+
+
+def read_fewer_then(read, params, ids):
+    first, second = read(params["emb"], ids), read(params["emb"], ids[:2])
+    return jnp.sum(first**2) * jnp.sum(second * params["w"])
+
+
+def read_what_params_say(read, params, ids):
+    ids = jnp.argsort(params["scores"])[:3] + ids[1]
+    return jnp.sum(read(params["emb"], ids) ** 2 * params["w"])
+
+
+def read_a_scalar_id(read, params, ids):
+    return jnp.sum(read(params["emb"], ids[0]) * params["w"])
+
+
+class Layer(typing.NamedTuple):
+    emb: jax.Array
+
+
+PARAMS = {
+    "w": jnp.float32(0.7),
+    "scores": jnp.array([3.0, 1.0, 2.0, 0.0]),
+    "emb": draw(6, 3),
+    "other": draw(9, 2),
+    "layers": [Layer(draw(6, 3, seed=2)), {"emb": draw(6, 3, seed=3)}],
+    "numbers": draw(6),
+    "tensors": draw(6, 2, 2),
+    "half": draw(6, 3, dtype="bfloat16"),
+}
+NESTED = read_at("layers/1/emb", "emb", "layers/0/emb", "emb")
+# How tables are read, and the rows that the gradient of each that is named shall hold.
+CASES = {
+    "one": (read_at("emb"), {"emb": ROWS}),
+    "fewer-then": (read_fewer_then, {"emb": ROWS + ROWS[:2]}),
+    "two": (NESTED, {"layers/1/emb": ROWS, "emb": ROWS * 2}),
+    "attribute": (NESTED, {"layers/0/emb": ROWS}),
+    "none": (NESTED, {}),
+    "computed-ids": (read_what_params_say, {"emb": [3, 1, 2]}),
+    "scalar-id": (read_a_scalar_id, {"emb": ROWS[:1]}),
+    "never-read": (NESTED, {"emb": ROWS * 2, "other": []}),
+    "numbers": (read_at("numbers"), {"numbers": ROWS}),
+    "tensors": (read_at("tensors"), {"tensors": ROWS}),
+    "bfloat16": (read_at("half"), {"half": ROWS}),
+}
+
+
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_dense_gradient(name, how):
+    loss, rows = CASES[name]
+    sparse = functools.partial(loss, gx.lookup)
+    value, grads = how(gx.value_and_grad(sparse, tables=list(rows)))(PARAMS, IDS)
+    dense = jax.value_and_grad(functools.partial(loss, one_hot_read))
+    expected_value, expected = dense(PARAMS, IDS)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
+    chex.assert_trees_all_equal_shapes_and_dtypes(densify(grads), PARAMS)
+    tol = 1e-2 if name == "bfloat16" else 1e-6
+    chex.assert_trees_all_close(densify(grads), expected, rtol=tol, atol=tol)
+    assert read_rows(grads) == rows
+
+
+def read_rows(grads):
+    """The indices of each gradient that is row-sparse, by path."""
+    return {k: g.indices.tolist() for k, g in by_path(grads).items() if is_sparse(g)}
+
+
+def test_tables_may_be_a_predicate_on_the_path():
+    grads = gx.value_and_grad(
+        functools.partial(NESTED, gx.lookup), tables=lambda path: "layers" in path
+    )(PARAMS, IDS)[1]
+    assert read_rows(grads) == {"layers/0/emb": ROWS, "layers/1/emb": ROWS}
+
+
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_aux_and_keyword_arguments(how):
+    def loss(params, ids, *, factor):
+        rows = gx.lookup(params["emb"], ids)
+        return factor * jnp.sum(rows**2), {"rows": rows}
+
+    value_and_grad = how(gx.value_and_grad(loss, tables=["emb"], has_aux=True))
+    (value, aux), grads = value_and_grad({"emb": TABLE}, IDS, factor=jnp.float32(3))
+    np.testing.assert_allclose(value, 3 * np.sum(PADDED[IDS] ** 2), rtol=1e-6)
+    np.testing.assert_array_equal(aux["rows"], PADDED[IDS])
+    np.testing.assert_allclose(grads["emb"].values, 6 * PADDED[IDS], rtol=1e-6)
+
+
+@functools.cache
+def jitted_pair():
+    """Sparse and dense gradients of one loss, one compilation a shape."""
+
+    def loss(read, table, ids, weights):
+        return jnp.sum(jnp.sin(read(table, ids)) * weights)
+
+    sparse = gx.value_and_grad(functools.partial(loss, gx.lookup), tables=[""])
+    return jax.jit(sparse), jax.jit(jax.grad(functools.partial(loss, one_hot_read)))
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(data=st.data())
+def test_any_ids_and_shapes(data):
+    height = data.draw(st.integers(1, 4))
+    row = data.draw(st.sampled_from([(), (2,), (2, 3)]))
+    shape = data.draw(st.sampled_from([(), (0,), (7,), (2, 3)]))
+    n = int(np.prod(shape))
+    ids = data.draw(st.lists(st.integers(0, height), min_size=n, max_size=n))
+    ids = jnp.array(ids, jnp.int32).reshape(shape)
+    table, weights = draw(height, *row), draw(*shape, *row, seed=1)
+    sparse, dense = jitted_pair()
+    _, grads = sparse(table, ids, weights)
+    expected = dense(table, ids, weights)
+    np.testing.assert_array_equal(grads.indices, ids.ravel())
+    np.testing.assert_allclose(grads.densify(), expected, rtol=1e-6, atol=1e-6)
+
+
+LOSS, DENSE_LOSS = (
+    functools.partial(read_at("emb"), read) for read in (gx.lookup, one_hot_read)
+)
+EMB = {"w": PARAMS["w"], "emb": PARAMS["emb"]}
+SPARSE = gx.value_and_grad(LOSS, tables=["emb"])
+
+
+def test_under_scan_over_steps():
+    tx = optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1))
+    batches = jnp.array([IDS, IDS[::-1], [2, 2, 2, 2, 3]])
+
+    def step(value_and_grad, carry, ids):
+        value, grads = value_and_grad(carry[0], ids)
+        return gx.apply_gradients(tx, grads, carry[1], carry[0]), value
+
+    start = EMB, tx.init(EMB)
+    got, losses = jax.lax.scan(functools.partial(step, SPARSE), start, batches)
+    for ids, loss in zip(batches, losses, strict=True):
+        start, expected_loss = step(jax.value_and_grad(DENSE_LOSS), start, ids)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    chex.assert_trees_all_close(got, start, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_under_cond(forward):
+    @jax.jit
+    def either(forward, ids):
+        return jax.lax.cond(
+            forward, lambda: SPARSE(EMB, ids), lambda: SPARSE(EMB, ids[::-1])
+        )
+
+    _, grads = either(forward, jnp.array(IDS))
+    assert grads["emb"].indices.tolist() == (ROWS if forward else ROWS[::-1])
+    expected = jax.grad(DENSE_LOSS)(EMB, IDS)
+    chex.assert_trees_all_close(densify(grads), expected, rtol=1e-6, atol=1e-6)
+
+
+def memory(height, tables):
+    shapes = {
+        "emb": jax.ShapeDtypeStruct((height, 8), jnp.float32),
+        "w": jax.ShapeDtypeStruct((), jnp.float32),
+    }
+    ids = jax.ShapeDtypeStruct((4, 8), jnp.int32)
+    step = jax.jit(gx.value_and_grad(LOSS, tables=tables)).lower(shapes, ids)
+    stats = step.compile().memory_analysis()
+    return stats.temp_size_in_bytes, stats.output_size_in_bytes
+
+
+def test_no_array_of_the_size_of_the_table():
+    assert memory(1_000, ["emb"]) == memory(1_000_000, ["emb"])
+    assert memory(1_000_000, ())[1] > 1_000_000 * 8 * 4  # The dense gradient.
+
+
+@pytest.mark.parametrize(
+    ("tables", "params", "error", "message"),
+    [
+        (["nope"], EMB, ValueError, r"got 'nope'; there are 'emb', 'w'\.$"),
+        (["emb"], {"emb": [TABLE]}, ValueError, r"got 'emb'; there are 'emb/0'\.$"),
+        ("emb", EMB, TypeError, "must be a sequence of paths, got 'emb'"),
+        (["n"], {"n": jnp.arange(3)}, ValueError, r"rows, but 'n' is int32\[3\]"),
+        (["w"], EMB, ValueError, r"rows, but 'w' is float32\[\]"),
+        (lambda _: True, EMB, ValueError, r"rows, but 'w' is float32\[\]"),
+    ],
+)
+def test_bad_tables(tables, params, error, message):
+    with pytest.raises(error, match=message):
+        gx.value_and_grad(LOSS, tables=tables)(params, IDS)
+
+
+@pytest.mark.xfail(strict=True, reason="leaves are told apart by their path alone")
+def test_two_leaves_of_one_path():
+    params = {"a": {"b": jnp.float32(2)}, "a/b": jnp.float32(3)}
+    _, grads = gx.value_and_grad(lambda p: p["a"]["b"] * p["a/b"])(params)
+    assert grads == {"a": {"b": 3.0}, "a/b": 2.0}
+
+
+OTHER_WAYS = """
+t * 2 | 2 * t | t + x | x + t | t - x | x - t | t / x | x / t | t**2 | 2**t | -t
+t @ x[0] | x[:, 0] @ t | np.ones((6, 3)) * t | sum(t) | list(t) | len(t) | bool(t)
+t[i] | t.T | t.at[0].get() | t.sum() | t.astype(int) | np.asarray(t) | jnp.asarray(t)
+jnp.sum(t**2) | jax.tree.map(lambda p: 2 * p, t) | jnp.einsum("ij->i", t)
+jnp.where(x > 0, t, x) | jax.lax.stop_gradient(t) | jnp.zeros_like(t)
+jax.jit(lambda i: gx.lookup(t, i))(i) | jax.vmap(lambda i: gx.lookup(t, i))(i)
+jax.lax.scan(lambda c, i: (c, gx.lookup(t, i)), 0, i) | jax.vmap(lambda r: r)(t)
+jax.checkpoint(lambda i: gx.lookup(t, i))(i) | jax.checkpoint(lambda t: t)(t)
+jax.lax.cond(i[0] > 0, lambda: gx.lookup(t, i), lambda: x[:1])
+jax.grad(lambda s: jnp.sum(s * gx.lookup(t, i)))(1.0)
+"""
+HIDDEN = """
+jax.jit(lambda t: gx.lookup(t, i))(t) | jnp.dot(x[:, 0], t) | jnp.take(t, i, axis=0)
+jnp.sum(t) | jnp.square(t) | jax.lax.mul(t, x) | t
+"""
+UNKNOWN = (
+    "t == 0 | t != 0 | t < 0 | t >= 0 | t // 2 | t % 2 | 2 // t | +t | abs(t) | 1 in t"
+)
+
+
+def split(expressions, reason=None):
+    marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+    lines = expressions.strip().replace("\n", " | ").split(" | ")
+    return [pytest.param(line, id=line, marks=marks) for line in lines]
+
+
+@pytest.mark.parametrize(
+    "expression",
+    split(OTHER_WAYS)
+    + split(HIDDEN, "JAX catches the TypeError, and its own names no path and no cure")
+    + split(UNKNOWN, "an operator that _Table does not refuse"),
+)
+def test_a_named_table_is_read_in_no_other_way(expression):
+    def loss(params):
+        names = {"t": params["a"]["emb"], "x": jnp.ones((6, 3)), "i": jnp.array([1])}
+        return params["w"], eval(expression, globals() | names)
+
+    params = {"a": {"emb": TABLE}, "w": 1.0}
+    with pytest.raises(TypeError, match=r"'a/emb' is one of tables.*lookup\("):
+        gx.value_and_grad(loss, tables=["a/emb"], has_aux=True)(params)
+
+
+def test_what_a_named_table_tells():
+    def loss(params):
+        table = params["emb"]
+        assert (table.shape, table.dtype, table.ndim) == ((6, 3), jnp.float32, 2)
+        return params["w"]
+
+    gx.value_and_grad(loss, tables=["emb"])(EMB)
+
+
+# Sharding: eight devices hold eight rows each, and one id of a batch is padding.
+TALL = {"emb": draw(64, 4), "w": draw(4, seed=1)}
+SPECS = {"emb": P("x", None), "w": P()}
+BATCHES = np.array([[3, 60, 3, 63, 0, 64, 9, 8], [8, 7, 15, 16, 8, 8, 64, 1]] * 2)
+
+
+def loss_of(rows, params):
+    return jnp.sum((jnp.einsum("nd,d->n", rows, params["w"]) - 1) ** 2)
+
+
+def tall_loss(params, ids, read=gx.lookup):
+    return loss_of(read(params["emb"], ids), params)
+
+
+def chain(**axis):
+    return optax.chain(gx.clip_by_global_norm(0.5, **axis), gx.adagrad(0.1))
+
+
+def make_step(loss, tx):
+    def step(params, state, ids):
+        _, grads = gx.value_and_grad(loss, tables=["emb"])(params, ids)
+        return gx.apply_gradients(tx, grads, state, params)
+
+    return jax.jit(step)
+
+
+def check_training(step, params, state, put=jnp.asarray):
+    """Trains, and compares with one device and dense gradients; the new parameters."""
+    one, one_state = TALL, chain().init(TALL)
+    for ids in BATCHES:
+        params, state = step(params, state, put(ids))
+        grads = jax.grad(tall_loss)(one, ids, one_hot_read)
+        one, one_state = gx.apply_gradients(chain(), grads, one_state, one)
+    got = jax.device_get((params, state))
+    chex.assert_trees_all_close(got, (one, one_state), rtol=1e-6, atol=1e-6)
+    return params
+
+
+def mesh(axis_type):
+    return jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+
+
+def test_shard_map_over_rows():
+    def loss(params, ids):
+        # Each device brings the rows that it has; all others are padding to it, zeros.
+        # The sum is the same everywhere, and so is its cotangent. shard_map, which
+        # keeps track of that, transposes psum to handing the cotangent to every device
+        # as it is: the gradient is exact. With check_vma=False it would add the eight
+        # equal cotangents up, and the gradient be eight times too large.
+        offset = jax.lax.axis_index("x") * params["emb"].shape[0]
+        rows = jax.lax.psum(gx.lookup(params["emb"], ids - offset), "x")
+        return loss_of(rows, params)
+
+    tx = chain(axis_name="x")
+    state = tx.init(TALL)
+    state_specs = optax.tree.map_params(
+        tx, lambda _, s: s, state, SPECS, transform_non_params=lambda _: P()
+    )
+    step = jax.shard_map(
+        make_step(loss, tx),
+        mesh=mesh(AxisType.Auto),
+        in_specs=(SPECS, state_specs, P()),
+        out_specs=(SPECS, state_specs),
+    )
+    check_training(jax.jit(step), TALL, state)
+
+
+ambiguous = pytest.mark.xfail(
+    strict=True, reason="_gather gives no out_sharding, which explicit axes ask for"
+)
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "table", "ids"),
+    [
+        (AxisType.Auto, P("x", None), P()),
+        (AxisType.Auto, P("x", None), P("x")),
+        (AxisType.Auto, P(), P("x")),
+        (AxisType.Explicit, P(), P()),
+        pytest.param(AxisType.Explicit, P(), P("x"), marks=ambiguous),
+        pytest.param(AxisType.Explicit, P("x", None), P(), marks=ambiguous),
+    ],
+    ids=str,
+)
+def test_jit_of_sharded_arrays(axis_type, table, ids):
+    on = functools.partial(NamedSharding, mesh(axis_type))
+    with jax.set_mesh(mesh(axis_type)):
+        params = jax.device_put(TALL, {"emb": on(table), "w": on(P())})
+        step = make_step(tall_loss, chain())
+        state = chain().init(params)
+        params = check_training(
+            step, params, state, lambda batch: jax.device_put(batch, on(ids))
+        )
+    assert params["emb"].sharding.is_equivalent_to(on(table), 2)
+
+
+def test_a_table_sharded_by_rows_is_not_gathered():
+    on = functools.partial(NamedSharding, mesh(AxisType.Auto))
+    params = jax.device_put(TALL, jax.tree.map(on, SPECS))
+    step = make_step(tall_loss, chain())
+    lowered = step.lower(params, chain().init(params), BATCHES[0, :5])
+    text = lowered.compile().as_text()
+    assert "f32[8,4]" in text  # A device's share of it,
+    assert "f32[64,4]" not in text  # and the whole nowhere.

@@ -1,0 +1,254 @@
+"""The whole training step: what learns, what stays, what it costs."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((20, 3)).astype(np.float32)
+Y = RNG.standard_normal(20).astype(np.float32)
+IDS = jnp.array([4, 0, 4, 6, 1])  # A repetition, and padding.
+
+
+def loss_fn(params, x, y):
+    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+
+def start():
+    return {"w": jnp.zeros(3), "b": jnp.zeros(())}
+
+
+def model():
+    """A table, two vectors and integers; each call makes new arrays."""
+    layer = {"w": jnp.array([0.5, -0.2]), "b": jnp.array([0.1, 0.3])}
+    table = jnp.arange(12, dtype=jnp.float32).reshape(6, 2) / 10
+    return {"emb": table, "layer": layer, "sizes": jnp.array([3, 4])}
+
+
+def model_loss(params, ids):
+    rows = gx.lookup(params["emb"], ids) * params["layer"]["w"][None]
+    return jnp.sum((rows + params["layer"]["b"][None] - 1) ** 2)
+
+
+def chain(**kwargs):
+    return optax.chain(gx.clip_by_global_norm(0.5), gx.adagrad(0.1, **kwargs))
+
+
+def test_reaches_the_least_squares():
+    tx = gx.adagrad(0.5)
+    step = gx.minimize(loss_fn, tx)
+    params, state = start(), tx.init(start())
+    losses = []
+    for _ in range(300):
+        params, state, loss = step(params, state, X, Y)
+        losses.append(loss)
+    design = np.column_stack([X, np.ones(20)])
+    best, residual, *_ = np.linalg.lstsq(design, Y, rcond=None)
+    np.testing.assert_allclose([*params["w"], params["b"]], best, atol=1e-3)
+    np.testing.assert_allclose(losses[0], np.mean(Y**2), rtol=1e-6)
+    np.testing.assert_allclose(losses[-1], residual[0] / 20, rtol=1e-4)
+
+
+def test_aux_comes_last():
+    def with_aux(params, x, y):
+        return loss_fn(params, x, y), {"n": len(x)}
+
+    tx = optax.sgd(0.1)
+    step = gx.minimize(with_aux, tx, has_aux=True)
+    _, _, loss, aux = step(start(), tx.init(start()), X, Y)
+    np.testing.assert_allclose(loss, np.mean(Y**2), rtol=1e-6)
+    assert aux == {"n": 20}
+
+
+@pytest.mark.parametrize("row_wise", [False, True])
+@pytest.mark.parametrize("tables", [(), ["emb"]])
+def test_equals_the_step_by_hand(tables, row_wise):
+    tx = chain(row_wise=row_wise)
+    step = gx.minimize(model_loss, tx, trainable=learning(True), tables=tables)
+    params, state = model(), tx.init(model())
+    expected, expected_state = model(), tx.init(model())
+    for _ in range(3):
+        params, state, loss = step(params, state, IDS)
+        value, grads = jax.value_and_grad(model_loss, allow_int=True)(expected, IDS)
+        expected, expected_state = gx.apply_gradients(
+            tx, grads | {"sizes": None}, expected_state, expected
+        )
+        np.testing.assert_allclose(loss, value, rtol=1e-6)
+    chex.assert_trees_all_close(
+        (params, state), (expected, expected_state), rtol=1e-6, atol=1e-7
+    )
+
+
+def learning(emb, layer=True):
+    return {"emb": emb, "layer": layer, "sizes": False}
+
+
+TREE = learning(False, {"w": False, "b": True})
+
+
+@pytest.mark.parametrize(
+    ("trainable", "learned"),
+    [
+        (TREE, {"layer/b"}),
+        (lambda params: TREE, {"layer/b"}),
+        (learning(False), {"layer/w", "layer/b"}),
+        (lambda params: learning(params["emb"].ndim == 2, False), {"emb"}),
+    ],
+    ids=["tree", "function", "prefix", "function-to-prefix"],
+)
+def test_only_what_is_trainable_changes(trainable, learned):
+    tx = gx.adagrad(0.1)
+    step = gx.minimize(model_loss, tx, trainable=trainable)
+    params, state, _ = step(model(), tx.init(model()), IDS)
+    sums, before = (
+        optax.tree.get(s, "sum_of_squares") for s in (state, tx.init(model()))
+    )
+    assert changed(params, model()) == learned
+    assert changed(sums, before) == learned
+    chex.assert_trees_all_equal_dtypes(params, model())
+
+
+def changed(tree, before):
+    """The paths at which a bit differs."""
+    flat = jax.tree.leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for (path, x), y in zip(flat, jax.tree.leaves(before), strict=True)
+        if np.asarray(x).tobytes() != np.asarray(y).tobytes()
+    }
+
+
+def test_a_trainable_table_beside_frozen_layers():
+    tx = gx.adagrad(0.1)
+    step = gx.minimize(
+        model_loss, tx, trainable=learning(True, False), tables=["emb"], donate=False
+    )
+    params, _, _ = step(model(), tx.init(model()), IDS)
+    assert changed(params, model()) == {"emb"}
+    moved = jnp.any(params["emb"] != model()["emb"], axis=1)
+    assert moved.tolist() == [True, True, False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"trainable": False}, ValueError, "grads has no gradient for any leaf"),
+        ({"trainable": lambda p: False}, ValueError, "grads has no gradient"),
+        (
+            {"trainable": learning(False), "tables": ["emb"]},
+            ValueError,
+            "got 'emb'; there are 'layer/b', 'layer/w'",
+        ),
+        (
+            {"trainable": learning(True), "tables": ["sizes"]},
+            ValueError,
+            "got 'sizes'; there are",
+        ),
+        ({"tables": "emb"}, TypeError, "must be a sequence of paths"),
+        ({"trainable": {"emb": True}}, ValueError, "layer|keys|key"),
+        ({"tx": gx.drop_stale(chain(), 0)}, TypeError, "drop_stale needs local_step"),
+    ],
+)
+def test_bad_input(kwargs, error, message):
+    tx = kwargs.pop("tx", gx.adagrad(0.1))
+    kwargs = {"trainable": learning(True)} | kwargs
+    with pytest.raises(error, match=message):
+        gx.minimize(model_loss, tx, **kwargs)(model(), tx.init(model()), IDS)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_donation(donate):
+    tx = gx.adagrad(0.1)
+    params, state = start(), tx.init(start())
+    gx.minimize(loss_fn, tx, donate=donate)(params, state, X, Y)
+    deleted = {leaf.is_deleted() for leaf in jax.tree.leaves((params, state))}
+    assert deleted == {donate}
+
+
+def test_a_stale_step_changes_nothing():
+    tx = gx.drop_stale(chain(), max_staleness=0)
+    step = gx.minimize(
+        model_loss, tx, trainable=learning(True), tables=["emb"], donate=False
+    )
+    params, state, loss = step(model(), tx.init(model()), IDS, local_step=0)
+    stale_params, stale_state, stale_loss = step(params, state, IDS, local_step=0)
+    assert changed(params, model()) == {"emb", "layer/w", "layer/b"}
+    chex.assert_trees_all_equal(stale_params, params)
+    chex.assert_trees_all_equal(stale_state.inner_state, state.inner_state)
+    assert (stale_state.global_step, stale_state.stale_count) == (1, 1)
+    assert stale_loss < loss
+
+
+def test_an_accumulator_acts_on_the_mean_of_two():
+    tx = gx.conditional_accumulator(optax.sgd(0.1), 2)
+    step = gx.minimize(loss_fn, tx, donate=False)
+    params, state, _ = step(start(), tx.init(start()), X[:10], Y[:10], local_step=0)
+    chex.assert_trees_all_equal(params, start())
+    params, state, _ = step(params, state, X[10:], Y[10:], local_step=0)
+    expected = 0.1 * 2 * np.mean(X * Y[:, None], axis=0)  # From zero, by hand.
+    np.testing.assert_allclose(params["w"], expected, rtol=1e-5)
+    assert gx.global_step(state) == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"), [({}, np.mean(Y**2)), ({"value": 7.0}, 7.0)]
+)
+def test_tx_receives_the_value_of_the_loss_unless_it_is_given(extra, expected):
+    def update(updates, state, params=None, *, value, **_):
+        return updates, jnp.asarray(value, jnp.float32)
+
+    tx = optax.GradientTransformationExtraArgs(lambda _: jnp.float32(0), update)
+    _, state, _ = gx.minimize(loss_fn, tx)(start(), tx.init(start()), X, Y, **extra)
+    np.testing.assert_allclose(state, expected, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(("extra", "scale"), [({}, 1.0), ({"value": 1.0}, 0.5)])
+def test_reduce_on_plateau(extra, scale):
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=2)
+    tx = optax.chain(optax.sgd(0.05), plateau)
+    step = gx.minimize(loss_fn, tx)
+    params, state = start(), tx.init(start())
+    for _ in range(4):  # The loss goes down each time; a value that is given does not.
+        params, state, _ = step(params, state, X, Y, **extra)
+    assert state[1].scale == scale
+
+
+def test_the_second_call_does_not_retrace():
+    traces = 0
+
+    def counted(params, *batch):
+        nonlocal traces
+        traces += 1
+        return loss_fn(params, *batch)
+
+    tx = gx.drop_stale(chain(), 5)
+    step = gx.minimize(counted, tx)
+    params, state, _ = step(start(), tx.init(start()), X, Y, local_step=0)
+    first = traces
+    for n in range(1, 4):
+        params, state, _ = step(params, state, X + n, Y, local_step=n)
+    assert traces == first > 0
+
+
+def temporaries(height, tables, row_wise):
+    tx = chain(row_wise=row_wise)
+    params = model() | {"emb": jax.ShapeDtypeStruct((height, 2), jnp.float32)}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    state = jax.eval_shape(tx.init, shapes)
+    step = gx.minimize(model_loss, tx, trainable=learning(True), tables=tables)
+    compiled = step.lower(shapes, state, IDS).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("row_wise", [False, True])
+def test_temporaries_do_not_grow_with_the_table(row_wise):
+    small = temporaries(1_000, ["emb"], row_wise)
+    large = temporaries(1_000_000, ["emb"], row_wise)
+    assert large == pytest.approx(small, rel=0.01)
+    assert temporaries(1_000_000, (), row_wise) > 1_000_000 * 2 * 4

@@ -1,0 +1,318 @@
+"""A row-sparse gradient gives what the dense one gives, at the price of its rows."""
+
+import functools
+
+import chex
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from tests.descriptors import DESCRIPTORS
+
+
+def is_sparse(leaf):
+    return isinstance(leaf, gx.IndexedSlices)
+
+
+def densified(tree):
+    return jax.tree.map(
+        lambda g: g.densify() if is_sparse(g) else g, tree, is_leaf=is_sparse
+    )
+
+
+def draw(seed, indices, shape, dtype="float32"):
+    """A table's gradient with these indices, beside a dense leaf and an empty one."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((len(indices), *shape[1:]))
+    table = gx.IndexedSlices(
+        np.asarray(indices, np.int32), jnp.asarray(values, dtype), shape
+    )
+    return {
+        "table": table,
+        "b": jnp.asarray(rng.standard_normal(3), dtype),
+        "nothing": None,
+    }
+
+
+def params_like(seed, shape, dtype="float32"):
+    rng = np.random.default_rng(seed)
+    return {
+        "table": jnp.asarray(rng.standard_normal(shape), dtype),
+        "b": jnp.asarray(rng.standard_normal(3), dtype),
+        "nothing": None,
+    }
+
+
+# Every transformation.
+
+
+@pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
+def test_sparse_updates_are_the_dense_ones(row):
+    grads, params = draw(0, [3, 0, 3, 4], (4, 3)), params_like(1, (4, 3))
+    tx = row.make()
+    if "novograd" in row.name or str(row) == "drop_stale":
+        with pytest.raises(TypeError, match=r"novograd changes every row.*\['table'\]"):
+            tx.update(grads, tx.init(params), params, **row.extra(params))
+        tx = optax.chain(gx.densify(), tx)
+    update = jax.jit(tx.update)
+    state, dense_state = tx.init(params), tx.init(params)
+    for _ in range(3):
+        updates, state = update(grads, state, params, **row.extra(params))
+        expected, dense_state = update(
+            densified(grads), dense_state, params, **row.extra(params)
+        )
+        chex.assert_trees_all_close(densified(updates), expected, rtol=1e-6)
+        chex.assert_trees_all_close(state, dense_state, rtol=1e-6)
+        assert jax.tree.map(jax.typeof, state) == jax.tree.map(
+            jax.typeof, tx.init(params)
+        )
+
+
+@pytest.mark.parametrize("name", ["scale_by_novograd", "novograd"])
+@pytest.mark.parametrize("options", [{}, {"global_clipnorm": 1.0}])
+def test_what_must_change_every_row_says_so(name, options):
+    if name.startswith("scale") and options:
+        pytest.skip("it has no clip")
+    tx = getattr(gx, name)(*([0.1] if name == "novograd" else []), **options)
+    params = params_like(0, (4, 3))
+    with pytest.raises(TypeError, match=r"IndexedSlices of .* at \['table'\].*densify"):
+        tx.update(draw(0, [1], (4, 3)), tx.init(params), params)
+
+
+def test_a_table_of_another_height_is_named():
+    params = params_like(0, (4, 3))
+    grads = draw(0, [1], (5, 3))
+    tx = gx.adagrad(0.1)
+    for step in (
+        lambda: tx.update(grads, tx.init(params), params),
+        lambda: gx.apply_updates(params, grads),
+        lambda: gx.apply_gradients(tx, grads, tx.init(params), params),
+    ):
+        with pytest.raises(
+            TypeError, match=r"\['table'\].*float32\[1,3\] for \[5, 3\]"
+        ):
+            step()
+
+
+# Many tables: the rows that are touched, and those that are not.
+
+CHAINS = {
+    "adagrad": gx.adagrad(0.1),
+    "tf1": gx.adagrad(0.1, 0.0, eps_in_sqrt=False),
+    "row_wise": gx.adagrad(0.1, row_wise=True),
+    "clip": optax.chain(gx.clip_by_global_norm(0.5), gx.adagrad(0.1)),
+    "clips": optax.chain(gx.clip_by_norm(0.7), gx.adagrad(0.1, global_clipnorm=0.5)),
+    "clipvalue": gx.drop_stale(gx.adagrad(0.1, clipvalue=0.3), 9),
+}
+SHAPES = [(1, 3), (6, 3), (16, 2, 2)]
+
+
+@functools.cache
+def compiled(chain):
+    tx = CHAINS[chain]
+    extra = {"local_step": 0} if chain == "clipvalue" else {}
+    return jax.jit(lambda g, s, p: gx.apply_gradients(tx, g, s, p, **extra))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("chain", CHAINS)
+@hypothesis.given(data=st.data())
+@hypothesis.settings(max_examples=50, deadline=None)
+def test_sparse_equals_dense_and_leaves_the_other_rows_alone(chain, dtype, data):
+    shape = data.draw(st.sampled_from(SHAPES))
+    n = data.draw(st.sampled_from([0, 1, 9]))
+    # Few different indices make many repetitions.
+    spread = data.draw(st.integers(1, shape[0] + 1))
+    indices = st.lists(st.integers(0, spread), min_size=n, max_size=n)
+    steps = [
+        [min(i, shape[0]) for i in data.draw(indices)]
+        for _ in range(data.draw(st.integers(1, 3)))
+    ]
+    params = params_like(data.draw(st.integers(0, 99)), shape, dtype)
+    dense_params, step, tx = params, compiled(chain), CHAINS[chain]
+    state, dense_state = tx.init(params), tx.init(params)
+    # The last place of what a dense clip and a sparse one multiply by.
+    rtol = 1e-6 if dtype == "float32" else 1e-2
+    for seed, touched in enumerate(steps):
+        grads = draw(seed, touched, shape, dtype)
+        before = params["table"], optax.tree.get(state, "sum_of_squares")["table"]
+        params, state = step(grads, state, params)
+        dense_params, dense_state = step(densified(grads), dense_state, dense_params)
+        chex.assert_trees_all_close(params, dense_params, rtol=rtol, atol=rtol)
+        chex.assert_trees_all_close(state, dense_state, rtol=rtol, atol=rtol / 10)
+        after = params["table"], optax.tree.get(state, "sum_of_squares")["table"]
+        others = np.setdiff1d(np.arange(shape[0]), touched)
+        for old, new in zip(before, after, strict=True):
+            np.testing.assert_array_equal(new[others], old[others])
+
+
+def test_repeated_rows_are_summed_before_the_norm_and_the_square():
+    rows = jnp.array([[3.0, 0.0], [0.0, 4.0], [3.0, 0.0], [1.0, 1.0], [-1.0, -1.0]])
+    grads = gx.IndexedSlices([0, 2, 0, 1, 1], rows, (4, 2))
+    assert gx.global_norm(grads) == np.float32(np.hypot(6, 4))
+    tx = gx.adagrad(1.0, 0.0, 0.0)
+    params, state = gx.apply_gradients(
+        tx, grads, tx.init(jnp.zeros((4, 2))), jnp.zeros((4, 2))
+    )
+    acc = optax.tree.get(state, "sum_of_squares")
+    assert acc.tolist() == [[36, 0], [0, 0], [0, 16], [0, 0]]
+    assert params.tolist() == [[-1, 0], [0, 0], [0, -1], [0, 0]]
+
+
+def test_a_clip_counts_neither_padding_nor_what_it_holds():
+    grads = gx.IndexedSlices([1, 4], jnp.array([[3.0, 4.0], [9.0, jnp.nan]]), (4, 2))
+    updates, state = jax.jit(gx.clip_by_global_norm(1.0).update)(grads, None)
+    assert state.global_norm == 5.0
+    np.testing.assert_allclose(updates.densify()[1], [0.6, 0.8], rtol=1e-6)
+
+
+# The accumulator.
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "row_mean"])
+@pytest.mark.parametrize("wrap", ["update", "apply"])
+def test_accumulated_rows(reduction, wrap):
+    pushes = [([0, 2, 2], 1.0), ([2, 3, 4], 2.0), ([2, 0, 0], 4.0)]  # 4 is padding
+    tx = gx.conditional_accumulator(optax.sgd(1.0), 3, reduction=reduction)
+    params = {"t": jnp.zeros((4, 2)), "b": jnp.zeros(())}
+    state = tx.init(params)
+    update, apply = (
+        jax.jit(tx.update),
+        jax.jit(functools.partial(gx.apply_gradients, tx)),
+    )
+    for indices, value in pushes:
+        grads = {
+            "t": gx.IndexedSlices(indices, jnp.full((3, 2), value), (4, 2)),
+            "b": jnp.asarray(value),
+        }
+        if wrap == "apply":
+            params, state = apply(grads, state, params, local_step=0)
+        else:
+            updates, state = update(grads, state, params, local_step=0)
+            params = gx.apply_updates(params, updates)
+    sums, held = np.array([1 + 8, 0, 2 + 2 + 4, 2.0]), np.array([2, 1, 3, 1])
+    divisor = {"mean": 3, "sum": 1, "row_mean": held}[reduction]
+    expected = np.broadcast_to(-(sums / divisor)[:, None], (4, 2))
+    np.testing.assert_allclose(params["t"], expected, rtol=1e-6)
+    b = -7.0 if reduction == "sum" else -7 / 3
+    np.testing.assert_allclose(params["b"], b, rtol=1e-6)
+    assert not state.accumulated["t"].any()
+    if reduction == "row_mean":
+        assert not state.row_counts["t"].any()
+
+
+def test_a_leaf_may_come_dense_and_sparse():
+    tx = gx.conditional_accumulator(optax.sgd(1.0), 2, reduction="row_mean")
+    params = jnp.zeros((3, 1))
+    state = tx.init(params)
+    sparse = gx.IndexedSlices([1], jnp.array([[4.0]]), (3, 1))
+    for grads in (sparse, jnp.ones((3, 1))):
+        params, state = gx.apply_gradients(tx, grads, state, params, local_step=0)
+    np.testing.assert_allclose(params[:, 0], [-1, -2.5, -1])
+
+
+def test_a_stale_push_of_rows_reaches_nothing():
+    params = jnp.ones((4, 2))
+    bad = gx.IndexedSlices([1, 1], jnp.full((2, 2), jnp.nan), (4, 2))
+    for tx in (
+        gx.drop_stale(gx.adagrad(0.1), 0),
+        gx.drop_stale(optax.chain(gx.densify(), gx.novograd(0.1)), 0),
+        gx.conditional_accumulator(gx.adagrad(0.1), 2, reduction="row_mean"),
+        gx.drop_stale(gx.conditional_accumulator(gx.adagrad(0.1), 1), 0),
+    ):
+        state = tx.init(params)
+        updates, new = jax.jit(tx.update)(bad, state, params, local_step=-1)
+        assert not densified(updates).any()
+        after, newer = gx.apply_gradients(tx, bad, state, params, local_step=-1)
+        chex.assert_trees_all_equal(after, params)
+        for got in (new, newer):
+            assert got.stale_count == 1
+            counted = {"stale_count": state.stale_count}
+            if "staleness" in got._fields:
+                counted["staleness"] = state.staleness
+            chex.assert_trees_all_equal(got._replace(**counted), state)
+
+
+# The server.
+
+
+def test_a_server_takes_rows():
+    params = {"t": jnp.zeros((5, 2)), "b": jnp.zeros(3)}
+    server = gx.ParameterServer(params, gx.adagrad(0.1), require_finite=True)
+    grads = {
+        "t": gx.IndexedSlices([1, 4, 1], jnp.ones((3, 2)), (5, 2)),
+        "b": jnp.ones(3),
+    }
+    assert server.push(grads, 0).applied
+    pulled, _ = server.pull()
+    expected, _ = gx.apply_gradients(
+        gx.adagrad(0.1), densified(grads), gx.adagrad(0.1).init(params), params
+    )
+    chex.assert_trees_all_close(pulled, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("table", "error", "message"),
+    [
+        (gx.IndexedSlices([1], jnp.ones((1, 2)), (6, 2)), TypeError,
+         r"differ at \['t'\]"),
+        (gx.IndexedSlices([1], jnp.ones((1, 2), jnp.float16), (5, 2)), TypeError,
+         r"differ in dtype at \['t'\]: .*float16\[1,2\]"),
+        (gx.IndexedSlices([1], jnp.full((1, 2), jnp.inf), (5, 2)), ValueError,
+         r"must be finite.*\['t'\]"),
+    ],
+)  # fmt: skip
+def test_a_server_refuses_rows_that_do_not_fit(table, error, message):
+    params = {"t": jnp.zeros((5, 2))}
+    server = gx.ParameterServer(params, gx.adagrad(0.1), require_finite=True)
+    with pytest.raises(error, match=message):
+        server.push({"t": table}, 0)
+    pulled, global_step = server.pull()
+    assert global_step == 0
+    chex.assert_trees_all_equal(pulled, params)
+
+
+# What the compiler says.
+
+
+def compile_step(tx, height, rows=256, width=16, **extra):
+    def step(params, state, indices, values):
+        grads = {"t": gx.IndexedSlices(indices, values, (height, width))}
+        return gx.apply_gradients(tx, grads, state, params, **extra)
+
+    params = {"t": jax.ShapeDtypeStruct((height, width), jnp.float32)}
+    indices = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    values = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    state = jax.eval_shape(tx.init, params)
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, indices, values)
+    return lowered.compile().memory_analysis()
+
+
+@pytest.mark.parametrize(
+    ("tx", "extra"),
+    [
+        (CHAINS["adagrad"], {}),
+        (CHAINS["clip"], {}),
+        (CHAINS["clips"], {}),
+        (CHAINS["row_wise"], {}),
+        (gx.drop_stale(CHAINS["clip"], 1), {"local_step": 0}),
+    ],
+)
+def test_temporaries_do_not_grow_with_the_table(tx, extra):
+    low, high = (compile_step(tx, h, **extra) for h in (10_000, 1_000_000))
+    assert high.temp_size_in_bytes <= 1.01 * low.temp_size_in_bytes
+    assert low.temp_size_in_bytes < 1_000_000  # the table has 640,000 and 64 million
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "row_mean"])
+def test_an_accumulator_keeps_no_second_table(reduction):
+    tx = gx.conditional_accumulator(gx.adagrad(0.1), 8, reduction=reduction)
+    height, width = 1_000_000, 16
+    memory = compile_step(tx, height, width=width, local_step=0)
+    vectors = 2 if reduction == "row_mean" else 0  # of one number a row
+    assert memory.temp_size_in_bytes < (0.02 * width + vectors) * height * 4
