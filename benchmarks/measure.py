@@ -1,4 +1,4 @@
-"""What all benchmarks share: interleaved timing, the machine's bandwidth, the report."""
+"""What all benchmarks share: interleaved timing, drawn models, the report."""
 
 import argparse
 import datetime

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -65,32 +67,23 @@ class IndexedSlices:
         values: jax.typing.ArrayLike,
         dense_shape: Sequence[int],
     ) -> None:
-        self._check_and_set(
-            _array(indices), _array(values), tuple(int(n) for n in dense_shape)
-        )
-
-    def _check_and_set(
-        self, indices: Any, values: Any, dense_shape: tuple[int, ...]
-    ) -> None:
-        if not dense_shape or dense_shape[0] > np.iinfo(np.int32).max:
+        given, rows = as_array(indices), as_array(values)
+        shape = tuple(int(length) for length in dense_shape)
+        if not shape or shape[0] > np.iinfo(np.int32).max:
             raise ValueError(
                 "dense_shape must be that of a table with 0 to 2**31 - 1 rows, got "
-                f"{dense_shape}."
+                f"{shape}."
             )
-        if not jnp.issubdtype(indices.dtype, jnp.integer):
-            if indices.size:
-                raise TypeError(f"indices must be integers, got {indices.dtype}.")
-            indices = indices.astype(np.int32)  # An empty list is a list of floats.
-        if indices.ndim != 1 or values.shape != indices.shape + dense_shape[1:]:
+        if given.ndim != 1 or rows.shape != given.shape + shape[1:]:
             raise ValueError(
                 "indices and values must have shapes [n] and [n, *dense_shape[1:]], "
-                f"got {list(indices.shape)} and {list(values.shape)} for dense_shape "
-                f"{dense_shape}."
+                f"got {list(given.shape)} and {list(rows.shape)} for dense_shape "
+                f"{shape}."
             )
-        check_rows("indices", indices, dense_shape[0] + 1)
-        self.indices = rows_of(indices, dense_shape[0])
-        self.values = jnp.asarray(values)
-        self.dense_shape = dense_shape
+        # Sorting takes all rows of a gradient, so explicit mesh axes all get them.
+        self.indices = replicated(rows_of("indices", given, shape[0]))
+        self.values = replicated(jnp.asarray(rows))
+        self.dense_shape = shape
         self._summed = False
 
     @property
@@ -189,39 +182,58 @@ class IndexedSlices:
         return self
 
 
-def rows_of(indices: jax.Array, height: int) -> jax.Array:
-    """Indices as int32, those outside of the table as padding.
+def rows_of(name: str, indices: Any, height: int) -> jax.Array:
+    """Indices as int32 in [0, height], those outside of the table as padding.
 
-    They are compared before they are made narrower: the uint32 for -1 is no -1. And
-    after they are made wider: the height may be more than an int8 can count.
+    Raises:
+      TypeError: they are no integers.
+      ValueError: one lies outside of [0, height], if it can be looked at: a traced one
+        has no value yet, and no process sees all those of several processes.
     """
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        if indices.size:
+            raise TypeError(f"{name} must be integers, got {indices.dtype}.")
+        indices = indices.astype(np.int32)  # An empty list is a list of floats.
+    known = isinstance(indices, np.ndarray) or (
+        not isinstance(indices, jax.core.Tracer) and indices.is_fully_addressable
+    )
+    if known and indices.size:
+        _check_inside(name, np.asarray(indices), height)
+    # They are compared before they are made narrower: the uint32 for -1 is no -1. And
+    # after they are made wider: the height may be more than an int8 can count.
     if indices.dtype.itemsize < 4:
-        indices = indices.astype(jnp.int32)
+        indices = indices.astype(np.int32)
     inside = indices < height
     if jnp.issubdtype(indices.dtype, jnp.signedinteger):
         inside &= indices >= 0
-    return jnp.where(inside, indices.astype(jnp.int32), jnp.int32(height))
+    return jnp.where(inside, indices.astype(np.int32), np.int32(height))
 
 
-def check_rows(name: str, indices: Any, end: int) -> None:
-    """Raises ``ValueError`` where a concrete index is not in [0, end)."""
-    if isinstance(indices, jax.core.Tracer) or not indices.size:
-        return
-    if isinstance(indices, jax.Array) and not indices.is_fully_addressable:
-        return  # No process can look at all of them.
-    values = np.asarray(indices)
-    outside = (values < 0) | (values >= end)
+def _check_inside(name: str, indices: np.ndarray[Any, Any], height: int) -> None:
+    outside = (indices < 0) | (indices > height)
     if outside.any():
         first = tuple(np.argwhere(outside)[0].tolist())
         raise ValueError(
-            f"{name} must be in [0, {end}), got {values[first]} at position "
-            f"{list(first)}."
+            f"{name} must be in [0, {height}], where {height} is padding, got "
+            f"{indices[first]} at position {list(first)}."
         )
 
 
-def _array(x: Any) -> Any:
+def as_array(x: Any) -> Any:
     """Arrays as they are; what is none becomes NumPy's, which keeps every integer."""
     return x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x)
+
+
+def explicit_sharding(x: jax.Array) -> NamedSharding | None:
+    """How ``x`` lies on mesh axes of type Explicit; None where there are none."""
+    sharding = jax.typeof(x).sharding
+    return sharding if sharding.mesh.explicit_axes else None
+
+
+def replicated(x: jax.Array) -> jax.Array:
+    """``x`` whole on each device of its explicit mesh axes; else as it is."""
+    sharding = explicit_sharding(x)
+    return x if sharding is None else jax.sharding.reshard(x, P())
 
 
 _CURE = (

@@ -8,9 +8,17 @@ from typing import Any, NoReturn
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from gradxform import _checks, _tree
-from gradxform._indexed_slices import IndexedSlices, check_rows, rows_of
+from gradxform._indexed_slices import (
+    IndexedSlices,
+    as_array,
+    explicit_sharding,
+    replicated,
+    rows_of,
+)
 
 # Which tables get row-sparse gradients: their paths, or a predicate on the path.
 Tables = Sequence[str] | Callable[[str], bool]
@@ -42,14 +50,12 @@ def lookup(table: Any, ids: jax.typing.ArrayLike) -> jax.Array:
     >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0]])
     >>> assert gx.lookup(table, [[1], [2]]).tolist() == [[[3.0, 4.0]], [[0.0, 0.0]]]
     """
-    ids = ids if isinstance(ids, jax.Array) else jnp.asarray(ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"ids must be integers, got {ids.dtype}.")
-    check_rows("ids", ids, table.shape[0] + 1)
-    ids = rows_of(ids, table.shape[0])
-    if isinstance(table, _Table):
-        return table.read(ids)
-    return _gather(jnp.asarray(table), ids)
+    if not isinstance(table, _Table):
+        table = jnp.asarray(table)
+    if not table.ndim:
+        raise ValueError("table must have at least one axis, got a scalar.")
+    ids = rows_of("ids", as_array(ids), table.shape[0])
+    return table.read(ids) if isinstance(table, _Table) else _gather(table, ids)
 
 
 def value_and_grad(
@@ -102,68 +108,80 @@ def value_and_grad(
 
     def wrapped(params: Any, *batch: Any, **kwargs: Any) -> Any:
         flat, treedef = jax.tree.flatten_with_path(params)
-        leaves = {_checks.slashed(path): leaf for path, leaf in flat}
-        named = _select(tables, leaves)
+        paths = [_checks.slashed(path) for path, _ in flat]
+        leaves = dict(enumerate(leaf for _, leaf in flat))
+        named = _select(tables, paths, leaves)
 
         def loss(
-            dense: dict[str, Any], read: dict[str, _Table]
+            dense: dict[int, Any], read: dict[int, _Table]
         ) -> tuple[jax.Array, Any]:
             trace = jax.extend.core.get_opaque_trace_state()
             for table in read.values():
                 table.trace = trace
-            mixed = [(read if k in read else dense)[k] for k in leaves]
+            mixed = [(read if i in read else dense)[i] for i in leaves]
             value = loss_fn(jax.tree.unflatten(treedef, mixed), *batch, **kwargs)
             return value if has_aux else (value, None)
 
         def tapped(
-            dense: dict[str, Any], taps: dict[str, list[jax.Array]]
+            dense: dict[int, Any], taps: dict[int, list[jax.Array]]
         ) -> tuple[jax.Array, Any]:
-            read = {k: _Table(k, table, taps[k]) for k, table in named.items()}
+            read = {i: _Table(paths[i], named[i], taps[i]) for i in named}
             value, aux = loss(dense, read)
-            return value, (aux, {k: table.ids for k, table in read.items()})
+            return value, (aux, {i: table.ids for i, table in read.items()})
 
         # A first tracing finds how many rows are read. In the second, each reading is
         # tapped: zeros, which need no memory, are taken to be added to the rows, and
         # their gradient is that of the rows.
-        dense = {k: leaf for k, leaf in leaves.items() if k not in named}
-        probes = {k: _Table(k, table) for k, table in named.items()}
+        dense = {i: leaf for i, leaf in leaves.items() if i not in named}
+        probes = {i: _Table(paths[i], table) for i, table in named.items()}
         if named:
-            jax.eval_shape(lambda: loss(dense, probes))
+            _probe(lambda: loss(dense, probes), probes)
         taps = {
-            k: [_tree.zeros_of_type(row_type) for row_type in probe.types]
-            for k, probe in probes.items()
+            i: [_tree.zeros_of_type(row_type) for row_type in probe.types]
+            for i, probe in probes.items()
         }
         (value, (aux, ids)), (grads, rows) = jax.value_and_grad(
             tapped, argnums=(0, 1), has_aux=True
         )(dense, taps)
-        for k, table in named.items():
-            grads[k] = _slices(ids[k], rows[k], table)
-        grads = jax.tree.unflatten(treedef, [grads[k] for k in leaves])
+        for i, table in named.items():
+            grads[i] = _slices(ids[i], rows[i], table)
+        grads = jax.tree.unflatten(treedef, [grads[i] for i in leaves])
         return (value, aux) if has_aux else value, grads
 
     return wrapped
 
 
-def _select(tables: Tables, leaves: dict[str, Any]) -> dict[str, Any]:
-    """The leaves that are named, by path."""
-    if callable(tables):
-        named = [k for k in leaves if tables(k)]
-    else:
-        named = list(dict.fromkeys(tables))
-    for k in named:
-        if k not in leaves:
-            raise ValueError(
-                f"tables must name leaves of params, got {k!r}; there are "
-                f"{', '.join(map(repr, leaves))}."
-            )
-        if not jnp.ndim(leaves[k]) or not jnp.issubdtype(
-            jnp.result_type(leaves[k]), jnp.inexact
-        ):
+def _select(
+    tables: Tables, paths: list[str], leaves: dict[int, Any]
+) -> dict[int, jax.Array]:
+    """The leaves that are named, by their number."""
+    if not callable(tables):
+        for path in tables:
+            if path not in paths:
+                raise ValueError(
+                    f"tables must name leaves of params, got {path!r}; there are "
+                    f"{', '.join(map(repr, paths))}."
+                )
+    is_named = tables if callable(tables) else tables.__contains__
+    named = {i: leaf for i, leaf in leaves.items() if is_named(paths[i])}
+    for i, leaf in named.items():
+        if not jnp.ndim(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise ValueError(
                 "tables must name arrays of floating-point rows, but "
-                f"{k!r} is {jax.typeof(leaves[k]).str_short()}."
+                f"{paths[i]!r} is {jax.typeof(leaf).str_short()}."
             )
-    return {k: jnp.asarray(leaves[k]) for k in named}
+    return {i: jnp.asarray(leaf) for i, leaf in named.items()}
+
+
+def _probe(loss: Callable[[], Any], probes: dict[int, _Table]) -> None:
+    """Traces the loss once; a table that meets a function of JAX raises our error."""
+    try:
+        jax.eval_shape(loss)
+    except TypeError as error:
+        if _Table.__name__ not in str(error):
+            raise
+        paths = ", ".join(repr(table.path) for table in probes.values())
+        raise TypeError(_HOW.format(paths, "by a function of JAX's")) from error
 
 
 def _slices(
@@ -171,13 +189,20 @@ def _slices(
 ) -> IndexedSlices:
     """The gradient of a table that was read at ``ids``, where ``rows`` is theirs."""
     row = table.shape[1:]
+    flat_ids = [replicated(i).ravel() for i in ids]
+    flat_rows = [replicated(r).reshape(-1, *row) for r in rows]
     return IndexedSlices(
-        jnp.concatenate([i.ravel() for i in ids] or [jnp.zeros(0, jnp.int32)]),
-        jnp.concatenate(
-            [r.reshape(-1, *row) for r in rows] or [jnp.zeros((0, *row), table.dtype)]
-        ),
+        jnp.concatenate(flat_ids or [jnp.zeros(0, jnp.int32)]),
+        jnp.concatenate(flat_rows or [jnp.zeros((0, *row), table.dtype)]),
         table.shape,
     )
+
+
+_HOW = (
+    "{0} is one of tables, so the loss can read it through gradxform.lookup(table, "
+    "ids) alone, and outside of transformations within the loss; it was read {1}. Look "
+    "the rows up first, for ids of any shape, or leave {0} out of tables."
+)
 
 
 class _Table:
@@ -204,12 +229,7 @@ class _Table:
         return rows
 
     def _refuse(self, how: str) -> NoReturn:
-        raise TypeError(
-            f"{self.path!r} is one of tables, so the loss can read it through "
-            f"gradxform.lookup(table, ids) alone, outside of transformations within "
-            f"the loss; it was read {how}. Look the rows up first, for ids of any "
-            f"shape, or leave {self.path!r} out of tables."
-        )
+        raise TypeError(_HOW.format(repr(self.path), how))
 
     def __getattr__(self, name: str) -> NoReturn:
         self._refuse(f"by its attribute {name!r}")
@@ -220,11 +240,20 @@ class _Table:
     __getitem__ = __len__ = __iter__ = __array__ = __neg__ = _refuse_arithmetic
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse_arithmetic
     __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _refuse_arithmetic
-    __matmul__ = __rmatmul__ = _refuse_arithmetic
+    __matmul__ = __rmatmul__ = __floordiv__ = __rfloordiv__ = _refuse_arithmetic
+    __mod__ = __rmod__ = __eq__ = __ne__ = __lt__ = __le__ = _refuse_arithmetic
+    __gt__ = __ge__ = __pos__ = __abs__ = __contains__ = _refuse_arithmetic
+    __float__ = __int__ = __bool__ = _refuse_arithmetic
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _gather(table: jax.Array, ids: jax.Array) -> jax.Array:
-    return table.at[ids].get(mode="fill", fill_value=0)
+    explicit = explicit_sharding(table)
+    if explicit is not None:  # The rows lie as their ids do.
+        of_ids = jax.typeof(ids).sharding.spec
+        of_row = (None if axis in of_ids else axis for axis in explicit.spec[1:])
+        explicit = NamedSharding(explicit.mesh, P(*of_ids, *of_row))
+    return table.at[ids].get(mode="fill", fill_value=0, out_sharding=explicit)
 
 
 @jax.custom_jvp

@@ -21,8 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from gradxform._indexed_slices import IndexedSlices
+from gradxform._indexed_slices import IndexedSlices, explicit_sharding
 
 AxisName = str | Sequence[str] | None
 
@@ -82,12 +84,14 @@ def rows(updates: Any, state: Any) -> Any:
     def take(g: Any, table: Any) -> Any:
         if not isinstance(g, IndexedSlices):
             return table
-        return (
-            jnp.asarray(table)
-            .at[g.indices]
-            .get(
-                mode="fill", fill_value=0, indices_are_sorted=True, unique_indices=True
-            )
+        table = jnp.asarray(table)
+        explicit = explicit_sharding(table)
+        return table.at[g.indices].get(
+            mode="fill",
+            fill_value=0,
+            indices_are_sorted=True,
+            unique_indices=True,
+            out_sharding=explicit and NamedSharding(explicit.mesh, P()),
         )
 
     return jax.tree.map(take, updates, state, is_leaf=is_leaf)
@@ -109,6 +113,7 @@ def put_rows(updates: Any, state: Any, new: Any) -> Any:
             mode="drop",
             indices_are_sorted=True,
             unique_indices=True,
+            out_sharding=explicit_sharding(table),
         )
 
     return jax.tree.map(put, updates, state, new, is_leaf=is_leaf)

@@ -89,7 +89,7 @@ ONES = np.ones((2, 3), np.float32)
     ("arguments", "error", "message"),
     [
         (([0, 9], ONES, (4, 3)), ValueError,
-         r"indices must be in \[0, 5\), got 9 at position \[1\]"),
+         r"indices must be in \[0, 4\].* got 9 at position \[1\]"),
         (([-1, 0], ONES, (4, 3)), ValueError, "got -1 at position"),
         (([0.0, 1.0], ONES, (4, 3)), TypeError, "indices must be integers, got float"),
         (([True, False], ONES, (4, 3)), TypeError, "must be integers, got bool"),

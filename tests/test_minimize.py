@@ -1,4 +1,6 @@
-"""The whole training step: what learns, what stays, what it costs."""
+"""The whole training step: what learns, what it costs, and on many devices."""
+
+import functools
 
 import chex
 import jax
@@ -6,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 
@@ -35,8 +39,9 @@ def model_loss(params, ids):
     return jnp.sum((rows + params["layer"]["b"][None] - 1) ** 2)
 
 
-def chain(**kwargs):
-    return optax.chain(gx.clip_by_global_norm(0.5), gx.adagrad(0.1, **kwargs))
+def chain(axis_name=None, **kwargs):
+    clip = gx.clip_by_global_norm(0.5, axis_name=axis_name)
+    return optax.chain(clip, gx.adagrad(0.1, **kwargs))
 
 
 def test_reaches_the_least_squares():
@@ -150,7 +155,6 @@ def test_a_trainable_table_beside_frozen_layers():
             "got 'sizes'; there are",
         ),
         ({"tables": "emb"}, TypeError, "must be a sequence of paths"),
-        ({"trainable": {"emb": True}}, ValueError, "layer|keys|key"),
         ({"tx": gx.drop_stale(chain(), 0)}, TypeError, "drop_stale needs local_step"),
     ],
 )
@@ -252,3 +256,99 @@ def test_temporaries_do_not_grow_with_the_table(row_wise):
     large = temporaries(1_000_000, ["emb"], row_wise)
     assert large == pytest.approx(small, rel=0.01)
     assert temporaries(1_000_000, (), row_wise) > 1_000_000 * 2 * 4
+
+
+# Eight devices hold eight rows each, and a batch has repetitions and padding.
+TALL = {"emb": jnp.float32(RNG.standard_normal((64, 4))), "w": jnp.ones(4)}
+SPECS = {"emb": P("x", None), "w": P()}
+BATCHES = np.array([[3, 60, 3, 63, 0, 64, 9, 8], [8, 7, 15, 16, 8, 8, 64, 1]] * 2)
+
+
+def loss_of(rows, params):
+    return jnp.sum((jnp.einsum("nd,d->n", rows, params["w"]) - 1) ** 2)
+
+
+def tall_loss(params, ids):
+    return loss_of(gx.lookup(params["emb"], ids), params)
+
+
+def dense_loss(params, ids):
+    return loss_of(jnp.dot(jax.nn.one_hot(ids, 64), params["emb"]), params)
+
+
+def check_training(step, params, state, put=jnp.asarray):
+    """Trains, and compares with dense gradients on one device; the new parameters."""
+    one, one_state = TALL, chain().init(TALL)
+    for ids in BATCHES:
+        params, state, *_ = step(params, state, put(ids))
+        grads = jax.grad(dense_loss)(one, ids)
+        one, one_state = gx.apply_gradients(chain(), grads, one_state, one)
+    got = jax.device_get((params, state))
+    chex.assert_trees_all_close(got, (one, one_state), rtol=1e-6, atol=1e-6)
+    return params
+
+
+def mesh(axis_type):
+    return jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+
+
+def test_shard_map_over_rows():
+    def loss(params, ids):
+        # Each device brings the rows that it has; all others are padding to it, zeros.
+        # The sum is the same everywhere, and so is its cotangent. shard_map, which
+        # keeps track of that, transposes psum to handing the cotangent to every device
+        # as it is: the gradient is exact. With check_vma=False it would add the eight
+        # equal cotangents up, and the gradient be eight times too large.
+        offset = jax.lax.axis_index("x") * params["emb"].shape[0]
+        rows = jax.lax.psum(gx.lookup(params["emb"], ids - offset), "x")
+        return loss_of(rows, params)
+
+    def step(params, state, ids):
+        _, grads = gx.value_and_grad(loss, tables=["emb"])(params, ids)
+        return gx.apply_gradients(tx, grads, state, params)
+
+    tx = chain(axis_name="x")
+    state = tx.init(TALL)
+    specs = optax.tree.map_params(
+        tx, lambda _, s: s, state, SPECS, transform_non_params=lambda _: P()
+    )
+    step = jax.shard_map(
+        step,
+        mesh=mesh(AxisType.Auto),
+        in_specs=(SPECS, specs, P()),
+        out_specs=(SPECS, specs),
+    )
+    check_training(jax.jit(step), TALL, state)
+
+
+SPARSE_STEP = gx.minimize(tall_loss, chain(), tables=["emb"], donate=False)
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "table", "ids"),
+    [
+        (AxisType.Auto, P("x", None), P()),
+        (AxisType.Auto, P("x", None), P("x")),
+        (AxisType.Auto, P(), P("x")),
+        (AxisType.Explicit, P(), P()),
+        (AxisType.Explicit, P(), P("x")),
+        (AxisType.Explicit, P("x", None), P()),
+    ],
+    ids=str,
+)
+def test_sharded_arrays(axis_type, table, ids):
+    on = functools.partial(NamedSharding, mesh(axis_type))
+    with jax.set_mesh(mesh(axis_type)):
+        params = jax.device_put(TALL, {"emb": on(table), "w": on(P())})
+        put = functools.partial(jax.device_put, device=on(ids))
+        params = check_training(SPARSE_STEP, params, chain().init(params), put)
+    assert params["emb"].sharding.is_equivalent_to(on(table), 2)
+
+
+def test_a_table_sharded_by_rows_is_not_gathered():
+    on = functools.partial(NamedSharding, mesh(AxisType.Auto))
+    params = jax.device_put(TALL, jax.tree.map(on, SPECS))
+    lowered = SPARSE_STEP.lower(params, chain().init(params), BATCHES[0, :5])
+    text = lowered.compile().as_text()
+    assert "f32[8,4]" in text  # A device's share of it,
+    assert "f32[64,4]" not in text  # and the whole nowhere.

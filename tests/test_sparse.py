@@ -171,6 +171,19 @@ def test_a_clip_counts_neither_padding_nor_what_it_holds():
     np.testing.assert_allclose(updates.densify()[1], [0.6, 0.8], rtol=1e-6)
 
 
+def test_updates_of_repeated_rows_are_all_applied():
+    updates = gx.IndexedSlices([1, 3, 1], jnp.array([1.0, 2.0, 4.0]), (4,))
+    assert gx.apply_updates(jnp.ones(4), updates).tolist() == [1, 6, 1, 3]
+
+
+def test_padding_reads_no_row():
+    tx = gx.scale_by_adagrad()
+    state = tx.init(jnp.zeros(4))
+    state = state._replace(sum_of_squares=state.sum_of_squares.at[3].set(jnp.nan))
+    updates, _ = tx.update(gx.IndexedSlices([1, 4], jnp.ones(2), (4,)), state)
+    assert jnp.all(jnp.isfinite(updates.values))
+
+
 # The accumulator.
 
 
@@ -316,3 +329,15 @@ def test_an_accumulator_keeps_no_second_table(reduction):
     memory = compile_step(tx, height, width=width, local_step=0)
     vectors = 2 if reduction == "row_mean" else 0  # of one number a row
     assert memory.temp_size_in_bytes < (0.02 * width + vectors) * height * 4
+
+
+def test_only_the_last_push_divides_the_whole_table():
+    tx = gx.conditional_accumulator(optax.sgd(1.0), 2)
+    params = jnp.ones((4, 2))
+    step = functools.partial(gx.apply_gradients, tx, local_step=0)
+
+    def conditionals(grads):
+        return str(jax.make_jaxpr(step)(grads, tx.init(params), params)).count("cond[")
+
+    rows = gx.IndexedSlices([1], params[:1], (4, 2))
+    assert conditionals(rows) == conditionals(params) + 1
