@@ -57,6 +57,7 @@ from gradxform._drop_stale import scale_by_staleness as scale_by_staleness
 from gradxform._drop_stale import staleness_fraction as staleness_fraction
 from gradxform._gate import GatedTransformation as GatedTransformation
 from gradxform._indexed_slices import IndexedSlices as IndexedSlices
+from gradxform._learning_rate import scale_by_learning_rate as scale_by_learning_rate
 from gradxform._lookup import lookup as lookup
 from gradxform._lookup import value_and_grad as value_and_grad
 from gradxform._novograd import ScaleByNovogradState as ScaleByNovogradState

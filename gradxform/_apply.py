@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from gradxform import _checks, _tree
 from gradxform._gate import GatedTransformation
+from gradxform._indexed_slices import IndexedSlices
 from gradxform._lookup import Tables, value_and_grad
 
 
@@ -44,9 +46,17 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
         wide = _tree.widen(p)
         return (wide + _tree.widen(u).astype(wide.dtype)).astype(p.dtype)
 
-    updates = _tree.sum_duplicates(updates)
-    new = _tree.map_state(add, updates, _tree.rows(updates, params))
-    return _tree.put_rows(updates, params, new)
+    def step(u: Any, p: Any) -> Any:
+        if isinstance(u, IndexedSlices) and _tree.widen(p).dtype == p.dtype:
+            return _tree.add_rows(u, p)  # The sum needs no rounding, so one pass.
+        return _tree.put_rows(u, p, _tree.map_state(add, u, _tree.rows(u, p)))
+
+    return jax.tree.map(
+        lambda u, p: p if u is None else step(u, jnp.asarray(p)),
+        _tree.sum_duplicates(updates),
+        params,
+        is_leaf=_tree.is_leaf,
+    )
 
 
 def apply_gradients(

@@ -239,7 +239,7 @@ def replicated(x: jax.Array) -> jax.Array:
 _CURE = (
     "a row-sparse gradient (gradxform.IndexedSlices) was given to a function for dense "
     "ones, which would change its row indices along with its values. gradxform's own "
-    "clip_by_global_norm, clip_by_norm, adagrad, apply_updates and wrappers take it as "
+    "clips, adagrad, scale_by_learning_rate, apply_updates and wrappers take it as "
     "it is; for this one put gradxform.densify() in front, or map with "
     "jax.tree.map(..., is_leaf=lambda x: isinstance(x, gradxform.IndexedSlices))."
 )

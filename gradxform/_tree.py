@@ -107,16 +107,25 @@ def put_rows(updates: Any, state: Any, new: Any) -> Any:
         if not isinstance(g, IndexedSlices):
             return rows
         table = jnp.asarray(table)
-        # Padding repeats, but lies outside, where nothing is written.
-        return table.at[g.indices].set(
-            rows.astype(table.dtype),
-            mode="drop",
-            indices_are_sorted=True,
-            unique_indices=True,
-            out_sharding=explicit_sharding(table),
-        )
+        return table.at[g.indices].set(rows.astype(table.dtype), **_inside(table))
 
     return jax.tree.map(put, updates, state, new, is_leaf=is_leaf)
+
+
+def add_rows(update: IndexedSlices, table: jax.Array) -> jax.Array:
+    """``table`` with a summed update added, in the table's dtype and in place."""
+    values = update.values.astype(table.dtype)
+    return table.at[update.indices].add(values, **_inside(table))
+
+
+def _inside(table: jax.Array) -> dict[str, Any]:
+    """How summed rows are written: padding repeats, but lies outside of the table."""
+    return {
+        "mode": "drop",
+        "indices_are_sorted": True,
+        "unique_indices": True,
+        "out_sharding": explicit_sharding(table),
+    }
 
 
 def map_params(f: Callable[..., Any], params: Any, *rest: Any) -> Any:

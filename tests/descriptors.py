@@ -49,6 +49,7 @@ DESCRIPTORS = (
     D("clip_by_global_norm", {"max_norm": 1.0}),
     D("clip_by_norm", {"max_norm": 0.5}),
     D("densify"),
+    D("scale_by_learning_rate", {"learning_rate": 0.1}),
     D("scale_by_adagrad"),
     D("adagrad", {"learning_rate": 0.1}),
     D("adagrad", {"learning_rate": 0.1, "eps_in_sqrt": False}, "tf1"),
