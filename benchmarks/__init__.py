@@ -1,1 +1,1 @@
-"""Benchmarks: each module prints one table; run it with ``python -m``."""
+"""Benchmarks: ``python -m benchmarks`` lists the programs, and runs one by name."""

@@ -1,8 +1,10 @@
-"""What all benchmarks share: interleaved timing, drawn models, the report."""
+"""What benchmarks share: interleaved timing, bandwidth, drawn models, the report."""
 
 import argparse
 import datetime
+import importlib.metadata
 import json
+import os
 import pathlib
 import random
 import statistics
@@ -41,6 +43,21 @@ def interleaved(runs, rounds):
     return seconds
 
 
+def bandwidth(nbytes):
+    """A run that reads and writes an array of so many bytes in place.
+
+    It goes into the same interleaved run as what is held against it; the bandwidth is
+    ``2 * nbytes`` by its fastest round.
+    """
+    add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
+    array = [jnp.zeros(nbytes // 4, jnp.float32)]
+
+    def run():
+        array[0] = jax.block_until_ready(add_one(array[0]))
+
+    return run
+
+
 def times(seconds, against=None):
     """Minimum and median in ms, and the ratios of another's to them."""
     columns = {
@@ -54,8 +71,22 @@ def times(seconds, against=None):
     return columns
 
 
-def report(title, rows, path=None):
-    """Prints rows, dicts of columns with a "name" each, as a table; writes them."""
+def versions():
+    """The versions of what is measured; None for what is not installed."""
+    found = {}
+    for name in ("jax", "optax", "torch", "keras"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def report(title, rows, path=None, **facts):
+    """Prints rows, dicts of columns with a "name" each, as a table; writes them.
+
+    Facts that hold for all rows, such as the bandwidth, stand beside them in the JSON.
+    """
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns] + [[str(row.get(key, "")) for key in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -70,9 +101,12 @@ def report(title, rows, path=None):
             "title": title,
             "date": datetime.date.today().isoformat(),
             "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
+            "cpus": os.cpu_count(),
+            "versions": versions(),
+            **facts,
             "rows": rows,
         }
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(measured, indent=1) + "\n")
 
 

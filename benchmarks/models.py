@@ -20,9 +20,49 @@ def gpt2_small(dtype=jnp.float32):
         for norm in ("norm1", "norm2"):
             shapes[f"{i}/{norm}/scale"] = shapes[f"{i}/{norm}/bias"] = (width,)
     shapes["norm/scale"] = shapes["norm/bias"] = (width,)
-    return {k: jax.ShapeDtypeStruct(s, dtype) for k, s in shapes.items()}
+    return _leaves(shapes, dtype)
+
+
+def resnet50(dtype=jnp.float32):
+    """ResNet-50: 161 leaves, 25.6M parameters."""
+    shapes = {}
+
+    def convolution(name, size, inputs, outputs):
+        shapes[f"{name}/kernel"] = (size, size, inputs, outputs)
+        shapes[f"{name}/norm/scale"] = shapes[f"{name}/norm/bias"] = (outputs,)
+
+    convolution("stem", 7, 3, 64)
+    inputs = 64
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        width = 64 * 2**stage
+        for block in range(blocks):
+            name = f"{stage}/{block}"
+            convolution(f"{name}/reduce", 1, inputs, width)
+            convolution(f"{name}/spatial", 3, width, width)
+            convolution(f"{name}/expand", 1, width, 4 * width)
+            if block == 0:
+                convolution(f"{name}/shortcut", 1, inputs, 4 * width)
+            inputs = 4 * width
+    shapes |= {"dense/kernel": (inputs, 1000), "dense/bias": (1000,)}
+    return _leaves(shapes, dtype)
+
+
+def small_leaves(n=2000, size=256, dtype=jnp.float32):
+    """Many small leaves: what a step costs beside the memory it moves."""
+    return _leaves({f"{i}": (size,) for i in range(n)}, dtype)
+
+
+MODELS = {
+    "gpt2_small": gpt2_small,
+    "resnet50": resnet50,
+    "small_leaves": small_leaves,
+}
 
 
 def size(tree):
     """Bytes of all leaves."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _leaves(shapes, dtype):
+    return {k: jax.ShapeDtypeStruct(s, dtype) for k, s in shapes.items()}

@@ -1,143 +1,289 @@
-"""The donated step on GPT-2-small (124M float32 parameters): ours against optax's.
+"""The donated step, gradients to parameters: ours against optax's, Keras's and torch's.
 
-``python -m benchmarks.step`` interleaves all chains in one run and prints, for each,
-what the compiler says (temporaries and bytes accessed, in units of the parameters' size
-N; exact) and what the clock says (minimum and median; on a shared machine only the
-ratios count). A gate is timed on fresh and on stale pushes.
+``python -m benchmarks.step --model gpt2_small --dtype float32`` takes the chains group
+by group. A group's rows are interleaved in one run, together with an addition that
+reads and writes 512 MB and so measures the bandwidth; then its memory is freed (at most
+21 N are alive at a time, 10.5 GB for GPT-2-small). Columns, N being the model's bytes:
+
+- ``temp/N``, ``bytes/N``: temporaries, and bytes that the loops of the program read and
+  write, as the compiler counts them: exact. Of a conditional it counts both sides.
+- ``least/N``: what any program must move: the gradients as often as they have to be
+  read (twice where a norm comes first), parameters and state in and out once.
+- ``speed``: the time of the group's first row divided by this one's, by the minima and
+  by the medians. On a shared machine only these ratios count.
+- ``x bytes``, ``x least``: the fastest round, in units of the time that ``bytes/N`` and
+  ``least/N`` take at the measured bandwidth.
+
+optax's rows end in ``optax.apply_updates``, ours are ``gx.apply_gradients``. Keras runs
+on JAX, its step jitted and donated as ours. torch runs on CPU, by itself (which takes a
+loop over the leaves), and with ``foreach`` and ``fused``. Where either is missing its
+rows are left out. ``small_leaves`` takes minutes to compile.
 """
 
-import argparse
-import random
-import statistics
-import time
-from typing import NamedTuple
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 import gradxform as gx
-from benchmarks.models import gpt2_small, size
+from benchmarks.measure import arguments, bandwidth, draw, interleaved, report, times
+from benchmarks.models import MODELS, size
 
+ADDED = 2**29  # Bytes of the array that measures the bandwidth.
 FRESH, STALE = 2**30, -(2**30)  # Local steps ahead of all, and behind all.
+
+
+class Built(NamedTuple):
+    """A step that is ready to be timed."""
+
+    run: Callable[[], None]
+    state: Any  # Its shapes.
+    compiled: jax.stages.Compiled | None = None
 
 
 class Row(NamedTuple):
     """One line of the table."""
 
     name: str
-    tx: optax.GradientTransformation
-    against: str | None = None  # The row whose time is divided by this one's.
-    local_step: int = FRESH
+    build: Callable[[Any, Any], Built]  # From the model's shapes and gradients.
+    reads: int = 2  # How often the gradients have to be read.
+    # What of parameters and state has to be read and written.
+    touches: Callable[[Any, Any], Any] = lambda params, state: (params, state)
+
+
+def donated(step, shapes, state, grads, **extra):
+    """The run of a jitted ``step(params, state, grads) -> (params, state)``."""
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    compiled = jitted.lower(shapes, state, grads, **extra).compile()
+    model = [jax.tree.map(jnp.copy, grads), state]
+
+    def run():
+        model[:] = jax.block_until_ready(compiled(*model, grads, **extra))
+
+    return Built(run, jax.eval_shape(lambda: state), compiled)
+
+
+def optax_step(tx, params, state, grads):
+    """As optax's users write it."""
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def gx_step(tx, params, state, grads, **extra):
+    """As ours do."""
+    return gx.apply_gradients(tx, grads, state, params, **extra)
+
+
+def by_optax(tx):
+    """The step of optax's users."""
+    step = functools.partial(optax_step, tx)
+    return lambda shapes, grads: donated(step, shapes, tx.init(grads), grads)
+
+
+def by_gx(tx, **extra):
+    """The step of ours, at a local step where there is a gate."""
+    step = functools.partial(gx_step, tx)
+    return lambda shapes, grads: donated(
+        step, shapes, tx.init(grads), grads, **jax.tree.map(jnp.int32, extra)
+    )
+
+
+def by_keras(shapes, grads):
+    """Keras's Adagrad with its own clip, without the model around it."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    import keras
+
+    adagrad = keras.optimizers.Adagrad(0.1, global_clipnorm=1.0)
+    adagrad.build(
+        [
+            keras.Variable("zeros", x.shape, str(x.dtype))
+            for x in jax.tree.leaves(shapes)
+        ]
+    )
+
+    def step(params, state, grads):
+        return adagrad.stateless_apply(state, grads, params)
+
+    state = [variable.value for variable in adagrad.variables]
+    return donated(step, jax.tree.leaves(shapes), state, jax.tree.leaves(grads))
+
+
+def by_torch(**kind):
+    """Adagrad of torch, of one kind; its clip scales the gradients in place."""
+
+    def build(shapes, grads):
+        # Threads that spin while they wait for each other take cores from XLA and from
+        # one another: on a busy machine that made these steps tens of times as slow.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        import torch
+
+        del grads
+        params = [
+            torch.nn.Parameter(torch.zeros(x.shape, dtype=getattr(torch, str(x.dtype))))
+            for x in jax.tree.leaves(shapes)
+        ]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        adagrad = torch.optim.Adagrad(
+            params, lr=0.1, initial_accumulator_value=0.1, **kind
+        )
+
+        def run():
+            torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+            adagrad.step()
+
+        return Built(run, shapes)
+
+    return build
 
 
 OPTAX_CLIP = optax.clip_by_global_norm(1.0)
+OPTAX_ADAGRAD = optax.chain(OPTAX_CLIP, optax.adagrad(0.1))
+OPTAX_NOVOGRAD = optax.chain(OPTAX_CLIP, optax.novograd(0.1))
 CLIP = gx.clip_by_global_norm(1.0)
 ADAGRAD = gx.adagrad(0.1, global_clipnorm=1.0)
-NOVOGRAD = gx.novograd(0.1, global_clipnorm=1.0)
-ROWS = [
-    Row("optax clip + adagrad", optax.chain(OPTAX_CLIP, optax.adagrad(0.1))),
-    Row("clip + adagrad", optax.chain(CLIP, gx.adagrad(0.1)), "optax clip + adagrad"),
-    Row("adagrad(global_clipnorm)", ADAGRAD, "optax clip + adagrad"),
-    Row("drop_stale, fresh", gx.drop_stale(ADAGRAD, 1), "adagrad(global_clipnorm)"),
-    Row(
-        "drop_stale, stale",
-        gx.drop_stale(ADAGRAD, 1),
-        "adagrad(global_clipnorm)",
-        STALE,
-    ),
-    Row("optax clip + novograd", optax.chain(OPTAX_CLIP, optax.novograd(0.1))),
-    Row(
-        "clip + novograd", optax.chain(CLIP, gx.novograd(0.1)), "optax clip + novograd"
-    ),
-    Row("novograd(global_clipnorm)", NOVOGRAD, "optax clip + novograd"),
-    # Sums that are never full, and one that always is.
-    Row(
-        "MultiSteps, adding",
-        optax.MultiSteps(
-            optax.chain(OPTAX_CLIP, optax.adagrad(0.1)), 2**20
-        ).gradient_transformation(),
-    ),
-    Row(
-        "accumulator, adding",
-        gx.conditional_accumulator(ADAGRAD, 2**20),
-        "MultiSteps, adding",
-    ),
-    Row(
-        "accumulator, acting",
-        gx.conditional_accumulator(ADAGRAD, 1),
-        "adagrad(global_clipnorm)",
-    ),
-]
+NEVER = 2**20  # Pushes that are not reached: sums that are never full.
+
+# The first row of a group is what its others are held against.
+GROUPS = {
+    "clip + adagrad": [
+        Row("optax clip + adagrad", by_optax(OPTAX_ADAGRAD)),
+        Row("gx clip + adagrad", by_gx(optax.chain(CLIP, gx.adagrad(0.1)))),
+        Row("gx adagrad(global_clipnorm)", by_gx(ADAGRAD)),
+        Row("keras Adagrad(global_clipnorm)", by_keras),
+        Row("torch clip + Adagrad", by_torch()),
+        Row("torch clip + Adagrad(foreach)", by_torch(foreach=True)),
+        Row("torch clip + Adagrad(fused)", by_torch(fused=True)),
+    ],
+    "adagrad": [
+        Row("optax adagrad", by_optax(optax.adagrad(0.1)), reads=1),
+        Row("gx adagrad", by_gx(gx.adagrad(0.1)), reads=1),
+    ],
+    "clip + novograd": [
+        Row("optax clip + novograd", by_optax(OPTAX_NOVOGRAD)),
+        Row("gx clip + novograd", by_gx(optax.chain(CLIP, gx.novograd(0.1)))),
+        Row("gx novograd(global_clipnorm)", by_gx(gx.novograd(0.1, global_clipnorm=1))),
+    ],
+    "novograd": [
+        Row("optax novograd", by_optax(optax.novograd(0.1))),
+        Row("gx novograd", by_gx(gx.novograd(0.1))),
+    ],
+    "clip + adamw": [
+        Row("optax clip + adamw", by_optax(optax.chain(OPTAX_CLIP, optax.adamw(0.1)))),
+        Row("gx clip + optax adamw", by_gx(optax.chain(CLIP, optax.adamw(0.1)))),
+    ],
+    "late pushes": [
+        Row("gx adagrad(global_clipnorm)", by_gx(ADAGRAD)),
+        Row("gx drop_stale, fresh", by_gx(gx.drop_stale(ADAGRAD, 1), local_step=FRESH)),
+        Row(
+            "gx drop_stale, stale",
+            by_gx(gx.drop_stale(ADAGRAD, 1), local_step=STALE),
+            reads=0,
+            touches=lambda params, state: (),
+        ),
+        Row(
+            "gx accumulator, acting",
+            by_gx(gx.conditional_accumulator(ADAGRAD, 1), local_step=FRESH),
+            reads=3,  # The sum has to be read twice as well, once to be clipped.
+        ),
+    ],
+    "added pushes": [
+        Row(
+            "optax MultiSteps, adding",
+            by_optax(optax.MultiSteps(OPTAX_ADAGRAD, NEVER).gradient_transformation()),
+            reads=1,
+            touches=lambda params, state: state.acc_grads,
+        ),
+        Row(
+            "gx accumulator, adding",
+            by_gx(gx.conditional_accumulator(ADAGRAD, NEVER), local_step=FRESH),
+            reads=1,
+            touches=lambda params, state: state.accumulated,
+        ),
+    ],
+}
 
 
-def compile_step(tx, params):
-    """The whole step, compiled from shapes, with parameters and state donated."""
-
-    def step(params, state, grads, local_step):
-        gated = isinstance(tx, gx.GatedTransformation)
-        extra = {"local_step": local_step} if gated else {}
-        return gx.apply_gradients(tx, grads, state, params, **extra)
-
-    step = jax.jit(step, donate_argnums=(0, 1))
-    state = jax.eval_shape(tx.init, params)
-    return step.lower(params, state, params, jnp.int32(0)).compile()
+def available(row):
+    """Whether the row can be built here; says so where it cannot."""
+    library = row.name.split()[0]
+    missing = library in ("keras", "torch") and not importlib.util.find_spec(library)
+    if missing or (library == "torch" and jax.default_backend() != "cpu"):
+        print(f"left out: {row.name} ({'not installed' if missing else 'not on CPU'})")
+        return False
+    return True
 
 
-def draw(shapes, seed):
-    """Normal numbers in the given shapes."""
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return {
-        k: jax.random.normal(key, x.shape, x.dtype)
-        for key, (k, x) in zip(keys, shapes.items(), strict=True)
-    }
+def least_bytes(row, shapes, state):
+    """What any program for this row must read and write."""
+    touched = row.touches(shapes, state)
+    return row.reads * size(shapes) + 2 * size(touched)
 
 
-def measure(rows, rounds):
-    """Compiled steps and lists of seconds by row, all rows in turn in each round."""
-    shapes = gpt2_small()
-    grads = draw(shapes, 0)
-    steps = {row.name: compile_step(row.tx, shapes) for row in rows}
-    models, seconds = {}, {row.name: [] for row in rows}
+def measure(rows, grads, rounds, added=ADDED):
+    """A group's lines of the table, and the bandwidth in bytes a second."""
+    shapes = jax.eval_shape(lambda: grads)
+    built = {row.name: row.build(shapes, grads) for row in rows}
+    runs = {name: step.run for name, step in built.items()}
+    seconds = interleaved({**runs, "bandwidth": bandwidth(added)}, rounds)
+    rate = 2 * added / min(seconds["bandwidth"])
+    n, first, lines = size(shapes), rows[0].name, []
     for row in rows:
-        params = draw(shapes, 1)
-        models[row.name] = params, row.tx.init(params)
-    order = random.Random(0)
-    for _ in range(rounds):
-        # Shuffled: a row's time depends on what ran before it.
-        for row in order.sample(rows, len(rows)):
-            local_step = jnp.int32(row.local_step)
-            start = time.perf_counter()
-            models[row.name] = jax.block_until_ready(
-                steps[row.name](*models[row.name], grads, local_step)
-            )
-            seconds[row.name].append(time.perf_counter() - start)
-    return steps, seconds
+        step, line = built[row.name], {"name": row.name}
+        moved = {}
+        if step.compiled:
+            temporaries = step.compiled.memory_analysis().temp_size_in_bytes
+            line["temp/N"] = round(temporaries / n, 3)
+            moved["bytes"] = step.compiled.cost_analysis()["bytes accessed"]
+        moved["least"] = least_bytes(row, shapes, step.state)
+        line |= {f"{k}/N": round(moved[k] / n, 2) for k in moved}
+        against = None if row.name == first else seconds[first]
+        line |= times(seconds[row.name], against)
+        floors = {k: nbytes / rate for k, nbytes in moved.items() if nbytes}
+        line |= {
+            f"x {k}": round(min(seconds[row.name]) / floor, 2)
+            for k, floor in floors.items()
+        }
+        if against:
+            line["against"] = first
+        lines.append(line)
+    return lines, rate
+
+
+def chosen(word=""):
+    """Groups of the rows whose names hold the word; a group's first row always."""
+    for group, (first, *others) in GROUPS.items():
+        named = [row for row in others if word in f"{group}: {row.name}"]
+        if named or word in f"{group}: {first.name}":
+            yield [row for row in (first, *named) if available(row)]
 
 
 def main():
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=12, help="runs of each row")
+    parser = arguments(__doc__, rounds=12)
+    parser.add_argument("--model", choices=MODELS, default="gpt2_small")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--only", default="", help="rows whose names hold this word")
     options = parser.parse_args()
-    names = {row.name for row in ROWS if options.only in row.name}
-    names |= {row.against for row in ROWS if row.name in names}
-    rows = [row for row in ROWS if row.name in names]
-    steps, seconds = measure(rows, options.rounds)
-    n = size(gpt2_small())
-    print(f"{jax.devices()[0].device_kind}, N = {n / 1e6:.0f} MB")
-    print(f"{'':26}{'temp/N':>8}{'bytes/N':>9}{'min ms':>8}{'median':>8}{'speed':>7}")
-    for row in rows:
-        temporary = steps[row.name].memory_analysis().temp_size_in_bytes / n
-        accessed = steps[row.name].cost_analysis()["bytes accessed"] / n
-        fastest = min(seconds[row.name])
-        median = statistics.median(seconds[row.name])
-        line = f"{row.name:26}{temporary:8.3f}{accessed:9.2f}"
-        line += f"{fastest * 1e3:8.1f}{median * 1e3:8.1f}"
-        if row.against:
-            line += f"{min(seconds[row.against]) / fastest:7.2f} x {row.against}"
-        print(line)
+    shapes = MODELS[options.model](dtype=jnp.dtype(options.dtype))
+    grads, lines, rates = draw(shapes, 0), [], []
+    for rows in chosen(options.only):
+        measured, rate = measure(rows, grads, options.rounds)
+        lines += measured
+        rates.append(rate)
+        jax.clear_caches()  # Steps over thousands of leaves hold gigabytes.
+    report(
+        f"{options.model}, {options.dtype}, N = {size(shapes) / 1e6:.1f} MB, "
+        f"{min(rates) / 1e9:.1f} to {max(rates) / 1e9:.1f} GB/s",
+        lines,
+        options.json,
+        bandwidth=rates,
+    )
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform import _checks, _tree
+from gradxform import _checks, _norms, _tree
 
 
-def global_norm(tree: Any, *, axis_name: _tree.AxisName = None) -> jax.Array:
+def global_norm(tree: Any, *, axis_name: _norms.AxisName = None) -> jax.Array:
     r"""The Euclidean norm of all entries of a tree.
 
     .. math:: \lVert t \rVert = \sqrt{\textstyle\sum_i \lvert t_i \rvert^2}
@@ -34,7 +34,8 @@ def global_norm(tree: Any, *, axis_name: _tree.AxisName = None) -> jax.Array:
     >>> norm = gx.global_norm({"w": jnp.full((300, 300), 1.0, jnp.float16), "b": None})
     >>> assert norm == 300.0 and norm.dtype == jnp.float32  # float16 ends at 65504
     """
-    return _tree.norm_from_squares(_tree.squared_norms(tree, axis_name=axis_name))
+    _, total = _norms.squared_norms(tree, axis_name=axis_name)
+    return _tree.safe_sqrt(total)
 
 
 class ClipByGlobalNormState(NamedTuple):
@@ -44,7 +45,7 @@ class ClipByGlobalNormState(NamedTuple):
 
 
 def clip_by_global_norm(
-    max_norm: jax.typing.ArrayLike, *, axis_name: _tree.AxisName = None
+    max_norm: jax.typing.ArrayLike, *, axis_name: _norms.AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scales all updates by one factor so that their global norm is at most max_norm.
 
@@ -116,7 +117,7 @@ def clip_by_global_norm(
 
 
 def clip_by_norm(
-    max_norm: jax.typing.ArrayLike, *, axis_name: _tree.AxisName = None
+    max_norm: jax.typing.ArrayLike, *, axis_name: _norms.AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scales each leaf on its own so that its norm is at most max_norm.
 
@@ -153,8 +154,11 @@ def clip_by_norm(
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params, extra
         updates = _tree.sum_duplicates(updates)
-        squares = _tree.squared_norms(updates, axis_name=axis_name)
-        return _scale_layers(updates, _layer_factors(squares, max_norm)), state
+        squares, _ = _norms.squared_norms(updates, axis_name=axis_name)
+        factors = _tree.map_updates(
+            lambda square: _factor(_tree.safe_sqrt(square), max_norm), squares
+        )
+        return _scale_layers(updates, factors), state
 
     return optax.GradientTransformationExtraArgs(
         lambda _: optax.EmptyState(), update_fn
@@ -167,14 +171,15 @@ def clip_before(
     clipnorm: jax.typing.ArrayLike | None,
     clipvalue: jax.typing.ArrayLike | None,
     global_clipnorm: jax.typing.ArrayLike | None,
-    axis_name: _tree.AxisName = None,
+    axis_name: _norms.AxisName = None,
     stacked_axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Keras's three clip arguments in front of ``inner``, with one pass for the norms.
 
-    ``inner`` receives the layers' squared norms after clipping as the extra argument
-    ``squared_norms``. They follow from those before, ``‖s·g‖² = s²·‖g‖²``, so that an
-    ``inner`` which needs them too does not read the gradients once more.
+    An ``inner`` which needs the layers' norms too need not read the gradients once
+    more: it receives as extra arguments ``squared_norms``, before the clip, and
+    ``clip_factor``, which gives elementwise what layers of these squared norms were
+    multiplied by.
     """
     arguments = {
         "clipnorm": clipnorm,
@@ -204,21 +209,20 @@ def clip_before(
         if clipvalue is not None:
             updates = _tree.map_updates(lambda g: _clamp(g, clipvalue), updates)
         else:
-            squares = _tree.squared_norms(
+            squares, total = _norms.squared_norms(
                 updates, axis_name=axis_name, stacked_axes=stacked_axes
             )
             if global_clipnorm is not None:
-                norm = _tree.norm_from_squares(squares)
-                factor = _factor(norm, global_clipnorm)
-                factors = _tree.map_updates(lambda _: factor, squares)
-                clip_state = _state(norm)
-            else:
-                factors = _layer_factors(squares, clipnorm)
-            updates = _scale_layers(updates, factors)
-            # One factor at a time: its square alone could underflow.
-            extra["squared_norms"] = _tree.map_updates(
-                lambda s, f: s * f.astype(s.dtype) * f.astype(s.dtype), squares, factors
-            )
+                norm = _tree.safe_sqrt(total)
+                clip_state, factor = _state(norm), _factor(norm, global_clipnorm)
+
+            def factor_of(square: jax.Array) -> jax.Array:
+                if clipnorm is None:
+                    return factor
+                return _factor(_tree.safe_sqrt(square), clipnorm)
+
+            updates = _scale_layers(updates, _tree.map_updates(factor_of, squares))
+            extra |= {"squared_norms": squares, "clip_factor": factor_of}
         updates, inner_state = inner.update(updates, inner_state, params, **extra)
         return updates, (clip_state, inner_state)
 
@@ -230,13 +234,11 @@ def _factor(norm: jax.typing.ArrayLike, max_norm: jax.typing.ArrayLike) -> jax.A
     norm = _tree.widen(jnp.asarray(norm))
     max_norm = jnp.asarray(max_norm, norm.dtype)
     outside = norm > max_norm
-    # max_norm / norm outside the ball, else exactly 1; nothing is divided by 0.
-    factor = jnp.where(outside, max_norm / jnp.where(outside, norm, 1), 1)
-    return jnp.where(jnp.isfinite(norm), factor, jnp.nan)
-
-
-def _layer_factors(squares: Any, max_norm: Any) -> Any:
-    return _tree.map_updates(lambda s: _factor(_tree.safe_sqrt(s), max_norm), squares)
+    # max_norm / norm outside the ball, else 1 / 1, which is exactly 1. The quotient
+    # comes last, because compilers share a quotient among the kernels that need it, and
+    # repeat in each of them what is cheaper.
+    numerator = jnp.where(jnp.isfinite(norm), jnp.where(outside, max_norm, 1), jnp.nan)
+    return numerator / jnp.where(outside, norm, 1)
 
 
 def _scale_layers(updates: Any, factors: Any) -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform import _checks, _clipping, _tree
+from gradxform import _checks, _clipping, _norms, _tree
 from gradxform._learning_rate import scale_by_learning_rate
 
 
@@ -32,7 +32,7 @@ def scale_by_novograd(
     nesterov: bool = False,
     eps_in_sqrt: bool = True,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    axis_name: _tree.AxisName = None,
+    axis_name: _norms.AxisName = None,
     stacked_axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Normalizes each layer's gradient by its running norm, then adds momentum.
@@ -122,28 +122,33 @@ def scale_by_novograd(
         params: optax.Params | None = None,
         *,
         squared_norms: Any = None,
+        clip_factor: Callable[[jax.Array], jax.Array] | None = None,
         step_size_in_momentum: jax.typing.ArrayLike | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
-        # The two extra arguments are how `novograd` shares the clip's norms and puts
-        # the learning rate inside the momentum.
+        # These extra arguments are how `novograd` shares the clip's norms and puts the
+        # learning rate inside the momentum.
         del extra
         _checks.dense("novograd", updates)
         _checks.same_shapes("updates", updates, "mu", state.mu)
         if squared_norms is None:
-            squared_norms = _tree.squared_norms(
+            squared_norms, _ = _norms.squared_norms(
                 updates, axis_name=axis_name, stacked_axes=stacked_axes
             )
 
-        def new_norm(square: jax.Array, nu: jax.Array) -> jax.Array:
+        def average(square: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
             # nu_1 = ‖g_1‖², nu_t = b2·nu_{t-1} + (1-b2)·‖g_t‖²
+            if clip_factor is not None:  # One at a time: its square could underflow.
+                factor = clip_factor(square).astype(square.dtype)
+                square = square * factor * factor
             square = square.astype(nu.dtype)
-            average = _tree.scale(nu, b2) + _tree.scale(square, 1 - b2)
-            return jnp.where(state.count == 0, square, average)
+            averaged = _tree.scale(nu, b2) + _tree.scale(square, 1 - b2)
+            nu = jnp.where(state.count == 0, square, averaged)
+            # 1 / sqrt(nu + eps), or 1 / (sqrt(nu) + eps)
+            return nu, _tree.inverse_sqrt(nu, eps, eps_in_sqrt)
 
-        def normalize(g: jax.Array, nu: jax.Array) -> jax.Array:
+        def normalize(g: jax.Array, inverse: jax.Array) -> jax.Array:
             # ĝ = g / sqrt(nu + eps), or g / (sqrt(nu) + eps)
-            inverse = _tree.inverse_sqrt(nu, eps, eps_in_sqrt)
             return _tree.scale(_tree.widen(g), _tree.expand(inverse, g))
 
         def decay(g: jax.Array, w: jax.Array, decayed: bool) -> jax.Array:
@@ -158,8 +163,8 @@ def scale_by_novograd(
             # mu = b1·mu + d
             return _tree.scale(_tree.widen(mu).astype(d.dtype), b1) + d
 
-        nu = _tree.map_state(new_norm, squared_norms, state.nu)
-        added = _tree.map_updates(normalize, updates, nu)
+        nu, inverses = _norms.map_layers(average, squared_norms, state.nu)
+        added = _tree.map_updates(normalize, updates, inverses)
         if decays:
             if params is None:
                 raise ValueError(
@@ -203,7 +208,7 @@ def novograd(
     eps_in_sqrt: bool = True,
     lr_in_momentum: bool = False,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    axis_name: _tree.AxisName = None,
+    axis_name: _norms.AxisName = None,
     stacked_axes: Any = None,
     clipnorm: jax.typing.ArrayLike | None = None,
     clipvalue: jax.typing.ArrayLike | None = None,

@@ -1,4 +1,4 @@
-"""Norms, maps and casts that know every kind of leaf a gradient tree may hold.
+"""Maps and casts that know every kind of leaf a gradient tree may hold.
 
 A leaf of a gradient tree is an array; an ``IndexedSlices``, of which the maps here show
 a function the values alone; or ``None`` where the loss gave no gradient: ``None`` stays
@@ -15,7 +15,7 @@ that reads state or parameters beside them the rows that they touch::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,21 +26,20 @@ from jax.sharding import PartitionSpec as P
 
 from gradxform._indexed_slices import IndexedSlices, explicit_sharding
 
-AxisName = str | Sequence[str] | None
-
 
 def is_leaf(node: Any) -> bool:
     """What the maps here stop at, beside arrays."""
     return node is None or isinstance(node, IndexedSlices)
 
 
-def _values(g: Any) -> jax.Array:
+def values(g: Any) -> jax.Array:
+    """The entries of a gradient that there are, as an array."""
     return jnp.asarray(g.values if isinstance(g, IndexedSlices) else g)
 
 
 def dtype_of(g: Any) -> np.dtype[Any]:
     """The dtype of a gradient's entries, whatever kind of leaf it is."""
-    return _values(g).dtype
+    return values(g).dtype
 
 
 def map_updates(f: Callable[..., Any], updates: Any, *rest: Any) -> Any:
@@ -49,7 +48,7 @@ def map_updates(f: Callable[..., Any], updates: Any, *rest: Any) -> Any:
     def update(g: Any, *r: Any) -> Any:
         if g is None:
             return None
-        new = f(_values(g), *r)
+        new = f(values(g), *r)
         return g.with_values(new) if isinstance(g, IndexedSlices) else new
 
     return jax.tree.map(update, updates, *rest, is_leaf=is_leaf)
@@ -58,7 +57,7 @@ def map_updates(f: Callable[..., Any], updates: Any, *rest: Any) -> Any:
 def map_state(f: Callable[..., Any], updates: Any, state: Any, *rest: Any) -> Any:
     """New state leaves ``f(g, s, ...)``; a leaf without gradient keeps its state."""
     return jax.tree.map(
-        lambda g, s, *r: s if g is None else f(_values(g), jnp.asarray(s), *r),
+        lambda g, s, *r: s if g is None else f(values(g), jnp.asarray(s), *r),
         updates,
         state,
         *rest,
@@ -173,71 +172,17 @@ def safe_sqrt(x: jax.Array) -> jax.Array:
     return jnp.where(positive, root, x)
 
 
-def squared_norms(
-    updates: Any, *, axis_name: AxisName = None, stacked_axes: Any = None
-) -> Any:
-    """``Σ|g|²`` of each layer, real, in at least float32.
-
-    A layer is a leaf, or one slice of a leaf's first ``stacked_axes`` axes (an int, or
-    a prefix tree of ints; by default none). A leaf that varies over some of the mesh
-    axes in ``axis_name`` is sharded there, and its sum runs over them as well.
-    """
-
-    def square(g: Any, stacked: int) -> jax.Array | None:
-        if g is None:
-            return None
-        squares = abs_sq(_values(g))
-        return jnp.sum(squares, axis=tuple(range(stacked, squares.ndim)))
-
-    local = jax.tree.map(
-        square,
-        sum_duplicates(updates),
-        broadcast(stacked_axes or 0, updates),
-        is_leaf=is_leaf,
-    )
-    return local if axis_name is None else _sum_over_mesh(local, axis_name)
-
-
-def _sum_over_mesh(tree: Any, axis_name: AxisName) -> Any:
-    """``psum`` over those axes over which each leaf varies, one collective a set."""
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
-    for name in names:
-        if name not in _varying_axes(jax.lax.axis_index(name)):
-            raise ValueError(
-                f"axis_name={axis_name!r}: axis {name!r} does not track which arrays "
-                "vary over it, so a sharded leaf cannot be told from a replicated one. "
-                "Use jax.shard_map with check_vma=True (its default)."
-            )
-    leaves, treedef = jax.tree.flatten(tree)
-    varying = [tuple(n for n in names if n in _varying_axes(x)) for x in leaves]
-    for axes in set(varying) - {()}:
-        members = [i for i, v in enumerate(varying) if v == axes]
-        sums = jax.lax.psum([leaves[i] for i in members], axes)
-        for i, total in zip(members, sums, strict=True):
-            leaves[i] = total
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def _varying_axes(x: jax.Array) -> frozenset[str]:
-    """The manual mesh axes over which ``x`` differs from device to device."""
-    return jax.typeof(x).manual_axis_type.varying
-
-
 def zeros_of_type(x_type: Any) -> jax.Array:
     """Zeros of a type that ``jax.typeof`` gave: sharded, and varying, as that says."""
     sharding = None if x_type.sharding.mesh.empty else x_type.sharding
     zeros = jnp.zeros(x_type.shape, x_type.dtype, out_sharding=sharding)
-    varying = tuple(x_type.manual_axis_type.varying)
+    varying = tuple(varying_axes(x_type))
     return jax.lax.pcast(zeros, varying, to="varying") if varying else zeros
 
 
-def norm_from_squares(squares: Any) -> jax.Array:
-    """``sqrt`` of the sum of all squared norms in the tree: the global norm."""
-    leaves = [jnp.sum(s) for s in jax.tree.leaves(squares)]
-    dtype = max(
-        (s.dtype for s in leaves), key=lambda d: d.itemsize, default=jnp.float32
-    )
-    return safe_sqrt(sum((s.astype(dtype) for s in leaves), jnp.zeros((), dtype)))
+def varying_axes(x_type: Any) -> frozenset[str]:
+    """The manual mesh axes over which an array of this type differs by device."""
+    return x_type.manual_axis_type.varying
 
 
 def expand(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -264,9 +209,14 @@ def inverse_sqrt(
     The caller multiplies a gradient by it whose square is part of ``x``: where the
     divisor is 0 so is the gradient, and so shall be their quotient.
     """
+    # Where eps is known to be above 0 as a number of this dtype, so is the divisor.
+    may_be_0 = isinstance(eps, jax.core.Tracer) or (
+        np.asarray(eps, x.dtype) < np.finfo(x.dtype).tiny
+    )
     eps = jnp.asarray(eps, x.dtype)
     divisor = x + eps if eps_in_sqrt else safe_sqrt(x) + eps
-    divisor = jnp.where(divisor == 0, 1, divisor)
+    if may_be_0:
+        divisor = jnp.where(divisor == 0, 1, divisor)
     return jax.lax.rsqrt(divisor) if eps_in_sqrt else 1 / divisor
 
 

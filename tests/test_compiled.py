@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from benchmarks.models import gpt2_small, size
+from benchmarks.models import gpt2_small, size, small_leaves
 from tests.descriptors import DESCRIPTORS
 
 
@@ -100,6 +102,38 @@ def test_a_gate_around_the_step_makes_none_either(gate):
 def test_passes_over_memory(tx, bound):
     accessed = compiled_step(tx).cost_analysis()["bytes accessed"]
     assert accessed <= bound * size(gpt2_small())
+
+
+def reductions(tx, params):
+    """Sums in the donated step, before the compiler has seen it."""
+
+    def step(params, state, grads):
+        return gx.apply_gradients(tx, grads, state, params)
+
+    state = jax.eval_shape(tx.init, params)
+    return (
+        jax.jit(step).lower(params, state, params).as_text().count("stablehlo.reduce(")
+    )
+
+
+@pytest.mark.parametrize("name", ["adagrad", "novograd-global_clipnorm"])
+def test_small_leaves_are_summed_together(name):
+    # 32 to a sum, and a sum of each of those.
+    assert reductions(CLIPPED[name], small_leaves(1000)) <= 2 * 32
+    large = small_leaves(10, size=10_000)
+    assert reductions(CLIPPED[name], large) >= len(large)
+
+
+def test_leaves_on_a_mesh_stay_where_they_are():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    on_mesh = NamedSharding(mesh, P("x"))
+    params = {
+        k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_mesh)
+        for k, x in small_leaves(20).items()
+    }
+    tx = gx.novograd(0.1, global_clipnorm=1.0)
+    with jax.set_mesh(mesh):
+        assert reductions(tx, params) >= len(params)
 
 
 @pytest.mark.parametrize("row", DESCRIPTORS, ids=str)

@@ -1,0 +1,223 @@
+"""What the TPU compiler makes of the donated step on GPT-2-small, without a TPU.
+
+``python -m benchmarks.compilers --topology v5e:2x2 v5p:2x2x1 v6e:2x2 v5e:16x16`` needs
+libtpu, in an environment of its own (with it installed, JAX looks for a TPU):
+``pip install "jax[tpu]" -e .``. Whatever topology libtpu knows will do; ``v4:2x2x1``
+and ``tpu7x:2x2x1`` are two more.
+
+A topology of up to 8 chips stands for one of them. On a larger one, parameters, state
+and gradients are sharded over all chips, each array along the largest dimension that
+they divide; other arrays are replicated. There, ``bytes`` counts the padding of thin
+shards as well.
+
+All figures are exact, in units of N, the parameters' bytes on one chip:
+
+- temp: temporary HBM, from ``memory_analysis()``. Beside arrays it holds 32 kB for each
+  of some hundred instructions: tens of MB in all, less on wider models.
+- bytes: ``cost_analysis()["bytes accessed"]``. What is copied between HBM and VMEM
+  ahead of its use, or after it, it charges beside that use: three times where the array
+  is copied in slices, four times where it is copied whole.
+- own: operands and results of everything but these copies, wherever they lie. At the
+  least 6 for a clip and one array of state: gradients twice, the rest in and out once.
+- prefetched, written back: what these copies bring into VMEM, and out of it.
+- hbm: what is read from HBM and written to it, each of these copies counted once.
+
+The last four are read off the compiled program. An operand counts in full there, even
+if only a part of it is read; of a conditional, the branch that moves more counts.
+"""
+
+import functools
+import math
+import os
+import pathlib
+import re
+import time
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+from benchmarks.measure import arguments, report
+from benchmarks.models import gpt2_small
+
+OPTAX_CLIP, CLIP = optax.clip_by_global_norm(1.0), gx.clip_by_global_norm(1.0)
+CHAINS = {
+    "optax clip + adagrad": optax.chain(OPTAX_CLIP, optax.adagrad(0.1)),
+    "clip + adagrad": optax.chain(CLIP, gx.adagrad(0.1)),
+    "adagrad(global_clipnorm)": gx.adagrad(0.1, global_clipnorm=1.0),
+    "optax clip + novograd": optax.chain(OPTAX_CLIP, optax.novograd(0.1)),
+    "clip + novograd": optax.chain(CLIP, gx.novograd(0.1)),
+    "novograd(global_clipnorm)": gx.novograd(0.1, global_clipnorm=1.0),
+}
+COLLECTIVES = [
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+]
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+
+
+def mesh(topology):
+    """The chips of a topology that is not there: one of up to 8, else all of them."""
+    # What libtpu would ask of a machine with a TPU; read when it is loaded.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # Whatever is asked.
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # Other processes' too.
+    jax.config.update("jax_platforms", "cpu")  # Nothing here runs on a TPU.
+    devices = topologies.get_topology_desc(topology, platform="tpu").devices
+    return Mesh(np.array(devices if len(devices) > 8 else devices[:1]), "chips")
+
+
+def placed(tree, mesh):
+    """Shapes as they lie on the mesh."""
+
+    def place(x):
+        divisible = [d for d in range(x.ndim) if x.shape[d] % mesh.size == 0]
+        spec = [None] * x.ndim
+        if mesh.size > 1 and divisible:
+            spec[max(divisible, key=lambda d: x.shape[d])] = "chips"
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(place, tree)
+
+
+def size_on_a_chip(tree):
+    """Bytes of all leaves on one of the chips on which they are placed."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def lower_step(tx, params, apply_gradients=gx.apply_gradients):
+    """The whole step on placed shapes, with parameters and state donated."""
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    state = placed(jax.eval_shape(tx.init, params), mesh)
+    like = jax.tree.map(lambda x: x.sharding, (params, state))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=like)
+    def step(params, state, grads):
+        return apply_gradients(tx, grads, state, params)
+
+    return step.lower(params, state, params)
+
+
+def optax_apply_gradients(tx, grads, state, params):
+    """The step as users of optax write it."""
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def arrays(types):
+    """Bytes and memory space (0 is HBM, 1 VMEM) of each array in the text of a type."""
+    for dtype, dims, layout in re.findall(r"(\w+)\[([\d,]*)\](?:{([^}]*)})?", types):
+        space = re.search(r"S\((\d+)\)", layout)
+        size = math.prod(int(d) for d in dims.split(",") if d)
+        yield BYTES[dtype] * size, int(space[1]) if space else 0
+
+
+# %name = type opcode(operands), attributes
+INSTRUCTION = re.compile(r" %(\S+) = (.*?) ([a-z][\w-]*)\((.*?)\)(?:, (.*))?$", re.M)
+MOVES_NOTHING = re.compile(
+    "parameter|constant|tuple|get-tuple-element|bitcast|after-all|.*-done"
+)
+
+
+def traffic(hlo):
+    """Bytes that the entry computation of a compiled program moves, by column."""
+    computations = dict(re.findall(r"^(?:ENTRY )?%(\S+) .*{\n((?: .*\n)*)}", hlo, re.M))
+
+    @functools.cache
+    def of(computation):
+        total = Counter({"own": 0, "prefetched": 0, "written back": 0, "hbm": 0})
+        types = {}
+        for name, result, opcode, operands, rest in INSTRUCTION.findall(
+            computations[computation]
+        ):
+            types[name] = result
+            if MOVES_NOTHING.fullmatch(opcode) or "ConcatBitcast" in rest:
+                continue
+            if opcode == "conditional":
+                branches = re.search(r"branch_computations={(.*?)}", rest)[1]
+                branches = map(of, re.findall(r"%([\w.-]+)", branches))
+                total.update(max(branches, key=lambda moved: moved["hbm"]))
+            elif opcode in ("copy-start", "slice-start"):
+                # The type is (to, from, …) of a copy, ((from), to, …) of a slice.
+                n, space = list(arrays(result))[opcode == "slice-start"]
+                total.update({"prefetched" if space else "written back": n, "hbm": n})
+            else:
+                read = [types[o] for o in re.findall(r"%([\w.-]+)", operands)]
+                moved = [a for text in (*read, result) for a in arrays(text)]
+                total["own"] += sum(n for n, _ in moved)
+                total["hbm"] += sum(n for n, space in moved if space == 0)
+        return total
+
+    return of(re.search(r"^ENTRY %(\S+)", hlo, re.M)[1])
+
+
+def count(hlo, opcode):
+    """How many instructions of a kind the program's text holds."""
+    return hlo.count(f" {opcode}(") + hlo.count(f" {opcode}-start(")
+
+
+def measure(name, params, rounds):
+    """The compiled program's text, and its line of the table."""
+    theirs = name.startswith("optax")
+    apply_gradients = optax_apply_gradients if theirs else gx.apply_gradients
+    lowered = lower_step(CHAINS[name], params, apply_gradients)
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        compiled = lowered.compile()
+        seconds.append(time.perf_counter() - start)
+    hlo, n = compiled.as_text(), size_on_a_chip(params)
+    in_n = {
+        "temp": compiled.memory_analysis().temp_size_in_bytes,
+        "bytes": compiled.cost_analysis()["bytes accessed"],
+        **traffic(hlo),
+    }
+    return hlo, {
+        **{f"{k}/N": round(v / n, 3) for k, v in in_n.items()},
+        "fusions": count(hlo, "fusion"),
+        "copies": hlo.count(" copy("),
+        "collectives": ", ".join(
+            f"{count(hlo, k)} {k}" for k in COLLECTIVES if count(hlo, k)
+        ),
+        "compile s": round(min(seconds), 1),
+    }
+
+
+def main():
+    """Prints the tables."""
+    parser = arguments(__doc__, rounds=1)
+    parser.add_argument("--topology", nargs="+", default=["v5e:2x2"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--only", default="", help="chains whose names hold this word")
+    parser.add_argument("--hlo", type=pathlib.Path, help="write the programs here")
+    options = parser.parse_args()
+    rows = []
+    for topology in options.topology:
+        params = placed(gpt2_small(jnp.dtype(options.dtype)), mesh(topology))
+        for chain in (name for name in CHAINS if options.only in name):
+            name = f"{topology}: {chain}"
+            hlo, columns = measure(chain, params, options.rounds)
+            rows.append({"name": name, **columns})
+            if options.hlo:
+                options.hlo.mkdir(parents=True, exist_ok=True)
+                file = re.sub(r"\W+", "_", f"{name} {options.dtype}") + ".hlo"
+                (options.hlo / file).write_text(hlo)
+    report(f"the donated step on {options.dtype} GPT-2-small", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

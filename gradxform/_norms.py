@@ -1,0 +1,133 @@
+"""Norms of trees: one pass over the entries, few kernels, sharded or not."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradxform import _tree
+
+AxisName = str | Sequence[str] | None
+
+# Arrays of at most this many entries are handled together, up to so many at once. A
+# kernel takes milliseconds to compile and microseconds to start, however little it
+# does; beyond that number the operands take longer to compile than the kernels.
+_SMALL, _TOGETHER = 4096, 32
+
+
+def squared_norms(
+    updates: Any, *, axis_name: AxisName = None, stacked_axes: Any = None
+) -> tuple[Any, jax.Array]:
+    """``Σ|g|²`` of each layer, and of all together; real, in at least float32.
+
+    A layer is a leaf, or one slice of a leaf's first ``stacked_axes`` axes (an int, or
+    a prefix tree of ints; by default none). A leaf that varies over some of the mesh
+    axes in ``axis_name`` is sharded there, and its sum runs over them as well.
+    """
+
+    def sums(x: jax.Array, stacked: int) -> jax.Array:
+        return jnp.sum(_tree.abs_sq(x), axis=tuple(range(stacked, x.ndim)))
+
+    leaves, treedef = jax.tree.flatten(
+        _tree.sum_duplicates(updates), is_leaf=_tree.is_leaf
+    )
+    stacked = iter(jax.tree.leaves(_tree.broadcast(stacked_axes or 0, updates)))
+    squares: list[Any] = [None] * len(leaves)
+    small: dict[int, tuple[jax.Array, ...]] = {}
+    for i, g in enumerate(leaves):
+        if g is None:
+            continue
+        x, axes = _tree.values(g), next(stacked)
+        if axes or not _is_small(x):
+            squares[i] = sums(x, axes)
+        else:
+            small[i] = (x,)
+    parts = [s for s in squares if s is not None]
+    for members, (rows,) in _together(lambda x: (sums(x, 1),), small):
+        parts.append(rows)
+        for number, i in enumerate(members):
+            squares[i] = rows[number]
+    layers = jax.tree.unflatten(treedef, squares)
+    if axis_name is not None:
+        layers = _sum_over_mesh(layers, axis_name)
+        parts = jax.tree.leaves(layers)
+    return layers, _total(parts)
+
+
+def map_layers(
+    f: Callable[..., tuple[jax.Array, jax.Array]], squares: Any, state: Any
+) -> tuple[Any, Any]:
+    """``f(square, s)``, elementwise, gives new state and a second value of each layer.
+
+    A layer without gradient keeps its state, and its second value is ``None``.
+    """
+    leaves, treedef = jax.tree.flatten(squares, is_leaf=_tree.is_leaf)
+    states = [jnp.asarray(s) for s in jax.tree.leaves(state)]
+    seconds: list[Any] = [None] * len(leaves)
+    small: dict[int, tuple[jax.Array, ...]] = {}
+    for i, (square, s) in enumerate(zip(leaves, states, strict=True)):
+        if square is None:
+            continue
+        if _is_small(s):
+            small[i] = (square, s)
+        else:
+            states[i], seconds[i] = f(square, s)
+    for members, (first, second) in _together(f, small):
+        for number, i in enumerate(members):
+            states[i], seconds[i] = first[number], second[number]
+    unflatten = jax.tree.unflatten
+    return unflatten(jax.tree.structure(state), states), unflatten(treedef, seconds)
+
+
+def _is_small(x: jax.Array) -> bool:
+    """Few entries, and on one device: what is sharded stays where it is."""
+    return x.size <= _SMALL and jax.typeof(x).sharding.mesh.empty
+
+
+def _together(
+    f: Callable[..., tuple[jax.Array, ...]], operands: dict[int, tuple[jax.Array, ...]]
+) -> Iterator[tuple[list[int], tuple[jax.Array, ...]]]:
+    """``f``, which leaves the first axis alone, of operands of one type stacked."""
+    groups = collections.defaultdict(list)
+    for i, arrays in operands.items():
+        groups[tuple((x.shape, x.dtype) for x in arrays)].append(i)
+    for members in groups.values():
+        for start in range(0, len(members), _TOGETHER):
+            batch = members[start : start + _TOGETHER]
+            stacked = map(jnp.stack, zip(*(operands[i] for i in batch), strict=True))
+            # Without the barrier every user of one result would compute them all.
+            yield batch, jax.lax.optimization_barrier(f(*stacked))
+
+
+def _sum_over_mesh(tree: Any, axis_name: AxisName) -> Any:
+    """``psum`` over those axes over which each leaf varies, one collective a set."""
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    for name in names:
+        if name not in _varying(jax.lax.axis_index(name)):
+            raise ValueError(
+                f"axis_name={axis_name!r}: axis {name!r} does not track which arrays "
+                "vary over it, so a sharded leaf cannot be told from a replicated one. "
+                "Use jax.shard_map with check_vma=True (its default)."
+            )
+    leaves, treedef = jax.tree.flatten(tree)
+    varying = [tuple(n for n in names if n in _varying(x)) for x in leaves]
+    for axes in set(varying) - {()}:
+        members = [i for i, v in enumerate(varying) if v == axes]
+        sums = jax.lax.psum([leaves[i] for i in members], axes)
+        for i, total in zip(members, sums, strict=True):
+            leaves[i] = total
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    return _tree.varying_axes(jax.typeof(x))
+
+
+def _total(parts: list[jax.Array]) -> jax.Array:
+    sums = [jnp.sum(part) for part in parts]
+    dtype = max((s.dtype for s in sums), key=lambda d: d.itemsize, default=jnp.float32)
+    return sum((s.astype(dtype) for s in sums), jnp.zeros((), dtype))

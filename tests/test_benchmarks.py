@@ -1,0 +1,217 @@
+"""The benchmarks run and count right; what they measure is not tested here."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import compile as compile_benchmark
+from benchmarks import measure, memory, plot, step
+from benchmarks.__main__ import programs
+from benchmarks.models import MODELS, small_leaves
+
+
+@pytest.mark.parametrize(
+    ("name", "leaves", "parameters"),
+    [
+        ("gpt2_small", 148, 124_439_808),
+        ("resnet50", 161, 25_557_032),
+        ("small_leaves", 2000, 512_000),
+    ],
+)
+def test_the_models_have_the_size_that_they_claim(name, leaves, parameters):
+    tree = MODELS[name](dtype=jnp.bfloat16)
+    assert len(tree) == leaves
+    assert sum(x.size for x in tree.values()) == parameters
+    assert {x.dtype for x in tree.values()} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_all_models_are_listed():
+    assert set(MODELS) == {"gpt2_small", "resnet50", "small_leaves"}
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+def test_every_program_is_listed_with_its_first_line():
+    listed = run().stdout
+    assert listed == run("--help").stdout
+    for name, line in programs().items():
+        assert f"  {name:10}{line}\n" in listed
+    assert {"backup", "compile", "memory", "plot", "rows", "server", "step"} <= set(
+        programs()
+    )
+    assert "measure" not in programs()
+
+
+def test_an_unknown_program_is_refused():
+    refused = run("stpe")
+    assert refused.returncode == 1
+    assert "no program 'stpe'" in refused.stderr
+
+
+@pytest.mark.parametrize("name", programs())
+def test_every_program_has_a_help(name):
+    shown = run(name, "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert programs()[name] in " ".join(shown.stdout.split())
+
+
+def test_everything_takes_its_turn_in_every_round():
+    turns = []
+    runs = {name: lambda name=name: turns.append(name) for name in "abc"}
+    seconds = measure.interleaved(runs, 5)
+    assert {name: len(taken) for name, taken in seconds.items()} == dict.fromkeys(
+        "abc", 5
+    )
+    rounds = [sorted(turns[i : i + 3]) for i in range(0, len(turns), 3)]
+    assert rounds == [["a", "b", "c"]] * 6  # The first one does not count.
+    assert len({tuple(turns[i : i + 3]) for i in range(0, len(turns), 3)}) > 1
+
+
+def test_a_speed_is_the_others_time_by_ours():
+    assert measure.times([0.002, 0.001, 0.004], [0.003, 0.009, 0.004]) == {
+        "min ms": 1.0,
+        "median ms": 2.0,
+        "speed, min": 3.0,
+        "speed, median": 2.0,
+    }
+
+
+def test_a_report_reads_back(tmp_path, capsys):
+    rows = [{"name": "one", "min ms": 1.5}, {"name": "two", "speed": 2.0}]
+    path = tmp_path / "results" / "report.json"
+    measure.report("a title", rows, path, bandwidth=[1e9])
+    read = json.loads(path.read_text())
+    assert read["rows"] == rows
+    assert (read["title"], read["bandwidth"]) == ("a title", [1e9])
+    assert read["versions"]["jax"] == jax.__version__
+    assert read["cpus"] > 0
+    assert {"date", "device"} <= set(read)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == ["a title", "name  min ms  speed"]
+
+
+INSTALLED = [
+    library for library in ("keras", "torch") if importlib.util.find_spec(library)
+]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("group", step.GROUPS)
+def test_a_step_is_measured(group, capsys, monkeypatch):
+    monkeypatch.setattr(step, "GROUPS", {group: step.GROUPS[group]})
+    matrix = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}  # Out of order.
+    grads = measure.draw(matrix | small_leaves(n=4, size=128), 0)
+    (rows,) = step.chosen()
+    lines, rate = step.measure(rows, grads, rounds=2, added=2**16)
+    left_out = capsys.readouterr().out.count("left out: ")
+    assert len(lines) + left_out == len(step.GROUPS[group])
+    libraries = {line["name"].split()[0] for line in lines}
+    if group == "clip + adagrad":
+        assert libraries == {"optax", "gx", *INSTALLED}
+    assert rate > 0
+    for line in lines:
+        numbers = [value for value in line.values() if not isinstance(value, str)]
+        assert all(map(math.isfinite, numbers))
+        assert line["min ms"] > 0
+    assert "against" not in lines[0]
+    assert {line["against"] for line in lines[1:]} == {lines[0]["name"]}
+
+
+LEAST = {
+    "clip + adagrad": [6] * 7,
+    "adagrad": [5, 5],
+    "clip + novograd": [6] * 3,
+    "novograd": [6, 6],
+    "clip + adamw": [8, 8],
+    "late pushes": [6, 6, 0, 9],
+    "added pushes": [3, 3],
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("group", LEAST)
+def test_the_least_that_a_step_moves(group):
+    """In units of N; scalars are what is left over."""
+    shapes = {"w": jax.ShapeDtypeStruct((300, 1000), jnp.float32)}
+    grads = measure.draw(shapes, 0)
+    for row, least in zip(step.GROUPS[group], LEAST[group], strict=True):
+        if step.available(row):
+            state = row.build(shapes, grads).state
+            moved = step.least_bytes(row, shapes, state)
+            assert moved == pytest.approx(least * 300 * 1000 * 4, abs=100)
+
+
+def test_rows_are_chosen_by_a_word():
+    names = [[row.name for row in rows] for rows in step.chosen("stale, never")]
+    assert names == []
+    names = [[row.name for row in rows] for rows in step.chosen("drop_stale")]
+    assert names == [
+        ["gx adagrad(global_clipnorm)", "gx drop_stale, fresh", "gx drop_stale, stale"]
+    ]
+
+
+def test_compiling_is_measured(monkeypatch):
+    monkeypatch.setattr(compile_benchmark, "STEPS", 2)
+    lines = list(compile_benchmark.measure(leaves=3, rounds=1))
+    assert len(lines) == len(compile_benchmark.CHAINS)
+    for line in lines:
+        numbers = [value for value in line.values() if not isinstance(value, str)]
+        assert all(map(math.isfinite, numbers))
+        assert line["name"].startswith("3 leaves: ")
+
+
+def test_bytes_of_state():
+    leaves, rows = 148, 50257 + 1024 + 12 * (768 * 3 + 3072)
+    vectors = 12 * (3 * 768 + 768 + 4 * 768 + 768 + 4 * 768) + 2 * 768
+    parameters = 124_439_808
+    scalar, layers = 4 / parameters, 4 * leaves / parameters
+    expected = {
+        "optax.adam": (8 + scalar, 4 + scalar),
+        "optax.adamw": (8 + scalar, 4 + scalar),
+        "optax.sgd(momentum)": (4, 2),
+        "optax.adagrad": (4, 2),
+        "gx.adagrad": (4, 4),
+        "gx.adagrad(row_wise)": (4 * (rows + vectors) / parameters,) * 2,
+        "gx.adagrad(accumulator_dtype=bfloat16)": (2, 2),
+        "optax.novograd": (4 + scalar + layers, 2 + scalar + layers / 2),
+        "gx.novograd": (4 + scalar + layers, 2 + scalar + layers),
+        "gx.novograd(mu_dtype=bfloat16)": (2 + scalar + layers,) * 2,
+    }
+    measured = {
+        row["name"]: (row["float32"], row["bfloat16"]) for row in memory.measure()
+    }
+    assert measured.keys() == expected.keys()
+    for name, numbers in expected.items():
+        np.testing.assert_allclose(measured[name], numbers, atol=6e-6, err_msg=name)
+
+
+def test_a_picture_has_a_bar_a_row_and_a_panel_a_file(tmp_path, monkeypatch):
+    row = {"speed, min": 2.0, "speed, median": 1.5, "against": "optax clip + adagrad"}
+    rows = [
+        {"name": "optax clip + adagrad"},
+        {"name": "gx clip + adagrad", **row},
+        {"name": "keras Adagrad", **row, "speed, median": 0.5},
+        {"name": "gx drop_stale, stale", **row, "against": "gx adagrad"},
+    ]
+    path = tmp_path / "step.json"
+    path.write_text(json.dumps({"title": "a model", "rows": rows}))
+    figure = plot.draw([json.loads(path.read_text())] * 2)
+    assert [len(ax.patches) for ax in figure.axes] == [2, 2]
+    assert all("optax" in ax.get_xlabel() for ax in figure.axes)
+    out = tmp_path / "pictures" / "step.png"
+    monkeypatch.setattr(sys, "argv", ["plot", str(path), "--out", str(out)])
+    plot.main()
+    assert out.read_bytes().startswith(b"\x89PNG")
+    path.write_text(json.dumps({"title": "another table", "rows": rows[:1]}))
+    with pytest.raises(SystemExit, match="no row is held against optax"):
+        plot.main()
