@@ -64,10 +64,11 @@ def clip_by_global_norm(
 
     One pass reads the gradients for the norm. The scaling is one multiplication by a
     scalar, which the compiler fuses into the elementwise work that comes next, such as
-    :func:`adagrad` or ``optax.adamw``: no clipped copy of the gradients is made. What
-    needs norms of its own reads them once more: instead of this in front of
-    :func:`novograd`, its argument ``global_clipnorm`` saves that pass, and on CPU the
-    copy that XLA makes there for the second norm.
+    :func:`adagrad` or ``optax.adamw``: no clipped copy of the gradients is made (but in
+    half precision on CPU, where rounding keeps it from being fused). What needs norms
+    of its own reads them once more: instead of this in front of :func:`novograd`, its
+    argument ``global_clipnorm`` saves that pass, and on CPU the copy that XLA makes
+    there for the second norm.
 
     Args:
       max_norm: the largest norm let through, ≥ 0, in the units of the gradients.
@@ -205,7 +206,7 @@ def clip_before(
         **extra: Any,
     ) -> tuple[optax.Updates, tuple[Any, Any]]:
         clip_state, inner_state = state
-        updates = _tree.sum_duplicates(updates)
+        given = updates = _tree.sum_duplicates(updates)
         if clipvalue is not None:
             updates = _tree.map_updates(lambda g: _clamp(g, clipvalue), updates)
         else:
@@ -221,10 +222,15 @@ def clip_before(
                     return factor
                 return _factor(_tree.safe_sqrt(square), clipnorm)
 
-            updates = _scale_layers(updates, _tree.map_updates(factor_of, squares))
+            # Half precision stays wide on its way to inner: rounded values that two
+            # kernels need are written to memory, and others computed in both.
+            updates = _scale_layers(
+                _tree.map_updates(_tree.widen, updates),
+                _tree.map_updates(factor_of, squares),
+            )
             extra |= {"squared_norms": squares, "clip_factor": factor_of}
         updates, inner_state = inner.update(updates, inner_state, params, **extra)
-        return updates, (clip_state, inner_state)
+        return _tree.cast_like(updates, given), (clip_state, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -30,6 +30,8 @@ def squared_norms(
     """
 
     def sums(x: jax.Array, stacked: int) -> jax.Array:
+        if x.dtype.itemsize < 4:
+            x = _apart(x)
         return jnp.sum(_tree.abs_sq(x), axis=tuple(range(stacked, x.ndim)))
 
     leaves, treedef = jax.tree.flatten(
@@ -66,7 +68,7 @@ def map_layers(
     A layer without gradient keeps its state, and its second value is ``None``.
     """
     leaves, treedef = jax.tree.flatten(squares, is_leaf=_tree.is_leaf)
-    states = [jnp.asarray(s) for s in jax.tree.leaves(state)]
+    states = jax.tree.leaves(state, is_leaf=_tree.is_leaf)
     seconds: list[Any] = [None] * len(leaves)
     small: dict[int, tuple[jax.Array, ...]] = {}
     for i, (square, s) in enumerate(zip(leaves, states, strict=True)):
@@ -79,8 +81,18 @@ def map_layers(
     for members, (first, second) in _together(f, small):
         for number, i in enumerate(members):
             states[i], seconds[i] = first[number], second[number]
-    unflatten = jax.tree.unflatten
-    return unflatten(jax.tree.structure(state), states), unflatten(treedef, seconds)
+    return jax.tree.unflatten(treedef, states), jax.tree.unflatten(treedef, seconds)
+
+
+def _apart(x: jax.Array) -> jax.Array:
+    """``x``, such that what is computed from it here is not shared with other users.
+
+    On CPU a sum of squares that shares its widening of half precision with an update is
+    no longer fused with it: a float32 copy of ``x`` goes to memory. Elsewhere there is
+    no copy, and this would make one where ``x`` itself is still to be computed.
+    """
+    barrier: Callable[[jax.Array], jax.Array] = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(x, cpu=barrier, default=lambda x: x)
 
 
 def _is_small(x: jax.Array) -> bool:

@@ -57,6 +57,28 @@ def test_no_copy_of_the_gradients_is_made(name):
     assert memory.alias_size_in_bytes > 1.99 * size(gpt2_small())
 
 
+@pytest.mark.parametrize(
+    ("tx", "passes"),
+    [
+        (gx.novograd(0.1), 7.01),
+        (gx.novograd(0.1, global_clipnorm=1.0), 7.01),
+        (gx.adagrad(0.1, global_clipnorm=1.0), 11.01),  # Its sums are float32: 2 N.
+    ],
+    ids=["novograd", "novograd-global_clipnorm", "adagrad-global_clipnorm"],
+)
+def test_no_copy_in_half_precision_either(tx, passes):
+    shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.bfloat16) for i in range(3)}
+
+    def step(params, state, grads):
+        return gx.apply_gradients(tx, grads, state, params)
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    compiled = step.lower(shapes, jax.eval_shape(tx.init, shapes), shapes).compile()
+    n = size(shapes)
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.02 * n
+    assert compiled.cost_analysis()["bytes accessed"] < passes * n
+
+
 def test_optax_makes_one():
     """The yardstick: should this fail, optax has caught up and the README is wrong."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
