@@ -97,22 +97,37 @@ def _apart(x: jax.Array) -> jax.Array:
 
 def _is_small(x: jax.Array) -> bool:
     """Few entries, and on one device: what is sharded stays where it is."""
-    return x.size <= _SMALL and jax.typeof(x).sharding.mesh.empty
+    mesh = jax.typeof(x).sharding.mesh
+    return x.size <= _SMALL and (mesh.empty or mesh.size == 1)
 
 
 def _together(
     f: Callable[..., tuple[jax.Array, ...]], operands: dict[int, tuple[jax.Array, ...]]
 ) -> Iterator[tuple[list[int], tuple[jax.Array, ...]]]:
     """``f``, which leaves the first axis alone, of operands of one type stacked."""
+
+    def grouped(*members: tuple[jax.Array, ...]) -> Any:
+        # Without the barrier every user of one result would compute them all.
+        stacked = map(jnp.stack, zip(*members, strict=True))
+        return jax.lax.optimization_barrier(f(*stacked))
+
+    def one_by_one(*members: tuple[jax.Array, ...]) -> Any:
+        results = [f(*(x[None] for x in member)) for member in members]
+        return tuple(map(jnp.concatenate, zip(*results, strict=True)))
+
     groups = collections.defaultdict(list)
     for i, arrays in operands.items():
         groups[tuple((x.shape, x.dtype) for x in arrays)].append(i)
     for members in groups.values():
         for start in range(0, len(members), _TOGETHER):
             batch = members[start : start + _TOGETHER]
-            stacked = map(jnp.stack, zip(*(operands[i] for i in batch), strict=True))
-            # Without the barrier every user of one result would compute them all.
-            yield batch, jax.lax.optimization_barrier(f(*stacked))
+            # On TPU small arrays are fetched ahead of their use one by one, at no cost.
+            yield (
+                batch,
+                jax.lax.platform_dependent(
+                    *(operands[i] for i in batch), tpu=one_by_one, default=grouped
+                ),
+            )
 
 
 def _sum_over_mesh(tree: Any, axis_name: AxisName) -> Any:

