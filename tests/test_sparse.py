@@ -171,9 +171,11 @@ def test_a_clip_counts_neither_padding_nor_what_it_holds():
     np.testing.assert_allclose(updates.densify()[1], [0.6, 0.8], rtol=1e-6)
 
 
-def test_updates_of_repeated_rows_are_all_applied():
-    updates = gx.IndexedSlices([1, 3, 1], jnp.array([1.0, 2.0, 4.0]), (4,))
-    assert gx.apply_updates(jnp.ones(4), updates).tolist() == [1, 6, 1, 3]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_updates_of_repeated_rows_are_all_applied(dtype):
+    updates = gx.IndexedSlices([1, 3, 1], jnp.array([1.0, 2.0, 4.0], dtype), (4,))
+    params = gx.apply_updates(jnp.ones(4, dtype), updates)
+    assert params.tolist() == [1, 6, 1, 3]
 
 
 def test_padding_reads_no_row():
