@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 import gradxform as gx
-from benchmarks.measure import arguments, draw, interleaved, report
+from benchmarks.measure import arguments, draw, in_place, interleaved, report
 from benchmarks.models import small_leaves
 from benchmarks.step import (
     CLIP,
@@ -68,16 +68,6 @@ def compile_step(name, shapes):
     return compiled, traced - start, time.perf_counter() - traced
 
 
-def stepper(compiled, tx, grads):
-    """A run of the compiled step."""
-    model = [jax.tree.map(jnp.copy, grads), tx.init(grads)]
-
-    def run():
-        model[:] = jax.block_until_ready(compiled(*model, grads))
-
-    return run
-
-
 def measure(leaves, rounds):
     """The lines of the table for trees of so many leaves."""
     shapes = small_leaves(leaves)
@@ -88,7 +78,12 @@ def measure(leaves, rounds):
             steps[name], *both = compile_step(name, shapes)
             seconds[name].append(both)
     grads = draw(shapes, 0)
-    runs = {name: stepper(steps[name], CHAINS[name][1], grads) for name in CHAINS}
+    runs = {
+        name: in_place(
+            steps[name], (jax.tree.map(jnp.copy, grads), tx.init(grads)), grads
+        )
+        for name, (_, tx, _) in CHAINS.items()
+    }
     stepped = interleaved(runs, STEPS)
     best = {
         name: (*map(min, zip(*seconds[name], strict=True)), min(stepped[name]))

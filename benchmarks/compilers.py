@@ -45,13 +45,20 @@ from jax.sharding import PartitionSpec as P
 import gradxform as gx
 from benchmarks.measure import arguments, report
 from benchmarks.models import gpt2_small
+from benchmarks.step import (
+    ADAGRAD,
+    CLIP,
+    OPTAX_ADAGRAD,
+    OPTAX_NOVOGRAD,
+    gx_step,
+    optax_step,
+)
 
-OPTAX_CLIP, CLIP = optax.clip_by_global_norm(1.0), gx.clip_by_global_norm(1.0)
 CHAINS = {
-    "optax clip + adagrad": optax.chain(OPTAX_CLIP, optax.adagrad(0.1)),
+    "optax clip + adagrad": OPTAX_ADAGRAD,
     "clip + adagrad": optax.chain(CLIP, gx.adagrad(0.1)),
-    "adagrad(global_clipnorm)": gx.adagrad(0.1, global_clipnorm=1.0),
-    "optax clip + novograd": optax.chain(OPTAX_CLIP, optax.novograd(0.1)),
+    "adagrad(global_clipnorm)": ADAGRAD,
+    "optax clip + novograd": OPTAX_NOVOGRAD,
     "clip + novograd": optax.chain(CLIP, gx.novograd(0.1)),
     "novograd(global_clipnorm)": gx.novograd(0.1, global_clipnorm=1.0),
 }
@@ -99,7 +106,7 @@ def size_on_a_chip(tree):
     )
 
 
-def lower_step(tx, params, apply_gradients=gx.apply_gradients):
+def lower_step(tx, params, write=gx_step):
     """The whole step on placed shapes, with parameters and state donated."""
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     state = placed(jax.eval_shape(tx.init, params), mesh)
@@ -107,15 +114,9 @@ def lower_step(tx, params, apply_gradients=gx.apply_gradients):
 
     @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=like)
     def step(params, state, grads):
-        return apply_gradients(tx, grads, state, params)
+        return write(tx, params, state, grads)
 
     return step.lower(params, state, params)
-
-
-def optax_apply_gradients(tx, grads, state, params):
-    """The step as users of optax write it."""
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
 
 
 def arrays(types):
@@ -172,9 +173,8 @@ def count(hlo, opcode):
 
 def measure(name, params, rounds):
     """The compiled program's text, and its line of the table."""
-    theirs = name.startswith("optax")
-    apply_gradients = optax_apply_gradients if theirs else gx.apply_gradients
-    lowered = lower_step(CHAINS[name], params, apply_gradients)
+    write = optax_step if name.startswith("optax") else gx_step
+    lowered = lower_step(CHAINS[name], params, write)
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()

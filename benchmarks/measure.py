@@ -43,19 +43,24 @@ def interleaved(runs, rounds):
     return seconds
 
 
+def in_place(compiled, model, *rest, **extra):
+    """A run of a compiled, donated ``step(*model, *rest) -> model`` on this model."""
+    model = list(model)
+
+    def run():
+        model[:] = jax.block_until_ready(compiled(*model, *rest, **extra))
+
+    return run
+
+
 def bandwidth(nbytes):
     """A run that reads and writes an array of so many bytes in place.
 
     It goes into the same interleaved run as what is held against it; the bandwidth is
     ``2 * nbytes`` by its fastest round.
     """
-    add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
-    array = [jnp.zeros(nbytes // 4, jnp.float32)]
-
-    def run():
-        array[0] = jax.block_until_ready(add_one(array[0]))
-
-    return run
+    add_one = jax.jit(lambda x: [x + 1], donate_argnums=0)
+    return in_place(add_one, [jnp.zeros(nbytes // 4, jnp.float32)])
 
 
 def times(seconds, against=None):

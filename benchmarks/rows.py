@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 import gradxform as gx
-from benchmarks.measure import arguments, interleaved, report, times
+from benchmarks.measure import arguments, in_place, interleaved, report, times
 
 HEIGHTS, WIDTH, ROWS = (100_000, 1_000_000, 10_000_000), 64, 8192
 CHAINS = {
@@ -33,13 +33,9 @@ def stepper(tx, height, grads):
         return gx.apply_gradients(tx, grads, state, params)
 
     params = jnp.zeros((height, WIDTH))
-    model = [params, tx.init(params)]
+    model = params, tx.init(params)
     compiled = step.lower(*model, grads).compile()
-
-    def run():
-        model[:] = jax.block_until_ready(compiled(*model, grads))
-
-    return run, compiled
+    return in_place(compiled, model, grads), compiled
 
 
 def torch_stepper(height, indices, values):

@@ -31,7 +31,15 @@ import jax.numpy as jnp
 import optax
 
 import gradxform as gx
-from benchmarks.measure import arguments, bandwidth, draw, interleaved, report, times
+from benchmarks.measure import (
+    arguments,
+    bandwidth,
+    draw,
+    in_place,
+    interleaved,
+    report,
+    times,
+)
 from benchmarks.models import MODELS, size
 
 ADDED = 2**29  # Bytes of the array that measures the bandwidth.
@@ -60,11 +68,8 @@ def donated(step, shapes, state, grads, **extra):
     """The run of a jitted ``step(params, state, grads) -> (params, state)``."""
     jitted = jax.jit(step, donate_argnums=(0, 1))
     compiled = jitted.lower(shapes, state, grads, **extra).compile()
-    model = [jax.tree.map(jnp.copy, grads), state]
-
-    def run():
-        model[:] = jax.block_until_ready(compiled(*model, grads, **extra))
-
+    model = jax.tree.map(jnp.copy, grads), state
+    run = in_place(compiled, model, grads, **extra)
     return Built(run, jax.eval_shape(lambda: state), compiled)
 
 

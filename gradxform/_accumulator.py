@@ -139,7 +139,9 @@ def conditional_accumulator(
                     lambda _, n: n + 1, pushed, _tree.rows(pushed, row_counts)
                 )
                 row_counts = _tree.put_rows(pushed, row_counts, counts)
-            sums = _tree.map_state(plus, pushed, _tree.rows(pushed, state.accumulated))
+            sums = _tree.map_state(
+                _tree.wide_sum, pushed, _tree.rows(pushed, state.accumulated)
+            )
             sums = _tree.put_rows(pushed, state.accumulated, sums)
             if reduction != "sum":
                 divisors = row_counts if by_row else _tree.broadcast(count, pushed)
@@ -147,10 +149,6 @@ def conditional_accumulator(
                     divide, pushed, sums, divisors, is_leaf=_tree.is_leaf
                 )
             return _tree.cast_like(sums, state.accumulated), row_counts
-
-        def plus(g: jax.Array, total: jax.Array) -> jax.Array:
-            wide = _tree.widen(total)
-            return wide + _tree.widen(g).astype(wide.dtype)
 
         def divide(g: Any, total: jax.Array, n: jax.Array) -> jax.Array:
             # sum / n with the last push, in the sum's own buffer, where inner can read
@@ -183,8 +181,8 @@ def conditional_accumulator(
                 inner, reduced, state.inner_state, params, **passed_on
             )
             cleared = _tree.map_state(_zero_after, outcome, total)
-            no_rows = jax.tree.map(lambda n: n * 0, row_counts)
-            return outcome, inner_state, cleared, no_rows
+            no_counts = jax.tree.map(lambda n: n * 0, row_counts)
+            return outcome, inner_state, cleared, no_counts
 
         def wait() -> tuple[Any, Any, Any, Any]:
             return rest(reduced, params, step), state.inner_state, total, row_counts

@@ -43,8 +43,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     _checks.same_shapes("updates", updates, "params", params)
 
     def add(u: jax.Array, p: jax.Array) -> jax.Array:
-        wide = _tree.widen(p)
-        return (wide + _tree.widen(u).astype(wide.dtype)).astype(p.dtype)
+        return _tree.wide_sum(u, p).astype(p.dtype)
 
     def step(u: Any, p: Any) -> Any:
         if isinstance(u, IndexedSlices) and _tree.widen(p).dtype == p.dtype:

@@ -157,6 +157,12 @@ def scale(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
     return (widen(x) * factor).astype(x.dtype)
 
 
+def wide_sum(x: jax.Array, total: jax.Array) -> jax.Array:
+    """``total + x`` in at least float32, in the precision of ``total``, unrounded."""
+    wide = widen(total)
+    return wide + widen(x).astype(wide.dtype)
+
+
 def abs_sq(x: jax.Array) -> jax.Array:
     """``|x|²``, real, in at least float32."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):

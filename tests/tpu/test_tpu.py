@@ -25,12 +25,12 @@ from benchmarks.compilers import (
     count,
     lower_step,
     mesh,
-    optax_apply_gradients,
     placed,
     size_on_a_chip,
     traffic,
 )
 from benchmarks.models import gpt2_small
+from benchmarks.step import optax_step
 
 OURS = [name for name in CHAINS if not name.startswith("optax")]
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -45,7 +45,7 @@ def compiled(name, dtype="float32", topology="v5e:2x2"):
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.numpy_dtype_promotion("standard"))
         stack.enter_context(jax.numpy_rank_promotion("allow"))
-        return lower_step(CHAINS[name], params, optax_apply_gradients).compile()
+        return lower_step(CHAINS[name], params, optax_step).compile()
 
 
 @functools.cache
