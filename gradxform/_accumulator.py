@@ -96,19 +96,19 @@ def conditional_accumulator(
 
     def init_fn(params: optax.Params) -> ConditionalAccumulatorState:
         def no_rows(p: jax.Array) -> jax.Array:
-            return jnp.zeros(p.shape[:1], jnp.int32)
+            return _tree.full_like(p, 0, jnp.int32, axes=1)
 
         def zero(p: jax.Array) -> jax.Array:
             dtype = accumulator_dtype
-            return jnp.zeros_like(
-                p, dtype=_tree.widen(p).dtype if dtype is None else dtype
+            return _tree.full_like(
+                p, 0, _tree.widen(p).dtype if dtype is None else dtype
             )
 
         # Three counters, not one three times: a buffer can be donated only once.
         return ConditionalAccumulatorState(
-            global_step=jnp.zeros((), jnp.int32),
-            num_accumulated=jnp.zeros((), jnp.int32),
-            stale_count=jnp.zeros((), jnp.int32),
+            global_step=_tree.zero(params, jnp.int32),
+            num_accumulated=_tree.zero(params, jnp.int32),
+            stale_count=_tree.zero(params, jnp.int32),
             accumulated=_tree.map_params(zero, params),
             row_counts=_tree.map_params(no_rows, params) if by_row else (),
             inner_state=inner.init(params),

@@ -11,6 +11,7 @@ import optax
 
 from gradxform import _checks, _clipping, _tree
 from gradxform._learning_rate import scale_by_learning_rate
+from gradxform._mesh import AxisName
 
 
 class ScaleByAdagradState(NamedTuple):
@@ -50,7 +51,8 @@ def scale_by_adagrad(
         double parameters: half-precision parameters get float32 sums, because a sum
         that only grows soon stalls in half precision.
       row_wise: one accumulator a row, the mean of the squares over all axes but the
-        first, which saves nearly all state of an embedding table.
+        first, which saves nearly all state of an embedding table. Inside
+        ``jax.shard_map`` a row has to be whole on its device.
 
     Returns:
       A transformation with state :class:`ScaleByAdagradState`. Updates keep their
@@ -87,9 +89,8 @@ def scale_by_adagrad(
                 if accumulator_dtype is None
                 else accumulator_dtype
             )
-            if row_wise:
-                return jnp.full(accumulator_shape(p), initial_accumulator_value, dtype)
-            return jnp.full_like(p, initial_accumulator_value, dtype=dtype)
+            axes = 1 if row_wise else None
+            return _tree.full_like(p, initial_accumulator_value, dtype, axes=axes)
 
         return ScaleByAdagradState(sum_of_squares=_tree.map_params(accumulator, params))
 
@@ -142,6 +143,7 @@ def adagrad(
     eps_in_sqrt: bool = True,
     accumulator_dtype: jax.typing.DTypeLike | None = None,
     row_wise: bool = False,
+    axis_name: AxisName = None,
     clipnorm: jax.typing.ArrayLike | None = None,
     clipvalue: jax.typing.ArrayLike | None = None,
     global_clipnorm: jax.typing.ArrayLike | None = None,
@@ -163,6 +165,8 @@ def adagrad(
       eps_in_sqrt: see :func:`scale_by_adagrad`; False for TensorFlow 1.x's formula.
       accumulator_dtype: see :func:`scale_by_adagrad`.
       row_wise: see :func:`scale_by_adagrad`.
+      axis_name: mesh axes over which leaves may be sharded, inside ``jax.shard_map``,
+        for the norms of the clips; see :func:`global_norm`.
       clipnorm: the norm of each leaf is clipped to this.
       clipvalue: each entry is clipped to ± this.
       global_clipnorm: the norm of all leaves together is clipped to this; the norm
@@ -199,6 +203,7 @@ def adagrad(
             clipnorm=clipnorm,
             clipvalue=clipvalue,
             global_clipnorm=global_clipnorm,
+            axis_name=axis_name,
         ),
         scale_by_learning_rate(learning_rate),
     )

@@ -168,8 +168,7 @@ def minimize(
     def step(
         params: optax.Params, state: optax.OptState, *batch: Any, **extra: Any
     ) -> tuple[Any, ...]:
-        mask = trainable(params) if callable(trainable) else trainable
-        mask = _tree.broadcast(True if mask is None else mask, params)
+        mask = _tree.broadcast(True if trainable is None else trainable, params)
         learning = jax.tree.map(lambda learns, p: p if learns else None, mask, params)
 
         def loss(learning: Any, *batch: Any) -> Any:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from gradxform import _checks, _norms, _tree
+from gradxform._mesh import AxisName
 
 
-def global_norm(tree: Any, *, axis_name: _norms.AxisName = None) -> jax.Array:
+def global_norm(tree: Any, *, axis_name: AxisName = None) -> jax.Array:
     r"""The Euclidean norm of all entries of a tree.
 
     .. math:: \lVert t \rVert = \sqrt{\textstyle\sum_i \lvert t_i \rvert^2}
@@ -19,14 +20,22 @@ def global_norm(tree: Any, *, axis_name: _norms.AxisName = None) -> jax.Array:
     Args:
       tree: arrays of any shape and of any floating or complex dtype; ``None`` counts
         as nothing.
-      axis_name: mesh axes over which leaves may be sharded, inside ``jax.shard_map``.
-        A leaf that does not vary over an axis is replicated there and counts once.
+      axis_name: mesh axes over which leaves may be sharded, inside ``jax.shard_map``;
+        elsewhere there is nothing to pass. A leaf that does not vary over an axis is
+        replicated there and counts once. Where JAX does not track that
+        (``check_vma=False``, ``pmap``), and where stacked layers are sharded, a prefix
+        tree of ``PartitionSpec``, as ``shard_map`` takes it: over which axes each leaf
+        is sharded.
 
     Returns:
       A scalar, float32 (float64 where the tree holds doubles). The squares are summed
       in that precision whatever the dtype of the leaves; in float32, entries above 1e19
       overflow it and entries below 1e-19 count as 0. Its derivative at an all-zero tree
       is 0.
+
+    Raises:
+      ValueError: ``axis_name`` leaves open which leaves are sharded, or says otherwise
+        than their types.
 
     Source: ``tf.linalg.global_norm``, ``optax.global_norm``.
 
@@ -45,7 +54,7 @@ class ClipByGlobalNormState(NamedTuple):
 
 
 def clip_by_global_norm(
-    max_norm: jax.typing.ArrayLike, *, axis_name: _norms.AxisName = None
+    max_norm: jax.typing.ArrayLike, *, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scales all updates by one factor so that their global norm is at most max_norm.
 
@@ -95,8 +104,7 @@ def clip_by_global_norm(
     _checks.in_range("max_norm", max_norm, "[0, inf]")
 
     def init_fn(params: optax.Params) -> ClipByGlobalNormState:
-        del params
-        return _state(0.0)
+        return ClipByGlobalNormState(_tree.zero(params, jnp.float32))
 
     def update_fn(
         updates: optax.Updates,
@@ -118,7 +126,7 @@ def clip_by_global_norm(
 
 
 def clip_by_norm(
-    max_norm: jax.typing.ArrayLike, *, axis_name: _norms.AxisName = None
+    max_norm: jax.typing.ArrayLike, *, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scales each leaf on its own so that its norm is at most max_norm.
 
@@ -172,7 +180,7 @@ def clip_before(
     clipnorm: jax.typing.ArrayLike | None,
     clipvalue: jax.typing.ArrayLike | None,
     global_clipnorm: jax.typing.ArrayLike | None,
-    axis_name: _norms.AxisName = None,
+    axis_name: AxisName = None,
     stacked_axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Keras's three clip arguments in front of ``inner``, with one pass for the norms.
@@ -196,7 +204,9 @@ def clip_before(
         return inner
 
     def init_fn(params: optax.Params) -> tuple[Any, Any]:
-        clip_state = optax.EmptyState() if global_clipnorm is None else _state(0.0)
+        if global_clipnorm is None:
+            return optax.EmptyState(), inner.init(params)
+        clip_state = ClipByGlobalNormState(_tree.zero(params, jnp.float32))
         return clip_state, inner.init(params)
 
     def update_fn(

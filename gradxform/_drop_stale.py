@@ -77,9 +77,9 @@ def drop_stale(
     def init_fn(params: optax.Params) -> DropStaleState:
         # Three arrays, not one three times: a buffer can be donated only once.
         return DropStaleState(
-            global_step=jnp.zeros((), jnp.int32),
-            stale_count=jnp.zeros((), jnp.int32),
-            staleness=jnp.zeros((), jnp.int32),
+            global_step=_tree.zero(params, jnp.int32),
+            stale_count=_tree.zero(params, jnp.int32),
+            staleness=_tree.zero(params, jnp.int32),
             inner_state=inner.init(params),
         )
 

@@ -41,9 +41,8 @@ def scale_by_learning_rate(
     """
 
     def init_fn(params: optax.Params) -> Any:
-        del params
         if callable(learning_rate):
-            return optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32))
+            return optax.ScaleByScheduleState(count=_tree.zero(params, jnp.int32))
         return optax.EmptyState()
 
     def update_fn(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gradxform import _tree
-
-AxisName = str | Sequence[str] | None
+from gradxform import _mesh, _tree
+from gradxform._mesh import AxisName
 
 # Arrays of at most this many entries are handled together, up to so many at once. A
 # kernel takes milliseconds to compile and microseconds to start, however little it
@@ -37,13 +36,14 @@ def squared_norms(
     leaves, treedef = jax.tree.flatten(
         _tree.sum_duplicates(updates), is_leaf=_tree.is_leaf
     )
-    stacked = iter(jax.tree.leaves(_tree.broadcast(stacked_axes or 0, updates)))
+    stacked = jax.tree.leaves(_tree.broadcast(stacked_axes or 0, updates))
+    depths = iter(stacked)
     squares: list[Any] = [None] * len(leaves)
     small: dict[int, tuple[jax.Array, ...]] = {}
     for i, g in enumerate(leaves):
         if g is None:
             continue
-        x, axes = _tree.values(g), next(stacked)
+        x, axes = _tree.values(g), next(depths)
         if axes or not _is_small(x):
             squares[i] = sums(x, axes)
         else:
@@ -55,8 +55,7 @@ def squared_norms(
             squares[i] = rows[number]
     layers = jax.tree.unflatten(treedef, squares)
     if axis_name is not None:
-        layers = _sum_over_mesh(layers, axis_name)
-        parts = jax.tree.leaves(layers)
+        layers, parts = _mesh.sums(layers, axis_name, stacked)
     return layers, _total(parts)
 
 
@@ -128,30 +127,6 @@ def _together(
                     *(operands[i] for i in batch), tpu=one_by_one, default=grouped
                 ),
             )
-
-
-def _sum_over_mesh(tree: Any, axis_name: AxisName) -> Any:
-    """``psum`` over those axes over which each leaf varies, one collective a set."""
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
-    for name in names:
-        if name not in _varying(jax.lax.axis_index(name)):
-            raise ValueError(
-                f"axis_name={axis_name!r}: axis {name!r} does not track which arrays "
-                "vary over it, so a sharded leaf cannot be told from a replicated one. "
-                "Use jax.shard_map with check_vma=True (its default)."
-            )
-    leaves, treedef = jax.tree.flatten(tree)
-    varying = [tuple(n for n in names if n in _varying(x)) for x in leaves]
-    for axes in set(varying) - {()}:
-        members = [i for i, v in enumerate(varying) if v == axes]
-        sums = jax.lax.psum([leaves[i] for i in members], axes)
-        for i, total in zip(members, sums, strict=True):
-            leaves[i] = total
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-    return _tree.varying_axes(jax.typeof(x))
 
 
 def _total(parts: list[jax.Array]) -> jax.Array:

@@ -11,6 +11,7 @@ import optax
 
 from gradxform import _checks, _clipping, _norms, _tree
 from gradxform._learning_rate import scale_by_learning_rate
+from gradxform._mesh import AxisName
 
 
 class ScaleByNovogradState(NamedTuple):
@@ -32,7 +33,7 @@ def scale_by_novograd(
     nesterov: bool = False,
     eps_in_sqrt: bool = True,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    axis_name: _norms.AxisName = None,
+    axis_name: AxisName = None,
     stacked_axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Normalizes each layer's gradient by its running norm, then adds momentum.
@@ -64,11 +65,12 @@ def scale_by_novograd(
       nesterov: Nesterov momentum as TensorFlow's ``MomentumOptimizer`` has it.
       eps_in_sqrt: where ``eps`` stands; False as in TensorFlow Addons and MONAI.
       mu_dtype: dtype of ``mu``, by default that of the parameters.
-      axis_name: mesh axes over which layers may be sharded, inside ``jax.shard_map``;
-        see :func:`global_norm`.
+      axis_name: mesh axes over which layers may be sharded, inside ``jax.shard_map``,
+        or a prefix tree of ``PartitionSpec``; see :func:`global_norm`.
       stacked_axes: how many leading axes of a leaf stack layers, as models under
-        ``flax.linen.scan`` have them: an int, or a prefix tree of ints. Each slice is
-        then a layer, and ``nu`` has those leading axes.
+        ``flax.linen.scan`` or ``flax.nnx.scan`` have them: an int, a prefix tree of
+        ints, or a function ``params -> tree``, which is called with updates too. Each
+        slice is then a layer, and ``nu`` has those leading axes.
 
     Returns:
       A transformation with state :class:`ScaleByNovogradState`. Updates keep their
@@ -103,13 +105,13 @@ def scale_by_novograd(
         jax.tree.map_with_path(_check_stacked, params, axes)
 
         def zero_norms(p: jax.Array, stacked: int) -> jax.Array:
-            return jnp.zeros(p.shape[:stacked], _tree.compute_dtype(p))
+            return _tree.full_like(p, 0, _tree.compute_dtype(p), axes=stacked)
 
         return ScaleByNovogradState(
-            count=jnp.zeros((), jnp.int32),
+            count=_tree.zero(params, jnp.int32),
             mu=_tree.map_params(
-                lambda p: jnp.zeros_like(
-                    p, dtype=p.dtype if mu_dtype is None else mu_dtype
+                lambda p: _tree.full_like(
+                    p, 0, p.dtype if mu_dtype is None else mu_dtype
                 ),
                 params,
             ),
@@ -171,8 +173,7 @@ def scale_by_novograd(
                     f"weight_decay={weight_decay!r} needs params: call "
                     "update(updates, state, params)."
                 )
-            decayed = mask(params) if callable(mask) else True if mask is None else mask
-            decayed = _tree.broadcast(decayed, params)
+            decayed = _tree.broadcast(True if mask is None else mask, params)
             added = _tree.map_updates(decay, added, params, decayed)
         if grad_averaging:  # d = (1-b1)·(ĝ + weight_decay·w)
             added = _tree.map_updates(lambda d: _tree.scale(d, 1 - b1), added)
@@ -208,7 +209,7 @@ def novograd(
     eps_in_sqrt: bool = True,
     lr_in_momentum: bool = False,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    axis_name: _norms.AxisName = None,
+    axis_name: AxisName = None,
     stacked_axes: Any = None,
     clipnorm: jax.typing.ArrayLike | None = None,
     clipvalue: jax.typing.ArrayLike | None = None,

@@ -186,6 +186,51 @@ def zeros_of_type(x_type: Any) -> jax.Array:
     return jax.lax.pcast(zeros, varying, to="varying") if varying else zeros
 
 
+def full_like(
+    p: jax.Array,
+    value: jax.typing.ArrayLike,
+    dtype: jax.typing.DTypeLike,
+    *,
+    axes: int | None = None,
+) -> jax.Array:
+    """``value`` in the shape of ``p``, or of its first ``axes`` axes, sharded as these.
+
+    So state lies where its parameters lie, also when it is made under ``jit``: there
+    the compiler puts a constant on all devices, and what is computed from ``p`` where
+    ``p`` is.
+    """
+    if isinstance(p, jax.core.Tracer):
+        if axes == 0:
+            return jnp.full((), value, dtype)
+        return jnp.asarray(value, dtype) + _false(p, axes).astype(dtype)
+    sharding = None
+    if isinstance(p.sharding, NamedSharding):
+        sharding = p.sharding.update(spec=P(*p.sharding.spec[:axes]))
+    return jnp.full_like(p, value, dtype=dtype, shape=p.shape[:axes], device=sharding)
+
+
+def zero(params: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A scalar 0 on all devices of the parameters."""
+    leaves = [p for p in map(jnp.asarray, jax.tree.leaves(params)) if _is_number(p)]
+    if not leaves:
+        return jnp.zeros((), dtype)
+    p = min(leaves, key=jnp.size)
+    if isinstance(p, jax.core.Tracer) and not jax.typeof(p).sharding.mesh.manual_axes:
+        # jit forgets an argument that is not used, and on which devices it was.
+        return _false(p, 0).astype(dtype)
+    return full_like(p, 0, dtype, axes=0)
+
+
+def _false(p: jax.Array, axes: int | None) -> jax.Array:
+    """False for each entry along the first axes of ``p``, computed from ``p``."""
+    never = (p != p) & (p == p)
+    return never if axes is None else jnp.any(never, axis=tuple(range(axes, p.ndim)))
+
+
+def _is_number(p: jax.Array) -> bool:
+    return bool(jnp.issubdtype(p.dtype, jnp.number))
+
+
 def varying_axes(x_type: Any) -> frozenset[str]:
     """The manual mesh axes over which an array of this type differs by device."""
     return x_type.manual_axis_type.varying
@@ -197,13 +242,17 @@ def expand(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def broadcast(prefix: Any, tree: Any) -> Any:
-    """One value of the prefix tree for each leaf of ``tree``; ``None`` stays."""
+    """One value of the prefix tree for each leaf of ``tree``; ``None`` stays.
+
+    The prefix may be a function of ``tree``.
+    """
 
     def fill(value: Any, part: Any) -> Any:
         return jax.tree.map(
             lambda _: value, part, is_leaf=lambda x: isinstance(x, IndexedSlices)
         )
 
+    prefix = prefix(tree) if callable(prefix) else prefix
     return jax.tree.map(fill, prefix, tree, is_leaf=is_leaf)
 
 

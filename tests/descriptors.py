@@ -6,6 +6,7 @@ asserts that every public factory has one.
 """
 
 import dataclasses
+import inspect
 from typing import Any
 
 import jax
@@ -36,14 +37,25 @@ class Descriptor:
             arguments["worker_params"] = jax.tree.map(lambda p: p - 1, params)
         return {k: v for k, v in arguments.items() if v is not None}
 
-    def make(self) -> optax.GradientTransformationExtraArgs:
-        return getattr(gx, self.name)(**self.kwargs)
+    def arguments(self, **more: Any) -> dict[str, Any]:
+        """What the factory takes, with those of ``more`` that are parameters of its."""
+        known = inspect.signature(getattr(gx, self.name)).parameters
+        return {
+            k: v.make(**more) if isinstance(v, Descriptor) else v
+            for k, v in self.kwargs.items()
+        } | {k: v for k, v in more.items() if k in known}
+
+    def make(self, **more: Any) -> optax.GradientTransformationExtraArgs:
+        return getattr(gx, self.name)(**self.arguments(**more))
 
     def __str__(self) -> str:
         return f"{self.name}-{self.variant}" if self.variant else self.name
 
 
 D = Descriptor
+
+ADAGRAD = D("adagrad", {"learning_rate": 0.1})
+NOVOGRAD = D("novograd", {"learning_rate": 0.1, "global_clipnorm": 0.5})
 
 DESCRIPTORS = (
     D("clip_by_global_norm", {"max_norm": 1.0}),
@@ -82,31 +94,34 @@ DESCRIPTORS = (
     # The first two pushes with local_step 0 are fresh, the third is stale.
     D(
         "drop_stale",
-        {"inner": gx.novograd(0.1, global_clipnorm=0.5), "max_staleness": 1},
+        {"inner": NOVOGRAD, "max_staleness": 1},
         local_step=0,
     ),
     D(
         "drop_stale",
-        {"inner": gx.drop_stale(gx.adagrad(0.1), 0), "max_staleness": 1},
+        {
+            "inner": D("drop_stale", {"inner": ADAGRAD, "max_staleness": 0}),
+            "max_staleness": 1,
+        },
         "nested",
         local_step=0,
     ),
     D(
         "conditional_accumulator",
-        {"inner": gx.novograd(0.1, global_clipnorm=0.5), "num_required": 1},
+        {"inner": NOVOGRAD, "num_required": 1},
         local_step=1,
     ),
     # Of three pushes the second acts, and the third is stale.
     D(
         "conditional_accumulator",
-        {"inner": gx.adagrad(0.1), "num_required": 2, "reduction": "sum"},
+        {"inner": ADAGRAD, "num_required": 2, "reduction": "sum"},
         "waiting",
         local_step=0,
     ),
     D(
         "conditional_accumulator",
         {
-            "inner": gx.adagrad(0.1),
+            "inner": ADAGRAD,
             "num_required": 2,
             "accumulator_dtype": jnp.bfloat16,
         },
@@ -117,7 +132,9 @@ DESCRIPTORS = (
     D(
         "drop_stale",
         {
-            "inner": gx.conditional_accumulator(gx.adagrad(0.1), 2),
+            "inner": D(
+                "conditional_accumulator", {"inner": ADAGRAD, "num_required": 2}
+            ),
             "max_staleness": 1,
         },
         "accumulator",

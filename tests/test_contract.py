@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from tests.descriptors import DESCRIPTORS
@@ -164,7 +162,7 @@ def test_inject_hyperparams(row, standard_promotion):
     params, grads = draw(0), draw(1)
     static = [k for k in ("accumulator_dtype", "mu_dtype") if k in row.kwargs]
     tx = optax.inject_hyperparams(getattr(gx, row.name), static_args=static)(
-        **row.kwargs
+        **row.arguments()
     )
     state = tx.init(params)
     update = jax.jit(tx.update)  # Inside, every number is a traced array.
@@ -178,11 +176,11 @@ def test_inject_hyperparams(row, standard_promotion):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_traced_float32_hyperparameters_keep_the_gradient_dtype(row, dtype):
     params, grads = draw(0, dtype), draw(1, dtype)
-    numbers = {k: v for k, v in row.kwargs.items() if type(v) is float}
+    numbers = {k: v for k, v in row.arguments().items() if type(v) is float}
 
     @jax.jit
     def update(numbers, state):
-        tx = getattr(gx, row.name)(**{**row.kwargs, **numbers})
+        tx = getattr(gx, row.name)(**row.arguments() | numbers)
         return tx.update(grads, state, params, **row.extra(params))
 
     updates, _ = update(jax.tree.map(jnp.float32, numbers), row.make().init(params))
@@ -341,38 +339,6 @@ def test_a_gradient_of_another_shape_is_named(row):
     del missing["w"]
     with pytest.raises(TypeError, match=r"\['w'\].*no leaf"):
         tx.update(missing, state, params, **row.extra(params))
-
-
-@every_row
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_sharding_is_kept_on_8_devices(row, axis_type):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(getattr(AxisType, axis_type),))
-    params = {"w": jnp.ones((16, 4)), "e": jnp.ones((3, 8, 2)), "b": jnp.ones(3)}
-    specs = {"w": P("x"), "e": P(None, "x"), "b": P()}
-    one = run(row, params, params)
-
-    def put(leaf, spec):
-        return jax.device_put(leaf, NamedSharding(mesh, spec))
-
-    with jax.set_mesh(mesh):
-        params = jax.tree.map(put, params, specs)
-        tx = row.make()
-        state = jax.jit(tx.init)(params) if axis_type == "Explicit" else tx.init(params)
-        update = jax.jit(tx.update)
-        for _ in range(3):
-            updates, state = update(params, state, params, **row.extra(params))
-    for name, spec in specs.items():
-        expected = NamedSharding(mesh, spec)
-        assert updates[name].sharding.is_equivalent_to(expected, updates[name].ndim)
-        for field in ("mu", "sum_of_squares"):
-            for _, slot in optax.tree.get_all_with_path(state, field):
-                if slot[name].shape == params[name].shape:
-                    assert slot[name].sharding.is_equivalent_to(
-                        expected, slot[name].ndim
-                    )
-    chex.assert_trees_all_close(
-        jax.device_get(updates), jax.device_get(one[-1][0]), rtol=1e-6
-    )
 
 
 @every_row

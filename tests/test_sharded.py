@@ -1,4 +1,4 @@
-"""Norms inside ``shard_map``: sharded leaves are summed, replicated ones count once."""
+"""On eight devices everything is as on one, and stays where it is."""
 
 import functools
 
@@ -8,24 +8,89 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from tests.descriptors import DESCRIPTORS
 
-MESH = ((4, 2), ("x", "y"))
 SPECS = {"rows": P("x"), "both": P("y", "x"), "columns": P(None, "y"), "all": P()}
+# Inside shard_map a row has to be whole on its device if it shares an accumulator.
+ROWS = {"rows": P("x"), "both": P(("y", "x")), "columns": P(), "all": P()}
 
 
 def draw(seed):
     rng = np.random.default_rng(seed)
-    shapes = {"rows": (8, 3), "both": (4, 8), "columns": (3, 4), "all": (5,)}
+    shapes = {"rows": (8, 3), "both": (8, 4), "columns": (3, 4), "all": (5,)}
     return {k: jnp.float32(rng.standard_normal(s)) for k, s in shapes.items()}
 
 
-def sharded(f, in_specs, out_specs):
-    mesh = jax.make_mesh(*MESH, axis_types=(AxisType.Auto,) * 2)
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+def mesh(axis_type=AxisType.Auto):
+    return jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+
+
+def put(tree, specs, axis_type=AxisType.Auto):
+    on = functools.partial(NamedSharding, mesh(axis_type))
+    return jax.device_put(tree, jax.tree.map(on, specs))
+
+
+def sharded(f, in_specs, out_specs, **kwargs):
+    return jax.jit(
+        jax.shard_map(f, mesh=mesh(), in_specs=in_specs, out_specs=out_specs, **kwargs)
+    )
+
+
+def check_placed(tree, before):
+    """Each array lies as the one before it did."""
+    for (path, x), y in zip(
+        jax.tree.leaves_with_path(tree), jax.tree.leaves(before), strict=True
+    ):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim), path
+
+
+@pytest.mark.parametrize("init", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("mode", ["automatic", "explicit", "shard_map"])
+@pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
+def test_every_row_agrees_with_one_device(row, mode, init):
+    manual = mode == "shard_map"
+    specs = ROWS if manual and row.variant == "row_wise" else SPECS
+    tx = row.make(axis_name=("x", "y") if manual else None)
+    axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
+    params = put(draw(0), specs, axis_type)
+    # Nothing to pass: what is like the parameters lies like them, the rest everywhere.
+    state = init(tx.init)(params)
+    like_params = optax.tree.map_params(
+        tx,
+        lambda s, p: p if s.shape == p.shape else s,
+        state,
+        params,
+        transform_non_params=lambda s: s,
+    )
+    check_placed(state, like_params)
+
+    def step(tx, params, state, grads):
+        updates, state = tx.update(grads, state, params, **row.extra(params))
+        return gx.apply_updates(params, updates), state
+
+    jitted = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
+    if manual:
+        places = jax.tree.map(lambda x: x.sharding.spec, (params, state))
+        jitted = sharded(functools.partial(step, tx), (*places, specs), places)
+    one = row.make()
+    expected = draw(0), one.init(draw(0))
+    first = jax.tree.map(jnp.copy, (params, state))
+    for seed in (1, 2, 3):
+        grads = put(draw(seed), specs, axis_type)
+        text = jitted.lower(params, state, grads).compile().as_text()
+        params, state = jitted(params, state, grads)
+        expected = step(one, *expected, draw(seed))
+    check_placed((params, state), first)
+    chex.assert_trees_all_close(
+        jax.device_get((params, state)), expected, rtol=1e-6, atol=1e-6
+    )
+    # Sums over the mesh are all that devices tell one another.
+    for moved in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
+        assert moved not in text
 
 
 def test_global_norm():
@@ -37,37 +102,6 @@ def test_global_norm():
     np.testing.assert_allclose(norm(grads), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "factory",
-    [
-        gx.clip_by_global_norm,
-        gx.clip_by_norm,
-        lambda c, **k: gx.novograd(0.1, global_clipnorm=c, **k),
-        lambda c, **k: gx.novograd(0.1, clipnorm=c, **k),
-        lambda c, **k: gx.novograd(0.1, **k),
-    ],
-    ids=["global", "layers", "novograd-global", "novograd-layers", "novograd"],
-)
-def test_shard_map_agrees_with_one_device(factory):
-    one, many = factory(1.0), factory(1.0, axis_name=("x", "y"))
-    state = other = one.init(draw(0))
-    # Arrays like params are sharded like them, scalars are replicated.
-    state_specs = optax.tree.map_params(
-        one,
-        lambda x, spec: spec if x.ndim else P(),
-        state,
-        SPECS,
-        transform_non_params=lambda _: P(),
-    )
-    update = sharded(many.update, (SPECS, state_specs), (SPECS, state_specs))
-    for seed in (1, 2):
-        updates, state = one.update(draw(seed), state)
-        got, other = update(draw(seed), other)
-        chex.assert_trees_all_close(
-            (got, other), (updates, state), rtol=1e-6, atol=1e-7
-        )
-
-
 def test_a_clip_costs_one_collective_a_set_of_axes():
     tx = gx.clip_by_global_norm(1.0, axis_name="x")
     specs = {k: P("x") for k in "abc"}
@@ -75,3 +109,82 @@ def test_a_clip_costs_one_collective_a_set_of_axes():
     update = sharded(lambda g: tx.update(g, tx.init(g))[0], (specs,), specs)
     text = update.lower(grads).compile().as_text()
     assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
+
+
+# Of layers stacked on the first axis, and an axis of which each device has a part.
+STACKED = {"layers": P("x", "y"), "entries": P(None, ("y", "x")), "plain": P("y")}
+DEPTHS = {"layers": 1, "entries": 1, "plain": 0}
+
+
+def draw_stacked(seed):
+    rng = np.random.default_rng(seed)
+    shapes = {"layers": (4, 6), "entries": (2, 8), "plain": (4,)}
+    return {k: jnp.float32(rng.standard_normal(s)) for k, s in shapes.items()}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("clip", [{}, {"clipnorm": 0.5}, {"global_clipnorm": 0.5}])
+def test_specs_say_whether_layers_or_their_entries_are_sharded(clip, check_vma):
+    one = gx.novograd(0.1, stacked_axes=DEPTHS, **clip)
+    many = gx.novograd(0.1, stacked_axes=DEPTHS, axis_name=STACKED, **clip)
+    state = one.init(draw_stacked(0))
+    other = jax.jit(many.init)(put(draw_stacked(0), STACKED))
+    places = jax.tree.map(lambda x: x.sharding.spec, other)
+    assert optax.tree.get(places, "nu") == {
+        "layers": P("x"),
+        "entries": P(),
+        "plain": P(),
+    }
+    update = sharded(
+        many.update, (STACKED, places), (STACKED, places), check_vma=check_vma
+    )
+    for seed in (1, 2):
+        updates, state = one.update(draw_stacked(seed), state)
+        got, other = update(draw_stacked(seed), other)
+        chex.assert_trees_all_close(
+            jax.device_get((got, other)), (updates, state), rtol=1e-6, atol=1e-7
+        )
+
+
+def test_pmap():
+    """Which does not track what varies: the specs say it."""
+    grads = {"sharded": draw(0)["rows"], "everywhere": draw(0)["all"]}
+    tx = gx.clip_by_global_norm(0.5, axis_name={"sharded": P("i"), "everywhere": P()})
+    axes = {"sharded": 0, "everywhere": None}
+    clip = jax.pmap(
+        lambda g: tx.update(g, tx.init(g))[0], "i", in_axes=(axes,), out_axes=axes
+    )
+    expected, _ = gx.clip_by_global_norm(0.5).update(grads, None)
+    chex.assert_trees_all_close(clip(grads), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("trace", ["pmap", "check_vma=False"])
+def test_axes_that_are_not_tracked_need_specs(trace):
+    norm = functools.partial(gx.global_norm, axis_name="x")
+    norm = (
+        jax.pmap(norm, "x")
+        if trace == "pmap"
+        else sharded(norm, (P("x"),), P(), check_vma=False)
+    )
+    with pytest.raises(ValueError, match=r"axis 'x' does not track .*PartitionSpec"):
+        norm(jnp.ones(8))
+
+
+def test_stacked_layers_need_specs():
+    tx = gx.scale_by_novograd(stacked_axes=1, axis_name="x")
+    grads = {"w": jnp.ones((8, 2))}
+    update = sharded(lambda g: tx.update(g, tx.init(g))[0], (P("x"),), P("x"))
+    with pytest.raises(ValueError, match=r"\['w'\] stacks layers, and over x"):
+        update(grads)
+
+
+def test_specs_that_contradict_the_types():
+    norm = functools.partial(gx.global_norm, axis_name={"w": P("x")})
+    with pytest.raises(ValueError, match=r"P\('x',?\) at \['w'\], which does not vary"):
+        sharded(norm, (P(),), P())({"w": jnp.ones(8)})
+
+
+def test_axis_name_of_another_type():
+    norm = functools.partial(gx.global_norm, axis_name={"w": 3})
+    with pytest.raises(TypeError, match=r"PartitionSpec, got 3 for \['w'\]"):
+        sharded(norm, (P("x"),), P())({"w": jnp.ones(8)})
