@@ -1,0 +1,166 @@
+"""One of several processes that train one model; ``test_processes`` starts them.
+
+    python -m tests.process_worker PORT COUNT RANK FOLDER [GATE HOW]
+
+Trains every case and leaves what came out in ``FOLDER/RANK.GATE.HOW.npz``; a case that
+is named it trains for ever, and says so after some steps by making ``FOLDER/RANK``.
+"""
+
+import itertools
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+
+# With 2 processes the first axis lies between them, with 4 the second one as well.
+MESH = (2, 4), ("data", "model")
+SHAPES = {"in": (8, 16), "bias": (1, 16), "out": (16, 4), "offset": (1, 4)}
+SPECS = {
+    "in": P("data", "model"),
+    "bias": P(None, "model"),
+    "out": P("model"),
+    "offset": P(),
+}
+
+
+def drop_stale(axis_name):
+    novograd = gx.novograd(0.05, axis_name=axis_name)
+    return gx.drop_stale(clipped(novograd, axis_name), max_staleness=1)
+
+
+def accumulator(axis_name):
+    adagrad = gx.adagrad(0.05)
+    return gx.conditional_accumulator(clipped(adagrad, axis_name), num_required=2)
+
+
+def clipped(tx, axis_name):
+    return optax.chain(gx.clip_by_global_norm(1.0, axis_name=axis_name), tx)
+
+
+# With the local step of each push, of which two are stale.
+GATES = {
+    "drop_stale": (drop_stale, (0, 0, 0, 2, 1, 3, 4)),
+    "accumulator": (accumulator, (0, 0, 0, 1, 1, 1, 2, 2, 3)),
+}
+# Each with collectives from the partitioner, and with those written here.
+CASES = list(itertools.product(GATES, ("jit", "shard_map")))
+
+
+def train(gate, how, mesh=None, local_steps=None):
+    """Parameters and state after each push, and its loss; on one device by default."""
+
+    def place(x, spec):
+        if mesh is None:
+            return jnp.asarray(x)
+        # Each process makes the parts that lie on its own devices.
+        sharding = NamedSharding(mesh, spec)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    def step(params, state, x, y, local_step):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y, by_hand)
+        params, state = gx.apply_gradients(
+            tx, grads, state, params, local_step=local_step
+        )
+        return params, state, loss
+
+    def check_shardings(*tree):
+        if mesh is None:
+            return
+        leaves = jax.tree.leaves_with_path(tree)
+        for (path, x), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
+            where = f"{jax.tree_util.keystr(path)}: {x.sharding}, not {spec}"
+            assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim), where
+
+    by_hand = mesh is not None and how == "shard_map"
+    make, pushes = GATES[gate]
+    tx = make(MESH[1] if by_hand else None)
+    rng = np.random.default_rng(1)
+    params = {
+        k: place(np.float32(0.3 * rng.standard_normal(SHAPES[k])), SPECS[k])
+        for k in SHAPES
+    }
+    state = jax.jit(tx.init)(params)
+    specs = SPECS, state_specs(tx, state)
+    check_shardings(params, state)
+    check_shardings(params, tx.init(params))  # It need not be jitted.
+    if by_hand:
+        batch = P("data"), P("data"), P()
+        step = jax.shard_map(
+            step, mesh=mesh, in_specs=(*specs, *batch), out_specs=(*specs, P())
+        )
+    step = jax.jit(step, donate_argnums=(0, 1))
+    for local_step in local_steps or pushes:
+        x, y = (rng.standard_normal((16, n), dtype=np.float32) for n in (8, 4))
+        x, y = place(x, P("data")), place(y, P("data"))
+        params, state, loss = step(params, state, x, y, local_step)
+        check_shardings(params, state)
+        yield params, state, loss
+
+
+def state_specs(tx, state):
+    """What is shaped like a parameter lies where it lies, scalars on every device."""
+    return optax.tree.map_params(
+        tx,
+        lambda x, spec: spec if x.ndim else P(),
+        state,
+        SPECS,
+        transform_non_params=lambda _: P(),
+    )
+
+
+def loss_fn(params, x, y, by_hand):
+    w = params["in"]
+    if by_hand:
+        w = jax.lax.all_gather(w, "data", tiled=True)
+    out = jnp.tanh(x @ w + params["bias"]) @ params["out"]
+    if by_hand:
+        out = jax.lax.psum(out, "model")
+    loss = jnp.mean(jnp.square(out + params["offset"] - y))
+    return jax.lax.pmean(loss, "data") if by_hand else loss
+
+
+def outcome(gate, how="jit", mesh=None):
+    """Parameters and state after the last push, all losses: NumPy arrays by name."""
+    pushes = list(train(gate, how, mesh))
+    params, state, _ = pushes[-1]
+    tree = {"params": params, "state": state, "loss": [loss for *_, loss in pushes]}
+    if mesh is not None:  # Each process is to have all of it.
+        everywhere = NamedSharding(mesh, P())
+        tree = jax.jit(lambda tree: tree, out_shardings=everywhere)(tree)
+    leaves = jax.tree.leaves_with_path(jax.device_get(tree))
+    return {jax.tree_util.keystr(path): x for path, x in leaves}
+
+
+def main(port, count, rank, folder, *endless):
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_num_cpu_devices", 8 // int(count))
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}",
+        int(count),
+        int(rank),
+        coordinator_bind_address=f"127.0.0.1:{port}",
+        initialization_timeout=120,
+        # What bounds how long the others wait for a process that is gone.
+        heartbeat_timeout_seconds=20,
+        shutdown_timeout_seconds=20,
+    )
+    assert jax.process_count() == int(count)
+    mesh = jax.make_mesh(*MESH, axis_types=(AxisType.Auto,) * 2)
+    if endless:
+        for step, _ in enumerate(train(*endless, mesh, itertools.count())):
+            if step == 3:
+                pathlib.Path(folder, rank).touch()
+    for gate, how in CASES:
+        file = pathlib.Path(folder, f"{rank}.{gate}.{how}.npz")
+        np.savez(file, **outcome(gate, how, mesh))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

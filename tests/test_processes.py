@@ -1,0 +1,114 @@
+"""Several processes train one sharded model, and agree with one process alone."""
+
+import contextlib
+import itertools
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from tests import process_worker as worker
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@contextlib.contextmanager
+def processes(count, folder, *endless):
+    """So many workers, none of which lives on; what they printed, if the test fails."""
+    with contextlib.ExitStack() as stack:
+        # The coordinator binds to this port too. Until then nobody else is given it.
+        reserved = stack.enter_context(socket.socket())
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("127.0.0.1", 0))
+        command = [sys.executable, "-m", worker.__name__, reserved.getsockname()[1]]
+        started = []
+        for rank in range(count):
+            with open(folder / f"{rank}.log", "wb") as log:
+                process = subprocess.Popen(
+                    [str(a) for a in (*command, count, rank, folder, *endless)],
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            started.append(process)
+        try:
+            yield started
+        except BaseException:
+            for rank in range(count):
+                print(f"== process {rank}\n{printed(folder, rank)}")
+            raise
+
+
+def printed(folder, rank):
+    return (folder / f"{rank}.log").read_text(errors="replace")
+
+
+def wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{seconds} s were not enough"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What comes out of one process with one device, where nothing is sharded."""
+    return {gate: worker.outcome(gate) for gate in worker.GATES}
+
+
+def test_some_of_the_pushes_are_dropped(alone):
+    dropping, waiting = alone["drop_stale"], alone["accumulator"]
+    assert dropping["['state'].global_step"] == 5
+    assert waiting["['state'].global_step"] == 3
+    assert waiting["['state'].num_accumulated"] == 1
+    assert dropping["['state'].stale_count"] == waiting["['state'].stale_count"] == 2
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_agree_with_one(count, alone, tmp_path):
+    with processes(count, tmp_path) as started:
+        wait_until(lambda: all(p.poll() is not None for p in started), 180)
+        assert [p.returncode for p in started] == [0] * count
+    for rank, (gate, how) in itertools.product(range(count), worker.CASES):
+        with np.load(tmp_path / f"{rank}.{gate}.{how}.npz") as file:
+            got = dict(file)
+        assert got.keys() == alone[gate].keys()
+        for name, expected in alone[gate].items():
+            assert got[name].dtype == expected.dtype
+            np.testing.assert_allclose(
+                got[name],
+                expected,
+                rtol=0,
+                atol=1e-6 * np.max(np.abs(expected)),
+                equal_nan=False,
+                err_msg=f"{name} in process {rank}, {gate} {how}",
+            )
+
+
+# Process 0 coordinates the others.
+@pytest.mark.parametrize(("count", "killed"), [(2, 0), (2, 1), (4, 2)])
+def test_a_process_that_is_killed_ends_the_others_with_an_error(
+    count, killed, tmp_path
+):
+    with processes(count, tmp_path, *worker.CASES[0]) as started:
+        signs = [tmp_path / str(rank) for rank in range(count)]
+
+        def all_train_or_one_failed():
+            failed = any(p.poll() is not None for p in started)
+            return failed or all(sign.exists() for sign in signs)
+
+        wait_until(all_train_or_one_failed, 120)
+        assert [p.poll() for p in started] == [None] * count
+        started[killed].kill()
+        wait_until(lambda: all(p.poll() is not None for p in started), 60)
+        for rank in set(range(count)) - {killed}:
+            assert started[rank].returncode != 0
+            output = printed(tmp_path, rank)
+            assert "another task died" in output or "Traceback" in output
