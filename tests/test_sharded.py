@@ -40,57 +40,61 @@ def sharded(f, in_specs, out_specs, **kwargs):
     )
 
 
-def check_placed(tree, before):
-    """Each array lies as the one before it did."""
-    for (path, x), y in zip(
-        jax.tree.leaves_with_path(tree), jax.tree.leaves(before), strict=True
-    ):
-        assert x.sharding.is_equivalent_to(y.sharding, x.ndim), path
+def make(row, mode):
+    """The transformation, the specs of its parameters, and its parameters."""
+    manual = mode == "shard_map"
+    specs = ROWS if manual and row.variant == "row_wise" else SPECS
+    axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
+    place = functools.partial(put, specs=specs, axis_type=axis_type)
+    return row.make(axis_name=("x", "y") if manual else None), specs, place
 
 
 @pytest.mark.parametrize("init", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("mode", ["automatic", "explicit"])
+@pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
+def test_state_lies_where_parameters_lie(row, mode, init):
+    tx, specs, place = make(row, mode)
+    state = init(tx.init)(place(draw(0)))
+
+    def check(x, spec):
+        # Of what is shorter than its parameter the axes are the parameter's first.
+        expected = NamedSharding(x.sharding.mesh, P(*spec[: x.ndim]))
+        assert x.sharding.mesh.size == 8
+        assert x.sharding.is_equivalent_to(expected, x.ndim)
+
+    optax.tree.map_params(
+        tx, check, state, specs, transform_non_params=lambda x: check(x, P())
+    )
+
+
 @pytest.mark.parametrize("mode", ["automatic", "explicit", "shard_map"])
 @pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
-def test_every_row_agrees_with_one_device(row, mode, init):
-    manual = mode == "shard_map"
-    specs = ROWS if manual and row.variant == "row_wise" else SPECS
-    tx = row.make(axis_name=("x", "y") if manual else None)
-    axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
-    params = put(draw(0), specs, axis_type)
-    # Nothing to pass: what is like the parameters lies like them, the rest everywhere.
-    state = init(tx.init)(params)
-    like_params = optax.tree.map_params(
-        tx,
-        lambda s, p: p if s.shape == p.shape else s,
-        state,
-        params,
-        transform_non_params=lambda s: s,
-    )
-    check_placed(state, like_params)
+def test_every_row_agrees_with_one_device(row, mode):
+    tx, specs, place = make(row, mode)
 
     def step(tx, params, state, grads):
         updates, state = tx.update(grads, state, params, **row.extra(params))
         return gx.apply_updates(params, updates), state
 
-    jitted = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
-    if manual:
+    params, grads = place(draw(0)), place(draw(1))
+    state = jax.jit(tx.init)(params)
+    many = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
+    if mode == "shard_map":
         places = jax.tree.map(lambda x: x.sharding.spec, (params, state))
-        jitted = sharded(functools.partial(step, tx), (*places, specs), places)
+        many = sharded(functools.partial(step, tx), (*places, specs), places)
+    # From here on it takes arrays that lie as these do, and no others.
+    many = many.lower(params, state, grads).compile()
     one = row.make()
     expected = draw(0), one.init(draw(0))
-    first = jax.tree.map(jnp.copy, (params, state))
     for seed in (1, 2, 3):
-        grads = put(draw(seed), specs, axis_type)
-        text = jitted.lower(params, state, grads).compile().as_text()
-        params, state = jitted(params, state, grads)
+        params, state = many(params, state, place(draw(seed)))
         expected = step(one, *expected, draw(seed))
-    check_placed((params, state), first)
     chex.assert_trees_all_close(
         jax.device_get((params, state)), expected, rtol=1e-6, atol=1e-6
     )
     # Sums over the mesh are all that devices tell one another.
     for moved in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
-        assert moved not in text
+        assert moved not in many.as_text()
 
 
 def test_global_norm():
