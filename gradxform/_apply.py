@@ -129,6 +129,10 @@ def minimize(
 
     .. math:: g = \nabla_w L(w, batch), \qquad w, s \leftarrow tx(g, s, w)
 
+    On a mesh with automatic axes the compiler decides where results lie, and may
+    divide a small array that was whole. ``jax.jit(step, donate_argnums=(0, 1),
+    out_shardings=...)`` around the step pins them; explicit axes do so by themselves.
+
     Args:
       loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)`` where
         ``has_aux`` is set.
