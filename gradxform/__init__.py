@@ -48,6 +48,8 @@ from gradxform._clipping import ClipByGlobalNormState as ClipByGlobalNormState
 from gradxform._clipping import clip_by_global_norm as clip_by_global_norm
 from gradxform._clipping import clip_by_norm as clip_by_norm
 from gradxform._clipping import global_norm as global_norm
+from gradxform._config import from_config as from_config
+from gradxform._config import get_config as get_config
 from gradxform._densify import densify as densify
 from gradxform._drop_stale import DropStaleState as DropStaleState
 from gradxform._drop_stale import compensate_delay as compensate_delay

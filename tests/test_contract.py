@@ -71,6 +71,7 @@ def test_every_public_transformation_has_a_row():
         for name, f in vars(gx).items()
         if inspect.isfunction(f) and "Transformation" in f.__annotations__["return"]
     }
+    public.remove("from_config")  # What it makes is one of the others.
     assert public == {row.name for row in DESCRIPTORS}
 
 

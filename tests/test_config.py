@@ -1,0 +1,761 @@
+"""Transformations from dicts, and what Keras writes, beside what it stands for.
+
+The literal configs were written by the systems that each names; Keras 3 itself runs
+here, on its JAX backend.
+"""
+
+import copy
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import chex
+import jax
+import jax.numpy as jnp
+import keras
+import ml_collections
+import numpy as np
+import optax
+import pytest
+import yaml
+
+import gradxform as gx
+from tests import test_golden
+from tests.descriptors import DESCRIPTORS, Descriptor
+
+ROWS = [row for row in DESCRIPTORS if row.name != "from_config"]
+PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.3, -0.7])}
+HALVED = {"init_value": 0.1, "transition_steps": 1, "decay_rate": 0.5}
+
+
+def gradients(steps):
+    rng = np.random.default_rng(0)
+    draw = rng.standard_normal
+    for _ in range(steps):
+        yield jax.tree.map(lambda p: draw(p.shape).astype(np.float32), PARAMS)
+
+
+def trace(tx, extra, steps=3):
+    """Updates and states of some steps."""
+    update = jax.jit(tx.update)
+    state, seen = tx.init(PARAMS), []
+    for grads in gradients(steps):
+        updates, state = update(grads, state, PARAMS, **extra)
+        seen.append((updates, state))
+    return seen
+
+
+def with_rate(row, rate):
+    """The row, and those inside it, with another learning rate."""
+    kwargs = {
+        key: with_rate(value, rate) if isinstance(value, Descriptor) else value
+        for key, value in row.kwargs.items()
+    }
+    if "learning_rate" in kwargs:
+        kwargs["learning_rate"] = rate
+    return dataclasses.replace(row, kwargs=kwargs)
+
+
+def config_of(row):
+    """The config that says what the row says."""
+
+    def plain(key, value):
+        if isinstance(value, Descriptor):
+            return config_of(value)
+        return jnp.dtype(value).name if key.endswith("dtype") else value
+
+    return {"name": row.name, **{k: plain(k, v) for k, v in row.kwargs.items()}}
+
+
+def agree(tx, other, extra=None):
+    """They do the same to the last bit, and are of one class."""
+    assert type(tx) is type(other)
+    chex.assert_trees_all_equal(trace(tx, extra or {}), trace(other, extra or {}))
+
+
+CONSTANT = [(row, row) for row in ROWS]
+SCHEDULED = [
+    (
+        with_rate(row, {"name": "exponential_decay", **HALVED}),
+        with_rate(row, optax.exponential_decay(**HALVED)),
+    )
+    for row in ROWS
+    if "learning_rate" in str(row.kwargs)
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "direct"),
+    CONSTANT + SCHEDULED,
+    ids=[str(row) for row, _ in CONSTANT] + [f"{row}-rate" for row, _ in SCHEDULED],
+)
+def test_every_public_transformation_comes_back_through_json(row, direct):
+    config = config_of(row)
+    tx = gx.from_config(config)
+    assert gx.get_config(tx) == config
+    tx = gx.from_config(json.loads(json.dumps(gx.get_config(tx))))
+    assert gx.get_config(tx) == config
+    agree(tx, direct.make(), row.extra(PARAMS))
+
+
+NESTED = {
+    "name": "drop_stale",
+    "max_staleness": 2,
+    "inner": {
+        "name": "chain",
+        "transforms": [
+            {"name": "clip_by_global_norm", "max_norm": 1.0},
+            {
+                "name": "novograd",
+                "weight_decay": 0.01,
+                "mask": {"w": True, "b": False},
+                "stacked_axes": {"w": 1, "b": 0},
+                "mu_dtype": "bfloat16",
+                "learning_rate": {
+                    "name": "join_schedules",
+                    "boundaries": [2],
+                    "schedules": [
+                        {"name": "constant_schedule", "value": 0.5},
+                        {
+                            "name": "piecewise_constant_schedule",
+                            "init_value": 0.5,
+                            "boundaries_and_scales": {1: 0.5, 2: 0.25},
+                        },
+                    ],
+                },
+            },
+        ],
+    },
+}
+
+
+def nested():
+    rate = optax.join_schedules(
+        [
+            optax.constant_schedule(0.5),
+            optax.piecewise_constant_schedule(0.5, {1: 0.5, 2: 0.25}),
+        ],
+        [2],
+    )
+    novograd = gx.novograd(
+        rate,
+        weight_decay=0.01,
+        mask={"w": True, "b": False},
+        stacked_axes={"w": 1, "b": 0},
+        mu_dtype="bfloat16",
+    )
+    return gx.drop_stale(optax.chain(gx.clip_by_global_norm(1.0), novograd), 2)
+
+
+def through_json(config):
+    return json.loads(json.dumps(config))
+
+
+def through_yaml(config):
+    return yaml.safe_load(yaml.safe_dump(config))
+
+
+def through_ml_collections(config):
+    # A ConfigDict has strings as keys alone.
+    return ml_collections.ConfigDict(through_json(config))
+
+
+def inside_ml_collections(config):
+    return {**config, "inner": ml_collections.ConfigDict(through_json(config["inner"]))}
+
+
+@pytest.mark.usefixtures("standard_promotion")  # Some of optax's schedules need it.
+@pytest.mark.parametrize(
+    "through",
+    [
+        copy.deepcopy,
+        through_json,
+        through_yaml,
+        through_ml_collections,
+        inside_ml_collections,
+    ],
+)
+def test_nested(through):
+    tx = gx.from_config(through(NESTED))
+    agree(tx, nested(), {"local_step": 0})
+    # JSON's keys are strings, so is what came through it.
+    assert through_json(gx.get_config(tx)) == through_json(NESTED)
+
+
+def test_frozen_config_dict():
+    config = {"name": "drop_stale", "inner": {"name": "densify"}, "max_staleness": 1}
+    tx = gx.from_config(ml_collections.FrozenConfigDict(config))
+    assert gx.get_config(tx) == config
+
+
+def test_the_config_is_neither_changed_nor_shared():
+    config = copy.deepcopy(NESTED)
+    tx = gx.from_config(config)
+    assert config == NESTED
+    config["inner"]["transforms"].clear()
+    gx.get_config(tx)["inner"]["transforms"].clear()
+    assert gx.get_config(tx) == NESTED
+
+
+def test_what_is_built_from_optax():
+    sgd = {"name": "optax.sgd", "learning_rate": 0.1}
+    agree(gx.from_config(sgd), optax.with_extra_args_support(optax.sgd(0.1)))
+    rate = {"name": "optax.linear_schedule", "init_value": 1.0, "end_value": 0.0}
+    config = {
+        "name": "optax.partition",
+        "transforms": {
+            "a": {**sgd, "learning_rate": {**rate, "transition_steps": 2}},
+            "b": {"name": "optax.masked", "inner": sgd, "mask": {"w": True, "b": True}},
+        },
+        "param_labels": {"w": "a", "b": "b"},
+    }
+    rate = optax.linear_schedule(1.0, 0.0, 2)
+    masked = optax.masked(optax.sgd(0.1), {"w": True, "b": True})
+    other = optax.partition({"a": optax.sgd(rate), "b": masked}, {"w": "a", "b": "b"})
+    agree(gx.from_config(config), other)
+    for name in ("nadam", "contrib.muon"):
+        gx.from_config({"name": f"optax.{name}", "learning_rate": 0.1})
+
+
+def test_what_was_not_built_from_a_config():
+    for tx in (gx.adagrad(0.1), optax.sgd(0.1), None):
+        with pytest.raises(
+            TypeError, match=r"knows the transformations that from_conf"
+        ):
+            gx.get_config(tx)
+
+
+ADAGRAD = {"name": "adagrad", "learning_rate": 0.1}
+LINEAR = {"name": "linear_schedule", "init_value": 1.0, "end_value": 0.0}
+RATE = "config['learning_rate']"
+
+WRONG = [
+    # Keys.
+    (
+        {**ADAGRAD, "epsilon": 1e-7},
+        "config: unknown key 'epsilon', did you mean 'eps'?",
+    ),
+    (
+        {**ADAGRAD, "x": 1},
+        "config: unknown key 'x'. Allowed are learning_rate, initial_",
+    ),
+    ({**ADAGRAD, 1: 1}, "config: unknown key 1. Allowed are"),
+    ({"name": "densify", "x": 1}, "config: unknown key 'x'. Allowed are none."),
+    (
+        {"name": "adagrad"},
+        "config: missing 'learning_rate'. Allowed are learning_rate, ",
+    ),
+    ({"name": "drop_stale"}, "config: missing 'inner', 'max_staleness'. Allowed are"),
+    # Names.
+    (
+        {"name": "adagradd"},
+        "config['name']: unknown name 'adagradd', did you mean 'ada",
+    ),
+    (
+        {"name": "zzzz"},
+        "unknown name 'zzzz'. A transformation is one of adagrad, chain",
+    ),
+    ({"name": "adamw"}, "unknown name 'adamw', did you mean 'optax.adamw'?"),
+    (
+        {"name": "optax.adamww"},
+        "unknown name 'optax.adamww', did you mean 'optax.adamw'?",
+    ),
+    ({"name": "optax._src.alias.sgd"}, "unknown name 'optax._src.alias.sgd'"),
+    ({"name": "optax.tree_utils.functools.partial"}, "unknown name 'optax.tree_uti"),
+    ({"name": "optax.Schedule"}, "unknown name 'optax.Schedule'"),
+    ({"name": "from_config", "config": ADAGRAD}, "unknown name 'from_config'"),
+    (
+        {**ADAGRAD, "learning_rate": {**LINEAR, "name": "lineal_schedule"}},
+        f"{RATE}['name']: unknown name 'lineal_schedule', did you mean 'linear_schedule"
+        "'? A schedule is one of constant_schedule, cosine_",
+    ),
+    # Where it is.
+    (
+        {
+            "name": "drop_stale",
+            "max_staleness": 1,
+            "inner": {"name": "chain", "transforms": [ADAGRAD, {**ADAGRAD, "b1": 1}]},
+        },
+        "config['inner']['transforms'][1]: unknown key 'b1'",
+    ),
+    (
+        {
+            **ADAGRAD,
+            "learning_rate": {
+                "name": "join_schedules",
+                "schedules": [{"name": "constant_schedule", "valu": 1}],
+                "boundaries": [],
+            },
+        },
+        f"{RATE}['schedules'][0]: unknown key 'valu', did you mean 'value'?",
+    ),
+    (
+        {
+            "name": "optax.partition",
+            "transforms": {"a": {**ADAGRAD, "epz": 1}},
+            "param_labels": "a",
+        },
+        "config['transforms']['a']: unknown key 'epz', did you mean 'eps'?",
+    ),
+    ({**ADAGRAD, "eps": -1}, "config: eps must be in [0, inf), got -1."),
+    (
+        {**ADAGRAD, "clipnorm": 1.0, "clipvalue": 1.0},
+        "config: at most one of clipnorm, clipvalue, global_clipnorm may be given",
+    ),
+    # What an argument holds.
+    (
+        {**ADAGRAD, "learning_rate": "1e-3"},
+        f"{RATE} must be a number, got the string '1e-3'. YAML reads 1e-3 as a string",
+    ),
+    (
+        {**ADAGRAD, "learning_rate": {**LINEAR, "transition_steps": "1e3"}},
+        f"{RATE}['transition_steps'] must be a number, got the string '1e3'",
+    ),
+    ({**ADAGRAD, "learning_rate": "fast"}, f"{RATE} must be a number, or a schedule"),
+    ({**ADAGRAD, "learning_rate": None}, f"{RATE} must be a number, or a schedule"),
+    ({**ADAGRAD, "learning_rate": True}, f"{RATE} must be a number, or a schedule"),
+    (
+        {**ADAGRAD, "learning_rate": {"init_value": 1.0}},
+        f"{RATE} must be a number, or a schedule, a dict with its 'name', got {{'init_",
+    ),
+    (
+        {"name": "optax.sgd", "learning_rate": [0.1]},
+        f"{RATE} must be a number, or a schedule",
+    ),
+    (
+        {**ADAGRAD, "learning_rate": jnp.float32(1)},
+        f"{RATE} must be what JSON can hold",
+    ),
+    ({**ADAGRAD, "learning_rate": optax.sgd}, f"{RATE} must be what JSON can hold"),
+    (
+        {**ADAGRAD, "accumulator_dtype": jnp.bfloat16},
+        "config['accumulator_dtype'] must be what JSON can hold",
+    ),
+    (
+        {**ADAGRAD, "accumulator_dtype": "bfloat61"},
+        "config['accumulator_dtype'] must be a dtype, got 'bfloat61'.",
+    ),
+    (
+        {**ADAGRAD, "row_wise": "false"},
+        "config['row_wise'] must be true or false, got 'false'.",
+    ),
+    (
+        {"name": "optax.sgd", "learning_rate": 0.1, "nesterov": 1},
+        "config['nesterov'] must be true or false, got 1.",
+    ),
+    (
+        {**ADAGRAD, "learning_rate": {"name": "densify"}},
+        f"{RATE} must be a schedule, which 'densify' does not make.",
+    ),
+    # Transformations.
+    (None, "config must be a transformation, a dict with its 'name', got None."),
+    ({"learning_rate": 0.1}, "config must be a transformation, a dict with its 'name'"),
+    ({"name": None}, "config must be a transformation, a dict with its 'name'"),
+    (
+        {**LINEAR, "transition_steps": 1},
+        "config must be a transformation, which 'linear_schedule' does not make.",
+    ),
+    (
+        {"name": "optax.MultiSteps", "opt": ADAGRAD, "every_k_schedule": 2},
+        "config must be a transformation, which 'optax.MultiSteps' does not make.",
+    ),
+    (
+        {"name": "optax.chain", "args": [ADAGRAD]},
+        "config: a dict cannot hold arguments that have no names. A chain is {'name'",
+    ),
+    (
+        {"name": "drop_stale", "inner": None, "max_staleness": 1},
+        "config['inner'] must be a transformation, a dict with its 'name', got None.",
+    ),
+    (
+        {"name": "drop_stale", "inner": [ADAGRAD], "max_staleness": 1},
+        "config['inner'] must be a transformation, a dict with its 'name', got [",
+    ),
+    (
+        {"name": "drop_stale", "inner": optax.sgd(0.1), "max_staleness": 1},
+        "config['inner'][0] must be what JSON can hold",
+    ),
+    (
+        {"name": "chain", "transforms": ADAGRAD},
+        "config['transforms'] must be a list of transformations, got {'name': 'ada",
+    ),
+    (
+        {"name": "optax.partition", "transforms": [ADAGRAD], "param_labels": "a"},
+        "config['transforms'] must be a Mapping of transformations, got [",
+    ),
+    (
+        {"name": "inverse_time_decay", "init_value": 1, "transition_steps": 0}
+        | {"decay_rate": 1},
+        "config: transition_steps must be in (0, inf), got 0.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), WRONG, ids=[m[:60] for _, m in WRONG])
+def test_what_is_wrong_is_said(config, message):
+    with pytest.raises((TypeError, ValueError)) as raised:
+        gx.from_config(config)
+    assert message in str(raised.value)
+
+
+# Keras 3 beside what is built of what it writes.
+
+S = keras.optimizers.schedules
+SCHEDULES = {
+    "exponential": S.ExponentialDecay(0.5, 3, 0.7),
+    "exponential-staircase": S.ExponentialDecay(0.5, 3, 0.7, staircase=True),
+    "inverse-time": S.InverseTimeDecay(0.5, 3, 0.7),
+    "inverse-time-staircase": S.InverseTimeDecay(0.5, 3, 0.7, staircase=True),
+    "cosine": S.CosineDecay(0.5, 7, alpha=0.1),
+    "cosine-warmup": S.CosineDecay(
+        0.1, 7, alpha=0.1, warmup_target=0.5, warmup_steps=4
+    ),
+    "cosine-no-warmup-steps": S.CosineDecay(0.1, 7, warmup_target=0.5),
+    "cosine-warmup-without-target": S.CosineDecay(0.1, 7, warmup_steps=4),
+    "piecewise-constant": S.PiecewiseConstantDecay([2, 5, 6], [0.5, 0.3, 0.0, 0.1]),
+    "piecewise-constant-fractions": S.PiecewiseConstantDecay(
+        [2.5, 5.0], [0.5, 0.3, 1.0]
+    ),
+    "polynomial": S.PolynomialDecay(0.5, 6, 0.01),
+    "polynomial-root": S.PolynomialDecay(0.5, 6, 0.01, power=0.5),
+    "polynomial-cycle": S.PolynomialDecay(0.5, 6, 0.01, power=2.0, cycle=True),
+}
+SETTINGS = {
+    "plain": {},
+    "accumulator": {"initial_accumulator_value": 0.5, "epsilon": 1e-2},
+    "clipnorm": {"clipnorm": 0.5},
+    "clipnorm-0": {"clipnorm": 0.0},
+    "clipvalue": {"clipvalue": 0.2},
+    "global-clipnorm": {"global_clipnorm": 0.5},
+    "weight-decay": {"weight_decay": 0.1},
+    "weight-decay-0": {"weight_decay": 0.0},
+    "weight-decay-clipnorm": {"weight_decay": 0.1, "clipnorm": 0.5},
+    "weight-decay-clipvalue": {"weight_decay": 0.1, "clipvalue": 0.2},
+    "weight-decay-global-clipnorm": {"weight_decay": 0.1, "global_clipnorm": 0.5},
+}
+
+# Keras under NumPy 2.
+runs_keras = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
+
+
+@runs_keras
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_schedule_is_that_of_keras(schedule):
+    serialized = through_json(S.serialize(schedule))
+    config = {"name": "scale_by_learning_rate", "learning_rate": serialized}
+    tx = gx.from_config(config)
+    state, ones = tx.init(PARAMS), jnp.ones(())
+    update = jax.jit(tx.update)
+    for step in range(30):
+        updates, state = update(ones, state)
+        expected = np.asarray(schedule(jnp.int32(step)))
+        np.testing.assert_allclose(-updates, expected, rtol=2e-6, atol=1e-8)
+
+
+CASES = [(setting, None) for setting in SETTINGS]
+CASES += [("plain", name) for name in SCHEDULES]
+CASES += [("weight-decay", "exponential"), ("weight-decay", "cosine-warmup")]
+
+
+@runs_keras
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(("setting", "schedule"), CASES)
+def test_trains_as_keras_does_step_for_step(setting, schedule):
+    rate = SCHEDULES[schedule] if schedule else 0.3
+    optimizer = keras.optimizers.Adagrad(rate, **SETTINGS[setting])
+    tx = gx.from_config(optimizer.get_config())
+    config = gx.get_config(tx)
+    serialized = through_json(keras.optimizers.serialize(optimizer))
+    assert gx.get_config(gx.from_config(serialized)) == config
+    assert gx.get_config(gx.from_config(through_json(config))) == config
+    assert "class_name" not in json.dumps(config)  # It is in our words.
+
+    variables = {k: keras.Variable(p, name=k) for k, p in PARAMS.items()}
+    optimizer.build(list(variables.values()))
+    params, state = PARAMS, tx.init(PARAMS)
+    step = jax.jit(lambda g, s, p: gx.apply_gradients(tx, g, s, p))
+    for grads in gradients(9):
+        optimizer.apply([grads[k] for k in variables])
+        params, state = step(grads, state, params)
+        expected = {k: np.asarray(v.value) for k, v in variables.items()}
+        chex.assert_trees_all_close(params, expected, rtol=1e-6, atol=1e-6)
+
+
+@runs_keras
+def test_the_name_that_a_user_chose():
+    optimizer = keras.optimizers.Adagrad(0.5, name="mine")
+    with pytest.raises(
+        ValueError, match=r"under the name 'mine', which does not tell "
+    ):
+        gx.from_config(optimizer.get_config())
+    config = gx.get_config(gx.from_config(keras.optimizers.serialize(optimizer)))
+    assert config == {
+        "name": "adagrad",
+        "learning_rate": 0.5,
+        "initial_accumulator_value": 0.1,
+        "eps": 1e-7,
+        "eps_in_sqrt": True,
+    }
+    numbered = keras.optimizers.Adagrad(0.5, name="adagrad_12").get_config()
+    assert gx.get_config(gx.from_config(numbered)) == config
+
+
+@runs_keras
+def test_a_class_derived_from_keras_is_not_taken_for_it():
+    derived = type("Adagrad", (keras.optimizers.Adagrad,), {"__module__": "__main__"})
+    serialized = keras.optimizers.serialize(derived(0.1))
+    with pytest.raises(ValueError, match=r"class 'Adagrad' of None is not read"):
+        gx.from_config(serialized)
+
+
+# What Keras 3.15.1 wrote.
+KERAS3 = {
+    "name": "adagrad",
+    "learning_rate": 0.10000000149011612,
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
+    "initial_accumulator_value": 0.1,
+    "epsilon": 1e-07,
+}
+# What tf.keras.optimizers.Adagrad of TensorFlow 2.11.0 wrote, serialized.
+TF2 = {
+    "name": "Adagrad",
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "jit_compile": False,
+    "is_legacy_optimizer": False,
+    "learning_rate": 0.1,
+    "initial_accumulator_value": 0.1,
+    "epsilon": 1e-07,
+}
+# The same of tf.keras 1.15.5, and of tf.keras.optimizers.legacy of TensorFlow 2.11.0.
+LEGACY = {
+    "name": "Adagrad",
+    "learning_rate": 0.1,
+    "decay": 0.0,
+    "initial_accumulator_value": 0.1,
+    "epsilon": 1e-07,
+}
+# What tfa.optimizers.NovoGrad of TensorFlow Addons 0.19.0 wrote.
+TFA = {
+    "name": "NovoGrad",
+    "learning_rate": 0.001,
+    "beta_1": 0.9,
+    "beta_2": 0.999,
+    "epsilon": 1e-07,
+    "weight_decay": 0.0,
+    "grad_averaging": False,
+}
+# What the schedules of TensorFlow 1.15.5 and 2.11.0 write besides their arguments.
+UNNAMED = {"name": None}
+UNSAID = {
+    "ExponentialDecay": {"staircase": False},
+    "InverseTimeDecay": {"staircase": False},
+    "PolynomialDecay": {"cycle": False},
+}
+
+WRITERS = {
+    "keras.optimizers.Adagrad": (KERAS3, "Adagrad"),
+    "tf.keras.optimizers.Adagrad": (TF2, "Custom>Adagrad"),
+    "tf.keras.optimizers.legacy.Adagrad": (LEGACY, "Adagrad"),
+    "tfa.optimizers.NovoGrad": (TFA, "Addons>NovoGrad"),
+}
+
+
+def written(case):
+    """What the optimizer of a golden trace writes, and its class name."""
+    stem = "tf.keras.optimizers.legacy.Adagrad" if case["tf1"] else case["symbol"]
+    literal, class_name = WRITERS[stem]
+    config = {**literal, **case["settings"]}
+    if not config["epsilon"]:  # The legacy ones then write their default.
+        config["epsilon"] = 1e-7
+    if isinstance(config["learning_rate"], dict):
+        arguments = dict(config["learning_rate"])
+        schedule = arguments.pop("schedule")
+        arguments = {**arguments, **UNSAID.get(schedule, {}), **UNNAMED}
+        config["learning_rate"] = {"class_name": schedule, "config": arguments}
+    return config, {"class_name": class_name, "config": config}
+
+
+GOLDEN = {
+    name: {**case, "tf1": name.startswith("tf1:")}
+    for name, case in test_golden.OURS.items()
+    if case["symbol"] in WRITERS
+    and name.split(":")[0] in ("tf1", "tf2", "keras3")
+    # There, `apply_gradients` ignores the clips of the config.
+    and not name.endswith("-unclipped")
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_traces_follow_from_what_their_optimizers_write(name):
+    case = GOLDEN[name]
+    config, serialized = map(through_json, written(case))
+    tx = gx.from_config(config)
+    assert gx.get_config(gx.from_config(serialized)) == gx.get_config(tx)
+    params = test_golden.tree(case["params"])
+    state = tx.init(params)
+    step = jax.jit(lambda g, s, p: gx.apply_gradients(tx, g, s, p))
+    for recorded in case["steps"]:
+        params, state = step(test_golden.tree(recorded["grads"]), state, params)
+        test_golden.agree(params, test_golden.tree(recorded["params"]), floor=1)
+
+
+def test_golden_traces_of_every_writer_are_replayed():
+    assert {case["symbol"] for case in GOLDEN.values()} == {*WRITERS}
+    assert sum(case["tf1"] for case in GOLDEN.values()) >= 13
+    assert len(GOLDEN) >= 52
+
+
+EXPONENTIAL = {
+    "class_name": "ExponentialDecay",
+    "config": {
+        "initial_learning_rate": 0.1,
+        "decay_steps": 2,
+        "decay_rate": 0.5,
+        "staircase": False,
+        "name": None,
+    },
+}
+
+
+def serialized(config, class_name="Adagrad", **envelope):
+    return {"class_name": class_name, "config": config, **envelope}
+
+
+WRONG_OF_KERAS = [
+    ({**KERAS3, "use_ema": True}, "config: use_ema=True: the average is no part of a "),
+    (
+        {**KERAS3, "loss_scale_factor": 2.0},
+        "config: loss_scale_factor=2.0 is only half",
+    ),
+    (
+        {**KERAS3, "gradient_accumulation_steps": 2},
+        "config: gradient_accumulation_steps=2: write null, and wrap what is built: "
+        "optax.MultiSteps(tx, every_k_schedule=2).",
+    ),
+    (
+        {**TFA, "grad_averaging": True},
+        "config: grad_averaging=True: TensorFlow Addons s",
+    ),
+    ({**TFA, "amsgrad": True}, "config: amsgrad=True is not offered"),
+    (
+        {**LEGACY, "weight_decay": 0.1},
+        "config: unknown key 'weight_decay'. Allowed are learn",
+    ),
+    ({**KERAS3, "clip_norm": 1.0}, "config: unknown key 'clip_norm', did you mean 'cl"),
+    (
+        {**LEGACY, "clipnorm": 1.0, "clipvalue": 1.0},
+        "config: at most one of clipnorm, clipvalue, global_clipnorm may be given",
+    ),
+    (  # 2.11.0 takes two clips, and ignores the second.
+        {**TF2, "weight_decay": 0.1, "clipnorm": 1.0, "clipvalue": 1.0},
+        "config: at most one of clipnorm, clipvalue, global_clipnorm may be given",
+    ),
+    (
+        {**LEGACY, "decay": 0.5, "learning_rate": EXPONENTIAL},
+        "config: decay=0.5 beside a schedule is not offered",
+    ),
+    (
+        serialized({**KERAS3, "use_emma": True}),
+        "config['config']: unknown key 'use_emma', did you mean 'use_ema'? Allowed",
+    ),
+    (
+        serialized({"learning_rate": 0.1}),
+        "config['config']: missing 'initial_accumulator_value', 'epsilon', 'use_ema'.",
+    ),
+    (serialized(KERAS3, clipnorm=1.0), "config must be what Keras serialized: a dict "),
+    (
+        serialized(None),
+        "config must be what Keras serialized: a dict with 'class_name'",
+    ),
+    (
+        serialized(KERAS3, class_name="Adam"),
+        "config: the class 'Adam' of None is not read; of Keras's these are: Adagrad",
+    ),
+    (
+        serialized(KERAS3, module="my.optimizers"),
+        "config: the class 'Adagrad' of my.optimizers is not read; of Keras's these",
+    ),
+    (
+        {
+            **KERAS3,
+            "learning_rate": {**EXPONENTIAL, "class_name": "CosineDecayRestarts"},
+        },
+        "config['learning_rate']: the class 'CosineDecayRestarts' of None is not read; "
+        "of Keras's these are: Adagrad, NovoGrad, ExponentialDecay, InverseTimeDecay, "
+        "CosineDecay, PiecewiseConstantDecay, PolynomialDecay.",
+    ),
+    (
+        serialized(
+            {
+                **TF2,
+                "learning_rate": serialized(
+                    {**EXPONENTIAL["config"], "staircas": True}, "ExponentialDecay"
+                ),
+            }
+        ),
+        "config['config']['learning_rate']['config']: unknown key 'staircas', did you ",
+    ),
+    (
+        serialized({**EXPONENTIAL["config"], "decay_rate": 0.0}, "ExponentialDecay"),
+        "config['config']: decay_rate=0 is not offered",
+    ),
+    (
+        serialized({"boundaries": [1], "values": [1.0]}, "PiecewiseConstantDecay"),
+        "config['config']: values must be one more than boundaries, got 1 values and 1",
+    ),
+    (EXPONENTIAL, "must be a transformation, which 'exponential_decay' does not make."),
+    (
+        {**KERAS3, "learning_rate": serialized(KERAS3)},
+        "config['learning_rate'] must be a schedule, which 'adagrad' does not make.",
+    ),
+    (
+        {"name": "adam", "use_ema": False},
+        "config has the key 'use_ema', so Keras wrote",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"), WRONG_OF_KERAS, ids=[m[:70] for _, m in WRONG_OF_KERAS]
+)
+def test_what_cannot_be_read_of_keras_is_said(config, message):
+    with pytest.raises((TypeError, ValueError)) as raised:
+        gx.from_config(config)
+    assert message in str(raised.value)
+
+
+def test_keys_of_keras_that_change_no_number():
+    plain = gx.get_config(gx.from_config(KERAS3))
+    changed = {"ema_momentum": 0.5, "ema_overwrite_frequency": 3, "jit_compile": True}
+    assert gx.get_config(gx.from_config({**KERAS3, **changed})) == plain
+    envelope = {"module": "keras.optimizers", "registered_name": None}
+    build = {"build_config": {}}
+    again = serialized(KERAS3, **envelope, **build)
+    assert gx.get_config(gx.from_config(again)) == plain
+
+
+def test_reading_what_they_write_needs_none_of_them():
+    code = "import sys, gradxform; print({*sys.argv} & sys.modules.keys() or 'none')"
+    names = ["keras", "yaml", "ml_collections", "tensorflow"]
+    command = [sys.executable, "-c", code, *names]
+    assert subprocess.check_output(command, text=True, timeout=120) == "none\n"
