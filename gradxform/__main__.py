@@ -25,6 +25,7 @@ import optax
 
 import gradxform as gx
 from gradxform import _engines as engines
+from gradxform import _listing
 
 BATCH_SIZE = 64
 MAX_NORM = 1.0
@@ -366,6 +367,8 @@ def make_parser() -> Parser:
     parser.add_number("--seed", 0, 0, 2**31 - 1, how)
     how = "write loss, staleness and gradient norm over the pushes to FILE, a .png"
     parser.add_argument("--plot", type=writable_png, metavar="FILE", help=how)
+    how = "print what the package has: names, what they do, state, extra arguments"
+    parser.add_argument("--list", action="store_true", help=how)
     return parser
 
 
@@ -376,12 +379,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.mode == "backup" and args.backups >= args.workers:
         parser.error(f"argument --backups: must be below --workers, got {args.backups}")
     try:
-        for package in ("flax", "matplotlib", "rich", "sklearn"):
+        needed = ("rich",) if args.list else ("flax", "matplotlib", "rich", "sklearn")
+        for package in needed:
             engines.require(package, "demo")
         if args.engine == "ray":
             engines.require("ray", "ray")
     except ImportError as error:
         parser.error(str(error))
+    if args.list:
+        _listing.print_table()
+        return
 
     model, digits = build_model(args.seed), load_digits()
     start = time.perf_counter()

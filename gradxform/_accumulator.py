@@ -14,13 +14,22 @@ from gradxform._indexed_slices import IndexedSlices
 
 
 class ConditionalAccumulatorState(NamedTuple):
-    """State of :func:`conditional_accumulator`."""
+    """State of :func:`conditional_accumulator`.
 
-    global_step: jax.Array  # int32[], times the inner transformation ran; saturates.
-    num_accumulated: jax.Array  # int32[], pushes in the sum.
-    stale_count: jax.Array  # int32[], pushes dropped so far; saturates.
-    accumulated: optax.Updates  # the sum, like params.
-    row_counts: optax.Updates  # int32[rows], pushes that held a row; for row_mean only.
+    Attributes:
+      global_step: int32[], times the inner transformation ran; saturates.
+      num_accumulated: int32[], pushes in the sum.
+      stale_count: int32[], pushes dropped so far; saturates.
+      accumulated: the sum, like params, in at least float32 by default.
+      row_counts: int32[rows] a leaf, pushes that held a row; for ``row_mean`` only.
+      inner_state: of the transformation behind the gate.
+    """
+
+    global_step: jax.Array
+    num_accumulated: jax.Array
+    stale_count: jax.Array
+    accumulated: optax.Updates
+    row_counts: optax.Updates
     inner_state: optax.OptState
 
 
@@ -50,10 +59,8 @@ def conditional_accumulator(
     barrier in the program. More workers make the extra ones **backup workers**: a step
     waits for the fastest, and what the slowest push afterwards is dropped.
 
-    ``update`` takes ``local_step`` as :func:`drop_stale` does, and passes it on to
-    ``inner``. Use :func:`apply_gradients`: a push that is only added then costs one
-    pass over sum and gradient, no copy of the model is made, and a dropped one costs
-    next to nothing.
+    Use :func:`apply_gradients`: a push that is only added then costs one pass over sum
+    and gradient, no copy of the model is made, and a dropped one costs next to nothing.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
@@ -63,6 +70,9 @@ def conditional_accumulator(
         as TensorFlow does with row-sparse gradients. A dense gradient holds every row.
       accumulator_dtype: dtype of the sum, by default that of the parameters but at
         least float32: a sum in half precision loses what is small beside it.
+
+    Extra arguments of ``update``:
+      local_step: as in :func:`drop_stale`; passed on to ``inner``.
 
     Returns:
       A transformation with state :class:`ConditionalAccumulatorState`.

@@ -15,9 +15,14 @@ from gradxform._mesh import AxisName
 
 
 class ScaleByAdagradState(NamedTuple):
-    """State of :func:`scale_by_adagrad`."""
+    """State of :func:`scale_by_adagrad`.
 
-    sum_of_squares: optax.Updates  # acc, like params; one number a row if row_wise.
+    Attributes:
+      sum_of_squares: ``acc``, like params, in at least float32 by default; one number a
+        row with ``row_wise``.
+    """
+
+    sum_of_squares: optax.Updates
 
 
 def scale_by_adagrad(
@@ -173,7 +178,9 @@ def adagrad(
         before clipping is ``optax.tree.get(state, "global_norm")``.
 
     Returns:
-      A transformation; its updates are to be added to the parameters.
+      A transformation whose state holds :class:`ScaleByAdagradState`, and with
+      ``global_clipnorm`` :class:`ClipByGlobalNormState`; its updates are to be added to
+      the parameters.
 
     Raises:
       ValueError: more than one clip argument, or an argument out of its range.

@@ -48,9 +48,13 @@ def global_norm(tree: Any, *, axis_name: AxisName = None) -> jax.Array:
 
 
 class ClipByGlobalNormState(NamedTuple):
-    """State of :func:`clip_by_global_norm`."""
+    """State of :func:`clip_by_global_norm`.
 
-    global_norm: jax.Array  # float32[], the last update's norm before clipping.
+    Attributes:
+      global_norm: float32[], the last update's norm before clipping.
+    """
+
+    global_norm: jax.Array
 
 
 def clip_by_global_norm(
@@ -83,10 +87,12 @@ def clip_by_global_norm(
       max_norm: the largest norm let through, ≥ 0, in the units of the gradients.
       axis_name: as in :func:`global_norm`.
 
+    Extra arguments of ``update``:
+      use_norm: a norm computed elsewhere, in place of its own; optional.
+
     Returns:
       A transformation with state :class:`ClipByGlobalNormState`. Updates keep their
-      shapes and dtypes. ``update(..., use_norm=norm)`` takes a norm computed elsewhere
-      in place of its own.
+      shapes and dtypes.
 
     Raises:
       ValueError: ``max_norm`` is negative or NaN.

@@ -13,11 +13,18 @@ from gradxform._gate import Act, GatedTransformation, Rest, gate
 
 
 class DropStaleState(NamedTuple):
-    """State of :func:`drop_stale`."""
+    """State of :func:`drop_stale`.
 
-    global_step: jax.Array  # int32[], updates accepted so far; saturates.
-    stale_count: jax.Array  # int32[], updates dropped so far; saturates.
-    staleness: jax.Array  # int32[], of the last update, accepted or not.
+    Attributes:
+      global_step: int32[], updates accepted so far; saturates.
+      stale_count: int32[], updates dropped so far; saturates.
+      staleness: int32[], of the last update, accepted or not.
+      inner_state: of the transformation behind the gate.
+    """
+
+    global_step: jax.Array
+    stale_count: jax.Array
+    staleness: jax.Array
     inner_state: optax.OptState
 
 
@@ -36,12 +43,9 @@ def drop_stale(
     stale gradient holds, NaN or inf, reaches nothing. A ``local_step`` ahead of
     ``global_step`` is fresh.
 
-    ``update(updates, state, params, *, local_step)`` takes the global step that the
-    worker saw **before** it computed these gradients, read from the state together
-    with the parameters: ``gx.global_step(state)``. ``inner`` receives ``local_step``
-    and ``staleness`` as extra arguments. After a push, ``state.staleness`` says how
-    late it was; whatever ``inner`` keeps, a schedule's count or the norm before a clip,
-    is still that of the last accepted one.
+    ``inner`` receives ``local_step`` and ``staleness`` as extra arguments. After a
+    push, ``state.staleness`` says how late it was; whatever ``inner`` keeps, a
+    schedule's count or the norm before a clip, is still that of the last accepted one.
 
     Use :func:`apply_gradients` rather than ``update`` and ``apply_updates`` one by one:
     there one conditional guards the whole step, a stale push costs next to nothing and
@@ -51,6 +55,10 @@ def drop_stale(
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
       max_staleness: how many steps late a gradient may be, ≥ 0.
+
+    Extra arguments of ``update``:
+      local_step: the global step that the worker saw **before** it computed these
+        gradients, read together with the parameters: ``gx.global_step(state)``.
 
     Returns:
       A transformation with state :class:`DropStaleState`.
@@ -134,6 +142,9 @@ def scale_by_staleness(
     Args:
       power: how fast the weight falls with staleness, ≥ 0; 0 changes nothing.
 
+    Extra arguments of ``update``:
+      staleness: how many steps late these gradients are.
+
     Returns:
       A transformation without state. Updates keep their shapes and dtypes.
 
@@ -183,13 +194,15 @@ def compensate_delay(
     .. math:: g \leftarrow g + \lambda \, g \odot g \odot (w - w_{worker})
 
     A first-order Taylor step from the worker's parameters to today's, with
-    :math:`g \odot g` for the Hessian: DC-ASGD. ``update`` takes ``worker_params``, the
-    parameters at which the worker computed the gradient, and today's ``params``.
+    :math:`g \odot g` for the Hessian: DC-ASGD. ``update`` takes today's ``params``.
 
     Args:
       variance_control: :math:`\lambda` ≥ 0; 0 changes nothing. The default is the
         paper's. What it does goes with the square of the gradients: where they are
         small, as those of a mean over a minibatch, it takes far more to matter.
+
+    Extra arguments of ``update``:
+      worker_params: the parameters at which the worker computed the gradient.
 
     Returns:
       A transformation without state. Updates keep their shapes and dtypes.

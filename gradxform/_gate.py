@@ -37,7 +37,13 @@ class Guard(Protocol):
 
 
 class GatedTransformation(optax.GradientTransformationExtraArgs):
-    """A ``GradientTransformation`` that can also run its whole step behind its gate."""
+    """A ``GradientTransformation`` that can also run its whole step behind its gate.
+
+    Attributes:
+      init: as in any ``GradientTransformation``.
+      update: as in any ``GradientTransformationExtraArgs``.
+      guard: the gate, for :func:`apply_gradients`.
+    """
 
     guard: Guard
 

@@ -15,11 +15,17 @@ from gradxform._mesh import AxisName
 
 
 class ScaleByNovogradState(NamedTuple):
-    """State of :func:`scale_by_novograd`."""
+    """State of :func:`scale_by_novograd`.
 
-    count: jax.Array  # type: ignore[assignment]  # int32[], updates; saturates.
-    mu: optax.Updates  # momentum, like params.
-    nu: optax.Updates  # float32[] a layer, moving average of its squared norm.
+    Attributes:
+      count: int32[], updates so far; saturates.
+      mu: the momentum, like params.
+      nu: float32[] a layer, the moving average of its squared norm.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # A tuple's method of that name.
+    mu: optax.Updates
+    nu: optax.Updates
 
 
 def scale_by_novograd(
@@ -245,7 +251,9 @@ def novograd(
         before clipping is ``optax.tree.get(state, "global_norm")``.
 
     Returns:
-      A transformation; its updates are to be added to the parameters.
+      A transformation whose state holds :class:`ScaleByNovogradState`, and with
+      ``global_clipnorm`` :class:`ClipByGlobalNormState`; its updates are to be added to
+      the parameters.
 
     Raises:
       ValueError: more than one clip argument, an argument out of its range, or no

@@ -21,11 +21,17 @@ from gradxform._gate import GatedTransformation
 
 
 class PushResult(NamedTuple):
-    """What became of one push."""
+    """What became of one push.
 
-    applied: bool  # False where it was dropped as stale.
-    staleness: int  # Steps taken since the worker's local step.
-    global_step: int  # After the push.
+    Attributes:
+      applied: False where it was dropped as stale.
+      staleness: steps taken since the worker's local step.
+      global_step: after the push.
+    """
+
+    applied: bool
+    staleness: int
+    global_step: int
 
 
 class ServerClosedError(RuntimeError):
@@ -33,12 +39,21 @@ class ServerClosedError(RuntimeError):
 
 
 class ServerStats(NamedTuple):
-    """What a server has done since it was made."""
+    """What a server has done since it was made.
 
-    accepted: int  # Pushes, of which an accumulator takes several to a step.
+    Attributes:
+      accepted: pushes that were applied or added; an accumulator takes several to a
+        step.
+      dropped: pushes that came too late.
+      staleness: how many pushes came how late, by steps.
+      pushes_per_second: from the first push to the last; 0 before the second.
+      global_step: steps taken.
+    """
+
+    accepted: int
     dropped: int
-    staleness: dict[int, int]  # How many pushes came how late.
-    pushes_per_second: float  # From the first push to the last; 0 before the second.
+    staleness: dict[int, int]
+    pushes_per_second: float
     global_step: int
 
 

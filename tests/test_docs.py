@@ -1,0 +1,87 @@
+"""Docstrings hold what a user looks for, and ``--list`` shows what there is."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gradxform as gx
+from gradxform import _listing
+from gradxform.__main__ import main
+from tests.descriptors import DESCRIPTORS
+
+PUBLIC = sorted(
+    name
+    for name, value in vars(gx).items()
+    if not name.startswith("_") and not inspect.ismodule(value)
+)
+STATES = [name for name in PUBLIC if name.endswith("State")]
+RECORDS = [name for name in PUBLIC if hasattr(getattr(gx, name), "_fields")]
+# What a user calls; a gated transformation is made by its wrappers alone.
+CALLED = sorted({*PUBLIC} - {*RECORDS} - {"GatedTransformation", "ServerClosedError"})
+ROWS = {row.name: row for row in _listing.rows()}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_docstring_has_all_sections(name):
+    called = getattr(gx, name)
+    doc = inspect.getdoc(called)
+    if inspect.signature(called).parameters:
+        assert "\nArgs:\n" in doc
+    if inspect.isfunction(called):
+        assert "\nReturns:\n" in doc
+    assert re.search(r"^Source: ", doc, re.M)
+    assert re.search(r"^>>> (import|from) .*gradxform", doc, re.M)
+    assert re.search(r"^>>> assert ", doc, re.M)
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_docstring_explains_every_argument(name):
+    doc = inspect.getdoc(getattr(gx, name))
+    for parameter in inspect.signature(getattr(gx, name)).parameters:
+        assert re.search(rf"^  \*{{0,2}}{parameter}\b.*:", doc, re.M), parameter
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_docstring_explains_every_field(name):
+    doc = inspect.getdoc(getattr(gx, name))
+    for field in getattr(gx, name)._fields:
+        assert re.search(rf"^  {field}: ", doc, re.M), field
+
+
+def test_list_prints_every_public_name_but_states(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    main(["--list"])
+    out = capsys.readouterr().out
+    names = re.findall(r"^│ (\w+)", out, re.M)
+    assert names == [name for name in PUBLIC if name not in STATES]
+    for row in ROWS.values():
+        assert all(word in out for word in (row.what.split()[-1], *row.state))
+
+
+@pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
+def test_listed_state_and_extra_arguments_are_the_real_ones(row):
+    tx, params = row.make(), jnp.ones((2, 2))
+    listed = ROWS[row.name]
+    # What the state is made of, down to what another transformation keeps.
+    nodes = jax.tree.leaves(
+        tx.init(params), is_leaf=lambda x: type(x).__name__ in STATES
+    )
+    fields = {field for node in nodes for field in getattr(node, "_fields", ())}
+    assert fields <= {*listed.state}
+    assert bool(fields) == bool(listed.state)
+    assert {*row.extra(params)} <= {*listed.extra}
+
+
+def test_every_listed_extra_argument_does_something():
+    params = jnp.ones((2, 2))
+    for row in DESCRIPTORS:
+        tx, known = row.make(), ROWS[row.name].extra
+        for name in {*known} & {*row.extra(params)}:
+            with pytest.raises((TypeError, ValueError), match=name):
+                tx.update(params, tx.init(params), params)
+    assert {n for row in ROWS.values() for n in row.extra} == {
+        *("local_step", "staleness", "worker_params", "use_norm")
+    }
