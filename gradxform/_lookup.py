@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -115,7 +114,7 @@ def value_and_grad(
         def loss(
             dense: dict[int, Any], read: dict[int, _Table]
         ) -> tuple[jax.Array, Any]:
-            trace = jax.extend.core.get_opaque_trace_state()
+            trace = _trace()
             for table in read.values():
                 table.trace = trace
             mixed = [(read if i in read else dense)[i] for i in leaves]
@@ -219,7 +218,7 @@ class _Table:
 
     def read(self, ids: jax.Array) -> jax.Array:
         """The rows, tapped if there is a tap for this reading."""
-        if self.trace != jax.extend.core.get_opaque_trace_state():
+        if self.trace != _trace():
             self._refuse("inside a jit, vmap, scan or other transformation of its own")
         rows = _gather(self.array, ids)
         if self.taps:
@@ -268,3 +267,10 @@ def _tap_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     rows, _ = primals
     rows_dot, zeros_dot = tangents
     return rows, rows_dot + zeros_dot
+
+
+def _trace() -> Any:
+    """Which transformation of JAX is tracing at the moment."""
+    import jax.extend.core  # Takes a tenth of a second, which only users of this pay.
+
+    return jax.extend.core.get_opaque_trace_state()
