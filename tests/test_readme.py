@@ -92,9 +92,9 @@ def equals(expected, rtol=1e-9):
     return check
 
 
-def has_fields(*names):
+def gives(expected):
     def check(got):
-        assert got == names
+        assert got == expected
 
     return check
 
@@ -260,7 +260,7 @@ CHECKS = {
     'optax.tree.get(late_state, "stale_count")': equals(0),
     "gx.staleness_fraction(late_state)": equals(0.0),
     'optax.tree.get(late_state, "sum_of_squares")["w"]': equals(ACC["w"]),
-    "late_state.inner_state[0]._fields": has_fields("sum_of_squares"),
+    "late_state.inner_state[0]._fields": gives(("sum_of_squares",)),
     "jax.tree.leaves(late_state)": equals([1, 0, 0, ACC["b"], ACC["w"]]),
     # clip_by_global_norm, clip_by_norm
     "gx.clip_by_global_norm(clip_norm)": updates_to(
@@ -280,6 +280,9 @@ CHECKS = {
     "gx.clip_by_norm(clip_norm)": updates_to(
         {"w": GRADS["w"] / np.sqrt(FIRST_NU), "b": GRADS["b"]}
     ),
+    "jax.vmap(lambda row: gx.clip_by_norm(1.0).update(row, ())[0])(table)": equals(
+        TABLE / np.maximum(1, np.linalg.norm(TABLE, axis=1, keepdims=True))
+    ),
     # ConditionalAccumulator, SyncReplicasOptimizer
     "gx.conditional_accumulator(tx, num_required=2)": acts_on_two(ADAGRAD_UPDATE),
     "gx.conditional_accumulator(optax.identity(), num_required=2)": acts_on_two(GRADS),
@@ -287,9 +290,12 @@ CHECKS = {
         {k: -0.1 * 2 * g / np.sqrt(0.1 + 4 * g**2 + 1e-7) for k, g in GRADS.items()}
     ),
     'gx.conditional_accumulator(tx, num_required=2, accumulator_dtype="bfloat16")': (
-        lambda tx: has_fields("bfloat16", "bfloat16")(
-            tuple(str(a.dtype) for a in tx.init(PARAMS).accumulated.values())
-        )
+        lambda tx: gives(
+            (
+                "bfloat16",
+                "bfloat16",
+            )
+        )(tuple(str(a.dtype) for a in tx.init(PARAMS).accumulated.values()))
     ),
     "gx.apply_gradients(summing, grads, summing_state, params, local_step=0)": (
         lambda result: equals({k: PARAMS[k] + ADAGRAD_UPDATE[k] for k in PARAMS})(
@@ -311,6 +317,9 @@ CHECKS = {
     # IndexedSlices
     "gx.IndexedSlices(indices, values, table.shape)": lambda slices: equals(DENSE)(
         slices.densify()
+    ),
+    "slices.values, slices.indices, slices.dense_shape": equals(
+        (ROWS, IDS, TABLE.shape)
     ),
     "gx.lookup(table, ids)": equals(TABLE[IDS]),
     'gx.value_and_grad(table_loss, tables=["table"])({"table": table}, ids)': (
@@ -356,6 +365,23 @@ CHECKS = {
     "gx.adagrad(learning_rate, global_clipnorm=1.0)": adagrad(global_clipnorm=1.0),
     "optax.chain(gx.scale_by_adagrad(), optax.add_decayed_weights(0.01), "
     "optax.scale_by_learning_rate(learning_rate))": decays_weights,
+    'optax.masked(optax.add_decayed_weights(0.01), {"w": True, "b": False})': (
+        updates_to({"w": GRADS["w"] + 0.01 * PARAMS["w"], "b": GRADS["b"]})
+    ),
+    "tx.init(params)": lambda state: equals({"w": np.full(3, 0.1), "b": 0.1})(
+        optax.tree.get(state, "sum_of_squares")
+    ),
+    'gx.get_config(gx.from_config({"name": "adagrad", "learning_rate": 0.1, '
+    '"clipnorm": 1.0}))': gives(
+        {"name": "adagrad", "learning_rate": 0.1, "clipnorm": 1.0}
+    ),
+    "gx.adagrad(learning_rate, clipnorm=-1.0)": says(ValueError, "clipnorm must be in"),
+    "gx.adagrad(learning_rate, clipnorm=1.0, global_clipnorm=1.0)": says(
+        ValueError, "at most one of"
+    ),
+    'gx.from_config({"name": "adagrad", "learning_rate": 0.1, "clip_norm": 1.0})': says(
+        ValueError, "clipnorm"
+    ),
     "optax.incremental_update(params, averaged, step_size=0.01)": equals(
         {k: 0.01 * p for k, p in PARAMS.items()}
     ),
@@ -366,7 +392,7 @@ CHECKS = {
     "optax.inject_hyperparams(gx.adagrad)(learning_rate)": obeys_the_new_rate,
     'optax.tree.get(scheduled_state, "count")': equals(1),
     'optax.tree.get(state, "sum_of_squares")["w"]': equals(ACC["w"]),
-    "gx.ScaleByAdagradState._fields": has_fields("sum_of_squares"),
+    "gx.ScaleByAdagradState._fields": gives(("sum_of_squares",)),
     "jax.tree.leaves(state)": equals([ACC["b"], ACC["w"]]),
     "jax.tree.unflatten(jax.tree.structure(state), weights)": (
         lambda state: equals({"b": 7.0, "w": 8.0})(
@@ -401,14 +427,70 @@ CHECKS = {
         GRADS["w"] / np.sqrt(FIRST_NU + 1e-8)
     ),
     'optax.tree.get(novograd_state, "nu")["w"]': equals(FIRST_NU),
-    "gx.ScaleByNovogradState._fields": has_fields("count", "mu", "nu"),
+    "gx.ScaleByNovogradState._fields": gives(
+        (
+            "count",
+            "mu",
+            "nu",
+        )
+    ),
     "gx.apply_gradients(novograd, grads, novograd_state, params)": (
         novograds_second_step
     ),
+    'optax.partition({"slow": novograd, "fast": gx.novograd(0.2)}, '
+    '{"w": "slow", "b": "fast"})': updates_to(
+        {
+            "w": -0.1 * GRADS["w"] / np.sqrt(FIRST_NU + 1e-8),
+            "b": -0.2 * GRADS["b"] / np.sqrt(GRADS["b"] ** 2 + 1e-8),
+        }
+    ),
+    "gx.novograd(learning_rate, eps=-1.0)": says(ValueError, "eps must be in"),
+    "gx.novograd(learning_rate, b1=1.0)": says(ValueError, "b1 must be in"),
     "gx.novograd(learning_rate, weight_decay=-1.0)": says(
         ValueError, "weight_decay must be in"
     ),
 }
+
+
+# What `dir` and the signatures of the originals list, by the heading of its table.
+MEMBERS = {
+    "`tf.contrib.opt.DropStaleGradientOptimizer`": """staleness use_locking name
+        apply_gradients compute_gradients get_name get_slot get_slot_names minimize
+        variables GATE_GRAPH GATE_NONE GATE_OP grad_loss var_list gate_gradients
+        aggregation_method colocate_gradients_with_ops global_step""",
+    "`tf.clip_by_global_norm`": "t_list clip_norm use_norm name axes",
+    "`tf.ConditionalAccumulator`": """replicas_to_aggregate total_num_replicas
+        variable_averages variables_to_average get_chief_queue_runner
+        get_init_tokens_op make_session_run_hook accumulator_ref apply_grad dtype name
+        num_accumulated set_global_step take_grad shared_name reduction_type shape""",
+    "`tf.IndexedSlices`": """values indices dense_shape dtype device graph name op
+        consumers apply_grad apply_indexed_slices_grad take_grad
+        take_indexed_slices_grad""",
+    "`tf.keras.optimizers.Adagrad`": """learning_rate initial_accumulator_value epsilon
+        decay clipnorm clipvalue global_clipnorm weight_decay use_ema ema_momentum
+        ema_overwrite_frequency loss_scale_factor gradient_accumulation_steps
+        jit_compile name use_locking lr add_optimizer_variables add_variable
+        add_variable_from_reference add_slot add_weight apply apply_gradients assign
+        assign_add assign_sub build exclude_from_weight_decay finalize_variable_values
+        from_config get_config get_gradients get_slot get_slot_names get_updates
+        get_weights iterations load_own_variables save_own_variables scale_loss
+        set_weights stateless_apply update_step variables weights minimize
+        aggregate_gradients compute_gradients""",
+    "`NovoGrad`": """learning_rate beta1 beta2 beta_1 beta_2 betas epsilon eps
+        weight_decay grad_averaging amsgrad use_locking name clipnorm clipvalue
+        iterations get_slot get_slot_names compute_gradients apply_gradients minimize
+        step zero_grad param_groups add_param_group state_dict load_state_dict lr""",
+}
+
+
+@pytest.mark.parametrize("heading", MEMBERS)
+def test_every_member_of_the_originals_has_a_row(heading):
+    (table,) = re.findall(
+        rf"^### {re.escape(heading)}.*?\n(.*?)(?=^##)", README, re.M | re.S
+    )
+    there = " ".join(line.split("|")[1] for line in table.splitlines() if "|" in line)
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"`(.*?)`", there))))
+    assert not set(MEMBERS[heading].split()) - named
 
 
 def test_every_row_with_code_has_a_check():

@@ -1,0 +1,188 @@
+"""Each framework trains as the README shows it, and hands on what our gates need.
+
+What runs is the README's own code, taken from the block under each framework's name.
+"""
+
+import ast
+import pathlib
+import re
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+
+import gradxform as gx
+from gradxform.__main__ import load_digits
+
+README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+BLOCK = r"```python\n(.*?)```"
+
+
+def section(heading):
+    return README.split(f"\n### {heading}\n")[1].split("\n##")[0]
+
+
+SHARED, *_ = re.findall(BLOCK, section("In your framework"), re.DOTALL)
+BLOCKS = dict(
+    re.findall(r"\n\*\*(.+?)\*\* .*?" + BLOCK, section("In your framework"), re.DOTALL)
+)
+
+# The logits of what a block leaves.
+MODELS = {
+    "Flax NNX": lambda left, x: left["model"](x),
+    "Flax Linen": lambda left, x: left["model"].apply(
+        {"params": left["state"].params}, x
+    ),
+    "Haiku": lambda left, x: left["model"].apply(left["params"], x),
+    "Equinox": lambda left, x: jax.vmap(left["model"])(x),
+    "Keras 3 on JAX": lambda left, x: left["model"](x),
+}
+
+
+def run(name, batches):
+    """What the README's code for this framework leaves."""
+    left = {"batches": batches}
+    exec(SHARED + BLOCKS[name], left)
+    return left
+
+
+def minibatches(images, labels, epochs):
+    rng = np.random.default_rng(0)
+    for _ in range(epochs):
+        for chosen in rng.permutation(len(images))[: 22 * 64].reshape(22, 64):
+            yield images[chosen], labels[chosen]
+
+
+def test_every_block_has_a_test():
+    assert list(BLOCKS) == list(MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_on_digits(name, request, monkeypatch):
+    if name.startswith("Keras"):
+        monkeypatch.setenv("KERAS_BACKEND", "jax")  # The block sets it for good.
+        request.getfixturevalue("standard_promotion")  # Its layers broadcast ranks.
+    digits = load_digits()
+    images, test_images = (
+        x.reshape(-1, 64) for x in (digits.images, digits.test_images)
+    )
+    left = run(name, minibatches(images, digits.labels, epochs=20))
+    logits = MODELS[name](left, test_images)
+    assert np.mean(np.argmax(logits, axis=-1) == digits.test_labels) >= 0.96
+
+
+def test_nnx_takes_fewer_than_15_lines_beyond_the_model():
+    code = [line for line in (SHARED + BLOCKS["Flax NNX"]).splitlines() if line]
+    model = [
+        node
+        for node in ast.parse("\n".join(code)).body
+        if isinstance(node, ast.Assign) and node.targets[0].id in ("rngs", "model")
+    ]
+    assert len(code) - sum(len(code[n.lineno - 1 : n.end_lineno]) for n in model) < 15
+
+
+X = jnp.ones((4, 64))
+
+
+def late():
+    return gx.drop_stale(gx.novograd(0.1), max_staleness=0)
+
+
+def test_nnx_forwards_extra_arguments():
+    model = nnx.Linear(64, 10, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, late(), wrt=nnx.Param)
+
+    @nnx.jit
+    def push(model, optimizer, local_step):
+        grads = nnx.grad(lambda model: jnp.mean(model(X) ** 2))(model)
+        optimizer.update(model, grads, local_step=local_step)
+
+    start = jnp.copy(model.kernel[...])
+    push(model, optimizer, 0)
+    once = jnp.copy(model.kernel[...])
+    push(model, optimizer, 0)  # One step late.
+    assert jnp.all(once != start)
+    assert jnp.all(model.kernel[...] == once)
+    assert gx.global_step(optimizer.opt_state) == 1
+    assert gx.staleness_fraction(optimizer.opt_state) == 0.5
+    with pytest.raises(TypeError, match="drop_stale needs local_step"):
+        optimizer.update(model, nnx.state(model, nnx.Param))
+
+
+def test_linens_own_train_state_forwards_nothing():
+    params = {"w": jnp.ones(3)}
+
+    def create(tx):
+        return train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    with pytest.raises(TypeError, match="drop_stale needs local_step"):
+        create(late()).apply_gradients(grads=params, local_step=0)
+    # Where tx could do without, it is a field that there is not.
+    with pytest.raises(TypeError, match="unexpected keyword argument 'use_norm'"):
+        create(gx.clip_by_global_norm(1.0)).apply_gradients(grads=params, use_norm=2.0)
+
+
+def test_linens_subclass_forwards_and_skips_the_whole_step():
+    own = run("Flax Linen", [])["TrainState"]
+    params = {"w": jnp.ones(3)}
+    state = own.create(apply_fn=None, params=params, tx=late())
+    state = state.apply_gradients(grads=params, local_step=0)
+    wild = {"w": jnp.full(3, jnp.nan)}
+    after = state.apply_gradients(grads=wild, local_step=0)  # One step late.
+    assert jnp.all(state.params["w"] < 1)
+    chex.assert_trees_all_equal(after.params, state.params)
+    chex.assert_trees_all_equal(
+        after.opt_state.inner_state, state.opt_state.inner_state
+    )
+    assert (after.step, gx.global_step(after.opt_state)) == (2, 1)
+
+
+def test_equinoxs_leaves_without_gradient_are_none():
+    model = eqx.nn.MLP(64, 10, width_size=8, depth=1, key=jax.random.key(0))
+    # Here the first layer is frozen as well, behind a gate and under weight decay.
+    learns = jax.tree.map(eqx.is_inexact_array, model)
+    learns = eqx.tree_at(lambda tree: tree.layers[0], learns, replace=False)
+    params, static = eqx.partition(model, learns)
+    tx = gx.drop_stale(gx.novograd(0.1, weight_decay=0.01), max_staleness=0)
+    state = tx.init(params)
+
+    @eqx.filter_jit
+    def push(params, state, local_step):
+        grads = eqx.filter_grad(
+            lambda params: jnp.mean(jax.vmap(eqx.combine(params, static))(X) ** 2)
+        )(params)
+        assert grads.activation is grads.layers[0].weight is None
+        return gx.apply_gradients(tx, grads, state, params, local_step=local_step)
+
+    once, state = push(params, state, 0)
+    twice, state = push(once, state, 0)  # One step late.
+    assert jnp.all(once.layers[1].weight != model.layers[1].weight)
+    assert eqx.tree_equal(once, twice)
+    assert state.stale_count == 1
+
+
+def test_the_loop_leaves_what_tensorflow_left():
+    theirs, ours, _, in_one = re.findall(
+        BLOCK, section("The loop, in TensorFlow 1 and here"), re.DOTALL
+    )
+    assert "compute_gradients" in theirs
+    x = np.sin(np.arange(60.0, dtype=np.float32)).reshape(5, 4, 3)
+    y = 10 * np.cos(np.arange(20.0, dtype=np.float32)).reshape(5, 4)
+    start = {"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)}
+
+    def loss_fn(params, x, y):
+        return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+    left = {"gx": gx, "jax": jax, "optax": optax, "loss_fn": loss_fn}
+    for code in (ours, in_one):
+        left |= {"params": start, "batches": zip(x, y, strict=True)}
+        exec(code, left)
+        # What TensorFlow 1.15.5 made of these numbers with the code of the left side.
+        w, b = np.array([0.009013183, 0.08587768, 0.08078636]), 0.11789924
+        chex.assert_trees_all_close(left["params"], {"w": w, "b": b}, rtol=1e-5)

@@ -1,0 +1,277 @@
+"""Inside of optax's wrappers an optimizer takes the steps that it takes by hand.
+
+``test_contract.py`` shows for every row that a wrapper changes nothing where it has
+nothing to do. Here wrappers act, through a whole training on minibatches: each function
+of the table returns what such a training goes through, and the same written out with
+the bare optimizer. Of the pushes to ``drop_stale`` two are late; by hand they are left
+out, so an extra argument that a wrapper did not forward would show.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+
+STEPS, LATE, NOT_FINITE = 12, (5, 8), {3: np.nan, 6: np.inf}
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((STEPS, 8, 3)).astype(np.float32)
+Y = X @ np.array([1.0, -2.0, 0.5], np.float32) + 1
+START = {"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)}
+
+
+@jax.jit
+def gradient(params, x, y):
+    return jax.grad(lambda p: jnp.mean((x @ p["w"] + p["b"] - y) ** 2))(params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    name: str
+    bare: Callable  # learning rate -> optimizer
+    gated: bool = False
+
+    def make(self, rate):
+        return gx.drop_stale(self.bare(rate), 0) if self.gated else self.bare(rate)
+
+    def by_hand(self, rate, params):
+        """The updates of the bare optimizer at step t, zero for a late push."""
+        state, update = self.bare(rate).init(params), jax.jit(self.bare(rate).update)
+
+        def step(t, grads, params):
+            nonlocal state
+            if self.gated and t in LATE:
+                return jax.tree.map(np.zeros_like, grads)
+            updates, state = update(grads, state, params)
+            return updates
+
+        return step
+
+
+def novograd(rate):
+    return gx.novograd(rate, b1=0.5, weight_decay=0.01)
+
+
+ROWS = (
+    Row("adagrad", lambda rate: gx.adagrad(rate, global_clipnorm=0.5)),
+    Row("novograd", novograd),
+    Row("drop_stale", novograd, gated=True),
+)
+
+
+def add(params, updates):
+    return jax.tree.map(np.add, params, updates)
+
+
+def train(tx, params=START, meanwhile=None, read=lambda params, state: params):
+    """What is read after each step. ``meanwhile`` may change gradients and state."""
+    tx = optax.with_extra_args_support(tx)
+    state, update, trace = tx.init(params), jax.jit(tx.update), []
+    for t in range(STEPS):
+        grads = gradient(getattr(params, "fast", params), X[t], Y[t])
+        if meanwhile:
+            grads, state = meanwhile(t, grads, state)
+        seen = 0 if t in LATE else t
+        updates, state = update(grads, state, params, local_step=seen)
+        params = gx.apply_updates(params, updates)
+        trace.append(read(params, state))
+    return trace
+
+
+def write_out(step):
+    """The same, of ``step(t, gradients, params) -> params``."""
+    params, trace = START, []
+    for t in range(STEPS):
+        params = step(t, gradient(params, X[t], Y[t]), params)
+        trace.append(params)
+    return trace
+
+
+def inject_hyperparams(row):
+    """The rate is set anew midway."""
+
+    def meanwhile(t, grads, state):
+        if t == 6:
+            state.hyperparams["rate"] = jnp.float32(0.02)
+        return grads, state
+
+    unit = row.by_hand(1.0, START)
+
+    def step(t, grads, params):
+        rate = 0.1 if t < 6 else 0.02
+        return add(params, jax.tree.map(lambda u: rate * u, unit(t, grads, params)))
+
+    tx = optax.inject_hyperparams(row.make)(rate=0.1)
+    return train(tx, meanwhile=meanwhile), write_out(step)
+
+
+def masked(row):
+    """Only w learns."""
+    tx = optax.chain(
+        optax.masked(row.make(0.1), {"w": True, "b": False}),
+        optax.masked(optax.set_to_zero(), {"w": False, "b": True}),
+    )
+    alone = row.by_hand(0.1, {"w": START["w"]})
+
+    def step(t, grads, params):
+        w = {"w": params["w"]}
+        return params | add(w, alone(t, {"w": grads["w"]}, w))
+
+    return train(tx), write_out(step)
+
+
+def multi_transform(row):
+    """Two rates: two optimizers that know nothing of each other."""
+    rates = {"w": 0.1, "b": 0.02}
+    tx = optax.multi_transform(
+        {name: row.make(rate) for name, rate in rates.items()}, {"w": "w", "b": "b"}
+    )
+    alone = {name: row.by_hand(rate, START[name]) for name, rate in rates.items()}
+
+    def step(t, grads, params):
+        return {k: params[k] + alone[k](t, grads[k], params[k]) for k in params}
+
+    return train(tx), write_out(step)
+
+
+def multi_steps(row):
+    """Every third push acts, on the mean of three; its lateness is what counts."""
+    update, pushed = row.by_hand(0.1, START), []
+
+    def step(t, grads, params):
+        pushed.append(grads)
+        if t % 3 < 2:
+            return params
+        mean = jax.tree.map(lambda *g: np.mean(g, axis=0), *pushed)
+        pushed.clear()
+        return add(params, update(t, mean, params))
+
+    multi = optax.MultiSteps(row.make(0.1), 3)
+    # Itself, and its gradient_transformation(), lose extra arguments in a chain.
+    tx = optax.GradientTransformationExtraArgs(multi.init, multi.update)
+    return train(tx), write_out(step)
+
+
+def apply_if_finite(row):
+    """NaN and inf come by, and leave nothing behind."""
+
+    def meanwhile(t, grads, state):
+        return grads | {"b": grads["b"] + NOT_FINITE.get(t, 0)}, state
+
+    update = row.by_hand(0.1, START)
+
+    def step(t, grads, params):
+        return params if t in NOT_FINITE else add(params, update(t, grads, params))
+
+    tx = optax.apply_if_finite(row.make(0.1), max_consecutive_errors=5)
+    return train(tx, meanwhile=meanwhile), write_out(step)
+
+
+def named_chain(row):
+    """A clip first, whose norm lies under its name."""
+    tx = optax.named_chain(
+        ("clip", gx.clip_by_global_norm(0.3)), ("optimizer", row.make(0.1))
+    )
+    update, norms = row.by_hand(0.1, START), []
+
+    def step(t, grads, params):
+        norm = np.sqrt(np.sum(grads["w"] ** 2) + grads["b"] ** 2)
+        norms.append(norm)
+        clipped = {k: g * min(1, 0.3 / norm) for k, g in grads.items()}
+        return add(params, update(t, clipped, params))
+
+    got = train(tx, read=lambda params, state: (params, state["clip"].global_norm))
+    return got, list(zip(write_out(step), norms, strict=True))
+
+
+def schedule_free(row):
+    """The optimizer moves z; x averages z; gradients are taken between them, at y."""
+    tx = optax.contrib.schedule_free(row.make(0.1), 0.1, b1=0.9)
+    update, z, x, averages = row.by_hand(0.1, START), START, START, []
+
+    def step(t, grads, y):
+        nonlocal z, x
+        z = add(z, update(t, grads, y))
+        # A late push does not move z, but x goes on towards it.
+        x = jax.tree.map(lambda x, z: x + (z - x) / (t + 1), x, z)
+        averages.append(x)
+        return jax.tree.map(lambda x, z: 0.9 * x + 0.1 * z, x, z)
+
+    def read(y, state):
+        return y, optax.contrib.schedule_free_eval_params(state, y)
+
+    return train(tx, read=read), list(zip(write_out(step), averages, strict=True))
+
+
+def lookahead(row):
+    """Every third step the slow parameters go half the way, and the fast ones back."""
+    tx = optax.lookahead(row.make(0.1), sync_period=3, slow_step_size=0.5)
+    update, slow, slows = row.by_hand(0.1, START), START, []
+
+    def step(t, grads, fast):
+        nonlocal slow
+        fast = add(fast, update(t, grads, fast))
+        if t % 3 == 2:
+            slow = fast = jax.tree.map(lambda s, f: s + 0.5 * (f - s), slow, fast)
+        slows.append(slow)
+        return fast
+
+    got = train(tx, optax.LookaheadParams.init_synced(START))
+    return [tuple(p) for p in got], list(zip(write_out(step), slows, strict=True))
+
+
+WRAPPERS = (
+    inject_hyperparams,
+    masked,
+    multi_transform,
+    multi_steps,
+    apply_if_finite,
+    named_chain,
+    schedule_free,
+    lookahead,
+)
+CASES = {
+    f"{wrapper.__name__}-{row.name}": (wrapper, row)
+    for wrapper in WRAPPERS
+    for row in ROWS
+    if not (wrapper is lookahead and row.gated)  # See below.
+}
+
+
+# optax's own code multiplies floats by integers and booleans.
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("case", CASES)
+def test_trains_as_written_out(case):
+    wrapper, row = CASES[case]
+    got, expected = wrapper(row)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_forwards_no_extra_arguments_fails_aloud():
+    late = gx.drop_stale(novograd(0.1), 0)
+    with pytest.raises(TypeError, match="drop_stale needs local_step"):
+        train(optax.MultiSteps(late, 3).gradient_transformation())
+    # Nor can a gate go around lookahead, optax's own included: its updates are not of
+    # the structure of the gradients.
+    with pytest.raises(TypeError, match="drop_stale needs local_step"):
+        lookahead(ROWS[-1])
+
+
+def test_a_gate_around_schedule_free_keeps_late_pushes_from_the_average():
+    def at_late_pushes(tx):
+        trace = train(tx)
+        return [(trace[t - 1], trace[t]) for t in LATE]
+
+    def averaged(optimizer):
+        return optax.contrib.schedule_free(optimizer, 0.1)
+
+    for before, after in at_late_pushes(gx.drop_stale(averaged(novograd(0.1)), 0)):
+        chex.assert_trees_all_equal(before, after)
+    for before, after in at_late_pushes(averaged(gx.drop_stale(novograd(0.1), 0))):
+        assert jnp.all(before["w"] != after["w"])
