@@ -115,6 +115,25 @@ def test_nnx_forwards_extra_arguments():
         optimizer.update(model, nnx.state(model, nnx.Param))
 
 
+def test_nnx_under_sharding_metadata():
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "x"))
+    tx = gx.drop_stale(gx.novograd(0.1), max_staleness=0)
+    pure = optax.GradientTransformationExtraArgs(
+        lambda params: tx.init(nnx.as_pure(params)), tx.update
+    )
+    with jax.set_mesh(jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))):
+        model = nnx.Linear(64, 10, kernel_init=init, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, pure, wrt=nnx.Param)
+        start, before = jnp.copy(model.kernel[...]), model.kernel[...].sharding
+        grads = nnx.grad(lambda model: jnp.mean(model(X) ** 2))(model)
+        optimizer.update(model, grads, local_step=0)
+    mu = optax.tree.get(optimizer.opt_state, "mu")["kernel"]
+    assert jnp.all(model.kernel[...] != start)
+    assert before.spec == jax.sharding.PartitionSpec(None, "x")
+    for x in (model.kernel[...], mu[...]):
+        assert x.sharding.is_equivalent_to(before, 2)
+
+
 def test_linens_own_train_state_forwards_nothing():
     params = {"w": jnp.ones(3)}
 
