@@ -1,6 +1,7 @@
 """Strict JAX for every test and doctest: no silent promotion, broadcast or warning."""
 
 import contextlib
+import gc
 import signal
 
 import jax
@@ -9,6 +10,17 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+# The garbage collector need not look at all that was imported again and again.
+gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgotten_programs():
+    """What a module has compiled is of no use to the next one, and slows it down."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture
@@ -28,7 +40,7 @@ def bounded():
         raise TimeoutError("the test hangs")
 
     before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(60)
+    signal.alarm(180)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
