@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 
 
-def arguments(description, rounds):
-    """The options that every benchmark has."""
+def arguments(description, rounds=None):
+    """The options that every benchmark has, and ``--rounds`` of those that repeat."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=rounds, help="runs of each row")
+    if rounds is not None:
+        how = "runs of each row"
+        parser.add_argument("--rounds", type=int, default=rounds, help=how)
     parser.add_argument("--json", type=pathlib.Path, help="also write the table here")
     return parser
 

@@ -4,15 +4,12 @@
 would return say it all, scalars such as counts included.
 """
 
-import argparse
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import optax
 
 import gradxform as gx
-from benchmarks.measure import report
+from benchmarks.measure import arguments, report
 from benchmarks.models import gpt2_small, size
 
 OPTIMIZERS = {
@@ -47,9 +44,7 @@ def measure():
 
 def main():
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path, help="also write the table here")
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     report("bytes of state per parameter", list(measure()), options.json)
 
 

@@ -20,9 +20,7 @@ leave it. What a chain is held against is plain SGD, which needs no collective.
 - compile s: CPU time of all threads, on whatever machine it was.
 """
 
-import argparse
 import functools
-import pathlib
 import re
 import time
 from collections import Counter
@@ -36,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from benchmarks.compilers import COLLECTIVES, INSTRUCTION, arrays, mesh
-from benchmarks.measure import report
+from benchmarks.measure import arguments, report
 from benchmarks.models import size
 from benchmarks.step import ADAGRAD, CLIP, OPTAX_NOVOGRAD, gx_step, optax_step
 
@@ -268,8 +266,7 @@ def lines(topology, model, chains):
 
 def main():
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path, help="also write the table here")
+    parser = arguments(__doc__)
     parser.add_argument("--only", default="", help="cases whose names hold this word")
     options = parser.parse_args()
     rows = []

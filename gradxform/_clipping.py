@@ -110,7 +110,7 @@ def clip_by_global_norm(
     _checks.in_range("max_norm", max_norm, "[0, inf]")
 
     def init_fn(params: optax.Params) -> ClipByGlobalNormState:
-        return ClipByGlobalNormState(_tree.zero(params, jnp.float32))
+        return _no_norm(params)
 
     def update_fn(
         updates: optax.Updates,
@@ -210,9 +210,8 @@ def clip_before(
         return inner
 
     def init_fn(params: optax.Params) -> tuple[Any, Any]:
-        if global_clipnorm is None:
-            return optax.EmptyState(), inner.init(params)
-        clip_state = ClipByGlobalNormState(_tree.zero(params, jnp.float32))
+        clips_all = global_clipnorm is not None
+        clip_state = _no_norm(params) if clips_all else optax.EmptyState()
         return clip_state, inner.init(params)
 
     def update_fn(
@@ -272,6 +271,10 @@ def _scale_layers(updates: Any, factors: Any) -> Any:
 def _clamp(g: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:
     limit = jnp.asarray(limit, g.dtype)
     return jnp.clip(g, -limit, limit)
+
+
+def _no_norm(params: optax.Params) -> ClipByGlobalNormState:
+    return ClipByGlobalNormState(_tree.zero(params, jnp.float32))
 
 
 def _state(norm: jax.typing.ArrayLike) -> ClipByGlobalNormState:

@@ -211,10 +211,10 @@ def full_like(
 
 def zero(params: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A scalar 0 on all devices of the parameters."""
-    leaves = [p for p in map(jnp.asarray, jax.tree.leaves(params)) if _is_number(p)]
-    if not leaves:
+    numbers = list(filter(_is_number, jax.tree.leaves(params)))
+    if not numbers:
         return jnp.zeros((), dtype)
-    p = min(leaves, key=jnp.size)
+    p = jnp.asarray(min(numbers, key=np.size))
     if isinstance(p, jax.core.Tracer) and not jax.typeof(p).sharding.mesh.manual_axes:
         # jit forgets an argument that is not used, and on which devices it was.
         return _false(p, 0).astype(dtype)
@@ -227,8 +227,9 @@ def _false(p: jax.Array, axes: int | None) -> jax.Array:
     return never if axes is None else jnp.any(never, axis=tuple(range(axes, p.ndim)))
 
 
-def _is_number(p: jax.Array) -> bool:
-    return bool(jnp.issubdtype(p.dtype, jnp.number))
+def _is_number(p: Any) -> bool:
+    dtype = p.dtype if hasattr(p, "dtype") else np.result_type(p)
+    return bool(jnp.issubdtype(dtype, jnp.number))
 
 
 def varying_axes(x_type: Any) -> frozenset[str]:
