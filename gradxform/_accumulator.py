@@ -101,17 +101,20 @@ def conditional_accumulator(
     _checks.integer_scalar("num_required", num_required)
     _checks.in_range("num_required", num_required, "[1, inf)")
     _checks.one_of("reduction", reduction, ("mean", "sum", "row_mean"))
+    _checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
     by_row = reduction == "row_mean"
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> ConditionalAccumulatorState:
+        _checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
+
         def no_rows(p: jax.Array) -> jax.Array:
             return _tree.full_like(p, 0, jnp.int32, axes=1)
 
         def zero(p: jax.Array) -> jax.Array:
             dtype = accumulator_dtype
             return _tree.full_like(
-                p, 0, _tree.widen(p).dtype if dtype is None else dtype
+                p, 0, _tree.wide_dtype(p) if dtype is None else dtype
             )
 
         # Three counters, not one three times: a buffer can be donated only once.

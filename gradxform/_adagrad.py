@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform import _checks, _clipping, _tree
+from gradxform import _checks, _clipping, _norms, _tree
 from gradxform._learning_rate import scale_by_learning_rate
 from gradxform._mesh import AxisName
 
@@ -65,7 +65,8 @@ def scale_by_adagrad(
 
     Raises:
       ValueError: ``initial_accumulator_value`` or ``eps`` is negative or NaN.
-      TypeError: updates do not have the structure or the shapes of the parameters.
+      TypeError: ``accumulator_dtype`` is no real floating dtype; updates do not have
+        the structure or the shapes of the parameters.
 
     Source: Duchi et al., 2011, "Adaptive subgradient methods for online learning and
     stochastic optimization", https://jmlr.org/papers/v12/duchi11a.html;
@@ -83,6 +84,7 @@ def scale_by_adagrad(
     """
     _checks.in_range("initial_accumulator_value", initial_accumulator_value, "[0, inf)")
     _checks.in_range("eps", eps, "[0, inf)")
+    _checks.state_dtype("accumulator_dtype", accumulator_dtype)
 
     def accumulator_shape(leaf: Any) -> tuple[int, ...]:
         return np.shape(leaf)[:1] if row_wise else np.shape(leaf)
@@ -99,11 +101,12 @@ def scale_by_adagrad(
 
         return ScaleByAdagradState(sum_of_squares=_tree.map_params(accumulator, params))
 
-    def add_square(g: jax.Array, acc: jax.Array) -> jax.Array:
+    def mean(row: jax.Array, g: Any) -> jax.Array:
+        # Of a row without entries 0, and not 0 / 0.
+        return row / max(1, math.prod(np.shape(g)[1:]))
+
+    def add(square: jax.Array, acc: jax.Array) -> jax.Array:
         # acc ← acc + |g|², a row's mean of squares if row_wise
-        square = _tree.abs_sq(g)
-        if row_wise:
-            square = jnp.mean(square, axis=tuple(range(1, g.ndim)))
         return _tree.widen(acc).astype(square.dtype) + square
 
     def divide(g: jax.Array, acc: jax.Array) -> jax.Array:
@@ -116,8 +119,11 @@ def scale_by_adagrad(
         updates: optax.Updates,
         state: ScaleByAdagradState,
         params: optax.Params | None = None,
+        *,
+        squared_rows: optax.Updates | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, ScaleByAdagradState]:
+        # This extra argument is how `adagrad` shares the clip's sums.
         del extra
         if row_wise and params is not None:  # The accumulators know only the rows.
             _checks.same_shapes("updates", updates, "params", params)
@@ -131,7 +137,13 @@ def scale_by_adagrad(
         # Of a table with a row-sparse gradient, the rows that it touches and no other.
         updates = _tree.sum_duplicates(updates)
         before = _tree.rows(updates, state.sum_of_squares)
-        sums = _tree.map_state(add_square, updates, before)
+        if not row_wise:
+            squares = _tree.map_updates(_tree.abs_sq, updates)
+        else:
+            if squared_rows is None:
+                squared_rows = _norms.squared_rows(updates)
+            squares = _tree.map_updates(mean, squared_rows, updates)
+        sums = _tree.map_state(add, squares, before)
         new_updates = _tree.map_updates(divide, updates, sums)
         sums = _tree.cast_like(sums, before)
         sums = _tree.put_rows(updates, state.sum_of_squares, sums)
@@ -211,6 +223,7 @@ def adagrad(
             clipvalue=clipvalue,
             global_clipnorm=global_clipnorm,
             axis_name=axis_name,
+            row_wise=row_wise,
         ),
         scale_by_learning_rate(learning_rate),
     )

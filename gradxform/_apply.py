@@ -21,13 +21,14 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     .. math:: w \leftarrow w + u
 
     Args:
-      params: arrays of any shapes and dtypes.
+      params: arrays of any shapes and dtypes; ``None`` stays ``None``.
       updates: a tree of the same structure and shapes; ``None`` leaves a parameter as
         it is, and :class:`IndexedSlices` change the rows that they hold.
 
     Returns:
       The new parameters, in the dtypes of ``params``; the sum is rounded once, from at
-      least float32.
+      least float32. Integers are added as integers, of an update that is none what
+      stands before its point.
 
     Raises:
       TypeError: naming the first path at which structures or shapes differ, where
@@ -40,9 +41,11 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     >>> params = gx.apply_updates(params, {"w": jnp.array([0.5, -2.0]), "frozen": None})
     >>> assert params["w"].tolist() == [1.5, 0.0] and params["frozen"] == 3
     """
-    _checks.same_shapes("updates", updates, "params", params)
+    _checks.same_shapes("updates", updates, "params", params, none_takes_all=True)
 
     def add(u: jax.Array, p: jax.Array) -> jax.Array:
+        if jnp.issubdtype(p.dtype, jnp.integer):
+            return _tree.integer_sum(u, p)
         return _tree.wide_sum(u, p).astype(p.dtype)
 
     def step(u: Any, p: Any) -> Any:
@@ -51,7 +54,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
         return _tree.put_rows(u, p, _tree.map_state(add, u, _tree.rows(u, p)))
 
     return jax.tree.map(
-        lambda u, p: p if u is None else step(u, jnp.asarray(p)),
+        lambda u, p: p if u is None or p is None else step(u, jnp.asarray(p)),
         _tree.sum_duplicates(updates),
         params,
         is_leaf=_tree.is_leaf,
@@ -173,6 +176,7 @@ def minimize(
         params: optax.Params, state: optax.OptState, *batch: Any, **extra: Any
     ) -> tuple[Any, ...]:
         mask = _tree.broadcast(True if trainable is None else trainable, params)
+        _checks.bools("trainable", mask, params)
         learning = jax.tree.map(lambda learns, p: p if learns else None, mask, params)
 
         def loss(learning: Any, *batch: Any) -> Any:

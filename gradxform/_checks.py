@@ -75,9 +75,79 @@ def local_step(wrapper: str, value: Any) -> jax.Array:
 
 def integer_scalar(name: str, value: Any) -> None:
     """Raises ``TypeError`` unless ``value`` is an integer scalar, traced or not."""
+    _scalar(name, value, "an integer", (jnp.integer,))
+
+
+def real_scalar(name: str, value: Any) -> None:
+    """Raises ``TypeError`` unless ``value`` is a real scalar, traced or not."""
+    _scalar(name, value, "a real", _REAL)
+
+
+def _scalar(name: str, value: Any, kind: str, kinds: tuple[Any, ...]) -> None:
     dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
-    if not np.issubdtype(dtype, np.integer) or np.shape(value):
-        raise TypeError(f"{name} must be an integer scalar, got {value!r}.")
+    if np.shape(value) or not any(jnp.issubdtype(dtype, k) for k in kinds):
+        raise TypeError(f"{name} must be {kind} scalar, got {value!r}.")
+
+
+def state_dtype(name: str, dtype: Any, *, complex_too: bool = False) -> None:
+    """Raises unless ``dtype`` is None or one in which state can be kept.
+
+    Args:
+      name: the argument's name, for the message.
+      dtype: the argument; None stands for the default.
+      complex_too: whether complex leaves have complex state.
+
+    Raises:
+      TypeError: it is no dtype, or neither floating nor, if allowed, complex.
+    """
+    if dtype is None:
+        return
+    allowed = jnp.inexact if complex_too else jnp.floating
+    try:
+        # An array has a dtype and is none.
+        is_array = isinstance(dtype, jax.Array)
+        if not is_array and jnp.issubdtype(jnp.dtype(dtype), allowed):
+            return
+    except TypeError:  # NumPy knows no such dtype.
+        pass
+    words = "a floating or complex" if complex_too else "a real floating"
+    raise TypeError(
+        f"{name} must be {words} dtype, got {dtype!r}; under "
+        "optax.inject_hyperparams name it in static_args."
+    )
+
+
+def of_same_kind(name: str, dtype: Any, params: Any) -> None:
+    """Raises ``TypeError`` unless ``dtype`` is complex where parameters are, else real.
+
+    The imaginary parts of the others would be lost.
+    """
+    if dtype is None:
+        return
+    is_complex = jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating)
+    for path, p in jax.tree.leaves_with_path(params):
+        if jnp.issubdtype(_dtype(p), jnp.complexfloating) != is_complex:
+            raise TypeError(
+                f"{name}={jnp.dtype(dtype)} does not fit {place(path)}, which is "
+                f"{_dtype(p)}: real leaves need a real dtype, complex ones a complex."
+            )
+
+
+def bools(name: str, values: Any, params: Any) -> None:
+    """Raises ``TypeError`` unless ``values`` has one bool for each leaf of ``params``.
+
+    They decide what is computed, so none of them is traced.
+    """
+
+    def check(path: Any, _: Any, value: Any) -> None:
+        traced = isinstance(value, jax.core.Tracer)
+        if traced or np.shape(value) or np.asarray(value).dtype != bool:
+            raise TypeError(
+                f"{name} must hold a bool for each leaf, not traced, got {value!r} for "
+                f"{place(path)}."
+            )
+
+    jax.tree.map_with_path(check, params, values)
 
 
 def place(path: Any) -> str:
@@ -104,6 +174,9 @@ def same_shapes(
     reference_name: str,
     reference: Any,
     expected: Callable[[Any], tuple[int, ...]] = np.shape,
+    *,
+    nodes: bool = True,
+    none_takes_all: bool = False,
 ) -> None:
     """Raises where ``tree`` does not lie leaf by leaf over ``reference``.
 
@@ -117,12 +190,15 @@ def same_shapes(
       reference_name: what ``reference`` is called in the message.
       reference: the tree it must match.
       expected: gives, from a leaf of ``tree``, the shape its reference must have.
+      nodes: whether the nodes must be of the same kinds, as for ``jax.tree.map``, and
+        not only lead to their leaves by the same paths.
+      none_takes_all: whether ``None`` in ``reference`` lies under any leaf.
 
     Raises:
       TypeError: naming the first path at which the two differ.
     """
-    flat = dict(jax.tree.leaves_with_path(tree, is_leaf=_is_leaf))
-    flat_reference = dict(jax.tree.leaves_with_path(reference, is_leaf=_is_leaf))
+    flat, structure = _flat(tree)
+    flat_reference, wanted_structure = _flat(reference)
 
     def fail(path: Any, given: str, wanted: str) -> None:
         raise TypeError(
@@ -135,7 +211,7 @@ def same_shapes(
         if path not in flat:
             fail(path, "no leaf", _describe(reference_leaf))
         leaf = flat[path]
-        if _has_no_gradient(leaf):
+        if _has_no_gradient(leaf) or (none_takes_all and reference_leaf is None):
             continue
         wanted = np.shape(reference_leaf)
         if _has_no_gradient(reference_leaf) or expected(leaf) != wanted:
@@ -143,6 +219,33 @@ def same_shapes(
     for path, leaf in flat.items():
         if path not in flat_reference:
             fail(path, _describe(leaf), "no leaf")
+    if nodes and structure != wanted_structure:
+        fail(*_other_node(tree, reference))
+
+
+def _flat(tree: Any) -> tuple[dict[Any, Any], Any]:
+    """The leaves by their paths, and the structure."""
+    leaves, structure = jax.tree.flatten_with_path(tree, is_leaf=_is_leaf)
+    return dict(leaves), structure
+
+
+def _other_node(tree: Any, reference: Any) -> tuple[Any, str, str]:
+    """Where two trees of the same leaves first have two kinds of node, and which."""
+
+    def top(node: Any) -> Any:
+        return jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
+
+    (parts, node), (wanted_parts, wanted) = top(tree), top(reference)
+    if node == wanted:
+        for (key, part), (_, wanted_part) in zip(parts, wanted_parts, strict=True):
+            if _flat(part)[1] != _flat(wanted_part)[1]:
+                path, *kinds = _other_node(part, wanted_part)
+                return key + path, *kinds
+    names = [f"{type(x).__module__}.{type(x).__qualname__}" for x in (tree, reference)]
+    if len(set(names)) == 1:  # Two of one kind, with other keys or static fields.
+        names = [str(node), str(wanted)]
+    given, expected = (name.removeprefix("builtins.") for name in names)
+    return (), f"a node {given}", f"a node {expected}"
 
 
 def same_dtypes(name: str, tree: Any, reference_name: str, reference: Any) -> None:
@@ -170,7 +273,7 @@ def dense(transformation: str, updates: Any) -> None:
 
 
 def _dtype(leaf: Any) -> Any:
-    return leaf.dtype if isinstance(leaf, IndexedSlices) else jnp.result_type(leaf)
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
 def _describe(leaf: Any) -> str:

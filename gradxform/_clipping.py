@@ -96,6 +96,7 @@ def clip_by_global_norm(
 
     Raises:
       ValueError: ``max_norm`` is negative or NaN.
+      TypeError: ``use_norm`` is no real scalar.
 
     Source: Pascanu et al., 2013, "On the difficulty of training recurrent neural
     networks", https://arxiv.org/abs/1211.5063; ``tf.clip_by_global_norm``.
@@ -121,7 +122,9 @@ def clip_by_global_norm(
         **extra: Any,
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del state, params, extra
-        if use_norm is None:
+        if use_norm is not None:
+            _checks.real_scalar("use_norm", use_norm)
+        else:
             updates = _tree.sum_duplicates(updates)  # Once, for all that follows too.
             use_norm = global_norm(updates, axis_name=axis_name)
         factor = _factor(use_norm, max_norm)
@@ -188,13 +191,15 @@ def clip_before(
     global_clipnorm: jax.typing.ArrayLike | None,
     axis_name: AxisName = None,
     stacked_axes: Any = None,
+    row_wise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Keras's three clip arguments in front of ``inner``, with one pass for the norms.
 
     An ``inner`` which needs the layers' norms too need not read the gradients once
     more: it receives as extra arguments ``squared_norms``, before the clip, and
     ``clip_factor``, which gives elementwise what layers of these squared norms were
-    multiplied by.
+    multiplied by. Where ``row_wise`` is set, it receives ``squared_rows`` instead: of
+    each row of its updates the sum of the squares.
     """
     arguments = {
         "clipnorm": clipnorm,
@@ -223,10 +228,16 @@ def clip_before(
         clip_state, inner_state = state
         given = updates = _tree.sum_duplicates(updates)
         if clipvalue is not None:
-            updates = _tree.map_updates(lambda g: _clamp(g, clipvalue), updates)
+            updates = _tree.map_updates(lambda g: _clamp(g, clipvalue), given)
+            if row_wise:
+                extra["squared_rows"] = _norms.squared_rows(given, limit=clipvalue)
         else:
+            rows = _norms.squared_rows(updates) if row_wise else None
             squares, total = _norms.squared_norms(
-                updates, axis_name=axis_name, stacked_axes=stacked_axes
+                rows if row_wise else updates,
+                axis_name=axis_name,
+                stacked_axes=stacked_axes,
+                squared=row_wise,
             )
             if global_clipnorm is not None:
                 norm = _tree.safe_sqrt(total)
@@ -239,11 +250,13 @@ def clip_before(
 
             # Half precision stays wide on its way to inner: rounded values that two
             # kernels need are written to memory, and others computed in both.
-            updates = _scale_layers(
-                _tree.map_updates(_tree.widen, updates),
-                _tree.map_updates(factor_of, squares),
-            )
-            extra |= {"squared_norms": squares, "clip_factor": factor_of}
+            factors = _tree.map_updates(factor_of, squares)
+            updates = _scale_layers(_tree.map_updates(_tree.widen, updates), factors)
+            if row_wise:  # Twice by the factor: its square could underflow.
+                rows = _scale_layers(_scale_layers(rows, factors), factors)
+                extra["squared_rows"] = rows
+            else:
+                extra |= {"squared_norms": squares, "clip_factor": factor_of}
         updates, inner_state = inner.update(updates, inner_state, params, **extra)
         return _tree.cast_like(updates, given), (clip_state, inner_state)
 
@@ -269,8 +282,9 @@ def _scale_layers(updates: Any, factors: Any) -> Any:
 
 
 def _clamp(g: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:
-    limit = jnp.asarray(limit, g.dtype)
-    return jnp.clip(g, -limit, limit)
+    # Wide in the end, as gradients that are scaled: see clip_before.
+    limit = _tree.widen(jnp.asarray(limit, g.dtype))
+    return jnp.clip(_tree.widen(g), -limit, limit)
 
 
 def _no_norm(params: optax.Params) -> ClipByGlobalNormState:

@@ -19,19 +19,24 @@ _SMALL, _TOGETHER = 4096, 32
 
 
 def squared_norms(
-    updates: Any, *, axis_name: AxisName = None, stacked_axes: Any = None
+    updates: Any,
+    *,
+    axis_name: AxisName = None,
+    stacked_axes: Any = None,
+    squared: bool = False,
 ) -> tuple[Any, jax.Array]:
     """``Σ|g|²`` of each layer, and of all together; real, in at least float32.
 
     A layer is a leaf, or one slice of a leaf's first ``stacked_axes`` axes (an int, or
     a prefix tree of ints; by default none). A leaf that varies over some of the mesh
-    axes in ``axis_name`` is sharded there, and its sum runs over them as well.
+    axes in ``axis_name`` is sharded there, and its sum runs over them as well. The
+    updates may be ``squared`` already.
     """
 
     def sums(x: jax.Array, stacked: int) -> jax.Array:
         if x.dtype.itemsize < 4:
-            x = _apart(x)
-        return jnp.sum(_tree.abs_sq(x), axis=tuple(range(stacked, x.ndim)))
+            x = _tree.apart(x)
+        return _sum(x if squared else _tree.abs_sq(x), stacked)
 
     leaves, treedef = jax.tree.flatten(
         _tree.sum_duplicates(updates), is_leaf=_tree.is_leaf
@@ -59,6 +64,24 @@ def squared_norms(
     return layers, _total(parts)
 
 
+def squared_rows(updates: Any, *, limit: jax.typing.ArrayLike | None = None) -> Any:
+    """``Σ min(|g|, limit)²`` of each row, over all axes but the first.
+
+    On CPU all in it is apart from the clip that the updates go through, whose numbers
+    it would else find in memory; a clamp is not fused with a sum at all. So are the
+    results, because of a sum of sums XLA makes one of all entries.
+    """
+
+    def sums(g: jax.Array) -> jax.Array:
+        g = _tree.apart(g)
+        if limit is not None:
+            most = _tree.apart(jnp.asarray(limit, g.dtype))
+            g = jnp.minimum(jnp.abs(g), most)
+        return _tree.apart(_sum(_tree.abs_sq(g), min(1, g.ndim)))
+
+    return _tree.map_updates(sums, updates)
+
+
 def map_layers(
     f: Callable[..., tuple[jax.Array, jax.Array]], squares: Any, state: Any
 ) -> tuple[Any, Any]:
@@ -83,15 +106,8 @@ def map_layers(
     return jax.tree.unflatten(treedef, states), jax.tree.unflatten(treedef, seconds)
 
 
-def _apart(x: jax.Array) -> jax.Array:
-    """``x``, such that what is computed from it here is not shared with other users.
-
-    On CPU a sum of squares that shares its widening of half precision with an update is
-    no longer fused with it: a float32 copy of ``x`` goes to memory. Elsewhere there is
-    no copy, and this would make one where ``x`` itself is still to be computed.
-    """
-    barrier: Callable[[jax.Array], jax.Array] = jax.lax.optimization_barrier
-    return jax.lax.platform_dependent(x, cpu=barrier, default=lambda x: x)
+def _sum(x: jax.Array, stacked: int) -> jax.Array:
+    return jnp.sum(x, axis=tuple(range(stacked, x.ndim)))
 
 
 def _is_small(x: jax.Array) -> bool:

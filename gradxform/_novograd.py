@@ -20,7 +20,8 @@ class ScaleByNovogradState(NamedTuple):
     Attributes:
       count: int32[], updates so far; saturates.
       mu: the momentum, like params.
-      nu: float32[] a layer, the moving average of its squared norm.
+      nu: float32[] a layer, the moving average of its squared norm; -0.0 until the
+        layer has had a gradient.
     """
 
     count: jax.Array  # type: ignore[assignment]  # A tuple's method of that name.
@@ -55,9 +56,11 @@ def scale_by_novograd(
         \mu_t &= b_1\,\mu_{t-1} + d_t \\
         u_t &= \mu_t \quad\text{or, with nesterov,}\quad d_t + b_1\,\mu_t
 
-    A layer is a leaf. ``nu`` starts by step count, not "when nu is 0", and a layer
-    whose gradient has been zero from the start gets a zero normalized gradient, never
-    NaN. Half of Adam's state: one array like the parameters and one scalar a layer.
+    A layer is a leaf, and its ``g_1`` the first gradient that it gets: ``None`` leaves
+    all that is its own as it was, and a zero gradient counts, so that ``nu`` does not
+    start anew "when nu is 0". A layer whose gradient has been zero from the start gets
+    a zero normalized gradient, never NaN. Half of Adam's state: one array like the
+    parameters and one scalar a layer.
 
     Args:
       b1: decay of the momentum, in [0, 1).
@@ -66,7 +69,8 @@ def scale_by_novograd(
       weight_decay: decoupled from the normalization: added to the normalized gradient,
         ≥ 0. Not 0, it needs ``params`` in ``update``.
       mask: which parameters decay: a tree of bools, a prefix of the parameters' tree,
-        or a function ``params -> tree``; by default all.
+        or a function ``params -> tree``, to be named in ``static_args`` of
+        ``optax.inject_hyperparams``, which takes it for a schedule; by default all.
       grad_averaging: whether what enters the momentum is multiplied by ``1 - b1``.
       nesterov: Nesterov momentum as TensorFlow's ``MomentumOptimizer`` has it.
       eps_in_sqrt: where ``eps`` stands; False as in TensorFlow Addons and MONAI.
@@ -85,7 +89,8 @@ def scale_by_novograd(
     Raises:
       ValueError: an argument is out of its range; ``params`` is missing under weight
         decay; a leaf has fewer axes than ``stacked_axes``.
-      TypeError: updates do not have the structure or the shapes of the parameters.
+      TypeError: ``mask`` holds other things than bools; ``mu_dtype`` is no dtype for
+        the parameters; updates do not have their structure or shapes.
 
     Source: Ginsburg et al., 2019, "Stochastic gradient methods with layer-wise adaptive
     moments for training of deep networks", https://arxiv.org/abs/1905.11286;
@@ -104,14 +109,23 @@ def scale_by_novograd(
     _checks.in_range("b2", b2, "[0, 1)")
     _checks.in_range("eps", eps, "[0, inf)")
     _checks.in_range("weight_decay", weight_decay, "[0, inf)")
+    _checks.state_dtype("mu_dtype", mu_dtype, complex_too=True)
     decays = isinstance(weight_decay, jax.core.Tracer) or weight_decay != 0
+
+    def decayed(params: optax.Params) -> Any:
+        prefix = True if mask is None else mask
+        which = _tree.broadcast(prefix, params)
+        _checks.bools("mask", which, params)
+        return which
 
     def init_fn(params: optax.Params) -> ScaleByNovogradState:
         axes = _tree.broadcast(stacked_axes or 0, params)
         jax.tree.map_with_path(_check_stacked, params, axes)
+        _checks.of_same_kind("mu_dtype", mu_dtype, params)
+        decayed(params)
 
         def zero_norms(p: jax.Array, stacked: int) -> jax.Array:
-            return _tree.full_like(p, 0, _tree.compute_dtype(p), axes=stacked)
+            return _tree.full_like(p, -0.0, _tree.compute_dtype(p), axes=stacked)
 
         return ScaleByNovogradState(
             count=_tree.zero(params, jnp.int32),
@@ -151,7 +165,10 @@ def scale_by_novograd(
                 square = square * factor * factor
             square = square.astype(nu.dtype)
             averaged = _tree.scale(nu, b2) + _tree.scale(square, 1 - b2)
-            nu = jnp.where(state.count == 0, square, averaged)
+            # The first gradient may come late, where there was None before. The sign of
+            # a zero tells it from a norm of 0; states of optax begin with a 0.0.
+            first = (state.count == 0) | ((nu == 0) & jnp.signbit(nu))
+            nu = jnp.where(first, square, averaged)
             # 1 / sqrt(nu + eps), or 1 / (sqrt(nu) + eps)
             return nu, _tree.inverse_sqrt(nu, eps, eps_in_sqrt)
 
@@ -159,9 +176,9 @@ def scale_by_novograd(
             # ĝ = g / sqrt(nu + eps), or g / (sqrt(nu) + eps)
             return _tree.scale(_tree.widen(g), _tree.expand(inverse, g))
 
-        def decay(g: jax.Array, w: jax.Array, decayed: bool) -> jax.Array:
+        def decay(g: jax.Array, w: jax.Array, decays: bool) -> jax.Array:
             # ĝ + weight_decay·w
-            if not decayed:
+            if not decays:
                 return g
             return g + _tree.scale(
                 _tree.widen(jnp.asarray(w)).astype(g.dtype), weight_decay
@@ -177,10 +194,10 @@ def scale_by_novograd(
             if params is None:
                 raise ValueError(
                     f"weight_decay={weight_decay!r} needs params: call "
-                    "update(updates, state, params)."
+                    "update(updates, state, params). A traced one may be any number: "
+                    "if it stays 0 name it in inject_hyperparams(static_args=…)."
                 )
-            decayed = _tree.broadcast(True if mask is None else mask, params)
-            added = _tree.map_updates(decay, added, params, decayed)
+            added = _tree.map_updates(decay, added, params, decayed(params))
         if grad_averaging:  # d = (1-b1)·(ĝ + weight_decay·w)
             added = _tree.map_updates(lambda d: _tree.scale(d, 1 - b1), added)
         if step_size_in_momentum is not None:

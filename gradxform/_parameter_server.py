@@ -262,7 +262,9 @@ class ParameterServer:
         with self._changed:
             self._check_open()
             current = {"params": self._params, "state": self._state}
-            _checks.same_shapes("state", state, "the server's state", current)
+            _checks.same_shapes(
+                "state", state, "the server's state", current, nodes=False
+            )
             _checks.same_dtypes("state", state, "the server's state", current)
             # Into the server's own structure: a loader may have made lists of tuples,
             # whose paths are the same.

@@ -15,6 +15,7 @@ that reads state or parameters beside them the rows that they touch::
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -128,8 +129,23 @@ def _inside(table: jax.Array) -> dict[str, Any]:
 
 
 def map_params(f: Callable[..., Any], params: Any, *rest: Any) -> Any:
-    """``jax.tree.map`` over parameters, which may be Python or NumPy numbers."""
-    return jax.tree.map(lambda p, *r: f(jnp.asarray(p), *r), params, *rest)
+    """``jax.tree.map`` over parameters, which may be Python or NumPy numbers.
+
+    Or no more than described, as ``jax.eval_shape`` does it: ``f`` then sees a
+    ``jax.ShapeDtypeStruct``.
+    """
+    return jax.tree.map(lambda p, *r: f(_param(p), *r), params, *rest)
+
+
+def _param(p: Any) -> Any:
+    return p if isinstance(p, jax.ShapeDtypeStruct) else jnp.asarray(p)
+
+
+def wide_dtype(x: jax.Array) -> np.dtype[Any]:
+    """That of ``x`` in at least single precision; complex stays complex."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return x.dtype
+    return compute_dtype(x)
 
 
 def compute_dtype(x: jax.Array) -> np.dtype[Any]:
@@ -140,9 +156,7 @@ def compute_dtype(x: jax.Array) -> np.dtype[Any]:
 
 def widen(x: jax.Array) -> jax.Array:
     """``x`` in at least single precision; complex stays complex."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return x
-    return x.astype(compute_dtype(x))
+    return x.astype(wide_dtype(x))
 
 
 def scale(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
@@ -163,11 +177,33 @@ def wide_sum(x: jax.Array, total: jax.Array) -> jax.Array:
     return wide + widen(x).astype(wide.dtype)
 
 
+def integer_sum(x: jax.Array, total: jax.Array) -> jax.Array:
+    """``total + x`` of integers, exactly; of any other ``x`` the part before the point.
+
+    In the dtype of ``total``, in which a negative ``x`` is none if it is unsigned.
+    """
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return total + x.astype(total.dtype)
+    size = jnp.abs(x).astype(total.dtype)
+    return jnp.where(x < 0, total - size, total + size)
+
+
 def abs_sq(x: jax.Array) -> jax.Array:
     """``|x|²``, real, in at least float32."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.square(x.real) + jnp.square(x.imag)
     return jnp.square(widen(x))
+
+
+def apart(x: jax.Array) -> jax.Array:
+    """``x``, such that what is computed from it here is not shared with other users.
+
+    On CPU a sum of squares that shares its widening of half precision with an update,
+    or its clip, is no longer fused with it: a copy goes to memory. Elsewhere there is
+    no copy, and this would make one where ``x`` itself is still to be computed.
+    """
+    barrier: Callable[[jax.Array], jax.Array] = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(x, cpu=barrier, default=lambda x: x)
 
 
 def safe_sqrt(x: jax.Array) -> jax.Array:
@@ -202,7 +238,8 @@ def full_like(
     if isinstance(p, jax.core.Tracer):
         if axes == 0:
             return jnp.full((), value, dtype)
-        return jnp.asarray(value, dtype) + _false(p, axes).astype(dtype)
+        # Less 0, and not plus 0, which would turn a -0.0 into a 0.0.
+        return jnp.asarray(value, dtype) - _false(p, axes).astype(dtype)
     sharding = None
     if isinstance(p.sharding, NamedSharding):
         sharding = p.sharding.update(spec=P(*p.sharding.spec[:axes]))
@@ -214,7 +251,7 @@ def zero(params: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
     numbers = list(filter(_is_number, jax.tree.leaves(params)))
     if not numbers:
         return jnp.zeros((), dtype)
-    p = jnp.asarray(min(numbers, key=np.size))
+    p = _param(min(numbers, key=np.size))
     if isinstance(p, jax.core.Tracer) and not jax.typeof(p).sharding.mesh.manual_axes:
         # jit forgets an argument that is not used, and on which devices it was.
         return _false(p, 0).astype(dtype)
@@ -245,16 +282,25 @@ def expand(x: jax.Array, like: jax.Array) -> jax.Array:
 def broadcast(prefix: Any, tree: Any) -> Any:
     """One value of the prefix tree for each leaf of ``tree``; ``None`` stays.
 
-    The prefix may be a function of ``tree``.
+    The prefix may be a function of ``tree``. A tree without leaves comes back as it is:
+    in ``optax.tree.map_params`` one such node stands for all parameters.
     """
+    if not jax.tree.leaves(tree):
+        return tree
 
     def fill(value: Any, part: Any) -> Any:
         return jax.tree.map(
             lambda _: value, part, is_leaf=lambda x: isinstance(x, IndexedSlices)
         )
 
-    prefix = prefix(tree) if callable(prefix) else prefix
+    prefix = prefix(tree) if _is_function(prefix) else prefix
     return jax.tree.map(fill, prefix, tree, is_leaf=is_leaf)
+
+
+def _is_function(prefix: Any) -> bool:
+    """To be called, and not a tree whose root can be called, as an Equinox module."""
+    is_partial = isinstance(prefix, functools.partial)  # jax.tree_util's is a node too.
+    return callable(prefix) and (is_partial or jax.tree_util.all_leaves([prefix]))
 
 
 def inverse_sqrt(

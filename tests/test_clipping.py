@@ -4,6 +4,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -75,6 +76,20 @@ def test_a_norm_that_is_not_finite_makes_everything_nan(clip, dtype, bad):
 def test_squares_beyond_float32_are_an_infinite_norm():
     grads = jnp.array([1e30, 1.0])
     assert jnp.all(jnp.isnan(clipped(gx.clip_by_global_norm, 1.0, grads)))
+
+
+@pytest.mark.parametrize("bad", [1e30, np.inf, np.nan])
+def test_in_front_of_apply_if_finite_it_marks_every_step_to_skip(bad):
+    rest = optax.apply_if_finite(gx.adagrad(0.1), max_consecutive_errors=5)
+    tx = optax.chain(gx.clip_by_global_norm(1.0), rest)
+    params = jnp.zeros(2)
+    state = tx.init(params)
+    for grads in (jnp.array([bad, 1.0]), jnp.array([3.0, 4.0])):
+        params, state = gx.apply_gradients(tx, grads, state, params)
+    assert optax.tree.get(state, "total_notfinite") == 1
+    sums = optax.tree.get(state, "sum_of_squares")
+    np.testing.assert_allclose(sums, [0.1 + 0.36, 0.1 + 0.64], rtol=1e-6)
+    assert jnp.all(params < 0)
 
 
 def test_leaves_of_different_precision_share_one_norm():

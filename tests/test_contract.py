@@ -17,6 +17,9 @@ REAL = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
 WIDE = ("float64", "complex128")
 
+# What acts at once; a gate has its own tests of what goes on around its conditional.
+UNGATED = [row for row in DESCRIPTORS if row.local_step is None]
+
 every_row = pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
 every_row_and_dtype = pytest.mark.parametrize(
     ("row", "dtype"),
@@ -100,6 +103,35 @@ def test_state_is_strongly_typed_whatever_the_params(row):
     state = tx.init(weak)
     _, new_state = tx.update({"w": jnp.ones(())}, state, weak, **row.extra(weak))
     assert types(state) == types(new_state)
+
+
+@every_row
+def test_params_may_be_no_more_than_described(row):
+    params = draw(0)
+    described = jax.eval_shape(lambda: params)
+    state = row.make().init(described)
+    expected = row.make().init(params)
+    assert types(state) == types(expected)
+    chex.assert_trees_all_equal(state, expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradient_dtype"), [("bfloat16", "float32"), ("float32", "bfloat16")]
+)
+@pytest.mark.parametrize("row", UNGATED, ids=str)
+def test_gradients_may_be_of_another_precision(row, dtype, gradient_dtype):
+    params, grads = draw(0, dtype), draw(1, gradient_dtype)
+    tx = row.make()
+    state = tx.init(params)
+    updates, new_state = jax.jit(tx.update)(grads, state, params, **row.extra(params))
+    assert types(updates) == types(grads)
+    assert types(new_state) == types(state)
+    assert types(gx.apply_updates(params, updates)) == types(params)
+    # The same numbers, all in float32.
+    params, grads = (jax.tree.map(jnp.float32, tree) for tree in (params, grads))
+    expected, _ = tx.update(grads, tx.init(params), params, **row.extra(params))
+    updates = jax.tree.map(jnp.float32, updates)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-2, atol=1e-4)
 
 
 @every_row

@@ -288,3 +288,36 @@ def test_counts_saturate():
     _, state = tx.update(params, state)
     counts = [count for _, count in optax.tree.get_all_with_path(state, "count")]
     assert counts == [largest, largest]
+
+
+@pytest.mark.parametrize("init", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("zeros", [0, 2])
+def test_nu_starts_with_the_first_gradient_of_a_layer(init, zeros):
+    """Late for "late" and for one of two stacked layers; zeros are gradients too."""
+    (params,) = sequence(5, steps=1)
+    grads = list(sequence(6, steps=5, zeros=zeros))
+    expected = [nu for *_, nu in oracles.novograd(params, iter(grads), 0.1)]
+    tx = gx.novograd(0.1)
+    start = {"early": params, "late": params}
+    state = init(tx.init)(jax.tree.map(jnp.float32, start))
+    nothing = jax.tree.map(lambda _: None, params)
+    update = jax.jit(tx.update)
+    for t in range(3 + len(grads)):
+        _, state = update(
+            {
+                "early": jax.tree.map(jnp.float32, grads[min(t, 4)]),
+                "late": nothing if t < 3 else jax.tree.map(jnp.float32, grads[t - 3]),
+            },
+            state,
+        )
+        if t >= 3:
+            agree(optax.tree.get(state, "nu")["late"], expected[t - 3])
+
+
+def test_a_row_without_entries_has_no_square():
+    params = {"table": jnp.ones((3, 0)), "nothing": jnp.ones((0, 3))}
+    tx = gx.adagrad(0.1, row_wise=True, global_clipnorm=1.0)
+    updates, state = tx.update(params, tx.init(params))
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+    sums = optax.tree.get(state, "sum_of_squares")
+    np.testing.assert_array_equal(sums["table"], np.float32([0.1, 0.1, 0.1]))

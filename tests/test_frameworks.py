@@ -6,6 +6,7 @@ What runs is the README's own code, taken from the block under each framework's 
 import ast
 import pathlib
 import re
+from typing import Any
 
 import chex
 import equinox as eqx
@@ -184,6 +185,44 @@ def test_equinoxs_leaves_without_gradient_are_none():
     assert jnp.all(once.layers[1].weight != model.layers[1].weight)
     assert eqx.tree_equal(once, twice)
     assert state.stale_count == 1
+
+
+class Affine(eqx.Module):
+    """A model that can be called, as are the masks made of it."""
+
+    w: Any
+    b: Any
+
+    def __call__(self, x):
+        return self.w @ x + self.b
+
+
+def test_trees_that_can_be_called_are_read():
+    model = Affine(jnp.ones((2, 3)), jnp.ones(2))
+    zeros = jax.tree.map(jnp.zeros_like, model)
+    tx = gx.novograd(1.0, weight_decay=0.5, mask=Affine(True, False))
+    updates, _ = tx.update(zeros, tx.init(model), model)
+    assert jnp.all(updates.w == -0.5)
+    assert jnp.all(updates.b == 0)
+    tx = gx.novograd(0.1, stacked_axes=Affine(1, 0))
+    nu = optax.tree.get(tx.init(model), "nu")
+    assert (nu.w.shape, nu.b.shape) == ((2,), ())
+    step = gx.minimize(
+        lambda model, x: jnp.sum(model(x)),
+        optax.sgd(1.0),
+        trainable=Affine(False, True),
+        donate=False,
+    )
+    new, *_ = step(model, optax.sgd(1.0).init(model), jnp.ones(3))
+    assert jnp.all(new.w == 1)
+    assert jnp.all(new.b == 0)
+
+
+def test_functions_that_are_trees_are_called():
+    model = Affine(jnp.ones((2, 3)), jnp.ones(2))
+    depth = jax.tree_util.Partial(lambda n, p: Affine(n, 0), 1)
+    tx = gx.novograd(0.1, stacked_axes=depth)
+    assert optax.tree.get(tx.init(model), "nu").w.shape == (2,)
 
 
 def test_the_loop_leaves_what_tensorflow_left():

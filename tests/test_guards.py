@@ -1,10 +1,15 @@
 """Bad input: each guard names the argument, what is allowed and what was given."""
 
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core import FrozenDict
 
 import gradxform as gx
 
@@ -89,6 +94,16 @@ def test_weight_decay_without_params(weight_decay):
         tx.update(GRADS, tx.init(PARAMS))
 
 
+def test_weight_decay_that_is_injected():
+    make = optax.inject_hyperparams(gx.novograd)
+    tx = make(0.1)
+    with pytest.raises(ValueError, match=r"any number: if it stays 0 name it"):
+        jax.jit(tx.update)(GRADS, tx.init(PARAMS))
+    jax.jit(tx.update)(GRADS, tx.init(PARAMS), PARAMS)
+    tx = optax.inject_hyperparams(gx.novograd, static_args=["weight_decay"])(0.1)
+    jax.jit(tx.update)(GRADS, tx.init(PARAMS))
+
+
 def test_no_weight_decay_needs_no_params():
     tx = gx.novograd(0.1)
     updates, _ = tx.update(GRADS, tx.init(PARAMS))
@@ -135,6 +150,78 @@ def test_updates_that_do_not_fit_the_params():
         gx.apply_updates(PARAMS, bad)
 
 
+def test_params_that_are_none_stay_none():
+    params = {"a": None, "b": jnp.ones(2)}
+    updates = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    expected = optax.apply_updates(params, updates)
+    chex.assert_trees_all_equal(gx.apply_updates(params, updates), expected)
+
+
+@pytest.mark.parametrize(
+    ("param", "update", "expected"),
+    [
+        (np.uint32(123456789), np.uint32(0), 123456789),
+        (np.uint32(4294967295), np.float32(0), 4294967295),
+        (np.uint32(16777219), np.float32(-2), 16777217),
+        (np.uint32(5), np.int32(-2), 3),
+        (np.int32(-16777219), np.float32(1.5), -16777218),
+        (np.int8(3), np.int32(4), 7),
+    ],
+)
+def test_integers_are_added_as_integers(param, update, expected):
+    new = jax.jit(gx.apply_updates)(jnp.asarray(param), jnp.asarray(update))
+    assert new.dtype == param.dtype
+    assert new.item() == expected
+
+
+def test_keys_and_ids_without_update_keep_every_bit():
+    params = {"key": jax.random.key(7), "ids": jnp.uint32(16777217), "w": jnp.ones(2)}
+    updates = {"key": None, "ids": None, "w": jnp.ones(2)}
+    new = jax.jit(gx.apply_updates)(params, updates)
+    assert jax.random.key_data(new["key"]).tolist() == [0, 7]
+    assert new["ids"] == 16777217
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+KINDS = {
+    "tuple and list": ({"w": (1.0, 2.0)}, {"w": [1.0, 2.0]}, r"\['w'\].*tuple.*list"),
+    "dict and FrozenDict": (
+        [{"w": 1.0}],
+        [FrozenDict({"w": 1.0})],
+        r"\[0\].* dict.* flax.core.frozen_dict.FrozenDict",
+    ),
+    "nothing in them": ({"a": (), "w": 1.0}, {"a": [], "w": 1.0}, r"\['a'\].*tuple"),
+    "under a gradient": ((None, [1.0]), [None, [1.0]], r"root.*tuple.*list"),
+    "keys": (
+        OrderedDict(a=1.0, b=2.0),
+        OrderedDict(b=2.0, a=1.0),
+        r"root.*'a', 'b'.*'b', 'a'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("grads", "params", "message"), KINDS.values(), ids=KINDS)
+def test_trees_of_other_kinds(grads, params, message):
+    def call(update):
+        with pytest.raises(TypeError, match=f"differ at .*{message}"):
+            update()
+
+    call(lambda: gx.apply_updates(params, grads))
+    call(lambda: gx.apply_gradients(optax.sgd(0.1), grads, None, params))
+    for tx in (gx.scale_by_adagrad(), gx.scale_by_novograd()):
+        call(lambda tx=tx: tx.update(grads, tx.init(params), params))
+
+
+def test_trees_of_one_kind():
+    params = Pair({"b": 1.0, "a": 2.0}, [3.0, None])
+    grads = Pair({"a": 1.0, "b": None}, [1.0, None])
+    assert gx.apply_updates(params, grads) == Pair({"b": 1.0, "a": 3.0}, [4.0, None])
+
+
 def test_a_root_leaf_is_named():
     with pytest.raises(TypeError, match="differ at the root: updates has float32"):
         gx.apply_updates(jnp.ones(3), jnp.ones(4))
@@ -169,6 +256,78 @@ def test_stacked_axes_must_be_static_under_inject_hyperparams():
     tx = optax.inject_hyperparams(gx.novograd)(0.1, stacked_axes=1)
     with pytest.raises(TypeError, match="name it in static_args"):
         tx.init(PARAMS)
+
+
+REAL_DTYPES = [
+    lambda dtype: gx.adagrad(0.1, accumulator_dtype=dtype),
+    lambda dtype: gx.from_config(
+        {"name": "scale_by_adagrad", "accumulator_dtype": dtype}
+    ),
+]
+DTYPES = [
+    lambda dtype: gx.novograd(0.1, mu_dtype=dtype),
+    lambda dtype: gx.conditional_accumulator(
+        optax.sgd(0.1), 2, accumulator_dtype=dtype
+    ),
+]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "object", "float23", "U3", 3.0])
+@pytest.mark.parametrize("make", REAL_DTYPES + DTYPES)
+def test_dtypes_in_which_no_state_can_be_kept(make, dtype):
+    with pytest.raises(TypeError, match=rf"_dtype.* must be a.* dtype, got {dtype!r}"):
+        make(dtype)
+
+
+@pytest.mark.parametrize("make", REAL_DTYPES)
+def test_a_sum_of_squares_is_real(make):
+    with pytest.raises(TypeError, match=r"a real floating dtype, got 'complex64'"):
+        make("complex64")
+
+
+@pytest.mark.parametrize("make", DTYPES)
+def test_a_sum_is_of_the_kind_of_its_leaf(make):
+    real, complex_ = {"w": jnp.ones(2)}, {"w": jnp.ones(2, "complex64")}
+    make("complex64").init(complex_)
+    make("bfloat16").init(real)
+    with pytest.raises(TypeError, match=r"_dtype=complex64 does not fit \['w'\]"):
+        make("complex64").init(real)
+    with pytest.raises(TypeError, match=r"_dtype=bfloat16 does not fit \['w'\]"):
+        make("bfloat16").init(complex_)
+
+
+def test_a_dtype_that_inject_hyperparams_called():
+    tx = optax.inject_hyperparams(gx.adagrad)(0.1, accumulator_dtype=jnp.bfloat16)
+    with pytest.raises(TypeError, match=r"^accumulator_dtype .* in static_args"):
+        tx.init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    ["bias", 1, {"layer": {"w": True, "b": "x"}}, {"layer": None}, lambda p: 0.0],
+    ids=str,
+)
+def test_a_mask_that_holds_other_things_than_bools(mask):
+    for name, call in {
+        "mask": lambda: gx.novograd(0.1, mask=mask).init(PARAMS),
+        "trainable": lambda: gx.minimize(
+            lambda p: jnp.sum(p["layer"]["w"]), optax.sgd(0.1), trainable=mask
+        )(PARAMS, ()),
+    }.items():
+        with pytest.raises(TypeError, match=rf"^{name} must hold a bool .*\['b'\]"):
+            call()
+
+
+def test_a_mask_may_hold_bools_of_numpy_and_jax():
+    for mask in (True, np.False_, jnp.array(True), {"layer": {"w": True, "b": False}}):
+        gx.novograd(0.1, mask=mask).init(PARAMS)
+
+
+@pytest.mark.parametrize("norm", [jnp.ones(1), "1", 1j, jnp.array(True)])
+def test_a_norm_that_is_no_real_scalar(norm):
+    tx = gx.clip_by_global_norm(1.0)
+    with pytest.raises(TypeError, match=r"^use_norm must be a real scalar"):
+        tx.update(GRADS, tx.init(PARAMS), use_norm=norm)
 
 
 @pytest.mark.parametrize("find", [gx.global_step, gx.staleness_fraction])

@@ -253,6 +253,20 @@ def test_trains_as_written_out(case):
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "stacked_axes", [1, {"w": 1, "b": 0}, lambda p: {"w": p["w"].ndim - 1, "b": 0}]
+)
+def test_map_params_finds_the_state_of_stacked_layers(stacked_axes):
+    tx = gx.novograd(0.1, stacked_axes=stacked_axes)
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    names = optax.tree.map_params(
+        tx, lambda _, name: name, tx.init(params), {"w": "w", "b": "b"},
+        transform_non_params=lambda _: None,
+    )  # fmt: skip
+    assert optax.tree.get(names, "mu") == optax.tree.get(names, "nu")
+    assert optax.tree.get(names, "nu") == {"w": "w", "b": "b"}
+
+
 def test_what_forwards_no_extra_arguments_fails_aloud():
     late = gx.drop_stale(novograd(0.1), 0)
     with pytest.raises(TypeError, match="drop_stale needs local_step"):

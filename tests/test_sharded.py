@@ -49,7 +49,16 @@ def make(row, mode):
     return row.make(axis_name=("x", "y") if manual else None), specs, place
 
 
-@pytest.mark.parametrize("init", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def of_described(init):
+    def describe(p):
+        return jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding)
+
+    return lambda params: init(jax.tree.map(describe, params))
+
+
+@pytest.mark.parametrize(
+    "init", [lambda f: f, jax.jit, of_described], ids=["eager", "jit", "described"]
+)
 @pytest.mark.parametrize("mode", ["automatic", "explicit"])
 @pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
 def test_state_lies_where_parameters_lie(row, mode, init):
@@ -65,6 +74,32 @@ def test_state_lies_where_parameters_lie(row, mode, init):
     optax.tree.map_params(
         tx, check, state, specs, transform_non_params=lambda x: check(x, P())
     )
+
+
+UNGATED = [row for row in DESCRIPTORS if row.local_step is None]
+
+
+@pytest.mark.parametrize("row", UNGATED, ids=str)
+def test_explicit_types_are_those_of_init_eager_as_under_jit(row):
+    """Two properties of optax's own tests of sharding."""
+    tx = row.make()
+    on_x = NamedSharding(mesh(AxisType.Explicit), P(None, "x"))
+    with jax.set_mesh(on_x.mesh):
+        params = jnp.ones((2, 8, 4), jnp.float16, out_sharding=on_x)
+        grads = params
+
+        def types(tree):
+            return jax.tree.map(jax.typeof, tree)
+
+        def update(grads, state, params):
+            return tx.update(grads, state, params, **row.extra(params))
+
+        state = tx.init(params)
+        assert types(jax.jit(tx.init)(params)) == types(state)
+        for f in (update, jax.jit(update)):
+            updates, new_state = f(grads, state, params)
+            assert types(updates) == types(grads)
+            assert types(new_state) == types(state)
 
 
 @pytest.mark.parametrize("mode", ["automatic", "explicit", "shard_map"])
