@@ -25,6 +25,7 @@ OPTIMIZERS = {
     "optax.novograd": optax.novograd(0.1),
     "gx.novograd": gx.novograd(0.1),
     "gx.novograd(mu_dtype=bfloat16)": gx.novograd(0.1, mu_dtype=jnp.bfloat16),
+    "gx.novograd(mu_dtype=float32)": gx.novograd(0.1, mu_dtype=jnp.float32),
 }
 
 

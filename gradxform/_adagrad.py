@@ -56,8 +56,9 @@ def scale_by_adagrad(
         double parameters: half-precision parameters get float32 sums, because a sum
         that only grows soon stalls in half precision.
       row_wise: one accumulator a row, the mean of the squares over all axes but the
-        first, which saves nearly all state of an embedding table. Inside
-        ``jax.shard_map`` a row has to be whole on its device.
+        first, which saves nearly all state of an embedding table. Dense gradients are
+        read once for it and once to be divided. Inside ``jax.shard_map`` a row has to
+        be whole on its device.
 
     Returns:
       A transformation with state :class:`ScaleByAdagradState`. Updates keep their
@@ -187,7 +188,8 @@ def adagrad(
       clipnorm: the norm of each leaf is clipped to this.
       clipvalue: each entry is clipped to ± this.
       global_clipnorm: the norm of all leaves together is clipped to this; the norm
-        before clipping is ``optax.tree.get(state, "global_norm")``.
+        before clipping is ``optax.tree.get(state, "global_norm")``. Not finite, it
+        makes all NaN: see :func:`clip_by_global_norm`.
 
     Returns:
       A transformation whose state holds :class:`ScaleByAdagradState`, and with

@@ -70,18 +70,27 @@ def clip_by_global_norm(
         \end{cases}
 
     An update inside the ball comes out bit-identical (but for subnormal float32, which
-    XLA flushes to 0 in any arithmetic on CPU and TPU). A non-finite norm makes every
-    entry NaN, as in TensorFlow, so that ``optax.apply_if_finite`` catches it. The norm
-    before clipping stays in the state: ``optax.tree.get(state, "global_norm")``. The
-    derivative through the clip is finite everywhere, at zero gradients too.
+    XLA flushes to 0 in any arithmetic on CPU and TPU). The derivative through the clip
+    is finite everywhere, at zero gradients too.
+
+    A norm that is not finite makes every entry NaN, as in TensorFlow. That of finite
+    entries is infinite as well if the square of one overflows, in float32 above 1e19.
+    ``optax.apply_if_finite`` looks at what it is given and not at what comes out of it,
+    so the clip belongs in front: ``optax.chain(clip_by_global_norm(c),
+    optax.apply_if_finite(rest, n))`` skips every such step.
+
+    The norm before clipping stays in the state: ``optax.tree.get(state,
+    "global_norm")``. Where a chain clips twice, its state is a tuple of which one link
+    can be asked, ``optax.tree.get(state[0], "global_norm")``, and that of
+    ``optax.named_chain`` a dict.
 
     One pass reads the gradients for the norm. The scaling is one multiplication by a
     scalar, which the compiler fuses into the elementwise work that comes next, such as
     :func:`adagrad` or ``optax.adamw``: no clipped copy of the gradients is made (but in
     half precision on CPU, where rounding keeps it from being fused). What needs norms
-    of its own reads them once more: instead of this in front of :func:`novograd`, its
-    argument ``global_clipnorm`` saves that pass, and on CPU the copy that XLA makes
-    there for the second norm.
+    of its own reads them once more: instead of this in front of :func:`novograd` and of
+    row-wise :func:`adagrad`, their argument ``global_clipnorm`` saves that pass, and on
+    CPU the copy that XLA makes there for the second norm.
 
     Args:
       max_norm: the largest norm let through, ≥ 0, in the units of the gradients.
@@ -107,6 +116,11 @@ def clip_by_global_norm(
     >>> updates, state = tx.update(grads, tx.init(grads))
     >>> assert abs(updates["b"] - 0.8) < 1e-6
     >>> assert optax.tree.get(state, "global_norm") == 5.0
+    >>> twice = gx.adagrad(0.1, global_clipnorm=0.5)  # clips what was clipped to 1
+    >>> tx = optax.named_chain(("all", tx), ("again", twice))
+    >>> _, state = tx.update(grads, tx.init(grads))
+    >>> assert optax.tree.get(state["all"], "global_norm") == 5.0
+    >>> assert abs(optax.tree.get(state["again"], "global_norm") - 1) < 1e-6
     """
     _checks.in_range("max_norm", max_norm, "[0, inf]")
 

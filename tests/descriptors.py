@@ -143,3 +143,6 @@ DESCRIPTORS = (
     D("scale_by_staleness", {"power": 0.5}, staleness=3),
     D("compensate_delay", {"variance_control": 0.5}, worker_params=True),
 )
+
+# What acts at once. Of a gate, what goes on around its conditional has its own tests.
+UNGATED = [row for row in DESCRIPTORS if row.local_step is None]

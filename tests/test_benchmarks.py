@@ -186,6 +186,7 @@ def test_bytes_of_state():
         "optax.novograd": (4 + scalar + layers, 2 + scalar + layers / 2),
         "gx.novograd": (4 + scalar + layers, 2 + scalar + layers),
         "gx.novograd(mu_dtype=bfloat16)": (2 + scalar + layers,) * 2,
+        "gx.novograd(mu_dtype=float32)": (4 + scalar + layers,) * 2,
     }
     measured = {
         row["name"]: (row["float32"], row["bfloat16"]) for row in memory.measure()

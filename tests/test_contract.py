@@ -11,14 +11,11 @@ import optax
 import pytest
 
 import gradxform as gx
-from tests.descriptors import DESCRIPTORS
+from tests.descriptors import DESCRIPTORS, UNGATED
 
 REAL = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
 WIDE = ("float64", "complex128")
-
-# What acts at once; a gate has its own tests of what goes on around its conditional.
-UNGATED = [row for row in DESCRIPTORS if row.local_step is None]
 
 every_row = pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
 every_row_and_dtype = pytest.mark.parametrize(

@@ -265,6 +265,23 @@ def test_mu_dtype_holds_the_momentum():
     assert optax.tree.get(tx.init(params), "mu")["w"].dtype == jnp.bfloat16
 
 
+def test_a_momentum_in_bfloat16_stalls_where_the_docstring_says():
+    params = jnp.zeros(1, jnp.bfloat16)
+    grads = jnp.ones_like(params)
+
+    def reached(mu_dtype):
+        tx = gx.scale_by_novograd(mu_dtype=mu_dtype)
+        state, _ = jax.lax.scan(
+            lambda state, _: (tx.update(grads, state)[1], None),
+            tx.init(params),
+            length=500,
+        )
+        return state.mu.item()
+
+    assert reached(None) == 18.75
+    assert reached("float32") == pytest.approx(1 / (1 - 0.95), rel=1e-5)
+
+
 def test_accumulator_dtype_holds_the_sum():
     params = {"w": jnp.ones((2, 2), jnp.bfloat16)}
     for given, dtype in ((None, jnp.float32), (jnp.bfloat16, jnp.bfloat16)):

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from tests.descriptors import DESCRIPTORS
+from tests.descriptors import DESCRIPTORS, UNGATED
 
 SPECS = {"rows": P("x"), "both": P("y", "x"), "columns": P(None, "y"), "all": P()}
 # Inside shard_map a row has to be whole on its device if it shares an accumulator.
@@ -74,9 +74,6 @@ def test_state_lies_where_parameters_lie(row, mode, init):
     optax.tree.map_params(
         tx, check, state, specs, transform_non_params=lambda x: check(x, P())
     )
-
-
-UNGATED = [row for row in DESCRIPTORS if row.local_step is None]
 
 
 @pytest.mark.parametrize("row", UNGATED, ids=str)
