@@ -127,17 +127,19 @@ def scale_by_novograd(
         _checks.of_same_kind("mu_dtype", mu_dtype, params)
         decayed(params)
 
+        def zero_momentum(p: jax.Array) -> jax.Array:
+            dtype = mu_dtype
+            if dtype is None:  # Integers and keys are there to be left alone.
+                inexact = jnp.issubdtype(p.dtype, jnp.inexact)
+                dtype = p.dtype if inexact else _tree.compute_dtype(p)
+            return _tree.full_like(p, 0, dtype)
+
         def zero_norms(p: jax.Array, stacked: int) -> jax.Array:
             return _tree.full_like(p, -0.0, _tree.compute_dtype(p), axes=stacked)
 
         return ScaleByNovogradState(
             count=_tree.zero(params, jnp.int32),
-            mu=_tree.map_params(
-                lambda p: _tree.full_like(
-                    p, 0, p.dtype if mu_dtype is None else mu_dtype
-                ),
-                params,
-            ),
+            mu=_tree.map_params(zero_momentum, params),
             nu=_tree.map_params(zero_norms, params, axes),
         )
 

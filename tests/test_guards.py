@@ -174,12 +174,15 @@ def test_integers_are_added_as_integers(param, update, expected):
     assert new.item() == expected
 
 
-def test_keys_and_ids_without_update_keep_every_bit():
+@pytest.mark.parametrize("tx", [gx.adagrad(0.1), gx.novograd(0.1, clipnorm=1.0)])
+def test_keys_and_ids_without_gradient_keep_every_bit(tx):
     params = {"key": jax.random.key(7), "ids": jnp.uint32(16777217), "w": jnp.ones(2)}
-    updates = {"key": None, "ids": None, "w": jnp.ones(2)}
-    new = jax.jit(gx.apply_updates)(params, updates)
+    grads = {"key": None, "ids": None, "w": jnp.ones(2)}
+    state = jax.jit(tx.init)(params)
+    new, _ = jax.jit(gx.apply_gradients, static_argnums=0)(tx, grads, state, params)
     assert jax.random.key_data(new["key"]).tolist() == [0, 7]
     assert new["ids"] == 16777217
+    assert jnp.all(new["w"] < 1)
 
 
 class Pair(NamedTuple):
