@@ -11,7 +11,7 @@ import optax
 
 from gradxform import _checks, _tree
 from gradxform._gate import GatedTransformation
-from gradxform._indexed_slices import IndexedSlices
+from gradxform._indexed_slices import IndexedSlices, cured
 from gradxform._lookup import Tables, value_and_grad
 
 
@@ -210,7 +210,8 @@ def _step(
     if isinstance(tx, GatedTransformation):  # Gates within gates guard one another.
         return tx.guard(_step, _rest, updates, state, params, **extra)
     tx = optax.with_extra_args_support(tx)
-    updates, state = tx.update(updates, state, params, **extra)
+    with cured():
+        updates, state = tx.update(updates, state, params, **extra)
     return apply_updates(params, updates), state
 
 

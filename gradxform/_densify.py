@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from gradxform import _tree
-from gradxform._indexed_slices import IndexedSlices
+from gradxform._indexed_slices import IndexedSlices, explicit_sharding
 
 
 def densify() -> optax.GradientTransformationExtraArgs:
@@ -36,8 +37,10 @@ def densify() -> optax.GradientTransformationExtraArgs:
     >>> assert updates.ravel().tolist() == [0.0, 0.0, -1.0]  # momentum goes on
     """
 
-    def dense(g: Any) -> Any:
-        return g.densify() if isinstance(g, IndexedSlices) else g
+    def dense(g: Any, *p: Any) -> Any:
+        if not isinstance(g, IndexedSlices):
+            return g
+        return g.densify(out_sharding=explicit_sharding(jnp.asarray(*p)) if p else None)
 
     def update_fn(
         updates: optax.Updates,
@@ -45,8 +48,9 @@ def densify() -> optax.GradientTransformationExtraArgs:
         params: optax.Params | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, optax.EmptyState]:
-        del params, extra
-        return jax.tree.map(dense, updates, is_leaf=_tree.is_leaf), state
+        del extra
+        like = () if params is None else (params,)
+        return jax.tree.map(dense, updates, *like, is_leaf=_tree.is_leaf), state
 
     return optax.GradientTransformationExtraArgs(
         lambda _: optax.EmptyState(), update_fn

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,14 +22,17 @@ class IndexedSlices:
 
     It stands for the dense ``G`` of shape ``dense_shape``, and everything here treats
     it as that: repeated indices add up before anything else is done with them. An
-    index equal to ``dense_shape[0]`` is padding, and its values count for nothing.
+    index equal to ``dense_shape[0]`` is padding: its values count for nothing, and are
+    zeroed, so that they fail no test for finite numbers.
 
     It is a pytree node, so it goes through ``jit``, ``lax.cond``, ``vmap``,
-    ``all_gather`` and across processes. ``jax.tree.map`` and ``jax.lax.psum`` are
-    refused, because what multiplies or adds up gradients would do the same to the
-    indices: ``optax.scale`` raises a ``TypeError``. Where that is wanted, put
-    :func:`densify` in front, or map with ``is_leaf=lambda x: isinstance(x,
-    gx.IndexedSlices)``.
+    ``all_gather`` and across processes. What multiplies or adds up the leaves of
+    gradients would do the same to the indices, so these are leaves of a dtype with
+    which JAX itself refuses to calculate: ``optax.scale`` and ``jax.lax.psum`` raise a
+    ``TypeError``, in whatever way they get at the leaves, and ``np.asarray`` of such a
+    leaf does too. Where that is wanted, put :func:`densify` in front, or map with
+    ``is_leaf=lambda x: isinstance(x, gx.IndexedSlices)``. To label functions and masks
+    the two leaves are one: what such a function says of ``values`` holds for both.
 
     Args:
       indices: integers of shape [n], in any order, of any integer dtype; int32 inside.
@@ -53,13 +56,13 @@ class IndexedSlices:
     >>> assert grads.sum_duplicates().indices.tolist() == [0, 2, 4, 4]
     """
 
-    indices: jax.Array  # int32[n]
     values: jax.Array  # [n, *dense_shape[1:]]
     dense_shape: tuple[int, ...]
     # Whether the indices ascend without repetition, up to the padding at their end.
     # It belongs to this object and not to the pytree: what comes out of a conditional,
     # or into a jitted function, has lost it and is looked through again.
     _summed: bool
+    _indices: Any  # int32[n], or as leaves of pytrees have it.
 
     def __init__(
         self,
@@ -81,10 +84,21 @@ class IndexedSlices:
                 f"{shape}."
             )
         # Sorting takes all rows of a gradient, so explicit mesh axes all get them.
-        self.indices = replicated(rows_of("indices", given, shape[0]))
+        self._indices = replicated(rows_of("indices", given, shape[0]))
         self.values = replicated(jnp.asarray(rows))
+        if not is_known(given) or np.any(np.asarray(given) == shape[0]):
+            inside = jnp.expand_dims(
+                self._indices < shape[0], tuple(range(1, rows.ndim))
+            )
+            self.values = jnp.where(inside, self.values, 0)
         self.dense_shape = shape
         self._summed = False
+
+    @property
+    def indices(self) -> jax.Array:
+        """The rows of the table, int32[n]."""
+        given = self._indices
+        return _from_leaf(given) if _is_leaf_of_indices(given) else given
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,13 +115,18 @@ class IndexedSlices:
         """The dtype of the values."""
         return self.values.dtype
 
-    def densify(self) -> jax.Array:
-        """The dense gradient it stands for, an array of the table's size."""
-        return self._sum_at(self.indices, self.dense_shape[0])
+    def densify(self, *, out_sharding: NamedSharding | None = None) -> jax.Array:
+        """The dense gradient it stands for, an array of the table's size.
+
+        On explicit mesh axes it lies as ``out_sharding`` says, by default whole on each
+        device.
+        """
+        self._check_single()
+        return self._sum_at(self.indices, self.dense_shape[0], out_sharding)
 
     def with_values(self, values: jax.Array) -> IndexedSlices:
         """The same rows with other values, unchecked."""
-        return self._make(self.indices, values, self.dense_shape, self._summed)
+        return self._make(self._indices, values, self.dense_shape, self._summed)
 
     def sum_duplicates(self) -> IndexedSlices:
         """The same gradient, with ascending indices, each but the padding given once.
@@ -116,26 +135,41 @@ class IndexedSlices:
         values. Rows are added up in at least float32 and in the order in which they
         were given, as :meth:`densify` does it: the two agree to the bit.
         """
-        if self._summed or not self.indices.size:
+        self._check_single()
+        if self._summed or not self.values.shape[0]:
             return self
-        height, n = self.dense_shape[0], len(self.indices)
+        indices, height = self.indices, self.dense_shape[0]
+        n = len(indices)
         # Only the keys are sorted, and each row then looks up its place: on CPU sorting
         # pairs of keys and positions takes six times as long.
-        ordered = jax.lax.sort(jnp.asarray(self.indices))
+        ordered = jax.lax.sort(jnp.asarray(indices))
         is_first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
         place = jnp.cumsum(is_first, dtype=jnp.int32) - 1
         rows = jnp.full_like(ordered, height).at[place].set(ordered)
-        places = place[jnp.searchsorted(ordered, self.indices, method="scan_unrolled")]
-        places = jnp.where(self.indices < height, places, n)
+        places = jnp.where(indices < height, _find(indices, rows), n)
         sums = self._sum_at(places, n)
         return self._make(rows, sums, self.dense_shape, summed=True)
 
-    def _sum_at(self, places: jax.Array, length: int) -> jax.Array:
+    def _sum_at(
+        self, places: jax.Array, length: int, out_sharding: NamedSharding | None = None
+    ) -> jax.Array:
         """Zeros with each of the values added at its place, if that is inside."""
         wide = np.promote_types(self.dtype, np.float32)
-        sums = jnp.zeros((length, *self.dense_shape[1:]), wide)
-        sums = sums.at[places].add(self.values.astype(wide), mode="drop")
+        shape = (length, *self.dense_shape[1:])
+        sums = jnp.zeros(shape, wide, out_sharding=out_sharding)
+        sums = sums.at[places].add(
+            self.values.astype(wide), mode="drop", out_sharding=out_sharding
+        )
         return sums.astype(self.dtype)
+
+    def _check_single(self) -> None:
+        if self.values.ndim != self.ndim:
+            raise ValueError(
+                f"this is a stack of row-sparse gradients, values of shape "
+                f"{list(self.values.shape)} for dense_shape {self.dense_shape}, as "
+                "jax.vmap and jax.lax.scan return them. Take them one by one, as in "
+                "jax.vmap(lambda g: g.densify())(grads)."
+            )
 
     def __repr__(self) -> str:
         return (
@@ -154,30 +188,45 @@ class IndexedSlices:
     # the first leaf that it finds.
     def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, ...]]:
         """Children and static data."""
-        _refuse_arithmetic_on_leaves()
-        return (self.values, self.indices), self.dense_shape
+        given = self._indices
+        is_number = isinstance(given, jax.Array | np.ndarray) and given.dtype == "int32"
+        leaf = _to_leaf(given) if is_number else given
+        return (self.values, leaf), self.dense_shape
 
     def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, ...]]:
         """Children with their names, and static data."""
-        _refuse_arithmetic_on_leaves()
-        key = jax.tree_util.GetAttrKey
-        children = ((key("values"), self.values), (key("indices"), self.indices))
-        return children, self.dense_shape
+        children, dense_shape = self.tree_flatten()
+        keys = map(jax.tree_util.GetAttrKey, ("values", "indices"))
+        return tuple(zip(keys, children, strict=True)), dense_shape
 
     @classmethod
-    def tree_unflatten(
-        cls, dense_shape: tuple[int, ...], children: tuple[Any, Any]
-    ) -> IndexedSlices:
-        """Of anything that JAX puts in the place of arrays, unchecked."""
+    def tree_unflatten(cls, dense_shape: tuple[int, ...], children: Any) -> Any:
+        """Of anything that JAX puts in the place of arrays, unchecked but for numbers.
+
+        Raises:
+          TypeError: numbers were calculated in the place of the indices.
+        """
         values, indices = children
+        if isinstance(values, bool):
+            return values  # A mask or a filter has one answer for a gradient.
+        if isinstance(indices, jax.Array | np.ndarray) and jnp.issubdtype(
+            indices.dtype, np.number
+        ):
+            raise TypeError(_CURE)
         return cls._make(indices, values, dense_shape, summed=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        indices = self.indices
+        if isinstance(self.values, np.ndarray):  # They came from a device together.
+            indices = np.asarray(indices)
+        return self._make, (indices, self.values, self.dense_shape, self._summed)
 
     @classmethod
     def _make(
         cls, indices: Any, values: Any, dense_shape: tuple[int, ...], summed: bool
     ) -> IndexedSlices:
         self = object.__new__(cls)
-        self.indices, self.values = indices, values
+        self._indices, self.values = indices, values
         self.dense_shape, self._summed = dense_shape, summed
         return self
 
@@ -194,10 +243,7 @@ def rows_of(name: str, indices: Any, height: int) -> jax.Array:
         if indices.size:
             raise TypeError(f"{name} must be integers, got {indices.dtype}.")
         indices = indices.astype(np.int32)  # An empty list is a list of floats.
-    known = isinstance(indices, np.ndarray) or (
-        not isinstance(indices, jax.core.Tracer) and indices.is_fully_addressable
-    )
-    if known and indices.size:
+    if is_known(indices) and indices.size:
         _check_inside(name, np.asarray(indices), height)
     # They are compared before they are made narrower: the uint32 for -1 is no -1. And
     # after they are made wider: the height may be more than an int8 can count.
@@ -209,6 +255,13 @@ def rows_of(name: str, indices: Any, height: int) -> jax.Array:
     return jnp.where(inside, indices.astype(np.int32), np.int32(height))
 
 
+def is_known(indices: Any) -> bool:
+    """Whether every one of them can be looked at."""
+    return isinstance(indices, np.ndarray) or (
+        not isinstance(indices, jax.core.Tracer) and indices.is_fully_addressable
+    )
+
+
 def _check_inside(name: str, indices: np.ndarray[Any, Any], height: int) -> None:
     outside = (indices < 0) | (indices > height)
     if outside.any():
@@ -217,6 +270,25 @@ def _check_inside(name: str, indices: np.ndarray[Any, Any], height: int) -> None
             f"{name} must be in [0, {height}], where {height} is padding, got "
             f"{indices[first]} at position {list(first)}."
         )
+
+
+def take_rows(table: jax.Array, indices: jax.Array, **how: Any) -> jax.Array:
+    """The rows of a table with these indices; padding reads zeros."""
+    if not table.shape[0]:  # Of which JAX gathers nothing, not even padding.
+        shape = indices.shape + table.shape[1:]
+        return jnp.zeros(shape, table.dtype, out_sharding=how.get("out_sharding"))
+    return table.at[indices].get(mode="fill", fill_value=0, **how)
+
+
+def _find(x: jax.Array, ascending: jax.Array) -> jax.Array:
+    """The first place of each of ``x`` in an array that holds them all."""
+    # jnp.searchsorted knows no mesh axes of two kinds. All lower places hold less.
+    place = jnp.zeros_like(x)
+    for bit in reversed(range((len(ascending) - 1).bit_length())):
+        later = place + (1 << bit)
+        less = ascending.at[later - 1].get(mode="clip") < x
+        place = jnp.where(less, later, place)
+    return place
 
 
 def as_array(x: Any) -> Any:
@@ -244,37 +316,57 @@ _CURE = (
     "jax.tree.map(..., is_leaf=lambda x: isinstance(x, gradxform.IndexedSlices))."
 )
 
-# These apply arithmetic to every leaf alike, and a node has no other way to refuse:
-# an index multiplied by a learning rate still is an index, of another row. So it looks
-# who asks for its leaves.
-_ARITHMETIC = {
-    f.__code__
-    for f in (
-        jax.tree.map,
-        jax.tree.map_with_path,
-        jax.tree_util.tree_map,
-        jax.tree_util.tree_map_with_path,
-        jax.lax.psum,
-        jax.lax.pmean,
-        jax.lax.pmax,
-        jax.lax.pmin,
+
+@contextlib.contextmanager
+def cured() -> Iterator[None]:
+    """Says how to mend it where something for dense gradients met a row-sparse one."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        # Its indices' dtype; its class, where JAX looked for an array; and what an
+        # array of such a dtype does not have.
+        signs = _TAG, repr(IndexedSlices), "Cannot call abstract method"
+        if any(sign in str(error) for sign in signs):
+            raise TypeError(_CURE) from error
+        raise
+
+
+# What the indices are to JAX where they are leaves of a pytree: a dtype that it moves,
+# gathers and chooses from, and with which it refuses to calculate, whoever asks. Numbers
+# it would add up or multiply like any others, and their sum is the index of another row.
+@functools.cache
+def _opaque() -> Any:
+    import jax.extend.random  # Takes 60 ms, which only users of this pay.
+
+    return jax.extend.random.define_prng_impl(
+        key_shape=(1,),
+        seed=_no_generator,
+        split=_no_generator,
+        random_bits=_no_generator,
+        fold_in=_no_generator,
+        name="gradxform.IndexedSlices",
+        tag=_TAG,
     )
-}
-# These move leaves about and do not calculate with them.
-_MOVERS = frozenset({"chex", "equinox", "flax", "haiku", "orbax"})
-_ZEROS = optax.tree.zeros_like.__code__  # The rows change, but what they hold is zero.
 
 
-def _refuse_arithmetic_on_leaves() -> None:
-    frame: Any = sys._getframe(2)
-    entry = None  # The function of JAX that was called from outside of JAX.
-    while frame is not None and _package(frame) == "jax":
-        entry, frame = frame.f_code, frame.f_back
-    if entry not in _ARITHMETIC or frame is None:
-        return
-    if _package(frame) not in _MOVERS and frame.f_code is not _ZEROS:
-        raise TypeError(_CURE)
+_TAG = "indices of a row-sparse gradient: put gradxform.densify() in front"
 
 
-def _package(frame: Any) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+def _no_generator(*_: Any) -> Any:
+    raise TypeError("Row indices make no random numbers.")
+
+
+@functools.partial(jax.jit, inline=True)
+def _to_leaf(indices: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(indices, jnp.uint32)
+    return jax.random.wrap_key_data(bits[..., None], impl=_opaque())
+
+
+@functools.partial(jax.jit, inline=True)
+def _from_leaf(leaf: jax.Array) -> jax.Array:
+    bits = jax.random.key_data(leaf).squeeze(-1)
+    return jax.lax.bitcast_convert_type(bits, jnp.int32)
+
+
+def _is_leaf_of_indices(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -17,6 +17,7 @@ from gradxform._indexed_slices import (
     explicit_sharding,
     replicated,
     rows_of,
+    take_rows,
 )
 
 # Which tables get row-sparse gradients: their paths, or a predicate on the path.
@@ -208,7 +209,10 @@ class _Table:
     """What the loss gets for a table that is named: :func:`lookup` reads it."""
 
     def __init__(
-        self, path: str, array: jax.Array, taps: Sequence[jax.Array] = ()
+        self,
+        path: str,
+        array: jax.Array,
+        taps: Sequence[jax.Array] | None = None,
     ) -> None:
         self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
         self.path, self.array, self.taps = path, array, taps
@@ -216,16 +220,21 @@ class _Table:
         self.types: list[Any] = []
         self.trace: Any = None
 
+    # To what picks the arrays out of its parameters it is one, and stays in.
+    @property
+    def __class__(self) -> Any:
+        return jax.Array
+
     def read(self, ids: jax.Array) -> jax.Array:
         """The rows, tapped if there is a tap for this reading."""
         if self.trace != _trace():
             self._refuse("inside a jit, vmap, scan or other transformation of its own")
         rows = _gather(self.array, ids)
-        if self.taps:
-            rows = _tap(rows, self.taps[len(self.ids)])
+        if self.taps is None:  # Of what is traced first no array may stay behind.
+            self.types.append(jax.typeof(rows))
+            return rows
         self.ids.append(ids)
-        self.types.append(jax.typeof(rows))
-        return rows
+        return _tap(rows, self.taps[len(self.ids) - 1])
 
     def _refuse(self, how: str) -> NoReturn:
         raise TypeError(_HOW.format(repr(self.path), how))
@@ -250,9 +259,17 @@ def _gather(table: jax.Array, ids: jax.Array) -> jax.Array:
     explicit = explicit_sharding(table)
     if explicit is not None:  # The rows lie as their ids do.
         of_ids = jax.typeof(ids).sharding.spec
-        of_row = (None if axis in of_ids else axis for axis in explicit.spec[1:])
-        explicit = NamedSharding(explicit.mesh, P(*of_ids, *of_row))
-    return table.at[ids].get(mode="fill", fill_value=0, out_sharding=explicit)
+        taken = _mesh_axes(*of_ids)
+        free = (
+            None if _mesh_axes(axes) & taken else axes for axes in explicit.spec[1:]
+        )
+        explicit = NamedSharding(explicit.mesh, P(*of_ids, *free))
+    return take_rows(table, ids, out_sharding=explicit)
+
+
+def _mesh_axes(*spec: Any) -> set[str]:
+    several = (axes if isinstance(axes, tuple) else (axes,) for axes in spec)
+    return set().union(*several) - {None}
 
 
 @jax.custom_jvp

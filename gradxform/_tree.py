@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._indexed_slices import IndexedSlices, explicit_sharding
+from gradxform._indexed_slices import IndexedSlices, explicit_sharding, take_rows
 
 
 def is_leaf(node: Any) -> bool:
@@ -86,9 +86,9 @@ def rows(updates: Any, state: Any) -> Any:
             return table
         table = jnp.asarray(table)
         explicit = explicit_sharding(table)
-        return table.at[g.indices].get(
-            mode="fill",
-            fill_value=0,
+        return take_rows(
+            table,
+            g.indices,
             indices_are_sorted=True,
             unique_indices=True,
             out_sharding=explicit and NamedSharding(explicit.mesh, P()),
