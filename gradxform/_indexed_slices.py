@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,10 +30,14 @@ class IndexedSlices:
     ``all_gather`` and across processes. What multiplies or adds up the leaves of
     gradients would do the same to the indices, so these are leaves of a dtype with
     which JAX itself refuses to calculate: ``optax.scale`` and ``jax.lax.psum`` raise a
-    ``TypeError``, in whatever way they get at the leaves, and ``np.asarray`` of such a
-    leaf does too. Where that is wanted, put :func:`densify` in front, or map with
-    ``is_leaf=lambda x: isinstance(x, gx.IndexedSlices)``. To label functions and masks
-    the two leaves are one: what such a function says of ``values`` holds for both.
+    ``TypeError``, in whatever way they come by the leaves. Where that is wanted, put
+    :func:`densify` in front, or map with ``is_leaf=lambda x: isinstance(x,
+    gx.IndexedSlices)``. NumPy does not know that dtype either: to
+    ``multihost_utils.process_allgather`` give ``(grads.indices, grads.values)``.
+
+    What a mask says of ``values`` holds for both leaves, as in ``optax.partition`` and
+    ``optax.masked``. There a path ends in ``.values``; a function that goes by the end
+    of a path labels the parameters once: ``optax.partition(txs, labels(params))``.
 
     Args:
       indices: integers of shape [n], in any order, of any integer dtype; int32 inside.
@@ -86,7 +91,7 @@ class IndexedSlices:
         # Sorting takes all rows of a gradient, so explicit mesh axes all get them.
         self._indices = replicated(rows_of("indices", given, shape[0]))
         self.values = replicated(jnp.asarray(rows))
-        if not is_known(given) or np.any(np.asarray(given) == shape[0]):
+        if not _is_known(given) or np.any(np.asarray(given) == shape[0]):
             inside = jnp.expand_dims(
                 self._indices < shape[0], tuple(range(1, rows.ndim))
             )
@@ -98,7 +103,11 @@ class IndexedSlices:
     def indices(self) -> jax.Array:
         """The rows of the table, int32[n]."""
         given = self._indices
-        return _from_leaf(given) if _is_leaf_of_indices(given) else given
+        if not (hasattr(given, "dtype") and _is_opaque(given.dtype)):
+            return given
+        if isinstance(given, jax.Array):
+            return _from_leaf(given)
+        return jax.eval_shape(_from_leaf, given)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -208,11 +217,16 @@ class IndexedSlices:
         """
         values, indices = children
         if isinstance(values, bool):
-            return values  # A mask or a filter has one answer for a gradient.
-        if isinstance(indices, jax.Array | np.ndarray) and jnp.issubdtype(
-            indices.dtype, np.number
-        ):
-            raise TypeError(_CURE)
+            # What a mask says of the values holds for both, so that it lies over the
+            # dense table too. Equinox puts together again what it has taken apart.
+            if not _is_filtered():
+                return values
+            indices = values
+        elif isinstance(indices, jax.Array | np.ndarray):
+            if indices.dtype == "uint32" and indices.shape[-1:] == (1,):
+                indices = indices[..., 0].view("int32")  # As host callbacks get them.
+            elif jnp.issubdtype(indices.dtype, np.number):
+                raise TypeError(_CURE)
         return cls._make(indices, values, dense_shape, summed=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -243,7 +257,7 @@ def rows_of(name: str, indices: Any, height: int) -> jax.Array:
         if indices.size:
             raise TypeError(f"{name} must be integers, got {indices.dtype}.")
         indices = indices.astype(np.int32)  # An empty list is a list of floats.
-    if is_known(indices) and indices.size:
+    if _is_known(indices) and indices.size:
         _check_inside(name, np.asarray(indices), height)
     # They are compared before they are made narrower: the uint32 for -1 is no -1. And
     # after they are made wider: the height may be more than an int8 can count.
@@ -255,7 +269,7 @@ def rows_of(name: str, indices: Any, height: int) -> jax.Array:
     return jnp.where(inside, indices.astype(np.int32), np.int32(height))
 
 
-def is_known(indices: Any) -> bool:
+def _is_known(indices: Any) -> bool:
     """Whether every one of them can be looked at."""
     return isinstance(indices, np.ndarray) or (
         not isinstance(indices, jax.core.Tracer) and indices.is_fully_addressable
@@ -331,9 +345,9 @@ def cured() -> Iterator[None]:
         raise
 
 
-# What the indices are to JAX where they are leaves of a pytree: a dtype that it moves,
-# gathers and chooses from, and with which it refuses to calculate, whoever asks. Numbers
-# it would add up or multiply like any others, and their sum is the index of another row.
+# The dtype of the indices where they are leaves of a pytree: one that JAX moves, gathers
+# and chooses from, but refuses to calculate with, whoever asks. Numbers it would add up
+# or multiply like all others, and what comes out is the index of another row.
 @functools.cache
 def _opaque() -> Any:
     import jax.extend.random  # Takes 60 ms, which only users of this pay.
@@ -368,5 +382,17 @@ def _from_leaf(leaf: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.int32)
 
 
-def _is_leaf_of_indices(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+def _is_filtered() -> bool:
+    """Whether it is Equinox that maps a function over leaves."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and _package(frame) == "jax":
+        frame = frame.f_back
+    return frame is not None and _package(frame) == "equinox"
+
+
+def _package(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _is_opaque(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)

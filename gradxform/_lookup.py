@@ -90,6 +90,10 @@ def value_and_grad(
         :func:`lookup`, or inside a ``jit``, ``scan`` or other transformation of its
         own, from where its rows cannot be brought out.
 
+    Inside ``jax.shard_map``, where each device has a part of the batch and a table of
+    its own, ``jax.lax.all_gather(grads["emb"], axis, tiled=True, to="invarying")``
+    gives all devices the rows of all, and the tables stay alike.
+
     Source: ``tf.gradients`` through ``tf.gather``.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp
@@ -221,7 +225,7 @@ class _Table:
         self.trace: Any = None
 
     # To what picks the arrays out of its parameters it is one, and stays in.
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return jax.Array
 
@@ -260,16 +264,14 @@ def _gather(table: jax.Array, ids: jax.Array) -> jax.Array:
     if explicit is not None:  # The rows lie as their ids do.
         of_ids = jax.typeof(ids).sharding.spec
         taken = _mesh_axes(*of_ids)
-        free = (
-            None if _mesh_axes(axes) & taken else axes for axes in explicit.spec[1:]
-        )
-        explicit = NamedSharding(explicit.mesh, P(*of_ids, *free))
+        of_row = (None if _mesh_axes(i) & taken else i for i in explicit.spec[1:])
+        explicit = NamedSharding(explicit.mesh, P(*of_ids, *of_row))
     return take_rows(table, ids, out_sharding=explicit)
 
 
 def _mesh_axes(*spec: Any) -> set[str]:
-    several = (axes if isinstance(axes, tuple) else (axes,) for axes in spec)
-    return set().union(*several) - {None}
+    """Those that cut an array somewhere, one or several an axis."""
+    return {a for i in spec for a in (i if isinstance(i, tuple) else (i,)) if a}
 
 
 @jax.custom_jvp
