@@ -345,9 +345,9 @@ def cured() -> Iterator[None]:
         raise
 
 
-# The dtype of the indices where they are leaves of a pytree: one that JAX moves, gathers
-# and chooses from, but refuses to calculate with, whoever asks. Numbers it would add up
-# or multiply like all others, and what comes out is the index of another row.
+# The dtype of the indices where they are leaves of a pytree: JAX moves, gathers and
+# chooses among them, but refuses to calculate with them, whoever asks. Numbers it would
+# add up or multiply like all others, and what comes out is the index of another row.
 @functools.cache
 def _opaque() -> Any:
     import jax.extend.random  # Takes 60 ms, which only users of this pay.

@@ -4,6 +4,7 @@ import functools
 import typing
 
 import chex
+import equinox as eqx
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 
@@ -86,6 +89,38 @@ def test_an_id_is_checked_under_jit_where_it_is_concrete():
 
 def test_an_empty_list_of_ids():
     assert gx.lookup(jnp.asarray(TABLE), []).shape == (0, 3)
+
+
+@pytest.mark.parametrize("ids", [[], [0, 0]])
+def test_a_table_without_rows(ids):
+    table, ids = jnp.ones((0, 3)), jnp.array(ids, jnp.int32)
+    assert gx.lookup(table, ids).tolist() == [[0, 0, 0]] * len(ids)
+    for tx in (gx.adagrad(0.1), gx.adagrad(0.1, row_wise=True)):
+        step = gx.minimize(lambda t: jnp.sum(gx.lookup(t, ids)), tx, tables=[""])
+        params, _, loss = step(jnp.ones((0, 3)), tx.init(table))
+        assert (params.shape, loss) == ((0, 3), 0)
+
+
+def names(*types):
+    return jax.make_mesh((4, 2), ("x", "y"), axis_types=types)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        names(AxisType.Explicit, AxisType.Explicit),
+        names(AxisType.Auto, AxisType.Explicit),
+    ],
+    ids=["explicit", "both"],
+)
+@pytest.mark.parametrize("spec", [P(None, ("x", "y")), P("x", "y"), P(("x", "y"))])
+@pytest.mark.parametrize("batch", [P("x"), P(("x", "y"))])
+def test_ids_on_the_axis_that_cuts_the_table(mesh, spec, batch):
+    with jax.set_mesh(mesh):
+        table = jax.device_put(draw(8, 8), NamedSharding(mesh, spec))
+        ids = jax.device_put(jnp.arange(8)[::-1], NamedSharding(mesh, batch))
+        rows = jax.jit(gx.lookup)(table, ids)
+    np.testing.assert_array_equal(rows, draw(8, 8)[::-1])
 
 
 def test_the_dense_gradient_of_a_lookup_ignores_padding():
@@ -200,6 +235,44 @@ def test_equals_the_dense_gradient(name, how):
     tol = 1e-2 if name == "bfloat16" else 1e-6
     chex.assert_trees_all_close(densify(grads), expected, rtol=tol, atol=tol)
     assert read_rows(grads) == rows
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda p: eqx.filter(p, eqx.is_inexact_array),
+        lambda p: eqx.combine(*eqx.partition(p, eqx.is_array)),
+        lambda p: {k: x for k, x in p.items() if isinstance(x, jax.Array)},
+    ],
+)
+def test_a_loss_that_picks_arrays_out_of_its_parameters(pick):
+    def loss(read, params, ids):
+        picked = pick(params)
+        rows = [read(t, ids) for t in picked.values() if t is not None and t.ndim == 2]
+        return picked["w"] + sum(jnp.sum(r**2) for r in rows)
+
+    sparse = gx.value_and_grad(functools.partial(loss, gx.lookup), tables=["emb"])
+    value, grads = jax.jit(sparse)(EMB, IDS)
+    dense = jax.value_and_grad(functools.partial(loss, one_hot_read))
+    expected_value, expected = dense(EMB, IDS)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
+    chex.assert_trees_all_close(densify(grads), expected, rtol=1e-6)
+
+
+def test_no_tracer_of_the_loss_stays_behind():
+    with jax.checking_leaks():
+        value, _ = jax.jit(gx.value_and_grad(LOSS, tables=["emb"]))(EMB, IDS)
+    np.testing.assert_allclose(value, DENSE_LOSS(EMB, IDS), rtol=1e-6)
+
+
+def test_the_gradient_of_padding_is_zero_where_its_derivative_is_none():
+    def loss(table):
+        return jnp.sum(jnp.linalg.norm(gx.lookup(table, IDS), axis=1))
+
+    grads = jax.jit(gx.value_and_grad(loss, tables=[""]))(TABLE)[1]
+    rows = TABLE / np.linalg.norm(TABLE, axis=1, keepdims=True)
+    expected = np.where(IDS[:, None] < HEIGHT, rows[np.minimum(IDS, HEIGHT - 1)], 0)
+    np.testing.assert_allclose(grads.values, expected, rtol=1e-6)
 
 
 def read_rows(grads):
@@ -336,6 +409,7 @@ jax.lax.cond(i[0] > 0, lambda: gx.lookup(t, i), lambda: x[:1])
 jax.grad(lambda s: jnp.sum(s * gx.lookup(t, i)))(1.0)
 jax.jit(lambda t: gx.lookup(t, i))(t) | jnp.dot(x[:, 0], t) | jnp.take(t, i, axis=0)
 jnp.sum(t) | jnp.square(t) | jax.lax.mul(t, x) | t
+eqx.filter_jit(lambda t: gx.lookup(t, i))(t)
 t == 0 | t != 0 | t < 0 | t >= 0 | t // 2 | t % 2 | 2 // t | +t | abs(t) | 1 in t
 """
 

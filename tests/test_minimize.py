@@ -321,6 +321,42 @@ def test_shard_map_over_rows():
     check_training(jax.jit(step), TALL, state)
 
 
+@pytest.mark.parametrize("manual", [{"x"}, {"x", "y"}], ids=["some axes", "all axes"])
+def test_shard_map_over_the_batch(manual):
+    def step(params, state, ids):
+        _, grads = gx.value_and_grad(tall_loss, tables=["emb"])(params, ids)
+        # The gradient of "w", which is the same everywhere, JAX has summed already.
+        grads["emb"] = jax.lax.all_gather(grads["emb"], "x", tiled=True, to="invarying")
+        return gx.apply_gradients(chain(), grads, state, params)
+
+    types = (AxisType.Auto,) * 2
+    step = jax.shard_map(
+        step,
+        mesh=jax.make_mesh((4, 2), ("x", "y"), axis_types=types),
+        in_specs=(P(), P(), P("x")),
+        out_specs=(P(), P()),
+        axis_names=manual,
+    )
+    check_training(jax.jit(step), TALL, chain().init(TALL))
+
+
+def test_gradients_of_parts_of_a_batch_lie_side_by_side():
+    def gradients(params, ids):
+        return gx.value_and_grad(tall_loss, tables=["emb"])(params, ids)[1]
+
+    gradients = jax.shard_map(
+        gradients,
+        mesh=mesh(AxisType.Auto),
+        in_specs=(P(), P("x")),
+        out_specs={"emb": P("x"), "w": P()},
+    )
+
+    def step(params, state, ids):
+        return gx.apply_gradients(chain(), gradients(params, ids), state, params)
+
+    check_training(jax.jit(step), TALL, chain().init(TALL))
+
+
 SPARSE_STEP = gx.minimize(tall_loss, chain(), tables=["emb"], donate=False)
 
 

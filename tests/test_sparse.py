@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from tests.descriptors import DESCRIPTORS
@@ -322,6 +324,29 @@ def test_temporaries_do_not_grow_with_the_table(tx, extra):
     low, high = (compile_step(tx, h, **extra) for h in (10_000, 1_000_000))
     assert high.temp_size_in_bytes <= 1.01 * low.temp_size_in_bytes
     assert low.temp_size_in_bytes < 1_000_000  # the table has 640,000 and 64 million
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_densify_makes_a_share_of_the_table_on_each_device(axis_type):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    on_rows = NamedSharding(mesh, P("x", None))
+    tx = optax.chain(gx.densify(), optax.trace(0.9))
+
+    def step(trace, params, indices, values):
+        grads = gx.IndexedSlices(indices, values, params.shape)
+        state = (optax.EmptyState(), optax.TraceState(trace))
+        params, state = gx.apply_gradients(tx, grads, state, params)
+        return state[1].trace, params
+
+    table = jax.ShapeDtypeStruct((80_000, 16), jnp.float32, sharding=on_rows)
+    with jax.set_mesh(mesh):
+        compiled = (
+            jax.jit(step, donate_argnums=(0, 1))
+            .lower(table, table, np.zeros(8, np.int32), np.zeros((8, 16), np.float32))
+            .compile()
+        )
+    share = 80_000 * 16 * 4 // 8
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.02 * share
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "row_mean"])
