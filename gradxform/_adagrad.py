@@ -100,6 +100,8 @@ def scale_by_adagrad(
             axes = 1 if row_wise else None
             return _tree.full_like(p, initial_accumulator_value, dtype, axes=axes)
 
+        if row_wise:
+            params = _tree.bare(params)
         return ScaleByAdagradState(sum_of_squares=_tree.map_params(accumulator, params))
 
     def mean(row: jax.Array, g: Any) -> jax.Array:
@@ -128,26 +130,28 @@ def scale_by_adagrad(
         del extra
         if row_wise and params is not None:  # The accumulators know only the rows.
             _checks.same_shapes("updates", updates, "params", params)
+        before = _tree.as_in(updates, state.sum_of_squares)
         _checks.same_shapes(
             "updates",
             updates,
             "sum_of_squares",
-            state.sum_of_squares,
+            before,
             expected=accumulator_shape,
         )
         # Of a table with a row-sparse gradient, the rows that it touches and no other.
         updates = _tree.sum_duplicates(updates)
-        before = _tree.rows(updates, state.sum_of_squares)
+        touched = _tree.rows(updates, before)
         if not row_wise:
             squares = _tree.map_updates(_tree.abs_sq, updates)
         else:
             if squared_rows is None:
                 squared_rows = _norms.squared_rows(updates)
             squares = _tree.map_updates(mean, squared_rows, updates)
-        sums = _tree.map_state(add, squares, before)
+        sums = _tree.map_state(add, squares, touched)
         new_updates = _tree.map_updates(divide, updates, sums)
-        sums = _tree.cast_like(sums, before)
-        sums = _tree.put_rows(updates, state.sum_of_squares, sums)
+        sums = _tree.cast_like(sums, touched)
+        sums = _tree.put_rows(updates, before, sums)
+        sums = _tree.as_in(state.sum_of_squares, sums)
         return new_updates, ScaleByAdagradState(sum_of_squares=sums)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

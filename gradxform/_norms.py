@@ -90,7 +90,7 @@ def map_layers(
     A layer without gradient keeps its state, and its second value is ``None``.
     """
     leaves, treedef = jax.tree.flatten(squares, is_leaf=_tree.is_leaf)
-    states = jax.tree.leaves(state, is_leaf=_tree.is_leaf)
+    states, state_treedef = jax.tree.flatten(state, is_leaf=_tree.is_leaf)
     seconds: list[Any] = [None] * len(leaves)
     small: dict[int, tuple[jax.Array, ...]] = {}
     for i, (square, s) in enumerate(zip(leaves, states, strict=True)):
@@ -103,7 +103,8 @@ def map_layers(
     for members, (first, second) in _together(f, small):
         for number, i in enumerate(members):
             states[i], seconds[i] = first[number], second[number]
-    return jax.tree.unflatten(treedef, states), jax.tree.unflatten(treedef, seconds)
+    new_state = jax.tree.unflatten(state_treedef, states)
+    return new_state, jax.tree.unflatten(treedef, seconds)
 
 
 def _sum(x: jax.Array, stacked: int) -> jax.Array:

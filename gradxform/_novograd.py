@@ -140,7 +140,7 @@ def scale_by_novograd(
         return ScaleByNovogradState(
             count=_tree.zero(params, jnp.int32),
             mu=_tree.map_params(zero_momentum, params),
-            nu=_tree.map_params(zero_norms, params, axes),
+            nu=_tree.map_params(zero_norms, _tree.bare(params), _tree.bare(axes)),
         )
 
     def update_fn(

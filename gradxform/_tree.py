@@ -16,6 +16,7 @@ that reads state or parameters beside them the rows that they touch::
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +136,36 @@ def map_params(f: Callable[..., Any], params: Any, *rest: Any) -> Any:
     ``jax.ShapeDtypeStruct``.
     """
     return jax.tree.map(lambda p, *r: f(_param(p), *r), params, *rest)
+
+
+def bare(params: Any) -> Any:
+    """Parameters without the boxes in which Flax names the mesh axes of an array.
+
+    State of fewer axes than its parameter must not inherit them: Flax would lay it out
+    by the names of axes that it does not have.
+    """
+    known = {"flax.nnx": "Variable", "flax.core.meta": "AxisMetadata"}
+    modules = {name: sys.modules[name] for name in known if name in sys.modules}
+    boxes = tuple(getattr(module, known[name]) for name, module in modules.items())
+
+    def content(node: Any) -> Any:
+        if not isinstance(node, boxes):
+            return node
+        return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0]
+
+    return jax.tree.map(content, params, is_leaf=lambda x: isinstance(x, boxes))
+
+
+def as_in(like: Any, tree: Any) -> Any:
+    """The leaves of a tree in the nodes of ``like``, from which boxes alone tell it."""
+    leaves, nodes = jax.tree.flatten(tree, is_leaf=is_leaf)
+    wanted = jax.tree.structure(like, is_leaf=is_leaf)
+    same = nodes == wanted or _bare_nodes(tree) == _bare_nodes(like)
+    return jax.tree.unflatten(wanted, leaves) if same else tree
+
+
+def _bare_nodes(tree: Any) -> Any:
+    return jax.tree.structure(bare(tree), is_leaf=is_leaf)
 
 
 def _param(p: Any) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from flax.training import train_state
 
 import gradxform as gx
@@ -116,23 +116,52 @@ def test_nnx_forwards_extra_arguments():
         optimizer.update(model, nnx.state(model, nnx.Param))
 
 
-def test_nnx_under_sharding_metadata():
-    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "x"))
-    tx = gx.drop_stale(gx.novograd(0.1), max_staleness=0)
-    pure = optax.GradientTransformationExtraArgs(
-        lambda params: tx.init(nnx.as_pure(params)), tx.update
-    )
+# State of fewer axes than its parameters, which the names of theirs do not fit.
+SHORT = {
+    "nu": gx.novograd(0.1),
+    "sum_of_squares": gx.adagrad(0.1, row_wise=True),
+    "row_counts": gx.conditional_accumulator(gx.adagrad(0.1), 1, reduction="row_mean"),
+}
+
+
+@pytest.mark.parametrize("field", SHORT)
+def test_nnx_under_sharding_metadata(field):
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("x", None))
     with jax.set_mesh(jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))):
         model = nnx.Linear(64, 10, kernel_init=init, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, pure, wrt=nnx.Param)
+        tx = gx.drop_stale(SHORT[field], max_staleness=0)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         start, before = jnp.copy(model.kernel[...]), model.kernel[...].sharding
         grads = nnx.grad(lambda model: jnp.mean(model(X) ** 2))(model)
         optimizer.update(model, grads, local_step=0)
-    mu = optax.tree.get(optimizer.opt_state, "mu")["kernel"]
+        # The same as trees of variables, and as trees of arrays.
+        params = nnx.state(model)
+        updated = [
+            jax.tree.leaves(tx.update(g, tx.init(p), p, local_step=0))
+            for g, p in ((grads, params), map(nnx.as_pure, (grads, params)))
+        ]
+    chex.assert_trees_all_equal(*updated)
     assert jnp.all(model.kernel[...] != start)
-    assert before.spec == jax.sharding.PartitionSpec(None, "x")
-    for x in (model.kernel[...], mu[...]):
-        assert x.sharding.is_equivalent_to(before, 2)
+    assert before.spec == jax.sharding.PartitionSpec("x", None)
+    assert model.kernel[...].sharding.is_equivalent_to(before, 2)
+    short = optax.tree.get(optimizer.opt_state, field)["kernel"]
+    assert short[...].ndim < 2
+    assert "out_sharding" not in short.get_metadata()
+
+
+@pytest.mark.parametrize("field", SHORT)
+def test_linen_under_partitioning_metadata(field):
+    init = linen.with_partitioning(linen.initializers.lecun_normal(), ("x", None))
+    model, tx = linen.Dense(10, kernel_init=init), SHORT[field]
+    boxed = model.init(jax.random.key(0), X)["params"]
+    grads = jax.grad(lambda p: jnp.mean(model.apply({"params": p}, X) ** 2))(boxed)
+    specs = optax.tree.get(linen.get_partition_spec(tx.init(boxed)), field)
+    assert specs["kernel"] == jax.sharding.PartitionSpec()
+    updated = [
+        jax.tree.leaves(tx.update(g, tx.init(p), p, local_step=0))
+        for g, p in ((grads, boxed), map(linen.unbox, (grads, boxed)))
+    ]
+    chex.assert_trees_all_equal(*updated)
 
 
 def test_linens_own_train_state_forwards_nothing():
