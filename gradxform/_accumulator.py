@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from gradxform import _checks, _tree
-from gradxform._gate import Act, GatedTransformation, Rest, gate
-from gradxform._indexed_slices import IndexedSlices
+from gradxform import _checks, _gate, _tree
+from gradxform._gate import Act, GatedTransformation, Rest
 
 
 class ConditionalAccumulatorState(NamedTuple):
@@ -53,7 +54,14 @@ def conditional_accumulator(
     last of ``num_required`` pushes ``inner`` runs once on their mean, ``global_step``
     grows by 1, and sum and count start again from 0. Until then the updates are zero
     and the inner state stays bit-identical. Whatever a dropped gradient holds, NaN or
-    inf, reaches nothing.
+    inf, reaches nothing. Updates and state have the types that :func:`drop_stale` says.
+
+    A push with ``None`` for a leaf adds nothing to its sum, as zeros would; the mean
+    that ``inner`` receives is that of all pushes, also of a leaf for which the last one
+    has ``None``. A leaf for which none of them had anything keeps its parameter, as
+    ``minimize(trainable=...)`` asks for: ``inner`` sees zeros there, and whatever it
+    makes of them, weight decay for one, is left out. So updates of such a leaf are
+    zeros here, and not ``None``.
 
     With as many workers as ``num_required`` this is synchronous training without a
     barrier in the program. More workers make the extra ones **backup workers**: a step
@@ -64,7 +72,7 @@ def conditional_accumulator(
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
-      num_required: how many pushes make a step, ≥ 1.
+      num_required: how many pushes make a step, in [1, 2³¹ - 1].
       reduction: what ``inner`` receives: ``"mean"``, ``"sum"``, or ``"row_mean"``: each
         row (index of the first axis) is divided by the number of pushes that held it,
         as TensorFlow does with row-sparse gradients. A dense gradient holds every row.
@@ -78,10 +86,11 @@ def conditional_accumulator(
       A transformation with state :class:`ConditionalAccumulatorState`.
 
     Raises:
-      ValueError: ``num_required`` is below 1, or ``reduction`` is unknown.
-      TypeError: ``num_required`` is no integer; ``update`` is called without
-        ``local_step``, or it is no integer; updates do not have the structure or the
-        shapes of the parameters.
+      ValueError: ``num_required`` is out of range, or ``reduction`` is unknown; a
+        ``local_step`` that is no array is not in [0, 2³¹ - 1].
+      TypeError: ``inner`` is no transformation; ``num_required`` is no integer;
+        ``update`` is called without ``local_step``, or it is no integer; updates do not
+        have the structure or the shapes of the parameters.
 
     Source: ``tf.ConditionalAccumulator`` and ``tf.train.SyncReplicasOptimizer``; backup
     workers: Chen et al., 2016, "Revisiting distributed synchronous SGD",
@@ -98,8 +107,9 @@ def conditional_accumulator(
     >>> assert state.global_step == 1 and state.num_accumulated == 0
     >>> assert state.stale_count == 1
     """
+    _checks.transformation("inner", inner)
     _checks.integer_scalar("num_required", num_required)
-    _checks.in_range("num_required", num_required, "[1, inf)")
+    _checks.in_range("num_required", num_required, f"[1, {np.iinfo(np.int32).max}]")
     _checks.one_of("reduction", reduction, ("mean", "sum", "row_mean"))
     _checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
     by_row = reduction == "row_mean"
@@ -123,7 +133,7 @@ def conditional_accumulator(
             num_accumulated=_tree.zero(params, jnp.int32),
             stale_count=_tree.zero(params, jnp.int32),
             accumulated=_tree.map_params(zero, params),
-            row_counts=_tree.map_params(no_rows, params) if by_row else (),
+            row_counts=_tree.map_params(no_rows, _tree.bare(params)) if by_row else (),
             inner_state=inner.init(params),
         )
 
@@ -141,13 +151,14 @@ def conditional_accumulator(
         _checks.same_shapes("updates", updates, "accumulated", state.accumulated)
         fresh = local_step >= state.global_step
         count = state.num_accumulated + fresh.astype(jnp.int32)
-        full = fresh & (count >= num_required)
+        full = fresh & (count >= _tree.saturated(num_required))
 
-        def add() -> tuple[Any, Any]:
+        def add() -> tuple[None, Any]:
             # sum + g and n + 1, of a table in the rows that the push holds
             pushed = _tree.sum_duplicates(updates)
             row_counts = state.row_counts
             if by_row:
+                row_counts = _tree.as_in(updates, row_counts)
                 counts = _tree.map_state(
                     lambda _, n: n + 1, pushed, _tree.rows(pushed, row_counts)
                 )
@@ -157,50 +168,54 @@ def conditional_accumulator(
             )
             sums = _tree.put_rows(pushed, state.accumulated, sums)
             if reduction != "sum":
-                divisors = row_counts if by_row else _tree.broadcast(count, pushed)
+                divisors = row_counts if by_row else _tree.broadcast(count, sums)
                 sums = jax.tree.map(
                     divide, pushed, sums, divisors, is_leaf=_tree.is_leaf
                 )
-            return _tree.cast_like(sums, state.accumulated), row_counts
+            return None, (sums, _tree.as_in(state.row_counts, row_counts))
 
-        def divide(g: Any, total: jax.Array, n: jax.Array) -> jax.Array:
+        def divide(g: Any, total: Any, n: Any) -> Any:
             # sum / n with the last push, in the sum's own buffer, where inner can read
             # it as often as it likes
-            if g is None:
-                return total
+            if total is None:
+                return None
 
             def quotient() -> jax.Array:
-                factor = jnp.where(full, 1 / jnp.maximum(n, 1).astype(jnp.float32), 1)
+                one = jnp.ones((), _tree.compute_dtype(total))
+                factor = jnp.where(full, one / jnp.maximum(n, 1).astype(one.dtype), one)
                 return _tree.scale(total, _tree.expand(factor, total))
 
-            if isinstance(g, IndexedSlices):  # Every row, but only with the last push.
+            if _tree.is_leaf(g):  # Every row, but only with the last push.
                 return jax.lax.cond(full, quotient, lambda: total)
             return quotient()
 
-        total, row_counts = jax.lax.cond(
-            fresh, add, lambda: (state.accumulated, state.row_counts)
-        )
-        # From here on all is dense: inner gets every row that any of the pushes held.
-        reduced = jax.tree.map(
-            lambda g, t: None if g is None else t.astype(_tree.dtype_of(g)),
-            updates,
-            total,
-            is_leaf=_tree.is_leaf,
+        _, (total, row_counts) = _gate.either(
+            fresh, add, lambda: (None, (state.accumulated, state.row_counts))
         )
 
-        def step() -> tuple[Any, Any, Any, Any]:
-            passed_on = {**extra, "local_step": local_step}
+        def step() -> tuple[Any, Any]:
+            # From here on all is dense: inner gets every row that any push held.
+            like = state.accumulated if params is None else params
+            reduced = _map(_reduced, updates, total, like)
+            passed_on = _gate.taken(inner, {**extra, "local_step": local_step})
             outcome, inner_state = act(
                 inner, reduced, state.inner_state, params, **passed_on
             )
-            cleared = _tree.map_state(_zero_after, outcome, total)
-            no_counts = jax.tree.map(lambda n: n * 0, row_counts)
-            return outcome, inner_state, cleared, no_counts
+            rested = rest(params)
+            before = () if rested is None else (rested,)
+            outcome = _map(_if_pushed, updates, total, outcome, *before)
+            return outcome, (inner_state, jnp.array(True))
 
-        def wait() -> tuple[Any, Any, Any, Any]:
-            return rest(reduced, params, step), state.inner_state, total, row_counts
+        def wait() -> tuple[Any, Any]:
+            return rest(params), (state.inner_state, jnp.array(False))
 
-        outcome, inner_state, accumulated, row_counts = jax.lax.cond(full, step, wait)
+        outcome, (inner_state, stepped) = _gate.either(full, step, wait)
+        # The sum starts again in its own buffer, once the step no more reads it: that
+        # `stepped` comes out of the conditional tells the compiler when, and saves the
+        # copy that it would make otherwise.
+        (accumulated, row_counts), _ = _gate.either(
+            ~stepped, lambda: ((total, row_counts), ()), lambda: (None, ())
+        )
         one_more = optax.safe_increment
         return outcome, ConditionalAccumulatorState(
             global_step=jnp.where(full, one_more(state.global_step), state.global_step),
@@ -213,14 +228,27 @@ def conditional_accumulator(
             inner_state=inner_state,
         )
 
-    return gate(init_fn, guard)
+    return _gate.gate(init_fn, guard)
 
 
-def _zero_after(outcome: jax.Array, total: jax.Array) -> jax.Array:
-    """Zeros in the buffer of ``total``, written once ``outcome`` has been computed.
+def _map(f: Callable[..., Any], *trees: Any) -> Any:
+    return jax.tree.map(f, *trees, is_leaf=_tree.is_leaf)
 
-    Fresh zeros would be a second buffer of the model's size: the compiler must see that
-    nobody reads ``total`` any more. So they depend on the outcome, entry by entry to
-    stay on its device, by a condition that is never true.
+
+def _reduced(g: Any, total: Any, like: Any) -> Any:
+    """What ``inner`` receives, in the dtype of the gradient, else of the parameter.
+
+    None stays only where there is never a gradient, as for a parameter of integers.
     """
-    return jnp.where(jnp.isnan(outcome) & (outcome == 0), total, 0)
+    if g is not None:
+        return total.astype(_tree.dtype_of(g))
+    if total is None or not jnp.issubdtype(jnp.result_type(like), jnp.inexact):
+        return None
+    return total.astype(jnp.result_type(like))
+
+
+def _if_pushed(g: Any, total: Any, new: Any, old: Any = 0) -> Any:
+    """What was before, where this push has no gradient, and no other had one."""
+    if g is not None or new is None:
+        return new
+    return jnp.where(jnp.any(total != 0), new, old)

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform import _checks, _tree
-from gradxform._gate import GatedTransformation
+from gradxform import _checks, _gate, _tree
 from gradxform._indexed_slices import IndexedSlices, cured
 from gradxform._lookup import Tables, value_and_grad
 
@@ -152,11 +151,12 @@ def minimize(
     Returns:
       ``step(params, state, *batch, **extra) -> (params, state, loss[, aux])``, jitted.
       ``state`` is that of ``tx.init(params)``. ``extra`` are extra arguments for
-      ``tx``, such as ``local_step``; it receives ``value``, the loss, as well.
+      ``tx``, such as ``local_step``; it receives ``value``, the loss, as well, if its
+      ``update`` takes it.
 
     Raises:
       ValueError: no parameter is trainable, or ``tables`` names no leaf of them.
-      TypeError: as :func:`value_and_grad`.
+      TypeError: as :func:`value_and_grad`; or ``tx`` is no transformation.
 
     Source: ``tf.train.Optimizer.minimize``, where ``trainable`` is ``var_list``.
 
@@ -171,6 +171,7 @@ def minimize(
     ...     params, state, loss = step(params, state, x, 2 * x + 1)
     >>> assert loss < 1e-6 and abs(params["w"] - 2) < 1e-3 and params["b"] == 1.0
     """
+    _checks.transformation("tx", tx)
 
     def step(
         params: optax.Params, state: optax.OptState, *batch: Any, **extra: Any
@@ -193,7 +194,7 @@ def minimize(
         )
         value, aux = (value[0], value[1:]) if has_aux else (value, ())
         params, state = apply_gradients(
-            tx, grads, state, params, **{"value": value, **extra}
+            tx, grads, state, params, **{**_gate.taken(tx, {"value": value}), **extra}
         )
         return params, state, value, *aux
 
@@ -207,16 +208,13 @@ def _step(
     params: optax.Params,
     **extra: Any,
 ) -> tuple[optax.Params, optax.OptState]:
-    if isinstance(tx, GatedTransformation):  # Gates within gates guard one another.
-        return tx.guard(_step, _rest, updates, state, params, **extra)
+    if guard := _gate.guard_of(tx):  # Gates within gates guard one another.
+        return guard(_step, _rest, updates, state, params, **extra)
     tx = optax.with_extra_args_support(tx)
     with cured():
         updates, state = tx.update(updates, state, params, **extra)
     return apply_updates(params, updates), state
 
 
-def _rest(
-    updates: optax.Updates, params: optax.Params, acted: Callable[[], Any]
-) -> optax.Params:
-    del updates, acted
+def _rest(params: optax.Params) -> optax.Params:
     return params

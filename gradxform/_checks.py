@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform import _tree
 from gradxform._indexed_slices import IndexedSlices
 
 _REAL = (jnp.floating, jnp.integer)
@@ -70,7 +71,18 @@ def local_step(wrapper: str, value: Any) -> jax.Array:
             "step that the worker saw before it computed these gradients."
         )
     integer_scalar("local_step", value)
-    return jnp.asarray(value, jnp.int32)
+    if not isinstance(value, jax.Array):  # One may still be computed: nobody waits.
+        in_range("local_step", value, f"[0, {np.iinfo(np.int32).max}]")
+    return _tree.saturated(value)
+
+
+def transformation(name: str, value: Any) -> None:
+    """Raises ``TypeError`` unless ``value`` has ``init`` and ``update``."""
+    if not all(callable(getattr(value, f, None)) for f in ("init", "update")):
+        raise TypeError(
+            f"{name} must be an optax.GradientTransformation, with init and update, "
+            f"got {value!r}."
+        )
 
 
 def integer_scalar(name: str, value: Any) -> None:
@@ -84,6 +96,8 @@ def real_scalar(name: str, value: Any) -> None:
 
 
 def _scalar(name: str, value: Any, kind: str, kinds: tuple[Any, ...]) -> None:
+    if type(value) is int:  # However large: NumPy's integers end somewhere.
+        return
     dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
     if np.shape(value) or not any(jnp.issubdtype(dtype, k) for k in kinds):
         raise TypeError(f"{name} must be {kind} scalar, got {value!r}.")

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from gradxform import _checks, _tree
-from gradxform._gate import Act, GatedTransformation, Rest, gate
+from gradxform import _checks, _gate, _tree
+from gradxform._gate import Act, GatedTransformation, Rest
 
 
 class DropStaleState(NamedTuple):
@@ -43,6 +44,12 @@ def drop_stale(
     stale gradient holds, NaN or inf, reaches nothing. A ``local_step`` ahead of
     ``global_step`` is fresh.
 
+    Of a fresh gradient the updates are those of ``inner``, in the dtypes that it gives
+    them. Its state keeps the types that ``init`` gave it, so that one conditional, or
+    one ``scan``, holds every push: ``optax.adam`` of bfloat16 parameters keeps its
+    bfloat16 moments, though float32 gradients alone would make them float32. Ask for
+    ``mu_dtype="float32"`` where they shall be.
+
     ``inner`` receives ``local_step`` and ``staleness`` as extra arguments. After a
     push, ``state.staleness`` says how late it was; whatever ``inner`` keeps, a
     schedule's count or the norm before a clip, is still that of the last accepted one.
@@ -54,7 +61,8 @@ def drop_stale(
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
-      max_staleness: how many steps late a gradient may be, ≥ 0.
+      max_staleness: how many steps late a gradient may be, an integer ≥ 0, or inf:
+        none is too late.
 
     Extra arguments of ``update``:
       local_step: the global step that the worker saw **before** it computed these
@@ -64,8 +72,10 @@ def drop_stale(
       A transformation with state :class:`DropStaleState`.
 
     Raises:
-      ValueError: ``max_staleness`` is negative or NaN.
-      TypeError: ``update`` is called without ``local_step``, or it is no integer.
+      ValueError: ``max_staleness`` is negative or NaN; a ``local_step`` that is no
+        array is not in [0, 2³¹ - 1].
+      TypeError: ``inner`` is no transformation; ``max_staleness`` is neither an integer
+        nor inf; ``update`` is called without ``local_step``, or it is no integer.
 
     Source: ``tf.contrib.opt.DropStaleGradientOptimizer``.
 
@@ -79,7 +89,10 @@ def drop_stale(
     >>> assert params == -1.0  # -1, then 0 for the gradient at -1, then dropped
     >>> assert (state.global_step, state.stale_count, state.staleness) == (2, 1, 2)
     """
+    _checks.transformation("inner", inner)
     _checks.in_range("max_staleness", max_staleness, "[0, inf]")
+    if not isinstance(max_staleness, jax.core.Tracer) and max_staleness != np.inf:
+        _checks.integer_scalar("max_staleness", max_staleness)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> DropStaleState:
@@ -102,12 +115,14 @@ def drop_stale(
         **extra: Any,
     ) -> tuple[Any, DropStaleState]:
         local_step = _checks.local_step("drop_stale", local_step)
-        # staleness = global_step - local_step
-        staleness = state.global_step - local_step
+        # staleness = global_step - local_step, of which the largest is int32's
+        earliest = state.global_step - np.iinfo(np.int32).max
+        staleness = state.global_step - jnp.maximum(local_step, earliest)
 
         def fresh() -> tuple[Any, DropStaleState]:
             # A gate inside this one judges by the same local_step.
             passed_on = {**extra, "local_step": local_step, "staleness": staleness}
+            passed_on = _gate.taken(inner, passed_on)
             outcome, inner_state = act(
                 inner, updates, state.inner_state, params, **passed_on
             )
@@ -118,14 +133,20 @@ def drop_stale(
 
         def stale() -> tuple[Any, DropStaleState]:
             stale_count = optax.safe_increment(state.stale_count)
-            return rest(updates, params, fresh), state._replace(
+            return rest(params), state._replace(
                 stale_count=stale_count, staleness=staleness
             )
 
         # fresh iff staleness <= max_staleness
-        return jax.lax.cond(staleness <= max_staleness, fresh, stale)
+        return _gate.either(_at_most(staleness, max_staleness), fresh, stale)
 
-    return gate(init_fn, guard)
+    return _gate.gate(init_fn, guard)
+
+
+def _at_most(staleness: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:
+    if isinstance(limit, jax.Array) and jnp.issubdtype(limit.dtype, jnp.floating):
+        return staleness.astype(jnp.float32) <= limit.astype(jnp.float32)  # inf
+    return staleness <= _tree.saturated(limit)
 
 
 def scale_by_staleness(
@@ -176,10 +197,14 @@ def scale_by_staleness(
                 "scale_by_staleness needs staleness: put it inside drop_stale, or pass "
                 "update(..., staleness=s)."
             )
+
         # 1 / max(1, staleness)^power
-        lateness = jnp.maximum(1.0, jnp.asarray(staleness, jnp.float32))
-        weight = lateness ** -jnp.asarray(power, jnp.float32)
-        return _tree.map_updates(lambda g: _tree.scale(g, weight), updates), state
+        def weigh(g: jax.Array) -> jax.Array:
+            dtype = _tree.compute_dtype(g)
+            lateness = jnp.maximum(1, jnp.asarray(staleness, dtype))
+            return _tree.scale(g, lateness ** -jnp.asarray(power, dtype))
+
+        return _tree.map_updates(weigh, updates), state
 
     return optax.GradientTransformationExtraArgs(
         lambda _: optax.EmptyState(), update_fn
@@ -250,8 +275,12 @@ def compensate_delay(
             now, then = (
                 _tree.widen(jnp.asarray(x)).astype(wide.dtype) for x in (w, w_worker)
             )
-            correction = _tree.scale(now - then, _tree.abs_sq(g))
-            return (wide + _tree.scale(correction, variance_control)).astype(g.dtype)
+            # λ and the distance come first: where either is 0, so is the product,
+            # though g⊙g may overflow.
+            correction = _tree.scale(now - then, variance_control)
+            for _ in range(2):
+                correction = _tree.scale(correction, jnp.abs(wide))
+            return (wide + correction).astype(g.dtype)
 
         updates = _tree.sum_duplicates(updates)
         now, then = (_tree.rows(updates, tree) for tree in (params, worker_params))
@@ -316,16 +345,15 @@ def staleness_fraction(state: optax.OptState) -> jax.Array:
 
 
 def outermost(state: optax.OptState, field: str) -> jax.Array:
-    """The field of this name nearest to the root of a state."""
-    found = optax.tree.get_all_with_path(state, field)
+    """A field of the gate's state that lies inside no other gate's."""
+    found = _gate.states(state)
     if not found:
         raise ValueError(
             f"the state holds no {field}: wrap the transformation in drop_stale or "
             "conditional_accumulator."
         )
-    depth = min(len(path) for path, _ in found)
-    outermost = [(path, value) for path, value in found if len(path) == depth]
-    if len(outermost) > 1:
-        paths = ", ".join(jax.tree_util.keystr(path) for path, _ in outermost)
+    if len(found) > 1:
+        paths = ", ".join(f"{jax.tree_util.keystr(path)}.{field}" for path, _ in found)
         raise ValueError(f"the state holds several {field}, at {paths}: pass one part.")
-    return outermost[0][1]
+    value: jax.Array = getattr(found[0][1], field)
+    return value

@@ -107,7 +107,7 @@ class IndexedSlices:
             return given
         if isinstance(given, jax.Array):
             return _from_leaf(given)
-        return jax.eval_shape(_from_leaf, given)
+        return given.update(dtype=jnp.dtype(jnp.int32))  # No more than described.
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -158,14 +158,13 @@ def bare(params: Any) -> Any:
 
 def as_in(like: Any, tree: Any) -> Any:
     """The leaves of a tree in the nodes of ``like``, from which boxes alone tell it."""
-    leaves, nodes = jax.tree.flatten(tree, is_leaf=is_leaf)
-    wanted = jax.tree.structure(like, is_leaf=is_leaf)
-    same = nodes == wanted or _bare_nodes(tree) == _bare_nodes(like)
-    return jax.tree.unflatten(wanted, leaves) if same else tree
 
+    def nodes(tree: Any) -> Any:
+        return jax.tree.structure(tree, is_leaf=is_leaf)
 
-def _bare_nodes(tree: Any) -> Any:
-    return jax.tree.structure(bare(tree), is_leaf=is_leaf)
+    if nodes(bare(tree)) != nodes(bare(like)):
+        return tree
+    return jax.tree.unflatten(nodes(like), jax.tree.leaves(tree, is_leaf=is_leaf))
 
 
 def _param(p: Any) -> Any:
@@ -177,6 +176,15 @@ def wide_dtype(x: jax.Array) -> np.dtype[Any]:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return x.dtype
     return compute_dtype(x)
+
+
+def saturated(x: Any) -> jax.Array:
+    """An integer, or inf, as int32; what does not fit becomes what is nearest."""
+    low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    if isinstance(x, jax.Array):
+        own = np.iinfo(x.dtype)
+        return jnp.clip(x, max(own.min, low), min(own.max, high)).astype(jnp.int32)
+    return jnp.asarray(min(max(x, low), high), jnp.int32)
 
 
 def compute_dtype(x: jax.Array) -> np.dtype[Any]:

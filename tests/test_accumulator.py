@@ -133,6 +133,76 @@ def test_a_number_required_that_shrinks_takes_all_there_are():
     assert state.num_accumulated == 0
 
 
+@pytest.mark.parametrize("how", ["update", "apply"])
+def test_a_push_without_gradient_adds_nothing_and_loses_nothing(how):
+    """Pushes 10, None and 100, 100: the means are 5 and 100, in float64 on paper."""
+    tx = gx.conditional_accumulator(optax.sgd(1.0), 2)
+    params = {"w": jnp.float32(0), "b": jnp.float32(0), "ids": jnp.arange(3)}
+    state, trace = tx.init(params), []
+    for grad, local_step in ((10.0, 0), (None, 0), (100.0, 1), (100.0, 1)):
+        w = None if grad is None else jnp.float32(grad)
+        grads = {"w": w, "b": jnp.float32(1), "ids": None}
+        if how == "apply":
+            params, state = gx.apply_gradients(
+                tx, grads, state, params, local_step=local_step
+            )
+        else:
+            updates, state = tx.update(grads, state, params, local_step=local_step)
+            params = gx.apply_updates(params, updates)
+        trace.append((float(params["w"]), float(state.accumulated["w"])))
+    assert trace == [(0, 10), (-5, 0), (-5, 100), (-105, 0)]
+    np.testing.assert_array_equal(params["ids"], np.arange(3))
+
+
+def test_what_is_frozen_stays_under_weight_decay(standard_promotion):
+    tx = gx.conditional_accumulator(optax.adamw(0.1, weight_decay=0.5), 2)
+    step = gx.minimize(
+        lambda p: jnp.sum(p["w"] * p["frozen"]),
+        tx,
+        trainable={"w": True, "frozen": False},
+    )
+    params = {"w": jnp.ones(2), "frozen": jnp.full(2, 3.0)}
+    state = tx.init(params)
+    for local_step in (0, 0):
+        params, state, _ = step(params, state, local_step=local_step)
+    np.testing.assert_array_equal(params["frozen"], [3.0, 3.0])
+    # Adam's first step is the rate, and the decay another 0.1·0.5.
+    np.testing.assert_allclose(params["w"], 1 - 0.1 - 0.05, rtol=1e-5)
+
+
+def test_a_mean_in_double_precision():
+    with jax.enable_x64(True):
+        tx = gx.conditional_accumulator(optax.sgd(1.0), 10)
+        params = jnp.zeros((), "float64")
+        state, update = tx.init(params), jax.jit(tx.update)
+        for grad in range(10):
+            updates, state = update(jnp.float64(grad), state, params, local_step=0)
+        assert updates == -4.5
+        late = gx.scale_by_staleness(power=1.0)
+        updates, _ = late.update(jnp.float64(1), late.init(None), staleness=3)
+        assert updates == np.float64(1) / 3
+
+
+def test_what_multi_steps_does(standard_promotion):
+    """In every mix of dtypes, as optax adds them up."""
+    rng = np.random.default_rng(0)
+    for param, grad in (("bfloat16", "float32"), ("float32", "float16")):
+        params = jnp.asarray(rng.standard_normal(5), param)
+        pushes = [jnp.asarray(rng.standard_normal(5), grad) for _ in range(6)]
+        tx = gx.conditional_accumulator(optax.adam(0.1), 3)
+        multi = optax.MultiSteps(optax.adam(0.1), 3)
+        state, expected_state = tx.init(params), multi.init(params)
+        update, expect = jax.jit(tx.update), jax.jit(multi.update)
+        for push in pushes:
+            updates, state = update(
+                push, state, params, local_step=gx.global_step(state)
+            )
+            expected, expected_state = expect(push, expected_state, params)
+            np.testing.assert_allclose(
+                jnp.float32(updates), jnp.float32(expected), rtol=2e-2, atol=1e-4
+            )
+
+
 def test_counters_saturate():
     largest = jnp.int32(np.iinfo(np.int32).max)
     tx = gx.conditional_accumulator(optax.sgd(0.1), 1)
@@ -172,6 +242,17 @@ def test_compensation_equals_the_formula(dtype):
     assert updates.dtype == dtype
 
 
+@pytest.mark.parametrize(("control", "distance"), [(0.0, 1.0), (0.04, 0.0)])
+@pytest.mark.parametrize("grad", [1e20, -1e20, 1e20 + 1e20j])
+def test_compensation_of_large_gradients_by_nothing_is_nothing(grad, control, distance):
+    grad = jnp.asarray([grad], jnp.complex64 if isinstance(grad, complex) else None)
+    tx = gx.compensate_delay(control)
+    updates, _ = tx.update(
+        grad, tx.init(None), jnp.ones(1), worker_params=jnp.ones(1) - distance
+    )
+    np.testing.assert_array_equal(updates, grad)
+
+
 def test_compensation_is_newton_on_a_parabola():
     """Where g² is the curvature, the correction is the gradient at today's params."""
     tx = gx.compensate_delay(1.0)
@@ -184,7 +265,7 @@ def test_compensation_is_newton_on_a_parabola():
     ("make", "error", "message"),
     [
         (lambda: gx.conditional_accumulator(optax.sgd(1.0), 0), ValueError,
-         r"num_required must be in \[1, inf\), got 0"),
+         r"num_required must be in \[1, 2147483647\], got 0"),
         (lambda: gx.conditional_accumulator(optax.sgd(1.0), 1.5), TypeError,
          "num_required must be an integer scalar, got 1.5"),
         (lambda: gx.conditional_accumulator(optax.sgd(1.0), 2, reduction="max"),

@@ -338,7 +338,8 @@ def test_a_leaf_without_gradient_keeps_its_state(row):
     params, grads = draw(0), draw(1) | {"w": None}
     tx = row.make()
     for updates, state in run(row, grads, params, steps=2):
-        assert updates["w"] is None
+        # The mean of several pushes is dense; here it is of nothing.
+        assert updates["w"] is None or not jnp.any(updates["w"])
         assert types(state) == types(tx.init(params))
     for field in ("sum_of_squares", "mu", "nu"):
         for path, value in optax.tree.get_all_with_path(state, field):

@@ -1,9 +1,13 @@
 """The gate: what gets through, what reaches nothing, and the global step."""
 
 import copy
+import functools
 import pickle
+import sys
 
 import chex
+import equinox as eqx
+import flax.struct
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -123,16 +127,72 @@ def test_inner_receives_staleness_and_every_other_extra_argument():
 
     probe = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
     tx = gx.drop_stale(optax.chain(probe, optax.sgd(0.1)), 1)
-    tx.update(GRADS, tx.init(PARAMS), PARAMS, local_step=-1, value=3)
+    tx.update(GRADS, tx.init(PARAMS), PARAMS, local_step=0, value=3)
     assert seen.keys() == {"staleness", "local_step", "value"}
     assert seen["value"] == 3
 
 
-def test_updates_keep_the_gradient_dtype_whatever_inner_makes_of_it():
-    widen = optax.stateless(lambda u, _: jax.tree.map(lambda g: g.astype(float), u))
-    tx = gx.drop_stale(widen, 0)
-    updates, _ = tx.update(jnp.ones(2, jnp.float16), tx.init(None), local_step=0)
-    assert updates.dtype == jnp.float16
+OPTIMIZERS = {
+    "adamw": optax.adamw(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "rmsprop": optax.rmsprop(0.1),
+    "adagrad": optax.adagrad(0.1),
+    "novograd": gx.novograd(0.1, global_clipnorm=1.0),
+}
+GATES = {
+    "drop_stale": lambda tx: gx.drop_stale(tx, 1),
+    "accumulator": lambda tx: gx.conditional_accumulator(tx, 1),
+}
+
+
+# optax multiplies dtypes as they come.
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("param", "grad"),
+    [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")],
+)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("gate", GATES)
+def test_a_fresh_push_is_that_of_inner_in_every_mix_of_dtypes(
+    gate, optimizer, param, grad
+):
+    inner = OPTIMIZERS[optimizer]
+    tx = GATES[gate](inner)
+    params = jnp.array([1.0, -2.0], param)
+    grads = jnp.array([0.3, 0.7], grad)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(state, local_step):
+        return tx.update(grads, state, params, local_step=local_step)
+
+    updates, after = step(state, 0)
+    expected, _ = jax.jit(inner.update)(grads, inner.init(params), params)
+    assert jax.typeof(updates) == jax.typeof(expected)
+    # The compiler keeps more precision inside a fusion than half-precision arrays hold.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-2)
+    close(updates, expected)
+    applied, _ = jax.jit(functools.partial(gx.apply_gradients, tx))(
+        grads, state, params, local_step=0
+    )
+    close(applied, gx.apply_updates(params, expected))
+    # What init says stays true.
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+    updates, _ = step(after._replace(global_step=jnp.int32(9)), 0)
+    assert not jnp.any(updates)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_an_update_that_is_wider_than_the_gradient_is_not_rounded(gate):
+    third = optax.stateless(
+        lambda u, _: jax.tree.map(lambda g: g.astype(jnp.float32) / 3, u)
+    )
+    tx = GATES[gate](third)
+    params, grads = jnp.zeros(2), jnp.ones(2, jnp.float16)
+    updates, _ = tx.update(grads, tx.init(params), params, local_step=0)
+    np.testing.assert_array_equal(updates, np.full(2, np.float32(1) / np.float32(3)))
+    params, _ = gx.apply_gradients(tx, grads, tx.init(params), params, local_step=0)
+    np.testing.assert_array_equal(params, updates)
 
 
 def test_counters_saturate():
@@ -192,14 +252,64 @@ def test_a_gate_is_a_transformation_to_optax():
     init, update = tx
     assert isinstance(tx, optax.GradientTransformationExtraArgs)
     assert (init, update) == (tx.init, tx.update)
-    assert copy.copy(tx).guard is tx.guard
 
 
-def test_a_gate_survives_pickling_where_its_functions_do():
+class Module(eqx.Module):
+    tx: optax.GradientTransformation
+
+
+@flax.struct.dataclass
+class Struct:
+    tx: optax.GradientTransformation
+
+
+REBUILT = {
+    "copy": copy.copy,
+    "replace": lambda tx: tx._replace(init=tx.init),
+    "unflatten": lambda tx: jax.tree.unflatten(
+        jax.tree.structure(tx), jax.tree.leaves(tx)
+    ),
+    "pair": lambda tx: optax.GradientTransformationExtraArgs(*tx),
+    "equinox": lambda tx: eqx.combine(*eqx.partition(Module(tx), callable)).tx,
+    "flax": lambda tx: jax.tree.map(lambda f: f, Struct(tx)).tx,
+    "pickle": lambda tx: pickle.loads(pickle.dumps(tx)),
+}
+
+
+@pytest.mark.parametrize("how", REBUILT)
+def test_a_gate_made_anew_of_its_parts_is_gated(how):
     tx = gx.GatedTransformation(_init, _update, _guard)
-    again = pickle.loads(pickle.dumps(tx))
-    assert again.guard is _guard
-    assert again.update is _update
+    again = REBUILT[how](tx)
+    assert again == tx
+    # The update adds; the gate answers what it was asked.
+    params, state = gx.apply_gradients(again, GRADS, again.init(PARAMS), PARAMS)
+    assert state == "guarded"
+    chex.assert_trees_all_equal(params, PARAMS)
+
+
+def test_an_update_in_the_place_of_a_gates_is_not_gated():
+    tx = gx.GatedTransformation(_init, _update, _guard)
+
+    @functools.wraps(tx.update)
+    def update(*args, **extra):
+        return tx.update(*args, **extra)
+
+    logged = tx._replace(update=update)
+    assert tx.guard is _guard
+    assert logged.guard is None
+    params, _ = gx.apply_gradients(logged, GRADS, (), PARAMS)
+    chex.assert_trees_all_equal(params["w"], PARAMS["w"] + GRADS["w"])
+
+
+def test_a_gate_is_an_argument_of_filter_jit():
+    @eqx.filter_jit
+    def push(tx, params, local_step):
+        state = tx.init(params)._replace(global_step=jnp.int32(1))
+        return gx.apply_gradients(tx, GRADS, state, params, local_step=local_step)
+
+    params, state = push(gx.drop_stale(optax.sgd(0.1), 0), PARAMS, jnp.int32(0))
+    assert state.stale_count == 1
+    chex.assert_trees_all_equal(params, PARAMS)
 
 
 def _init(params):
@@ -211,4 +321,58 @@ def _update(updates, state, params=None, **extra):
 
 
 def _guard(act, rest, updates, state, params, **extra):
-    return rest(updates, params), state
+    return rest(params), "guarded"
+
+
+@pytest.mark.parametrize("global_step", [0, 2**31 - 1])
+@pytest.mark.parametrize("local_step", [-(2**31), -1, 2**31 - 1])
+@pytest.mark.parametrize("max_staleness", [0, 2**31 - 2])
+def test_no_step_count_wraps(global_step, local_step, max_staleness):
+    state = gx.drop_stale(optax.identity(), 0).init(1.0)
+    state = state._replace(global_step=jnp.int32(global_step))
+    lateness = global_step - local_step
+    after = pushed(state, jnp.int32(local_step), max_staleness)
+    assert after.staleness == min(lateness, 2**31 - 1)
+    assert after.stale_count == int(min(lateness, 2**31 - 1) > max_staleness)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def pushed(state, local_step, max_staleness):
+    tx = gx.drop_stale(optax.identity(), max_staleness)
+    return tx.update(1.0, state, local_step=local_step)[1]
+
+
+@pytest.mark.parametrize(
+    "never", [float("inf"), np.float32(np.inf), sys.maxsize, np.int64(2**32)]
+)
+def test_a_limit_beyond_all_counts_never_drops(never):
+    state = gx.drop_stale(optax.identity(), 0).init(1.0)
+    state = state._replace(global_step=jnp.int32(2**31 - 1))
+    assert pushed(state, jnp.int32(0), never).stale_count == 0
+
+
+def test_an_injected_limit_may_be_infinite():
+    tx = optax.inject_hyperparams(gx.drop_stale)(optax.sgd(0.1), float("inf"))
+    state = tx.init(PARAMS)
+    assert state.hyperparams["max_staleness"].dtype == jnp.float32
+    _, state = jax.jit(tx.update)(GRADS, state, PARAMS, local_step=0)
+    assert gx.global_step(state) == 1
+
+
+def test_wide_counts_saturate():
+    with jax.enable_x64(True):
+        state = gx.drop_stale(optax.identity(), 0).init(1.0)
+        ahead = pushed(state, jnp.int64(2**32), 0)
+        assert (ahead.staleness, ahead.stale_count) == (-(2**31) + 1, 0)
+        late = pushed(state, jnp.int64(-(2**32)), 0)
+        assert (late.staleness, late.stale_count) == (2**31 - 1, 1)
+
+
+def test_a_parameter_called_global_step_is_none():
+    params = {"global_step": jnp.float32(5), "stale_count": jnp.float32(7)}
+    state = gx.drop_stale(optax.adam(0.1), 0).init(params)
+    assert gx.global_step(state) == 0
+    assert gx.global_step(state).dtype == jnp.int32
+    for find in (gx.global_step, gx.staleness_fraction):
+        with pytest.raises(ValueError, match="wrap the transformation in drop_stale"):
+            find(optax.adam(0.1).init(params))

@@ -44,6 +44,8 @@ OUT_OF_RANGE = [
     (gx.novograd, {"learning_rate": 0.1, "global_clipnorm": -1.0}),
     (gx.drop_stale, {"inner": optax.sgd(0.1), "max_staleness": -1}),
     (gx.drop_stale, {"inner": optax.sgd(0.1), "max_staleness": float("nan")}),
+    (gx.conditional_accumulator, {"inner": optax.sgd(0.1), "num_required": 0}),
+    (gx.conditional_accumulator, {"inner": optax.sgd(0.1), "num_required": 2**31}),
 ]
 
 
@@ -114,6 +116,34 @@ def test_missing_local_step():
     tx = gx.drop_stale(optax.sgd(0.1), 1)
     with pytest.raises(TypeError, match=r"drop_stale needs local_step: pass update\("):
         tx.update(GRADS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("local_step", [-1, -(2**31), 2**31, np.int64(2**32)])
+def test_local_step_that_is_no_count(local_step):
+    for wrap in (gx.drop_stale, gx.conditional_accumulator):
+        tx = wrap(optax.sgd(0.1), 1)
+        with pytest.raises(ValueError, match=r"^local_step must be in \[0, 2"):
+            tx.update(GRADS, tx.init(PARAMS), PARAMS, local_step=local_step)
+
+
+@pytest.mark.parametrize("max_staleness", [1.5, 1.0, np.float32(2), True])
+def test_max_staleness_that_is_no_integer(max_staleness):
+    with pytest.raises(TypeError, match=r"^max_staleness must be"):
+        gx.drop_stale(optax.sgd(0.1), max_staleness)
+
+
+@pytest.mark.parametrize("inner", [lambda x: x, optax.sgd, None])
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        ("inner", lambda tx: gx.drop_stale(tx, 1)),
+        ("inner", lambda tx: gx.conditional_accumulator(tx, 1)),
+        ("tx", lambda tx: gx.minimize(lambda p: p, tx)),
+    ],
+)
+def test_what_is_no_transformation(name, wrap, inner):
+    with pytest.raises(TypeError, match=f"^{name} must be an optax.GradientTransform"):
+        wrap(inner)
 
 
 @pytest.mark.parametrize("local_step", [0.0, jnp.float32(0), "0", np.zeros(2, int)])

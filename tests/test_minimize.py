@@ -388,3 +388,20 @@ def test_a_table_sharded_by_rows_is_not_gathered():
     text = lowered.compile().as_text()
     assert "f32[8,4]" in text  # A device's share of it,
     assert "f32[64,4]" not in text  # and the whole nowhere.
+
+
+def test_an_optimizer_that_takes_no_value(standard_promotion):
+    """``minimize`` offers the loss, a gate the local step: neither was asked for."""
+    sam = optax.contrib.sam(optax.sgd(0.5), optax.sgd(0.1), sync_period=2)
+    expected, state = start(), sam.init(start())
+    for _ in range(2):
+        grads = jax.grad(loss_fn)(expected, X, Y)
+        updates, state = sam.update(grads, state, expected)
+        expected = optax.apply_updates(expected, updates)
+    late = gx.drop_stale(sam, 0)
+    for tx, extra in ((sam, lambda t: {}), (late, lambda t: {"local_step": t})):
+        step = gx.minimize(loss_fn, tx)
+        params, state = start(), tx.init(start())
+        for t in range(2):
+            params, state, _ = step(params, state, X, Y, **extra(t))
+        chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-6)

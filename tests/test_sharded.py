@@ -129,6 +129,47 @@ def test_every_row_agrees_with_one_device(row, mode):
         assert moved not in many.as_text()
 
 
+AXES = {
+    "automatic": (AxisType.Auto, AxisType.Auto),
+    "explicit": (AxisType.Explicit, AxisType.Explicit),
+    "mixed": (AxisType.Auto, AxisType.Explicit),
+}
+WRAPPED = {
+    "drop_stale": lambda tx: gx.drop_stale(tx, 0),
+    "accumulator": lambda tx: gx.conditional_accumulator(tx, 1),
+    "both": lambda tx: gx.drop_stale(gx.conditional_accumulator(tx, 1), 0),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("spec", [P("x", "y"), P("x"), P()], ids=str)
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("gate", WRAPPED)
+def test_gates_keep_what_init_gave_wherever_gradients_lie(gate, axes, spec, compiled):
+    """As optax tests its own; in half precision, as there."""
+    on = jax.make_mesh((4, 2), ("x", "y"), axis_types=AXES[axes])
+    tx = WRAPPED[gate](gx.adagrad(0.1))
+    maybe = jax.jit if compiled else lambda f: f
+
+    def types(tree):
+        return jax.tree.map(lambda x: (jax.typeof(x), x.sharding.spec), tree)
+
+    with jax.set_mesh(on):
+        params = jax.device_put(
+            jnp.ones((8, 4), "float16"), NamedSharding(on, P("x", "y"))
+        )
+        grads = jax.device_put(params, NamedSharding(on, spec))
+        state = maybe(tx.init)(params)
+        # One that acts, and one that comes too late.
+        for step in (0, -1):
+            update = maybe(functools.partial(tx.update, local_step=jnp.int32(step)))
+            updates, after = update(grads, state, params)
+            assert updates.dtype == jnp.float16
+            assert bool(jnp.any(updates)) == (step == 0)
+            if axes != "automatic" or not compiled:  # There the compiler decides.
+                assert types(after) == types(state)
+
+
 def test_global_norm():
     grads = draw(0)
     norm = sharded(
