@@ -134,6 +134,7 @@ def minimize(
     On a mesh with automatic axes the compiler decides where results lie, and may
     divide a small array that was whole. ``jax.jit(step, donate_argnums=(0, 1),
     out_shardings=...)`` around the step pins them; explicit axes do so by themselves.
+    Where axes of both kinds cut one dimension, JAX forgets one, and it takes the pin.
 
     Args:
       loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)`` where

@@ -326,6 +326,19 @@ def test_temporaries_do_not_grow_with_the_table(tx, extra):
     assert low.temp_size_in_bytes < 1_000_000  # the table has 640,000 and 64 million
 
 
+def test_rows_of_each_device_inside_shard_map_over_some_of_the_axes():
+    types = (AxisType.Auto, AxisType.Auto)
+    step = jax.shard_map(
+        lambda t, i, v: gx.apply_updates(t, gx.IndexedSlices(i, v, t.shape)),
+        mesh=jax.make_mesh((4, 2), ("x", "y"), axis_types=types),
+        in_specs=P("x"),
+        out_specs=P("x"),
+        axis_names={"x"},
+    )
+    params = jax.jit(step)(jnp.ones((8, 1)), jnp.array([1, 1] * 4), jnp.ones((8, 1)))
+    assert params.ravel().tolist() == [1, 3] * 4
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_densify_makes_a_share_of_the_table_on_each_device(axis_type):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
