@@ -10,18 +10,33 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 
 import gradxform as gx
-from gradxform import _keras_config, _schedules
+from gradxform import _hints, _keras_config, _schedules
 
 _KEPT = "_gradxform_config"  # The attribute under which what is built keeps its config.
+
+# Limits, which never act where they are infinite. All other numbers are finite.
+_LIMITS = (
+    *("clipnorm", "clipvalue", "global_clipnorm"),
+    *("max_delta", "max_norm", "max_staleness"),
+)
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+# Transformations of optax whose annotations do not say that they are.
+_UNANNOTATED = (
+    optax.scale_by_factored_rms,
+    optax.contrib.dog,
+    optax.contrib.dowg,
+)
 
 
 def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
@@ -33,8 +48,9 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     - ``{"name": "chain", "transforms": [{…}, {…}]}``;
     - what optax makes: ``{"name": "optax.adamw", "learning_rate": 1e-3}``;
     - as an argument, a schedule of optax: ``{"name": "cosine_decay_schedule", …}``;
-      ``"inverse_time_decay"`` and ``"polynomial_decay"`` with its ``cycle``, which it
-      lacks, are Keras's.
+      ``"inverse_time_decay"``, ``"polynomial_decay"`` with its ``cycle``,
+      ``"cosine_decay_restarts"`` and ``"linear_cosine_decay"``, which it lacks, are
+      Keras's.
 
     Dtypes are strings, and trees of arguments (``mask``, ``stacked_axes``) lie in the
     dict as they are. Any mapping will do, and a ``ConfigDict`` of ml_collections.
@@ -42,7 +58,8 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     Of Keras it reads ``optimizer.get_config()`` and ``keras.optimizers.serialize``, of
     Keras 3 and of TensorFlow 1.15 to 2.x: ``Adagrad``, TensorFlow Addons'
     ``NovoGrad``, and as their rates ``ExponentialDecay``, ``InverseTimeDecay``,
-    ``CosineDecay``, ``PiecewiseConstantDecay`` and ``PolynomialDecay``.
+    ``CosineDecay``, ``CosineDecayRestarts``, ``LinearCosineDecay``,
+    ``PiecewiseConstantDecay`` and ``PolynomialDecay``.
 
     Args:
       config: a mapping of what JSON can hold; it is not changed.
@@ -52,8 +69,9 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
 
     Raises:
       ValueError: a key or a name is unknown, or a key is missing, and what is allowed;
-        an argument is out of its range; Keras was asked for what is not offered here
-        (``use_ema=True``), and what to do instead. Each says where in the config.
+        an argument is out of its range, NaN, or infinite where it is no limit; Keras
+        was asked for what is not offered here (``use_ema=True``), and what to do
+        instead. Each says where in the config.
       TypeError: an argument is of the wrong type, as ``1e-3`` from YAML, a string.
 
     Source: ``tf.keras.optimizers.deserialize``, for optax.
@@ -86,7 +104,7 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     ValueError: config: unknown key 'learning_rte', did you mean 'learning_rate'? ...
     """
     plain = _plain(config, "config")
-    tx = _made(plain, "config", "transformation")
+    tx = _made(plain, "config", "transformation")  # Puts what Keras wrote in our words.
     tx = optax.with_extra_args_support(tx)
     setattr(tx, _KEPT, plain)
     return tx
@@ -123,16 +141,16 @@ def get_config(tx: optax.GradientTransformation) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy made of what JSON holds alone, with what Keras wrote in our words."""
+    """A copy made of what JSON holds alone, its numbers finite."""
     if hasattr(value, "to_dict"):  # ml_collections' ConfigDict is no Mapping.
         value = value.to_dict()
     if isinstance(value, Mapping):
-        written = _keras_config.find_reader(value, where)
-        if written is not None:
-            reader, arguments, where = written
-            _check_keys(reader, arguments, where)
-            return _plain(_call(reader, arguments, where), where)
-        return {key: _plain(entry, f"{where}[{key!r}]") for key, entry in value.items()}
+        return {
+            key: entry
+            if key in _LIMITS and isinstance(entry, float) and entry == math.inf
+            else _plain(entry, f"{where}[{key!r}]")
+            for key, entry in value.items()
+        }
     if isinstance(value, list | tuple):
         sequence = tuple if isinstance(value, tuple) else list
         return sequence(_plain(entry, f"{where}[{i}]") for i, entry in enumerate(value))
@@ -141,24 +159,22 @@ def _plain(value: Any, where: str) -> Any:
             f"{where} must be what JSON can hold, got {value!r}. Write a dtype as a "
             "string, 'bfloat16', and a scalar array as its float()."
         )
-    if isinstance(value, str) and _is_number(value):
-        raise TypeError(
-            f"{where} must be a number, got the string {value!r}. YAML reads 1e-3 as a "
-            "string: write 1.0e-3, with the point."
+    if isinstance(value, float) and not abs(value) <= _LARGEST:
+        raise ValueError(f"{where} must be finite in float32, got {value!r}.")
+    if isinstance(value, int) and not -(2**31) <= value < 2**31:
+        raise ValueError(
+            f"{where} must be an int32, got {value!r}. Write 1e10 for a larger number."
         )
     return value
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _made(config: Any, where: str, kind: str) -> Any:
-    """The ``"transformation"`` or ``"schedule"`` that a dict with a name is."""
+    """The ``"transformation"`` or ``"schedule"`` that a dict with a name is.
+
+    What Keras wrote is put into our words, in the dict itself.
+    """
+    if isinstance(config, dict):
+        _translate(config, where)
     if not _is_named(config):
         raise TypeError(
             f"{where} must be a {kind}, a dict with its 'name', got {config!r}."
@@ -166,26 +182,59 @@ def _made(config: Any, where: str, kind: str) -> Any:
     given = dict(config)
     name = given.pop("name")
     make = _function(name, f"{where}['name']", kind)
-    _check_keys(make, given, where)
-    parameters = inspect.signature(make).parameters
-    arguments = {
-        key: _argument(value, f"{where}[{key!r}]", parameters[key])
-        for key, value in given.items()
-    }
-    made = _call(make, arguments, where)
-    transforms = isinstance(made, optax.GradientTransformation)
-    if not (transforms if kind == "transformation" else callable(made)):
+    if _kind(make) != kind:  # Known before anything is called.
         raise TypeError(f"{where} must be a {kind}, which {name!r} does not make.")
-    return made
+    return _call(make, _arguments(make, given, where), where)
+
+
+def _translate(config: dict[str, Any], where: str) -> None:
+    written = _keras_config.find_reader(config, where)
+    if written is not None:
+        reader, given, where = written
+        _arguments(reader, given, where)  # Translates and checks what lies deeper.
+        words = _call(reader, given, where)
+        config.clear()
+        config.update(words)
 
 
 def _is_named(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("name"), str)
 
 
-def _check_keys(make: Callable[..., Any], given: Mapping[str, Any], where: str) -> None:
-    """Raises unless these keys are arguments with which ``make`` can be called."""
-    parameters = inspect.signature(make).parameters
+def _signature(make: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(make, eval_str=True)
+
+
+def _kind(make: Callable[..., Any]) -> str | None:
+    """What a function makes, by its annotation."""
+    if inspect.isclass(make):
+        return None
+    made = _signature(make).return_annotation
+    if inspect.isclass(made) and issubclass(made, optax.GradientTransformation):
+        return "transformation"
+    if make in _UNANNOTATED:
+        return "transformation"
+    return "schedule" if made == optax.Schedule else None
+
+
+def _arguments(
+    make: Callable[..., Any], given: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """What a function gets for what a config holds."""
+    parameters = _signature(make).parameters
+    _check_keys(parameters, given, where)
+    # Schedules divide by their steps, which need not be whole.
+    whole = _kind(make) == "transformation"
+    return {
+        key: _argument(value, f"{where}[{key!r}]", parameters[key], whole)
+        for key, value in given.items()
+    }
+
+
+def _check_keys(
+    parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any], where: str
+) -> None:
+    """Raises unless these keys are arguments with which a function can be called."""
     if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
         raise ValueError(
             f"{where}: a dict cannot hold arguments that have no names. A chain is "
@@ -206,35 +255,46 @@ def _call(make: Callable[..., Any], arguments: Mapping[str, Any], where: str) ->
     """Calls a function; what it raises says where in the config."""
     try:
         return make(**arguments)
-    except TypeError as error:
-        raise TypeError(f"{where}: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    except Exception as error:  # Optax divides by zero, and asserts.
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{where}: {error}") from error
 
 
-def _argument(value: Any, where: str, parameter: inspect.Parameter) -> Any:
+def _argument(value: Any, where: str, parameter: inspect.Parameter, whole: bool) -> Any:
     """What a function gets for what a config holds, by its annotation."""
-    annotation = str(parameter.annotation)
-    if "GradientTransformation" in annotation and value != parameter.default:
-        return _transformations(value, where, annotation)
-    value = _with_schedules(value, where)
-    if parameter.annotation in (bool, "bool") and not isinstance(value, bool):
-        raise TypeError(f"{where} must be true or false, got {value!r}.")
-    if parameter.annotation in (optax.ScalarOrSchedule, "optax.ScalarOrSchedule"):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number and not callable(value):
-            raise TypeError(
-                f"{where} must be a number, or a schedule, a dict with its 'name', got "
-                f"{value!r}."
-            )
-    if "DTypeLike" in annotation and value is not None:
-        try:
-            jnp.dtype(value)
-        except TypeError as error:
-            raise TypeError(f"{where} must be a dtype, got {value!r}.") from error
-    if "dict[int" in annotation and isinstance(value, dict):  # JSON's keys are strings.
-        return {int(key): entry for key, entry in value.items()}
-    return value
+    hint = parameter.annotation
+    if hint is parameter.empty and isinstance(parameter.default, int | float):
+        hint = type(parameter.default)
+    if "GradientTransformation" in str(hint) and value != parameter.default:
+        return _transformations(value, where, str(hint))
+    if _hints.holds_schedules(hint):
+        value = _with_schedules(value, where)
+    if "dict[int" in str(hint) and isinstance(value, dict):  # JSON's keys are strings.
+        value = {_integer(key): entry for key, entry in value.items()}
+    allowed = _hints.alternatives(hint, whole)
+    if "dtype" in parameter.name:
+        allowed = [_hints.dtype()]
+    if any(fits(value) for _, fits in allowed):
+        return value
+    words = _hints.words(allowed)
+    if words.startswith("a number") and isinstance(value, str) and _is_number(value):
+        raise TypeError(
+            f"{where} must be a number, got the string {value!r}. YAML reads 1e-3 as a "
+            "string: write 1.0e-3, with the point."
+        )
+    raise TypeError(f"{where} must be {words}, got {value!r}.")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _integer(key: Any) -> Any:
+    return int(key) if isinstance(key, str) and re.fullmatch(r"\d{1,9}", key) else key
 
 
 def _transformations(value: Any, where: str, annotation: str) -> Any:
@@ -256,14 +316,12 @@ def _transformations(value: Any, where: str, annotation: str) -> Any:
 
 
 def _with_schedules(value: Any, where: str) -> Any:
-    """The value with every named dict in it made a schedule."""
-
-    def make(path: Any, leaf: Any) -> Any:
-        if not _is_named(leaf):
-            return leaf
-        return _made(leaf, where + jax.tree_util.keystr(path), "schedule")
-
-    return jax.tree.map_with_path(make, value, is_leaf=_is_named)
+    """The value, or what lies in the list, made a schedule where it is a dict."""
+    if isinstance(value, list | tuple):
+        return [_with_schedules(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, dict) and {"name", "class_name"} & value.keys():
+        return _made(value, where, "schedule")
+    return value
 
 
 def _chain(
@@ -277,8 +335,7 @@ def _transformation_makers() -> dict[str, Callable[..., Any]]:
     makers = {
         name: value
         for name, value in vars(gx).items()
-        if inspect.isfunction(value)
-        and "Transformation" in value.__annotations__["return"]
+        if inspect.isfunction(value) and _kind(value) == "transformation"
     }
     del makers[from_config.__name__]
     return makers | {"chain": _chain}

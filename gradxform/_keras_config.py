@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import optax
+
 from gradxform import _checks
 
 Config = dict[str, Any]
@@ -26,18 +28,18 @@ _CLIP = {
 
 
 def _adagrad(
-    learning_rate: Any,
-    initial_accumulator_value: Any,
-    epsilon: Any,
+    learning_rate: optax.ScalarOrSchedule,
+    initial_accumulator_value: float,
+    epsilon: float,
     use_ema: bool,
-    weight_decay: Any = None,
-    clipnorm: Any = None,
-    clipvalue: Any = None,
-    global_clipnorm: Any = None,
-    ema_momentum: Any = None,
-    ema_overwrite_frequency: Any = None,
-    loss_scale_factor: Any = None,
-    gradient_accumulation_steps: Any = None,
+    weight_decay: float | None = None,
+    clipnorm: float | None = None,
+    clipvalue: float | None = None,
+    global_clipnorm: float | None = None,
+    ema_momentum: float | None = None,
+    ema_overwrite_frequency: float | None = None,
+    loss_scale_factor: float | None = None,
+    gradient_accumulation_steps: int | None = None,
     jit_compile: Any = None,
     is_legacy_optimizer: Any = None,
     name: Any = None,
@@ -81,13 +83,13 @@ def _adagrad(
 
 
 def _legacy_adagrad(
-    learning_rate: Any,
-    initial_accumulator_value: Any,
-    epsilon: Any,
-    decay: Any,
-    clipnorm: Any = None,
-    clipvalue: Any = None,
-    global_clipnorm: Any = None,
+    learning_rate: optax.ScalarOrSchedule,
+    initial_accumulator_value: float,
+    epsilon: float,
+    decay: float,
+    clipnorm: float | None = None,
+    clipvalue: float | None = None,
+    global_clipnorm: float | None = None,
     is_legacy_optimizer: Any = None,
     name: Any = None,
 ) -> Config:
@@ -103,17 +105,17 @@ def _legacy_adagrad(
 
 
 def _novograd(
-    learning_rate: Any,
-    beta_1: Any,
-    beta_2: Any,
-    epsilon: Any,
-    weight_decay: Any,
+    learning_rate: optax.ScalarOrSchedule,
+    beta_1: float,
+    beta_2: float,
+    epsilon: float,
+    weight_decay: float,
     grad_averaging: bool,
     amsgrad: bool = False,
-    decay: Any = 0.0,
-    clipnorm: Any = None,
-    clipvalue: Any = None,
-    global_clipnorm: Any = None,
+    decay: float = 0.0,
+    clipnorm: float | None = None,
+    clipvalue: float | None = None,
+    global_clipnorm: float | None = None,
     is_legacy_optimizer: Any = None,
     name: Any = None,
 ) -> Config:
@@ -145,7 +147,7 @@ def _clips(*limits: Any) -> Config:
     return {key: limit for key, limit in clips.items() if limit is not None}
 
 
-def _decayed(learning_rate: Any, decay: Any) -> Any:
+def _decayed(learning_rate: Any, decay: float) -> Any:
     if not decay:
         return learning_rate
     if isinstance(learning_rate, Mapping):
@@ -165,9 +167,9 @@ def _decay(ours: str) -> Reader:
     """``ExponentialDecay`` and ``InverseTimeDecay``."""
 
     def read(
-        initial_learning_rate: Any,
-        decay_steps: Any,
-        decay_rate: Any,
+        initial_learning_rate: float,
+        decay_steps: float,
+        decay_rate: float,
         staircase: bool,
         name: Any = None,
     ) -> Config:
@@ -185,11 +187,11 @@ def _decay(ours: str) -> Reader:
 
 
 def _cosine_decay(
-    initial_learning_rate: Any,
-    decay_steps: Any,
-    alpha: Any,
-    warmup_target: Any = None,
-    warmup_steps: Any = 0,
+    initial_learning_rate: float,
+    decay_steps: float,
+    alpha: float,
+    warmup_target: float | None = None,
+    warmup_steps: float = 0,
     name: Any = None,
 ) -> Config:
     peak = initial_learning_rate if warmup_target is None else warmup_target
@@ -210,7 +212,9 @@ def _cosine_decay(
     return _join([warmup, cosine], [warmup_steps])
 
 
-def _piecewise_constant_decay(boundaries: Any, values: Any, name: Any = None) -> Config:
+def _piecewise_constant_decay(
+    boundaries: list[float], values: list[float], name: Any = None
+) -> Config:
     if len(values) != len(boundaries) + 1:
         raise ValueError(
             "values must be one more than boundaries, got "
@@ -225,11 +229,47 @@ def _join(schedules: list[Config], boundaries: list[Any]) -> Config:
     return {"name": "join_schedules", "schedules": schedules, "boundaries": boundaries}
 
 
+def _cosine_decay_restarts(
+    initial_learning_rate: float,
+    first_decay_steps: float,
+    t_mul: float,
+    m_mul: float,
+    alpha: float,
+    name: Any = None,
+) -> Config:
+    return {
+        "name": "cosine_decay_restarts",
+        "init_value": initial_learning_rate,
+        "first_decay_steps": first_decay_steps,
+        "t_mul": t_mul,
+        "m_mul": m_mul,
+        "alpha": alpha,
+    }
+
+
+def _linear_cosine_decay(
+    initial_learning_rate: float,
+    decay_steps: float,
+    num_periods: float,
+    alpha: float,
+    beta: float,
+    name: Any = None,
+) -> Config:
+    return {
+        "name": "linear_cosine_decay",
+        "init_value": initial_learning_rate,
+        "decay_steps": decay_steps,
+        "num_periods": num_periods,
+        "alpha": alpha,
+        "beta": beta,
+    }
+
+
 def _polynomial_decay(
-    initial_learning_rate: Any,
-    decay_steps: Any,
-    end_learning_rate: Any,
-    power: Any,
+    initial_learning_rate: float,
+    decay_steps: float,
+    end_learning_rate: float,
+    power: float,
     cycle: bool,
     name: Any = None,
 ) -> Config:
@@ -249,6 +289,8 @@ _READERS: dict[str, Reader] = {
     "ExponentialDecay": _decay("exponential_decay"),
     "InverseTimeDecay": _decay("inverse_time_decay"),
     "CosineDecay": _cosine_decay,
+    "CosineDecayRestarts": _cosine_decay_restarts,
+    "LinearCosineDecay": _linear_cosine_decay,
     "PiecewiseConstantDecay": _piecewise_constant_decay,
     "PolynomialDecay": _polynomial_decay,
 }

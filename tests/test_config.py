@@ -217,8 +217,47 @@ def test_what_is_built_from_optax():
     masked = optax.masked(optax.sgd(0.1), {"w": True, "b": True})
     other = optax.partition({"a": optax.sgd(rate), "b": masked}, {"w": "a", "b": "b"})
     agree(gx.from_config(config), other)
-    for name in ("nadam", "contrib.muon"):
+    for name in ("nadam", "contrib.muon", "contrib.dog"):  # dog says not what it makes.
         gx.from_config({"name": f"optax.{name}", "learning_rate": 0.1})
+    assert gx.from_config({"name": "optax.scale_by_factored_rms"})
+
+
+def test_trees_are_taken_as_they_are():
+    """Labels that look like numbers, parameters named as what configs are made of."""
+    sgd = {"name": "optax.sgd", "learning_rate": 1.0}
+    labels = {"name": "0", "class_name": {"config": "1e-3", "use_ema": "nan"}}
+    config = {
+        "name": "optax.partition",
+        "transforms": {"0": sgd, "1e-3": {"name": "densify"}, "nan": sgd},
+        "param_labels": labels,
+    }
+    tx = gx.from_config(through_json(config))
+    grads = jax.tree.map(lambda _: 1.0, labels)
+    updates, _ = tx.update(grads, tx.init(grads), grads)
+    assert updates == {"name": -1.0, "class_name": {"config": 1.0, "use_ema": -1.0}}
+    mask = {"name": True, "b": False}
+    masked = {"name": "optax.masked", "inner": sgd, "mask": mask}
+    decay = {**NOVOGRAD, "weight_decay": 0.1, "mask": mask}
+    for tx in map(gx.from_config, (masked, decay)):
+        tx.init({"name": 0.0, "b": 0.0})
+
+
+def test_no_function_is_called_before_it_is_known_to_make_what_is_asked(monkeypatch):
+    called = []
+
+    def recorder(count):
+        called.append(count)
+        return optax.identity()
+
+    recorder.__module__ = "optax.numerics"
+    monkeypatch.setattr(optax, "safe_increment", recorder)
+    for config in (
+        {"name": "optax.safe_increment", "count": 0},
+        {**ADAGRAD, "learning_rate": {"name": "optax.safe_increment", "count": 0}},
+    ):
+        with pytest.raises(TypeError, match=r"which 'optax.safe_increment' does not"):
+            gx.from_config(config)
+    assert not called
 
 
 def test_what_was_not_built_from_a_config():
@@ -230,7 +269,16 @@ def test_what_was_not_built_from_a_config():
 
 
 ADAGRAD = {"name": "adagrad", "learning_rate": 0.1}
+NOVOGRAD = {"name": "novograd", "learning_rate": 0.1}
 LINEAR = {"name": "linear_schedule", "init_value": 1.0, "end_value": 0.0}
+STEPS = {"name": "piecewise_constant_schedule", "init_value": 1.0}
+JOINED = {"name": "join_schedules", "schedules": [LINEAR | {"transition_steps": 1}]}
+INVERSE = {
+    "name": "inverse_time_decay",
+    "init_value": 1,
+    "transition_steps": 1,
+    "decay_rate": 1,
+}
 RATE = "config['learning_rate']"
 
 WRONG = [
@@ -337,7 +385,7 @@ WRONG = [
     ),
     (
         {**ADAGRAD, "accumulator_dtype": "bfloat61"},
-        "config['accumulator_dtype'] must be a dtype, got 'bfloat61'.",
+        "config['accumulator_dtype'] must be a floating dtype, got 'bfloat61'.",
     ),
     (
         {**ADAGRAD, "row_wise": "false"},
@@ -388,9 +436,88 @@ WRONG = [
         "config['transforms'] must be a Mapping of transformations, got [",
     ),
     (
-        {"name": "inverse_time_decay", "init_value": 1, "transition_steps": 0}
-        | {"decay_rate": 1},
-        "config: transition_steps must be in (0, inf), got 0.",
+        {**ADAGRAD, "learning_rate": {**INVERSE, "transition_steps": 0}},
+        f"{RATE}: transition_steps must be in (0, inf), got 0.",
+    ),
+    # Numbers.
+    *(
+        ({**ADAGRAD, "learning_rate": rate}, f"{RATE} must be finite in float32, got ")
+        for rate in (float("nan"), float("inf"), -float("inf"), 1e39)
+    ),
+    (
+        {**ADAGRAD, "learning_rate": 10**30},
+        f"{RATE} must be an int32, got 1000000000000000000000000000000. Write 1e10 for",
+    ),
+    (
+        {**ADAGRAD, "learning_rate": {**LINEAR, "transition_steps": float("inf")}},
+        f"{RATE}['transition_steps'] must be finite in float32, got inf.",
+    ),
+    ({**ADAGRAD, "clipnorm": float("nan")}, "config['clipnorm'] must be finite in flo"),
+    ({**ADAGRAD, "eps": "tiny"}, "config['eps'] must be a number, got 'tiny'."),
+    ({**ADAGRAD, "eps": True}, "config['eps'] must be a number, got True."),
+    ({**ADAGRAD, "clipnorm": [1.0]}, "config['clipnorm'] must be a number, or null, g"),
+    (
+        {"name": "optax.adamw", "learning_rate": 0.1, "b1": "abc"},
+        "config['b1'] must be a number, got 'abc'.",
+    ),
+    (
+        {"name": "optax.lbfgs", "memory_size": 2.5},
+        "config['memory_size'] must be an integer, got 2.5.",
+    ),
+    (
+        {"name": "optax.contrib.prodigy", "betas": [0.9]},
+        "config['betas'] must be a list of 2: a number; a number, got [0.9].",
+    ),
+    (
+        {"name": "optax.adam", "learning_rate": 0.1, "mu_dtype": "int32"},
+        "config['mu_dtype'] must be a floating dtype, got 'int32'.",
+    ),
+    (
+        {"name": "optax.stateless", "f": {"name": "linear_schedule"}},
+        "config['f'] must be what no config can hold, got {'name': 'linear_schedule'}.",
+    ),
+    (
+        {"name": "optax.scale_by_lion", "mode": "rough"},
+        "config['mode'] must be one of 'hard', 'smooth', 'refined', got 'rough'.",
+    ),
+    # Schedules.
+    (
+        {**ADAGRAD, "learning_rate": {**INVERSE, "init_value": "abc"}},
+        f"{RATE}['init_value'] must be a number, got 'abc'.",
+    ),
+    (
+        {**ADAGRAD, "learning_rate": {**JOINED, "boundaries": ["a"]}},
+        f"{RATE}['boundaries'] must be a list, each a number, got ['a'].",
+    ),
+    (
+        {**ADAGRAD, "learning_rate": {**JOINED, "schedules": [], "boundaries": []}},
+        f"{RATE}['schedules'] must be a list, each a schedule, a dict with its ",
+    ),
+    *(
+        (
+            {**ADAGRAD, "learning_rate": {**STEPS, "boundaries_and_scales": scales}},
+            f"{RATE}['boundaries_and_scales'] must be a dict from an integer to a numb",
+        )
+        for scales in ([1, 2], "1", 1, True, {"a": 1.0}, {1.5: 1.0}, {1: "a"})
+    ),
+    (
+        {
+            **ADAGRAD,
+            "learning_rate": {**STEPS, "boundaries_and_scales": {1: -float("inf")}},
+        },
+        f"{RATE}['boundaries_and_scales'][1] must be finite in float32, got -inf.",
+    ),
+    (
+        {
+            **ADAGRAD,
+            "learning_rate": {
+                "name": "linear_onecycle_schedule",
+                "transition_steps": 4,
+                "peak_value": 1.0,
+                "div_factor": 0,
+            },
+        },
+        "division by zero",
     ),
 ]
 
@@ -420,6 +547,7 @@ SCHEDULES = {
     "piecewise-constant-fractions": S.PiecewiseConstantDecay(
         [2.5, 5.0], [0.5, 0.3, 1.0]
     ),
+    "cosine-restarts": S.CosineDecayRestarts(0.5, 3, 1.5, 0.8, alpha=0.1),
     "polynomial": S.PolynomialDecay(0.5, 6, 0.01),
     "polynomial-root": S.PolynomialDecay(0.5, 6, 0.01, power=0.5),
     "polynomial-cycle": S.PolynomialDecay(0.5, 6, 0.01, power=2.0, cycle=True),
@@ -455,6 +583,54 @@ def test_schedule_is_that_of_keras(schedule):
         updates, state = update(ones, state)
         expected = np.asarray(schedule(jnp.int32(step)))
         np.testing.assert_allclose(-updates, expected, rtol=2e-6, atol=1e-8)
+
+
+def sgdr(step, length, t_mul=2.0, m_mul=1.0, alpha=0.0):
+    """Warm restarts as their paper tells them, one cosine after the other."""
+    height = 1.0
+    while step >= length:
+        step, length, height = step - length, length * t_mul, height * m_mul
+    return (1 - alpha) * height * (1 + np.cos(np.pi * step / length)) / 2 + alpha
+
+
+# As in Keras's own tests: the defaults, in float64, and each argument on its own.
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"alpha": 0.1}, {"m_mul": 0.9}, {"t_mul": 1.0}, {"t_mul": 1.1}]
+)
+def test_cosine_restarts_are_those_of_their_paper(options, x64):
+    config = {"name": "cosine_decay_restarts", "first_decay_steps": 1000, **options}
+    config = {**config, "init_value": 1.0}
+    tx = gx.from_config({"name": "scale_by_learning_rate", "learning_rate": config})
+    # Each restart as well, the step before and the step after.
+    steps = [*range(0, 1500, 250), 2099, 2100, 2101, 2999, 3000, 3001, 6999, 7000, 7001]
+    expected = [sgdr(step, 1000, **options) for step in steps]
+    with jax.enable_x64(x64):
+        states = [optax.ScaleByScheduleState(jnp.int32(step)) for step in steps]
+        update = jax.jit(tx.update)
+        updates = [update(jnp.ones(()), state)[0] for state in states]
+        assert updates[0].dtype == (jnp.float64 if x64 else jnp.float32)
+    rtol = 1e-12 if x64 else 3e-6
+    np.testing.assert_allclose(-np.array(updates), expected, rtol=rtol, atol=rtol)
+
+
+OURS = {
+    "inverse_time_decay": {"transition_steps": 3, "decay_rate": 1},
+    "polynomial_decay": {"end_value": 0, "power": 2, "transition_steps": 3},
+    "cosine_decay_restarts": {"first_decay_steps": 2},
+    "linear_cosine_decay": {"decay_steps": 3},
+}
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("name", OURS)
+def test_our_schedules_need_no_promotion_of_dtypes(name, flag):
+    flags = {"polynomial_decay": "cycle", "inverse_time_decay": "staircase"}
+    options = {flags[name]: flag} if name in flags else {}
+    rate = {"name": name, "init_value": 1, **OURS[name], **options}
+    tx = gx.from_config({"name": "scale_by_learning_rate", "learning_rate": rate})
+    state = tx.init(PARAMS)
+    jax.jit(tx.update)(jnp.ones(()), state)
 
 
 CASES = [(setting, None) for setting in SETTINGS]
@@ -698,11 +874,12 @@ WRONG_OF_KERAS = [
     (
         {
             **KERAS3,
-            "learning_rate": {**EXPONENTIAL, "class_name": "CosineDecayRestarts"},
+            "learning_rate": {**EXPONENTIAL, "class_name": "NoisyLinearCosineDecay"},
         },
-        "config['learning_rate']: the class 'CosineDecayRestarts' of None is not read; "
-        "of Keras's these are: Adagrad, NovoGrad, ExponentialDecay, InverseTimeDecay, "
-        "CosineDecay, PiecewiseConstantDecay, PolynomialDecay.",
+        "config['learning_rate']: the class 'NoisyLinearCosineDecay' of None is not "
+        "read; of Keras's these are: Adagrad, NovoGrad, ExponentialDecay, InverseTimeDe"
+        "cay, CosineDecay, CosineDecayRestarts, LinearCosineDecay, PiecewiseConstantDec"
+        "ay, PolynomialDecay.",
     ),
     (
         serialized(
@@ -742,6 +919,46 @@ def test_what_cannot_be_read_of_keras_is_said(config, message):
     with pytest.raises((TypeError, ValueError)) as raised:
         gx.from_config(config)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "where"),
+    [
+        ({**KERAS3, "epsilon": "small"}, "config['epsilon'] must be a number"),
+        (
+            {**KERAS3, "weight_decay": 0.1, "learning_rate": "fast"},
+            "config['learning_rate'] must be a number, or a schedule",
+        ),
+        (
+            serialized(
+                {
+                    **KERAS3,
+                    "weight_decay": 0.1,
+                    "learning_rate": serialized(
+                        {**EXPONENTIAL["config"], "decay_steps": None},
+                        "ExponentialDecay",
+                    ),
+                }
+            ),
+            "config['config']['learning_rate']['config']['decay_steps'] must be a num",
+        ),
+        (
+            serialized(
+                {"boundaries": [float("inf")], "values": [1.0, 2.0]},
+                "PiecewiseConstantDecay",
+            ),
+            "config['config']['boundaries'][0] must be finite in float32, got inf.",
+        ),
+        (
+            serialized({"boundaries": 1, "values": [1.0]}, "PiecewiseConstantDecay"),
+            "config['config']['boundaries'] must be a list, each a number, got 1.",
+        ),
+    ],
+)
+def test_what_is_wrong_in_what_keras_wrote_is_said_where_it_stands(config, where):
+    with pytest.raises((TypeError, ValueError)) as raised:
+        gx.from_config(config)
+    assert str(raised.value).startswith(where)
 
 
 def test_keys_of_keras_that_change_no_number():

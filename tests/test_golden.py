@@ -1,4 +1,4 @@
-"""The traces that TensorFlow, Keras and MONAI left, replayed by the library.
+"""The traces that the originals left, replayed by the library.
 
 ``tests/golden/README.md`` says how they were made, what a case holds and which quirks
 of the originals are not ours.
@@ -31,6 +31,7 @@ SLOTS = {
     "exp_avg": "mu",
     "exp_avg_sq": "nu",
 }
+OF_OPENSEQ2SEQ = "open_seq2seq.optimizers.novograd.NovoGrad"
 
 
 def array(value, dtype):
@@ -79,6 +80,24 @@ def agree(got, expected, floor, rtol=2e-5):
         )
 
 
+def test_openseq2seq_never_stores_its_moving_average():
+    case = CASES["openseq2seq:novograd-plain"]
+    averages = [list(step["nvgrad2_ema"].values()) for step in case["steps"]]
+    assert averages == [[0.0] * 4] * 6
+    other = CASES["openseq2seq:novograd-other-beta2"]
+    assert other["settings"]["beta2"] != case["settings"]["beta2"] == 0.98
+    assert other["steps"] == case["steps"]
+    # With the average of its paper, its own defaults train otherwise.
+    params = tree(case["params"])
+    tx = gx.novograd(case["ours"]["learning_rate"])
+    state = tx.init(params)
+    for step in case["steps"]:
+        params, state = gx.apply_gradients(tx, tree(step["grads"]), state, params)
+    theirs = tree(case["steps"][-1]["params"])
+    apart = max(float(jnp.max(jnp.abs(params[k] - theirs[k]))) for k in params)
+    assert apart == pytest.approx(0.34, abs=0.01)
+
+
 CLIPS = [n for n, c in OURS.items() if "clip_by" in c["ours"]["transformation"]]
 OPTIMIZERS = [n for n in OURS if n not in CLIPS]
 
@@ -91,6 +110,7 @@ def test_optimizer(name):
     state = tx.init(params)
     step = jax.jit(lambda g, s, p, **e: gx.apply_gradients(tx, g, s, p, **e))
     stale_count = 0
+    slots = SLOTS | {"momentum": "mu"} if case["symbol"] == OF_OPENSEQ2SEQ else SLOTS
     for recorded in case["steps"]:
         gated = "local_step" in recorded
         extra = {"local_step": recorded["local_step"]} if gated else {}
@@ -99,7 +119,7 @@ def test_optimizer(name):
         for slot, expected in recorded["slots"].items():
             # TensorFlow Addons keeps its momentum negated.
             sign = -1 if slot == "m" else 1
-            ours = optax.tree.get(state, SLOTS[slot])
+            ours = optax.tree.get(state, slots[slot])
             agree({k: sign * v for k, v in ours.items()}, tree(expected), floor=0)
         if gated:
             assert gx.global_step(state) == recorded["global_step"]
@@ -134,5 +154,5 @@ def test_clipping(name):
 
 def test_what_is_not_ours_says_why():
     assert all(CASES[n].get("why_not") for n in CASES.keys() - OURS.keys())
-    assert len(OPTIMIZERS) >= 181
+    assert len(OPTIMIZERS) >= 192
     assert len(CLIPS) >= 47

@@ -66,6 +66,17 @@ def main():
             )
         )
     )
+    for name, t_mul in (("restarts", 2.0), ("equal-restarts", 1.0)):
+        case = _format.scheduled(
+            "cosine-decay-" + name,
+            schedule="CosineDecayRestarts",
+            initial_learning_rate=0.5,
+            first_decay_steps=2,
+            t_mul=t_mul,
+            m_mul=0.8,
+            alpha=0.1,
+        )
+        cases.append(adagrad(*case))
     versions = {"keras": keras.__version__, "backend": "jax", "jax": jax.__version__}
     _format.write(__file__, versions, cases)
 

@@ -333,14 +333,14 @@ def clipping():
 # --- Adagrad -------------------------------------------------------------------------
 
 
-def adagrad(name, variant, settings, through="minimize"):
+def adagrad(name, variant, settings, through="minimize", schedules=None):
     symbol = "tf.keras.optimizers.Adagrad"
     steps = []
     with tf.Graph().as_default(), session() as sess:
         params = variables(tuple(_format.SHAPES), use_resource=True)
         grads = placeholders(tuple(_format.SHAPES))
         opt = tf.keras.optimizers.Adagrad(
-            **_format.build(settings, tf.keras.optimizers.schedules)
+            **_format.build(settings, schedules or tf.keras.optimizers.schedules)
         )
         if through == "minimize":
             train = opt.minimize(
@@ -445,6 +445,30 @@ def main():
                 end_learning_rate=0.01,
                 power=2.0,
             )
+        ),
+        adagrad(
+            *_format.scheduled(
+                "cosine-decay-restarts",
+                schedule="CosineDecayRestarts",
+                initial_learning_rate=0.5,
+                first_decay_steps=2,
+                t_mul=2.0,
+                m_mul=0.8,
+                alpha=0.1,
+            ),
+            schedules=tf.keras.experimental,
+        ),
+        adagrad(
+            *_format.scheduled(
+                "linear-cosine-decay",
+                schedule="LinearCosineDecay",
+                initial_learning_rate=0.5,
+                decay_steps=5,
+                num_periods=1.5,
+                alpha=0.1,
+                beta=0.01,
+            ),
+            schedules=tf.keras.experimental,
         ),
         adagrad("decay", "plain", dict(rate, learning_rate=0.5, decay=0.25)),
         adagrad(*_format.TWO_CLIPS),

@@ -54,7 +54,8 @@ def novograd(ours, params):
             updates[key] = -mu[key] if in_momentum else -lr * mu[key]
         if in_momentum:  # TensorFlow's accumulator holds the update: minus our mu
             return updates, {"m": dict(updates), "v": dict(nu)}
-        return updates, {"exp_avg": dict(mu), "exp_avg_sq": dict(nu)}
+        slots = {"exp_avg": dict(mu), "exp_avg_sq": dict(nu)}
+        return updates, dict(slots, momentum=slots["exp_avg"])  # OpenSeq2Seq's name
 
     return update
 

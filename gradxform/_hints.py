@@ -1,0 +1,120 @@
+"""What a value of a config may be, as the type annotation of its argument says it."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+Alternative = tuple[str, Callable[[Any], bool]]  # In words, and whether a value is one.
+
+_NUMBERS = (float, complex, jax.Array, np.ndarray, np.number)
+
+
+def alternatives(hint: Any, whole: bool = True) -> list[Alternative]:
+    """What values an annotation allows, any of them.
+
+    Args:
+      hint: the annotation, no string.
+      whole: whether an ``int`` has to be one, or may be any number; keys always have.
+    """
+    origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if any(arg in _NUMBERS for arg in args):
+            # Of an ``ArrayLike``, which may be a bool as well, this leaves the numbers.
+            args = tuple(arg for arg in args if arg not in (int, bool, np.bool))
+        return [each for arg in args for each in alternatives(arg, whole)]
+    if hint in (None, type(None)):
+        return [("null", lambda value: value is None)]
+    if hint is bool:
+        return [("true or false", lambda value: isinstance(value, bool))]
+    if hint is str:
+        return [("a string", lambda value: isinstance(value, str))]
+    if hint in _NUMBERS or (hint is int and not whole):
+        return [("a number", lambda value: _is(value, int | float))]
+    if hint is int:
+        return [("an integer", lambda value: _is(value, int))]
+    if hint == optax.Schedule:
+        return [("a schedule, a dict with its 'name'", callable)]
+    if origin is typing.Literal:
+        words = ", ".join(map(repr, args))
+        return [(f"one of {words}", lambda value: value in args)]
+    if origin is Callable or getattr(hint, "_is_protocol", False):
+        return [("what no config can hold", lambda _: False)]
+    if origin is dict:
+        return [_dict(alternatives(args[0]), alternatives(args[1], whole))]
+    if origin is tuple and args[-1] is not ...:
+        return [_tuple([alternatives(arg, whole) for arg in args])]
+    if origin in (list, tuple, Sequence, Iterable) and args:
+        return [_list(alternatives(args[0], whole))]
+    return [("anything", lambda _: True)]
+
+
+def holds_schedules(hint: Any) -> bool:
+    """Whether a schedule may stand there, or a list of them."""
+    return any("schedule" in words for words, _ in alternatives(hint))
+
+
+def dtype() -> Alternative:
+    """The name of a dtype that an optimizer can compute in, or none."""
+
+    def fits(value: Any) -> bool:
+        if not isinstance(value, str):
+            return value is None
+        try:
+            return jnp.issubdtype(jnp.dtype(value), jnp.inexact)
+        except TypeError:
+            return False
+
+    return "a floating dtype", fits
+
+
+def _is(value: Any, kinds: Any) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _any(allowed: list[Alternative], value: Any) -> bool:
+    return any(fits(value) for _, fits in allowed)
+
+
+def words(allowed: list[Alternative]) -> str:
+    """All of them, for a message."""
+    return ", or ".join(dict.fromkeys(words for words, _ in allowed))
+
+
+def _list(each: list[Alternative]) -> Alternative:
+    def fits(value: Any) -> bool:
+        # Of numbers there may be none; of all else nothing would have nothing to do.
+        return (
+            isinstance(value, list | tuple)
+            and all(_any(each, entry) for entry in value)
+            and (len(value) > 0 or _any(each, 0))
+        )
+
+    return f"a list, each {words(each)}", fits
+
+
+def _tuple(each: list[list[Alternative]]) -> Alternative:
+    def fits(value: Any) -> bool:
+        return (
+            isinstance(value, list | tuple)
+            and len(value) == len(each)
+            and all(map(_any, each, value))
+        )
+
+    return f"a list of {len(each)}: {'; '.join(map(words, each))}", fits
+
+
+def _dict(keys: list[Alternative], values: list[Alternative]) -> Alternative:
+    def fits(value: Any) -> bool:
+        return isinstance(value, dict) and all(
+            _any(keys, key) and _any(values, entry) for key, entry in value.items()
+        )
+
+    return f"a dict from {words(keys)} to {words(values)}", fits
