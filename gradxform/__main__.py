@@ -14,7 +14,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import io
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -274,7 +277,10 @@ def save_plot(
         legend = ax.legend(**spot, frameon=False, markerscale=2)
         for handle in legend.legend_handles:
             handle.set_alpha(1)
-    figure.savefig(path, format="png")
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    with open(path, "wb") as file:  # At once, so that none is left half done.
+        file.write(png.getbuffer())
 
 
 class Parser(argparse.ArgumentParser):
@@ -313,8 +319,9 @@ def writable_png(path: str) -> str:
     except OSError as error:
         message = f"must be a file that can be written, got {path!r}: {error.strerror}"
         raise argparse.ArgumentTypeError(message) from error
-    if not existed:
-        os.remove(path)
+    finally:
+        if not existed and os.path.lexists(path):
+            os.remove(path)
     return path
 
 
@@ -372,6 +379,40 @@ def make_parser() -> Parser:
     return parser
 
 
+def end(*_: object) -> NoReturn:
+    """Ends the process as Ctrl-C does: in one line, with exit code 130.
+
+    At once, whatever it is at: an exception would be lost in an import or a destructor,
+    and the interpreter's own end crashes where XLA is still at work.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.write(sys.stderr.fileno(), b"python -m gradxform: interrupted\n")
+    os._exit(130)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Lets contexts inside end what they started, before Ctrl-C ends the process.
+
+    A second Ctrl-C does not wait for them.
+    """
+
+    def interrupt(*_: object) -> NoReturn:
+        signal.signal(signal.SIGINT, end)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not end:  # The process is another program's.
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is end:
+            end()
+        signal.signal(signal.SIGINT, end)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line, ``sys.argv`` by default."""
     parser = make_parser()
@@ -392,7 +433,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     model, digits = build_model(args.seed), load_digits()
     start = time.perf_counter()
-    with engines.ENGINES[args.engine](make_job(args, model, digits)) as run:
+    engine, job = engines.ENGINES[args.engine], make_job(args, model, digits)
+    with interruptible(), engine(job) as run:
         pushes = list(track(run.pushes, args.steps))
         seconds = time.perf_counter() - start
         params, state = run.server.state().values()
@@ -411,4 +453,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, end)
     main()

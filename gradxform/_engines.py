@@ -12,11 +12,13 @@ compute and how long they take, the :class:`Job` says; how they come to run, the
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import importlib
 import logging
 import os
 import queue
+import signal
 import threading
 import time
 import warnings
@@ -190,31 +192,52 @@ def ray(job: Job) -> Iterator[Run]:
       ray.exceptions.RayActorError: a worker has died again and again, or the server.
     """
     ray = require("ray", "ray")
-    own_cluster = not ray.is_initialized()
-    if own_cluster:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # It would report home.
-        with warnings.catch_warnings():
-            # Ray forks to start its processes, of which JAX warns; they exec at once.
-            warnings.filterwarnings("ignore", r"os\.fork\(\)", RuntimeWarning)
-            ray.init(
-                num_cpus=len(job.workers) + 1,  # As many as there are actors.
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
     # Threads of the actor for all workers that wait, and some for pulls and pushes.
     concurrency = len(job.workers) + 4
     actor: Any = ray.remote(gx.ParameterServer).options(max_concurrency=concurrency)
     workers: list[Any] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        if not ray.is_initialized():
+            stack.callback(_uninterrupted(ray.shutdown))
+            _start_cluster(len(job.workers) + 1)  # As many CPUs as there are actors.
         server = actor.remote(job.params, job.tx)
-        pushes = _dispatch(ray, job, server, workers)
-        yield Run(pushes, _RayServer(server), workers)
-    finally:
-        for each in [server, *workers]:
-            ray.kill(each)
-        if own_cluster:
-            ray.shutdown()
+        stack.callback(ray.kill, server)
+        stack.callback(lambda: [ray.kill(each) for each in workers])
+        yield Run(_dispatch(ray, job, server, workers), _RayServer(server), workers)
+
+
+def _uninterrupted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Puts Ctrl-C off until the function has done all that it does."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return function(*args)  # Another thread is never interrupted.
+        pending: list[int] = []
+        before = signal.signal(signal.SIGINT, lambda number, _: pending.append(number))
+        try:
+            return function(*args)
+        finally:
+            signal.signal(signal.SIGINT, before)
+            if pending:
+                signal.raise_signal(signal.SIGINT)
+
+    return call
+
+
+@_uninterrupted  # Processes of half a cluster would live on.
+def _start_cluster(num_cpus: int) -> None:
+    ray = require("ray", "ray")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # It would report home.
+    with warnings.catch_warnings():
+        # Ray forks to start its processes, of which JAX warns; they exec at once.
+        warnings.filterwarnings("ignore", r"os\.fork\(\)", RuntimeWarning)
+        ray.init(
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
 
 
 def _dispatch(ray: Any, job: Job, server: Any, workers: list[Any]) -> Iterator[Push]:
@@ -223,7 +246,8 @@ def _dispatch(ray: Any, job: Job, server: Any, workers: list[Any]) -> Iterator[P
     Starts them, and keeps in ``workers`` those that live.
     """
     start = ray.remote(_RayWorker).remote
-    workers += [start(*pair, server) for pair in enumerate(job.workers)]
+    for pair in enumerate(job.workers):
+        workers.append(start(*pair, server))  # One by one: the next may fail.
     deaths = [0] * len(workers)
     idle = list(range(len(workers)))
     working: dict[Any, int] = {}  # Who computes, by the reference of the push to come,

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -283,3 +284,80 @@ def test_without_ray_the_cure_is_named(monkeypatch):
         engines.ray(make_job("async", [1.0])),
     ):
         pass
+
+
+# Ray's cluster, with a Ray that only takes notes: tests/test_ray.py has the real one.
+
+
+class Notes:
+    """What ``gradxform._engines.ray`` calls of Ray, and in which order."""
+
+    def __init__(self, unpicklable=None, interrupt=False):
+        self.calls = []
+        self.unpicklable = unpicklable
+        self.interrupt = interrupt
+
+    def is_initialized(self):
+        return False
+
+    def init(self, **_):
+        if self.interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0)  # Here it would strike.
+        self.calls.append("init")
+
+    def shutdown(self):
+        self.calls.append("shutdown")
+
+    def get(self, *_):
+        raise NotImplementedError
+
+    def kill(self, actor):
+        self.calls.append(f"kill {actor}")
+
+    def remote(self, cls):
+        def start(*_):
+            self.calls.append(cls.__name__)
+            if self.calls.count(cls.__name__) == 2 or cls.__name__ == self.unpicklable:
+                raise TypeError("Could not serialize the argument")
+            return cls.__name__
+
+        actor = types.SimpleNamespace(remote=start)
+        actor.options = lambda **_: actor
+        return actor
+
+
+@pytest.mark.parametrize(
+    ("unpicklable", "calls"),
+    [
+        ("ParameterServer", ["init", "ParameterServer", "shutdown"]),
+        (
+            "the second worker",
+            [
+                *("init", "ParameterServer", "_RayWorker", "_RayWorker"),
+                *("kill _RayWorker", "kill ParameterServer", "shutdown"),
+            ],
+        ),
+    ],
+)
+def test_ray_ends_what_it_started_where_something_cannot_be_pickled(
+    unpicklable, calls, monkeypatch
+):
+    notes = Notes(unpicklable)
+    monkeypatch.setitem(sys.modules, "ray", notes)
+    with (
+        pytest.raises(TypeError, match="Could not serialize"),
+        engines.ray(make_job("async", [1.0, 1.0])) as running,
+    ):
+        next(running.pushes)
+    assert notes.calls == calls
+
+
+def test_ray_is_started_whole_before_an_interrupt_ends_it(monkeypatch):
+    notes = Notes(interrupt=True)
+    monkeypatch.setitem(sys.modules, "ray", notes)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), engines.ray(make_job("async", [1.0])):
+        pass
+    assert notes.calls == ["init", "shutdown"]
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,9 +1,13 @@
 """The main job: its parts by hand-made cases, and the command as a user runs it."""
 
+import contextlib
 import os
+import pathlib
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -309,6 +313,58 @@ def test_a_missing_package_gets_one_line(package, extra, tmp_path):
     assert done.stderr.count("\n") == 1
     assert f"'{package}'" in done.stderr
     assert f"python -m pip install 'gradxform[{extra}]'" in done.stderr
+
+
+INTERRUPTED = "python -m gradxform: interrupted\n"
+
+
+def test_an_interrupt_during_the_imports_gets_one_line(tmp_path):
+    interrupting = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT)"
+    swallowing = (
+        f"try: exec({interrupting!r}); time.sleep(60)\nexcept BaseException: pass"
+    )
+    (tmp_path / "sklearn.py").write_text(swallowing)
+    done = run(*SHORT, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", INTERRUPTED)
+
+
+def processes_of(mark):
+    """Those that inherited the mark."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # It has ended, or is another user's.
+            found += [path] * (mark.encode() in path.read_bytes())
+    return found
+
+
+@pytest.mark.skipif(not os.path.exists("/proc"), reason="looks for processes there")
+@pytest.mark.parametrize("engine", engines.ENGINES)
+def test_an_interrupt_ends_every_engine(engine, tmp_path):
+    if engine == "ray":
+        pytest.importorskip("ray")
+    mark, plot = str(tmp_path), tmp_path / "plot.png"
+    command = [sys.executable, "-m", "gradxform", "--steps", "1000000"]
+    visible = {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80", "MARK": mark}
+    with subprocess.Popen(
+        [*command, "--engine", engine, "--plot", str(plot)],
+        env=os.environ | visible,
+        start_new_session=True,  # A terminal interrupts all of a group.
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        seen = b""
+        while b"loss" not in seen:  # The first push has arrived.
+            seen += os.read(process.stderr.fileno(), 4096) or pytest.fail(str(seen))
+        os.killpg(process.pid, signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (130, b"")
+    assert stderr.decode().endswith(INTERRUPTED)
+    assert b"Traceback" not in stderr
+    assert not plot.exists()
+    deadline = time.monotonic() + 30
+    while processes_of(mark) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes_of(mark)
 
 
 def test_trying_the_plot_leaves_files_as_they_are(tmp_path):

@@ -222,6 +222,16 @@ def goes_on_in_every_row(tx):
     equals(-0.1 * 0.9 * DENSE)(tx.update(none, state)[0])
 
 
+def decays_every_row(tx):
+    params, state = jnp.asarray(TABLE), tx.init(TABLE)
+    slices = gx.IndexedSlices(IDS, ROWS, TABLE.shape)
+    sequence = [{"table": DENSE}] * 2
+    for step in oracles.novograd({"table": TABLE}, sequence, 0.1, weight_decay=0.01):
+        params, state = gx.apply_gradients(tx, slices, state, params)
+        equals(step[0]["table"])(params)
+    assert np.all(params[2] != TABLE[2])  # Which no gradient has touched.
+
+
 def averages_rows_by_the_pushes_that_held_them(tx):
     params, state = jnp.asarray(TABLE), tx.init(TABLE)
     for row, value in ((0, 1.0), (2, 3.0)):
@@ -242,8 +252,10 @@ CHECKS = {
     # DropStaleGradientOptimizer
     "gx.drop_stale(tx, max_staleness=staleness)": drops_what_is_late,
     "gx.global_step(late_state), jax.grad(loss_fn)(params)": equals((1, GRADS)),
-    'optax.masked(tx, {"w": True, "b": False})': updates_to(
-        {"w": ADAGRAD_UPDATE["w"], "b": GRADS["b"]}
+    "gx.drop_stale(tx, max_staleness=-1)": says(ValueError, "max_staleness must be in"),
+    'optax.partition({"train": tx, "freeze": optax.set_to_zero()}, '
+    '{"w": "train", "b": "freeze"})': updates_to(
+        {"w": ADAGRAD_UPDATE["w"], "b": np.array(0.0)}
     ),
     "jax.vjp(loss_fn, params)[1](grad_loss)[0]": equals(
         {k: 2 * g for k, g in GRADS.items()}
@@ -258,6 +270,8 @@ CHECKS = {
     "gx.minimize(loss_fn, late)(params, late_state, local_step=local_step)": (
         lambda result: accepted_second_step(result[:2])
     ),
+    'gx.minimize(loss_fn, late, trainable={"w": True, "b": False})'
+    "(params, late_state, local_step=local_step)": learns_w_alone,
     "gx.global_step(late_state)": equals(1),
     'optax.tree.get(late_state, "stale_count")': equals(0),
     "gx.staleness_fraction(late_state)": equals(0.0),
@@ -408,11 +422,18 @@ CHECKS = {
         learns_w_alone
     ),
     "jax.grad(loss_fn)(params)": equals(GRADS),
+    'gx.apply_gradients(tx, {**grads, "b": None}, state, params)': lambda result: (
+        learns_w_alone((*result, loss_fn(PARAMS)))
+    ),
     "gx.adagrad(learning_rate, initial_accumulator_value=-1.0)": says(
         ValueError, "initial_accumulator_value must be in"
     ),
     # NovoGrad
     "gx.novograd(learning_rate)": novograd(),
+    "gx.novograd(learning_rate, b2=0.0)": novograd(b2=0.0),
+    "optax.chain(gx.densify(), gx.novograd(learning_rate, weight_decay=0.01))": (
+        decays_every_row
+    ),
     "gx.novograd(learning_rate, 0.9, 0.98, eps_in_sqrt=False)": novograd(
         b1=0.9, eps_in_sqrt=False
     ),
