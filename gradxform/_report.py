@@ -1,0 +1,107 @@
+"""What the main job shows of its pushes: a table, and a plot."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import optax
+
+import gradxform as gx
+from gradxform import _engines as engines
+
+
+def print_report(
+    title: str, pushes: Sequence[engines.Push], state: optax.OptState, seconds: float
+) -> None:
+    """Prints a table of what became of the pushes."""
+    from rich import console, progress_bar, table
+
+    workers, *_, results = zip(*pushes, strict=True)
+    applied, staleness, _ = map(np.array, zip(*results, strict=True))
+    report = table.Table(title=title, title_justify="left", show_header=False)
+    report.add_row("steps", f"{int(gx.global_step(state))}")
+    report.add_row("pushes accepted", f"{np.sum(applied)}")
+    last = np.sum(~applied & (np.array(workers) == max(workers)))
+    report.add_row(
+        "pushes dropped", f"{np.sum(~applied)}", f"{last} of the last worker"
+    )
+    fraction = f"{float(gx.staleness_fraction(state)):.3f}"
+    report.add_row("staleness fraction", fraction, "dropped / (accepted + 1)")
+    report.add_section()
+    width = 1 + staleness.max() // 20  # Few rows, however many workers there are.
+    counts = np.bincount(staleness // width)
+    for row, count in enumerate(counts):
+        low, high = row * width, (row + 1) * width - 1
+        span = f"{low}" if low == high else f"{low} to {high}"
+        dropped = np.sum(~applied & (low <= staleness) & (staleness <= high))
+        part = "all" if dropped == count else f"{dropped}"
+        text = f"{count}, {part} dropped" if dropped else f"{count}"
+        color = "yellow" if dropped else "green"
+        bar = progress_bar.ProgressBar(
+            counts.max(), count, 30, complete_style=color, finished_style=color
+        )
+        report.add_row(f"staleness {span}", text, bar)
+    report.add_section()
+    norm = f"{float(optax.tree.get(state, 'global_norm')):.3f}"
+    report.add_row("gradient norm", norm, "of the last step, before the clip")
+    report.add_row("seconds", f"{seconds:.1f}", "of starting, compiling and training")
+    console.Console().print(report)
+
+
+def save_plot(
+    path: str,
+    title: str,
+    pushes: Sequence[engines.Push],
+    max_staleness: int,
+    max_norm: float,
+) -> None:
+    """Draws loss, staleness and gradient norm, push by push, as a PNG.
+
+    The norm is that of each single push, as its worker computed it.
+    """
+    from matplotlib.figure import Figure
+
+    step = np.arange(1, len(pushes) + 1)
+    _, _, loss, norms, results = zip(*pushes, strict=True)
+    kept, staleness, _ = map(np.array, zip(*results, strict=True))
+
+    figure: Any = Figure(figsize=(7, 8), dpi=200, layout="constrained")
+    figure.suptitle(title)
+    above, middle, below = axes = figure.subplots(3, sharex=True)
+    blue, orange = "#0072B2", "#D55E00"  # Apart to every eye; in grey, markers tell.
+    dots = {"s": 6, "linewidths": 0, "alpha": 0.4, "color": blue}
+    cross = {"s": 12, "marker": "x", "color": orange}
+    limit = {"linestyle": "--", "color": orange}
+
+    above.scatter(step, loss, **dots, label="one minibatch")
+    window = 1 + min(49, len(loss) // 10)
+    mean = np.convolve(loss, np.full(window, 1 / window), "valid")
+    above.plot(step[window - 1 :], mean, "k", label=f"mean of {window} pushes")
+    above.set(ylabel="loss [nat]", yscale="log")
+
+    middle.scatter(step[kept], staleness[kept], **dots, label="accepted")
+    if not kept.all():
+        middle.scatter(step[~kept], staleness[~kept], **cross, label="dropped")
+        middle.axhline(max_staleness + 0.5, **limit, label=f"limit {max_staleness}")
+    middle.set(ylabel="staleness [steps]")
+    middle.yaxis.get_major_locator().set_params(integer=True)
+
+    below.scatter(step, norms, **dots, label="one minibatch")
+    below.axhline(max_norm, **limit, label=f"clip at {max_norm:g}")
+    below.set(ylabel="gradient norm", yscale="log", xlabel="push")
+
+    for ax in axes:
+        ax.margins(x=0.01)
+        ax.grid(alpha=0.25)
+        # Above the axes, where it hides no point.
+        spot = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3}
+        legend = ax.legend(**spot, frameon=False, markerscale=2)
+        for handle in legend.legend_handles:
+            handle.set_alpha(1)
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    with open(path, "wb") as file:  # At once, so that none is left half done.
+        file.write(png.getbuffer())
