@@ -69,7 +69,7 @@ def dtype() -> Alternative:
             return value is None
         try:
             return jnp.issubdtype(jnp.dtype(value), jnp.inexact)
-        except TypeError:
+        except (TypeError, ValueError):
             return False
 
     return "a floating dtype", fits

@@ -388,6 +388,10 @@ WRONG = [
         "config['accumulator_dtype'] must be a floating dtype, got 'bfloat61'.",
     ),
     (
+        {**ADAGRAD, "accumulator_dtype": "1e-3"},
+        "config['accumulator_dtype'] must be a floating dtype, got '1e-3'.",
+    ),
+    (
         {**ADAGRAD, "row_wise": "false"},
         "config['row_wise'] must be true or false, got 'false'.",
     ),
