@@ -66,8 +66,8 @@ from gradxform._novograd import ScaleByNovogradState as ScaleByNovogradState
 from gradxform._novograd import novograd as novograd
 from gradxform._novograd import scale_by_novograd as scale_by_novograd
 from gradxform._parameter_server import ParameterServer as ParameterServer
-from gradxform._parameter_server import PushResult as PushResult
-from gradxform._parameter_server import ServerClosedError as ServerClosedError
-from gradxform._parameter_server import ServerStats as ServerStats
+from gradxform._server_records import PushResult as PushResult
+from gradxform._server_records import ServerClosedError as ServerClosedError
+from gradxform._server_records import ServerStats as ServerStats
 
 __version__ = "0.1.0"

@@ -3,74 +3,78 @@
 from __future__ import annotations
 
 import collections
-import operator
+import queue
+import secrets
+import sys
 import threading
 import time
+from collections.abc import Hashable
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from gradxform import _checks
-from gradxform._apply import apply_gradients
-from gradxform._drop_stale import drop_stale, outermost
-from gradxform._gate import GatedTransformation
+from gradxform._drop_stale import outermost
+from gradxform._own_thread import OwnThread
+from gradxform._push_programs import PushPrograms, copy, settle
+from gradxform._server_records import (
+    GlobalStep,
+    PushResult,
+    ServerClosedError,
+    ServerStats,
+    as_step,
+    check_push_id,
+    is_past,
+)
+from gradxform._waiters import Waiters
 
 
-class PushResult(NamedTuple):
-    """What became of one push.
+class _Version(NamedTuple):
+    """All that a step replaces, in one assignment."""
 
-    Attributes:
-      applied: False where it was dropped as stale.
-      staleness: steps taken since the worker's local step.
-      global_step: after the push.
-    """
-
-    applied: bool
-    staleness: int
+    params: Any
+    state: Any
     global_step: int
+    stale_count: int
+    life: str
 
-
-class ServerClosedError(RuntimeError):
-    """A call to a server that was closed, which is how workers learn of the end."""
-
-
-class ServerStats(NamedTuple):
-    """What a server has done since it was made.
-
-    Attributes:
-      accepted: pushes that were applied or added; an accumulator takes several to a
-        step.
-      dropped: pushes that came too late.
-      staleness: how many pushes came how late, by steps.
-      pushes_per_second: from the first push to the last; 0 before the second.
-      global_step: steps taken.
-    """
-
-    accepted: int
-    dropped: int
-    staleness: dict[int, int]
-    pushes_per_second: float
-    global_step: int
+    @classmethod
+    def of(cls, params: Any, state: Any) -> _Version:
+        """The first of a life."""
+        global_step, stale_count = (
+            int(outermost(state, field)) for field in ("global_step", "stale_count")
+        )
+        return cls(params, state, global_step, stale_count, secrets.token_hex(8))
 
 
 class ParameterServer:
     """Parameters and optimizer state that workers on many threads pull and push to.
 
     Every push is one compiled :func:`apply_gradients`, one push after the other. All
-    methods may be called from any thread; none but :meth:`wait` waits for another
-    worker. ``ray.remote(gx.ParameterServer)`` is the same on many machines: give the
-    actor a ``max_concurrency`` above its number of workers, for those that wait.
+    methods may be called from any thread, and from signal handlers; none but
+    :meth:`wait` waits for another worker. ``ray.remote(gx.ParameterServer)`` is the
+    same on many machines: give the actor a ``max_concurrency`` above its number of
+    workers, for those that wait.
 
-    The server updates parameters and state in place, and hands out copies: an array
-    that a worker pulled stays valid whatever the server does next. That costs one copy
-    of the parameters for each version that somebody pulls, and none for pushes or for
-    a second pull of a version. With ``donate=False`` pulls are free instead, and each
-    step allocates new arrays: better where every version is pulled at once by all, at
-    the price of as many models in memory as workers hold versions.
+    What is pulled belongs to the worker that pulled it, a copy: it stays valid whatever
+    the server or another worker does next, and may be donated. Gradients come from any
+    device and are brought to the parameters, which never move.
+
+    A push that raises changes nothing, and harms nobody but the worker that pushed:
+    what is wrong with a gradient shows before its step begins, and an exception that
+    interrupts a method, at whatever moment, finds the server at the old step or the new
+    one. There is one exception. The server updates its arrays in place, so a step that
+    fails while it runs, out of memory or in a callback, takes them along: every call
+    then raises :class:`ServerClosedError`, which names the cause, until :meth:`restore`
+    brings back what :meth:`state` once gave. With ``donate=False`` each step allocates
+    new arrays and such a failure changes nothing either, at the price of a second model
+    and optimizer state in memory while a step runs.
+
+    A Ray actor that has died and was started again (``max_restarts``) has lost its
+    parameters likewise; it does not begin anew with the initial ones.
 
     Args:
       params: the initial parameters; they are copied.
@@ -79,7 +83,8 @@ class ParameterServer:
         is. It receives ``local_step`` and all extra arguments of :meth:`push`.
       donate: whether steps update the server's own arrays in place.
       require_finite: whether gradients that hold NaN or inf are refused with an error,
-        at the price of one more pass over them.
+        at the price of one more pass over them. Padding of :class:`IndexedSlices`
+        counts for nothing.
 
     Source: the parameter servers of TensorFlow 1.x, ``tf.train.SyncReplicasOptimizer``
     and ``tf.contrib.opt.DropStaleGradientOptimizer``.
@@ -109,181 +114,246 @@ class ParameterServer:
         donate: bool = True,
         require_finite: bool = False,
     ) -> None:
-        self._params = _copy(params)
-        if not optax.tree.get_all_with_path(tx.init(self._params), "global_step"):
-            tx = drop_stale(tx, np.iinfo(np.int32).max)  # A gate that is always open.
-        self._state = tx.init(self._params)
-        self._global_step = int(outermost(self._state, "global_step"))
-        self._stale_count = int(outermost(self._state, "stale_count"))
-
-        def step(
-            params: Any, state: Any, grads: Any, local_step: Any, extra: dict[str, Any]
-        ) -> tuple[Any, Any, jax.Array]:
-            # Gradients are checked while tracing, so once for each of their signatures:
-            # those of a signature that does not fit never come to be compiled.
-            new_params, state = apply_gradients(
-                tx, grads, state, params, local_step=local_step, **extra
-            )
-            _checks.same_dtypes("grads", grads, "params", params)
-            # One small array, so that the host waits for one transfer.
-            counters = [
-                outermost(state, "global_step"),
-                outermost(state, "stale_count"),
-            ]
-            return new_params, state, jnp.stack(counters)
-
-        self._donate = donate
-        self._step = jax.jit(step, donate_argnums=(0, 1) if donate else ())
-        # Only behind a gate do parameters stay what they are unless the step grows.
-        self._gated = isinstance(tx, GatedTransformation)
-        self._require_finite = require_finite
-        self._published: optax.Params | None = None  # The copy that pulls hand out.
+        tx, params, state = settle(tx, params)
+        self._programs = PushPrograms(tx, params, state, donate, require_finite)
+        # All that follows is written on the own thread alone.
+        self._version = _Version.of(params, state)
+        self._answered: dict[Hashable, tuple[int, PushResult]] = {}  # By worker.
+        self._waiters = Waiters()
         self._staleness: collections.Counter[int] = collections.Counter()
         self._applied = 0
         self._first_push = self._last_push = 0.0
         self._closed = False
-        self._changed = threading.Condition()
+        self._lost: str | None = None
+        if _restarted(self):
+            self._lost = "its Ray actor has died and was started again"
+        self._thread = OwnThread("parameter-server")
 
     def pull(self) -> tuple[optax.Params, int]:
         """The parameters and the global step they belong to: the next ``local_step``.
 
-        Raises:
-          ServerClosedError: the server is closed.
-        """
-        with self._changed:
-            self._check_open()
-            if not self._donate:
-                return self._params, self._global_step
-            if self._published is None:
-                self._published = _copy(self._params)
-            return self._published, self._global_step
+        The arrays are the caller's own. The step is an integer that also knows its
+        server's life, so that a push after a :meth:`restore` is told apart.
 
-    def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
+        Raises:
+          ServerClosedError: the server is closed, or has lost its parameters.
+        """
+        params, global_step = self._thread.run(self._pull)
+        return params, global_step
+
+    def _pull(self) -> tuple[optax.Params, GlobalStep]:
+        self._check_usable()
+        version = self._version
+        return copy(version.params), GlobalStep(version.global_step, version.life)
+
+    def push(
+        self,
+        grads: optax.Updates,
+        local_step: int,
+        *,
+        push_id: tuple[Hashable, int] | None = None,
+        **extra: Any,
+    ) -> PushResult:
         """Applies gradients, adds them to a sum, or drops them, as ``tx`` decides.
 
-        A push that raises changes nothing.
+        A push that raises changes nothing; see the class for what happens where a step
+        fails while it runs. An exception of a signal handler ends the wait alone: the
+        push itself goes on, and may be asked for again by its ``push_id``.
 
         Args:
           grads: gradients of the structure, shapes and dtypes of the parameters;
-            ``None`` where there is none.
+            ``None`` where there is none. They may still be in computation: it is waited
+            for before anybody else has to wait.
           local_step: the global step that :meth:`pull` gave with the parameters.
+          push_id: ``(worker, number)``, the number ascending with each push of that
+            worker. A push that comes again, because its answer was lost, acts once: it
+            gets the answer of the first. The server remembers one push a worker.
           **extra: extra arguments for ``tx``, such as ``worker_params``.
 
         Raises:
           TypeError: naming the first path at which structure, shape or dtype differ
-            from the parameters'; or ``local_step`` is no integer.
-          ValueError: ``local_step`` is negative or ahead of the server; no leaf has a
-            gradient; a leaf is not finite although ``require_finite`` is set.
-          ServerClosedError: the server is closed.
+            from the parameters'; or ``local_step`` is no integer, or ``push_id`` no
+            such pair.
+          ValueError: ``local_step`` is negative, ahead of the server, or from before a
+            :meth:`restore`; ``push_id`` is below the last one of its worker; no leaf
+            has a gradient; a leaf is not finite although ``require_finite`` is set.
+          ServerClosedError: the server is closed, or has lost its parameters.
         """
-        if self._require_finite:
-            _check_finite(grads)
-        if type(local_step) is not int:  # The checks are slower than what they save.
-            _checks.integer_scalar("local_step", local_step)
-            local_step = operator.index(local_step)
-        with self._changed:
-            self._check_open()
-            if not 0 <= local_step <= self._global_step:
-                _checks.in_range("local_step", local_step, f"[0, {self._global_step}]")
-            self._params, self._state, counters = self._step(
-                self._params, self._state, grads, np.int32(local_step), extra
-            )
-            staleness = self._global_step - local_step
+        # From cheap to dear: what fails early costs little, and nobody else anything.
+        local_step = as_step("local_step", local_step)
+        if push_id is not None:
+            check_push_id(push_id)
+        self._check_usable()
+        self._check_step(local_step)
+        step, grads, extra = self._programs.prepare(grads, extra)
+        arguments = grads, np.int32(local_step), extra
+        result: PushResult = self._thread.run(
+            self._push, step, arguments, local_step, push_id
+        )
+        return result
+
+    def _push(
+        self,
+        step: Any,
+        arguments: tuple[Any, ...],
+        local_step: int,
+        push_id: tuple[Hashable, int] | None,
+    ) -> PushResult:
+        self._check_usable()
+        if push_id is not None and push_id[0] in self._answered:
+            number, result = self._answered[push_id[0]]
+            if push_id[1] == number:
+                return result
+            if push_id[1] < number:
+                raise ValueError(
+                    f"push_id={push_id} comes after {push_id[0], number}: give each "
+                    "push of a worker a higher number than the one before."
+                )
+        self._check_step(local_step)
+        old = self._version
+        try:
+            params, state, counters = step(old.params, old.state, *arguments)
+            jax.block_until_ready((params, state))  # On all devices it has succeeded.
             global_step, stale_count = map(int, np.asarray(counters))
-            applied = stale_count == self._stale_count
-            if global_step > self._global_step or not self._gated:
-                self._published = None
-            self._global_step, self._stale_count = global_step, stale_count
-            self._applied += applied
-            self._staleness[staleness] += 1
-            self._last_push = time.monotonic()
-            self._first_push = self._first_push or self._last_push
-            self._changed.notify_all()
-        return PushResult(applied, staleness, global_step)
+        except BaseException as error:
+            if any(x.is_deleted() for x in jax.tree.leaves(old[:2])):
+                self._lose(f"a step failed after it had taken them ({_line(error)})")
+                error.add_note(str(self._unusable()))
+            raise
+        self._version = _Version(params, state, global_step, stale_count, old.life)
+        applied = stale_count == old.stale_count
+        staleness = old.global_step - local_step
+        self._applied += applied
+        self._staleness[staleness] += 1
+        self._last_push = time.monotonic()
+        self._first_push = self._first_push or self._last_push
+        result = PushResult(applied, staleness, global_step)
+        if push_id is not None:
+            self._answered[push_id[0]] = push_id[1], result
+        self._waiters.wake_passed(old.global_step, global_step)
+        return result
 
     def wait(self, global_step: int, timeout: float | None = None) -> int:
         """Blocks until the server has passed a step; returns its global step then.
 
+        A step that was pulled before a :meth:`restore` has passed.
+
         Args:
           global_step: the step to be passed, as a rule the one just pulled.
-          timeout: seconds to wait at most; ``None`` waits for good.
+          timeout: seconds to wait at most; ``None`` or inf waits for good.
 
         Raises:
           TimeoutError: the server has not passed ``global_step`` within ``timeout``.
-          ServerClosedError: the server is closed, before or meanwhile.
+          TypeError: ``global_step`` is no integer, or ``timeout`` no number.
+          ValueError: ``timeout`` is negative or NaN.
+          ServerClosedError: the server is closed or has lost its parameters, before or
+            meanwhile.
         """
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or self._global_step > global_step, timeout
-            )
-            self._check_open()
-            if self._global_step <= global_step:
-                raise TimeoutError(
-                    f"the server is at step {self._global_step} and has not passed "
-                    f"global_step={global_step} within timeout={timeout} seconds."
-                )
-            return self._global_step
+        global_step = as_step("global_step", global_step)
+        if timeout is not None:
+            _checks.in_range("timeout", timeout, "[0, inf]")
+        seconds = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+        woken: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        try:
+            self._thread.start(self._wait, global_step, woken)
+            answer = woken.get(timeout=seconds)
+        except BaseException as error:  # An interrupt, too.
+            self._thread.start(self._waiters.remove, global_step, woken)
+            if not isinstance(error, queue.Empty):
+                raise
+            raise TimeoutError(
+                f"the server is at step {self._version.global_step} and has not passed "
+                f"global_step={global_step} within timeout={timeout} seconds."
+            ) from None
+        if isinstance(answer, ServerClosedError):
+            raise answer
+        passed: int = answer
+        return passed
+
+    def _wait(self, global_step: int, woken: queue.SimpleQueue[Any]) -> None:
+        unusable, version = self._unusable(), self._version
+        if unusable is not None:
+            woken.put(unusable)
+        elif version.global_step > global_step or is_past(global_step, version.life):
+            woken.put(version.global_step)
+        else:
+            self._waiters.add(global_step, woken)
+
+    def _wake(self) -> None:
+        """All who have nothing to wait for any more."""
+        for global_step, woken in self._waiters.take_all():
+            self._wait(global_step, woken)
 
     def stats(self) -> ServerStats:
-        """What the server has done so far; also after :meth:`close`."""
-        with self._changed:
-            pushes = sum(self._staleness.values())
-            seconds = self._last_push - self._first_push
-            return ServerStats(
-                accepted=self._applied,
-                dropped=pushes - self._applied,
-                staleness=dict(sorted(self._staleness.items())),
-                pushes_per_second=(pushes - 1) / seconds if seconds else 0.0,
-                global_step=self._global_step,
-            )
+        """What the server has done so far; at any time."""
+        stats: ServerStats = self._thread.run(self._stats)
+        return stats
+
+    def _stats(self) -> ServerStats:
+        pushes = sum(self._staleness.values())
+        seconds = self._last_push - self._first_push
+        return ServerStats(
+            accepted=self._applied,
+            dropped=pushes - self._applied,
+            staleness=dict(sorted(self._staleness.items())),
+            pushes_per_second=(pushes - 1) / seconds if seconds else 0.0,
+            global_step=self._version.global_step,
+            lost=self._lost,
+        )
 
     def state(self) -> dict[str, Any]:
         """A copy of parameters and optimizer state, a tree that orbax can save.
 
         Also after :meth:`close`.
+
+        Raises:
+          ServerClosedError: the server has lost its parameters.
         """
-        with self._changed:
-            return {"params": _copy(self._params), "state": _copy(self._state)}
+        state: dict[str, Any] = self._thread.run(self._state)
+        return state
+
+    def _state(self) -> dict[str, Any]:
+        if self._lost is not None:
+            self._check_usable()
+        params, state = copy(self._version[:2])
+        return {"params": params, "state": state}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from what :meth:`state` gave; the statistics go on as well.
 
-        After going back to an earlier step, workers must pull again: a push with a step
-        from the future is refused.
+        A new life: workers must pull again, for a push or a wait with a step from
+        before is told apart. A server that has lost its parameters is well again.
 
         Args:
-          state: a tree of the structure, shapes and dtypes of :meth:`state`; orbax
-            gives it where the server's own ``state()`` is the target of the restore.
+          state: a tree of the paths, shapes and dtypes of :meth:`state`, on any device;
+            orbax gives it where a server's ``state()`` is the target of the restore.
 
         Raises:
           TypeError: naming the first path at which it differs; nothing is changed.
           ServerClosedError: the server is closed.
         """
-        with self._changed:
-            self._check_open()
-            current = {"params": self._params, "state": self._state}
-            _checks.same_shapes(
-                "state", state, "the server's state", current, nodes=False
-            )
-            _checks.same_dtypes("state", state, "the server's state", current)
-            # Into the server's own structure: a loader may have made lists of tuples,
-            # whose paths are the same.
-            leaves = jax.tree.leaves(_copy(state))
-            restored = jax.tree.unflatten(jax.tree.structure(current), leaves)
-            self._params, self._state = restored["params"], restored["state"]
-            self._global_step = int(outermost(self._state, "global_step"))
-            self._stale_count = int(outermost(self._state, "stale_count"))
-            self._published = None
-            self._changed.notify_all()
+        if self._closed:
+            self._check_usable()
+        self._thread.run(self._restore, _Version.of(*self._programs.place(state)))
+
+    def _restore(self, version: _Version) -> None:
+        if self._closed:
+            self._check_usable()
+        self._version = version
+        self._lost = None
+        self._answered = {}  # Who asks again for a push of before must pull again.
+        self._wake()
 
     def close(self) -> None:
         """Ends the service: workers that wait wake, and their calls raise from now on.
 
         :meth:`state` and :meth:`stats` still answer.
         """
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._thread.run(self._close)
+
+    def _close(self) -> None:
+        self._closed = True
+        self._wake()
 
     def __enter__(self) -> ParameterServer:
         return self
@@ -296,26 +366,43 @@ class ParameterServer:
     ) -> None:
         self.close()
 
-    def _check_open(self) -> None:
+    def _lose(self, why: str) -> None:
+        self._lost = why
+        self._wake()
+
+    def _unusable(self) -> ServerClosedError | None:
         if self._closed:
-            raise ServerClosedError("the parameter server is closed.")
+            return ServerClosedError("the parameter server is closed.")
+        if self._lost is not None:
+            return ServerClosedError(
+                f"the parameter server has lost its parameters: {self._lost}. Call "
+                "restore(state) with what its state() gave before."
+            )
+        return None
+
+    def _check_usable(self) -> None:
+        unusable = self._unusable()
+        if unusable is not None:
+            raise unusable
+
+    def _check_step(self, local_step: int) -> None:
+        version = self._version
+        if is_past(local_step, version.life):
+            raise ValueError(
+                f"local_step={local_step} was pulled before the server was restored, "
+                "or from another one: pull again."
+            )
+        if not 0 <= local_step <= version.global_step:
+            _checks.in_range("local_step", local_step, f"[0, {version.global_step}]")
 
 
-def _check_finite(grads: optax.Updates) -> None:
-    finite = _all_finite(jax.tree.leaves(grads))
-    for (path, _), is_finite in zip(
-        jax.tree.leaves_with_path(grads), finite, strict=True
-    ):
-        if not is_finite:
-            where = _checks.place(path)
-            raise ValueError(f"grads must be finite, got NaN or inf at {where}.")
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-@jax.jit
-def _copy(tree: Any) -> Any:
-    return jax.tree.map(jnp.copy, tree)
-
-
-@jax.jit
-def _all_finite(leaves: list[Any]) -> list[jax.Array]:
-    return [jnp.all(jnp.isfinite(x)) for x in leaves]
+def _restarted(server: ParameterServer) -> bool:
+    """Whether Ray has started this very actor again after its process died."""
+    if not hasattr(type(server), "__ray_actor_class__"):
+        return False
+    context = sys.modules["ray"].get_runtime_context()
+    return bool(context.was_current_actor_reconstructed)
