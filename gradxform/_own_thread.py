@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
 import weakref
@@ -32,6 +33,7 @@ class OwnThread:
             target=_serve, args=(self._calls,), name=name, daemon=True
         )
         self._thread.start()
+        self._process: int | None = os.getpid()
         weakref.finalize(self, self._calls.put, None).atexit = False
         _alive.add(self)
 
@@ -52,12 +54,13 @@ class OwnThread:
 
     def start(self, function: Callable[..., Any], *args: Any) -> Any:
         """Does not wait; the queue that it returns will hold ``(result, error)``."""
-        if threading.current_thread() is self._thread:
+        if threading.get_ident() == self._thread.ident:
             raise RuntimeError(
                 "a call from inside of another one, which waits for it: a callback of "
                 "tx cannot ask the server that runs it."
             )
-        if not self._thread.is_alive():
+        # Not `is_alive`, which takes a thread for dead when it is interrupted itself.
+        if self._process != os.getpid():
             raise RuntimeError(
                 f"the thread {self._thread.name} is gone: this process is a fork of "
                 "the one that started it, or the interpreter is about to end."
@@ -92,5 +95,6 @@ def _finish() -> None:
     # A daemon that comes back from compiled code when the interpreter is gone takes the
     # process down with it, so what has begun ends before.
     for own in list(_alive):
+        own._process = None
         own._calls.put(None)
         own._thread.join()

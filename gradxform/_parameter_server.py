@@ -217,7 +217,8 @@ class ParameterServer:
             global_step, stale_count = map(int, np.asarray(counters))
         except BaseException as error:
             if any(x.is_deleted() for x in jax.tree.leaves(old[:2])):
-                self._lose(f"a step failed after it had taken them ({_line(error)})")
+                self._lost = f"a step failed that had taken them, {_summary(error)}"
+                self._wake()
                 error.add_note(str(self._unusable()))
             raise
         self._version = _Version(params, state, global_step, stale_count, old.life)
@@ -366,17 +367,13 @@ class ParameterServer:
     ) -> None:
         self.close()
 
-    def _lose(self, why: str) -> None:
-        self._lost = why
-        self._wake()
-
     def _unusable(self) -> ServerClosedError | None:
         if self._closed:
             return ServerClosedError("the parameter server is closed.")
         if self._lost is not None:
             return ServerClosedError(
                 f"the parameter server has lost its parameters: {self._lost}. Call "
-                "restore(state) with what its state() gave before."
+                "restore(state) with what state() gave before."
             )
         return None
 
@@ -396,8 +393,11 @@ class ParameterServer:
             _checks.in_range("local_step", local_step, f"[0, {version.global_step}]")
 
 
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+def _summary(error: BaseException) -> str:
+    """The first line of an error and, where a traceback follows, its last one."""
+    lines = str(error).strip().splitlines()
+    ends = " ... ".join(dict.fromkeys(lines[:1] + lines[-1:]))
+    return f"{type(error).__name__}: {ends}"
 
 
 def _restarted(server: ParameterServer) -> bool:

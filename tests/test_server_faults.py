@@ -1,0 +1,405 @@
+"""The server among failing steps, stragglers, careless workers and interrupts."""
+
+import concurrent.futures
+import contextlib
+import functools
+import random
+import signal
+import threading
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+
+# An exception that a signal handler raises in a callback of the garbage collector.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+ONES = {"w": jnp.ones(3)}
+UNLUCKY = {"w": jnp.full(3, 13.0)}
+BOTH = pytest.mark.parametrize("donate", [True, False])
+
+
+def raises_on_13(x):
+    if x[0] == 13:
+        raise ValueError("unlucky")
+    return x
+
+
+@jax.jit
+def called_back(tree):
+    """The same, by way of a host callback that fails for a 13."""
+    return jax.tree.map(
+        lambda x: jax.pure_callback(raises_on_13, jax.typeof(x), x), tree
+    )
+
+
+CALLED_BACK = optax.stateless(lambda updates, _: called_back(updates))
+FAILING = optax.chain(CALLED_BACK, optax.sgd(0.1))
+
+
+def server_of(tx=FAILING, params=ONES, **options):
+    return gx.ParameterServer(params, gx.drop_stale(tx, 100), **options)
+
+
+def assert_goes_on(server):
+    """One step, to the numbers that it should give."""
+    params, seen = server.pull()
+    assert server.push(ONES, seen) == (True, 0, seen + 1)
+    chex.assert_trees_all_close(server.pull()[0]["w"], params["w"] - 0.1, rtol=1e-6)
+
+
+# A step that fails while it runs.
+
+
+def test_without_donation_a_failing_step_changes_nothing():
+    server = server_of(donate=False)
+    server.push(ONES, 0)
+    before, stats = server.state(), server.stats()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="unlucky"):
+        server.push(UNLUCKY, 1)
+    chex.assert_trees_all_equal(server.state(), before)
+    assert server.stats() == stats
+    assert_goes_on(server)
+
+
+def test_with_donation_a_failing_step_is_told_to_all_until_a_restore():
+    server = server_of()
+    server.push(ONES, 0)
+    saved = server.state()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.wait, 7, 60)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="unlucky") as raised:
+            server.push(UNLUCKY, 1)
+        assert "has lost its parameters" in raised.value.__notes__[0]
+        for call in (
+            waiting.result,
+            server.pull,
+            server.state,
+            lambda: server.push(ONES, 1),
+            lambda: server.wait(0, timeout=1),
+        ):
+            with pytest.raises(
+                gx.ServerClosedError, match=r"lost.*JaxRuntimeError.*unlucky.*restore"
+            ):
+                call()
+    stats = server.stats()
+    assert (stats.accepted, stats.global_step) == (1, 1)
+    assert "unlucky" in stats.lost
+    server.restore(saved)
+    assert server.stats().lost is None
+    chex.assert_trees_all_equal(server.state(), saved)
+    assert_goes_on(server)
+
+
+@BOTH
+def test_a_nan_that_the_debugger_stops_changes_nothing(donate):
+    server = server_of(optax.sgd(0.1), donate=donate)
+    before = server.state()
+    nan = {"w": jnp.full(3, jnp.nan)}
+    jax.config.update("jax_debug_nans", True)
+    try:
+        with pytest.raises(Exception, match="nan"):
+            server.push(nan, 0)
+    finally:
+        jax.config.update("jax_debug_nans", False)
+    chex.assert_trees_all_equal(server.state(), before)
+    assert_goes_on(server)
+
+
+# Workers.
+
+
+def test_nobody_waits_for_the_gradient_of_a_straggler():
+    @jax.jit
+    def slow(x):  # It ends in x.
+        for_long = jnp.ones((400, 400)) * x[0]
+        for_long = jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y), for_long)
+        return 0 * for_long[0, :3] + x
+
+    server = gx.ParameterServer(ONES, optax.sgd(0.1))  # Without a gate.
+    server.push(ONES, 0)
+    slow(ONES["w"]).block_until_ready()  # Compiled.
+    late = slow(ONES["w"])
+    straggler = threading.Thread(target=server.push, args=({"w": late}, 0))
+    straggler.start()
+    pushes = 0
+    while not late.is_ready():
+        server.push(ONES, 0)
+        pushes += 1
+    straggler.join()
+    assert pushes > 10
+    assert server.stats().accepted == 2 + pushes
+
+
+@BOTH
+def test_what_was_pulled_may_be_donated(donate):
+    server = server_of(optax.sgd(0.1), donate=donate)
+    mine, seen = server.pull()
+    others, _ = server.pull()
+    state = optax.sgd(1.0).init(mine)
+    step = gx.minimize(lambda p: jnp.sum(p["w"]), optax.sgd(1.0))
+    step(mine, state)
+    assert mine["w"].is_deleted()
+    assert others["w"].tolist() == [1.0] * 3
+    assert server.pull()[0]["w"].tolist() == [1.0] * 3
+    assert server.push(others, seen).applied
+
+
+def test_what_does_not_fit_is_never_traced_and_what_fails_is_traced_once():
+    traced = []
+
+    def update(updates, state, params=None, *, wanted=None, **extra):
+        traced.append(updates)
+        if wanted is None:
+            raise TypeError("pass wanted")
+        return updates, state
+
+    tx = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    server = server_of(tx)
+    for bad in ({"w": jnp.ones(3, jnp.float16)}, {"w": jnp.ones(4)}, {}):
+        for _ in range(3):
+            with pytest.raises(TypeError, match="differ"):
+                server.push(bad, 0)
+    assert not traced
+    for _ in range(3):
+        with pytest.raises(TypeError, match="pass wanted"):
+            server.push(ONES, 0)
+    assert len(traced) == 1
+    for step in range(3):
+        assert server.push(ONES, step, wanted=np.float32(step)).applied
+    assert len(traced) <= 3  # A conditional may look at its branches twice.
+
+
+def test_a_callback_that_asks_its_server_is_told_so():
+    servers = []
+
+    def ask(x):
+        servers[0].stats()
+        return x
+
+    def update(u, _):
+        return jax.tree.map(lambda x: jax.pure_callback(ask, jax.typeof(x), x), u)
+
+    server = server_of(optax.stateless(update), donate=False)
+    servers.append(server)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a callback of tx cannot ask"):
+        server.push(ONES, 0)
+
+
+# Retries.
+
+
+def test_a_push_that_comes_again_acts_once():
+    server = server_of(optax.sgd(0.1))
+    first = server.push(ONES, 0, push_id=("a", 1))
+    server.push(ONES, 1, push_id=("b", 1))
+    before = server.state()
+    assert server.push(ONES, 0, push_id=("a", 1)) == first == (True, 0, 1)
+    chex.assert_trees_all_equal(server.state(), before)
+    assert server.stats().accepted == 2
+    assert server.push(ONES, 1, push_id=("a", 2)) == (True, 1, 3)
+    with pytest.raises(ValueError, match=r"push_id=\('a', 1\) comes after \('a', 2\)"):
+        server.push(ONES, 0, push_id=("a", 1))
+    for bad in ("a", ("a",), ("a", 0.5), ([], 1), ["a", 1]):
+        with pytest.raises(TypeError, match="push_id"):
+            server.push(ONES, 0, push_id=bad)
+
+
+def test_a_push_that_failed_is_tried_again():
+    server = server_of(donate=False)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        server.push(UNLUCKY, 0, push_id=("a", 1))
+    assert server.push(ONES, 0, push_id=("a", 1)).applied
+
+
+# Interrupts.
+
+
+class InterruptError(Exception):
+    """What a signal handler raises here."""
+
+
+@contextlib.contextmanager
+def interrupts(handle, longest):
+    """Calls ``handle`` on this thread again and again, at random moments."""
+    moments = random.Random(0)
+
+    def again(*_):
+        try:
+            handle()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, longest))
+
+    before = signal.signal(signal.SIGALRM, again)
+    signal.setitimer(signal.ITIMER_REAL, longest)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Interrupted:
+    """Runs calls that a handler may interrupt once each, and tries them again."""
+
+    def __init__(self):
+        self.armed = False
+        self.count = 0
+
+    def handle(self):
+        if self.armed:
+            self.armed = False
+            self.count += 1
+            raise InterruptError
+
+    def until_done(self, call):
+        while True:
+            try:
+                self.armed = True
+                result = call()
+                self.armed = False
+                return result
+            except InterruptError:
+                pass
+
+
+def push_interrupted(count, params, **options):
+    """Pushes until as many have been interrupted; each acts exactly once."""
+    server = gx.ParameterServer(params, gx.drop_stale(optax.adagrad(0.1), 2), **options)
+    grads = jax.tree.map(jnp.ones_like, params)
+    server.push(grads, 0)
+    interrupted, pushes = Interrupted(), 1
+    with interrupts(interrupted.handle, longest=2e-3):
+        while interrupted.count < count:
+            push = functools.partial(server.push, grads, pushes, push_id=("me", pushes))
+            result = interrupted.until_done(push)
+            pushes += 1
+            assert result == (True, 0, pushes)
+    state, stats = server.state()["state"], server.stats()
+    assert pushes == int(state.global_step) == stats.global_step == stats.accepted
+    assert (int(state.stale_count), stats.lost) == (0, None)
+    return pushes
+
+
+def save_from_a_handler(count, params, **options):
+    """Pushes while a handler asks the server for all that it can be asked."""
+    server = gx.ParameterServer(params, gx.drop_stale(optax.adagrad(0.1), 10**6), **options)
+    grads = jax.tree.map(jnp.ones_like, params)
+    server.push(grads, 0)
+    asked = []
+
+    def handle():
+        state, stats = server.state(), server.stats()
+        pulled, seen = server.pull()
+        # The push that is interrupted may come to its end meanwhile.
+        assert int(state["state"].global_step) <= stats.global_step <= seen
+        chex.assert_tree_all_finite((state, pulled))
+        assert server.push(grads, seen).applied
+        asked.append(seen)
+
+    pushes = 1
+    with interrupts(handle, longest=5e-3):
+        while len(asked) < count:
+            _, seen = server.pull()
+            assert server.push(grads, seen).applied
+            pushes += 1
+    assert server.stats().accepted == pushes + len(asked)
+    assert int(server.state()["state"].global_step) == pushes + len(asked)
+    return pushes
+
+
+@BOTH
+def test_an_interrupted_push_acts_exactly_once(donate):
+    push_interrupted(50, ONES, donate=donate)
+
+
+@BOTH
+def test_a_signal_handler_may_ask_at_any_moment(donate):
+    save_from_a_handler(30, ONES, donate=donate)
+
+
+# All at once.
+
+GATES = {
+    "drop_stale": lambda tx: gx.drop_stale(tx, 3),
+    "accumulator": lambda tx: gx.conditional_accumulator(tx, 4),
+    "none": lambda tx: tx,
+}
+
+
+@pytest.mark.parametrize("require_finite", [True, False])
+@BOTH
+@pytest.mark.parametrize("gate", GATES)
+def test_sixteen_threads_and_failures_of_every_kind(gate, donate, require_finite):
+    options = {"donate": donate, "require_finite": require_finite}
+    # A step that fails takes donated arrays along, so there steps do not fail.
+    tx = GATES[gate](optax.sgd(0.0))
+    if not donate:
+        tx = optax.chain(CALLED_BACK, tx)
+    server = gx.ParameterServer(ONES, tx, **options)
+    devices, each = jax.devices(), 6
+    nan = {"w": jnp.full(3, jnp.nan)}
+    step = gx.minimize(lambda p: jnp.sum(p["w"]), optax.sgd(1.0))
+
+    def refused(error, grads, seen):
+        with pytest.raises(error):
+            server.push(grads, seen)
+        return []
+
+    def good(params, seen, index):
+        return [server.push(ONES, seen)]
+
+    def elsewhere(params, seen, index):
+        return [server.push(jax.device_put(ONES, devices[index % 8]), seen)]
+
+    def careless(params, seen, index):
+        step(params, optax.sgd(1.0).init(params))
+        return [server.push(ONES, seen)]
+
+    def wrong(params, seen, index):
+        return refused(TypeError, {"w": np.ones(3, np.float16)}, seen)
+
+    def not_a_number(params, seen, index):
+        return refused(ValueError, nan, seen) if require_finite else []
+
+    def fails(params, seen, index):
+        if donate:  # Not the step fails, but what is pushed has been taken away.
+            gone = jax.tree.map(jnp.copy, ONES)
+            gone["w"].delete()
+            return refused(RuntimeError, gone, seen)
+        return refused(jax.errors.JaxRuntimeError, UNLUCKY, seen)
+
+    kinds = [good, elsewhere, careless, wrong, not_a_number, fails]
+
+    def work(index):
+        results = []
+        for number in range(each):
+            params, seen = server.pull()
+            assert np.isfinite(params["w"]).all()
+            results += kinds[(index + number) % len(kinds)](params, seen, index)
+        return results
+
+    interrupted, results = Interrupted(), []
+    with concurrent.futures.ThreadPoolExecutor(15) as pool:
+        futures = [pool.submit(work, index) for index in range(15)]
+        with interrupts(interrupted.handle, longest=2e-3):
+            for number in range(10):
+                _, seen = interrupted.until_done(server.pull)
+                push = functools.partial(server.push, ONES, seen, push_id=(0, number))
+                results.append(interrupted.until_done(push))
+        results += [r for f in futures for r in f.result(timeout=60)]
+    stats, state = server.stats(), server.state()["state"]
+    assert stats.accepted + stats.dropped == len(results) == 10 + 15 * 3
+    assert stats.accepted == sum(r.applied for r in results)
+    assert sum(stats.staleness.values()) == len(results)
+    steps = stats.accepted // (4 if gate == "accumulator" else 1)
+    assert stats.global_step == int(gx.global_step(state)) == steps
+    assert gate != "none" or stats.dropped == 0
+    assert stats.lost is None
