@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import collections
 import queue
-import secrets
 import sys
 import threading
 import time
 from collections.abc import Hashable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 
 from gradxform import _checks
-from gradxform._drop_stale import outermost
 from gradxform._own_thread import OwnThread
 from gradxform._push_programs import PushPrograms, copy, settle
 from gradxform._server_records import (
@@ -25,29 +23,12 @@ from gradxform._server_records import (
     PushResult,
     ServerClosedError,
     ServerStats,
+    Version,
     as_step,
     check_push_id,
     is_past,
 )
 from gradxform._waiters import Waiters
-
-
-class _Version(NamedTuple):
-    """All that a step replaces, in one assignment."""
-
-    params: Any
-    state: Any
-    global_step: int
-    stale_count: int
-    life: str
-
-    @classmethod
-    def of(cls, params: Any, state: Any) -> _Version:
-        """The first of a life."""
-        global_step, stale_count = (
-            int(outermost(state, field)) for field in ("global_step", "stale_count")
-        )
-        return cls(params, state, global_step, stale_count, secrets.token_hex(8))
 
 
 class ParameterServer:
@@ -117,7 +98,7 @@ class ParameterServer:
         tx, params, state = settle(tx, params)
         self._programs = PushPrograms(tx, params, state, donate, require_finite)
         # All that follows is written on the own thread alone.
-        self._version = _Version.of(params, state)
+        self._version = Version.of(params, state)
         self._answered: dict[Hashable, tuple[int, PushResult]] = {}  # By worker.
         self._waiters = Waiters()
         self._staleness: collections.Counter[int] = collections.Counter()
@@ -221,7 +202,7 @@ class ParameterServer:
                 self._wake()
                 error.add_note(str(self._unusable()))
             raise
-        self._version = _Version(params, state, global_step, stale_count, old.life)
+        self._version = Version(params, state, global_step, stale_count, old.life)
         applied = stale_count == old.stale_count
         staleness = old.global_step - local_step
         self._applied += applied
@@ -253,32 +234,41 @@ class ParameterServer:
         global_step = as_step("global_step", global_step)
         if timeout is not None:
             _checks.in_range("timeout", timeout, "[0, inf]")
-        seconds = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-        woken: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        try:
-            self._thread.start(self._wait, global_step, woken)
-            answer = woken.get(timeout=seconds)
-        except BaseException as error:  # An interrupt, too.
-            self._thread.start(self._waiters.remove, global_step, woken)
-            if not isinstance(error, queue.Empty):
-                raise
-            raise TimeoutError(
-                f"the server is at step {self._version.global_step} and has not passed "
-                f"global_step={global_step} within timeout={timeout} seconds."
-            ) from None
+        answer = self._outcome(global_step)
+        if answer is None:
+            seconds = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+            woken: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            try:
+                self._thread.start(self._wait, global_step, woken)
+                answer = woken.get(timeout=seconds)
+            except queue.Empty:
+                raise TimeoutError(
+                    f"the server is at step {self._version.global_step} and has not "
+                    f"passed global_step={global_step} within timeout={timeout} "
+                    "seconds."
+                ) from None
+            finally:  # After an interrupt, too.
+                self._thread.start(self._waiters.remove, global_step, woken)
         if isinstance(answer, ServerClosedError):
             raise answer
-        passed: int = answer
-        return passed
+        return answer
 
-    def _wait(self, global_step: int, woken: queue.SimpleQueue[Any]) -> None:
+    def _outcome(self, global_step: int) -> int | ServerClosedError | None:
+        """What a wait gives now; None where there is something to wait for."""
         unusable, version = self._unusable(), self._version
         if unusable is not None:
-            woken.put(unusable)
-        elif version.global_step > global_step or is_past(global_step, version.life):
-            woken.put(version.global_step)
-        else:
+            return unusable
+        passed = version.global_step > global_step
+        if passed or is_past(global_step, version.life):
+            return version.global_step
+        return None
+
+    def _wait(self, global_step: int, woken: queue.SimpleQueue[Any]) -> None:
+        answer = self._outcome(global_step)
+        if answer is None:
             self._waiters.add(global_step, woken)
+        else:
+            woken.put(answer)
 
     def _wake(self) -> None:
         """All who have nothing to wait for any more."""
@@ -335,9 +325,9 @@ class ParameterServer:
         """
         if self._closed:
             self._check_usable()
-        self._thread.run(self._restore, _Version.of(*self._programs.place(state)))
+        self._thread.run(self._restore, Version.of(*self._programs.place(state)))
 
-    def _restore(self, version: _Version) -> None:
+    def _restore(self, version: Version) -> None:
         if self._closed:
             self._check_usable()
         self._version = version

@@ -1,12 +1,14 @@
-"""What a parameter server answers, and is asked with."""
+"""What a parameter server holds, answers, and is asked with."""
 
 from __future__ import annotations
 
 import operator
+import secrets
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from gradxform import _checks
+from gradxform._drop_stale import outermost
 
 
 class PushResult(NamedTuple):
@@ -69,6 +71,24 @@ class GlobalStep(int):
 
     def __getnewargs__(self) -> tuple[int, str]:  # type: ignore[override]
         return int(self), self.life
+
+
+class Version(NamedTuple):
+    """What a step replaces, all in one assignment."""
+
+    params: Any
+    state: Any
+    global_step: int
+    stale_count: int
+    life: str
+
+    @classmethod
+    def of(cls, params: Any, state: Any) -> Version:
+        """The first of a life."""
+        global_step, stale_count = (
+            int(outermost(state, field)) for field in ("global_step", "stale_count")
+        )
+        return cls(params, state, global_step, stale_count, secrets.token_hex(8))
 
 
 def as_step(name: str, value: Any) -> int:

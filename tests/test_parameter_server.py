@@ -1,9 +1,14 @@
 """The server under many threads, its guards, and what it promises about arrays."""
 
+import collections
 import concurrent.futures
 import functools
+import gc
+import pickle
+import queue
 import threading
 import time
+import weakref
 
 import chex
 import jax
@@ -12,8 +17,11 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._waiters import Waiters
 
 PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
 
@@ -112,17 +120,6 @@ def test_what_was_pulled_stays_what_it_was(donate):
     assert not PARAMS["w"].is_deleted()
 
 
-def test_a_version_is_copied_once():
-    server = gx.ParameterServer(PARAMS, gx.drop_stale(optax.sgd(0.1), 0))
-    first, _ = server.pull()
-    assert server.pull()[0]["w"] is first["w"]
-    server.push(draw(0), 0)
-    second, _ = server.pull()
-    assert second["w"] is not first["w"]
-    assert not server.push(draw(0), 0).applied  # Dropped: the version is the same.
-    assert server.pull()[0]["w"] is second["w"]
-
-
 def test_a_gate_inside_a_chain_is_obeyed_and_its_outside_too():
     """Behind the gate parameters stay; outside of it they may change with any push."""
     tx = optax.chain(gx.drop_stale(optax.sgd(0.1), 0), optax.add_decayed_weights(0.5))
@@ -138,6 +135,27 @@ def test_without_a_gate_every_push_is_accepted():
     for number in range(3):
         assert server.push(draw(number), 0) == (True, number, number + 1)
     assert server.stats().staleness == {0: 1, 1: 1, 2: 1}
+
+
+def test_a_parameter_may_bear_the_name_of_a_counter():
+    params = {"global_step": jnp.ones(2), "stale_count": jnp.ones(2)}
+    server = gx.ParameterServer(params, optax.sgd(0.5))
+    assert server.push(params, 0) == (True, 0, 1)
+    assert server.pull()[0]["global_step"].tolist() == [0.5, 0.5]
+    gated = gx.ParameterServer(params, gx.drop_stale(gx.adagrad(0.5), 0))
+    gated.push(params, 0)
+    assert gated.push(params, 0) == (False, 1, 1)
+
+
+def test_parameters_change_where_the_global_step_cannot_grow():
+    last = np.iinfo(np.int32).max
+    server = gx.ParameterServer({"w": jnp.zeros(())}, gx.drop_stale(optax.sgd(1.0), 9))
+    state = server.state()
+    state["state"] = state["state"]._replace(global_step=jnp.int32(last))
+    server.restore(state)
+    for number in range(2):
+        assert server.pull() == ({"w": -number}, last)
+        assert server.push({"w": jnp.ones(())}, last) == (True, 0, last)
 
 
 def test_extra_arguments_reach_the_transformation():
@@ -165,6 +183,52 @@ def test_wait():
             )
             assert len(done) == 4
     assert [f.result() for f in waiting] == [n % 4 + 1 for n in range(16)]
+
+
+def test_wait_takes_steps_and_seconds():
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    for bad in (np.nan, -1, -np.inf):
+        with pytest.raises(ValueError, match=r"timeout must be in \[0, inf\]"):
+            server.wait(0, timeout=bad)
+    with pytest.raises(TypeError, match="timeout must be a real scalar"):
+        server.wait(0, timeout="x")
+    for bad in ("x", 0.5, None):
+        with pytest.raises(TypeError, match="global_step must be an integer"):
+            server.wait(bad)
+    assert server.wait(-1, timeout=np.inf) == 0
+    assert server.wait(np.int32(-1)) == 0
+
+
+def test_a_push_looks_at_those_alone_who_wait_for_its_step():
+    waiting = [queue.SimpleQueue() for _ in range(4)]
+    waiters = Waiters()
+    for step, woken in enumerate(waiting):
+        waiters.add(step % 3, woken)  # The last one for the same step as the first.
+    waiters.wake_passed(0, 1)
+    assert [woken.qsize() for woken in waiting] == [1, 0, 0, 1]
+    assert waiting[0].get() == 1
+    waiters.remove(1, waiting[1])
+    assert waiters.take_all() == [(2, waiting[2])]
+    assert waiters.take_all() == []
+
+
+def test_who_waits_no_longer_is_forgotten():
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            server.wait(0, timeout=0)
+    server.stats()  # After what came before.
+    assert server._waiters.take_all() == []
+
+
+def test_a_server_that_nobody_holds_leaves_nothing():
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    server.push(draw(0), server.pull()[1])
+    thread, server = server._thread._thread, weakref.ref(server)
+    gc.collect()
+    assert server() is None
+    thread.join(timeout=60)
+    assert not thread.is_alive()
 
 
 def test_close_wakes_those_that_wait_and_ends_the_service():
@@ -279,3 +343,129 @@ def test_restore_refuses_what_does_not_fit_and_wakes_those_that_wait():
     other.push(draw(1), 1)
     assert not saved["params"]["w"].is_deleted()
     chex.assert_trees_all_equal(server.state(), saved)
+
+
+def test_restore_goes_by_path():
+    server = gx.ParameterServer({"a": jnp.zeros(2), "b": jnp.ones(2)}, optax.sgd(0.1))
+    saved = server.state()
+    swapped = [(k, saved["params"][k]) for k in ("b", "a")]
+    server.restore(saved | {"params": collections.OrderedDict(swapped)})
+    chex.assert_trees_all_equal(server.state(), saved)
+    assert type(server.pull()[0]) is dict
+    with pytest.raises(TypeError, match=r"no array at \['params'\]\['b'\]"):
+        server.restore(saved | {"params": {"a": jnp.zeros(2), "b": None}})
+
+
+def test_a_push_of_before_a_restore_is_refused():
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    _, old = server.pull()
+    saved = server.state()
+    server.push(draw(0), old, push_id=("a", 1))
+    server.restore(saved)
+    _, new = server.pull()
+    assert old == new == 0
+    for step in (old, pickle.loads(pickle.dumps(old))):
+        with pytest.raises(ValueError, match=r"local_step=0 .* pull again"):
+            server.push(draw(0), step)
+    with pytest.raises(ValueError, match="pull again"):  # Nor is it answered.
+        server.push(draw(0), old, push_id=("a", 1))
+    assert server.wait(old, timeout=0) == 0  # What it waits for is over.
+    assert server.push(draw(0), pickle.loads(pickle.dumps(new))).applied
+    assert server.push(draw(1), 1).applied  # A plain integer is taken at its word.
+    assert type(new + 1) is int
+
+
+def test_who_waits_in_a_life_wakes_when_it_ends():
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    _, seen = server.pull()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(server.wait, seen, 60)
+        by_number = pool.submit(server.wait, 0, 60)
+        time.sleep(0.02)
+        server.restore(server.state())
+        assert waiting.result() == 0
+        assert not by_number.done()
+        server.push(draw(0), 0)
+        assert by_number.result() == 1
+
+
+# Devices.
+
+
+def shardings(tree):
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def assert_taken_from_everywhere(server, at):
+    """Gradients from any device are taken, and nothing moves."""
+    before = shardings(server.state())
+    assert before["params"]["w"] == at
+    devices, tx = jax.devices(), gx.drop_stale(gx.adagrad(0.1), 9)
+    for number, device in enumerate([*devices[:3], devices[0], None]):
+        grads = jax.device_put(draw(number), device) if device else draw(number)
+        assert server.push(grads, number).applied
+        assert shardings(server.state()) == before
+        assert shardings(server.pull()[0]) == before["params"]
+    expected = replay(tx, map(draw, range(5)))
+    chex.assert_trees_all_close(server.pull()[0], expected, rtol=1e-6)
+    saved = server.state()
+    # By way of the host: JAX cannot bring back what left an explicit mesh otherwise.
+    host = jax.device_get(saved)
+    for elsewhere in (host, jax.device_put(host, devices[5])):
+        server.restore(elsewhere)
+        assert shardings(server.state()) == before
+        chex.assert_trees_all_equal(server.state(), saved)
+    assert server.push(jax.device_put(draw(5), devices[4]), 5).applied
+    assert shardings(server.state()) == before
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_uncommitted_parameters_stay_so(donate):
+    tx = gx.drop_stale(gx.adagrad(0.1), 9)
+    server = gx.ParameterServer(PARAMS, tx, donate=donate)
+    assert_taken_from_everywhere(server, PARAMS["w"].sharding)
+    pulled, _ = server.pull()
+    assert not pulled["w"].committed
+    # So that a worker on another device calculates there.
+    there = jax.device_put(PARAMS["w"], jax.devices()[3])
+    assert (pulled["w"] + there).devices() == {jax.devices()[3]}
+
+
+def test_committed_and_sharded_parameters_stay_where_they_are():
+    tx = gx.drop_stale(gx.adagrad(0.1), 9)
+    committed = jax.device_put(PARAMS, jax.devices()[2])
+    server = gx.ParameterServer(committed, tx)
+    assert_taken_from_everywhere(server, committed["w"].sharding)
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    over, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+    sharded = jax.device_put(PARAMS, {"w": over, "b": whole})
+    server = gx.ParameterServer(sharded, tx)
+    assert_taken_from_everywhere(server, over)
+
+
+def test_rows_and_extra_arguments_come_from_any_device():
+    tx = gx.drop_stale(
+        optax.chain(gx.compensate_delay(1.0), gx.scale_by_learning_rate(1.0)), 5
+    )
+    here, there = jax.devices()[1:3]
+    params = {"t": jnp.ones((4, 2))}
+    server = gx.ParameterServer(jax.device_put(params, here), gx.drop_stale(tx, 5))
+    rows = gx.IndexedSlices([1], jnp.ones((1, 2)), (4, 2))
+    grads, worker = jax.device_put(({"t": rows}, params), there)
+    assert server.push(grads, 0, worker_params=worker).applied
+    assert server.pull()[0]["t"].tolist() == [[1, 1], [0, 0], [1, 1], [1, 1]]
+
+
+def test_padding_may_hold_anything():
+    server = gx.ParameterServer(
+        {"t": jnp.zeros((4, 2)), "b": jnp.zeros(())},
+        gx.adagrad(0.1),
+        require_finite=True,
+    )
+    values = jnp.array([[1.0, 1.0], [jnp.nan, jnp.inf]])
+    grads = {"t": gx.IndexedSlices([1, 4], values, (4, 2)), "b": None}
+    assert server.push(grads, 0).applied
+    chex.assert_tree_all_finite(server.pull()[0])
+    grads = {"t": gx.IndexedSlices([1, 3], values, (4, 2)), "b": None}
+    with pytest.raises(ValueError, match=r"finite.*at \['t'\]"):
+        server.push(grads, 1)

@@ -1,5 +1,6 @@
 """The parameter server as a Ray actor, on a local cluster, and the engine around it."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -137,6 +138,50 @@ def test_a_server_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
     push_some(third, 5)
     states = [ray.get(server.state.remote()) for server in (second, third)]
     assert_identical(*states)
+
+
+def test_an_actor_that_was_started_again_says_what_it_has_lost():
+    make = ray.remote(gx.ParameterServer).options(max_concurrency=4, max_restarts=1)
+    server = make.remote({"w": jnp.ones(2)}, gx.drop_stale(optax.sgd(0.5), 4))
+    params, seen = ray.get(server.pull.remote())
+    push_some(server, 2)
+    saved = ray.get(server.state.remote())
+    _, old = ray.get(server.pull.remote())
+    ray.kill(server, no_restart=False)
+
+    def ask(method, *args):
+        """The answer of the actor that takes the place of the one that dies."""
+        while True:
+            with contextlib.suppress(ray.exceptions.ActorUnavailableError):
+                return ray.get(getattr(server, method).remote(*args))
+
+    def lost():
+        try:
+            ask("pull")
+        except gx.ServerClosedError as error:
+            return str(error)
+
+    while not (message := lost()):  # A killed actor may answer for a moment.
+        pass
+    assert "its Ray actor has died" in message
+    assert "restore(state)" in message
+    for method, args in (("state", ()), ("push", (params, seen)), ("wait", (0, 1))):
+        with pytest.raises(gx.ServerClosedError, match="has lost its parameters"):
+            ask(method, *args)
+    assert "Ray actor" in ask("stats").lost
+    ask("restore", saved)
+    assert_identical(ask("state"), saved)
+    with pytest.raises(ValueError, match="pull again"):
+        ask("push", params, old)
+    assert push_some(server, 1) == (True, 0, 3)
+
+
+def test_a_push_that_comes_again_acts_once():
+    server = make_server()
+    params, seen = ray.get(server.pull.remote())
+    push = [server.push.remote(params, seen, push_id=("a", 7)) for _ in range(5)]
+    assert ray.get(push) == [(True, 0, 1)] * 5
+    assert ray.get(server.stats.remote()).accepted == 1
 
 
 def test_those_who_wait_leave_room_for_a_push():

@@ -290,7 +290,9 @@ def push_interrupted(count, params, **options):
 
 def save_from_a_handler(count, params, **options):
     """Pushes while a handler asks the server for all that it can be asked."""
-    server = gx.ParameterServer(params, gx.drop_stale(optax.adagrad(0.1), 10**6), **options)
+    server = gx.ParameterServer(
+        params, gx.drop_stale(optax.adagrad(0.1), 10**6), **options
+    )
     grads = jax.tree.map(jnp.ones_like, params)
     server.push(grads, 0)
     asked = []
