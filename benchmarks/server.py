@@ -2,12 +2,15 @@
 
 ``python -m benchmarks.server`` pushes the same gradients of a model of 1M parameters,
 clip and Adagrad behind ``drop_stale``: in a loop over the compiled step, through a
-server, and through a server that is pulled from before every push.
+server, and through a server that is pulled from before every push. Then what others
+cost a worker: one whose gradients take 0.3 s, and many that wait for a step to come.
 """
 
 import argparse
+import contextlib
 import functools
 import statistics
+import threading
 import time
 
 import jax
@@ -17,6 +20,7 @@ import gradxform as gx
 
 SHAPES = {f"layer{i}": (256, 256) for i in range(15)} | {"bias": (16960,)}
 TX = gx.drop_stale(gx.adagrad(0.1, global_clipnorm=1.0), max_staleness=2)
+WAITING = (16, 256, 1000)
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -48,34 +52,127 @@ def served(params, grads, pushes, pull):
     return pushes / (time.perf_counter() - start)
 
 
-def main():
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--pushes", type=int, default=1000)
-    options = parser.parse_args()
-    params = {k: jnp.ones(s) for k, s in SHAPES.items()}
-    grads = {k: jnp.full(s, 1e-3) for k, s in SHAPES.items()}
-    ways = {
-        "bare step in a loop": bare,
-        "server": functools.partial(served, pull=False),
-        "server, pulled each time": functools.partial(served, pull=True),
-    }
-    bare(params, grads, 1)  # Compiles.
-    rates = {name: [] for name in ways}
-    for _ in range(options.rounds):
-        for name, way in ways.items():
-            rates[name].append(way(params, grads, options.pushes))
-    print(
-        f"{'pushes a second':26}{'best':>8}{'median':>8}{'of bare: best, median':>24}"
-    )
-    reference = rates["bare step in a loop"]
+@functools.partial(jax.jit, static_argnums=1)
+def slow_gradient(grads, loops):
+    """The same gradients, after a computation that one core is busy with."""
+    work = jnp.ones((100, 100)) * grads["bias"][0]
+    work = jax.lax.fori_loop(0, loops, lambda _, x: jnp.tanh(x @ x), work)
+    return jax.tree.map(lambda g: g + 0 * work[0, 0], grads)
+
+
+def loops_of(grads, seconds):
+    """How many loops of the slow gradient take about so long."""
+    trial = 2000
+    jax.block_until_ready(slow_gradient(grads, trial))
+    start = time.perf_counter()
+    jax.block_until_ready(slow_gradient(grads, trial))
+    return max(1, round(trial * seconds / (time.perf_counter() - start)))
+
+
+def beside_straggler(params, grads, seconds, loops, wait_first):
+    """Pushes a second of a fast worker beside a slow one, which waits or does not."""
+    server = gx.ParameterServer(params, gx.adagrad(0.1))  # No gate: nothing is late.
+    server.push(jax.block_until_ready(slow_gradient(grads, loops)), 0)
+    stop = threading.Event()
+
+    def straggle():
+        while not stop.is_set():
+            _, seen = server.pull()
+            slow = slow_gradient(grads, loops)
+            server.push(jax.block_until_ready(slow) if wait_first else slow, seen)
+
+    straggler = threading.Thread(target=straggle)
+    straggler.start()
+    pushes, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        server.push(grads, 0)
+        pushes += 1
+    rate = pushes / (time.perf_counter() - start)
+    stop.set()
+    straggler.join()
+    return rate
+
+
+def beside_waiting(params, grads, pushes, waiting):
+    """Pushes a second while others wait for a step that does not come."""
+    server = gx.ParameterServer(params, TX)
+
+    def wait():
+        with contextlib.suppress(gx.ServerClosedError):
+            server.wait(10**9)
+
+    threads = [threading.Thread(target=wait) for _ in range(waiting)]
+    for thread in threads:
+        thread.start()
+    server.push(grads, 0)
+    start = time.perf_counter()
+    for number in range(1, pushes + 1):
+        server.push(grads, number)
+    rate = pushes / (time.perf_counter() - start)
+    server.close()
+    for thread in threads:
+        thread.join()
+    return rate
+
+
+def report(title, rates, reference):
+    """Prints pushes a second, and what share of the reference they are."""
+    print(f"{title:34}{'best':>8}{'median':>8}{f'of {reference}: best, median':>30}")
     for name, measured in rates.items():
         best, median = max(measured), statistics.median(measured)
         print(
-            f"{name:26}{best:8.0f}{median:8.0f}{best / max(reference):16.2f}"
-            f"{median / statistics.median(reference):8.2f}"
+            f"{name:34}{best:8.0f}{median:8.0f}{best / max(rates[reference]):22.2f}"
+            f"{median / statistics.median(rates[reference]):8.2f}"
         )
+    print()
+
+
+def measure(ways, rounds):
+    """Runs each way as often, one after the other, and again."""
+    rates = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            rates[name].append(way())
+    return rates
+
+
+def main():
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--pushes", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=2.0, help="beside a straggler")
+    options = parser.parse_args()
+    params = {k: jnp.ones(s) for k, s in SHAPES.items()}
+    grads = {k: jnp.full(s, 1e-3) for k, s in SHAPES.items()}
+    bare(params, grads, 1)  # Compiles.
+    args = params, grads, options.pushes
+    ways = {
+        "bare": functools.partial(bare, *args),
+        "server": functools.partial(served, *args, pull=False),
+        "server, pulled each time": functools.partial(served, *args, pull=True),
+    }
+    report("1M parameters, pushes a second", measure(ways, options.rounds), "bare")
+
+    loops = loops_of(grads, 0.3)
+    args = params, grads, options.seconds, loops
+    ways = {
+        "waited for by itself": functools.partial(
+            beside_straggler, *args, wait_first=True
+        ),
+        "pushed at once": functools.partial(beside_straggler, *args, wait_first=False),
+    }
+    rates = measure(ways, options.rounds)
+    report("beside gradients of 0.3 s", rates, "waited for by itself")
+
+    small = {"w": jnp.ones(100)}
+    ways = {
+        f"{waiting} waiting": functools.partial(
+            beside_waiting, small, small, options.pushes, waiting
+        )
+        for waiting in (0, *WAITING)
+    }
+    report("100 parameters", measure(ways, options.rounds), "0 waiting")
 
 
 if __name__ == "__main__":

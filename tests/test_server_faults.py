@@ -69,6 +69,29 @@ def test_without_donation_a_failing_step_changes_nothing():
     assert_goes_on(server)
 
 
+def test_a_step_that_fails_when_its_counters_are_read_changes_nothing(monkeypatch):
+    """As where memory runs out: what was dispatched without an error fails later."""
+    server = server_of(donate=False)
+    prepare = server._programs.prepare
+
+    class Failing:
+        def __array__(self, *_, **__):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    def prepare_failing(*args):
+        step, *rest = prepare(*args)
+        return (lambda *arguments: (*step(*arguments)[:2], Failing())), *rest
+
+    before, stats = server.state(), server.stats()
+    with monkeypatch.context() as patch:
+        patch.setattr(server._programs, "prepare", prepare_failing)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+            server.push(ONES, 0)
+    chex.assert_trees_all_equal(server.state(), before)
+    assert server.stats() == stats
+    assert_goes_on(server)
+
+
 def test_with_donation_a_failing_step_is_told_to_all_until_a_restore():
     server = server_of()
     server.push(ONES, 0)
