@@ -1,4 +1,4 @@
-"""A thread on which nothing interrupts what has begun."""
+"""Calls that nothing interrupts once they have begun."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from typing import Any
 
 
 class OwnThread:
-    """Runs calls one after the other, on a thread that nobody else has.
+    """Runs calls one after the other, where no signal handler interrupts them.
 
-    Python runs signal handlers on the main thread, between any two of its instructions,
-    and raises there what they raise. Here no handler runs: a call that has begun ends,
-    and who is interrupted only stops waiting for it. As those who wait hold no lock, a
-    handler may call :meth:`run` wherever it interrupts the main thread, in the middle
-    of :meth:`run` as well. ``queue.SimpleQueue`` is made for that; a lock, a condition
-    or an executor would wait for the thread that it has interrupted.
+    Python runs signal handlers on the main thread alone, between any two of its
+    instructions, and raises there what they raise. So the main thread hands its calls
+    to a thread of their own: a call that has begun ends, and who is interrupted only
+    stops waiting for it. As the main thread holds no lock meanwhile, a handler may call
+    :meth:`run` wherever it interrupts, in the middle of :meth:`run` as well.
+    ``queue.SimpleQueue`` is made for that; a condition or an executor would wait for
+    the very thread that it has interrupted. All other threads run their calls
+    themselves, which saves the way there and back.
 
     Args:
       name: of the thread.
@@ -27,10 +29,11 @@ class OwnThread:
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._turn = _Turn()
         # A daemon, or Python would wait for it before it comes to `_finish`. It knows
-        # the queue alone, so that it does not keep alive what it works for.
+        # queue and turn alone, so that it does not keep alive what it works for.
         self._thread = threading.Thread(
-            target=_serve, args=(self._calls,), name=name, daemon=True
+            target=_serve, args=(self._calls, self._turn), name=name, daemon=True
         )
         self._thread.start()
         self._process: int | None = os.getpid()
@@ -44,7 +47,9 @@ class OwnThread:
           RuntimeError: nobody would answer: the call comes from a call that still runs,
             from a forked process, or after the end of the interpreter.
         """
-        result, error = self.start(function, *args).get()
+        if threading.current_thread() is not threading.main_thread():
+            return self._turn.take(function, *args)
+        result, error = self._hand_over(function, *args).get()
         if error is None:
             return result
         try:
@@ -52,13 +57,15 @@ class OwnThread:
         finally:
             del error  # It holds this frame, and this frame it.
 
-    def start(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Does not wait; the queue that it returns will hold ``(result, error)``."""
-        if threading.get_ident() == self._thread.ident:
-            raise RuntimeError(
-                "a call from inside of another one, which waits for it: a callback of "
-                "tx cannot ask the server that runs it."
-            )
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Does not wait for a thread's turn longer than it must, nor for an answer."""
+        if threading.current_thread() is not threading.main_thread():
+            self._turn.take(function, *args)
+        else:
+            self._hand_over(function, *args)
+
+    def _hand_over(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Returns the queue that will hold ``(result, error)``."""
         # Not `is_alive`, which takes a thread for dead when it is interrupted itself.
         if self._process != os.getpid():
             raise RuntimeError(
@@ -70,18 +77,39 @@ class OwnThread:
         return answer
 
 
-def _serve(calls: queue.SimpleQueue[Any]) -> None:
+class _Turn:
+    """One call at a time; never taken by the main thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    def take(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self._owner == threading.get_ident():
+            raise RuntimeError(
+                "a call from inside of another one, which waits for it: a callback of "
+                "tx cannot ask the server that runs it."
+            )
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                return function(*args)
+            finally:
+                self._owner = None
+
+
+def _serve(calls: queue.SimpleQueue[Any], turn: _Turn) -> None:
     # Between two calls no variable here holds anything of the last one alive.
-    while _answer(calls.get()):
+    while _answer(calls.get(), turn):
         pass
 
 
-def _answer(call: Any) -> bool:
+def _answer(call: Any, turn: _Turn) -> bool:
     if call is None:
         return False
     answer, function, args = call
     try:
-        answer.put((function(*args), None))
+        answer.put((turn.take(function, *args), None))
     except BaseException as error:
         answer.put((None, error))
     return True

@@ -194,7 +194,8 @@ class ParameterServer:
         old = self._version
         try:
             params, state, counters = step(old.params, old.state, *arguments)
-            jax.block_until_ready((params, state))  # On all devices it has succeeded.
+            if self._programs.devices > 1:  # The counters are read on one of them.
+                jax.block_until_ready((params, state))
             global_step, stale_count = map(int, np.asarray(counters))
         except BaseException as error:
             if any(x.is_deleted() for x in jax.tree.leaves(old[:2])):

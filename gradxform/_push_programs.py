@@ -80,6 +80,9 @@ class PushPrograms:
       state: the state of ``tx``, settled.
       donate: whether a step takes the memory of parameters and state.
       require_finite: whether gradients must be.
+
+    Attributes:
+      devices: how many hold the parameters.
     """
 
     def __init__(
@@ -93,10 +96,11 @@ class PushPrograms:
         self._require_finite = require_finite
         arrays = params, state
         self._committed = _committed(arrays)
+        self.devices = len(_everywhere(arrays).device_set)
         self._everywhere = _everywhere(arrays)
         self._shardings = jax.tree.map(lambda x: x.sharding, arrays)
         self._arrays = jax.tree.map(
-            lambda x: self._abstract(_type(x), x.sharding), arrays
+            lambda x: self._abstract(_types([x])[0], x.sharding), arrays
         )
         self._params = {
             path: (x.shape, x.sharding) for path, x in jax.tree.leaves_with_path(params)
@@ -129,17 +133,17 @@ class PushPrograms:
           ValueError: the transformation says so.
         """
         leaves, tree = jax.tree.flatten((grads, extra))
-        signature = tree, tuple([_type(x) for x in leaves])
+        signature = tree, _types(leaves)
         program = self._programs.get(signature)
         if program is None:
             program = self._compile(signature, grads, extra)
         if isinstance(program, Refusal):
             raise program.kind(program.message)
-        brought = [_bring(x, s) for x, s in zip(leaves, program.shardings, strict=True)]
+        if [getattr(x, "sharding", None) for x in leaves] != program.shardings:
+            leaves = list(map(_bring, leaves, program.shardings))
+            grads, extra = jax.tree.unflatten(tree, leaves)
         # A worker whose computation takes long, or fails, holds up and harms no other.
-        jax.block_until_ready(brought)
-        if any(x is not y for x, y in zip(leaves, brought, strict=True)):
-            grads, extra = jax.tree.unflatten(tree, brought)
+        jax.block_until_ready(leaves)
         if self._require_finite:
             _check_finite(grads)
         return program.step, grads, extra
@@ -220,10 +224,12 @@ class PushPrograms:
         return jax.default_device(next(iter(self._everywhere.device_set)))
 
 
-def _type(x: Any) -> tuple[Any, ...]:
+def _types(leaves: list[Any]) -> tuple[Any, ...]:
     """What jit tells arrays apart by, but for where they lie."""
-    aval = x if hasattr(x, "weak_type") else jax.typeof(x)
-    return aval.shape, aval.dtype, aval.weak_type
+    try:  # Of arrays of JAX, which is faster than to ask each what it is.
+        return tuple([(x.shape, x.dtype, x.weak_type) for x in leaves])
+    except AttributeError:
+        return _types([jax.typeof(x) for x in leaves])
 
 
 def _bring(x: Any, sharding: Sharding) -> jax.Array:
