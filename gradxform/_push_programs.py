@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform import _checks, _tree
+from gradxform import _checks, _gate, _tree
 from gradxform._apply import apply_gradients
 from gradxform._drop_stale import drop_stale, outermost
 from gradxform._indexed_slices import IndexedSlices
@@ -56,7 +56,7 @@ def settle(
     """
     params = copy(params)
     state = tx.init(params)
-    if not _has_gate(state):
+    if not _gate.states(state):
         tx = drop_stale(tx, np.iinfo(np.int32).max)  # A gate that is always open.
         state = tx.init(params)
     arrays = params, copy(state)  # It may hold the parameters themselves.
@@ -250,20 +250,11 @@ def _everywhere(arrays: Any) -> Sharding:
     return NamedSharding(at.mesh, P()) if isinstance(at, NamedSharding) else at
 
 
-def _has_gate(state: optax.OptState) -> bool:
-    """Whether a state holds one of a gate, whatever the parameters are called."""
-
-    def is_gate(node: Any) -> bool:
-        return {"global_step", "stale_count"} <= {*getattr(node, "_fields", ())}
-
-    return any(map(is_gate, jax.tree.leaves(state, is_leaf=is_gate)))
-
-
 def _leaves_like(
     name: str, tree: Any, reference_name: str, reference: Any
 ) -> list[Any]:
     """The leaves of ``tree`` in the order in which ``reference`` has their paths."""
-    _checks.same_shapes(name, tree, reference_name, reference)
+    _checks.same_shapes(name, tree, reference_name, reference, nodes=False)
     _checks.same_dtypes(name, tree, reference_name, reference)
     given = dict(jax.tree.leaves_with_path(tree))
     leaves = []
