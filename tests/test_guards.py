@@ -338,7 +338,7 @@ def test_a_dtype_that_inject_hyperparams_called():
 @pytest.mark.parametrize(
     "mask",
     ["bias", 1, {"layer": {"w": True, "b": "x"}}, {"layer": None}, lambda p: 0.0],
-    ids=str,
+    ids=["word", "number", "in a tree", "none", "function"],
 )
 def test_a_mask_that_holds_other_things_than_bools(mask):
     for name, call in {
