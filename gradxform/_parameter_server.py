@@ -125,7 +125,8 @@ class ParameterServer:
     def _pull(self) -> tuple[optax.Params, GlobalStep]:
         self._check_usable()
         version = self._version
-        return copy(version.params), GlobalStep(version.global_step, version.life)
+        params, _ = self._programs.trees(version.leaves)
+        return copy(params), GlobalStep(version.global_step, version.life)
 
     def push(
         self,
@@ -166,17 +167,16 @@ class ParameterServer:
             check_push_id(push_id)
         self._check_usable()
         self._check_step(local_step)
-        step, grads, extra = self._programs.prepare(grads, extra)
-        arguments = grads, np.int32(local_step), extra
+        step, pushed = self._programs.prepare(grads, extra)
         result: PushResult = self._thread.run(
-            self._push, step, arguments, local_step, push_id
+            self._push, step, pushed, local_step, push_id
         )
         return result
 
     def _push(
         self,
         step: Any,
-        arguments: tuple[Any, ...],
+        pushed: list[Any],
         local_step: int,
         push_id: tuple[Hashable, int] | None,
     ) -> PushResult:
@@ -193,17 +193,17 @@ class ParameterServer:
         self._check_step(local_step)
         old = self._version
         try:
-            params, state, counters = step(old.params, old.state, *arguments)
+            leaves, counters = step(old.leaves, pushed, np.int32(local_step))
             if self._programs.devices > 1:  # The counters are read on one of them.
-                jax.block_until_ready((params, state))
+                jax.block_until_ready(leaves)
             global_step, stale_count = map(int, np.asarray(counters))
         except BaseException as error:
-            if any(x.is_deleted() for x in jax.tree.leaves(old[:2])):
+            if any(x.is_deleted() for x in old.leaves):
                 self._lost = f"a step failed that had taken them, {_summary(error)}"
                 self._wake()
                 error.add_note(str(self._unusable()))
             raise
-        self._version = Version(params, state, global_step, stale_count, old.life)
+        self._version = Version(leaves, global_step, stale_count, old.life)
         applied = stale_count == old.stale_count
         staleness = old.global_step - local_step
         self._applied += applied
@@ -307,7 +307,7 @@ class ParameterServer:
     def _state(self) -> dict[str, Any]:
         if self._lost is not None:
             self._check_usable()
-        params, state = copy(self._version[:2])
+        params, state = copy(self._programs.trees(self._version.leaves))
         return {"params": params, "state": state}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
+import jax
+
 from gradxform import _checks
 from gradxform._drop_stale import outermost
 
@@ -76,8 +78,7 @@ class GlobalStep(int):
 class Version(NamedTuple):
     """What a step replaces, all in one assignment."""
 
-    params: Any
-    state: Any
+    leaves: list[jax.Array]  # Of parameters and state.
     global_step: int
     stale_count: int
     life: str
@@ -88,7 +89,8 @@ class Version(NamedTuple):
         global_step, stale_count = (
             int(outermost(state, field)) for field in ("global_step", "stale_count")
         )
-        return cls(params, state, global_step, stale_count, secrets.token_hex(8))
+        leaves = jax.tree.leaves((params, state))
+        return cls(leaves, global_step, stale_count, secrets.token_hex(8))
 
 
 def as_step(name: str, value: Any) -> int:
