@@ -34,40 +34,46 @@ One class stands outside the flow and drives it: :class:`ParameterServer`, which
 on many threads, or many machines through Ray, pull from and push to.
 """
 
-from gradxform._accumulator import (
+from gradxform._config.config import from_config as from_config
+from gradxform._config.config import get_config as get_config
+from gradxform._late.accumulator import (
     ConditionalAccumulatorState as ConditionalAccumulatorState,
 )
-from gradxform._accumulator import conditional_accumulator as conditional_accumulator
-from gradxform._adagrad import ScaleByAdagradState as ScaleByAdagradState
-from gradxform._adagrad import adagrad as adagrad
-from gradxform._adagrad import scale_by_adagrad as scale_by_adagrad
-from gradxform._apply import apply_gradients as apply_gradients
-from gradxform._apply import apply_updates as apply_updates
-from gradxform._apply import minimize as minimize
-from gradxform._clipping import ClipByGlobalNormState as ClipByGlobalNormState
-from gradxform._clipping import clip_by_global_norm as clip_by_global_norm
-from gradxform._clipping import clip_by_norm as clip_by_norm
-from gradxform._clipping import global_norm as global_norm
-from gradxform._config import from_config as from_config
-from gradxform._config import get_config as get_config
-from gradxform._densify import densify as densify
-from gradxform._drop_stale import DropStaleState as DropStaleState
-from gradxform._drop_stale import compensate_delay as compensate_delay
-from gradxform._drop_stale import drop_stale as drop_stale
-from gradxform._drop_stale import global_step as global_step
-from gradxform._drop_stale import scale_by_staleness as scale_by_staleness
-from gradxform._drop_stale import staleness_fraction as staleness_fraction
-from gradxform._gate import GatedTransformation as GatedTransformation
-from gradxform._indexed_slices import IndexedSlices as IndexedSlices
-from gradxform._learning_rate import scale_by_learning_rate as scale_by_learning_rate
-from gradxform._lookup import lookup as lookup
-from gradxform._lookup import value_and_grad as value_and_grad
-from gradxform._novograd import ScaleByNovogradState as ScaleByNovogradState
-from gradxform._novograd import novograd as novograd
-from gradxform._novograd import scale_by_novograd as scale_by_novograd
-from gradxform._parameter_server import ParameterServer as ParameterServer
-from gradxform._server_records import PushResult as PushResult
-from gradxform._server_records import ServerClosedError as ServerClosedError
-from gradxform._server_records import ServerStats as ServerStats
+from gradxform._late.accumulator import (
+    conditional_accumulator as conditional_accumulator,
+)
+from gradxform._late.drop_stale import DropStaleState as DropStaleState
+from gradxform._late.drop_stale import compensate_delay as compensate_delay
+from gradxform._late.drop_stale import drop_stale as drop_stale
+from gradxform._late.drop_stale import global_step as global_step
+from gradxform._late.drop_stale import scale_by_staleness as scale_by_staleness
+from gradxform._late.drop_stale import staleness_fraction as staleness_fraction
+from gradxform._late.gate import GatedTransformation as GatedTransformation
+from gradxform._server.parameter_server import ParameterServer as ParameterServer
+from gradxform._server.records import PushResult as PushResult
+from gradxform._server.records import ServerClosedError as ServerClosedError
+from gradxform._server.records import ServerStats as ServerStats
+from gradxform._transforms.adagrad import ScaleByAdagradState as ScaleByAdagradState
+from gradxform._transforms.adagrad import adagrad as adagrad
+from gradxform._transforms.adagrad import scale_by_adagrad as scale_by_adagrad
+from gradxform._transforms.clipping import (
+    ClipByGlobalNormState as ClipByGlobalNormState,
+)
+from gradxform._transforms.clipping import clip_by_global_norm as clip_by_global_norm
+from gradxform._transforms.clipping import clip_by_norm as clip_by_norm
+from gradxform._transforms.clipping import global_norm as global_norm
+from gradxform._transforms.densify import densify as densify
+from gradxform._transforms.learning_rate import (
+    scale_by_learning_rate as scale_by_learning_rate,
+)
+from gradxform._transforms.novograd import ScaleByNovogradState as ScaleByNovogradState
+from gradxform._transforms.novograd import novograd as novograd
+from gradxform._transforms.novograd import scale_by_novograd as scale_by_novograd
+from gradxform._trees.indexed_slices import IndexedSlices as IndexedSlices
+from gradxform._verbs.apply import apply_gradients as apply_gradients
+from gradxform._verbs.apply import apply_updates as apply_updates
+from gradxform._verbs.apply import minimize as minimize
+from gradxform._verbs.lookup import lookup as lookup
+from gradxform._verbs.lookup import value_and_grad as value_and_grad
 
 __version__ = "0.1.0"

@@ -6,7 +6,8 @@ minibatch of its own, and push it to a ``ParameterServer``, whose transformation
 that come too late, or ``conditional_accumulator`` adds up those of several workers.
 
 From top to bottom: data, model, workers, transformation, command line, Ctrl-C. How the
-workers run is the business of ``_engines``, what is shown of them that of ``_report``.
+workers run is the business of ``_server.engines``, and what is shown of them that of
+``_report``.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ import numpy as np
 import optax
 
 import gradxform as gx
-from gradxform import _engines as engines
 from gradxform import _listing
 from gradxform._report import print_report, save_plot
+from gradxform._server import engines
 
 BATCH_SIZE = 64
 MAX_NORM = 1.0

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import gradxform as gx
-from gradxform import _engines as engines
+from gradxform._server import engines
 
 
 def print_report(

@@ -16,7 +16,7 @@ import pytest
 
 import gradxform as gx
 from gradxform import __main__ as job
-from gradxform import _engines as engines
+from gradxform._server import engines
 
 SHORT = ("--steps", "60", "--engine", "simulated")
 COLOR = re.compile(r"\x1b\[[\d;]*(?:3|9)[0-7]m")

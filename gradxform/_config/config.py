@@ -1,0 +1,379 @@
+"""Transformations as plain dicts: built from them, and given back.
+
+A dict with a ``"name"`` stands for what the function of that name makes of the other
+entries, its arguments. What Keras wrote is first put into these words. The functions'
+own signatures say which keys there are, which are needed and what they hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import optax
+
+import gradxform as gx
+from gradxform._config import hints, keras, schedules
+
+_KEPT = "_gradxform_config"  # The attribute under which what is built keeps its config.
+
+# Limits, which never act where they are infinite. All other numbers are finite.
+_LIMITS = (
+    *("clipnorm", "clipvalue", "global_clipnorm"),
+    *("max_delta", "max_norm", "max_staleness"),
+)
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+# Transformations of optax whose annotations do not say that they are.
+_UNANNOTATED = (
+    optax.scale_by_factored_rms,
+    optax.contrib.dog,
+    optax.contrib.dowg,
+)
+
+
+def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
+    """Builds a transformation from a plain dict, or from what Keras wrote.
+
+    ``{"name": …}`` with the arguments as the other entries, nested as needed:
+
+    - a transformation of gradxform: ``{"name": "adagrad", "learning_rate": 0.1}``;
+    - ``{"name": "chain", "transforms": [{…}, {…}]}``;
+    - what optax makes: ``{"name": "optax.adamw", "learning_rate": 1e-3}``;
+    - as an argument, a schedule of optax: ``{"name": "cosine_decay_schedule", …}``;
+      ``"inverse_time_decay"``, ``"polynomial_decay"`` with its ``cycle``,
+      ``"cosine_decay_restarts"`` and ``"linear_cosine_decay"``, which it lacks, are
+      Keras's.
+
+    Dtypes are strings, and trees of arguments (``mask``, ``stacked_axes``) lie in the
+    dict as they are. Any mapping will do, and a ``ConfigDict`` of ml_collections.
+
+    Of Keras it reads ``optimizer.get_config()`` and ``keras.optimizers.serialize``, of
+    Keras 3 and of TensorFlow 1.15 to 2.x: ``Adagrad``, TensorFlow Addons'
+    ``NovoGrad``, and as their rates ``ExponentialDecay``, ``InverseTimeDecay``,
+    ``CosineDecay``, ``CosineDecayRestarts``, ``LinearCosineDecay``,
+    ``PiecewiseConstantDecay`` and ``PolynomialDecay``.
+
+    Args:
+      config: a mapping of what JSON can hold; it is not changed.
+
+    Returns:
+      The transformation, which :func:`get_config` knows.
+
+    Raises:
+      ValueError: a key or a name is unknown, or a key is missing, and what is allowed;
+        an argument is out of its range, NaN, or infinite where it is no limit; Keras
+        was asked for what is not offered here (``use_ema=True``), and what to do
+        instead. Each says where in the config.
+      TypeError: an argument is of the wrong type, as ``1e-3`` from YAML, a string.
+
+    Source: ``tf.keras.optimizers.deserialize``, for optax.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> tx = gx.from_config({
+    ...     "name": "drop_stale",
+    ...     "inner": {
+    ...         "name": "adagrad",
+    ...         "learning_rate": {
+    ...             "name": "linear_schedule",
+    ...             "init_value": 0.5,
+    ...             "end_value": 0.0,
+    ...             "transition_steps": 2,
+    ...         },
+    ...         "initial_accumulator_value": 0.0,
+    ...         "clipnorm": 1.0,
+    ...     },
+    ...     "max_staleness": 1,
+    ... })
+    >>> grads = jnp.array([3.0, -4.0])
+    >>> state = tx.init(grads)
+    >>> for rate in (0.5, 0.25 / 2**0.5, 0.0):
+    ...     seen = gx.global_step(state)
+    ...     updates, state = tx.update(grads, state, grads, local_step=seen)
+    ...     assert jnp.allclose(updates, rate * jnp.array([-1.0, 1.0]))
+    >>> assert gx.global_step(state) == 3
+    >>> gx.from_config({"name": "adagrad", "learning_rte": 0.5})
+    Traceback (most recent call last):
+    ValueError: config: unknown key 'learning_rte', did you mean 'learning_rate'? ...
+    """
+    plain = _plain(config, "config")
+    tx = _made(plain, "config", "transformation")  # Puts what Keras wrote in our words.
+    tx = optax.with_extra_args_support(tx)
+    setattr(tx, _KEPT, plain)
+    return tx
+
+
+def get_config(tx: optax.GradientTransformation) -> dict[str, Any]:
+    """The config of a transformation that :func:`from_config` built.
+
+    Args:
+      tx: what :func:`from_config` returned.
+
+    Returns:
+      A new dict, which JSON can hold and of which :func:`from_config` builds the same.
+      What Keras wrote is put into the words of this library.
+
+    Raises:
+      TypeError: ``tx`` was not built by :func:`from_config`.
+
+    Source: ``keras.optimizers.Optimizer.get_config``.
+
+    >>> import gradxform as gx, json
+    >>> config = {"name": "adagrad", "learning_rate": 0.01, "clipnorm": 1.0}
+    >>> written = json.dumps(gx.get_config(gx.from_config(config)))
+    >>> assert gx.get_config(gx.from_config(json.loads(written))) == config
+    """
+    config = getattr(tx, _KEPT, None)
+    if config is None:
+        raise TypeError(
+            "get_config knows the transformations that from_config built, got a "
+            f"{type(tx).__name__} made otherwise, whose arguments cannot be read back. "
+            "Build it by from_config, wrappers and chains around it too."
+        )
+    return copy.deepcopy(config)
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A copy made of what JSON holds alone, its numbers finite."""
+    if hasattr(value, "to_dict"):  # ml_collections' ConfigDict is no Mapping.
+        value = value.to_dict()
+    if isinstance(value, Mapping):
+        return {
+            key: entry
+            if key in _LIMITS and isinstance(entry, float) and entry == math.inf
+            else _plain(entry, f"{where}[{key!r}]")
+            for key, entry in value.items()
+        }
+    if isinstance(value, list | tuple):
+        sequence = tuple if isinstance(value, tuple) else list
+        return sequence(_plain(entry, f"{where}[{i}]") for i, entry in enumerate(value))
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise TypeError(
+            f"{where} must be what JSON can hold, got {value!r}. Write a dtype as a "
+            "string, 'bfloat16', and a scalar array as its float()."
+        )
+    if isinstance(value, float) and not abs(value) <= _LARGEST:
+        raise ValueError(f"{where} must be finite in float32, got {value!r}.")
+    if isinstance(value, int) and not -(2**31) <= value < 2**31:
+        raise ValueError(
+            f"{where} must be an int32, got {value!r}. Write 1e10 for a larger number."
+        )
+    return value
+
+
+def _made(config: Any, where: str, kind: str) -> Any:
+    """The ``"transformation"`` or ``"schedule"`` that a dict with a name is.
+
+    What Keras wrote is put into our words, in the dict itself.
+    """
+    if isinstance(config, dict):
+        _translate(config, where)
+    if not _is_named(config):
+        raise TypeError(
+            f"{where} must be a {kind}, a dict with its 'name', got {config!r}."
+        )
+    given = dict(config)
+    name = given.pop("name")
+    make = _function(name, f"{where}['name']", kind)
+    if _kind(make) != kind:  # Known before anything is called.
+        raise TypeError(f"{where} must be a {kind}, which {name!r} does not make.")
+    return _call(make, _arguments(make, given, where), where)
+
+
+def _translate(config: dict[str, Any], where: str) -> None:
+    written = keras.find_reader(config, where)
+    if written is not None:
+        reader, given, where = written
+        _arguments(reader, given, where)  # Translates and checks what lies deeper.
+        words = _call(reader, given, where)
+        config.clear()
+        config.update(words)
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str)
+
+
+def _signature(make: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(make, eval_str=True)
+
+
+def _kind(make: Callable[..., Any]) -> str | None:
+    """What a function makes, by its annotation."""
+    if inspect.isclass(make):
+        return None
+    made = _signature(make).return_annotation
+    if inspect.isclass(made) and issubclass(made, optax.GradientTransformation):
+        return "transformation"
+    if make in _UNANNOTATED:
+        return "transformation"
+    return "schedule" if made == optax.Schedule else None
+
+
+def _arguments(
+    make: Callable[..., Any], given: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """What a function gets for what a config holds."""
+    parameters = _signature(make).parameters
+    _check_keys(parameters, given, where)
+    # Schedules divide by their steps, which need not be whole.
+    whole = _kind(make) == "transformation"
+    return {
+        key: _argument(value, f"{where}[{key!r}]", parameters[key], whole)
+        for key, value in given.items()
+    }
+
+
+def _check_keys(
+    parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any], where: str
+) -> None:
+    """Raises unless these keys are arguments with which a function can be called."""
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+        raise ValueError(
+            f"{where}: a dict cannot hold arguments that have no names. A chain is "
+            "{'name': 'chain', 'transforms': [...]}."
+        )
+    allowed = f"Allowed are {', '.join(parameters) or 'none'}."
+    for key in given:
+        if key not in parameters:
+            meant = _did_you_mean(key, parameters)
+            raise ValueError(f"{where}: unknown key {key!r}{meant} {allowed}")
+    needed = [p.name for p in parameters.values() if p.default is p.empty]
+    missing = ", ".join(repr(key) for key in needed if key not in given)
+    if missing:
+        raise ValueError(f"{where}: missing {missing}. {allowed}")
+
+
+def _call(make: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
+    """Calls a function; what it raises says where in the config."""
+    try:
+        return make(**arguments)
+    except Exception as error:  # Optax divides by zero, and asserts.
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{where}: {error}") from error
+
+
+def _argument(value: Any, where: str, parameter: inspect.Parameter, whole: bool) -> Any:
+    """What a function gets for what a config holds, by its annotation."""
+    hint = parameter.annotation
+    if hint is parameter.empty and isinstance(parameter.default, int | float):
+        hint = type(parameter.default)
+    if "GradientTransformation" in str(hint) and value != parameter.default:
+        return _transformations(value, where, str(hint))
+    if hints.holds_schedules(hint):
+        value = _with_schedules(value, where)
+    if "dict[int" in str(hint) and isinstance(value, dict):  # JSON's keys are strings.
+        value = {_integer(key): entry for key, entry in value.items()}
+    allowed = hints.alternatives(hint, whole)
+    if "dtype" in parameter.name:
+        allowed = [hints.dtype()]
+    if any(fits(value) for _, fits in allowed):
+        return value
+    words = hints.words(allowed)
+    if words.startswith("a number") and isinstance(value, str) and _is_number(value):
+        raise TypeError(
+            f"{where} must be a number, got the string {value!r}. YAML reads 1e-3 as a "
+            "string: write 1.0e-3, with the point."
+        )
+    raise TypeError(f"{where} must be {words}, got {value!r}.")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _integer(key: Any) -> Any:
+    return int(key) if isinstance(key, str) and re.fullmatch(r"\d{1,9}", key) else key
+
+
+def _transformations(value: Any, where: str, annotation: str) -> Any:
+    """One transformation, or those in a list or under labels, by the annotation."""
+    kind = re.search("list|dict|Mapping", annotation)
+    if kind is None:
+        return _made(value, where, "transformation")
+    if isinstance(value, list | tuple) and kind[0] == "list":
+        return [
+            _made(entry, f"{where}[{i}]", "transformation")
+            for i, entry in enumerate(value)
+        ]
+    if isinstance(value, dict) and kind[0] != "list":
+        return {
+            label: _made(entry, f"{where}[{label!r}]", "transformation")
+            for label, entry in value.items()
+        }
+    raise TypeError(f"{where} must be a {kind[0]} of transformations, got {value!r}.")
+
+
+def _with_schedules(value: Any, where: str) -> Any:
+    """The value, or what lies in the list, made a schedule where it is a dict."""
+    if isinstance(value, list | tuple):
+        return [_with_schedules(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, dict) and {"name", "class_name"} & value.keys():
+        return _made(value, where, "schedule")
+    return value
+
+
+def _chain(
+    transforms: list[optax.GradientTransformation],
+) -> optax.GradientTransformationExtraArgs:
+    return optax.chain(*transforms)
+
+
+def _transformation_makers() -> dict[str, Callable[..., Any]]:
+    """The public functions that make transformations, and the chain."""
+    makers = {
+        name: value
+        for name, value in vars(gx).items()
+        if inspect.isfunction(value) and _kind(value) == "transformation"
+    }
+    del makers[from_config.__name__]
+    return makers | {"chain": _chain}
+
+
+def _function(name: str, where: str, kind: str) -> Callable[..., Any]:
+    """The function of this name, whatever it makes."""
+    makers = {
+        "transformation": _transformation_makers(),
+        "schedule": schedules.makers(),
+    }
+    for known in makers.values():
+        if name in known:
+            return known[name]
+    of_optax = _of_optax(name.removeprefix("optax."))
+    if of_optax is not None and name.startswith("optax."):
+        return of_optax
+    if of_optax is not None:
+        meant = f", did you mean 'optax.{name}'?"
+    else:
+        of_optax_too = (f"optax.{entry}" for entry in dir(optax))
+        meant = _did_you_mean(name, [*makers[kind], *of_optax_too])
+    raise ValueError(
+        f"{where}: unknown name {name!r}{meant} A {kind} is one of "
+        f"{', '.join(sorted(makers[kind]))}, or optax's own, as 'optax.adamw'."
+    )
+
+
+def _of_optax(path: str) -> Callable[..., Any] | None:
+    """A public function of optax, as ``adamw`` or ``contrib.muon``."""
+    value: Any = optax
+    for part in path.split("."):
+        value = None if part.startswith("_") else getattr(value, part, None)
+    function = getattr(value, "func", value)  # `nadam` is a functools.partial.
+    is_optax = str(getattr(function, "__module__", "")).startswith("optax.")
+    return value if callable(value) and is_optax else None
+
+
+def _did_you_mean(word: Any, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(word), known, n=1)
+    return f", did you mean {close[0]!r}?" if close else "."

@@ -1,0 +1,364 @@
+"""What Keras and TensorFlow Addons write about their optimizers, in our vocabulary.
+
+Each function below reads one class: its parameters are the keys that Keras writes, the
+keys without a default those that it always writes, and its result is the config of
+:func:`gradxform.from_config` that computes the same. Parameters that a function does
+not use are keys that change no number.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+
+from gradxform._trees import checks
+
+Config = dict[str, Any]
+Reader = Callable[..., Config]
+
+_CLIP = {
+    "clipnorm": ("clip_by_norm", "max_norm"),
+    "clipvalue": ("optax.clip", "max_delta"),
+    "global_clipnorm": ("clip_by_global_norm", "max_norm"),
+}
+
+
+def _adagrad(
+    learning_rate: optax.ScalarOrSchedule,
+    initial_accumulator_value: float,
+    epsilon: float,
+    use_ema: bool,
+    weight_decay: float | None = None,
+    clipnorm: float | None = None,
+    clipvalue: float | None = None,
+    global_clipnorm: float | None = None,
+    ema_momentum: float | None = None,
+    ema_overwrite_frequency: float | None = None,
+    loss_scale_factor: float | None = None,
+    gradient_accumulation_steps: int | None = None,
+    jit_compile: Any = None,
+    is_legacy_optimizer: Any = None,
+    name: Any = None,
+) -> Config:
+    """``keras.optimizers.Adagrad`` of Keras 3 and of TensorFlow from 2.11 on."""
+    if use_ema:
+        raise ValueError(
+            "use_ema=True: the average is no part of a transformation. Write "
+            "use_ema=False, and after each step averaged = optax.incremental_update("
+            "params, averaged, step_size=1 - ema_momentum)."
+        )
+    if loss_scale_factor is not None:
+        raise ValueError(
+            f"loss_scale_factor={loss_scale_factor!r} is only half of loss scaling. "
+            "Write null, and do not scale the loss: sums are float32 here whatever the "
+            "gradients are."
+        )
+    if gradient_accumulation_steps is not None:
+        raise ValueError(
+            f"gradient_accumulation_steps={gradient_accumulation_steps!r}: write null, "
+            "and wrap what is built: optax.MultiSteps(tx, every_k_schedule="
+            f"{gradient_accumulation_steps!r})."
+        )
+    clips = _clips(clipnorm, clipvalue, global_clipnorm)
+    clips = {key: norm for key, norm in clips.items() if norm > 0}  # 0 is none there.
+    scaled = {
+        "initial_accumulator_value": initial_accumulator_value,
+        "eps": epsilon,
+        "eps_in_sqrt": True,
+    }
+    if not weight_decay:
+        return {"name": "adagrad", "learning_rate": learning_rate, **scaled, **clips}
+    # w ← w - learning_rate · (u + weight_decay · w): decoupled, and times the rate.
+    transforms = [
+        *({"name": _CLIP[key][0], _CLIP[key][1]: clips[key]} for key in clips),
+        {"name": "scale_by_adagrad", **scaled},
+        {"name": "optax.add_decayed_weights", "weight_decay": weight_decay},
+        {"name": "scale_by_learning_rate", "learning_rate": learning_rate},
+    ]
+    return {"name": "chain", "transforms": transforms}
+
+
+def _legacy_adagrad(
+    learning_rate: optax.ScalarOrSchedule,
+    initial_accumulator_value: float,
+    epsilon: float,
+    decay: float,
+    clipnorm: float | None = None,
+    clipvalue: float | None = None,
+    global_clipnorm: float | None = None,
+    is_legacy_optimizer: Any = None,
+    name: Any = None,
+) -> Config:
+    """``tf.keras.optimizers.Adagrad`` up to TensorFlow 2.10, later in ``legacy``."""
+    return {
+        "name": "adagrad",
+        "learning_rate": _decayed(learning_rate, decay),
+        "initial_accumulator_value": initial_accumulator_value,
+        "eps": epsilon,
+        "eps_in_sqrt": False,
+        **_clips(clipnorm, clipvalue, global_clipnorm),
+    }
+
+
+def _novograd(
+    learning_rate: optax.ScalarOrSchedule,
+    beta_1: float,
+    beta_2: float,
+    epsilon: float,
+    weight_decay: float,
+    grad_averaging: bool,
+    amsgrad: bool = False,
+    decay: float = 0.0,
+    clipnorm: float | None = None,
+    clipvalue: float | None = None,
+    global_clipnorm: float | None = None,
+    is_legacy_optimizer: Any = None,
+    name: Any = None,
+) -> Config:
+    """``tfa.optimizers.NovoGrad``, a legacy optimizer whatever the TensorFlow."""
+    if amsgrad:
+        raise ValueError("amsgrad=True is not offered: write amsgrad=False.")
+    if grad_averaging:
+        raise ValueError(
+            "grad_averaging=True: TensorFlow Addons skips it at the first step, which "
+            'is not offered. {"name": "novograd", "grad_averaging": true, …} averages '
+            "from the first step on, as the paper does."
+        )
+    return {
+        "name": "novograd",
+        "learning_rate": _decayed(learning_rate, decay),
+        "b1": beta_1,
+        "b2": beta_2,
+        "eps": epsilon,
+        "weight_decay": weight_decay,
+        "eps_in_sqrt": False,
+        "lr_in_momentum": True,
+        **_clips(clipnorm, clipvalue, global_clipnorm),
+    }
+
+
+def _clips(*limits: Any) -> Config:
+    clips = dict(zip(_CLIP, limits, strict=True))
+    checks.at_most_one(**clips)
+    return {key: limit for key, limit in clips.items() if limit is not None}
+
+
+def _decayed(learning_rate: Any, decay: float) -> Any:
+    if not decay:
+        return learning_rate
+    if isinstance(learning_rate, Mapping):
+        raise ValueError(
+            f"decay={decay!r} beside a schedule is not offered: write decay=0.0, and "
+            "the schedule that you mean."
+        )
+    return {
+        "name": "inverse_time_decay",
+        "init_value": learning_rate,
+        "transition_steps": 1,
+        "decay_rate": decay,
+    }
+
+
+def _decay(ours: str) -> Reader:
+    """``ExponentialDecay`` and ``InverseTimeDecay``."""
+
+    def read(
+        initial_learning_rate: float,
+        decay_steps: float,
+        decay_rate: float,
+        staircase: bool,
+        name: Any = None,
+    ) -> Config:
+        if ours == "exponential_decay" and decay_rate == 0:  # To optax, no decay.
+            raise ValueError("decay_rate=0 is not offered: the rate is 0 from step 1.")
+        return {
+            "name": ours,
+            "init_value": initial_learning_rate,
+            "transition_steps": decay_steps,
+            "decay_rate": decay_rate,
+            "staircase": staircase,
+        }
+
+    return read
+
+
+def _cosine_decay(
+    initial_learning_rate: float,
+    decay_steps: float,
+    alpha: float,
+    warmup_target: float | None = None,
+    warmup_steps: float = 0,
+    name: Any = None,
+) -> Config:
+    peak = initial_learning_rate if warmup_target is None else warmup_target
+    cosine = {
+        "name": "cosine_decay_schedule",
+        "init_value": peak,
+        "decay_steps": decay_steps,
+        "alpha": alpha,
+    }
+    if warmup_target is None:
+        return cosine
+    warmup = {
+        "name": "linear_schedule",
+        "init_value": initial_learning_rate,
+        "end_value": warmup_target,
+        "transition_steps": warmup_steps,
+    }
+    return _join([warmup, cosine], [warmup_steps])
+
+
+def _piecewise_constant_decay(
+    boundaries: list[float], values: list[float], name: Any = None
+) -> Config:
+    if len(values) != len(boundaries) + 1:
+        raise ValueError(
+            "values must be one more than boundaries, got "
+            f"{len(values)} values and {len(boundaries)} boundaries."
+        )
+    constants = [{"name": "constant_schedule", "value": value} for value in values]
+    # A boundary still has the old value there; in optax it has the new one.
+    return _join(constants, [int(boundary) + 1 for boundary in boundaries])
+
+
+def _join(schedules: list[Config], boundaries: list[Any]) -> Config:
+    return {"name": "join_schedules", "schedules": schedules, "boundaries": boundaries}
+
+
+def _cosine_decay_restarts(
+    initial_learning_rate: float,
+    first_decay_steps: float,
+    t_mul: float,
+    m_mul: float,
+    alpha: float,
+    name: Any = None,
+) -> Config:
+    return {
+        "name": "cosine_decay_restarts",
+        "init_value": initial_learning_rate,
+        "first_decay_steps": first_decay_steps,
+        "t_mul": t_mul,
+        "m_mul": m_mul,
+        "alpha": alpha,
+    }
+
+
+def _linear_cosine_decay(
+    initial_learning_rate: float,
+    decay_steps: float,
+    num_periods: float,
+    alpha: float,
+    beta: float,
+    name: Any = None,
+) -> Config:
+    return {
+        "name": "linear_cosine_decay",
+        "init_value": initial_learning_rate,
+        "decay_steps": decay_steps,
+        "num_periods": num_periods,
+        "alpha": alpha,
+        "beta": beta,
+    }
+
+
+def _polynomial_decay(
+    initial_learning_rate: float,
+    decay_steps: float,
+    end_learning_rate: float,
+    power: float,
+    cycle: bool,
+    name: Any = None,
+) -> Config:
+    return {
+        "name": "polynomial_decay",
+        "init_value": initial_learning_rate,
+        "end_value": end_learning_rate,
+        "power": power,
+        "transition_steps": decay_steps,
+        "cycle": cycle,
+    }
+
+
+_READERS: dict[str, Reader] = {
+    "Adagrad": _adagrad,
+    "NovoGrad": _novograd,
+    "ExponentialDecay": _decay("exponential_decay"),
+    "InverseTimeDecay": _decay("inverse_time_decay"),
+    "CosineDecay": _cosine_decay,
+    "CosineDecayRestarts": _cosine_decay_restarts,
+    "LinearCosineDecay": _linear_cosine_decay,
+    "PiecewiseConstantDecay": _piecewise_constant_decay,
+    "PolynomialDecay": _polynomial_decay,
+}
+
+# What stands around a config that Keras serialized, and whose classes we know.
+_ENVELOPE = {"class_name", "config", "module", "registered_name", "build_config"}
+_PACKAGES = ("keras", "tf_keras", "tensorflow_addons")
+
+
+def find_reader(
+    config: Mapping[str, Any], where: str
+) -> tuple[Reader, Mapping[str, Any], str] | None:
+    """Who reads what Keras wrote; None for a config that Keras did not write.
+
+    Args:
+      config: a serialized object of Keras, ``{"class_name": …, "config": …}``, or the
+        ``get_config()`` of an optimizer.
+      where: what messages call it.
+
+    Returns:
+      The reader, the keywords to call it with, and what messages call these.
+    """
+    if not isinstance(config.get("class_name"), str):
+        return _reader_of_get_config(config, where)
+    name = config["class_name"].split(">")[-1]  # "Custom>Adagrad" of TF 2.11
+    package = str(config.get("module", "keras")).split(".")[0]
+    if name not in _READERS or package not in _PACKAGES:
+        raise ValueError(
+            f"{where}: the class {config['class_name']!r} of {config.get('module')} is "
+            f"not read; of Keras's these are: {', '.join(_READERS)}."
+        )
+    unknown = ", ".join(repr(key) for key in config if key not in _ENVELOPE)
+    if unknown or not isinstance(config.get("config"), Mapping):
+        raise ValueError(
+            f"{where} must be what Keras serialized: a dict with 'class_name' and a "
+            f"dict 'config'" + (f", and without {unknown}." if unknown else ".")
+        )
+    return _generation(name, config["config"]), config["config"], f"{where}['config']"
+
+
+def _reader_of_get_config(
+    config: Mapping[str, Any], where: str
+) -> tuple[Reader, Mapping[str, Any], str] | None:
+    for name in ("Adagrad", "NovoGrad"):
+        reader = _generation(name, config)
+        if _always_written(reader) <= config.keys():
+            break
+    else:
+        if "use_ema" not in config:
+            return None
+        raise ValueError(
+            f"{where} has the key 'use_ema', so Keras wrote it, but it is no whole "
+            "config of an optimizer that is read: Adagrad, NovoGrad."
+        )
+    if not re.fullmatch(rf"{name}(_\d+)?", str(config.get("name")), re.IGNORECASE):
+        raise ValueError(
+            f"{where} has the keys of {name} under the name {config.get('name')!r}, "
+            "which does not tell its class: pass keras.optimizers.serialize(optimizer)."
+        )
+    return reader, config, where
+
+
+def _generation(name: str, config: Mapping[str, Any]) -> Reader:
+    """Legacy optimizers are those that write a ``decay``."""
+    legacy = name == "Adagrad" and "decay" in config
+    return _legacy_adagrad if legacy else _READERS[name]
+
+
+def _always_written(reader: Reader) -> set[str]:
+    parameters = inspect.signature(reader).parameters.values()
+    return {p.name for p in parameters if p.default is p.empty}

@@ -1,0 +1,188 @@
+"""The schedules that a config can name: optax's, and those of Keras that it lacks."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform._trees import checks
+
+
+def inverse_time_decay(
+    init_value: float,
+    transition_steps: float,
+    decay_rate: float,
+    staircase: bool = False,
+) -> optax.Schedule:
+    r"""A rate that falls as one over the time: Keras's ``InverseTimeDecay``.
+
+    .. math:: init\_value / (1 + decay\_rate \cdot count / transition\_steps)
+
+    Args:
+      init_value: the rate at count 0.
+      transition_steps: the unit of time, > 0.
+      decay_rate: how much one unit of time adds to the divisor.
+      staircase: only whole units of time count.
+
+    >>> rate = inverse_time_decay(0.3, transition_steps=4, decay_rate=2.0)
+    >>> assert rate(0) == 0.3 and abs(rate(4) - 0.1) < 1e-7
+    """
+    checks.in_range("transition_steps", transition_steps, "(0, inf)")
+
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+        time = jnp.asarray(count, float) / transition_steps
+        if staircase:
+            time = jnp.floor(time)
+        return init_value / (1 + decay_rate * time)
+
+    return schedule
+
+
+def polynomial_decay(
+    init_value: float,
+    end_value: float,
+    power: float,
+    transition_steps: float,
+    cycle: bool = False,
+) -> optax.Schedule:
+    r"""A rate that falls as a power of the time left: Keras's ``PolynomialDecay``.
+
+    ``optax.polynomial_schedule`` cannot start anew, and for a ``power`` such as 0.5 it
+    may be NaN at the end once it is compiled: 1 - 6 · (1/6) is negative.
+
+    .. math::
+
+        rate = (init\_value - end\_value) (1 - count / transition\_steps)^{power}
+          + end\_value
+
+    Args:
+      init_value: the rate at count 0.
+      end_value: the rate from ``transition_steps`` on.
+      power: the power of the polynomial.
+      transition_steps: how long it takes, > 0.
+      cycle: whether it starts anew after that, and after every multiple of
+        ``transition_steps`` that it then falls towards.
+
+    >>> rate = polynomial_decay(1.0, 0.0, power=1.0, transition_steps=4, cycle=True)
+    >>> assert [float(rate(count)) for count in (0, 2, 4, 6, 8)] == [1, 0.5, 0, 0.25, 0]
+    """
+    checks.in_range("transition_steps", transition_steps, "(0, inf)")
+
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+        count = jnp.asarray(count, float)
+        ways = jnp.maximum(1.0, jnp.ceil(count / transition_steps)) if cycle else 1.0
+        left = jnp.maximum(0.0, 1 - count / (ways * transition_steps))
+        return (init_value - end_value) * left**power + end_value
+
+    return schedule
+
+
+def cosine_decay_restarts(
+    init_value: float,
+    first_decay_steps: float,
+    t_mul: float = 2.0,
+    m_mul: float = 1.0,
+    alpha: float = 0.0,
+) -> optax.Schedule:
+    r"""Cosines one after the other: Keras's ``CosineDecayRestarts``.
+
+    Each falls for ``t_mul`` times as long as the one before, from ``m_mul`` times its
+    height. With n the last one that has started:
+
+    .. math::
+
+        start_n &= first\_decay\_steps (1 + t\_mul + \ldots + t\_mul^{n - 1}) \\
+        fraction &= (count - start_n) / (first\_decay\_steps \cdot t\_mul^n) \\
+        rate &= init\_value \left((1 - alpha) \, m\_mul^n
+          (1 + \cos(\pi fraction)) / 2 + alpha\right)
+
+    Args:
+      init_value: the rate at count 0.
+      first_decay_steps: how long the first cosine takes, > 0.
+      t_mul: how many times as long each next one takes, ≥ 1.
+      m_mul: how many times as high each next one starts.
+      alpha: what all fall to, as a fraction of ``init_value``.
+
+    Source: SGDR (Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983).
+
+    >>> rate = cosine_decay_restarts(1.0, first_decay_steps=2, m_mul=0.5)
+    >>> rates = jnp.array([rate(count) for count in range(7)])
+    >>> assert jnp.allclose(rates[:3], jnp.array([1.0, 0.5, 0.5]))  # at 2 anew
+    >>> assert jnp.allclose(rates[3:], jnp.array([0.4267767, 0.25, 0.0732233, 0.25]))
+    """
+    checks.in_range("first_decay_steps", first_decay_steps, "(0, inf)")
+    checks.in_range("t_mul", t_mul, "[1, inf)")
+
+    def start(n: jax.Array) -> jax.Array:  # In first_decay_steps.
+        if t_mul == 1:
+            return n
+        return jnp.expm1(n * math.log(t_mul)) / (t_mul - 1)
+
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+        time = jnp.asarray(count, float) / first_decay_steps
+        if t_mul == 1:
+            nearest = jnp.round(time)
+        else:
+            nearest = jnp.round(jnp.log1p(time * (t_mul - 1)) / math.log(t_mul))
+        # Rounding must not take the first step of a cosine for the end of the last one.
+        n = jnp.where(time < start(nearest) * (1 - 1e-6), nearest - 1, nearest)
+        fraction = (time - start(n)) / t_mul**n
+        cosine = m_mul**n * (1 + jnp.cos(jnp.pi * fraction)) / 2
+        return init_value * ((1 - alpha) * cosine + alpha)
+
+    return schedule
+
+
+def linear_cosine_decay(
+    init_value: float,
+    decay_steps: float,
+    num_periods: float = 0.5,
+    alpha: float = 0.0,
+    beta: float = 0.001,
+) -> optax.Schedule:
+    r"""A line times a cosine: ``LinearCosineDecay`` of ``tf.keras.experimental``.
+
+    .. math::
+
+        left &= 1 - \min(count / decay\_steps, 1) \\
+        rate &= init\_value \left((alpha + left)
+          (1 + \cos(2 \pi \, num\_periods (1 - left))) / 2 + beta\right)
+
+    Args:
+      init_value: the rate at count 0, but for alpha and beta.
+      decay_steps: how long it takes, > 0.
+      num_periods: how many periods the cosine goes through.
+      alpha: what is added to the line.
+      beta: what is added in the end.
+
+    Source: Bello et al. 2017, https://arxiv.org/abs/1709.07417.
+
+    >>> rate = linear_cosine_decay(1.0, decay_steps=4, beta=0.25)
+    >>> rates = jnp.array([rate(count) for count in (0, 2, 4, 5)])
+    >>> assert jnp.allclose(rates, jnp.array([1.25, 0.5, 0.25, 0.25]))
+    """
+    checks.in_range("decay_steps", decay_steps, "(0, inf)")
+
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+        left = 1 - jnp.minimum(1.0, jnp.asarray(count, float) / decay_steps)
+        cosine = (1 + jnp.cos(2 * jnp.pi * num_periods * (1 - left))) / 2
+        return init_value * ((alpha + left) * cosine + beta)
+
+    return schedule
+
+
+def makers() -> dict[str, Callable[..., Any]]:
+    """What makes schedules, by name: optax's functions, and those above."""
+    return {
+        name: value
+        for names in (vars(optax.schedules), globals())
+        for name, value in names.items()
+        if inspect.isfunction(value)
+        and value.__annotations__.get("return") in (optax.Schedule, "optax.Schedule")
+    }

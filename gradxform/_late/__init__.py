@@ -1,0 +1,14 @@
+"""What decides whether a gradient may act, and what lateness does to it.
+
+A wrapper here is a gate. Its ``guard`` says once when a push acts, and not what acting
+makes: ``update`` fills in updates, ``apply_gradients`` the whole step with the new
+parameters. So one conditional holds all that a push may do, and one that may not act
+copies nothing.
+
+- ``gate``: the idea, and the conditional of two sides that need not agree in type.
+- ``drop_stale``: drops what comes too late, and what inside it weakens or corrects
+  lateness; ``global_step`` and ``staleness_fraction`` of a state.
+- ``accumulator``: adds up what several workers send, until there is enough.
+
+Imports ``_trees``.
+"""

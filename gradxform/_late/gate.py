@@ -1,0 +1,220 @@
+"""Gates: wrappers that decide, push by push, whether a gradient may act at all.
+
+A gate is written once, as a `guard`: one conditional around "act" and "rest", without
+saying what those two produce. `update` fills in updates, and none where it rests;
+`apply_gradients` fills in new parameters, and the old ones. So the whole step, update
+and apply, lies inside one conditional: a push that may not act reads and writes nothing
+of the model's size, and the conditional hands buffers through instead of copying them,
+which it would if updates had to come out of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradxform._trees import maps
+from gradxform._trees.indexed_slices import IndexedSlices
+
+# (inner, updates, inner_state, params, **extra) -> (outcome, inner_state)
+Act = Callable[..., tuple[Any, Any]]
+# params -> outcome, None where there is none
+Rest = Callable[[Any], Any]
+
+
+class Guard(Protocol):
+    """The body of a gate; see :func:`gate`."""
+
+    def __call__(
+        self, act: Act, rest: Rest, updates: Any, state: Any, params: Any, **extra: Any
+    ) -> tuple[Any, Any]:
+        """Returns ``(outcome, state)``, the outcome from ``act`` or from ``rest``."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _GatedUpdate:
+    """An ``update`` that carries its gate, wherever it is put."""
+
+    update: Callable[..., tuple[Any, Any]]
+    guard: Guard
+
+    def __call__(
+        self, updates: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        return self.update(updates, state, params, **extra)
+
+
+class GatedTransformation(optax.GradientTransformationExtraArgs):
+    """A ``GradientTransformation`` that can also run its whole step behind its gate.
+
+    A pair of functions, as any other; the gate goes with ``update``. So what is made
+    anew of the two, by ``jax.tree.unflatten`` or as a field of a module, is gated too.
+
+    Attributes:
+      init: as in any ``GradientTransformation``.
+      update: as in any ``GradientTransformationExtraArgs``.
+      guard: the gate, for :func:`apply_gradients`; None where ``update`` has none.
+    """
+
+    def __new__(
+        cls, init: Any, update: Any, guard: Guard | None = None
+    ) -> GatedTransformation:
+        """Of ``init`` and ``update``, to which ``guard`` is attached if it is given."""
+        if guard is not None:
+            update = _GatedUpdate(update, guard)
+        return super().__new__(cls, init, update)
+
+    @property
+    def guard(self) -> Guard | None:
+        """The gate that came with ``update``."""
+        return guard_of(self)
+
+
+def guard_of(tx: optax.GradientTransformation) -> Guard | None:
+    """The gate of a transformation, if it is one."""
+    update: Any = tx.update
+    return update.guard if isinstance(update, _GatedUpdate) else None
+
+
+def gate(init: optax.TransformInitFn, guard: Guard) -> GatedTransformation:
+    """Makes a transformation from the body of a gate.
+
+    Args:
+      init: as in any ``GradientTransformation``.
+      guard: ``guard(act, rest, updates, state, params, **extra)`` returns the outcome
+        and the new state. Where the push may act it calls ``act(inner, updates,
+        inner_state, params, **extra)`` for both, else ``rest(params)`` for the outcome
+        alone. :func:`either` is the conditional between the two.
+    """
+
+    def act(
+        inner: Any, updates: Any, inner_state: Any, params: Any, **extra: Any
+    ) -> tuple[Any, Any]:
+        stepped: tuple[Any, Any] = inner.update(updates, inner_state, params, **extra)
+        return stepped
+
+    def rest(params: Any) -> None:
+        del params
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        return guard(act, rest, updates, state, params, **extra)
+
+    return GatedTransformation(init, update_fn, guard)
+
+
+def either(
+    pred: jax.Array,
+    acts: Callable[[], tuple[Any, Any]],
+    rests: Callable[[], tuple[Any, Any]],
+) -> tuple[Any, Any]:
+    """``lax.cond(pred, acts, rests)`` of two sides that need not agree in type.
+
+    Both return ``(outcome, state)``. What rests is what there was before, and keeps its
+    type: parameters and state have the same dtypes after a push, and lie on the same
+    devices, as before it, whatever the gradients come in. Of what is None where it
+    rests, as updates are, acting says the type, and resting makes zeros of it.
+    """
+    rested, before = _traced(rests)
+
+    def acts_like() -> Any:
+        return jax.tree.map(
+            lambda old, new: new if old is None else _as_type(new, old),
+            before,
+            acts(),
+            is_leaf=maps.is_leaf,
+        )
+
+    acted, after = _traced(acts_like)
+
+    def rests_like() -> Any:
+        return jax.tree.map(
+            lambda old, new: _zeros(new) if old is None else _as_type(old, new),
+            rested(),
+            after,
+            is_leaf=maps.is_leaf,
+        )
+
+    outcome: tuple[Any, Any] = jax.lax.cond(pred, acted, rests_like)
+    return outcome
+
+
+def _traced(f: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
+    """The same function, which now is run and no more traced, and its result's types.
+
+    ``jax.eval_shape`` knows neither shardings nor the axes over which arrays vary.
+    """
+    import jax.extend.core  # Takes a tenth of a second, which only users of this pay.
+
+    jaxpr, shapes = jax.make_jaxpr(f, return_shape=True)()
+    treedef, types = jax.tree.structure(shapes), jaxpr.out_avals
+
+    def run() -> Any:
+        leaves = jax.extend.core.jaxpr_as_fun(jaxpr)()
+        # Constants come as numbers.
+        arrays = [
+            jnp.asarray(x, t.dtype) if np.isscalar(x) else x
+            for x, t in zip(leaves, types, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, arrays)
+
+    return run, jax.tree.unflatten(treedef, types)
+
+
+def _as_type(x: jax.Array, like: Any) -> jax.Array:
+    """``x`` in a dtype, on explicit mesh axes, and varying over what that type does."""
+    if x.dtype != like.dtype:
+        x = x.astype(like.dtype)
+    if like.sharding.mesh.explicit_axes and jax.typeof(x).sharding != like.sharding:
+        x = jax.sharding.reshard(x, like.sharding)
+    more = maps.varying_axes(like) - maps.varying_axes(jax.typeof(x))
+    return jax.lax.pcast(x, tuple(more), to="varying") if more else x
+
+
+def _zeros(types: Any) -> Any:
+    """Updates of these types that change nothing."""
+
+    def nothing(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if not isinstance(leaf, IndexedSlices):
+            return maps.zeros_of_type(leaf)
+        padding = maps.zeros_of_type(leaf.indices) + np.int32(leaf.dense_shape[0])
+        values = maps.zeros_of_type(leaf.values)
+        return IndexedSlices(padding, values, leaf.dense_shape)
+
+    return jax.tree.map(nothing, types, is_leaf=maps.is_leaf)
+
+
+def taken(tx: optax.GradientTransformation, extra: dict[str, Any]) -> dict[str, Any]:
+    """Those of the extra arguments that ``tx.update`` takes.
+
+    Most take all and leave what they do not know; ``optax.contrib.sam`` does not.
+    """
+    parameters = inspect.signature(tx.update).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return extra
+    return {name: value for name, value in extra.items() if name in parameters}
+
+
+def states(state: optax.OptState) -> list[tuple[Any, Any]]:
+    """The states of the outermost gates within a state, with the paths to them."""
+
+    def of_gate(node: Any) -> bool:
+        fields = getattr(type(node), "_fields", ())
+        return {"global_step", "stale_count", "inner_state"} <= {*fields}
+
+    leaves = jax.tree.leaves_with_path(state, is_leaf=of_gate)
+    return [(path, node) for path, node in leaves if of_gate(node)]

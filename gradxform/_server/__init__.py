@@ -1,0 +1,12 @@
+"""The host's side: one object with a memory, and what runs the workers around it.
+
+A push goes through these rooms in this order: ``parameter_server`` looks at what is
+cheap to look at; ``programs`` finds, or compiles, the step for what it holds, brings it
+to the parameters and waits until it is there; ``own_thread`` sees to it that no signal
+interrupts what then happens under the lock: the step, and the one assignment of a new
+``records.Version``; ``waiters`` wakes those whose step has come.
+
+``engines`` runs workers against one server: on threads, on Ray, by a virtual clock.
+
+Imports all wings above it.
+"""

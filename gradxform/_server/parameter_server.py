@@ -1,0 +1,399 @@
+"""The one part with a memory of its own: parameters that many workers share."""
+
+from __future__ import annotations
+
+import collections
+import queue
+import sys
+import threading
+import time
+from collections.abc import Hashable
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from gradxform._server.own_thread import OwnThread
+from gradxform._server.programs import PushPrograms, copy, settle
+from gradxform._server.records import (
+    GlobalStep,
+    PushResult,
+    ServerClosedError,
+    ServerStats,
+    Version,
+    as_step,
+    check_push_id,
+    is_past,
+)
+from gradxform._server.waiters import Waiters
+from gradxform._trees import checks
+
+
+class ParameterServer:
+    """Parameters and optimizer state that workers on many threads pull and push to.
+
+    Every push is one compiled :func:`apply_gradients`, one push after the other. All
+    methods may be called from any thread, and from signal handlers; none but
+    :meth:`wait` waits for another worker. ``ray.remote(gx.ParameterServer)`` is the
+    same on many machines: give the actor a ``max_concurrency`` above its number of
+    workers, for those that wait.
+
+    What is pulled belongs to the worker that pulled it, a copy: it stays valid whatever
+    the server or another worker does next, and may be donated. Gradients come from any
+    device and are brought to the parameters, which never move.
+
+    A push that raises changes nothing, and harms nobody but the worker that pushed:
+    what is wrong with a gradient shows before its step begins, and an exception that
+    interrupts a method, at whatever moment, finds the server at the old step or the new
+    one. There is one exception. The server updates its arrays in place, so a step that
+    fails while it runs, out of memory or in a callback, takes them along: every call
+    then raises :class:`ServerClosedError`, which names the cause, until :meth:`restore`
+    brings back what :meth:`state` once gave. With ``donate=False`` each step allocates
+    new arrays and such a failure changes nothing either, at the price of a second model
+    and optimizer state in memory while a step runs.
+
+    A Ray actor that has died and was started again (``max_restarts``) has lost its
+    parameters likewise; it does not begin anew with the initial ones.
+
+    Args:
+      params: the initial parameters; they are copied.
+      tx: any ``optax.GradientTransformation``. A gate in it (:func:`drop_stale`,
+        :func:`conditional_accumulator`) decides what is dropped; without one nothing
+        is. It receives ``local_step`` and all extra arguments of :meth:`push`.
+      donate: whether steps update the server's own arrays in place.
+      require_finite: whether gradients that hold NaN or inf are refused with an error,
+        at the price of one more pass over them. Padding of :class:`IndexedSlices`
+        counts for nothing.
+
+    Source: the parameter servers of TensorFlow 1.x, ``tf.train.SyncReplicasOptimizer``
+    and ``tf.contrib.opt.DropStaleGradientOptimizer``.
+
+    >>> import gradxform as gx, jax, jax.numpy as jnp, optax, threading
+    >>> tx = gx.drop_stale(optax.sgd(0.1), max_staleness=4)
+    >>> server = gx.ParameterServer({"w": jnp.array([1.0, -2.0])}, tx)
+    >>> def work():
+    ...     for _ in range(50):
+    ...         params, seen = server.pull()
+    ...         server.push(jax.tree.map(lambda w: 2 * w, params), seen)
+    >>> threads = [threading.Thread(target=work) for _ in range(4)]
+    >>> for thread in threads: thread.start()
+    >>> for thread in threads: thread.join()
+    >>> params, global_step = server.pull()
+    >>> assert jnp.abs(params["w"]).max() < 1e-3
+    >>> stats = server.stats()
+    >>> assert stats.accepted + stats.dropped == 200
+    >>> assert stats.accepted == global_step
+    """
+
+    def __init__(
+        self,
+        params: optax.Params,
+        tx: optax.GradientTransformation,
+        *,
+        donate: bool = True,
+        require_finite: bool = False,
+    ) -> None:
+        tx, params, state = settle(tx, params)
+        self._programs = PushPrograms(tx, params, state, donate, require_finite)
+        # All that follows is written on the own thread alone.
+        self._version = Version.of(params, state)
+        self._answered: dict[Hashable, tuple[int, PushResult]] = {}  # By worker.
+        self._waiters = Waiters()
+        self._staleness: collections.Counter[int] = collections.Counter()
+        self._applied = 0
+        self._first_push = self._last_push = 0.0
+        self._closed = False
+        self._lost: str | None = None
+        if _restarted(self):
+            self._lost = "its Ray actor has died and was started again"
+        self._thread = OwnThread("parameter-server")
+
+    def pull(self) -> tuple[optax.Params, int]:
+        """The parameters and the global step they belong to: the next ``local_step``.
+
+        The arrays are the caller's own. The step is an integer that also knows its
+        server's life, so that a push after a :meth:`restore` is told apart.
+
+        Raises:
+          ServerClosedError: the server is closed, or has lost its parameters.
+        """
+        params, global_step = self._thread.run(self._pull)
+        return params, global_step
+
+    def _pull(self) -> tuple[optax.Params, GlobalStep]:
+        self._check_usable()
+        version = self._version
+        params, _ = self._programs.trees(version.leaves)
+        return copy(params), GlobalStep(version.global_step, version.life)
+
+    def push(
+        self,
+        grads: optax.Updates,
+        local_step: int,
+        *,
+        push_id: tuple[Hashable, int] | None = None,
+        **extra: Any,
+    ) -> PushResult:
+        """Applies gradients, adds them to a sum, or drops them, as ``tx`` decides.
+
+        A push that raises changes nothing; see the class for what happens where a step
+        fails while it runs. An exception of a signal handler ends the wait alone: the
+        push itself goes on, and may be asked for again by its ``push_id``.
+
+        Args:
+          grads: gradients of the structure, shapes and dtypes of the parameters;
+            ``None`` where there is none. They may still be in computation: it is waited
+            for before anybody else has to wait.
+          local_step: the global step that :meth:`pull` gave with the parameters.
+          push_id: ``(worker, number)``, the number ascending with each push of that
+            worker. A push that comes again, because its answer was lost, acts once: it
+            gets the answer of the first. The server remembers one push a worker.
+          **extra: extra arguments for ``tx``, such as ``worker_params``.
+
+        Raises:
+          TypeError: naming the first path at which structure, shape or dtype differ
+            from the parameters'; or ``local_step`` is no integer, or ``push_id`` no
+            such pair.
+          ValueError: ``local_step`` is negative, ahead of the server, or from before a
+            :meth:`restore`; ``push_id`` is below the last one of its worker; no leaf
+            has a gradient; a leaf is not finite although ``require_finite`` is set.
+          ServerClosedError: the server is closed, or has lost its parameters.
+        """
+        # From cheap to dear: what fails early costs little, and nobody else anything.
+        local_step = as_step("local_step", local_step)
+        if push_id is not None:
+            check_push_id(push_id)
+        self._check_usable()
+        self._check_step(local_step)
+        step, pushed = self._programs.prepare(grads, extra)
+        result: PushResult = self._thread.run(
+            self._push, step, pushed, local_step, push_id
+        )
+        return result
+
+    def _push(
+        self,
+        step: Any,
+        pushed: list[Any],
+        local_step: int,
+        push_id: tuple[Hashable, int] | None,
+    ) -> PushResult:
+        self._check_usable()
+        if push_id is not None and push_id[0] in self._answered:
+            number, result = self._answered[push_id[0]]
+            if push_id[1] == number:
+                return result
+            if push_id[1] < number:
+                raise ValueError(
+                    f"push_id={push_id} comes after {push_id[0], number}: give each "
+                    "push of a worker a higher number than the one before."
+                )
+        self._check_step(local_step)
+        old = self._version
+        try:
+            leaves, counters = step(old.leaves, pushed, np.int32(local_step))
+            if self._programs.devices > 1:  # The counters are read on one of them.
+                jax.block_until_ready(leaves)
+            global_step, stale_count = map(int, np.asarray(counters))
+        except BaseException as error:
+            if any(x.is_deleted() for x in old.leaves):
+                self._lost = f"a step failed that had taken them, {_summary(error)}"
+                self._wake()
+                error.add_note(str(self._unusable()))
+            raise
+        self._version = Version(leaves, global_step, stale_count, old.life)
+        applied = stale_count == old.stale_count
+        staleness = old.global_step - local_step
+        self._applied += applied
+        self._staleness[staleness] += 1
+        self._last_push = time.monotonic()
+        self._first_push = self._first_push or self._last_push
+        result = PushResult(applied, staleness, global_step)
+        if push_id is not None:
+            self._answered[push_id[0]] = push_id[1], result
+        self._waiters.wake_passed(old.global_step, global_step)
+        return result
+
+    def wait(self, global_step: int, timeout: float | None = None) -> int:
+        """Blocks until the server has passed a step; returns its global step then.
+
+        A step that was pulled before a :meth:`restore` has passed.
+
+        Args:
+          global_step: the step to be passed, as a rule the one just pulled.
+          timeout: seconds to wait at most; ``None`` or inf waits for good.
+
+        Raises:
+          TimeoutError: the server has not passed ``global_step`` within ``timeout``.
+          TypeError: ``global_step`` is no integer, or ``timeout`` no number.
+          ValueError: ``timeout`` is negative or NaN.
+          ServerClosedError: the server is closed or has lost its parameters, before or
+            meanwhile.
+        """
+        global_step = as_step("global_step", global_step)
+        if timeout is not None:
+            checks.in_range("timeout", timeout, "[0, inf]")
+        answer = self._outcome(global_step)
+        if answer is None:
+            seconds = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+            woken: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            try:
+                self._thread.start(self._wait, global_step, woken)
+                answer = woken.get(timeout=seconds)
+            except queue.Empty:
+                raise TimeoutError(
+                    f"the server is at step {self._version.global_step} and has not "
+                    f"passed global_step={global_step} within timeout={timeout} "
+                    "seconds."
+                ) from None
+            finally:  # After an interrupt, too.
+                self._thread.start(self._waiters.remove, global_step, woken)
+        if isinstance(answer, ServerClosedError):
+            raise answer
+        return answer
+
+    def _outcome(self, global_step: int) -> int | ServerClosedError | None:
+        """What a wait gives now; None where there is something to wait for."""
+        unusable, version = self._unusable(), self._version
+        if unusable is not None:
+            return unusable
+        passed = version.global_step > global_step
+        if passed or is_past(global_step, version.life):
+            return version.global_step
+        return None
+
+    def _wait(self, global_step: int, woken: queue.SimpleQueue[Any]) -> None:
+        answer = self._outcome(global_step)
+        if answer is None:
+            self._waiters.add(global_step, woken)
+        else:
+            woken.put(answer)
+
+    def _wake(self) -> None:
+        """All who have nothing to wait for any more."""
+        for global_step, woken in self._waiters.take_all():
+            self._wait(global_step, woken)
+
+    def stats(self) -> ServerStats:
+        """What the server has done so far; at any time."""
+        stats: ServerStats = self._thread.run(self._stats)
+        return stats
+
+    def _stats(self) -> ServerStats:
+        pushes = sum(self._staleness.values())
+        seconds = self._last_push - self._first_push
+        return ServerStats(
+            accepted=self._applied,
+            dropped=pushes - self._applied,
+            staleness=dict(sorted(self._staleness.items())),
+            pushes_per_second=(pushes - 1) / seconds if seconds else 0.0,
+            global_step=self._version.global_step,
+            lost=self._lost,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """A copy of parameters and optimizer state, a tree that orbax can save.
+
+        Also after :meth:`close`.
+
+        Raises:
+          ServerClosedError: the server has lost its parameters.
+        """
+        state: dict[str, Any] = self._thread.run(self._state)
+        return state
+
+    def _state(self) -> dict[str, Any]:
+        if self._lost is not None:
+            self._check_usable()
+        params, state = copy(self._programs.trees(self._version.leaves))
+        return {"params": params, "state": state}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state` gave; the statistics go on as well.
+
+        A new life: workers must pull again, for a push or a wait with a step from
+        before is told apart. A server that has lost its parameters is well again.
+
+        Args:
+          state: a tree of the paths, shapes and dtypes of :meth:`state`, on any device;
+            orbax gives it where a server's ``state()`` is the target of the restore.
+
+        Raises:
+          TypeError: naming the first path at which it differs; nothing is changed.
+          ServerClosedError: the server is closed.
+        """
+        if self._closed:
+            self._check_usable()
+        self._thread.run(self._restore, Version.of(*self._programs.place(state)))
+
+    def _restore(self, version: Version) -> None:
+        if self._closed:
+            self._check_usable()
+        self._version = version
+        self._lost = None
+        self._answered = {}  # Who asks again for a push of before must pull again.
+        self._wake()
+
+    def close(self) -> None:
+        """Ends the service: workers that wait wake, and their calls raise from now on.
+
+        :meth:`state` and :meth:`stats` still answer.
+        """
+        self._thread.run(self._close)
+
+    def _close(self) -> None:
+        self._closed = True
+        self._wake()
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _unusable(self) -> ServerClosedError | None:
+        if self._closed:
+            return ServerClosedError("the parameter server is closed.")
+        if self._lost is not None:
+            return ServerClosedError(
+                f"the parameter server has lost its parameters: {self._lost}. Call "
+                "restore(state) with what state() gave before."
+            )
+        return None
+
+    def _check_usable(self) -> None:
+        unusable = self._unusable()
+        if unusable is not None:
+            raise unusable
+
+    def _check_step(self, local_step: int) -> None:
+        version = self._version
+        if is_past(local_step, version.life):
+            raise ValueError(
+                f"local_step={local_step} was pulled before the server was restored, "
+                "or from another one: pull again."
+            )
+        if not 0 <= local_step <= version.global_step:
+            checks.in_range("local_step", local_step, f"[0, {version.global_step}]")
+
+
+def _summary(error: BaseException) -> str:
+    """The first line of an error and, where a traceback follows, its last one."""
+    lines = str(error).strip().splitlines()
+    ends = " ... ".join(dict.fromkeys(lines[:1] + lines[-1:]))
+    return f"{type(error).__name__}: {ends}"
+
+
+def _restarted(server: ParameterServer) -> bool:
+    """Whether Ray has started this very actor again after its process died."""
+    if not hasattr(type(server), "__ray_actor_class__"):
+        return False
+    context = sys.modules["ray"].get_runtime_context()
+    return bool(context.was_current_actor_reconstructed)

@@ -1,0 +1,115 @@
+"""What a parameter server holds, answers, and is asked with."""
+
+from __future__ import annotations
+
+import operator
+import secrets
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+
+from gradxform._late.drop_stale import outermost
+from gradxform._trees import checks
+
+
+class PushResult(NamedTuple):
+    """What became of one push.
+
+    Attributes:
+      applied: False where it was dropped as stale.
+      staleness: steps taken since the worker's local step.
+      global_step: after the push.
+    """
+
+    applied: bool
+    staleness: int
+    global_step: int
+
+
+class ServerClosedError(RuntimeError):
+    """A call to a server that was closed, or that has lost its parameters.
+
+    Which of the two, the message says. The first is how workers learn of the end; the
+    second ends with :meth:`ParameterServer.restore`.
+    """
+
+
+class ServerStats(NamedTuple):
+    """What a server has done since it was made.
+
+    Attributes:
+      accepted: pushes that were applied or added; an accumulator takes several to a
+        step.
+      dropped: pushes that came too late.
+      staleness: how many pushes came how late, by steps.
+      pushes_per_second: from the first push to the last; 0 before the second.
+      global_step: steps taken.
+      lost: why the server has lost its parameters and needs
+        :meth:`ParameterServer.restore`; None while all is well.
+    """
+
+    accepted: int
+    dropped: int
+    staleness: dict[int, int]
+    pushes_per_second: float
+    global_step: int
+    lost: str | None = None
+
+
+class GlobalStep(int):
+    """A global step that knows in which life of which server it was counted.
+
+    A server's life ends where it is restored, or dies: after that the same number means
+    other parameters. Arithmetic makes it a plain integer.
+    """
+
+    life: str
+
+    def __new__(cls, value: int, life: str) -> GlobalStep:
+        self = super().__new__(cls, value)
+        self.life = life
+        return self
+
+    def __getnewargs__(self) -> tuple[int, str]:  # type: ignore[override]
+        return int(self), self.life
+
+
+class Version(NamedTuple):
+    """What a step replaces, all in one assignment."""
+
+    leaves: list[jax.Array]  # Of parameters and state.
+    global_step: int
+    stale_count: int
+    life: str
+
+    @classmethod
+    def of(cls, params: Any, state: Any) -> Version:
+        """The first of a life."""
+        global_step, stale_count = (
+            int(outermost(state, field)) for field in ("global_step", "stale_count")
+        )
+        leaves = jax.tree.leaves((params, state))
+        return cls(leaves, global_step, stale_count, secrets.token_hex(8))
+
+
+def as_step(name: str, value: Any) -> int:
+    """A step that a caller gave as an integer; one of a server's stays what it is."""
+    if type(value) not in (int, GlobalStep):  # The checks are slower than this.
+        checks.integer_scalar(name, value)
+        value = operator.index(value)
+    step: int = value
+    return step
+
+
+def is_past(step: int, life: str) -> bool:
+    """Whether a step is known to be of another life than this."""
+    return isinstance(step, GlobalStep) and step.life != life
+
+
+def check_push_id(push_id: Any) -> None:
+    """Raises ``TypeError`` unless it is a pair of a worker and a number."""
+    pair = isinstance(push_id, tuple) and len(push_id) == 2
+    if not pair or not isinstance(push_id[0], Hashable):
+        raise TypeError(f"push_id must be a pair (worker, number), got {push_id!r}.")
+    checks.integer_scalar("the number in push_id", push_id[1])

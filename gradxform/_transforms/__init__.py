@@ -1,0 +1,14 @@
+"""What acts on updates at once: clips, scales, and the learning rate behind them.
+
+One transformation a file: its state, ``scale_by_x``, and the alias ``x`` that chains a
+clip in front of it and the learning rate behind it. The paper's equation stands above
+the line that computes it.
+
+- ``clipping``: by the global norm, by the norm of each leaf, and ``clip_before``, which
+  puts Keras's clip arguments in front of an optimizer and hands it the norms.
+- ``adagrad`` and ``novograd``: which take those norms instead of reading once more.
+- ``learning_rate``: the last link of every alias.
+- ``densify``: in front of what must change every row.
+
+Imports ``_trees``.
+"""

@@ -1,0 +1,234 @@
+"""Adagrad: per-parameter rates from the sum of all squared gradients so far."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from gradxform._transforms import clipping
+from gradxform._transforms.learning_rate import scale_by_learning_rate
+from gradxform._trees import checks, maps, norms
+from gradxform._trees.mesh import AxisName
+
+
+class ScaleByAdagradState(NamedTuple):
+    """State of :func:`scale_by_adagrad`.
+
+    Attributes:
+      sum_of_squares: ``acc``, like params, in at least float32 by default; one number a
+        row with ``row_wise``.
+    """
+
+    sum_of_squares: optax.Updates
+
+
+def scale_by_adagrad(
+    initial_accumulator_value: jax.typing.ArrayLike = 0.1,
+    eps: jax.typing.ArrayLike = 1e-7,
+    *,
+    eps_in_sqrt: bool = True,
+    accumulator_dtype: jax.typing.DTypeLike | None = None,
+    row_wise: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Divides updates by the root of the sum of all squared gradients so far.
+
+    .. math::
+
+        acc &\leftarrow acc + \lvert g \rvert^2 \\
+        u &= g / \sqrt{acc + eps}
+          \quad\text{or, with eps\_in\_sqrt=False,}\quad g / (\sqrt{acc} + eps)
+
+    A zero gradient on a zero accumulator gives a zero update, for ``eps=0`` too. Of a
+    table whose gradient is :class:`IndexedSlices`, only the rows that it touches and
+    their accumulators are read and written; its updates are :class:`IndexedSlices`.
+
+    Args:
+      initial_accumulator_value: what ``acc`` starts from, ≥ 0, in units of squared
+        gradients.
+      eps: keeps the divisor from 0, ≥ 0; added in at least float32, so that it never
+        underflows.
+      eps_in_sqrt: True as Keras 3, TensorFlow ≥ 2.11 and optax have it; False as
+        TensorFlow 1.x and ``tf.keras`` ≤ 2.10.
+      accumulator_dtype: real dtype of ``acc``. By default float32, and float64 for
+        double parameters: half-precision parameters get float32 sums, because a sum
+        that only grows soon stalls in half precision.
+      row_wise: one accumulator a row, the mean of the squares over all axes but the
+        first, which saves nearly all state of an embedding table. Dense gradients are
+        read once for it and once to be divided. Inside ``jax.shard_map`` a row has to
+        be whole on its device.
+
+    Returns:
+      A transformation with state :class:`ScaleByAdagradState`. Updates keep their
+      shapes and dtypes; the arithmetic is done in at least float32.
+
+    Raises:
+      ValueError: ``initial_accumulator_value`` or ``eps`` is negative or NaN.
+      TypeError: ``accumulator_dtype`` is no real floating dtype; updates do not have
+        the structure or the shapes of the parameters.
+
+    Source: Duchi et al., 2011, "Adaptive subgradient methods for online learning and
+    stochastic optimization", https://jmlr.org/papers/v12/duchi11a.html;
+    ``tf.keras.optimizers.Adagrad``; row-wise: ``torchrec``'s and fbgemm's
+    ``EXACT_ROWWISE_ADAGRAD``.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> tx = gx.scale_by_adagrad(initial_accumulator_value=0.0, eps=0.0)
+    >>> grads = jnp.array([3.0, 0.0])
+    >>> state = tx.init(grads)
+    >>> updates, state = tx.update(grads, state)
+    >>> updates, state = tx.update(grads, state)
+    >>> assert jnp.allclose(updates, jnp.array([2**-0.5, 0.0]))
+    >>> assert state.sum_of_squares[0] == 18.0
+    """
+    checks.in_range("initial_accumulator_value", initial_accumulator_value, "[0, inf)")
+    checks.in_range("eps", eps, "[0, inf)")
+    checks.state_dtype("accumulator_dtype", accumulator_dtype)
+
+    def accumulator_shape(leaf: Any) -> tuple[int, ...]:
+        return np.shape(leaf)[:1] if row_wise else np.shape(leaf)
+
+    def init_fn(params: optax.Params) -> ScaleByAdagradState:
+        def accumulator(p: jax.Array) -> jax.Array:
+            dtype = (
+                maps.compute_dtype(p)
+                if accumulator_dtype is None
+                else accumulator_dtype
+            )
+            axes = 1 if row_wise else None
+            return maps.full_like(p, initial_accumulator_value, dtype, axes=axes)
+
+        if row_wise:
+            params = maps.bare(params)
+        return ScaleByAdagradState(sum_of_squares=maps.map_params(accumulator, params))
+
+    def mean(row: jax.Array, g: Any) -> jax.Array:
+        # Of a row without entries 0, and not 0 / 0.
+        return row / max(1, math.prod(np.shape(g)[1:]))
+
+    def add(square: jax.Array, acc: jax.Array) -> jax.Array:
+        # acc ← acc + |g|², a row's mean of squares if row_wise
+        return maps.widen(acc).astype(square.dtype) + square
+
+    def divide(g: jax.Array, acc: jax.Array) -> jax.Array:
+        # u = g / sqrt(acc + eps), or g / (sqrt(acc) + eps)
+        return maps.scale(g, maps.expand(maps.inverse_sqrt(acc, eps, eps_in_sqrt), g))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ScaleByAdagradState,
+        params: optax.Params | None = None,
+        *,
+        squared_rows: optax.Updates | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, ScaleByAdagradState]:
+        # This extra argument is how `adagrad` shares the clip's sums.
+        del extra
+        if row_wise and params is not None:  # The accumulators know only the rows.
+            checks.same_shapes("updates", updates, "params", params)
+        before = maps.as_in(updates, state.sum_of_squares)
+        checks.same_shapes(
+            "updates",
+            updates,
+            "sum_of_squares",
+            before,
+            expected=accumulator_shape,
+        )
+        # Of a table with a row-sparse gradient, the rows that it touches and no other.
+        updates = maps.sum_duplicates(updates)
+        touched = maps.rows(updates, before)
+        if not row_wise:
+            squares = maps.map_updates(maps.abs_sq, updates)
+        else:
+            if squared_rows is None:
+                squared_rows = norms.squared_rows(updates)
+            squares = maps.map_updates(mean, squared_rows, updates)
+        sums = maps.map_state(add, squares, touched)
+        new_updates = maps.map_updates(divide, updates, sums)
+        sums = maps.cast_like(sums, touched)
+        sums = maps.put_rows(updates, before, sums)
+        sums = maps.as_in(state.sum_of_squares, sums)
+        return new_updates, ScaleByAdagradState(sum_of_squares=sums)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def adagrad(
+    learning_rate: optax.ScalarOrSchedule,
+    initial_accumulator_value: jax.typing.ArrayLike = 0.1,
+    eps: jax.typing.ArrayLike = 1e-7,
+    *,
+    eps_in_sqrt: bool = True,
+    accumulator_dtype: jax.typing.DTypeLike | None = None,
+    row_wise: bool = False,
+    axis_name: AxisName = None,
+    clipnorm: jax.typing.ArrayLike | None = None,
+    clipvalue: jax.typing.ArrayLike | None = None,
+    global_clipnorm: jax.typing.ArrayLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""The Adagrad optimizer, as TensorFlow and Keras have it.
+
+    .. math::
+
+        acc &\leftarrow acc + \lvert g \rvert^2 \\
+        w &\leftarrow w - learning\_rate \cdot g / \sqrt{acc + eps}
+
+    :func:`scale_by_adagrad` followed by the learning rate, and preceded by at most one
+    clip with Keras's meaning.
+
+    Args:
+      learning_rate: a scalar, or a schedule ``count -> scalar``.
+      initial_accumulator_value: see :func:`scale_by_adagrad`.
+      eps: see :func:`scale_by_adagrad`.
+      eps_in_sqrt: see :func:`scale_by_adagrad`; False for TensorFlow 1.x's formula.
+      accumulator_dtype: see :func:`scale_by_adagrad`.
+      row_wise: see :func:`scale_by_adagrad`.
+      axis_name: mesh axes over which leaves may be sharded, inside ``jax.shard_map``,
+        for the norms of the clips; see :func:`global_norm`.
+      clipnorm: the norm of each leaf is clipped to this.
+      clipvalue: each entry is clipped to ± this.
+      global_clipnorm: the norm of all leaves together is clipped to this; the norm
+        before clipping is ``optax.tree.get(state, "global_norm")``. Not finite, it
+        makes all NaN: see :func:`clip_by_global_norm`.
+
+    Returns:
+      A transformation whose state holds :class:`ScaleByAdagradState`, and with
+      ``global_clipnorm`` :class:`ClipByGlobalNormState`; its updates are to be added to
+      the parameters.
+
+    Raises:
+      ValueError: more than one clip argument, or an argument out of its range.
+      TypeError: updates do not have the structure or the shapes of the parameters.
+
+    Source: Duchi et al., 2011; ``tf.keras.optimizers.Adagrad``,
+    ``tf.train.AdagradOptimizer``.
+
+    >>> import gradxform as gx, jax, jax.numpy as jnp
+    >>> params = {"w": jnp.array([1.0, -2.0])}
+    >>> tx = gx.adagrad(0.5)
+    >>> state = tx.init(params)
+    >>> for _ in range(100):
+    ...     grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2))(params)
+    ...     params, state = gx.apply_gradients(tx, grads, state, params)
+    >>> assert jnp.abs(params["w"]).max() < 1e-3
+    """
+    return optax.chain(
+        clipping.clip_before(
+            scale_by_adagrad(
+                initial_accumulator_value,
+                eps,
+                eps_in_sqrt=eps_in_sqrt,
+                accumulator_dtype=accumulator_dtype,
+                row_wise=row_wise,
+            ),
+            clipnorm=clipnorm,
+            clipvalue=clipvalue,
+            global_clipnorm=global_clipnorm,
+            axis_name=axis_name,
+            row_wise=row_wise,
+        ),
+        scale_by_learning_rate(learning_rate),
+    )

@@ -1,0 +1,309 @@
+"""Gradient clipping: by the global norm, and by the norm of each leaf."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform._trees import checks, maps, norms
+from gradxform._trees.mesh import AxisName
+
+
+def global_norm(tree: Any, *, axis_name: AxisName = None) -> jax.Array:
+    r"""The Euclidean norm of all entries of a tree.
+
+    .. math:: \lVert t \rVert = \sqrt{\textstyle\sum_i \lvert t_i \rvert^2}
+
+    Args:
+      tree: arrays of any shape and of any floating or complex dtype; ``None`` counts
+        as nothing.
+      axis_name: mesh axes over which leaves may be sharded, inside ``jax.shard_map``;
+        elsewhere there is nothing to pass. A leaf that does not vary over an axis is
+        replicated there and counts once. Where JAX does not track that
+        (``check_vma=False``, ``pmap``), and where stacked layers are sharded, a prefix
+        tree of ``PartitionSpec``, as ``shard_map`` takes it: over which axes each leaf
+        is sharded.
+
+    Returns:
+      A scalar, float32 (float64 where the tree holds doubles). The squares are summed
+      in that precision whatever the dtype of the leaves; in float32, entries above 1e19
+      overflow it and entries below 1e-19 count as 0. Its derivative at an all-zero tree
+      is 0.
+
+    Raises:
+      ValueError: ``axis_name`` leaves open which leaves are sharded, or says otherwise
+        than their types.
+
+    Source: ``tf.linalg.global_norm``, ``optax.global_norm``.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> norm = gx.global_norm({"w": jnp.full((300, 300), 1.0, jnp.float16), "b": None})
+    >>> assert norm == 300.0 and norm.dtype == jnp.float32  # float16 ends at 65504
+    """
+    _, total = norms.squared_norms(tree, axis_name=axis_name)
+    return maps.safe_sqrt(total)
+
+
+class ClipByGlobalNormState(NamedTuple):
+    """State of :func:`clip_by_global_norm`.
+
+    Attributes:
+      global_norm: float32[], the last update's norm before clipping.
+    """
+
+    global_norm: jax.Array
+
+
+def clip_by_global_norm(
+    max_norm: jax.typing.ArrayLike, *, axis_name: AxisName = None
+) -> optax.GradientTransformationExtraArgs:
+    r"""Scales all updates by one factor so that their global norm is at most max_norm.
+
+    .. math::
+
+        g \leftarrow g \cdot \begin{cases}
+          \text{max\_norm} / \lVert g \rVert & \lVert g \rVert > \text{max\_norm} \\
+          1 & \text{otherwise}
+        \end{cases}
+
+    An update inside the ball comes out bit-identical (but for subnormal float32, which
+    XLA flushes to 0 in any arithmetic on CPU and TPU). The derivative through the clip
+    is finite everywhere, at zero gradients too.
+
+    A norm that is not finite makes every entry NaN, as in TensorFlow. That of finite
+    entries is infinite as well if the square of one overflows, in float32 above 1e19.
+    ``optax.apply_if_finite`` looks at what it is given and not at what comes out of it,
+    so the clip belongs in front: ``optax.chain(clip_by_global_norm(c),
+    optax.apply_if_finite(rest, n))`` skips every such step.
+
+    The norm before clipping stays in the state: ``optax.tree.get(state,
+    "global_norm")``. Where a chain clips twice, its state is a tuple of which one link
+    can be asked, ``optax.tree.get(state[0], "global_norm")``, and that of
+    ``optax.named_chain`` a dict.
+
+    One pass reads the gradients for the norm. The scaling is one multiplication by a
+    scalar, which the compiler fuses into the elementwise work that comes next, such as
+    :func:`adagrad` or ``optax.adamw``: no clipped copy of the gradients is made (but in
+    half precision on CPU, where rounding keeps it from being fused). What needs norms
+    of its own reads them once more: instead of this in front of :func:`novograd` and of
+    row-wise :func:`adagrad`, their argument ``global_clipnorm`` saves that pass, and on
+    CPU the copy that XLA makes there for the second norm.
+
+    Args:
+      max_norm: the largest norm let through, ≥ 0, in the units of the gradients.
+      axis_name: as in :func:`global_norm`.
+
+    Extra arguments of ``update``:
+      use_norm: a norm computed elsewhere, in place of its own; optional.
+
+    Returns:
+      A transformation with state :class:`ClipByGlobalNormState`. Updates keep their
+      shapes and dtypes.
+
+    Raises:
+      ValueError: ``max_norm`` is negative or NaN.
+      TypeError: ``use_norm`` is no real scalar.
+
+    Source: Pascanu et al., 2013, "On the difficulty of training recurrent neural
+    networks", https://arxiv.org/abs/1211.5063; ``tf.clip_by_global_norm``.
+
+    >>> import gradxform as gx, jax.numpy as jnp, optax
+    >>> tx = gx.clip_by_global_norm(1.0)
+    >>> grads = {"w": jnp.array([3.0, 0.0]), "b": jnp.array(4.0)}
+    >>> updates, state = tx.update(grads, tx.init(grads))
+    >>> assert abs(updates["b"] - 0.8) < 1e-6
+    >>> assert optax.tree.get(state, "global_norm") == 5.0
+    >>> twice = gx.adagrad(0.1, global_clipnorm=0.5)  # clips what was clipped to 1
+    >>> tx = optax.named_chain(("all", tx), ("again", twice))
+    >>> _, state = tx.update(grads, tx.init(grads))
+    >>> assert optax.tree.get(state["all"], "global_norm") == 5.0
+    >>> assert abs(optax.tree.get(state["again"], "global_norm") - 1) < 1e-6
+    """
+    checks.in_range("max_norm", max_norm, "[0, inf]")
+
+    def init_fn(params: optax.Params) -> ClipByGlobalNormState:
+        return _no_norm(params)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ClipByGlobalNormState,
+        params: optax.Params | None = None,
+        *,
+        use_norm: jax.typing.ArrayLike | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, ClipByGlobalNormState]:
+        del state, params, extra
+        if use_norm is not None:
+            checks.real_scalar("use_norm", use_norm)
+        else:
+            updates = maps.sum_duplicates(updates)  # Once, for all that follows too.
+            use_norm = global_norm(updates, axis_name=axis_name)
+        factor = _factor(use_norm, max_norm)
+        updates = maps.map_updates(lambda g: maps.scale(g, factor), updates)
+        return updates, _state(use_norm)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def clip_by_norm(
+    max_norm: jax.typing.ArrayLike, *, axis_name: AxisName = None
+) -> optax.GradientTransformationExtraArgs:
+    r"""Scales each leaf on its own so that its norm is at most max_norm.
+
+    .. math:: g_l \leftarrow g_l \cdot \min(1, \text{max\_norm} / \lVert g_l \rVert)
+
+    As :func:`clip_by_global_norm`, leaf by leaf: a leaf inside the ball comes out
+    bit-identical, a leaf of non-finite norm becomes NaN, a zero leaf stays zero.
+
+    Args:
+      max_norm: the largest norm of a leaf let through, ≥ 0.
+      axis_name: as in :func:`global_norm`.
+
+    Returns:
+      A transformation without state. Updates keep their shapes and dtypes.
+
+    Raises:
+      ValueError: ``max_norm`` is negative or NaN.
+
+    Source: ``tf.clip_by_norm``; the argument ``clipnorm`` of Keras optimizers.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> tx = gx.clip_by_norm(1.0)
+    >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array(0.5)}
+    >>> updates, _ = tx.update(grads, tx.init(grads))
+    >>> assert abs(updates["w"][0] - 0.6) < 1e-6 and updates["b"] == 0.5
+    """
+    checks.in_range("max_norm", max_norm, "[0, inf]")
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.EmptyState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del params, extra
+        updates = maps.sum_duplicates(updates)
+        squares, _ = norms.squared_norms(updates, axis_name=axis_name)
+        factors = maps.map_updates(
+            lambda square: _factor(maps.safe_sqrt(square), max_norm), squares
+        )
+        return _scale_layers(updates, factors), state
+
+    return optax.GradientTransformationExtraArgs(
+        lambda _: optax.EmptyState(), update_fn
+    )
+
+
+def clip_before(
+    inner: optax.GradientTransformation,
+    *,
+    clipnorm: jax.typing.ArrayLike | None,
+    clipvalue: jax.typing.ArrayLike | None,
+    global_clipnorm: jax.typing.ArrayLike | None,
+    axis_name: AxisName = None,
+    stacked_axes: Any = None,
+    row_wise: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Keras's three clip arguments in front of ``inner``, with one pass for the norms.
+
+    An ``inner`` which needs the layers' norms too need not read the gradients once
+    more: it receives as extra arguments ``squared_norms``, before the clip, and
+    ``clip_factor``, which gives elementwise what layers of these squared norms were
+    multiplied by. Where ``row_wise`` is set, it receives ``squared_rows`` instead: of
+    each row of its updates the sum of the squares.
+    """
+    arguments = {
+        "clipnorm": clipnorm,
+        "clipvalue": clipvalue,
+        "global_clipnorm": global_clipnorm,
+    }
+    checks.at_most_one(**arguments)
+    for name, limit in arguments.items():
+        if limit is not None:
+            checks.in_range(name, limit, "[0, inf]")
+    inner = optax.with_extra_args_support(inner)
+    if clipnorm is clipvalue is global_clipnorm is None:
+        return inner
+
+    def init_fn(params: optax.Params) -> tuple[Any, Any]:
+        clips_all = global_clipnorm is not None
+        clip_state = _no_norm(params) if clips_all else optax.EmptyState()
+        return clip_state, inner.init(params)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: tuple[Any, Any],
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, tuple[Any, Any]]:
+        clip_state, inner_state = state
+        given = updates = maps.sum_duplicates(updates)
+        if clipvalue is not None:
+            updates = maps.map_updates(lambda g: _clamp(g, clipvalue), given)
+            if row_wise:
+                extra["squared_rows"] = norms.squared_rows(given, limit=clipvalue)
+        else:
+            rows = norms.squared_rows(updates) if row_wise else None
+            squares, total = norms.squared_norms(
+                rows if row_wise else updates,
+                axis_name=axis_name,
+                stacked_axes=stacked_axes,
+                squared=row_wise,
+            )
+            if global_clipnorm is not None:
+                norm = maps.safe_sqrt(total)
+                clip_state, factor = _state(norm), _factor(norm, global_clipnorm)
+
+            def factor_of(square: jax.Array) -> jax.Array:
+                if clipnorm is None:
+                    return factor
+                return _factor(maps.safe_sqrt(square), clipnorm)
+
+            # Half precision stays wide on its way to inner: rounded values that two
+            # kernels need are written to memory, and others computed in both.
+            factors = maps.map_updates(factor_of, squares)
+            updates = _scale_layers(maps.map_updates(maps.widen, updates), factors)
+            if row_wise:  # Twice by the factor: its square could underflow.
+                rows = _scale_layers(_scale_layers(rows, factors), factors)
+                extra["squared_rows"] = rows
+            else:
+                extra |= {"squared_norms": squares, "clip_factor": factor_of}
+        updates, inner_state = inner.update(updates, inner_state, params, **extra)
+        return maps.cast_like(updates, given), (clip_state, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _factor(norm: jax.typing.ArrayLike, max_norm: jax.typing.ArrayLike) -> jax.Array:
+    """What gradients of this norm are multiplied by, elementwise over norms."""
+    norm = maps.widen(jnp.asarray(norm))
+    max_norm = jnp.asarray(max_norm, norm.dtype)
+    outside = norm > max_norm
+    # max_norm / norm outside the ball, else 1 / 1, which is exactly 1. The quotient
+    # comes last, because compilers share a quotient among the kernels that need it, and
+    # repeat in each of them what is cheaper.
+    numerator = jnp.where(jnp.isfinite(norm), jnp.where(outside, max_norm, 1), jnp.nan)
+    return numerator / jnp.where(outside, norm, 1)
+
+
+def _scale_layers(updates: Any, factors: Any) -> Any:
+    return maps.map_updates(
+        lambda g, f: maps.scale(g, maps.expand(f, g)), updates, factors
+    )
+
+
+def _clamp(g: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:
+    # Wide in the end, as gradients that are scaled: see clip_before.
+    limit = maps.widen(jnp.asarray(limit, g.dtype))
+    return jnp.clip(maps.widen(g), -limit, limit)
+
+
+def _no_norm(params: optax.Params) -> ClipByGlobalNormState:
+    return ClipByGlobalNormState(maps.zero(params, jnp.float32))
+
+
+def _state(norm: jax.typing.ArrayLike) -> ClipByGlobalNormState:
+    return ClipByGlobalNormState(jnp.asarray(norm, jnp.float32))

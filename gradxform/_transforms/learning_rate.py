@@ -1,0 +1,66 @@
+"""The last link of every alias: updates times minus the learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform._trees import maps
+
+
+def scale_by_learning_rate(
+    learning_rate: optax.ScalarOrSchedule,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Multiplies updates by minus the learning rate: the last link of a chain.
+
+    .. math:: u \leftarrow -learning\_rate \cdot u
+
+    ``optax.scale_by_learning_rate``, with the same states, but for two things: it takes
+    :class:`IndexedSlices`, so that alone it is gradient descent on the rows touched,
+    and it multiplies in at least float32 and keeps the dtype of each leaf, where the
+    rate is a traced float32 scalar and the leaf half precision.
+
+    Args:
+      learning_rate: a scalar, or a schedule ``count -> scalar`` of the 0-based count
+        of updates so far.
+
+    Returns:
+      A transformation, without state for a scalar; ``optax.ScaleByScheduleState`` for a
+      schedule. Updates keep their shapes and dtypes.
+
+    Source: ``optax.scale_by_learning_rate``; ``tf.train.GradientDescentOptimizer``.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> tx = gx.scale_by_learning_rate(0.5)
+    >>> rows = gx.IndexedSlices([2], jnp.array([[4.0]]), (3, 1))
+    >>> updates, _ = tx.update(rows, tx.init(None))
+    >>> assert updates.densify().ravel().tolist() == [0.0, 0.0, -2.0]
+    """
+
+    def init_fn(params: optax.Params) -> Any:
+        if callable(learning_rate):
+            return optax.ScaleByScheduleState(count=maps.zero(params, jnp.int32))
+        return optax.EmptyState()
+
+    def update_fn(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, Any]:
+        del params, extra
+        if not callable(learning_rate):
+            return _descend(updates, learning_rate), state
+        updates = _descend(updates, learning_rate(state.count))
+        count = optax.safe_increment(state.count)
+        return updates, optax.ScaleByScheduleState(count=count)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _descend(updates: Any, learning_rate: jax.typing.ArrayLike) -> Any:
+    descent = -jnp.asarray(learning_rate)
+    return maps.map_updates(lambda u: maps.scale(u, descent), updates)

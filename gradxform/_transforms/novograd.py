@@ -1,0 +1,359 @@
+"""NovoGrad: gradients normalized layer by layer, then momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform._transforms import clipping
+from gradxform._transforms.learning_rate import scale_by_learning_rate
+from gradxform._trees import checks, maps, norms
+from gradxform._trees.mesh import AxisName
+
+
+class ScaleByNovogradState(NamedTuple):
+    """State of :func:`scale_by_novograd`.
+
+    Attributes:
+      count: int32[], updates so far; saturates.
+      mu: the momentum, like params.
+      nu: float32[] a layer, the moving average of its squared norm; -0.0 until the
+        layer has had a gradient.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # A tuple's method of that name.
+    mu: optax.Updates
+    nu: optax.Updates
+
+
+def scale_by_novograd(
+    b1: jax.typing.ArrayLike = 0.95,
+    b2: jax.typing.ArrayLike = 0.98,
+    eps: jax.typing.ArrayLike = 1e-8,
+    *,
+    weight_decay: jax.typing.ArrayLike = 0.0,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    grad_averaging: bool = False,
+    nesterov: bool = False,
+    eps_in_sqrt: bool = True,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    axis_name: AxisName = None,
+    stacked_axes: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Normalizes each layer's gradient by its running norm, then adds momentum.
+
+    .. math::
+
+        \nu_1 &= \lVert g_1 \rVert^2, \qquad
+        \nu_t = b_2\,\nu_{t-1} + (1 - b_2) \lVert g_t \rVert^2 \\
+        \hat g_t &= g_t / \sqrt{\nu_t + eps}
+          \quad\text{or, with eps\_in\_sqrt=False,}\quad g_t / (\sqrt{\nu_t} + eps) \\
+        d_t &= c\,(\hat g_t + weight\_decay \cdot w), \qquad
+          c = 1 - b_1 \text{ with grad\_averaging, else } 1 \\
+        \mu_t &= b_1\,\mu_{t-1} + d_t \\
+        u_t &= \mu_t \quad\text{or, with nesterov,}\quad d_t + b_1\,\mu_t
+
+    A layer is a leaf, and its ``g_1`` the first gradient that it gets: ``None`` leaves
+    all that is its own as it was, and a zero gradient counts, so that ``nu`` does not
+    start anew "when nu is 0". A layer whose gradient has been zero from the start gets
+    a zero normalized gradient, never NaN. Half of Adam's state: one array like the
+    parameters and one scalar a layer.
+
+    Args:
+      b1: decay of the momentum, in [0, 1).
+      b2: decay of the squared norms, in [0, 1).
+      eps: keeps the divisor from 0, ≥ 0; added in at least float32.
+      weight_decay: decoupled from the normalization: added to the normalized gradient,
+        ≥ 0. Not 0, it needs ``params`` in ``update``.
+      mask: which parameters decay: a tree of bools, a prefix of the parameters' tree,
+        or a function ``params -> tree``, to be named in ``static_args`` of
+        ``optax.inject_hyperparams``, which takes it for a schedule; by default all.
+      grad_averaging: whether what enters the momentum is multiplied by ``1 - b1``.
+      nesterov: Nesterov momentum as TensorFlow's ``MomentumOptimizer`` has it.
+      eps_in_sqrt: where ``eps`` stands; False as in TensorFlow Addons and MONAI.
+      mu_dtype: dtype of ``mu``, by default that of the parameters, as in optax. Half
+        precision loses additions that are small beside ``mu``: under a constant
+        gradient, where ``mu`` should reach 20 for ``b1=0.95``, it stalls at 18.75 in
+        bfloat16. ``"float32"`` holds it, for 2 bytes a parameter more.
+      axis_name: mesh axes over which layers may be sharded, inside ``jax.shard_map``,
+        or a prefix tree of ``PartitionSpec``; see :func:`global_norm`.
+      stacked_axes: how many leading axes of a leaf stack layers, as models under
+        ``flax.linen.scan`` or ``flax.nnx.scan`` have them: an int, a prefix tree of
+        ints, or a function ``params -> tree``, which is called with updates too. Each
+        slice is then a layer, and ``nu`` has those leading axes.
+
+    Returns:
+      A transformation with state :class:`ScaleByNovogradState`. Updates keep their
+      shapes and dtypes; the arithmetic is done in at least float32.
+
+    Raises:
+      ValueError: an argument is out of its range; ``params`` is missing under weight
+        decay; a leaf has fewer axes than ``stacked_axes``.
+      TypeError: ``mask`` holds other things than bools; ``mu_dtype`` is no dtype for
+        the parameters; updates do not have their structure or shapes.
+
+    Source: Ginsburg et al., 2019, "Stochastic gradient methods with layer-wise adaptive
+    moments for training of deep networks", https://arxiv.org/abs/1905.11286;
+    OpenSeq2Seq's ``NovoGrad``, whose defaults these are.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> tx = gx.scale_by_novograd(b1=0.5, eps=0.0)
+    >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array(0.0)}
+    >>> updates, state = tx.update(grads, tx.init(grads))
+    >>> assert jnp.allclose(updates["w"], jnp.array([0.6, 0.8])) and updates["b"] == 0.0
+    >>> updates, state = tx.update(grads, state)
+    >>> assert jnp.allclose(updates["w"], 1.5 * jnp.array([0.6, 0.8]))
+    >>> assert jnp.allclose(state.nu["w"], 25.0)
+    """
+    checks.in_range("b1", b1, "[0, 1)")
+    checks.in_range("b2", b2, "[0, 1)")
+    checks.in_range("eps", eps, "[0, inf)")
+    checks.in_range("weight_decay", weight_decay, "[0, inf)")
+    checks.state_dtype("mu_dtype", mu_dtype, complex_too=True)
+    decays = isinstance(weight_decay, jax.core.Tracer) or weight_decay != 0
+
+    def decayed(params: optax.Params) -> Any:
+        prefix = True if mask is None else mask
+        which = maps.broadcast(prefix, params)
+        checks.bools("mask", which, params)
+        return which
+
+    def init_fn(params: optax.Params) -> ScaleByNovogradState:
+        axes = maps.broadcast(stacked_axes or 0, params)
+        jax.tree.map_with_path(_check_stacked, params, axes)
+        checks.of_same_kind("mu_dtype", mu_dtype, params)
+        decayed(params)
+
+        def zero_momentum(p: jax.Array) -> jax.Array:
+            dtype = mu_dtype
+            if dtype is None:  # Integers and keys are there to be left alone.
+                inexact = jnp.issubdtype(p.dtype, jnp.inexact)
+                dtype = p.dtype if inexact else maps.compute_dtype(p)
+            return maps.full_like(p, 0, dtype)
+
+        def zero_norms(p: jax.Array, stacked: int) -> jax.Array:
+            return maps.full_like(p, -0.0, maps.compute_dtype(p), axes=stacked)
+
+        return ScaleByNovogradState(
+            count=maps.zero(params, jnp.int32),
+            mu=maps.map_params(zero_momentum, params),
+            nu=maps.map_params(zero_norms, maps.bare(params), maps.bare(axes)),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ScaleByNovogradState,
+        params: optax.Params | None = None,
+        *,
+        squared_norms: Any = None,
+        clip_factor: Callable[[jax.Array], jax.Array] | None = None,
+        step_size_in_momentum: jax.typing.ArrayLike | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, ScaleByNovogradState]:
+        # These extra arguments are how `novograd` shares the clip's norms and puts the
+        # learning rate inside the momentum.
+        del extra
+        checks.dense("novograd", updates)
+        checks.same_shapes("updates", updates, "mu", state.mu)
+        if squared_norms is None:
+            squared_norms, _ = norms.squared_norms(
+                updates, axis_name=axis_name, stacked_axes=stacked_axes
+            )
+
+        def average(square: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
+            # nu_1 = ‖g_1‖², nu_t = b2·nu_{t-1} + (1-b2)·‖g_t‖²
+            if clip_factor is not None:  # One at a time: its square could underflow.
+                factor = clip_factor(square).astype(square.dtype)
+                square = square * factor * factor
+            square = square.astype(nu.dtype)
+            averaged = maps.scale(nu, b2) + maps.scale(square, 1 - b2)
+            # The first gradient may come late, where there was None before. The sign of
+            # a zero tells it from a norm of 0; states of optax begin with a 0.0.
+            first = (state.count == 0) | ((nu == 0) & jnp.signbit(nu))
+            nu = jnp.where(first, square, averaged)
+            # 1 / sqrt(nu + eps), or 1 / (sqrt(nu) + eps)
+            return nu, maps.inverse_sqrt(nu, eps, eps_in_sqrt)
+
+        def normalize(g: jax.Array, inverse: jax.Array) -> jax.Array:
+            # ĝ = g / sqrt(nu + eps), or g / (sqrt(nu) + eps)
+            return maps.scale(maps.widen(g), maps.expand(inverse, g))
+
+        def decay(g: jax.Array, w: jax.Array, decays: bool) -> jax.Array:
+            # ĝ + weight_decay·w
+            if not decays:
+                return g
+            return g + maps.scale(
+                maps.widen(jnp.asarray(w)).astype(g.dtype), weight_decay
+            )
+
+        def accumulate(d: jax.Array, mu: jax.Array) -> jax.Array:
+            # mu = b1·mu + d
+            return maps.scale(maps.widen(mu).astype(d.dtype), b1) + d
+
+        nu, inverses = norms.map_layers(average, squared_norms, state.nu)
+        added = maps.map_updates(normalize, updates, inverses)
+        if decays:
+            if params is None:
+                raise ValueError(
+                    f"weight_decay={weight_decay!r} needs params: call "
+                    "update(updates, state, params). A traced one may be any number: "
+                    "if it stays 0 name it in inject_hyperparams(static_args=…)."
+                )
+            added = maps.map_updates(decay, added, params, decayed(params))
+        if grad_averaging:  # d = (1-b1)·(ĝ + weight_decay·w)
+            added = maps.map_updates(lambda d: maps.scale(d, 1 - b1), added)
+        if step_size_in_momentum is not None:
+            added = maps.map_updates(
+                lambda d: maps.scale(d, step_size_in_momentum), added
+            )
+        mu = maps.map_state(accumulate, added, state.mu)
+        if nesterov:  # u = d + b1·mu
+            stepped = maps.map_updates(accumulate, added, mu)
+        else:
+            stepped = maps.map_updates(lambda _, m: m, updates, mu)
+        new_state = ScaleByNovogradState(
+            count=optax.safe_increment(state.count),
+            mu=maps.cast_like(mu, state.mu),
+            nu=nu,
+        )
+        return maps.cast_like(stepped, updates), new_state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def novograd(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.95,
+    b2: jax.typing.ArrayLike = 0.98,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_decay: jax.typing.ArrayLike = 0.0,
+    *,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    grad_averaging: bool = False,
+    nesterov: bool = False,
+    eps_in_sqrt: bool = True,
+    lr_in_momentum: bool = False,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    axis_name: AxisName = None,
+    stacked_axes: Any = None,
+    clipnorm: jax.typing.ArrayLike | None = None,
+    clipvalue: jax.typing.ArrayLike | None = None,
+    global_clipnorm: jax.typing.ArrayLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""The NovoGrad optimizer, as OpenSeq2Seq, Clara and MONAI have it.
+
+    .. math:: w \leftarrow w - learning\_rate \cdot u
+
+    with ``u`` from :func:`scale_by_novograd`, preceded by at most one clip with Keras's
+    meaning. The clip and the layers share one pass over the gradients for their norms;
+    ``optax.chain(clip_by_global_norm(c), novograd(lr))`` computes the same with two.
+
+    Args:
+      learning_rate: a scalar, or a schedule ``count -> scalar``.
+      b1: see :func:`scale_by_novograd`, as all that is not named below.
+      b2: decay of the squared norms.
+      eps: keeps the divisor from 0.
+      weight_decay: decoupled weight decay.
+      mask: which parameters decay.
+      grad_averaging: whether ``1 - b1`` multiplies what enters the momentum.
+      nesterov: Nesterov momentum.
+      eps_in_sqrt: where ``eps`` stands.
+      lr_in_momentum: puts the learning rate inside the momentum,
+        ``mu = b1·mu + learning_rate·(…)``, ``w -= mu``, as TensorFlow Addons has it;
+        differs only while a schedule moves the rate.
+      mu_dtype: dtype of the momentum.
+      axis_name: mesh axes over which layers may be sharded.
+      stacked_axes: how many leading axes stack layers; ``clipnorm`` clips each slice.
+      clipnorm: the norm of each layer is clipped to this.
+      clipvalue: each entry is clipped to ± this.
+      global_clipnorm: the norm of all layers together is clipped to this; the norm
+        before clipping is ``optax.tree.get(state, "global_norm")``. Not finite, it
+        makes all NaN: see :func:`clip_by_global_norm`.
+
+    Returns:
+      A transformation whose state holds :class:`ScaleByNovogradState`, and with
+      ``global_clipnorm`` :class:`ClipByGlobalNormState`; its updates are to be added to
+      the parameters.
+
+    Raises:
+      ValueError: more than one clip argument, an argument out of its range, or no
+        ``params`` under weight decay.
+      TypeError: updates do not have the structure or the shapes of the parameters.
+
+    Source: Ginsburg et al., 2019, https://arxiv.org/abs/1905.11286; OpenSeq2Seq's and
+    ai4med's ``NovoGrad``, ``monai.optimizers.Novograd``, ``tfa.optimizers.NovoGrad``.
+
+    >>> import gradxform as gx, jax, jax.numpy as jnp, optax
+    >>> params = {"w": jnp.array([1.0, -2.0])}
+    >>> rate = optax.linear_schedule(0.1, 0.0, 100)
+    >>> tx = gx.novograd(rate, b1=0.9, global_clipnorm=1.0)
+    >>> state = tx.init(params)
+    >>> step = jax.jit(lambda g, s, p: gx.apply_gradients(tx, g, s, p))
+    >>> for _ in range(100):
+    ...     grads = jax.tree.map(lambda w: 2 * w, params)
+    ...     params, state = step(grads, state, params)
+    >>> assert jnp.linalg.norm(params["w"]) < 0.01
+    >>> assert optax.tree.get(state, "global_norm") < 0.02
+    """
+    scaled = scale_by_novograd(
+        b1,
+        b2,
+        eps,
+        weight_decay=weight_decay,
+        mask=mask,
+        grad_averaging=grad_averaging,
+        nesterov=nesterov,
+        eps_in_sqrt=eps_in_sqrt,
+        mu_dtype=mu_dtype,
+        axis_name=axis_name,
+        stacked_axes=stacked_axes,
+    )
+    if lr_in_momentum:
+        scaled, learning_rate = _inside_momentum(scaled, learning_rate), 1.0
+    return optax.chain(
+        clipping.clip_before(
+            scaled,
+            clipnorm=clipnorm,
+            clipvalue=clipvalue,
+            global_clipnorm=global_clipnorm,
+            axis_name=axis_name,
+            stacked_axes=stacked_axes,
+        ),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def _inside_momentum(
+    inner: optax.GradientTransformationExtraArgs, learning_rate: optax.ScalarOrSchedule
+) -> optax.GradientTransformationExtraArgs:
+    """``inner`` with the learning rate multiplied into what enters its momentum."""
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ScaleByNovogradState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, ScaleByNovogradState]:
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        extra["step_size_in_momentum"] = rate
+        return inner.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+
+def _check_stacked(path: Any, p: Any, stacked: Any) -> None:
+    if isinstance(stacked, bool) or not isinstance(stacked, int):
+        raise TypeError(
+            f"stacked_axes must hold ints, got {stacked!r}; under "
+            "optax.inject_hyperparams name it in static_args."
+        )
+    if not 0 <= stacked <= jnp.ndim(p):
+        where = checks.place(path)
+        raise ValueError(
+            f"stacked_axes must be in [0, {jnp.ndim(p)}] at {where}, a leaf of shape "
+            f"{list(jnp.shape(p))}, got {stacked}."
+        )

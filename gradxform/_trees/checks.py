@@ -1,0 +1,300 @@
+"""Validation with one message shape: the argument, what is allowed, what was given.
+
+Only concrete values are checked. A traced value (a hyperparameter under ``jit``,
+``vmap`` or ``optax.inject_hyperparams``) passes: its value is not known yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradxform._trees import maps
+from gradxform._trees.indexed_slices import IndexedSlices
+
+_REAL = (jnp.floating, jnp.integer)
+
+
+def in_range(name: str, value: Any, interval: str) -> None:
+    """Raises unless ``value`` is a real scalar inside ``interval``.
+
+    Args:
+      name: the argument's name, for the message.
+      value: the argument; a traced value passes.
+      interval: the allowed range as one writes it, ``"[0, 1)"``.
+
+    Raises:
+      TypeError: ``value`` is not a real scalar.
+      ValueError: ``value`` is outside the interval, or NaN.
+    """
+    if isinstance(value, jax.core.Tracer):
+        return
+    array = np.asarray(value)
+    if array.shape or not any(jnp.issubdtype(array.dtype, kind) for kind in _REAL):
+        raise TypeError(f"{name} must be a real scalar in {interval}, got {value!r}.")
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+    number = array.item()
+    above = low < number if interval.startswith("(") else low <= number
+    below = number < high if interval.endswith(")") else number <= high
+    if not (above and below):  # NaN compares false with everything and ends here.
+        raise ValueError(f"{name} must be in {interval}, got {number!r}.")
+
+
+def at_most_one(**arguments: Any) -> None:
+    """Raises ``ValueError`` where more than one of the arguments is not None."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(
+            f"at most one of {', '.join(arguments)} may be given, got "
+            + ", ".join(f"{name}={value!r}" for name, value in given.items())
+            + "."
+        )
+
+
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raises ``ValueError`` unless ``value`` is one of the allowed words."""
+    if value not in allowed:
+        words = ", ".join(map(repr, allowed))
+        raise ValueError(f"{name} must be one of {words}, got {value!r}.")
+
+
+def local_step(wrapper: str, value: Any) -> jax.Array:
+    """The local step of a push as an int32 scalar; ``TypeError`` where it is none."""
+    if value is None:
+        raise TypeError(
+            f"{wrapper} needs local_step: pass update(..., local_step=s), the global "
+            "step that the worker saw before it computed these gradients."
+        )
+    integer_scalar("local_step", value)
+    if not isinstance(value, jax.Array):  # One may still be computed: nobody waits.
+        in_range("local_step", value, f"[0, {np.iinfo(np.int32).max}]")
+    return maps.saturated(value)
+
+
+def transformation(name: str, value: Any) -> None:
+    """Raises ``TypeError`` unless ``value`` has ``init`` and ``update``."""
+    if not all(callable(getattr(value, f, None)) for f in ("init", "update")):
+        raise TypeError(
+            f"{name} must be an optax.GradientTransformation, with init and update, "
+            f"got {value!r}."
+        )
+
+
+def integer_scalar(name: str, value: Any) -> None:
+    """Raises ``TypeError`` unless ``value`` is an integer scalar, traced or not."""
+    _scalar(name, value, "an integer", (jnp.integer,))
+
+
+def real_scalar(name: str, value: Any) -> None:
+    """Raises ``TypeError`` unless ``value`` is a real scalar, traced or not."""
+    _scalar(name, value, "a real", _REAL)
+
+
+def _scalar(name: str, value: Any, kind: str, kinds: tuple[Any, ...]) -> None:
+    if type(value) is int:  # However large: NumPy's integers end somewhere.
+        return
+    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    if np.shape(value) or not any(jnp.issubdtype(dtype, k) for k in kinds):
+        raise TypeError(f"{name} must be {kind} scalar, got {value!r}.")
+
+
+def state_dtype(name: str, dtype: Any, *, complex_too: bool = False) -> None:
+    """Raises unless ``dtype`` is None or one in which state can be kept.
+
+    Args:
+      name: the argument's name, for the message.
+      dtype: the argument; None stands for the default.
+      complex_too: whether complex leaves have complex state.
+
+    Raises:
+      TypeError: it is no dtype, or neither floating nor, if allowed, complex.
+    """
+    if dtype is None:
+        return
+    allowed = jnp.inexact if complex_too else jnp.floating
+    try:
+        # An array has a dtype and is none.
+        is_array = isinstance(dtype, jax.Array)
+        if not is_array and jnp.issubdtype(jnp.dtype(dtype), allowed):
+            return
+    except TypeError:  # NumPy knows no such dtype.
+        pass
+    words = "a floating or complex" if complex_too else "a real floating"
+    raise TypeError(
+        f"{name} must be {words} dtype, got {dtype!r}; under "
+        "optax.inject_hyperparams name it in static_args."
+    )
+
+
+def of_same_kind(name: str, dtype: Any, params: Any) -> None:
+    """Raises ``TypeError`` unless ``dtype`` is complex where parameters are, else real.
+
+    The imaginary parts of the others would be lost.
+    """
+    if dtype is None:
+        return
+    is_complex = jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating)
+    for path, p in jax.tree.leaves_with_path(params):
+        if jnp.issubdtype(_dtype(p), jnp.complexfloating) != is_complex:
+            raise TypeError(
+                f"{name}={jnp.dtype(dtype)} does not fit {place(path)}, which is "
+                f"{_dtype(p)}: real leaves need a real dtype, complex ones a complex."
+            )
+
+
+def bools(name: str, values: Any, params: Any) -> None:
+    """Raises ``TypeError`` unless ``values`` has one bool for each leaf of ``params``.
+
+    They decide what is computed, so none of them is traced.
+    """
+
+    def check(path: Any, _: Any, value: Any) -> None:
+        traced = isinstance(value, jax.core.Tracer)
+        if traced or np.shape(value) or np.asarray(value).dtype != bool:
+            raise TypeError(
+                f"{name} must hold a bool for each leaf, not traced, got {value!r} for "
+                f"{place(path)}."
+            )
+
+    jax.tree.map_with_path(check, params, values)
+
+
+def place(path: Any) -> str:
+    """What messages call the leaf at this path of a tree."""
+    return jax.tree_util.keystr(path) or "the root"
+
+
+def slashed(path: Any) -> str:
+    """How users name a leaf: the keys on the way to it, with slashes between."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _has_no_gradient(node: Any) -> bool:
+    return node is None or isinstance(node, optax.MaskedNode)
+
+
+def _is_leaf(node: Any) -> bool:
+    return _has_no_gradient(node) or isinstance(node, IndexedSlices)
+
+
+def same_shapes(
+    name: str,
+    tree: Any,
+    reference_name: str,
+    reference: Any,
+    expected: Callable[[Any], tuple[int, ...]] = np.shape,
+    *,
+    nodes: bool = True,
+    none_takes_all: bool = False,
+) -> None:
+    """Raises where ``tree`` does not lie leaf by leaf over ``reference``.
+
+    ``None`` in ``tree`` (no gradient for this leaf) lies over anything. Shapes are
+    known while tracing, so the check costs nothing in a compiled step, and without
+    it a gradient of shape (3, 1) for a parameter of shape (3,) would broadcast.
+
+    Args:
+      name: what ``tree`` is called in the message.
+      tree: the tree to check.
+      reference_name: what ``reference`` is called in the message.
+      reference: the tree it must match.
+      expected: gives, from a leaf of ``tree``, the shape its reference must have.
+      nodes: whether the nodes must be of the same kinds, as for ``jax.tree.map``, and
+        not only lead to their leaves by the same paths.
+      none_takes_all: whether ``None`` in ``reference`` lies under any leaf.
+
+    Raises:
+      TypeError: naming the first path at which the two differ.
+    """
+    flat, structure = _flat(tree)
+    flat_reference, wanted_structure = _flat(reference)
+
+    def fail(path: Any, given: str, wanted: str) -> None:
+        raise TypeError(
+            f"{name} and {reference_name} differ at {place(path)}: {name} has {given}, "
+            f"{reference_name} has {wanted}. Pass {name} of the structure and shapes "
+            f"of {reference_name}, with None where there is none."
+        )
+
+    for path, reference_leaf in flat_reference.items():
+        if path not in flat:
+            fail(path, "no leaf", _describe(reference_leaf))
+        leaf = flat[path]
+        if _has_no_gradient(leaf) or (none_takes_all and reference_leaf is None):
+            continue
+        wanted = np.shape(reference_leaf)
+        if _has_no_gradient(reference_leaf) or expected(leaf) != wanted:
+            fail(path, _describe(leaf), _describe(reference_leaf))
+    for path, leaf in flat.items():
+        if path not in flat_reference:
+            fail(path, _describe(leaf), "no leaf")
+    if nodes and structure != wanted_structure:
+        fail(*_other_node(tree, reference))
+
+
+def _flat(tree: Any) -> tuple[dict[Any, Any], Any]:
+    """The leaves by their paths, and the structure."""
+    leaves, structure = jax.tree.flatten_with_path(tree, is_leaf=_is_leaf)
+    return dict(leaves), structure
+
+
+def _other_node(tree: Any, reference: Any) -> tuple[Any, str, str]:
+    """Where two trees of the same leaves first have two kinds of node, and which."""
+
+    def top(node: Any) -> Any:
+        return jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
+
+    (parts, node), (wanted_parts, wanted) = top(tree), top(reference)
+    if node == wanted:
+        for (key, part), (_, wanted_part) in zip(parts, wanted_parts, strict=True):
+            if _flat(part)[1] != _flat(wanted_part)[1]:
+                path, *kinds = _other_node(part, wanted_part)
+                return key + path, *kinds
+    names = [f"{type(x).__module__}.{type(x).__qualname__}" for x in (tree, reference)]
+    if len(set(names)) == 1:  # Two of one kind, with other keys or static fields.
+        names = [str(node), str(wanted)]
+    given, expected = (name.removeprefix("builtins.") for name in names)
+    return (), f"a node {given}", f"a node {expected}"
+
+
+def same_dtypes(name: str, tree: Any, reference_name: str, reference: Any) -> None:
+    """Raises ``TypeError`` at the first path where two like trees differ in dtype."""
+    flat = dict(jax.tree.leaves_with_path(reference))
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_leaf):
+        if not _has_no_gradient(leaf) and _dtype(leaf) != flat[path].dtype:
+            raise TypeError(
+                f"{name} and {reference_name} differ in dtype at {place(path)}: {name} "
+                f"has {_describe(leaf)}, {reference_name} has {_describe(flat[path])}. "
+                "Cast it."
+            )
+
+
+def dense(transformation: str, updates: Any) -> None:
+    """Raises ``TypeError`` where a gradient is row-sparse."""
+    for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=_is_leaf):
+        if isinstance(leaf, IndexedSlices):
+            raise TypeError(
+                f"{transformation} changes every row at every step, so it takes dense "
+                f"gradients, got {_describe(leaf)} at {place(path)}. Put "
+                "gradxform.densify() in front of it, at the price of work on the whole "
+                "table, or use adagrad for this leaf."
+            )
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def _describe(leaf: Any) -> str:
+    if _has_no_gradient(leaf):
+        return repr(leaf)
+    if isinstance(leaf, IndexedSlices):
+        rows = _describe(leaf.values)
+        return f"IndexedSlices of {rows} for {list(leaf.dense_shape)}"
+    aval = leaf if isinstance(leaf, jax.core.ShapedArray) else jax.typeof(leaf)
+    return aval.str_short()

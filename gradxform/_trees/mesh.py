@@ -1,0 +1,111 @@
+"""Sums over the mesh axes on which arrays are sharded, inside ``shard_map``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from gradxform._trees import checks, maps
+
+# One axis, several, or a prefix tree of PartitionSpecs; None outside of shard_map.
+AxisName = str | Sequence[str] | Any
+
+# Those across which the stacked layers of a leaf lie, and those on which each does.
+_Axes = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def sums(
+    layers: Any, axis_name: AxisName, stacked: list[int]
+) -> tuple[Any, list[jax.Array]]:
+    """The whole sum of each layer, and that of all layers of each leaf.
+
+    Args:
+      layers: for each leaf the sums of its layers, of the entries on this device.
+      axis_name: names of mesh axes: a leaf is sharded on those over which it varies;
+        or a prefix tree of ``PartitionSpec``, which says on which.
+      stacked: for each leaf how many of its axes stack layers.
+    """
+    flat, treedef = jax.tree.flatten_with_path(layers)
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if isinstance(names, tuple | list) and all(isinstance(n, str) for n in names):
+        axes = _varying_axes(flat, tuple(names), stacked)
+    else:
+        specs = jax.tree.leaves(maps.broadcast(axis_name, layers))
+        axes = _sharded_axes(flat, specs, stacked)
+    whole = _psum([x for _, x in flat], [within for _, within in axes])
+    together = _psum(list(map(jnp.sum, whole)), [across for across, _ in axes])
+    return jax.tree.unflatten(treedef, whole), together
+
+
+def _varying_axes(
+    flat: list[Any], names: tuple[str, ...], stacked: list[int]
+) -> list[_Axes]:
+    for name in names:
+        if not _is_tracked(name):
+            raise ValueError(
+                f"axis_name={names!r}: axis {name!r} does not track which arrays vary "
+                "over it, so a sharded leaf cannot be told from a replicated one. Use "
+                "jax.shard_map with check_vma=True (its default), or say which leaf is "
+                f"sharded how: axis_name={{'w': PartitionSpec({name!r}), …}}."
+            )
+    axes: list[_Axes] = []
+    for (path, x), depth in zip(flat, stacked, strict=True):
+        varying = tuple(name for name in names if name in _varying(x))
+        if depth and varying:
+            raise ValueError(
+                f"axis_name={names!r}: {checks.place(path)} stacks layers, and over "
+                f"{', '.join(varying)} they or their entries are sharded. Say which: "
+                "axis_name={'w': PartitionSpec(None, 'x'), …}."
+            )
+        axes.append(((), varying))
+    return axes
+
+
+def _sharded_axes(flat: list[Any], specs: list[Any], stacked: list[int]) -> list[_Axes]:
+    axes: list[_Axes] = []
+    for (path, x), spec, depth in zip(flat, specs, stacked, strict=True):
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(
+                "axis_name must be a mesh axis, several, or a prefix tree of "
+                f"PartitionSpec, got {spec!r} for {checks.place(path)}."
+            )
+        for name in _names(spec):
+            if _is_tracked(name) and name not in _varying(x):
+                raise ValueError(
+                    f"axis_name says {spec} at {checks.place(path)}, which does not "
+                    f"vary over {name!r}: pass the specs with which it is sharded."
+                )
+        axes.append((_names(spec[:depth]), _names(spec[depth:])))
+    return axes
+
+
+def _names(entries: Iterable[Any]) -> tuple[str, ...]:
+    """The mesh axes in a part of a PartitionSpec."""
+    several = (e if isinstance(e, tuple) else (e,) for e in entries)
+    return tuple(name for names in several for name in names if name is not None)
+
+
+def _psum(leaves: list[jax.Array], axes: list[tuple[str, ...]]) -> list[jax.Array]:
+    """Each leaf summed over its mesh axes, in one collective a set of axes."""
+    leaves = list(leaves)
+    # A set's order may differ from process to process, and all must run one program.
+    for names in dict.fromkeys(axes):
+        members = [i for i, given in enumerate(axes) if given == names]
+        if names:
+            totals = jax.lax.psum([leaves[i] for i in members], names)
+            for i, total in zip(members, totals, strict=True):
+                leaves[i] = total
+    return leaves
+
+
+def _is_tracked(name: str) -> bool:
+    """Whether types say which arrays vary over this axis."""
+    return name in _varying(jax.lax.axis_index(name))
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    return maps.varying_axes(jax.typeof(x))

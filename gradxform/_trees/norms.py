@@ -1,0 +1,152 @@
+"""Norms of trees: one pass over the entries, few kernels, sharded or not."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradxform._trees import maps, mesh
+from gradxform._trees.mesh import AxisName
+
+# Arrays of at most this many entries are handled together, up to so many at once. A
+# kernel takes milliseconds to compile and microseconds to start, however little it
+# does; beyond that number the operands take longer to compile than the kernels.
+_SMALL, _TOGETHER = 4096, 32
+
+
+def squared_norms(
+    updates: Any,
+    *,
+    axis_name: AxisName = None,
+    stacked_axes: Any = None,
+    squared: bool = False,
+) -> tuple[Any, jax.Array]:
+    """``Σ|g|²`` of each layer, and of all together; real, in at least float32.
+
+    A layer is a leaf, or one slice of a leaf's first ``stacked_axes`` axes (an int, or
+    a prefix tree of ints; by default none). A leaf that varies over some of the mesh
+    axes in ``axis_name`` is sharded there, and its sum runs over them as well. The
+    updates may be ``squared`` already.
+    """
+
+    def sums(x: jax.Array, stacked: int) -> jax.Array:
+        if x.dtype.itemsize < 4:
+            x = maps.apart(x)
+        return _sum(x if squared else maps.abs_sq(x), stacked)
+
+    leaves, treedef = jax.tree.flatten(
+        maps.sum_duplicates(updates), is_leaf=maps.is_leaf
+    )
+    stacked = jax.tree.leaves(maps.broadcast(stacked_axes or 0, updates))
+    depths = iter(stacked)
+    squares: list[Any] = [None] * len(leaves)
+    small: dict[int, tuple[jax.Array, ...]] = {}
+    for i, g in enumerate(leaves):
+        if g is None:
+            continue
+        x, axes = maps.values(g), next(depths)
+        if axes or not _is_small(x):
+            squares[i] = sums(x, axes)
+        else:
+            small[i] = (x,)
+    parts = [s for s in squares if s is not None]
+    for members, (rows,) in _together(lambda x: (sums(x, 1),), small):
+        parts.append(rows)
+        for number, i in enumerate(members):
+            squares[i] = rows[number]
+    layers = jax.tree.unflatten(treedef, squares)
+    if axis_name is not None:
+        layers, parts = mesh.sums(layers, axis_name, stacked)
+    return layers, _total(parts)
+
+
+def squared_rows(updates: Any, *, limit: jax.typing.ArrayLike | None = None) -> Any:
+    """``Σ min(|g|, limit)²`` of each row, over all axes but the first.
+
+    On CPU all in it is apart from the clip that the updates go through, whose numbers
+    it would else find in memory; a clamp is not fused with a sum at all. So are the
+    results, because of a sum of sums XLA makes one of all entries.
+    """
+
+    def sums(g: jax.Array) -> jax.Array:
+        g = maps.apart(g)
+        if limit is not None:
+            most = maps.apart(jnp.asarray(limit, g.dtype))
+            g = jnp.minimum(jnp.abs(g), most)
+        return maps.apart(_sum(maps.abs_sq(g), min(1, g.ndim)))
+
+    return maps.map_updates(sums, updates)
+
+
+def map_layers(
+    f: Callable[..., tuple[jax.Array, jax.Array]], squares: Any, state: Any
+) -> tuple[Any, Any]:
+    """``f(square, s)``, elementwise, gives new state and a second value of each layer.
+
+    A layer without gradient keeps its state, and its second value is ``None``.
+    """
+    leaves, treedef = jax.tree.flatten(squares, is_leaf=maps.is_leaf)
+    states, state_treedef = jax.tree.flatten(state, is_leaf=maps.is_leaf)
+    seconds: list[Any] = [None] * len(leaves)
+    small: dict[int, tuple[jax.Array, ...]] = {}
+    for i, (square, s) in enumerate(zip(leaves, states, strict=True)):
+        if square is None:
+            continue
+        if _is_small(s):
+            small[i] = (square, s)
+        else:
+            states[i], seconds[i] = f(square, s)
+    for members, (first, second) in _together(f, small):
+        for number, i in enumerate(members):
+            states[i], seconds[i] = first[number], second[number]
+    new_state = jax.tree.unflatten(state_treedef, states)
+    return new_state, jax.tree.unflatten(treedef, seconds)
+
+
+def _sum(x: jax.Array, stacked: int) -> jax.Array:
+    return jnp.sum(x, axis=tuple(range(stacked, x.ndim)))
+
+
+def _is_small(x: jax.Array) -> bool:
+    """Few entries, and on one device: what is sharded stays where it is."""
+    mesh = jax.typeof(x).sharding.mesh
+    return x.size <= _SMALL and (mesh.empty or mesh.size == 1)
+
+
+def _together(
+    f: Callable[..., tuple[jax.Array, ...]], operands: dict[int, tuple[jax.Array, ...]]
+) -> Iterator[tuple[list[int], tuple[jax.Array, ...]]]:
+    """``f``, which leaves the first axis alone, of operands of one type stacked."""
+
+    def grouped(*members: tuple[jax.Array, ...]) -> Any:
+        # Without the barrier every user of one result would compute them all.
+        stacked = map(jnp.stack, zip(*members, strict=True))
+        return jax.lax.optimization_barrier(f(*stacked))
+
+    def one_by_one(*members: tuple[jax.Array, ...]) -> Any:
+        results = [f(*(x[None] for x in member)) for member in members]
+        return tuple(map(jnp.concatenate, zip(*results, strict=True)))
+
+    groups = collections.defaultdict(list)
+    for i, arrays in operands.items():
+        groups[tuple((x.shape, x.dtype) for x in arrays)].append(i)
+    for members in groups.values():
+        for start in range(0, len(members), _TOGETHER):
+            batch = members[start : start + _TOGETHER]
+            # On TPU small arrays are fetched ahead of their use one by one, at no cost.
+            yield (
+                batch,
+                jax.lax.platform_dependent(
+                    *(operands[i] for i in batch), tpu=one_by_one, default=grouped
+                ),
+            )
+
+
+def _total(parts: list[jax.Array]) -> jax.Array:
+    sums = [jnp.sum(part) for part in parts]
+    dtype = max((s.dtype for s in sums), key=lambda d: d.itemsize, default=jnp.float32)
+    return sum((s.astype(dtype) for s in sums), jnp.zeros((), dtype))

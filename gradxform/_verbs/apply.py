@@ -1,0 +1,222 @@
+"""The verbs: apply updates, apply gradients, minimize a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform._late import gate
+from gradxform._trees import checks, maps
+from gradxform._trees.indexed_slices import IndexedSlices, cured
+from gradxform._verbs.lookup import Tables, value_and_grad
+
+
+def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    r"""Adds updates to parameters.
+
+    .. math:: w \leftarrow w + u
+
+    Args:
+      params: arrays of any shapes and dtypes; ``None`` stays ``None``.
+      updates: a tree of the same structure and shapes; ``None`` leaves a parameter as
+        it is, and :class:`IndexedSlices` change the rows that they hold.
+
+    Returns:
+      The new parameters, in the dtypes of ``params``; the sum is rounded once, from at
+      least float32. Integers are added as integers, of an update that is none what
+      stands before its point.
+
+    Raises:
+      TypeError: naming the first path at which structures or shapes differ, where
+        ``optax.apply_updates`` would broadcast.
+
+    Source: ``optax.apply_updates``.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> params = {"w": jnp.array([1.0, 2.0]), "frozen": jnp.array(3)}
+    >>> params = gx.apply_updates(params, {"w": jnp.array([0.5, -2.0]), "frozen": None})
+    >>> assert params["w"].tolist() == [1.5, 0.0] and params["frozen"] == 3
+    """
+    checks.same_shapes("updates", updates, "params", params, none_takes_all=True)
+
+    def add(u: jax.Array, p: jax.Array) -> jax.Array:
+        if jnp.issubdtype(p.dtype, jnp.integer):
+            return maps.integer_sum(u, p)
+        return maps.wide_sum(u, p).astype(p.dtype)
+
+    def step(u: Any, p: Any) -> Any:
+        if isinstance(u, IndexedSlices) and maps.widen(p).dtype == p.dtype:
+            return maps.add_rows(u, p)  # The sum needs no rounding, so one pass.
+        return maps.put_rows(u, p, maps.map_state(add, u, maps.rows(u, p)))
+
+    return jax.tree.map(
+        lambda u, p: p if u is None or p is None else step(u, jnp.asarray(p)),
+        maps.sum_duplicates(updates),
+        params,
+        is_leaf=maps.is_leaf,
+    )
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
+    **extra: Any,
+) -> tuple[optax.Params, optax.OptState]:
+    """The whole step: gradients through ``tx``, its updates onto the parameters.
+
+    Equal to ``tx.update`` followed by :func:`apply_updates`. Where ``tx`` is a gate,
+    such as :func:`drop_stale`, one conditional guards both together: a push that may
+    not act costs next to nothing, and no copy of the model is made.
+
+    Jit it and donate ``params`` and ``state``, in this order, to update them in place:
+    JAX pairs donated buffers with results by shape and order, and the other order gives
+    each the other's buffer, at the price of a copy of the model. Where a worker may
+    still hold ``params``, do not donate them.
+
+    Args:
+      tx: any ``optax.GradientTransformation``.
+      grads: gradients of the structure and shapes of ``params``; ``None`` leaves a
+        parameter and its state as they are.
+      state: the state of ``tx``.
+      params: the parameters.
+      **extra: extra arguments of ``tx``, such as ``local_step``.
+
+    Returns:
+      ``(params, state)``, dtypes and shapes as given.
+
+    Raises:
+      TypeError: naming the first path at which ``grads`` and ``params`` differ in
+        structure or shape.
+      ValueError: no leaf has a gradient.
+
+    Source: ``tf.train.Optimizer.apply_gradients``.
+
+    >>> import functools, gradxform as gx, jax, jax.numpy as jnp, optax
+    >>> tx = gx.drop_stale(optax.sgd(0.1), max_staleness=0)
+    >>> @functools.partial(jax.jit, donate_argnums=(0, 1))
+    ... def push(params, state, grads, local_step):
+    ...     return gx.apply_gradients(tx, grads, state, params, local_step=local_step)
+    >>> params = {"w": jnp.array([1.0])}
+    >>> state = tx.init(params)
+    >>> grads = {"w": jnp.array([2.0])}
+    >>> params, state = push(params, state, grads, 0)  # fresh
+    >>> params, state = push(params, state, grads, 0)  # one step late
+    >>> assert abs(params["w"][0] - 0.8) < 1e-6
+    >>> assert gx.global_step(state) == 1 and state.stale_count == 1
+    """
+    checks.same_shapes("grads", grads, "params", params)
+    if not jax.tree.leaves(grads):
+        raise ValueError(
+            "grads has no gradient for any leaf of params; differentiate a loss that "
+            "depends on at least one of them."
+        )
+    return _step(tx, grads, state, params, **extra)
+
+
+def minimize(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    trainable: Any | Callable[[optax.Params], Any] | None = None,
+    tables: Tables = (),
+    donate: bool = True,
+) -> Callable[..., Any]:
+    r"""A compiled training step: the gradients of a loss, and their application.
+
+    .. math:: g = \nabla_w L(w, batch), \qquad w, s \leftarrow tx(g, s, w)
+
+    On a mesh with automatic axes the compiler decides where results lie, and may
+    divide a small array that was whole. ``jax.jit(step, donate_argnums=(0, 1),
+    out_shardings=...)`` around the step pins them; explicit axes do so by themselves.
+    Where axes of both kinds cut one dimension, JAX forgets one, and it takes the pin.
+
+    Args:
+      loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)`` where
+        ``has_aux`` is set.
+      tx: any ``optax.GradientTransformation``.
+      has_aux: as in ``jax.value_and_grad``.
+      trainable: which parameters learn: a tree of bools, a prefix of the parameters'
+        tree, or a function ``params -> tree``; by default all. Of the others no
+        gradient is computed, and their state stays as it is.
+      tables: which parameters get row-sparse gradients; see :func:`value_and_grad`.
+      donate: whether the step may reuse the memory of ``params`` and ``state``, which
+        then must not be used again. With False both stay valid, and each step needs
+        room for new ones.
+
+    Returns:
+      ``step(params, state, *batch, **extra) -> (params, state, loss[, aux])``, jitted.
+      ``state`` is that of ``tx.init(params)``. ``extra`` are extra arguments for
+      ``tx``, such as ``local_step``; it receives ``value``, the loss, as well, if its
+      ``update`` takes it.
+
+    Raises:
+      ValueError: no parameter is trainable, or ``tables`` names no leaf of them.
+      TypeError: as :func:`value_and_grad`; or ``tx`` is no transformation.
+
+    Source: ``tf.train.Optimizer.minimize``, where ``trainable`` is ``var_list``.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> def loss_fn(params, x, y):
+    ...     return jnp.mean((params["w"] * x + params["b"] - y) ** 2)
+    >>> tx = gx.adagrad(1.0)
+    >>> step = gx.minimize(loss_fn, tx, trainable={"w": True, "b": False})
+    >>> params = {"w": jnp.array(0.0), "b": jnp.array(1.0)}
+    >>> state, x = tx.init(params), jnp.arange(4.0)
+    >>> for _ in range(100):
+    ...     params, state, loss = step(params, state, x, 2 * x + 1)
+    >>> assert loss < 1e-6 and abs(params["w"] - 2) < 1e-3 and params["b"] == 1.0
+    """
+    checks.transformation("tx", tx)
+
+    def step(
+        params: optax.Params, state: optax.OptState, *batch: Any, **extra: Any
+    ) -> tuple[Any, ...]:
+        mask = maps.broadcast(True if trainable is None else trainable, params)
+        checks.bools("trainable", mask, params)
+        learning = jax.tree.map(lambda learns, p: p if learns else None, mask, params)
+
+        def loss(learning: Any, *batch: Any) -> Any:
+            merged = jax.tree.map(
+                lambda p, frozen: frozen if p is None else p,
+                learning,
+                params,
+                is_leaf=lambda node: node is None,
+            )
+            return loss_fn(merged, *batch)
+
+        value, grads = value_and_grad(loss, tables=tables, has_aux=has_aux)(
+            learning, *batch
+        )
+        value, aux = (value[0], value[1:]) if has_aux else (value, ())
+        params, state = apply_gradients(
+            tx, grads, state, params, **{**gate.taken(tx, {"value": value}), **extra}
+        )
+        return params, state, value, *aux
+
+    return jax.jit(step, donate_argnums=(0, 1) if donate else ())
+
+
+def _step(
+    tx: optax.GradientTransformation,
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
+    **extra: Any,
+) -> tuple[optax.Params, optax.OptState]:
+    if guard := gate.guard_of(tx):  # Gates within gates guard one another.
+        return guard(_step, _rest, updates, state, params, **extra)
+    tx = optax.with_extra_args_support(tx)
+    with cured():
+        updates, state = tx.update(updates, state, params, **extra)
+    return apply_updates(params, updates), state
+
+
+def _rest(params: optax.Params) -> optax.Params:
+    return params

@@ -1,0 +1,363 @@
+"""The engines of the main job, on a problem small enough to count by hand.
+
+Every gradient is 1 and every step subtracts it, so that the parameters are minus the
+global step they belong to. On threads nothing is asserted about time, only counts.
+"""
+
+import collections
+import os
+import signal
+import sys
+import threading
+import time
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from gradxform._server import engines
+
+pytestmark = pytest.mark.usefixtures("bounded")
+
+LOCAL = [engines.simulated, engines.threads]
+
+
+def gradient(params):
+    return params, jnp.float32(1.0), jnp.ones_like(params)
+
+
+def make_job(mode, durations, pushes=40, max_staleness=2, gradient=gradient):
+    """A job whose workers take constant durations; ``backup`` has one backup worker."""
+    count = len(durations)
+    required = {"async": None, "sync": count, "backup": count - 1}[mode]
+    if required is None:
+        tx = gx.drop_stale(optax.sgd(1.0), max_staleness)
+    else:
+        tx = gx.conditional_accumulator(optax.sgd(1.0), required)
+    workers = [engines.Worker(gradient, lambda d=d: d) for d in durations]
+    return engines.Job(jnp.float32(0.0), tx, workers, pushes, required)
+
+
+def run(engine, job):
+    """The pushes and the final parameters and optimizer state."""
+    with engine(job) as running:
+        return list(running.pushes), *running.server.state().values()
+
+
+def by_step(pushes):
+    """The workers that pushed, by the step they had pulled."""
+    workers = collections.defaultdict(list)
+    for push in pushes:
+        workers[push.local_step].append(push.worker)
+    return workers
+
+
+# What holds for every engine.
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("mode", ["async", "sync", "backup"])
+def test_every_push_is_accepted_or_dropped(engine, mode):
+    pushes, params, state = run(engine, make_job(mode, [1e-3, 1e-3, 3e-3]))
+    accepted = sum(push.result.applied for push in pushes)
+    assert len(pushes) == 40
+    assert 40 - accepted == state.stale_count
+    assert accepted // {"async": 1, "sync": 3, "backup": 2}[mode] == state.global_step
+    assert int(params) == -int(state.global_step) < 0
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("mode", ["async", "sync", "backup"])
+def test_gradients_are_of_the_parameters_that_were_pulled(engine, mode):
+    pushes, *_ = run(engine, make_job(mode, [1e-3, 1e-3, 3e-3]))
+    assert all(push.loss == -push.local_step for push in pushes)
+    assert {push.norm for push in pushes} == {1.0}
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_async_drops_exactly_above_max_staleness(engine):
+    job = make_job("async", [1e-3, 1e-3, 1e-3, 10e-3], 100)
+    pushes, *_ = run(engine, job)
+    assert all(p.result.applied == (p.result.staleness <= 2) for p in pushes)
+    assert {p.result.applied for p in pushes} == {True, False}
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_one_worker_is_never_late(engine):
+    pushes, *_ = run(engine, make_job("async", [1e-3], max_staleness=0))
+    assert [p.result for p in pushes] == [(True, 0, step) for step in range(1, 41)]
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_sync_steps_once_for_every_worker(engine):
+    pushes, _, state = run(engine, make_job("sync", [1e-3, 1e-3, 3e-3], 42))
+    assert all(push.result[:2] == (True, 0) for push in pushes)
+    assert state.global_step == 14
+    everyone = {step: [0, 1, 2] for step in range(14)}
+    assert {step: sorted(ws) for step, ws in by_step(pushes).items()} == everyone
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_sync_makes_all_wait_for_the_straggler_and_backup_does_not(engine):
+    steps = {}
+    for mode in ("sync", "backup"):
+        pushes, _, state = run(engine, make_job(mode, [4e-3, 4e-3, 4e-3, 40e-3], 80))
+        # It is always busy, so this is the time that a step takes, in its gradients.
+        share = sum(push.worker == 3 for push in pushes)
+        steps[mode] = int(state.global_step) / share
+    assert steps["sync"] == 1
+    assert steps["backup"] > 3  # 10 without the jitter of a busy machine.
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_backup_drops_what_the_slow_worker_pushes_late(engine):
+    pushes, *_ = run(engine, make_job("backup", [4e-3, 4e-3, 4e-3, 40e-3], 80))
+    dropped = [push.worker for push in pushes if not push.result.applied]
+    accepted = [push.worker for push in pushes if push.result.applied]
+    assert dropped.count(3) > len(dropped) / 2
+    assert accepted.count(3) < len(accepted) / 10
+    # Nobody pushes twice for one step.
+    assert all(len(set(ws)) == len(ws) for ws in by_step(pushes).values())
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("mode", ["sync", "backup"])
+def test_a_step_that_is_never_completed_does_not_hang(engine, mode):
+    for pushes in range(1, 18):
+        assert len(run(engine, make_job(mode, [0.0] * 4, pushes))[0]) == pushes
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_what_a_worker_raises_ends_the_run(engine, mode):
+    seen = []
+
+    def failing(params):
+        if params == -3:
+            raise ValueError("a bad batch")
+        seen.append(params)
+        return gradient(params)
+
+    job = make_job(mode, [1e-3] * 3, 10**6, gradient=failing)
+    with engine(job) as running, pytest.raises(ValueError, match="a bad batch"):
+        list(running.pushes)
+    assert seen
+    with pytest.raises(RuntimeError, match="closed"):
+        running.server.pull()
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_refused_push_ends_the_run(engine):
+    job = make_job(
+        "async", [1e-3] * 2, gradient=lambda params: (params, params, jnp.ones(3))
+    )
+    with pytest.raises(TypeError, match=r"grads has float32\[3\]"):
+        run(engine, job)
+
+
+# Threads.
+
+
+def test_threads_end_with_the_context():
+    with engines.threads(make_job("async", [1e-3] * 3, 10**6)) as running:
+        next(running.pushes)
+        assert all(thread.is_alive() for thread in running.workers)
+        assert len({thread.ident for thread in running.workers}) == 3
+    assert not any(thread.is_alive() for thread in running.workers)
+
+
+def test_threads_push_no_more_than_they_should():
+    with engines.threads(make_job("async", [1e-3] * 3)) as running:
+        pushes = list(running.pushes)
+        for thread in running.workers:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in running.workers)
+        assert running.server.pull()[1] <= len(pushes) == 40
+
+
+def test_threads_do_not_start_before_pushes_are_wanted():
+    with engines.threads(make_job("async", [1e-3] * 3)) as running:
+        assert not any(thread.is_alive() for thread in running.workers)
+
+
+def test_threads_run_at_the_same_time():
+    together = threading.Barrier(3, timeout=30)  # Which only all three can pass.
+
+    def meeting(params):
+        together.wait()
+        return gradient(params)
+
+    pushes, *_ = run(engines.threads, make_job("sync", [0.0] * 3, 6, gradient=meeting))
+    assert len(pushes) == 6
+
+
+def test_an_interrupt_wakes_threads_that_sleep():
+    woken = threading.Event()
+
+    def interrupt():
+        # Again if need be: Python drops one that arrives while a destructor runs.
+        while not woken.wait(2.0):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with engines.threads(make_job("async", [3600.0] * 3)) as running:
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            next(running.pushes)
+        woken.set()
+    assert not any(thread.is_alive() for thread in running.workers)
+
+
+def test_a_worker_sleeps_for_the_rest_of_its_duration():
+    def slow(params):
+        time.sleep(0.1)
+        return gradient(params)
+
+    job = make_job("async", [0.5, 0.0], gradient=slow)
+    rests = []
+    with gx.ParameterServer(job.params, job.tx) as server:
+        for index, worker in enumerate(job.workers):
+            push = engines._work(index, worker, server, rests.append)
+            assert push == (index, index, -index, 1.0, (True, 0, index + 1))
+    assert 0.0 < rests[0] <= 0.4
+    assert rests[1] == 0.0
+
+
+# Simulated.
+
+
+def test_events_happen_in_the_order_of_their_times():
+    pushes, *_ = run(engines.simulated, make_job("async", [2.0, 3.0], 7, 1))
+    assert [(p.worker, p.local_step, *p.result[:2]) for p in pushes] == [
+        (0, 0, True, 0),  # At 2, of the parameters at step 0.
+        (1, 0, True, 1),  # At 3.
+        (0, 1, True, 1),  # At 4.
+        (0, 3, True, 0),  # At 6: the lower index goes first.
+        (1, 2, False, 2),  # At 6.
+        (0, 4, True, 0),  # At 8.
+        (1, 4, True, 1),  # At 9, pulled at 6 after the drop.
+    ]
+
+
+def test_workers_that_wait_go_on_with_the_step():
+    pushes, *_ = run(engines.simulated, make_job("backup", [2.0, 3.0, 7.0], 9))
+    assert [(p.worker, p.local_step, *p.result) for p in pushes] == [
+        (0, 0, True, 0, 0),  # At 2; waits.
+        (1, 0, True, 0, 1),  # At 3, completes the step: both pull.
+        (0, 1, True, 0, 1),  # At 5.
+        (1, 1, True, 0, 2),  # At 6.
+        (2, 0, False, 2, 2),  # At 7; has nothing to wait for.
+        (0, 2, True, 0, 2),  # At 8.
+        (1, 2, True, 0, 3),  # At 9.
+        (0, 3, True, 0, 3),  # At 11.
+        (1, 3, True, 0, 4),  # At 12, before the next of worker 2 at 14.
+    ]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync", "backup"])
+def test_a_simulation_repeats_exactly(mode):
+    def simulate(seed):
+        job = make_job(mode, [1.0] * 4, 60)
+        rngs = np.random.default_rng(seed).spawn(4)
+        workers = [engines.Worker(gradient, rng.standard_exponential) for rng in rngs]
+        return run(engines.simulated, job._replace(workers=workers))[0]
+
+    assert simulate(0) == simulate(0)
+    assert simulate(0) != simulate(1)
+
+
+# Packages that not everybody has.
+
+
+def test_a_missing_package_gets_its_cure():
+    cure = r"^No module named 'no_such_package': .* install 'gradxform\[some\]'$"
+    with pytest.raises(ImportError, match=cure):
+        engines.require("no_such_package", "some")
+
+
+def test_without_ray_the_cure_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with (
+        pytest.raises(ImportError, match=r"pip install 'gradxform\[ray\]'"),
+        engines.ray(make_job("async", [1.0])),
+    ):
+        pass
+
+
+# Ray's cluster, with a Ray that only takes notes: tests/server/test_ray.py has the real one.
+
+
+class Notes:
+    """What ``gradxform._server.engines.ray`` calls of Ray, and in which order."""
+
+    def __init__(self, unpicklable=None, interrupt=False):
+        self.calls = []
+        self.unpicklable = unpicklable
+        self.interrupt = interrupt
+
+    def is_initialized(self):
+        return False
+
+    def init(self, **_):
+        if self.interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0)  # Here it would strike.
+        self.calls.append("init")
+
+    def shutdown(self):
+        self.calls.append("shutdown")
+
+    def get(self, *_):
+        raise NotImplementedError
+
+    def kill(self, actor):
+        self.calls.append(f"kill {actor}")
+
+    def remote(self, cls):
+        def start(*_):
+            self.calls.append(cls.__name__)
+            if self.calls.count(cls.__name__) == 2 or cls.__name__ == self.unpicklable:
+                raise TypeError("Could not serialize the argument")
+            return cls.__name__
+
+        actor = types.SimpleNamespace(remote=start)
+        actor.options = lambda **_: actor
+        return actor
+
+
+@pytest.mark.parametrize(
+    ("unpicklable", "calls"),
+    [
+        ("ParameterServer", ["init", "ParameterServer", "shutdown"]),
+        (
+            "the second worker",
+            [
+                *("init", "ParameterServer", "_RayWorker", "_RayWorker"),
+                *("kill _RayWorker", "kill ParameterServer", "shutdown"),
+            ],
+        ),
+    ],
+)
+def test_ray_ends_what_it_started_where_something_cannot_be_pickled(
+    unpicklable, calls, monkeypatch
+):
+    notes = Notes(unpicklable)
+    monkeypatch.setitem(sys.modules, "ray", notes)
+    with (
+        pytest.raises(TypeError, match="Could not serialize"),
+        engines.ray(make_job("async", [1.0, 1.0])) as running,
+    ):
+        next(running.pushes)
+    assert notes.calls == calls
+
+
+def test_ray_is_started_whole_before_an_interrupt_ends_it(monkeypatch):
+    notes = Notes(interrupt=True)
+    monkeypatch.setitem(sys.modules, "ray", notes)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), engines.ray(make_job("async", [1.0])):
+        pass
+    assert notes.calls == ["init", "shutdown"]
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,473 @@
+"""The server under many threads, its guards, and what it promises about arrays."""
+
+import collections
+import concurrent.futures
+import functools
+import gc
+import pickle
+import queue
+import threading
+import time
+import weakref
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+from gradxform._server.waiters import Waiters
+
+PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
+
+
+def draw(seed):
+    rng = np.random.default_rng(seed)
+    return {k: np.float32(rng.standard_normal(p.shape)) for k, p in PARAMS.items()}
+
+
+def late_sgd(max_staleness=2):
+    inner = optax.chain(gx.clip_by_global_norm(1.0), gx.novograd(0.01))
+    return gx.drop_stale(inner, max_staleness)
+
+
+def on_threads(count, work):
+    """Runs ``work(index)`` on that many threads; raises what any of them raised."""
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(work, index) for index in range(count)]
+        return [future.result(timeout=120) for future in futures]
+
+
+def replay(tx, pushes):
+    """The parameters after these gradients, one after the other, none of them late."""
+    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    params, state = PARAMS, tx.init(PARAMS)
+    for number, grads in enumerate(pushes):
+        params, state = step(grads, state, params, local_step=np.int32(number))
+    return params
+
+
+def test_ten_thousand_pushes_of_eight_threads_equal_a_serial_replay():
+    threads, each = 8, 1250
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    start = threading.Barrier(threads)
+
+    def work(index):
+        start.wait()
+        log = []
+        for number in range(each):
+            params, seen = server.pull()
+            result = server.push(draw((index, number)), seen)
+            assert result.staleness >= 0
+            assert np.all(np.isfinite(params["w"]))  # Reads what was pulled before.
+            log.append((result, (index, number)))
+        return log
+
+    began = time.monotonic()
+    log = [entry for part in on_threads(threads, work) for entry in part]
+    assert time.monotonic() - began < 120
+    accepted = [(r.global_step, seed) for r, seed in log if r.applied]
+    stats = server.stats()
+    assert stats.accepted == len(accepted) == stats.global_step
+    assert stats.accepted + stats.dropped == threads * each == len(log)
+    assert stats.dropped > 0
+    assert sum(stats.staleness.values()) == threads * each
+    assert sum(n for late, n in stats.staleness.items() if late > 2) == stats.dropped
+    # Every accepted push has a step of its own, and these steps are their order.
+    assert sorted(step for step, _ in accepted) == list(range(1, len(accepted) + 1))
+    expected = replay(late_sgd(), (draw(seed) for _, seed in sorted(accepted)))
+    chex.assert_trees_all_equal(server.pull()[0], expected)
+
+
+def test_synchronous_training_equals_the_means():
+    threads, rounds = 4, 50
+    tx = gx.conditional_accumulator(optax.sgd(0.1), threads)
+    server = gx.ParameterServer(PARAMS, tx)
+
+    def work(index):
+        for number in range(rounds):
+            _, seen = server.pull()
+            assert seen == number
+            assert server.push(draw((index, number)), seen).applied
+            assert server.wait(seen, timeout=60) == number + 1
+
+    on_threads(threads, work)
+    expected = jax.tree.map(np.float64, PARAMS)
+    for number in range(rounds):
+        grads = [draw((index, number)) for index in range(threads)]
+        for name in expected:
+            expected[name] -= 0.1 * np.mean([g[name] for g in grads], axis=0)
+    chex.assert_trees_all_close(server.pull()[0], expected, rtol=1e-4, atol=1e-5)
+    assert server.stats().dropped == 0
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_what_was_pulled_stays_what_it_was(donate):
+    server = gx.ParameterServer(PARAMS, optax.sgd(0.1), donate=donate)
+    pulled = [server.pull()[0]]
+    for number in range(5):
+        server.push(draw(number), number)
+        pulled.append(server.pull()[0])
+    expected = [
+        replay(gx.drop_stale(optax.sgd(0.1), 9), map(draw, range(n))) for n in range(6)
+    ]
+    chex.assert_trees_all_close(pulled, expected, rtol=1e-6, atol=1e-6)
+    assert not PARAMS["w"].is_deleted()
+
+
+def test_a_gate_inside_a_chain_is_obeyed_and_its_outside_too():
+    """Behind the gate parameters stay; outside of it they may change with any push."""
+    tx = optax.chain(gx.drop_stale(optax.sgd(0.1), 0), optax.add_decayed_weights(0.5))
+    server = gx.ParameterServer({"w": jnp.ones(2)}, tx)
+    server.push({"w": jnp.zeros(2)}, 0)
+    assert server.pull()[0]["w"].tolist() == [1.5, 1.5]
+    assert server.push({"w": jnp.zeros(2)}, 0) == (False, 1, 1)
+    assert server.pull()[0]["w"].tolist() == [2.25, 2.25]
+
+
+def test_without_a_gate_every_push_is_accepted():
+    server = gx.ParameterServer(PARAMS, gx.adagrad(0.1))
+    for number in range(3):
+        assert server.push(draw(number), 0) == (True, number, number + 1)
+    assert server.stats().staleness == {0: 1, 1: 1, 2: 1}
+
+
+@pytest.mark.parametrize("name", ["global_step", "stale_count"])
+def test_a_parameter_may_bear_the_name_of_a_counter(name):
+    params = {name: jnp.ones(2), "w": jnp.ones(2)}
+    server = gx.ParameterServer(params, gx.adagrad(0.5))
+    assert server.push(params, 0) == (True, 0, 1)
+    expected = 1 - 0.5 / np.sqrt(0.1 + 1)
+    np.testing.assert_allclose(server.pull()[0][name], expected, rtol=1e-6)
+    gated = gx.ParameterServer(params, gx.drop_stale(gx.adagrad(0.5), 0))
+    gated.push(params, 0)
+    assert gated.push(params, 0) == (False, 1, 1)
+
+
+def test_parameters_change_where_the_global_step_cannot_grow():
+    last = np.iinfo(np.int32).max
+    server = gx.ParameterServer({"w": jnp.zeros(())}, gx.drop_stale(optax.sgd(1.0), 9))
+    state = server.state()
+    state["state"] = state["state"]._replace(global_step=jnp.int32(last))
+    server.restore(state)
+    for number in range(2):
+        assert server.pull() == ({"w": -number}, last)
+        assert server.push({"w": jnp.ones(())}, last) == (True, 0, last)
+
+
+def test_extra_arguments_reach_the_transformation():
+    tx = gx.drop_stale(optax.chain(gx.compensate_delay(1.0), optax.sgd(1.0)), 5)
+    server = gx.ParameterServer({"w": jnp.array([2.0])}, tx)
+    worker = {"w": jnp.array([1.5])}
+    server.push({"w": jnp.array([1.0])}, 0, worker_params=worker)
+    np.testing.assert_allclose(server.pull()[0]["w"], 2.0 - (1.0 + 1.0 * 0.5))
+
+
+def test_wait():
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    with pytest.raises(
+        TimeoutError, match=r"at step 0 .* global_step=0 .*timeout=0.01"
+    ):
+        server.wait(0, timeout=0.01)
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        waiting = [pool.submit(server.wait, n % 4, 60) for n in range(16)]
+        for number in range(4):
+            time.sleep(0.02)
+            assert sum(f.done() for f in waiting) == 4 * number
+            server.push(draw(number), number)
+            done, _ = concurrent.futures.wait(
+                [f for n, f in enumerate(waiting) if n % 4 == number], timeout=30
+            )
+            assert len(done) == 4
+    assert [f.result() for f in waiting] == [n % 4 + 1 for n in range(16)]
+
+
+def test_wait_takes_steps_and_seconds():
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    for bad in (np.nan, -1, -np.inf):
+        with pytest.raises(ValueError, match=r"timeout must be in \[0, inf\]"):
+            server.wait(0, timeout=bad)
+    with pytest.raises(TypeError, match="timeout must be a real scalar"):
+        server.wait(0, timeout="x")
+    for bad in ("x", 0.5, None):
+        with pytest.raises(TypeError, match="global_step must be an integer"):
+            server.wait(bad)
+    assert server.wait(-1, timeout=np.inf) == 0
+    assert server.wait(np.int32(-1)) == 0
+
+
+def test_a_push_looks_at_those_alone_who_wait_for_its_step():
+    waiting = [queue.SimpleQueue() for _ in range(4)]
+    waiters = Waiters()
+    for step, woken in enumerate(waiting):
+        waiters.add(step % 3, woken)  # The last one for the same step as the first.
+    waiters.wake_passed(0, 1)
+    assert [woken.qsize() for woken in waiting] == [1, 0, 0, 1]
+    assert waiting[0].get() == 1
+    waiters.remove(1, waiting[1])
+    assert waiters.take_all() == [(2, waiting[2])]
+    assert waiters.take_all() == []
+
+
+def test_who_waits_no_longer_is_forgotten():
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            server.wait(0, timeout=0)
+    server.stats()  # After what came before.
+    assert server._waiters.take_all() == []
+
+
+def test_a_server_that_nobody_holds_leaves_nothing():
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    server.push(draw(0), server.pull()[1])
+    thread, server = server._thread._thread, weakref.ref(server)
+    gc.collect()
+    assert server() is None
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+def test_close_wakes_those_that_wait_and_ends_the_service():
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, server:
+        waiting = pool.submit(server.wait, 0)
+        time.sleep(0.02)
+        server.close()
+        with pytest.raises(gx.ServerClosedError, match="parameter server is closed"):
+            waiting.result(timeout=30)
+    before = server.state()
+    for call in (
+        server.pull,
+        lambda: server.push(draw(0), 0),
+        lambda: server.wait(-1),
+        lambda: server.restore(before),
+    ):
+        with pytest.raises(gx.ServerClosedError, match="parameter server is closed"):
+            call()
+    chex.assert_trees_all_equal(server.state(), before)
+    assert server.stats().accepted == 0
+
+
+BAD = draw(0)
+BAD_PUSHES = {
+    "structure": ({"w": BAD["w"]}, 1, TypeError, r"differ at \['b'\]"),
+    "shape": (BAD | {"b": BAD["w"]}, 1, TypeError, r"\['b'\].*float32\[4,3\]"),
+    "dtype": (
+        BAD | {"b": np.float16(BAD["b"])},
+        1,
+        TypeError,
+        r"differ in dtype at \['b'\]: grads has float16\[3\], params has float32\[3\]",
+    ),
+    "nothing": ({"w": None, "b": None}, 1, ValueError, "no gradient for any leaf"),
+    "nan": (BAD | {"b": BAD["b"] * np.nan}, 1, ValueError, r"finite.*at \['b'\]"),
+    "inf": (
+        BAD | {"w": np.full_like(BAD["w"], np.inf)},
+        1,
+        ValueError,
+        r"finite.*at \['w'\]",
+    ),
+    "negative": (BAD, -1, ValueError, r"local_step must be in \[0, 1\], got -1"),
+    "future": (BAD, 2, ValueError, r"local_step must be in \[0, 1\], got 2"),
+    "fraction": (BAD, 0.5, TypeError, "local_step must be an integer"),
+    "none": (BAD, None, TypeError, "local_step must be an integer"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_PUSHES)
+def test_a_bad_push_is_an_error_and_changes_nothing(kind):
+    grads, local_step, error, message = BAD_PUSHES[kind]
+    server = gx.ParameterServer(PARAMS, late_sgd(), require_finite=True)
+    server.push(draw(1), 0)
+    before, stats = server.state(), server.stats()
+    for _ in range(2):  # Nor is it compiled, and let through the second time.
+        with pytest.raises(error, match=message):
+            server.push(grads, local_step)
+    chex.assert_trees_all_equal(server.state(), before)
+    assert server.stats() == stats
+    assert server.push(draw(2), 1).applied  # It goes on.
+
+
+def test_an_error_of_the_transformation_changes_nothing():
+    tx = gx.drop_stale(optax.chain(gx.compensate_delay(), optax.sgd(0.1)), 1)
+    server = gx.ParameterServer(PARAMS, tx)
+    before = server.state()
+    with pytest.raises(TypeError, match="needs worker_params"):
+        server.push(draw(0), 0)
+    chex.assert_trees_all_equal(server.state(), before)
+
+
+def test_a_nan_is_let_through_where_nobody_asked_to_refuse_it():
+    server = gx.ParameterServer(PARAMS, optax.sgd(0.1))
+    assert server.push(BAD | {"b": BAD["b"] * np.nan}, 0).applied
+
+
+def test_a_checkpoint_goes_on_bit_identically(tmp_path):
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    for number in range(5):
+        server.push(draw(number), number)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", server.state())
+        checkpointer.wait_until_finished()
+        other = gx.ParameterServer(jax.tree.map(jnp.zeros_like, PARAMS), late_sgd())
+        saved = checkpointer.restore(tmp_path / "checkpoint", other.state())
+    other.restore(saved)
+    assert other.pull()[1] == 5
+    for number in range(5, 8):
+        assert other.push(draw(number), number) == server.push(draw(number), number)
+    chex.assert_trees_all_equal(other.state(), server.state())
+
+
+def test_restore_refuses_what_does_not_fit_and_wakes_those_that_wait():
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    server.push(draw(0), 0)
+    saved = server.state()
+    other = gx.ParameterServer(PARAMS, late_sgd())
+    bad = jax.tree.map(lambda x: x, saved)
+    bad["params"]["w"] = jnp.ones((3, 4))
+    with pytest.raises(TypeError, match=r"\['params'\]\['w'\]"):
+        other.restore(bad)
+    bad["params"]["w"] = jnp.ones((4, 3), jnp.bfloat16)
+    with pytest.raises(TypeError, match=r"dtype at \['params'\]\['w'\]"):
+        other.restore(bad)
+    assert other.pull()[1] == 0
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.wait, 0, 60)
+        other.restore(saved)
+        assert waiting.result() == 1
+    chex.assert_trees_all_equal(other.pull()[0], saved["params"])
+    # The server keeps copies: what was restored is not donated.
+    other.push(draw(1), 1)
+    assert not saved["params"]["w"].is_deleted()
+    chex.assert_trees_all_equal(server.state(), saved)
+
+
+def test_restore_goes_by_path():
+    server = gx.ParameterServer({"a": jnp.zeros(2), "b": jnp.ones(2)}, optax.sgd(0.1))
+    saved = server.state()
+    swapped = [(k, saved["params"][k]) for k in ("b", "a")]
+    server.restore(saved | {"params": collections.OrderedDict(swapped)})
+    chex.assert_trees_all_equal(server.state(), saved)
+    assert type(server.pull()[0]) is dict
+    with pytest.raises(TypeError, match=r"no array at \['params'\]\['b'\]"):
+        server.restore(saved | {"params": {"a": jnp.zeros(2), "b": None}})
+
+
+def test_a_push_of_before_a_restore_is_refused():
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    _, old = server.pull()
+    saved = server.state()
+    server.push(draw(0), old, push_id=("a", 1))
+    server.restore(saved)
+    _, new = server.pull()
+    assert old == new == 0
+    for step in (old, pickle.loads(pickle.dumps(old))):
+        with pytest.raises(ValueError, match=r"local_step=0 .* pull again"):
+            server.push(draw(0), step)
+    with pytest.raises(ValueError, match="pull again"):  # Nor is it answered.
+        server.push(draw(0), old, push_id=("a", 1))
+    assert server.wait(old, timeout=0) == 0  # What it waits for is over.
+    assert server.push(draw(0), pickle.loads(pickle.dumps(new))).applied
+    assert server.push(draw(1), 1).applied  # A plain integer is taken at its word.
+    assert type(new + 1) is int
+
+
+def test_who_waits_in_a_life_wakes_when_it_ends():
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    _, seen = server.pull()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(server.wait, seen, 60)
+        by_number = pool.submit(server.wait, 0, 60)
+        time.sleep(0.02)
+        server.restore(server.state())
+        assert waiting.result() == 0
+        assert not by_number.done()
+        server.push(draw(0), 0)
+        assert by_number.result() == 1
+
+
+# Devices.
+
+
+def shardings(tree):
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def assert_taken_from_everywhere(server, at):
+    """Gradients from any device are taken, and nothing moves."""
+    before = shardings(server.state())
+    assert before["params"]["w"] == at
+    devices, tx = jax.devices(), gx.drop_stale(gx.adagrad(0.1), 9)
+    for number, device in enumerate([*devices[:3], devices[0], None]):
+        grads = jax.device_put(draw(number), device) if device else draw(number)
+        assert server.push(grads, number).applied
+        assert shardings(server.state()) == before
+        assert shardings(server.pull()[0]) == before["params"]
+    expected = replay(tx, map(draw, range(5)))
+    chex.assert_trees_all_close(server.pull()[0], expected, rtol=1e-6)
+    saved = server.state()
+    # By way of the host: JAX cannot bring back what left an explicit mesh otherwise.
+    host = jax.device_get(saved)
+    for elsewhere in (host, jax.device_put(host, devices[5])):
+        server.restore(elsewhere)
+        assert shardings(server.state()) == before
+        chex.assert_trees_all_equal(server.state(), saved)
+    assert server.push(jax.device_put(draw(5), devices[4]), 5).applied
+    assert shardings(server.state()) == before
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_uncommitted_parameters_stay_so(donate):
+    tx = gx.drop_stale(gx.adagrad(0.1), 9)
+    server = gx.ParameterServer(PARAMS, tx, donate=donate)
+    assert_taken_from_everywhere(server, PARAMS["w"].sharding)
+    pulled, _ = server.pull()
+    assert not pulled["w"].committed
+    # So that a worker on another device calculates there.
+    there = jax.device_put(PARAMS["w"], jax.devices()[3])
+    assert (pulled["w"] + there).devices() == {jax.devices()[3]}
+
+
+def test_committed_and_sharded_parameters_stay_where_they_are():
+    tx = gx.drop_stale(gx.adagrad(0.1), 9)
+    committed = jax.device_put(PARAMS, jax.devices()[2])
+    server = gx.ParameterServer(committed, tx)
+    assert_taken_from_everywhere(server, committed["w"].sharding)
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    over, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+    sharded = jax.device_put(PARAMS, {"w": over, "b": whole})
+    server = gx.ParameterServer(sharded, tx)
+    assert_taken_from_everywhere(server, over)
+
+
+def test_rows_and_extra_arguments_come_from_any_device():
+    tx = gx.drop_stale(
+        optax.chain(gx.compensate_delay(1.0), gx.scale_by_learning_rate(1.0)), 5
+    )
+    here, there = jax.devices()[1:3]
+    params = {"t": jnp.ones((4, 2))}
+    server = gx.ParameterServer(jax.device_put(params, here), gx.drop_stale(tx, 5))
+    rows = gx.IndexedSlices([1], jnp.ones((1, 2)), (4, 2))
+    grads, worker = jax.device_put(({"t": rows}, params), there)
+    assert server.push(grads, 0, worker_params=worker).applied
+    assert server.pull()[0]["t"].tolist() == [[1, 1], [0, 0], [1, 1], [1, 1]]
+
+
+def test_padding_may_hold_anything():
+    server = gx.ParameterServer(
+        {"t": jnp.zeros((4, 2)), "b": jnp.zeros(())},
+        gx.adagrad(0.1),
+        require_finite=True,
+    )
+    values = jnp.array([[1.0, 1.0], [jnp.nan, jnp.inf]])
+    grads = {"t": gx.IndexedSlices([1, 4], values, (4, 2)), "b": None}
+    assert server.push(grads, 0).applied
+    chex.assert_tree_all_finite(server.pull()[0])
+    grads = {"t": gx.IndexedSlices([1, 3], values, (4, 2)), "b": None}
+    with pytest.raises(ValueError, match=r"finite.*at \['t'\]"):
+        server.push(grads, 1)

@@ -1,0 +1,273 @@
+"""The parameter server as a Ray actor, on a local cluster, and the engine around it."""
+
+import contextlib
+import logging
+import os
+import signal
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from gradxform import __main__ as job
+from gradxform._server import engines
+
+ray = pytest.importorskip("ray")
+
+# Ray leaves sockets and processes to the garbage collector.
+pytestmark = [
+    pytest.mark.usefixtures("bounded"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cluster():
+    """One local cluster for all tests here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # That JAX and Ray's forks do not get along.
+        ray.init(
+            num_cpus=8,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    yield
+    ray.shutdown()
+
+
+def make_server():
+    """An actor whose parameters and optimizer state have several dtypes and shapes."""
+    inner = optax.chain(gx.clip_by_global_norm(1.0), gx.novograd(0.1))
+    params = {"w": jnp.array([[1.0, -2.0], [3.0, 0.5]]), "b": jnp.bfloat16(0.25)}
+    make = ray.remote(gx.ParameterServer).options(max_concurrency=4).remote
+    return make(params, gx.drop_stale(inner, max_staleness=1))
+
+
+def push_some(server, count):
+    """Pushes the gradients of half the sum of squares; returns the last result."""
+    for _ in range(count):
+        params, seen = ray.get(server.pull.remote())
+        result = ray.get(server.push.remote(params, seen))
+    return result
+
+
+def pull_for_good(server):
+    """Pulls until it raises: a killed actor may answer for a moment."""
+    while True:
+        ray.get(server.pull.remote())
+
+
+def assert_identical(tree, other):
+    """The same structure, types and bits."""
+    assert jax.tree.structure(tree) == jax.tree.structure(other)
+    assert jax.tree.map(jax.typeof, tree) == jax.tree.map(jax.typeof, other)
+    for x, y in zip(*map(jax.tree.leaves, (tree, other)), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def make_job(required=None, count=3, pushes=60, gradient=None, seconds=0.01):
+    """Gradients of 1, subtracted; as their norm, workers report their process."""
+    if required is None:
+        tx = gx.drop_stale(optax.sgd(1.0), 10)
+    else:
+        tx = gx.conditional_accumulator(optax.sgd(1.0), required)
+
+    def ones(params):
+        return params, jnp.float32(os.getpid()), jnp.ones_like(params)
+
+    worker = engines.Worker(gradient or ones, lambda: seconds)
+    return engines.Job(jnp.float32(0.0), tx, [worker] * count, pushes, required)
+
+
+# The server.
+
+
+def test_a_bad_push_raises_at_the_caller_and_changes_nothing():
+    server = make_server()
+    push_some(server, 3)
+    before = ray.get(server.state.remote())
+    params, seen = before["params"], 3
+    bad = [
+        (TypeError, r"differ at \['w'\]", params | {"w": jnp.ones(4)}, seen),
+        (TypeError, r"in dtype at \['b'\]", params | {"b": jnp.float32(0)}, seen),
+        (TypeError, r"differ at \['b'\]", {"w": params["w"]}, seen),
+        (TypeError, "local_step must be an integer", params, 1.5),
+        (ValueError, "local_step must be in", params, -1),
+        (ValueError, "local_step must be in", params, seen + 1),
+    ]
+    for error, match, grads, local_step in bad:
+        with pytest.raises(error, match=match) as raised:
+            ray.get(server.push.remote(grads, local_step))
+        assert isinstance(raised.value, ray.exceptions.RayTaskError)
+        assert type(raised.value.cause) is error
+    assert_identical(ray.get(server.state.remote()), before)
+    assert push_some(server, 1) == (True, 0, 4)
+
+
+def test_a_server_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    first = make_server()
+    push_some(first, 3)
+    saved = ray.get(first.state.remote())
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", saved)
+    push_some(first, 2)  # Lost.
+    ray.kill(first)
+    with pytest.raises(ray.exceptions.RayActorError):
+        pull_for_good(first)
+
+    second = make_server()
+    fresh = ray.get(second.state.remote())
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        loaded = checkpointer.restore(tmp_path / "state", fresh)
+    ray.get(second.restore.remote(loaded))
+    assert_identical(ray.get(second.state.remote()), saved)
+    params, global_step = ray.get(second.pull.remote())
+    assert global_step == 3
+    assert_identical(params, saved["params"])
+
+    # And it goes on as one that was never killed.
+    assert push_some(second, 2) == (True, 0, 5)
+    third = make_server()
+    push_some(third, 5)
+    states = [ray.get(server.state.remote()) for server in (second, third)]
+    assert_identical(*states)
+
+
+def test_an_actor_that_was_started_again_says_what_it_has_lost():
+    make = ray.remote(gx.ParameterServer).options(max_concurrency=4, max_restarts=1)
+    server = make.remote({"w": jnp.ones(2)}, gx.drop_stale(optax.sgd(0.5), 4))
+    params, seen = ray.get(server.pull.remote())
+    push_some(server, 2)
+    saved = ray.get(server.state.remote())
+    _, old = ray.get(server.pull.remote())
+    ray.kill(server, no_restart=False)
+
+    def ask(method, *args):
+        """The answer of the actor that takes the place of the one that dies."""
+        while True:
+            with contextlib.suppress(ray.exceptions.ActorUnavailableError):
+                return ray.get(getattr(server, method).remote(*args))
+
+    def lost():
+        try:
+            ask("pull")
+        except gx.ServerClosedError as error:
+            return str(error)
+
+    while not (message := lost()):  # A killed actor may answer for a moment.
+        pass
+    assert "its Ray actor has died" in message
+    assert "restore(state)" in message
+    for method, args in (("state", ()), ("push", (params, seen)), ("wait", (0, 1))):
+        with pytest.raises(gx.ServerClosedError, match="has lost its parameters"):
+            ask(method, *args)
+    assert "Ray actor" in ask("stats").lost
+    ask("restore", saved)
+    assert_identical(ask("state"), saved)
+    with pytest.raises(ValueError, match="pull again"):
+        ask("push", params, old)
+    assert push_some(server, 1) == (True, 0, 3)
+
+
+def test_a_push_that_comes_again_acts_once():
+    server = make_server()
+    params, seen = ray.get(server.pull.remote())
+    push = [server.push.remote(params, seen, push_id=("a", 7)) for _ in range(5)]
+    assert ray.get(push) == [(True, 0, 1)] * 5
+    assert ray.get(server.stats.remote()).accepted == 1
+
+
+def test_those_who_wait_leave_room_for_a_push():
+    server = make_server()
+    waiting = [server.wait.remote(0) for _ in range(3)]
+    assert not ray.wait(waiting, timeout=0.2)[0]
+    push_some(server, 1)
+    assert ray.get(waiting) == [1, 1, 1]
+    with pytest.raises(TimeoutError, match="has not passed global_step=1"):
+        ray.get(server.wait.remote(1, timeout=0.1))
+
+
+# The engine.
+
+
+def test_three_workers_learn_the_digits(standard_promotion):
+    options = ["--workers", "3", "--steps", "900", "--work", "0.001"]
+    model, digits = job.build_model(0), job.load_digits()
+    args = job.make_parser().parse_args(options)
+    with engines.ray(job.make_job(args, model, digits)) as run:
+        pushes = list(run.pushes)
+        params, state = run.server.state().values()
+    accepted = sum(push.result.applied for push in pushes)
+    assert accepted + state.stale_count == len(pushes) == 900
+    assert {push.worker for push in pushes} == {0, 1, 2}
+    labels = np.argmax(model.logits(params, digits.test_images), axis=-1)
+    assert np.mean(labels == digits.test_labels) >= 0.96
+
+
+def test_sync_steps_once_for_every_worker():
+    with engines.ray(make_job(required=3, pushes=44)) as run:
+        pushes = list(run.pushes)  # The last two wait for a step that never comes.
+        params, state = run.server.state().values()
+    assert all(push.result[:2] == (True, 0) for push in pushes)
+    assert int(params) == -int(state.global_step) == -14
+    pairs = {(push.local_step, push.worker) for push in pushes if push.local_step < 14}
+    assert pairs == {(step, worker) for step in range(14) for worker in range(3)}
+    # The cluster was here before.
+    assert ray.is_initialized()
+    with pytest.raises(ray.exceptions.RayActorError):
+        pull_for_good(run.server._actor)
+
+
+def processes(pushes):
+    """What the gradients of ``make_job`` report as their norms."""
+    return {push.norm for push in pushes}
+
+
+@pytest.mark.parametrize("required", [None, 2, 3], ids=["async", "backup", "sync"])
+def test_a_worker_that_is_killed_does_not_stop_training(required):
+    with engines.ray(make_job(required, pushes=10**6)) as run:
+        pushes = []
+        while len(processes(pushes)) < 3:
+            pushes.append(next(run.pushes))
+        ray.kill(run.workers[0])
+        while len(processes(pushes)) < 4:  # With the one that replaces it.
+            pushes.append(next(run.pushes))
+        assert pushes[-1].worker == 0
+        pushes += [next(run.pushes) for _ in range(30)]
+    assert {push.worker for push in pushes[-30:]} == {0, 1, 2}
+    assert pushes[-1].result.global_step > pushes[-30].result.global_step
+
+
+def test_a_process_that_always_dies_is_an_error():
+    def dying(params):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with engines.ray(make_job(count=1, gradient=dying)) as run:
+        with pytest.raises(ray.exceptions.ActorDiedError) as raised:
+            list(run.pushes)
+        assert not isinstance(raised.value, ray.exceptions.RayTaskError)
+
+
+def test_what_a_worker_raises_ends_the_run():
+    def failing(params):
+        raise ValueError("a bad batch")
+
+    with engines.ray(make_job(required=3, gradient=failing)) as run:
+        with pytest.raises(ValueError, match="a bad batch") as raised:
+            list(run.pushes)
+        assert type(raised.value.cause) is ValueError
+
+
+def test_a_server_that_dies_ends_the_run():
+    with engines.ray(make_job()) as run:
+        next(run.pushes)
+        ray.kill(run.server._actor)
+        with pytest.raises(ray.exceptions.RayError):
+            list(run.pushes)
