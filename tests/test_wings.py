@@ -31,7 +31,7 @@ def imported_wings(path):
             continue
         for module in modules:
             if module.partition(".")[0] == "gradxform":
-                wing = (module.split(".") + [""])[1]
+                _, wing, *_ = [*module.split("."), ""]
                 yield wing if wing in MAY_IMPORT else ""
 
 

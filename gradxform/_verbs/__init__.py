@@ -1,7 +1,7 @@
 """What a training loop says: compute, apply, minimize.
 
-- ``lookup``: ``lookup`` reads rows of a table, ``value_and_grad`` gives the rows back as
-  its gradient.
+- ``lookup``: the function of that name reads rows of a table, and ``value_and_grad``
+  gives those rows as its gradient.
 - ``apply``: ``apply_updates``, ``apply_gradients``, which leads a gate around the whole
   step, and ``minimize``, which makes all of it one compiled function.
 

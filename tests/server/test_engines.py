@@ -286,7 +286,7 @@ def test_without_ray_the_cure_is_named(monkeypatch):
         pass
 
 
-# Ray's cluster, with a Ray that only takes notes: tests/server/test_ray.py has the real one.
+# Ray's cluster, with a Ray that only takes notes; test_ray.py has the real one.
 
 
 class Notes:
