@@ -80,7 +80,7 @@ def conditional_accumulator(
       accumulator_dtype: dtype of the sum, by default that of the parameters but at
         least float32: a sum in half precision loses what is small beside it.
 
-    Extra arguments of ``update``:
+    Extra arguments of update:
       local_step: as in :func:`drop_stale`; passed on to ``inner``.
 
     Returns:

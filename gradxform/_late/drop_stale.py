@@ -65,7 +65,7 @@ def drop_stale(
       max_staleness: how many steps late a gradient may be, an integer ≥ 0, or inf:
         none is too late.
 
-    Extra arguments of ``update``:
+    Extra arguments of update:
       local_step: the global step that the worker saw **before** it computed these
         gradients, read together with the parameters: ``gx.global_step(state)``.
 
@@ -164,7 +164,7 @@ def scale_by_staleness(
     Args:
       power: how fast the weight falls with staleness, ≥ 0; 0 changes nothing.
 
-    Extra arguments of ``update``:
+    Extra arguments of update:
       staleness: how many steps late these gradients are.
 
     Returns:
@@ -227,7 +227,7 @@ def compensate_delay(
         paper's. What it does goes with the square of the gradients: where they are
         small, as those of a mean over a minibatch, it takes far more to matter.
 
-    Extra arguments of ``update``:
+    Extra arguments of update:
       worker_params: the parameters at which the worker computed the gradient.
 
     Returns:

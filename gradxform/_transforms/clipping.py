@@ -96,7 +96,7 @@ def clip_by_global_norm(
       max_norm: the largest norm let through, ≥ 0, in the units of the gradients.
       axis_name: as in :func:`global_norm`.
 
-    Extra arguments of ``update``:
+    Extra arguments of update:
       use_norm: a norm computed elsewhere, in place of its own; optional.
 
     Returns:
