@@ -301,7 +301,8 @@ def global_step(state: optax.OptState) -> jax.Array:
         outermost counts.
 
     Returns:
-      int32 scalar, a copy: it stays valid when the state is donated to the next step.
+      int32 scalar, a copy, which stays valid when the state is donated to the next
+      step.
 
     Raises:
       ValueError: the state holds no global step, or several side by side.

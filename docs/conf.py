@@ -1,0 +1,122 @@
+"""The site: ``python -m sphinx -W -n docs docs/_build/html``, without the network.
+
+MyST, because the pages' text is Markdown that the tests execute; myst-nb, because it
+shows the notebooks with the outputs they have; furo, because of the themes that do well
+on a phone and in the dark it is the smallest; copybutton takes an example without its
+prompts. The rest is Sphinx's own.
+"""
+
+import builtins
+import pathlib
+import pydoc
+import re
+import shutil
+
+from docutils import nodes
+from docutils.utils.math import MathError
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.util import logging
+from sphinx.util.inspect import TypeAliasForwardRef
+
+import gradxform
+
+logger = logging.getLogger(__name__)
+
+project = "gradxform"
+author = "The gradxform authors"
+version = release = gradxform.__version__
+html_title = f"{project} {version}"
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_math_renderer = "mathml"
+html_copy_source = False
+pygments_style, pygments_dark_style = "friendly", "github-dark"
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # The tests run them; here they are shown.
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
+default_role = "literal"
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+maximum_signature_line_length = 72
+autodoc_member_order = "bysource"
+napoleon_custom_sections = [
+    ("Attributes", "params_style"),
+    ("Extra arguments of update", "params_style"),
+]
+
+# Types that are shown by the names that the source has for them.
+autodoc_type_aliases = {
+    name: name
+    for name in (
+        "jax.Array",
+        "jax.typing.ArrayLike",
+        "jax.typing.DTypeLike",
+        "optax.GradientTransformation",
+        "optax.GradientTransformationExtraArgs",
+        "optax.OptState",
+        "optax.Params",
+        "optax.ScalarOrSchedule",
+        "optax.Updates",
+    )
+}
+TypeAliasForwardRef.__repr__ = lambda self: self.name  # Inside of unions and the like.
+
+# Which page has a name cannot be told from the name, so the links lead to a search.
+SITES = {
+    "jax": "https://docs.jax.dev/en/latest/search.html?q=",
+    "optax": "https://optax.readthedocs.io/en/latest/search.html?q=",
+}
+
+
+def resolve(app, env, node, contnode):
+    """A name of another package, if that has it: so what is misspelt is still found."""
+    name = node["reftarget"]
+    if node.get("refdomain") != "py" or name.startswith("gradxform"):
+        return None
+    if not hasattr(builtins, name) and pydoc.locate(name) is None:
+        return None
+    site = SITES.get(name.split(".")[0])
+    if site is None:  # Python's own: everybody knows what an int is.
+        return contnode
+    return nodes.reference("", "", contnode, internal=False, refuri=site + name)
+
+
+def point_at_copies(app, docname, source):
+    """The pages name notebooks by where they lie; Sphinx reads copies of its own."""
+    source[0] = re.sub(r"\]\(\.\./((?:\.\./)*notebooks/)", r"](\1", source[0])
+
+
+def show_math(self, node):
+    """An equation as MathML, which browsers know by themselves."""
+    block = isinstance(node, nodes.math_block)
+    code = node.astext().replace(r"\iff", r"\;\Longleftrightarrow\;")
+    try:
+        math = tex2mathml(code, as_block=block)
+    except MathError as error:
+        logger.warning("%s", error, location=node)
+    else:
+        self.body.append(f'<div class="math">{math}</div>' if block else math)
+    raise nodes.SkipNode
+
+
+def setup(app):
+    """Connects these to Sphinx."""
+    app.add_html_math_renderer("mathml", (show_math, None), (show_math, None))
+    app.connect("missing-reference", resolve)
+    app.connect("source-read", point_at_copies)
+    here = pathlib.Path(__file__).parent
+    shutil.copytree(here.parent / "notebooks", here / "notebooks", dirs_exist_ok=True)
