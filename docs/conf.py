@@ -2,8 +2,9 @@
 
 MyST, because the pages' text is Markdown that the tests execute; myst-nb, because it
 shows the notebooks with the outputs they have; furo, because of the themes that do well
-on a phone and in the dark it is the smallest; copybutton takes an example without its
-prompts. The rest is Sphinx's own.
+on a phone and in the dark it is the smallest; copybutton, because it takes an example
+without its prompts; ziamath, because its equations need neither the network nor a font.
+The rest is Sphinx's own.
 """
 
 import builtins
@@ -12,15 +13,11 @@ import pydoc
 import re
 import shutil
 
+import ziamath
 from docutils import nodes
-from docutils.utils.math import MathError
-from docutils.utils.math.latex2mathml import tex2mathml
-from sphinx.util import logging
 from sphinx.util.inspect import TypeAliasForwardRef
 
 import gradxform
-
-logger = logging.getLogger(__name__)
 
 project = "gradxform"
 author = "The gradxform authors"
@@ -38,8 +35,10 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_math_renderer = "mathml"
+html_math_renderer = "paths"
 html_copy_source = False
+html_show_copyright = False
+ziamath.config.svg2, ziamath.config.precision = False, 2
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
 myst_enable_extensions = ["colon_fence"]
@@ -95,28 +94,34 @@ def resolve(app, env, node, contnode):
     return nodes.reference("", "", contnode, internal=False, refuri=site + name)
 
 
-def point_at_copies(app, docname, source):
-    """The pages name notebooks by where they lie; Sphinx reads copies of its own."""
-    source[0] = re.sub(r"\]\(\.\./((?:\.\./)*notebooks/)", r"](\1", source[0])
+def read_page(app, docname, source):
+    """What the tests need and a reader does not.
+
+    Links name the notebooks where they lie, and Sphinx reads copies of its own. The
+    empty line at the end of a doctest says that nothing is printed.
+    """
+    text = re.sub(r"\]\(\.\./((?:\.\./)*notebooks/)", r"](\1", source[0])
+    source[0] = text.replace("\n\n```\n", "\n```\n")
 
 
 def show_math(self, node):
-    """An equation as MathML, which browsers know by themselves."""
+    """An equation as a picture of paths: no font, no script, the same everywhere."""
     block = isinstance(node, nodes.math_block)
-    code = node.astext().replace(r"\iff", r"\;\Longleftrightarrow\;")
-    try:
-        math = tex2mathml(code, as_block=block)
-    except MathError as error:
-        logger.warning("%s", error, location=node)
-    else:
-        self.body.append(f'<div class="math">{math}</div>' if block else math)
+    code = node.astext().replace(r"\iff", r"\;\iff\;")
+    code = re.sub(r"\\text\{.*?\}", lambda text: text[0].replace(r"\_", "_"), code)
+    if r"\\" in code:
+        code = rf"\begin{{aligned}}{code}\end{{aligned}}"
+    math = ziamath.Latex(code, size=18, color="currentColor", title=node.astext())
+    style = "" if block else f' style="vertical-align: {math.getyofst():.1f}px"'
+    picture = math.svg().replace("<svg ", f'<svg role="img"{style} ', 1)
+    self.body.append(f'<div class="math">{picture}</div>' if block else picture)
     raise nodes.SkipNode
 
 
 def setup(app):
     """Connects these to Sphinx."""
-    app.add_html_math_renderer("mathml", (show_math, None), (show_math, None))
+    app.add_html_math_renderer("paths", (show_math, None), (show_math, None))
     app.connect("missing-reference", resolve)
-    app.connect("source-read", point_at_copies)
+    app.connect("source-read", read_page)
     here = pathlib.Path(__file__).parent
     shutil.copytree(here.parent / "notebooks", here / "notebooks", dirs_exist_ok=True)

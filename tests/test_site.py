@@ -1,0 +1,123 @@
+"""The pages of the site: nothing public is missing, nothing is far, no link is dead.
+
+What can be said from the sources alone; Sphinx itself, which `.ci/run` runs with its
+warnings as errors, finds references and pages that lead nowhere.
+"""
+
+import collections
+import inspect
+import json
+import pathlib
+import re
+
+import pytest
+
+import gradxform as gx
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SITE = ROOT / "docs"
+PAGES = sorted(
+    path
+    for path in SITE.rglob("*.md")
+    if path.relative_to(SITE).parts[0] not in ("_build", "notebooks")
+)
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+TEXTS = [ROOT / "README.md", ROOT / "benchmarks/NOTES.md", *PAGES, *NOTEBOOKS]
+
+FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.M)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+# Blocks of code that are no doctests, and the tests that run them.
+RUN_ELSEWHERE = {"frameworks.md", "tensorflow.md"}  # test_frameworks.py
+
+
+def prose(path):
+    """What is read, without the code."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n\n".join(
+            "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
+        )
+    return FENCE.sub("", text)
+
+
+def anchors(path):
+    """What a link can point at in a page: its headings, in GitHub's spelling."""
+    headings = re.findall(r"^#+ (.*)$", prose(path), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def links(path):
+    """The files of this repository that a page links to, with their anchors."""
+    for link in LINK.findall(re.sub("`[^`]*`", "", prose(path))):
+        if not re.match(r"\w+:", link):
+            name, _, anchor = link.partition("#")
+            yield (path.parent / name).resolve() if name else path, anchor
+
+
+def clicks():
+    """How many clicks from the start page to each other one."""
+    far, waiting = {SITE / "index.md": 0}, collections.deque([SITE / "index.md"])
+    while waiting:
+        page = waiting.popleft()
+        listed = [
+            (page.parent / f"{name}.md").resolve()
+            for head, body in FENCE.findall(page.read_text())
+            if head == "{toctree}"
+            for name in re.findall(r"^[\w/]+$", body, re.M)
+        ]
+        for there in [target for target, _ in links(page)] + listed:
+            if there not in far and there.suffix == ".md" and there.exists():
+                far[there] = far[page] + 1
+                waiting.append(there)
+    return far
+
+
+def test_every_public_name_has_one_entry():
+    public = {
+        name
+        for name, value in vars(gx).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    entries = [
+        entry
+        for page in sorted((SITE / "api").glob("*.md"))
+        for entry in re.findall(r"^\.\. auto\w+:: (\w+)", page.read_text(), re.M)
+    ]
+    assert sorted(entries) == sorted(public)
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_somewhere(path):
+    for there, anchor in links(path):
+        assert there.exists(), there
+        assert not anchor or anchor in anchors(there), (there, anchor)
+
+
+@pytest.mark.parametrize(
+    ("page", "what"),
+    [
+        ("frameworks.md", "nnx.Optimizer(model, tx"),
+        ("coming_from/keras.md", '`get_slot(var, "accumulator")`'),
+        ("api/late.md", ":: drop_stale"),
+        ("sharding.md", "NamedSharding"),
+        ("design.md", "## Add a transformation"),
+    ],
+)
+def test_it_is_two_clicks_away_at_most(page, what):
+    assert what in (SITE / page).read_text()
+    assert clicks()[SITE / page] <= 2
+
+
+def test_no_page_is_out_of_reach():
+    assert clicks().keys() >= {*PAGES}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(SITE)))
+def test_every_block_of_code_is_run(path):
+    commands = (ROOT / "README.md").read_text()  # .ci/run runs those of the README.
+    for language, code in FENCE.findall(path.read_text()):
+        if language == "python":
+            assert code.startswith(">>> ") or path.name in RUN_ELSEWHERE
+        elif language:
+            assert language.startswith("{") or (language == "sh" and code in commands)
