@@ -31,7 +31,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
@@ -41,7 +41,7 @@ html_show_copyright = False
 ziamath.config.svg2, ziamath.config.precision = False, 2
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # The tests run them; here they are shown.
 copybutton_prompt_text = r">>> |\.\.\. "
@@ -94,12 +94,13 @@ def resolve(app, env, node, contnode):
     return nodes.reference("", "", contnode, internal=False, refuri=site + name)
 
 
-def read_page(app, docname, source):
-    """What the tests need and a reader does not.
+def read_page(app, *names_and_source):
+    """Takes away what the tests need and a reader does not.
 
     Links name the notebooks where they lie, and Sphinx reads copies of its own. The
     empty line at the end of a doctest says that nothing is printed.
     """
+    source = names_and_source[-1]
     text = re.sub(r"\]\(\.\./((?:\.\./)*notebooks/)", r"](\1", source[0])
     source[0] = text.replace("\n\n```\n", "\n```\n")
 
@@ -112,7 +113,8 @@ def show_math(self, node):
     if r"\\" in code:
         code = rf"\begin{{aligned}}{code}\end{{aligned}}"
     math = ziamath.Latex(code, size=18, color="currentColor", title=node.astext())
-    style = "" if block else f' style="vertical-align: {math.getyofst():.1f}px"'
+    below = math.getyofst() - 1  # the baseline, and the margin
+    style = "" if block else f' style="vertical-align: {below:.1f}px"'
     picture = math.svg().replace("<svg ", f'<svg role="img"{style} ', 1)
     self.body.append(f'<div class="math">{picture}</div>' if block else picture)
     raise nodes.SkipNode
@@ -123,5 +125,7 @@ def setup(app):
     app.add_html_math_renderer("paths", (show_math, None), (show_math, None))
     app.connect("missing-reference", resolve)
     app.connect("source-read", read_page)
+    app.connect("include-read", read_page)
     here = pathlib.Path(__file__).parent
-    shutil.copytree(here.parent / "notebooks", here / "notebooks", dirs_exist_ok=True)
+    shutil.rmtree(here / "notebooks", ignore_errors=True)
+    shutil.copytree(here.parent / "notebooks", here / "notebooks")
