@@ -41,7 +41,7 @@ html_show_copyright = False
 ziamath.config.svg2, ziamath.config.precision = False, 2
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # The tests run them; here they are shown.
 copybutton_prompt_text = r">>> |\.\.\. "
@@ -97,11 +97,13 @@ def resolve(app, env, node, contnode):
 def read_page(app, *names_and_source):
     """Takes away what the tests need and a reader does not.
 
-    Links name the notebooks where they lie, and Sphinx reads copies of its own. The
-    empty line at the end of a doctest says that nothing is printed.
+    Links name texts and notebooks where they lie, and the site has pages of its own for
+    them. The empty line at the end of a doctest says that nothing is printed.
     """
     source = names_and_source[-1]
     text = re.sub(r"\]\(\.\./((?:\.\./)*notebooks/)", r"](\1", source[0])
+    text = text.replace("](../docs/", "](../").replace("](../README.md", "](index.md")
+    text = re.sub(r"\]\([A-Z]+\.md", lambda link: link[0].lower(), text)
     source[0] = text.replace("\n\n```\n", "\n```\n")
 
 

@@ -108,7 +108,7 @@ def test_row_wise_adagrad_reads_gradients_twice_and_makes_none(clip, dtype):
 
 
 def test_optax_makes_one():
-    """The yardstick: should this fail, optax has caught up and the README is wrong."""
+    """The yardstick: should this fail, optax has caught up, and our pages are wrong."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
     memory = compiled_step(tx).memory_analysis()
     assert memory.temp_size_in_bytes > 0.9 * size(gpt2_small())

@@ -1,6 +1,6 @@
-"""Each framework trains as the README shows it, and hands on what our gates need.
+"""Each framework trains as its page shows it, and hands on what our gates need.
 
-What runs is the README's own code, taken from the block under each framework's name.
+What runs is the page's own code, taken from the block under each framework's name.
 """
 
 import ast
@@ -21,18 +21,13 @@ from flax.training import train_state
 import gradxform as gx
 from gradxform.__main__ import load_digits
 
-README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
-BLOCK = r"```python\n(.*?)```"
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "frameworks.md").read_text()
+LOOP = (DOCS / "coming_from/tensorflow.md").read_text()
+BLOCK = r"```python\n(?!>>> )(.*?)```"
 
-
-def section(heading):
-    return README.split(f"\n### {heading}\n")[1].split("\n##")[0]
-
-
-SHARED, *_ = re.findall(BLOCK, section("In your framework"), re.DOTALL)
-BLOCKS = dict(
-    re.findall(r"\n\*\*(.+?)\*\* .*?" + BLOCK, section("In your framework"), re.DOTALL)
-)
+SHARED, *_ = re.findall(BLOCK, PAGE, re.DOTALL)
+BLOCKS = dict(re.findall(r"\n## (.+?)\n.*?" + BLOCK, PAGE, re.DOTALL))
 
 # The logits of what a block leaves.
 MODELS = {
@@ -47,7 +42,7 @@ MODELS = {
 
 
 def run(name, batches):
-    """What the README's code for this framework leaves."""
+    """What the page's code for this framework leaves."""
     left = {"batches": batches}
     exec(SHARED + BLOCKS[name], left)
     return left
@@ -255,9 +250,7 @@ def test_functions_that_are_trees_are_called():
 
 
 def test_the_loop_leaves_what_tensorflow_left():
-    theirs, ours, _, in_one = re.findall(
-        BLOCK, section("The loop, in TensorFlow 1 and here"), re.DOTALL
-    )
+    theirs, ours, _, in_one = re.findall(BLOCK, LOOP, re.DOTALL)
     assert "compute_gradients" in theirs
     x = np.sin(np.arange(60.0, dtype=np.float32)).reshape(5, 4, 3)
     y = 10 * np.cos(np.arange(20.0, dtype=np.float32)).reshape(5, 4)

@@ -22,7 +22,8 @@ PAGES = sorted(
     if path.relative_to(SITE).parts[0] not in ("_build", "notebooks")
 )
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-TEXTS = [ROOT / "README.md", ROOT / "benchmarks/NOTES.md", *PAGES, *NOTEBOOKS]
+BESIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/NOTES.md"]
+TEXTS = [*BESIDE, *PAGES, *NOTEBOOKS]
 
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.M)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -41,9 +42,16 @@ def prose(path):
     return FENCE.sub("", text)
 
 
+def parts(path):
+    """The file of a page, and those that it includes."""
+    names = re.findall(r"^```\{include\} (.*)$", path.read_text(), re.M)
+    return [path, *((path.parent / name).resolve() for name in names)]
+
+
 def anchors(path):
     """What a link can point at in a page: its headings, in GitHub's spelling."""
-    headings = re.findall(r"^#+ (.*)$", prose(path), re.M)
+    text = "\n".join(map(prose, parts(path)))
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
@@ -66,7 +74,8 @@ def clicks():
             if head == "{toctree}"
             for name in re.findall(r"^[\w/]+$", body, re.M)
         ]
-        for there in [target for target, _ in links(page)] + listed:
+        linked = [target for part in parts(page) for target, _ in links(part)]
+        for there in linked + listed:
             if there not in far and there.suffix == ".md" and there.exists():
                 far[there] = far[page] + 1
                 waiting.append(there)
@@ -113,11 +122,22 @@ def test_no_page_is_out_of_reach():
     assert clicks().keys() >= {*PAGES}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(SITE)))
+@pytest.mark.parametrize(
+    "path", [*BESIDE, *PAGES], ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_every_block_of_code_is_run(path):
-    commands = (ROOT / "README.md").read_text()  # .ci/run runs those of the README.
+    script = (ROOT / ".ci/run").read_text()
     for language, code in FENCE.findall(path.read_text()):
         if language == "python":
             assert code.startswith(">>> ") or path.name in RUN_ELSEWHERE
+        elif language == "sh" and path.name == "README.md":  # .ci/run reads these.
+            assert re.fullmatch(r"python -m pip install .*\n", code)
+        elif language == "sh":
+            assert {*code.splitlines()} <= {*script.splitlines()}
         elif language:
-            assert language.startswith("{") or (language == "sh" and code in commands)
+            assert language.startswith("{")
+
+
+def test_the_readme_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 200
