@@ -6,8 +6,6 @@ import pickle
 import sys
 
 import chex
-import equinox as eqx
-import flax.struct
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -254,15 +252,6 @@ def test_a_gate_is_a_transformation_to_optax():
     assert (init, update) == (tx.init, tx.update)
 
 
-class Module(eqx.Module):
-    tx: optax.GradientTransformation
-
-
-@flax.struct.dataclass
-class Struct:
-    tx: optax.GradientTransformation
-
-
 REBUILT = {
     "copy": copy.copy,
     "replace": lambda tx: tx._replace(init=tx.init),
@@ -270,8 +259,6 @@ REBUILT = {
         jax.tree.structure(tx), jax.tree.leaves(tx)
     ),
     "pair": lambda tx: optax.GradientTransformationExtraArgs(*tx),
-    "equinox": lambda tx: eqx.combine(*eqx.partition(Module(tx), callable)).tx,
-    "flax": lambda tx: jax.tree.map(lambda f: f, Struct(tx)).tx,
     "pickle": lambda tx: pickle.loads(pickle.dumps(tx)),
 }
 
@@ -299,17 +286,6 @@ def test_an_update_in_the_place_of_a_gates_is_not_gated():
     assert logged.guard is None
     params, _ = gx.apply_gradients(logged, GRADS, (), PARAMS)
     chex.assert_trees_all_equal(params["w"], PARAMS["w"] + GRADS["w"])
-
-
-def test_a_gate_is_an_argument_of_filter_jit():
-    @eqx.filter_jit
-    def push(tx, params, local_step):
-        state = tx.init(params)._replace(global_step=jnp.int32(1))
-        return gx.apply_gradients(tx, GRADS, state, params, local_step=local_step)
-
-    params, state = push(gx.drop_stale(optax.sgd(0.1), 0), PARAMS, jnp.int32(0))
-    assert state.stale_count == 1
-    chex.assert_trees_all_equal(params, PARAMS)
 
 
 def _init(params):
