@@ -33,7 +33,9 @@ class IndexedSlices:
     ``TypeError``, in whatever way they come by the leaves. Where that is wanted, put
     :func:`densify` in front, or map with ``is_leaf=lambda x: isinstance(x,
     gx.IndexedSlices)``. NumPy does not know that dtype either: to
-    ``multihost_utils.process_allgather`` give ``(grads.indices, grads.values)``.
+    ``multihost_utils.process_allgather`` give ``(grads.indices, grads.values)``. What
+    leaves the indices alone, as ``optax.centralize`` does, is not refused: it acts on
+    the rows as they were given, repeated ones before they are summed.
 
     What a mask says of ``values`` holds for both leaves, as in ``optax.partition`` and
     ``optax.masked``. There a path ends in ``.values``; a function that goes by the end
