@@ -47,9 +47,12 @@ class ParameterServer:
     A push that raises changes nothing, and harms nobody but the worker that pushed:
     what is wrong with a gradient shows before its step begins, and an exception that
     interrupts a method, at whatever moment, finds the server at the old step or the new
-    one. There is one exception. The server updates its arrays in place, so a step that
-    fails while it runs, out of memory or in a callback, takes them along: every call
-    then raises :class:`ServerClosedError`, which names the cause, until :meth:`restore`
+    one (JAX itself may not survive one while it traces, as it does for the first push
+    of a kind on the thread that makes it).
+
+    There is one exception. The server updates its arrays in place, so a step that fails
+    while it runs, out of memory or in a callback, takes them along: every call then
+    raises :class:`ServerClosedError`, which names the cause, until :meth:`restore`
     brings back what :meth:`state` once gave. With ``donate=False`` each step allocates
     new arrays and such a failure changes nothing either, at the price of a second model
     and optimizer state in memory while a step runs.

@@ -9,7 +9,7 @@ import pytest
 
 import gradxform as gx
 from gradxform._config import schedules
-from tests import test_config as examples
+from tests.config import test_config as examples
 
 CONFIGS = [
     *map(examples.config_of, examples.ROWS),
