@@ -100,11 +100,11 @@ class PushPrograms:
         self._require_finite = require_finite
         arrays = params, state
         self._committed = _committed(arrays)
-        self.devices = len(_everywhere(arrays).device_set)
         self._everywhere = _everywhere(arrays)
+        self.devices = len(self._everywhere.device_set)
         self._shardings = jax.tree.map(lambda x: x.sharding, arrays)
         self._arrays = jax.tree.map(
-            lambda x: self._abstract(_types([x])[0], x.sharding), arrays
+            lambda x: self._abstract(x.aval, x.sharding), arrays
         )
         self._structure = jax.tree.structure(arrays)
         self._params = {

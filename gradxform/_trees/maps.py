@@ -162,9 +162,11 @@ def as_in(like: Any, tree: Any) -> Any:
     def nodes(tree: Any) -> Any:
         return jax.tree.structure(tree, is_leaf=is_leaf)
 
-    if nodes(bare(tree)) != nodes(bare(like)):
+    # Without boxes, as nearly always, there is nothing to take apart and compare.
+    wanted = nodes(like)
+    if nodes(tree) == wanted or nodes(bare(tree)) != nodes(bare(like)):
         return tree
-    return jax.tree.unflatten(nodes(like), jax.tree.leaves(tree, is_leaf=is_leaf))
+    return jax.tree.unflatten(wanted, jax.tree.leaves(tree, is_leaf=is_leaf))
 
 
 def _param(p: Any) -> Any:
