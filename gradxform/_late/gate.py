@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._trees import maps
+from gradxform._trees import maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
 
 # (inner, updates, inner_state, params, **extra) -> (outcome, inner_state)
@@ -179,8 +179,8 @@ def _as_type(x: jax.Array, like: Any) -> jax.Array:
         x = x.astype(like.dtype)
     if like.sharding.mesh.explicit_axes and jax.typeof(x).sharding != like.sharding:
         x = jax.sharding.reshard(x, like.sharding)
-    more = maps.varying_axes(like) - maps.varying_axes(jax.typeof(x))
-    return jax.lax.pcast(x, tuple(more), to="varying") if more else x
+    varying = versions.varying_axes
+    return versions.to_varying(x, varying(like) - varying(jax.typeof(x)))
 
 
 def _zeros(types: Any) -> Any:

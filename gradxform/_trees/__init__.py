@@ -8,6 +8,7 @@ know: the maps here take every kind of leaf, in any dtype, wherever it lies.
 - ``maps``: maps over trees and casts, ``f(values)`` or ``f(values, state)``.
 - ``norms``: sums of squares of layers, rows and whole trees in one pass.
 - ``mesh``: what of a sum lies on other devices, inside ``shard_map``.
+- ``versions``: what JAX names otherwise from one version to the next.
 - ``checks``: errors that name the argument, the path, what was given and what to do.
 
 A transformation without state then is one line of arithmetic and this one:

@@ -26,6 +26,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradxform._trees import versions
 from gradxform._trees.indexed_slices import IndexedSlices, explicit_sharding, take_rows
 
 
@@ -259,8 +260,7 @@ def zeros_of_type(x_type: Any) -> jax.Array:
     """Zeros of a type that ``jax.typeof`` gave: sharded, and varying, as that says."""
     sharding = None if x_type.sharding.mesh.empty else x_type.sharding
     zeros = jnp.zeros(x_type.shape, x_type.dtype, out_sharding=sharding)
-    varying = tuple(varying_axes(x_type))
-    return jax.lax.pcast(zeros, varying, to="varying") if varying else zeros
+    return versions.to_varying(zeros, versions.varying_axes(x_type))
 
 
 def full_like(
@@ -308,11 +308,6 @@ def _false(p: jax.Array, axes: int | None) -> jax.Array:
 def _is_number(p: Any) -> bool:
     dtype = p.dtype if hasattr(p, "dtype") else np.result_type(p)
     return bool(jnp.issubdtype(dtype, jnp.number))
-
-
-def varying_axes(x_type: Any) -> frozenset[str]:
-    """The manual mesh axes over which an array of this type differs by device."""
-    return x_type.manual_axis_type.varying
 
 
 def expand(x: jax.Array, like: jax.Array) -> jax.Array:

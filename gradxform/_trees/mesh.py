@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from gradxform._trees import checks, maps
+from gradxform._trees import checks, maps, versions
 
 # One axis, several, or a prefix tree of PartitionSpecs; None outside of shard_map.
 AxisName = str | Sequence[str] | Any
@@ -108,4 +108,4 @@ def _is_tracked(name: str) -> bool:
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
-    return maps.varying_axes(jax.typeof(x))
+    return versions.varying_axes(jax.typeof(x))

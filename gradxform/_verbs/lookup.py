@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._trees import checks, maps
+from gradxform._trees import checks, maps, versions
 from gradxform._trees.indexed_slices import (
     IndexedSlices,
     as_array,
@@ -119,7 +119,7 @@ def value_and_grad(
         def loss(
             dense: dict[int, Any], read: dict[int, _Table]
         ) -> tuple[jax.Array, Any]:
-            trace = _trace()
+            trace = versions.trace()
             for table in read.values():
                 table.trace = trace
             mixed = [(read if i in read else dense)[i] for i in leaves]
@@ -231,7 +231,7 @@ class _Table:
 
     def read(self, ids: jax.Array) -> jax.Array:
         """The rows, tapped if there is a tap for this reading."""
-        if self.trace != _trace():
+        if self.trace != versions.trace():
             self._refuse("inside a jit, vmap, scan or other transformation of its own")
         rows = _gather(self.array, ids)
         if self.taps is None:  # Of what is traced first no array may stay behind.
@@ -286,10 +286,3 @@ def _tap_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     rows, _ = primals
     rows_dot, zeros_dot = tangents
     return rows, rows_dot + zeros_dot
-
-
-def _trace() -> Any:
-    """Which transformation of JAX is tracing at the moment."""
-    import jax.extend.core  # Takes a tenth of a second, which only users of this pay.
-
-    return jax.extend.core.get_opaque_trace_state()
