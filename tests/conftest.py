@@ -2,7 +2,17 @@
 
 import contextlib
 import gc
+import os
 import signal
+import tempfile
+
+# What one process has compiled the others load, until the tests end, or the next run
+# too, where JAX_COMPILATION_CACHE_DIR names a folder.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    CACHE = tempfile.TemporaryDirectory(prefix="gradxform-", ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import pytest
@@ -11,6 +21,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
 
+# Programs here run a few times on a few numbers: nearly all the time goes into making
+# them fast. What a test starts in a process of its own is compiled as a user's is.
+if "XLA_FLAGS" not in os.environ and jax.__version_info__ < (0, 11):
+    os.environ["XLA_FLAGS"] = (
+        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    )
+    jax.devices()  # Reads them.
+    del os.environ["XLA_FLAGS"]
 
 # The garbage collector need not look at all that was imported again and again.
 gc.freeze()
