@@ -20,6 +20,10 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
+if not hasattr(jax, "enable_x64"):  # Before JAX 0.8.
+    from jax.experimental import enable_x64
+
+    jax.enable_x64 = enable_x64
 
 # Programs here run a few times on a few numbers: nearly all the time goes into making
 # them fast. What a test starts in a process of its own is compiled as a user's is.
