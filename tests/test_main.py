@@ -1,6 +1,8 @@
 """The main job: its parts by hand-made cases, and the command as a user runs it."""
 
 import contextlib
+import functools
+import io
 import os
 import pathlib
 import re
@@ -8,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +23,65 @@ from gradxform._server import engines
 
 SHORT = ("--steps", "60", "--engine", "simulated")
 COLOR = re.compile(r"\x1b\[[\d;]*(?:3|9)[0-7]m")
+TERMINAL = {"FORCE_COLOR": "1", "TERM": "xterm"}
+# Who is killed may leave half of a file: it reads what others compiled, and adds none.
+KILLED = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "inf"}
+
+
+def environment(**changes):
+    """That of a process away from any terminal, unless ``changes`` say otherwise."""
+    forced = {"FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "COLUMNS", "LINES"}
+    kept = {name: value for name, value in os.environ.items() if name not in forced}
+    return {**kept, "PYTHONIOENCODING": "utf-8", **changes}
 
 
 def run(*options, **environ):
-    """The command, away from any terminal unless ``environ`` says otherwise."""
-    forced = {"FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "COLUMNS", "LINES"}
-    kept = {name: value for name, value in os.environ.items() if name not in forced}
+    """The command as a user runs it, in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "gradxform", *options],
         capture_output=True,
-        env={**kept, "PYTHONIOENCODING": "utf-8", **environ},
+        env=environment(**environ),
         encoding="utf-8",
         check=False,
     )
+
+
+# Commands in this process share a model and what is compiled of it.
+build_model = functools.cache(job.build_model)
+
+
+@contextlib.contextmanager
+def promotion():
+    """What optax's own code needs, on all threads."""
+    names = "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion"
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, setting in zip(names, ("standard", "allow"), strict=True):
+        jax.config.update(name, setting)
+    try:
+        yield
+    finally:
+        for name in names:
+            jax.config.update(name, before[name])
+
+
+def call(*options, encoding="utf-8", **environ):
+    """The command in this process, which need not import everything anew."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2))
+    code = 0
+    with (
+        promotion(),
+        mock.patch.object(job, "build_model", build_model),
+        mock.patch.dict(os.environ, environment(**environ), clear=True),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            job.main(options)
+        except SystemExit as end:
+            code = end.code
+    for stream in (out, err):
+        stream.seek(0)
+    return subprocess.CompletedProcess(options, code, out.read(), err.read())
 
 
 def row(stdout, name):
@@ -129,10 +178,9 @@ def test_a_step_requires_what_the_mode_says(options, required, standard_promotio
     made = make_job("--workers", "5", "--max-staleness", "0", *options)
     assert made.required == required
     params, state = made.params, made.tx.init(made.params)
+    grads, step = jnp.ones(1), jax.jit(functools.partial(gx.apply_gradients, made.tx))
     for push in range(1, 11):  # All from step 0.
-        params, state = gx.apply_gradients(
-            made.tx, jnp.ones(1), state, params, local_step=0
-        )
+        params, state = step(grads, state, params, local_step=np.int32(0))
         assert gx.global_step(state) == (push >= (required or 1))
     assert state.stale_count == 10 - (required or 1)
 
@@ -141,7 +189,7 @@ def test_a_step_requires_what_the_mode_says(options, required, standard_promotio
 @pytest.mark.parametrize("optimizer", job.OPTIMIZERS)
 def test_a_few_steps_lower_the_loss(optimizer, mode, standard_promotion):
     options = ["--mode", mode, "--optimizer", optimizer, "--steps", "120"]
-    made = job.make_job(arguments(*options), job.build_model(0), job.load_digits())
+    made = job.make_job(arguments(*options), build_model(0), job.load_digits())
     with engines.simulated(made) as run:
         losses = [push.loss for push in run.pushes]
     assert np.mean(losses[-5:]) < 0.8 * losses[0]
@@ -150,6 +198,7 @@ def test_a_few_steps_lower_the_loss(optimizer, mode, standard_promotion):
 # The command.
 
 
+@pytest.mark.slow
 def test_the_defaults_learn_and_drop(tmp_path):
     done = run("--plot", str(tmp_path / "plot.png"))
     assert (done.returncode, done.stderr) == (0, "")
@@ -178,16 +227,18 @@ def test_the_defaults_learn_and_drop(tmp_path):
     [(["--mode", "sync"], 15, 0), (["--mode", "backup", "--straggler", "9"], 19, 2)],
 )
 def test_threads_wait_for_those_they_require(options, steps, dropped):
-    done = run("--steps", "60", *options)
+    done = call("--steps", "60", *options)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{options[1]} on threads, novograd, workers 4")
     assert abs(int(row(done.stdout, "steps")) - steps) <= (dropped and 4)
     assert (int(row(done.stdout, "pushes dropped")) > 0) == (dropped > 0)
 
 
+@pytest.mark.slow
 def test_ray_trains_in_silence():
     pytest.importorskip("ray")
-    done = run("--engine", "ray", "--steps", "30", "--workers", "2", "--mode", "sync")
+    options = ["--engine", "ray", "--steps", "30", "--workers", "2", "--mode", "sync"]
+    done = run(*options, **KILLED)  # As its workers are in the end.
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("sync on ray, novograd, workers 2, seed 0")
     assert row(done.stdout, "steps") == "15"
@@ -196,59 +247,96 @@ def test_ray_trains_in_silence():
 @pytest.fixture(scope="module")
 def short():
     """A short simulation, for the tests that only look at it."""
+    return call(*SHORT)
+
+
+@pytest.fixture(scope="module")
+def piped():
+    """The same in a process of its own."""
     return run(*SHORT)
 
 
+@pytest.fixture(scope="module")
+def shown():
+    """The same in a process that has a terminal."""
+    return run(*SHORT, **TERMINAL)
+
+
+def check_a_pipe(done):
+    """The results alone, without control characters."""
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.stdout)
+    assert re.fullmatch(r"test accuracy 0\.\d{3}", done.stdout.splitlines()[-1])
+
+
 def test_a_pipe_gets_no_control_characters(short):
-    assert (short.returncode, short.stderr) == (0, "")
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", short.stdout)
-    assert re.fullmatch(r"test accuracy 0\.\d{3}", short.stdout.splitlines()[-1])
+    check_a_pipe(short)
+
+
+@pytest.mark.slow
+def test_a_process_with_a_pipe_gets_no_control_characters(piped):
+    check_a_pipe(piped)
+
+
+def results(done):
+    """What was printed, but for what a terminal and the machine decide."""
+    return re.sub(r"\x1b\[[\d;]*m|[━╸╺]+ *|seconds .*", "", done.stdout)
 
 
 def test_a_seed_gives_the_same_result(short):
-    again, other = run(*SHORT, "--seed", "0"), run(*SHORT, "--seed", "1")
-    first, again, other = (
-        re.sub(r"seconds .*", "", done.stdout) for done in (short, again, other)
-    )
-    assert "staleness 1 " in first
-    assert first == again
-    assert histogram(first) != histogram(other)
+    again, other = call(*SHORT, "--seed", "0"), call(*SHORT, "--seed", "1")
+    assert "staleness 1 " in results(short)
+    assert results(again) == results(short)
+    assert histogram(other.stdout) != histogram(short.stdout)
+
+
+@pytest.mark.slow
+def test_a_seed_gives_the_same_result_in_every_process(piped, shown):
+    assert "staleness 1 " in results(piped)
+    assert results(piped) == results(shown)
 
 
 def test_the_optimizer_is_the_given_one(short):
-    done = run(*SHORT, "--optimizer", "adagrad")
+    done = call(*SHORT, "--optimizer", "adagrad")
     assert done.stdout.startswith("async on simulated, adagrad, workers 4, seed 0")
     assert histogram(done.stdout) == histogram(short.stdout)
     norm = "gradient norm"
     assert row(done.stdout, norm) != row(short.stdout, norm)
 
 
-def test_the_limit_is_the_given_one(capsys, standard_promotion):
-    job.main([*SHORT, "--workers", "3", "--max-staleness", "1"])
-    stdout = capsys.readouterr().out
+def test_the_limit_is_the_given_one():
+    stdout = call(*SHORT, "--workers", "3", "--max-staleness", "1").stdout
     assert stdout.startswith("async on simulated, novograd, workers 3, seed 0")
     assert {step for step, _, late in histogram(stdout) if not late} == {0, 1}
 
 
-@pytest.mark.parametrize("setting", [{}, {"NO_COLOR": "1"}])
-def test_a_terminal_gets_a_progress_bar_and_colors(setting):
-    done = run(*SHORT, FORCE_COLOR="1", TERM="xterm", **setting)
+def check_a_terminal(done, colors):
+    """A progress bar, and colors in it and in the table, or none in either."""
     assert done.returncode == 0
     assert "100%" in done.stderr
     assert re.search(r"loss \d\.\d{3}", done.stderr)
-    assert bool(COLOR.search(done.stdout)) == bool(COLOR.search(done.stderr))
-    assert bool(COLOR.search(done.stdout)) == (not setting)
+    assert bool(COLOR.search(done.stdout)) == bool(COLOR.search(done.stderr)) == colors
     assert re.fullmatch(r"test accuracy 0\.\d{3}", done.stdout.splitlines()[-1])
 
 
+@pytest.mark.parametrize("setting", [{}, {"NO_COLOR": "1"}])
+def test_a_terminal_gets_a_progress_bar_and_colors(setting):
+    check_a_terminal(call(*SHORT, **TERMINAL, **setting), colors=not setting)
+
+
+@pytest.mark.slow
+def test_a_process_with_a_terminal_shows_a_progress_bar_and_colors(shown):
+    check_a_terminal(shown, colors=True)
+
+
 def test_ascii_output_is_enough():
-    done = run(*SHORT, PYTHONIOENCODING="ascii")
+    done = call(*SHORT, encoding="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.isascii()
 
 
 def test_help_explains_every_option():
-    done = run("--help")
+    done = call("--help")
     assert (done.returncode, done.stderr) == (0, "")
     options, words = done.stdout.split("options:")[1], r"\s+\w+ \w+"
     assert re.search(r"--optimizer \{novograd,adagrad\}" + words, options)
@@ -292,27 +380,42 @@ def test_help_explains_every_option():
     ],
 )
 def test_a_bad_option_gets_one_line(options, words):
-    done = run(*options)
+    check_one_line(call(*options), words)
+
+
+def check_one_line(done, words):
+    """An error, in one line, that has these words."""
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("python -m gradxform: error: ")
     assert all(word in done.stderr for word in words)
 
 
-@pytest.mark.parametrize(
-    ("package", "extra"),
-    [(name, "demo") for name in ("flax", "matplotlib", "rich", "sklearn")]
-    + [("ray", "ray")],
-)
-def test_a_missing_package_gets_one_line(package, extra, tmp_path):
+PACKAGES = dict.fromkeys(("flax", "matplotlib", "rich", "sklearn"), "demo")
+PACKAGES["ray"] = "ray"
+
+
+def lose(package, folder):
+    """Puts a package in a folder that cannot be imported."""
     missing = f"raise ModuleNotFoundError(\"No module named '{package}'\")"
-    (tmp_path / f"{package}.py").write_text(missing)
-    engine = "ray" if package == "ray" else "threads"
-    done = run("--engine", engine, PYTHONPATH=str(tmp_path))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
-    assert f"'{package}'" in done.stderr
-    assert f"python -m pip install 'gradxform[{extra}]'" in done.stderr
+    (folder / f"{package}.py").write_text(missing)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_missing_package_gets_one_line(package, tmp_path, monkeypatch):
+    lose(package, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    done = call("--engine", "ray" if package == "ray" else "threads")
+    extra = f"python -m pip install 'gradxform[{PACKAGES[package]}]'"
+    check_one_line(done, [f"'{package}'", extra])
+
+
+def test_nothing_is_imported_before_it_is_known_to_be_there(tmp_path):
+    for package in PACKAGES:
+        lose(package, tmp_path)
+    done = run(PYTHONPATH=str(tmp_path))
+    check_one_line(done, ["'flax'", "python -m pip install 'gradxform[demo]'"])
 
 
 INTERRUPTED = "python -m gradxform: interrupted\n"
@@ -324,7 +427,7 @@ def test_an_interrupt_during_the_imports_gets_one_line(tmp_path):
         f"try: exec({interrupting!r}); time.sleep(60)\nexcept BaseException: pass"
     )
     (tmp_path / "sklearn.py").write_text(swallowing)
-    done = run(*SHORT, PYTHONPATH=str(tmp_path))
+    done = run(*SHORT, PYTHONPATH=str(tmp_path), **KILLED)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", INTERRUPTED)
 
 
@@ -337,6 +440,7 @@ def processes_of(mark):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc"), reason="looks for processes there")
 @pytest.mark.parametrize("engine", engines.ENGINES)
 def test_an_interrupt_ends_every_engine(engine, tmp_path):
@@ -344,10 +448,10 @@ def test_an_interrupt_ends_every_engine(engine, tmp_path):
         pytest.importorskip("ray")
     mark, plot = str(tmp_path), tmp_path / "plot.png"
     command = [sys.executable, "-m", "gradxform", "--steps", "1000000"]
-    visible = {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80", "MARK": mark}
+    command += ["--workers", "2"]
     with subprocess.Popen(
         [*command, "--engine", engine, "--plot", str(plot)],
-        env=os.environ | visible,
+        env=environment(**TERMINAL, **KILLED, COLUMNS="80", MARK=mark),
         start_new_session=True,  # A terminal interrupts all of a group.
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -376,16 +480,13 @@ def test_trying_the_plot_leaves_files_as_they_are(tmp_path):
     assert not new.exists()
 
 
-def test_a_plot_that_fails_in_the_end_gets_one_line(
-    tmp_path, capsys, monkeypatch, standard_promotion
-):
+def test_a_plot_that_fails_in_the_end_gets_one_line(tmp_path, monkeypatch):
     def save_plot(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(job, "save_plot", save_plot)
-    with pytest.raises(SystemExit, match="2"):
-        job.main([*SHORT, "--plot", str(tmp_path / "plot.png")])
-    stdout, stderr = capsys.readouterr()
-    assert "test accuracy" in stdout  # The results are not lost with it.
-    assert stderr.count("\n") == 1
-    assert "--plot" in stderr
+    done = call(*SHORT, "--plot", str(tmp_path / "plot.png"))
+    assert done.returncode == 2
+    assert "test accuracy" in done.stdout  # The results are not lost with it.
+    assert done.stderr.count("\n") == 1
+    assert "--plot" in done.stderr

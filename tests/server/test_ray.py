@@ -20,6 +20,7 @@ ray = pytest.importorskip("ray")
 
 # Ray leaves sockets and processes to the garbage collector.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("bounded"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -29,7 +30,10 @@ pytestmark = [
 @pytest.fixture(autouse=True, scope="module")
 def cluster():
     """One local cluster for all tests here."""
-    with warnings.catch_warnings():
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # An actor that is killed may leave half of a file: it reads what others
+        # compiled, and adds none.
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "inf")
         warnings.simplefilter("ignore")  # That JAX and Ray's forks do not get along.
         ray.init(
             num_cpus=8,
@@ -39,6 +43,12 @@ def cluster():
         )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One for all tests that leave it in order; it is at any step."""
+    return make_server()
 
 
 def make_server():
@@ -71,7 +81,7 @@ def assert_identical(tree, other):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-def make_job(required=None, count=3, pushes=60, gradient=None, seconds=0.01):
+def make_job(required=None, count=2, pushes=60, gradient=None, seconds=0.01):
     """Gradients of 1, subtracted; as their norm, workers report their process."""
     if required is None:
         tx = gx.drop_stale(optax.sgd(1.0), 10)
@@ -88,11 +98,10 @@ def make_job(required=None, count=3, pushes=60, gradient=None, seconds=0.01):
 # The server.
 
 
-def test_a_bad_push_raises_at_the_caller_and_changes_nothing():
-    server = make_server()
-    push_some(server, 3)
+def test_a_bad_push_raises_at_the_caller_and_changes_nothing(server):
+    *_, seen = push_some(server, 3)
     before = ray.get(server.state.remote())
-    params, seen = before["params"], 3
+    params = before["params"]
     bad = [
         (TypeError, r"differ at \['w'\]", params | {"w": jnp.ones(4)}, seen),
         (TypeError, r"in dtype at \['b'\]", params | {"b": jnp.float32(0)}, seen),
@@ -107,7 +116,7 @@ def test_a_bad_push_raises_at_the_caller_and_changes_nothing():
         assert isinstance(raised.value, ray.exceptions.RayTaskError)
         assert type(raised.value.cause) is error
     assert_identical(ray.get(server.state.remote()), before)
-    assert push_some(server, 1) == (True, 0, 4)
+    assert push_some(server, 1) == (True, 0, seen + 1)
 
 
 def test_a_server_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
@@ -118,6 +127,7 @@ def test_a_server_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
     with checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", saved)
     push_some(first, 2)  # Lost.
+    gone = ray.get(first.state.remote())
     ray.kill(first)
     with pytest.raises(ray.exceptions.RayActorError):
         pull_for_good(first)
@@ -132,12 +142,9 @@ def test_a_server_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
     assert global_step == 3
     assert_identical(params, saved["params"])
 
-    # And it goes on as one that was never killed.
+    # And it goes on as the one that was killed did.
     assert push_some(second, 2) == (True, 0, 5)
-    third = make_server()
-    push_some(third, 5)
-    states = [ray.get(server.state.remote()) for server in (second, third)]
-    assert_identical(*states)
+    assert_identical(ray.get(second.state.remote()), gone)
 
 
 def test_an_actor_that_was_started_again_says_what_it_has_lost():
@@ -176,49 +183,49 @@ def test_an_actor_that_was_started_again_says_what_it_has_lost():
     assert push_some(server, 1) == (True, 0, 3)
 
 
-def test_a_push_that_comes_again_acts_once():
-    server = make_server()
+def test_a_push_that_comes_again_acts_once(server):
     params, seen = ray.get(server.pull.remote())
+    accepted = ray.get(server.stats.remote()).accepted
     push = [server.push.remote(params, seen, push_id=("a", 7)) for _ in range(5)]
-    assert ray.get(push) == [(True, 0, 1)] * 5
-    assert ray.get(server.stats.remote()).accepted == 1
+    assert ray.get(push) == [(True, 0, seen + 1)] * 5
+    assert ray.get(server.stats.remote()).accepted == accepted + 1
 
 
-def test_those_who_wait_leave_room_for_a_push():
-    server = make_server()
-    waiting = [server.wait.remote(0) for _ in range(3)]
+def test_those_who_wait_leave_room_for_a_push(server):
+    _, seen = ray.get(server.pull.remote())
+    waiting = [server.wait.remote(seen) for _ in range(3)]
     assert not ray.wait(waiting, timeout=0.2)[0]
     push_some(server, 1)
-    assert ray.get(waiting) == [1, 1, 1]
-    with pytest.raises(TimeoutError, match="has not passed global_step=1"):
-        ray.get(server.wait.remote(1, timeout=0.1))
+    assert ray.get(waiting) == [seen + 1] * 3
+    with pytest.raises(TimeoutError, match=f"has not passed global_step={seen + 1}"):
+        ray.get(server.wait.remote(seen + 1, timeout=0.1))
 
 
 # The engine.
 
 
-def test_three_workers_learn_the_digits(standard_promotion):
-    options = ["--workers", "3", "--steps", "900", "--work", "0.001"]
+def test_workers_learn_the_digits(standard_promotion):
+    options = ["--workers", "2", "--steps", "400", "--work", "0.001"]
     model, digits = job.build_model(0), job.load_digits()
     args = job.make_parser().parse_args(options)
     with engines.ray(job.make_job(args, model, digits)) as run:
         pushes = list(run.pushes)
         params, state = run.server.state().values()
     accepted = sum(push.result.applied for push in pushes)
-    assert accepted + state.stale_count == len(pushes) == 900
-    assert {push.worker for push in pushes} == {0, 1, 2}
+    assert accepted + state.stale_count == len(pushes) == 400
+    assert {push.worker for push in pushes} == {0, 1}
     labels = np.argmax(model.logits(params, digits.test_images), axis=-1)
-    assert np.mean(labels == digits.test_labels) >= 0.96
+    assert np.mean(labels == digits.test_labels) >= 0.9
 
 
 def test_sync_steps_once_for_every_worker():
-    with engines.ray(make_job(required=3, pushes=44)) as run:
-        pushes = list(run.pushes)  # The last two wait for a step that never comes.
+    with engines.ray(make_job(required=2, pushes=29)) as run:
+        pushes = list(run.pushes)  # The last one waits for a step that never comes.
         params, state = run.server.state().values()
     assert all(push.result[:2] == (True, 0) for push in pushes)
     assert int(params) == -int(state.global_step) == -14
     pairs = {(push.local_step, push.worker) for push in pushes if push.local_step < 14}
-    assert pairs == {(step, worker) for step in range(14) for worker in range(3)}
+    assert pairs == {(step, worker) for step in range(14) for worker in range(2)}
     # The cluster was here before.
     assert ray.is_initialized()
     with pytest.raises(ray.exceptions.RayActorError):
@@ -230,22 +237,24 @@ def processes(pushes):
     return {push.norm for push in pushes}
 
 
-@pytest.mark.parametrize("required", [None, 2, 3], ids=["async", "backup", "sync"])
+@pytest.mark.parametrize("required", [None, 2], ids=["async", "sync"])
 def test_a_worker_that_is_killed_does_not_stop_training(required):
     with engines.ray(make_job(required, pushes=10**6)) as run:
         pushes = []
-        while len(processes(pushes)) < 3:
+        while len(processes(pushes)) < 2:
             pushes.append(next(run.pushes))
         ray.kill(run.workers[0])
-        while len(processes(pushes)) < 4:  # With the one that replaces it.
+        while len(processes(pushes)) < 3:  # With the one that replaces it.
             pushes.append(next(run.pushes))
         assert pushes[-1].worker == 0
         pushes += [next(run.pushes) for _ in range(30)]
-    assert {push.worker for push in pushes[-30:]} == {0, 1, 2}
+    assert {push.worker for push in pushes[-30:]} == {0, 1}
     assert pushes[-1].result.global_step > pushes[-30].result.global_step
 
 
-def test_a_process_that_always_dies_is_an_error():
+def test_a_process_that_always_dies_is_an_error(monkeypatch):
+    monkeypatch.setattr(engines, "MAX_DEATHS", 1)
+
     def dying(params):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -259,7 +268,7 @@ def test_what_a_worker_raises_ends_the_run():
     def failing(params):
         raise ValueError("a bad batch")
 
-    with engines.ray(make_job(required=3, gradient=failing)) as run:
+    with engines.ray(make_job(required=2, gradient=failing)) as run:
         with pytest.raises(ValueError, match="a bad batch") as raised:
             list(run.pushes)
         assert type(raised.value.cause) is ValueError
