@@ -149,7 +149,7 @@ def main(port, count, rank, folder, *endless):
         initialization_timeout=120,
         # What bounds how long the others wait for a process that is gone.
         heartbeat_timeout_seconds=20,
-        shutdown_timeout_seconds=20,
+        shutdown_timeout_seconds=5 if endless else 20,
     )
     assert jax.process_count() == int(count)
     mesh = jax.make_mesh(*MESH, axis_types=(AxisType.Auto,) * 2)
