@@ -81,6 +81,7 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 # What the Jupyter machinery warns of is not about the notebook.
 @pytest.mark.filterwarnings("default")
