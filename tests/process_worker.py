@@ -148,7 +148,7 @@ def main(port, count, rank, folder, *endless):
         coordinator_bind_address=f"127.0.0.1:{port}",
         initialization_timeout=120,
         # What bounds how long the others wait for a process that is gone.
-        heartbeat_timeout_seconds=20,
+        heartbeat_timeout_seconds=10 if endless else 20,
         shutdown_timeout_seconds=5 if endless else 20,
     )
     assert jax.process_count() == int(count)

@@ -52,8 +52,9 @@ def replay(tx, pushes):
     return params
 
 
-def test_ten_thousand_pushes_of_eight_threads_equal_a_serial_replay():
-    threads, each = 8, 1250
+@pytest.mark.parametrize("each", [125, pytest.param(1250, marks=pytest.mark.slow)])
+def test_thousands_of_pushes_of_eight_threads_equal_a_serial_replay(each):
+    threads = 8
     server = gx.ParameterServer(PARAMS, late_sgd())
     start = threading.Barrier(threads)
 
