@@ -1,0 +1,37 @@
+"""Which versions are supported is said once, and bridged in one room."""
+
+import pathlib
+import re
+import tomllib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FLOORS = dict(line.split(">=") for line in PROJECT["dependencies"])
+ASKS = re.compile(r"\b(?:jax|optax)\.__version|attr\(\s*(?:jax|optax)\b")
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/versions.md"])
+def test_pages_name_the_floors(page):
+    said = re.findall(r"\b(jax|optax) ≥ ([\d.]*\d)", (ROOT / page).read_text())
+    assert set(said) == {(name, FLOORS[name]) for name in ("jax", "optax")}
+
+
+def test_one_room_asks_which_version_runs():
+    package = ROOT / "gradxform"
+    rooms = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if ASKS.search(path.read_text())
+    }
+    assert rooms == {"_trees/versions.py"}
+
+
+def test_the_floors_and_every_python_are_in_the_table():
+    table = (ROOT / "docs/versions.md").read_text()
+    tested = re.findall(r"^\| (3\.\d+)\.\d+ \| ([\d.]+) \| ([\d.]+) \|", table, re.M)
+    assert (FLOORS["jax"], FLOORS["optax"]) in {row[1:] for row in tested}
+    pythons = re.findall(r":: (3\.\d+)", str(PROJECT["classifiers"]))
+    assert set(pythons) == {row[0] for row in tested}
+    assert PROJECT["requires-python"] == f">={pythons[0]}"
