@@ -15,13 +15,23 @@ from benchmarks.models import gpt2_small, size, small_leaves
 from tests.descriptors import DESCRIPTORS
 
 
-def compiled_step(tx, **extra):
-    """The donated step on GPT-2-small, compiled but never run."""
+def gpt2_short():
+    """Of GPT-2-small the embeddings and two blocks: each kind of leaf, and fewer."""
+    return {
+        name: leaf
+        for name, leaf in gpt2_small().items()
+        if name.split("/")[0] in ("wte", "wpe", "0", "1", "norm")
+    }
+
+
+@functools.cache
+def compiled_step(tx, model, **extra):
+    """The donated step, compiled but never run."""
 
     def step(params, state, grads, **extra):
         return gx.apply_gradients(tx, grads, state, params, **extra)
 
-    params = gpt2_small()
+    params = model()
     state = jax.eval_shape(tx.init, params)
     step = jax.jit(step, donate_argnums=(0, 1))
     return step.lower(params, state, params, **extra).compile()
@@ -48,14 +58,27 @@ def test_the_tree_is_gpt2_small():
     tree = gpt2_small()
     assert len(tree) == 148
     assert size(tree) == 4 * 124_439_808
+    assert len(gpt2_short()) == 28
+
+
+WHOLE = {"adagrad-global_clipnorm": 8.01, "novograd-global_clipnorm": 7.01}
 
 
 @pytest.mark.parametrize("name", CLIPPED)
 def test_no_copy_of_the_gradients_is_made(name):
-    memory = compiled_step(CLIPPED[name]).memory_analysis()
-    assert memory.temp_size_in_bytes < 0.02 * size(gpt2_small())
+    model = gpt2_small if name in WHOLE else gpt2_short
+    memory = compiled_step(CLIPPED[name], model).memory_analysis()
+    assert memory.temp_size_in_bytes < 0.02 * size(model())
     # Parameters and state are updated in place.
-    assert memory.alias_size_in_bytes > 1.99 * size(gpt2_small())
+    assert memory.alias_size_in_bytes > 1.99 * size(model())
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_passes_over_memory(name):
+    accessed = compiled_step(CLIPPED[name], gpt2_small).cost_analysis()[
+        "bytes accessed"
+    ]
+    assert accessed <= WHOLE[name] * size(gpt2_small())
 
 
 @pytest.mark.parametrize(
@@ -110,18 +133,18 @@ def test_row_wise_adagrad_reads_gradients_twice_and_makes_none(clip, dtype):
 def test_optax_makes_one():
     """The yardstick: should this fail, optax has caught up, and our pages are wrong."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
-    memory = compiled_step(tx).memory_analysis()
-    assert memory.temp_size_in_bytes > 0.9 * size(gpt2_small())
+    memory = compiled_step(tx, gpt2_short).memory_analysis()
+    assert memory.temp_size_in_bytes > 0.9 * size(gpt2_short())
 
 
 def test_donation_pairs_buffers_in_order():
     """Why the docstring of apply_gradients asks for params before state."""
-    tx, params = gx.adagrad(0.1), gpt2_small()
+    tx, params = gx.adagrad(0.1), gpt2_short()
     step = jax.jit(functools.partial(gx.apply_gradients, tx), donate_argnums=(1, 2))
     swapped = step.lower(params, jax.eval_shape(tx.init, params), params).compile()
     # The new params were given the old accumulators' buffers, and the other way round.
     assert swapped.memory_analysis().temp_size_in_bytes > 0.9 * size(params)
-    in_order = compiled_step(tx).memory_analysis()
+    in_order = compiled_step(tx, gpt2_short).memory_analysis()
     assert in_order.temp_size_in_bytes < 0.02 * size(params)
 
 
@@ -136,8 +159,9 @@ def test_donation_pairs_buffers_in_order():
     ids=["drop_stale", "accumulator", "accumulator-novograd", "both"],
 )
 def test_a_gate_around_the_step_makes_none_either(gate):
-    step = compiled_step(gate, local_step=jax.ShapeDtypeStruct((), jnp.int32))
-    assert step.memory_analysis().temp_size_in_bytes < 0.02 * size(gpt2_small())
+    local_step = jax.ShapeDtypeStruct((), jnp.int32)
+    step = compiled_step(gate, gpt2_short, local_step=local_step)
+    assert step.memory_analysis().temp_size_in_bytes < 0.02 * size(gpt2_short())
     assert "conditional" in step.as_text()
 
 
@@ -180,21 +204,9 @@ def test_where_others_hold_the_gate_updates_are_all_that_is_made():
     tx = optax.partition(
         {"gated": gx.conditional_accumulator(gx.adagrad(0.1), 2)}, lambda _: "gated"
     )
-    step = compiled_step(tx, local_step=jax.ShapeDtypeStruct((), jnp.int32))
-    assert step.memory_analysis().temp_size_in_bytes < 1.01 * size(gpt2_small())
-
-
-@pytest.mark.parametrize(
-    ("tx", "bound"),
-    [
-        (gx.adagrad(0.1, global_clipnorm=1.0), 8.01),
-        (gx.novograd(0.1, global_clipnorm=1.0), 7.01),
-    ],
-    ids=["adagrad", "novograd"],
-)
-def test_passes_over_memory(tx, bound):
-    accessed = compiled_step(tx).cost_analysis()["bytes accessed"]
-    assert accessed <= bound * size(gpt2_small())
+    local_step = jax.ShapeDtypeStruct((), jnp.int32)
+    step = compiled_step(tx, gpt2_short, local_step=local_step)
+    assert step.memory_analysis().temp_size_in_bytes < 1.01 * size(gpt2_short())
 
 
 def reductions(tx, params):
@@ -212,7 +224,7 @@ def reductions(tx, params):
 @pytest.mark.parametrize("name", ["adagrad", "novograd-global_clipnorm"])
 def test_small_leaves_are_summed_together(name):
     # 32 to a sum, and a sum of each of those.
-    assert reductions(CLIPPED[name], small_leaves(1000)) <= 2 * 32
+    assert reductions(CLIPPED[name], small_leaves(320)) <= 2 * 10
     large = small_leaves(10, size=10_000)
     assert reductions(CLIPPED[name], large) >= len(large)
 
@@ -229,18 +241,29 @@ def test_leaves_on_a_mesh_stay_where_they_are():
         assert reductions(tx, params) >= len(params)
 
 
-@pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
-def test_no_float64_and_no_call_to_the_host(row):
-    with jax.enable_x64(True):  # Where a double could slip in.
-        tx = row.make()
-        params = {"w": jnp.ones((4, 3), jnp.bfloat16), "b": jnp.ones(3, jnp.float32)}
-        state = tx.init(params)
-        extra = {
-            k: jnp.int32(v) if isinstance(v, int) else v
-            for k, v in row.extra(params).items()
+@pytest.mark.parametrize("factory", dict.fromkeys(row.name for row in DESCRIPTORS))
+def test_no_float64_and_no_call_to_the_host(factory):
+    rows = {str(row): row for row in DESCRIPTORS if row.name == factory}
+
+    def steps(params, state, extra):
+        return {
+            name: gx.apply_gradients(
+                row.make(), params, state[name], params, **extra[name]
+            )
+            for name, row in rows.items()
         }
-        step = jax.jit(functools.partial(gx.apply_gradients, tx))
-        text = step.lower(params, state, params, **extra).compile().as_text()
+
+    with jax.enable_x64(True):  # Where a double could slip in.
+        params = {"w": jnp.ones((4, 3), jnp.bfloat16), "b": jnp.ones(3, jnp.float32)}
+        state = {name: row.make().init(params) for name, row in rows.items()}
+        extra = {
+            name: {
+                k: jnp.int32(v) if isinstance(v, int) else v
+                for k, v in row.extra(params).items()
+            }
+            for name, row in rows.items()
+        }
+        text = jax.jit(steps).lower(params, state, extra).compile().as_text()
     assert "f64" not in text
     assert "callback" not in text
     assert "outfeed" not in text
