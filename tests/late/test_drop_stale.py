@@ -63,31 +63,34 @@ def _jitted_step(max_staleness):
     return _steps[max_staleness]
 
 
-@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf, 1e38])
+@functools.cache
+def pushes_to_poison():
+    """A gate after one step, and what it makes of a push that is one step late."""
+    tx = gx.drop_stale(INNER, 0)
+    apply = functools.partial(gx.apply_gradients, tx, local_step=0)
+    now = apply(GRADS, tx.init(PARAMS), PARAMS)
+    hows = {"update": functools.partial(tx.update, local_step=0), "apply": apply}
+    # A conditional under vmap computes both sides and selects.
+    hows["vmap"] = one_of_a_batch(apply)
+    return now, {how: jax.jit(push) for how, push in hows.items()}
+
+
+def one_of_a_batch(f):
+    def batched(*trees):
+        added = jax.tree.map(lambda x: x[None], trees)
+        return jax.tree.map(lambda x: x[0], jax.vmap(f)(*added))
+
+    return batched
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
 @pytest.mark.parametrize("how", ["update", "apply", "vmap"])
 def test_whatever_a_stale_gradient_holds_reaches_nothing(poison, how):
-    tx = gx.drop_stale(INNER, 0)
-    state = tx.init(PARAMS)
-    params, state = gx.apply_gradients(tx, GRADS, state, PARAMS, local_step=0)
-    bad = jax.tree.map(lambda g: jnp.full_like(g, poison), GRADS)
-    if how == "update":
-        updates, after = tx.update(bad, state, params, local_step=0)
-        chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, GRADS))
-    elif how == "apply":
-        unchanged, after = gx.apply_gradients(tx, bad, state, params, local_step=0)
-        chex.assert_trees_all_equal(unchanged, params)
-    else:  # A conditional under vmap computes both sides and selects.
-        batched = jax.vmap(
-            lambda g, s, p: gx.apply_gradients(tx, g, s, p, local_step=0)
-        )
-
-        def add(tree):
-            return jax.tree.map(lambda x: x[None], tree)
-
-        unchanged, after = jax.tree.map(
-            lambda x: x[0], batched(add(bad), add(state), add(params))
-        )
-        chex.assert_trees_all_equal(unchanged, params)
+    (params, state), hows = pushes_to_poison()
+    bad = jax.tree.map(lambda g: np.full_like(g, poison), GRADS)
+    got, after = hows[how](bad, state, params)
+    unchanged = jax.tree.map(np.zeros_like, GRADS) if how == "update" else params
+    chex.assert_trees_all_equal(got, unchanged)
     chex.assert_trees_all_equal(after.inner_state, state.inner_state)
     assert (after.global_step, after.stale_count, after.staleness) == (1, 1, 1)
 
@@ -143,41 +146,55 @@ GATES = {
 }
 
 
+@functools.cache
+def first_pushes(gate, param, grad):
+    """By optimizer: a fresh push and a stale one, and the push of inner alone."""
+    params = jnp.array([1.0, -2.0], param)
+    grads = jnp.array([0.3, 0.7], grad)
+    txs = {name: GATES[gate](inner) for name, inner in OPTIMIZERS.items()}
+    states = {name: tx.init(params) for name, tx in txs.items()}
+
+    @jax.jit
+    def push(states, local_step):
+        pushed = {}
+        for name, state in states.items():
+            tx, inner = txs[name], OPTIMIZERS[name]
+            fresh = tx.update(grads, state, params, local_step=local_step)
+            late = fresh[1]._replace(global_step=jnp.int32(9))
+            stale, _ = tx.update(grads, late, params, local_step=local_step)
+            expected, _ = inner.update(grads, inner.init(params), params)
+            applied, _ = gx.apply_gradients(
+                tx, grads, state, params, local_step=local_step
+            )
+            pushed[name] = fresh, stale, expected, applied
+        return pushed
+
+    return params, states, push(states, 0)
+
+
 # optax multiplies dtypes as they come.
 @pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("param", "grad"),
     [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")],
 )
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("gate", GATES)
 def test_a_fresh_push_is_that_of_inner_in_every_mix_of_dtypes(
     gate, optimizer, param, grad
 ):
-    inner = OPTIMIZERS[optimizer]
-    tx = GATES[gate](inner)
-    params = jnp.array([1.0, -2.0], param)
-    grads = jnp.array([0.3, 0.7], grad)
-    state = tx.init(params)
-
-    @jax.jit
-    def step(state, local_step):
-        return tx.update(grads, state, params, local_step=local_step)
-
-    updates, after = step(state, 0)
-    expected, _ = jax.jit(inner.update)(grads, inner.init(params), params)
+    params, states, pushed = first_pushes(gate, param, grad)
+    (updates, after), stale, expected, applied = pushed[optimizer]
     assert jax.typeof(updates) == jax.typeof(expected)
     # The compiler keeps more precision inside a fusion than half-precision arrays hold.
     close = functools.partial(np.testing.assert_allclose, rtol=1e-2)
     close(updates, expected)
-    applied, _ = jax.jit(functools.partial(gx.apply_gradients, tx))(
-        grads, state, params, local_step=0
-    )
     close(applied, gx.apply_updates(params, expected))
     # What init says stays true.
-    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
-    updates, _ = step(after._replace(global_step=jnp.int32(9)), 0)
-    assert not jnp.any(updates)
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(
+        jax.typeof, states[optimizer]
+    )
+    assert not np.any(stale)
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -219,9 +236,9 @@ def test_counters_saturate():
 )
 def test_global_step_and_fraction_are_found_at_any_depth(wrap, standard_promotion):
     tx = wrap(gx.drop_stale(optax.sgd(0.1), 0))
-    state = tx.init(PARAMS)
+    state, update = tx.init(PARAMS), jax.jit(tx.update)
     for local_step in (0, 0, 1, 0):
-        _, state = tx.update(GRADS, state, PARAMS, local_step=local_step)
+        _, state = update(GRADS, state, PARAMS, local_step=local_step)
     # Every wrapper sees the same pushes; a second gate around it lets one more through.
     outer = isinstance(state, gx.DropStaleState) and isinstance(
         state.inner_state, gx.DropStaleState

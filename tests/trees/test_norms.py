@@ -10,8 +10,8 @@ from tests import oracles
 
 # More leaves of a shape than go into one group, one too large for any, others of
 # the same shape in another dtype, and a leaf without gradient between them.
-SHAPES = {f"{i:02}": (3, 2) for i in range(70)} | {"large": (100, 50), "only": (7,)}
-HALF = {f"{i:02}": jnp.bfloat16 for i in range(0, 70, 7)}
+SHAPES = {f"{i:02}": (3, 2) for i in range(40)} | {"large": (100, 50), "only": (7,)}
+HALF = {f"{i:02}": jnp.bfloat16 for i in range(0, 40, 7)}
 
 
 def draw(seed):
@@ -64,7 +64,7 @@ def test_a_layer_without_gradient_keeps_its_norm_among_many():
     params = draw(6)
     tx = gx.scale_by_novograd()
     state = tx.init(params)
-    _, state = tx.update(draw(7), state)
-    _, later = tx.update(draw(8) | {"03": None}, state)
-    assert later.nu["03"] == state.nu["03"]
-    assert all(later.nu[k] != state.nu[k] for k in params if k != "03")
+    _, state = jax.jit(tx.update)(draw(7), state)
+    _, later = jax.jit(tx.update)(draw(8) | {"03": None}, state)
+    nu, later = jax.device_get((state.nu, later.nu))
+    assert {k for k in params if later[k] == nu[k]} == {"03"}
