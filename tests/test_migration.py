@@ -5,6 +5,7 @@ names of ``namespace``; the check kept under it receives the result. A test asse
 every row with code has a check and that no check is left over.
 """
 
+import functools
 import pathlib
 import re
 
@@ -59,11 +60,12 @@ def table_loss(params, ids):
 def after_one(tx, **extra):
     """The state after one update with the gradients."""
     params, grads = jax.tree.map(jnp.asarray, (PARAMS, GRADS))
-    return tx.update(grads, tx.init(params), params, **extra)[1]
+    return jax.jit(tx.update)(grads, tx.init(params), params, **extra)[1]
 
 
-def namespace():
-    """What the names in the tables' code stand for."""
+@functools.cache
+def names():
+    """What the names in the tables' code stand for, but for the server."""
     params, grads = jax.tree.map(jnp.asarray, (PARAMS, GRADS))
     tx, clip, novograd = gx.adagrad(0.1), gx.clip_by_global_norm(1.0), gx.novograd(0.1)
     late = gx.drop_stale(gx.adagrad(0.1), 1)
@@ -76,7 +78,6 @@ def namespace():
         **{"novograd": novograd, "novograd_state": after_one(novograd)},
         **{"late": late, "late_state": after_one(late, local_step=0)},
         **{"summing": summing, "summing_state": after_one(summing, local_step=0)},
-        "server": gx.ParameterServer(params, tx),
         "scheduled_state": after_one(gx.adagrad(optax.constant_schedule(0.1))),
         **{"indices": IDS, "values": ROWS},
         **{"learning_rate": 0.1, "staleness": 1, "local_step": 1, "clip_norm": 1.0},
@@ -85,6 +86,13 @@ def namespace():
         "row_mean": gx.conditional_accumulator(tx, 1, reduction="row_mean"),
         **{"grad_loss": 2.0, "weights": [jnp.float64(7.0), jnp.float64(8.0)]},
     }
+
+
+def namespace():
+    made = jax.tree.map(  # Some of the code donates them.
+        lambda x: x.copy() if isinstance(x, jax.Array) else x, names()
+    )
+    return {**made, "server": gx.ParameterServer(made["params"], made["tx"])}
 
 
 def equals(expected, rtol=1e-9):
@@ -108,8 +116,9 @@ def trains_as(oracle, rtol=1e-9, **options):
         params, state = PARAMS, tx.init(PARAMS)
         sequence = [{k: g * scale for k, g in GRADS.items()} for scale in (1, 3, 0.3)]
         expected = oracle(PARAMS, sequence, **{"learning_rate": 0.1} | options)
+        step = jax.jit(functools.partial(gx.apply_gradients, tx))
         for grads, (wanted, *_) in zip(sequence, expected, strict=True):
-            params, state = gx.apply_gradients(tx, grads, state, params)
+            params, state = step(grads, state, params)
             chex.assert_trees_all_close(params, wanted, rtol=rtol, atol=rtol)
 
     return check
@@ -127,7 +136,7 @@ def updates_to(expected):
     """The transformation's first updates."""
 
     def check(tx):
-        equals(expected)(tx.update(GRADS, tx.init(PARAMS), PARAMS)[0])
+        equals(expected)(jax.jit(tx.update)(GRADS, tx.init(PARAMS), PARAMS)[0])
 
     return check
 

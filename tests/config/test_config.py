@@ -39,16 +39,6 @@ def gradients(steps):
         yield jax.tree.map(lambda p: draw(p.shape).astype(np.float32), PARAMS)
 
 
-def trace(tx, extra, steps=3):
-    """Updates and states of some steps."""
-    update = jax.jit(tx.update)
-    state, seen = tx.init(PARAMS), []
-    for grads in gradients(steps):
-        updates, state = update(grads, state, PARAMS, **extra)
-        seen.append((updates, state))
-    return seen
-
-
 def with_rate(row, rate):
     """The row, and those inside it, with another learning rate."""
     kwargs = {
@@ -72,9 +62,15 @@ def config_of(row):
 
 
 def agree(tx, other, extra=None):
-    """They do the same to the last bit, and are of one class."""
+    """They start with the same, are the same program, and are of one class."""
     assert type(tx) is type(other)
-    chex.assert_trees_all_equal(trace(tx, extra or {}), trace(other, extra or {}))
+    state, (grads,) = tx.init(PARAMS), gradients(1)
+    chex.assert_trees_all_equal(state, other.init(PARAMS))
+    program, expected = (
+        jax.jit(t.update).lower(grads, state, PARAMS, **extra or {}).as_text()
+        for t in (tx, other)
+    )
+    assert program == expected
 
 
 CONSTANT = [(row, row) for row in ROWS]
