@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import inspect
+import subprocess
+import sys
 
 import chex
 import jax
@@ -180,6 +182,19 @@ def test_gradients_may_be_of_another_precision(row):
 
 def test_second_call_does_not_retrace(compiled):
     assert compiled.traces == 1
+
+
+def test_the_first_gate_of_a_process_is_traced_once():
+    program = """
+import gradxform as gx, jax, optax
+tx, traces = gx.drop_stale(optax.identity(), 1), []
+update = jax.jit(lambda *args: traces.append(0) or tx.update(*args, local_step=0))
+state = tx.init(1.0)
+for _ in range(2):
+    _, state = update(1.0, state)
+assert len(traces) == 1
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_state_and_params_can_be_donated(row):

@@ -94,6 +94,10 @@ def gate(init: optax.TransformInitFn, guard: Guard) -> GatedTransformation:
         inner_state, params, **extra)`` for both, else ``rest(params)`` for the outcome
         alone. :func:`either` is the conditional between the two.
     """
+    # Takes a tenth of a second, which only users of gates pay; here, and not when the
+    # first one is traced: since JAX 0.12 it brings settings on which every trace
+    # depends, and what is being traced would be traced again.
+    import jax.extend.core  # noqa: F401
 
     def act(
         inner: Any, updates: Any, inner_state: Any, params: Any, **extra: Any
@@ -156,7 +160,7 @@ def _traced(f: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
 
     ``jax.eval_shape`` knows neither shardings nor the axes over which arrays vary.
     """
-    import jax.extend.core  # Takes a tenth of a second, which only users of this pay.
+    import jax.extend.core
 
     jaxpr, shapes = jax.make_jaxpr(f, return_shape=True)()
     treedef, types = jax.tree.structure(shapes), jaxpr.out_avals
