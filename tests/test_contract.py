@@ -184,15 +184,31 @@ def test_second_call_does_not_retrace(compiled):
     assert compiled.traces == 1
 
 
-def test_the_first_gate_of_a_process_is_traced_once():
-    program = """
-import gradxform as gx, jax, optax
-tx, traces = gx.drop_stale(optax.identity(), 1), []
-update = jax.jit(lambda *args: traces.append(0) or tx.update(*args, local_step=0))
-state = tx.init(1.0)
-for _ in range(2):
-    _, state = update(1.0, state)
-assert len(traces) == 1
+FIRST_PROGRAMS = {
+    "gate": """
+tx = gx.drop_stale(gx.adagrad(0.1), 1)
+step = jax.jit(lambda p, s: gx.apply_gradients(tx, f(p) * p, s, p, local_step=0))""",
+    "tables": """
+tx = gx.adagrad(0.1)
+step = gx.minimize(f, tx, tables=[""], donate=False)""",
+}
+
+
+@pytest.mark.parametrize("program", FIRST_PROGRAMS.values(), ids=FIRST_PROGRAMS)
+def test_the_first_program_of_a_process_is_traced_once(program):
+    """What is imported while it is traced can change on what traces depend."""
+    program = f"""
+import gradxform as gx, jax
+traces = []
+def f(table):
+    traces.append(0)
+    return gx.lookup(table, [0])[0]
+{program}
+params = jax.numpy.ones(2)
+params, state, *_ = step(params, tx.init(params))
+once = len(traces)
+step(params, state)
+assert len(traces) == once
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

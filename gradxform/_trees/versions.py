@@ -25,7 +25,10 @@ def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def trace() -> Any:
-    """Which transformation of JAX is tracing at the moment."""
+    """Which transformation of JAX is tracing at the moment.
+
+    Its first call is better not within a trace: see ``gate``.
+    """
     import jax.extend.core  # Takes a tenth of a second, which few have to pay.
 
     if hasattr(jax.extend.core, "get_opaque_trace_state"):  # From JAX 0.10 on.

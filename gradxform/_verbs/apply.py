@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate
-from gradxform._trees import checks, maps
+from gradxform._trees import checks, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices, cured
 from gradxform._verbs.lookup import Tables, value_and_grad
 
@@ -174,6 +174,8 @@ def minimize(
     >>> assert loss < 1e-6 and abs(params["w"] - 2) < 1e-3 and params["b"] == 1.0
     """
     checks.transformation("tx", tx)
+    if tables:
+        versions.trace()  # What it imports, before anything is traced.
 
     def step(
         params: optax.Params, state: optax.OptState, *batch: Any, **extra: Any

@@ -109,6 +109,8 @@ def value_and_grad(
     """
     if isinstance(tables, str):
         raise TypeError(f"tables must be a sequence of paths, got {tables!r}.")
+    if tables:
+        versions.trace()  # What it imports, before anything is traced.
 
     def wrapped(params: Any, *batch: Any, **kwargs: Any) -> Any:
         flat, treedef = jax.tree.flatten_with_path(params)
@@ -119,9 +121,8 @@ def value_and_grad(
         def loss(
             dense: dict[int, Any], read: dict[int, _Table]
         ) -> tuple[jax.Array, Any]:
-            trace = versions.trace()
             for table in read.values():
-                table.trace = trace
+                table.trace = versions.trace()
             mixed = [(read if i in read else dense)[i] for i in leaves]
             value = loss_fn(jax.tree.unflatten(treedef, mixed), *batch, **kwargs)
             return value if has_aux else (value, None)
