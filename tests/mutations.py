@@ -1,0 +1,461 @@
+"""What the suite can catch: small faults, built into a copy of the library one by one.
+
+Each is what a tired colleague could write, and changes what the library does. ``python
+-m tests.mutations`` builds every fault of ``TABLE`` into a copy of the tracked files,
+runs the tests there up to the first that fails, and says which that was. First come
+those of the mutated file's own wing, then the others, and those marked ``slow`` only
+where no quick one has failed. It ends with the score of the quick part (``-m "not
+slow"``) and of the whole suite, and with exit code 1 where the whole suite misses one.
+
+    python -m tests.mutations --list
+    python -m tests.mutations --only 3 17 _late/gate.py -n 2 --part quick
+
+A fault that survives asks for a test, not for another fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+SELF = "test_mutations.py"  # It would catch them all.
+LIMIT = 1200  # Seconds for one run of pytest; who hangs for so long is caught, too.
+
+# The file and what is broken; lines that stand there; lines in their place.
+TABLE = """
+_trees/indexed_slices.py: the values of padding count
+- self._indices < shape[0]
++ self._indices <= shape[0]
+
+_trees/indexed_slices.py: int16 indices of a table of more rows than they can count
+- indices.dtype.itemsize < 4
++ indices.dtype.itemsize < 2
+
+_trees/indexed_slices.py: repeated rows add up in half precision
+- wide = np.promote_types(self.dtype, np.float32)
++ wide = self.dtype
+
+_trees/indexed_slices.py: what is summed is sorted and summed again by the next link
+- sums, self.dense_shape, summed=True)
++ sums, self.dense_shape, summed=False)
+
+_trees/maps.py: the derivative of a norm at 0 is NaN
+- root = jnp.sqrt(jnp.where(positive, x, 1))
++ root = jnp.sqrt(x)
+
+_trees/maps.py: state that starts at -0.0 starts at 0.0 under jit
+- jnp.asarray(value, dtype) - _false(p, axes).astype(dtype)
++ jnp.asarray(value, dtype) + _false(p, axes).astype(dtype)
+
+_trees/maps.py: state of sharded parameters lies whole on each device
+- sharding = p.sharding.update(spec=P(*p.sharding.spec[:axes]))
++ sharding = p.sharding.update(spec=P())
+
+_trees/maps.py: a large uint32 becomes a negative step
+- max(own.min, low), min(own.max, high)
++ max(own.min, low), own.max
+
+_trees/maps.py: an eps that is flushed to 0 does not keep the divisor from it
+- np.asarray(eps, x.dtype) < np.finfo(x.dtype).tiny
++ np.asarray(eps, x.dtype) == 0
+
+_trees/norms.py: small leaves that are sharded are gathered to be handled together
+- return x.size <= _SMALL and (mesh.empty or mesh.size == 1)
++ return x.size <= _SMALL
+
+_trees/norms.py: norms in half precision cost a copy of the gradients
+- if x.dtype.itemsize < 4:
++ if x.dtype.itemsize < 2:
+
+_trees/norms.py: rows are clipped from above alone
+- g = jnp.minimum(jnp.abs(g), most)
++ g = jnp.minimum(g, most)
+
+_trees/mesh.py: a leaf that is replicated counts once a device
+- tuple(name for name in names if name in _varying(x))
++ names
+
+_trees/mesh.py: the norm of a layer runs over the layers on other devices
+- axes.append((_names(spec[:depth]), _names(spec[depth:])))
++ axes.append(((), _names(spec)))
+
+_trees/checks.py: a half-open interval holds its upper end
+- below = number < high if interval
++ below = number <= high if interval
+
+_trees/checks.py: shapes of as many axes agree
+- expected(leaf) != wanted:
++ len(expected(leaf)) != len(wanted):
+
+_trees/versions.py: what varies over several mesh axes varies over the first alone
+- jax.lax.pcast(x, axes, to="varying")
++ jax.lax.pcast(x, axes[:1], to="varying")
+
+_transforms/clipping.py: zero gradients under a limit of 0 are 0/0
+- outside = norm > max_norm
++ outside = norm >= max_norm
+
+_transforms/clipping.py: the sums of clipped rows are multiplied by the factor once
+- rows = _scale_layers(_scale_layers(rows, factors), factors)
++ rows = _scale_layers(rows, factors)
+
+_transforms/clipping.py: novograd reads the gradients again for norms that are known
+- extra |= {"squared_norms": squares, "clip_factor": factor_of}
++ pass
+
+_transforms/clipping.py: two clips at once, of which one is forgotten
+- checks.at_most_one(**arguments)
++ pass
+
+_transforms/adagrad.py: a row without entries is 0/0
+- row / max(1, math.prod(np.shape(g)[1:]))
++ row / math.prod(np.shape(g)[1:])
+
+_transforms/adagrad.py: the accumulators change their dtype with the first update
+- sums = maps.cast_like(sums, touched)
++ pass
+
+_transforms/novograd.py: a layer whose gradient was 0 starts anew
+- ((nu == 0) & jnp.signbit(nu))
++ (nu == 0)
+
+_transforms/novograd.py: the square of a small clip factor underflows
+- square = square * factor * factor
++ square = square * (factor * factor)
+
+_transforms/novograd.py: the schedule inside the momentum is one step ahead
+- rate = learning_rate(state.count) if
++ rate = learning_rate(state.count + 1) if
+
+_transforms/learning_rate.py: the count of steps overflows
+- count = optax.safe_increment(state.count)
++ count = state.count + 1
+
+_transforms/densify.py: dense gradients lie whole on each device
+- return g.densify(out_sharding=explicit_sharding(jnp.asarray(*p)) if p else None)
++ return g.densify()
+
+_late/gate.py: both sides are computed and one of them is taken
+- jax.lax.cond(pred, acted, rests_like)
++ jax.tree.map(
++     lambda a, r: jnp.where(pred, a, r), acted(), rests_like()
++ )
+
+_late/gate.py: extra arguments are lost where update names none of them
+- p.kind is p.VAR_KEYWORD
++ p.kind is p.VAR_POSITIONAL
+
+_late/drop_stale.py: as late as may be is too late
+- return staleness <= maps.saturated(limit)
++ return staleness < maps.saturated(limit)
+
+_late/drop_stale.py: the staleness of what is dropped is not kept
+- stale_count=stale_count, staleness=staleness
++ stale_count=stale_count
+
+_late/drop_stale.py: a delay is compensated the wrong way round
+- maps.scale(now - then, variance_control)
++ maps.scale(then - now, variance_control)
+
+_late/drop_stale.py: repeated rows are corrected one by one
+- updates = maps.sum_duplicates(updates)
++ pass
+
+_late/accumulator.py: the mean of a row that no push held is 0/0
+- jnp.maximum(n, 1).astype(one.dtype)
++ n.astype(one.dtype)
+
+_late/accumulator.py: a sum of negative gradients counts as none
+- jnp.any(total != 0)
++ jnp.any(total > 0)
+
+_verbs/apply.py: sparse updates of half precision are rounded before they are added
+- if isinstance(u, IndexedSlices) and maps.widen(p).dtype == p.dtype:
++ if isinstance(u, IndexedSlices):
+
+_verbs/apply.py: the loss no more reaches a transformation that asks for it
+- **{**gate.taken(tx, {"value": value}), **extra}
++ **extra
+
+_verbs/apply.py: a training step copies the parameters
+- donate_argnums=(0, 1) if donate
++ donate_argnums=(1,) if donate
+
+_verbs/lookup.py: what a table is read for the second time gets the first one's rows
+- self.taps[len(self.ids) - 1]
++ self.taps[0]
+
+_verbs/lookup.py: rows of a sharded table lie as JAX guesses
+- return take_rows(table, ids, out_sharding=explicit)
++ return take_rows(table, ids)
+
+_server/parameter_server.py: a restore between check and step goes unnoticed
+-         self._check_step(local_step)
+-         old = self._version
++         old = self._version
+
+_server/parameter_server.py: a push of before a restore is answered from memory
+- self._answered = {}  # Who
++ # Who
+
+_server/parameter_server.py: a restore wakes none of those who wait
+-         self._answered = {}  # Who asks again for a push of before must pull again.
+-         self._wake()
++         self._answered = {}
+
+_server/programs.py: a worker that still computes holds up the others
+- jax.block_until_ready(leaves)
++ pass
+
+_server/programs.py: a restore donates the arrays of the caller
+- jax.device_put(arrays, self._shardings, may_alias=False)
++ jax.device_put(arrays, self._shardings)
+
+_server/programs.py: who waited for the compiler compiles the same again
+- if known is not None:
++ if isinstance(known, Refusal):
+
+_server/records.py: all lives of a server are one
+- secrets.token_hex(8)
++ ""
+
+_server/waiters.py: who stops to wait takes along all who wait for that step
+- if not waiting:
++ if waiting:
+
+_server/waiters.py: a step forgets which life it is from while it waits
+- return [(step, woken) for at in waiting.values() for woken, step in at.items()]
++ return [(step, woken) for step, at in waiting.items() for woken in at]
+
+_server/own_thread.py: two calls run at once
+- with self._lock:
++ with threading.Lock():
+
+_server/own_thread.py: the thread of a server that is gone lives on
+- weakref.finalize(self, self._calls.put, None).atexit = False
++ pass
+
+_server/engines.py: threads that sleep are waited for
+- stop.set()
++ pass
+
+_server/engines.py: more gradients are handed out on Ray than shall be pushed
+- while idle and arrived + len(working) < job.pushes:
++ while idle and arrived < job.pushes:
+
+_config/config.py: NaN is taken for a finite number
+- not abs(value) <= _LARGEST
++ abs(value) > _LARGEST
+
+_config/hints.py: true is taken for the number 1
+- return isinstance(value, kinds) and not isinstance(value, bool)
++ return isinstance(value, kinds)
+
+_config/keras.py: a piecewise constant rate changes one step early
+- int(boundary) + 1 for boundary
++ int(boundary) for boundary
+
+_config/schedules.py: the first step of a cosine is the last of the one before
+- start(nearest) * (1 - 1e-6)
++ start(nearest) * (1 + 1e-6)
+
+__main__.py: the picture of an earlier run is lost where the new one is not drawn
+- if not existed and os.path.lexists(path):
++ if os.path.lexists(path):
+"""
+
+
+class Mutation(NamedTuple):
+    """One fault."""
+
+    file: str  # In gradxform/.
+    breaks: str
+    before: str
+    after: str
+
+    @property
+    def title(self) -> str:
+        """File and fault, as the table has them."""
+        return f"{self.file}: {self.breaks}"
+
+    def built_in(self, source: str) -> str:
+        """The source with the fault; ``ValueError`` unless it fits in one place."""
+        if source.count(self.before) != 1:
+            raise ValueError(
+                f"{self.file} has {self.before!r} {source.count(self.before)} times, "
+                "and should have it once."
+            )
+        return source.replace(self.before, self.after)
+
+
+def parsed(table: str) -> list[Mutation]:
+    """The mutations of a table."""
+    mutations = []
+    for entry in table.strip().split("\n\n"):
+        title, *lines = entry.splitlines()
+        before, after = (
+            "\n".join(line[2:] for line in lines if line.startswith(sign))
+            for sign in "-+"
+        )
+        mutations.append(Mutation(*title.split(": ", 1), before, after))
+    return mutations
+
+
+MUTATIONS = parsed(TABLE)
+
+
+class Outcome(NamedTuple):
+    """What became of a mutation."""
+
+    part: str  # "quick" or "slow", in which it was caught; "none" where it was not.
+    test: str  # The one that has caught it.
+    seconds: float
+
+
+def copied(folder: pathlib.Path) -> pathlib.Path:
+    """The tracked files of the repository, of which the tests import no others."""
+    listed = ["git", "ls-files", "-z"]
+    names = subprocess.check_output(listed, cwd=REPOSITORY, text=True).split("\0")
+    for name in filter(None, names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPOSITORY / name, folder / name)
+    command = [sys.executable, "-c", "import gradxform; print(gradxform.__file__)"]
+    path = subprocess.check_output(command, cwd=folder, env=env(folder), text=True)
+    if pathlib.Path(path.strip()) != folder / "gradxform/__init__.py":
+        raise RuntimeError(f"the tests would import {path.strip()}, and not the copy.")
+    pytest(folder, "--collect-only")
+    return folder
+
+
+def env(folder: pathlib.Path) -> dict[str, str]:
+    """What the tests of a copy run in."""
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def nearest_first(folder: pathlib.Path, file: str) -> tuple[list[str], list[str]]:
+    """The tests of the wing in which a file lies, and all others."""
+
+    def found(pattern: str) -> list[str]:
+        paths = sorted(folder.glob(pattern))
+        return [str(p.relative_to(folder)) for p in paths if p.name != SELF]
+
+    wing, _, room = file.removesuffix(".py").rpartition("/")
+    name = f"test_{room.strip('_')}.py"
+    own = found(f"tests/{wing.strip('_')}/test_*.py" if wing else f"tests/{name}")
+    own.sort(key=lambda path: not path.endswith(name))
+    rest = [*found("tests/test_*.py"), *found("tests/*/test_*.py"), "gradxform"]
+    rest += ["README.md", *found("docs/*.md"), *found("docs/*/*.md")]
+    return own, [path for path in rest if path not in own]
+
+
+def pytest(folder: pathlib.Path, *options: str) -> str | None:
+    """Runs tests of a copy; the name of the first that fails, None where none does."""
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-x", "--tb=line", "-rfE"]
+    with subprocess.Popen(
+        [*command, *options],
+        cwd=folder,
+        env=env(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # So that what the tests have started ends with them.
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            return f"none within {LIMIT} seconds"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", output, re.M)
+    if process.returncode == 1 and failed:
+        return failed[1]
+    if process.returncode in (0, 5):  # There may be no such tests.
+        return None
+    # No test has failed: they could not be collected, or pytest was called wrongly.
+    raise RuntimeError(f"{' '.join(options)}:\n{output}")
+
+
+def outcome(
+    mutation: Mutation, original: pathlib.Path, markers: dict[str, str]
+) -> Outcome:
+    """Builds a mutation into a copy, and runs the tests there."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="gradxform-") as temporary:
+        # With what Python has compiled, which is known by the times of the files.
+        folder = shutil.copytree(original, pathlib.Path(temporary, "copy"))
+        mutated = folder / "gradxform" / mutation.file
+        mutated.write_text(mutation.built_in(mutated.read_text()))
+        for part, marker in markers.items():
+            for tests in nearest_first(folder, mutation.file):
+                test = pytest(folder, "-m", marker, *tests)
+                if test is not None:
+                    return Outcome(part, test, time.perf_counter() - start)
+    return Outcome("none", "", time.perf_counter() - start)
+
+
+def chosen(only: list[str]) -> list[int]:
+    """The numbers of these mutations, or of those of these files; of all without."""
+    return [
+        number
+        for number, mutation in enumerate(MUTATIONS, 1)
+        if not only or str(number) in only or mutation.file in only
+    ]
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[], metavar="NUMBER|FILE")
+    parser.add_argument("--part", choices=("quick", "all"), default="all")
+    parser.add_argument("-n", type=int, default=1, metavar="JOBS")
+    parser.add_argument("--list", action="store_true", help="prints the table alone")
+    args = parser.parse_args()
+    numbers = chosen(args.only)
+    if args.list:
+        for number in numbers:
+            print(f"{number:2}  {MUTATIONS[number - 1].title}")
+        return
+    markers = {"quick": "not slow"} | ({"slow": "slow"} if args.part == "all" else {})
+    with contextlib.ExitStack() as stack:
+        enter, folder = stack.enter_context, tempfile.TemporaryDirectory
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            # Only what a mutation has changed is compiled again.
+            os.environ["JAX_COMPILATION_CACHE_DIR"] = enter(folder())
+        original = copied(pathlib.Path(enter(folder())).resolve())
+        pool = enter(concurrent.futures.ThreadPoolExecutor(args.n))
+        outcomes = pool.map(
+            lambda number: outcome(MUTATIONS[number - 1], original, markers), numbers
+        )
+        by_part: dict[str, list[str]] = {"quick": [], "slow": [], "none": []}
+        for number, (part, test, seconds) in zip(numbers, outcomes, strict=True):
+            title = MUTATIONS[number - 1].title
+            print(
+                f"{number:2}  {title}\n    {part}, {seconds:.0f} s  {test}", flush=True
+            )
+            by_part[part].append(test)
+        # What fails of itself has caught nothing.
+        caught = {test for test in by_part["quick"] + by_part["slow"] if "::" in test}
+        fails = pytest(original, *sorted(caught)) if caught else None
+        if fails:
+            raise RuntimeError(f"without any mutation fails {fails}")
+    quick, slow, missed = map(len, by_part.values())
+    print(f"The quick part has caught {quick} of {len(numbers)}", end="")
+    print(f", the whole suite {quick + slow}." if len(markers) == 2 else ".")
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
