@@ -460,3 +460,8 @@ def test_what_a_named_table_tells():
         return params["w"]
 
     gx.value_and_grad(loss, tables=["emb"])(EMB)
+
+
+def test_a_table_higher_than_ids_of_two_bytes_can_count():
+    rows = gx.lookup(jnp.arange(40_000), jnp.array([5, 32_767], "int16"))
+    assert rows.tolist() == [5, 32_767]
