@@ -345,3 +345,14 @@ def test_a_row_without_entries_has_no_square():
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
     sums = optax.tree.get(state, "sum_of_squares")
     np.testing.assert_array_equal(sums["table"], np.float32([0.1, 0.1, 0.1]))
+
+
+@pytest.mark.parametrize("clip", ["clipnorm", "clipvalue", "global_clipnorm"])
+def test_row_wise_adagrad_sums_the_squares_of_what_is_clipped(clip):
+    grads = {"w": np.float32([[3.0, -4.0], [-0.5, 0.25]])}
+    options = {"learning_rate": 0.1, "row_wise": True, clip: 0.75}
+    ((params, acc),) = oracles.adagrad(grads, [grads], **options)
+    tx = gx.adagrad(**options)
+    updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+    agree(updates, jax.tree.map(np.subtract, params, grads), rtol=1e-6)
+    agree(optax.tree.get(state, "sum_of_squares"), acc, rtol=1e-6)
