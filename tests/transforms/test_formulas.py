@@ -356,3 +356,11 @@ def test_row_wise_adagrad_sums_the_squares_of_what_is_clipped(clip):
     updates, state = jax.jit(tx.update)(grads, tx.init(grads))
     agree(updates, jax.tree.map(np.subtract, params, grads), rtol=1e-6)
     agree(optax.tree.get(state, "sum_of_squares"), acc, rtol=1e-6)
+
+
+@pytest.mark.parametrize("eps_in_sqrt", [True, False])
+def test_an_eps_that_is_flushed_to_zero_is_one(eps_in_sqrt):
+    zeros = jnp.zeros(2)
+    tx = gx.scale_by_adagrad(0.0, 1e-40, eps_in_sqrt=eps_in_sqrt)
+    updates, _ = tx.update(zeros, tx.init(zeros))
+    assert updates.tolist() == [0.0, 0.0]
