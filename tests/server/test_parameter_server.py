@@ -472,3 +472,18 @@ def test_padding_may_hold_anything():
     grads = {"t": gx.IndexedSlices([1, 3], values, (4, 2)), "b": None}
     with pytest.raises(ValueError, match=r"finite.*at \['t'\]"):
         server.push(grads, 1)
+
+
+def test_a_push_that_a_restore_overtakes_is_refused(monkeypatch):
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    _, seen = server.pull()
+    saved, prepare = server.state(), server._programs.prepare
+
+    def overtaken(*args):
+        server.restore(saved)
+        return prepare(*args)
+
+    monkeypatch.setattr(server._programs, "prepare", overtaken)
+    with pytest.raises(ValueError, match="pull again"):
+        server.push(draw(0), seen)
+    chex.assert_trees_all_equal(server.state(), saved)
