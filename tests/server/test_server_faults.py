@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import gradxform as gx
+from gradxform._trees import checks
 
 # An exception that a signal handler raises in a callback of the garbage collector.
 pytestmark = pytest.mark.filterwarnings(
@@ -429,3 +430,24 @@ def test_sixteen_threads_and_failures_of_every_kind(gate, donate, require_finite
     assert stats.global_step == int(gx.global_step(state)) == steps
     assert gate != "none" or stats.dropped == 0
     assert stats.lost is None
+
+
+def test_who_waited_for_the_compiler_takes_what_it_made(bounded, monkeypatch):
+    traced, both = [], threading.Barrier(2)
+
+    def update(updates, _):
+        traced.append(updates)
+        return updates
+
+    def meet(*args, same_dtypes=checks.same_dtypes):
+        same_dtypes(*args)
+        both.wait()  # Neither has found a program; now one compiles and one waits.
+
+    server_of(optax.stateless(update)).push(ONES, 0)
+    alone = len(traced)  # A conditional may look at its branches twice.
+    monkeypatch.setattr(checks, "same_dtypes", meet)
+    server = server_of(optax.stateless(update))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        pushes = [pool.submit(server.push, ONES, 0) for _ in range(2)]
+        assert all(push.result().applied for push in pushes)
+    assert len(traced) == 2 * alone
