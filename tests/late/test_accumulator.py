@@ -298,3 +298,12 @@ def test_bad_input(make, error, message):
 
 def _update(tx, **extra):
     return tx.update(GRADS, tx.init(PARAMS), PARAMS, **extra)
+
+
+def test_a_sum_of_negative_gradients_reaches_its_leaf_as_well():
+    tx = gx.conditional_accumulator(optax.sgd(1.0), 2)
+    params = {"w": jnp.zeros(2), "b": jnp.zeros(2)}
+    state, less = tx.init(params), jnp.full(2, -1.0)
+    for grads in ({"w": less, "b": less}, {"w": less, "b": None}):
+        params, state = gx.apply_gradients(tx, grads, state, params, local_step=0)
+    assert (params["w"].tolist(), params["b"].tolist()) == ([1.0] * 2, [0.5] * 2)
