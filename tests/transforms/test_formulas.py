@@ -364,3 +364,17 @@ def test_an_eps_that_is_flushed_to_zero_is_one(eps_in_sqrt):
     tx = gx.scale_by_adagrad(0.0, 1e-40, eps_in_sqrt=eps_in_sqrt)
     updates, _ = tx.update(zeros, tx.init(zeros))
     assert updates.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("tx", "slot", "expected"),
+    [
+        (gx.novograd(0.1, global_clipnorm=1e-3), "nu", 1e-6),
+        (gx.adagrad(0.1, 0.0, row_wise=True, clipnorm=1e-3), "sum_of_squares", 5e-7),
+    ],
+    ids=["novograd", "row_wise"],
+)
+def test_the_square_of_a_small_clip_factor_does_not_underflow(tx, slot, expected):
+    grads = {"w": np.float32([[6e17, -8e17]])}
+    _, state = jax.jit(tx.update)(grads, tx.init(grads))
+    np.testing.assert_allclose(optax.tree.get(state, slot)["w"], expected, rtol=1e-5)
