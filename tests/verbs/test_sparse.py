@@ -415,3 +415,9 @@ def test_only_the_last_push_divides_the_whole_table():
 
     rows = gx.IndexedSlices([1], params[:1], (4, 2))
     assert conditionals(rows) == conditionals(params) + 1
+
+
+def test_rows_of_half_precision_are_rounded_once():
+    table = jnp.ones((3, 1), jnp.bfloat16)
+    step = gx.IndexedSlices([1], jnp.full((1, 1), 2**-8 + 2**-20), (3, 1))
+    assert gx.apply_updates(table, step).tolist() == [[1.0], [1 + 2**-7], [1.0]]
