@@ -487,3 +487,14 @@ def test_a_push_that_a_restore_overtakes_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="pull again"):
         server.push(draw(0), seen)
     chex.assert_trees_all_equal(server.state(), saved)
+
+
+def test_a_restore_forgets_the_pushes_of_before():
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    saved = server.state()
+    for _ in range(2):
+        assert server.push(draw(0), 0, push_id=("a", 1)) == (True, 0, 1)
+        assert server.pull()[1] == 1
+        server.restore(saved)
+        assert server.pull()[1] == 0
+    assert server.stats().accepted == 2
