@@ -213,3 +213,13 @@ def test_scanned_blocks_under_one_norm_train_otherwise():
         assert jnp.linalg.norm(x - y) > 0.3 * jnp.linalg.norm(x - start)
 
     jax.tree.map(differ, *(tree["blocks"] for tree in (apart, together, initial)))
+
+
+@pytest.mark.parametrize("init", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_nu_of_stacked_layers_starts_with_their_first_gradient(init):
+    tx = gx.scale_by_novograd(stacked_axes=1)
+    grads = {"w": jnp.ones((2, 3))}
+    state = init(tx.init)(grads)
+    for each in ({"w": None}, grads):
+        _, state = tx.update(each, state)
+    assert state.nu["w"].tolist() == [3.0, 3.0]
