@@ -4,15 +4,16 @@ Each is what a tired colleague could write, and changes what the library does. `
 -m tests.mutations`` builds every fault of ``TABLE`` into a copy of the tracked files,
 runs the tests there up to the first that fails, and says which that was. First come
 those of the mutated file's own wing, then those of every wing, then the others, and
-those marked ``slow`` only where no quick one has failed. It ends with the score of the quick part (``-m "not
-slow"``) and of the whole suite, and with exit code 1 where the whole suite misses one.
+those marked ``slow`` only where no quick one has failed. It ends with the score of the
+quick part (``-m "not slow"``) and of the whole suite, and with exit code 1 where the
+whole suite misses one.
 
     python -m tests.mutations --list
     python -m tests.mutations --only 3 17 _late/gate.py -n 2 --part quick
 
-A fault that survives asks for a test, not for another fault. Before there were tests
-for them nothing noticed eleven of the first sixty, among them row-wise sums of squares
-before the clip, a subnormal eps, and a restore that overtakes a push.
+A fault that survives asks for a test, not for another fault. Eleven of the first 59
+did: no test near them saw, for one, row-wise sums of squares from before the clip, an
+eps that XLA flushes to 0, or a restore that overtakes a push.
 """
 
 from __future__ import annotations
