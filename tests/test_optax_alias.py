@@ -8,6 +8,7 @@ complex; dtype, shape and sharding stability from float16 to complex128;
 import types
 import unittest
 
+import optax
 import pytest
 from optax._src import alias, alias_test
 
@@ -41,6 +42,7 @@ def test_optax_alias(optimizer, name, monkeypatch):
     assert not result.skipped
 
 
+@pytest.mark.skipif(optax.__version__ < "0.2.8", reason="optax has fewer")
 def test_all_of_them_are_found():
     # 4 optimizations, 6 dtypes, 2 + 2 in two dtypes, 2 more; for each optimizer.
     assert len(TESTS) == 2 * 16

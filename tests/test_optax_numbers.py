@@ -87,6 +87,7 @@ def test_zero_gradients_clipped_to_zero_are_zero():
     assert first_update(gx.clip_by_global_norm(0.0), jnp.zeros(3)).tolist() == [0.0] * 3
 
 
+@pytest.mark.skipif(optax.__version__ < "0.2.8", reason="optax gives 0 as well")
 def test_novograds_first_all_zero_float16_gradient_gives_zero():
     grads = jnp.zeros(3, jnp.float16)
     assert jnp.all(jnp.isnan(first_update(optax.novograd(0.1), grads)))

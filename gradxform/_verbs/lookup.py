@@ -92,7 +92,8 @@ def value_and_grad(
 
     Inside ``jax.shard_map``, where each device has a part of the batch and a table of
     its own, ``jax.lax.all_gather(grads["emb"], axis, tiled=True, to="invarying")``
-    gives all devices the rows of all, and the tables stay alike.
+    (before JAX 0.8.2 ``all_gather_invariant``, without ``to``) gives all devices the
+    rows of all, and the tables stay alike.
 
     Source: ``tf.gradients`` through ``tf.gather``.
 

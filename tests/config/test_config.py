@@ -477,8 +477,9 @@ WRONG = [
         "config['f'] must be what no config can hold, got {'name': 'linear_schedule'}.",
     ),
     (
-        {"name": "optax.scale_by_lion", "mode": "rough"},
-        "config['mode'] must be one of 'hard', 'smooth', 'refined', got 'rough'.",
+        {"name": "optax.contrib.dog", "init_step": ["rough", 1.0]},
+        "config['init_step'] must be a list of 2: one of 'distance', 'learning_rate', "
+        "'heuristic'; a number, got ['rough', 1.0].",
     ),
     # Schedules.
     (

@@ -110,7 +110,7 @@ def test_with_donation_a_failing_step_is_told_to_all_until_a_restore():
             lambda: server.wait(0, timeout=1),
         ):
             with pytest.raises(
-                gx.ServerClosedError, match=r"lost.*JaxRuntimeError.*unlucky.*restore"
+                gx.ServerClosedError, match=r"lost.*RuntimeError.*unlucky.*restore"
             ):
                 call()
     stats = server.stats()

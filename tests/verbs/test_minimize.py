@@ -332,12 +332,18 @@ def test_shard_map_over_rows():
     check_training(jax.jit(step), TALL, state)
 
 
+if jax.__version_info__ >= (0, 8, 2):
+    all_gather = functools.partial(jax.lax.all_gather, to="invarying")
+else:
+    all_gather = jax.lax.all_gather_invariant
+
+
 @pytest.mark.parametrize("manual", [{"x"}, {"x", "y"}], ids=["some axes", "all axes"])
 def test_shard_map_over_the_batch(manual):
     def step(params, state, ids):
         _, grads = gx.value_and_grad(tall_loss, tables=["emb"])(params, ids)
         # The gradient of "w", which is the same everywhere, JAX has summed already.
-        grads["emb"] = jax.lax.all_gather(grads["emb"], "x", tiled=True, to="invarying")
+        grads["emb"] = all_gather(grads["emb"], "x", tiled=True)
         return gx.apply_gradients(chain(), grads, state, params)
 
     types = (AxisType.Auto,) * 2
