@@ -30,6 +30,7 @@ if not hasattr(jax, "enable_x64"):  # Before JAX 0.8.
 if "XLA_FLAGS" not in os.environ and jax.__version_info__ < (0, 11):
     os.environ["XLA_FLAGS"] = (
         "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+        " --xla_cpu_parallel_codegen_split_count=1"
     )
     jax.devices()  # Reads them.
     del os.environ["XLA_FLAGS"]

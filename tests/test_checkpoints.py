@@ -103,6 +103,7 @@ def bits(tree):
     ]
 
 
+@pytest.mark.slow
 @every_row
 def test_a_run_resumed_after_any_step_is_bit_identical(rows, tmp_path):
     def bits_by_row(now):
@@ -146,6 +147,7 @@ def draw_on(where, seed):
     )
 
 
+@pytest.mark.slow
 @every_row
 def test_a_sharded_run_resumes_on_its_own_mesh_and_on_others(rows, tmp_path):
     begin, step = program(rows)

@@ -61,6 +61,7 @@ def test_every_block_has_a_test():
     assert list(BLOCKS) == list(MODELS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_on_digits(name, request, monkeypatch):
     if name.startswith("Keras"):

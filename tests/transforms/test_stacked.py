@@ -182,10 +182,10 @@ def agree(got, expected):
 
 BOTH = {"weight_decay": 0.1, "clipnorm": 0.2}  # This clips some layers and not others.
 CASES = [
-    (train_linen, (3,), {"weight_decay": 0.1}),
-    (train_linen, (3,), {"global_clipnorm": 1.0}),
     (train_linen, (2, 2), BOTH),
-    (train_nnx, (3,), BOTH),
+    pytest.param(train_linen, (3,), {"weight_decay": 0.1}, marks=pytest.mark.slow),
+    pytest.param(train_linen, (3,), {"global_clipnorm": 1.0}, marks=pytest.mark.slow),
+    pytest.param(train_nnx, (3,), BOTH, marks=pytest.mark.slow),
 ]
 
 
