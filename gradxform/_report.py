@@ -32,7 +32,7 @@ def print_report(
     report.add_row("staleness fraction", fraction, "dropped / (accepted + 1)")
     report.add_section()
     width = 1 + staleness.max() // 20  # Few rows, however many workers there are.
-    counts = np.bincount(staleness // width)
+    counts = np.bincount(staleness // width).tolist()
     for row, count in enumerate(counts):
         low, high = row * width, (row + 1) * width - 1
         span = f"{low}" if low == high else f"{low} to {high}"
@@ -41,7 +41,7 @@ def print_report(
         text = f"{count}, {part} dropped" if dropped else f"{count}"
         color = "yellow" if dropped else "green"
         bar = progress_bar.ProgressBar(
-            counts.max(), count, 30, complete_style=color, finished_style=color
+            max(counts), count, 30, complete_style=color, finished_style=color
         )
         report.add_row(f"staleness {span}", text, bar)
     report.add_section()

@@ -31,6 +31,7 @@ def trace() -> Any:
     """
     import jax.extend.core  # Takes a tenth of a second, which few have to pay.
 
-    if hasattr(jax.extend.core, "get_opaque_trace_state"):  # From JAX 0.10 on.
-        return jax.extend.core.get_opaque_trace_state()
-    return jax.core.get_opaque_trace_state()
+    core: Any = jax.extend.core  # From JAX 0.10 on.
+    if not hasattr(core, "get_opaque_trace_state"):
+        core = jax.core
+    return core.get_opaque_trace_state()
