@@ -27,14 +27,11 @@ if not hasattr(jax, "enable_x64"):  # Before JAX 0.8.
 
 # Programs here run a few times on a few numbers: nearly all the time goes into making
 # them fast. What a test starts in a process of its own is compiled as a user's is.
-if "XLA_FLAGS" not in os.environ:
-    flags = [
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_parallel_codegen_split_count=1",
-    ]
-    if jax.__version_info__ < (0, 11):  # Later ones have but these emitters.
-        flags.append("--xla_cpu_use_fusion_emitters=false")
-    os.environ["XLA_FLAGS"] = " ".join(flags)
+if "XLA_FLAGS" not in os.environ and jax.__version_info__ < (0, 11):
+    os.environ["XLA_FLAGS"] = (
+        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+        " --xla_cpu_parallel_codegen_split_count=1"
+    )
     jax.devices()  # Reads them.
     del os.environ["XLA_FLAGS"]
 
