@@ -136,7 +136,7 @@ def test_what_a_worker_raises_ends_the_run(engine, mode):
     seen = []
 
     def failing(params):
-        if params == -3:
+        if params <= -3:  # Of exactly 3 steps perhaps nobody hears.
             raise ValueError("a bad batch")
         seen.append(params)
         return gradient(params)
