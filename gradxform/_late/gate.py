@@ -94,10 +94,7 @@ def gate(init: optax.TransformInitFn, guard: Guard) -> GatedTransformation:
         inner_state, params, **extra)`` for both, else ``rest(params)`` for the outcome
         alone. :func:`either` is the conditional between the two.
     """
-    # Takes a tenth of a second, which only users of gates pay; here, and not when the
-    # first one is traced: since JAX 0.12 it brings settings on which every trace
-    # depends, and what is being traced would be traced again.
-    import jax.extend.core  # noqa: F401
+    versions.before_tracing()
 
     def act(
         inner: Any, updates: Any, inner_state: Any, params: Any, **extra: Any

@@ -24,12 +24,18 @@ def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return getattr(jax.lax, "pvary")(x, axes)  # noqa: B009
 
 
-def trace() -> Any:
-    """Which transformation of JAX is tracing at the moment.
+def before_tracing() -> None:
+    """Imports what gates and tables need, before anything is traced.
 
-    Its first call is better not within a trace: see ``gate``.
+    It takes a tenth of a second, which only their users pay. Since JAX 0.12 it brings
+    settings on which every trace depends: what is being traced would be traced again.
     """
-    import jax.extend.core  # Takes a tenth of a second, which few have to pay.
+    import jax.extend.core  # noqa: F401
+
+
+def trace() -> Any:
+    """Which transformation of JAX is tracing at the moment."""
+    import jax.extend.core
 
     core: Any = jax.extend.core  # From JAX 0.10 on.
     if not hasattr(core, "get_opaque_trace_state"):

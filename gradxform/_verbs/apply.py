@@ -175,7 +175,7 @@ def minimize(
     """
     checks.transformation("tx", tx)
     if tables:
-        versions.trace()  # What it imports, before anything is traced.
+        versions.before_tracing()
 
     def step(
         params: optax.Params, state: optax.OptState, *batch: Any, **extra: Any

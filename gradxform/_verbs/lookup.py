@@ -111,7 +111,7 @@ def value_and_grad(
     if isinstance(tables, str):
         raise TypeError(f"tables must be a sequence of paths, got {tables!r}.")
     if tables:
-        versions.trace()  # What it imports, before anything is traced.
+        versions.before_tracing()
 
     def wrapped(params: Any, *batch: Any, **kwargs: Any) -> Any:
         flat, treedef = jax.tree.flatten_with_path(params)
