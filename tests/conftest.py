@@ -35,6 +35,10 @@ if "XLA_FLAGS" not in os.environ and jax.__version_info__ < (0, 11):
     jax.devices()  # Reads them.
     del os.environ["XLA_FLAGS"]
 
+# What a shell starts in the background ignores Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # The garbage collector need not look at all that was imported again and again.
 gc.freeze()
 

@@ -456,11 +456,14 @@ def test_an_interrupt_ends_every_engine(engine, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
-        seen = b""
-        while b"loss" not in seen:  # The first push has arrived.
-            seen += os.read(process.stderr.fileno(), 4096) or pytest.fail(str(seen))
-        os.killpg(process.pid, signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
+        try:
+            seen = b""
+            while b"loss" not in seen:  # The first push has arrived.
+                seen += os.read(process.stderr.fileno(), 4096) or pytest.fail(str(seen))
+            os.killpg(process.pid, signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, stdout) == (130, b"")
     assert stderr.decode().endswith(INTERRUPTED)
     assert b"Traceback" not in stderr
