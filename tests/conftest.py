@@ -15,7 +15,6 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Who called what, in each line of a program, takes a sixth of the time that tests take.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-os.environ["JAX_TRACEBACK_FILTERING"] = "off"
 
 import jax
 import pytest
@@ -30,15 +29,17 @@ if not hasattr(jax, "enable_x64"):  # Before JAX 0.8.
 
 # Programs here run a few times on a few numbers: nearly all the time goes into making
 # them fast. What a test starts in a process of its own is compiled as a user's is.
-if "XLA_FLAGS" not in os.environ and jax.__version_info__ < (0, 11):
-    os.environ["XLA_FLAGS"] = (
-        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-        " --xla_cpu_parallel_codegen_split_count=1"
+if "XLA_FLAGS" not in os.environ:
+    flags = (
+        "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     )
+    if jax.__version_info__ < (0, 11):  # Later ones have no other emitters.
+        flags += " --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = flags
     jax.devices()  # Reads them.
     del os.environ["XLA_FLAGS"]
 
-# What a shell starts in the background ignores Ctrl-C, and so would all that tests start.
+# What a shell starts in the background ignores Ctrl-C, and so would what tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
