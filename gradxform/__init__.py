@@ -36,6 +36,8 @@ on many threads, or many machines through Ray, pull from and push to.
 
 from gradxform._config.config import from_config as from_config
 from gradxform._config.config import get_config as get_config
+from gradxform._late.accumulate import AccumulateState as AccumulateState
+from gradxform._late.accumulate import accumulate as accumulate
 from gradxform._late.accumulator import (
     ConditionalAccumulatorState as ConditionalAccumulatorState,
 )

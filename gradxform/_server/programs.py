@@ -290,10 +290,4 @@ def _check_finite(grads: optax.Updates) -> None:
 
 @jax.jit
 def _all_finite(leaves: list[Any]) -> jax.Array:
-    def finite(x: Any) -> jax.Array:
-        if not isinstance(x, IndexedSlices):
-            return jnp.all(jnp.isfinite(x))
-        padding = x.indices >= x.dense_shape[0]
-        return jnp.all(jnp.isfinite(x.values) | maps.expand(padding, x.values))
-
-    return jnp.stack([finite(x) for x in leaves])
+    return jnp.stack(list(map(maps.all_finite, leaves)))

@@ -45,6 +45,14 @@ def dtype_of(g: Any) -> np.dtype[Any]:
     return values(g).dtype
 
 
+def all_finite(g: Any) -> jax.Array:
+    """bool[], whether a gradient holds neither NaN nor inf; padding does not count."""
+    finite = jnp.isfinite(values(g))
+    if isinstance(g, IndexedSlices):
+        finite |= expand(g.indices >= g.dense_shape[0], finite)
+    return jnp.all(finite)
+
+
 def map_updates(f: Callable[..., Any], updates: Any, *rest: Any) -> Any:
     """``f`` of each gradient, of its values where it is row-sparse; ``None`` stays."""
 

@@ -1,0 +1,209 @@
+"""The sum of several pushes, and the one step that is made of it.
+
+A gate around it says which pushes it takes in; the rest is the same for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradxform._late import gate
+from gradxform._late.gate import Act, Rest
+from gradxform._trees import checks, maps
+
+Reduction = Literal["mean", "sum", "row_mean"]
+
+_COUNTS = f"[1, {np.iinfo(np.int32).max}]"
+
+
+class Sums:
+    """What ``inner`` acts on: the pushes that were taken in, once there are enough.
+
+    The arguments are those of :func:`conditional_accumulator`, checked here.
+    """
+
+    def __init__(
+        self,
+        inner: optax.GradientTransformation,
+        num_required: jax.typing.ArrayLike | optax.Schedule,
+        reduction: Reduction,
+        accumulator_dtype: jax.typing.DTypeLike | None,
+    ) -> None:
+        checks.transformation("inner", inner)
+        if not callable(num_required):
+            checks.integer_scalar("num_required", num_required)
+            checks.in_range("num_required", num_required, _COUNTS)
+        checks.one_of("reduction", reduction, ("mean", "sum", "row_mean"))
+        checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
+        self._inner = optax.with_extra_args_support(inner)
+        self._num_required = num_required
+        self._reduction = reduction
+        self._dtype = accumulator_dtype
+
+    def init(self, params: optax.Params) -> dict[str, Any]:
+        """The fields of a state that :meth:`push` reads and changes."""
+        checks.of_same_kind("accumulator_dtype", self._dtype, params)
+        by_row = self._reduction == "row_mean"
+
+        def no_rows(p: jax.Array) -> jax.Array:
+            return maps.full_like(p, 0, jnp.int32, axes=1)
+
+        def zero(p: jax.Array) -> jax.Array:
+            dtype = maps.wide_dtype(p) if self._dtype is None else self._dtype
+            return maps.full_like(p, 0, dtype)
+
+        # Two counters, not one twice: a buffer can be donated only once.
+        return {
+            "global_step": maps.zero(params, jnp.int32),
+            "num_accumulated": maps.zero(params, jnp.int32),
+            "accumulated": maps.map_params(zero, params),
+            "row_counts": maps.map_params(no_rows, maps.bare(params)) if by_row else (),
+            "inner_state": self._inner.init(params),
+        }
+
+    def push(
+        self,
+        act: Act,
+        rest: Rest,
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None,
+        taken: jax.Array,
+        **extra: Any,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Takes a push in, or not, and makes the step if it is the last that it needs.
+
+        Args:
+          act: as in :func:`gate.gate`, as are the others but ``taken``.
+          taken: bool[], whether the push is added; else it reaches nothing.
+
+        Returns:
+          The outcome, and the fields of :meth:`init` anew.
+        """
+        checks.same_shapes("updates", updates, "accumulated", state.accumulated)
+        count = state.num_accumulated + taken.astype(jnp.int32)
+        full = taken & self._is_enough(count, state.global_step)
+
+        _, (total, row_counts) = gate.either(
+            taken,
+            lambda: (None, self._added(updates, state, count, full)),
+            lambda: (None, (state.accumulated, state.row_counts)),
+        )
+
+        def step() -> tuple[Any, Any]:
+            # From here on all is dense: inner gets every row that any push held.
+            like = state.accumulated if params is None else params
+            reduced = _map(_reduced, updates, total, like)
+            outcome, inner_state = act(
+                self._inner,
+                reduced,
+                state.inner_state,
+                params,
+                **gate.taken(self._inner, extra),
+            )
+            rested = rest(params)
+            before = () if rested is None else (rested,)
+            outcome = _map(_if_pushed, updates, total, outcome, *before)
+            return outcome, (inner_state, jnp.array(True))
+
+        def wait() -> tuple[Any, Any]:
+            return rest(params), (state.inner_state, jnp.array(False))
+
+        outcome, (inner_state, stepped) = gate.either(full, step, wait)
+        # The sum starts again in its own buffer, once the step no more reads it: that
+        # `stepped` comes out of the conditional tells the compiler when, and saves the
+        # copy that it would make otherwise.
+        (accumulated, row_counts), _ = gate.either(
+            ~stepped, lambda: ((total, row_counts), ()), lambda: (None, ())
+        )
+        one_more = optax.safe_increment(state.global_step)
+        return outcome, {
+            "global_step": jnp.where(full, one_more, state.global_step),
+            "num_accumulated": jnp.where(full, 0, count),
+            "accumulated": accumulated,
+            "row_counts": row_counts,
+            "inner_state": inner_state,
+        }
+
+    def _is_enough(self, count: jax.Array, global_step: jax.Array) -> jax.Array:
+        # n >= num_required
+        if not callable(self._num_required):
+            return count >= maps.saturated(self._num_required)
+        required = self._num_required(global_step)
+        checks.real_scalar("num_required(global_step)", required)
+        checks.in_range("num_required(global_step)", required, _COUNTS)
+        if jnp.issubdtype(jnp.result_type(required), jnp.integer):
+            return count >= maps.saturated(required)
+        # Schedules of optax give real numbers.
+        return count.astype(jnp.float32) >= jnp.asarray(required, jnp.float32)
+
+    def _added(
+        self, updates: optax.Updates, state: Any, count: jax.Array, full: jax.Array
+    ) -> tuple[Any, Any]:
+        """Sums and counts of rows with this push, divided if it is the last."""
+        # sum + g and n + 1, of a table in the rows that the push holds
+        pushed = maps.sum_duplicates(updates)
+        by_row = self._reduction == "row_mean"
+        row_counts = state.row_counts
+        if by_row:
+            row_counts = maps.as_in(updates, row_counts)
+            counts = maps.map_state(
+                lambda _, n: n + 1, pushed, maps.rows(pushed, row_counts)
+            )
+            row_counts = maps.put_rows(pushed, row_counts, counts)
+        sums = maps.map_state(
+            maps.wide_sum, pushed, maps.rows(pushed, state.accumulated)
+        )
+        sums = maps.put_rows(pushed, state.accumulated, sums)
+        if self._reduction != "sum":
+            divisors = row_counts if by_row else maps.broadcast(count, sums)
+            sums = _map(_divide(full), pushed, sums, divisors)
+        return sums, maps.as_in(state.row_counts, row_counts)
+
+
+def _map(f: Callable[..., Any], *trees: Any) -> Any:
+    return jax.tree.map(f, *trees, is_leaf=maps.is_leaf)
+
+
+def _divide(full: jax.Array) -> Callable[..., Any]:
+    def divide(g: Any, total: Any, n: Any) -> Any:
+        # sum / n with the last push, in the sum's own buffer, where inner can read it
+        # as often as it likes
+        if total is None:
+            return None
+
+        def quotient() -> jax.Array:
+            one = jnp.ones((), maps.compute_dtype(total))
+            factor = jnp.where(full, one / jnp.maximum(n, 1).astype(one.dtype), one)
+            return maps.scale(total, maps.expand(factor, total))
+
+        if maps.is_leaf(g):  # Every row, but only with the last push.
+            return jax.lax.cond(full, quotient, lambda: total)
+        return quotient()
+
+    return divide
+
+
+def _reduced(g: Any, total: Any, like: Any) -> Any:
+    """What ``inner`` receives, in the dtype of the gradient, else of the parameter.
+
+    None stays only where there is never a gradient, as for a parameter of integers.
+    """
+    if g is not None:
+        return total.astype(maps.dtype_of(g))
+    if total is None or not jnp.issubdtype(jnp.result_type(like), jnp.inexact):
+        return None
+    return total.astype(jnp.result_type(like))
+
+
+def _if_pushed(g: Any, total: Any, new: Any, old: Any = 0) -> Any:
+    """What was before, where this push has no gradient, and no other had one."""
+    if g is not None or new is None:
+        return new
+    return jnp.where(jnp.any(total != 0), new, old)
