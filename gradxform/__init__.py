@@ -5,7 +5,7 @@ The flow, left to right::
     loss ─▶ gradients ─▶ clip ─▶ scale (adagrad │ novograd) ─▶ updates ─▶ params
                 ▲                                                           │
                 └─── wrappers decide whether this push may act at all ◀─────┘
-                     drop_stale · conditional_accumulator
+                     drop_stale · conditional_accumulator · accumulate
                      (they carry the global step)
 
 Everything in it is a pure ``optax.GradientTransformation`` and composes with optax:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import gradxform as gx
+from gradxform._late import gate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +141,16 @@ DESCRIPTORS = (
         "accumulator",
         local_step=0,
     ),
+    D("accumulate", {"inner": NOVOGRAD, "num_required": 1}),
+    # Of three pushes the second acts, and the third is added.
+    D(
+        "accumulate",
+        {"inner": ADAGRAD, "num_required": 2, "skip_nonfinite": True},
+        "waiting",
+    ),
     D("scale_by_staleness", {"power": 0.5}, staleness=3),
     D("compensate_delay", {"variance_control": 0.5}, worker_params=True),
 )
 
 # What acts at once. Of a gate, what goes on around its conditional has its own tests.
-UNGATED = [row for row in DESCRIPTORS if row.local_step is None]
+UNGATED = [row for row in DESCRIPTORS if gate.guard_of(row.make()) is None]

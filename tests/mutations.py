@@ -68,6 +68,10 @@ _trees/maps.py: an eps that is flushed to 0 does not keep the divisor from it
 - np.asarray(eps, x.dtype) < np.finfo(x.dtype).tiny
 + np.asarray(eps, x.dtype) == 0
 
+_trees/maps.py: what is not finite in an imaginary part is not seen
+- (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
++ (x.real,)
+
 _trees/norms.py: small leaves that are sharded are gathered to be handled together
 - return x.size <= _SMALL and (mesh.empty or mesh.size == 1)
 + return x.size <= _SMALL
@@ -166,7 +170,23 @@ _late/drop_stale.py: repeated rows are corrected one by one
 - updates = maps.sum_duplicates(updates)
 + pass
 
-_late/accumulator.py: a sum of negative gradients counts as none
+_late/accumulator.py: a push of the step itself is late
+- fresh = local_step >= state.global_step
++ fresh = local_step > state.global_step
+
+_late/accumulate.py: one device leaves out alone what is not finite
+- if not axes:
++ if axes:
+
+_late/accumulate.py: the sum is copied before the step is made from it
+- taken = state.num_accumulated >= 0
++ taken = jnp.array(True)
+
+_late/sums.py: a schedule is asked for the step behind this one
+- required = self._num_required(global_step)
++ required = self._num_required(global_step + 1)
+
+_late/sums.py: a sum of negative gradients counts as none
 - jnp.any(total != 0)
 + jnp.any(total > 0)
 
@@ -243,6 +263,10 @@ _config/config.py: NaN is taken for a finite number
 _config/hints.py: true is taken for the number 1
 - return isinstance(value, kinds) and not isinstance(value, bool)
 + return isinstance(value, kinds)
+
+_config/keras.py: a rate counts steps where Keras counts pushes
+- if not isinstance(learning_rate, Mapping):
++ if isinstance(learning_rate, Mapping):
 
 _config/keras.py: a piecewise constant rate changes one step early
 - int(boundary) + 1 for boundary

@@ -45,6 +45,7 @@ OUT_OF_RANGE = [
     (gx.drop_stale, {"inner": optax.sgd(0.1), "max_staleness": float("nan")}),
     (gx.conditional_accumulator, {"inner": optax.sgd(0.1), "num_required": 0}),
     (gx.conditional_accumulator, {"inner": optax.sgd(0.1), "num_required": 2**31}),
+    (gx.accumulate, {"inner": optax.sgd(0.1), "num_required": 0}),
 ]
 
 

@@ -57,12 +57,9 @@ def _adagrad(
             "Write null, and do not scale the loss: sums are float32 here whatever the "
             "gradients are."
         )
-    if gradient_accumulation_steps is not None:
-        raise ValueError(
-            f"gradient_accumulation_steps={gradient_accumulation_steps!r}: write null, "
-            "and wrap what is built: optax.MultiSteps(tx, every_k_schedule="
-            f"{gradient_accumulation_steps!r})."
-        )
+    if gradient_accumulation_steps:
+        # Its rates count pushes: a step takes that of the last one.
+        learning_rate = _at_last_push(learning_rate, gradient_accumulation_steps)
     clips = _clips(clipnorm, clipvalue, global_clipnorm)
     clips = {key: norm for key, norm in clips.items() if norm > 0}  # 0 is none there.
     scaled = {
@@ -71,7 +68,8 @@ def _adagrad(
         "eps_in_sqrt": True,
     }
     if not weight_decay:
-        return {"name": "adagrad", "learning_rate": learning_rate, **scaled, **clips}
+        config = {"name": "adagrad", "learning_rate": learning_rate, **scaled, **clips}
+        return _accumulated(config, gradient_accumulation_steps)
     # w ← w - learning_rate · (u + weight_decay · w): decoupled, and times the rate.
     transforms = [
         *({"name": _CLIP[key][0], _CLIP[key][1]: clips[key]} for key in clips),
@@ -79,7 +77,8 @@ def _adagrad(
         {"name": "optax.add_decayed_weights", "weight_decay": weight_decay},
         {"name": "scale_by_learning_rate", "learning_rate": learning_rate},
     ]
-    return {"name": "chain", "transforms": transforms}
+    config = {"name": "chain", "transforms": transforms}
+    return _accumulated(config, gradient_accumulation_steps)
 
 
 def _legacy_adagrad(
@@ -139,6 +138,19 @@ def _novograd(
         "lr_in_momentum": True,
         **_clips(clipnorm, clipvalue, global_clipnorm),
     }
+
+
+def _at_last_push(learning_rate: Any, num_required: int) -> Any:
+    if not isinstance(learning_rate, Mapping):
+        return learning_rate
+    schedule = {"schedule": learning_rate, "num_required": num_required}
+    return {"name": "at_last_push", **schedule}
+
+
+def _accumulated(config: Config, num_required: int | None) -> Config:
+    if not num_required:  # 0 is none there.
+        return config
+    return {"name": "accumulate", "inner": config, "num_required": num_required}
 
 
 def _clips(*limits: Any) -> Config:

@@ -177,6 +177,24 @@ def linear_cosine_decay(
     return schedule
 
 
+def at_last_push(schedule: optax.Schedule, num_required: int) -> optax.Schedule:
+    r"""A rate that counts pushes, where only every so many of them make a step.
+
+    .. math:: schedule(num\_required \cdot (count + 1) - 1)
+
+    Keras's own do with ``gradient_accumulation_steps``.
+
+    Args:
+      schedule: the rate, by the number of pushes before this one.
+      num_required: how many pushes make a step, in [1, 2³¹ - 1].
+
+    >>> rate = at_last_push(inverse_time_decay(1.0, 1, 1.0), num_required=2)
+    >>> assert (rate(0), rate(1)) == (1 / 2, 1 / 4)
+    """
+    checks.in_range("num_required", num_required, f"[1, {2**31 - 1}]")
+    return lambda count: schedule(num_required * (count + 1) - 1)
+
+
 def makers() -> dict[str, Callable[..., Any]]:
     """What makes schedules, by name: optax's functions, and those above."""
     return {

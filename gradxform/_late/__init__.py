@@ -8,7 +8,9 @@ copies nothing.
 - ``gate``: the idea, and the conditional of two sides that need not agree in type.
 - ``drop_stale``: drops what comes too late, and what inside it weakens or corrects
   lateness; ``global_step`` and ``staleness_fraction`` of a state.
-- ``accumulator``: adds up what several workers send, until there is enough.
+- ``sums``: adds up pushes until there are enough, and makes one step of them.
+- ``accumulator``: the gate around that for several workers, of which some are late.
+- ``accumulate``: the one for micro-batches, of which all count.
 
 Imports ``_trees``.
 """

@@ -90,8 +90,8 @@ def conditional_accumulator(
       ValueError: ``num_required`` is out of range, or ``reduction`` is unknown; a
         ``local_step`` that is no array is not in [0, 2³¹ - 1].
       TypeError: ``inner`` is no transformation; ``num_required`` is no integer, or its
-        schedule gives no number; ``update`` is called without ``local_step``, or it is no integer; updates do not
-        have the structure or the shapes of the parameters.
+        schedule gives no number; ``update`` is called without ``local_step``, or it is
+        no integer; updates do not have the structure or the shapes of the parameters.
 
     Source: ``tf.ConditionalAccumulator`` and ``tf.train.SyncReplicasOptimizer``; backup
     workers: Chen et al., 2016, "Revisiting distributed synchronous SGD",

@@ -296,7 +296,8 @@ def global_step(state: optax.OptState) -> jax.Array:
     """The number of updates accepted so far, from a state at any depth.
 
     Args:
-      state: a state that holds one of :func:`drop_stale`, inside ``optax.chain``,
+      state: a state that holds one of :func:`drop_stale`,
+        :func:`conditional_accumulator` or :func:`accumulate`, inside ``optax.chain``,
         ``optax.inject_hyperparams`` or other wrappers as well. Of nested gates the
         outermost counts.
 
@@ -324,7 +325,7 @@ def staleness_fraction(state: optax.OptState) -> jax.Array:
     Dropped updates against accepted ones, so it is no share of all and may exceed 1.
 
     Args:
-      state: as for :func:`global_step`.
+      state: as for :func:`global_step`; to :func:`accumulate` alone nothing is late.
 
     Returns:
       float32 scalar.
@@ -342,13 +343,28 @@ def staleness_fraction(state: optax.OptState) -> jax.Array:
     ...     _, state = tx.update(jnp.ones(3), state, local_step=local_step)
     >>> assert abs(gx.staleness_fraction(state) - 2 / 3) < 1e-6
     """
-    stale_count = outermost(state, "stale_count").astype(jnp.float32)
-    return stale_count / (outermost(state, "global_step").astype(jnp.float32) + 1)
+    own = _outermost(state, "stale_count")
+    return own.stale_count.astype(jnp.float32) / (
+        own.global_step.astype(jnp.float32) + 1
+    )
 
 
 def outermost(state: optax.OptState, field: str) -> jax.Array:
-    """A field of the gate's state that lies inside no other gate's."""
-    found = gate.states(state)
+    """A field of the gate's state that lies inside no other gate's with that field."""
+    value: jax.Array = getattr(_outermost(state, field), field)
+    return value
+
+
+def dropped(state: optax.OptState) -> jax.Array:
+    """How many pushes the outermost gate has left out, for whatever reason."""
+    own = _outermost(state, "global_step")
+    count: jax.Array
+    count = own.stale_count if hasattr(own, "stale_count") else own.nonfinite_count
+    return count
+
+
+def _outermost(state: optax.OptState, field: str) -> Any:
+    found = gate.states(state, field)
     if not found:
         raise ValueError(
             f"the state holds no {field}: wrap the transformation in drop_stale or "
@@ -357,5 +373,4 @@ def outermost(state: optax.OptState, field: str) -> jax.Array:
     if len(found) > 1:
         paths = ", ".join(f"{jax.tree_util.keystr(path)}.{field}" for path, _ in found)
         raise ValueError(f"the state holds several {field}, at {paths}: pass one part.")
-    value: jax.Array = getattr(found[0][1], field)
-    return value
+    return found[0][1]

@@ -210,12 +210,12 @@ def taken(tx: optax.GradientTransformation, extra: dict[str, Any]) -> dict[str, 
     return {name: value for name, value in extra.items() if name in parameters}
 
 
-def states(state: optax.OptState) -> list[tuple[Any, Any]]:
-    """The states of the outermost gates within a state, with the paths to them."""
+def states(state: optax.OptState, *fields: str) -> list[tuple[Any, Any]]:
+    """The states of the outermost gates with these fields, and the paths to them."""
+    wanted = {"global_step", "inner_state", *fields}
 
     def of_gate(node: Any) -> bool:
-        fields = getattr(type(node), "_fields", ())
-        return {"global_step", "stale_count", "inner_state"} <= {*fields}
+        return wanted <= {*getattr(type(node), "_fields", ())}
 
     leaves = jax.tree.leaves_with_path(state, is_leaf=of_gate)
     return [(path, node) for path, node in leaves if of_gate(node)]

@@ -77,14 +77,10 @@ class Sums:
         taken: jax.Array,
         **extra: Any,
     ) -> tuple[Any, dict[str, Any]]:
-        """Takes a push in, or not, and makes the step if it is the last that it needs.
+        """A guard's outcome, and the fields of :meth:`init` anew.
 
-        Args:
-          act: as in :func:`gate.gate`, as are the others but ``taken``.
-          taken: bool[], whether the push is added; else it reaches nothing.
-
-        Returns:
-          The outcome, and the fields of :meth:`init` anew.
+        A push that is ``taken`` is added, and is the step if it is the last that this
+        one needs; any other reaches nothing.
         """
         checks.same_shapes("updates", updates, "accumulated", state.accumulated)
         count = state.num_accumulated + taken.astype(jnp.int32)

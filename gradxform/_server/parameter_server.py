@@ -63,8 +63,9 @@ class ParameterServer:
     Args:
       params: the initial parameters; they are copied.
       tx: any ``optax.GradientTransformation``. A gate in it (:func:`drop_stale`,
-        :func:`conditional_accumulator`) decides what is dropped; without one nothing
-        is. It receives ``local_step`` and all extra arguments of :meth:`push`.
+        :func:`conditional_accumulator`) decides what is dropped; without one, or with
+        :func:`accumulate`, nothing is too late. It receives ``local_step`` and all
+        extra arguments of :meth:`push`.
       donate: whether steps update the server's own arrays in place.
       require_finite: whether gradients that hold NaN or inf are refused with an error,
         at the price of one more pass over them. Padding of :class:`IndexedSlices`
@@ -199,15 +200,15 @@ class ParameterServer:
             leaves, counters = step(old.leaves, pushed, np.int32(local_step))
             if self._programs.devices > 1:  # The counters are read on one of them.
                 jax.block_until_ready(leaves)
-            global_step, stale_count = map(int, np.asarray(counters))
+            global_step, dropped = map(int, np.asarray(counters))
         except BaseException as error:
             if any(x.is_deleted() for x in old.leaves):
                 self._lost = f"a step failed that had taken them, {_summary(error)}"
                 self._wake()
                 error.add_note(str(self._unusable()))
             raise
-        self._version = Version(leaves, global_step, stale_count, old.life)
-        applied = stale_count == old.stale_count
+        self._version = Version(leaves, global_step, dropped, old.life)
+        applied = dropped == old.dropped
         staleness = old.global_step - local_step
         self._applied += applied
         self._staleness[staleness] += 1

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._late import gate
-from gradxform._late.drop_stale import drop_stale, outermost
+from gradxform._late.drop_stale import drop_stale, dropped, outermost
 from gradxform._trees import checks, maps
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._verbs.apply import apply_gradients
@@ -195,7 +195,7 @@ class PushPrograms:
                 self._tx, grads, state, params, local_step=local_step, **extra
             )
             # One small array, so that the host waits for one transfer.
-            counters = [outermost(state, f) for f in ("global_step", "stale_count")]
+            counters = [outermost(state, "global_step"), dropped(state)]
             return jax.tree.leaves((params, state)), jnp.stack(counters)
 
         compiled = jax.jit(

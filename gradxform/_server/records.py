@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from gradxform._late.drop_stale import outermost
+from gradxform._late.drop_stale import dropped, outermost
 from gradxform._trees import checks
 
 
@@ -80,17 +80,15 @@ class Version(NamedTuple):
 
     leaves: list[jax.Array]  # Of parameters and state.
     global_step: int
-    stale_count: int
+    dropped: int
     life: str
 
     @classmethod
     def of(cls, params: Any, state: Any) -> Version:
         """The first of a life."""
-        global_step, stale_count = (
-            int(outermost(state, field)) for field in ("global_step", "stale_count")
-        )
         leaves = jax.tree.leaves((params, state))
-        return cls(leaves, global_step, stale_count, secrets.token_hex(8))
+        global_step, count = int(outermost(state, "global_step")), int(dropped(state))
+        return cls(leaves, global_step, count, secrets.token_hex(8))
 
 
 def as_step(name: str, value: Any) -> int:

@@ -27,6 +27,7 @@ WRAPPERS = {
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "drop_stale": lambda tx: gx.drop_stale(tx, 5),
     "accumulator": lambda tx: gx.conditional_accumulator(tx, 1),
+    "accumulate": lambda tx: gx.accumulate(tx, 1),
     "nested": lambda tx: optax.chain(
         optax.masked(gx.drop_stale(optax.chain(optax.identity(), tx), 5), True)
     ),

@@ -1,0 +1,309 @@
+"""Micro-batches: equal to optax's own, and what it lacks."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+
+PARAMS = {"w": jnp.ones((2, 3)), "none": None, "b": jnp.full(3, -1.0)}
+INNER = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optax.adamw(optax.linear_schedule(0.1, 0.0, 9)),
+    "adagrad": lambda: optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1)),
+    "novograd": lambda: gx.novograd(0.1, weight_decay=0.01),
+}
+PUSHES = 12
+
+
+def pushes(seed):
+    """Of a few steps, some not finite, and how many each step needs."""
+    rng = np.random.default_rng(seed)
+    grads = {k: rng.standard_normal((PUSHES, *PARAMS[k].shape)) for k in ("w", "b")}
+    bad = rng.random(PUSHES) < 0.2
+    grads["b"][bad, rng.integers(3)] = rng.choice([np.nan, np.inf, -np.inf])
+    required = rng.integers(1, 5, PUSHES)
+    if seed % 2:  # The same for every step.
+        required[:] = required[0]
+    grads = {k: jnp.float32(g) for k, g in grads.items()}
+    return {**grads, "none": None}, jnp.int32(required), bad
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("skip", [True, False], ids=["skip", "sum"])
+@pytest.mark.parametrize("inner", INNER)
+def test_equals_multi_steps(inner, skip):
+    """A mean of finite pushes, or a sum of all."""
+
+    @jax.jit
+    def trained(grads, required):
+        ours = gx.accumulate(
+            INNER[inner](),
+            lambda step: required[step],
+            reduction="mean" if skip else "sum",
+            skip_nonfinite=skip,
+        )
+        theirs = optax.MultiSteps(
+            INNER[inner](),
+            lambda step: required[step],
+            use_grad_mean=skip,
+            should_skip_update_fn=optax.skip_not_finite if skip else None,
+        )
+
+        def push(carry, grads):
+            (p, s), (q, t) = carry
+            p, s = gx.apply_gradients(ours, grads, s, p)
+            updates, t = theirs.update(grads, t, q)
+            return ((p, s), (optax.apply_updates(q, updates), t)), None
+
+        start = (PARAMS, ours.init(PARAMS)), (PARAMS, theirs.init(PARAMS))
+        return jax.lax.scan(push, start, grads)[0]
+
+    for seed in range(6):
+        grads, required, bad = pushes(seed)
+        if not skip:
+            grads, bad = jax.tree.map(jnp.nan_to_num, grads), 0
+            grads = jax.tree.map(lambda g: jnp.clip(g, -9, 9), grads)
+        (params, state), (expected, multi) = trained(grads, required)
+        chex.assert_trees_all_close(params, expected, rtol=1e-6, atol=1e-6)
+        assert (state.global_step, state.num_accumulated, state.nonfinite_count) == (
+            multi.gradient_step,
+            multi.mini_step,
+            np.sum(bad),
+        )
+        chex.assert_trees_all_close(
+            jax.tree.leaves(state.inner_state),
+            jax.tree.leaves(multi.inner_opt_state),
+            rtol=1e-6,
+            atol=1e-6,
+        )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "row_mean"])
+def test_rows_equal_a_plain_loop(reduction):
+    """In float64 NumPy; a push of rows in which one is not finite is left out."""
+    rng = np.random.default_rng(0)
+    tx = gx.accumulate(optax.sgd(1.0), 3, reduction=reduction, skip_nonfinite=True)
+    push = jax.jit(functools.partial(gx.apply_gradients, tx))
+    table, expected = jnp.zeros((4, 2)), np.zeros((4, 2))
+    state, held = tx.init(table), []
+    for number in range(11):
+        ids, values = rng.integers(0, 5, 3), rng.standard_normal((3, 2))
+        values[ids == 4] = np.nan  # Which is padding.
+        if finite := number % 5 != 1:
+            held.append((ids, values))
+        else:
+            ids[0], values[0, 1] = 2, np.inf
+        slices = gx.IndexedSlices(ids, np.float32(values), (4, 2))
+        table, state = push(slices, state, table)
+        assert finite or state.num_accumulated == len(held)
+        if len(held) == 3:
+            total, counts = np.zeros((5, 2)), np.zeros((5, 1))
+            for ids, values in held:
+                np.add.at(total, ids, values)
+                counts[np.unique(ids)] += 1
+            divisor = {"mean": 3, "sum": 1, "row_mean": np.maximum(counts, 1)[:4]}
+            expected = expected - total[:4] / divisor[reduction]
+            held = []
+        np.testing.assert_allclose(table, expected, rtol=1e-5, atol=1e-6)
+    assert (state.global_step, state.nonfinite_count) == (3, 2)
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf, 1 + np.inf * 1j, 3e38 + 3e38j])
+@pytest.mark.parametrize("how", ["update", "apply"])
+def test_whatever_is_left_out_reaches_nothing(bad, how):
+    tx = gx.accumulate(optax.sgd(1.0, momentum=0.9), 2, skip_nonfinite=True)
+    dtype = jnp.complex64 if isinstance(bad, complex) else jnp.float32
+    params = {"w": jnp.ones(3, dtype), "v": jnp.ones((), dtype)}
+    state = tx.init(params)
+    good = {"w": jnp.full(3, 2, dtype), "v": None}
+    params, state = gx.apply_gradients(tx, good, state, params)
+    grads = {**good, "w": good["w"].at[1].set(bad)}
+    if how == "apply":
+        after, new = gx.apply_gradients(tx, grads, state, params)
+    else:
+        updates, new = tx.update(grads, state, params)
+        after = gx.apply_updates(params, updates)
+    if np.isfinite(bad):  # Though its absolute value is not.
+        assert (new.global_step, new.nonfinite_count) == (1, 0)
+        return
+    chex.assert_trees_all_equal(after, params)
+    assert new.nonfinite_count == 1
+    chex.assert_trees_all_equal(
+        new._replace(nonfinite_count=state.nonfinite_count), state
+    )
+
+
+def test_without_being_asked_nothing_is_left_out():
+    tx = gx.accumulate(optax.sgd(1.0), 2)
+    params = jnp.zeros(2)
+    state, trace = tx.init(params), []
+    for grad in (jnp.nan, 1.0, 1.0, 3.0):
+        updates, state = tx.update(jnp.full(2, grad), state, params)
+        trace.append(updates[0])
+    np.testing.assert_array_equal(trace, [0, np.nan, 0, -2])
+    assert state.nonfinite_count == 0
+
+
+def test_counters_saturate():
+    largest = jnp.int32(np.iinfo(np.int32).max)
+    tx = gx.accumulate(optax.sgd(0.1), 1, skip_nonfinite=True)
+    grads = {"w": jnp.ones((2, 3)), "none": None, "b": jnp.ones(3)}
+    state = tx.init(PARAMS)._replace(global_step=largest, nonfinite_count=largest)
+    _, after = tx.update(grads, state, PARAMS)
+    assert (after.global_step, after.nonfinite_count) == (largest, largest)
+    _, after = tx.update({**grads, "b": jnp.full(3, jnp.nan)}, state, PARAMS)
+    assert (after.global_step, after.nonfinite_count) == (largest, largest)
+
+
+GATES = {
+    "accumulate": (gx.accumulate, {}),
+    "conditional_accumulator": (gx.conditional_accumulator, {"local_step": 9}),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_schedule_says_how_many_make_each_step(name):
+    gate, extra = GATES[name]
+    # Of optax, whose numbers are real; below 1 is 1 once it is compiled.
+    schedules = {
+        "whole": (lambda step: jnp.array([2, 1, 3])[step], [1, 2, 5]),
+        "below 1": (lambda step: jnp.array([0, -7, 2])[step], [0, 1, 3, 5]),
+        "real": (optax.linear_schedule(1.5, 3.5, 2), [1, 4]),
+        "huge": (lambda step: jnp.uint32(2**32 - 1), []),
+    }
+    for schedule, steps in schedules.values():
+        tx = gate(optax.sgd(1.0), schedule)
+
+        def push(state, grad, tx=tx):
+            updates, state = tx.update(grad, state, **extra)
+            return state, updates
+
+        _, updates = jax.lax.scan(push, tx.init(jnp.zeros(())), jnp.ones(6))
+        assert np.flatnonzero(updates).tolist() == steps
+        assert set(updates[np.array(steps, int)].tolist()) <= {-1.0}
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize(
+    ("gives", "error", "message"),
+    [
+        (0, ValueError, r"must be in \[1, 2147483647\], got 0"),
+        (jnp.int32(-1), ValueError, r"must be in \[1, 2147483647\], got -1"),
+        (jnp.float32(jnp.nan), ValueError, r"must be in \[1, 2147483647\], got nan"),
+        (True, TypeError, "must be a real scalar, got True"),
+        (jnp.ones(2, int), TypeError, "must be a real scalar"),
+        (None, TypeError, "must be a real scalar, got None"),
+    ],
+)
+def test_a_schedule_that_gives_no_count(name, gives, error, message):
+    gate, extra = GATES[name]
+    tx = gate(optax.sgd(1.0), lambda step: gives)
+    state = tx.init(jnp.ones(3))
+    with pytest.raises(error, match=r"^num_required\(global_step\) " + message):
+        tx.update(jnp.ones(3), state, **extra)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: gx.accumulate(optax.sgd(1.0), 1.5), TypeError,
+         "num_required must be an integer scalar, got 1.5"),
+        (lambda: gx.accumulate(optax.sgd, 2), TypeError,
+         "inner must be an optax.GradientTransformation"),
+        (lambda: gx.accumulate(optax.sgd(1.0), 2, reduction="max"), ValueError,
+         "reduction must be one of 'mean', 'sum', 'row_mean', got 'max'"),
+        (lambda: gx.accumulate(optax.sgd(1.0), 2, accumulator_dtype=int), TypeError,
+         "accumulator_dtype must be"),
+        (lambda: gx.apply_gradients(
+            gx.accumulate(optax.sgd(1.0), 2), jnp.ones(2), None, jnp.ones(3)),
+         TypeError, "grads and params differ at the root"),
+    ],
+)  # fmt: skip
+def test_bad_input(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_extra_arguments_reach_inner():
+    tx = gx.accumulate(gx.scale_by_staleness(), 2)
+    state = tx.init(jnp.zeros(()))
+    for _ in range(2):
+        updates, state = tx.update(jnp.ones(()), state, staleness=4)
+    assert updates == 0.25
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_devices_leave_a_push_out_together(apart):
+    """Unless each counts its steps for itself."""
+    mesh = jax.make_mesh((8,), ("x",), (jax.sharding.AxisType.Auto,))
+    tx = gx.accumulate(optax.sgd(1.0), 1, skip_nonfinite=True)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=(P("x"), P("x"))
+    )
+    def push(grads):
+        params = {"sharded": jnp.zeros_like(grads), "whole": jnp.zeros(())}
+        state = tx.init(params)
+        own = jax.lax.axis_index("x")
+        if apart:
+            differing = (params, state)
+            params, state = jax.tree.map(
+                lambda x: x + (0 * own).astype(x.dtype), differing
+            )
+        grads = {"sharded": grads, "whole": params["whole"] + 1}
+        params, state = gx.apply_gradients(tx, grads, state, params)
+        return params["sharded"], (0 * own + state.nonfinite_count)[None]
+
+    params, left_out = push(jnp.ones(8).at[5].set(jnp.nan))
+    expected = np.arange(8) == 5 if apart else np.ones(8)
+    assert left_out.tolist() == expected.tolist()
+    assert params.tolist() == (expected - 1).tolist()
+
+
+def test_a_server_counts_the_steps_and_not_the_pushes():
+    params = {"w": jnp.zeros(2)}
+    tx = optax.chain(gx.accumulate(optax.sgd(1.0), 2, skip_nonfinite=True))
+    server = gx.ParameterServer(params, tx)
+    one, bad = {"w": jnp.ones(2)}, {"w": jnp.full(2, jnp.nan)}
+    with pytest.raises(TimeoutError):
+        server.wait(0, timeout=0)
+    # Added; left out; a step; added, however late.
+    assert server.push(one, 0) == (True, 0, 0)
+    assert server.push(bad, 0) == (False, 0, 0)
+    kept = server.state()
+    assert server.push({"w": 3 * one["w"]}, 0) == (True, 0, 1)
+    assert server.wait(0) == 1
+    assert server.push(one, 0) == (True, 1, 1)
+    assert server.pull()[0]["w"].tolist() == [-2.0, -2.0]
+    stats = server.stats()
+    assert (stats.accepted, stats.dropped, stats.global_step) == (3, 1, 1)
+    server.restore(kept)
+    assert server.push(one, 0) == (True, 0, 1)
+    assert server.pull()[0]["w"].tolist() == [-1.0, -1.0]
+
+
+def test_what_is_late_to_a_gate_around_it_is_counted_there():
+    tx = gx.drop_stale(gx.accumulate(optax.sgd(1.0), 2), 0)
+    state = tx.init(jnp.zeros(()))
+    for _ in range(2):
+        _, state = tx.update(jnp.ones(()), state, local_step=0)
+    assert gx.global_step(state) == 1
+    assert gx.staleness_fraction(state) == 0.5
+    # A gate that knows of no lateness hides none that lies inside of it.
+    inside = gx.accumulate(gx.drop_stale(optax.sgd(1.0), 0), 1)
+    state = inside.init(jnp.zeros(()))
+    for _ in range(2):
+        _, state = inside.update(jnp.ones(()), state, local_step=0)
+    assert gx.global_step(state) == 2
+    assert gx.staleness_fraction(state) == 0.5
+    alone = gx.accumulate(optax.sgd(1.0), 1).init(jnp.zeros(()))
+    with pytest.raises(ValueError, match="the state holds no stale_count"):
+        gx.staleness_fraction(alone)
