@@ -43,10 +43,10 @@ MODELS = {
 }
 
 
-def run(name, batches):
-    """What the page's code for this framework leaves."""
+def run(name, batches, wrapped=""):
+    """What the page's code for this framework leaves, with ``tx`` as it is or not."""
     left = {"batches": batches}
-    exec(SHARED + BLOCKS[name], left)
+    exec(SHARED + wrapped + BLOCKS[name], left)
     return left
 
 
@@ -74,6 +74,29 @@ def test_trains_on_digits(name, request, monkeypatch):
     left = run(name, minibatches(images, digits.labels, epochs=20))
     logits = MODELS[name](left, test_images)
     assert np.mean(np.argmax(logits, axis=-1) == digits.test_labels) >= 0.96
+
+
+PARAMETERS = {
+    "Flax NNX": lambda left: nnx.state(left["model"], nnx.Param),
+    "Flax Linen": lambda left: left["state"].params,
+    "Haiku": lambda left: left["params"],
+    "Equinox": lambda left: eqx.filter(left["model"], eqx.is_inexact_array),
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_micro_batches_train_as_their_batches_do(name):
+    """Two batches at once, and each in two halves."""
+    rng = np.random.default_rng(0)
+    images = rng.standard_normal((2, 8, 64)).astype(np.float32)
+    labels = rng.integers(0, 10, (2, 8))
+    whole = run(name, zip(images, labels, strict=True))
+    halves = zip(images.reshape(4, 4, 64), labels.reshape(4, 4), strict=True)
+    micro = run(name, halves, "tx = gx.accumulate(tx, num_required=2)\n")
+    params, expected = (
+        jax.tree.leaves(PARAMETERS[name](left)) for left in (micro, whole)
+    )
+    chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_nnx_takes_fewer_than_15_lines_beyond_the_model():
@@ -182,6 +205,15 @@ def test_linens_own_train_state_forwards_nothing():
     # Where tx could do without, it is a field that there is not.
     with pytest.raises(TypeError, match="unexpected keyword argument 'use_norm'"):
         create(gx.clip_by_global_norm(1.0)).apply_gradients(grads=params, use_norm=2.0)
+
+
+def test_linens_own_train_state_takes_micro_batches():
+    tx, params = gx.accumulate(optax.sgd(1.0), 2), {"w": jnp.zeros(3)}
+    state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    for grad, expected in ((1.0, 0.0), (3.0, -2.0), (5.0, -2.0)):
+        state = step(state, {"w": jnp.full(3, grad)})
+        assert state.params["w"].tolist() == [expected] * 3
 
 
 def test_linens_subclass_forwards_and_skips_the_whole_step():

@@ -22,14 +22,14 @@ from tests import oracles
 PAGES = pathlib.Path(__file__).parents[1] / "docs/coming_from"
 TABLES = "\n".join(
     (PAGES / f"{source}.md").read_text()
-    for source in ("tensorflow", "keras", "novograd")
+    for source in ("tensorflow", "keras", "novograd", "optax")
 )
 
 
 def code_of_the_rows():
     """The second cells of the migration tables, where they hold code."""
-    for line in TABLES.splitlines():
-        if line.startswith("| ") and not line.startswith("| there |"):
+    for table in re.findall(r"^\| there \|.*\n((?:\|.*\n?)*)", TABLES, re.M):
+        for line in table.splitlines()[1:]:
             _, here, _ = re.fullmatch(r"\| (.+?) \| (.*?) ?\| (.*?) ?\|", line).groups()
             if here:
                 yield here.strip("`")
@@ -70,6 +70,7 @@ def names():
     tx, clip, novograd = gx.adagrad(0.1), gx.clip_by_global_norm(1.0), gx.novograd(0.1)
     late = gx.drop_stale(gx.adagrad(0.1), 1)
     summing = gx.conditional_accumulator(gx.adagrad(0.1), 2)
+    micro = gx.accumulate(gx.adagrad(0.1), 2)
     return {
         **{"gx": gx, "jax": jax, "optax": optax, "loss_fn": loss_fn},
         **{"params": params, "grads": grads, "averaged": {"w": 0.0, "b": 0.0}},
@@ -78,6 +79,7 @@ def names():
         **{"novograd": novograd, "novograd_state": after_one(novograd)},
         **{"late": late, "late_state": after_one(late, local_step=0)},
         **{"summing": summing, "summing_state": after_one(summing, local_step=0)},
+        **{"micro": micro, "micro_state": after_one(micro)},
         "scheduled_state": after_one(gx.adagrad(optax.constant_schedule(0.1))),
         **{"indices": IDS, "values": ROWS},
         **{"learning_rate": 0.1, "staleness": 1, "local_step": 1, "clip_norm": 1.0},
@@ -178,11 +180,49 @@ def skips_what_is_not_finite(tx):
         assert jnp.all(updates["w"] == 0)
 
 
-def acts_on_every_second_push(tx):
-    first, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
-    second, _ = tx.update(GRADS, state, PARAMS)
-    equals({"w": np.zeros(3), "b": 0.0})(first)
-    equals(ADAGRAD_UPDATE, rtol=1e-6)(second)  # optax's mean is a float32.
+NO_UPDATE = {"w": np.zeros(3), "b": np.array(0.0)}
+ADAGRAD_UPDATE_OF_THE_SUM = {
+    k: -0.1 * 2 * g / np.sqrt(0.1 + 4 * g**2 + 1e-7) for k, g in GRADS.items()
+}
+
+
+def emits_as(theirs, first=ADAGRAD_UPDATE, **multi_steps):
+    """As optax's own on pushes of several sizes, and this for the first two of GRADS.
+
+    What stands in ``theirs`` is the transformation, or with arguments for it that which
+    ``optax.MultiSteps`` wraps.
+    """
+
+    def check(ours):
+        their = theirs
+        if multi_steps:
+            their = optax.MultiSteps(theirs, accumulator_dtype="float64", **multi_steps)
+        state, their_state, emitted = ours.init(PARAMS), their.init(PARAMS), []
+        for scale in (1, 1, 3, np.nan, 0.3, -2, 0.5):
+            if np.isnan(scale) and "should_skip_update_fn" not in multi_steps:
+                continue
+            grads = {k: g * scale for k, g in GRADS.items()}
+            updates, state = ours.update(grads, state, PARAMS)
+            expected, their_state = their.update(grads, their_state, PARAMS)
+            chex.assert_trees_all_close(updates, expected, rtol=1e-9)
+            emitted.append(updates)
+        equals([NO_UPDATE, first])(emitted[:2])
+
+    return check
+
+
+def keeps_state_push_by_push(tx):
+    """The sum of two of Adagrad's updates, and not one of the sum."""
+    state = tx.init(PARAMS)
+    for _ in range(2):
+        updates, state = tx.update(GRADS, state, PARAMS)
+    twice = {
+        k: u - 0.1 * GRADS[k] / np.sqrt(ACC[k] + GRADS[k] ** 2 + 1e-7)
+        for k, u in ADAGRAD_UPDATE.items()
+    }
+    equals(twice)(updates)
+    with pytest.raises(AssertionError):
+        emits_as(tx, twice)(gx.accumulate(gx.adagrad(0.1), 2, reduction="sum"))
 
 
 def acts_on_two(expected):
@@ -191,7 +231,7 @@ def acts_on_two(expected):
     def check(tx):
         first, state = tx.update(GRADS, tx.init(PARAMS), PARAMS, local_step=0)
         second, _ = tx.update(GRADS, state, PARAMS, local_step=0)
-        equals({"w": np.zeros(3), "b": 0.0})(first)
+        equals(NO_UPDATE)(first)
         equals(expected)(second)
 
     return check
@@ -316,7 +356,7 @@ CHECKS = {
     "gx.conditional_accumulator(tx, num_required=2)": acts_on_two(ADAGRAD_UPDATE),
     "gx.conditional_accumulator(optax.identity(), num_required=2)": acts_on_two(GRADS),
     'gx.conditional_accumulator(tx, num_required=2, reduction="sum")': acts_on_two(
-        {k: -0.1 * 2 * g / np.sqrt(0.1 + 4 * g**2 + 1e-7) for k, g in GRADS.items()}
+        ADAGRAD_UPDATE_OF_THE_SUM
     ),
     'gx.conditional_accumulator(tx, num_required=2, accumulator_dtype="bfloat16")': (
         lambda tx: gives(
@@ -414,7 +454,6 @@ CHECKS = {
     "optax.incremental_update(params, averaged, step_size=0.01)": equals(
         {k: 0.01 * p for k, p in PARAMS.items()}
     ),
-    "optax.MultiSteps(tx, every_k_schedule=2)": acts_on_every_second_push,
     "jax.jit(tx.update)": lambda update: equals(ADAGRAD_UPDATE)(
         update(GRADS, gx.adagrad(0.1).init(PARAMS))[0]
     ),
@@ -439,6 +478,50 @@ CHECKS = {
     "gx.adagrad(learning_rate, initial_accumulator_value=-1.0)": says(
         ValueError, "initial_accumulator_value must be in"
     ),
+    # MultiSteps, apply_every
+    "gx.accumulate(tx, num_required=2)": emits_as(gx.adagrad(0.1), every_k_schedule=2),
+    "gx.accumulate(tx, num_required=lambda step: jax.numpy.where(step < 1, 2, 3))": (
+        emits_as(
+            gx.adagrad(0.1), every_k_schedule=lambda step: jnp.where(step < 1, 2, 3)
+        )
+    ),
+    'gx.accumulate(tx, num_required=2, reduction="sum")': emits_as(
+        gx.adagrad(0.1),
+        ADAGRAD_UPDATE_OF_THE_SUM,
+        every_k_schedule=2,
+        use_grad_mean=False,
+    ),
+    "gx.accumulate(tx, num_required=2, skip_nonfinite=True)": emits_as(
+        gx.adagrad(0.1),
+        every_k_schedule=2,
+        should_skip_update_fn=optax.skip_not_finite,
+    ),
+    'gx.accumulate(tx, num_required=2, accumulator_dtype="bfloat16")': (
+        lambda tx: gives({jnp.dtype("bfloat16")})(
+            {a.dtype for a in tx.init(PARAMS).accumulated.values()}
+        )
+    ),
+    "micro.init(params)": lambda state: equals((0, 0, NO_UPDATE))(
+        (state.global_step, state.num_accumulated, state.accumulated)
+    ),
+    "gx.apply_gradients(micro, grads, micro_state, params)": lambda result: equals(
+        {k: PARAMS[k] + ADAGRAD_UPDATE[k] for k in PARAMS}
+    )(result[0]),
+    "micro_state.num_accumulated == 0": equals(False),
+    "micro_state.num_accumulated": equals(1),
+    "gx.global_step(micro_state)": equals(0),
+    "micro_state.accumulated": equals(GRADS),
+    "micro_state.nonfinite_count": equals(0),
+    "micro_state.inner_state": lambda state: equals(
+        {k: 0.1 + 0 * g for k, g in GRADS.items()}
+    )(optax.tree.get(state, "sum_of_squares")),
+    'gx.accumulate(optax.sgd(learning_rate), num_required=2, reduction="sum")': (
+        emits_as(
+            optax.chain(optax.sgd(0.1), optax.apply_every(2)),
+            {k: -0.2 * g for k, g in GRADS.items()},
+        )
+    ),
+    "optax.chain(tx, optax.apply_every(2))": keeps_state_push_by_push,
     # NovoGrad
     "gx.novograd(learning_rate)": novograd(),
     "gx.novograd(learning_rate, b2=0.0)": novograd(b2=0.0),
@@ -512,6 +595,10 @@ MEMBERS = {
         get_weights iterations load_own_variables save_own_variables scale_loss
         set_weights stateless_apply update_step variables weights minimize
         aggregate_gradients compute_gradients""",
+    "`optax.MultiSteps`": """opt every_k_schedule use_grad_mean should_skip_update_fn
+        accumulator_dtype init update gradient_transformation has_updated inner_opt
+        mini_step gradient_step inner_opt_state acc_grads skip_state""",
+    "`optax.apply_every`": "k count grad_acc",
     "`NovoGrad`": """learning_rate beta1 beta2 beta_1 beta_2 betas epsilon eps
         weight_decay grad_averaging amsgrad use_locking name clipnorm clipvalue
         iterations get_slot get_slot_names compute_gradients apply_gradients minimize
@@ -530,7 +617,7 @@ def test_every_member_of_the_originals_has_a_row(heading):
 
 
 def test_every_row_with_code_has_a_check():
-    assert sorted(code_of_the_rows()) == sorted(CHECKS)
+    assert set(code_of_the_rows()) == {*CHECKS}
 
 
 @pytest.mark.usefixtures("standard_promotion")

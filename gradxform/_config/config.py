@@ -50,7 +50,7 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     - as an argument, a schedule of optax: ``{"name": "cosine_decay_schedule", …}``;
       ``"inverse_time_decay"``, ``"polynomial_decay"`` with its ``cycle``,
       ``"cosine_decay_restarts"`` and ``"linear_cosine_decay"``, which it lacks, are
-      Keras's.
+      Keras's, and so is ``"at_last_push"``, a rate that counts micro-batches.
 
     Dtypes are strings, and trees of arguments (``mask``, ``stacked_axes``) lie in the
     dict as they are. Any mapping will do, and a ``ConfigDict`` of ml_collections.

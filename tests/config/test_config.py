@@ -182,6 +182,23 @@ def test_nested(through):
     assert through_json(gx.get_config(tx)) == through_json(NESTED)
 
 
+@pytest.mark.usefixtures("standard_promotion")  # For optax's schedule.
+def test_a_schedule_of_how_many_make_a_step():
+    required = {
+        "name": "piecewise_constant_schedule",
+        "init_value": 1,
+        "boundaries_and_scales": {"1": 2},
+    }
+    config = {"name": "accumulate", "inner": ADAGRAD, "num_required": required}
+    tx = gx.from_config(through_json(config))
+    assert gx.get_config(tx) == config
+    state, counts = tx.init(jnp.zeros(())), []
+    for _ in range(5):
+        _, state = tx.update(jnp.ones(()), state)
+        counts.append((int(state.global_step), int(state.num_accumulated)))
+    assert counts == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
+
+
 def test_frozen_config_dict():
     config = {"name": "drop_stale", "inner": {"name": "densify"}, "max_staleness": 1}
     tx = gx.from_config(ml_collections.FrozenConfigDict(config))
@@ -301,7 +318,7 @@ WRONG = [
     ),
     (
         {"name": "zzzz"},
-        "unknown name 'zzzz'. A transformation is one of adagrad, chain",
+        "unknown name 'zzzz'. A transformation is one of accumulate, adag",
     ),
     ({"name": "adamw"}, "unknown name 'adamw', did you mean 'optax.adamw'?"),
     (
@@ -315,7 +332,7 @@ WRONG = [
     (
         {**ADAGRAD, "learning_rate": {**LINEAR, "name": "lineal_schedule"}},
         f"{RATE}['name']: unknown name 'lineal_schedule', did you mean 'linear_schedule"
-        "'? A schedule is one of constant_schedule, cosine_",
+        "'? A schedule is one of at_last_push, constant_sch",
     ),
     # Where it is.
     (
@@ -565,6 +582,13 @@ SETTINGS = {
     "weight-decay-clipnorm": {"weight_decay": 0.1, "clipnorm": 0.5},
     "weight-decay-clipvalue": {"weight_decay": 0.1, "clipvalue": 0.2},
     "weight-decay-global-clipnorm": {"weight_decay": 0.1, "global_clipnorm": 0.5},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "accumulation-0": {"gradient_accumulation_steps": 0},
+    "accumulation-weight-decay-clipnorm": {
+        "gradient_accumulation_steps": 3,
+        "weight_decay": 0.1,
+        "clipnorm": 0.5,
+    },
 }
 
 # Keras under NumPy 2.
@@ -637,6 +661,9 @@ def test_our_schedules_need_no_promotion_of_dtypes(name, flag):
 CASES = [(setting, None) for setting in SETTINGS]
 CASES += [("plain", name) for name in SCHEDULES]
 CASES += [("weight-decay", "exponential"), ("weight-decay", "cosine-warmup")]
+# Rates count pushes there, and not steps.
+CASES += [("accumulation", "exponential"), ("accumulation", "piecewise-constant")]
+CASES += [("accumulation-weight-decay-clipnorm", "cosine-warmup")]
 
 
 @runs_keras
@@ -825,9 +852,8 @@ WRONG_OF_KERAS = [
         "config: loss_scale_factor=2.0 is only half",
     ),
     (
-        {**KERAS3, "gradient_accumulation_steps": 2},
-        "config: gradient_accumulation_steps=2: write null, and wrap what is built: "
-        "optax.MultiSteps(tx, every_k_schedule=2).",
+        {**KERAS3, "gradient_accumulation_steps": -1},
+        "config: num_required must be in [1, 2147483647], got -1.",
     ),
     (
         {**TFA, "grad_averaging": True},
