@@ -84,7 +84,14 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Flax NNX", "Flax Linen"),
+        pytest.param("Haiku", marks=pytest.mark.slow),
+        pytest.param("Equinox", marks=pytest.mark.slow),
+    ],
+)
 def test_micro_batches_train_as_their_batches_do(name):
     """Two batches at once, and each in two halves."""
     rng = np.random.default_rng(0)
