@@ -47,7 +47,7 @@ def accumulate(
 
     .. math::
 
-        sum &\leftarrow sum + g, \quad n \leftarrow n + 1 \
+        sum &\leftarrow sum + g, \quad n \leftarrow n + 1 \\
         g_{inner} &= sum / n \quad\text{once } n \ge num\_required(global\_step)
 
     :func:`conditional_accumulator` for one process, where nothing is late: no worker
