@@ -64,6 +64,13 @@ from gradxform._transforms.clipping import (
 from gradxform._transforms.clipping import clip_by_global_norm as clip_by_global_norm
 from gradxform._transforms.clipping import clip_by_norm as clip_by_norm
 from gradxform._transforms.clipping import global_norm as global_norm
+from gradxform._transforms.delayed_nesterov import (
+    ScaleByDelayedNesterovState as ScaleByDelayedNesterovState,
+)
+from gradxform._transforms.delayed_nesterov import delayed_nesterov as delayed_nesterov
+from gradxform._transforms.delayed_nesterov import (
+    scale_by_delayed_nesterov as scale_by_delayed_nesterov,
+)
 from gradxform._transforms.densify import densify as densify
 from gradxform._transforms.learning_rate import (
     scale_by_learning_rate as scale_by_learning_rate,

@@ -92,6 +92,17 @@ DESCRIPTORS = (
         real_only=True,
     ),
     D("novograd", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"),
+    D("scale_by_delayed_nesterov", {"num_delay": 2}),
+    D(
+        "delayed_nesterov",
+        {"learning_rate": 0.1, "num_delay": 2, "activation": 0.25},
+    ),
+    D(
+        "delayed_nesterov",
+        {"learning_rate": 0.1, "num_delay": 2, "mu_dtype": jnp.bfloat16},
+        "bf16",
+        real_only=True,
+    ),
     # The first two pushes with local_step 0 are fresh, the third is stale.
     D(
         "drop_stale",

@@ -136,6 +136,14 @@ _transforms/novograd.py: the schedule inside the momentum is one step ahead
 - rate = learning_rate(state.count) if
 + rate = learning_rate(state.count + 1) if
 
+_transforms/delayed_nesterov.py: the sum of one period goes on in the next
+- total = jnp.where(count == 0, 0, total)
++ pass
+
+_transforms/delayed_nesterov.py: a part of the momentum is added, and not moved ahead
+- jnp.where(moves(t), 1 - c * n + c, c)
++ jnp.where(moves(t), 1, c)
+
 _transforms/learning_rate.py: the count of steps overflows
 - count = optax.safe_increment(state.count)
 + count = state.count + 1

@@ -104,6 +104,28 @@ def novograd(
         yield params, mu, nu
 
 
+def delayed_nesterov(
+    params, sequence, learning_rate, b1=0.9, *, num_delay, activation=0.0
+):
+    """Yields ``(params, mu, sum)`` after each step; Δ, ε, β, c and N of the paper."""
+    n, c, beta = num_delay, activation, b1
+    mu, total = ({k: np.zeros_like(p) for k, p in params.items()} for _ in range(2))
+    for t, grads in enumerate(sequence):
+        eps = float(learning_rate(t)) if callable(learning_rate) else learning_rate
+        total = {k: total[k] + g for k, g in grads.items()}
+        if (t + 1) % n == 0:
+            mu = {k: beta * mu[k] + total[k] / n for k in grads}
+            total = {k: np.zeros_like(p) for k, p in params.items()}
+            share = 1 - c * n + c
+        else:
+            share = c
+        params = {
+            k: params[k] - eps * (share * beta * mu[k] + g / n)
+            for k, g in grads.items()
+        }
+        yield params, mu, total
+
+
 def drop_stale(params, pushes, max_staleness, apply):
     """Plays ``(grads, local_step)`` pushes; yields ``(params, step, stale)``."""
     global_step = stale = 0

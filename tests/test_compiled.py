@@ -59,6 +59,7 @@ CLIPPED = {
         grad_averaging=True,
         global_clipnorm=1.0,
     ),
+    "delayed_nesterov": gx.delayed_nesterov(0.1, num_delay=4, activation=0.1),
 }
 
 
@@ -96,12 +97,14 @@ def test_passes_over_memory(name):
         (gx.novograd(0.1, global_clipnorm=1.0), 7.01),
         (gx.adagrad(0.1, global_clipnorm=1.0), 11.01),  # Its sums are float32: 2 N.
         (gx.adagrad(0.1, clipvalue=1.0), 10.01),
+        (gx.delayed_nesterov(0.1, num_delay=4), 13.01),  # So are these: 2 N too.
     ],
     ids=[
         "novograd",
         "novograd-global_clipnorm",
         "adagrad-global_clipnorm",
         "clipvalue",
+        "delayed_nesterov",
     ],
 )
 def test_no_copy_in_half_precision_either(tx, passes):
@@ -118,6 +121,29 @@ def test_no_copy_in_half_precision_either(tx, passes):
 
 
 CLIPS = [None, "global_clipnorm", "clipnorm", "clipvalue"]
+
+
+@pytest.mark.parametrize("apply_updates", [gx.apply_updates, optax.apply_updates])
+@pytest.mark.parametrize("activation", [0.0, 0.25])
+def test_delayed_nesterov_reads_and_writes_what_it_keeps_once(
+    activation, apply_updates
+):
+    """On CPU, where a fusion has one result, gradient and new slots are read again."""
+    shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(3)}
+    tx = gx.delayed_nesterov(0.1, num_delay=4, activation=activation)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return apply_updates(params, updates), state
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    compiled = step.lower(shapes, jax.eval_shape(tx.init, shapes), shapes).compile()
+    # The sum: g, Δ and Δ'; the momentum: Δ', m and m'; the step: m', g, w and w'.
+    n, memory = size(shapes), compiled.memory_analysis()
+    assert 10 * n <= compiled.cost_analysis()["bytes accessed"] < 10.001 * n
+    assert memory.temp_size_in_bytes < 1000
+    assert memory.alias_size_in_bytes >= 3 * n
+    assert "conditional" not in compiled.as_text()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -160,11 +186,18 @@ def test_donation_pairs_buffers_in_order():
     "gate",
     [
         gx.drop_stale(gx.novograd(0.1, global_clipnorm=1.0), 1),
+        gx.drop_stale(CLIPPED["delayed_nesterov"], 1),
         gx.conditional_accumulator(CLIPPED["adagrad"], 2),
         gx.conditional_accumulator(gx.novograd(0.1, global_clipnorm=1.0), 2),
         gx.drop_stale(gx.conditional_accumulator(CLIPPED["adagrad"], 2), 1),
     ],
-    ids=["drop_stale", "accumulator", "accumulator-novograd", "both"],
+    ids=[
+        "drop_stale",
+        "drop_stale-nesterov",
+        "accumulator",
+        "accumulator-novograd",
+        "both",
+    ],
 )
 def test_a_gate_around_the_step_makes_none_either(gate):
     local_step = jax.ShapeDtypeStruct((), jnp.int32)

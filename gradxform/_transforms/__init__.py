@@ -7,6 +7,7 @@ the line that computes it.
 - ``clipping``: by the global norm, by the norm of each leaf, and ``clip_before``, which
   puts Keras's clip arguments in front of an optimizer and hands it the norms.
 - ``adagrad`` and ``novograd``: which take those norms instead of reading once more.
+- ``delayed_nesterov``: momentum for gradients that arrive one by one, and late.
 - ``learning_rate``: the last link of every alias.
 - ``densify``: in front of what must change every row.
 

@@ -129,10 +129,7 @@ def scale_by_novograd(
         decayed(params)
 
         def zero_momentum(p: jax.Array) -> jax.Array:
-            dtype = mu_dtype
-            if dtype is None:  # Integers and keys are there to be left alone.
-                inexact = jnp.issubdtype(p.dtype, jnp.inexact)
-                dtype = p.dtype if inexact else maps.compute_dtype(p)
+            dtype = maps.inexact_dtype(p) if mu_dtype is None else mu_dtype
             return maps.full_like(p, 0, dtype)
 
         def zero_norms(p: jax.Array, stacked: int) -> jax.Array:

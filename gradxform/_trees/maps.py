@@ -195,6 +195,11 @@ def wide_dtype(x: jax.Array) -> np.dtype[Any]:
     return compute_dtype(x)
 
 
+def inexact_dtype(x: jax.Array) -> np.dtype[Any]:
+    """That of ``x``, where it can hold a momentum; integers and keys are left alone."""
+    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else compute_dtype(x)
+
+
 def saturated(x: Any) -> jax.Array:
     """An integer, or inf, as int32; what does not fit becomes what is nearest."""
     low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max

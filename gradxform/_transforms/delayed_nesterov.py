@@ -1,0 +1,242 @@
+"""Delayed Nesterov: momentum for gradients that arrive one by one, and late."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradxform._transforms.learning_rate import scale_by_learning_rate
+from gradxform._trees import checks, maps
+
+
+class ScaleByDelayedNesterovState(NamedTuple):
+    """State of :func:`scale_by_delayed_nesterov`.
+
+    Attributes:
+      count: int32[] a leaf, gradients since its momentum has moved, in [0, num_delay).
+      mu: the momentum, like params.
+      accumulated: the sum of those gradients, like params, in at least float32 by
+        default; where ``count`` is 0, still of those that moved the momentum.
+    """
+
+    count: optax.Updates  # type: ignore[assignment]  # A tuple's method of that name.
+    mu: optax.Updates
+    accumulated: optax.Updates
+
+
+def scale_by_delayed_nesterov(
+    b1: jax.typing.ArrayLike = 0.9,
+    *,
+    num_delay: jax.typing.ArrayLike,
+    activation: jax.typing.ArrayLike = 0.0,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    accumulator_dtype: jax.typing.DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Descends along each gradient at once, and moves the momentum with every N-th.
+
+    .. math::
+
+        \Delta_t &= \Delta_{t-1} + g_t \\
+        \mu_t &= b_1\,\mu_{t-1} + \Delta_t / N, \quad
+          u_t = (1 - c N + c)\,b_1\,\mu_t + g_t / N, \quad \Delta_t \leftarrow 0
+          \quad\text{where } N \mid t \\
+        \mu_t &= \mu_{t-1}, \quad u_t = c\,b_1\,\mu_t + g_t / N
+          \quad\text{elsewhere}
+
+    with N = ``num_delay`` and c = ``activation``. Gradients of workers that do not wait
+    for each other point nearly the same way, because none of them has seen the others:
+    a momentum that each of them moves overshoots. Here it moves with the mean of N of
+    them, and over N steps its weights sum to 1. With ``num_delay=1`` this is Nesterov
+    momentum, ``optax.trace(b1, nesterov=True)``.
+
+    ``None`` for a leaf leaves all that is its own as it was: its N gradients are those
+    that it gets.
+
+    Args:
+      b1: decay of the momentum, in [0, 1).
+      num_delay: how many gradients move the momentum once, in [1, 2³¹ - 1]; as many as
+        there are workers, as a rule.
+      activation: the part of the momentum that acts with every gradient, in
+        [0, 1/num_delay]: with 0 all of it acts when it moves, with ``1/num_delay`` the
+        same part at each step.
+      mu_dtype: dtype of ``mu``, by default that of the parameters, as in optax.
+      accumulator_dtype: dtype of the sum, by default that of the parameters but at
+        least float32: a sum in half precision loses what is small beside it.
+
+    Returns:
+      A transformation with state :class:`ScaleByDelayedNesterovState`. Updates keep
+      their shapes and dtypes; the arithmetic is done in at least float32.
+
+    Raises:
+      ValueError: an argument is out of its range.
+      TypeError: ``num_delay`` is no integer; a dtype is none for the parameters;
+        updates do not have their structure or shapes, or are row-sparse.
+
+    Source: Liu et al., 2024, "Asynchronous local-SGD training for language modeling",
+    https://arxiv.org/abs/2401.09135, the delayed Nesterov update.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> tx = gx.scale_by_delayed_nesterov(0.5, num_delay=2)
+    >>> grads = jnp.array([1.0, -2.0])
+    >>> state = tx.init(grads)
+    >>> for factor in (0.5, 1.0, 0.5, 1.25):  # 1/2, and of the momentum 1/2, then 3/4
+    ...     updates, state = tx.update(grads, state)
+    ...     assert jnp.allclose(updates, factor * grads)
+    >>> assert state.count == 0 and jnp.allclose(state.mu, 1.5 * grads)
+    """
+    checks.in_range("b1", b1, "[0, 1)")
+    checks.integer_scalar("num_delay", num_delay)
+    checks.in_range("num_delay", num_delay, f"[1, {np.iinfo(np.int32).max}]")
+    known = not isinstance(num_delay, jax.core.Tracer)
+    most = 1 / int(num_delay) if known else 1.0  # type: ignore[arg-type]
+    checks.in_range("activation", activation, f"[0, {most}]")
+    dtypes = {"mu_dtype": mu_dtype, "accumulator_dtype": accumulator_dtype}
+    for name, dtype in dtypes.items():
+        checks.state_dtype(name, dtype, complex_too=True)
+
+    def init_fn(params: optax.Params) -> ScaleByDelayedNesterovState:
+        for name, dtype in dtypes.items():
+            checks.of_same_kind(name, dtype, params)
+
+        def no_gradients(p: jax.Array) -> jax.Array:
+            return maps.full_like(p, 0, jnp.int32, axes=0)
+
+        def zero_momentum(p: jax.Array) -> jax.Array:
+            dtype = maps.inexact_dtype(p) if mu_dtype is None else mu_dtype
+            return maps.full_like(p, 0, dtype)
+
+        def zero_sum(p: jax.Array) -> jax.Array:
+            dtype = accumulator_dtype
+            return maps.full_like(p, 0, maps.wide_dtype(p) if dtype is None else dtype)
+
+        return ScaleByDelayedNesterovState(
+            count=maps.map_params(no_gradients, maps.bare(params)),
+            mu=maps.map_params(zero_momentum, params),
+            accumulated=maps.map_params(zero_sum, params),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ScaleByDelayedNesterovState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, ScaleByDelayedNesterovState]:
+        del params, extra
+        checks.dense("delayed_nesterov", updates)
+        checks.same_shapes("updates", updates, "mu", state.mu)
+        before = maps.as_in(updates, state.count)
+
+        def number(_: jax.Array, count: jax.Array) -> jax.Array:
+            return count + 1
+
+        def moves(t: jax.Array) -> jax.Array:
+            return t >= maps.saturated(num_delay)
+
+        def again(_: jax.Array, t: jax.Array) -> jax.Array:
+            return jnp.where(moves(t), 0, t)
+
+        def add(g: jax.Array, total: jax.Array, count: jax.Array) -> jax.Array:
+            # Δ_t = Δ_{t-1} + g_t. It starts again from 0 with the first gradient, and
+            # not with the last: the momentum then reads the new sum alone, which takes
+            # the old one's place.
+            total = jnp.where(count == 0, 0, total)
+            return maps.wide_sum(g, total).astype(total.dtype)
+
+        def move(
+            _: jax.Array, mu: jax.Array, total: jax.Array, t: jax.Array
+        ) -> jax.Array:
+            # mu_t = b1·mu_{t-1} + Δ_t/N where N | t, else mu_{t-1}
+            total = maps.widen(total)
+            moved = maps.scale(maps.widen(mu).astype(total.dtype), b1)
+            moved += maps.scale(total, 1 / num_delay)
+            return jnp.where(moves(t), moved.astype(mu.dtype), mu)
+
+        def step(g: jax.Array, mu: jax.Array, t: jax.Array) -> jax.Array:
+            # u_t = (1 - cN + c)·b1·mu_t + g_t/N where N | t, else c·b1·mu_t + g_t/N
+            numbers = (activation, num_delay, b1)
+            c, n, decay = (jnp.asarray(x, maps.compute_dtype(g)) for x in numbers)
+            share = jnp.where(moves(t), 1 - c * n + c, c)
+            g = maps.widen(g)
+            if mu.dtype.itemsize < 4:  # Or it would be computed again for the step.
+                mu = maps.apart(mu)
+            mu = mu.astype(g.dtype)
+            return maps.scale(mu, share * decay) + maps.scale(g, 1 / n)
+
+        count = maps.map_state(number, updates, before)
+        sums = maps.map_state(add, updates, state.accumulated, before)
+        mu = maps.map_state(move, updates, state.mu, sums, count)
+        stepped = maps.map_updates(step, updates, mu, count)
+        count = maps.map_state(again, updates, count)
+        new_state = ScaleByDelayedNesterovState(
+            count=maps.as_in(state.count, count), mu=mu, accumulated=sums
+        )
+        return maps.cast_like(stepped, updates), new_state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def delayed_nesterov(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    *,
+    num_delay: jax.typing.ArrayLike,
+    activation: jax.typing.ArrayLike = 0.0,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    accumulator_dtype: jax.typing.DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""The outer optimizer for workers that are far apart and wait for nobody.
+
+    .. math:: w \leftarrow w - learning\_rate \cdot u
+
+    with ``u`` from :func:`scale_by_delayed_nesterov`. Each worker trains on its own for
+    many steps, and pushes how far it has come as if that were a gradient, as
+    :func:`local_steps` gives it. ``drop_stale(delayed_nesterov(...), max_staleness)``
+    drops what comes too late. With ``num_delay=1`` and ``activation=0`` it is
+    ``optax.sgd(learning_rate, b1, nesterov=True)``, the outer optimizer of DiLoCo.
+
+    Args:
+      learning_rate: a scalar, or a schedule ``count -> scalar``.
+      b1: see :func:`scale_by_delayed_nesterov`, as all that follows.
+      num_delay: how many gradients move the momentum once, the number of workers as a
+        rule.
+      activation: the part of the momentum that acts with every gradient.
+      mu_dtype: dtype of the momentum.
+      accumulator_dtype: dtype of the sum.
+
+    Returns:
+      A transformation whose state holds :class:`ScaleByDelayedNesterovState`; its
+      updates are to be added to the parameters.
+
+    Raises:
+      ValueError: an argument is out of its range.
+      TypeError: as :func:`scale_by_delayed_nesterov`.
+
+    Source: Liu et al., 2024, https://arxiv.org/abs/2401.09135; with ``num_delay=1``
+    Douillard et al., 2023, "DiLoCo", https://arxiv.org/abs/2311.08105.
+
+    >>> import gradxform as gx, jax, jax.numpy as jnp
+    >>> tx = gx.drop_stale(gx.delayed_nesterov(0.2, 0.5, num_delay=4), max_staleness=3)
+    >>> params = {"w": jnp.array([1.0, -2.0])}
+    >>> state = tx.init(params)
+    >>> pulled = [params] * 4  # by four workers in turn, each of them three steps late
+    >>> step = jax.jit(lambda g, s, p, t: gx.apply_gradients(tx, g, s, p, local_step=t))
+    >>> for push in range(100):
+    ...     seen = pulled.pop(0)
+    ...     params, state = step(seen, state, params, max(0, push - 3))
+    ...     pulled.append(params)
+    >>> assert jnp.abs(params["w"]).max() < 0.01
+    """
+    return optax.chain(
+        scale_by_delayed_nesterov(
+            b1,
+            num_delay=num_delay,
+            activation=activation,
+            mu_dtype=mu_dtype,
+            accumulator_dtype=accumulator_dtype,
+        ),
+        scale_by_learning_rate(learning_rate),
+    )

@@ -1,0 +1,172 @@
+"""Delayed Nesterov: the paper's algorithm, and what has no part in it."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from tests import oracles
+
+PUSHES = 12
+RATES = 0.1 * 0.8 ** np.arange(PUSHES, dtype=np.float32)
+
+
+def schedule(count):
+    return jnp.asarray(RATES)[count]
+
+
+def cases():
+    """Decay, N and c; those where c is as small, and as large, as may be, too."""
+    rng = np.random.default_rng(0)
+    num_delay = np.array([1, 1, 2, 2, 3, 4, 5, 7, 11, 12, 13, 40])
+    part = np.array([0, 1, 0, 1, 0, 1, *rng.uniform(size=6)])
+    b1 = np.float32([0.9, 0.0, *rng.uniform(0, 0.99, size=10)])
+    return b1, num_delay.astype(np.int32), np.float32(part / num_delay)
+
+
+def draw(*shape, dtype="float32", seed=0):
+    """What float32 holds, or bfloat16, as an array of that dtype."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        x = x + 1j * rng.standard_normal(shape)
+    return jnp.asarray(np.asarray(x, jnp.dtype(dtype)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol"),
+    [("float32", 1e-6), ("float64", 1e-6), ("complex64", 1e-6), ("bfloat16", 1e-2)],
+)
+@pytest.mark.parametrize("learning_rate", [0.1, schedule], ids=["rate", "schedule"])
+def test_the_algorithm_of_the_paper(dtype, rtol, learning_rate):
+    """All cases in one program, for which their numbers are traced."""
+    with jax.enable_x64(dtype == "float64"):
+        params, grads = draw(3, dtype=dtype), draw(PUSHES, 3, dtype=dtype, seed=1)
+
+        @jax.jit
+        @jax.vmap
+        def play(b1, num_delay, activation):
+            tx = gx.delayed_nesterov(
+                learning_rate, b1, num_delay=num_delay, activation=activation
+            )
+
+            def push(carry, g):
+                params, state = gx.apply_gradients(tx, {"w": g}, *carry[::-1])
+                return (params, state), (params["w"], state[0].mu["w"], state[0].count)
+
+            start = {"w": params}
+            return jax.lax.scan(push, (start, tx.init(start)), grads)[1]
+
+        got = jax.tree.map(np.asarray, play(*cases()))
+    wide = complex if dtype == "complex64" else float
+    params, grads = np.asarray(params).astype(wide), np.asarray(grads).astype(wide)
+    for case, (b1, num_delay, activation) in enumerate(zip(*cases(), strict=True)):
+        expected = oracles.delayed_nesterov(
+            {"w": params},
+            [{"w": g} for g in grads],
+            learning_rate,
+            float(b1),
+            num_delay=int(num_delay),
+            activation=float(activation),
+        )
+        for t, (w, mu, _) in enumerate(expected):
+            for slot, wanted in zip(got, (w["w"], mu["w"]), strict=False):
+                atol = rtol * max(1, np.abs(wanted).max())
+                x = slot[case, t].astype(wide)
+                np.testing.assert_allclose(x, wanted, rtol=0, atol=atol)
+            assert got[2]["w"][case, t] == (t + 1) % num_delay
+
+
+def test_with_one_worker_it_is_nesterov_momentum(standard_promotion):
+    """Exactly: of optax, to the bit."""
+    params, grads = {"w": draw(2, 3)}, draw(PUSHES, 2, 3, seed=1)
+    ours = gx.delayed_nesterov(schedule, 0.9, num_delay=1)
+    theirs = optax.sgd(schedule, momentum=0.9, nesterov=True)
+    states = [tx.init(params) for tx in (ours, theirs)]
+    for g in grads:
+        got, states[0] = ours.update({"w": g}, states[0], params)
+        expected, states[1] = theirs.update({"w": g}, states[1], params)
+        chex.assert_trees_all_equal(got, expected)
+
+
+def test_what_the_last_period_held_reaches_no_other():
+    """Where the momentum has not moved yet, a NaN has not reached it either."""
+    tx = gx.scale_by_delayed_nesterov(num_delay=3)
+    grads = jnp.ones(2)
+    state = tx.init(grads)
+    update = jax.jit(tx.update)
+    for _ in range(4):
+        _, state = update(grads, state)
+    _, poisoned = update(grads.at[0].set(np.nan), state)
+    chex.assert_trees_all_equal(poisoned.mu, state.mu)
+    _, poisoned = update(grads, poisoned)
+    assert np.isnan(poisoned.mu).tolist() == [True, False]
+    _, poisoned = update(grads, poisoned)
+    assert poisoned.accumulated.tolist() == [1.0, 1.0]
+
+
+def test_a_leaf_counts_the_gradients_that_it_gets():
+    """Whichever of the pushes have none for it, those that move others too."""
+    grads = draw(PUSHES, 2)
+    tx = gx.scale_by_delayed_nesterov(0.5, num_delay=3, activation=0.2)
+    update = jax.jit(tx.update)
+    both, alone = tx.init({"w": grads[0], "b": grads[0]}), tx.init({"b": grads[0]})
+    for t, g in enumerate(grads):
+        b = None if t in (0, 2, 3, 7) else g
+        before = both
+        updates, both = update({"w": g, "b": b}, both)
+        if b is None:
+            assert updates["b"] is None
+            for old, new in zip(before, both, strict=True):
+                chex.assert_trees_all_equal(new["b"], old["b"])
+            continue
+        expected, alone = update({"b": b}, alone)
+        chex.assert_trees_all_equal(updates["b"], expected["b"])
+    assert (both.count["w"], both.count["b"]) == (0, 2)
+
+
+def test_dtypes_of_the_state():
+    params = {
+        "w": jnp.ones(2, jnp.bfloat16),
+        "z": jnp.ones(2, jnp.complex64),
+        "sizes": jnp.ones(2, jnp.int32),
+    }
+    state = gx.scale_by_delayed_nesterov(num_delay=2).init(params)
+    dtypes = {"w": "bfloat16", "z": "complex64", "sizes": "float32"}
+    assert jax.tree.map(lambda x: x.dtype.name, state.mu) == dtypes
+    sums = jax.tree.map(lambda x: x.dtype.name, state.accumulated)
+    assert sums == dtypes | {"w": "float32"}
+    given = {"mu_dtype": jnp.float32, "accumulator_dtype": "bfloat16"}
+    state = gx.scale_by_delayed_nesterov(num_delay=2, **given).init(params["w"])
+    assert (state.mu.dtype, state.accumulated.dtype) == ("float32", "bfloat16")
+    with pytest.raises(TypeError, match=r"mu_dtype=float32 does not fit \['z'\]"):
+        gx.scale_by_delayed_nesterov(num_delay=2, mu_dtype="float32").init(params)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"num_delay": 0}, ValueError, r"num_delay must be in \[1, 2147483647\]"),
+        ({"num_delay": 2.0}, TypeError, "num_delay must be an integer"),
+        ({"num_delay": 4, "activation": 0.26}, ValueError, r"in \[0, 0.25\], got 0.26"),
+        ({"num_delay": 4, "activation": -0.1}, ValueError, "activation must be in"),
+        ({"num_delay": 4, "activation": np.nan}, ValueError, "activation must be in"),
+        ({"num_delay": 4, "b1": 1.0}, ValueError, r"b1 must be in \[0, 1\)"),
+        ({"num_delay": 4, "mu_dtype": int}, TypeError, "mu_dtype must be"),
+        ({"num_delay": 4, "accumulator_dtype": int}, TypeError, "accumulator_dtype"),
+    ],
+)
+def test_bad_arguments(kwargs, error, message):
+    with pytest.raises(error, match=message):
+        gx.delayed_nesterov(0.1, **kwargs)
+
+
+def test_a_row_sparse_gradient_is_refused():
+    tx = gx.delayed_nesterov(0.1, num_delay=2)
+    params = {"emb": jnp.zeros((3, 1))}
+    rows = {"emb": gx.IndexedSlices([2], jnp.ones((1, 1)), (3, 1))}
+    with pytest.raises(TypeError, match=r"\['emb'\].*densify"):
+        tx.update(rows, tx.init(params), params)
