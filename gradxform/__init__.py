@@ -82,6 +82,7 @@ from gradxform._trees.indexed_slices import IndexedSlices as IndexedSlices
 from gradxform._verbs.apply import apply_gradients as apply_gradients
 from gradxform._verbs.apply import apply_updates as apply_updates
 from gradxform._verbs.apply import minimize as minimize
+from gradxform._verbs.local_steps import local_steps as local_steps
 from gradxform._verbs.lookup import lookup as lookup
 from gradxform._verbs.lookup import value_and_grad as value_and_grad
 

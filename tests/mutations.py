@@ -210,6 +210,14 @@ _verbs/apply.py: a training step copies the parameters
 - donate_argnums=(0, 1) if donate
 + donate_argnums=(1,) if donate
 
+_verbs/local_steps.py: one step more is taken than shall be
+- number < maps.saturated(num_steps)
++ number <= maps.saturated(num_steps)
+
+_verbs/local_steps.py: what was pulled is donated
+- donate_argnums=(1,) if donate
++ donate_argnums=(0, 1) if donate
+
 _verbs/lookup.py: rows of a sharded table lie as JAX guesses
 - return take_rows(table, ids, out_sharding=explicit)
 + return take_rows(table, ids)

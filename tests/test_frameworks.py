@@ -147,6 +147,7 @@ def test_nnx_forwards_extra_arguments():
 # State of fewer axes than its parameters, which the names of theirs do not fit.
 SHORT = {
     "nu": gx.novograd(0.1),
+    "count": gx.delayed_nesterov(0.1, num_delay=2),
     "sum_of_squares": gx.adagrad(0.1, row_wise=True),
     "row_counts": gx.conditional_accumulator(gx.adagrad(0.1), 1, reduction="row_mean"),
 }

@@ -4,6 +4,7 @@
   gives those rows as its gradient.
 - ``apply``: ``apply_updates``, ``apply_gradients``, which leads a gate around the whole
   step, and ``minimize``, which makes all of it one compiled function.
+- ``local_steps``: many of those steps, and how far they came as a pseudo-gradient.
 
 Imports ``_trees`` and ``_late``.
 """

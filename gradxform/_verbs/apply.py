@@ -173,6 +173,21 @@ def minimize(
     ...     params, state, loss = step(params, state, x, 2 * x + 1)
     >>> assert loss < 1e-6 and abs(params["w"] - 2) < 1e-3 and params["b"] == 1.0
     """
+    step = training_step(
+        loss_fn, tx, has_aux=has_aux, trainable=trainable, tables=tables
+    )
+    return jax.jit(step, donate_argnums=(0, 1) if donate else ())
+
+
+def training_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    has_aux: bool,
+    trainable: Any | Callable[[optax.Params], Any] | None,
+    tables: Tables = (),
+) -> Callable[..., Any]:
+    """The step of :func:`minimize`, not yet compiled."""
     checks.transformation("tx", tx)
     if tables:
         versions.before_tracing()
@@ -180,9 +195,7 @@ def minimize(
     def step(
         params: optax.Params, state: optax.OptState, *batch: Any, **extra: Any
     ) -> tuple[Any, ...]:
-        mask = maps.broadcast(True if trainable is None else trainable, params)
-        checks.bools("trainable", mask, params)
-        learning = jax.tree.map(lambda learns, p: p if learns else None, mask, params)
+        learning = learning_part(trainable, params)
 
         def loss(learning: Any, *batch: Any) -> Any:
             merged = jax.tree.map(
@@ -202,7 +215,16 @@ def minimize(
         )
         return params, state, value, *aux
 
-    return jax.jit(step, donate_argnums=(0, 1) if donate else ())
+    return step
+
+
+def learning_part(
+    trainable: Any | Callable[[optax.Params], Any] | None, params: optax.Params
+) -> optax.Params:
+    """Those of the parameters that are trainable; None for the others."""
+    mask = maps.broadcast(True if trainable is None else trainable, params)
+    checks.bools("trainable", mask, params)
+    return jax.tree.map(lambda learns, p: p if learns else None, mask, params)
 
 
 def _step(

@@ -162,11 +162,3 @@ def test_dtypes_of_the_state():
 def test_bad_arguments(kwargs, error, message):
     with pytest.raises(error, match=message):
         gx.delayed_nesterov(0.1, **kwargs)
-
-
-def test_a_row_sparse_gradient_is_refused():
-    tx = gx.delayed_nesterov(0.1, num_delay=2)
-    params = {"emb": jnp.zeros((3, 1))}
-    rows = {"emb": gx.IndexedSlices([2], jnp.ones((1, 1)), (3, 1))}
-    with pytest.raises(TypeError, match=r"\['emb'\].*densify"):
-        tx.update(rows, tx.init(params), params)

@@ -1,0 +1,171 @@
+"""Local steps: a worker trains on its own, and says how far it has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from gradxform._late import gate
+from gradxform._trees import checks, maps, versions
+from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._verbs.apply import learning_part, training_step
+
+
+def local_steps(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    trainable: Any | Callable[[optax.Params], Any] | None = None,
+    donate: bool = True,
+) -> Callable[..., Any]:
+    r"""Many compiled training steps of one worker, and what to push after them.
+
+    .. math::
+
+        w_0 &= w, \qquad w_h, s_h = tx(\nabla L(w_{h-1}, batch_h), s_{h-1}, w_{h-1}) \\
+        g &= w - w_H
+
+    The steps of :func:`minimize` one after the other, in one program. ``g`` is the
+    pseudo-gradient: an outer optimizer on the server, as :func:`delayed_nesterov`,
+    takes it for a gradient at the parameters that were pulled, and under plain SGD with
+    a learning rate of 1 a single worker would come to where it is. So workers talk to
+    the server once in H steps: local SGD, or federated averaging, or DiLoCo.
+
+    The local optimizer's state is the worker's own and goes on from one call to the
+    next; what is pulled stays valid.
+
+    Args:
+      loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)`` where
+        ``has_aux`` is set.
+      tx: the local optimizer, any ``optax.GradientTransformation``.
+      has_aux: as in ``jax.value_and_grad``.
+      trainable: which parameters learn, as in :func:`minimize`. The pseudo-gradient of
+        the others is ``None``.
+      donate: whether the memory of ``state``, which then must not be used again, may be
+        reused. That of ``params`` never is.
+
+    Returns:
+      ``steps(params, state, *batches, num_steps=None, **extra) -> (grads, state,
+      losses[, aux])``, jitted. ``params`` are what was pulled, and ``state`` begins as
+      ``tx.init(params)``. Each leaf of ``batches`` has an axis in front, of H, and
+      ``loss_fn`` sees one entry of it a step; ``losses``, and ``aux``, have it too.
+      ``grads`` has the shapes and dtypes of ``params``, and is the difference in at
+      least float32, rounded once. ``extra`` is as in :func:`minimize`.
+
+      Another H is another program. Where it changes often, ``num_steps``, an int32
+      scalar, says how many of the H steps to take: the batches after them are not
+      looked at, their losses and ``aux`` are 0. Above H it means H, below 0 it means 0.
+
+    Raises:
+      ValueError: there are no batches, a leaf of them has no entry or not as many as
+        the others; or no parameter is trainable.
+      TypeError: ``params`` holds :class:`IndexedSlices`; ``num_steps`` is no integer;
+        ``tx`` is no transformation.
+
+    Source: Stich, 2018, "Local SGD converges fast and communicates little",
+    https://arxiv.org/abs/1805.09767; Douillard et al., 2023, "DiLoCo",
+    https://arxiv.org/abs/2311.08105.
+
+    >>> import gradxform as gx, jax, jax.numpy as jnp
+    >>> def loss_fn(params, x, y):
+    ...     return jnp.mean((x @ params["w"] - y) ** 2)
+    >>> x = jax.random.normal(jax.random.key(0), (8, 16, 3))  # eight batches of 16
+    >>> y = x @ jnp.array([1.0, -2.0, 0.5])
+    >>> outer = gx.drop_stale(gx.delayed_nesterov(1.0, 0.5, num_delay=2), 4)
+    >>> server = gx.ParameterServer({"w": jnp.zeros(3)}, outer)
+    >>> local = gx.adagrad(0.1)
+    >>> steps = gx.local_steps(loss_fn, local)
+    >>> state = [local.init({"w": jnp.zeros(3)}) for worker in range(2)]
+    >>> for push in range(40):
+    ...     params, seen = server.pull()
+    ...     grads, state[push % 2], losses = steps(params, state[push % 2], x, y)
+    ...     result = server.push(grads, seen)
+    >>> assert losses.shape == (8,) and losses[-1] < 1e-4 < 3.0 < loss_fn(
+    ...     {"w": jnp.zeros(3)}, x, y
+    ... )
+    """
+    step = training_step(loss_fn, tx, has_aux=has_aux, trainable=trainable)
+    versions.before_tracing()
+
+    def steps(
+        params: optax.Params,
+        state: optax.OptState,
+        *batches: Any,
+        num_steps: jax.typing.ArrayLike | None = None,
+        **extra: Any,
+    ) -> tuple[Any, ...]:
+        _check_dense(params)
+        length = _length(batches)
+
+        def train(carry: Any, batch: Any) -> Any:
+            trained, state, *result = step(*carry, *batch, **extra)
+            return (trained, state), result
+
+        def train_or_rest(carry: Any, numbered: Any) -> Any:
+            number, batch = numbered
+            result, carry = gate.either(
+                number < maps.saturated(num_steps),
+                lambda: train(carry, batch)[::-1],
+                lambda: (None, carry),
+            )
+            return carry, result
+
+        if num_steps is None:
+            (trained, state), result = jax.lax.scan(train, (params, state), batches)
+        else:
+            checks.integer_scalar("num_steps", num_steps)
+            numbered = (np.arange(length, dtype=np.int32), batches)
+            (trained, state), result = jax.lax.scan(
+                train_or_rest, (params, state), numbered
+            )
+        # g = w - w_H, of what learns
+        learning = learning_part(trainable, params)
+        grads = maps.map_updates(_difference, learning, trained)
+        return grads, state, *result
+
+    return jax.jit(steps, donate_argnums=(1,) if donate else ())
+
+
+def _difference(pulled: jax.Array, trained: jax.Array) -> jax.Array:
+    return (maps.widen(pulled) - maps.widen(trained)).astype(pulled.dtype)
+
+
+def _check_dense(params: optax.Params) -> None:
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=maps.is_leaf):
+        if isinstance(leaf, IndexedSlices):
+            raise TypeError(
+                "local_steps changes the parameters that it is given, got rows of a "
+                f"table, IndexedSlices, at {checks.place(path)}. Pull the whole table, "
+                "or push the gradients of its rows at each step."
+            )
+
+
+def _length(batches: tuple[Any, ...]) -> int:
+    """H, which every leaf of the batches has in front."""
+    lengths = {
+        f"batches{jax.tree_util.keystr(path)}": np.shape(leaf)[:1]
+        for path, leaf in jax.tree.leaves_with_path(batches)
+    }
+    if not lengths:
+        raise ValueError(
+            "local_steps needs batches: steps(params, state, *batches), whose first "
+            "axis says how many steps to take."
+        )
+    (first, wanted), *_ = lengths.items()
+    for where, length in lengths.items():
+        if length in ((), (0,)):
+            had = "no axes" if length == () else "a first axis of length 0"
+            raise ValueError(
+                f"{where} must have an entry for each of at least one step, got {had}."
+            )
+        if length != wanted:
+            raise ValueError(
+                f"{where} has entries for {length[0]} steps, {first} for {wanted[0]}: "
+                "the first axis of all batches must be as long."
+            )
+    return wanted[0]
