@@ -3,11 +3,13 @@
 Workers pull the parameters of a small convolutional net, compute a gradient each on a
 minibatch of its own, and push it to a ``ParameterServer``, whose transformation ends in
 ``chain(clip_by_global_norm, novograd)``. In front of it, ``drop_stale`` drops gradients
-that come too late, or ``conditional_accumulator`` adds up those of several workers.
+that come too late, or ``conditional_accumulator`` adds up those of several workers. In
+mode ``local`` that chain is each worker's own, for ``local_steps``, and what they push
+after those is for ``delayed_nesterov``.
 
-From top to bottom: data, model, workers, transformation, command line, Ctrl-C. How the
-workers run is the business of ``_server.engines``, and what is shown of them that of
-``_report``.
+From top to bottom: workers, transformation, command line, Ctrl-C. What they train is
+the business of ``_digits``, how they run that of ``_server.engines``, and what is shown
+of them that of ``_report``.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -28,6 +31,7 @@ import optax
 
 import gradxform as gx
 from gradxform import _listing
+from gradxform._digits import Digits, Model, build_model, load_digits
 from gradxform._report import print_report, save_plot
 from gradxform._server import engines
 
@@ -42,137 +46,121 @@ OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float]]
     "adagrad": (gx.adagrad, 0.2),
 }
 
-MODES = ("async", "backup", "sync")
+# Of mode local: rate and decay of the outer optimizer. Here, too, lateness acts as
+# momentum. And how many local steps are compiled one by one: a convolution in a loop is
+# slow on CPU, and compiling many of them as well.
+OUTER = 1.0, 0.5
+UNROLLED = 20
 
-
-class Digits(NamedTuple):
-    """Handwritten digits; the split is always the same, so that seeds compare."""
-
-    images: np.ndarray  # float32[1437, 8, 8] in [0, 1]
-    test_images: np.ndarray  # float32[360, 8, 8]
-    labels: np.ndarray  # int32[1437]
-    test_labels: np.ndarray  # int32[360]
-
-
-def load_digits() -> Digits:
-    """The 1,797 digits that scikit-learn bundles, in a stratified 80/20 split."""
-    from sklearn import datasets, model_selection
-
-    bunch: Any = datasets.load_digits()
-    images = np.asarray(bunch.images / 16, np.float32)
-    labels = np.asarray(bunch.target, np.int32)
-    split: Any = model_selection.train_test_split
-    return Digits(
-        *split(images, labels, test_size=0.2, stratify=labels, random_state=0)
-    )
-
-
-class Model(NamedTuple):
-    """Pure functions of the parameters, each compiled once for all workers."""
-
-    params: optax.Params
-    # From parameters, images and labels: the loss, its gradient's norm, its gradient.
-    gradient: Callable[..., tuple[jax.Array, jax.Array, optax.Updates]]
-    logits: Callable[[optax.Params, np.ndarray], jax.Array]
-
-
-def build_model(seed: int) -> Model:
-    """A convolutional net of 38,000 parameters and its cross-entropy."""
-    from flax import nnx
-
-    rngs = nnx.Rngs(seed)
-    net = nnx.Sequential(
-        nnx.Conv(1, 16, (3, 3), rngs=rngs),
-        nnx.leaky_relu,  # A unit that one wild step switches off can come back.
-        nnx.Conv(16, 32, (3, 3), strides=2, rngs=rngs),
-        nnx.leaky_relu,
-        lambda x: x.reshape(len(x), -1),
-        nnx.Linear(4 * 4 * 32, 64, rngs=rngs),
-        nnx.leaky_relu,
-        nnx.Linear(64, 10, rngs=rngs),
-    )
-    graph, params = nnx.split(net)
-
-    def logits(params: optax.Params, images: jax.Array) -> jax.Array:
-        return nnx.merge(graph, params)(images[..., None])
-
-    def loss(params: optax.Params, images: jax.Array, labels: jax.Array) -> jax.Array:
-        entropy = optax.softmax_cross_entropy_with_integer_labels
-        return entropy(logits(params, images), labels).mean()
-
-    def gradient(
-        params: optax.Params, images: jax.Array, labels: jax.Array
-    ) -> tuple[jax.Array, jax.Array, optax.Updates]:
-        value, grads = jax.value_and_grad(loss)(params, images, labels)
-        return value, gx.global_norm(grads), grads
-
-    return Model(params, jax.jit(gradient), jax.jit(logits))
+MODES = ("async", "backup", "local", "sync")
+GRADIENTS = 3000  # Of all workers together, by default.
 
 
 def make_worker(
-    model: Model, digits: Digits, mean_duration: float, rng: np.random.Generator
+    model: Model,
+    digits: Digits,
+    mean_duration: float,
+    rng: np.random.Generator,
+    *batches: int,
 ) -> engines.Worker:
     """A worker that draws random digits, each shifted by at most one pixel.
 
-    Its durations scatter around ``mean_duration``, in seconds, log-normally.
+    A minibatch of them, or an array of minibatches of the shape ``batches``. Its
+    durations scatter around ``mean_duration``, in seconds, log-normally.
     """
     # windows[digit, down, right] is one of nine shifted images; a view, no copies.
     padded = np.pad(digits.images, ((0, 0), (1, 1), (1, 1)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (8, 8), axis=(1, 2))
     median = mean_duration / np.exp(JITTER**2 / 2)
+    size = *batches, BATCH_SIZE
 
     def gradient(
         params: optax.Params,
     ) -> tuple[jax.Array, jax.Array, optax.Updates]:
-        rows = rng.integers(len(windows), size=BATCH_SIZE)
-        down, right = rng.integers(3, size=(2, BATCH_SIZE))
+        rows = rng.integers(len(windows), size=size)
+        down, right = rng.integers(3, size=(2, *size))
         batch = windows[rows, down, right], digits.labels[rows]
         return model.gradient(params, *batch)
 
     return engines.Worker(gradient, lambda: median * rng.lognormal(sigma=JITTER))
 
 
-def make_transformation(
-    optimizer: str, pushes: int, max_staleness: int, required: int | None = None
+def make_local(
+    model: Model, tx: optax.GradientTransformation, *, unroll: bool
+) -> Callable[[], Model]:
+    """Makes models, of which each trains by itself and has an optimizer of its own.
+
+    Their gradient is that of an array of minibatches: what training on them makes of
+    the parameters. Their loss is that of the first one.
+    """
+    steps = gx.local_steps(model.loss, tx, unroll=unroll)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def train(params: optax.Params, state: optax.OptState, *batches: jax.Array) -> Any:
+        grads, state, losses = steps(params, state, *batches)
+        return (losses[0], gx.global_norm(grads), grads), state
+
+    def own() -> Model:
+        state = None
+
+        def gradient(params: optax.Params, *batches: jax.Array) -> Any:
+            nonlocal state
+            if state is None:  # In the worker's own process, where it stays.
+                state = tx.init(params)
+            result, state = train(params, state, *batches)
+            return result
+
+        return model._replace(gradient=gradient)
+
+    return own
+
+
+def make_optimizer(
+    optimizer: str, steps: int, batches: int
 ) -> optax.GradientTransformation:
-    """The whole flow: drop or add up, clip, scale.
+    """A clip, and what scales the gradients.
 
     Args:
       optimizer: one of ``OPTIMIZERS``.
-      pushes: how many there will be; the learning rate falls to 0 with the last one.
-      max_staleness: how many steps late a push may be, without ``required``.
-      required: how many pushes make a step, each of the newest parameters.
+      steps: how many there will be; the learning rate falls to 0 with the last one.
+      batches: how many minibatches have a part in a step.
     """
     scale, peak = OPTIMIZERS[optimizer]
     # A mean of n has 1/n of the variance and n times fewer steps: a higher rate pays.
-    batches = required or 1
     peak *= batches**0.5
-    steps = max(1, pushes // batches)
     # With many workers the first gradients, large and late, would diverge at the peak.
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps)
-    inner = optax.chain(gx.clip_by_global_norm(MAX_NORM), scale(rate))
-    if required is None:
-        return gx.drop_stale(inner, max_staleness)
-    return gx.conditional_accumulator(inner, required)
+    return optax.chain(gx.clip_by_global_norm(MAX_NORM), scale(rate))
 
 
 def make_job(args: argparse.Namespace, model: Model, digits: Digits) -> engines.Job:
     """What the options say, for any engine."""
-    required = {
-        "async": None,
-        "backup": args.workers - args.backups,
-        "sync": args.workers,
-    }[args.mode]
-    durations = np.full(args.workers, args.work)
+    workers, local = args.workers, args.mode == "local"
+    required = {"backup": workers - args.backups, "sync": workers}.get(args.mode)
+    length = (args.local_steps,) if local else ()
+    batches = workers if local else required or 1
+    steps = max(1, args.steps * math.prod(length) // batches)
+    inner = make_optimizer(args.optimizer, steps, batches)
+    models = [model] * workers
+    if local:
+        own = make_local(model, inner, unroll=args.local_steps <= UNROLLED)
+        models = [own() for _ in models]
+        outer = gx.delayed_nesterov(*OUTER, num_delay=workers)
+        inner = optax.chain(gx.clip_by_global_norm(MAX_NORM), outer)
+    if required is None:
+        tx = gx.drop_stale(inner, args.max_staleness)
+    else:
+        tx = gx.conditional_accumulator(inner, required)
+    durations = np.full(workers, args.work * math.prod(length))
     durations[-1] *= args.straggler
     # One stream of random numbers for each worker.
-    own = np.random.default_rng(args.seed).spawn(args.workers)
+    streams = np.random.default_rng(args.seed).spawn(workers)
     return engines.Job(
         model.params,
-        make_transformation(args.optimizer, args.steps, args.max_staleness, required),
+        tx,
         [
-            make_worker(model, digits, *pair)
-            for pair in zip(durations, own, strict=True)
+            make_worker(each, digits, duration, rng, *length)
+            for each, duration, rng in zip(models, durations, streams, strict=True)
         ],
         args.steps,
         required,
@@ -201,11 +189,33 @@ class Parser(argparse.ArgumentParser):
         """Exits with code 2."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.splitlines())}\n")
 
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: None = None
+    ) -> argparse.Namespace:
+        """The options, of which some depend on others."""
+        parsed = super().parse_args(args, namespace)
+        mode, workers, backups = parsed.mode, parsed.workers, parsed.backups
+        if mode == "backup" and backups >= workers:
+            self.error(f"argument --backups: must be below --workers, got {backups}")
+        if parsed.steps is None:
+            each = parsed.local_steps if mode == "local" else 1
+            parsed.steps = max(1, GRADIENTS // each)
+        return parsed
+
     def add_number(
-        self, name: str, default: float, low: float, high: float, help: str
+        self,
+        name: str,
+        default: float | None,
+        low: float,
+        high: float,
+        help: str,
+        shown: str = "%(default)s",
     ) -> None:
-        """Adds an option with a value in [low, high]: an integer if its default is."""
-        kind = type(default)
+        """Adds an option with a value in [low, high]: an integer if its default is.
+
+        Or if it has none, because the default depends on other options.
+        """
+        kind = int if default is None else type(default)
 
         def parse(text: str) -> float:
             with contextlib.suppress(ValueError):
@@ -215,7 +225,7 @@ class Parser(argparse.ArgumentParser):
             allowed = f"must be {word} in [{low:.10g}, {high:.10g}]"
             raise argparse.ArgumentTypeError(f"{allowed}, got {text!r}")
 
-        help += " (default: %(default)s)"
+        help += f" (default: {shown})"
         metavar = "N" if kind is int else "X"
         self.add_argument(name, type=parse, default=default, metavar=metavar, help=help)
 
@@ -250,7 +260,8 @@ def make_parser() -> Parser:
     many = 2**31 - 1  # They are int32 on the device.
     how = "async makes a step of each gradient that is not too late; in sync a step "
     how += "waits for a gradient of every worker and takes their mean; backup is sync "
-    how += "without waiting for the slowest (default: %(default)s)"
+    how += "without waiting for the slowest; in local workers train on their own and "
+    how += "push how far they have come, as in async (default: %(default)s)"
     parser.add_argument("--mode", choices=MODES, default="async", help=how)
     how = "where workers run: threads of this process, processes of a local Ray "
     how += "cluster, or simulated, on a virtual clock (default: %(default)s)"
@@ -263,14 +274,15 @@ def make_parser() -> Parser:
     parser.add_number("--workers", 4, 1, 1000, how)
     how = "in mode backup, how many of the workers a step does not wait for"
     parser.add_number("--backups", 1, 1, 999, how)
-    how = "in mode async, drop a gradient whose worker pulled its parameters more than "
+    how = "in mode local, how many gradients make a push"
+    parser.add_number("--local-steps", 10, 1, 1000, how)
+    how = "in modes async and local, drop what a worker pushes that pulled more than "
     how += "N steps ago"
     parser.add_number("--max-staleness", 4, 0, many, how)
-    how = (
-        "in every mode, how many gradients reach the server, accepted and dropped ones "
-    )
+    how = "in every mode, how many pushes reach the server, accepted and dropped ones "
     how += "together"
-    parser.add_number("--steps", 3000, 1, many, how)
+    shown = f"{GRADIENTS}, in mode local by --local-steps fewer"
+    parser.add_number("--steps", None, 1, many, how, shown)
     how = (
         "how many seconds a gradient takes, on average: a worker sleeps for the rest, "
     )
@@ -328,8 +340,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line, ``sys.argv`` by default."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    if args.mode == "backup" and args.backups >= args.workers:
-        parser.error(f"argument --backups: must be below --workers, got {args.backups}")
     try:
         needed = ("rich",) if args.list else ("flax", "matplotlib", "rich", "sklearn")
         for package in needed:
@@ -356,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     labels = np.argmax(model.logits(params, digits.test_images), axis=-1)
     print(f"test accuracy {np.mean(labels == digits.test_labels):.3f}", flush=True)
     if args.plot:
-        limit = args.max_staleness if args.mode == "async" else 0
+        limit = args.max_staleness if job.required is None else 0
         try:
             save_plot(args.plot, title, pushes, limit, MAX_NORM)
         except OSError as error:  # The disk may have filled up meanwhile.

@@ -292,6 +292,11 @@ _config/schedules.py: the first step of a cosine is the last of the one before
 - start(nearest) * (1 - 1e-6)
 + start(nearest) * (1 + 1e-6)
 
+__main__.py: workers share the state of one local optimizer
+- return own
++ shared = own()
++     return lambda: shared
+
 __main__.py: the picture of an earlier run is lost where the new one is not drawn
 - if not existed and os.path.lexists(path):
 + if os.path.lexists(path):

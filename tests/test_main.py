@@ -113,7 +113,7 @@ def test_the_split_is_stratified_and_complete():
 def test_workers_shift_digits_by_at_most_a_pixel():
     images = np.zeros((5, 8, 8), np.float32)
     images[:, 3, 3] = labels = np.arange(1, 6)  # One lit pixel, as bright as its label.
-    model = job.Model(None, lambda params, *batch: batch, None)
+    model = job.Model(None, None, lambda params, *batch: batch, None)
     digits = job.Digits(images, images, labels, labels)
     worker = job.make_worker(model, digits, 1.0, np.random.default_rng(0))
     batch, drawn = worker.gradient(None)
@@ -124,6 +124,27 @@ def test_workers_shift_digits_by_at_most_a_pixel():
         (d, r) for d in (2, 3, 4) for r in (2, 3, 4)
     }
     assert set(drawn) == set(labels)
+
+
+def test_a_worker_draws_as_many_minibatches_as_it_takes_steps():
+    images, labels = np.zeros((5, 8, 8), np.float32), np.arange(5)
+    model = job.Model(None, None, lambda params, *batches: batches, None)
+    digits = job.Digits(images, images, labels, labels)
+    worker = job.make_worker(model, digits, 1.0, np.random.default_rng(0), 3)
+    shapes = [np.shape(x) for x in worker.gradient(None)]
+    assert shapes == [(3, job.BATCH_SIZE, 8, 8), (3, job.BATCH_SIZE)]
+
+
+def test_workers_that_train_by_themselves_have_optimizers_of_their_own():
+    model = job.Model(jnp.zeros(()), lambda w, x, y: w * x.sum() + y, None, None)
+    own = job.make_local(model, gx.adagrad(1.0, 0.0), unroll=False)
+    first, second = own(), own()
+    batches = jnp.ones((2, 1)), jnp.array([7.0, 8.0])
+    moved = [each.gradient(jnp.zeros(()), *batches) for each in (first, first, second)]
+    for (loss, norm, grad), steps in zip(moved, ([1, 2], [3, 4], [1, 2]), strict=True):
+        np.testing.assert_allclose(grad, np.sum(1 / np.sqrt(steps)), rtol=1e-5)
+        assert norm == grad
+        assert loss == 7.0
 
 
 def test_a_seed_decides_the_weights():
@@ -153,7 +174,7 @@ def arguments(*options):
 
 def make_job(*options):
     """The job of the command line, of a model that is one number."""
-    model = job.Model(jnp.zeros(1), lambda params, *batch: batch, None)
+    model = job.Model(jnp.zeros(1), None, lambda params, *batch: batch, None)
     images, labels = np.zeros((5, 8, 8), np.float32), np.arange(5)
     digits = job.Digits(images, images, labels, labels)
     return job.make_job(arguments(*options), model, digits)
@@ -165,10 +186,21 @@ def test_the_last_worker_is_the_straggler():
     np.testing.assert_allclose(means, [0.1, 0.1, 0.5], rtol=0.03)
 
 
+def test_in_mode_local_a_push_stands_for_many_gradients():
+    made = make_job("--mode", "local", "--local-steps", "20", "--work", "0.1")
+    assert made.pushes == 3000 / 20
+    means = [np.mean([w.duration() for _ in range(4000)]) for w in made.workers]
+    np.testing.assert_allclose(means, 20 * 0.1, rtol=0.03)
+    # Elsewhere it has no meaning, and those who count pushes get what they ask for.
+    assert make_job("--local-steps", "20").pushes == 3000
+    assert make_job("--mode", "local", "--steps", "7").pushes == 7
+
+
 @pytest.mark.parametrize(
     ("options", "required"),
     [
         (["--mode", "async"], None),
+        (["--mode", "local"], None),
         (["--mode", "sync"], 5),
         (["--mode", "backup"], 4),
         (["--mode", "backup", "--backups", "3"], 2),
@@ -189,6 +221,7 @@ def test_a_step_requires_what_the_mode_says(options, required, standard_promotio
 @pytest.mark.parametrize("optimizer", job.OPTIMIZERS)
 def test_a_few_steps_lower_the_loss(optimizer, mode, standard_promotion):
     options = ["--mode", mode, "--optimizer", optimizer, "--steps", "120"]
+    options += ["--local-steps", "2"]  # Each is compiled on its own.
     made = job.make_job(arguments(*options), build_model(0), job.load_digits())
     with engines.simulated(made) as run:
         losses = [push.loss for push in run.pushes]
@@ -222,6 +255,17 @@ def test_the_defaults_learn_and_drop(tmp_path):
     assert len(plot) > 10_000
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_the_defaults_of_mode_local_learn(seed):
+    done = call("--mode", "local", "--engine", "simulated", "--seed", seed)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("local on simulated, novograd, workers 4")
+    accepted = int(row(done.stdout, "pushes accepted"))
+    assert accepted + int(row(done.stdout, "pushes dropped")) == 300
+    assert float(done.stdout.split()[-1]) >= 0.96
+
+
 @pytest.mark.parametrize(
     ("options", "steps", "dropped"),
     [(["--mode", "sync"], 15, 0), (["--mode", "backup", "--straggler", "9"], 19, 2)],
@@ -235,13 +279,15 @@ def test_threads_wait_for_those_they_require(options, steps, dropped):
 
 
 @pytest.mark.slow
-def test_ray_trains_in_silence():
+@pytest.mark.parametrize(("mode", "steps"), [("sync", "15"), ("local", "30")])
+def test_ray_trains_in_silence(mode, steps):
     pytest.importorskip("ray")
-    options = ["--engine", "ray", "--steps", "30", "--workers", "2", "--mode", "sync"]
+    options = ["--engine", "ray", "--steps", "30", "--workers", "2", "--mode", mode]
+    options += ["--local-steps", "2"]
     done = run(*options, **KILLED)  # As its workers are in the end.
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("sync on ray, novograd, workers 2, seed 0")
-    assert row(done.stdout, "steps") == "15"
+    assert done.stdout.startswith(f"{mode} on ray, novograd, workers 2, seed 0")
+    assert row(done.stdout, "steps") == steps
 
 
 @pytest.fixture(scope="module")
@@ -340,14 +386,15 @@ def test_help_explains_every_option():
     assert (done.returncode, done.stderr) == (0, "")
     options, words = done.stdout.split("options:")[1], r"\s+\w+ \w+"
     assert re.search(r"--optimizer \{novograd,adagrad\}" + words, options)
-    assert re.search(r"--mode \{async,backup,sync\}" + words, options)
+    assert re.search(r"--mode \{async,backup,local,sync\}" + words, options)
     assert re.search(r"--engine \{threads,ray,simulated\}" + words, options)
-    for option in ("workers", "backups", "max-staleness", "steps", "seed"):
+    integers = "workers", "backups", "local-steps", "max-staleness", "steps", "seed"
+    for option in integers:
         assert re.search(rf"--{option} N{words}", options)
     for option in ("work", "straggler"):
         assert re.search(rf"--{option} X{words}", options)
     assert re.search(r"--plot FILE" + words, options)
-    assert options.count("(default:") == 10
+    assert options.count("(default:") == 11
 
 
 @pytest.mark.parametrize(
@@ -358,6 +405,7 @@ def test_help_explains_every_option():
         (["--engine", "dask"], ["--engine", "threads", "ray", "simulated", "'dask'"]),
         (["--mode", "backup", "--backups", "4"], ["--backups", "--workers", "4"]),
         (["--mode", "backup", "--workers", "1"], ["--backups", "--workers", "1"]),
+        (["--local-steps", "0"], ["--local-steps", "[1, 1000]", "'0'"]),
         (["--backups", "0"], ["--backups", "[1, 999]", "'0'"]),
         (["--straggler", "0.9"], ["--straggler", "a number in [1, 1000]", "'0.9'"]),
         (["--straggler", "nan"], ["--straggler", "[1, 1000]", "'nan'"]),

@@ -21,6 +21,7 @@ def local_steps(
     *,
     has_aux: bool = False,
     trainable: Any | Callable[[optax.Params], Any] | None = None,
+    unroll: int | bool = 1,
     donate: bool = True,
 ) -> Callable[..., Any]:
     r"""Many compiled training steps of one worker, and what to push after them.
@@ -46,6 +47,8 @@ def local_steps(
       has_aux: as in ``jax.value_and_grad``.
       trainable: which parameters learn, as in :func:`minimize`. The pseudo-gradient of
         the others is ``None``.
+      unroll: as in ``jax.lax.scan``. On CPU a convolution inside a loop takes ten times
+        as long as outside of one: there True, for all H steps, pays the longer compile.
       donate: whether the memory of ``state``, which then must not be used again, may be
         reused. That of ``params`` never is.
 
@@ -116,12 +119,14 @@ def local_steps(
             return carry, result
 
         if num_steps is None:
-            (trained, state), result = jax.lax.scan(train, (params, state), batches)
+            (trained, state), result = jax.lax.scan(
+                train, (params, state), batches, unroll=unroll
+            )
         else:
             checks.integer_scalar("num_steps", num_steps)
             numbered = (np.arange(length, dtype=np.int32), batches)
             (trained, state), result = jax.lax.scan(
-                train_or_rest, (params, state), numbered
+                train_or_rest, (params, state), numbered, unroll=unroll
             )
         # g = w - w_H, of what learns
         learning = learning_part(trainable, params)
