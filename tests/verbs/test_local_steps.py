@@ -95,15 +95,19 @@ def test_another_number_of_steps_is_no_other_program():
     assert len({float(b) for b in moved}) == H
 
 
+@pytest.mark.parametrize("unroll", [1, True], ids=["loop", "unrolled"])
 @pytest.mark.parametrize("num_steps", [None, 2])
-def test_aux_has_an_entry_for_each_step(num_steps):
+def test_aux_has_an_entry_for_each_step(num_steps, unroll):
     def with_aux(params, x):
         return params * x, {"x": x}
 
     tx = optax.sgd(1.0)
-    steps = gx.local_steps(with_aux, tx, has_aux=True)
+    steps = gx.local_steps(with_aux, tx, has_aux=True, unroll=unroll)
     w, x = jnp.float32(3), jnp.arange(1.0, 4.0)
-    grads, _, losses, aux = steps(w, tx.init(w), x, num_steps=num_steps)
+    arguments = w, tx.init(w), x
+    text = steps.lower(*arguments, num_steps=num_steps).as_text()
+    assert ("stablehlo.while" in text) == (unroll is not True)
+    grads, _, losses, aux = steps(*arguments, num_steps=num_steps)
     n = num_steps or 3
     assert grads == sum(range(1, n + 1))
     assert aux["x"].tolist() == [1.0, 2.0, 3.0][:n] + [0.0] * (3 - n)
