@@ -281,7 +281,7 @@ def make_parser() -> Parser:
     parser.add_number("--max-staleness", 4, 0, many, how)
     how = "in every mode, how many pushes reach the server, accepted and dropped ones "
     how += "together"
-    shown = f"{GRADIENTS}, in mode local by --local-steps fewer"
+    shown = f"{GRADIENTS}, in mode local {GRADIENTS} / --local-steps"
     parser.add_number("--steps", None, 1, many, how, shown)
     how = (
         "how many seconds a gradient takes, on average: a worker sleeps for the rest, "
