@@ -100,7 +100,14 @@ def compiled(words, treedef):
 
 
 def dense(leaf):
-    return leaf.densify() if isinstance(leaf, gx.IndexedSlices) else leaf
+    """In NumPy, which compiles nothing for each number of rows."""
+    if not isinstance(leaf, gx.IndexedSlices):
+        return np.asarray(leaf)
+    total = np.zeros(leaf.dense_shape, leaf.values.dtype)
+    rows = np.asarray(leaf.indices)
+    held = rows < len(total)  # The others are padding.
+    np.add.at(total, rows[held], np.asarray(leaf.values)[held])
+    return total
 
 
 def agree(got, expected, floor, rtol=2e-5):

@@ -218,7 +218,13 @@ def test_a_step_requires_what_the_mode_says(options, required, standard_promotio
 
 
 @pytest.mark.parametrize("mode", job.MODES)
-@pytest.mark.parametrize("optimizer", job.OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "novograd"))
+        for name in job.OPTIMIZERS
+    ],
+)
 def test_a_few_steps_lower_the_loss(optimizer, mode, standard_promotion):
     options = ["--mode", mode, "--optimizer", optimizer, "--steps", "120"]
     options += ["--local-steps", "2"]  # Each is compiled on its own.
