@@ -390,7 +390,9 @@ class ParameterServer:
 
 def _summary(error: BaseException) -> str:
     """The first line of an error and, where a traceback follows, its last one."""
-    lines = str(error).strip().splitlines()
+    # Behind that JAX may list places of its own (``JAX_TRACEBACK_FILTERING=off``).
+    text, _, _ = str(error).partition("=== Source Location Trace")
+    lines = text.strip().splitlines()
     ends = " ... ".join(dict.fromkeys(lines[:1] + lines[-1:]))
     return f"{type(error).__name__}: {ends}"
 

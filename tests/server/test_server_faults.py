@@ -93,6 +93,15 @@ def test_a_step_that_fails_when_its_counters_are_read_changes_nothing(monkeypatc
     assert_goes_on(server)
 
 
+@pytest.fixture(params=["auto", "off"])
+def filtering(request):
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", request.param)
+    yield
+    jax.config.update("jax_traceback_filtering", before)
+
+
+@pytest.mark.usefixtures("filtering")
 def test_with_donation_a_failing_step_is_told_to_all_until_a_restore():
     server = server_of()
     server.push(ONES, 0)
