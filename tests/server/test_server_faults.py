@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import gradxform as gx
+from gradxform._server import parameter_server
 from gradxform._trees import checks
 
 # An exception that a signal handler raises in a callback of the garbage collector.
@@ -93,15 +94,6 @@ def test_a_step_that_fails_when_its_counters_are_read_changes_nothing(monkeypatc
     assert_goes_on(server)
 
 
-@pytest.fixture(params=["auto", "off"])
-def filtering(request):
-    before = jax.config.jax_traceback_filtering
-    jax.config.update("jax_traceback_filtering", request.param)
-    yield
-    jax.config.update("jax_traceback_filtering", before)
-
-
-@pytest.mark.usefixtures("filtering")
 def test_with_donation_a_failing_step_is_told_to_all_until_a_restore():
     server = server_of()
     server.push(ONES, 0)
@@ -129,6 +121,16 @@ def test_with_donation_a_failing_step_is_told_to_all_until_a_restore():
     assert server.stats().lost is None
     chex.assert_trees_all_equal(server.state(), saved)
     assert_goes_on(server)
+
+
+def test_a_cause_is_told_whatever_jax_shows_behind_it():
+    """As JAX 0.12 writes it where ``JAX_TRACEBACK_FILTERING`` is off."""
+    error = RuntimeError(
+        "INTERNAL: CpuCallback error calling callback: Traceback (most recent call "
+        'last):\n  File "job.py", line 2, in f\nValueError: unlucky\n'
+        "=== Source Location Trace: === \njaxlib/py_executable.cc:476\n"
+    )
+    assert parameter_server._summary(error).endswith("... ValueError: unlucky")
 
 
 @BOTH
