@@ -374,7 +374,7 @@ def nearest_first(folder: pathlib.Path, file: str) -> list[list[str]]:
     own = found(f"tests/{wing.strip('_')}/test_*.py" if wing else f"tests/{name}")
     own.sort(key=lambda path: not path.endswith(name))
     own.append(f"gradxform/{file}")  # Its doctests.
-    rest = [*found("tests/test_*.py"), *found("tests/*/test_*.py"), "gradxform"]
+    rest = [*found("tests/*/test_*.py"), *found("tests/test_*.py"), "gradxform"]
     rest += ["README.md", *found("docs/*.md"), *found("docs/*/*.md")]
     rest = [path for path in rest if path not in [*own, *OF_EVERY_WING]]
     return [own, OF_EVERY_WING, rest]
