@@ -285,15 +285,14 @@ def test_threads_wait_for_those_they_require(options, steps, dropped):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "steps"), [("sync", "15"), ("local", "30")])
-def test_ray_trains_in_silence(mode, steps):
+def test_ray_trains_in_silence():
     pytest.importorskip("ray")
-    options = ["--engine", "ray", "--steps", "30", "--workers", "2", "--mode", mode]
+    options = ["--engine", "ray", "--steps", "30", "--workers", "2", "--mode", "local"]
     options += ["--local-steps", "2"]
     done = run(*options, **KILLED)  # As its workers are in the end.
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{mode} on ray, novograd, workers 2, seed 0")
-    assert row(done.stdout, "steps") == steps
+    assert done.stdout.startswith("local on ray, novograd, workers 2, seed 0")
+    assert row(done.stdout, "steps") == "30"
 
 
 @pytest.fixture(scope="module")
