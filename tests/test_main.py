@@ -264,7 +264,8 @@ def test_the_defaults_learn_and_drop(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", ["0", "1"])
 def test_the_defaults_of_mode_local_learn(seed):
-    done = call("--mode", "local", "--engine", "simulated", "--seed", seed)
+    # Long enough that programs made fast, as a user's are, take less time.
+    done = run("--mode", "local", "--engine", "simulated", "--seed", seed)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("local on simulated, novograd, workers 4")
     accepted = int(row(done.stdout, "pushes accepted"))
