@@ -41,6 +41,8 @@ def test_docstring_has_all_sections(name):
 def test_docstring_explains_every_argument(name):
     doc = inspect.getdoc(getattr(gx, name))
     for parameter in inspect.signature(getattr(gx, name)).parameters:
+        if parameter.startswith("_ray"):  # Ray's own, of a class that was an actor.
+            continue
         assert re.search(rf"^  \*{{0,2}}{parameter}\b.*:", doc, re.M), parameter
 
 
