@@ -146,6 +146,7 @@ CLIPS = [n for n, c in OURS.items() if "clip_by" in c["ours"]["transformation"]]
 OPTIMIZERS = sorted(OURS.keys() - CLIPS, key=lambda n: (str(options_of(n)[2]), n))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer(name):
     case = OURS[name]

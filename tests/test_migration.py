@@ -621,6 +621,7 @@ def test_every_row_with_code_has_a_check():
     assert set(code_of_the_rows()) == {*CHECKS}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("code", CHECKS)
 def test_row(code):

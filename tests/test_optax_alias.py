@@ -28,6 +28,7 @@ def names(optimizer):
 TESTS = [(optimizer, name) for optimizer in OURS for name in names(optimizer)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("optimizer", "name"), TESTS)

@@ -595,6 +595,7 @@ SETTINGS = {
 runs_keras = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 
 
+@pytest.mark.slow
 @runs_keras
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
@@ -666,6 +667,7 @@ CASES += [("accumulation", "exponential"), ("accumulation", "piecewise-constant"
 CASES += [("accumulation-weight-decay-clipnorm", "cosine-warmup")]
 
 
+@pytest.mark.slow
 @runs_keras
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(("setting", "schedule"), CASES)
@@ -808,6 +810,7 @@ GOLDEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_traces_follow_from_what_their_optimizers_write(name):

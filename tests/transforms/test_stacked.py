@@ -189,6 +189,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "lengths", "options"), CASES, ids=lambda x: getattr(x, "__name__", str(x))
 )
@@ -203,6 +204,7 @@ def test_scanned_blocks_train_as_looped_ones(train, lengths, options):
         agree(unstack(got, lengths), wanted)
 
 
+@pytest.mark.slow
 def test_scanned_blocks_under_one_norm_train_otherwise():
     tx = gx.novograd(0.01, stacked_axes={"embed": 0, "blocks": 1, "head": 0})
     _, initial, (apart, *_) = train_linen(tx, (3,))
