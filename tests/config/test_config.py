@@ -595,7 +595,6 @@ SETTINGS = {
 runs_keras = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 
 
-@pytest.mark.slow
 @runs_keras
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
