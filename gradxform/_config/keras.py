@@ -67,18 +67,20 @@ def _adagrad(
         "eps": epsilon,
         "eps_in_sqrt": True,
     }
-    if not weight_decay:
-        config = {"name": "adagrad", "learning_rate": learning_rate, **scaled, **clips}
-        return _accumulated(config, gradient_accumulation_steps)
-    # w ← w - learning_rate · (u + weight_decay · w): decoupled, and times the rate.
-    transforms = [
-        *({"name": _CLIP[key][0], _CLIP[key][1]: clips[key]} for key in clips),
-        {"name": "scale_by_adagrad", **scaled},
-        {"name": "optax.add_decayed_weights", "weight_decay": weight_decay},
-        {"name": "scale_by_learning_rate", "learning_rate": learning_rate},
-    ]
-    config = {"name": "chain", "transforms": transforms}
-    return _accumulated(config, gradient_accumulation_steps)
+    config = {"name": "adagrad", "learning_rate": learning_rate, **scaled, **clips}
+    if weight_decay:
+        # w ← w - learning_rate · (u + weight_decay · w): decoupled, times the rate.
+        transforms = [
+            *({"name": _CLIP[key][0], _CLIP[key][1]: clips[key]} for key in clips),
+            {"name": "scale_by_adagrad", **scaled},
+            {"name": "optax.add_decayed_weights", "weight_decay": weight_decay},
+            {"name": "scale_by_learning_rate", "learning_rate": learning_rate},
+        ]
+        config = {"name": "chain", "transforms": transforms}
+    if not gradient_accumulation_steps:  # 0 is none there.
+        return config
+    steps = gradient_accumulation_steps
+    return {"name": "accumulate", "inner": config, "num_required": steps}
 
 
 def _legacy_adagrad(
@@ -145,12 +147,6 @@ def _at_last_push(learning_rate: Any, num_required: int) -> Any:
         return learning_rate
     schedule = {"schedule": learning_rate, "num_required": num_required}
     return {"name": "at_last_push", **schedule}
-
-
-def _accumulated(config: Config, num_required: int | None) -> Config:
-    if not num_required:  # 0 is none there.
-        return config
-    return {"name": "accumulate", "inner": config, "num_required": num_required}
 
 
 def _clips(*limits: Any) -> Config:

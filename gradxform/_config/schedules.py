@@ -191,7 +191,7 @@ def at_last_push(schedule: optax.Schedule, num_required: int) -> optax.Schedule:
     >>> rate = at_last_push(inverse_time_decay(1.0, 1, 1.0), num_required=2)
     >>> assert (rate(0), rate(1)) == (1 / 2, 1 / 4)
     """
-    checks.in_range("num_required", num_required, f"[1, {2**31 - 1}]")
+    checks.in_range("num_required", num_required, checks.COUNTS)
     return lambda count: schedule(num_required * (count + 1) - 1)
 
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from gradxform._late import gate
@@ -18,8 +17,6 @@ from gradxform._late.gate import Act, Rest
 from gradxform._trees import checks, maps
 
 Reduction = Literal["mean", "sum", "row_mean"]
-
-_COUNTS = f"[1, {np.iinfo(np.int32).max}]"
 
 
 class Sums:
@@ -38,7 +35,7 @@ class Sums:
         checks.transformation("inner", inner)
         if not callable(num_required):
             checks.integer_scalar("num_required", num_required)
-            checks.in_range("num_required", num_required, _COUNTS)
+            checks.in_range("num_required", num_required, checks.COUNTS)
         checks.one_of("reduction", reduction, ("mean", "sum", "row_mean"))
         checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
         self._inner = optax.with_extra_args_support(inner)
@@ -133,7 +130,7 @@ class Sums:
             return count >= maps.saturated(self._num_required)
         required = self._num_required(global_step)
         checks.real_scalar("num_required(global_step)", required)
-        checks.in_range("num_required(global_step)", required, _COUNTS)
+        checks.in_range("num_required(global_step)", required, checks.COUNTS)
         if jnp.issubdtype(jnp.result_type(required), jnp.integer):
             return count >= maps.saturated(required)
         # Schedules of optax give real numbers.

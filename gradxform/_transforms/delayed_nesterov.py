@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from gradxform._transforms.learning_rate import scale_by_learning_rate
@@ -90,7 +89,7 @@ def scale_by_delayed_nesterov(
     """
     checks.in_range("b1", b1, "[0, 1)")
     checks.integer_scalar("num_delay", num_delay)
-    checks.in_range("num_delay", num_delay, f"[1, {np.iinfo(np.int32).max}]")
+    checks.in_range("num_delay", num_delay, checks.COUNTS)
     known = not isinstance(num_delay, jax.core.Tracer)
     most = 1 / int(num_delay) if known else 1.0  # type: ignore[arg-type]
     checks.in_range("activation", activation, f"[0, {most}]")

@@ -17,6 +17,7 @@ import optax
 from gradxform._trees import maps
 from gradxform._trees.indexed_slices import IndexedSlices
 
+COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # How many, on the device an int32.
 _REAL = (jnp.floating, jnp.integer)
 
 

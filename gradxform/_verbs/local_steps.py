@@ -118,16 +118,15 @@ def local_steps(
             )
             return carry, result
 
-        if num_steps is None:
-            (trained, state), result = jax.lax.scan(
-                train, (params, state), batches, unroll=unroll
-            )
-        else:
+        one_step: Callable[..., Any] = train
+        each: Any = batches
+        if num_steps is not None:
             checks.integer_scalar("num_steps", num_steps)
-            numbered = (np.arange(length, dtype=np.int32), batches)
-            (trained, state), result = jax.lax.scan(
-                train_or_rest, (params, state), numbered, unroll=unroll
-            )
+            numbers = np.arange(length, dtype=np.int32)
+            one_step, each = train_or_rest, (numbers, batches)
+        (trained, state), result = jax.lax.scan(
+            one_step, (params, state), each, unroll=unroll
+        )
         # g = w - w_H, of what learns
         learning = learning_part(trainable, params)
         grads = maps.map_updates(_difference, learning, trained)
