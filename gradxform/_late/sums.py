@@ -15,6 +15,7 @@ import optax
 from gradxform._late import gate
 from gradxform._late.gate import Act, Rest
 from gradxform._trees import checks, maps
+from gradxform._trees.rounding import narrow
 
 Reduction = Literal["mean", "sum", "row_mean"]
 
@@ -189,10 +190,10 @@ def _reduced(g: Any, total: Any, like: Any) -> Any:
     None stays only where there is never a gradient, as for a parameter of integers.
     """
     if g is not None:
-        return total.astype(maps.dtype_of(g))
+        return narrow(total, maps.dtype_of(g))
     if total is None or not jnp.issubdtype(jnp.result_type(like), jnp.inexact):
         return None
-    return total.astype(jnp.result_type(like))
+    return narrow(total, jnp.result_type(like))
 
 
 def _if_pushed(g: Any, total: Any, new: Any, old: Any = 0) -> Any:

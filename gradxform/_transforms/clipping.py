@@ -87,8 +87,8 @@ def clip_by_global_norm(
     One pass reads the gradients for the norm. The scaling is one multiplication by a
     scalar, which the compiler fuses into the elementwise work that comes next, such as
     :func:`adagrad` or ``optax.adamw``: no clipped copy of the gradients is made (but in
-    half precision on CPU, where rounding keeps it from being fused). What needs norms
-    of its own reads them once more: instead of this in front of :func:`novograd` and of
+    float16 on CPU, where rounding keeps it from being fused). What needs norms of its
+    own reads them once more: instead of this in front of :func:`novograd` and of
     row-wise :func:`adagrad`, their argument ``global_clipnorm`` saves that pass, and on
     CPU the copy that XLA makes there for the second norm.
 

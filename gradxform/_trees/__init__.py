@@ -6,6 +6,7 @@ know: the maps here take every kind of leaf, in any dtype, wherever it lies.
 
 - ``indexed_slices``: the row-sparse leaf, and rows of tables.
 - ``maps``: maps over trees and casts, ``f(values)`` or ``f(values, state)``.
+- ``rounding``: a cast to half precision that costs no copy of its result.
 - ``norms``: sums of squares of layers, rows and whole trees in one pass.
 - ``mesh``: what of a sum lies on other devices, inside ``shard_map``.
 - ``versions``: what JAX names otherwise from one version to the next.

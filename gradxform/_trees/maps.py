@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import versions
 from gradxform._trees.indexed_slices import IndexedSlices, explicit_sharding, take_rows
+from gradxform._trees.rounding import narrow
 
 
 def is_leaf(node: Any) -> bool:
@@ -229,7 +230,7 @@ def scale(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
     factor = jnp.asarray(factor, compute_dtype(x))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jax.lax.complex(x.real * factor, x.imag * factor)
-    return (widen(x) * factor).astype(x.dtype)
+    return narrow(widen(x) * factor, x.dtype)
 
 
 def wide_sum(x: jax.Array, total: jax.Array) -> jax.Array:

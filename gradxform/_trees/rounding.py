@@ -1,0 +1,46 @@
+"""Rounding to half precision by whoever reads the result, and not in memory."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """``x.astype(dtype)``, of which the compiler makes no copy where it is read twice.
+
+    XLA for CPU counts the conversion of float32 to bfloat16 among the operations too
+    costly to be done again in each fusion that reads the result, and so writes it to
+    memory. The same rounding out of integer operations is done again.
+    """
+    if x.dtype == jnp.float32 and jnp.dtype(dtype) == jnp.bfloat16:
+        return _to_bfloat16(x)
+    return x.astype(dtype)
+
+
+@functools.partial(jax.jit, inline=True)  # Traced once a shape, not once a leaf.
+def _to_bfloat16(x: jax.Array) -> jax.Array:
+    return _differentiable(x)
+
+
+@jax.custom_jvp
+def _differentiable(x: jax.Array) -> jax.Array:
+    return jax.lax.platform_dependent(x, cpu=_upper_half, default=_converted)
+
+
+@_differentiable.defjvp  # Bits have no derivative.
+def _jvp(x: tuple[jax.Array], dx: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _to_bfloat16(*x), _converted(*dx)
+
+
+def _converted(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16)
+
+
+def _upper_half(x: jax.Array) -> jax.Array:
+    # A NaN may differ from inf in the lower half alone.
+    x = jnp.where(jnp.isnan(x), jnp.nan, jax.lax.reduce_precision(x, 8, 7))
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 16
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
