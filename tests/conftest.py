@@ -27,17 +27,22 @@ if not hasattr(jax, "enable_x64"):  # Before JAX 0.8.
 
     jax.enable_x64 = enable_x64
 
-# Programs here run a few times on a few numbers: nearly all the time goes into making
-# them fast. What a test starts in a process of its own is compiled as a user's is.
-if "XLA_FLAGS" not in os.environ:
-    flags = (
-        "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-    )
+
+def xla_flags(level):
+    """What makes programs slower, and compiling them quicker, unless others are set."""
+    flags = f"--xla_backend_optimization_level={level}"
+    flags += " --xla_cpu_parallel_codegen_split_count=1"
     if jax.__version_info__ < (0, 11):  # Later ones have no other emitters.
         flags += " --xla_cpu_use_fusion_emitters=false"
-    os.environ["XLA_FLAGS"] = flags
+    return os.environ.get("XLA_FLAGS", flags)
+
+
+# Programs here run a few times on a few numbers: nearly all the time goes into making
+# them fast. What a test starts in a process of its own is compiled as a user's is,
+# unless the test says otherwise.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("XLA_FLAGS", xla_flags(level=0))
     jax.devices()  # Reads them.
-    del os.environ["XLA_FLAGS"]
 
 # What a shell starts in the background ignores Ctrl-C, and so would what tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -45,6 +50,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The garbage collector need not look at all that was imported again and again.
 gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)  # Of xdist, which is not everywhere.
+def pytest_xdist_auto_num_workers(config):
+    """One more than there are cores, where some wait for processes of their own."""
+    if "not slow" in config.option.markexpr:
+        return None
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.fixture(autouse=True, scope="module")

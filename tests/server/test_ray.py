@@ -15,6 +15,7 @@ import pytest
 import gradxform as gx
 from gradxform import __main__ as job
 from gradxform._server import engines
+from tests.conftest import xla_flags
 
 ray = pytest.importorskip("ray")
 
@@ -34,6 +35,7 @@ def cluster():
         # An actor that is killed may leave half of a file: it reads what others
         # compiled, and adds none.
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "inf")
+        patch.setenv("XLA_FLAGS", xla_flags(level=1))
         warnings.simplefilter("ignore")  # That JAX and Ray's forks do not get along.
         ray.init(
             num_cpus=8,
