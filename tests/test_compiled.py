@@ -32,6 +32,12 @@ def apply(tx, params, state, grads):
     return gx.apply_gradients(tx, grads, state, params)
 
 
+def update_and_apply(tx, params, state, grads):
+    """The step as loops write it that know optax alone."""
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
 @functools.cache
 def compiled_step(tx, model, **extra):
     """The donated step, compiled but never run."""
@@ -45,8 +51,9 @@ def compiled_step(tx, model, **extra):
     return step.lower(params, state, params, **extra).compile()
 
 
+CLIP = gx.clip_by_global_norm(1.0)
 CLIPPED = {
-    "adagrad": optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1)),
+    "adagrad": optax.chain(CLIP, gx.adagrad(0.1)),
     "adagrad-global_clipnorm": gx.adagrad(0.1, global_clipnorm=1.0),
     "adagrad-clipnorm": gx.adagrad(0.1, clipnorm=1.0),
     "adagrad-clipvalue": gx.adagrad(0.1, clipvalue=1.0),
@@ -98,10 +105,9 @@ def test_passes_over_memory(name):
         (gx.adagrad(0.1, global_clipnorm=1.0), 11.01),  # Its sums are float32: 2 N.
         (gx.adagrad(0.1, clipvalue=1.0), 10.01),
         (CLIPPED["adagrad"], 11.01),
-        (optax.chain(gx.clip_by_global_norm(1.0), optax.adamw(0.1)), 11.01),
+        (optax.chain(CLIP, gx.adagrad(0.1, accumulator_dtype="bfloat16")), 8.01),
+        (optax.chain(CLIP, optax.adamw(0.1)), 11.01),
         (gx.delayed_nesterov(0.1, num_delay=4), 13.01),  # Its sums are, too.
-        (gx.accumulate(gx.adagrad(0.1), 2), 21.01),
-        (gx.accumulate(optax.adamw(0.1), 2), 21.01),
     ],
     ids=[
         "novograd",
@@ -109,20 +115,16 @@ def test_passes_over_memory(name):
         "adagrad-global_clipnorm",
         "clipvalue",
         "clip-adagrad",
+        "clip-adagrad-bfloat16",
         "clip-adamw",
         "delayed_nesterov",
-        "accumulate-adagrad",
-        "accumulate-adamw",
     ],
 )
 @pytest.mark.usefixtures("standard_promotion")
-def test_no_copy_in_half_precision_either(tx, passes):
+@pytest.mark.parametrize("write", [apply, update_and_apply], ids=["ours", "optax"])
+def test_no_copy_in_half_precision_either(tx, passes, write):
     shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.bfloat16) for i in range(3)}
-
-    def step(params, state, grads):
-        return gx.apply_gradients(tx, grads, state, params)
-
-    step = jax.jit(step, donate_argnums=(0, 1))
+    step = jax.jit(functools.partial(write, tx), donate_argnums=(0, 1))
     compiled = step.lower(shapes, jax.eval_shape(tx.init, shapes), shapes).compile()
     n = size(shapes)
     assert compiled.memory_analysis().temp_size_in_bytes < 0.02 * n
@@ -281,14 +283,27 @@ def test_micro_batches_need_no_room_but_their_sum(name):
     assert step.cost_analysis()["bytes accessed"] <= passes * n
 
 
-def test_a_norm_of_a_mean_in_half_precision_is_one_copy_on_cpu():
-    """The mean, rounded. Should this fail, the page on costs is wrong."""
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("inner", "copies", "passes"),
+    [
+        (gx.adagrad(0.1), 0, 21.01),
+        (optax.adamw(0.1), 0, 21.01),
+        # The norm reads the rounded mean from memory. Should this be mended one day,
+        # the page on costs is to say so.
+        (CLIPPED["adagrad"], 1, 25.01),
+    ],
+    ids=["adagrad", "adamw", "clip-adagrad"],
+)
+def test_micro_batches_in_half_precision(inner, copies, passes):
+    """Their sum is float32, which is 2 N."""
+    tx = gx.accumulate(inner, 2)
     shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.bfloat16) for i in range(3)}
-    tx = gx.accumulate(CLIPPED["adagrad"], 2)
     step = jax.jit(functools.partial(apply, tx), donate_argnums=(0, 1))
     step = step.lower(shapes, jax.eval_shape(tx.init, shapes), shapes).compile()
-    copies = step.memory_analysis().temp_size_in_bytes / size(shapes)
-    assert 0.99 < copies < 1.02
+    found = step.memory_analysis().temp_size_in_bytes / size(shapes)
+    assert copies <= found < copies + 0.02
+    assert step.cost_analysis()["bytes accessed"] < passes * size(shapes)
 
 
 @pytest.mark.parametrize(("dtype", "passes"), [("float32", 3), ("bfloat16", 5)])

@@ -55,7 +55,8 @@ def scale_by_adagrad(
         TensorFlow 1.x and ``tf.keras`` ≤ 2.10.
       accumulator_dtype: real dtype of ``acc``. By default float32, and float64 for
         double parameters: half-precision parameters get float32 sums, because a sum
-        that only grows soon stalls in half precision.
+        that only grows soon stalls in half precision. Where it is narrower, ``u`` is
+        of the rounded ``acc``, which the state holds.
       row_wise: one accumulator a row, the mean of the squares over all axes but the
         first, which saves nearly all state of an embedding table. Dense gradients are
         read once for it and once to be divided. Inside ``jax.shard_map`` a row has to
@@ -115,7 +116,8 @@ def scale_by_adagrad(
 
     def divide(g: jax.Array, acc: jax.Array) -> jax.Array:
         # u = g / sqrt(acc + eps), or g / (sqrt(acc) + eps)
-        return maps.scale(g, maps.expand(maps.inverse_sqrt(acc, eps, eps_in_sqrt), g))
+        factor = maps.inverse_sqrt(maps.widen(acc), eps, eps_in_sqrt)
+        return maps.scale(g, maps.expand(factor, g))
 
     def update_fn(
         updates: optax.Updates,
@@ -147,8 +149,9 @@ def scale_by_adagrad(
                 squared_rows = norms.squared_rows(updates)
             squares = maps.map_updates(mean, squared_rows, updates)
         sums = maps.map_state(add, squares, touched)
-        new_updates = maps.map_updates(divide, updates, sums)
+        # Rounded first: of an unrounded sum, updates would be a pass of their own.
         sums = maps.cast_like(sums, touched)
+        new_updates = maps.map_updates(divide, updates, sums)
         sums = maps.put_rows(updates, before, sums)
         sums = maps.as_in(state.sum_of_squares, sums)
         return new_updates, ScaleByAdagradState(sum_of_squares=sums)

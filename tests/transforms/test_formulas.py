@@ -289,6 +289,18 @@ def test_a_momentum_in_bfloat16_stalls_where_the_docstring_says():
     assert reached("float32") == pytest.approx(1 / (1 - 0.95), rel=1e-5)
 
 
+def test_adagrad_divides_by_the_sum_that_is_stored():
+    """Rounded to 8 bits it differs by up to 1/256, by which no update may be off."""
+    tx = gx.scale_by_adagrad(accumulator_dtype="bfloat16")
+    grads = jnp.asarray(np.random.default_rng(0).normal(size=100), jnp.float32)
+    state = tx.init(grads)
+    for _ in range(3):
+        updates, state = tx.update(grads, state)
+        stored = np.float64(state.sum_of_squares)
+        expected = np.float64(grads) / np.sqrt(stored + 1e-7)
+        np.testing.assert_allclose(updates, expected, rtol=1e-6)
+
+
 def test_accumulator_dtype_holds_the_sum():
     params = {"w": jnp.ones((2, 2), jnp.bfloat16)}
     for given, dtype in ((None, jnp.float32), (jnp.bfloat16, jnp.bfloat16)):
