@@ -106,8 +106,11 @@ def size_on_a_chip(tree):
     )
 
 
-def lower_step(tx, params, write=gx_step):
-    """The whole step on placed shapes, with parameters and state donated."""
+def lower_step(tx, params, write=gx_step, grads=None):
+    """The whole step on placed shapes, with parameters and state donated.
+
+    Gradients are like the parameters, unless others are given.
+    """
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     state = placed(jax.eval_shape(tx.init, params), mesh)
     like = jax.tree.map(lambda x: x.sharding, (params, state))
@@ -116,7 +119,7 @@ def lower_step(tx, params, write=gx_step):
     def step(params, state, grads):
         return write(tx, params, state, grads)
 
-    return step.lower(params, state, params)
+    return step.lower(params, state, params if grads is None else grads)
 
 
 def arrays(types):

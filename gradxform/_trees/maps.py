@@ -221,6 +221,7 @@ def widen(x: jax.Array) -> jax.Array:
     return x.astype(wide_dtype(x))
 
 
+@jax.jit
 def scale(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
     """``factor · x`` for real ``factor``, in at least float32, in the dtype of ``x``.
 
@@ -257,6 +258,7 @@ def abs_sq(x: jax.Array) -> jax.Array:
     return jnp.square(widen(x))
 
 
+@jax.jit  # Traced once a shape, not once a leaf.
 def apart(x: jax.Array) -> jax.Array:
     """``x``, such that what is computed from it here is not shared with other users.
 

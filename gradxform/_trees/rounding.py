@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -20,7 +18,7 @@ def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return x.astype(dtype)
 
 
-@functools.partial(jax.jit, inline=True)  # Traced once a shape, not once a leaf.
+@jax.jit  # Traced once a shape, not once a leaf.
 def _to_bfloat16(x: jax.Array) -> jax.Array:
     return _differentiable(x)
 

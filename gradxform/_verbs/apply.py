@@ -46,6 +46,10 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     def add(u: jax.Array, p: jax.Array) -> jax.Array:
         if jnp.issubdtype(p.dtype, jnp.integer):
             return maps.integer_sum(u, p)
+        if u.dtype == p.dtype:
+            # The sum of two numbers in half precision is rounded once as it is, and
+            # compilers for TPU fuse it where they do not fuse a sum in float32.
+            return p + u
         return maps.wide_sum(u, p).astype(p.dtype)
 
     def step(u: Any, p: Any) -> Any:

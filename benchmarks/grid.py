@@ -1,0 +1,180 @@
+"""Each chain in each dtype, in whose loop and for which machine: never worse than optax.
+
+``python -m benchmarks.grid --targets cpu v5e:2x2 v5p:2x2x1 v6e:2x2 v5e:16x16`` compiles
+the donated step, gradients to parameters, and runs nothing; all but ``cpu`` need libtpu,
+as ``benchmarks.compilers`` does, which says what a topology stands for. The model is a
+GPT-2-small of two blocks: 28 leaves of every kind that the whole one has.
+
+Columns, N being the parameters' bytes on one device; each is exact, of ours and, behind
+the bar, of optax's chain in the same dtypes and with ``optax.apply_updates``:
+
+- temp: temporary memory.
+- moved: on CPU bytes that the program's loops read and write, as the compiler counts
+  them; on TPU ``own``, operands and results, wherever they lie.
+- hbm: on TPU what is read from HBM and written to it.
+- worse: what is above 1.02 of optax's; of temporaries, what is more than 0.03 N above
+  (the compiler for TPU keeps 32 kB for each instruction, on a model of 107 to 213 MB).
+
+Loops: ``gx`` is ``gx.apply_gradients``; ``optax`` is ``tx.update`` and
+``optax.apply_updates``, of which ``nnx.Optimizer.update`` and Flax's
+``TrainState.apply_gradients`` make the same program.
+
+With ``wide`` state, which is float32 beside bfloat16 parameters, optax's chain gets what
+optax has for it: a cast of gradients and parameters in front of all.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+import gradxform as gx
+from benchmarks.compilers import (
+    COLLECTIVES,
+    count,
+    lower_step,
+    mesh,
+    placed,
+    size_on_a_chip,
+    traffic,
+)
+from benchmarks.measure import arguments, report
+from benchmarks.models import gpt2_small
+from benchmarks.step import gx_step, optax_step
+
+BLOCKS = ("wte", "wpe", "0", "1", "norm")
+CLIP, OPTAX_CLIP = gx.clip_by_global_norm(1.0), optax.clip_by_global_norm(1.0)
+MAX = {"global_clipnorm": 1.0}
+# Dtypes of parameters and gradients, and of Adagrad's sums where the default is another.
+DTYPES = {
+    "float32": ("float32", "float32", None),
+    "bfloat16, wide": ("bfloat16", "bfloat16", None),
+    "bfloat16": ("bfloat16", "bfloat16", "bfloat16"),
+    "mixed": ("float32", "bfloat16", None),
+}
+LOOPS = {"gx": gx_step, "optax": optax_step}
+
+
+def widened(tx):
+    """``tx`` on gradients and parameters in float32, with state in float32."""
+
+    def wide(tree):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def update(grads, state, params):
+        updates, state = tx.update(wide(grads), state, wide(params))
+        narrow = jax.tree.map(lambda u, g: u.astype(g.dtype), updates, grads)
+        return narrow, state
+
+    return optax.GradientTransformation(lambda params: tx.init(wide(params)), update)
+
+
+def chains(dtypes):
+    """Ours and optax's, by name, for one entry of ``DTYPES``."""
+    wide = widened if dtypes.endswith("wide") else lambda tx: tx
+    sums = {"accumulator_dtype": DTYPES[dtypes][2]}
+    momentum = {"mu_dtype": "float32"} if dtypes.endswith("wide") else {}
+    adagrad = optax.chain(OPTAX_CLIP, optax.adagrad(0.1))
+    novograd = optax.chain(OPTAX_CLIP, optax.novograd(0.1))
+    found = {
+        "clip + adagrad": (optax.chain(CLIP, gx.adagrad(0.1, **sums)), adagrad),
+        "adagrad(global_clipnorm)": (gx.adagrad(0.1, **sums, **MAX), adagrad),
+        "clip + novograd": (optax.chain(CLIP, gx.novograd(0.1, **momentum)), novograd),
+        "novograd(global_clipnorm)": (gx.novograd(0.1, **momentum, **MAX), novograd),
+    }
+    for name, tx in {
+        "adamw": optax.adamw(0.1),
+        "sgd": optax.sgd(0.1, momentum=0.9),
+        "lion": optax.lion(0.1),
+    }.items():
+        found[f"clip + optax.{name}"] = (
+            wide(optax.chain(CLIP, tx)),
+            wide(optax.chain(OPTAX_CLIP, tx)),
+        )
+    return {
+        name: (ours, wide(its) if its in (adagrad, novograd) else its)
+        for name, (ours, its) in found.items()
+    }
+
+
+def devices(target):
+    """The chips of a topology, or this machine's first CPU."""
+    if target == "cpu":
+        return Mesh(np.array(jax.devices("cpu")[:1]), "chips")
+    return mesh(target)
+
+
+def figures(tx, dtypes, loop, target):
+    """What one cell costs, in N."""
+    on = devices(target)
+    params, grads = (
+        placed(
+            {
+                k: x
+                for k, x in gpt2_small(jnp.dtype(dtype)).items()
+                if k.split("/")[0] in BLOCKS
+            },
+            on,
+        )
+        for dtype in DTYPES[dtypes][:2]
+    )
+    compiled = lower_step(tx, params, LOOPS[loop], grads).compile()
+    hlo, n = compiled.as_text(), size_on_a_chip(params)
+    found = {"temp": compiled.memory_analysis().temp_size_in_bytes / n}
+    if target == "cpu":
+        found["moved"] = compiled.cost_analysis()["bytes accessed"] / n
+    else:
+        moved = traffic(hlo)
+        found |= {"moved": moved["own"] / n, "hbm": moved["hbm"] / n}
+    found["collectives"] = sum(count(hlo, kind) for kind in COLLECTIVES)
+    return found
+
+
+def worse(ours, theirs):
+    """The names of the columns in which ours is worse."""
+    slack = {"temp": 0.03}
+    return [k for k in ours if ours[k] > 1.02 * theirs[k] + slack.get(k, 0)]
+
+
+def rows(target, dtypes, only=""):
+    """The lines of the table for one machine and one choice of dtypes."""
+    known = {}
+    for name, (tx, theirs) in chains(dtypes).items():
+        if only not in name:
+            continue
+        key = name.split()[-1].split("(")[0]  # One chain of optax's stands for two.
+        if key not in known:
+            known[key] = figures(theirs, dtypes, "optax", target)
+        its = known[key]
+        for loop in LOOPS:
+            ours = figures(tx, dtypes, loop, target)
+            yield {
+                "name": f"{target} {dtypes}: {name}, {loop}",
+                **{k: f"{v:.2f} | {its[k]:.2f}" for k, v in ours.items()},
+                "worse": ", ".join(worse(ours, its)),
+            }
+
+
+def main():
+    """Prints the tables, and ends with code 1 where a cell is worse than optax's."""
+    parser = arguments(__doc__)
+    parser.add_argument("--targets", nargs="+", default=["cpu"])
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--only", default="", help="chains whose names hold this word")
+    options = parser.parse_args()
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    table = [
+        row
+        for target in options.targets
+        for dtypes in options.dtypes
+        for row in rows(target, dtypes, options.only)
+    ]
+    report("the donated step, ours | optax's", table, options.json)
+    sys.exit(any(row["worse"] for row in table))
+
+
+if __name__ == "__main__":
+    main()
