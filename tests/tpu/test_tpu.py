@@ -18,6 +18,7 @@ import gradxform as gx
 
 pytest.importorskip("libtpu", reason="needs the TPU compiler: pip install -e '.[tpu]'")
 
+from benchmarks import grid
 from benchmarks.compilers import (
     CHAINS,
     COLLECTIVES,
@@ -111,6 +112,14 @@ def test_adagrad_with_narrow_sums_costs_no_more_in_optaxs_loop_either():
     n = size_on_a_chip(params)
     assert moved["own"] <= 6.01 * n
     assert moved["hbm"] <= 5.6 * n
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_lion_behind_the_clip_costs_no_more_in_either_loop():
+    """With a sum in float32, `gx.apply_updates` took a pass of its own: 8 N."""
+    rows = list(grid.rows("v5e:2x2", "bfloat16", only="lion"))
+    assert [row["moved"] for row in rows] == ["6.00 | 6.00"] * 2
+    assert not [row for row in rows if row["worse"]]
 
 
 @DTYPES
