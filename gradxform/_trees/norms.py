@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,12 +33,7 @@ def squared_norms(
     axes in ``axis_name`` is sharded there, and its sum runs over them as well. The
     updates may be ``squared`` already.
     """
-
-    def sums(x: jax.Array, stacked: int) -> jax.Array:
-        if x.dtype.itemsize < 4:
-            x = maps.apart(x)
-        return _sum(x if squared else maps.abs_sq(x), stacked)
-
+    sums = functools.partial(_sum_of_squares, squared=squared)
     leaves, treedef = jax.tree.flatten(
         maps.sum_duplicates(updates), is_leaf=maps.is_leaf
     )
@@ -50,11 +46,11 @@ def squared_norms(
             continue
         x, axes = maps.values(g), next(depths)
         if axes or not _is_small(x):
-            squares[i] = sums(x, axes)
+            squares[i] = sums(x, stacked=axes)
         else:
             small[i] = (x,)
     parts = [s for s in squares if s is not None]
-    for members, (rows,) in _together(lambda x: (sums(x, 1),), small):
+    for members, (rows,) in _together(lambda x: (sums(x, stacked=1),), small):
         parts.append(rows)
         for number, i in enumerate(members):
             squares[i] = rows[number]
@@ -105,6 +101,13 @@ def map_layers(
             states[i], seconds[i] = first[number], second[number]
     new_state = jax.tree.unflatten(state_treedef, states)
     return new_state, jax.tree.unflatten(treedef, seconds)
+
+
+@functools.partial(jax.jit, static_argnames=("stacked", "squared"))  # Traced once.
+def _sum_of_squares(x: jax.Array, *, stacked: int, squared: bool) -> jax.Array:
+    if x.dtype.itemsize < 4:
+        x = maps.apart(x)
+    return _sum(x if squared else maps.abs_sq(x), stacked)
 
 
 def _sum(x: jax.Array, stacked: int) -> jax.Array:
