@@ -44,11 +44,9 @@ from benchmarks.compilers import (
     traffic,
 )
 from benchmarks.measure import arguments, report
-from benchmarks.models import gpt2_small
-from benchmarks.step import gx_step, optax_step
+from benchmarks.models import gpt2_short
+from benchmarks.step import CLIP, OPTAX_CLIP, gx_step, optax_step
 
-BLOCKS = ("wte", "wpe", "0", "1", "norm")
-CLIP, OPTAX_CLIP = gx.clip_by_global_norm(1.0), optax.clip_by_global_norm(1.0)
 MOST = {"global_clipnorm": 1.0}
 # Dtypes of parameters and of gradients; of Adagrad's sums, where that is not float32.
 DTYPES = {
@@ -104,12 +102,6 @@ def chains(dtypes):
     }
 
 
-def model(dtype):
-    """GPT-2-small with two of its twelve blocks."""
-    leaves = gpt2_small(jnp.dtype(dtype))
-    return {name: x for name, x in leaves.items() if name.split("/")[0] in BLOCKS}
-
-
 def devices(target):
     """The chips of a topology, or this machine's first CPU."""
     if target == "cpu":
@@ -120,7 +112,9 @@ def devices(target):
 def figures(tx, dtypes, loop, target):
     """What one cell costs, in N."""
     on = devices(target)
-    params, grads = (placed(model(dtype), on) for dtype in DTYPES[dtypes][:2])
+    params, grads = (
+        placed(gpt2_short(jnp.dtype(dtype)), on) for dtype in DTYPES[dtypes][:2]
+    )
     compiled = lower_step(tx, params, LOOPS[loop], grads).compile()
     hlo, n = compiled.as_text(), size_on_a_chip(params)
     found = {"temp": compiled.memory_analysis().temp_size_in_bytes / n}
@@ -143,7 +137,8 @@ def rows(target, dtypes, only=""):
     """The lines of the table for one machine and one choice of dtypes."""
     known, kept = {}, 0
     if target != "cpu":
-        kept = 3e6 / size_on_a_chip(placed(model(DTYPES[dtypes][0]), devices(target)))
+        params = gpt2_short(jnp.dtype(DTYPES[dtypes][0]))
+        kept = 3e6 / size_on_a_chip(placed(params, devices(target)))
     for name, (tx, theirs) in chains(dtypes).items():
         if only not in name:
             continue

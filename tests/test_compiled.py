@@ -11,31 +11,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from benchmarks.models import gpt2_small, size, small_leaves
+from benchmarks.models import gpt2_short, gpt2_small, size, small_leaves
+from benchmarks.step import CLIP, gx_step, optax_step
 from tests.descriptors import DESCRIPTORS
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="its compiler keeps copies of its own"
 )
-
-
-def gpt2_short():
-    """Of GPT-2-small the embeddings and two blocks: each kind of leaf, and fewer."""
-    return {
-        name: leaf
-        for name, leaf in gpt2_small().items()
-        if name.split("/")[0] in ("wte", "wpe", "0", "1", "norm")
-    }
-
-
-def apply(tx, params, state, grads):
-    return gx.apply_gradients(tx, grads, state, params)
-
-
-def update_and_apply(tx, params, state, grads):
-    """The step as loops write it that know optax alone."""
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
 
 
 @functools.cache
@@ -51,7 +33,6 @@ def compiled_step(tx, model, **extra):
     return step.lower(params, state, params, **extra).compile()
 
 
-CLIP = gx.clip_by_global_norm(1.0)
 CLIPPED = {
     "adagrad": optax.chain(CLIP, gx.adagrad(0.1)),
     "adagrad-global_clipnorm": gx.adagrad(0.1, global_clipnorm=1.0),
@@ -121,7 +102,7 @@ def test_passes_over_memory(name):
     ],
 )
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("write", [apply, update_and_apply], ids=["ours", "optax"])
+@pytest.mark.parametrize("write", [gx_step, optax_step], ids=["ours", "optax"])
 def test_no_copy_in_half_precision_either(tx, passes, write):
     shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.bfloat16) for i in range(3)}
     step = jax.jit(functools.partial(write, tx), donate_argnums=(0, 1))
@@ -299,7 +280,7 @@ def test_micro_batches_in_half_precision(inner, copies, passes):
     """Their sum is float32, which is 2 N."""
     tx = gx.accumulate(inner, 2)
     shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.bfloat16) for i in range(3)}
-    step = jax.jit(functools.partial(apply, tx), donate_argnums=(0, 1))
+    step = jax.jit(functools.partial(gx_step, tx), donate_argnums=(0, 1))
     step = step.lower(shapes, jax.eval_shape(tx.init, shapes), shapes).compile()
     found = step.memory_analysis().temp_size_in_bytes / size(shapes)
     assert copies <= found < copies + 0.02
@@ -343,7 +324,7 @@ def test_micro_batches_on_a_mesh_need_no_room_either():
         jax.eval_shape(tx.init, params),
         state,
     )
-    step = jax.jit(functools.partial(apply, tx), donate_argnums=(0, 1))
+    step = jax.jit(functools.partial(gx_step, tx), donate_argnums=(0, 1))
     step = step.lower(params, state, params).compile()
     n = size(params) / 8
     assert step.memory_analysis().temp_size_in_bytes < 0.02 * n

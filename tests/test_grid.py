@@ -27,7 +27,7 @@ def model(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtypes", grid.DTYPES)
 def test_no_cell_on_cpu_is_worse(dtypes, monkeypatch):
-    monkeypatch.setattr(grid, "model", model)
+    monkeypatch.setattr(grid, "gpt2_short", model)
     rows = list(grid.rows("cpu", dtypes))
     assert len(rows) == 7 * len(grid.LOOPS)
     assert not [row for row in rows if row["worse"]]

@@ -18,11 +18,6 @@ def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return x.astype(dtype)
 
 
-@jax.jit  # Traced once a shape, not once a leaf.
-def _to_bfloat16(x: jax.Array) -> jax.Array:
-    return _differentiable(x)
-
-
 @jax.custom_jvp
 def _differentiable(x: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(x, cpu=_upper_half, default=_converted)
@@ -31,6 +26,9 @@ def _differentiable(x: jax.Array) -> jax.Array:
 @_differentiable.defjvp  # Bits have no derivative.
 def _jvp(x: tuple[jax.Array], dx: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return _to_bfloat16(*x), _converted(*dx)
+
+
+_to_bfloat16 = jax.jit(_differentiable)  # Traced once a shape, not once a leaf.
 
 
 def _converted(x: jax.Array) -> jax.Array:
