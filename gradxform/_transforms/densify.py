@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._trees import maps
-from gradxform._trees.indexed_slices import IndexedSlices, explicit_sharding
+from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.rows import explicit_sharding
 
 
 def densify() -> optax.GradientTransformationExtraArgs:

@@ -162,7 +162,9 @@ def bools(name: str, values: Any, params: Any) -> None:
                 f"{place(path)}."
             )
 
-    jax.tree.map_with_path(check, params, values)
+    jax.tree.map_with_path(
+        check, params, values, is_leaf=lambda x: isinstance(x, IndexedSlices)
+    )
 
 
 def place(path: Any) -> str:

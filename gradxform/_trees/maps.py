@@ -27,8 +27,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import versions
-from gradxform._trees.indexed_slices import IndexedSlices, explicit_sharding, take_rows
+from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.rounding import narrow
+from gradxform._trees.rows import explicit_sharding, places, take_rows
 
 
 def is_leaf(node: Any) -> bool:
@@ -95,23 +96,30 @@ def sum_duplicates(updates: Any) -> Any:
 def rows(updates: Any, state: Any) -> Any:
     """State, of tables the rows alone that summed row-sparse updates touch.
 
-    Padding reads zeros.
+    Padding reads zeros, and so does what a part of a table does not hold.
     """
 
     def take(g: Any, table: Any) -> Any:
         if not isinstance(g, IndexedSlices):
             return table
-        table = jnp.asarray(table)
-        explicit = explicit_sharding(table)
-        return take_rows(
-            table,
-            g.indices,
-            indices_are_sorted=True,
-            unique_indices=True,
-            out_sharding=explicit and NamedSharding(explicit.mesh, P()),
-        )
+        if not isinstance(table, IndexedSlices):
+            return take_summed(jnp.asarray(table), g.indices)
+        part = table.sum_duplicates()
+        return take_rows(part.values, places(g.indices, part.indices))
 
     return jax.tree.map(take, updates, state, is_leaf=is_leaf)
+
+
+def take_summed(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """The rows with these indices, each but padding given once; padding reads zeros."""
+    explicit = explicit_sharding(table)
+    return take_rows(
+        table,
+        indices,
+        indices_are_sorted=True,
+        unique_indices=True,
+        out_sharding=explicit and NamedSharding(explicit.mesh, P()),
+    )
 
 
 def put_rows(updates: Any, state: Any, new: Any) -> Any:
@@ -149,9 +157,18 @@ def map_params(f: Callable[..., Any], params: Any, *rest: Any) -> Any:
     """``jax.tree.map`` over parameters, which may be Python or NumPy numbers.
 
     Or no more than described, as ``jax.eval_shape`` does it: ``f`` then sees a
-    ``jax.ShapeDtypeStruct``.
+    ``jax.ShapeDtypeStruct``. Of a part of a table it sees the rows.
     """
-    return jax.tree.map(lambda p, *r: f(_param(p), *r), params, *rest)
+    return jax.tree.map(lambda p, *r: f(_param(p), *r), held(params), *rest)
+
+
+def held(params: Any) -> Any:
+    """The same, of parts of tables the rows that they hold, as tables of their own."""
+    return jax.tree.map(
+        lambda p: p.sum_duplicates().values if isinstance(p, IndexedSlices) else p,
+        params,
+        is_leaf=is_leaf,
+    )
 
 
 def bare(params: Any) -> Any:

@@ -12,6 +12,7 @@ import optax
 from gradxform._late import gate
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices, cured
+from gradxform._trees.rows import places
 from gradxform._verbs.lookup import Tables, value_and_grad
 
 
@@ -88,7 +89,8 @@ def apply_gradients(
       grads: gradients of the structure and shapes of ``params``; ``None`` leaves a
         parameter and its state as they are.
       state: the state of ``tx``.
-      params: the parameters.
+      params: the parameters. A part of a table, as ``ParameterServer.pull(rows=...)``
+        gives it, is a table of its own here: its state is that of its rows.
       **extra: extra arguments of ``tx``, such as ``local_step``.
 
     Returns:
@@ -120,7 +122,9 @@ def apply_gradients(
             "grads has no gradient for any leaf of params; differentiate a loss that "
             "depends on at least one of them."
         )
-    return _step(tx, grads, state, params, **extra)
+    rows, grads = maps.held(params), _numbered(grads, params)
+    rows, state = _step(tx, grads, state, rows, **extra)
+    return _put_back(rows, params), state
 
 
 def minimize(
@@ -229,6 +233,35 @@ def learning_part(
     mask = maps.broadcast(True if trainable is None else trainable, params)
     checks.bools("trainable", mask, params)
     return jax.tree.map(lambda learns, p: p if learns else None, mask, params)
+
+
+def _numbered(grads: optax.Updates, params: optax.Params) -> optax.Updates:
+    """The same, of a part of a table numbered by the rows that it holds."""
+
+    def number(path: Any, p: Any, g: Any) -> Any:
+        if not isinstance(p, IndexedSlices) or g is None:
+            return g
+        if not isinstance(g, IndexedSlices):
+            raise TypeError(
+                f"grads must be row-sparse at {checks.place(path)}, where params hold "
+                f"a part of a table alone, got {jax.typeof(g).str_short()}."
+            )
+        part = p.sum_duplicates()
+        at = places(g.indices, part.indices)
+        return IndexedSlices(at, g.values, part.values.shape)
+
+    return jax.tree.map_with_path(number, params, grads, is_leaf=maps.is_leaf)
+
+
+def _put_back(rows: optax.Params, params: optax.Params) -> optax.Params:
+    """Parts of tables again, with these rows."""
+
+    def put(p: Any, new: Any) -> Any:
+        if not isinstance(p, IndexedSlices):
+            return new
+        return p.sum_duplicates().with_values(new)
+
+    return jax.tree.map(put, params, rows, is_leaf=maps.is_leaf)
 
 
 def _step(

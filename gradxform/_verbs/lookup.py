@@ -7,14 +7,17 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import checks, maps, versions
-from gradxform._trees.indexed_slices import (
-    IndexedSlices,
+from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.rows import (
     as_array,
     explicit_sharding,
+    is_known,
+    places,
     replicated,
     rows_of,
     take_rows,
@@ -32,7 +35,8 @@ def lookup(table: Any, ids: jax.typing.ArrayLike) -> jax.Array:
     dense gradient.
 
     Args:
-      table: of shape [rows, \*row].
+      table: of shape [rows, \*row]; or a part of such a table, the rows that
+        ``ParameterServer.pull(rows=...)`` gave, as an :class:`IndexedSlices`.
       ids: integers of any shape and integer dtype, in [0, rows]. ``rows`` is padding:
         it reads zeros and gets no gradient.
 
@@ -43,6 +47,7 @@ def lookup(table: Any, ids: jax.typing.ArrayLike) -> jax.Array:
       TypeError: ``ids`` are no integers.
       ValueError: an id lies outside of [0, rows]. A traced id cannot be looked at:
         outside, it counts as padding, and a negative one does not count from the end.
+        The same holds for an id of which a part of a table has no row.
 
     Source: ``tf.nn.embedding_lookup``, ``tf.gather``.
 
@@ -50,12 +55,12 @@ def lookup(table: Any, ids: jax.typing.ArrayLike) -> jax.Array:
     >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0]])
     >>> assert gx.lookup(table, [[1], [2]]).tolist() == [[[3.0, 4.0]], [[0.0, 0.0]]]
     """
-    if not isinstance(table, _Table):
+    if not isinstance(table, _Table | IndexedSlices):
         table = jnp.asarray(table)
     if not table.ndim:
         raise ValueError("table must have at least one axis, got a scalar.")
     ids = rows_of("ids", as_array(ids), table.shape[0])
-    return table.read(ids) if isinstance(table, _Table) else _gather(table, ids)
+    return table.read(ids) if isinstance(table, _Table) else _read(table, ids)[0]
 
 
 def value_and_grad(
@@ -114,7 +119,7 @@ def value_and_grad(
         versions.before_tracing()
 
     def wrapped(params: Any, *batch: Any, **kwargs: Any) -> Any:
-        flat, treedef = jax.tree.flatten_with_path(params)
+        flat, treedef = jax.tree.flatten_with_path(params, is_leaf=_is_part)
         paths = [checks.slashed(path) for path, _ in flat]
         leaves = dict(enumerate(leaf for _, leaf in flat))
         named = _select(tables, paths, leaves)
@@ -159,8 +164,8 @@ def value_and_grad(
 
 def _select(
     tables: Tables, paths: list[str], leaves: dict[int, Any]
-) -> dict[int, jax.Array]:
-    """The leaves that are named, by their number."""
+) -> dict[int, Any]:
+    """The leaves that are named, or parts of a table, by their number."""
     if not callable(tables):
         for path in tables:
             if path not in paths:
@@ -169,14 +174,18 @@ def _select(
                     f"{', '.join(map(repr, paths))}."
                 )
     is_named = tables if callable(tables) else tables.__contains__
-    named = {i: leaf for i, leaf in leaves.items() if is_named(paths[i])}
-    for i, leaf in named.items():
-        if not jnp.ndim(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise ValueError(
-                "tables must name arrays of floating-point rows, but "
-                f"{paths[i]!r} is {jax.typeof(leaf).str_short()}."
-            )
-    return {i: jnp.asarray(leaf) for i, leaf in named.items()}
+    named = {}
+    for i, leaf in leaves.items():
+        if _is_part(leaf):  # Of which there is no other gradient.
+            named[i] = leaf.sum_duplicates()
+        elif is_named(paths[i]):
+            named[i] = table = jnp.asarray(leaf)
+            if not table.ndim or not jnp.issubdtype(table.dtype, jnp.inexact):
+                raise ValueError(
+                    "tables must name arrays of floating-point rows, but "
+                    f"{paths[i]!r} is {jax.typeof(leaf).str_short()}."
+                )
+    return named
 
 
 def _probe(loss: Callable[[], Any], probes: dict[int, _Table]) -> None:
@@ -191,7 +200,7 @@ def _probe(loss: Callable[[], Any], probes: dict[int, _Table]) -> None:
 
 
 def _slices(
-    ids: list[jax.Array], rows: list[jax.Array], table: jax.Array
+    ids: list[jax.Array], rows: list[jax.Array], table: Any
 ) -> IndexedSlices:
     """The gradient of a table that was read at ``ids``, where ``rows`` is theirs."""
     row = table.shape[1:]
@@ -217,7 +226,7 @@ class _Table:
     def __init__(
         self,
         path: str,
-        array: jax.Array,
+        array: Any,
         taps: Sequence[jax.Array] | None = None,
     ) -> None:
         self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
@@ -235,7 +244,7 @@ class _Table:
         """The rows, tapped if there is a tap for this reading."""
         if self.trace != versions.trace():
             self._refuse("inside a jit, vmap, scan or other transformation of its own")
-        rows = _gather(self.array, ids)
+        rows, ids = _read(self.array, ids)
         if self.taps is None:  # Of what is traced first no array may stay behind.
             self.types.append(jax.typeof(rows))
             return rows
@@ -259,6 +268,28 @@ class _Table:
     __gt__ = __ge__ = __pos__ = __abs__ = __contains__ = _refuse_arithmetic
     __float__ = __int__ = __bool__ = _refuse_arithmetic
     __hash__ = None  # type: ignore[assignment]
+
+
+def _is_part(leaf: Any) -> bool:
+    return isinstance(leaf, IndexedSlices)
+
+
+def _read(table: Any, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rows, and their ids, padding where a part of a table does not hold them."""
+    if not _is_part(table):
+        return _gather(table, ids), ids
+    part = table.sum_duplicates()
+    at = places(ids, part.indices)
+    missing = at == len(part.indices)
+    if is_known(missing):
+        absent = np.argwhere(missing & (ids < part.shape[0]))
+        if len(absent):
+            first = tuple(absent[0].tolist())
+            raise ValueError(
+                "ids must be among the rows that this part of the table holds, got "
+                f"{ids[first]} at position {list(first)}. Pull that row, too."
+            )
+    return _gather(part.values, at), jnp.where(missing, part.shape[0], ids)
 
 
 def _gather(table: jax.Array, ids: jax.Array) -> jax.Array:

@@ -1,0 +1,100 @@
+"""Rows of tables: which ones, and how they are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def rows_of(name: str, indices: Any, height: int) -> jax.Array:
+    """Indices as int32 in [0, height], those outside of the table as padding.
+
+    Raises:
+      TypeError: they are no integers.
+      ValueError: one lies outside of [0, height], if it can be looked at: a traced one
+        has no value yet, and no process sees all those of several processes.
+    """
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        if indices.size:
+            raise TypeError(f"{name} must be integers, got {indices.dtype}.")
+        indices = indices.astype(np.int32)  # An empty list is a list of floats.
+    if is_known(indices) and indices.size:
+        _check_inside(name, np.asarray(indices), height)
+    # They are compared before they are made narrower: the uint32 for -1 is no -1. And
+    # after they are made wider: the height may be more than an int8 can count.
+    if indices.dtype.itemsize < 4:
+        indices = indices.astype(np.int32)
+    inside = indices < height
+    if jnp.issubdtype(indices.dtype, jnp.signedinteger):
+        inside &= indices >= 0
+    # NumPy's by NumPy: for JAX's each length would be a program.
+    where = np.where if isinstance(indices, np.ndarray) else jnp.where
+    return jnp.asarray(where(inside, indices.astype(np.int32), np.int32(height)))
+
+
+def is_known(indices: Any) -> bool:
+    """Whether every one of them can be looked at."""
+    return isinstance(indices, np.ndarray) or (
+        not isinstance(indices, jax.core.Tracer) and indices.is_fully_addressable
+    )
+
+
+def _check_inside(name: str, indices: np.ndarray[Any, Any], height: int) -> None:
+    outside = (indices < 0) | (indices > height)
+    if outside.any():
+        first = tuple(np.argwhere(outside)[0].tolist())
+        raise ValueError(
+            f"{name} must be in [0, {height}], where {height} is padding, got "
+            f"{indices[first]} at position {list(first)}."
+        )
+
+
+def take_rows(table: jax.Array, indices: jax.Array, **how: Any) -> jax.Array:
+    """The rows of a table with these indices; padding reads zeros."""
+    if not table.shape[0]:  # Of which JAX gathers nothing, not even padding.
+        shape = indices.shape + table.shape[1:]
+        return jnp.zeros(shape, table.dtype, out_sharding=how.get("out_sharding"))
+    return table.at[indices].get(mode="fill", fill_value=0, **how)
+
+
+def find(x: jax.Array, ascending: jax.Array) -> jax.Array:
+    """The first place of each of ``x`` in an array that holds them all."""
+    # jnp.searchsorted knows no mesh axes of two kinds. All lower places hold less.
+    place = jnp.zeros_like(x)
+    for bit in reversed(range((len(ascending) - 1).bit_length())):
+        later = place + (1 << bit)
+        less = ascending.at[later - 1].get(mode="clip") < x
+        place = jnp.where(less, later, place)
+    return place
+
+
+def places(indices: jax.Array, ascending: jax.Array) -> jax.Array:
+    """Where each of the indices stands in an array; its length for those not in it."""
+    length = len(ascending)
+    if not length:
+        return jnp.zeros_like(indices)
+    place = find(indices, ascending)
+    found = ascending.at[place].get(mode="clip")
+    return jnp.where(found == indices, place, length)
+
+
+def as_array(x: Any) -> Any:
+    """Arrays as they are; what is none becomes NumPy's, which keeps every integer."""
+    return x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x)
+
+
+def explicit_sharding(x: jax.Array) -> NamedSharding | None:
+    """How ``x`` lies on mesh axes of type Explicit; None where there are none."""
+    sharding = jax.typeof(x).sharding
+    return sharding if sharding.mesh.explicit_axes else None
+
+
+def replicated(x: jax.Array) -> jax.Array:
+    """``x`` whole on each device of its explicit mesh axes; else as it is."""
+    sharding = explicit_sharding(x)
+    return x if sharding is None else jax.sharding.reshard(x, P())
