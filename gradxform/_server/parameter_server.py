@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import collections
 import queue
-import sys
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -15,10 +14,11 @@ import jax
 import numpy as np
 import optax
 
+from gradxform._server.actor import Published, Publisher, is_actor, was_restarted
 from gradxform._server.own_thread import OwnThread
-from gradxform._server.programs import PushPrograms, copy, settle
+from gradxform._server.places import copy, settle
+from gradxform._server.programs import PushPrograms
 from gradxform._server.records import (
-    GlobalStep,
     PushResult,
     ServerClosedError,
     ServerStats,
@@ -27,6 +27,7 @@ from gradxform._server.records import (
     check_push_id,
     is_past,
 )
+from gradxform._server.rows import Wanted
 from gradxform._server.waiters import Waiters
 from gradxform._trees import checks
 
@@ -110,27 +111,60 @@ class ParameterServer:
         self._first_push = self._last_push = 0.0
         self._closed = False
         self._lost: str | None = None
-        if _restarted(self):
+        self._publisher = Publisher() if is_actor(self) else None
+        if was_restarted(self):
             self._lost = "its Ray actor has died and was started again"
         self._thread = OwnThread("parameter-server")
 
-    def pull(self) -> tuple[optax.Params, int]:
+    def pull(
+        self, rows: Mapping[str, jax.typing.ArrayLike] | None = None
+    ) -> tuple[optax.Params, int]:
         """The parameters and the global step they belong to: the next ``local_step``.
 
         The arrays are the caller's own. The step is an integer that also knows its
         server's life, so that a push after a :meth:`restore` is told apart.
 
+        Args:
+          rows: of tables, named by their paths (as ``"encoder/emb"``), the ids that
+            the worker will read, integers of any shape. In the place of such a table
+            comes that part of it, an :class:`IndexedSlices` with as many rows as there
+            are ids: ascending, each once, and padding after them. :func:`lookup` reads
+            from it as from the table, and the gradients can be pushed as they are.
+
         Raises:
+          TypeError: ids are no integers.
+          ValueError: ``rows`` names no table, or an id lies outside of it.
           ServerClosedError: the server is closed, or has lost its parameters.
         """
-        params, global_step = self._thread.run(self._pull)
-        return params, global_step
+        wanted = self._programs.rows.prepare({} if rows is None else rows)
+        read: dict[int, Any] = {}
+        others = None
+        if self._publisher and not wanted:  # Then nobody waits for a step that runs.
+            self._check_usable()
+            version = self._version
+            others, seen = self._publisher.find(version, frozenset()), version.step()
+        if others is None:
+            read, others, seen = self._thread.run(self._pull, wanted)
+        parts = {i: self._programs.rows.part(i, wanted[i], x) for i, x in read.items()}
+        if self._publisher:
+            return Published(others, parts), seen
+        leaves = {**others, **parts}
+        return self._programs.params([leaves[i] for i in range(len(leaves))]), seen
 
-    def _pull(self) -> tuple[optax.Params, GlobalStep]:
+    def _pull(self, wanted: dict[int, Wanted]) -> tuple[dict[int, Any], Any, int]:
+        """Rows that are wanted, and all other leaves, by their numbers."""
         self._check_usable()
         version = self._version
-        params, _ = self._programs.trees(version.leaves)
-        return copy(params), GlobalStep(version.global_step, version.life)
+        leaves = self._programs.leaves_of_params(version.leaves)
+        read = {i: each.read(leaves[i], each.given) for i, each in wanted.items()}
+        if self._publisher is None:
+            others = copy({i: x for i, x in enumerate(leaves) if i not in wanted})
+            return read, others, version.step()
+        params = self._programs.params(
+            [i if i in wanted else x for i, x in enumerate(leaves)]
+        )
+        others = self._publisher.publish(version, frozenset(wanted), params)
+        return read, others, version.step()
 
     def push(
         self,
@@ -395,11 +429,3 @@ def _summary(error: BaseException) -> str:
     lines = text.strip().splitlines()
     ends = " ... ".join(dict.fromkeys(lines[:1] + lines[-1:]))
     return f"{type(error).__name__}: {ends}"
-
-
-def _restarted(server: ParameterServer) -> bool:
-    """Whether Ray has started this very actor again after its process died."""
-    if not hasattr(type(server), "__ray_actor_class__"):
-        return False
-    context = sys.modules["ray"].get_runtime_context()
-    return bool(context.was_current_actor_reconstructed)

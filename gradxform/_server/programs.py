@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -11,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, Sharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Sharding
 
-from gradxform._late import gate
-from gradxform._late.drop_stale import drop_stale, dropped, outermost
+from gradxform._late.drop_stale import dropped, outermost
+from gradxform._server.places import Place, bring
+from gradxform._server.rows import RowPrograms, in_sizes
 from gradxform._trees import checks, maps
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._verbs.apply import apply_gradients
@@ -40,37 +39,6 @@ class Refusal(NamedTuple):
     message: str
 
 
-def copy(tree: Any) -> Any:
-    """The same on memory of its own, on the same devices, committed to them or not.
-
-    The runtime copies: no program has to be compiled for it.
-    """
-    return jax.device_put(tree, may_alias=False)
-
-
-def settle(
-    tx: optax.GradientTransformation, params: Any
-) -> tuple[optax.GradientTransformation, Any, Any]:
-    """A transformation with a gate, and parameters and state where they will stay.
-
-    Where the caller has committed the parameters to devices, the state is committed to
-    them, too. Else all is uncommitted, so that JAX lets workers on other devices
-    calculate with what they pull.
-    """
-    params = copy(params)
-    state = tx.init(params)
-    if not gate.states(state):
-        tx = drop_stale(tx, np.iinfo(np.int32).max)  # A gate that is always open.
-        state = tx.init(params)
-    arrays = params, copy(state)  # It may hold the parameters themselves.
-    if _committed(arrays):
-        everywhere = _everywhere(arrays)
-        arrays = jax.tree.map(
-            lambda x: x if x.committed else jax.device_put(x, everywhere), arrays
-        )
-    return tx, *arrays
-
-
 class PushPrograms:
     """The step of a server, compiled once for each signature of a push.
 
@@ -86,6 +54,7 @@ class PushPrograms:
 
     Attributes:
       devices: how many hold the parameters.
+      rows: what reads rows of them.
     """
 
     def __init__(
@@ -99,14 +68,15 @@ class PushPrograms:
         self._tx, self._donate = tx, donate
         self._require_finite = require_finite
         arrays = params, state
-        self._committed = _committed(arrays)
-        self._everywhere = _everywhere(arrays)
-        self.devices = len(self._everywhere.device_set)
+        self._place = place = Place(arrays)
+        self.devices = len(place.everywhere.device_set)
         self._shardings = jax.tree.map(lambda x: x.sharding, arrays)
         self._arrays = jax.tree.map(
-            lambda x: self._abstract(x.aval, x.sharding), arrays
+            lambda x: place.abstract(x.aval, x.sharding), arrays
         )
         self._structure = jax.tree.structure(arrays)
+        self._params_structure: Any = jax.tree.structure(params)
+        self.rows = RowPrograms(self._arrays[0], place)
         self._params = {
             path: (x.shape, x.sharding) for path, x in jax.tree.leaves_with_path(params)
         }
@@ -118,6 +88,14 @@ class PushPrograms:
         trees: tuple[Any, Any] = jax.tree.unflatten(self._structure, leaves)
         return trees
 
+    def leaves_of_params(self, leaves: list[Any]) -> list[Any]:
+        """Those of a version's leaves that are parameters."""
+        return leaves[: self._params_structure.num_leaves]
+
+    def params(self, leaves: list[Any]) -> Any:
+        """The parameters of these leaves."""
+        return jax.tree.unflatten(self._params_structure, leaves)
+
     def prepare(self, grads: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
         """The compiled step for a push, with its leaves, ready and at their place.
 
@@ -125,7 +103,11 @@ class PushPrograms:
           TypeError: ``grads`` does not fit, or the transformation says so.
           ValueError: the transformation says so.
         """
-        leaves, tree = jax.tree.flatten((grads, extra))
+        leaves, tree = jax.tree.flatten((grads, extra), is_leaf=_is_sparse)
+        if IndexedSlices in map(type, leaves):
+            sized = map(in_sizes, leaves)
+            grads, extra = jax.tree.unflatten(tree, sized)
+            leaves, tree = jax.tree.flatten((grads, extra))
         signature = tree, _types(leaves)
         program = self._programs.get(signature)
         if program is None:
@@ -133,7 +115,7 @@ class PushPrograms:
         if isinstance(program, Refusal):
             raise program.kind(program.message)
         if [getattr(x, "sharding", None) for x in leaves] != program.shardings:
-            leaves = list(map(_bring, leaves, program.shardings))
+            leaves = list(map(bring, leaves, program.shardings))
         # A worker whose computation takes long, or fails, holds up and harms no other.
         jax.block_until_ready(leaves)
         if self._require_finite:
@@ -152,8 +134,8 @@ class PushPrograms:
         leaves = _leaves_like("state", state, "the server's state", own)
         arrays = self.trees(leaves)
         placed = jax.device_put(arrays, self._shardings, may_alias=False)
-        if not self._committed:  # What was put somewhere is.
-            with self._default_device():
+        if not self._place.committed:  # What was put somewhere is.
+            with self._place.default_device():
                 free = jax.jit(lambda arrays: arrays, donate_argnums=0)
                 placed = free.lower(self._arrays).compile()(placed)
         params, state = jax.block_until_ready(placed)
@@ -186,7 +168,9 @@ class PushPrograms:
             *self._shardings_of(grads, 0),
             *self._shardings_of(extra, 1),  # Each argument is a tree of its own.
         ]
-        pushed = [self._abstract(*pair) for pair in zip(types, shardings, strict=True)]
+        pushed = [
+            self._place.abstract(*pair) for pair in zip(types, shardings, strict=True)
+        ]
 
         def step(leaves: Any, pushed: Any, local_step: Any) -> tuple[Any, jax.Array]:
             params, state = self.trees(leaves)
@@ -203,10 +187,10 @@ class PushPrograms:
             donate_argnums=0 if self._donate else (),
             # The compiler may lay automatic axes otherwise.
             out_shardings=(jax.tree.leaves(self._shardings), None)
-            if self._committed
+            if self._place.committed
             else None,
         )
-        with self._default_device():
+        with self._place.default_device():
             arrays = jax.tree.leaves(self._arrays)
             lowered = compiled.lower(arrays, pushed, np.int32(0))
             return Program(lowered.compile(), shardings)
@@ -215,23 +199,14 @@ class PushPrograms:
         """Of what is like a parameter as of that; all else is whole everywhere."""
         for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=maps.is_leaf):
             if isinstance(leaf, IndexedSlices):
-                yield from [self._everywhere] * 2  # Values and indices.
+                yield from [self._place.everywhere] * 2  # Values and indices.
             elif leaf is not None:
                 shape, sharding = self._params.get(path[depth:], (None, None))
-                yield sharding if shape == np.shape(leaf) else self._everywhere
+                yield sharding if shape == np.shape(leaf) else self._place.everywhere
 
-    def _abstract(self, type_: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            type_.shape,
-            type_.dtype,
-            weak_type=type_.weak_type,
-            sharding=sharding if self._committed else None,
-        )
 
-    def _default_device(self) -> contextlib.AbstractContextManager[Any]:
-        if self._committed:
-            return contextlib.nullcontext()
-        return jax.default_device(next(iter(self._everywhere.device_set)))
+def _is_sparse(node: Any) -> bool:
+    return isinstance(node, IndexedSlices)
 
 
 def _types(leaves: list[Any]) -> tuple[Any, ...]:
@@ -240,24 +215,6 @@ def _types(leaves: list[Any]) -> tuple[Any, ...]:
         return tuple([x.aval for x in leaves])
     except AttributeError:
         return tuple([jax.typeof(x) for x in leaves])
-
-
-def _bring(x: Any, sharding: Sharding) -> jax.Array:
-    there = getattr(x, "sharding", None)
-    if there == sharding or (there and there.is_equivalent_to(sharding, x.ndim)):
-        return x
-    return jax.device_put(x, sharding, may_alias=False)
-
-
-def _committed(arrays: Any) -> bool:
-    return any(x.committed for x in jax.tree.leaves(arrays))
-
-
-def _everywhere(arrays: Any) -> Sharding:
-    """The sharding that puts the whole of an array on each device of these."""
-    leaves = jax.tree.leaves(arrays)
-    at = max(leaves, key=lambda x: (x.committed, len(x.sharding.device_set))).sharding
-    return NamedSharding(at.mesh, P()) if isinstance(at, NamedSharding) else at
 
 
 def _leaves_like(

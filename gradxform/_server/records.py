@@ -90,6 +90,10 @@ class Version(NamedTuple):
         global_step, count = int(outermost(state, "global_step")), int(dropped(state))
         return cls(leaves, global_step, count, secrets.token_hex(8))
 
+    def step(self) -> GlobalStep:
+        """What a worker that pulls it has seen."""
+        return GlobalStep(self.global_step, self.life)
+
 
 def as_step(name: str, value: Any) -> int:
     """A step that a caller gave as an integer; one of a server's stays what it is."""

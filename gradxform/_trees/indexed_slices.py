@@ -92,7 +92,8 @@ class IndexedSlices:
                 f"{shape}."
             )
         # Sorting takes all rows of a gradient, so explicit mesh axes all get them.
-        self._indices = replicated(rows_of("indices", given, shape[0]))
+        rows_given = jnp.asarray(rows_of("indices", given, shape[0]))
+        self._indices = replicated(rows_given)
         self.values = replicated(jnp.asarray(rows))
         if not is_known(given) or np.any(np.asarray(given) == shape[0]):
             inside = jnp.expand_dims(
@@ -232,10 +233,34 @@ class IndexedSlices:
                 raise TypeError(_CURE)
         return cls._make(indices, values, dense_shape, summed=False)
 
+    @classmethod
+    def ascending(
+        cls, indices: jax.Array, values: jax.Array, dense_shape: tuple[int, ...]
+    ) -> IndexedSlices:
+        """Of int32 that ascend, each but the padding at their end once, unchecked."""
+        return cls._make(indices, values, dense_shape, summed=True)
+
+    def padded(self, length: int) -> IndexedSlices:
+        """The same gradient with padding at its end, in the memory of the host.
+
+        By NumPy, so that no program is compiled for the number of rows that there are.
+        """
+        values = np.zeros((length, *self.dense_shape[1:]), self.dtype)
+        values[: len(self.values)] = self.values
+        indices = np.full(length, self.dense_shape[0], np.int32)
+        indices[: len(self.values)] = self._host_indices()
+        return self._make(indices, values, self.dense_shape, self._summed)
+
+    def _host_indices(self) -> np.ndarray[Any, Any]:
+        given = self._indices
+        if not (isinstance(given, jax.Array) and _is_opaque(given.dtype)):
+            return np.asarray(given)
+        return np.asarray(jax.random.key_data(given))[..., 0].view(np.int32)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        indices = self.indices
-        if isinstance(self.values, np.ndarray):  # They came from a device together.
-            indices = np.asarray(indices)
+        indices: Any = self._host_indices()
+        if isinstance(self.values, jax.Array):  # They shall arrive alike.
+            indices = jax.device_put(indices)
         return self._make, (indices, self.values, self.dense_shape, self._summed)
 
     @classmethod

@@ -11,8 +11,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
-def rows_of(name: str, indices: Any, height: int) -> jax.Array:
+def rows_of(name: str, indices: Any, height: int) -> Any:
     """Indices as int32 in [0, height], those outside of the table as padding.
+
+    NumPy's stay NumPy's: with JAX each length would be a program of its own.
 
     Raises:
       TypeError: they are no integers.
@@ -32,9 +34,8 @@ def rows_of(name: str, indices: Any, height: int) -> jax.Array:
     inside = indices < height
     if jnp.issubdtype(indices.dtype, jnp.signedinteger):
         inside &= indices >= 0
-    # NumPy's by NumPy: for JAX's each length would be a program.
     where = np.where if isinstance(indices, np.ndarray) else jnp.where
-    return jnp.asarray(where(inside, indices.astype(np.int32), np.int32(height)))
+    return where(inside, indices.astype(np.int32), np.int32(height))
 
 
 def is_known(indices: Any) -> bool:

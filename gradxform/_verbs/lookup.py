@@ -59,7 +59,7 @@ def lookup(table: Any, ids: jax.typing.ArrayLike) -> jax.Array:
         table = jnp.asarray(table)
     if not table.ndim:
         raise ValueError("table must have at least one axis, got a scalar.")
-    ids = rows_of("ids", as_array(ids), table.shape[0])
+    ids = jnp.asarray(rows_of("ids", as_array(ids), table.shape[0]))
     return table.read(ids) if isinstance(table, _Table) else _read(table, ids)[0]
 
 
@@ -162,9 +162,7 @@ def value_and_grad(
     return wrapped
 
 
-def _select(
-    tables: Tables, paths: list[str], leaves: dict[int, Any]
-) -> dict[int, Any]:
+def _select(tables: Tables, paths: list[str], leaves: dict[int, Any]) -> dict[int, Any]:
     """The leaves that are named, or parts of a table, by their number."""
     if not callable(tables):
         for path in tables:
@@ -199,9 +197,7 @@ def _probe(loss: Callable[[], Any], probes: dict[int, _Table]) -> None:
         raise TypeError(_HOW.format(paths, "by a function of JAX's")) from error
 
 
-def _slices(
-    ids: list[jax.Array], rows: list[jax.Array], table: Any
-) -> IndexedSlices:
+def _slices(ids: list[jax.Array], rows: list[jax.Array], table: Any) -> IndexedSlices:
     """The gradient of a table that was read at ``ids``, where ``rows`` is theirs."""
     row = table.shape[1:]
     flat_ids = [replicated(i).ravel() for i in ids]

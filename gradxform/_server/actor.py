@@ -1,0 +1,74 @@
+"""What a server does otherwise where it is a Ray actor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from gradxform._server import wire
+from gradxform._server.records import Version
+
+
+class Publisher:
+    """Puts parameters into Ray's object store, each version once for all who pull it.
+
+    Who pulls gets a reference, and there, without another call, what it refers to.
+    """
+
+    def __init__(self) -> None:
+        wire.register()
+        # The step that was put there last, and by the tables that are left out of it
+        # the references. It is replaced whole: who reads it needs no lock.
+        self._last: tuple[Any, dict[frozenset[int], Any]] = None, {}
+
+    def find(self, version: Version, tables: frozenset[int]) -> Any:
+        """The reference to its parameters but some tables; None before it is there."""
+        last, refs = self._last
+        return refs.get(tables) if last == _step(version) else None
+
+    def publish(self, version: Version, tables: frozenset[int], params: Any) -> Any:
+        """The reference to ``params``, in which numbers stand for those tables."""
+        ref = self.find(version, tables)
+        if ref is None:
+            if self._last[0] != _step(version):
+                self._last = _step(version), {}  # The old ones may go.
+            ref = sys.modules["ray"].put(params)
+            self._last = _step(version), {**self._last[1], tables: ref}
+        return ref
+
+
+def _step(version: Version) -> tuple[str, int]:
+    """What its parameters belong to: a push that is dropped or added changes none."""
+    return version.life, version.global_step
+
+
+class Published:
+    """Parameters that are on their way to a worker; what arrives is their tree."""
+
+    def __init__(self, ref: Any, parts: dict[int, Any]) -> None:
+        self._ref, self._parts = ref, parts
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _fetch, (self._ref, self._parts)
+
+
+def _fetch(ref: Any, parts: dict[int, Any]) -> Any:
+    wire.register()  # What this worker pushes travels likewise.
+    params = sys.modules["ray"].get(ref)
+    return jax.tree.map(lambda x: parts[x] if isinstance(x, int) else x, params)
+
+
+def is_actor(server: Any) -> bool:
+    """Whether this object is what a Ray actor consists of."""
+    return hasattr(type(server), "__ray_actor_class__")
+
+
+def was_restarted(server: Any) -> bool:
+    """Whether Ray has started this very actor again after its process died."""
+    if not is_actor(server):
+        return False
+    context = sys.modules["ray"].get_runtime_context()
+    return bool(context.was_current_actor_reconstructed)

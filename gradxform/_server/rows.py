@@ -1,0 +1,109 @@
+"""Rows of tables, pulled and pushed in a few sizes, so that few programs read them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from gradxform._server.places import Place
+from gradxform._trees import checks, maps
+from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.rows import rows_of
+
+
+def size_for(length: int) -> int:
+    """The next power of two: of n lengths there are about log n sizes."""
+    return 1 << max(length - 1, 0).bit_length()
+
+
+def in_sizes(leaf: Any) -> Any:
+    """A row-sparse gradient padded to such a size; every other leaf as it is."""
+    if not isinstance(leaf, IndexedSlices) or leaf.values.ndim != leaf.ndim:
+        return leaf
+    length = len(leaf.values)
+    local = getattr(leaf.values, "is_fully_addressable", True)
+    if length == size_for(length) or not local:
+        return leaf
+    return leaf.padded(size_for(length))
+
+
+class Wanted(NamedTuple):
+    """The rows of one table that a pull asks for."""
+
+    indices: np.ndarray[Any, Any]  # As many as were asked for: each once, then padding.
+    given: (
+        jax.Array
+    )  # The same, with padding up to a size for which there is a program.
+    read: Callable[[jax.Array, jax.Array], jax.Array]  # (table, given) -> rows
+
+
+class RowPrograms:
+    """What reads rows of a server's tables, compiled once for each table and size.
+
+    Args:
+      params: the parameters as described for lowering.
+      place: where they lie.
+    """
+
+    def __init__(self, params: Any, place: Place) -> None:
+        flat = jax.tree.leaves_with_path(params)
+        self._numbers = {checks.slashed(path): i for i, (path, _) in enumerate(flat)}
+        self._types = [table for _, table in flat]
+        self._place = place
+        self._programs: dict[Any, Callable[..., jax.Array]] = {}
+        self._compiling = threading.RLock()  # A signal handler may pull, too.
+
+    def prepare(self, rows: Mapping[str, jax.typing.ArrayLike]) -> dict[int, Wanted]:
+        """What is to be read of each table, by the number of that leaf.
+
+        Raises:
+          TypeError: ids are no integers, or ``rows`` is no mapping.
+          ValueError: a path is not that of a table, or an id lies outside of it.
+        """
+        if not isinstance(rows, Mapping):
+            raise TypeError(f"rows must map paths of tables to ids, got {rows!r}.")
+        wanted = {}
+        for path, ids in rows.items():
+            number = self._numbers.get(path)
+            if number is None or not self._types[number].shape:
+                tables = [p for p, i in self._numbers.items() if self._types[i].shape]
+                raise ValueError(
+                    f"rows must name tables of params, got {path!r}; there are "
+                    f"{', '.join(map(repr, tables))}."
+                )
+            height = self._types[number].shape[0]
+            asked = rows_of(f"rows[{path!r}]", np.asarray(ids), height).ravel()
+            once = np.unique(asked)
+            size = size_for(len(asked))
+            given = np.full(size, height, np.int32)
+            given[: len(once)] = once
+            read = self._program(number, size)
+            wanted[number] = Wanted(given[: len(asked)], self._place.put(given), read)
+        return wanted
+
+    def part(self, number: int, wanted: Wanted, rows: jax.Array) -> IndexedSlices:
+        """A part of that table; ``rows`` is what the program has read."""
+        length = len(wanted.indices)
+        if length != len(rows):
+            rows = self._place.put(np.array(np.asarray(rows)[:length]))
+        indices = self._place.put(wanted.indices)
+        return IndexedSlices.ascending(indices, rows, self._types[number].shape)
+
+    def _program(self, number: int, size: int) -> Callable[..., jax.Array]:
+        if (number, size) not in self._programs:
+            everywhere = self._place.everywhere
+            given = self._place.abstract(
+                jax.typeof(np.empty(size, np.int32)), everywhere
+            )
+            read = jax.jit(
+                maps.take_summed,
+                out_shardings=everywhere if self._place.committed else None,
+            )
+            with self._compiling, self._place.default_device():
+                lowered = read.lower(self._types[number], given)
+                self._programs[number, size] = lowered.compile()
+        return self._programs[number, size]
