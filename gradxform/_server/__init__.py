@@ -1,10 +1,14 @@
 """The host's side: one object with a memory, and what runs the workers around it.
 
 A push goes through these rooms in this order: ``parameter_server`` looks at what is
-cheap to look at; ``programs`` finds, or compiles, the step for what it holds, brings it
-to the parameters and waits until it is there; ``own_thread`` sees to it that no signal
-interrupts what then happens under the lock: the step, and the one assignment of a new
-``records.Version``; ``waiters`` wakes those whose step has come.
+cheap to look at; ``programs`` finds, or compiles, the step for what it holds, in
+``rows`` padded to one of few sizes, brings it to the ``places`` of the parameters and
+waits until it is there; ``own_thread`` sees to it that no signal interrupts what then
+happens under the lock: the step, and the one assignment of a new ``records.Version``;
+``waiters`` wakes those whose step has come. A pull copies, or has ``rows`` read.
+
+On Ray the server is an ``actor``, which publishes each version once, and all arrays
+travel by ``wire``.
 
 ``engines`` runs workers against one server: on threads, on Ray, by a virtual clock.
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import queue
 import threading
-import time
 from collections.abc import Hashable, Mapping
 from types import TracebackType
 from typing import Any
@@ -22,10 +20,12 @@ from gradxform._server.records import (
     PushResult,
     ServerClosedError,
     ServerStats,
+    Tally,
     Version,
     as_step,
     check_push_id,
     is_past,
+    summary,
 )
 from gradxform._server.rows import Wanted
 from gradxform._server.waiters import Waiters
@@ -106,9 +106,7 @@ class ParameterServer:
         self._version = Version.of(params, state)
         self._answered: dict[Hashable, tuple[int, PushResult]] = {}  # By worker.
         self._waiters = Waiters()
-        self._staleness: collections.Counter[int] = collections.Counter()
-        self._applied = 0
-        self._first_push = self._last_push = 0.0
+        self._tally = Tally()
         self._closed = False
         self._lost: str | None = None
         self._publisher = Publisher() if is_actor(self) else None
@@ -237,17 +235,14 @@ class ParameterServer:
             global_step, dropped = map(int, np.asarray(counters))
         except BaseException as error:
             if any(x.is_deleted() for x in old.leaves):
-                self._lost = f"a step failed that had taken them, {_summary(error)}"
+                self._lost = f"a step failed that had taken them, {summary(error)}"
                 self._wake()
                 error.add_note(str(self._unusable()))
             raise
         self._version = Version(leaves, global_step, dropped, old.life)
         applied = dropped == old.dropped
         staleness = old.global_step - local_step
-        self._applied += applied
-        self._staleness[staleness] += 1
-        self._last_push = time.monotonic()
-        self._first_push = self._first_push or self._last_push
+        self._tally.count(applied, staleness)
         result = PushResult(applied, staleness, global_step)
         if push_id is not None:
             self._answered[push_id[0]] = push_id[1], result
@@ -320,16 +315,7 @@ class ParameterServer:
         return stats
 
     def _stats(self) -> ServerStats:
-        pushes = sum(self._staleness.values())
-        seconds = self._last_push - self._first_push
-        return ServerStats(
-            accepted=self._applied,
-            dropped=pushes - self._applied,
-            staleness=dict(sorted(self._staleness.items())),
-            pushes_per_second=(pushes - 1) / seconds if seconds else 0.0,
-            global_step=self._version.global_step,
-            lost=self._lost,
-        )
+        return self._tally.stats(self._version.global_step, self._lost)
 
     def state(self) -> dict[str, Any]:
         """A copy of parameters and optimizer state, a tree that orbax can save.
@@ -420,12 +406,3 @@ class ParameterServer:
             )
         if not 0 <= local_step <= version.global_step:
             checks.in_range("local_step", local_step, f"[0, {version.global_step}]")
-
-
-def _summary(error: BaseException) -> str:
-    """The first line of an error and, where a traceback follows, its last one."""
-    # Behind that JAX may list places of its own (``JAX_TRACEBACK_FILTERING=off``).
-    text, _, _ = str(error).partition("=== Source Location Trace")
-    lines = text.strip().splitlines()
-    ends = " ... ".join(dict.fromkeys(lines[:1] + lines[-1:]))
-    return f"{type(error).__name__}: {ends}"

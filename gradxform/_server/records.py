@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import operator
 import secrets
+import time
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -55,6 +57,34 @@ class ServerStats(NamedTuple):
     pushes_per_second: float
     global_step: int
     lost: str | None = None
+
+
+class Tally:
+    """What has become of the pushes so far."""
+
+    def __init__(self) -> None:
+        self._applied = 0
+        self._staleness: collections.Counter[int] = collections.Counter()
+        self._first = self._last = 0.0  # When they came.
+
+    def count(self, applied: bool, staleness: int) -> None:
+        """One more push."""
+        self._applied += applied
+        self._staleness[staleness] += 1
+        self._last = time.monotonic()
+        self._first = self._first or self._last
+
+    def stats(self, global_step: int, lost: str | None) -> ServerStats:
+        """The numbers, for whoever asks."""
+        pushes, seconds = sum(self._staleness.values()), self._last - self._first
+        return ServerStats(
+            accepted=self._applied,
+            dropped=pushes - self._applied,
+            staleness=dict(sorted(self._staleness.items())),
+            pushes_per_second=(pushes - 1) / seconds if seconds else 0.0,
+            global_step=global_step,
+            lost=lost,
+        )
 
 
 class GlobalStep(int):
@@ -115,3 +145,12 @@ def check_push_id(push_id: Any) -> None:
     if not pair or not isinstance(push_id[0], Hashable):
         raise TypeError(f"push_id must be a pair (worker, number), got {push_id!r}.")
     checks.integer_scalar("the number in push_id", push_id[1])
+
+
+def summary(error: BaseException) -> str:
+    """The first line of an error and, where a traceback follows, its last one."""
+    # Behind that JAX may list places of its own (``JAX_TRACEBACK_FILTERING=off``).
+    text, _, _ = str(error).partition("=== Source Location Trace")
+    lines = text.strip().splitlines()
+    ends = " ... ".join(dict.fromkeys(lines[:1] + lines[-1:]))
+    return f"{type(error).__name__}: {ends}"

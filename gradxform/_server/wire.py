@@ -44,11 +44,11 @@ class _Bytes:
     """An array of NumPy's that pickle takes out of band, whatever its dtype."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array = np.ascontiguousarray(array)
+        self._array = array
 
     def __reduce__(self) -> tuple[Any, ...]:
         x = self._array
-        bits: Any = x.reshape(-1).view(np.uint8)
+        bits: Any = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         return _from_bytes, (pickle.PickleBuffer(bits), x.dtype.name, x.shape)
 
 

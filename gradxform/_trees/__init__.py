@@ -4,7 +4,8 @@ A leaf is an array, ``None`` where the loss gave no gradient, or the few rows of
 that a batch has touched. Whoever writes a transformation meets all three, and need not
 know: the maps here take every kind of leaf, in any dtype, wherever it lies.
 
-- ``indexed_slices``: the row-sparse leaf, and rows of tables.
+- ``rows``: row numbers of tables, and the rows that they stand for.
+- ``indexed_slices``: the row-sparse leaf, and part of a table.
 - ``maps``: maps over trees and casts, ``f(values)`` or ``f(values, state)``.
 - ``rounding``: a cast to half precision that costs no copy of its result.
 - ``norms``: sums of squares of layers, rows and whole trees in one pass.
