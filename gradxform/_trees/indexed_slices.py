@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from gradxform._trees.rows import as_array, find, is_known, replicated, rows_of
+from gradxform._trees.rows import as_array, find, is_known, replicated, rows_of, to_jax
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -92,9 +92,8 @@ class IndexedSlices:
                 f"{shape}."
             )
         # Sorting takes all rows of a gradient, so explicit mesh axes all get them.
-        rows_given = jnp.asarray(rows_of("indices", given, shape[0]))
-        self._indices = replicated(rows_given)
-        self.values = replicated(jnp.asarray(rows))
+        self._indices = replicated(to_jax(rows_of("indices", given, shape[0])))
+        self.values = replicated(to_jax(rows))
         if not is_known(given) or np.any(np.asarray(given) == shape[0]):
             inside = jnp.expand_dims(
                 self._indices < shape[0], tuple(range(1, rows.ndim))

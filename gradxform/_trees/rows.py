@@ -89,6 +89,14 @@ def as_array(x: Any) -> Any:
     return x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x)
 
 
+def to_jax(x: Any) -> jax.Array:
+    """An array of NumPy's as a new one of JAX's; one of JAX's as it is.
+
+    By a copy: ``jnp.asarray`` compiles a program for each shape since JAX 0.10.
+    """
+    return jax.device_put(np.array(x)) if isinstance(x, np.ndarray) else x
+
+
 def explicit_sharding(x: jax.Array) -> NamedSharding | None:
     """How ``x`` lies on mesh axes of type Explicit; None where there are none."""
     sharding = jax.typeof(x).sharding

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import gradxform as gx
-from gradxform._server import parameter_server
+from gradxform._server import records
 from gradxform._trees import checks
 
 # An exception that a signal handler raises in a callback of the garbage collector.
@@ -130,7 +130,7 @@ def test_a_cause_is_told_whatever_jax_shows_behind_it():
         'last):\n  File "job.py", line 2, in f\nValueError: unlucky\n'
         "=== Source Location Trace: === \njaxlib/py_executable.cc:476\n"
     )
-    assert parameter_server._summary(error).endswith("... ValueError: unlucky")
+    assert records.summary(error).endswith("... ValueError: unlucky")
 
 
 @BOTH
