@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Sharding
 
 from gradxform._late.drop_stale import dropped, outermost
-from gradxform._server.places import Place, bring
+from gradxform._server.places import Place, bring, copy
 from gradxform._server.rows import RowPrograms, in_sizes
 from gradxform._trees import checks, maps
 from gradxform._trees.indexed_slices import IndexedSlices
@@ -132,8 +132,9 @@ class PushPrograms:
         # tuples, or dicts with their keys in another order.
         own = dict(zip(("params", "state"), self._arrays, strict=True))
         leaves = _leaves_like("state", state, "the server's state", own)
-        arrays = self.trees(leaves)
-        placed = jax.device_put(arrays, self._shardings, may_alias=False)
+        # A copy first: on its way to other devices JAX takes the caller's own memory
+        # for the part that stays, whatever it is told.
+        placed = jax.device_put(copy(self.trees(leaves)), self._shardings)
         if not self._place.committed:  # What was put somewhere is.
             with self._place.default_device():
                 free = jax.jit(lambda arrays: arrays, donate_argnums=0)

@@ -167,6 +167,8 @@ class IndexedSlices:
     ) -> jax.Array:
         """Zeros with each of the values added at its place, if that is inside."""
         wide = np.promote_types(self.dtype, np.float32)
+        if jnp.issubdtype(self.dtype, jnp.integer):
+            wide = self.dtype
         shape = (length, *self.dense_shape[1:])
         sums = jnp.zeros(shape, wide, out_sharding=out_sharding)
         sums = sums.at[places].add(

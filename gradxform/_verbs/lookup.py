@@ -174,15 +174,15 @@ def _select(tables: Tables, paths: list[str], leaves: dict[int, Any]) -> dict[in
     is_named = tables if callable(tables) else tables.__contains__
     named = {}
     for i, leaf in leaves.items():
-        if _is_part(leaf):  # Of which there is no other gradient.
-            named[i] = leaf.sum_duplicates()
-        elif is_named(paths[i]):
-            named[i] = table = jnp.asarray(leaf)
-            if not table.ndim or not jnp.issubdtype(table.dtype, jnp.inexact):
-                raise ValueError(
-                    "tables must name arrays of floating-point rows, but "
-                    f"{paths[i]!r} is {jax.typeof(leaf).str_short()}."
-                )
+        if not _is_part(leaf) and not is_named(paths[i]):
+            continue
+        # A part of a table needs no name: there is no other gradient of it.
+        named[i] = leaf.sum_duplicates() if _is_part(leaf) else jnp.asarray(leaf)
+        if not named[i].ndim or not jnp.issubdtype(named[i].dtype, jnp.inexact):
+            raise ValueError(
+                "tables must name arrays of floating-point rows, but "
+                f"{paths[i]!r} is {named[i].dtype}{list(named[i].shape)}."
+            )
     return named
 
 

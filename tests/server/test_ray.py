@@ -4,8 +4,10 @@ import contextlib
 import logging
 import os
 import signal
+import time
 import warnings
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -201,6 +203,116 @@ def test_those_who_wait_leave_room_for_a_push(server):
     assert ray.get(waiting) == [seen + 1] * 3
     with pytest.raises(TimeoutError, match=f"has not passed global_step={seen + 1}"):
         ray.get(server.wait.remote(seen + 1, timeout=0.1))
+
+
+# What crosses between processes.
+
+
+def plain(params):
+    """The same, with indices and values of a table's rows as arrays."""
+    rows = params["table"]
+    return {**params, "table": (rows.indices, rows.values, rows.dense_shape)}
+
+
+def in_band(tree):
+    """The bytes that a message itself holds; what is beside it is not looked at."""
+    beside = []
+    pickled = ray.cloudpickle.dumps(tree, protocol=5, buffer_callback=beside.append)
+    return len(pickled), sum(buffer.raw().nbytes for buffer in beside)
+
+
+def test_arrays_travel_beside_the_message():
+    params = {
+        "half": jnp.arange(1000.0).astype(jnp.bfloat16),
+        "scalar": jnp.float32(3.0),
+        "weak": jnp.asarray(2.0),
+        "flags": jnp.array([True, False]),
+        "layers": [jnp.full((64, 1024), number, jnp.float32) for number in range(16)],
+        "table": jnp.arange(40.0).reshape(10, 4),
+    }
+    server = ray.remote(gx.ParameterServer).remote(params, optax.identity())
+    pulled, seen = ray.get(server.pull.remote())
+    assert_identical(pulled, params)
+    rows = jax.jit(lambda g: g)(gx.IndexedSlices([3, 1], jnp.ones((2, 4)), (10, 4)))
+    grads = {**jax.tree.map(jnp.ones_like, params), "table": rows}
+    size = sum(x.nbytes for x in jax.tree.leaves({**grads, "table": rows.values}))
+    message, beside = in_band(grads)
+    assert message < 8_000
+    assert size - 8 <= beside < size + 100  # But the weak scalar.
+    arrived = ray.get(ray.put(grads))
+    assert_identical(*map(plain, (arrived, grads)))
+    assert ray.get(server.push.remote(grads, seen)).applied
+    later, _ = ray.get(server.pull.remote())
+    dense = {**grads, "table": rows.densify()}
+    wanted = jax.tree.map(lambda p, g: np.asarray(p) + np.asarray(g), params, dense)
+    chex.assert_trees_all_close(later, wanted)
+
+
+def memory_of(params):
+    return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(params)]
+
+
+def test_a_version_is_published_once():
+    params = {"w": jnp.ones(100_000), "t": jnp.ones((1000, 50))}
+    tx = gx.conditional_accumulator(optax.sgd(0.5), 2)
+    server = ray.remote(gx.ParameterServer).options(max_concurrency=4)
+    server = server.remote(params, tx)
+
+    def pull():
+        return ray.get(server.pull.remote())
+
+    (first, seen), (again, _) = pull(), pull()
+    assert memory_of(first) == memory_of(again)  # Both look at Ray's store.
+    ones = jax.tree.map(jnp.ones_like, params)
+    ray.get(server.push.remote(ones, seen))  # Is added, and changes nothing.
+    third, _ = pull()
+    assert memory_of(third) == memory_of(first)
+    kept = jax.tree.map(np.array, first)
+    jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p), donate_argnums=0)(again)
+    ray.get(server.push.remote(ones, seen))
+    new, later = pull()
+    assert later == seen + 1
+    assert not {*memory_of(new)} & {*memory_of(first)}
+    chex.assert_trees_all_equal(first, kept)  # What is held stays, whoever donates.
+    chex.assert_trees_all_close(new, jax.tree.map(lambda x: x - 0.5, kept))
+
+
+def test_rows_of_a_table_are_pulled_and_pushed_through_ray():
+    table = np.random.default_rng(0).standard_normal((1000, 8)).astype(np.float32)
+    params = {"table": jnp.asarray(table), "w": jnp.ones(3)}
+    server = ray.remote(gx.ParameterServer).remote(params, gx.adagrad(0.1))
+    near = gx.ParameterServer(params, gx.adagrad(0.1))
+    for ids in ([5, 3, 5], [7], [999, 0, 1, 2, 3]):
+        pulled, seen = ray.get(server.pull.remote(rows={"table": ids}))
+        wanted, local = near.pull(rows={"table": ids})
+        assert_identical(*map(plain, (pulled, wanted)))
+        _, grads = gx.value_and_grad(lambda p, i: jnp.sum(gx.lookup(p["table"], i)))(
+            pulled, jnp.array(ids)
+        )
+        ray.get(server.push.remote({**grads, "w": None}, seen))
+        near.push({**grads, "w": None}, local)
+    assert_identical(ray.get(server.state.remote()), near.state())
+    with pytest.raises(ValueError, match="got 1001 at"):
+        ray.get(server.pull.remote(rows={"table": [1001]}))
+
+
+def test_a_version_is_pulled_while_a_step_runs():
+    def slow(updates, _):
+        jax.debug.callback(lambda: time.sleep(5.0))
+        return updates
+
+    server = ray.remote(gx.ParameterServer).options(max_concurrency=4)
+    server = server.remote({"w": jnp.ones(8)}, optax.stateless(slow))
+    ray.get(server.push.remote({"w": jnp.ones(8)}, 0))
+    _, seen = ray.get(server.pull.remote())
+    push = server.push.remote({"w": jnp.ones(8)}, seen)
+    time.sleep(0.5)
+    for _ in range(3):
+        params, again = ray.get(server.pull.remote())
+        assert again == seen
+        assert params["w"].tolist() == [2.0] * 8
+    assert not ray.wait([push], timeout=0)[0]
+    assert ray.get(push).global_step == seen + 1
 
 
 # The engine.

@@ -1,0 +1,181 @@
+"""Parts of tables: what reads them, learns and steps as if it had the whole table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+
+HEIGHT, WIDTH = 50, 3
+IDS = np.array([[7, 3], [7, 9], [HEIGHT, 3]])  # Repetitions, and padding.
+HELD = [3, 7, 9]
+TABLE = np.random.default_rng(0).standard_normal((HEIGHT, WIDTH)).astype(np.float32)
+
+
+def part(indices=(3, 7, 9, HEIGHT, HEIGHT, HEIGHT), dtype="float32"):
+    """As a server gives it for six ids."""
+    padded = np.concatenate([TABLE, np.zeros((1, WIDTH), np.float32)])
+    rows = jnp.asarray(padded[list(indices)], dtype)
+    return gx.IndexedSlices(list(indices), rows, TABLE.shape)
+
+
+def model(table):
+    return {"table": table, "w": jnp.arange(1.0, 4.0)}
+
+
+def loss_fn(params, ids):
+    rows = gx.lookup(params["table"], ids)
+    weight = jnp.arange(1.0, ids.size + 1).reshape(*ids.shape, 1)
+    again = gx.lookup(params["table"], ids[0])
+    both = jnp.sum(weight * rows.astype("float32") ** 2), jnp.sum(again)
+    return both[0] * jnp.sum(params["w"]) + both[1].astype("float32")
+
+
+def dense_rows(params, ids):
+    """The same loss, by NumPy's indexing of a padded table."""
+    padded = jnp.concatenate([params["table"], jnp.zeros((1, WIDTH))])
+    return loss_fn({**params, "table": padded}, ids)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "indices",
+    [
+        (3, 7, 9, HEIGHT, HEIGHT, HEIGHT),
+        (9, 3, HEIGHT, 7),  # Not as a server gives it.
+        (0, 3, 7, 8, 9, 49),  # More than are read.
+    ],
+)
+def test_rows_of_a_part_are_those_of_the_table(indices, compiled):
+    lookup = jax.jit(gx.lookup) if compiled else gx.lookup
+    np.testing.assert_array_equal(
+        lookup(part(indices), IDS), lookup(jnp.asarray(TABLE), IDS)
+    )
+
+
+def test_repeated_rows_of_a_part_add_up():
+    twice = gx.IndexedSlices([4, 4], jnp.ones((2, WIDTH)), TABLE.shape)
+    assert gx.lookup(twice, [4]).tolist() == [[2.0] * WIDTH]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tables", [["table"], ()])  # A part needs no name.
+def test_the_gradient_is_that_of_the_whole_table(tables, compiled):
+    value_and_grad = gx.value_and_grad(loss_fn, tables=tables)
+    if compiled:
+        value_and_grad = jax.jit(value_and_grad)
+    value, grads = value_and_grad(model(part()), IDS)
+    wanted, dense = jax.value_and_grad(dense_rows)(model(jnp.asarray(TABLE)), IDS)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    assert grads["table"].dense_shape == TABLE.shape
+    np.testing.assert_allclose(grads["table"].densify(), dense["table"], rtol=1e-6)
+    np.testing.assert_allclose(grads["w"], dense["w"], rtol=1e-6)
+
+
+def test_half_precision_stays():
+    half = part(dtype="bfloat16")
+    _, grads = gx.value_and_grad(loss_fn)(model(half), IDS)
+    assert gx.lookup(half, IDS).dtype == grads["table"].dtype == "bfloat16"
+
+
+def test_an_id_that_is_not_there_is_an_error_where_it_can_be_seen():
+    with pytest.raises(ValueError, match=r"ids must be among .* got 4 at .*\[1\]"):
+        gx.lookup(part(), [3, 4])
+    with pytest.raises(ValueError, match=r"got 4 at .*\[0, 1\]"):
+        gx.value_and_grad(loss_fn)(model(part()), np.array([[3, 4]]))
+
+
+def test_a_traced_id_that_is_not_there_is_padding():
+    rows = jax.jit(gx.lookup)(part(), jnp.array([3, 4, 8, 49, 0]))
+    np.testing.assert_array_equal(rows, [TABLE[3], *np.zeros((4, WIDTH))])
+    ids = jnp.array([[3, 4]])
+    _, grads = jax.jit(gx.value_and_grad(loss_fn))(model(part()), ids)
+    assert set(grads["table"].indices.tolist()) == {3, HEIGHT}
+    assert not np.any(grads["table"].densify()[4])
+
+
+def test_an_empty_part_reads_padding():
+    empty = gx.IndexedSlices([], jnp.zeros((0, WIDTH)), TABLE.shape)
+    assert not np.any(jax.jit(gx.lookup)(empty, IDS))
+    with pytest.raises(ValueError, match="got 7"):
+        gx.lookup(empty, IDS)
+
+
+def test_a_part_of_integers_has_no_gradient():
+    integers = gx.IndexedSlices([3], jnp.ones((1, WIDTH), int), TABLE.shape)
+    assert gx.lookup(integers, [3]).tolist() == [[1] * WIDTH]
+    with pytest.raises(ValueError, match=r"'table' is int32\[50, 3\]"):
+        gx.value_and_grad(loss_fn)(model(integers), IDS)
+
+
+CLIPPED = optax.chain(gx.clip_by_global_norm(0.1), gx.adagrad(0.1))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        CLIPPED,
+        gx.adagrad(0.1, row_wise=True),
+        gx.drop_stale(CLIPPED, 4),
+        gx.accumulate(gx.adagrad(0.1), 2),
+        gx.conditional_accumulator(gx.adagrad(0.1), 2, reduction="row_mean"),
+        optax.partition(
+            {"rows": gx.adagrad(0.1), "rest": optax.sgd(0.01, 0.9)},
+            {"table": "rows", "w": "rest"},
+        ),
+    ],
+    ids=["clip", "row_wise", "drop_stale", "accumulate", "row_mean", "partition"],
+)
+@pytest.mark.usefixtures("standard_promotion")
+def test_minimize_steps_on_a_part_as_on_the_table(tx):
+    step = gx.minimize(loss_fn, tx, tables=["table"])
+    whole, some = model(jnp.array(TABLE)), model(part())
+    whole_state, some_state = tx.init(whole), tx.init(some)
+    gated = "stale_count" in getattr(whole_state, "_fields", ())
+    for number in range(4):
+        extra = {}
+        if gated:
+            extra["local_step"] = gx.global_step(whole_state)
+        ids = IDS + 0 * number
+        whole, whole_state, wanted = step(whole, whole_state, ids, **extra)
+        some, some_state, loss = step(some, some_state, ids, **extra)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    assert some["table"].indices.tolist() == [*HELD, HEIGHT, HEIGHT, HEIGHT]
+    rows = some["table"].values[: len(HELD)]
+    assert np.all(rows != TABLE[HELD])
+    np.testing.assert_allclose(rows, whole["table"][jnp.array(HELD)], rtol=1e-6)
+    np.testing.assert_allclose(some["w"], whole["w"], rtol=1e-6)
+
+
+def test_a_dense_gradient_of_a_part_is_refused():
+    tx = gx.adagrad(0.1)
+    params = model(part())
+    grads = model(jnp.asarray(TABLE))
+    with pytest.raises(TypeError, match=r"row-sparse at \['table'\].*float32\[50,3\]"):
+        gx.apply_gradients(tx, grads, tx.init(params), params)
+
+
+def test_a_part_without_a_gradient_stays():
+    tx = gx.adagrad(0.1)
+    params = model(part())
+    grads = {"table": None, "w": jnp.ones(3)}
+    new, _ = gx.apply_gradients(tx, grads, tx.init(params), params)
+    assert new["table"].indices.tolist() == params["table"].indices.tolist()
+    np.testing.assert_array_equal(new["table"].values, params["table"].values)
+
+
+def test_compensation_reads_the_part_that_the_worker_had():
+    tx = gx.compensate_delay(variance_control=0.5)
+    today = model(jnp.asarray(TABLE) + 1)
+    _, grads = gx.value_and_grad(loss_fn)(model(part()), IDS)
+    by_part, _ = tx.update(grads, (), today, worker_params=model(part()))
+    whole = model(jnp.asarray(TABLE))
+    by_whole, _ = tx.update(grads, (), today, worker_params=whole)
+    summed = grads["table"].sum_duplicates()
+    held = np.asarray(summed.indices)[:3]
+    g = np.asarray(summed.values, np.float64)[:3]
+    wanted = g + 0.5 * g * g * (TABLE[held] + 1.0 - TABLE[held])
+    np.testing.assert_allclose(by_part["table"].values[:3], wanted, rtol=1e-5)
+    np.testing.assert_array_equal(by_part["table"].values, by_whole["table"].values)
