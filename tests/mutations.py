@@ -44,9 +44,13 @@ _trees/indexed_slices.py: the values of padding count
 - self._indices < shape[0]
 + self._indices <= shape[0]
 
-_trees/indexed_slices.py: int16 indices of a table of more rows than they can count
+_trees/rows.py: int16 indices of a table of more rows than they can count
 - indices.dtype.itemsize < 4
 + indices.dtype.itemsize < 2
+
+_trees/rows.py: rows that a part does not hold are those next to them
+- return jnp.where(found == indices, place, length)
++ return jnp.where(found >= indices, place, length)
 
 _trees/indexed_slices.py: repeated rows add up in half precision
 - wide = np.promote_types(self.dtype, np.float32)
@@ -247,6 +251,30 @@ _server/programs.py: a worker that still computes holds up the others
 _server/programs.py: who waited for the compiler compiles the same again
 - if known is not None:
 + if isinstance(known, Refusal):
+
+_server/rows.py: rows that a pull asks for twice come twice
+- once = np.unique(asked)
++ once = np.sort(asked)
+
+_server/rows.py: a part has as many rows as its size, not as its ids
+- if length != len(rows):
++ if length > len(rows):
+
+_server/places.py: the server looks at the memory of NumPy's arrays
+- return np.array(x) if isinstance(x, np.ndarray) else x
++ return x
+
+_server/actor.py: every pull puts its version into Ray's store
+- if ref is None:
++ if ref is None or not tables:
+
+_server/actor.py: a version that is gone is pulled for good
+- return refs.get(tables) if last == _step(version) else None
++ return refs.get(tables)
+
+_server/wire.py: what is weakly typed arrives with a type
+- if x.weak_type or not x.is_fully_addressable:
++ if not x.is_fully_addressable:
 
 _server/records.py: all lives of a server are one
 - secrets.token_hex(8)

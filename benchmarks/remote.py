@@ -1,0 +1,164 @@
+"""The parameter server over Ray: whole models, and rows of a large table.
+
+``python -m benchmarks.remote`` (extra ``ray``) pulls and pushes models of float32
+numbers from one worker, each in a process of its own, interleaved with ``ray.put`` and
+``ray.get`` of the same arrays as NumPy's. Then a worker that reads 8,192 rows of a
+table of 64 numbers a row: pull of the rows, gradient, push, beside a server in its own
+process. Bytes are counted: those in Ray's messages, and those beside them.
+"""
+
+import functools
+import logging
+import os
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import ray
+
+import gradxform as gx
+from benchmarks.measure import arguments, interleaved, report, times
+
+LEAVES, WIDTH, ROWS = 10, 64, 8192
+SGD = optax.sgd(0.1)
+
+
+class Server(gx.ParameterServer):
+    """A server that also tells how much memory its process has for itself."""
+
+    def memory(self):
+        """Bytes that no other process shares, as Ray's object store is shared."""
+        with open("/proc/self/smaps_rollup") as file:
+            kb = re.findall(r"^Private_\w+: +(\d+)", file.read(), re.M)
+        return 1024 * sum(map(int, kb))
+
+
+def start(params, tx):
+    """The server as an actor, made from NumPy's arrays."""
+    actor = ray.remote(Server).options(max_concurrency=4)
+    return actor.remote(jax.device_get(params), tx)
+
+
+def sent(tree):
+    """Bytes in the message that carries a tree through Ray, and beside it."""
+    beside = []
+    pickled = ray.cloudpickle.dumps(tree, protocol=5, buffer_callback=beside.append)
+    return len(pickled), sum(buffer.raw().nbytes for buffer in beside)
+
+
+def models(numbers, rounds):
+    """The rows of the report for a dense model of so many numbers."""
+    shapes = {f"layer{i}": (numbers // LEAVES,) for i in range(LEAVES)}
+    params = {k: np.ones(shape, np.float32) for k, shape in shapes.items()}
+    idle = ray.get(start({"w": np.ones(1)}, SGD).memory.remote())
+    server, near = start(params, SGD), gx.ParameterServer(params, SGD)
+    pulled, _ = ray.get(server.pull.remote())  # From here on arrays travel well.
+    grads = jax.block_until_ready(jax.tree.map(lambda x: 1e-3 * x, pulled))
+    in_message, _ = sent(grads)
+    del pulled
+
+    def pull():
+        jax.block_until_ready(ray.get(server.pull.remote()))
+
+    runs = {  # In this order: the first pull is that of a new version.
+        "ray.put and ray.get": lambda: ray.get(ray.put(params)),
+        "the step, in process": lambda: near.push(grads, 0),
+        "push": lambda: ray.get(server.push.remote(grads, 0)),
+        "pull": pull,
+        "pull again": pull,
+    }
+    seconds = {name: [] for name in runs}
+    for _ in range(rounds + 3):
+        for name, run in runs.items():
+            start_of_run = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start_of_run)
+    for name, measured in seconds.items():
+        row = {"name": f"{numbers / 1e6:g}M: {name}", **times(measured[3:])}
+        ours = times(seconds["ray.put and ray.get"][3:], measured[3:])
+        yield row | {"of put and get": ours["speed, median"]}
+    memory = ray.get(server.memory.remote()) - idle
+    yield {
+        "name": f"{numbers / 1e6:g}M: the server's own memory",
+        "of the model": round(memory / (4 * numbers), 2),
+        "bytes in a push": in_message,
+    }
+    ray.kill(server)
+
+
+def loss_fn(params, ids):
+    """Of rows that are looked up, whatever there is of the table."""
+    rows = gx.lookup(params["table"], ids)
+    return jnp.mean((rows @ params["w"] - 1) ** 2)
+
+
+gradients = jax.jit(gx.value_and_grad(loss_fn, tables=["table"]))
+
+
+def step_on_rows(pull, push, rng, height):
+    """One step of a worker: rows, their gradients, their push."""
+    ids = rng.integers(0, height, ROWS)
+    params, seen = pull(rows={"table": ids})
+    _, grads = jax.block_until_ready(gradients(params, ids))
+    push(grads, seen)
+    return params, grads
+
+
+def tables(heights, rounds):
+    """The rows of the report for tables of these heights."""
+    runs, servers, facts = {}, {}, {}
+    tx = gx.drop_stale(gx.adagrad(0.1, row_wise=True), 10)
+    for height in heights:
+        params = {
+            "table": np.zeros((height, WIDTH), np.float32),
+            "w": np.ones(WIDTH, np.float32),
+        }
+        remote = servers[height] = start(params, tx)
+        near = gx.ParameterServer(params, tx)
+        del params
+        methods = {
+            "in process": (near.pull, near.push),
+            "over Ray": (
+                lambda server=remote, **rows: ray.get(server.pull.remote(**rows)),
+                lambda *args, server=remote: ray.get(server.push.remote(*args)),
+            ),
+        }
+        for name, (pull, push) in methods.items():
+            rng = np.random.default_rng(0)
+            run = functools.partial(step_on_rows, pull, push, rng, height)
+            runs[f"{height:,} rows: {name}"] = run
+            part, grads = run()
+            nbytes = [sum(sent(tree)) for tree in (part, grads)]
+            facts[f"{height:,} rows: {name}"] = [
+                round(n / (4 * WIDTH * ROWS), 2) for n in nbytes
+            ]
+    seconds = interleaved(runs, rounds)
+    for name, measured in seconds.items():
+        pulled, pushed = facts[name]
+        row = {"name": name, **times(measured)}
+        yield row | {"pulled, of the rows": pulled, "pushed": pushed}
+    for height, server in servers.items():
+        own = ray.get(server.memory.remote()) / (4 * height * WIDTH)
+        yield {"name": f"{height:,} rows: memory", "of the table": round(own, 2)}
+
+
+def main():
+    """Prints the tables."""
+    parser = arguments(__doc__, rounds=15)
+    parser.add_argument("--numbers", type=float, nargs="*", default=[1e6, 25e6, 100e6])
+    parser.add_argument("--heights", type=int, nargs="*", default=[100_000, 10_000_000])
+    options = parser.parse_args()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet = {"include_dashboard": False, "log_to_driver": False}
+    ray.init(num_cpus=4, logging_level=logging.ERROR, **quiet)
+    rows = [row for n in options.numbers for row in models(int(n), options.rounds)]
+    if options.heights:
+        rows += tables(options.heights, options.rounds)
+    report("a worker and a server in two processes", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
