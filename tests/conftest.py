@@ -70,6 +70,20 @@ def forgotten_programs():
     jax.clear_caches()
 
 
+@contextlib.contextmanager
+def promotion():
+    """What optax's own code needs, on all threads."""
+    names = "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion"
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, setting in zip(names, ("standard", "allow"), strict=True):
+        jax.config.update(name, setting)
+    try:
+        yield
+    finally:
+        for name in names:
+            jax.config.update(name, before[name])
+
+
 @pytest.fixture
 def standard_promotion():
     """Lets optax's own code promote dtypes and ranks, where a test runs it."""

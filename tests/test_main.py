@@ -20,7 +20,7 @@ import pytest
 import gradxform as gx
 from gradxform import __main__ as job
 from gradxform._server import engines
-from tests.conftest import xla_flags
+from tests.conftest import promotion, xla_flags
 
 SHORT = ("--steps", "60", "--engine", "simulated")
 OUTCOMES = ("accepted", "dropped")
@@ -50,20 +50,6 @@ def run(*options, **environ):
 
 # Commands in this process share a model and what is compiled of it.
 build_model = functools.cache(job.build_model)
-
-
-@contextlib.contextmanager
-def promotion():
-    """What optax's own code needs, on all threads."""
-    names = "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion"
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, setting in zip(names, ("standard", "allow"), strict=True):
-        jax.config.update(name, setting)
-    try:
-        yield
-    finally:
-        for name in names:
-            jax.config.update(name, before[name])
 
 
 def call(*options, encoding="utf-8", **environ):
