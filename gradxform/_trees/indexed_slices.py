@@ -35,7 +35,9 @@ class IndexedSlices:
     gx.IndexedSlices)``. NumPy does not know that dtype either: to
     ``multihost_utils.process_allgather`` give ``(grads.indices, grads.values)``. What
     leaves the indices alone, as ``optax.centralize`` does, is not refused: it acts on
-    the rows as they were given, repeated ones before they are summed.
+    the rows as they were given, repeated ones before they are summed. And ``table +
+    updates``, by which ``optax.apply_updates`` ends a step, is the table with the rows
+    added.
 
     What a mask says of ``values`` holds for both leaves, as in ``optax.partition`` and
     ``optax.masked``. There a path ends in ``.values``; a function that goes by the end
@@ -191,7 +193,13 @@ class IndexedSlices:
     def _refuse(self, *_: Any) -> Any:
         raise TypeError(_CURE)
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
+    def __radd__(self, table: Any) -> jax.Array:  # As optax.apply_updates adds it.
+        from gradxform._trees import maps
+
+        fits = isinstance(table, jax.Array) and table.shape == self.shape
+        return maps.added(self, table) if fits else self._refuse()
+
+    __add__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
     __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = _refuse
     __getitem__ = __array__ = _refuse
 
@@ -260,7 +268,19 @@ def rows_of(name: str, indices: Any, height: int) -> jax.Array:
             raise TypeError(f"{name} must be integers, got {indices.dtype}.")
         indices = indices.astype(np.int32)  # An empty list is a list of floats.
     if _is_known(indices) and indices.size:
-        _check_inside(name, np.asarray(indices), height)
+        known = np.asarray(indices)
+        outside = (known < 0) | (known > height)
+        if outside.any():
+            first = tuple(np.argwhere(outside)[0].tolist())
+            raise ValueError(
+                f"{name} must be in [0, {height}], where {height} is padding, got "
+                f"{known[first]} at position {list(first)}."
+            )
+    return inside_or_padding(indices, height)
+
+
+def inside_or_padding(indices: jax.Array, height: int) -> jax.Array:
+    """Integers as int32 in [0, height], those outside of the table as padding."""
     # They are compared before they are made narrower: the uint32 for -1 is no -1. And
     # after they are made wider: the height may be more than an int8 can count.
     if indices.dtype.itemsize < 4:
@@ -276,16 +296,6 @@ def _is_known(indices: Any) -> bool:
     return isinstance(indices, np.ndarray) or (
         not isinstance(indices, jax.core.Tracer) and indices.is_fully_addressable
     )
-
-
-def _check_inside(name: str, indices: np.ndarray[Any, Any], height: int) -> None:
-    outside = (indices < 0) | (indices > height)
-    if outside.any():
-        first = tuple(np.argwhere(outside)[0].tolist())
-        raise ValueError(
-            f"{name} must be in [0, {height}], where {height} is padding, got "
-            f"{indices[first]} at position {list(first)}."
-        )
 
 
 def take_rows(table: jax.Array, indices: jax.Array, **how: Any) -> jax.Array:

@@ -129,10 +129,23 @@ def put_rows(updates: Any, state: Any, new: Any) -> Any:
     return jax.tree.map(put, updates, state, new, is_leaf=is_leaf)
 
 
-def add_rows(update: IndexedSlices, table: jax.Array) -> jax.Array:
-    """``table`` with a summed update added, in the table's dtype and in place."""
-    values = update.values.astype(table.dtype)
-    return table.at[update.indices].add(values, **_inside(table))
+def added(update: Any, p: jax.Array) -> jax.Array:
+    """A parameter with its update added, in its dtype, and rounded once."""
+    u = sum_duplicates(update)
+    if isinstance(u, IndexedSlices) and widen(p).dtype == p.dtype:
+        # The sum needs no rounding, so one pass, which is in place.
+        return p.at[u.indices].add(u.values.astype(p.dtype), **_inside(p))
+    return put_rows(u, p, map_state(_add, u, rows(u, p)))
+
+
+def _add(u: jax.Array, p: jax.Array) -> jax.Array:
+    if jnp.issubdtype(p.dtype, jnp.integer):
+        return integer_sum(u, p)
+    if u.dtype == p.dtype:
+        # The sum of two numbers in half precision is rounded once as it is, and
+        # compilers for TPU fuse it where they do not fuse a sum in float32.
+        return p + u
+    return wide_sum(u, p).astype(p.dtype)
 
 
 def _inside(table: jax.Array) -> dict[str, Any]:
@@ -280,7 +293,7 @@ def safe_sqrt(x: jax.Array) -> jax.Array:
 
 def zeros_of_type(x_type: Any) -> jax.Array:
     """Zeros of a type that ``jax.typeof`` gave: sharded, and varying, as that says."""
-    sharding = None if x_type.sharding.mesh.empty else x_type.sharding
+    sharding = x_type.sharding if x_type.sharding.mesh.explicit_axes else None
     zeros = jnp.zeros(x_type.shape, x_type.dtype, out_sharding=sharding)
     return versions.to_varying(zeros, versions.varying_axes(x_type))
 
