@@ -20,7 +20,7 @@ import gradxform as gx
 
 PAGE = (pathlib.Path(__file__).parents[1] / "docs/sparse.md").read_text()
 BLOCK = r"```python\n(?!>>> )(.*?)```"
-SHARED, *_ = re.findall(BLOCK, PAGE, re.DOTALL)
+SHARED, *REST = re.findall(BLOCK, PAGE, re.DOTALL)
 BLOCKS = dict(re.findall(r"\n### (.+?)\n(?:[^#]*?)" + BLOCK, PAGE, re.DOTALL))
 HEIGHT = 10_000
 
@@ -66,6 +66,7 @@ def table_of(params):
 
 def test_every_block_has_a_test():
     assert list(BLOCKS) == list(LEFT)
+    assert list(BLOCKS.values()) == REST
 
 
 def test_trains_as_with_dense_gradients(name):

@@ -142,9 +142,9 @@ def value_and_grad(
             def tap(i: int, ids: jax.Array, rows: jax.Array) -> jax.Array:
                 read[i].append(ids)
                 zeros = taps[i][len(read[i]) - 1]
-                mesh, own = (jax.typeof(x).sharding.mesh for x in (rows, zeros))
-                if mesh != own:
-                    zeros = jax.sharding.reshard(zeros, jax.typeof(rows).sharding)
+                there = jax.typeof(rows).sharding
+                if jax.typeof(zeros).sharding.mesh != there.mesh:
+                    zeros = jax.sharding.reshard(zeros, there)
                 return _tap(rows, zeros)
 
             value, aux = run(dense, tap)
@@ -188,8 +188,8 @@ def _slices(
 ) -> IndexedSlices:
     """The gradient of a table that was read at ``ids``, where ``rows`` is theirs."""
     row = table.shape[1:]
-    if explicit_sharding(table) is not None:  # Each device gets all of them.
-        ids, rows = jax.sharding.reshard((ids, rows), P())
+    if any(explicit_sharding(x) is not None for x in (table, *ids, *rows)):
+        ids, rows = jax.sharding.reshard((ids, rows), P())  # Each device gets all.
     flat_ids = [i.ravel() for i in ids]
     flat_rows = [r.reshape(-1, *row) for r in rows]
     return IndexedSlices(
