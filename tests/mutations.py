@@ -60,6 +60,14 @@ _trees/indexed_slices.py: what is summed is sorted and summed again by the next 
 - sums, self.dense_shape, summed=True)
 + sums, self.dense_shape, summed=False)
 
+_trees/maps.py: sparse updates of half precision are rounded before they are added
+- if isinstance(u, IndexedSlices) and widen(p).dtype == p.dtype:
++ if isinstance(u, IndexedSlices):
+
+_trees/maps.py: optax adds a repeated row once
+- u = sum_duplicates(update)
++ u = update
+
 _trees/maps.py: state that starts at -0.0 starts at 0.0 under jit
 - jnp.asarray(value, dtype) - _false(p, axes).astype(dtype)
 + jnp.asarray(value, dtype) + _false(p, axes).astype(dtype)
@@ -206,10 +214,6 @@ _late/sums.py: a sum of negative gradients counts as none
 - jnp.any(total != 0)
 + jnp.any(total > 0)
 
-_verbs/apply.py: sparse updates of half precision are rounded before they are added
-- if isinstance(u, IndexedSlices) and maps.widen(p).dtype == p.dtype:
-+ if isinstance(u, IndexedSlices):
-
 _verbs/apply.py: the loss no more reaches a transformation that asks for it
 - **{**gate.taken(tx, {"value": value}), **extra}
 + **extra
@@ -226,7 +230,31 @@ _verbs/local_steps.py: what was pulled is donated
 - donate_argnums=(1,) if donate
 + donate_argnums=(0, 1) if donate
 
-_verbs/lookup.py: rows of a sharded table lie as JAX guesses
+_verbs/readings.py: a table that the loss casts is read as it is
+- for dtype in table.casts:
++ for dtype in ():
+
+_verbs/readings.py: an id that a reading clips counts for no row
+- clips = mode == jax.lax.GatherScatterMode.CLIP
++ clips = False
+
+_verbs/readings.py: a reading of single numbers is one of rows
+- eqn.params.get("slice_sizes") != (1, *shape[1:])
++ "slice_sizes" not in eqn.params
+
+_verbs/readings.py: what a jit is called decides whether it is looked into
+- _JITS = {"jit", "pjit"}
++ _JITS = {"jitted"}
+
+_verbs/lookup.py: a part of a table that has no name is taken for an array
+- if not _is_part(leaf) and not is_named(paths[i]):
++ if not is_named(paths[i]):
+
+_verbs/readings.py: an id that a part does not hold counts for the row all the same
+- return read_rows(part.values, at), jnp.where(missing, part.shape[0], ids)
++ return read_rows(part.values, at), ids
+
+_trees/rows.py: rows of a sharded table lie as JAX guesses
 - return take_rows(table, ids, out_sharding=explicit)
 + return take_rows(table, ids)
 

@@ -27,8 +27,9 @@ TEXTS = [*BESIDE, *PAGES, *NOTEBOOKS]
 
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.M)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-# Blocks of code that are no doctests, and the tests that run them.
-RUN_ELSEWHERE = {"frameworks.md", "tensorflow.md"}  # test_frameworks.py
+# Blocks of code that are no doctests, and the tests that run them:
+# test_frameworks.py, and test_embeddings.py those of sparse.md.
+RUN_ELSEWHERE = {"frameworks.md", "tensorflow.md", "sparse.md"}
 
 
 def prose(path):

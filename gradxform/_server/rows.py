@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from gradxform._server.places import Place
-from gradxform._trees import checks, maps
+from gradxform._trees import checks
 from gradxform._trees.indexed_slices import IndexedSlices
-from gradxform._trees.rows import rows_of
+from gradxform._trees.rows import rows_of, take_summed
 
 
 def size_for(length: int) -> int:
@@ -100,7 +100,7 @@ class RowPrograms:
                 jax.typeof(np.empty(size, np.int32)), everywhere
             )
             read = jax.jit(
-                maps.take_summed,
+                take_summed,
                 out_shardings=everywhere if self._place.committed else None,
             )
             with self._compiling, self._place.default_device():

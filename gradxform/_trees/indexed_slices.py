@@ -36,7 +36,9 @@ class IndexedSlices:
     gx.IndexedSlices)``. NumPy does not know that dtype either: to
     ``multihost_utils.process_allgather`` give ``(grads.indices, grads.values)``. What
     leaves the indices alone, as ``optax.centralize`` does, is not refused: it acts on
-    the rows as they were given, repeated ones before they are summed.
+    the rows as they were given, repeated ones before they are summed. And ``table +
+    updates``, by which ``optax.apply_updates`` ends a step, is the table with the rows
+    added.
 
     What a mask says of ``values`` holds for both leaves, as in ``optax.partition`` and
     ``optax.masked``. There a path ends in ``.values``; a function that goes by the end
@@ -194,7 +196,13 @@ class IndexedSlices:
     def _refuse(self, *_: Any) -> Any:
         raise TypeError(_CURE)
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
+    def __radd__(self, table: Any) -> jax.Array:  # As optax.apply_updates adds it.
+        from gradxform._trees import maps
+
+        fits = isinstance(table, jax.Array) and table.shape == self.shape
+        return maps.added(self, table) if fits else self._refuse()
+
+    __add__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
     __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = _refuse
     __getitem__ = __array__ = _refuse
 

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from gradxform._trees import versions
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.rounding import narrow
-from gradxform._trees.rows import explicit_sharding, places, take_rows
+from gradxform._trees.rows import explicit_sharding, places, take_rows, take_summed
 
 
 def is_leaf(node: Any) -> bool:
@@ -110,18 +110,6 @@ def rows(updates: Any, state: Any) -> Any:
     return jax.tree.map(take, updates, state, is_leaf=is_leaf)
 
 
-def take_summed(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """The rows with these indices, each but padding given once; padding reads zeros."""
-    explicit = explicit_sharding(table)
-    return take_rows(
-        table,
-        indices,
-        indices_are_sorted=True,
-        unique_indices=True,
-        out_sharding=explicit and NamedSharding(explicit.mesh, P()),
-    )
-
-
 def put_rows(updates: Any, state: Any, new: Any) -> Any:
     """``state`` with the rows that summed updates touch from ``new``, else ``new``.
 
@@ -137,10 +125,23 @@ def put_rows(updates: Any, state: Any, new: Any) -> Any:
     return jax.tree.map(put, updates, state, new, is_leaf=is_leaf)
 
 
-def add_rows(update: IndexedSlices, table: jax.Array) -> jax.Array:
-    """``table`` with a summed update added, in the table's dtype and in place."""
-    values = update.values.astype(table.dtype)
-    return table.at[update.indices].add(values, **_inside(table))
+def added(update: Any, p: jax.Array) -> jax.Array:
+    """A parameter with its update added, in its dtype, and rounded once."""
+    u = sum_duplicates(update)
+    if isinstance(u, IndexedSlices) and widen(p).dtype == p.dtype:
+        # The sum needs no rounding, so one pass, which is in place.
+        return p.at[u.indices].add(u.values.astype(p.dtype), **_inside(p))
+    return put_rows(u, p, map_state(_add, u, rows(u, p)))
+
+
+def _add(u: jax.Array, p: jax.Array) -> jax.Array:
+    if jnp.issubdtype(p.dtype, jnp.integer):
+        return integer_sum(u, p)
+    if u.dtype == p.dtype:
+        # The sum of two numbers in half precision is rounded once as it is, and
+        # compilers for TPU fuse it where they do not fuse a sum in float32.
+        return p + u
+    return wide_sum(u, p).astype(p.dtype)
 
 
 def _inside(table: jax.Array) -> dict[str, Any]:
@@ -297,7 +298,7 @@ def safe_sqrt(x: jax.Array) -> jax.Array:
 
 def zeros_of_type(x_type: Any) -> jax.Array:
     """Zeros of a type that ``jax.typeof`` gave: sharded, and varying, as that says."""
-    sharding = None if x_type.sharding.mesh.empty else x_type.sharding
+    sharding = x_type.sharding if x_type.sharding.mesh.explicit_axes else None
     zeros = jnp.zeros(x_type.shape, x_type.dtype, out_sharding=sharding)
     return versions.to_varying(zeros, versions.varying_axes(x_type))
 

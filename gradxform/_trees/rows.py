@@ -26,7 +26,19 @@ def rows_of(name: str, indices: Any, height: int) -> Any:
             raise TypeError(f"{name} must be integers, got {indices.dtype}.")
         indices = indices.astype(np.int32)  # An empty list is a list of floats.
     if is_known(indices) and indices.size:
-        _check_inside(name, np.asarray(indices), height)
+        known = np.asarray(indices)
+        outside = (known < 0) | (known > height)
+        if outside.any():
+            first = tuple(np.argwhere(outside)[0].tolist())
+            raise ValueError(
+                f"{name} must be in [0, {height}], where {height} is padding, got "
+                f"{known[first]} at position {list(first)}."
+            )
+    return inside_or_padding(indices, height)
+
+
+def inside_or_padding(indices: Any, height: int) -> Any:
+    """Integers as int32 in [0, height], those outside of the table as padding."""
     # They are compared before they are made narrower: the uint32 for -1 is no -1. And
     # after they are made wider: the height may be more than an int8 can count.
     if indices.dtype.itemsize < 4:
@@ -45,22 +57,40 @@ def is_known(indices: Any) -> bool:
     )
 
 
-def _check_inside(name: str, indices: np.ndarray[Any, Any], height: int) -> None:
-    outside = (indices < 0) | (indices > height)
-    if outside.any():
-        first = tuple(np.argwhere(outside)[0].tolist())
-        raise ValueError(
-            f"{name} must be in [0, {height}], where {height} is padding, got "
-            f"{indices[first]} at position {list(first)}."
-        )
-
-
 def take_rows(table: jax.Array, indices: jax.Array, **how: Any) -> jax.Array:
     """The rows of a table with these indices; padding reads zeros."""
     if not table.shape[0]:  # Of which JAX gathers nothing, not even padding.
         shape = indices.shape + table.shape[1:]
         return jnp.zeros(shape, table.dtype, out_sharding=how.get("out_sharding"))
     return table.at[indices].get(mode="fill", fill_value=0, **how)
+
+
+def take_summed(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """The rows with these indices, each but padding given once; padding reads zeros."""
+    explicit = explicit_sharding(table)
+    return take_rows(
+        table,
+        indices,
+        indices_are_sorted=True,
+        unique_indices=True,
+        out_sharding=explicit and NamedSharding(explicit.mesh, P()),
+    )
+
+
+def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """The rows of a table for ids of any shape; on explicit axes they lie as these."""
+    explicit = explicit_sharding(table)
+    if explicit is not None:  # The rows lie as their ids do.
+        of_ids = jax.typeof(ids).sharding.spec
+        taken = _mesh_axes(*of_ids)
+        of_row = (None if _mesh_axes(i) & taken else i for i in explicit.spec[1:])
+        explicit = NamedSharding(explicit.mesh, P(*of_ids, *of_row))
+    return take_rows(table, ids, out_sharding=explicit)
+
+
+def _mesh_axes(*spec: Any) -> set[str]:
+    """Those that cut an array somewhere, one or several an axis."""
+    return {a for i in spec for a in (i if isinstance(i, tuple) else (i,)) if a}
 
 
 def find(x: jax.Array, ascending: jax.Array) -> jax.Array:

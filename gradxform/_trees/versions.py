@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -33,11 +33,21 @@ def before_tracing() -> None:
     import jax.extend.core  # noqa: F401
 
 
-def trace() -> Any:
-    """Which transformation of JAX is tracing at the moment."""
-    import jax.extend.core
+def evaluate(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """One equation of a jaxpr, under the names and settings that it was traced with.
 
-    core: Any = jax.extend.core  # From JAX 0.10 on.
-    if not hasattr(core, "get_opaque_trace_state"):
-        core = jax.core
-    return core.get_opaque_trace_state()
+    As ``jax.core.eval_jaxpr`` does it, which takes whole jaxprs alone.
+    """
+    from jax.extend import source_info_util
+
+    where, params = eqn.source_info, eqn.primitive.get_bind_params(eqn.params)
+    functions: Any = ()
+    if isinstance(params, tuple):  # Before JAX 0.9.
+        functions, params = params
+    names = source_info_util.current_name_stack() + where.name_stack
+    with (
+        source_info_util.user_context(where.traceback, name_stack=names),
+        eqn.ctx.manager,
+    ):
+        results = eqn.primitive.bind(*functions, *inputs, **params)
+    return results if eqn.primitive.multiple_results else [results]

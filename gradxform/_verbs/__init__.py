@@ -2,6 +2,7 @@
 
 - ``lookup``: the function of that name reads rows of a table, and ``value_and_grad``
   gives those rows as its gradient.
+- ``readings``: which rows of its tables a loss reads, whoever it is that reads them.
 - ``apply``: ``apply_updates``, ``apply_gradients``, which leads a gate around the whole
   step, and ``minimize``, which makes all of it one compiled function.
 - ``local_steps``: many of those steps, and how far they came as a pseudo-gradient.

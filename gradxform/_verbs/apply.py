@@ -44,23 +44,9 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     """
     checks.same_shapes("updates", updates, "params", params, none_takes_all=True)
 
-    def add(u: jax.Array, p: jax.Array) -> jax.Array:
-        if jnp.issubdtype(p.dtype, jnp.integer):
-            return maps.integer_sum(u, p)
-        if u.dtype == p.dtype:
-            # The sum of two numbers in half precision is rounded once as it is, and
-            # compilers for TPU fuse it where they do not fuse a sum in float32.
-            return p + u
-        return maps.wide_sum(u, p).astype(p.dtype)
-
-    def step(u: Any, p: Any) -> Any:
-        if isinstance(u, IndexedSlices) and maps.widen(p).dtype == p.dtype:
-            return maps.add_rows(u, p)  # The sum needs no rounding, so one pass.
-        return maps.put_rows(u, p, maps.map_state(add, u, maps.rows(u, p)))
-
     return jax.tree.map(
-        lambda u, p: p if u is None or p is None else step(u, jnp.asarray(p)),
-        maps.sum_duplicates(updates),
+        lambda u, p: p if u is None or p is None else maps.added(u, jnp.asarray(p)),
+        updates,
         params,
         is_leaf=maps.is_leaf,
     )

@@ -211,7 +211,10 @@ def test_a_transformation_that_would_change_the_indices_is_refused(tx, wrap):
         lambda: optax.tree.scale(2, GRADS),
         lambda: 2 * GRADS["table"],
         lambda: GRADS["table"] / 2,
-        lambda: PARAMS["table"] + GRADS["table"],
+        lambda: GRADS["table"] + PARAMS["table"],
+        lambda: PARAMS["table"] - GRADS["table"],
+        lambda: PARAMS["table"][:1] + GRADS["table"],
+        lambda: 1 + GRADS["table"],
         lambda: -GRADS["table"],
         lambda: GRADS["table"][0],
         lambda: np.asarray(GRADS["table"]),
@@ -220,6 +223,18 @@ def test_a_transformation_that_would_change_the_indices_is_refused(tx, wrap):
 def test_arithmetic_is_refused(use):
     with pytest.raises(TypeError, match="row-sparse gradient"):
         use()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_optax_applies_updates_that_are_rows(wrap, dtype):
+    table = jnp.asarray(np.random.default_rng(0).standard_normal((5, 2)), dtype)
+    rows = gx.IndexedSlices([3, 1, 3, 5], jnp.arange(8.0).reshape(4, 2), (5, 2))
+    applied = wrap(optax.apply_updates)({"table": table}, {"table": rows})["table"]
+    expected = np.array(table, np.float64)
+    np.add.at(expected, [3, 1, 3], [[0, 1], [2, 3], [4, 5]])
+    assert applied.dtype == table.dtype
+    np.testing.assert_array_equal(applied, jnp.asarray(expected, dtype))
 
 
 def over_two_devices(f):

@@ -74,6 +74,53 @@ def test_the_gradient_is_that_of_the_whole_table(tables, compiled):
     np.testing.assert_allclose(grads["w"], dense["w"], rtol=1e-6)
 
 
+READINGS = {
+    "take": lambda table, ids: jnp.take(table, ids, axis=0),
+    "clip": lambda table, ids: jnp.take(table, ids, axis=0, mode="clip"),
+    "index": lambda table, ids: table[ids],
+    "one": lambda table, ids: table[ids[0]],
+    "cast": lambda table, ids: jnp.take(table.astype("float16"), ids, axis=0),
+    "jit": lambda table, ids: jax.jit(lambda t: t[ids])(table),
+    "vmap": lambda table, ids: jax.vmap(lambda i: table[i])(ids),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("way", READINGS)
+def test_layers_of_frameworks_read_parts_as_they_read_tables(way, compiled):
+    """What they do comes down to these, and none of them knows of parts."""
+    read = READINGS[way]
+
+    def loss(params, ids):
+        rows = read(params["table"], ids).astype("float32")
+        return jnp.sum(rows**2 @ params["w"])
+
+    value_and_grad = gx.value_and_grad(loss, tables=["table"])
+    if compiled:
+        value_and_grad = jax.jit(value_and_grad)
+    ids = jnp.array([7, 3, 9, 7])
+    value, grads = value_and_grad(model(part()), ids)
+    wanted, dense = jax.value_and_grad(loss)(model(jnp.asarray(TABLE)), ids)
+    assert value == wanted
+    got = grads["table"].densify()
+    np.testing.assert_allclose(got, dense["table"], rtol=1e-3 if way == "cast" else 0)
+    np.testing.assert_array_equal(grads["w"], dense["w"])
+
+
+def test_what_lies_outside_of_the_table_reads_as_it_does_there():
+    ids = jnp.array([3, HEIGHT + 5])
+
+    def rows(params):
+        return jnp.sum(jnp.take(params["table"], ids, axis=0), axis=1), params["w"]
+
+    def loss(params):
+        return jnp.sum(params["w"]), rows(params)
+
+    read = jax.jit(gx.value_and_grad(loss, has_aux=True))
+    (_, (sums, _)), _ = read(model(part()))
+    np.testing.assert_allclose(sums, [TABLE[3].sum(), np.nan], rtol=1e-6)
+
+
 def test_half_precision_stays():
     half = part(dtype="bfloat16")
     _, grads = gx.value_and_grad(loss_fn)(model(half), IDS)

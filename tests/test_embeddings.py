@@ -1,0 +1,213 @@
+"""Every framework's embedding layer trains by the row, as its block of docs/sparse.md.
+
+What runs is the page's own code; what it is held against is the same code without
+``tables``, whose gradients are dense.
+"""
+
+import pathlib
+import re
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import gradxform as gx
+
+PAGE = (pathlib.Path(__file__).parents[1] / "docs/sparse.md").read_text()
+BLOCK = r"```python\n(?!>>> )(.*?)```"
+SHARED, *REST = re.findall(BLOCK, PAGE, re.DOTALL)
+BLOCKS = dict(re.findall(r"\n### (.+?)\n(?:[^#]*?)" + BLOCK, PAGE, re.DOTALL))
+HEIGHT = 10_000
+
+# The parameters that a block leaves, and the table among them.
+LEFT = {
+    "NNX's Embed": lambda left: nnx.to_pure_dict(nnx.state(left["model"])),
+    "Linen's Embed": lambda left: left["state"].params,
+    "Haiku's Embed": lambda left: left["params"],
+    "Equinox's Embedding": lambda left: left["params"],
+    "Keras's Embedding": lambda left: left["params"],
+}
+
+
+@pytest.fixture(params=LEFT)
+def name(request, monkeypatch):
+    if request.param.startswith("Keras"):
+        monkeypatch.setenv("KERAS_BACKEND", "jax")  # The block sets it for good.
+        request.getfixturevalue("standard_promotion")  # Its layers broadcast ranks.
+    return request.param
+
+
+def batches(n):
+    rng = np.random.default_rng(0)
+    for _ in range(n):
+        words = rng.integers(0, 50, (8, 4)).astype(np.int32)
+        yield words * 7, rng.standard_normal(8).astype(np.float32)
+
+
+def run(name, n, tables=True, height=HEIGHT):
+    """What a block leaves, and its parameters, after some batches."""
+    code = SHARED + BLOCKS[name].replace("10_000", str(height))
+    if not tables:
+        code = re.sub(r"tables=\[.*?\]", "tables=()", code)
+    left = {"batches": batches(n)}
+    exec(code, left)
+    return left, LEFT[name](left)
+
+
+def table_of(params):
+    (table,) = (x for x in jax.tree.leaves(params) if x.shape[0] == HEIGHT)
+    return np.asarray(table)
+
+
+def test_every_block_has_a_test():
+    assert list(BLOCKS) == list(LEFT)
+    assert list(BLOCKS.values()) == REST
+
+
+def test_trains_as_with_dense_gradients(name):
+    _, start = run(name, 0)
+    before = table_of(start)
+    _, params = run(name, 5)
+    _, expected = run(name, 5, tables=False)
+    chex.assert_trees_all_close(
+        *map(jax.tree.leaves, (params, expected)), rtol=1e-6, atol=1e-6
+    )
+    touched = np.unique([words for words, _ in batches(5)])
+    rest = np.setdiff1d(np.arange(HEIGHT), touched)
+    assert np.all(np.any(table_of(params)[touched] != before[touched], axis=1))
+    np.testing.assert_array_equal(table_of(params)[rest], before[rest])
+
+
+def temporaries(name, tables, height):
+    left, _ = run(name, 1, tables, height)
+    words, labels = next(batches(1))
+    if "optimizer" in left:
+        # NNX's jit hides what it compiles.
+        model, optimizer = left["model"], left["optimizer"]
+        graph, state = nnx.split((model, optimizer))
+
+        def step(state, words, labels):
+            model, optimizer = nnx.merge(graph, state)
+            grads = left["value_and_grad"](model, words, labels)[1]
+            optimizer.update(model, grads)
+            return nnx.state((model, optimizer))
+
+        lowered = jax.jit(step, donate_argnums=0).lower(state, words, labels)
+    elif name.startswith("Linen"):
+        lowered = left["step"].lower(left["state"], words, labels)
+    else:
+        lowered = left["step"].lower(left["params"], left["state"], words, labels)
+    stats = lowered.compile().memory_analysis()
+    return stats.temp_size_in_bytes
+
+
+def test_no_step_makes_anything_of_the_tables_size(name):
+    assert temporaries(name, True, 100_000) == temporaries(name, True, HEIGHT)
+    assert temporaries(name, False, HEIGHT) > HEIGHT * 16 * 4
+
+
+IDS = jnp.array([3, 0, 3])
+
+
+def attend(layer):
+    return layer.attend(layer(IDS))
+
+
+def linens_loss(params):
+    layer = linen.Embed(5, 2)
+    rows = layer.apply(params, IDS)
+    return jnp.sum(layer.apply(params, rows, method=layer.attend))
+
+
+def kerass_loss(params):
+    import keras
+
+    layer = keras.layers.ReversibleEmbedding(5, 2)
+    layer.build()
+    rows, _ = layer.stateless_call(params, [], IDS)
+    return jnp.sum(layer.stateless_call(params, [], rows, reverse=True)[0])
+
+
+TIED = {
+    "NNX": (
+        lambda model: jnp.sum(attend(model)),
+        lambda: nnx.Embed(5, 2, rngs=nnx.Rngs(0)),
+    ),
+    "Linen": (linens_loss, lambda: linen.Embed(5, 2).init(jax.random.key(0), IDS)),
+    "Equinox": (
+        lambda layer: jnp.sum(jax.vmap(layer)(IDS) @ layer.weight.T),
+        lambda: eqx.nn.Embedding(5, 2, key=jax.random.key(0)),
+    ),
+    "Keras": (kerass_loss, lambda: [jnp.arange(10.0).reshape(5, 2)]),
+}
+
+
+@pytest.mark.parametrize("framework", TIED)
+def test_a_tied_table_is_refused_and_is_dense_where_it_is_not_named(
+    framework, request, monkeypatch
+):
+    if framework == "Keras":
+        monkeypatch.setenv("KERAS_BACKEND", "jax")
+        request.getfixturevalue("standard_promotion")
+    loss, make = TIED[framework]
+    params = make()
+    with pytest.raises(TypeError, match=r"used by 'transpose' .*leave .* out of table"):
+        gx.value_and_grad(loss, tables=lambda _: True)(params)
+    _, grads = gx.value_and_grad(loss)(params)
+    (table,), (grad,) = map(jax.tree.leaves, (params, grads))
+    table = np.asarray(table, np.float64)
+    # Of the sum of rows[ids] · tableᵀ: of each row the sum of those that were read, and
+    # of one that was read the sum of the table as often.
+    expected = np.tile(table[IDS].sum(0), (5, 1))
+    np.add.at(expected, np.asarray(IDS), table.sum(0))
+    np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_haikus_one_hot_style_is_a_product():
+    import haiku as hk
+
+    def embed(ids):
+        return hk.Embed(5, 2, lookup_style="ONE_HOT")(ids).sum()
+
+    model = hk.without_apply_rng(hk.transform(embed))
+    params = model.init(jax.random.key(0), IDS)
+    with pytest.raises(TypeError, match="used by 'dot_general'"):
+        gx.value_and_grad(model.apply, tables=["embed/embeddings"])(params, IDS)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_layer_that_computes_in_half_precision(dtype):
+    """Its table is cast before rows are taken; here the rows alone are."""
+    layer = linen.Embed(5, 2, dtype=dtype)
+
+    def loss(params):
+        rows = layer.apply(params, IDS)
+        assert rows.dtype == dtype
+        return jnp.sum(rows.astype("float32") ** 2)
+
+    params = layer.init(jax.random.key(0), IDS)
+    value, grads = gx.value_and_grad(loss, tables=["params/embedding"])(params)
+    table = params["params"]["embedding"]
+    rows = np.asarray(table.astype(dtype), np.float64)[IDS]
+    np.testing.assert_allclose(value, np.sum(rows**2), rtol=1e-6)
+    expected = np.zeros((5, 2))
+    np.add.at(expected, np.asarray(IDS), 2 * rows)
+    got = grads["params"]["embedding"].densify()
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_a_gate_in_linens_own_train_state_takes_rows():
+    from flax.training.train_state import TrainState
+
+    params = {"table": jnp.ones((5, 2))}
+    tx = gx.accumulate(optax.chain(gx.densify(), optax.sgd(1.0)), 1)
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    rows = gx.IndexedSlices([3, 3], jnp.ones((2, 2)), (5, 2))
+    state = state.apply_gradients(grads={"table": rows})
+    assert state.params["table"].tolist() == [[1, 1]] * 3 + [[-1, -1], [1, 1]]
