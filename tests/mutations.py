@@ -238,9 +238,9 @@ _verbs/readings.py: a reading of single numbers is one of rows
 - eqn.params.get("slice_sizes") != (1, *shape[1:])
 + "slice_sizes" not in eqn.params
 
-_verbs/readings.py: what a jit is called decides whether it is looked into
-- _JITS = {"jit", "pjit"}
-+ _JITS = {"jitted"}
+_verbs/readings.py: a jit that reads a table is not looked into
+- if name == "jit":
++ if name == "jitted":
 
 _verbs/lookup.py: rows of a sharded table lie as JAX guesses
 - return take_rows(table, ids, out_sharding=explicit)
