@@ -242,9 +242,9 @@ _verbs/readings.py: a reading of single numbers is one of rows
 - eqn.params.get("slice_sizes") != (1, *shape[1:])
 + "slice_sizes" not in eqn.params
 
-_verbs/readings.py: what a jit is called decides whether it is looked into
-- _JITS = {"jit", "pjit"}
-+ _JITS = {"jitted"}
+_verbs/readings.py: a jit that reads a table is not looked into
+- if name == "jit":
++ if name == "jitted":
 
 _verbs/lookup.py: a part of a table that has no name is taken for an array
 - if not _is_part(leaf) and not is_named(paths[i]):

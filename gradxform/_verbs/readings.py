@@ -37,7 +37,6 @@ class _Table(NamedTuple):
 
 # What leaves the numbers of a table as they are, and makes no copy of its own accord.
 _SAME = {"pvary", "pcast", "reshard", "sharding_constraint"}
-_JITS = {"jit", "pjit"}  # From JAX 0.7 on, and before.
 
 _HOW = (
     "{0!r} is one of tables, so the loss can read rows of it alone, through "
@@ -127,7 +126,7 @@ class _Reader(NamedTuple):
     def use(self, eqn: Any, table: _Table, inputs: list[Any]) -> list[Any]:
         """What an equation makes of the first table among its inputs."""
         name = eqn.primitive.name
-        if name in _JITS:
+        if name == "jit":
             return self.run(eqn.params["jaxpr"], inputs)
         if name == "convert_element_type":
             return [table._replace(casts=(*table.casts, eqn.outvars[0].aval.dtype))]

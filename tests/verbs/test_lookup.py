@@ -420,6 +420,7 @@ def test_two_leaves_of_one_path():
     assert grads == {"a": {"b": 3.0}, "a/b": 2.0}
 
 
+ON_TWO = NamedSharding(jax.make_mesh((2,), ("x",), (AxisType.Auto,)), P("x"))
 # Ids i, single n, and o of which some lie outside.
 WAYS = """
 t[i] | t[i, :] | t[-i] | t[n] | t[i[0]] | t[o] | t[np.array([2, 2])]
@@ -436,6 +437,7 @@ jax.vmap(lambda i: jnp.take(t, i, axis=0), 1)(square) | jax.vmap(lambda n: t[n])
 jax.grad(lambda s: jnp.sum(jnp.sin(s * gx.lookup(t, i))))(1.0) | t[i] * len(t)
 jax.lax.dynamic_slice(t, (n, 0), (1, 3)) | t.at[n].get(mode="clip") | (t[i], t[o])
 jnp.linalg.norm(jax.grad(lambda r: jnp.sum(r**3))(t[i])) | t[i] + jnp.zeros_like(t)[i]
+jax.lax.with_sharding_constraint(t, ON_TWO)[i]
 """
 
 
