@@ -46,7 +46,7 @@ def inside_or_padding(indices: Any, height: int) -> Any:
     inside = indices < height
     if jnp.issubdtype(indices.dtype, jnp.signedinteger):
         inside &= indices >= 0
-    where = np.where if isinstance(indices, np.ndarray) else jnp.where
+    where: Any = np.where if isinstance(indices, np.ndarray) else jnp.where
     return where(inside, indices.astype(np.int32), np.int32(height))
 
 
