@@ -71,6 +71,10 @@ def value_and_grad(
     rows that were read, and no array of the table's size is made, nor where the loss
     casts the table first. All other parameters get the gradients that JAX gives.
 
+    A parameter may be a part of a table, as ``ParameterServer.pull(rows=...)`` gives
+    it: the loss sees a table of which those rows alone can be read. It need not be
+    named.
+
     Args:
       loss_fn: ``loss_fn(params, *batch, **kwargs)`` returns a scalar, or ``(scalar,
         aux)`` where ``has_aux`` is set. With ``tables`` it is traced, also without
