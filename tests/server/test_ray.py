@@ -296,22 +296,33 @@ def test_rows_of_a_table_are_pulled_and_pushed_through_ray():
         ray.get(server.pull.remote(rows={"table": [1001]}))
 
 
-def test_a_version_is_pulled_while_a_step_runs():
+def test_a_version_is_pulled_while_a_step_runs(tmp_path):
+    go_on, running = tmp_path / "go_on", tmp_path / "running"
+
+    def wait():
+        running.touch()
+        while not go_on.exists():
+            time.sleep(0.01)
+
     def slow(updates, _):
-        jax.debug.callback(lambda: time.sleep(5.0))
+        jax.debug.callback(wait)
         return updates
 
     server = ray.remote(gx.ParameterServer).options(max_concurrency=4)
     server = server.remote({"w": jnp.ones(8)}, optax.stateless(slow))
+    go_on.touch()
     ray.get(server.push.remote({"w": jnp.ones(8)}, 0))
     _, seen = ray.get(server.pull.remote())
+    go_on.unlink()
+    running.unlink()
     push = server.push.remote({"w": jnp.ones(8)}, seen)
-    time.sleep(0.5)
-    for _ in range(3):
-        params, again = ray.get(server.pull.remote())
-        assert again == seen
-        assert params["w"].tolist() == [2.0] * 8
+    while not running.exists():
+        time.sleep(0.01)
+    params, again = ray.get(server.pull.remote())
+    assert again == seen
+    assert params["w"].tolist() == [2.0] * 8
     assert not ray.wait([push], timeout=0)[0]
+    go_on.touch()
     assert ray.get(push).global_step == seen + 1
 
 
