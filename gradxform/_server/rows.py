@@ -34,10 +34,8 @@ def in_sizes(leaf: Any) -> Any:
 class Wanted(NamedTuple):
     """The rows of one table that a pull asks for."""
 
-    indices: np.ndarray[Any, Any]  # As many as were asked for: each once, then padding.
-    given: (
-        jax.Array
-    )  # The same, with padding up to a size for which there is a program.
+    indices: np.ndarray[Any, Any]  # As many as were asked for; each once, then padding.
+    given: jax.Array  # The same, padded to a size for which there is a program.
     read: Callable[[jax.Array, jax.Array], jax.Array]  # (table, given) -> rows
 
 
@@ -95,15 +93,17 @@ class RowPrograms:
 
     def _program(self, number: int, size: int) -> Callable[..., jax.Array]:
         if (number, size) not in self._programs:
-            everywhere = self._place.everywhere
-            given = self._place.abstract(
-                jax.typeof(np.empty(size, np.int32)), everywhere
-            )
-            read = jax.jit(
-                take_summed,
-                out_shardings=everywhere if self._place.committed else None,
-            )
-            with self._compiling, self._place.default_device():
-                lowered = read.lower(self._types[number], given)
-                self._programs[number, size] = lowered.compile()
+            with self._compiling:  # Somebody else may have compiled it meanwhile.
+                if (number, size) not in self._programs:
+                    self._programs[number, size] = self._compiled(number, size)
         return self._programs[number, size]
+
+    def _compiled(self, number: int, size: int) -> Callable[..., jax.Array]:
+        place = self._place
+        indices = jax.typeof(np.empty(size, np.int32))
+        read = jax.jit(
+            take_summed, out_shardings=place.everywhere if place.committed else None
+        )
+        with place.default_device():
+            given = place.abstract(indices, place.everywhere)
+            return read.lower(self._types[number], given).compile()
