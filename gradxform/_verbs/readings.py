@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
@@ -131,8 +133,10 @@ class _Reader(NamedTuple):
         if name == "convert_element_type":
             return [table._replace(casts=(*table.casts, eqn.outvars[0].aval.dtype))]
         is_part = isinstance(table.array, IndexedSlices)
-        if name == "copy" or (is_part and name in _SAME):
+        if name == "copy" or (is_part and name == "sharding_constraint"):
             return [table]  # No one can see which it is.
+        if is_part and name in _SAME:
+            return [table._replace(array=_moved(eqn, table.array))]
         if name in _SAME:
             return [table._replace(array=versions.evaluate(eqn, [table.array])[0])]
         with eqn.ctx.manager:  # Of explicit mesh axes it may have made automatic ones.
@@ -200,6 +204,16 @@ def _filled(
     return rows.reshape(eqn.outvars[0].aval.shape), held
 
 
+def _moved(eqn: Any, part: IndexedSlices) -> IndexedSlices:
+    """A part of a table that goes to other mesh axes, or differs by device from here."""
+    if eqn.primitive.name != "reshard":
+        return part.with_values(versions.evaluate(eqn, [part.values])[0])
+    # Whole on each device, as parts are, however the table is cut.
+    there = NamedSharding(eqn.outvars[0].aval.sharding.mesh, P())
+    moved = jax.sharding.reshard((part.indices, part.values), there)
+    return IndexedSlices.ascending(*moved, part.shape)
+
+
 def of_part(part: IndexedSlices, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows of a part of a table, and their ids: padding where it does not hold them.
 
@@ -222,6 +236,9 @@ def of_part(part: IndexedSlices, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _whole(table: Any) -> Any:
     """What the loss sees of a table."""
-    if isinstance(table, IndexedSlices):
-        return jax.ShapeDtypeStruct(table.shape, table.dtype)
-    return table
+    if not isinstance(table, IndexedSlices):
+        return table
+    # Its rows may differ by device, or lie on mesh axes, and the table then does too.
+    return jax.eval_shape(
+        lambda rows: jnp.broadcast_to(rows.sum(0), table.shape), table.values
+    )
