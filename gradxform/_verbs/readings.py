@@ -205,7 +205,7 @@ def _filled(
 
 
 def _moved(eqn: Any, part: IndexedSlices) -> IndexedSlices:
-    """A part of a table that goes to other mesh axes, or differs by device from here."""
+    """A part of a table that goes to other mesh axes, or now differs by device."""
     if eqn.primitive.name != "reshard":
         return part.with_values(versions.evaluate(eqn, [part.values])[0])
     # Whole on each device, as parts are, however the table is cut.
