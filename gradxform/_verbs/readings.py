@@ -133,10 +133,10 @@ class _Reader(NamedTuple):
         if name == "convert_element_type":
             return [table._replace(casts=(*table.casts, eqn.outvars[0].aval.dtype))]
         is_part = isinstance(table.array, IndexedSlices)
-        if name == "copy" or (is_part and name == "sharding_constraint"):
-            return [table]  # No one can see which it is.
-        if is_part and name in _SAME:
+        if is_part and name == "reshard":
             return [table._replace(array=_moved(eqn, table.array))]
+        if name == "copy" or (is_part and name in _SAME):
+            return [table]  # No one can see which it is.
         if name in _SAME:
             return [table._replace(array=versions.evaluate(eqn, [table.array])[0])]
         with eqn.ctx.manager:  # Of explicit mesh axes it may have made automatic ones.
@@ -205,13 +205,10 @@ def _filled(
 
 
 def _moved(eqn: Any, part: IndexedSlices) -> IndexedSlices:
-    """A part of a table that goes to other mesh axes, or now differs by device."""
-    if eqn.primitive.name != "reshard":
-        return part.with_values(versions.evaluate(eqn, [part.values])[0])
-    # Whole on each device, as parts are, however the table is cut.
+    """A part of a table that goes to other mesh axes: whole, as parts are."""
     there = NamedSharding(eqn.outvars[0].aval.sharding.mesh, P())
-    moved = jax.sharding.reshard((part.indices, part.values), there)
-    return IndexedSlices.ascending(*moved, part.shape)
+    indices, values = jax.sharding.reshard((part.indices, part.values), there)
+    return IndexedSlices.ascending(indices, values, part.shape)
 
 
 def of_part(part: IndexedSlices, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
