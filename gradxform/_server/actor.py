@@ -39,9 +39,13 @@ class Publisher:
             self._last = _step(version), {**self._last[1], tables: ref}
         return ref
 
+    def forget(self) -> None:
+        """What lies there may not be the parameters any more."""
+        self._last = None, {}
+
 
 def _step(version: Version) -> tuple[str, int]:
-    """What its parameters belong to: a push that is dropped or added changes none."""
+    """What its parameters belong to: a push that a gate leaves out changes none."""
     return version.life, version.global_step
 
 

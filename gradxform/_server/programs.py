@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Sharding
 
+from gradxform._late import gate
 from gradxform._late.drop_stale import dropped, outermost
 from gradxform._server.places import Place, bring, copy
 from gradxform._server.rows import RowPrograms, in_sizes
@@ -54,6 +55,8 @@ class PushPrograms:
 
     Attributes:
       devices: how many hold the parameters.
+      gated: whether parameters change only where the global step does: a gate that
+        lies within another transformation leaves what that one does.
       rows: what reads rows of them.
     """
 
@@ -66,6 +69,7 @@ class PushPrograms:
         require_finite: bool,
     ) -> None:
         self._tx, self._donate = tx, donate
+        self.gated = gate.guard_of(tx) is not None
         self._require_finite = require_finite
         arrays = params, state
         self._place = place = Place(arrays)

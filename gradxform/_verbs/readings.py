@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
@@ -131,6 +133,8 @@ class _Reader(NamedTuple):
         if name == "convert_element_type":
             return [table._replace(casts=(*table.casts, eqn.outvars[0].aval.dtype))]
         is_part = isinstance(table.array, IndexedSlices)
+        if is_part and name == "reshard":
+            return [table._replace(array=_moved(eqn, table.array))]
         if name == "copy" or (is_part and name in _SAME):
             return [table]  # No one can see which it is.
         if name in _SAME:
@@ -200,6 +204,13 @@ def _filled(
     return rows.reshape(eqn.outvars[0].aval.shape), held
 
 
+def _moved(eqn: Any, part: IndexedSlices) -> IndexedSlices:
+    """A part of a table that goes to other mesh axes: whole, as parts are."""
+    there = NamedSharding(eqn.outvars[0].aval.sharding.mesh, P())
+    indices, values = jax.sharding.reshard((part.indices, part.values), there)
+    return IndexedSlices.ascending(indices, values, part.shape)
+
+
 def of_part(part: IndexedSlices, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows of a part of a table, and their ids: padding where it does not hold them.
 
@@ -222,6 +233,9 @@ def of_part(part: IndexedSlices, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _whole(table: Any) -> Any:
     """What the loss sees of a table."""
-    if isinstance(table, IndexedSlices):
-        return jax.ShapeDtypeStruct(table.shape, table.dtype)
-    return table
+    if not isinstance(table, IndexedSlices):
+        return table
+    # Its rows may differ by device, or lie on mesh axes, and the table then does too.
+    return jax.eval_shape(
+        lambda rows: jnp.broadcast_to(rows.sum(0), table.shape), table.values
+    )

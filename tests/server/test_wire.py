@@ -138,6 +138,24 @@ def test_what_arrives_is_filled_with_the_parts(store):
         server.pull()
 
 
+def test_what_is_put_around_a_gate_goes_on_where_it_drops(store):
+    class Actor(gx.ParameterServer):
+        __ray_actor_class__ = gx.ParameterServer
+
+    store.get_runtime_context = lambda: types.SimpleNamespace(
+        was_current_actor_reconstructed=False
+    )
+    grow = optax.add_decayed_weights(1.0)  # It adds the parameters to every update.
+    tx = optax.chain(gx.drop_stale(optax.sgd(1.0), max_staleness=0), grow)
+    server = Actor({"w": jnp.ones(2)}, tx)
+    for applied, wanted in ((True, 1.0), (False, 2.0), (False, 4.0)):
+        assert server.push({"w": jnp.ones(2)}, 0).applied == applied
+        sent, seen = server.pull()
+        function, args = sent.__reduce__()
+        assert seen == 1
+        assert function(*args)["w"].tolist() == [wanted] * 2
+
+
 def leaves(params):
     """With the rows of parts as arrays."""
     for leaf in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "dense_shape")):

@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._trees.versions import to_varying
 
 HEIGHT, WIDTH = 50, 3
 IDS = np.array([[7, 3], [7, 9], [HEIGHT, 3]])  # Repetitions, and padding.
@@ -105,6 +108,59 @@ def test_layers_of_frameworks_read_parts_as_they_read_tables(way, compiled):
     got = grads["table"].densify()
     np.testing.assert_allclose(got, dense["table"], rtol=1e-3 if way == "cast" else 0)
     np.testing.assert_array_equal(grads["w"], dense["w"])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("batch", [P(), P("d")])
+@pytest.mark.parametrize(
+    "read",
+    [gx.lookup, lambda table, ids: table.at[ids].get(out_sharding=P())],
+    ids=["lookup", "get"],
+)
+def test_a_part_on_explicit_mesh_axes(read, batch, compiled):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    weight = np.array([1.0, 2.0, 3.0, 4.0], np.float32)
+
+    def loss(params, ids):
+        rows = jax.sharding.reshard(read(params["table"], ids), P())
+        return jnp.sum(weight * (rows**2 @ params["w"]))
+
+    value_and_grad = gx.value_and_grad(loss, tables=["table"])
+    if compiled:
+        value_and_grad = jax.jit(value_and_grad)
+    ids = np.array([7, 3, 9, 7])
+    with jax.set_mesh(mesh):
+        params = jax.device_put(model(part()), NamedSharding(mesh, P()))
+        on_mesh = jax.device_put(jnp.asarray(ids), NamedSharding(mesh, batch))
+        value, grads = value_and_grad(params, on_mesh)
+        got = grads["table"].densify()
+    wide = TABLE.astype(np.float64)
+    wanted = np.zeros_like(wide)
+    np.add.at(wanted, ids, 2 * weight[:, None] * wide[ids] * [1, 2, 3])
+    np.testing.assert_allclose(value, np.sum(wanted * wide) / 2, rtol=1e-5)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_a_part_that_differs_by_device_where_the_ids_do_not():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+
+    def loss(table, scale):
+        rows = jnp.take(table, jnp.array([7, 3]), axis=0)
+        return scale[0] * jnp.sum(rows**2)
+
+    def grad(table, scale):
+        table = table.with_values(to_varying(table.values, {"d"}))
+        value, grads = gx.value_and_grad(loss)(table, scale)
+        return jax.lax.psum(value, "d"), jax.lax.psum(grads.densify(), "d")
+
+    mapped = jax.shard_map(
+        grad, mesh=mesh, in_specs=(P(), P("d")), out_specs=(P(), P())
+    )
+    value, got = jax.jit(mapped)(part(), jnp.arange(1.0, 5.0))
+    wanted = np.zeros((HEIGHT, WIDTH))
+    wanted[[3, 7]] = 20 * TABLE[[3, 7]].astype(np.float64)  # 2 (1 + 2 + 3 + 4)
+    np.testing.assert_allclose(value, np.sum(wanted * TABLE) / 2, rtol=1e-5)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
 def test_what_lies_outside_of_the_table_reads_as_it_does_there():
