@@ -239,9 +239,9 @@ class ParameterServer:
                 self._wake()
                 error.add_note(str(self._unusable()))
             raise
-        self._version = Version(leaves, global_step, dropped, old.life)
         if self._publisher and not self._programs.gated:
             self._publisher.forget()
+        self._version = Version(leaves, global_step, dropped, old.life)
         applied = dropped == old.dropped
         staleness = old.global_step - local_step
         self._tally.count(applied, staleness)
