@@ -176,12 +176,28 @@ def test_rows_are_chosen_by_a_word():
 
 def test_compiling_is_measured(monkeypatch):
     monkeypatch.setattr(compile_benchmark, "STEPS", 2)
-    lines = list(compile_benchmark.measure(leaves=3, rounds=1))
+    lines = list(compile_benchmark.measure("three", small_leaves(3), rounds=1))
     assert len(lines) == len(compile_benchmark.CHAINS)
     for line in lines:
         numbers = [value for value in line.values() if not isinstance(value, str)]
         assert all(map(math.isfinite, numbers))
-        assert line["name"].startswith("3 leaves: ")
+        assert line["name"].startswith("three: ")
+        assert line["first s"] >= line["trace s"] + line["compile s"] - 0.002
+    assert lines[0]["equations"] == 0 < lines[1]["equations"]
+
+
+def test_equations_of_inner_functions_count_at_each_call():
+    @jax.jit
+    def inner(x):
+        return jnp.sin(x) * 2  # Two.
+
+    def outer(x):
+        return inner(x) + jax.lax.cond(True, inner, jnp.cos, x) + inner(x)
+
+    # Of two calls three each, of the conditional's branches three and one, of what is
+    # around them two sums and the conditional itself.
+    traced = jax.make_jaxpr(outer)(1.0)
+    assert compile_benchmark.equations(traced) == 2 * 3 + 3 + 1 + 3
 
 
 def test_bytes_of_state():
