@@ -1,9 +1,10 @@
 """What the first step costs the host, and each step after it, by the number of leaves.
 
-``python -m benchmarks.compile --leaves 148 1000 2000 gpt2_small --dtype bfloat16`` takes
-trees of so many leaves of 256 numbers each, or a model by its name. Every chain makes
-its first step anew in each round, all in turn, with JAX's caches cleared before. Minima
-over the rounds, in seconds of all cores together but for the last column:
+``python -m benchmarks.compile --model gpt2_small 148 1000 2000 --dtype bfloat16`` takes
+models by their names, and trees of so many leaves of 256 numbers each, here or where
+there is a GPU. Every chain makes its first step anew in each round, all in turn, with
+JAX's caches cleared before. Minima over the rounds, in seconds of all cores together
+but for the last column:
 
 - ``equations``: of the traced step, those of inner functions at each of their calls.
 - ``trace s``, ``compile s``: of the donated step; lowering counts as compiling.
@@ -25,7 +26,7 @@ import optax
 
 import gradxform as gx
 from benchmarks.measure import arguments, draw, in_place, interleaved, report
-from benchmarks.models import MODELS, small_leaves
+from benchmarks.models import tree
 from benchmarks.step import (
     CLIP,
     OPTAX_ADAGRAD,
@@ -92,8 +93,8 @@ def first_step(name, grads):
     return compiled, equations(traced.jaxpr), seconds
 
 
-def measure(tree, shapes, rounds):
-    """The lines of the table for one tree."""
+def measure(model, shapes, rounds):
+    """The lines of the table for one model."""
     grads = draw(shapes, 0)
     seconds = {name: [] for name in CHAINS}
     steps, counted, order = {}, {}, random.Random(0)
@@ -114,7 +115,7 @@ def measure(tree, shapes, rounds):
         for name, taken in seconds.items()
     }
     for name, (_, _, against) in CHAINS.items():
-        line = {"name": f"{tree}: {name}", "equations": counted[name]}
+        line = {"name": f"{model}: {name}", "equations": counted[name]}
         line |= {key: round(value, 3) for key, value in best[name].items()}
         if against:
             for key, ours in best[name].items():
@@ -126,17 +127,14 @@ def measure(tree, shapes, rounds):
 def main():
     """Prints the table."""
     parser = arguments(__doc__, rounds=2)
-    trees = "numbers of leaves, and names of models"
-    parser.add_argument("--leaves", nargs="+", default=["100", "1000"], help=trees)
+    parser.add_argument("--model", nargs="+", default=["100", "1000", "2000"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
-    dtype, lines = jnp.dtype(options.dtype), []
-    for tree in options.leaves:
-        if tree in MODELS:
-            shapes = MODELS[tree](dtype=dtype)
-        else:
-            shapes, tree = small_leaves(int(tree), dtype=dtype), f"{int(tree):,} leaves"
-        lines += measure(tree, shapes, options.rounds)
+    lines = [
+        line
+        for model in options.model
+        for line in measure(model, tree(model, options.dtype), options.rounds)
+    ]
     report(f"the first step and the others, {options.dtype}", lines, options.json)
 
 

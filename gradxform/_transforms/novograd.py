@@ -191,7 +191,7 @@ def scale_by_novograd(
             # mu = b1·mu + d
             return maps.scale(maps.widen(mu).astype(d.dtype), b1) + d
 
-        nu = maps.map_state(average, squared_norms, state.nu)
+        nu = norms.map_layers(average, squared_norms, state.nu)
         added = maps.map_updates(normalize, updates, nu)
         if decays:
             if params is None:

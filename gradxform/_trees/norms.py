@@ -78,6 +78,39 @@ def squared_rows(updates: Any, *, limit: jax.typing.ArrayLike | None = None) -> 
     return maps.map_updates(sums, updates)
 
 
+def map_layers(
+    f: Callable[[jax.Array, jax.Array], jax.Array], squares: Any, state: Any
+) -> Any:
+    """New state ``f(square, s)``, elementwise; a layer without gradient keeps its own.
+
+    On GPU a kernel takes longer to start than for a number, so layers go together. On
+    CPU each takes its own: what reads one of many is compiled for each place anew.
+    """
+
+    def together(squares: list[jax.Array], states: list[jax.Array]) -> list[jax.Array]:
+        return list(f(jnp.stack(squares), jnp.stack(states)))
+
+    def one_by_one(squares: list[jax.Array], states: list[jax.Array]) -> Any:
+        return list(map(f, squares, states))
+
+    leaves = jax.tree.leaves(squares, is_leaf=maps.is_leaf)
+    states, treedef = jax.tree.flatten(state, is_leaf=maps.is_leaf)
+    groups = collections.defaultdict(list)
+    for i, (square, s) in enumerate(zip(leaves, states, strict=True)):
+        if square is not None and _is_small(s):
+            groups[jax.typeof(square), jax.typeof(s)].append(i)
+        elif square is not None:
+            states[i] = f(square, s)
+    for members in groups.values():
+        operands = [leaves[i] for i in members], [states[i] for i in members]
+        new = jax.lax.platform_dependent(
+            *operands, cuda=together, rocm=together, default=one_by_one
+        )
+        for i, s in zip(members, new, strict=True):
+            states[i] = s
+    return jax.tree.unflatten(treedef, states)
+
+
 @functools.partial(jax.jit, static_argnames=("stacked", "squared"))  # Traced once.
 def _sum_of_squares(x: jax.Array, *, stacked: int, squared: bool) -> jax.Array:
     if x.dtype.itemsize < 4:
