@@ -1,10 +1,19 @@
-"""Seconds to trace and to compile the donated step, by the number of leaves.
+"""What the first step costs the host, and each step after it, by the number of leaves.
 
-``python -m benchmarks.compile --leaves 100 1000 2000`` takes trees of leaves of 256
-float32 numbers each. Every chain is traced (lowered too) and compiled anew in each
-round, all in turn, with JAX's caches cleared before; minima over the rounds. The last
-column is the step itself, minimum of 40. At this size it is not bound by memory: most
-of it is the host handing buffers in and out, which the first row does alone.
+``python -m benchmarks.compile --model gpt2_small 148 1000 2000 --dtype bfloat16`` takes
+models by their names, and trees of so many leaves of 256 numbers each, here or where
+there is a GPU. Every chain makes its first step anew in each round, all in turn, with
+JAX's caches cleared before. Minima over the rounds, in seconds of all cores together
+but for the last column:
+
+- ``equations``: of the traced step, those of inner functions at each of their calls.
+- ``trace s``, ``compile s``: of the donated step; lowering counts as compiling.
+- ``first s``: from ``tx.init`` to the end of the first step, all of it.
+- ``step ms``: a step by the clock, minimum of 40. On small leaves it is not bound by
+  memory: most of it is the host handing buffers in and out, which the first row does
+  alone.
+
+``x`` columns are the time of the chain ``against`` which it is held, by its own.
 """
 
 import functools
@@ -17,7 +26,7 @@ import optax
 
 import gradxform as gx
 from benchmarks.measure import arguments, draw, in_place, interleaved, report
-from benchmarks.models import small_leaves
+from benchmarks.models import tree
 from benchmarks.step import (
     CLIP,
     OPTAX_ADAGRAD,
@@ -55,29 +64,44 @@ CHAINS = {
 }
 
 
-def compile_step(name, shapes):
-    """The compiled step of a chain, and the seconds of tracing and of compiling."""
-    step, tx, _ = CHAINS[name]
-    step = functools.partial(step, tx)
-    state = jax.eval_shape(tx.init, shapes)
+def equations(jaxpr):
+    """How many there are, with those of each inner jaxpr."""
+    parameters = jax.tree.leaves([eqn.params for eqn in jaxpr.eqns])
+    inner = [x for x in parameters if hasattr(x, "eqns")]
+    return len(jaxpr.eqns) + sum(map(equations, inner))
+
+
+def first_step(name, grads):
+    """The compiled step of a chain, its equations, and the seconds of its first run."""
+    write, tx, _ = CHAINS[name]
+    step = jax.jit(functools.partial(write, tx), donate_argnums=(0, 1))
+    params = jax.block_until_ready(jax.tree.map(jnp.copy, grads))
     jax.clear_caches()
-    start = time.perf_counter()
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state, shapes)
-    traced = time.perf_counter()
-    compiled = lowered.compile()
-    return compiled, traced - start, time.perf_counter() - traced
+    start = time.process_time()
+    state = tx.init(params)
+    made = time.process_time()
+    traced = step.trace(params, state, grads)
+    seen = time.process_time()
+    compiled = traced.lower().compile()
+    ready = time.process_time()
+    jax.block_until_ready(compiled(params, state, grads))
+    seconds = {
+        "trace s": seen - made,
+        "compile s": ready - seen,
+        "first s": time.process_time() - start,
+    }
+    return compiled, equations(traced.jaxpr), seconds
 
 
-def measure(leaves, rounds):
-    """The lines of the table for trees of so many leaves."""
-    shapes = small_leaves(leaves)
+def measure(model, shapes, rounds):
+    """The lines of the table for one model."""
+    grads = draw(shapes, 0)
     seconds = {name: [] for name in CHAINS}
-    steps, order = {}, random.Random(0)
+    steps, counted, order = {}, {}, random.Random(0)
     for _ in range(rounds):
         for name in order.sample(list(CHAINS), len(CHAINS)):
-            steps[name], *both = compile_step(name, shapes)
-            seconds[name].append(both)
-    grads = draw(shapes, 0)
+            steps[name], counted[name], taken = first_step(name, grads)
+            seconds[name].append(taken)
     runs = {
         name: in_place(
             steps[name], (jax.tree.map(jnp.copy, grads), tx.init(grads)), grads
@@ -86,22 +110,16 @@ def measure(leaves, rounds):
     }
     stepped = interleaved(runs, STEPS)
     best = {
-        name: (*map(min, zip(*seconds[name], strict=True)), min(stepped[name]))
-        for name in CHAINS
+        name: {key: min(each[key] for each in taken) for key in taken[0]}
+        | {"step ms": min(stepped[name]) * 1e3}
+        for name, taken in seconds.items()
     }
     for name, (_, _, against) in CHAINS.items():
-        traced, compiled, step = best[name]
-        line = {
-            "name": f"{leaves:,} leaves: {name}",
-            "trace s": round(traced, 2),
-            "compile s": round(compiled, 2),
-            "step ms": round(step * 1e3, 3),
-        }
+        line = {"name": f"{model}: {name}", "equations": counted[name]}
+        line |= {key: round(value, 3) for key, value in best[name].items()}
         if against:
-            for word, ours, theirs in zip(
-                ("trace", "compile", "step"), best[name], best[against], strict=True
-            ):
-                line[f"x {word}"] = round(theirs / ours, 2)
+            for key, ours in best[name].items():
+                line[f"x {key.split()[0]}"] = round(best[against][key] / ours, 2)
             line["against"] = against
         yield line
 
@@ -109,10 +127,15 @@ def measure(leaves, rounds):
 def main():
     """Prints the table."""
     parser = arguments(__doc__, rounds=2)
-    parser.add_argument("--leaves", type=int, nargs="+", default=[100, 1000, 2000])
+    parser.add_argument("--model", nargs="+", default=["100", "1000", "2000"])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
-    lines = [line for n in options.leaves for line in measure(n, options.rounds)]
-    report("tracing and compiling one step", lines, options.json)
+    lines = [
+        line
+        for model in options.model
+        for line in measure(model, tree(model, options.dtype), options.rounds)
+    ]
+    report(f"the first step and the others, {options.dtype}", lines, options.json)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,13 @@ MODELS = {
 }
 
 
+def tree(name, dtype=jnp.float32):
+    """The model of this name; where it is a number, so many small leaves."""
+    if name in MODELS:
+        return MODELS[name](dtype=dtype)
+    return small_leaves(int(name), dtype=dtype)
+
+
 def size(tree):
     """Bytes of all leaves."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -15,9 +15,13 @@ reads and writes 512 MB and so measures the bandwidth; then its memory is freed 
   ``least/N`` take at the measured bandwidth.
 
 optax's rows end in ``optax.apply_updates``, ours are ``gx.apply_gradients``. Keras runs
-on JAX, its step jitted and donated as ours. torch runs on CPU, by itself (which takes a
-loop over the leaves), and with ``foreach`` and ``fused``. Where either is missing its
-rows are left out. ``small_leaves`` takes minutes to compile.
+on JAX, its step jitted and donated as ours. torch runs on the device that JAX has, by
+itself (which takes a loop over the leaves), and with ``foreach`` and ``fused``, which
+its Adagrad has on CPU alone. Where either is missing its rows are left out.
+
+``python -m benchmarks.step --model gpt2_small 1000 2000 --dtype bfloat16`` measures one
+model after the other, the numbers being so many leaves of 256 numbers each: the command
+for a GPU. 2,000 leaves take minutes to compile.
 """
 
 import functools
@@ -40,7 +44,7 @@ from benchmarks.measure import (
     report,
     times,
 )
-from benchmarks.models import MODELS, size
+from benchmarks.models import size, tree
 
 ADDED = 2**29  # Bytes of the array that measures the bandwidth.
 FRESH, STALE = 2**30, -(2**30)  # Local steps ahead of all, and behind all.
@@ -128,8 +132,11 @@ def by_torch(**kind):
         import torch
 
         del grads
+        device = "cpu" if jax.default_backend() == "cpu" else "cuda"
         params = [
-            torch.nn.Parameter(torch.zeros(x.shape, dtype=getattr(torch, str(x.dtype))))
+            torch.nn.Parameter(
+                torch.zeros(x.shape, dtype=getattr(torch, str(x.dtype)), device=device)
+            )
             for x in jax.tree.leaves(shapes)
         ]
         for p in params:
@@ -141,6 +148,8 @@ def by_torch(**kind):
         def run():
             torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
             adagrad.step()
+            if device == "cuda":
+                torch.cuda.synchronize()
 
         return Built(run, shapes)
 
@@ -216,12 +225,17 @@ GROUPS = {
 
 def available(row):
     """Whether the row can be built here; says so where it cannot."""
-    library = row.name.split()[0]
-    missing = library in ("keras", "torch") and not importlib.util.find_spec(library)
-    if missing or (library == "torch" and jax.default_backend() != "cpu"):
-        print(f"left out: {row.name} ({'not installed' if missing else 'not on CPU'})")
-        return False
-    return True
+    library, backend = row.name.split()[0], jax.default_backend()
+    why = None
+    if library in ("keras", "torch") and not importlib.util.find_spec(library):
+        why = "not installed"
+    elif library == "torch" and (
+        backend not in ("cpu", "gpu") or (backend == "gpu" and "fused" in row.name)
+    ):
+        why = f"not on {backend.upper()}"
+    if why:
+        print(f"left out: {row.name} ({why})")
+    return why is None
 
 
 def least_bytes(row, shapes, state):
@@ -271,24 +285,29 @@ def chosen(word=""):
 def main():
     """Prints the table."""
     parser = arguments(__doc__, rounds=12)
-    parser.add_argument("--model", choices=MODELS, default="gpt2_small")
+    parser.add_argument("--model", nargs="+", default=["gpt2_small"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--only", default="", help="rows whose names hold this word")
     options = parser.parse_args()
-    shapes = MODELS[options.model](dtype=jnp.dtype(options.dtype))
-    grads, lines, rates = draw(shapes, 0), [], []
-    for rows in chosen(options.only):
-        measured, rate = measure(rows, grads, options.rounds)
-        lines += measured
-        rates.append(rate)
-        jax.clear_caches()  # Steps over thousands of leaves hold gigabytes.
-    report(
-        f"{options.model}, {options.dtype}, N = {size(shapes) / 1e6:.1f} MB, "
-        f"{min(rates) / 1e9:.1f} to {max(rates) / 1e9:.1f} GB/s",
-        lines,
-        options.json,
-        bandwidth=rates,
-    )
+    for model in options.model:
+        shapes = tree(model, options.dtype)
+        grads, lines, rates = draw(shapes, 0), [], []
+        for rows in chosen(options.only):
+            measured, rate = measure(rows, grads, options.rounds)
+            lines += measured
+            rates.append(rate)
+            jax.clear_caches()  # Steps over thousands of leaves hold gigabytes.
+        name = f"{int(model):,} leaves" if model.isdigit() else model
+        path = options.json
+        if path and len(options.model) > 1:
+            path = path.with_stem(f"{path.stem}_{model}")
+        report(
+            f"{name}, {options.dtype}, N = {size(shapes) / 1e6:.1f} MB, "
+            f"{min(rates) / 1e9:.1f} to {max(rates) / 1e9:.1f} GB/s",
+            lines,
+            path,
+            bandwidth=rates,
+        )
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ _trees/maps.py: what is not finite in an imaginary part is not seen
 + (x.real,)
 
 _trees/rounding.py: a NaN becomes inf where bits are cut off
-- jnp.where(jnp.isnan(x), jnp.nan, jax.lax.reduce_precision(x, 8, 7))
+- jax.lax.select(x != x, nan, jax.lax.reduce_precision(x, 8, 7))
 + jax.lax.reduce_precision(x, 8, 7)
 
 _trees/norms.py: small leaves that are sharded are gathered to be handled together

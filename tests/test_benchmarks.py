@@ -14,7 +14,7 @@ import pytest
 from benchmarks import compile as compile_benchmark
 from benchmarks import measure, memory, plot, step
 from benchmarks.__main__ import main, programs
-from benchmarks.models import MODELS, small_leaves
+from benchmarks.models import MODELS, small_leaves, tree
 
 
 @pytest.mark.parametrize(
@@ -23,13 +23,14 @@ from benchmarks.models import MODELS, small_leaves
         ("gpt2_small", 148, 124_439_808),
         ("resnet50", 161, 25_557_032),
         ("small_leaves", 2000, 512_000),
+        ("7", 7, 1792),
     ],
 )
 def test_the_models_have_the_size_that_they_claim(name, leaves, parameters):
-    tree = MODELS[name](dtype=jnp.bfloat16)
-    assert len(tree) == leaves
-    assert sum(x.size for x in tree.values()) == parameters
-    assert {x.dtype for x in tree.values()} == {jnp.dtype(jnp.bfloat16)}
+    model = tree(name, jnp.bfloat16)
+    assert len(model) == leaves
+    assert sum(x.size for x in model.values()) == parameters
+    assert {x.dtype for x in model.values()} == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_all_models_are_listed():
@@ -176,12 +177,44 @@ def test_rows_are_chosen_by_a_word():
 
 def test_compiling_is_measured(monkeypatch):
     monkeypatch.setattr(compile_benchmark, "STEPS", 2)
-    lines = list(compile_benchmark.measure(leaves=3, rounds=1))
+    lines = list(compile_benchmark.measure("three", tree("3"), rounds=1))
     assert len(lines) == len(compile_benchmark.CHAINS)
     for line in lines:
         numbers = [value for value in line.values() if not isinstance(value, str)]
         assert all(map(math.isfinite, numbers))
-        assert line["name"].startswith("3 leaves: ")
+        assert line["name"].startswith("three: ")
+        assert line["first s"] >= line["trace s"] + line["compile s"] - 0.002
+    assert lines[0]["equations"] == 0 < lines[1]["equations"]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_steps_of_several_models_in_one_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(step, "bandwidth", lambda _: measure.bandwidth(2**16))
+    path = tmp_path / "step.json"
+    options = "--model 2 3 --dtype bfloat16 --only gx --rounds 1 --json"
+    monkeypatch.setattr(step, "GROUPS", {"adagrad": step.GROUPS["adagrad"]})
+    monkeypatch.setattr(sys, "argv", ["step", *options.split(), str(path)])
+    step.main()
+    shown = capsys.readouterr().out
+    for leaves in (2, 3):
+        assert f"{leaves} leaves, bfloat16, N = 0.0 MB, " in shown
+        read = json.loads((tmp_path / f"step_{leaves}.json").read_text())
+        assert [row["name"] for row in read["rows"]] == ["optax adagrad", "gx adagrad"]
+        assert read["bandwidth"][0] > 0
+
+
+def test_equations_of_inner_functions_count_at_each_call():
+    @jax.jit
+    def inner(x):
+        return jnp.sin(x) * 2  # Two.
+
+    def outer(x):
+        return inner(x) + jax.lax.cond(True, inner, jnp.cos, x) + inner(x)
+
+    # Of two calls three each, of the conditional's branches three and one, of what is
+    # around them two sums and the conditional itself.
+    traced = jax.make_jaxpr(outer)(1.0)
+    assert compile_benchmark.equations(traced) == 2 * 3 + 3 + 1 + 3
 
 
 def test_bytes_of_state():

@@ -114,6 +114,7 @@ def scale_by_adagrad(
         # acc ← acc + |g|², a row's mean of squares if row_wise
         return maps.widen(acc).astype(square.dtype) + square
 
+    @jax.jit  # Traced once a shape, not once a leaf.
     def divide(g: jax.Array, acc: jax.Array) -> jax.Array:
         # u = g / sqrt(acc + eps), or g / (sqrt(acc) + eps)
         factor = maps.inverse_sqrt(maps.widen(acc), eps, eps_in_sqrt)

@@ -161,7 +161,8 @@ def scale_by_novograd(
                 updates, axis_name=axis_name, stacked_axes=stacked_axes
             )
 
-        def average(square: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
+        @jax.jit  # Traced once a shape, not once a layer.
+        def average(square: jax.Array, nu: jax.Array) -> jax.Array:
             # nu_1 = ‖g_1‖², nu_t = b2·nu_{t-1} + (1-b2)·‖g_t‖²
             if clip_factor is not None:  # One at a time: its square could underflow.
                 factor = clip_factor(square).astype(square.dtype)
@@ -171,12 +172,11 @@ def scale_by_novograd(
             # The first gradient may come late, where there was None before. The sign of
             # a zero tells it from a norm of 0; states of optax begin with a 0.0.
             first = (state.count == 0) | ((nu == 0) & jnp.signbit(nu))
-            nu = jnp.where(first, square, averaged)
-            # 1 / sqrt(nu + eps), or 1 / (sqrt(nu) + eps)
-            return nu, maps.inverse_sqrt(nu, eps, eps_in_sqrt)
+            return jnp.where(first, square, averaged)
 
-        def normalize(g: jax.Array, inverse: jax.Array) -> jax.Array:
+        def normalize(g: jax.Array, nu: jax.Array) -> jax.Array:
             # ĝ = g / sqrt(nu + eps), or g / (sqrt(nu) + eps)
+            inverse = maps.inverse_sqrt(nu, eps, eps_in_sqrt)
             return maps.scale(maps.widen(g), maps.expand(inverse, g))
 
         def decay(g: jax.Array, w: jax.Array, decays: bool) -> jax.Array:
@@ -191,8 +191,8 @@ def scale_by_novograd(
             # mu = b1·mu + d
             return maps.scale(maps.widen(mu).astype(d.dtype), b1) + d
 
-        nu, inverses = norms.map_layers(average, squared_norms, state.nu)
-        added = maps.map_updates(normalize, updates, inverses)
+        nu = norms.map_layers(average, squared_norms, state.nu)
+        added = maps.map_updates(normalize, updates, nu)
         if decays:
             if params is None:
                 raise ValueError(

@@ -272,8 +272,8 @@ def integer_sum(x: jax.Array, total: jax.Array) -> jax.Array:
 def abs_sq(x: jax.Array) -> jax.Array:
     """``|x|²``, real, in at least float32."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.square(x.real) + jnp.square(x.imag)
-    return jnp.square(widen(x))
+        return jax.lax.square(x.real) + jax.lax.square(x.imag)
+    return jax.lax.square(widen(x))
 
 
 @jax.jit  # Traced once a shape, not once a leaf.

@@ -40,7 +40,7 @@ def squared_norms(
     stacked = jax.tree.leaves(maps.broadcast(stacked_axes or 0, updates))
     depths = iter(stacked)
     squares: list[Any] = [None] * len(leaves)
-    small: dict[int, tuple[jax.Array, ...]] = {}
+    small: dict[int, jax.Array] = {}
     for i, g in enumerate(leaves):
         if g is None:
             continue
@@ -48,9 +48,9 @@ def squared_norms(
         if axes or not _is_small(x):
             squares[i] = sums(x, stacked=axes)
         else:
-            small[i] = (x,)
+            small[i] = x
     parts = [s for s in squares if s is not None]
-    for members, (rows,) in _together(lambda x: (sums(x, stacked=1),), small):
+    for members, rows in _together(sums, small):
         parts.append(rows)
         for number, i in enumerate(members):
             squares[i] = rows[number]
@@ -79,28 +79,36 @@ def squared_rows(updates: Any, *, limit: jax.typing.ArrayLike | None = None) -> 
 
 
 def map_layers(
-    f: Callable[..., tuple[jax.Array, jax.Array]], squares: Any, state: Any
-) -> tuple[Any, Any]:
-    """``f(square, s)``, elementwise, gives new state and a second value of each layer.
+    f: Callable[[jax.Array, jax.Array], jax.Array], squares: Any, state: Any
+) -> Any:
+    """New state ``f(square, s)``, elementwise; a layer without gradient keeps its own.
 
-    A layer without gradient keeps its state, and its second value is ``None``.
+    On GPU a kernel takes longer to start than for a number, so layers go together. On
+    CPU each takes its own: what reads one of many is compiled for each place anew.
     """
-    leaves, treedef = jax.tree.flatten(squares, is_leaf=maps.is_leaf)
-    states, state_treedef = jax.tree.flatten(state, is_leaf=maps.is_leaf)
-    seconds: list[Any] = [None] * len(leaves)
-    small: dict[int, tuple[jax.Array, ...]] = {}
+
+    def together(squares: list[jax.Array], states: list[jax.Array]) -> list[jax.Array]:
+        return list(f(jnp.stack(squares), jnp.stack(states)))
+
+    def one_by_one(squares: list[jax.Array], states: list[jax.Array]) -> Any:
+        return list(map(f, squares, states))
+
+    leaves = jax.tree.leaves(squares, is_leaf=maps.is_leaf)
+    states, treedef = jax.tree.flatten(state, is_leaf=maps.is_leaf)
+    groups = collections.defaultdict(list)
     for i, (square, s) in enumerate(zip(leaves, states, strict=True)):
-        if square is None:
-            continue
-        if _is_small(s):
-            small[i] = (square, s)
-        else:
-            states[i], seconds[i] = f(square, s)
-    for members, (first, second) in _together(f, small):
-        for number, i in enumerate(members):
-            states[i], seconds[i] = first[number], second[number]
-    new_state = jax.tree.unflatten(state_treedef, states)
-    return new_state, jax.tree.unflatten(treedef, seconds)
+        if square is not None and _is_small(s):
+            groups[jax.typeof(square), jax.typeof(s)].append(i)
+        elif square is not None:
+            states[i] = f(square, s)
+    for members in groups.values():
+        operands = [leaves[i] for i in members], [states[i] for i in members]
+        new = jax.lax.platform_dependent(
+            *operands, cuda=together, rocm=together, default=one_by_one
+        )
+        for i, s in zip(members, new, strict=True):
+            states[i] = s
+    return jax.tree.unflatten(treedef, states)
 
 
 @functools.partial(jax.jit, static_argnames=("stacked", "squared"))  # Traced once.
@@ -121,22 +129,21 @@ def _is_small(x: jax.Array) -> bool:
 
 
 def _together(
-    f: Callable[..., tuple[jax.Array, ...]], operands: dict[int, tuple[jax.Array, ...]]
-) -> Iterator[tuple[list[int], tuple[jax.Array, ...]]]:
-    """``f``, which leaves the first axis alone, of operands of one type stacked."""
+    sums: Callable[..., jax.Array], arrays: dict[int, jax.Array]
+) -> Iterator[tuple[list[int], jax.Array]]:
+    """The sum of each of the arrays, those of one type side by side."""
 
-    def grouped(*members: tuple[jax.Array, ...]) -> Any:
-        # Without the barrier every user of one result would compute them all.
-        stacked = map(jnp.stack, zip(*members, strict=True))
-        return jax.lax.optimization_barrier(f(*stacked))
+    def grouped(*members: jax.Array) -> jax.Array:
+        # Without the barrier every user of one sum would compute them all.
+        stacked = jnp.stack(members)
+        return jax.lax.optimization_barrier(sums(stacked, stacked=1))
 
-    def one_by_one(*members: tuple[jax.Array, ...]) -> Any:
-        results = [f(*(x[None] for x in member)) for member in members]
-        return tuple(map(jnp.concatenate, zip(*results, strict=True)))
+    def one_by_one(*members: jax.Array) -> jax.Array:
+        return jnp.stack([sums(x, stacked=0) for x in members])
 
     groups = collections.defaultdict(list)
-    for i, arrays in operands.items():
-        groups[tuple((x.shape, x.dtype) for x in arrays)].append(i)
+    for i, x in arrays.items():
+        groups[x.shape, x.dtype].append(i)
     for members in groups.values():
         for start in range(0, len(members), _TOGETHER):
             batch = members[start : start + _TOGETHER]
@@ -144,7 +151,7 @@ def _together(
             yield (
                 batch,
                 jax.lax.platform_dependent(
-                    *(operands[i] for i in batch), tpu=one_by_one, default=grouped
+                    *(arrays[i] for i in batch), tpu=one_by_one, default=grouped
                 ),
             )
 

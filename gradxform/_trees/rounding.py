@@ -37,6 +37,7 @@ def _converted(x: jax.Array) -> jax.Array:
 
 def _upper_half(x: jax.Array) -> jax.Array:
     # A NaN may differ from inf in the lower half alone.
-    x = jnp.where(jnp.isnan(x), jnp.nan, jax.lax.reduce_precision(x, 8, 7))
+    nan = jnp.full_like(x, jnp.nan)
+    x = jax.lax.select(x != x, nan, jax.lax.reduce_precision(x, 8, 7))
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 16
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
