@@ -192,7 +192,7 @@ def scale_by_novograd(
             return maps.scale(maps.widen(mu).astype(d.dtype), b1) + d
 
         nu = norms.map_layers(average, squared_norms, state.nu)
-        added = maps.map_updates(normalize, updates, nu)
+        added = maps.map_updates(normalize, updates, maps.as_in(updates, nu))
         if decays:
             if params is None:
                 raise ValueError(
