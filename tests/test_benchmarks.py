@@ -166,6 +166,21 @@ def test_the_least_that_a_step_moves(group):
             assert moved == pytest.approx(least * 300 * 1000 * 4, abs=100)
 
 
+@pytest.mark.parametrize(
+    ("backend", "left_out"),
+    [("cpu", []), ("gpu", ["(fused)"]), ("tpu", ["Adagrad", "(foreach)", "(fused)"])],
+)
+def test_torch_runs_where_it_can(backend, left_out, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    rows = [row for row in step.GROUPS["clip + adagrad"] if "torch" in row.name]
+    missing = [row.name for row in rows if not step.available(row)]
+    assert len(rows) == 3
+    assert len(missing) == len(left_out)
+    assert all(name.endswith(e) for name, e in zip(missing, left_out, strict=True))
+    assert capsys.readouterr().out.count(f"(not on {backend.upper()})") == len(missing)
+
+
 def test_rows_are_chosen_by_a_word():
     names = [[row.name for row in rows] for rows in step.chosen("stale, never")]
     assert names == []
