@@ -83,8 +83,8 @@ def map_layers(
 ) -> Any:
     """New state ``f(square, s)``, elementwise; a layer without gradient keeps its own.
 
-    On GPU a kernel takes longer to start than for a number, so layers go together. On
-    CPU each takes its own: what reads one of many is compiled for each place anew.
+    On GPU a kernel takes longer to start than to work on a number, so there all layers
+    share one. On CPU, what reads its number from among many is compiled for each anew.
     """
 
     def together(squares: list[jax.Array], states: list[jax.Array]) -> list[jax.Array]:
