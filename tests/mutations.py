@@ -247,7 +247,7 @@ _verbs/readings.py: a jit that reads a table is not looked into
 + if name == "jitted":
 
 _verbs/lookup.py: a part of a table that has no name is taken for an array
-- if not _is_part(leaf) and not is_named(paths[i]):
+- if not is_sparse(leaf) and not is_named(paths[i]):
 + if not is_named(paths[i]):
 
 _verbs/readings.py: an id that a part does not hold counts for the row all the same

@@ -17,7 +17,7 @@ from gradxform._late.drop_stale import dropped, outermost
 from gradxform._server.places import Place, bring, copy
 from gradxform._server.rows import RowPrograms, in_sizes
 from gradxform._trees import checks, maps
-from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 from gradxform._verbs.apply import apply_gradients
 
 MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes first.
@@ -107,7 +107,7 @@ class PushPrograms:
           TypeError: ``grads`` does not fit, or the transformation says so.
           ValueError: the transformation says so.
         """
-        leaves, tree = jax.tree.flatten((grads, extra), is_leaf=_is_sparse)
+        leaves, tree = jax.tree.flatten((grads, extra), is_leaf=is_sparse)
         if IndexedSlices in map(type, leaves):
             sized = map(in_sizes, leaves)
             grads, extra = jax.tree.unflatten(tree, sized)
@@ -208,10 +208,6 @@ class PushPrograms:
             elif leaf is not None:
                 shape, sharding = self._params.get(path[depth:], (None, None))
                 yield sharding if shape == np.shape(leaf) else self._place.everywhere
-
-
-def _is_sparse(node: Any) -> bool:
-    return isinstance(node, IndexedSlices)
 
 
 def _types(leaves: list[Any]) -> tuple[Any, ...]:

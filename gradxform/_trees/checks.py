@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from gradxform._trees import maps
-from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 
 COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # How many, on the device an int32.
 _REAL = (jnp.floating, jnp.integer)
@@ -162,9 +162,7 @@ def bools(name: str, values: Any, params: Any) -> None:
                 f"{place(path)}."
             )
 
-    jax.tree.map_with_path(
-        check, params, values, is_leaf=lambda x: isinstance(x, IndexedSlices)
-    )
+    jax.tree.map_with_path(check, params, values, is_leaf=is_sparse)
 
 
 def place(path: Any) -> str:

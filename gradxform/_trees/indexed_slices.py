@@ -282,6 +282,11 @@ class IndexedSlices:
         return self
 
 
+def is_sparse(node: Any) -> bool:
+    """Whether it is one: where maps over trees stop that take it whole."""
+    return isinstance(node, IndexedSlices)
+
+
 _CURE = (
     "a row-sparse gradient (gradxform.IndexedSlices) was given to a function for dense "
     "ones, which would change its row indices along with its values. gradxform's own "

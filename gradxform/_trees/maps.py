@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import versions
-from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees.rounding import narrow
 from gradxform._trees.rows import explicit_sharding, places, take_rows, take_summed
 
@@ -365,9 +365,7 @@ def broadcast(prefix: Any, tree: Any) -> Any:
         return tree
 
     def fill(value: Any, part: Any) -> Any:
-        return jax.tree.map(
-            lambda _: value, part, is_leaf=lambda x: isinstance(x, IndexedSlices)
-        )
+        return jax.tree.map(lambda _: value, part, is_leaf=is_sparse)
 
     prefix = prefix(tree) if _is_function(prefix) else prefix
     return jax.tree.map(fill, prefix, tree, is_leaf=is_leaf)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import checks, maps, versions
-from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees.rows import as_array, explicit_sharding, read_rows, rows_of
 from gradxform._verbs import readings
 
@@ -119,8 +119,8 @@ def value_and_grad(
         versions.before_tracing()
 
     def wrapped(params: Any, *batch: Any, **kwargs: Any) -> Any:
-        flat, treedef = jax.tree.flatten_with_path(params, is_leaf=_is_part)
-        if not tables and not any(_is_part(leaf) for _, leaf in flat):
+        flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_sparse)
+        if not tables and not any(is_sparse(leaf) for _, leaf in flat):
             dense_way = jax.value_and_grad(loss_fn, has_aux=has_aux)
             return dense_way(params, *batch, **kwargs)
         paths = [checks.slashed(path) for path, _ in flat]
@@ -177,10 +177,10 @@ def _select(tables: Tables, paths: list[str], leaves: dict[int, Any]) -> dict[in
     is_named = tables if callable(tables) else tables.__contains__
     named = {}
     for i, leaf in leaves.items():
-        if not _is_part(leaf) and not is_named(paths[i]):
+        if not is_sparse(leaf) and not is_named(paths[i]):
             continue
         # A part of a table needs no name: there is no other gradient of it.
-        named[i] = leaf.sum_duplicates() if _is_part(leaf) else jnp.asarray(leaf)
+        named[i] = leaf.sum_duplicates() if is_sparse(leaf) else jnp.asarray(leaf)
         if not named[i].ndim or not jnp.issubdtype(named[i].dtype, jnp.inexact):
             raise ValueError(
                 "tables must name arrays of floating-point rows, but "
@@ -202,10 +202,6 @@ def _slices(ids: list[jax.Array], rows: list[jax.Array], table: Any) -> IndexedS
         jnp.concatenate(flat_rows or [jnp.zeros((0, *row), table.dtype)]),
         table.shape,
     )
-
-
-def _is_part(leaf: Any) -> bool:
-    return isinstance(leaf, IndexedSlices)
 
 
 @jax.custom_jvp
