@@ -31,9 +31,11 @@ Everything in it is a pure ``optax.GradientTransformation`` and composes with op
 >>> assert gx.global_step(state) == 60 and gx.staleness_fraction(state) == 0.0
 
 One class stands outside the flow and drives it: :class:`ParameterServer`, which workers
-on many threads, or many machines through Ray, pull from and push to.
+on many threads, or many machines through Ray, pull from and push to. What runs such
+workers is in :mod:`gradxform.engines`.
 """
 
+from gradxform import engines as engines
 from gradxform._config.config import from_config as from_config
 from gradxform._config.config import get_config as get_config
 from gradxform._late.accumulate import AccumulateState as AccumulateState

@@ -7,9 +7,9 @@ that come too late, or ``conditional_accumulator`` adds up those of several work
 mode ``local`` that chain is each worker's own, for ``local_steps``, and what they push
 after those is for ``delayed_nesterov``.
 
-From top to bottom: workers, transformation, command line, Ctrl-C. What they train is
-the business of ``_digits``, how they run that of ``_server.engines``, and what is shown
-of them that of ``_report``.
+From top to bottom: workers, transformation, job, Ctrl-C, and all of it together. What
+is trained is the business of ``_digits``, how workers run that of ``engines``, options
+that of ``_command_line``, and what is shown that of ``_report``.
 """
 
 from __future__ import annotations
@@ -30,21 +30,15 @@ import numpy as np
 import optax
 
 import gradxform as gx
-from gradxform import _listing
+from gradxform import _listing, engines
+from gradxform._command_line import ENGINES, OPTIMIZERS, make_parser
 from gradxform._digits import Digits, Model, build_model, load_digits
-from gradxform._report import print_report, save_plot
-from gradxform._server import engines
+from gradxform._report import print_report, save_plot, track
+from gradxform._server.extras import require
 
 BATCH_SIZE = 64
 MAX_NORM = 1.0
 JITTER = 0.25  # Standard deviation of the logarithm of a duration.
-
-# Peak learning rates. Late gradients act as momentum by themselves (Mitliagkas et al.
-# 2016, https://arxiv.org/abs/1605.09774): novograd wants less of its own than usual.
-OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float]] = {
-    "novograd": (functools.partial(gx.novograd, b1=0.9), 0.015),
-    "adagrad": (gx.adagrad, 0.2),
-}
 
 # Of mode local: rate and decay of the outer optimizer. Here, too, lateness acts as
 # momentum. And how many local steps are compiled one by one: a convolution in a loop is
@@ -52,21 +46,19 @@ OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float]]
 OUTER = 1.0, 0.5
 UNROLLED = 20
 
-MODES = ("async", "backup", "local", "sync")
-GRADIENTS = 3000  # Of all workers together, by default.
-
 
 def make_worker(
     model: Model,
     digits: Digits,
     mean_duration: float,
-    rng: np.random.Generator,
+    seed: Sequence[int],
     *batches: int,
 ) -> engines.Worker:
     """A worker that draws random digits, each shifted by at most one pixel.
 
     A minibatch of them, or an array of minibatches of the shape ``batches``. Its
-    durations scatter around ``mean_duration``, in seconds, log-normally.
+    durations scatter around ``mean_duration``, in seconds, log-normally. Both are
+    functions of the gradient's number, and of the seed.
     """
     # windows[digit, down, right] is one of nine shifted images; a view, no copies.
     padded = np.pad(digits.images, ((0, 0), (1, 1), (1, 1)))
@@ -74,15 +66,17 @@ def make_worker(
     median = mean_duration / np.exp(JITTER**2 / 2)
     size = *batches, BATCH_SIZE
 
-    def gradient(
-        params: optax.Params,
-    ) -> tuple[jax.Array, jax.Array, optax.Updates]:
+    def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng((*seed, number, 0))
         rows = rng.integers(len(windows), size=size)
         down, right = rng.integers(3, size=(2, *size))
-        batch = windows[rows, down, right], digits.labels[rows]
-        return model.gradient(params, *batch)
+        return windows[rows, down, right], digits.labels[rows]
 
-    return engines.Worker(gradient, lambda: median * rng.lognormal(sigma=JITTER))
+    def duration(number: int) -> float:
+        rng = np.random.default_rng((*seed, number, 1))
+        return float(median * rng.lognormal(sigma=JITTER))
+
+    return engines.Worker(model.gradient, batch, duration)
 
 
 def make_local(
@@ -98,7 +92,7 @@ def make_local(
     @functools.partial(jax.jit, donate_argnums=1)
     def train(params: optax.Params, state: optax.OptState, *batches: jax.Array) -> Any:
         grads, state, losses = steps(params, state, *batches)
-        return (losses[0], gx.global_norm(grads), grads), state
+        return (losses[0], grads), state
 
     def own() -> Model:
         state = None
@@ -153,153 +147,18 @@ def make_job(args: argparse.Namespace, model: Model, digits: Digits) -> engines.
         tx = gx.conditional_accumulator(inner, required)
     durations = np.full(workers, args.work * math.prod(length))
     durations[-1] *= args.straggler
-    # One stream of random numbers for each worker.
-    streams = np.random.default_rng(args.seed).spawn(workers)
     return engines.Job(
         model.params,
         tx,
         [
-            make_worker(each, digits, duration, rng, *length)
-            for each, duration, rng in zip(models, durations, streams, strict=True)
+            make_worker(each, digits, duration, (args.seed, index), *length)
+            for index, (each, duration) in enumerate(
+                zip(models, durations, strict=True)
+            )
         ],
         args.steps,
         required,
     )
-
-
-def track(pushes: Iterator[engines.Push], total: int) -> Iterator[engines.Push]:
-    """Passes pushes through, under a progress bar where someone can see it."""
-    from rich import console, progress
-
-    screen = console.Console(stderr=True)  # So that a pipe gets the results alone.
-    columns = progress.Progress.get_default_columns()
-    loss = progress.TextColumn("{task.fields[loss]}")
-    hidden = not screen.is_terminal
-    with progress.Progress(*columns, loss, console=screen, disable=hidden) as bar:
-        task = bar.add_task("pushes", total=total, loss="")
-        for push in pushes:
-            bar.update(task, advance=1, loss=f"loss {push.loss:.3f}")
-            yield push
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exits with code 2."""
-        self.exit(2, f"{self.prog}: error: {' '.join(message.splitlines())}\n")
-
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: None = None
-    ) -> argparse.Namespace:
-        """The options, of which some depend on others."""
-        parsed = super().parse_args(args, namespace)
-        mode, workers, backups = parsed.mode, parsed.workers, parsed.backups
-        if mode == "backup" and backups >= workers:
-            self.error(f"argument --backups: must be below --workers, got {backups}")
-        if parsed.steps is None:
-            each = parsed.local_steps if mode == "local" else 1
-            parsed.steps = max(1, GRADIENTS // each)
-        return parsed
-
-    def add_number(
-        self,
-        name: str,
-        default: float | None,
-        low: float,
-        high: float,
-        help: str,
-        shown: str = "%(default)s",
-    ) -> None:
-        """Adds an option with a value in [low, high]: an integer if its default is.
-
-        Or if it has none, because the default depends on other options.
-        """
-        kind = int if default is None else type(default)
-
-        def parse(text: str) -> float:
-            with contextlib.suppress(ValueError):
-                if low <= kind(text) <= high:
-                    return kind(text)
-            word = "an integer" if kind is int else "a number"
-            allowed = f"must be {word} in [{low:.10g}, {high:.10g}]"
-            raise argparse.ArgumentTypeError(f"{allowed}, got {text!r}")
-
-        help += f" (default: {shown})"
-        metavar = "N" if kind is int else "X"
-        self.add_argument(name, type=parse, default=default, metavar=metavar, help=help)
-
-
-def writable_png(path: str) -> str:
-    """Makes sure that a PNG can be written, before the training that it is to show."""
-    if not path.lower().endswith(".png"):
-        raise argparse.ArgumentTypeError(f"must end in .png, got {path!r}")
-    existed = os.path.lexists(path)
-    try:
-        open(path, "ab").close()  # Only trying tells, and appending spoils nothing.
-    except OSError as error:
-        message = f"must be a file that can be written, got {path!r}: {error.strerror}"
-        raise argparse.ArgumentTypeError(message) from error
-    finally:
-        if not existed and os.path.lexists(path):
-            os.remove(path)
-    return path
-
-
-def make_parser() -> Parser:
-    """The command line, with every default and range."""
-    parser = Parser(
-        prog="python -m gradxform",
-        description="Trains a digit classifier with workers that pull parameters from "
-        "a server and push gradients to it. Prints what became of the pushes, and the "
-        "accuracy on test digits as its last line.",
-        epilog="What lateness costs: --workers 16 --max-staleness 30, then 6. What a "
-        "slow worker costs: --straggler 5 --mode sync, then backup.",
-        allow_abbrev=False,
-    )
-    many = 2**31 - 1  # They are int32 on the device.
-    how = "async makes a step of each gradient that is not too late; in sync a step "
-    how += "waits for a gradient of every worker and takes their mean; backup is sync "
-    how += "without waiting for the slowest; in local workers train on their own and "
-    how += "push how far they have come, as in async (default: %(default)s)"
-    parser.add_argument("--mode", choices=MODES, default="async", help=how)
-    how = "where workers run: threads of this process, processes of a local Ray "
-    how += "cluster, or simulated, on a virtual clock (default: %(default)s)"
-    parser.add_argument(
-        "--engine", choices=engines.ENGINES, default="threads", help=how
-    )
-    how = "what scales the clipped gradients (default: %(default)s)"
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="novograd", help=how)
-    how = "how many push gradients"
-    parser.add_number("--workers", 4, 1, 1000, how)
-    how = "in mode backup, how many of the workers a step does not wait for"
-    parser.add_number("--backups", 1, 1, 999, how)
-    how = "in mode local, how many gradients make a push"
-    parser.add_number("--local-steps", 10, 1, 1000, how)
-    how = "in modes async and local, drop what a worker pushes that pulled more than "
-    how += "N steps ago"
-    parser.add_number("--max-staleness", 4, 0, many, how)
-    how = "in every mode, how many pushes reach the server, accepted and dropped ones "
-    how += "together"
-    shown = f"{GRADIENTS}, in mode local {GRADIENTS} / --local-steps"
-    parser.add_number("--steps", None, 1, many, how, shown)
-    how = (
-        "how many seconds a gradient takes, on average: a worker sleeps for the rest, "
-    )
-    how += "in place of a heavier model"
-    parser.add_number("--work", 0.01, 0.001, 60.0, how)
-    how = "how many times as long the last worker takes"
-    parser.add_number("--straggler", 1.0, 1.0, 1000.0, how)
-    how = (
-        "of weights, minibatches and durations; repeats a run exactly with simulated, "
-    )
-    how += "not with threads and ray, whose order is the machine's"
-    parser.add_number("--seed", 0, 0, 2**31 - 1, how)
-    how = "write loss, staleness and gradient norm over the pushes to FILE, a .png"
-    parser.add_argument("--plot", type=writable_png, metavar="FILE", help=how)
-    how = "print what the package has: names, what they do, state, extra arguments"
-    parser.add_argument("--list", action="store_true", help=how)
-    return parser
 
 
 def end(*_: object) -> NoReturn:
@@ -336,6 +195,20 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, end)
 
 
+def make_run(
+    args: argparse.Namespace, job: engines.Job
+) -> contextlib.AbstractContextManager[engines.Run]:
+    """The engine that the options name, with its checkpoints."""
+    options: dict[str, Any] = {}
+    if args.checkpoint:
+        options["checkpoint"] = engines.Checkpoint(
+            args.checkpoint, every_seconds=args.checkpoint_every
+        )
+    if args.engine == "ray":
+        options["address"] = args.address
+    return ENGINES[args.engine](job, **options)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line, ``sys.argv`` by default."""
     parser = make_parser()
@@ -343,9 +216,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         needed = ("rich",) if args.list else ("flax", "matplotlib", "rich", "sklearn")
         for package in needed:
-            engines.require(package, "demo")
-        if args.engine == "ray":
-            engines.require("ray", "ray")
+            require(package, "demo")
+        for option, package, extra in (
+            (args.engine == "ray", "ray", "ray"),
+            (args.checkpoint, "orbax.checkpoint", "checkpoint"),
+            (args.logdir, "tensorboardX", "tensorboard"),
+        ):
+            if option:
+                require(package, extra)
     except ImportError as error:
         parser.error(str(error))
     if args.list:
@@ -354,15 +232,26 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     model, digits = build_model(args.seed), load_digits()
     start = time.perf_counter()
-    engine, job = engines.ENGINES[args.engine], make_job(args, model, digits)
-    with interruptible(), engine(job) as run:
-        pushes = list(track(run.pushes, args.steps))
+    job = make_job(args, model, digits)
+    with interruptible(), contextlib.ExitStack() as stack:
+        try:
+            run = stack.enter_context(make_run(args, job))
+        except ValueError as error:  # A checkpoint of another job.
+            parser.error(str(error))
+        pushes = []
+        board = None
+        if args.logdir:
+            board = stack.enter_context(engines.TensorBoard(args.logdir, run))
+        for push in track(run, args.steps):
+            pushes.append(push)
+            if board:
+                board(push)
         seconds = time.perf_counter() - start
         params, state = run.server.state().values()
 
     title = f"{args.mode} on {args.engine}, {args.optimizer}, workers {args.workers}, "
     title += f"seed {args.seed}"
-    print_report(title, pushes, state, seconds)
+    print_report(title, run, pushes, state, seconds)
     labels = np.argmax(model.logits(params, digits.test_images), axis=-1)
     print(f"test accuracy {np.mean(labels == digits.test_labels):.3f}", flush=True)
     if args.plot:

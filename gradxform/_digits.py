@@ -9,8 +9,6 @@ import jax
 import numpy as np
 import optax
 
-import gradxform as gx
-
 
 class Digits(NamedTuple):
     """Handwritten digits; the split is always the same, so that seeds compare."""
@@ -39,8 +37,8 @@ class Model(NamedTuple):
 
     params: optax.Params
     loss: Callable[..., jax.Array]  # Of parameters, images and labels; not compiled.
-    # From parameters, images and labels: the loss, its gradient's norm, its gradient.
-    gradient: Callable[..., tuple[jax.Array, jax.Array, optax.Updates]]
+    # From parameters, images and labels: the loss and its gradient.
+    gradient: Callable[..., tuple[jax.Array, optax.Updates]]
     logits: Callable[[optax.Params, np.ndarray], jax.Array]
 
 
@@ -68,10 +66,4 @@ def build_model(seed: int) -> Model:
         entropy = optax.softmax_cross_entropy_with_integer_labels
         return entropy(logits(params, images), labels).mean()
 
-    def gradient(
-        params: optax.Params, images: jax.Array, labels: jax.Array
-    ) -> tuple[jax.Array, jax.Array, optax.Updates]:
-        value, grads = jax.value_and_grad(loss)(params, images, labels)
-        return value, gx.global_norm(grads), grads
-
-    return Model(params, loss, jax.jit(gradient), jax.jit(logits))
+    return Model(params, loss, jax.jit(jax.value_and_grad(loss)), jax.jit(logits))

@@ -1,36 +1,83 @@
-"""What the main job shows of its pushes: a table, and a plot."""
+"""What the main job shows of its pushes: a progress bar, a table, and a plot."""
 
 from __future__ import annotations
 
+import collections
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import optax
 
 import gradxform as gx
-from gradxform._server import engines
+from gradxform import engines
+
+
+def track(run: engines.Run, total: int) -> Iterator[engines.Push]:
+    """Passes pushes through, under a progress bar where someone can see it."""
+    from rich import console, progress
+
+    screen = console.Console(stderr=True)  # So that a pipe gets the results alone.
+    columns = (
+        progress.BarColumn(20),
+        progress.TaskProgressColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[text]}"),
+    )
+    hidden = not screen.is_terminal
+    late: collections.deque[int] = collections.deque(maxlen=100)
+    with progress.Progress(*columns, console=screen, disable=hidden) as bar:
+        task = bar.add_task("pushes", total=total, text="")
+        for push in run.pushes:
+            counts = run.counts()
+            late.append(push.result.staleness)
+            text = f"step {push.result.global_step}, loss {push.loss:.3f}, "
+            text += f"staleness {np.mean(late):.1f}"
+            bar.update(task, completed=counts.accepted + counts.dropped, text=text)
+            yield push
 
 
 def print_report(
-    title: str, pushes: Sequence[engines.Push], state: optax.OptState, seconds: float
+    title: str,
+    run: engines.Run,
+    pushes: Sequence[engines.Push],
+    state: optax.OptState,
+    seconds: float,
 ) -> None:
     """Prints a table of what became of the pushes."""
-    from rich import console, progress_bar, table
+    from rich import console, table
 
-    workers, *_, results = zip(*pushes, strict=True)
-    applied, staleness, _ = map(np.array, zip(*results, strict=True))
+    counts = run.counts()
     report = table.Table(title=title, title_justify="left", show_header=False)
-    report.add_row("steps", f"{int(gx.global_step(state))}")
-    report.add_row("pushes accepted", f"{np.sum(applied)}")
-    last = np.sum(~applied & (np.array(workers) == max(workers)))
-    report.add_row(
-        "pushes dropped", f"{np.sum(~applied)}", f"{last} of the last worker"
-    )
+    before = "" if run.resumed is None else f"{run.resumed} of them before this run"
+    report.add_row("steps", f"{int(gx.global_step(state))}", before)
+    report.add_row("pushes accepted", f"{counts.accepted}")
+    last = max((push.worker for push in pushes), default=0)
+    late = sum(push.worker == last and not push.result.applied for push in pushes)
+    report.add_row("pushes dropped", f"{counts.dropped}", f"{late} of the last worker")
+    for name, who in (("worker", "workers"), ("server", "the server")):
+        if deaths := getattr(counts, f"{name}_deaths"):
+            report.add_row(f"deaths of {who}", f"{deaths}")
+    if counts.lost:
+        report.add_row("pushes lost", f"{counts.lost}", "and done again")
     fraction = f"{float(gx.staleness_fraction(state)):.3f}"
     report.add_row("staleness fraction", fraction, "dropped / (accepted + 1)")
+    if pushes:
+        report.add_section()
+        add_bars(report, [push.result for push in pushes])
     report.add_section()
+    norm = f"{float(optax.tree.get(state, 'global_norm')):.3f}"
+    report.add_row("gradient norm", norm, "of the last step, before the clip")
+    report.add_row("seconds", f"{seconds:.1f}", "of starting, compiling and training")
+    console.Console().print(report)
+
+
+def add_bars(report: Any, results: Sequence[gx.PushResult]) -> None:
+    """How many pushes came how late, as bars in a few rows."""
+    from rich import progress_bar
+
+    applied, staleness, _ = map(np.array, zip(*results, strict=True))
     width = 1 + staleness.max() // 20  # Few rows, however many workers there are.
     counts = np.bincount(staleness // width).tolist()
     for row, count in enumerate(counts):
@@ -44,11 +91,6 @@ def print_report(
             max(counts), count, 30, complete_style=color, finished_style=color
         )
         report.add_row(f"staleness {span}", text, bar)
-    report.add_section()
-    norm = f"{float(optax.tree.get(state, 'global_norm')):.3f}"
-    report.add_row("gradient norm", norm, "of the last step, before the clip")
-    report.add_row("seconds", f"{seconds:.1f}", "of starting, compiling and training")
-    console.Console().print(report)
 
 
 def save_plot(
@@ -65,7 +107,7 @@ def save_plot(
     from matplotlib.figure import Figure
 
     step = np.arange(1, len(pushes) + 1)
-    _, _, loss, norms, results = zip(*pushes, strict=True)
+    *_, loss, norms, results = zip(*pushes, strict=True)
     kept, staleness, _ = map(np.array, zip(*results, strict=True))
 
     figure: Any = Figure(figsize=(7, 8), dpi=200, layout="constrained")

@@ -1,4 +1,4 @@
-"""The host's side: one object with a memory, and what runs the workers around it.
+"""The host's side: one object with a memory, and how it outlives its process.
 
 A push goes through these rooms in this order: ``parameter_server`` looks at what is
 cheap to look at; ``programs`` finds, or compiles, the step for what it holds, in
@@ -10,7 +10,8 @@ happens under the lock: the step, and the one assignment of a new ``records.Vers
 On Ray the server is an ``actor``, which publishes each version once, and all arrays
 travel by ``wire``.
 
-``engines`` runs workers against one server: on threads, on Ray, by a virtual clock.
+A ``recoverable`` server saves itself in ``checkpoints`` while workers go on, and begins
+where the newest is. ``extras`` imports what not every user has.
 
 Imports all wings above it.
 """

@@ -5,8 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Hashable, Mapping
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -373,15 +372,10 @@ class ParameterServer:
         self._closed = True
         self._wake()
 
-    def __enter__(self) -> ParameterServer:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _unusable(self) -> ServerClosedError | None:

@@ -6,7 +6,7 @@ import collections
 import operator
 import secrets
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -60,11 +60,14 @@ class ServerStats(NamedTuple):
 
 
 class Tally:
-    """What has become of the pushes so far."""
+    """What has become of the pushes so far, those of an earlier life included."""
 
-    def __init__(self) -> None:
-        self._applied = 0
-        self._staleness: collections.Counter[int] = collections.Counter()
+    def __init__(
+        self, applied: int = 0, staleness: Mapping[int, int] | None = None
+    ) -> None:
+        self._applied = applied
+        self._staleness = collections.Counter(staleness)
+        self._before = self._staleness.total()  # The rate is that of this life.
         self._first = self._last = 0.0  # When they came.
 
     def count(self, applied: bool, staleness: int) -> None:
@@ -76,12 +79,13 @@ class Tally:
 
     def stats(self, global_step: int, lost: str | None) -> ServerStats:
         """The numbers, for whoever asks."""
-        pushes, seconds = sum(self._staleness.values()), self._last - self._first
+        pushes, seconds = self._staleness.total(), self._last - self._first
+        counted = pushes - self._before
         return ServerStats(
             accepted=self._applied,
             dropped=pushes - self._applied,
             staleness=dict(sorted(self._staleness.items())),
-            pushes_per_second=(pushes - 1) / seconds if seconds else 0.0,
+            pushes_per_second=(counted - 1) / seconds if seconds else 0.0,
             global_step=global_step,
             lost=lost,
         )

@@ -1,0 +1,178 @@
+"""The command line of the main job: every option, default and range."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import math
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import optax
+
+import gradxform as gx
+from gradxform import engines
+
+# Peak learning rates. Late gradients act as momentum by themselves (Mitliagkas et al.
+# 2016, https://arxiv.org/abs/1605.09774): novograd wants less of its own than usual.
+OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float]] = {
+    "novograd": (functools.partial(gx.novograd, b1=0.9), 0.015),
+    "adagrad": (gx.adagrad, 0.2),
+}
+
+ENGINES: dict[str, Callable[..., Any]] = {
+    "threads": engines.threads,
+    "ray": engines.ray,
+    "simulated": engines.simulated,
+}
+MODES = ("async", "backup", "local", "sync")
+GRADIENTS = 3000  # Of all workers together, by default.
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with code 2."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.splitlines())}\n")
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: None = None
+    ) -> argparse.Namespace:
+        """The options, of which some depend on others."""
+        parsed = super().parse_args(args, namespace)
+        mode, workers, backups = parsed.mode, parsed.workers, parsed.backups
+        if parsed.address is not None and parsed.engine != "ray":
+            self.error(f"argument --address: needs --engine ray, not {parsed.engine}")
+        if mode == "backup" and backups >= workers:
+            self.error(f"argument --backups: must be below --workers, got {backups}")
+        if parsed.steps is None:
+            each = parsed.local_steps if mode == "local" else 1
+            parsed.steps = max(1, GRADIENTS // each)
+        return parsed
+
+    def add_number(
+        self,
+        name: str,
+        default: float | None,
+        low: float,
+        high: float,
+        help: str,
+        shown: str = "%(default)s",
+    ) -> None:
+        """Adds an option with a value in [low, high]: an integer if its default is.
+
+        Or if it has none, because the default depends on other options.
+        """
+        kind = int if default is None else type(default)
+
+        def parse(text: str) -> float:
+            with contextlib.suppress(ValueError):
+                if low <= kind(text) <= high:
+                    return kind(text)
+            word = "an integer" if kind is int else "a number"
+            allowed = f"must be {word} in [{low:.10g}, {high:.10g}]"
+            raise argparse.ArgumentTypeError(f"{allowed}, got {text!r}")
+
+        help += f" (default: {shown})"
+        metavar = "N" if kind is int else "X"
+        self.add_argument(name, type=parse, default=default, metavar=metavar, help=help)
+
+
+def writable_png(path: str) -> str:
+    """Makes sure that a PNG can be written, before the training that it is to show."""
+    if not path.lower().endswith(".png"):
+        raise argparse.ArgumentTypeError(f"must end in .png, got {path!r}")
+    existed = os.path.lexists(path)
+    try:
+        open(path, "ab").close()  # Only trying tells, and appending spoils nothing.
+    except OSError as error:
+        message = f"must be a file that can be written, got {path!r}: {error.strerror}"
+        raise argparse.ArgumentTypeError(message) from error
+    finally:
+        if not existed and os.path.lexists(path):
+            os.remove(path)
+    return path
+
+
+def writable_folder(path: str) -> str:
+    """Makes sure that a folder can be made and written to, before the training."""
+    above = path
+    while "://" not in path and not os.path.lexists(above):  # Not in a cloud.
+        above = os.path.dirname(os.path.abspath(above))
+    try:
+        if "://" not in path:
+            tempfile.TemporaryFile(dir=above).close()  # Only trying tells.
+    except OSError as error:
+        message = f"must be a folder to write to, got {path!r}: {error.strerror}"
+        raise argparse.ArgumentTypeError(message) from error
+    return path
+
+
+def make_parser() -> Parser:
+    """The command line, with every default and range."""
+    parser = Parser(
+        prog="python -m gradxform",
+        description="Trains a digit classifier with workers that pull parameters from "
+        "a server and push gradients to it. Prints what became of the pushes, and the "
+        "accuracy on test digits as its last line.",
+        epilog="What lateness costs: --workers 16 --max-staleness 30, then 6. What a "
+        "slow worker costs: --straggler 5 --mode sync, then backup. With "
+        "--checkpoint DIR the same command goes on where it was killed: Ctrl-C ends it "
+        "at once, with exit code 130, and SIGTERM saves it first, exit code 143.",
+        allow_abbrev=False,
+    )
+    many = 2**31 - 1  # They are int32 on the device.
+    how = "async makes a step of each gradient that is not too late; in sync a step "
+    how += "waits for a gradient of every worker and takes their mean; backup is sync "
+    how += "without waiting for the slowest; in local workers train on their own and "
+    how += "push how far they have come, as in async (default: %(default)s)"
+    parser.add_argument("--mode", choices=MODES, default="async", help=how)
+    how = "where workers run: threads of this process, processes of a local Ray "
+    how += "cluster, or simulated, on a virtual clock (default: %(default)s)"
+    parser.add_argument("--engine", choices=ENGINES, default="threads", help=how)
+    how = "what scales the clipped gradients (default: %(default)s)"
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="novograd", help=how)
+    how = "how many push gradients"
+    parser.add_number("--workers", 4, 1, 1000, how)
+    how = "in mode backup, how many of the workers a step does not wait for"
+    parser.add_number("--backups", 1, 1, 999, how)
+    how = "in mode local, how many gradients make a push"
+    parser.add_number("--local-steps", 10, 1, 1000, how)
+    how = "in modes async and local, drop what a worker pushes that pulled more than "
+    how += "N steps ago"
+    parser.add_number("--max-staleness", 4, 0, many, how)
+    how = "in every mode, how many pushes reach the server, accepted and dropped ones "
+    how += "together"
+    shown = f"{GRADIENTS}, in mode local {GRADIENTS} / --local-steps"
+    parser.add_number("--steps", None, 1, many, how, shown)
+    how = (
+        "how many seconds a gradient takes, on average: a worker sleeps for the rest, "
+    )
+    how += "in place of a heavier model"
+    parser.add_number("--work", 0.01, 0.001, 60.0, how)
+    how = "how many times as long the last worker takes"
+    parser.add_number("--straggler", 1.0, 1.0, 1000.0, how)
+    how = (
+        "of weights, minibatches and durations; repeats a run exactly with simulated, "
+    )
+    how += "not with threads and ray, whose order is the machine's"
+    parser.add_number("--seed", 0, 0, 2**31 - 1, how)
+    how = "save the training to DIR while it goes on, and go on from what is there; on "
+    how += "Ray its server may then die, too"
+    parser.add_argument("--checkpoint", type=writable_folder, metavar="DIR", help=how)
+    how = "save it every X seconds"
+    parser.add_number("--checkpoint-every", 5.0, 0.0, math.inf, how)
+    how = "write event files for TensorBoard to DIR, to watch the training with"
+    parser.add_argument("--logdir", type=writable_folder, metavar="DIR", help=how)
+    how = "of the Ray cluster to run on, as ray://host:10001, or auto for the one here "
+    how += "(default: a cluster of its own on this machine)"
+    parser.add_argument("--address", metavar="ADDRESS", help=how)
+    how = "write loss, staleness and gradient norm over the pushes to FILE, a .png"
+    parser.add_argument("--plot", type=writable_png, metavar="FILE", help=how)
+    how = "print what the package has: names, what they do, state, extra arguments"
+    parser.add_argument("--list", action="store_true", help=how)
+    return parser

@@ -1,0 +1,190 @@
+"""Checkpoints that are written while workers go on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from typing import Any, NamedTuple
+
+import jax
+
+from gradxform._server.extras import require
+from gradxform._server.records import summary
+from gradxform._trees import checks
+
+logger = logging.getLogger("gradxform")
+
+
+class Checkpoint(NamedTuple):
+    """Where a run is saved, how often, and how many of its checkpoints are kept.
+
+    A checkpoint holds parameters, optimizer state, and what became of which worker's
+    pushes, all of one moment: right after a step. It is written by orbax's
+    ``CheckpointManager``, by the side of the run; one that is due while the last is
+    still being written is left out. Its name is the number of pushes that it holds.
+    A run that ends, or is told to by ``SIGTERM``, is saved once more.
+
+    Attributes:
+      directory: of checkpoints; on Ray one that the server's machine and the one that
+        takes its place both have.
+      every_steps: saves whenever the global step is a multiple of it; None for never.
+      every_seconds: saves after the first step that ends so many seconds after the last
+        checkpoint was begun; None for never.
+      max_to_keep: how many of the newest are kept; None for all.
+      resume: whether to go on from the newest one, if there is any. Without, it is an
+        error that there is one: nothing is ever overwritten.
+    """
+
+    directory: str | os.PathLike[str]
+    every_steps: int | None = None
+    every_seconds: float | None = 60.0
+    max_to_keep: int | None = 3
+    resume: bool = True
+
+    @classmethod
+    def of(cls, given: Any) -> Checkpoint | None:
+        """A checkpoint, or the directory of one, or None; each number checked."""
+        if given is None:
+            return None
+        self = given if isinstance(given, cls) else cls(given)
+        for name in ("every_steps", "max_to_keep"):
+            if getattr(self, name) is not None:
+                checks.integer_scalar(name, getattr(self, name))
+                checks.in_range(name, getattr(self, name), "[1, inf)")
+        if self.every_seconds is not None:
+            checks.in_range("every_seconds", self.every_seconds, "[0, inf]")
+        folder = os.fspath(self.directory)
+        if "://" not in folder:  # No bucket of a cloud.
+            folder = os.path.abspath(folder)
+        return self._replace(directory=folder)
+
+
+class Snapshot(NamedTuple):
+    """All that a server needs to go on: arrays, and plain numbers."""
+
+    state: dict[str, Any]
+    counters: dict[str, Any]
+
+
+class Saver:
+    """Writes snapshots on a thread of its own, and reads the newest."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._orbax = ocp = require("orbax.checkpoint", "checkpoint")
+        self.checkpoint = checkpoint
+        self._manager = ocp.CheckpointManager(
+            checkpoint.directory,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=checkpoint.max_to_keep,
+                # What a process left half done that was killed.
+                cleanup_tmp_directories=True,
+            ),
+        )
+        self._idle = threading.Event()
+        self._idle.set()
+        self._begun = time.monotonic()
+        self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._serve, name="checkpoints", daemon=True
+        )
+        self._thread.start()
+
+    def is_due(self, global_step: int) -> bool:
+        """Whether the state after this step is to be saved."""
+        _, steps, seconds, _, _ = self.checkpoint
+        if not self._idle.is_set():
+            return False
+        if steps is not None and global_step % steps == 0:
+            return True
+        return seconds is not None and time.monotonic() - self._begun >= seconds
+
+    def start(self, pushes: int, snapshot: Snapshot) -> None:
+        """Has it written; returns at once."""
+        self._idle.clear()
+        self._begun = time.monotonic()
+        self._orders.put((pushes, snapshot, None))
+
+    def write(self, pushes: int, snapshot: Snapshot) -> None:
+        """Has it written, after what was begun before; returns when it is there."""
+        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._orders.put((pushes, snapshot, done))
+        if (error := done.get()) is not None:
+            raise error
+
+    def wait(self) -> None:
+        """Waits for what is being written."""
+        self._idle.wait()
+
+    def _serve(self) -> None:
+        for pushes, snapshot, done in iter(self._orders.get, None):
+            error = None
+            try:
+                self._save(pushes, snapshot)
+            except Exception as raised:
+                error = raised
+                if done is None:  # The run goes on, and the next may be better off.
+                    logger.error("no checkpoint was written: %s", summary(error))
+            self._idle.set()
+            if done is not None:
+                done.put(error)
+
+    def _save(self, pushes: int, snapshot: Snapshot) -> None:
+        if pushes in self._manager.all_steps():
+            return  # A run that has come to its end is not saved again.
+        args = self._orbax.args
+        saved = self._manager.save(
+            pushes,
+            args=args.Composite(
+                state=args.StandardSave(snapshot.state),
+                counters=args.JsonSave(
+                    {**snapshot.counters, "arrays": _described(snapshot.state)}
+                ),
+            ),
+        )
+        self._manager.wait_until_finished()
+        if not saved:
+            raise OSError(
+                f"{self.checkpoint.directory} holds a checkpoint of more pushes than "
+                f"{pushes}: another run writes there. Give each a directory of its own."
+            )
+
+    def newest(self) -> int | None:
+        """How many pushes the newest holds; None where there is none."""
+        newest: int | None = self._manager.latest_step()
+        return newest
+
+    def read(self, pushes: int, like: dict[str, Any]) -> Snapshot:
+        """What was saved, its arrays placed as those of ``like``.
+
+        Raises:
+          ValueError: it is of another job.
+        """
+        where, args = f"{self.checkpoint.directory}/{pushes}", self._orbax.args
+        read = self._manager.restore
+        counters = read(pushes, args=args.Composite(counters=args.JsonRestore()))
+        saved, wanted = counters["counters"].pop("arrays"), _described(like)
+        for path in {**wanted, **saved}:
+            if saved.get(path) != wanted.get(path):
+                raise ValueError(
+                    f"checkpoint: {where} is of another job. At {path} it has "
+                    f"{saved.get(path, 'nothing')}, and this job "
+                    f"{wanted.get(path, 'nothing')}. Give another directory."
+                )
+        target = jax.tree.map(self._orbax.utils.to_shape_dtype_struct, like)
+        state = read(pushes, args=args.Composite(state=args.StandardRestore(target)))
+        return Snapshot(state["state"], counters["counters"])
+
+    def close(self) -> None:
+        """Ends when what was begun is written."""
+        self._orders.put(None)
+        self._thread.join()
+        self._manager.close()
+
+
+def _described(state: dict[str, Any]) -> dict[str, str]:
+    """Dtype and shape of every array, by its path."""
+    flat, _ = jax.tree.flatten_with_path(state)
+    return {jax.tree_util.keystr(path): jax.typeof(x).str_short() for path, x in flat}

@@ -1,0 +1,19 @@
+"""Packages that not every user has."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def require(package: str, extra: str) -> Any:
+    """Imports a package of which not every user has need.
+
+    Raises:
+      ImportError: in one line, with the command that installs it.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        cure = f"run python -m pip install 'gradxform[{extra}]'"
+        raise ImportError(f"{error}: {cure}") from error

@@ -1,0 +1,160 @@
+"""A server that goes on where it was: parameters, counts and answers of one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import optax
+
+from gradxform._server.checkpoints import Checkpoint, Saver, Snapshot
+from gradxform._server.parameter_server import ParameterServer
+from gradxform._server.records import PushResult, Tally, Version
+
+
+class Answer(NamedTuple):
+    """What a worker was answered last."""
+
+    number: int  # Of its push.
+    local_step: int  # That it came with.
+    result: PushResult
+
+
+class Standing(NamedTuple):
+    """Where a server stands at the beginning of a life."""
+
+    life: str
+    global_step: int
+    accepted: int
+    dropped: int
+    answers: dict[int, Answer]  # By worker.
+    found: bool  # Whether it goes on from a checkpoint.
+
+
+class RecoverableServer(ParameterServer):
+    """A server that saves itself, and begins where the newest checkpoint is.
+
+    Args:
+      params: the initial parameters; they are copied.
+      tx: any transformation.
+      checkpoint: where and how often; without it nothing is saved.
+    """
+
+    def __init__(
+        self,
+        params: optax.Params,
+        tx: optax.GradientTransformation,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        super().__init__(params, tx)
+        self._local_steps: dict[Hashable, int] = {}  # Of what was answered, by worker.
+        self._saver = None if checkpoint is None else Saver(checkpoint)
+        self._standing: Standing | None = None
+
+    def begin(self) -> Standing:
+        """Goes on from the newest checkpoint, if there is one; says from where.
+
+        Once: after that it tells where this life began.
+
+        Raises:
+          ValueError: the checkpoint is of another job, or there should be none.
+        """
+        if self._standing is None:
+            found = self._saver is not None and self._take_up(self._saver)
+            self._standing = self._thread.run(self._stand, found)
+        standing: Standing = self._standing
+        return standing
+
+    def _take_up(self, saver: Saver) -> bool:
+        """Goes on from what is there; whether there was anything."""
+        newest = saver.newest()
+        if newest is None:
+            return False
+        where, *_, resume = saver.checkpoint
+        if not resume:
+            raise ValueError(
+                f"checkpoint: {where} holds a run of {newest} pushes: let resume be "
+                "True, or give another directory."
+            )
+        own = self._programs.trees(self._version.leaves)
+        like = dict(zip(("params", "state"), own, strict=True))
+        snapshot = saver.read(newest, like)
+        version = Version.of(*self._programs.place(snapshot.state))
+        self._thread.run(self._resume, version, snapshot.counters)
+        return True
+
+    def _resume(self, version: Version, counters: dict[str, Any]) -> None:
+        self._restore(version)
+        for worker, number, local_step, result in counters["answers"]:
+            self._answered[worker] = number, PushResult(*result)
+            self._local_steps[worker] = local_step
+        staleness = {int(steps): n for steps, n in counters["staleness"].items()}
+        self._tally = Tally(counters["accepted"], staleness)
+
+    def _stand(self, found: bool) -> Standing:
+        stats, version = self._stats(), self._version
+        answers = {
+            worker: Answer(number, self._local_steps[worker], result)
+            for worker, (number, result) in self._answered.items()
+        }
+        return Standing(
+            version.life,
+            version.global_step,
+            stats.accepted,
+            stats.dropped,
+            answers,  # type: ignore[arg-type]  # Engines name workers by integers.
+            found,
+        )
+
+    def _push(
+        self,
+        step: Any,
+        pushed: list[Any],
+        local_step: int,
+        push_id: tuple[Hashable, int] | None,
+    ) -> PushResult:
+        before = self._version
+        result = super()._push(step, pushed, local_step, push_id)
+        if self._version is before:  # It was answered from memory.
+            return result
+        if push_id is not None:
+            self._local_steps[push_id[0]] = int(local_step)
+        # Right after a step no sum is half done.
+        stepped = result.global_step > before.global_step
+        if stepped and self._saver and self._saver.is_due(result.global_step):
+            self._saver.start(*self._snapshot())
+        return result
+
+    def _snapshot(self) -> tuple[int, Snapshot]:
+        """How many pushes there were, and all that they have led to."""
+        stats = self._stats()
+        answers = [
+            [worker, number, self._local_steps[worker], list(result)]
+            for worker, (number, result) in self._answered.items()
+        ]
+        counters = {
+            "accepted": stats.accepted,
+            "staleness": {str(steps): n for steps, n in stats.staleness.items()},
+            "answers": answers,
+        }
+        return stats.accepted + stats.dropped, Snapshot(self._state(), counters)
+
+    def save(self) -> int | None:
+        """Writes a checkpoint of now; the global step it is of, None without any."""
+        if self._saver is None or self._standing is None:  # Nothing has begun.
+            return None
+        pushes, snapshot = self._thread.run(self._snapshot)
+        self._saver.write(pushes, snapshot)
+        return self._version.global_step
+
+    def flush(self) -> None:
+        """Waits for a checkpoint that is being written."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def close(self) -> None:
+        """As :meth:`ParameterServer.close`; a checkpoint that was begun is written."""
+        super().close()
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None

@@ -1,0 +1,100 @@
+"""How a run ends: at its end, by a signal, or by an exception."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gradxform._server.checkpoints import Checkpoint
+
+logger = logging.getLogger("gradxform")
+
+
+class Terminated(SystemExit):
+    """The process was told to end by ``SIGTERM``; its exit code is 143."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def ending(
+    end: Callable[[BaseException], None],
+    save: Callable[[], int | None],
+    checkpoint: Checkpoint | None,
+) -> Iterator[None]:
+    """Saves a run that is through, that is stopped, or that ``SIGTERM`` ends.
+
+    One that ends by any other exception is not saved: it may be what is wrong.
+
+    Args:
+      end: makes ``pushes`` raise an exception; from a signal handler.
+      save: writes a checkpoint and gives the global step it is of.
+      checkpoint: where to.
+    """
+    told = False
+
+    def terminate(*_: object) -> None:
+        nonlocal told
+        told = True
+        end(Terminated())
+
+    with _taken(terminate):
+        try:
+            yield
+        except Terminated:
+            told = True
+        step = save()
+        if told:
+            logger.warning("terminated: %s", _outcome(step, checkpoint))
+            raise Terminated
+
+
+def _outcome(step: int | None, checkpoint: Checkpoint | None) -> str:
+    if checkpoint is None:
+        return "nothing is saved of a run without checkpoint"
+    if step is None:
+        return "nothing was done that could be saved"
+    return f"step {step} is saved in {checkpoint.directory}; the same job goes on there"
+
+
+@contextlib.contextmanager
+def _taken(handler: Callable[..., None]) -> Iterator[None]:
+    """Takes ``SIGTERM`` over, unless the program has a handler of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    rays = getattr(before, "__module__", "").startswith("ray.")  # It knows no better.
+    if before is not signal.SIG_DFL and not rays:
+        yield
+        return
+    signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def uninterrupted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Puts Ctrl-C off until the function has done all that it does."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return function(*args)  # Another thread is never interrupted.
+        pending: list[int] = []
+        before = signal.signal(signal.SIGINT, lambda number, _: pending.append(number))
+        try:
+            return function(*args)
+        finally:
+            signal.signal(signal.SIGINT, before)
+            if pending:
+                signal.raise_signal(signal.SIGINT)
+
+    return call

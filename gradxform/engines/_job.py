@@ -1,0 +1,175 @@
+"""What an engine runs, and what it tells of it."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import optax
+
+from gradxform._server.records import PushResult, ServerStats
+
+
+def _nothing(number: int) -> tuple[Any, ...]:
+    return ()
+
+
+class Worker(NamedTuple):
+    """What one worker does, again and again: a minibatch, a pull, a gradient, a push.
+
+    Its gradients are numbered from 0. One whose worker or server died before it was
+    answered is computed again, under its number; a run that is taken up again goes on
+    with the numbers that its checkpoint lacks. So no minibatch is lost and none acts
+    twice, as long as ``batch`` is a function of the number.
+
+    Attributes:
+      gradient: the loss and the gradients of the parameters on a minibatch,
+        ``gradient(params, *batch) -> (loss, grads)``: as a rule
+        ``jax.jit(jax.value_and_grad(loss))``.
+      batch: the minibatch of a number, ``batch(number) -> (x, y)``: any arrays; it is
+        drawn before the parameters are pulled. A stream of data gives
+        ``lambda _: next(stream)``. By default there is none.
+      duration: the seconds that a number takes, ``duration(number) -> float``: on a
+        virtual clock; elsewhere a worker that is done earlier sleeps for the rest. By
+        default a gradient takes 1 second of a virtual clock, and the time it takes.
+      rows: the rows of tables that the gradient on a minibatch reads,
+        ``rows(*batch) -> {"path/to/table": ids}``, for
+        :meth:`~gradxform.ParameterServer.pull`. By default tables are pulled whole.
+      extra: extra arguments for the transformation, ``extra(params, *batch) ->
+        {"name": value}``, such as the ``worker_params`` of
+        :func:`~gradxform.compensate_delay`.
+      device: where parameters and minibatch are brought to; by default minibatches stay
+        where they are, and parameters come to JAX's default device. On Ray a worker is
+        a process of its own: give that its devices, with ``worker_options``.
+    """
+
+    gradient: Callable[..., tuple[Any, optax.Updates]]
+    batch: Callable[[int], tuple[Any, ...]] = _nothing
+    duration: Callable[[int], float] | None = None
+    rows: Callable[..., Mapping[str, jax.typing.ArrayLike]] | None = None
+    extra: Callable[..., Mapping[str, Any]] | None = None
+    device: jax.Device | None = None
+
+
+class Job(NamedTuple):
+    """What an engine runs.
+
+    Attributes:
+      params: the initial parameters.
+      tx: any transformation; a gate in it decides what is dropped.
+      workers: one by one; more may be added to a run.
+      pushes: how many reach the server, accepted or dropped. Those before a run was
+        taken up again count, those that a death took do not.
+      required: how many pushes make a step, for which those who pushed then wait, as
+        :func:`~gradxform.conditional_accumulator` needs them; with None every push may
+        be a step of its own, and nobody waits.
+    """
+
+    params: optax.Params
+    tx: optax.GradientTransformation
+    workers: Sequence[Worker]
+    pushes: int
+    required: int | None = None
+
+
+class Push(NamedTuple):
+    """One push that was answered.
+
+    Attributes:
+      worker: its index.
+      number: of that worker's gradients, from 0.
+      local_step: the global step that the worker saw before it computed.
+      loss: of its minibatch, at the parameters it had pulled.
+      norm: the global norm of its gradients, before any clip.
+      result: what became of it.
+    """
+
+    worker: int
+    number: int
+    local_step: int
+    loss: float
+    norm: float
+    result: PushResult
+
+
+class Counts(NamedTuple):
+    """What became of all pushes so far; ``accepted + dropped + lost == pushed``.
+
+    Attributes:
+      pushed: pushes that were answered, those before a run was taken up again included.
+      accepted: of these, those that were applied or added.
+      dropped: those that came too late.
+      lost: those whose effect died with the server, after its last checkpoint. They
+        are computed and pushed again.
+      worker_deaths: processes of workers that died and were replaced.
+      server_deaths: processes of the server that died and were replaced.
+    """
+
+    pushed: int = 0
+    accepted: int = 0
+    dropped: int = 0
+    lost: int = 0
+    worker_deaths: int = 0
+    server_deaths: int = 0
+
+
+class Server(Protocol):
+    """What a :class:`~gradxform.ParameterServer` can do on any engine."""
+
+    def pull(
+        self, rows: Mapping[str, jax.typing.ArrayLike] | None = None
+    ) -> tuple[optax.Params, int]:
+        """The parameters and their global step."""
+        ...
+
+    def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
+        """Applies gradients, adds them to a sum, or drops them."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Parameters and optimizer state."""
+        ...
+
+    def stats(self) -> ServerStats:
+        """What the server has done so far."""
+        ...
+
+
+class Run(abc.ABC):
+    """A job under way; nothing happens before ``pushes`` is iterated.
+
+    Attributes:
+      pushes: the pushes as they are answered, an iterator; it ends with the job. What a
+        worker raises is raised there.
+      server: may be asked for parameters and state at any time, also after the last
+        push.
+      workers: by their indices, the threads or Ray actors that run them.
+      resumed: the global step of the checkpoint that the run goes on from, or None.
+    """
+
+    pushes: Iterator[Push]
+    server: Server
+    workers: Mapping[int, Any]
+    resumed: int | None
+
+    @abc.abstractmethod
+    def counts(self) -> Counts:
+        """What became of the pushes that ``pushes`` has given so far."""
+
+    @abc.abstractmethod
+    def add(self, worker: Worker) -> int:
+        """One more worker; returns its index. From any thread."""
+
+    @abc.abstractmethod
+    def remove(self, index: int) -> None:
+        """Lets a worker go when the push it is at has been answered. From any thread.
+
+        Raises:
+          ValueError: there is no such worker, or too few would be left for a step.
+        """
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """Ends ``pushes`` early. From any thread, and from signal handlers."""
