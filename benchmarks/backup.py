@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from gradxform import __main__ as main_job
-from gradxform._server import engines
+from gradxform import engines
 
 MODES = {"sync": 4, "backup": 3}  # How many of the four workers make a step.
 STEPS = 400  # At most; and those over which the learning rate falls.

@@ -1,0 +1,169 @@
+"""Workers and server killed at random moments over Ray, and everything counted.
+
+``python -m benchmarks.chaos --minutes M`` (extras ``demo`` and ``ray``) trains the main
+job so slowly that it takes M minutes. At random pushes, which the seed decides, and up
+to a tenth of a second after them, it kills the process of a worker or of the server
+(``SIGKILL``). The server saves itself every two seconds. At the end the program holds
+what it saw against what the server counted, what the optimizer counted, and what lies
+in the checkpoints; it exits with 1 if anything is unaccounted for. ``--without`` is the
+same run without deaths.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import threading
+import time
+
+import jax
+import numpy as np
+import ray
+
+from gradxform import __main__ as main_job
+from gradxform import engines
+
+WORKERS, RATE, EVERY = 4, 50, 2.0  # Pushes a second, seconds between checkpoints.
+GOAL = 0.96
+
+
+def kill(actor):
+    """Kills the process of an actor; False if it was just dying by itself."""
+    try:
+        os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), 9)
+    except (ray.exceptions.RayActorError, ProcessLookupError):
+        return False
+    return True
+
+
+def schedule(rng, pushes, workers, server):
+    """The victims by the push after which they die: a worker's index, or None."""
+    moments = rng.choice(np.arange(pushes // 20, pushes * 19 // 20), workers + server)
+    victims = [*rng.integers(WORKERS, size=workers).tolist(), *[None] * server]
+    return sorted(zip(moments.tolist(), victims, strict=True), key=lambda pair: pair[0])
+
+
+def train(job, folder, deaths, rng):
+    """Runs the job, and whoever is to die dies; the run's end, and all its pushes."""
+    pushes, killers = [], []
+    checkpoint = engines.Checkpoint(folder, every_seconds=EVERY, max_to_keep=None)
+    with engines.ray(job, checkpoint=checkpoint, max_deaths=len(deaths)) as run:
+
+        def strike(victim, seconds):
+            time.sleep(seconds)
+            who = run.server.actor if victim is None else run.workers.get(victim)
+            while who is None or not kill(who):  # Between two lives: the next, then.
+                time.sleep(0.1)
+                who = run.server.actor if victim is None else run.workers.get(victim)
+
+        for push in run.pushes:
+            pushes.append(push)
+            counts = run.counts()
+            while deaths and deaths[0][0] <= counts.accepted + counts.dropped:
+                _, victim = deaths.pop(0)
+                args = victim, rng.uniform(0.0, 0.1)
+                killers.append(threading.Thread(target=strike, args=args))
+                killers[-1].start()
+                if victim is None:  # One death of the server at a time.
+                    break
+        for killer in killers:
+            killer.join()
+        return pushes, run.counts(), run.server.stats(), run.server.state()
+
+
+def resumed(job, folder):
+    """What another run finds that goes on from the last checkpoint."""
+    with engines.ray(job, checkpoint=folder) as run:
+        assert list(run.pushes) == []  # It is through.
+        return run.server.state()
+
+
+def saved_steps(folder):
+    """The global steps of all checkpoints."""
+    for path in pathlib.Path(folder).glob("*/counters/metadata"):
+        yield json.loads(path.read_text())["accepted"]
+
+
+def same(tree, other):
+    """Whether they have the same bits."""
+    leaves = zip(*map(jax.tree.leaves, (tree, other)), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in leaves)
+
+
+def account(pushes, counts, stats, state, folder):
+    """What must hold, each with whether it does."""
+    state = state["state"]
+    known = {(push.worker, push.number) for push in pushes}
+    numbers = {}
+    for worker, number in known:
+        numbers.setdefault(worker, set()).add(number)
+    lives = {}
+    for push in pushes:
+        lives.setdefault(push.local_step.life, []).append(push)
+    began = [min(push.local_step for push in life) for life in lives.values()]
+    applied = [
+        [push.result.global_step for push in life if push.result.applied]
+        for life in lives.values()
+    ]
+    return {
+        "accepted + dropped + lost = pushed": counts.accepted
+        + counts.dropped
+        + counts.lost
+        == counts.pushed
+        == len(pushes),
+        "the server counts as its users do": (stats.accepted, stats.dropped)
+        == (counts.accepted, counts.dropped),
+        "the optimizer counts as the server does": (
+            int(state.global_step),
+            int(state.stale_count),
+        )
+        == (stats.accepted, stats.dropped),
+        "what came twice had been lost": len(pushes) - len(known) == counts.lost,
+        "no number is missing": all(
+            each == set(range(len(each))) for each in numbers.values()
+        ),
+        "lives = deaths of the server + 1": len(lives) == counts.server_deaths + 1,
+        "a life begins at a checkpoint": {*began} <= {0, *saved_steps(folder)},
+        "within a life no step comes twice": all(
+            len(each) == len({*each}) for each in applied
+        ),
+    }
+
+
+def main():
+    """Prints what happened, and what holds."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=0.5, help="at least")
+    parser.add_argument("--seed", type=int, default=0, help="of moments and victims")
+    parser.add_argument("--without", action="store_true", help="nobody is killed")
+    options = parser.parse_args()
+    pushes = round(60 * RATE * options.minutes)
+    arguments = ["--steps", str(pushes), "--work", str(WORKERS / RATE)]
+    arguments += ["--workers", str(WORKERS)]
+    model, digits = main_job.build_model(0), main_job.load_digits()
+    job = main_job.make_job(main_job.make_parser().parse_args(arguments), model, digits)
+    rng = np.random.default_rng(options.seed)
+    workers = max(2, round(2 * options.minutes))
+    deaths = schedule(rng, pushes, workers, max(1, round(0.5 * options.minutes)))
+
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        ended = train(job, folder, [] if options.without else deaths, rng)
+        seconds = time.perf_counter() - start
+        checks = account(*ended, folder)
+        *_, counts, _, state = ended
+        checks["resumed, it has the same bits"] = same(resumed(job, folder), state)
+    labels = np.argmax(model.logits(state["params"], digits.test_images), axis=-1)
+    accuracy = float(np.mean(labels == digits.test_labels))
+    checks[f"accuracy >= {GOAL}"] = accuracy >= GOAL
+    print(f"{seconds:.0f} s, test accuracy {accuracy:.3f}")
+    print(", ".join(f"{name} {count}" for name, count in counts._asdict().items()))
+    for name, holds in checks.items():
+        print(f"{'yes' if holds else 'NO':4}{name}")
+    sys.exit(not all(checks.values()))
+
+
+if __name__ == "__main__":
+    main()
