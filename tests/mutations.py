@@ -324,13 +324,73 @@ _server/own_thread.py: the thread of a server that is gone lives on
 - weakref.finalize(self, self._calls.put, None).atexit = False
 + pass
 
-_server/engines.py: threads that sleep are waited for
-- stop.set()
+_server/records.py: the rate counts what came before the server did
+- counted = pushes - self._before
++ counted = pushes
+
+_server/checkpoints.py: a checkpoint of another job is read
+- if saved.get(path) != wanted.get(path):
++ if False:
+
+_server/checkpoints.py: one that fails ends the thread that writes
+- except Exception as raised:
++ except OSError as raised:
+
+_server/recoverable.py: what is answered from memory is saved as pushed again
+- if self._version is before:  # It was answered from memory.
++ if self._version is None:  # It was answered from memory.
+
+_server/recoverable.py: a run that should not go on does
+- if not resume:
++ if resume is None:
+
+_server/extras.py: a package that is missing has no cure
+- raise ImportError(f"{error}: {cure}") from error
++ raise
+
+engines/_threads.py: threads that sleep are waited for
+- self._halt.set()
 + pass
 
-_server/engines.py: more gradients are handed out on Ray than shall be pushed
-- while idle and arrived + len(working) < job.pushes:
-+ while idle and arrived < job.pushes:
+engines/_threads.py: a worker that waits for a step forgets it when it goes on
+- local_step = self._ledger.in_sum().get(index, -1)
++ local_step = -1
+
+engines/_ray.py: more gradients are handed out on Ray than shall be pushed
+- if self._ledger.stands + len(self._working) >= self._job.pushes:
++ if self._ledger.stands >= self._job.pushes:
+
+engines/_ray.py: a server that dies too often is replaced
+- if self._deaths_left == 0:
++ if self._deaths_left is None:
+
+engines/_ledger.py: what the server forgot is not lost
+- self._lost += before - self.stands
++ pass
+
+engines/_ledger.py: an answer of a server that died counts for the one after it
+- if life != self._standing.life:  # It was given before the server's death,
++ if life is None:  # It was given before the server's death,
+
+engines/_crew.py: too few workers are left for a step
+- if len(members) == self._at_least:
++ if len(members) == 0:
+
+engines/_ending.py: a run that failed is saved
+- except Terminated:
++ except BaseException:
+
+engines/_simulated.py: a run that is taken up again begins its numbers anew
+- number = self._ledger.next(index)
++ number = 0
+
+engines/_work.py: a minibatch stays where it was
+- params, batch = _moved((params, batch), worker.device)
++ params = _moved(params, worker.device)
+
+_command_line.py: the picture of an earlier run is lost where the new one is not drawn
+- if not existed and os.path.lexists(path):
++ if os.path.lexists(path):
 
 _config/config.py: NaN is taken for a finite number
 - not abs(value) <= _LARGEST
@@ -356,11 +416,6 @@ __main__.py: workers share the state of one local optimizer
 - return own
 + shared = own()
 +     return lambda: shared
-
-__main__.py: the picture of an earlier run is lost where the new one is not drawn
-- if not existed and os.path.lexists(path):
-+ if os.path.lexists(path):
-"""
 
 
 class Mutation(NamedTuple):

@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "_late": {"_trees"},
     "_verbs": {"_trees", "_late"},
     "_server": {"", "_trees", "_transforms", "_late", "_verbs"},
+    "engines": {"", "_trees", "_transforms", "_late", "_verbs", "_server"},
     "_config": {"", "_trees"},
 }
 

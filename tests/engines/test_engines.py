@@ -1,4 +1,4 @@
-"""The engines of the main job, on a problem small enough to count by hand.
+"""The engines, on a problem small enough to count by hand.
 
 Every gradient is 1 and every step subtracts it, so that the parameters are minus the
 global step they belong to. On threads nothing is asserted about time, only counts.
@@ -18,7 +18,9 @@ import optax
 import pytest
 
 import gradxform as gx
-from gradxform._server import engines
+from gradxform import engines
+from gradxform._server.extras import require
+from gradxform.engines._work import work
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -26,7 +28,7 @@ LOCAL = [engines.simulated, engines.threads]
 
 
 def gradient(params):
-    return params, jnp.float32(1.0), jnp.ones_like(params)
+    return params, jnp.ones_like(params)
 
 
 def make_job(mode, durations, pushes=40, max_staleness=2, gradient=gradient):
@@ -37,7 +39,7 @@ def make_job(mode, durations, pushes=40, max_staleness=2, gradient=gradient):
         tx = gx.drop_stale(optax.sgd(1.0), max_staleness)
     else:
         tx = gx.conditional_accumulator(optax.sgd(1.0), required)
-    workers = [engines.Worker(gradient, lambda d=d: d) for d in durations]
+    workers = [engines.Worker(gradient, duration=lambda _, d=d: d) for d in durations]
     return engines.Job(jnp.float32(0.0), tx, workers, pushes, required)
 
 
@@ -152,7 +154,7 @@ def test_what_a_worker_raises_ends_the_run(engine, mode):
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_refused_push_ends_the_run(engine):
     job = make_job(
-        "async", [1e-3] * 2, gradient=lambda params: (params, params, jnp.ones(3))
+        "async", [1e-3] * 2, gradient=lambda params: (params, jnp.ones(3))
     )
     with pytest.raises(TypeError, match=r"grads has float32\[3\]"):
         run(engine, job)
@@ -164,23 +166,23 @@ def test_a_refused_push_ends_the_run(engine):
 def test_threads_end_with_the_context():
     with engines.threads(make_job("async", [1e-3] * 3, 10**6)) as running:
         next(running.pushes)
-        assert all(thread.is_alive() for thread in running.workers)
-        assert len({thread.ident for thread in running.workers}) == 3
-    assert not any(thread.is_alive() for thread in running.workers)
+        assert all(thread.is_alive() for thread in running.workers.values())
+        assert len({thread.ident for thread in running.workers.values()}) == 3
+    assert not any(thread.is_alive() for thread in running.workers.values())
 
 
 def test_threads_push_no_more_than_they_should():
     with engines.threads(make_job("async", [1e-3] * 3)) as running:
         pushes = list(running.pushes)
-        for thread in running.workers:
+        for thread in running.workers.values():
             thread.join(10)
-        assert not any(thread.is_alive() for thread in running.workers)
+        assert not any(thread.is_alive() for thread in running.workers.values())
         assert running.server.pull()[1] <= len(pushes) == 40
 
 
 def test_threads_do_not_start_before_pushes_are_wanted():
     with engines.threads(make_job("async", [1e-3] * 3)) as running:
-        assert not any(thread.is_alive() for thread in running.workers)
+        assert not any(thread.is_alive() for thread in running.workers.values())
 
 
 def test_threads_run_at_the_same_time():
@@ -207,7 +209,7 @@ def test_an_interrupt_wakes_threads_that_sleep():
         with pytest.raises(KeyboardInterrupt):
             next(running.pushes)
         woken.set()
-    assert not any(thread.is_alive() for thread in running.workers)
+    assert not any(thread.is_alive() for thread in running.workers.values())
 
 
 def test_a_worker_sleeps_for_the_rest_of_its_duration():
@@ -219,8 +221,8 @@ def test_a_worker_sleeps_for_the_rest_of_its_duration():
     rests = []
     with gx.ParameterServer(job.params, job.tx) as server:
         for index, worker in enumerate(job.workers):
-            push = engines._work(index, worker, server, rests.append)
-            assert push == (index, index, -index, 1.0, (True, 0, index + 1))
+            push = work(index, 7, worker, server, rests.append)
+            assert push == (index, 7, index, -index, 1.0, (True, 0, index + 1))
     assert 0.0 < rests[0] <= 0.4
     assert rests[1] == 0.0
 
@@ -260,8 +262,13 @@ def test_workers_that_wait_go_on_with_the_step():
 def test_a_simulation_repeats_exactly(mode):
     def simulate(seed):
         job = make_job(mode, [1.0] * 4, 60)
-        rngs = np.random.default_rng(seed).spawn(4)
-        workers = [engines.Worker(gradient, rng.standard_exponential) for rng in rngs]
+        def make_worker(index):
+            def duration(number):
+                return np.random.default_rng((seed, index, number)).exponential()
+
+            return engines.Worker(gradient, duration=duration)
+
+        workers = [make_worker(index) for index in range(4)]
         return run(engines.simulated, job._replace(workers=workers))[0]
 
     assert simulate(0) == simulate(0)
@@ -274,7 +281,7 @@ def test_a_simulation_repeats_exactly(mode):
 def test_a_missing_package_gets_its_cure():
     cure = r"^No module named 'no_such_package': .* install 'gradxform\[some\]'$"
     with pytest.raises(ImportError, match=cure):
-        engines.require("no_such_package", "some")
+        require("no_such_package", "some")
 
 
 def test_without_ray_the_cure_is_named(monkeypatch):
@@ -284,80 +291,3 @@ def test_without_ray_the_cure_is_named(monkeypatch):
         engines.ray(make_job("async", [1.0])),
     ):
         pass
-
-
-# Ray's cluster, with a Ray that only takes notes; test_ray.py has the real one.
-
-
-class Notes:
-    """What ``gradxform._server.engines.ray`` calls of Ray, and in which order."""
-
-    def __init__(self, unpicklable=None, interrupt=False):
-        self.calls = []
-        self.unpicklable = unpicklable
-        self.interrupt = interrupt
-
-    def is_initialized(self):
-        return False
-
-    def init(self, **_):
-        if self.interrupt:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0)  # Here it would strike.
-        self.calls.append("init")
-
-    def shutdown(self):
-        self.calls.append("shutdown")
-
-    def get(self, *_):
-        raise NotImplementedError
-
-    def kill(self, actor):
-        self.calls.append(f"kill {actor}")
-
-    def remote(self, cls):
-        def start(*_):
-            self.calls.append(cls.__name__)
-            if self.calls.count(cls.__name__) == 2 or cls.__name__ == self.unpicklable:
-                raise TypeError("Could not serialize the argument")
-            return cls.__name__
-
-        actor = types.SimpleNamespace(remote=start)
-        actor.options = lambda **_: actor
-        return actor
-
-
-@pytest.mark.parametrize(
-    ("unpicklable", "calls"),
-    [
-        ("ParameterServer", ["init", "ParameterServer", "shutdown"]),
-        (
-            "the second worker",
-            [
-                *("init", "ParameterServer", "_RayWorker", "_RayWorker"),
-                *("kill _RayWorker", "kill ParameterServer", "shutdown"),
-            ],
-        ),
-    ],
-)
-def test_ray_ends_what_it_started_where_something_cannot_be_pickled(
-    unpicklable, calls, monkeypatch
-):
-    notes = Notes(unpicklable)
-    monkeypatch.setitem(sys.modules, "ray", notes)
-    with (
-        pytest.raises(TypeError, match="Could not serialize"),
-        engines.ray(make_job("async", [1.0, 1.0])) as running,
-    ):
-        next(running.pushes)
-    assert notes.calls == calls
-
-
-def test_ray_is_started_whole_before_an_interrupt_ends_it(monkeypatch):
-    notes = Notes(interrupt=True)
-    monkeypatch.setitem(sys.modules, "ray", notes)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), engines.ray(make_job("async", [1.0])):
-        pass
-    assert notes.calls == ["init", "shutdown"]
-    assert signal.getsignal(signal.SIGINT) is before
