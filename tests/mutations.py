@@ -416,6 +416,7 @@ __main__.py: workers share the state of one local optimizer
 - return own
 + shared = own()
 +     return lambda: shared
+"""
 
 
 class Mutation(NamedTuple):
