@@ -82,8 +82,8 @@ def resumed(job, folder):
 
 def saved_steps(folder):
     """The global steps of all checkpoints."""
-    for path in pathlib.Path(folder).glob("*/counters/metadata"):
-        yield json.loads(path.read_text())["accepted"]
+    for path in pathlib.Path(folder).glob("[0-9]*[0-9]/counters/metadata"):
+        yield json.loads(path.read_text())["global_step"]
 
 
 def same(tree, other):

@@ -63,8 +63,9 @@ class Checkpoint(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """All that a server needs to go on: arrays, and plain numbers."""
+    """All that a server needs to go on, of one moment."""
 
+    pushes: int  # That it has answered.
     state: dict[str, Any]
     counters: dict[str, Any]
 
@@ -101,16 +102,16 @@ class Saver:
             return True
         return seconds is not None and time.monotonic() - self._begun >= seconds
 
-    def start(self, pushes: int, snapshot: Snapshot) -> None:
+    def start(self, snapshot: Snapshot) -> None:
         """Has it written; returns at once."""
         self._idle.clear()
         self._begun = time.monotonic()
-        self._orders.put((pushes, snapshot, None))
+        self._orders.put((snapshot, None))
 
-    def write(self, pushes: int, snapshot: Snapshot) -> None:
+    def write(self, snapshot: Snapshot) -> None:
         """Has it written, after what was begun before; returns when it is there."""
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._orders.put((pushes, snapshot, done))
+        self._orders.put((snapshot, done))
         if (error := done.get()) is not None:
             raise error
 
@@ -119,10 +120,10 @@ class Saver:
         self._idle.wait()
 
     def _serve(self) -> None:
-        for pushes, snapshot, done in iter(self._orders.get, None):
+        for snapshot, done in iter(self._orders.get, None):
             error = None
             try:
-                self._save(pushes, snapshot)
+                self._save(snapshot)
             except Exception as raised:
                 error = raised
                 if done is None:  # The run goes on, and the next may be better off.
@@ -131,12 +132,12 @@ class Saver:
             if done is not None:
                 done.put(error)
 
-    def _save(self, pushes: int, snapshot: Snapshot) -> None:
-        if pushes in self._manager.all_steps():
+    def _save(self, snapshot: Snapshot) -> None:
+        if snapshot.pushes in self._manager.all_steps():
             return  # A run that has come to its end is not saved again.
         args = self._orbax.args
         saved = self._manager.save(
-            pushes,
+            snapshot.pushes,
             args=args.Composite(
                 state=args.StandardSave(snapshot.state),
                 counters=args.JsonSave(
@@ -148,7 +149,7 @@ class Saver:
         if not saved:
             raise OSError(
                 f"{self.checkpoint.directory} holds a checkpoint of more pushes than "
-                f"{pushes}: another run writes there. Give each a directory of its own."
+                f"{snapshot.pushes}: another run writes there. Give each a directory of its own."
             )
 
     def newest(self) -> int | None:
@@ -175,7 +176,7 @@ class Saver:
                 )
         target = jax.tree.map(self._orbax.utils.to_shape_dtype_struct, like)
         state = read(pushes, args=args.Composite(state=args.StandardRestore(target)))
-        return Snapshot(state["state"], counters["counters"])
+        return Snapshot(pushes, state["state"], counters["counters"])
 
     def close(self) -> None:
         """Ends when what was begun is written."""

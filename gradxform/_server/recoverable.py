@@ -122,30 +122,31 @@ class RecoverableServer(ParameterServer):
         # Right after a step no sum is half done.
         stepped = result.global_step > before.global_step
         if stepped and self._saver and self._saver.is_due(result.global_step):
-            self._saver.start(*self._snapshot())
+            self._saver.start(self._snapshot())
         return result
 
-    def _snapshot(self) -> tuple[int, Snapshot]:
-        """How many pushes there were, and all that they have led to."""
+    def _snapshot(self) -> Snapshot:
         stats = self._stats()
         answers = [
             [worker, number, self._local_steps[worker], list(result)]
             for worker, (number, result) in self._answered.items()
         ]
         counters = {
+            "global_step": stats.global_step,
             "accepted": stats.accepted,
             "staleness": {str(steps): n for steps, n in stats.staleness.items()},
             "answers": answers,
         }
-        return stats.accepted + stats.dropped, Snapshot(self._state(), counters)
+        return Snapshot(stats.accepted + stats.dropped, self._state(), counters)
 
     def save(self) -> int | None:
         """Writes a checkpoint of now; the global step it is of, None without any."""
         if self._saver is None or self._standing is None:  # Nothing has begun.
             return None
-        pushes, snapshot = self._thread.run(self._snapshot)
-        self._saver.write(pushes, snapshot)
-        return self._version.global_step
+        snapshot: Snapshot = self._thread.run(self._snapshot)
+        self._saver.write(snapshot)
+        step: int = snapshot.counters["global_step"]
+        return step
 
     def flush(self) -> None:
         """Waits for a checkpoint that is being written."""

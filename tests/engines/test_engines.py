@@ -153,9 +153,7 @@ def test_what_a_worker_raises_ends_the_run(engine, mode):
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_refused_push_ends_the_run(engine):
-    job = make_job(
-        "async", [1e-3] * 2, gradient=lambda params: (params, jnp.ones(3))
-    )
+    job = make_job("async", [1e-3] * 2, gradient=lambda params: (params, jnp.ones(3)))
     with pytest.raises(TypeError, match=r"grads has float32\[3\]"):
         run(engine, job)
 
@@ -262,6 +260,7 @@ def test_workers_that_wait_go_on_with_the_step():
 def test_a_simulation_repeats_exactly(mode):
     def simulate(seed):
         job = make_job(mode, [1.0] * 4, 60)
+
         def make_worker(index):
             def duration(number):
                 return np.random.default_rng((seed, index, number)).exponential()

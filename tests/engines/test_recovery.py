@@ -1,0 +1,355 @@
+"""Runs that are saved, that end, and that go on: on this machine."""
+
+import json
+import logging
+import os
+import pathlib
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import gradxform as gx
+from gradxform import engines
+from gradxform._server.checkpoints import Saver
+
+pytestmark = pytest.mark.usefixtures("bounded")
+
+LOCAL = [engines.simulated, engines.threads]
+
+
+def loss(params, x):
+    return jnp.sum((params["w"] - x) ** 2) * params["s"].astype(jnp.float32) ** 2
+
+
+value_and_grad = jax.jit(jax.value_and_grad(loss))
+
+
+def make_worker(index, seconds=1e-3):
+    """Minibatches and durations that are functions of worker and number."""
+
+    def batch(number):
+        rng = np.random.default_rng((index, number))
+        return (rng.standard_normal(8).astype(np.float32),)
+
+    def duration(number):
+        return seconds * np.random.default_rng((index, number, 1)).exponential()
+
+    return engines.Worker(value_and_grad, batch, duration)
+
+
+def make_job(pushes, required=None, count=3, seconds=1e-3):
+    inner = optax.chain(
+        gx.clip_by_global_norm(1.0), gx.novograd(0.05, weight_decay=0.1)
+    )
+    if required is None:
+        tx = gx.drop_stale(inner, 1)
+    else:
+        tx = gx.conditional_accumulator(inner, required)
+    params = {"w": jnp.zeros(8), "s": jnp.bfloat16(1.5)}
+    workers = [make_worker(index, seconds) for index in range(count)]
+    return engines.Job(params, tx, workers, pushes, required)
+
+
+def ended(engine, job, **options):
+    """All pushes, the state after the last, and the run."""
+    with engine(job, **options) as run:
+        return list(run.pushes), run.server.state(), run
+
+
+def bits(state):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
+
+
+def steps_in(folder):
+    """By the names of the checkpoints, the global steps they are of."""
+    return {
+        int(path.parts[-3]): json.loads(path.read_text())["global_step"]
+        for path in pathlib.Path(folder).glob("*/counters/metadata")
+        if path.parts[-3].isdigit()  # It is no longer being written.
+    }
+
+
+# Where a run goes on.
+
+
+@pytest.mark.parametrize("stop", [12, 13, 14, 29])
+def test_a_run_that_went_on_is_the_run_that_never_stopped(stop, tmp_path):
+    """In its steps, in a half-done sum, and with its last push to come."""
+    pushes, state, _ = ended(engines.simulated, make_job(30, required=3))
+    with engines.simulated(make_job(30, required=3), checkpoint=tmp_path) as run:
+        first = [next(run.pushes) for _ in range(stop)]
+        assert run.resumed is None
+    rest, after, run = ended(
+        engines.simulated, make_job(30, required=3), checkpoint=tmp_path
+    )
+    assert run.resumed == stop // 3
+    assert bits(after) == bits(state)
+    identities = [(push.worker, push.number) for push in pushes]
+    assert sorted((p.worker, p.number) for p in first + rest) == sorted(identities)
+    assert [p.result.applied for p in rest] == [True] * (30 - stop)
+    assert run.counts() == (30, 30, 0, 0, 0, 0)
+
+
+def test_a_run_that_goes_on_twice_does_the_same_twice(tmp_path):
+    with engines.simulated(make_job(60), checkpoint=tmp_path / "one") as run:
+        first = [next(run.pushes) for _ in range(25)]
+    os.system(f"cp -r {tmp_path / 'one'} {tmp_path / 'two'}")
+    job = make_job(60)
+    (one, state, run), (two, again, _) = (
+        ended(engines.simulated, job, checkpoint=tmp_path / name)
+        for name in ("one", "two")
+    )
+    assert one == two
+    assert bits(state) == bits(again)
+    counts = run.counts()
+    assert counts.pushed == 60 == counts.accepted + counts.dropped
+    every = first + one
+    assert counts.accepted == sum(push.result.applied for push in every)
+    assert 0 < counts.dropped == state["state"].stale_count
+    for worker in range(3):
+        numbers = [push.number for push in every if push.worker == worker]
+        assert numbers == [*range(len(numbers))]
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_run_that_is_through_stays_as_it_is(engine, tmp_path):
+    pushes, state, _ = ended(engine, make_job(20), checkpoint=tmp_path)
+    before = steps_in(tmp_path)
+    none, again, run = ended(engine, make_job(20), checkpoint=str(tmp_path))
+    assert (len(pushes), none) == (20, [])
+    assert bits(again) == bits(state)
+    assert run.resumed == state["state"].global_step
+    assert steps_in(tmp_path) == before
+    assert run.server.stats().staleness == {
+        late: sum(push.result.staleness == late for push in pushes)
+        for late in {push.result.staleness for push in pushes}
+    }
+    more, *_ = ended(engine, make_job(26), checkpoint=tmp_path)
+    assert len(more) == 6
+
+
+def test_orbax_alone_can_read_it(tmp_path):
+    _, state, _ = ended(engines.simulated, make_job(20), checkpoint=tmp_path)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step() == 20
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(state))
+        assert bits(manager.restore(20, args=args)["state"]) == bits(state)
+
+
+# When it is saved.
+
+
+def test_it_is_saved_at_multiples_of_a_step_and_the_newest_are_kept(tmp_path):
+    checkpoint = engines.Checkpoint(
+        tmp_path, every_steps=4, every_seconds=None, max_to_keep=None
+    )
+    ended(engines.simulated, make_job(30, required=3), checkpoint=checkpoint)
+    assert steps_in(tmp_path) == {12: 12, 24: 24, 30: 30}
+    few = checkpoint._replace(directory=tmp_path / "few", max_to_keep=2)
+    ended(engines.simulated, make_job(30), checkpoint=few)
+    assert len(steps_in(tmp_path / "few")) == 2
+
+
+def test_it_is_saved_as_time_goes_by_while_workers_go_on(tmp_path):
+    checkpoint = engines.Checkpoint(tmp_path, every_seconds=0.0, max_to_keep=None)
+    with engines.threads(make_job(10**6), checkpoint=checkpoint) as run:
+        deadline = time.monotonic() + 300
+        while len(steps_in(tmp_path)) < 3 and time.monotonic() < deadline:
+            next(run.pushes)
+    assert len(steps_in(tmp_path)) >= 3
+    # Each is of one moment: what the optimizer counts is what the server counted.
+    with ocp.CheckpointManager(tmp_path) as manager:
+        target = run.server.state()
+        for pushes, accepted in steps_in(tmp_path).items():
+            args = ocp.args.Composite(
+                state=ocp.args.StandardRestore(target), counters=ocp.args.JsonRestore()
+            )
+            found = manager.restore(pushes, args=args)
+            state, counters = found["state"]["state"], found["counters"]
+            assert (state.global_step, state.stale_count) == (
+                accepted,
+                pushes - accepted,
+            )
+            answered = sum(number + 1 for _, number, *_ in counters["answers"])
+            assert answered == pushes == sum(counters["staleness"].values())
+
+
+def test_without_intervals_it_is_saved_at_its_end(tmp_path):
+    checkpoint = engines.Checkpoint(tmp_path, None, None)
+    ended(engines.simulated, make_job(9), checkpoint=checkpoint)
+    assert [*steps_in(tmp_path)] == [9]
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_run_that_fails_is_not_saved(engine, error, tmp_path):
+    checkpoint = engines.Checkpoint(tmp_path, 5, None, None)
+
+    def fail():
+        with engine(make_job(40), checkpoint=checkpoint) as run:
+            for push in run.pushes:
+                if push.result.global_step >= 8:
+                    raise error
+
+    with pytest.raises(error):
+        fail()
+    assert all(step % 5 == 0 for step in steps_in(tmp_path).values())
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
+    engine, tmp_path, monkeypatch, caplog
+):
+    save, left = Saver._save, [OSError(28, "No space left on device")]
+
+    def fail(*args):
+        if left:
+            raise left.pop()
+        return save(*args)
+
+    monkeypatch.setattr(Saver, "_save", fail)
+    checkpoint = engines.Checkpoint(tmp_path, every_steps=1)
+    with caplog.at_level(logging.ERROR, "gradxform"):
+        pushes, *_ = ended(engine, make_job(30), checkpoint=checkpoint)
+    assert len(pushes) == 30
+    (record,) = caplog.records
+    assert "no checkpoint was written: OSError" in record.getMessage()
+    assert max(steps_in(tmp_path)) == 30
+    left.append(OSError(28, "No space left on device"))
+    with pytest.raises(OSError, match="No space left"):  # The last one is missed.
+        ended(engine, make_job(40), checkpoint=checkpoint._replace(every_steps=10**6))
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_checkpoint_of_another_job_is_refused(engine, tmp_path):
+    ended(engine, make_job(6), checkpoint=tmp_path)
+    other = make_job(9)
+    wider = other._replace(params={**other.params, "w": jnp.zeros(9)})
+    more = other._replace(params={**other.params, "more": jnp.zeros(1)})
+    plain = other._replace(tx=optax.sgd(0.1))
+    for job, match in (
+        (wider, r"\['params'\]\['w'\] it has float32\[8\], and this job float32\[9\]"),
+        (more, r"\['params'\]\['more'\] it has nothing, and this job float32\[1\]"),
+        (plain, r"this job nothing"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            ended(engine, job, checkpoint=tmp_path)
+    assert len(ended(engine, other, checkpoint=tmp_path)[0]) == 3
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_what_is_there_is_not_overwritten(engine, tmp_path):
+    fresh = engines.Checkpoint(tmp_path, resume=False)
+    ended(engine, make_job(6), checkpoint=fresh)
+    with pytest.raises(ValueError, match=r"holds a run of 6 pushes: let resume be"):
+        ended(engine, make_job(9), checkpoint=fresh)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"every_steps": 0},
+        {"every_steps": 1.5},
+        {"every_seconds": -1.0},
+        {"every_seconds": float("nan")},
+        {"max_to_keep": 0},
+    ],
+)
+def test_a_checkpoint_that_cannot_be_is_refused(changes, tmp_path):
+    (name,) = changes
+    checkpoint = engines.Checkpoint(tmp_path / "new", **changes)
+    with pytest.raises((TypeError, ValueError), match=f"^{name} must be"):
+        ended(engines.simulated, make_job(3), checkpoint=checkpoint)
+    assert not (tmp_path / "new").exists()
+
+
+# Signals.
+
+
+def terminate_at(run, moment):
+    """The pushes until the process gets ``SIGTERM`` at the given one."""
+    for count, _ in enumerate(run.pushes, 1):
+        if count == moment:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_sigterm_saves_a_run_and_ends_it(engine, tmp_path, caplog):
+    def go():
+        with engine(make_job(10**6), checkpoint=tmp_path) as run:
+            terminate_at(run, 20)
+            pytest.fail("it goes on")
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as raised, caplog.at_level(logging.WARNING):
+        go()
+    assert raised.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    ((pushes, step),) = steps_in(tmp_path).items()
+    assert pushes >= 20
+    assert f"terminated: step {step} is saved in {tmp_path}" in caplog.messages[-1]
+    with engine(make_job(10**6), checkpoint=tmp_path) as run:
+        assert run.resumed == step
+        assert next(run.pushes).result.global_step >= step
+        run.stop()
+
+
+def test_sigterm_wakes_a_run_that_waits(tmp_path):
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with (
+        pytest.raises(SystemExit),
+        engines.threads(make_job(9, seconds=3600.0), checkpoint=tmp_path) as run,
+    ):
+        list(run.pushes)
+
+
+def test_sigterm_after_the_last_push_still_saves_and_ends(tmp_path):
+    with (
+        pytest.raises(SystemExit),
+        engines.threads(make_job(9), checkpoint=tmp_path) as run,
+    ):
+        list(run.pushes)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert [*steps_in(tmp_path)] == [9]
+
+
+def test_without_a_checkpoint_sigterm_says_that_nothing_is_saved(caplog):
+    with (
+        pytest.raises(SystemExit),
+        caplog.at_level(logging.WARNING),
+        engines.simulated(make_job(50)) as run,
+    ):
+        terminate_at(run, 3)
+    assert "nothing is saved" in caplog.messages[-1]
+
+
+def test_a_program_keeps_its_own_handler(tmp_path):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
+    try:
+        with engines.simulated(make_job(30), checkpoint=tmp_path) as run:
+            terminate_at(run, 3)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [True]
+    assert [*steps_in(tmp_path)] == [30]
+
+
+def test_another_thread_can_run_it():
+    ends = []
+    thread = threading.Thread(
+        target=lambda: ends.append(ended(engines.threads, make_job(9)))
+    )
+    thread.start()
+    thread.join()
+    assert len(ends[0][0]) == 9

@@ -1,0 +1,260 @@
+"""What a user gives to an engine, and what a run does beside giving pushes."""
+
+import collections
+import threading
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from gradxform import engines
+
+pytestmark = pytest.mark.usefixtures("bounded")
+
+LOCAL = [engines.simulated, engines.threads]
+
+
+def ones(params, *batch):
+    return jnp.sum(params), jnp.ones_like(params)
+
+
+def make_job(workers, pushes=20, tx=None, required=None):
+    tx = gx.drop_stale(optax.sgd(1.0), 10**6) if tx is None else tx
+    return engines.Job(jnp.float32(0.0), tx, workers, pushes, required)
+
+
+# Minibatches, rows, extra arguments.
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_each_number_is_drawn_once_and_in_order(engine):
+    drawn = collections.defaultdict(list)
+
+    def make_worker(index):
+        def batch(number):
+            drawn[index].append(number)
+            return (np.float32(100 * index + number),)
+
+        return engines.Worker(lambda params, x: (x, jnp.ones_like(params)), batch)
+
+    with engine(make_job([make_worker(index) for index in range(3)])) as run:
+        pushes = list(run.pushes)
+    assert len(pushes) == 20
+    assert all(push.loss == 100 * push.worker + push.number for push in pushes)
+    numbers = collections.defaultdict(list)
+    for push in pushes:
+        numbers[push.worker].append(push.number)
+    for worker, given in numbers.items():
+        assert given == [*range(len(given))]
+        assert drawn[worker][: len(given)] == given
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_rows_of_a_table_are_trained_as_the_whole_table_is(engine):
+    table = np.random.default_rng(0).standard_normal((50, 4)).astype(np.float32)
+    target = np.float32([1.0, -1.0, 2.0, 0.5])
+
+    def loss(params, ids):
+        return jnp.mean((gx.lookup(params["table"], ids) @ target - params["b"]) ** 2)
+
+    def batch(number):
+        return (np.random.default_rng(number).integers(50, size=8),)
+
+    sparse, seen = jax.jit(gx.value_and_grad(loss, tables=("table",))), []
+
+    def watched(params, ids):
+        seen.append(type(params["table"]))
+        return sparse(params, ids)
+
+    by_row = engines.Worker(watched, batch, rows=lambda ids: {"table": ids})
+    whole = engines.Worker(jax.jit(jax.value_and_grad(loss)), batch)
+    params = {"table": jnp.asarray(table), "b": jnp.zeros(())}
+    ends = []
+    for worker in (by_row, whole):
+        job = engines.Job(params, gx.adagrad(0.1), [worker], 25)
+        with engine(job) as run:
+            norms = [push.norm for push in run.pushes]
+            ends.append((run.server.state()["params"], norms))
+    chex.assert_trees_all_close(*ends, rtol=1e-5, atol=1e-6)
+    assert {*seen} == {gx.IndexedSlices}
+    assert not np.array_equal(ends[0][0]["table"], table)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_transformation_gets_its_extra_arguments(engine):
+    tx = gx.drop_stale(optax.chain(gx.compensate_delay(1.0), optax.sgd(0.1)), 10)
+    extra = lambda params, x: {"worker_params": params}  # noqa: E731
+    gradient = jax.jit(jax.value_and_grad(lambda w, x: (w - x) ** 2))
+    worker = engines.Worker(gradient, lambda _: (jnp.float32(1.0),), extra=extra)
+    with engine(make_job([worker] * 2, 10, tx)) as run:
+        late = [push.result.staleness for push in run.pushes]
+        assert run.counts().accepted == 10
+        assert 0.2 < run.server.state()["params"] < 1.0
+    assert len(late) == 10
+    with pytest.raises(TypeError, match="worker_params"):
+        list_all(engine, make_job([worker._replace(extra=None)], 10, tx))
+
+
+def list_all(engine, job):
+    with engine(job) as run:
+        return list(run.pushes)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_any_optimizer_and_any_tree_will_do(engine, standard_promotion):
+    params = {"w": jnp.ones((3, 2)), "half": jnp.ones(2, jnp.bfloat16), "none": None}
+
+    def loss(p, x):
+        return jnp.sum((x @ p["w"]) ** 2) + jnp.sum(p["half"].astype(float) ** 2)
+
+    gradient = jax.jit(jax.value_and_grad(loss))
+    worker = engines.Worker(gradient, lambda _: (jnp.eye(3),))
+    job = engines.Job(params, optax.sgd(0.1, momentum=0.5), [worker], 5)
+    with engine(job) as run:
+        losses = [push.loss for push in run.pushes]
+        assert run.counts() == (5, 5, 0, 0, 0, 0)
+        assert run.server.stats().accepted == 5
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_the_norm_is_that_of_the_gradients_before_a_clip(engine):
+    grads = {"a": np.float32([3.0, 4.0]), "b": np.float32([12.0])}
+    params = jax.tree.map(jnp.zeros_like, grads)
+    worker = engines.Worker(lambda params: (0.0, jax.tree.map(jnp.asarray, grads)))
+    tx = optax.chain(gx.clip_by_global_norm(1.0), optax.sgd(1.0))
+    with engine(engines.Job(params, tx, [worker], 3)) as run:
+        assert [push.norm for push in run.pushes] == [13.0] * 3
+        moved = run.server.state()["params"]
+    assert np.allclose(moved["b"], -3 * 12 / 13)
+
+
+# Devices.
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_every_device_computes_and_the_parameters_stay(engine):
+    devices = jax.local_devices()
+    assert len(devices) == 8
+    ran, pushed = collections.defaultdict(set), set()
+    home = devices[5]
+    together = threading.Barrier(8 if engine is engines.threads else 1, timeout=300)
+
+    @jax.jit
+    def value_and_grad(w, x):
+        return jax.value_and_grad(lambda w: jnp.sum((w - x) ** 2))(w)
+
+    def make_worker(index):
+        def gradient(params, x):
+            together.wait()  # All at once, where they can.
+            loss, grads = value_and_grad(params, x)
+            made = jnp.zeros(())  # Of the gradient's own; it has no home.
+            ran[index] |= {*params.devices(), *x.devices(), *made.devices()}
+            pushed.update(grads.devices())
+            return loss, grads
+
+        batch = lambda _: (np.ones(3, np.float32),)  # noqa: E731
+        return engines.Worker(gradient, batch, device=devices[index])
+
+    params = jax.device_put(jnp.zeros(3), home)
+    tx = gx.drop_stale(gx.adagrad(0.1), 100)
+    workers = [make_worker(index) for index in range(8)]
+    # Nobody may go home before the others have met it.
+    job = engines.Job(params, tx, workers, 64, None)
+    if engine is engines.threads:
+        tx = gx.conditional_accumulator(gx.adagrad(0.1), 8)
+        job = engines.Job(params, tx, workers, 64, 8)
+    with engine(job) as run:
+        pushes = list(run.pushes)
+        state = run.server.state()
+    assert {push.worker for push in pushes} == {*range(8)}
+    assert dict(ran) == {index: {devices[index]} for index in range(8)}
+    assert pushed == {*devices}
+    assert {d for x in jax.tree.leaves(state) for d in x.devices()} == {home}
+    assert jnp.linalg.norm(state["params"] - 1.0) < jnp.linalg.norm(params - 1.0)
+
+
+# Workers that come and go.
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_workers_come_and_go(engine):
+    worker = engines.Worker(ones, duration=lambda _: 1e-3)
+    with engine(make_job([worker] * 2, 10**6)) as run:
+        pushes = [next(run.pushes) for _ in range(10)]
+        assert {push.worker for push in pushes} <= {0, 1}
+        assert run.add(worker) == 2
+        while pushes[-1].worker != 2:
+            pushes.append(next(run.pushes))
+        assert pushes[-1].number == 0
+        run.remove(0)
+        while 0 in {push.worker for push in pushes[-20:]}:
+            pushes.append(next(run.pushes))
+        assert {push.worker for push in pushes[-20:]} == {1, 2}
+        assert run.add(worker) == 3
+        while pushes[-1].worker != 3:
+            pushes.append(next(run.pushes))
+        assert run.counts().pushed == len(pushes)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_too_few_workers_are_refused(engine):
+    worker = engines.Worker(ones)
+    tx = gx.conditional_accumulator(optax.sgd(1.0), 2)
+    with pytest.raises(ValueError, match=r"workers: a step needs 2, got 1"):
+        list_all(engine, make_job([worker], tx=tx, required=2))
+    with pytest.raises(ValueError, match=r"workers: a step needs 1, got 0"):
+        list_all(engine, make_job([]))
+    with engine(make_job([worker] * 2, tx=tx, required=2)) as run:
+        next(run.pushes)
+        with pytest.raises(ValueError, match="fewer than the 2 that a step needs"):
+            run.remove(1)
+        with pytest.raises(ValueError, match="no worker 7"):
+            run.remove(7)
+        run.add(worker)
+        run.remove(1)
+        with pytest.raises(ValueError, match="no worker 1"):
+            run.remove(1)
+        assert {push.worker for push in list(run.pushes)[-8:]} == {0, 2}
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("changes", [{"pushes": 0}, {"pushes": 2.5}, {"required": 0}])
+def test_a_job_that_cannot_be_is_refused(engine, changes):
+    (name,) = changes
+    with pytest.raises((TypeError, ValueError), match=f"^{name} must be"):
+        list_all(engine, make_job([engines.Worker(ones)])._replace(**changes))
+
+
+# Its end.
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_run_can_be_stopped(engine):
+    worker = engines.Worker(ones, duration=lambda _: 1e-3)
+    with engine(make_job([worker] * 2, 10**6)) as run:
+        pushes = []
+        for push in run.pushes:
+            pushes.append(push)
+            if len(pushes) == 5:
+                run.stop()
+        assert len(pushes) == 5
+        assert run.counts().pushed == 5
+        assert list(run.pushes) == []
+        assert run.server.state()["params"] <= -5
+    assert not any(thread.is_alive() for thread in threading_workers(run))
+
+
+def threading_workers(run):
+    return [x for x in run.workers.values() if isinstance(x, threading.Thread)]
+
+
+def test_a_run_that_waits_for_a_push_can_be_stopped_by_another_thread():
+    worker = engines.Worker(ones, duration=lambda _: 3600.0)
+    with engines.threads(make_job([worker])) as run:
+        threading.Timer(0.1, run.stop).start()
+        assert list(run.pushes) == []
