@@ -2,9 +2,11 @@
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import tempfile
+import warnings
 
 # What one process has compiled the others load, until the tests end, or the next run
 # too, where JAX_COMPILATION_CACHE_DIR names a folder.
@@ -105,3 +107,35 @@ def bounded():
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """One local cluster of Ray for all tests of a module."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # An actor that is killed may leave half of a file: it reads what others
+        # compiled, and adds none.
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "inf")
+        patch.setenv("XLA_FLAGS", xla_flags(level=1))
+        warnings.simplefilter("ignore")  # That JAX and Ray's forks do not get along.
+        before = signal.getsignal(signal.SIGTERM)
+        ray.init(
+            num_cpus=8,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    yield
+    ray.shutdown()
+    signal.signal(signal.SIGTERM, before)  # Ray has one of its own.
+
+
+# Ray leaves sockets and processes to the garbage collector.
+ON_RAY = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("bounded", "cluster"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]

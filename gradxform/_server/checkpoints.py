@@ -149,7 +149,7 @@ class Saver:
         if not saved:
             raise OSError(
                 f"{self.checkpoint.directory} holds a checkpoint of more pushes than "
-                f"{snapshot.pushes}: another run writes there. Give each a directory of its own."
+                f"{snapshot.pushes}: another run writes there. Give it one of its own."
             )
 
     def newest(self) -> int | None:

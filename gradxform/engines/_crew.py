@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -14,6 +15,13 @@ from gradxform.engines._ledger import Ledger
 
 class Stopped(Exception):
     """Somebody has called ``stop``."""
+
+
+class Terminated(SystemExit):
+    """The process was told to end by ``SIGTERM``; its exit code is 143."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
 
 
 class Crew(Run):
@@ -35,6 +43,7 @@ class Crew(Run):
             )
         self._indices = itertools.count(len(self._members))
         self._last_word: BaseException | None = None
+        self.failed = False  # By what a worker has raised, or a death too many.
         self.pushes = self._until_stopped()
 
     def _begin(self, standing: Standing) -> None:
@@ -49,6 +58,11 @@ class Crew(Run):
                 yield from self._next()
         except Stopped:
             return
+        except Terminated:
+            raise
+        except BaseException:
+            self.failed = True
+            raise
 
     def _next(self) -> Iterator[Push]:
         """The next answer, or none yet."""

@@ -11,29 +11,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gradxform._server.checkpoints import Checkpoint
+from gradxform.engines._crew import Crew, Terminated
 
 logger = logging.getLogger("gradxform")
 
 
-class Terminated(SystemExit):
-    """The process was told to end by ``SIGTERM``; its exit code is 143."""
-
-    def __init__(self) -> None:
-        super().__init__(128 + signal.SIGTERM)
-
-
 @contextlib.contextmanager
 def ending(
-    end: Callable[[BaseException], None],
-    save: Callable[[], int | None],
-    checkpoint: Checkpoint | None,
+    run: Crew, save: Callable[[], int | None], checkpoint: Checkpoint | None
 ) -> Iterator[None]:
     """Saves a run that is through, that is stopped, or that ``SIGTERM`` ends.
 
     One that ends by any other exception is not saved: it may be what is wrong.
 
     Args:
-      end: makes ``pushes`` raise an exception; from a signal handler.
+      run: what ends.
       save: writes a checkpoint and gives the global step it is of.
       checkpoint: where to.
     """
@@ -42,14 +34,14 @@ def ending(
     def terminate(*_: object) -> None:
         nonlocal told
         told = True
-        end(Terminated())
+        run.end(Terminated())
 
     with _taken(terminate):
         try:
             yield
         except Terminated:
             told = True
-        step = save()
+        step = save() if checkpoint and not run.failed else None
         if told:
             logger.warning("terminated: %s", _outcome(step, checkpoint))
             raise Terminated

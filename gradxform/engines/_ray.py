@@ -83,7 +83,7 @@ def ray(
         server = RayServer(start, job, given, max_deaths)
         stack.callback(server.kill)
         stack.callback(run.kill)
-        with ending(run.end, server.save, given):
+        with ending(run, server.save, given):
             run.begin(server)
             yield run
 

@@ -60,7 +60,7 @@ def threads(
     with RecoverableServer(job.params, job.tx, given) as server:
         run.begin(server)
         try:
-            with ending(run.end, server.save, given):
+            with ending(run, server.save, given):
                 yield run
         finally:
             run.join()

@@ -1,11 +1,7 @@
-"""The parameter server as a Ray actor, on a local cluster, and the engine around it."""
+"""The parameter server as a Ray actor, on a local cluster."""
 
 import contextlib
-import logging
-import os
-import signal
 import time
-import warnings
 
 import chex
 import jax
@@ -15,38 +11,11 @@ import optax
 import pytest
 
 import gradxform as gx
-from gradxform import __main__ as job
-from gradxform._server import engines
-from tests.conftest import xla_flags
+from tests.conftest import ON_RAY
 
 ray = pytest.importorskip("ray")
 
-# Ray leaves sockets and processes to the garbage collector.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("bounded"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cluster():
-    """One local cluster for all tests here."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # An actor that is killed may leave half of a file: it reads what others
-        # compiled, and adds none.
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "inf")
-        patch.setenv("XLA_FLAGS", xla_flags(level=1))
-        warnings.simplefilter("ignore")  # That JAX and Ray's forks do not get along.
-        ray.init(
-            num_cpus=8,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    yield
-    ray.shutdown()
+pytestmark = ON_RAY
 
 
 @pytest.fixture(scope="module")
@@ -83,20 +52,6 @@ def assert_identical(tree, other):
     assert jax.tree.map(jax.typeof, tree) == jax.tree.map(jax.typeof, other)
     for x, y in zip(*map(jax.tree.leaves, (tree, other)), strict=True):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-
-
-def make_job(required=None, count=2, pushes=60, gradient=None, seconds=0.01):
-    """Gradients of 1, subtracted; as their norm, workers report their process."""
-    if required is None:
-        tx = gx.drop_stale(optax.sgd(1.0), 10)
-    else:
-        tx = gx.conditional_accumulator(optax.sgd(1.0), required)
-
-    def ones(params):
-        return params, jnp.float32(os.getpid()), jnp.ones_like(params)
-
-    worker = engines.Worker(gradient or ones, lambda: seconds)
-    return engines.Job(jnp.float32(0.0), tx, [worker] * count, pushes, required)
 
 
 # The server.
@@ -324,84 +279,3 @@ def test_a_version_is_pulled_while_a_step_runs(tmp_path):
     assert not ray.wait([push], timeout=0)[0]
     go_on.touch()
     assert ray.get(push).global_step == seen + 1
-
-
-# The engine.
-
-
-def test_three_workers_learn_the_digits(standard_promotion):
-    options = ["--workers", "3", "--steps", "900", "--work", "0.001"]
-    model, digits = job.build_model(0), job.load_digits()
-    args = job.make_parser().parse_args(options)
-    with engines.ray(job.make_job(args, model, digits)) as run:
-        pushes = list(run.pushes)
-        params, state = run.server.state().values()
-    accepted = sum(push.result.applied for push in pushes)
-    assert accepted + state.stale_count == len(pushes) == 900
-    assert {push.worker for push in pushes} == {0, 1, 2}
-    labels = np.argmax(model.logits(params, digits.test_images), axis=-1)
-    assert np.mean(labels == digits.test_labels) >= 0.96
-
-
-def test_sync_steps_once_for_every_worker():
-    with engines.ray(make_job(required=2, pushes=29)) as run:
-        pushes = list(run.pushes)  # The last one waits for a step that never comes.
-        params, state = run.server.state().values()
-    assert all(push.result[:2] == (True, 0) for push in pushes)
-    assert int(params) == -int(state.global_step) == -14
-    pairs = {(push.local_step, push.worker) for push in pushes if push.local_step < 14}
-    assert pairs == {(step, worker) for step in range(14) for worker in range(2)}
-    # The cluster was here before.
-    assert ray.is_initialized()
-    with pytest.raises(ray.exceptions.RayActorError):
-        pull_for_good(run.server._actor)
-
-
-def processes(pushes):
-    """What the gradients of ``make_job`` report as their norms."""
-    return {push.norm for push in pushes}
-
-
-@pytest.mark.parametrize("required", [None, 1, 2], ids=["async", "backup", "sync"])
-def test_a_worker_that_is_killed_does_not_stop_training(required):
-    with engines.ray(make_job(required, pushes=10**6)) as run:
-        pushes = []
-        while len(processes(pushes)) < 2:
-            pushes.append(next(run.pushes))
-        ray.kill(run.workers[0])
-        while len(processes(pushes)) < 3:  # With the one that replaces it.
-            pushes.append(next(run.pushes))
-        assert pushes[-1].worker == 0
-        pushes += [next(run.pushes) for _ in range(30)]
-    assert {push.worker for push in pushes[-30:]} == {0, 1}
-    assert pushes[-1].result.global_step > pushes[-30].result.global_step
-
-
-def test_a_process_that_always_dies_is_an_error(monkeypatch):
-    monkeypatch.setattr(engines, "MAX_DEATHS", 1)
-
-    def dying(params):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with engines.ray(make_job(count=1, gradient=dying)) as run:
-        with pytest.raises(ray.exceptions.ActorDiedError) as raised:
-            list(run.pushes)
-        assert not isinstance(raised.value, ray.exceptions.RayTaskError)
-
-
-def test_what_a_worker_raises_ends_the_run():
-    def failing(params):
-        raise ValueError("a bad batch")
-
-    with engines.ray(make_job(required=2, gradient=failing)) as run:
-        with pytest.raises(ValueError, match="a bad batch") as raised:
-            list(run.pushes)
-        assert type(raised.value.cause) is ValueError
-
-
-def test_a_server_that_dies_ends_the_run():
-    with engines.ray(make_job()) as run:
-        next(run.pushes)
-        ray.kill(run.server._actor)
-        with pytest.raises(ray.exceptions.RayError):
-            list(run.pushes)

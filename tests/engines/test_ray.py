@@ -1,0 +1,283 @@
+"""The engine on Ray: processes that die, and come and go."""
+
+import contextlib
+import logging
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from gradxform import __main__ as main_job
+from gradxform import engines
+from tests.conftest import ON_RAY
+
+ray = pytest.importorskip("ray")
+pytestmark = ON_RAY
+
+
+def make_job(required=None, count=2, pushes=60, gradient=None, seconds=0.01):
+    """Gradients of 1, subtracted; as their losses, workers report their process."""
+    if required is None:
+        tx = gx.drop_stale(optax.sgd(1.0), 10)
+    else:
+        tx = gx.conditional_accumulator(optax.sgd(1.0), required)
+
+    def ones(params):
+        return os.getpid(), jnp.ones_like(params)
+
+    worker = engines.Worker(gradient or ones, duration=lambda _: seconds)
+    return engines.Job(jnp.float32(0.0), tx, [worker] * count, pushes, required)
+
+
+def dying(params):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def processes(pushes):
+    """What the gradients of ``make_job`` report as their losses."""
+    return {push.loss for push in pushes}
+
+
+def kill(actor):
+    """Kills its process, while it is at something or not."""
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), 9)
+
+
+def answers_for_good(method):
+    """Asks until it raises: a killed actor may answer for a moment."""
+    while True:
+        ray.get(method.remote())
+
+
+def assert_counted(run, pushes, job):
+    """The run, the server, the optimizer and the pushes say the same."""
+    counts, stats, state = run.counts(), run.server.stats(), run.server.state()["state"]
+    assert counts.pushed == len(pushes) == job.pushes + counts.lost
+    assert counts.accepted + counts.dropped == job.pushes
+    assert (stats.accepted, stats.dropped) == (counts.accepted, counts.dropped)
+    assert state.stale_count == counts.dropped
+    numbers = {(push.worker, push.number) for push in pushes}
+    assert len(numbers) == job.pushes
+    assert len(pushes) - len(numbers) == counts.lost
+
+
+def test_three_workers_learn_the_digits(standard_promotion):
+    options = ["--workers", "3", "--steps", "900", "--work", "0.001"]
+    model, digits = main_job.build_model(0), main_job.load_digits()
+    args = main_job.make_parser().parse_args(options)
+    job = main_job.make_job(args, model, digits)
+    with engines.ray(job) as run:
+        pushes = list(run.pushes)
+        params, state = run.server.state().values()
+        assert_counted(run, pushes, job)
+    accepted = sum(push.result.applied for push in pushes)
+    assert accepted + state.stale_count == len(pushes) == 900
+    assert {push.worker for push in pushes} == {0, 1, 2}
+    labels = np.argmax(model.logits(params, digits.test_images), axis=-1)
+    assert np.mean(labels == digits.test_labels) >= 0.96
+
+
+def test_sync_steps_once_for_every_worker():
+    with engines.ray(make_job(required=2, pushes=29)) as run:
+        pushes = list(run.pushes)  # The last one waits for a step that never comes.
+        params, state = run.server.state().values()
+    assert all(push.result[:2] == (True, 0) for push in pushes)
+    assert int(params) == -int(state.global_step) == -14
+    pairs = {(push.local_step, push.worker) for push in pushes if push.local_step < 14}
+    assert pairs == {(step, worker) for step in range(14) for worker in range(2)}
+    # The cluster was here before.
+    assert ray.is_initialized()
+    with pytest.raises(ray.exceptions.RayActorError):
+        answers_for_good(run.server.actor.pull)
+
+
+# Deaths.
+
+
+@pytest.mark.parametrize("required", [None, 1, 2], ids=["async", "backup", "sync"])
+def test_a_worker_that_is_killed_does_not_stop_training(required):
+    with engines.ray(make_job(required, pushes=10**6)) as run:
+        pushes = []
+        while len(processes(pushes)) < 2:
+            pushes.append(next(run.pushes))
+        kill(run.workers[0])
+        while len(processes(pushes)) < 3:  # With the one that replaces it.
+            pushes.append(next(run.pushes))
+        assert pushes[-1].worker == 0
+        pushes += [next(run.pushes) for _ in range(30)]
+        assert run.counts().worker_deaths == 1
+    assert {push.worker for push in pushes[-30:]} == {0, 1}
+    assert pushes[-1].result.global_step > pushes[-30].result.global_step
+    # It goes on with the number at which the other died.
+    numbers = [push.number for push in pushes if push.worker == 0]
+    assert numbers == [*range(len(numbers))]
+
+
+@pytest.mark.parametrize("required", [None, 2], ids=["async", "sync"])
+def test_a_server_that_is_killed_goes_on_from_its_checkpoint(
+    required, tmp_path, caplog
+):
+    job = make_job(required, pushes=200)
+    checkpoint = engines.Checkpoint(tmp_path, every_steps=20, max_to_keep=None)
+    caplog.set_level(logging.WARNING, "gradxform")
+    with engines.ray(job, checkpoint=checkpoint) as run:
+        pushes, lives = [], []
+        for push in run.pushes:
+            pushes.append(push)
+            if push.local_step.life not in lives:
+                lives.append(push.local_step.life)
+            # Twice: in each of its first two lives, after its next checkpoint.
+            if len(pushes) in (75, 120):
+                kill(run.server.actor)
+        assert_counted(run, pushes, job)
+        assert run.counts().server_deaths == len(lives) - 1 == 2
+        assert int(run.server.state()["params"]) == -run.server.stats().global_step
+    began = [
+        min(push.local_step for push in pushes if push.local_step.life == life)
+        for life in lives
+    ]
+    assert began[0] == 0
+    assert all(step % 20 == 0 for step in began)
+    assert began[2] >= began[1]
+    said = [m for m in caplog.messages if "the server died and goes on" in m]
+    assert len(said) == 2
+    assert f"from step {began[1]};" in said[0]
+    if required:  # No step took a worker's gradient twice, and another's not at all.
+        assert run.counts().dropped == 0
+
+
+def test_a_server_that_dies_before_its_first_checkpoint_begins_anew(tmp_path):
+    checkpoint = engines.Checkpoint(tmp_path, None, None, resume=False)
+    job = make_job(pushes=30)
+    with engines.ray(job, checkpoint=checkpoint) as run:
+        pushes = [next(run.pushes) for _ in range(10)]
+        kill(run.server.actor)
+        pushes += run.pushes
+        assert_counted(run, pushes, job)
+        assert run.counts().lost >= 10
+
+
+def test_a_worker_that_always_dies_is_an_error():
+    with engines.ray(make_job(count=1, gradient=dying), max_deaths=1) as run:
+        with pytest.raises(ray.exceptions.ActorDiedError) as raised:
+            list(run.pushes)
+        assert not isinstance(raised.value, ray.exceptions.RayTaskError)
+        assert "more than max_deaths=1" in raised.value.__notes__[0]
+        assert run.counts().worker_deaths == 2
+
+
+def test_a_server_that_dies_again_and_again_is_an_error(tmp_path):
+    job = make_job(pushes=10**6)
+    with engines.ray(job, checkpoint=tmp_path, max_deaths=1) as run:
+        next(run.pushes)
+        kill(run.server.actor)
+        while not run.counts().server_deaths:
+            next(run.pushes)
+        kill(run.server.actor)
+        with pytest.raises(ray.exceptions.RayActorError) as raised:
+            list(run.pushes)
+        assert "more than max_deaths" in raised.value.__notes__[0]
+
+
+def test_without_a_checkpoint_a_server_that_dies_ends_the_run():
+    with engines.ray(make_job()) as run:
+        next(run.pushes)
+        kill(run.server.actor)
+        with pytest.raises(ray.exceptions.RayActorError) as raised:
+            list(run.pushes)
+        assert "see checkpoint" in raised.value.__notes__[0]
+
+
+# What workers raise, and what is refused.
+
+
+def test_what_a_worker_raises_ends_the_run():
+    def failing(params):
+        raise ValueError("a bad batch")
+
+    with engines.ray(make_job(required=2, gradient=failing)) as run:
+        with pytest.raises(ValueError, match="a bad batch") as raised:
+            list(run.pushes)
+        assert type(raised.value.cause) is ValueError
+
+
+def test_a_checkpoint_of_another_job_is_refused_as_it_is_elsewhere(tmp_path):
+    with engines.simulated(make_job(pushes=3), checkpoint=tmp_path) as run:
+        list(run.pushes)
+    wider = make_job(pushes=9)._replace(params=jnp.zeros(2))
+    with (
+        pytest.raises(
+            ValueError, match=r"it has float32\[\], and this job float32\[2\]"
+        ),
+        engines.ray(wider, checkpoint=tmp_path),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="let resume be True"),
+        engines.ray(make_job(), checkpoint=engines.Checkpoint(tmp_path, resume=False)),
+    ):
+        pass
+    with engines.ray(make_job(pushes=5), checkpoint=tmp_path) as run:
+        assert [push.number for push in run.pushes] <= [2, 2]
+        assert run.counts().pushed == 5
+
+
+def test_a_worker_has_no_device_of_another_process():
+    worker = make_job().workers[0]._replace(device=jax.devices()[0])
+    with (
+        pytest.raises(ValueError, match="worker 0 is a process of its own"),
+        engines.ray(make_job()._replace(workers=[worker])),
+    ):
+        pass
+    with (
+        engines.ray(make_job()) as run,
+        pytest.raises(ValueError, match="worker to come is a process"),
+    ):
+        run.add(worker)
+
+
+# Workers that come and go.
+
+
+def test_workers_come_and_go():
+    job = make_job(pushes=10**6)
+    with engines.ray(job, worker_options={"num_cpus": 0}) as run:
+        pushes = [next(run.pushes) for _ in range(10)]
+        assert run.add(job.workers[0]) == 2
+        while pushes[-1].worker != 2:
+            pushes.append(next(run.pushes))
+        gone = run.workers[0]
+        run.remove(0)
+        while 0 in {push.worker for push in pushes[-20:]}:
+            pushes.append(next(run.pushes))
+        assert {push.worker for push in pushes[-20:]} == {1, 2}
+        assert run.workers.keys() == {1, 2}
+        with pytest.raises(ray.exceptions.RayActorError):
+            answers_for_good(gone.__ray_ready__)
+        run.stop()
+        assert list(run.pushes) == []
+        assert run.counts().pushed == len(pushes)
+
+
+def test_sigterm_saves_the_run_and_ends_it(tmp_path, caplog):
+    def go():
+        with engines.ray(make_job(pushes=10**6), checkpoint=tmp_path) as run:
+            for count, _ in enumerate(run.pushes):
+                if count == 20:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)  # Ray's own.
+    with pytest.raises(SystemExit) as raised, caplog.at_level(logging.WARNING):
+        go()
+    assert raised.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    with engines.ray(make_job(pushes=10**6), checkpoint=tmp_path) as run:
+        assert run.resumed >= 20
+        assert f"step {run.resumed} is saved in {tmp_path}" in caplog.messages[-1]
+        assert next(run.pushes).result.global_step > run.resumed
