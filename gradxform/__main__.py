@@ -255,7 +255,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     labels = np.argmax(model.logits(params, digits.test_images), axis=-1)
     print(f"test accuracy {np.mean(labels == digits.test_labels):.3f}", flush=True)
     if args.plot and not pushes:
-        print("argument --plot: it was through before, nothing to draw", file=sys.stderr)
+        print(
+            "argument --plot: it was through before, nothing to draw", file=sys.stderr
+        )
     elif args.plot:
         limit = args.max_staleness if job.required is None else 0
         try:

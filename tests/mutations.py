@@ -365,12 +365,12 @@ engines/_ray.py: a server that dies too often is replaced
 + if self._deaths_left is None:
 
 engines/_ledger.py: what the server forgot is not lost
-- self._lost += before - self.stands
+- self._lost += lost
 + pass
 
 engines/_ledger.py: an answer of a server that died counts for the one after it
-- if life != self._standing.life:  # It was given before the server's death,
-+ if life is None:  # It was given before the server's death,
+- if life != self.life:  # It was on its way when the server died.
++ if life is None:  # It was on its way when the server died.
 
 engines/_crew.py: too few workers are left for a step
 - if len(members) == self._at_least:

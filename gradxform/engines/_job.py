@@ -98,7 +98,9 @@ class Counts(NamedTuple):
     """What became of all pushes so far; ``accepted + dropped + lost == pushed``.
 
     Attributes:
-      pushed: pushes that were answered, those before a run was taken up again included.
+      pushed: pushes that the server has answered, those before a run was taken up again
+        included. Where the server died before its answer was heard, the push is counted
+        if it is in the checkpoint, and is otherwise pushed for the first time again.
       accepted: of these, those that were applied or added.
       dropped: those that came too late.
       lost: those whose effect died with the server, after its last checkpoint. They

@@ -11,9 +11,9 @@ class Ledger:
 
     A push is known by its worker and number. What is answered stands in the server's
     memory, and so in its checkpoints: a server that dies goes back to the numbers of
-    its last one, and those behind them are lost, to be pushed again. A push that was
-    never answered has its number still; where it had acted all the same, the server
-    gives the answer that it gave, and acts once.
+    its last one. Those behind them are lost, to be pushed again. One in it whose answer
+    was still on its way counts as answered. What never reached the server has its
+    number still.
     """
 
     def __init__(self, standing: Standing) -> None:
@@ -64,13 +64,14 @@ class Ledger:
 
     def add(self, push: Push) -> bool:
         """One more answer; whether it stands."""
+        life = getattr(push.local_step, "life", self.life)
+        if life != self.life:  # It was on its way when the server died.
+            saved = self._standing.answers.get(push.worker)
+            if saved is None or push.number > saved.number:
+                self._pushed += 1
+                self._lost += 1
+            return False
         self._pushed += 1
-        life = getattr(push.local_step, "life", self._standing.life)
-        if life != self._standing.life:  # It was given before the server's death,
-            answer = self._standing.answers.get(push.worker)
-            if answer is None or push.number > answer.number:
-                self._lost += 1  # and does not stand in the checkpoint.
-                return False
         self._last[push.worker] = push.number
         self._accepted += push.result.applied
         self._dropped += not push.result.applied
@@ -78,20 +79,17 @@ class Ledger:
 
     def go_back(self, standing: Standing) -> int | None:
         """How many answers died with the server's last life; None if it still lives."""
-        if standing.life == self._standing.life:
+        if standing.life == self.life:
             return None
+        saved = {worker: x.number for worker, x in standing.answers.items()}
+        ahead = [
+            self._last.get(worker, -1) - saved.get(worker, -1)
+            for worker in {**self._last, **saved}
+        ]
+        lost = sum(number for number in ahead if number > 0)
+        self._pushed -= sum(number for number in ahead if number < 0)
+        self._lost += lost
         self.server_deaths += 1
-        before = self.stands
-        self._standing = standing
+        self._standing, self._last = standing, saved
         self._accepted, self._dropped = standing.accepted, standing.dropped
-        for worker, answer in standing.answers.items():
-            if self._last.get(worker, -1) < answer.number:  # It is to be heard yet.
-                self._accepted -= answer.result.applied
-                self._dropped -= not answer.result.applied
-        self._last = {
-            worker: min(last, standing.answers[worker].number)
-            for worker, last in self._last.items()
-            if worker in standing.answers
-        }
-        self._lost += before - self.stands
-        return before - self.stands
+        return lost

@@ -93,8 +93,8 @@ def _cluster(num_cpus: int, address: str | None) -> Iterator[None]:
     """A connection to a cluster, or a local one with a CPU for each actor."""
     ray = require("ray", "ray")
     before = signal.getsignal(signal.SIGTERM)
-    _connect(num_cpus, address)
     try:
+        _connect(num_cpus, address)
         yield
     finally:
         uninterrupted(ray.shutdown)()

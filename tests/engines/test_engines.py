@@ -7,7 +7,6 @@ global step they belong to. On threads nothing is asserted about time, only coun
 import collections
 import os
 import signal
-import sys
 import threading
 import time
 
@@ -280,12 +279,3 @@ def test_a_missing_package_gets_its_cure():
     cure = r"^No module named 'no_such_package': .* install 'gradxform\[some\]'$"
     with pytest.raises(ImportError, match=cure):
         require("no_such_package", "some")
-
-
-def test_without_ray_the_cure_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with (
-        pytest.raises(ImportError, match=r"pip install 'gradxform\[ray\]'"),
-        engines.ray(make_job("async", [1.0])),
-    ):
-        pass

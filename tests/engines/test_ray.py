@@ -58,13 +58,14 @@ def answers_for_good(method):
 def assert_counted(run, pushes, job):
     """The run, the server, the optimizer and the pushes say the same."""
     counts, stats, state = run.counts(), run.server.stats(), run.server.state()["state"]
-    assert counts.pushed == len(pushes) == job.pushes + counts.lost
+    assert counts.pushed == job.pushes + counts.lost
     assert counts.accepted + counts.dropped == job.pushes
     assert (stats.accepted, stats.dropped) == (counts.accepted, counts.dropped)
     assert state.stale_count == counts.dropped
     numbers = {(push.worker, push.number) for push in pushes}
-    assert len(numbers) == job.pushes
     assert len(pushes) - len(numbers) == counts.lost
+    # An answer may have died on its way.
+    assert 0 <= job.pushes - len(numbers) <= counts.server_deaths * len(run.workers)
 
 
 def test_three_workers_learn_the_digits(standard_promotion):

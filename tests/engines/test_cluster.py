@@ -1,0 +1,142 @@
+"""Ray's cluster, with a Ray that only takes notes; test_ray.py has the real one."""
+
+import os
+import signal
+import sys
+import time
+import types
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+from gradxform import engines
+from gradxform._server.recoverable import Standing
+
+pytestmark = pytest.mark.usefixtures("bounded")
+
+
+class Notes:
+    """What ``engines.ray`` calls of Ray, and in which order."""
+
+    class exceptions:
+        RayTaskError = RayActorError = ActorUnavailableError = type(
+            "E", (Exception,), {}
+        )
+
+    def __init__(self, unpicklable=None, interrupt=False):
+        self.calls = []
+        self.options = []
+        self.unpicklable = unpicklable
+        self.interrupt = interrupt
+
+    def is_initialized(self):
+        return False
+
+    def init(self, **options):
+        if self.interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0)  # Here it would strike.
+        self.calls.append("init")
+        self.options.append(options)
+
+    def shutdown(self):
+        self.calls.append("shutdown")
+
+    def put(self, value):
+        return value
+
+    def get(self, asked):
+        return asked
+
+    def wait(self, asked, **_):
+        return asked, []
+
+    def kill(self, actor):
+        self.calls.append(f"kill {actor.name}")
+
+    def remote(self, cls):
+        def start(*_):
+            self.calls.append(cls.__name__)
+            if self.calls.count(cls.__name__) == 2 or cls.__name__ == self.unpicklable:
+                raise TypeError("Could not serialize the argument")
+            standing = Standing("life", 0, 0, 0, {}, False)
+            begin = types.SimpleNamespace(remote=lambda: standing)
+            work = types.SimpleNamespace(remote=lambda *_: object())
+            return types.SimpleNamespace(name=cls.__name__, begin=begin, work=work)
+
+        actor = types.SimpleNamespace(remote=start)
+
+        def options(**given):
+            self.options.append(given)
+            return actor
+
+        actor.options = options
+        return actor
+
+
+def make_job(count=1):
+    workers = [engines.Worker(lambda params: (params, params))] * count
+    return engines.Job(jnp.float32(0.0), optax.sgd(1.0), workers, 40)
+
+
+@pytest.mark.parametrize(
+    ("unpicklable", "calls"),
+    [
+        ("RecoverableServer", ["init", "RecoverableServer", "shutdown"]),
+        (
+            "the second worker",
+            [
+                *("init", "RecoverableServer", "_RayWorker", "_RayWorker"),
+                *("kill _RayWorker", "kill RecoverableServer", "shutdown"),
+            ],
+        ),
+    ],
+)
+def test_what_was_started_is_ended_where_something_cannot_be_pickled(
+    unpicklable, calls, monkeypatch
+):
+    notes = Notes(unpicklable)
+    monkeypatch.setitem(sys.modules, "ray", notes)
+    with (
+        pytest.raises(TypeError, match="Could not serialize"),
+        engines.ray(make_job(2)) as run,
+    ):
+        next(run.pushes)
+    assert notes.calls == calls
+
+
+def test_a_cluster_is_started_whole_before_an_interrupt_ends_it(monkeypatch):
+    notes = Notes(interrupt=True)
+    monkeypatch.setitem(sys.modules, "ray", notes)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), engines.ray(make_job()):
+        pass
+    assert notes.calls == ["init", "shutdown"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_options_reach_ray(monkeypatch):
+    notes = Notes()
+    monkeypatch.setitem(sys.modules, "ray", notes)
+    with engines.ray(
+        make_job(3),
+        address="auto",
+        worker_options={"num_gpus": 1},
+        server_options={"num_cpus": 2, "max_concurrency": 99},
+    ):
+        pass
+    workers, cluster, server = notes.options
+    assert workers == {"num_gpus": 1}
+    assert cluster["address"] == "auto"
+    assert "num_cpus" not in cluster  # It has as many as it has.
+    assert server == {"num_cpus": 2, "max_concurrency": 99}
+
+
+def test_without_ray_the_cure_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with (
+        pytest.raises(ImportError, match=r"pip install 'gradxform\[ray\]'"),
+        engines.ray(make_job()),
+    ):
+        pass

@@ -1,0 +1,111 @@
+"""What became of each push, when answers and deaths come in any order.
+
+Against a world that is played through: a server that applies pushes, saves itself,
+dies with answers on their way, and goes back. What it holds in the end is known.
+"""
+
+import numpy as np
+import pytest
+
+from gradxform._server.records import GlobalStep, PushResult
+from gradxform._server.recoverable import Answer, Standing
+from gradxform.engines._job import Push
+from gradxform.engines._ledger import Ledger
+
+
+class World:
+    """A server without arrays; every third push is too late."""
+
+    def __init__(self):
+        self.lives, self.done, self.answers = 0, 0, {}
+        self.acts = 0  # How many pushes it computes, again and again or not.
+        self.save()
+        self.begin()
+
+    def push(self, worker, number):
+        """The answer; from memory where it comes again."""
+        last = self.answers.get(worker)
+        if last is not None and last.number == number:
+            result = last.result
+        else:
+            assert number == (0 if last is None else last.number + 1)
+            self.done += 1
+            self.acts += 1
+            result = PushResult(self.done % 3 > 0, 0, self.done)
+            self.answers[worker] = Answer(number, self.done - 1, result)
+        seen = GlobalStep(self.done - 1, str(self.lives))
+        return Push(worker, number, seen, 0.0, 0.0, result)
+
+    def save(self):
+        self.saved = self.done, dict(self.answers)
+
+    def begin(self):
+        self.lives += 1
+        self.done, self.answers = self.saved[0], dict(self.saved[1])
+        applied = self.done - self.done // 3
+        self.standing = Standing(
+            str(self.lives),
+            self.done,
+            applied,
+            self.done - applied,
+            dict(self.answers),
+            self.lives > 1,
+        )
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_push_is_accounted_for(seed):
+    rng = np.random.default_rng(seed)
+    world = World()
+    ledger = Ledger(world.standing)
+    workers, goal, answered = 4, 60, 0
+    on_the_way = {}  # Answers that have left the server and not arrived, by worker.
+    asked = {}  # Pushes that have not reached it yet.
+    unheard = []
+    while ledger.stands < goal:
+        for worker in range(workers):
+            if worker in asked or worker in on_the_way:
+                continue
+            if ledger.stands + len(asked) + len(on_the_way) < goal:
+                asked[worker] = ledger.next(worker), str(world.lives)
+        event = rng.choice(["arrive", "arrive", "answer", "answer", "save", "die"])
+        if event == "save":
+            world.save()
+        elif event == "arrive" and asked:
+            worker = int(rng.choice([*asked]))
+            number, life = asked.pop(worker)
+            if life == str(world.lives):  # Otherwise it meets a server that is gone.
+                on_the_way[worker] = world.push(worker, number)
+        elif event == "answer" and on_the_way:
+            worker = int(rng.choice([*on_the_way]))
+            answered += 1
+            ledger.add(on_the_way.pop(worker))
+        elif event == "die" and rng.random() < 0.3:
+            world.begin()
+            for worker in [*on_the_way]:
+                if rng.random() < 0.5:  # Its answer is lost; the others arrive late.
+                    unheard.append(on_the_way.pop(worker))
+            before = ledger.counts.lost
+            lost = ledger.go_back(world.standing)
+            assert lost == ledger.counts.lost - before
+            assert ledger.go_back(world.standing) is None
+    counts = ledger.counts
+    assert counts.accepted + counts.dropped == goal == world.done
+    assert counts.accepted == world.done - world.done // 3
+    assert counts.pushed == goal + counts.lost
+    assert 0 <= counts.pushed - answered <= len(unheard) + len(on_the_way)
+    assert counts.server_deaths == world.lives - 1
+    assert sum(a.number + 1 for a in world.answers.values()) == goal
+
+
+def test_who_waits_is_known_from_the_checkpoint():
+    world = World()
+    world.push(2, 0)
+    world.save()
+    world.begin()
+    ledger = Ledger(world.standing)
+    assert ledger.in_sum() == {2: 0}
+    assert (ledger.began_at, ledger.stands, ledger.next(2), ledger.next(0)) == (
+        *(1, 1, 1),
+        0,
+    )
