@@ -236,7 +236,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with interruptible(), contextlib.ExitStack() as stack:
         try:
             run = stack.enter_context(make_run(args, job))
-        except ValueError as error:  # A checkpoint of another job.
+        except (ValueError, ConnectionError) as error:
+            # A checkpoint of another job, or no cluster where there should be one.
             parser.error(str(error))
         pushes = []
         board = None

@@ -168,8 +168,8 @@ def make_parser() -> Parser:
     parser.add_number("--checkpoint-every", 5.0, 0.0, math.inf, how)
     how = "write event files for TensorBoard to DIR, to watch the training with"
     parser.add_argument("--logdir", type=writable_folder, metavar="DIR", help=how)
-    how = "of the Ray cluster to run on, as ray://host:10001, or auto for the one here "
-    how += "(default: a cluster of its own on this machine)"
+    how = "of the Ray cluster to run on, as host:6379, or auto for the one of this "
+    how += "machine (default: a cluster of its own)"
     parser.add_argument("--address", metavar="ADDRESS", help=how)
     how = "write loss, staleness and gradient norm over the pushes to FILE, a .png"
     parser.add_argument("--plot", type=writable_png, metavar="FILE", help=how)

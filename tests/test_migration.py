@@ -17,6 +17,7 @@ import optax
 import pytest
 
 import gradxform as gx
+from gradxform import engines
 from tests import oracles
 
 PAGES = pathlib.Path(__file__).parents[1] / "docs/coming_from"
@@ -97,6 +98,21 @@ def namespace():
     return {**made, "server": gx.ParameterServer(made["params"], made["tx"])}
 
 
+# Of engines, whose threads know nothing of double precision.
+OF_ENGINES = re.compile(r"\b(engines|job|run)\b")
+
+
+def namespace_of_engines(folder):
+    """A run of three pushes is saved in ``folder``; the job is one of four."""
+    params = jax.tree.map(np.float32, PARAMS)
+    worker = engines.Worker(jax.value_and_grad(loss_fn))
+    job = engines.Job(params, gx.adagrad(0.1), [worker], 4)
+    with engines.simulated(job._replace(pushes=3), checkpoint=folder / "run") as run:
+        list(run.pushes)
+    paths = {"folder": folder / "run", "logs": folder / "logs"}
+    return {"engines": engines, "job": job, "run": run, **paths}
+
+
 def equals(expected, rtol=1e-9):
     def check(got):
         chex.assert_trees_all_close(got, expected, rtol=rtol)
@@ -124,6 +140,33 @@ def trains_as(oracle, rtol=1e-9, **options):
             chex.assert_trees_all_close(params, wanted, rtol=rtol, atol=rtol)
 
     return check
+
+
+def saves(**options):
+    """All else is as by default."""
+
+    def check(checkpoint):
+        default = engines.Checkpoint(checkpoint.directory)
+        assert checkpoint == default._replace(**options)
+
+    return check
+
+
+def check_pushes(job, pushes):
+    with engines.simulated(job) as run:
+        assert len(list(run.pushes)) == pushes
+
+
+def check_resumes(engine):
+    with engine as run:
+        assert run.resumed == 3
+        assert len(list(run.pushes)) == 1
+
+
+def refuses_nan(server):
+    params, seen = server.pull()
+    with pytest.raises(ValueError, match="must be finite"):
+        server.push({**params, "w": np.nan * params["w"]}, seen)
 
 
 def adagrad(**options):
@@ -379,6 +422,16 @@ CHECKS = {
         )
     ),
     "server.wait(-1, timeout=60)": equals(0),
+    "engines.threads(job, checkpoint=folder)": check_resumes,
+    "engines.Checkpoint(folder, every_seconds=600)": saves(every_seconds=600),
+    "engines.Checkpoint(folder, every_steps=100, every_seconds=None)": saves(
+        every_steps=100, every_seconds=None
+    ),
+    "engines.Checkpoint(folder, max_to_keep=5)": saves(max_to_keep=5),
+    "job._replace(pushes=7)": lambda job: check_pushes(job, 7),
+    "engines.TensorBoard(logs, run, every_seconds=120.0)": lambda board: board.close(),
+    "gx.ParameterServer(params, tx, require_finite=True)": refuses_nan,
+    "run.stop()": gives(None),
     'gx.apply_gradients(summing, {"w": params["b"], "b": params["b"]}, summing_state, '
     "params, local_step=0)": says(TypeError, r"differ at \['w'\]"),
     "gx.conditional_accumulator(tx, num_required=0)": says(
@@ -624,8 +677,11 @@ def test_every_row_with_code_has_a_check():
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("code", CHECKS)
-def test_row(code):
+def test_row(code, tmp_path):
     check = CHECKS[code]
+    if OF_ENGINES.search(code):
+        check(eval(code, namespace_of_engines(tmp_path)))
+        return
     with jax.enable_x64(True):
         if isinstance(check, tuple):
             error, match = check

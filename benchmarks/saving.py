@@ -1,0 +1,89 @@
+"""What checkpoints and TensorBoard cost: pushes a second with them, and without.
+
+``python -m benchmarks.saving`` (extras ``demo``, ``checkpoint`` and ``tensorboard``)
+runs the workers of the main job on threads as fast as they go, in turns without
+anything and saved every five seconds and logged every second. ``--numbers N`` gives the
+server a model of so many float32 numbers more, which workers leave alone.
+"""
+
+import argparse
+import contextlib
+import statistics
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+
+from gradxform import __main__ as main_job
+from gradxform import engines
+
+EVERY = 5.0
+
+
+def rate(job, seconds, folder):
+    """Pushes a second from the first one on; saved and logged if there is a folder."""
+    checkpoint = folder and engines.Checkpoint(f"{folder}/run", every_seconds=EVERY)
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(engines.threads(job, checkpoint=checkpoint))
+        board = None
+        if folder:
+            board = stack.enter_context(engines.TensorBoard(f"{folder}/logs", run))
+        start, count = None, 0
+        for push in run.pushes:
+            if board:
+                board(push)
+            now = time.perf_counter()
+            start = start or now
+            if now - start >= seconds:
+                return count / (now - start)
+            count += 1
+
+
+def main():
+    """Prints the rates, and their ratio."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each turn")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--numbers", type=int, default=0, help="of a larger model")
+    options = parser.parse_args()
+    model, digits = main_job.build_model(0), main_job.load_digits()
+    args = main_job.make_parser().parse_args(["--work", "0.001"])
+    job = main_job.make_job(args, model, digits)
+    if options.numbers:
+        job = enlarge(job, options.numbers)
+    job = job._replace(pushes=10**9)
+    rate(job, 1.0, None)  # Compiles it.
+    rates = {"without": [], "with": []}
+    for _ in range(options.rounds):
+        for name, measured in rates.items():
+            with tempfile.TemporaryDirectory() as folder:
+                kept = folder if name == "with" else None
+                measured.append(rate(job, options.seconds, kept))
+    for name, measured in rates.items():
+        shown = " ".join(f"{each:.0f}" for each in measured)
+        print(f"{name:8}{statistics.median(measured):7.0f} pushes a second  ({shown})")
+    ratio = statistics.median(
+        after / before
+        for before, after in zip(rates["without"], rates["with"], strict=True)
+    )
+    print(f"with / without: {ratio:.3f} (median of pairs)")
+
+
+def enlarge(job, numbers):
+    """The same job beside parameters that get no gradients."""
+
+    def beside(gradient):
+        def call(params, *batch):
+            loss, grads = gradient(params["model"], *batch)
+            return loss, {"model": grads, "more": None}
+
+        return call
+
+    workers = [each._replace(gradient=beside(each.gradient)) for each in job.workers]
+    params = {"model": job.params, "more": jnp.ones(numbers)}
+    return job._replace(params=jax.block_until_ready(params), workers=workers)
+
+
+if __name__ == "__main__":
+    main()
