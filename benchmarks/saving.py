@@ -29,15 +29,14 @@ def rate(job, seconds, folder):
         board = None
         if folder:
             board = stack.enter_context(engines.TensorBoard(f"{folder}/logs", run))
-        start, count = None, 0
-        for push in run.pushes:
+        start = None
+        for count, push in enumerate(run.pushes):
             if board:
                 board(push)
             now = time.perf_counter()
             start = start or now
             if now - start >= seconds:
                 return count / (now - start)
-            count += 1
 
 
 def main():

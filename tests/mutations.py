@@ -384,6 +384,14 @@ engines/_simulated.py: a run that is taken up again begins its numbers anew
 - number = self._ledger.next(index)
 + number = 0
 
+engines/_tensorboard.py: what died with the server leads the curves ahead
+- if life == self._lives[-1]:
++ if life in self._lives:
+
+engines/_tensorboard.py: a run that goes on hides the checkpoint's own point
+- min(began + 1, push.result.global_step)
++ min(began, push.result.global_step)
+
 engines/_work.py: a minibatch stays where it was
 - params, batch = _moved((params, batch), worker.device)
 + params = _moved(params, worker.device)

@@ -11,7 +11,8 @@ the engine:
 
 The rooms: ``_job`` has what an engine runs and what it tells; ``_work`` one gradient of
 a worker; ``_ledger`` what became of the pushes; ``_crew`` what all runs have in common;
-``_ending`` how they end; ``_simulated``, ``_threads`` and ``_ray`` the engines.
+``_ending`` how they end; ``_simulated``, ``_threads`` and ``_ray`` the engines;
+``_tensorboard`` what one can watch a run with.
 """
 
 from gradxform._server.checkpoints import Checkpoint as Checkpoint
@@ -23,4 +24,5 @@ from gradxform.engines._job import Server as Server
 from gradxform.engines._job import Worker as Worker
 from gradxform.engines._ray import ray as ray
 from gradxform.engines._simulated import simulated as simulated
+from gradxform.engines._tensorboard import TensorBoard as TensorBoard
 from gradxform.engines._threads import threads as threads

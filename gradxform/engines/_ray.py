@@ -106,12 +106,13 @@ def _cluster(num_cpus: int, address: str | None) -> Iterator[None]:
 def _connect(num_cpus: int, address: str | None) -> None:
     ray = require("ray", "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # It would report home.
-    where = {"num_cpus": num_cpus, "include_dashboard": False}
+    # Without an address Ray would look for a cluster that somebody else has started.
+    own = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     with warnings.catch_warnings():
         # Ray forks to start its processes, of which JAX warns; they exec at once.
         warnings.filterwarnings("ignore", r"os\.fork\(\)", RuntimeWarning)
         ray.init(
-            **({"address": address} if address else where),
+            **({"address": address} if address else own),
             log_to_driver=False,
             logging_level=logging.ERROR,
         )

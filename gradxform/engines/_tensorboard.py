@@ -1,0 +1,242 @@
+"""A run's pushes as curves: TensorBoard's event files, without TensorFlow."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from gradxform._server.extras import require
+from gradxform._trees import checks
+from gradxform.engines._job import Push, Run
+
+
+class TensorBoard:
+    """Writes what the pushes of a run tell as event files, for TensorBoard to show.
+
+    Call it with each push, where they are iterated: workers and server have nothing to
+    do with it. It gathers, and at most every ``every_seconds``, once the global step
+    has moved, it writes at that step, of the pushes since the last time,
+
+    - ``loss`` and ``gradient norm``: their means; the norm is that before any clip;
+    - ``staleness``: a histogram of how many steps late they were, one bucket a step;
+    - ``pushes a second``, ``steps a second``: by the wall clock, with what was waited
+      for and compiled; where that was less than ``every_seconds``, no point;
+
+    and, of all pushes so far,
+
+    - ``accepted``, ``dropped``, ``lost``: as :class:`Counts` has them;
+    - ``Gradient_staleness_percentage``: TensorFlow's fraction, ``dropped / (global_step
+      + 1)``, under the name that TensorFlow 1.15 gave it.
+
+    A folder shows one run. One that begins anew hides what lies there already; one that
+    goes on from a checkpoint, what was written after that; and so does one whose server
+    died and went back, which begins another file. Nothing is ever deleted.
+
+    The files are written by ``tensorboardX``, on a thread of its own. ``clu``'s writers
+    would need TensorFlow or PyTorch. When the disk is full the run goes on, and a
+    warning at the end says that curves are not complete.
+
+    Args:
+      logdir: the folder; it is made where there is none.
+      run: what gives the pushes.
+      every_seconds: how long to gather at least, in [0, inf).
+
+    Raises:
+      ImportError: tensorboardX is not installed.
+      TypeError: ``logdir`` is no path, or ``every_seconds`` no number.
+      ValueError: ``every_seconds`` is out of range, or a push comes after ``close``.
+      OSError: the folder cannot be made, or not be written.
+
+    Source: the fraction is that of ``tf.contrib.opt.DropStaleGradientOptimizer``.
+
+    >>> import gradxform as gx, jax, jax.numpy as jnp, optax, tempfile
+    >>> from gradxform import engines
+    >>> from tensorboard.backend.event_processing import event_accumulator
+    >>> gradient = jax.jit(jax.value_and_grad(lambda w, x: jnp.mean((w - x) ** 2)))
+    >>> worker = engines.Worker(gradient, lambda number: (jnp.arange(4.0),))
+    >>> tx = gx.drop_stale(optax.sgd(0.1), max_staleness=1)  # of three the last is late
+    >>> job = engines.Job(jnp.zeros(4), tx, [worker] * 3, pushes=30)
+    >>> logdir = tempfile.TemporaryDirectory()
+    >>> with (
+    ...     engines.simulated(job) as run,
+    ...     engines.TensorBoard(logdir.name, run, every_seconds=0) as board,
+    ... ):
+    ...     for push in run.pushes:
+    ...         board(push)
+    >>> events = event_accumulator.EventAccumulator(logdir.name).Reload()
+    >>> last = {tag: events.Scalars(tag)[-1] for tag in events.Tags()["scalars"]}
+    >>> dropped, step = last["dropped"].value, last["dropped"].step
+    >>> assert last["accepted"].value == step == 30 - dropped < 30
+    >>> fraction = last["Gradient_staleness_percentage"].value
+    >>> assert abs(fraction - dropped / (step + 1)) < 1e-6
+    >>> assert last["loss"].value < 1 < 3 < events.Scalars("loss")[0].value
+    >>> logdir.cleanup()
+    """
+
+    def __init__(
+        self,
+        logdir: str | os.PathLike[str],
+        run: Run,
+        every_seconds: float = 1.0,
+    ) -> None:
+        checks.in_range("every_seconds", every_seconds, "[0, inf)")
+        self._tensorboardx = require("tensorboardX", "tensorboard")
+        self._logdir = _writable(logdir)
+        self._run = run
+        self._every_seconds = every_seconds
+        self._gathered: list[Push] = []
+        # The server's, that were seen; the last one is its present.
+        self._lives: list[str | None] = []
+        self._reached = 0  # The largest step of that one.
+        self._time, self._step = time.monotonic(), 0  # Of the last point.
+        self._file: Any = None  # Made for the first push: no push, no file.
+        # The thread that writes. That of tensorboardX's own writers ends where the disk
+        # is full, and whoever calls them after that waits without end.
+        self._disk = concurrent.futures.ThreadPoolExecutor(1, "tensorboard")
+        self._error: OSError | None = None
+        self._closed = False
+
+    def __call__(self, push: Push) -> None:
+        """Takes a push; every now and then, writes."""
+        if self._closed:
+            raise ValueError("this TensorBoard was closed: make another for more.")
+        self._gathered.append(push)
+        # A global step of a server knows in which of its lives it was counted.
+        life = getattr(push.local_step, "life", None)
+        begins = life not in self._lives
+        if begins:
+            self._begin(push)
+            self._lives.append(life)
+        if life == self._lives[-1]:  # Else it was answered before the server died.
+            self._reached = max(self._reached, push.result.global_step)
+        # Of two points at one step TensorBoard may show the later one alone.
+        due = time.monotonic() - self._time >= self._every_seconds
+        if begins or (due and self._reached > self._step):
+            self._write()
+
+    def close(self) -> None:
+        """Writes what is left, and waits until it is on disk."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._gathered:
+                self._write()
+        finally:
+            if self._file is not None:
+                self._disk.submit(self._file.close)
+            self._disk.shutdown()
+        if self._error is not None:  # No reason to lose what was trained.
+            message = f"the curves in {self._logdir} are not complete: {self._error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+    def __enter__(self) -> TensorBoard:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes, whatever has happened."""
+        self.close()
+
+    def _write(self) -> None:
+        """A point of every curve, of the pushes gathered."""
+        pushes, self._gathered = self._gathered, []
+        counts, now, step = self._run.counts(), time.monotonic(), self._reached
+        scalars = {
+            "loss": sum(push.loss for push in pushes) / len(pushes),
+            "gradient norm": sum(push.norm for push in pushes) / len(pushes),
+            "accepted": counts.accepted,
+            "dropped": counts.dropped,
+            "lost": counts.lost,
+            # TensorFlow says "Gradient staleness percentage", and writes this.
+            "Gradient_staleness_percentage": counts.dropped / (step + 1),
+        }
+        seconds = now - self._time
+        if seconds > 0 and seconds >= self._every_seconds:
+            scalars["pushes a second"] = len(pushes) / seconds
+            scalars["steps a second"] = (step - self._step) / seconds
+        proto = self._tensorboardx.proto.summary_pb2
+        summary = proto.Summary()
+        for tag, value in scalars.items():
+            summary.value.add(tag=tag, simple_value=value)
+        staleness = _histogram([push.result.staleness for push in pushes])
+        summary.value.add(tag="staleness", histo=proto.HistogramProto(**staleness))
+        self._save(step=step, summary=summary)
+        self._time, self._step = now, step
+
+    def _begin(self, push: Push) -> None:
+        """Begins a file, which hides what others have from where its life began on."""
+        if self._file is None:
+            began = self._run.resumed
+        else:
+            self._disk.submit(self._file.close)
+            began = push.local_step
+        # TensorBoard reads files in the order of their names.
+        path = os.path.join(self._logdir, f"events.out.tfevents.{time.time_ns()}")
+        self._file = self._tensorboardx.RecordWriter(path)
+        self._save(file_version="brain.Event:2")
+        # In the first file, too: TensorBoard heeds the second start and later ones.
+        log = self._tensorboardx.proto.event_pb2.SessionLog
+        hidden = 0 if began is None else min(began + 1, push.result.global_step)
+        self._save(step=hidden, session_log=log(status=log.START))
+        self._reached = self._step = began or 0
+
+    def _save(self, **fields: Any) -> None:
+        """Has an event appended to the file."""
+        event = self._tensorboardx.proto.event_pb2.Event
+        record = event(wall_time=time.time(), **fields).SerializeToString()
+        self._disk.submit(self._append, self._file, record)
+
+    def _append(self, file: Any, record: bytes) -> None:
+        if self._error is None:  # Behind half a record nothing is read.
+            try:
+                file.write(record)
+                file.flush()
+            except OSError as error:
+                self._error = error
+
+
+def _writable(logdir: str | os.PathLike[str]) -> str:
+    """The path of a folder that exists, in which a file has been made, and is gone."""
+    try:
+        # Absolute, as tensorboardX takes "s3:x" for no file.
+        path = os.path.abspath(os.fsdecode(logdir))
+    except TypeError as error:
+        raise TypeError(f"logdir must be a path, got {logdir!r}.") from error
+    try:
+        os.makedirs(path, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()  # Only trying tells.
+    except OSError as error:
+        message = f"logdir must be a folder that can be written, got {path!r}"
+        raise OSError(error.errno, f"{message}: {error.strerror}.") from error
+    return path
+
+
+def _histogram(values: Sequence[int]) -> dict[str, Any]:
+    """The fields of a ``HistogramProto`` in which each integer has its own bucket.
+
+    ``n`` lies in ``[n, n + 1)``; what is not there makes, together, an empty one.
+    """
+    limits: list[int] = []  # Where each bucket ends, and the next one begins.
+    counts: list[int] = []
+    for value, count in sorted(collections.Counter(values).items()):
+        if limits and limits[-1] < value:
+            limits.append(value)
+            counts.append(0)
+        limits.append(value + 1)
+        counts.append(count)
+    return {
+        "min": min(values),
+        "max": limits[-1],  # To TensorBoard the end of the last bucket.
+        "num": len(values),
+        "sum": sum(values),
+        "sum_squares": sum(value**2 for value in values),
+        "bucket_limit": limits,
+        "bucket": counts,
+    }

@@ -1,0 +1,404 @@
+"""What TensorBoard reads of a run, by its own readers.
+
+The run is scripted: each test gives pushes and counts by hand.
+"""
+
+import collections
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import tensorboardX
+from tensorboard.backend.event_processing import (
+    event_accumulator,
+    plugin_event_accumulator,
+)
+
+from gradxform._server.records import GlobalStep, PushResult
+from gradxform.engines._job import Counts, Push
+from gradxform.engines._tensorboard import TensorBoard
+
+pytestmark = pytest.mark.usefixtures("bounded")
+
+TAGS = {
+    "loss",
+    "gradient norm",
+    "accepted",
+    "dropped",
+    "lost",
+    "Gradient_staleness_percentage",  # As TensorFlow 1.15.5 has written it.
+    "pushes a second",
+    "steps a second",
+}
+
+
+class Run:
+    """A run as a board sees it."""
+
+    def __init__(self, resumed=None):
+        self.resumed, self.now = resumed, Counts()
+
+    def counts(self):
+        return self.now
+
+
+def push(step, loss=1.0, norm=2.0, staleness=0, applied=True, life="first"):
+    """One after which the server is at that step."""
+    local_step = GlobalStep(step - applied - staleness, life)
+    return Push(0, 0, local_step, loss, norm, PushResult(applied, staleness, step))
+
+
+def read(logdir):
+    """All that there is to see: step and value of each point, by tag."""
+    everything = {"scalars": 0, "histograms": 0}
+    events = event_accumulator.EventAccumulator(str(logdir), everything).Reload()
+    tags = events.Tags()
+    found = {tag: events.Scalars(tag) for tag in tags["scalars"]}
+    points = {tag: [(e.step, e.value) for e in found[tag]] for tag in found}
+    for tag in tags["histograms"]:
+        points[tag] = [(e.step, e.histogram_value) for e in events.Histograms(tag)]
+    return points
+
+
+def steps(logdir):
+    """The steps of all points, which are the same for every tag."""
+    (found,) = {tuple(step for step, _ in curve) for curve in read(logdir).values()}
+    return list(found)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds, in a list."""
+    seconds = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
+    return seconds
+
+
+# What is written.
+
+
+def test_every_curve_is_what_the_pushes_say(tmp_path, clock):
+    rng, run, step = np.random.default_rng(0), Run(), 0
+    # The first push is written at once, the last ones when the board is closed.
+    sizes = [1, *rng.integers(1, 40, size=20), 5]
+    expected = collections.defaultdict(list)
+    with TensorBoard(tmp_path, run, every_seconds=2.0) as board:
+        for size in sizes:
+            losses, norms = rng.lognormal(size=(2, size))
+            staleness = rng.choice([0, 1, 2, 3, 7, 1000], size=size)
+            staleness[-1] = 0  # That one makes a step.
+            start, begin = clock[0], step
+            for number, values in enumerate(
+                zip(losses, norms, staleness.tolist(), strict=True), 1
+            ):
+                applied = values[2] < 7
+                step += applied
+                pushed, dropped = run.now.pushed + 1, run.now.dropped + (not applied)
+                run.now = Counts(pushed, step, dropped, lost=pushed // 50)
+                clock[0] += 0.04
+                if number == size and size != sizes[-1]:
+                    clock[0] = start + 2.0 + rng.exponential()
+                board(push(step, *values, applied))
+            seconds = clock[0] - start
+            expected["step"].append(step)
+            expected["loss"].append(losses.mean())
+            expected["gradient norm"].append(norms.mean())
+            for tag in ("accepted", "dropped", "lost"):
+                expected[tag].append(getattr(run.now, tag))
+            fraction = run.now.dropped / (step + 1)
+            expected["Gradient_staleness_percentage"].append(fraction)
+            expected["pushes a second"].append(size / seconds)
+            expected["steps a second"].append((step - begin) / seconds)
+            expected["staleness"].append(staleness)
+    for tag in ("pushes a second", "steps a second"):
+        expected[tag].pop()  # The end comes too soon to tell.
+    points = read(tmp_path)
+    assert points.keys() == TAGS | {"staleness"}
+    for tag, curve in points.items():
+        at, values = zip(*curve, strict=True)
+        assert list(at) == expected["step"][: len(at)]
+        if tag == "staleness":
+            for histogram, pushes in zip(values, expected[tag], strict=True):
+                check_histogram(histogram, pushes)
+        else:
+            np.testing.assert_allclose(values, expected[tag], rtol=1e-6)
+
+
+def check_histogram(histogram, values):
+    """Each integer has a bucket of length 1, with as many as there are."""
+    ends = np.array(histogram.bucket_limit)
+    starts = np.array([histogram.min, *ends[:-1]])
+    counts = np.array(histogram.bucket)
+    full = counts > 0
+    found, expected = np.unique(values, return_counts=True)
+    np.testing.assert_array_equal(starts[full], found)
+    np.testing.assert_array_equal(ends[full], found + 1)
+    np.testing.assert_array_equal(counts[full], expected)
+    assert histogram.max == ends[-1]
+    assert len(ends) < 2 * len(found)
+    moments = histogram.num, histogram.sum, histogram.sum_squares
+    assert moments == (len(values), values.sum(), np.square(values).sum())
+
+
+def test_a_point_waits_for_its_time_and_for_a_step(tmp_path, clock):
+    seconds, reached = [0, 0.9, 1, 1.5, 3, 4, 5], [1, 2, 3, 4, 4, 4, 5]
+    with TensorBoard(tmp_path, Run(), every_seconds=1.0) as board:
+        for second, step in zip(seconds, reached, strict=True):
+            clock[0] = 100.0 + second
+            board(push(step, loss=float(second)))
+    # At 0.9 and 1.5 it is too soon, and at 4 there is a point at that step.
+    means = [0.0, pytest.approx((0.9 + 1) / 2), (1.5 + 3) / 2, (4 + 5) / 2]
+    assert read(tmp_path)["loss"] == [*zip([1, 3, 4, 5], means, strict=True)]
+
+
+def test_pushes_that_come_in_another_order_lead_no_curve_back(tmp_path):
+    with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
+        for step in (1, 2, 4, 3, 5, 4):
+            board(push(step))
+    found = [step for step, _ in read(tmp_path)["steps a second"]]
+    assert found == sorted(found)
+    assert found[-1] == 5
+    rates = dict(read(tmp_path)["steps a second"]).values()
+    assert all(0 <= rate < np.inf for rate in rates)
+
+
+def test_rates_count_from_the_checkpoint_and_need_time(tmp_path, clock):
+    with TensorBoard(tmp_path, Run(resumed=20), every_seconds=0) as board:
+        for clock[0], step in [(102, 30), (102, 31), (103, 33)]:
+            board(push(step))
+    points = read(tmp_path)
+    assert points["pushes a second"] == [(30, 1 / 2), (33, 1.0)]
+    assert points["steps a second"] == [(30, 10 / 2), (33, 2.0)]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_written_as_it_is(tmp_path, bad, caplog):
+    with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
+        for step, loss in enumerate([1.0, bad, 1.0], 1):
+            board(push(step, loss, norm=1e300))
+    points = read(tmp_path)
+    assert not caplog.records
+    np.testing.assert_array_equal([x for _, x in points["loss"]], [1.0, bad, 1.0])
+    assert points["gradient norm"][0] == (1, np.inf)  # They are float32.
+
+
+def test_infinities_of_both_signs_have_no_mean(tmp_path, clock):
+    with TensorBoard(tmp_path, Run()) as board:
+        for step, loss in enumerate([0.0, np.inf, -np.inf], 1):
+            board(push(step, loss))
+    assert np.isnan(read(tmp_path)["loss"][-1][1])
+
+
+# What is hidden.
+
+
+def train(logdir, run, reached, loss):
+    """A point at each of some steps."""
+    with TensorBoard(logdir, run, every_seconds=0) as board:
+        for step in reached:
+            board(push(step, loss))
+
+
+def legacy(logdir):
+    """The steps that TensorBoard shows with ``--load_fast false``."""
+    events = plugin_event_accumulator.EventAccumulator(str(logdir)).Reload()
+    return [event.step for event in events.Tensors("loss")]
+
+
+FAST = """
+import json, sys, time
+from tensorboard import context
+from tensorboard.data import server_ingester as s
+from tensorboard.util.grpc_util import ChannelCredsType
+
+binary, local = s.get_server_binary(), ChannelCredsType.LOCAL
+server = s.SubprocessServerDataIngester(
+    binary, sys.argv[1], reload_interval=0, channel_creds_type=local
+)
+server.start()
+found, asked = {}, {"experiment_id": "", "plugin_name": "scalars", "downsample": 1000}
+while not found:
+    found = server.data_provider.read_scalars(context.RequestContext(), **asked)
+print(json.dumps([point.step for point in found["."]["loss"]]))
+"""
+
+
+def fast(logdir):
+    """The steps that TensorBoard shows where it has its data server."""
+    # A process of its own, with which the server ends.
+    command = [sys.executable, "-c", FAST, str(logdir)]
+    return json.loads(subprocess.check_output(command, text=True, timeout=300))
+
+
+READERS = [steps, legacy, pytest.param(fast, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("shown", READERS)
+def test_a_run_that_goes_on_hides_what_its_checkpoint_lacks(tmp_path, shown):
+    train(tmp_path, Run(), range(1, 31), loss=1.0)
+    train(tmp_path, Run(resumed=20), [21, 25, 28], loss=2.0)
+    assert shown(tmp_path) == [*range(1, 21), 21, 25, 28]
+    losses = dict(read(tmp_path)["loss"])
+    assert [losses[step] for step in (20, 21, 28)] == [1.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("shown", READERS)
+def test_a_run_that_begins_anew_hides_the_one_before(tmp_path, shown):
+    train(tmp_path, Run(), range(1, 31), loss=1.0)
+    train(tmp_path, Run(), [1, 5], loss=2.0)
+    assert shown(tmp_path) == [1, 5]
+
+
+@pytest.mark.parametrize("shown", READERS)
+def test_a_server_that_went_back_hides_what_died_with_it(tmp_path, shown):
+    with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
+        for step in range(1, 31):
+            board(push(step))
+        for step in (21, 22, 25):
+            board(push(step, loss=2.0, life="second"))
+    assert shown(tmp_path) == [*range(1, 21), 21, 22, 25]
+    assert dict(read(tmp_path)["loss"])[21] == 2.0
+    rates = [rate for _, rate in read(tmp_path)["steps a second"]]
+    assert all(0 <= rate < np.inf for rate in rates)
+
+
+def test_where_a_life_began_its_first_push_has_seen(tmp_path):
+    with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
+        for step in range(1, 31):
+            board(push(step))
+        for step in (23, 21, 22, 25):  # They come in this order, from step 20.
+            board(push(step, staleness=step - 21, life="second"))
+    assert steps(tmp_path) == [*range(1, 21), 23, 25]
+
+
+def test_what_was_on_its_way_when_the_server_died_leads_no_curve_ahead(tmp_path):
+    with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
+        for step, loss, life in [
+            (30, 0.0, "first"),
+            (21, 1.0, "second"),
+            (31, 2.0, "first"),
+            (22, 4.0, "second"),
+        ]:
+            board(push(step, loss, life=life))
+    assert read(tmp_path)["loss"] == [(21, 1.0), (22, 3.0)]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("shown", READERS)
+def test_a_first_push_that_makes_no_step_hides_the_point_at_that_step(tmp_path, shown):
+    train(tmp_path, Run(), range(1, 31), loss=1.0)
+    with TensorBoard(tmp_path, Run(resumed=20), every_seconds=0) as board:
+        for step, life in [(20, "first"), (21, "first"), (20, "second")]:
+            board(push(step, applied=False, life=life))
+    assert shown(tmp_path) == [*range(1, 21)]
+
+
+# Ends, and errors.
+
+
+def test_a_run_without_a_push_leaves_no_file(tmp_path):
+    with TensorBoard(tmp_path / "a" / "b", Run()) as board:
+        pass
+    board.close()
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_it_may_be_closed_twice_and_takes_nothing_after_that(tmp_path):
+    board = TensorBoard(os.fspath(tmp_path), Run(), every_seconds=1000)
+    for step in (1, 2, 3):
+        board(push(step))
+    board.close()
+    board.close()
+    assert steps(tmp_path) == [1, 3]
+    with pytest.raises(ValueError, match="closed"):
+        board(push(4))
+
+
+def test_an_interrupt_loses_nothing(tmp_path):
+    def interrupted():
+        with TensorBoard(tmp_path, Run(), every_seconds=1000) as board:
+            for step in (1, 2, 3):
+                board(push(step))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert steps(tmp_path) == [1, 3]
+
+
+def test_nobody_waits_for_the_disk(tmp_path, monkeypatch):
+    going, write = threading.Event(), tensorboardX.RecordWriter.write
+
+    def slow(file, record):
+        assert going.wait(60)
+        write(file, record)
+
+    monkeypatch.setattr(tensorboardX.RecordWriter, "write", slow)
+    with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
+        for step in range(1, 101):
+            board(push(step))
+        going.set()  # It would hang if it had waited.
+    assert steps(tmp_path) == [*range(1, 101)]
+
+
+def test_what_is_written_can_be_read_at_once(tmp_path):
+    with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
+        board(push(1))
+        end = time.monotonic() + 60
+        while not read(tmp_path) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert steps(tmp_path) == [1]
+
+
+def test_a_full_disk_ends_no_run(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    board = TensorBoard(tmp_path, Run(), every_seconds=0)
+    board(push(1))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        for step in range(2, 200):
+            board(push(step))
+        board._disk.submit(int).result()  # All that was to be written was tried.
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    board(push(200))  # What came between would be missing.
+    with pytest.warns(RuntimeWarning, match="curves .* not complete: .*too large"):
+        board.close()
+    found = steps(tmp_path)
+    assert found == [*range(1, len(found) + 1)]
+    assert 0 < len(found) < 20
+
+
+def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for logdir in (file, file / "below", "/proc"):
+        with pytest.raises(OSError, match=rf"logdir must be a folder .*{logdir}"):
+            TensorBoard(logdir, Run())
+    with pytest.raises(TypeError, match="logdir must be a path, got None"):
+        TensorBoard(None, Run())
+
+
+@pytest.mark.parametrize("seconds", [-1.0, np.nan, np.inf])
+def test_seconds_are_checked(tmp_path, seconds):
+    with pytest.raises(ValueError, match="every_seconds"):
+        TensorBoard(tmp_path, Run(), every_seconds=seconds)
+
+
+def test_a_folder_may_look_like_a_bucket(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with TensorBoard("s3:curves", Run()) as board:
+        board(push(1))
+    assert steps(tmp_path / "s3:curves") == [1]
+
+
+def test_without_tensorboardx_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ImportError, match=r"pip install 'gradxform\[tensorboard\]'"):
+        TensorBoard(tmp_path, Run())
