@@ -234,18 +234,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     start = time.perf_counter()
     job = make_job(args, model, digits)
     with interruptible(), contextlib.ExitStack() as stack:
+        board = None
         try:
             run = stack.enter_context(make_run(args, job))
-        except (ValueError, ConnectionError) as error:
-            # A checkpoint of another job, or no cluster where there should be one.
-            parser.error(str(error))
+            if args.logdir:
+                board = stack.enter_context(engines.TensorBoard(args.logdir, run))
+        except (OSError, ValueError) as error:
+            # No cluster, or no folder, where there should be one; one of another job.
+            # What Ray passes on from another process has its traceback in its text.
+            parser.error(str(getattr(error, "cause", error)))
         pushes = []
-        board = None
-        if args.logdir:
-            board = stack.enter_context(engines.TensorBoard(args.logdir, run))
         for push in track(run, args.steps):
             pushes.append(push)
-            if board:
+            if board is not None:
                 board(push)
         seconds = time.perf_counter() - start
         params, state = run.server.state().values()

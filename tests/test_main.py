@@ -487,6 +487,18 @@ def test_the_same_command_goes_on_where_it_was(tmp_path, short):
     assert not (tmp_path / "none.png").exists()
 
 
+def test_a_run_can_be_watched(tmp_path):
+    from tensorboard.backend.event_processing import event_accumulator
+
+    done = call(*SHORT, "--logdir", str(tmp_path / "logs"))
+    assert (done.returncode, done.stderr) == (0, "")
+    events = event_accumulator.EventAccumulator(str(tmp_path / "logs")).Reload()
+    for outcome in OUTCOMES:
+        last = events.Scalars(outcome)[-1]
+        assert last.value == int(row(done.stdout, f"pushes {outcome}"))
+        assert last.step == int(row(done.stdout, "steps"))
+
+
 def check_one_line(done, words):
     """An error, in one line, that has these words."""
     assert (done.returncode, done.stdout) == (2, "")

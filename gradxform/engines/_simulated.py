@@ -43,7 +43,7 @@ def simulated(
     >>> job = engines.Job(
     ...     jnp.zeros(2),
     ...     gx.drop_stale(optax.sgd(0.1), max_staleness=2),
-    ...     [worker((jnp.ones((4, 2)),), seconds) for seconds in (1.0, 1.0, 5.0)],
+    ...     [worker((jnp.ones(2),), seconds) for seconds in (1.0, 1.0, 5.0)],
     ...     pushes=60,
     ... )
     >>> with engines.simulated(job) as run:

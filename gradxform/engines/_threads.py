@@ -39,7 +39,7 @@ def threads(
     >>> from gradxform import engines
     >>> gradient = jax.jit(jax.value_and_grad(lambda w, x: jnp.mean((w - x) ** 2)))
     >>> def worker(device):
-    ...     batch = (jnp.ones((4, 2)),)
+    ...     batch = (jnp.ones(2),)
     ...     return engines.Worker(gradient, lambda _: batch, device=device)
     >>> job = engines.Job(
     ...     jnp.zeros(2),

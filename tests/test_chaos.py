@@ -1,0 +1,39 @@
+"""Half a minute in which workers and server are killed, and everything is counted."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import xla_flags
+
+pytest.importorskip("ray")
+
+
+@pytest.mark.slow
+def test_nothing_is_unaccounted_for():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.chaos", "--minutes", "0.5", "--seed", "1"],
+        capture_output=True,
+        # Who is killed may leave half of a file: it reads what others compiled.
+        env={
+            **os.environ,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "inf",
+            "XLA_FLAGS": xla_flags(level=1),
+        },
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = {
+        name: int(count)
+        for name, count in re.findall(r"(\w+) (\d+)(?:, |\n)", done.stdout)
+    }
+    assert counts["accepted"] + counts["dropped"] == 1500
+    assert counts["accepted"] + counts["dropped"] + counts["lost"] == counts["pushed"]
+    assert counts["worker_deaths"] >= 2
+    assert counts["server_deaths"] >= 1
+    assert len(re.findall("^yes ", done.stdout, re.M)) == 11
+    assert "NO" not in done.stdout
