@@ -25,7 +25,8 @@ class Checkpoint(NamedTuple):
     pushes, all of one moment: right after a step. It is written by orbax's
     ``CheckpointManager``, by the side of the run; one that is due while the last is
     still being written is left out. Its name is the number of pushes that it holds.
-    A run that ends, or is told to by ``SIGTERM``, is saved once more.
+    A run that ends, or is told to by ``SIGTERM``, is saved once more. Until it is
+    written it takes the memory of a second model and optimizer state.
 
     Attributes:
       directory: of checkpoints; on Ray one that the server's machine and the one that

@@ -23,6 +23,11 @@ class Gradient:
         self._push_id = index, number
         self._worker, self._server = worker, server
         self._batch = worker.batch(number)
+        if not isinstance(self._batch, tuple | list):  # An array would be unpacked.
+            raise TypeError(
+                "batch: it must give a tuple, the arguments of gradient behind the "
+                f"parameters, got {type(self._batch).__name__}: return (x,)."
+            )
         rows = {} if worker.rows is None else worker.rows(*self._batch)
         self._params, self.local_step = server.pull(rows) if rows else server.pull()
 
@@ -35,6 +40,11 @@ class Gradient:
             params, batch = _moved((params, batch), worker.device)
         with where:
             loss, grads = worker.gradient(params, *batch)
+            if isinstance(loss, tuple):
+                raise TypeError(
+                    "gradient: it must give (loss, grads), got a tuple as the loss: "
+                    "leave has_aux out."
+                )
             norm = _norm(grads)
             extra = {} if worker.extra is None else worker.extra(params, *batch)
         loss, norm = float(loss), float(norm)  # Waits until they are computed.

@@ -133,6 +133,16 @@ def test_the_norm_is_that_of_the_gradients_before_a_clip(engine):
     assert np.allclose(moved["b"], -3 * 12 / 13)
 
 
+@pytest.mark.parametrize("engine", LOCAL)
+def test_what_a_worker_gives_is_looked_at(engine):
+    with_aux = jax.value_and_grad(lambda w: (w**2, w), has_aux=True)
+    with pytest.raises(TypeError, match="leave has_aux out"):
+        list_all(engine, make_job([engines.Worker(with_aux)]))
+    bare = engines.Worker(ones, lambda number: jnp.ones(1))
+    with pytest.raises(TypeError, match=r"batch: it must give a tuple, .*: return"):
+        list_all(engine, make_job([bare]))
+
+
 # Devices.
 
 
@@ -176,6 +186,36 @@ def test_every_device_computes_and_the_parameters_stay(engine):
     assert pushed == {*devices}
     assert {d for x in jax.tree.leaves(state) for d in x.devices()} == {home}
     assert jnp.linalg.norm(state["params"] - 1.0) < jnp.linalg.norm(params - 1.0)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_rows_of_a_table_are_computed_on_the_worker_s_device(engine):
+    home, there = jax.local_devices()[:2]
+    seen = set()
+    grad = jax.jit(
+        gx.value_and_grad(lambda t, ids: gx.lookup(t, ids).sum(), tables=lambda _: True)
+    )
+
+    def gradient(table, ids):
+        loss, grads = grad(table, ids)
+        seen.update(table.values.devices() | grads.values.devices())
+        return loss, grads
+
+    worker = engines.Worker(
+        gradient,
+        lambda number: (np.array([3, 1, 3]),),
+        rows=lambda ids: {"": ids},
+        device=there,
+    )
+    table = jax.device_put(jnp.zeros((5, 2)), home)
+    with engine(
+        engines.Job(table, optax.chain(gx.densify(), optax.sgd(1.0)), [worker], 2)
+    ) as run:
+        assert [push.loss for push in run.pushes] == [0.0, -2.0 * (2 + 1 + 2)]
+        moved = run.server.state()["params"]
+    assert seen == {there}
+    assert moved.devices() == {home}
+    assert moved.tolist() == [[0, 0], [-2, -2], [0, 0], [-4, -4], [0, 0]]
 
 
 # Workers that come and go.
