@@ -17,6 +17,7 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
+from gradxform._server import records
 from gradxform._server.checkpoints import Saver
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -141,6 +142,18 @@ def test_orbax_alone_can_read_it(tmp_path):
         assert manager.latest_step() == 20
         args = ocp.args.Composite(state=ocp.args.StandardRestore(state))
         assert bits(manager.restore(20, args=args)["state"]) == bits(state)
+
+
+def test_the_rate_is_that_of_the_run_alone(monkeypatch):
+    clock = iter([5.0, 7.0, 9.0])
+    monkeypatch.setattr(records.time, "monotonic", lambda: next(clock))
+    tally = records.Tally(80, {0: 60, 2: 40})
+    for _ in range(3):
+        tally.count(True, 2)
+    stats = tally.stats(83, None)
+    assert stats.pushes_per_second == 0.5
+    assert (stats.accepted, stats.dropped) == (83, 20)
+    assert stats.staleness == {0: 60, 2: 43}
 
 
 # When it is saved.
