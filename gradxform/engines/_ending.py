@@ -36,7 +36,12 @@ def ending(
         told = True
         run.end(Terminated())
 
-    with _taken(terminate):
+    def interrupt(before: Callable[..., object], *signalled: object) -> None:
+        # Python drops what a handler raises while a destructor runs.
+        run.end(KeyboardInterrupt())
+        before(*signalled)
+
+    with _sigterm(terminate), _sigint(interrupt):
         try:
             yield
         except Terminated:
@@ -56,21 +61,34 @@ def _outcome(step: int | None, checkpoint: Checkpoint | None) -> str:
 
 
 @contextlib.contextmanager
-def _taken(handler: Callable[..., None]) -> Iterator[None]:
-    """Takes ``SIGTERM`` over, unless the program has a handler of its own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _sigterm(handler: Callable[..., None]) -> Iterator[None]:
+    """Takes it over, unless the program has a handler of its own."""
     before = signal.getsignal(signal.SIGTERM)
     rays = getattr(before, "__module__", "").startswith("ray.")  # It knows no better.
-    if before is not signal.SIG_DFL and not rays:
+    with _handled(signal.SIGTERM, handler, before is signal.SIG_DFL or rays):
+        yield
+
+
+@contextlib.contextmanager
+def _sigint(handler: Callable[..., None]) -> Iterator[None]:
+    """Goes before whatever the program does then, if it does not ignore it."""
+    before = signal.getsignal(signal.SIGINT)
+    first = functools.partial(handler, before)
+    with _handled(signal.SIGINT, first, callable(before)):
+        yield
+
+
+@contextlib.contextmanager
+def _handled(number: int, handler: Callable[..., None], wanted: bool) -> Iterator[None]:
+    if not wanted or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGTERM, handler)
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(number) is handler:  # Else it was changed meanwhile.
+            signal.signal(number, before)
 
 
 def uninterrupted(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ import gradxform as gx
 from gradxform import engines
 from gradxform._server import records
 from gradxform._server.checkpoints import Saver
+from gradxform._server.recoverable import RecoverableServer
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -156,6 +157,23 @@ def test_the_rate_is_that_of_the_run_alone(monkeypatch):
     assert stats.staleness == {0: 60, 2: 43}
 
 
+def test_an_answer_from_memory_changes_nothing_that_is_saved(tmp_path):
+    job = make_job(9)
+    checkpoint = engines.Checkpoint(str(tmp_path), None, None)
+    with RecoverableServer(job.params, job.tx, checkpoint) as server:
+        server.begin()
+        first, again = server.pull(), None
+        for worker in range(3):
+            grads, seen = server.pull()
+            server.push(grads, seen, push_id=(worker, 0))
+            again = server.push(first[0], seen, push_id=(0, 0))
+        assert again.global_step == 1
+        assert server.save() == 3
+    with RecoverableServer(job.params, job.tx, checkpoint) as server:
+        answers = server.begin().answers
+    assert {worker: x.local_step for worker, x in answers.items()} == {0: 0, 1: 1, 2: 2}
+
+
 # When it is saved.
 
 
@@ -220,7 +238,7 @@ def test_a_run_that_fails_is_not_saved(engine, error, tmp_path):
 def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
     engine, tmp_path, monkeypatch, caplog
 ):
-    save, left = Saver._save, [OSError(28, "No space left on device")]
+    save, left = Saver._save, [ValueError("No space left on device")]
 
     def fail(*args):
         if left:
@@ -233,7 +251,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
         pushes, *_ = ended(engine, make_job(30), checkpoint=checkpoint)
     assert len(pushes) == 30
     (record,) = caplog.records
-    assert "no checkpoint was written: OSError" in record.getMessage()
+    assert "no checkpoint was written: ValueError: No space" in record.getMessage()
     assert max(steps_in(tmp_path)) == 30
     left.append(OSError(28, "No space left on device"))
     with pytest.raises(OSError, match="No space left"):  # The last one is missed.
@@ -357,6 +375,28 @@ def test_a_program_keeps_its_own_handler(tmp_path):
         signal.signal(signal.SIGTERM, before)
     assert heard == [True]
     assert [*steps_in(tmp_path)] == [30]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("engine", LOCAL)
+def test_an_interrupt_that_python_drops_ends_a_run_all_the_same(engine, tmp_path):
+    class Dropping:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0)  # Here it is raised, in a destructor.
+
+    def go():
+        with engine(make_job(10**6), checkpoint=tmp_path) as run:
+            for count, _ in enumerate(run.pushes):
+                if count == 3:
+                    Dropping()
+                assert count < 1000
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        go()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not steps_in(tmp_path)
 
 
 def test_another_thread_can_run_it():
