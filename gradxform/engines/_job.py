@@ -40,9 +40,9 @@ class Worker(NamedTuple):
       extra: extra arguments for the transformation, ``extra(params, *batch) ->
         {"name": value}``, such as the ``worker_params`` of
         :func:`~gradxform.compensate_delay`.
-      device: where parameters and minibatch are brought to; by default minibatches stay
-        where they are, and parameters come to JAX's default device. On Ray a worker is
-        a process of its own: give that its devices, with ``worker_options``.
+      device: where parameters and minibatch are brought to, and JAX's default device
+        while the gradient is computed; by default all stay where they are. On Ray a
+        worker is a process of its own: give that its devices, with ``worker_options``.
     """
 
     gradient: Callable[..., tuple[Any, optax.Updates]]
