@@ -332,9 +332,9 @@ _server/checkpoints.py: a checkpoint of another job is read
 - if saved.get(path) != wanted.get(path):
 + if False:
 
-_server/checkpoints.py: one that fails ends the thread that writes
-- except Exception as raised:
-+ except OSError as raised:
+_server/checkpoints.py: nobody is told that one was not written
+- if done is None:  # The run goes on, and the next may be better off.
++ if done:
 
 _server/recoverable.py: what is answered from memory is saved as pushed again
 - if self._version is before:  # It was answered from memory.
