@@ -33,8 +33,8 @@ from gradxform import engines
 JOB = "--steps", "1000000", "--workers", "2"
 SAVING = "--checkpoint-every", "0.2"
 CODES = {"TERM": 143, "INT": 130, "KILL": -signal.SIGKILL}
-# Before it has taken signals over, the process ends as Python does.
-BEFORE = {"TERM": -signal.SIGTERM, "INT": -signal.SIGINT}
+# Before it has taken signals over, it ends as Python does: with 1 while that starts.
+BEFORE = {"TERM": {-signal.SIGTERM}, "INT": {-signal.SIGINT, 1}, "KILL": set()}
 AFTER = 2.0  # Seconds from the first checkpoint to the signal, at most.
 # Seconds to its end, and from there to that of the processes that it has started: two
 # of Ray's notice after a minute that their cluster was killed.
@@ -148,12 +148,13 @@ def take_up(job, folder):
 def wrong(name, code, seen, folder, job):
     """What should not be, of exit code, message and checkpoints."""
     stderr = (folder / "stderr").read_text()
-    if code != CODES[name] and (seen or code != BEFORE.get(name)):
+    pythons = not seen and code in BEFORE[name]
+    if code == 1 and not stderr.endswith("KeyboardInterrupt\n"):
+        pythons = False
+    if code != CODES[name] and not pythons:
         yield f"exit code {code}"
     # Of an exception that it drops Python says so first.
-    if "Traceback" in stderr.partition("Exception ignored")[0] and code != BEFORE.get(
-        name
-    ):
+    if "Traceback" in stderr.partition("Exception ignored")[0] and not pythons:
         yield "a traceback"
     if code == 130 and not stderr.endswith("python -m gradxform: interrupted\n"):
         yield "no message"
