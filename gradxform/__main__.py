@@ -173,22 +173,30 @@ def end(*_: object) -> NoReturn:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[Callable[[], None]]:
     """Lets contexts inside end what they started, before Ctrl-C ends the process.
 
-    A second Ctrl-C does not wait for them.
+    A second Ctrl-C does not wait for them. It gives what raises the first one again, as
+    Python drops what a handler raises in a destructor, or while JAX collects garbage.
     """
+    interrupted = False
 
     def interrupt(*_: object) -> NoReturn:
+        nonlocal interrupted
+        interrupted = True
         signal.signal(signal.SIGINT, end)
         raise KeyboardInterrupt
 
+    def check() -> None:
+        if interrupted:
+            raise KeyboardInterrupt
+
     if signal.getsignal(signal.SIGINT) is not end:  # The process is another program's.
-        yield
+        yield check
         return
     signal.signal(signal.SIGINT, interrupt)
     try:
-        yield
+        yield check
     finally:
         if signal.getsignal(signal.SIGINT) is end:
             end()
@@ -233,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, digits = build_model(args.seed), load_digits()
     start = time.perf_counter()
     job = make_job(args, model, digits)
-    with interruptible(), contextlib.ExitStack() as stack:
+    with interruptible() as check, contextlib.ExitStack() as stack:
         board = None
         try:
             run = stack.enter_context(make_run(args, job))
@@ -243,6 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             # No cluster, or no folder, where there should be one; one of another job.
             # What Ray passes on from another process has its traceback in its text.
             parser.error(str(getattr(error, "cause", error)))
+        check()  # From here on the run does.
         pushes = []
         for push in track(run, args.steps):
             pushes.append(push)

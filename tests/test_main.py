@@ -553,6 +553,36 @@ def test_an_interrupt_during_the_imports_gets_one_line(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", INTERRUPTED)
 
 
+@pytest.mark.slow
+def test_an_interrupt_that_python_drops_is_not_lost():
+    dropping = """
+import contextlib, signal
+from gradxform import __main__ as main_job, engines
+
+class Dropping:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+@contextlib.contextmanager
+def interrupted(job):
+    Dropping()
+    with engines.simulated(job) as run:
+        try:
+            yield run
+        finally:
+            print(run.counts().pushed, flush=True)
+
+main_job.ENGINES["simulated"] = interrupted
+signal.signal(signal.SIGINT, main_job.end)
+main_job.main(["--engine", "simulated", "--steps", "60"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", dropping], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (130, "0\n")
+    assert done.stderr.endswith(INTERRUPTED)
+
+
 def processes_of(mark):
     """Those that inherited the mark."""
     found = []

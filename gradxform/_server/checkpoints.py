@@ -103,6 +103,10 @@ class Saver:
             return True
         return seconds is not None and time.monotonic() - self._begun >= seconds
 
+    def rest(self) -> None:
+        """From now on none is due."""
+        self.checkpoint = self.checkpoint._replace(every_steps=None, every_seconds=None)
+
     def start(self, snapshot: Snapshot) -> None:
         """Has it written; returns at once."""
         self._idle.clear()

@@ -140,9 +140,13 @@ class RecoverableServer(ParameterServer):
         return Snapshot(stats.accepted + stats.dropped, self._state(), counters)
 
     def save(self) -> int | None:
-        """Writes a checkpoint of now; the global step it is of, None without any."""
+        """Writes the last checkpoint, of now; the global step it is of, None without.
+
+        What is pushed after it is in no checkpoint.
+        """
         if self._saver is None or self._standing is None:  # Nothing has begun.
             return None
+        self._saver.rest()
         snapshot: Snapshot = self._thread.run(self._snapshot)
         self._saver.write(snapshot)
         step: int = snapshot.counters["global_step"]

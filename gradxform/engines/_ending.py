@@ -8,7 +8,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform.engines._crew import Crew, Terminated
@@ -48,8 +48,13 @@ def ending(
             told = True
         step = save() if checkpoint and not run.failed else None
         if told:
-            logger.warning("terminated: %s", _outcome(step, checkpoint))
-            raise Terminated
+            terminated(step, checkpoint)
+
+
+def terminated(step: int | None, checkpoint: Checkpoint | None) -> NoReturn:
+    """Ends the process, and says what is saved."""
+    logger.warning("terminated: %s", _outcome(step, checkpoint))
+    raise Terminated
 
 
 def _outcome(step: int | None, checkpoint: Checkpoint | None) -> str:

@@ -22,7 +22,7 @@ from gradxform._server.records import PushResult, ServerStats
 from gradxform._server.recoverable import RecoverableServer, Standing
 from gradxform._trees import checks
 from gradxform.engines._crew import Crew, Waits
-from gradxform.engines._ending import ending, uninterrupted
+from gradxform.engines._ending import ending, terminated, uninterrupted
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._work import work
 
@@ -76,14 +76,18 @@ def ray(
     run = _Ray(ray, job, max_deaths, dict(worker_options or {}))
     with contextlib.ExitStack() as stack:
         if not ray.is_initialized():
-            stack.enter_context(_cluster(len(job.workers) + 1, address))
+            try:
+                stack.enter_context(_cluster(len(job.workers) + 1, address))
+            except SystemExit:  # Ray's own answer to ``SIGTERM``, while it starts.
+                terminated(None, given)
         # For all workers at once, and for whoever asks beside them.
         options = {"max_concurrency": len(job.workers) + 8, **(server_options or {})}
         start = ray.remote(RecoverableServer).options(**options).remote
-        server = RayServer(start, job, given, max_deaths)
-        stack.callback(server.kill)
-        stack.callback(run.kill)
-        with ending(run, server.save, given):
+        # So early, as until then ``SIGTERM`` meets a handler of Ray's that aborts.
+        with ending(run, run.save, given):
+            server = RayServer(start, job, given, max_deaths)
+            stack.callback(server.kill)
+            stack.callback(run.kill)
             run.begin(server)
             yield run
 
@@ -286,6 +290,10 @@ class _Ray(Crew):
         self.server = server
         self._begin(server.begin(self.check))
         self._waits = Waits(self._job, self._ledger)
+
+    def save(self) -> int | None:
+        """See :meth:`RecoverableServer.save`."""
+        return self.server.save()
 
     def _next(self) -> Iterator[Push]:
         ray, ledger = self._ray, self._ledger

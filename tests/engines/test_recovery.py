@@ -188,6 +188,20 @@ def test_an_answer_from_memory_changes_nothing_that_is_saved(tmp_path):
     assert {worker: x.local_step for worker, x in answers.items()} == {0: 0, 1: 1, 2: 2}
 
 
+def test_nothing_is_saved_after_the_last_word(tmp_path):
+    job = make_job(9)
+    checkpoint = engines.Checkpoint(str(tmp_path), every_steps=1, max_to_keep=None)
+    with RecoverableServer(job.params, job.tx, checkpoint) as server:
+        server.begin()
+        for number in range(3):
+            grads, seen = server.pull()
+            server.push(grads, seen, push_id=(0, number))
+            server.flush()
+        assert server.save() == 3
+        server.push(grads, seen + 1, push_id=(0, 3))
+    assert max(steps_in(tmp_path)) == 3
+
+
 # When it is saved.
 
 

@@ -1,0 +1,286 @@
+"""Runs of the main job ended by signals at random moments, and what they leave behind.
+
+``python -m benchmarks.kills`` (extras ``demo``, ``ray`` and ``checkpoint``; Linux)
+starts the main job, which saves itself five times a second, and ends it by a signal:
+three of four times up to two seconds after its first checkpoint, and once at any moment
+of its start. Ctrl-C (``INT``) reaches the whole process group, as a terminal sends it;
+the others reach the process alone. Then it looks for processes and files left behind,
+and has a run go on from what was saved. A row counts what all those of a signal left;
+below it stands what is wrong, and the program exits with 1 if anything is: an exit
+code, a process that lives on, a checkpoint that does not load or is not the last one.
+What Ray logs, it leaves in its temporary folder, however it ends; that is not counted.
+"""
+
+import argparse
+import collections
+import contextlib
+import itertools
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from gradxform import __main__ as main_job
+from gradxform import engines
+
+JOB = "--steps", "1000000", "--workers", "2"
+SAVING = "--checkpoint-every", "0.2"
+CODES = {"TERM": 143, "INT": 130, "KILL": -signal.SIGKILL}
+# Before it has taken signals over, the process ends as Python does.
+BEFORE = {"TERM": -signal.SIGTERM, "INT": -signal.SIGINT}
+AFTER = 2.0  # Seconds from the first checkpoint to the signal, at most.
+# Seconds to its end, and from there to that of the processes that it has started: two
+# of Ray's notice after a minute that their cluster was killed.
+LIMIT, GRACE = 60.0, 90.0
+# Who is killed may leave half of a file: it reads what others compiled, and adds none.
+COMPILED = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+TEMPORARY = "*.orbax-checkpoint-tmp*"
+
+
+class End(NamedTuple):
+    """How a run ended, and what it left behind."""
+
+    code: int | None  # None if it had to be killed.
+    seconds: float  # From the signal to the end.
+    after: float  # Seconds from then to the end of the last of its processes.
+    processes: list[str]  # That live on.
+    folders: list[str]  # Of checkpoints half written.
+    files: list[str]  # In its temporary folder.
+    faults: list[str]
+
+
+def saved(folder):
+    """How many pushes each of the checkpoints holds, in order."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+
+
+def processes_of(folder):
+    """By process id, the names of all others whose environment or files name it.
+
+    Ray's write their titles over their environments.
+    """
+    found, mark = {}, str(folder)
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # It has ended, or is another user's.
+            if mark.encode() in (path / "environ").read_bytes() or any(
+                mark in os.readlink(link) for link in (path / "fd").iterdir()
+            ):
+                found[int(path.name)] = (path / "comm").read_text().strip()
+    found.pop(os.getpid(), None)  # It reads what they say.
+    return found
+
+
+@contextlib.contextmanager
+def started(engine, folder, cache, **environ):
+    """The main job, in a session of its own; the folder's name marks all it starts."""
+    for name in ("run", "tmp"):
+        (folder / name).mkdir()
+    environ = {
+        **os.environ,
+        "MARK": str(folder),
+        "TMPDIR": str(folder / "tmp"),
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        **environ,
+    }
+    command = [sys.executable, "-m", "gradxform", "--engine", engine, *JOB, *SAVING]
+    with (
+        open(folder / "stderr", "wb") as stderr,
+        subprocess.Popen(
+            [*command, "--checkpoint", str(folder / "run")],
+            env=environ,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+            for each in processes_of(folder):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+
+
+def train(process, folder):
+    """Waits for the first checkpoint, or an end before it; seconds."""
+    start = time.monotonic()
+    while process.poll() is None and not saved(folder / "run"):
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+def strike(process, name, folder):
+    """Sends the signal; exit code, seconds to it, seconds after it, who lives on."""
+    start = time.monotonic()
+    if process.poll() is None:  # Or it has failed, and its number may be another's.
+        number = getattr(signal, f"SIG{name}")
+        (os.killpg if name == "INT" else os.kill)(process.pid, number)
+    try:
+        code = process.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        code = None
+        process.kill()
+        process.wait()
+    end = time.monotonic()
+    while (left := processes_of(folder)) and time.monotonic() < end + GRACE:
+        time.sleep(0.1)
+    return code, end - start, time.monotonic() - end, sorted(left.values())
+
+
+def take_up(job, folder):
+    """The pushes and the step that a run goes on from; and it does go on."""
+    with engines.simulated(job, checkpoint=folder) as run:
+        pushes = run.counts().pushed
+        assert np.isfinite(next(run.pushes).loss)
+        return pushes, run.resumed
+
+
+def wrong(name, code, seen, folder, job):
+    """What should not be, of exit code, message and checkpoints."""
+    stderr = (folder / "stderr").read_text()
+    if code != CODES[name] and (seen or code != BEFORE.get(name)):
+        yield f"exit code {code}"
+    # Of an exception that it drops Python says so first.
+    if "Traceback" in stderr.partition("Exception ignored")[0] and code != BEFORE.get(
+        name
+    ):
+        yield "a traceback"
+    if code == 130 and not stderr.endswith("python -m gradxform: interrupted\n"):
+        yield "no message"
+    said = re.search(r"terminated: (?:step (\d+) is|nothing was done)", stderr)
+    if code == 143 and not said:
+        yield "no message"
+    there = saved(folder / "run")
+    if seen and there[-1:] < seen[-1:]:
+        yield f"the checkpoint of {seen[-1]} pushes is gone"
+    try:
+        pushes, step = take_up(job, folder / "run")
+    except Exception as error:  # Whatever it is, this is where it is told.
+        yield f"does not load: {error!r}"
+        return
+    if pushes != (there[-1] if there else 0):
+        yield f"goes on from {pushes} pushes, of {there}"
+    if code == 143 and said and step != (int(said[1]) if said[1] else None):
+        yield f"goes on from step {step}, not from the one that was saved"
+    if list((folder / "run").glob(TEMPORARY)):
+        yield "a temporary folder stays"
+
+
+def kill(engine, name, moment, cache, job):
+    """One run and its end; ``moment`` waits for when it is to come."""
+    with tempfile.TemporaryDirectory(
+        prefix="kill-", ignore_cleanup_errors=True
+    ) as temporary:
+        folder = pathlib.Path(temporary)
+        with started(engine, folder, cache, **{COMPILED: "inf"}) as process:
+            when = moment(process, folder)
+            seen = saved(folder / "run")
+            code, seconds, after, processes = strike(process, name, folder)
+            folders = [path.name for path in (folder / "run").glob(TEMPORARY)]
+            files = sorted({path.name for path in (folder / "tmp").iterdir()} - {"ray"})
+            faults = [*wrong(name, code, seen, folder, job)]
+        if processes:
+            faults.append(f"processes left: {', '.join(processes)}")
+        lines = (folder / "stderr").read_text().splitlines()[-8:]
+        faults = [f"{when}: {fault}; it said {lines}" for fault in faults]
+        return End(code, seconds, after, processes, folders, files, faults)
+
+
+def kills(engine, name, times, rng, cache, job):
+    """The ends of so many runs, of which every fourth is not let begin in peace."""
+    took = 0.0  # Seconds to its first checkpoint, of the last run that came so far.
+
+    def training(process, folder):
+        nonlocal took
+        took = train(process, folder)
+        seconds = rng.uniform(0.0, AFTER)
+        time.sleep(seconds)
+        return f"{seconds:.2f} s after its first checkpoint"
+
+    def starting(process, folder):
+        seconds = rng.uniform(0.0, took)
+        time.sleep(seconds)
+        return f"{seconds:.2f} s after its start, of {took:.2f} s"
+
+    for number in range(times):
+        moment = starting if number % 4 == 3 else training
+        yield kill(engine, name, moment, cache, job)
+
+
+def compile_all(cache):
+    """Fills the cache with all that a run compiles; they compile the same."""
+    with tempfile.TemporaryDirectory(prefix="kill-") as temporary:
+        folder = pathlib.Path(temporary)
+        with started("threads", folder, cache, **{COMPILED: "0"}) as process:
+            train(process, folder)
+            strike(process, "TERM", folder)
+
+
+def report(engine, name, ends):
+    """Prints a row, and below it the faults."""
+    codes = collections.Counter(end.code for end in ends)
+    seconds = [end.seconds for end in ends]
+    row = [engine, name, len(ends)]
+    row.append(", ".join(f"{code}: {n}" for code, n in codes.most_common()))
+    row.append(f"{np.median(seconds):.1f} {max(seconds):.1f}")
+    row.append(f"{max(end.after for end in ends):.1f}")
+    row += [sum(map(len, column)) for column in list(zip(*ends, strict=True))[3:]]
+    print(ROW.format(*row), flush=True)
+    for fault in (fault for end in ends for fault in end.faults):
+        print("   ", fault, flush=True)
+    files = collections.Counter(file for end in ends for file in end.files)
+    if files:
+        print("    files:", dict(files), flush=True)
+
+
+ROW = "{:10} {:6} {:>5}  {:22} {:>12} {:>9} {:>10} {:>8} {:>6} {:>7}"
+HEAD = "engine", "signal", "runs", "exit codes", "s median max", "s after"
+HEAD += "processes", "folders", "files", "faults"
+
+
+def table(pairs, times, seed):
+    """Prints a row for each pair of an engine and a signal; counts what is wrong."""
+    rng, faults = np.random.default_rng(seed), 0
+    args = main_job.make_parser().parse_args(JOB)
+    job = main_job.make_job(args, main_job.build_model(0), main_job.load_digits())
+    with tempfile.TemporaryDirectory(prefix="kills-") as cache:
+        compile_all(cache)
+        print(ROW.format(*HEAD), flush=True)
+        for engine, name in pairs:
+            ends = [*kills(engine, name, times, rng, cache, job)]
+            report(engine, name, ends)
+            faults += sum(len(end.faults) for end in ends)
+    return faults
+
+
+def main():
+    """Prints what each signal has left of each engine."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    several = {"nargs": "+", "metavar": "NAME"}
+    parser.add_argument("--times", type=int, default=20, help="each, on each engine")
+    for option, names in (("engines", main_job.ENGINES), ("signals", CODES)):
+        text = f"by default {', '.join(names)}"
+        parser.add_argument(
+            f"--{option}", choices=names, default=[*names], help=text, **several
+        )
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    options = parser.parse_args()
+    # What a shell starts in the background ignores Ctrl-C, and so would what it starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    pairs = itertools.product(options.engines, options.signals)
+    sys.exit(table(pairs, options.times, options.seed) > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What a signal leaves of the main job, once each; the benchmark does it often."""
+
+import os
+import pathlib
+import signal
+import tempfile
+import time
+
+import pytest
+
+from benchmarks import kills
+from tests.conftest import promotion
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.path.exists("/proc"), reason="looks for processes there"),
+]
+
+PAIRS = ("threads", "TERM"), ("simulated", "TERM"), ("ray", "TERM"), ("threads", "KILL")
+CODES = {"TERM": "143:", "KILL": "-9:"}
+
+
+def test_a_signal_leaves_no_process_and_a_checkpoint_that_loads(capsys):
+    pytest.importorskip("ray")
+    with promotion():
+        faults = kills.table(PAIRS, times=1, seed=0)
+    printed = capsys.readouterr().out
+    _, *rows = printed.splitlines()
+    assert [tuple(row.split()[:5]) for row in rows] == [
+        (engine, name, "1", CODES[name], "1") for engine, name in PAIRS
+    ], printed
+    assert faults == 0
+
+
+@pytest.fixture
+def folder():
+    """A short name, as Ray's sockets lie there."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        yield pathlib.Path(temporary)
+
+
+def test_ray_is_terminated_while_it_starts(folder):
+    pytest.importorskip("ray")
+    cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    with kills.started("ray", folder, cache, **{kills.COMPILED: "inf"}) as process:
+        while "gcs_server" not in kills.processes_of(folder).values():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    said = (folder / "stderr").read_text()
+    assert said.endswith("terminated: nothing was done that could be saved\n")
+    assert "Traceback" not in said
