@@ -99,6 +99,20 @@ def test_a_run_that_went_on_is_the_run_that_never_stopped(stop, tmp_path):
     assert run.counts() == (30, 30, 0, 0, 0, 0)
 
 
+def test_threads_wait_for_a_step_that_their_gradients_are_part_of(tmp_path):
+    """The first worker, by far the fastest, has pushed alone for the next step."""
+    slow = make_job(30, required=3)
+    workers = [each._replace(duration=lambda _: 0.05) for each in slow.workers]
+    workers[0] = workers[0]._replace(duration=lambda _: 0.0)
+    job = slow._replace(workers=workers)
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        first = [next(run.pushes) for _ in range(13)]
+        assert first[-1].worker == 0
+    _, state, run = ended(engines.threads, job, checkpoint=tmp_path)
+    assert run.counts() == (30, 30, 0, 0, 0, 0)
+    assert state["state"].global_step == 10
+
+
 def test_a_run_that_goes_on_twice_does_the_same_twice(tmp_path):
     with engines.simulated(make_job(60), checkpoint=tmp_path / "one") as run:
         first = [next(run.pushes) for _ in range(25)]
