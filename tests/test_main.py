@@ -4,7 +4,6 @@ import contextlib
 import functools
 import io
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 
 import gradxform as gx
+from benchmarks.kills import processes_of
 from gradxform import __main__ as job
 from gradxform import engines
 from gradxform._command_line import ENGINES, MODES, writable_png
@@ -581,15 +581,6 @@ main_job.main(["--engine", "simulated", "--steps", "60"])
     )
     assert (done.returncode, done.stdout) == (130, "0\n")
     assert done.stderr.endswith(INTERRUPTED)
-
-
-def processes_of(mark):
-    """Those that inherited the mark."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # It has ended, or is another user's.
-            found += [path] * (mark.encode() in path.read_bytes())
-    return found
 
 
 @pytest.mark.slow
