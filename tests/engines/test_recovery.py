@@ -364,12 +364,14 @@ def test_sigterm_saves_a_run_and_ends_it(engine, tmp_path, caplog):
 
 
 def test_sigterm_wakes_a_run_that_waits(tmp_path):
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    with (
-        pytest.raises(SystemExit),
-        engines.threads(make_job(9, seconds=3600.0), checkpoint=tmp_path) as run,
-    ):
-        list(run.pushes)
+    def go():
+        with engines.threads(make_job(9, seconds=3600.0), checkpoint=tmp_path) as run:
+            # Not before: it would end these tests.
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            list(run.pushes)
+
+    with pytest.raises(SystemExit):
+        go()
 
 
 def test_sigterm_after_the_last_push_still_saves_and_ends(tmp_path):
