@@ -264,19 +264,23 @@ class InterruptError(Exception):
 @contextlib.contextmanager
 def interrupts(handle, longest):
     """Calls ``handle`` on this thread again and again, at random moments."""
-    moments = random.Random(0)
+    moments, going = random.Random(0), True
 
     def again(*_):
         try:
             handle()
         finally:
-            signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, longest))
+            if going:
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, longest))
 
     before = signal.signal(signal.SIGALRM, again)
     signal.setitimer(signal.ITIMER_REAL, longest)
     try:
         yield
     finally:
+        # Else one that is on its way would set the timer again, and the next would meet
+        # no handler: that ends the process without a word.
+        going = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
