@@ -22,6 +22,7 @@ import jax
 import numpy as np
 import ray
 
+from benchmarks.kills import saved
 from gradxform import __main__ as main_job
 from gradxform import engines
 
@@ -53,10 +54,11 @@ def train(job, folder, deaths, rng):
 
         def strike(victim, seconds):
             time.sleep(seconds)
-            who = run.server.actor if victim is None else run.workers.get(victim)
-            while who is None or not kill(who):  # Between two lives: the next, then.
-                time.sleep(0.1)
+            while True:
                 who = run.server.actor if victim is None else run.workers.get(victim)
+                if who is not None and kill(who):
+                    return
+                time.sleep(0.1)  # Between two lives: the next, then.
 
         for push in run.pushes:
             pushes.append(push)
@@ -82,8 +84,10 @@ def resumed(job, folder):
 
 def saved_steps(folder):
     """The global steps of all checkpoints."""
-    for path in pathlib.Path(folder).glob("[0-9]*[0-9]/counters/metadata"):
-        yield json.loads(path.read_text())["global_step"]
+    folder = pathlib.Path(folder)
+    for pushes in saved(folder):
+        counters = (folder / str(pushes) / "counters" / "metadata").read_text()
+        yield json.loads(counters)["global_step"]
 
 
 def same(tree, other):

@@ -100,12 +100,13 @@ def writable_png(path: str) -> str:
 
 def writable_folder(path: str) -> str:
     """Makes sure that a folder can be made and written to, before the training."""
-    above = path
-    while "://" not in path and not os.path.lexists(above):  # Not in a cloud.
-        above = os.path.dirname(os.path.abspath(above))
+    if "://" in path:  # In a cloud.
+        return path
+    above = os.path.abspath(path)
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
     try:
-        if "://" not in path:
-            tempfile.TemporaryFile(dir=above).close()  # Only trying tells.
+        tempfile.TemporaryFile(dir=above).close()  # Only trying tells.
     except OSError as error:
         message = f"must be a folder to write to, got {path!r}: {error.strerror}"
         raise argparse.ArgumentTypeError(message) from error

@@ -19,15 +19,17 @@ def track(run: engines.Run, total: int) -> Iterator[engines.Push]:
     from rich import console, progress
 
     screen = console.Console(stderr=True)  # So that a pipe gets the results alone.
+    if not screen.is_terminal:
+        yield from run.pushes
+        return
     columns = (
         progress.BarColumn(20),
         progress.TaskProgressColumn(),
         progress.TimeRemainingColumn(),
         progress.TextColumn("{task.fields[text]}"),
     )
-    hidden = not screen.is_terminal
     late: collections.deque[int] = collections.deque(maxlen=100)
-    with progress.Progress(*columns, console=screen, disable=hidden) as bar:
+    with progress.Progress(*columns, console=screen) as bar:
         task = bar.add_task("pushes", total=total, text="")
         for push in run.pushes:
             counts = run.counts()

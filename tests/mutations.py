@@ -369,8 +369,8 @@ engines/_ledger.py: what the server forgot is not lost
 + pass
 
 engines/_ledger.py: an answer of a server that died counts for the one after it
-- if life != self.life:  # It was on its way when the server died.
-+ if life is None:  # It was on its way when the server died.
+- if is_past(push.local_step, self.life):  # On its way when the server died.
++ if False:
 
 engines/_crew.py: too few workers are left for a step
 - if len(members) == self._at_least:

@@ -6,10 +6,11 @@ import itertools
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Protocol
 
 from gradxform._server.recoverable import Standing
 from gradxform._trees import checks
-from gradxform.engines._job import Counts, Job, Push, Run, Worker
+from gradxform.engines._job import Counts, Job, Push, Run, Server, Worker
 from gradxform.engines._ledger import Ledger
 
 
@@ -24,8 +25,18 @@ class Terminated(SystemExit):
         super().__init__(128 + signal.SIGTERM)
 
 
+class SavedServer(Server, Protocol):
+    """The server of every engine."""
+
+    def save(self) -> int | None:
+        """Writes a last checkpoint; the global step it is of, if anything has begun."""
+        ...
+
+
 class Crew(Run):
     """A run whose workers come and go."""
+
+    server: SavedServer
 
     def __init__(self, job: Job) -> None:
         if job.required is not None:

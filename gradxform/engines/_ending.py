@@ -17,16 +17,13 @@ logger = logging.getLogger("gradxform")
 
 
 @contextlib.contextmanager
-def ending(
-    run: Crew, save: Callable[[], int | None], checkpoint: Checkpoint | None
-) -> Iterator[None]:
+def ending(run: Crew, checkpoint: Checkpoint | None) -> Iterator[None]:
     """Saves a run that is through, that is stopped, or that ``SIGTERM`` ends.
 
     One that ends by any other exception is not saved: it may be what is wrong.
 
     Args:
-      run: what ends.
-      save: writes a checkpoint and gives the global step it is of.
+      run: what ends; its server is saved.
       checkpoint: where to.
     """
     told = False
@@ -46,7 +43,7 @@ def ending(
             yield
         except Terminated:
             told = True
-        step = save() if checkpoint and not run.failed else None
+        step = run.server.save() if checkpoint and not run.failed else None
         if told:
             terminated(step, checkpoint)
 
@@ -85,6 +82,7 @@ def _sigint(handler: Callable[..., None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled(number: int, handler: Callable[..., None], wanted: bool) -> Iterator[None]:
+    """Another thread than the main one never gets a signal."""
     if not wanted or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -101,14 +99,11 @@ def uninterrupted(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            return function(*args)  # Another thread is never interrupted.
         pending: list[int] = []
-        before = signal.signal(signal.SIGINT, lambda number, _: pending.append(number))
         try:
-            return function(*args)
+            with _handled(signal.SIGINT, lambda *_: pending.append(1), True):
+                return function(*args)
         finally:
-            signal.signal(signal.SIGINT, before)
             if pending:
                 signal.raise_signal(signal.SIGINT)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gradxform._server.records import is_past
 from gradxform._server.recoverable import Standing
 from gradxform.engines._job import Counts, Push
 
@@ -64,8 +65,7 @@ class Ledger:
 
     def add(self, push: Push) -> bool:
         """One more answer; whether it stands."""
-        life = getattr(push.local_step, "life", self.life)
-        if life != self.life:  # It was on its way when the server died.
+        if is_past(push.local_step, self.life):  # On its way when the server died.
             saved = self._standing.answers.get(push.worker)
             if saved is None or push.number > saved.number:
                 self._pushed += 1

@@ -84,7 +84,7 @@ def ray(
         options = {"max_concurrency": len(job.workers) + 8, **(server_options or {})}
         start = ray.remote(RecoverableServer).options(**options).remote
         # So early, as until then ``SIGTERM`` meets a handler of Ray's that aborts.
-        with ending(run, run.save, given):
+        with ending(run, given):
             server = RayServer(start, job, given, max_deaths)
             stack.callback(server.kill)
             stack.callback(run.kill)
@@ -187,9 +187,8 @@ class RayServer:
             known = self._checkpoint._replace(resume=True)
             actor = self._start(*self._begun_with, known)
             with contextlib.suppress(self._ray.exceptions.RayActorError):
-                self._answer(
-                    actor.begin.remote(), check
-                )  # Before anybody else asks it.
+                # Before anybody else asks it.
+                self._answer(actor.begin.remote(), check)
             self.actor = actor
 
     def pull(
@@ -290,10 +289,6 @@ class _Ray(Crew):
         self.server = server
         self._begin(server.begin(self.check))
         self._waits = Waits(self._job, self._ledger)
-
-    def save(self) -> int | None:
-        """See :meth:`RecoverableServer.save`."""
-        return self.server.save()
 
     def _next(self) -> Iterator[Push]:
         ray, ledger = self._ray, self._ledger

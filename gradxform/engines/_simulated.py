@@ -55,7 +55,7 @@ def simulated(
     run = _Simulated(job)
     with RecoverableServer(job.params, job.tx, given) as server:
         run.begin(server)
-        with ending(run, server.save, given):
+        with ending(run, given):
             yield run
 
 

@@ -60,7 +60,7 @@ def threads(
     with RecoverableServer(job.params, job.tx, given) as server:
         run.begin(server)
         try:
-            with ending(run, server.save, given):
+            with ending(run, given):
                 yield run
         finally:
             run.join()
