@@ -46,13 +46,13 @@ from gradxform._late.accumulator import (
 from gradxform._late.accumulator import (
     conditional_accumulator as conditional_accumulator,
 )
+from gradxform._late.compensate_delay import compensate_delay as compensate_delay
+from gradxform._late.counters import global_step as global_step
+from gradxform._late.counters import staleness_fraction as staleness_fraction
 from gradxform._late.drop_stale import DropStaleState as DropStaleState
-from gradxform._late.drop_stale import compensate_delay as compensate_delay
 from gradxform._late.drop_stale import drop_stale as drop_stale
-from gradxform._late.drop_stale import global_step as global_step
-from gradxform._late.drop_stale import scale_by_staleness as scale_by_staleness
-from gradxform._late.drop_stale import staleness_fraction as staleness_fraction
 from gradxform._late.gate import GatedTransformation as GatedTransformation
+from gradxform._late.scale_by_staleness import scale_by_staleness as scale_by_staleness
 from gradxform._server.parameter_server import ParameterServer as ParameterServer
 from gradxform._server.records import PushResult as PushResult
 from gradxform._server.records import ServerClosedError as ServerClosedError
@@ -77,6 +77,10 @@ from gradxform._transforms.densify import densify as densify
 from gradxform._transforms.learning_rate import (
     scale_by_learning_rate as scale_by_learning_rate,
 )
+from gradxform._transforms.measure_cosine import (
+    MeasureCosineState as MeasureCosineState,
+)
+from gradxform._transforms.measure_cosine import measure_cosine as measure_cosine
 from gradxform._transforms.novograd import ScaleByNovogradState as ScaleByNovogradState
 from gradxform._transforms.novograd import novograd as novograd
 from gradxform._transforms.novograd import scale_by_novograd as scale_by_novograd

@@ -103,6 +103,7 @@ DESCRIPTORS = (
         "bf16",
         real_only=True,
     ),
+    D("measure_cosine"),
     # The first two pushes with local_step 0 are fresh, the third is stale.
     D(
         "drop_stale",
@@ -159,7 +160,14 @@ DESCRIPTORS = (
         {"inner": ADAGRAD, "num_required": 2, "skip_nonfinite": True},
         "waiting",
     ),
+    D(
+        "drop_stale",
+        {"inner": ADAGRAD, "max_staleness": jnp.sqrt},
+        "schedule",
+        local_step=0,
+    ),
     D("scale_by_staleness", {"power": 0.5}, staleness=3),
+    D("scale_by_staleness", {"weight": lambda s: 1 / (1 + s)}, "weight", staleness=3),
     D("compensate_delay", {"variance_control": 0.5}, worker_params=True),
 )
 

@@ -186,11 +186,23 @@ _late/drop_stale.py: the staleness of what is dropped is not kept
 - stale_count=stale_count, staleness=staleness
 + stale_count=stale_count
 
-_late/drop_stale.py: a delay is compensated the wrong way round
+_late/drop_stale.py: a schedule of the threshold sees how late the push is
+- limit = max_staleness(state.global_step)
++ limit = max_staleness(staleness)
+
+_late/scale_by_staleness.py: a gradient ahead of its time has a weight of its own
+- s = jnp.maximum(0, maps.saturated(staleness))
++ s = maps.saturated(staleness)
+
+_transforms/measure_cosine.py: a leaf without gradient is in the norm of the one before
+- maps.map_updates(lambda _, s: s, updates, before)
++ before
+
+_late/compensate_delay.py: a delay is compensated the wrong way round
 - maps.scale(now - then, variance_control)
 + maps.scale(then - now, variance_control)
 
-_late/drop_stale.py: repeated rows are corrected one by one
+_late/compensate_delay.py: repeated rows are corrected one by one
 - updates = maps.sum_duplicates(updates)
 + pass
 

@@ -130,7 +130,8 @@ def drop_stale(params, pushes, max_staleness, apply):
     """Plays ``(grads, local_step)`` pushes; yields ``(params, step, stale)``."""
     global_step = stale = 0
     for grads, local_step in pushes:
-        if global_step - local_step <= max_staleness:
+        limit = max_staleness(global_step) if callable(max_staleness) else max_staleness
+        if global_step - local_step <= limit:
             params, global_step = apply(params, grads), global_step + 1
         else:
             stale += 1

@@ -257,7 +257,8 @@ def test_chain_and_named_chain(row, compiled):
 
 def test_inject_hyperparams(row, compiled, standard_promotion):
     params, grads = draw(0), draw(1)
-    static = [k for k in ("accumulator_dtype", "mu_dtype") if k in row.kwargs]
+    dtypes = "accumulator_dtype", "mu_dtype"
+    static = [k for k, v in row.kwargs.items() if k in dtypes or callable(v)]
     tx = optax.inject_hyperparams(getattr(gx, row.name), static_args=static)(
         **row.arguments()
     )

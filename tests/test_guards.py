@@ -43,6 +43,7 @@ OUT_OF_RANGE = [
     (gx.novograd, {"learning_rate": 0.1, "global_clipnorm": -1.0}),
     (gx.drop_stale, {"inner": optax.sgd(0.1), "max_staleness": -1}),
     (gx.drop_stale, {"inner": optax.sgd(0.1), "max_staleness": float("nan")}),
+    (gx.scale_by_staleness, {"power": float("nan")}),
     (gx.conditional_accumulator, {"inner": optax.sgd(0.1), "num_required": 0}),
     (gx.conditional_accumulator, {"inner": optax.sgd(0.1), "num_required": 2**31}),
     (gx.accumulate, {"inner": optax.sgd(0.1), "num_required": 0}),

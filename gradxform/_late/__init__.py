@@ -6,8 +6,10 @@ parameters. So one conditional holds all that a push may do, and one that may no
 copies nothing.
 
 - ``gate``: the idea, and the conditional of two sides that need not agree in type.
-- ``drop_stale``: drops what comes too late, and what inside it weakens or corrects
-  lateness; ``global_step`` and ``staleness_fraction`` of a state.
+- ``drop_stale``: the gate that drops what comes too late.
+- ``scale_by_staleness``, ``compensate_delay``: links for its inside, which make a late
+  gradient smaller or correct it.
+- ``counters``: ``global_step`` and ``staleness_fraction`` of a state.
 - ``sums``: adds up pushes until there are enough, and makes one step of them.
 - ``accumulator``: the gate around that for several workers, of which some are late.
 - ``accumulate``: the one for micro-batches, of which all count.

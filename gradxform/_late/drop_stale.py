@@ -1,4 +1,4 @@
-"""Gradients that arrive late: drop them, make them smaller, or correct them."""
+"""The gate that drops gradients computed too many steps ago."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ class DropStaleState(NamedTuple):
 
 
 def drop_stale(
-    inner: optax.GradientTransformation, max_staleness: jax.typing.ArrayLike
+    inner: optax.GradientTransformation,
+    max_staleness: jax.typing.ArrayLike | optax.Schedule,
 ) -> GatedTransformation:
     r"""Drops gradients that were computed too many steps ago.
 
     .. math::
 
         staleness &= global\_step - local\_step \\
-        fresh &\iff staleness \le max\_staleness
+        fresh &\iff staleness \le max\_staleness(global\_step)
 
     Fresh: ``inner`` runs and ``global_step`` grows by 1. Stale: the updates are zero,
     the inner state comes back bit-identical, and ``stale_count`` grows by 1; whatever a
@@ -63,7 +64,9 @@ def drop_stale(
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
       max_staleness: how many steps late a gradient may be, an integer ≥ 0, or inf:
-        none is too late.
+        none is too late. Or a schedule, which gives it for each ``global_step``; what
+        it gives may be fractional. Under ``optax.inject_hyperparams`` name a schedule
+        in ``static_args``, which otherwise asks it for each push.
 
     Extra arguments of update:
       local_step: the global step that the worker saw **before** it computed these
@@ -76,9 +79,13 @@ def drop_stale(
       ValueError: ``max_staleness`` is negative or NaN; a ``local_step`` that is no
         array is not in [0, 2³¹ - 1].
       TypeError: ``inner`` is no transformation; ``max_staleness`` is neither an integer
-        nor inf; ``update`` is called without ``local_step``, or it is no integer.
+        nor inf, or its schedule gives no real number; ``update`` is called without
+        ``local_step``, or it is no integer.
 
-    Source: ``tf.contrib.opt.DropStaleGradientOptimizer``.
+    Source: ``tf.contrib.opt.DropStaleGradientOptimizer``. With ``optax.sgd`` inside it
+    is Ringmaster ASGD, whose delay threshold R is ``max_staleness=R - 1`` (Maranjyan et
+    al., 2025, https://arxiv.org/abs/2501.16168). The threshold that needs no tuning is
+    ``max_staleness=jnp.sqrt`` (https://arxiv.org/abs/2605.18174).
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = gx.drop_stale(optax.sgd(1.0), max_staleness=1)
@@ -91,9 +98,10 @@ def drop_stale(
     >>> assert (state.global_step, state.stale_count, state.staleness) == (2, 1, 2)
     """
     checks.transformation("inner", inner)
-    checks.in_range("max_staleness", max_staleness, "[0, inf]")
-    if not isinstance(max_staleness, jax.core.Tracer) and max_staleness != np.inf:
-        checks.integer_scalar("max_staleness", max_staleness)
+    if not callable(max_staleness):
+        checks.in_range("max_staleness", max_staleness, "[0, inf]")
+        if not isinstance(max_staleness, jax.core.Tracer) and max_staleness != np.inf:
+            checks.integer_scalar("max_staleness", max_staleness)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> DropStaleState:
@@ -138,239 +146,18 @@ def drop_stale(
                 stale_count=stale_count, staleness=staleness
             )
 
-        # fresh iff staleness <= max_staleness
-        return gate.either(_at_most(staleness, max_staleness), fresh, stale)
+        # fresh iff staleness <= max_staleness(global_step)
+        limit = max_staleness
+        if callable(max_staleness):
+            limit = max_staleness(state.global_step)
+            checks.real_scalar("max_staleness(global_step)", limit)
+            checks.in_range("max_staleness(global_step)", limit, "[0, inf]")
+        return gate.either(_at_most(staleness, limit), fresh, stale)
 
     return gate.gate(init_fn, guard)
 
 
 def _at_most(staleness: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:
-    if isinstance(limit, jax.Array) and jnp.issubdtype(limit.dtype, jnp.floating):
-        return staleness.astype(jnp.float32) <= limit.astype(jnp.float32)  # inf
-    return staleness <= maps.saturated(limit)
-
-
-def scale_by_staleness(
-    power: jax.typing.ArrayLike = 1.0,
-) -> optax.GradientTransformationExtraArgs:
-    r"""Makes late gradients smaller.
-
-    .. math:: g \leftarrow g / \max(1, staleness)^{power}
-
-    For the inside of :func:`drop_stale`, which hands ``staleness`` to it: as the last
-    link of a chain it scales the step, as the first one the gradients, which
-    normalizing transformations such as :func:`novograd` partly undo.
-
-    Args:
-      power: how fast the weight falls with staleness, ≥ 0; 0 changes nothing.
-
-    Extra arguments of update:
-      staleness: how many steps late these gradients are.
-
-    Returns:
-      A transformation without state. Updates keep their shapes and dtypes.
-
-    Raises:
-      ValueError: ``power`` is negative or NaN.
-      TypeError: ``update`` is called without ``staleness``.
-
-    Source: Zhang et al., 2016, "Staleness-aware async-SGD for distributed deep
-    learning", https://arxiv.org/abs/1511.05950.
-
-    >>> import gradxform as gx, jax.numpy as jnp
-    >>> tx = gx.scale_by_staleness()
-    >>> updates, _ = tx.update(jnp.array([4.0]), tx.init(None), staleness=4)
-    >>> assert updates == 1.0
-    """
-    checks.in_range("power", power, "[0, inf)")
-
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.EmptyState,
-        params: optax.Params | None = None,
-        *,
-        staleness: jax.typing.ArrayLike | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del params, extra
-        if staleness is None:
-            raise TypeError(
-                "scale_by_staleness needs staleness: put it inside drop_stale, or pass "
-                "update(..., staleness=s)."
-            )
-
-        # 1 / max(1, staleness)^power
-        def weigh(g: jax.Array) -> jax.Array:
-            dtype = maps.compute_dtype(g)
-            lateness = jnp.maximum(1, jnp.asarray(staleness, dtype))
-            return maps.scale(g, lateness ** -jnp.asarray(power, dtype))
-
-        return maps.map_updates(weigh, updates), state
-
-    return optax.GradientTransformationExtraArgs(
-        lambda _: optax.EmptyState(), update_fn
-    )
-
-
-def compensate_delay(
-    variance_control: jax.typing.ArrayLike = 0.04,
-) -> optax.GradientTransformationExtraArgs:
-    r"""Corrects a late gradient for the way the parameters have gone meanwhile.
-
-    .. math:: g \leftarrow g + \lambda \, g \odot g \odot (w - w_{worker})
-
-    A first-order Taylor step from the worker's parameters to today's, with
-    :math:`g \odot g` for the Hessian: DC-ASGD. ``update`` takes today's ``params``.
-
-    Args:
-      variance_control: :math:`\lambda` ≥ 0; 0 changes nothing. The default is the
-        paper's. What it does goes with the square of the gradients: where they are
-        small, as those of a mean over a minibatch, it takes far more to matter.
-
-    Extra arguments of update:
-      worker_params: the parameters at which the worker computed the gradient.
-
-    Returns:
-      A transformation without state. Updates keep their shapes and dtypes.
-
-    Raises:
-      ValueError: ``variance_control`` is negative or NaN, or ``params`` is missing.
-      TypeError: ``worker_params`` is missing, or a tree has another structure or shape.
-
-    Source: Zheng et al., 2017, "Asynchronous stochastic gradient descent with delay
-    compensation", https://arxiv.org/abs/1609.08326, equation 10 (DC-ASGD-c).
-
-    >>> import gradxform as gx, jax.numpy as jnp
-    >>> tx = gx.compensate_delay(variance_control=0.5)
-    >>> grad, today, worker = jnp.array([2.0]), jnp.array([3.0]), jnp.array([2.0])
-    >>> updates, _ = tx.update(grad, tx.init(today), today, worker_params=worker)
-    >>> assert updates == 2.0 + 0.5 * 4.0 * 1.0
-    """
-    checks.in_range("variance_control", variance_control, "[0, inf)")
-
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.EmptyState,
-        params: optax.Params | None = None,
-        *,
-        worker_params: optax.Params | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del extra
-        if params is None:
-            raise ValueError(
-                "compensate_delay needs params: call update(updates, state, params)."
-            )
-        if worker_params is None:
-            raise TypeError(
-                "compensate_delay needs worker_params: pass update(..., "
-                "worker_params=p), the parameters at which the worker computed these "
-                "gradients."
-            )
-        checks.same_shapes("updates", updates, "params", params)
-        checks.same_shapes("updates", updates, "worker_params", worker_params)
-
-        def compensate(g: jax.Array, w: jax.Array, w_worker: jax.Array) -> jax.Array:
-            # g + λ·g⊙g⊙(w - w_worker)
-            wide = maps.widen(g)
-            now, then = (
-                maps.widen(jnp.asarray(x)).astype(wide.dtype) for x in (w, w_worker)
-            )
-            # λ and the distance come first: where either is 0, so is the product,
-            # though g⊙g may overflow.
-            correction = maps.scale(now - then, variance_control)
-            for _ in range(2):
-                correction = maps.scale(correction, jnp.abs(wide))
-            return (wide + correction).astype(g.dtype)
-
-        updates = maps.sum_duplicates(updates)
-        now, then = (maps.rows(updates, tree) for tree in (params, worker_params))
-        return maps.map_updates(compensate, updates, now, then), state
-
-    return optax.GradientTransformationExtraArgs(
-        lambda _: optax.EmptyState(), update_fn
-    )
-
-
-def global_step(state: optax.OptState) -> jax.Array:
-    """The number of updates accepted so far, from a state at any depth.
-
-    Args:
-      state: a state that holds one of :func:`drop_stale`,
-        :func:`conditional_accumulator` or :func:`accumulate`, inside ``optax.chain``,
-        ``optax.inject_hyperparams`` or other wrappers as well. Of nested gates the
-        outermost counts.
-
-    Returns:
-      int32 scalar, a copy, which stays valid when the state is donated to the next
-      step.
-
-    Raises:
-      ValueError: the state holds no global step, or several side by side.
-
-    Source: the argument ``global_step`` of ``tf.train.Optimizer.apply_gradients``.
-
-    >>> import gradxform as gx, jax.numpy as jnp, optax
-    >>> tx = optax.chain(gx.drop_stale(optax.adam(0.1), 2), optax.scale(0.5))
-    >>> assert gx.global_step(tx.init(jnp.zeros(3))) == 0
-    """
-    return jnp.array(outermost(state, "global_step"), copy=True)
-
-
-def staleness_fraction(state: optax.OptState) -> jax.Array:
-    r"""TensorFlow's measure of how much arrived too late.
-
-    .. math:: stale\_count / (global\_step + 1)
-
-    Dropped updates against accepted ones, so it is no share of all and may exceed 1.
-
-    Args:
-      state: as for :func:`global_step`; to :func:`accumulate` alone nothing is late.
-
-    Returns:
-      float32 scalar.
-
-    Raises:
-      ValueError: as :func:`global_step`.
-
-    Source: the summary "Gradient staleness percentage" of
-    ``tf.contrib.opt.DropStaleGradientOptimizer``.
-
-    >>> import gradxform as gx, jax.numpy as jnp, optax
-    >>> tx = gx.drop_stale(optax.sgd(1.0), max_staleness=0)
-    >>> state = tx.init(jnp.zeros(3))
-    >>> for local_step in (0, 0, 0, 1):
-    ...     _, state = tx.update(jnp.ones(3), state, local_step=local_step)
-    >>> assert abs(gx.staleness_fraction(state) - 2 / 3) < 1e-6
-    """
-    own = _outermost(state, "stale_count")
-    return own.stale_count.astype(jnp.float32) / (
-        own.global_step.astype(jnp.float32) + 1
-    )
-
-
-def outermost(state: optax.OptState, field: str) -> jax.Array:
-    """A field of the gate's state that lies inside no other gate's with that field."""
-    value: jax.Array = getattr(_outermost(state, field), field)
-    return value
-
-
-def dropped(state: optax.OptState) -> jax.Array:
-    """How many pushes the outermost gate has left out, for whatever reason."""
-    own = _outermost(state, "global_step")
-    count: jax.Array
-    count = own.stale_count if hasattr(own, "stale_count") else own.nonfinite_count
-    return count
-
-
-def _outermost(state: optax.OptState, field: str) -> Any:
-    found = gate.states(state, field)
-    if not found:
-        raise ValueError(
-            f"the state holds no {field}: wrap the transformation in drop_stale or "
-            "conditional_accumulator."
-        )
-    if len(found) > 1:
-        paths = ", ".join(f"{jax.tree_util.keystr(path)}.{field}" for path, _ in found)
-        raise ValueError(f"the state holds several {field}, at {paths}: pass one part.")
-    return found[0][1]
+    if isinstance(limit, int) or jnp.issubdtype(jnp.result_type(limit), jnp.integer):
+        return staleness <= maps.saturated(limit)
+    return staleness.astype(jnp.float32) <= jnp.asarray(limit, jnp.float32)  # inf, too

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Sharding
 
 from gradxform._late import gate
-from gradxform._late.drop_stale import dropped, outermost
+from gradxform._late.counters import dropped, outermost
 from gradxform._server.places import Place, bring, copy
 from gradxform._server.rows import RowPrograms, in_sizes
 from gradxform._trees import checks, maps

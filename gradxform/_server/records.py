@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from gradxform._late.drop_stale import dropped, outermost
+from gradxform._late.counters import dropped, outermost
 from gradxform._trees import checks
 
 

@@ -57,7 +57,26 @@ def squared_norms(
     layers = jax.tree.unflatten(treedef, squares)
     if axis_name is not None:
         layers, parts = mesh.sums(layers, axis_name, stacked)
-    return layers, _total(parts)
+    return layers, total(parts)
+
+
+def products(
+    updates: Any, others: Any, *, axis_name: AxisName = None
+) -> tuple[Any, jax.Array]:
+    """``Re⟨g, h⟩`` of each leaf, and of all together; as :func:`squared_norms`."""
+
+    def product(g: jax.Array, h: jax.Array) -> jax.Array:
+        g, h = (maps.apart(x) if x.dtype.itemsize < 4 else x for x in (g, h))
+        parts = [(g, h)]
+        if jnp.iscomplexobj(g):
+            parts = [(g.real, h.real), (g.imag, h.imag)]
+        return sum(jnp.sum(maps.widen(x) * maps.widen(y)) for x, y in parts)
+
+    layers = maps.map_updates(lambda g, h: product(g, jnp.asarray(h)), updates, others)
+    parts = jax.tree.leaves(layers)
+    if axis_name is not None:
+        layers, parts = mesh.sums(layers, axis_name, [0] * len(parts))
+    return layers, total(parts)
 
 
 def squared_rows(updates: Any, *, limit: jax.typing.ArrayLike | None = None) -> Any:
@@ -156,7 +175,8 @@ def _together(
             )
 
 
-def _total(parts: list[jax.Array]) -> jax.Array:
+def total(parts: list[jax.Array]) -> jax.Array:
+    """The sum of all entries, in the widest of their dtypes."""
     sums = [jnp.sum(part) for part in parts]
     dtype = max((s.dtype for s in sums), key=lambda d: d.itemsize, default=jnp.float32)
     return sum((s.astype(dtype) for s in sums), jnp.zeros((), dtype))

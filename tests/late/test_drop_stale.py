@@ -22,19 +22,34 @@ GRADS = {"w": jnp.full((2, 3), 2.0), "b": jnp.full(3, -1.0)}
 INNER = optax.chain(gx.clip_by_global_norm(1.0), gx.novograd(0.1))
 
 
-@hypothesis.settings(max_examples=50, deadline=None)
+def fractional(step):
+    return 0.4 * step
+
+
+def never_then_all(step):
+    return np.inf if step > 2 else 0
+
+
+# How each is written for JAX.
+SCHEDULES = {
+    np.sqrt: jnp.sqrt,
+    fractional: lambda step: 0.4 * step.astype(jnp.float32),
+    never_then_all: lambda step: jnp.where(step > 2, jnp.inf, 0),
+}
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(
-    max_staleness=st.integers(0, 4),
+    max_staleness=st.integers(0, 4) | st.sampled_from(list(SCHEDULES)),
     # How late each push is, or how far ahead; the oracle makes local steps of it.
     pushes=st.lists(
         st.tuples(st.floats(-2, 2, width=32), st.integers(-2, 8)), max_size=12
     ),
 )
 def test_equals_a_plain_loop(max_staleness, pushes):
-    tx = gx.drop_stale(optax.sgd(0.5), max_staleness)
     step = _jitted_step(max_staleness)
     params = jnp.float32(1.0)
-    state = tx.init(params)
+    state = gx.drop_stale(optax.sgd(0.5), 0).init(params)
     expected = oracles.drop_stale(
         1.0, pushes, max_staleness, lambda p, g: np.float32(p - np.float32(0.5) * g)
     )
@@ -54,7 +69,8 @@ _steps = {}
 def _jitted_step(max_staleness):
     """One compilation for all examples with this threshold."""
     if max_staleness not in _steps:
-        tx = gx.drop_stale(optax.sgd(0.5), max_staleness)
+        limit = SCHEDULES.get(max_staleness, max_staleness)
+        tx = gx.drop_stale(optax.sgd(0.5), limit)
         _steps[max_staleness] = jax.jit(
             lambda g, s, p, local_step: gx.apply_gradients(
                 tx, g, s, p, local_step=local_step
@@ -369,3 +385,49 @@ def test_a_parameter_called_global_step_is_none():
     for find in (gx.global_step, gx.staleness_fraction):
         with pytest.raises(ValueError, match="wrap the transformation in drop_stale"):
             find(optax.adam(0.1).init(params))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "error", "message"),
+    [
+        (lambda step: "3", TypeError, "must be a real scalar, got '3'"),
+        (lambda step: jnp.ones(2), TypeError, r"must be a real scalar, got Array\("),
+        (lambda step: -1, ValueError, r"must be in \[0, inf\], got -1"),
+        (lambda step: np.nan, ValueError, r"must be in \[0, inf\], got nan"),
+    ],
+)
+def test_a_schedule_that_gives_no_threshold(schedule, error, message):
+    tx = gx.drop_stale(optax.sgd(0.1), schedule)
+    with pytest.raises(error, match=r"^max_staleness\(global_step\) " + message):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS, local_step=0)
+
+
+def test_a_threshold_that_is_traced_and_no_number_lets_nothing_late_in():
+    tx = gx.drop_stale(optax.sgd(0.1), lambda step: jnp.nan * jnp.sqrt(step))
+    state = tx.init(PARAMS)._replace(global_step=jnp.int32(1))
+    _, state = jax.jit(tx.update)(GRADS, state, PARAMS, local_step=0)
+    assert (state.global_step, state.stale_count) == (1, 1)
+
+
+def test_integers_of_a_schedule_are_compared_exactly():
+    """As float32 both would be 2²⁴."""
+    tx = gx.drop_stale(optax.identity(), lambda step: jnp.int32(2**24))
+    state = tx.init(PARAMS)._replace(global_step=jnp.int32(2**24 + 1))
+    for local_step, stale in ((1, 0), (0, 1)):
+        _, after = jax.jit(tx.update)(GRADS, state, PARAMS, local_step=local_step)
+        assert after.stale_count == stale
+
+
+def test_a_schedule_sees_accepted_updates_alone():
+    seen = []
+
+    def schedule(step):
+        jax.debug.callback(lambda k: seen.append(int(k)), step)
+        return 0
+
+    tx = gx.drop_stale(optax.sgd(0.1), schedule)
+    state = tx.init(PARAMS)
+    for local_step in (0, 0, 1, 0):  # accepted, dropped, accepted, dropped
+        _, state = tx.update(GRADS, state, PARAMS, local_step=local_step)
+    jax.effects_barrier()
+    assert seen == [0, 1, 1, 2]

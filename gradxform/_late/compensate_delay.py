@@ -1,0 +1,91 @@
+"""Late gradients, corrected for the way the parameters have gone meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform._trees import checks, maps
+
+
+def compensate_delay(
+    variance_control: jax.typing.ArrayLike = 0.04,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Corrects a late gradient for the way the parameters have gone meanwhile.
+
+    .. math:: g \leftarrow g + \lambda \, g \odot g \odot (w - w_{worker})
+
+    A first-order Taylor step from the worker's parameters to today's, with
+    :math:`g \odot g` for the Hessian: DC-ASGD. ``update`` takes today's ``params``.
+
+    Args:
+      variance_control: :math:`\lambda` ≥ 0; 0 changes nothing. The default is the
+        paper's. What it does goes with the square of the gradients: where they are
+        small, as those of a mean over a minibatch, it takes far more to matter.
+
+    Extra arguments of update:
+      worker_params: the parameters at which the worker computed the gradient.
+
+    Returns:
+      A transformation without state. Updates keep their shapes and dtypes.
+
+    Raises:
+      ValueError: ``variance_control`` is negative or NaN, or ``params`` is missing.
+      TypeError: ``worker_params`` is missing, or a tree has another structure or shape.
+
+    Source: Zheng et al., 2017, "Asynchronous stochastic gradient descent with delay
+    compensation", https://arxiv.org/abs/1609.08326, equation 10 (DC-ASGD-c).
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> tx = gx.compensate_delay(variance_control=0.5)
+    >>> grad, today, worker = jnp.array([2.0]), jnp.array([3.0]), jnp.array([2.0])
+    >>> updates, _ = tx.update(grad, tx.init(today), today, worker_params=worker)
+    >>> assert updates == 2.0 + 0.5 * 4.0 * 1.0
+    """
+    checks.in_range("variance_control", variance_control, "[0, inf)")
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.EmptyState,
+        params: optax.Params | None = None,
+        *,
+        worker_params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del extra
+        if params is None:
+            raise ValueError(
+                "compensate_delay needs params: call update(updates, state, params)."
+            )
+        if worker_params is None:
+            raise TypeError(
+                "compensate_delay needs worker_params: pass update(..., "
+                "worker_params=p), the parameters at which the worker computed these "
+                "gradients."
+            )
+        checks.same_shapes("updates", updates, "params", params)
+        checks.same_shapes("updates", updates, "worker_params", worker_params)
+
+        def compensate(g: jax.Array, w: jax.Array, w_worker: jax.Array) -> jax.Array:
+            # g + λ·g⊙g⊙(w - w_worker)
+            wide = maps.widen(g)
+            now, then = (
+                maps.widen(jnp.asarray(x)).astype(wide.dtype) for x in (w, w_worker)
+            )
+            # λ and the distance come first: where either is 0, so is the product,
+            # though g⊙g may overflow.
+            correction = maps.scale(now - then, variance_control)
+            for _ in range(2):
+                correction = maps.scale(correction, jnp.abs(wide))
+            return (wide + correction).astype(g.dtype)
+
+        updates = maps.sum_duplicates(updates)
+        now, then = (maps.rows(updates, tree) for tree in (params, worker_params))
+        return maps.map_updates(compensate, updates, now, then), state
+
+    return optax.GradientTransformationExtraArgs(
+        lambda _: optax.EmptyState(), update_fn
+    )

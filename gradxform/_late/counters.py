@@ -1,0 +1,95 @@
+"""What the counters of a gate say, wherever in a state they lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform._late import gate
+
+
+def global_step(state: optax.OptState) -> jax.Array:
+    """The number of updates accepted so far, from a state at any depth.
+
+    Args:
+      state: a state that holds one of :func:`drop_stale`,
+        :func:`conditional_accumulator` or :func:`accumulate`, inside ``optax.chain``,
+        ``optax.inject_hyperparams`` or other wrappers as well. Of nested gates the
+        outermost counts.
+
+    Returns:
+      int32 scalar, a copy, which stays valid when the state is donated to the next
+      step.
+
+    Raises:
+      ValueError: the state holds no global step, or several side by side.
+
+    Source: the argument ``global_step`` of ``tf.train.Optimizer.apply_gradients``.
+
+    >>> import gradxform as gx, jax.numpy as jnp, optax
+    >>> tx = optax.chain(gx.drop_stale(optax.adam(0.1), 2), optax.scale(0.5))
+    >>> assert gx.global_step(tx.init(jnp.zeros(3))) == 0
+    """
+    return jnp.array(outermost(state, "global_step"), copy=True)
+
+
+def staleness_fraction(state: optax.OptState) -> jax.Array:
+    r"""TensorFlow's measure of how much arrived too late.
+
+    .. math:: stale\_count / (global\_step + 1)
+
+    Dropped updates against accepted ones, so it is no share of all and may exceed 1.
+
+    Args:
+      state: as for :func:`global_step`; to :func:`accumulate` alone nothing is late.
+
+    Returns:
+      float32 scalar.
+
+    Raises:
+      ValueError: as :func:`global_step`.
+
+    Source: the summary "Gradient staleness percentage" of
+    ``tf.contrib.opt.DropStaleGradientOptimizer``.
+
+    >>> import gradxform as gx, jax.numpy as jnp, optax
+    >>> tx = gx.drop_stale(optax.sgd(1.0), max_staleness=0)
+    >>> state = tx.init(jnp.zeros(3))
+    >>> for local_step in (0, 0, 0, 1):
+    ...     _, state = tx.update(jnp.ones(3), state, local_step=local_step)
+    >>> assert abs(gx.staleness_fraction(state) - 2 / 3) < 1e-6
+    """
+    own = _outermost(state, "stale_count")
+    return own.stale_count.astype(jnp.float32) / (
+        own.global_step.astype(jnp.float32) + 1
+    )
+
+
+def outermost(state: optax.OptState, field: str) -> jax.Array:
+    """A field of the gate's state that lies inside no other gate's with that field."""
+    value: jax.Array = getattr(_outermost(state, field), field)
+    return value
+
+
+def dropped(state: optax.OptState) -> jax.Array:
+    """How many pushes the outermost gate has left out, for whatever reason."""
+    own = _outermost(state, "global_step")
+    count: jax.Array
+    count = own.stale_count if hasattr(own, "stale_count") else own.nonfinite_count
+    return count
+
+
+def _outermost(state: optax.OptState, field: str) -> Any:
+    found = gate.states(state, field)
+    if not found:
+        raise ValueError(
+            f"the state holds no {field}: wrap the transformation in drop_stale or "
+            "conditional_accumulator."
+        )
+    if len(found) > 1:
+        paths = ", ".join(f"{jax.tree_util.keystr(path)}.{field}" for path, _ in found)
+        raise ValueError(f"the state holds several {field}, at {paths}: pass one part.")
+    return found[0][1]

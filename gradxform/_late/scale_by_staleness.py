@@ -1,0 +1,103 @@
+"""Late gradients, made smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform._trees import checks, maps
+
+
+def scale_by_staleness(
+    power: jax.typing.ArrayLike = 1.0,
+    *,
+    weight: Callable[[jax.Array], jax.typing.ArrayLike] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Makes late gradients smaller.
+
+    .. math::
+
+        g \leftarrow g \cdot weight(s), \quad s = \max(0, staleness),
+        \quad weight(s) = \max(1, s)^{-power} \text{ by default}
+
+    For the inside of :func:`drop_stale`, which hands ``staleness`` to it: as the last
+    link of a chain it scales the step, as the first one the gradients, which
+    normalizing transformations such as :func:`novograd` partly undo.
+
+    Args:
+      power: how fast the weight falls with staleness, ≥ 0; 0 changes nothing.
+      weight: the factor for a staleness, any function of an int32 scalar, traced; then
+        ``power`` is not read. It gives a real scalar ≥ 0. A gradient ahead of its time
+        has staleness 0 here. :ref:`The page on late gradients <weights>` has those of
+        the literature.
+
+    Extra arguments of update:
+      staleness: how many steps late these gradients are.
+
+    Returns:
+      A transformation without state. Updates keep their shapes and dtypes.
+
+    Raises:
+      ValueError: ``power`` is negative or NaN, or ``weight`` gives such a number.
+      TypeError: ``weight`` is no function, or gives no real scalar; ``update`` is
+        called without ``staleness``.
+
+    Source: Zhang et al., 2016, "Staleness-aware async-SGD for distributed deep
+    learning", https://arxiv.org/abs/1511.05950.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> tx = gx.scale_by_staleness()
+    >>> updates, _ = tx.update(jnp.array([4.0]), tx.init(None), staleness=4)
+    >>> assert updates == 1.0
+    >>> tx = gx.scale_by_staleness(weight=lambda s: 1 / jnp.sqrt(1 + s))  # FedBuff's
+    >>> updates, _ = tx.update(jnp.array([4.0]), tx.init(None), staleness=3)
+    >>> assert updates == 2.0
+    """
+    checks.in_range("power", power, "[0, inf)")
+    if weight is not None and not callable(weight):
+        raise TypeError(
+            "weight must be a function of the staleness, such as lambda s: 1 / (1 + "
+            f"s), got {weight!r}; under optax.inject_hyperparams name it in "
+            "static_args."
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.EmptyState,
+        params: optax.Params | None = None,
+        *,
+        staleness: jax.typing.ArrayLike | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del params, extra
+        if staleness is None:
+            raise TypeError(
+                "scale_by_staleness needs staleness: put it inside drop_stale, or pass "
+                "update(..., staleness=s)."
+            )
+        checks.integer_scalar("staleness", staleness)
+        # s = max(0, staleness)
+        s = jnp.maximum(0, maps.saturated(staleness))
+        factor: Any = None
+        if weight is not None:
+            factor = weight(s)
+            checks.real_scalar("weight(staleness)", factor)
+            checks.in_range("weight(staleness)", factor, "[0, inf)")
+
+        # g · weight(s), or g / max(1, s)^power
+        def weigh(g: jax.Array) -> jax.Array:
+            if weight is not None:
+                return maps.scale(g, factor)
+            dtype = maps.compute_dtype(g)
+            lateness = jnp.maximum(1, s.astype(dtype))
+            return maps.scale(g, lateness ** -jnp.asarray(power, dtype))
+
+        return maps.map_updates(weigh, updates), state
+
+    return optax.GradientTransformationExtraArgs(
+        lambda _: optax.EmptyState(), update_fn
+    )

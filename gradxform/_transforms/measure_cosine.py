@@ -1,0 +1,120 @@
+"""The cosine of each gradient with the one before it: a first sign of divergence."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform._trees import checks, maps, norms
+from gradxform._trees.mesh import AxisName
+
+
+class MeasureCosineState(NamedTuple):
+    """State of :func:`measure_cosine`.
+
+    Attributes:
+      cosine: float32[], of the last gradient with the one before it, in [-1, 1].
+      previous: the last gradient, like params.
+      squares: float32[] a leaf, the squared norm of ``previous``.
+    """
+
+    cosine: jax.Array
+    previous: optax.Updates
+    squares: optax.Updates
+
+
+def measure_cosine(
+    *, axis_name: AxisName = None
+) -> optax.GradientTransformationExtraArgs:
+    r"""Measures how far each gradient points where the one before it did.
+
+    .. math::
+
+        cosine_t = \frac{\langle g_t, g_{t-1} \rangle}
+          {\lVert g_t \rVert \, \lVert g_{t-1} \rVert}
+
+    A link that changes no gradient. Of minibatches that are in time the cosine is small
+    and has both signs. Where it stays near 1, one gradient after the other is taken at
+    about the same parameters, none sees what the last one has done, and their steps add
+    up: under staleness that comes before the loss diverges. Read it from the state:
+    ``optax.tree.get(state, "cosine")``. A :class:`ParameterServer` tells it with each
+    push, and TensorBoard shows it.
+
+    It costs one gradient of memory, which is written once and read once, and one more
+    pass over the gradients where the compiler does not take all sums at once. Behind a
+    gate it measures what acts, not what is dropped.
+
+    Args:
+      axis_name: as in :func:`global_norm`.
+
+    Returns:
+      A transformation with state :class:`MeasureCosineState`. The cosine of the first
+      gradient, and of one that is all zero, is 0; where an entry is not finite it is
+      NaN. ``None`` for a leaf leaves all that is its own as it was, and counts for
+      nothing. The arithmetic is done in at least float32.
+
+    Raises:
+      TypeError: updates do not have the structure or shapes of the parameters, or are
+        row-sparse.
+
+    Source: "GAC: stabilizing asynchronous RL training for LLMs via gradient alignment
+    control", https://arxiv.org/abs/2603.01501.
+
+    >>> import gradxform as gx, jax.numpy as jnp, optax
+    >>> tx = gx.drop_stale(optax.chain(gx.measure_cosine(), optax.sgd(0.1)), 4)
+    >>> params = jnp.zeros(2)
+    >>> state = tx.init(params)
+    >>> for grad in ([3.0, 0.0], [4.0, 3.0]):
+    ...     params, state = gx.apply_gradients(
+    ...         tx, jnp.array(grad), state, params, local_step=0
+    ...     )
+    >>> assert abs(optax.tree.get(state, "cosine") - 0.8) < 1e-6
+    """
+
+    def init_fn(params: optax.Params) -> MeasureCosineState:
+        def zero(p: jax.Array) -> jax.Array:
+            return maps.full_like(p, 0, maps.inexact_dtype(p))
+
+        def nothing(p: jax.Array) -> jax.Array:
+            return maps.full_like(p, 0, maps.compute_dtype(p), axes=0)
+
+        return MeasureCosineState(
+            cosine=maps.zero(params, jnp.float32),
+            previous=maps.map_params(zero, params),
+            squares=maps.map_params(nothing, maps.bare(params)),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: MeasureCosineState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, MeasureCosineState]:
+        del params, extra
+        checks.dense("measure_cosine", updates)
+        checks.same_shapes("updates", updates, "previous", state.previous)
+        before = maps.as_in(updates, state.squares)
+        squares, square = norms.squared_norms(updates, axis_name=axis_name)
+        _, dot = norms.products(updates, state.previous, axis_name=axis_name)
+        held = jax.tree.leaves(maps.map_updates(lambda _, s: s, updates, before))
+        # ⟨g, g'⟩ / (‖g‖ · ‖g'‖)
+        length = maps.safe_sqrt(square) * maps.safe_sqrt(norms.total(held))
+        cosine = dot / jnp.where(length == 0, 1, length)
+
+        # That the product is known first, so that no copy of what it reads is made.
+        known = (dot != dot) & (dot == dot)
+
+        def keep(g: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(known, 0, g).astype(old.dtype)
+
+        squares = maps.map_state(lambda s, old: s.astype(old.dtype), squares, before)
+        return updates, MeasureCosineState(
+            cosine=jnp.clip(cosine, -1, 1).astype(jnp.float32),
+            previous=maps.map_state(keep, updates, state.previous),
+            squares=maps.as_in(state.squares, squares),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,0 +1,136 @@
+"""The cosine of consecutive gradients, against float64 NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+
+
+def draw(t, dtype="float32"):
+    rng = np.random.default_rng(t)
+
+    def leaf(*shape):
+        x = rng.standard_normal(shape) + 0.5
+        if np.issubdtype(jnp.dtype(dtype), np.complexfloating):
+            x = x + 1j * rng.standard_normal(shape)
+        return jnp.asarray(x, dtype)
+
+    return {"w": leaf(16, 4), "b": leaf(4)}
+
+
+def flat(tree):
+    wide = [np.asarray(x).astype(np.complex128).ravel() for x in jax.tree.leaves(tree)]
+    return np.concatenate(wide)
+
+
+def cosine(g, h):
+    g, h = flat(g), flat(h)
+    return np.vdot(g, h).real / (np.linalg.norm(g) * np.linalg.norm(h))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "bfloat16", "float16", "complex64"]
+)
+def test_is_that_of_each_gradient_with_the_one_before(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        tx = gx.measure_cosine()
+        grads = [draw(t, dtype) for t in range(4)]
+        state, update = tx.init(grads[0]), jax.jit(tx.update)
+        expected = [0.0, *map(cosine, grads[1:], grads)]
+        for g, wanted in zip(grads, expected, strict=True):
+            updates, state = update(g, state)
+            assert state.cosine.dtype == jnp.float32
+            np.testing.assert_allclose(state.cosine, wanted, atol=1e-6)
+            np.testing.assert_array_equal(flat(updates), flat(g))
+        np.testing.assert_array_equal(flat(state.previous), flat(grads[-1]))
+
+
+def test_gradients_of_one_direction_and_of_the_opposite():
+    tx = gx.measure_cosine()
+    g = draw(0)
+    state = tx.init(g)
+    for factor, wanted in ((1, 0), (3, 1), (-2, -1), (0, 0), (1, 0)):
+        _, state = tx.update(jax.tree.map(lambda x, f=factor: f * x, g), state)
+        np.testing.assert_allclose(state.cosine, wanted, atol=1e-6)
+        assert -1 <= state.cosine <= 1
+
+
+def test_a_leaf_without_gradient_counts_for_nothing_and_keeps_its_own():
+    tx = gx.measure_cosine()
+    a, b, c = draw(0), draw(1), draw(2)
+    state = tx.init(a)
+    for g in (a, {**b, "w": None}, c):
+        _, state = tx.update(g, state)
+        if g["w"] is None:
+            np.testing.assert_allclose(state.cosine, cosine(b["b"], a["b"]), atol=1e-6)
+            np.testing.assert_array_equal(state.previous["w"], a["w"])
+    before = {"w": a["w"], "b": b["b"]}
+    np.testing.assert_allclose(state.cosine, cosine(c, before), atol=1e-6)
+
+
+def test_what_is_not_finite_is_seen_and_forgotten():
+    tx = gx.measure_cosine()
+    a, b, c = draw(0), draw(1), draw(2)
+    state = tx.init(a)
+    found = []
+    for g in (a, {**b, "b": b["b"] * np.nan}, b, c):
+        _, state = tx.update(g, state)
+        found.append(float(state.cosine))
+    assert np.isnan(found[1:3]).all()
+    np.testing.assert_allclose(found[3], cosine(c, b), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_leaves_have_the_cosine_of_the_whole(kind):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    tx = gx.measure_cosine()
+    lay = {"w": NamedSharding(mesh, P("x")), "b": NamedSharding(mesh, P())}
+    state = tx.init(jax.device_put(draw(0), lay))
+    for t in range(2):
+        _, state = jax.jit(tx.update)(jax.device_put(draw(t), lay), state)
+    np.testing.assert_allclose(state.cosine, cosine(draw(1), draw(0)), atol=1e-6)
+    assert state.previous["w"].sharding.is_equivalent_to(lay["w"], 2)
+
+
+def test_inside_shard_map():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    tx = gx.measure_cosine(axis_name="x")
+    specs = {"w": P("x"), "b": P()}
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, specs), out_specs=P())
+    def measured(first, second):
+        _, state = tx.update(first, tx.init(first))
+        _, state = tx.update(second, state)
+        return state.cosine
+
+    got = jax.jit(measured)(draw(0), draw(1))
+    np.testing.assert_allclose(got, cosine(draw(1), draw(0)), atol=1e-6)
+
+
+def test_behind_a_gate_it_measures_what_acts():
+    tx = gx.drop_stale(optax.chain(gx.measure_cosine(), optax.sgd(0.1)), 0)
+    params = draw(9)
+    state = tx.init(params)
+    for t, local_step in ((0, 0), (1, 0), (2, 1)):  # The second is late.
+        params, state = gx.apply_gradients(
+            tx, draw(t), state, params, local_step=local_step
+        )
+    got = optax.tree.get(state, "cosine")
+    np.testing.assert_allclose(got, cosine(draw(2), draw(0)), atol=1e-6)
+
+
+def test_rows_and_other_shapes_are_refused():
+    tx = gx.measure_cosine()
+    state = tx.init(draw(0))
+    rows = gx.IndexedSlices([1], jnp.ones((1, 4)), (16, 4))
+    with pytest.raises(TypeError, match=r"measure_cosine .*at \['w'\]"):
+        tx.update({**draw(0), "w": rows}, state)
+    with pytest.raises(TypeError, match="updates and previous differ at"):
+        tx.update({**draw(0), "b": jnp.ones(3)}, state)
