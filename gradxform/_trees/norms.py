@@ -67,10 +67,9 @@ def products(
 
     def product(g: jax.Array, h: jax.Array) -> jax.Array:
         g, h = (maps.apart(x) if x.dtype.itemsize < 4 else x for x in (g, h))
-        parts = [(g, h)]
         if jnp.iscomplexobj(g):
-            parts = [(g.real, h.real), (g.imag, h.imag)]
-        return sum(jnp.sum(maps.widen(x) * maps.widen(y)) for x, y in parts)
+            return jnp.sum(g.real * h.real + g.imag * h.imag)
+        return jnp.sum(maps.widen(g) * maps.widen(h))
 
     layers = maps.map_updates(lambda g, h: product(g, jnp.asarray(h)), updates, others)
     parts = jax.tree.leaves(layers)
