@@ -24,6 +24,7 @@ class Descriptor:
     variant: str = ""
     local_step: int | None = None  # an extra argument of update
     staleness: int | None = None
+    worker: int | None = None
     worker_params: bool = False
     real_only: bool = False
 
@@ -32,6 +33,7 @@ class Descriptor:
         arguments = {
             "local_step": self.local_step,
             "staleness": self.staleness,
+            "worker": self.worker,
             "worker_params": None,
         }
         if self.worker_params:
@@ -154,6 +156,27 @@ DESCRIPTORS = (
         local_step=0,
     ),
     D("accumulate", {"inner": NOVOGRAD, "num_required": 1}),
+    # One worker's pushes are a step each; the third is stale.
+    D(
+        "worker_mean",
+        {"inner": NOVOGRAD, "num_workers": 1, "method": "all"},
+        "all",
+        local_step=1,
+        worker=0,
+    ),
+    # The first push fills the table.
+    D(
+        "worker_mean",
+        {"inner": ADAGRAD, "num_workers": 1, "method": "latest"},
+        "latest",
+        worker=0,
+    ),
+    D(
+        "worker_mean",
+        {"inner": ADAGRAD, "num_workers": 1, "method": "ringleader"},
+        "ringleader",
+        worker=0,
+    ),
     # Of three pushes the second acts, and the third is added.
     D(
         "accumulate",

@@ -198,6 +198,18 @@ _transforms/measure_cosine.py: a leaf without gradient is in the norm of the one
 - maps.map_updates(lambda _, s: s, updates, before)
 + before
 
+_late/worker_mean.py: a worker that has stepped in this cycle steps again
+- full = taken & complete & ~ahead
++ full = taken & complete
+
+_late/worker_mean.py: the mean of a cycle begins with that of the last one
+- over, lambda: (_cleared(means, row), ()), lambda: (means, ())
++ over, lambda: (means, ()), lambda: (means, ())
+
+_late/worker_mean.py: what a row held before its worker pushed anew comes back
+- old = jnp.where(counts[i] == 0, 0, held)
++ old = held
+
 _late/compensate_delay.py: a delay is compensated the wrong way round
 - maps.scale(now - then, variance_control)
 + maps.scale(then - now, variance_control)

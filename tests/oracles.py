@@ -136,3 +136,37 @@ def drop_stale(params, pushes, max_staleness, apply):
         else:
             stale += 1
         yield params, global_step, stale
+
+
+def worker_mean(pushes, num_workers, method):
+    """Plays ``(grad, worker, local_step)``; yields what acts, or None, and how stale.
+
+    As the authors' code of Ringleader ASGD does it, with whole lists in the place of
+    running means: each worker's pushes of this cycle, and of the next.
+    """
+    now, later = ([[] for _ in range(num_workers)] for _ in range(2))
+    stepped, global_step, stale = set(), 0, 0
+    for g, worker, local_step in pushes:
+        acts = None
+        if method == "all" and local_step < global_step:
+            stale += 1
+        elif method == "latest":
+            full = all(now)
+            now[worker] = [g]
+            acts = _mean_of_means(now) if full else None
+        elif worker in stepped:
+            later[worker].append(g)
+        else:
+            now[worker].append(g)
+            if all(now):
+                acts = _mean_of_means(now)
+                stepped.add(worker)
+                if method == "all" or len(stepped) == num_workers:
+                    now, later = later, [[] for _ in range(num_workers)]
+                    stepped = set()
+        global_step += acts is not None
+        yield acts, global_step, stale
+
+
+def _mean_of_means(rows):
+    return np.mean([np.mean(row, axis=0) for row in rows], axis=0)

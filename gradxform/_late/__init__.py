@@ -7,6 +7,7 @@ copies nothing.
 
 - ``gate``: the idea, and the conditional of two sides that need not agree in type.
 - ``drop_stale``: the gate that drops what comes too late.
+- ``worker_mean``: the gate for workers whose data differ, with a row for each.
 - ``scale_by_staleness``, ``compensate_delay``: links for its inside, which make a late
   gradient smaller or correct it.
 - ``counters``: ``global_step`` and ``staleness_fraction`` of a state.

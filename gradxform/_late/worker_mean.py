@@ -1,0 +1,346 @@
+"""The mean over workers whose data differ, of which some are fast and some are slow."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gradxform._late import gate
+from gradxform._late.gate import Act, GatedTransformation, Rest
+from gradxform._trees import checks, maps
+from gradxform._trees.rounding import narrow
+from gradxform._trees.rows import explicit_sharding
+
+Method = Literal["all", "latest", "ringleader"]
+
+
+class WorkerMeanState(NamedTuple):
+    """State of :func:`worker_mean`, for n workers.
+
+    Attributes:
+      global_step: int32[], times the inner transformation ran; saturates.
+      stale_count: int32[], pushes dropped so far; saturates.
+      counts: int32[n], pushes of each worker that are in the table.
+      stepped: bool[n], which workers have stepped in this cycle of ``"ringleader"``.
+      table: n rows a leaf, like params: the mean of each worker's pushes.
+      row_counts: int32[n] a leaf, those pushes that had a gradient for it; a row whose
+        count is 0 stands for zeros, whatever it holds.
+      means: the mean over workers of their rows, a leaf with 1 row; with
+        ``"ringleader"`` 2, for this cycle and the next, in turn.
+      turn: int32[], the row of ``means`` that belongs to this cycle.
+      inner_state: of the transformation behind the gate.
+    """
+
+    global_step: jax.Array
+    stale_count: jax.Array
+    counts: jax.Array
+    stepped: jax.Array
+    table: optax.Updates
+    row_counts: optax.Updates
+    means: optax.Updates
+    turn: jax.Array
+    inner_state: optax.OptState
+
+
+def worker_mean(
+    inner: optax.GradientTransformation,
+    num_workers: int,
+    *,
+    method: Method,
+    accumulator_dtype: jax.typing.DTypeLike | None = None,
+) -> GatedTransformation:
+    r"""Lets ``inner`` act on the mean over workers of the means of their gradients.
+
+    .. math::
+
+        c_i \leftarrow c_i + 1, \quad m_i \leftarrow m_i + (g - m_i) / c_i, \quad
+        g_{inner} = \tfrac{1}{n} \textstyle\sum_{i=1}^{n} m_i
+
+    for a push of worker i. Where the data of the workers differ, the fastest worker
+    would otherwise pull the parameters towards its own. ``method`` says which pushes
+    are in the mean, and which of them are a step:
+
+    - ``"all"``, Malenia SGD: the pushes of this global step. Once each worker has
+      pushed at least once, that is the step, and all starts again from nothing. A push
+      whose ``local_step`` is behind ``global_step`` is dropped, and ``stale_count``
+      grows by 1.
+    - ``"latest"``, incremental aggregated gradients: the newest push of each worker,
+      however late (:math:`c_i = 1`). Once each worker has pushed, every further push is
+      a step.
+    - ``"ringleader"``, Ringleader ASGD: in the first phase of a cycle the pushes are
+      gathered until each worker has pushed; the push that completes them is the first
+      of n steps. In the second phase a push of a worker that has not stepped yet in
+      this cycle is added and is a step. One of a worker that has goes to the next
+      cycle. After n steps that one begins, with what is already in it.
+
+    Whatever a dropped gradient holds, NaN or inf, reaches nothing. Updates of a push
+    that is no step are zero, and the inner state stays bit-identical. Updates and state
+    have the types that :func:`drop_stale` says.
+
+    The table is as large as n models, and one mean comes on top, two for
+    ``"ringleader"``. The cost of a push does not grow with n: it reads and writes one
+    row of the table and one mean. With ``"latest"`` the mean is moved by each push and
+    never computed anew, so it carries the rounding of all pushes.
+
+    Args:
+      inner: the transformation behind the gate, a whole optimizer as a rule.
+      num_workers: n, how many there are, in [1, 2³¹ - 1]; no traced number, for it is a
+        shape. Under ``optax.inject_hyperparams`` name it in ``static_args``.
+      method: ``"all"``, ``"latest"`` or ``"ringleader"``.
+      accumulator_dtype: dtype of table and means, by default that of the parameters but
+        at least float32.
+
+    Extra arguments of update:
+      worker: whose gradient it is, an integer in [0, n). A traced one that is not is
+        dropped, and counts as stale.
+      local_step: as in :func:`drop_stale`; ``"all"`` needs it, the other two pass it on
+        to ``inner``.
+
+    Returns:
+      A transformation with state :class:`WorkerMeanState`. ``None`` for a leaf leaves
+      its row as it was, and in the step that such a push makes ``inner`` sees ``None``
+      there. A worker that had no gradient for a leaf counts as one of zeros.
+
+    Raises:
+      ValueError: ``num_workers`` is out of range, or ``method`` is unknown; a
+        ``worker`` or ``local_step`` that is no array is out of range.
+      TypeError: ``inner`` is no transformation; ``num_workers`` is no integer, or
+        traced; ``update`` is called without ``worker`` or a ``local_step`` that is
+        needed; updates do not have the structure or the shapes of the parameters, or
+        are row-sparse.
+
+    Source: Tyurin and Richtárik, 2023, "Optimal time complexities of parallel
+    stochastic optimization methods", https://arxiv.org/abs/2305.12387 (Malenia);
+    Maranjyan and Richtárik, 2025, "Ringleader ASGD", https://arxiv.org/abs/2509.22860,
+    and its authors' code, which for ``"latest"`` begins to step with the push after the
+    one that completes the table.
+
+    >>> import gradxform as gx, jax.numpy as jnp, optax
+    >>> tx = gx.worker_mean(optax.sgd(1.0), num_workers=2, method="all")
+    >>> params = jnp.array(0.0)
+    >>> state = tx.init(params)
+    >>> for worker, grad in ((0, 1.0), (0, 3.0), (1, 8.0)):  # The first one is faster.
+    ...     params, state = gx.apply_gradients(
+    ...         tx, jnp.array(grad), state, params, worker=worker, local_step=0
+    ...     )
+    >>> assert params == -5.0  # the mean of 2 and 8
+    >>> assert state.global_step == 1 and state.counts.tolist() == [0, 0]
+    """
+    checks.transformation("inner", inner)
+    if isinstance(num_workers, jax.core.Tracer):
+        raise TypeError(
+            "num_workers is a shape, so it cannot be traced; under "
+            "optax.inject_hyperparams name it in static_args."
+        )
+    checks.integer_scalar("num_workers", num_workers)
+    checks.in_range("num_workers", num_workers, checks.COUNTS)
+    checks.one_of("method", method, get_args(Method))
+    checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
+    n, inner = operator.index(num_workers), optax.with_extra_args_support(inner)
+    ringleader = method == "ringleader"
+
+    def one_more(count: jax.Array) -> jax.Array:
+        # c_i + 1; of "latest" the newest push alone counts
+        return jnp.ones_like(count) if method == "latest" else count + 1
+
+    def init_fn(params: optax.Params) -> WorkerMeanState:
+        checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
+
+        def rows(number: int) -> Any:
+            def zeros(p: jax.Array) -> jax.Array:
+                dtype = accumulator_dtype or maps.wide_dtype(p)
+                return _stacked(maps.full_like(p, 0, dtype), number)
+
+            return maps.map_params(zeros, maps.bare(params))
+
+        def none(p: jax.Array) -> jax.Array:
+            return _stacked(maps.full_like(p, 0, jnp.int32, axes=0), n)
+
+        return WorkerMeanState(
+            global_step=maps.zero(params, jnp.int32),
+            stale_count=maps.zero(params, jnp.int32),
+            counts=_stacked(maps.zero(params, jnp.int32), n),
+            stepped=_stacked(maps.zero(params, jnp.bool), n),
+            table=rows(n),
+            row_counts=maps.map_params(none, maps.bare(params)),
+            means=rows(2 if ringleader else 1),
+            turn=maps.zero(params, jnp.int32),
+            inner_state=inner.init(params),
+        )
+
+    def guard(
+        act: Act,
+        rest: Rest,
+        updates: optax.Updates,
+        state: WorkerMeanState,
+        params: optax.Params | None,
+        *,
+        worker: jax.typing.ArrayLike | None = None,
+        local_step: jax.typing.ArrayLike | None = None,
+        **extra: Any,
+    ) -> tuple[Any, WorkerMeanState]:
+        checks.dense("worker_mean", updates)
+        checks.same_shapes(
+            "updates",
+            updates,
+            "table",
+            maps.as_in(updates, state.table),
+            lambda g: (n, *np.shape(g)),
+        )
+        taken, i = _worker(worker, n)
+        extra["worker"] = i
+        if local_step is not None or method == "all":
+            extra["local_step"] = checks.local_step("worker_mean", local_step)
+        if method == "all":
+            # fresh iff local_step >= global_step
+            taken &= extra["local_step"] >= state.global_step
+
+        counts = state.counts.at[i].set(one_more(state.counts[i]))
+        complete = jnp.all(counts > 0) | jnp.any(state.stepped)
+        ahead = state.stepped[i]  # In this cycle, so the push belongs to the next one.
+        row = jnp.where(ahead, 1 - state.turn, state.turn)
+        if method == "latest":
+            complete = jnp.all(state.counts > 0)
+        full = taken & complete & ~ahead
+
+        def added() -> tuple[Any, Any]:
+            return None, _added(updates, state, i, row, one_more)
+
+        before = state.table, state.row_counts, state.means
+        _, (table, row_counts, means) = gate.either(
+            taken, added, lambda: (None, before)
+        )
+
+        def step() -> tuple[Any, Any]:
+            mean = maps.map_updates(
+                lambda g, m: narrow(_row(m, row), maps.dtype_of(g)),
+                updates,
+                maps.as_in(updates, means),
+            )
+            outcome, inner_state = act(
+                inner, mean, state.inner_state, params, **gate.taken(inner, extra)
+            )
+            return outcome, (inner_state, jnp.array(True))
+
+        def wait() -> tuple[Any, Any]:
+            return rest(params), (state.inner_state, jnp.array(False))
+
+        # That `acted` comes out of the conditional tells the compiler when the mean is
+        # read no longer, and saves a copy of it.
+        outcome, (inner_state, acted) = gate.either(full, step, wait)
+
+        stepped, turn, over = state.stepped, state.turn, acted
+        if method != "latest":
+            # A row is of the next cycle once its worker has stepped in this one.
+            begins = (jnp.arange(n, dtype=jnp.int32) == i) if ringleader else True
+            counts, row_counts = jax.tree.map(
+                lambda c: jnp.where(full & begins, 0, c), (counts, row_counts)
+            )
+        if ringleader:
+            stepped = stepped.at[i].set(full | ahead)
+            over = acted & jnp.all(stepped)
+            stepped, turn = stepped & ~over, jnp.where(over, 1 - turn, turn)
+        if method != "latest":  # A mean begins with zeros.
+            means, _ = gate.either(
+                over, lambda: (_cleared(means, row), ()), lambda: (means, ())
+            )
+        increment = optax.safe_increment
+        return outcome, WorkerMeanState(
+            global_step=jnp.where(
+                full, increment(state.global_step), state.global_step
+            ),
+            stale_count=jnp.where(
+                taken, state.stale_count, increment(state.stale_count)
+            ),
+            counts=jnp.where(taken, counts, state.counts),
+            stepped=jnp.where(taken, stepped, state.stepped),
+            table=table,
+            row_counts=row_counts,
+            means=means,
+            turn=jnp.where(taken, turn, state.turn),
+            inner_state=inner_state,
+        )
+
+    return gate.gate(init_fn, guard)
+
+
+def _worker(worker: Any, n: int) -> tuple[jax.Array, jax.Array]:
+    """Whether there is such a worker, and its row."""
+    if worker is None:
+        raise TypeError(
+            "worker_mean needs worker: pass update(..., worker=i), the index of the "
+            "worker that computed these gradients."
+        )
+    checks.integer_scalar("worker", worker)
+    if not isinstance(worker, jax.Array):
+        checks.in_range("worker", worker, f"[0, {n})")
+    i = maps.saturated(worker)
+    return (i >= 0) & (i < n), jnp.clip(i, 0, n - 1)
+
+
+def _row(x: jax.Array, i: jax.Array) -> jax.Array:
+    row: jax.Array = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+    return row
+
+
+def _added(
+    updates: optax.Updates,
+    state: WorkerMeanState,
+    i: jax.Array,
+    row: jax.Array,
+    one_more: Callable[[jax.Array], jax.Array],
+) -> tuple[Any, Any, Any]:
+    """Table, its counts and the means with this push in row ``i`` and mean ``row``."""
+
+    def change(g: Any, table: Any, counts: Any, means: Any) -> tuple[Any, Any, Any]:
+        if g is None:
+            return table, counts, means
+        held, count = maps.widen(_row(table, i)), one_more(counts[i])
+        old = jnp.where(counts[i] == 0, 0, held)
+        # (g - m_i) / c_i
+        g = jnp.asarray(g).astype(held.dtype)
+        delta = maps.scale(g - old, 1 / count)
+        share = maps.scale(delta, 1 / table.shape[0])
+        means = means.at[row].add(
+            narrow(share, means.dtype), out_sharding=explicit_sharding(means)
+        )
+        # That the mean is known first, so that no copy of what it reads is made.
+        known = _row(means, row)
+        known = (known != known) & (known == known)
+        new = jnp.where(known, 0, old + delta)
+        table = table.at[i].set(
+            narrow(new, table.dtype), out_sharding=explicit_sharding(table)
+        )
+        return table, counts.at[i].set(count), means
+
+    trees = state.table, state.row_counts, state.means
+    leaves = [jax.tree.leaves(tree, is_leaf=maps.is_leaf) for tree in (updates, *trees)]
+    changed = list(map(change, *leaves))
+    structure = jax.tree.structure(state.table, is_leaf=maps.is_leaf)
+    table, counts, means = (
+        jax.tree.unflatten(structure, [each[k] for each in changed]) for k in range(3)
+    )
+    return table, counts, means
+
+
+def _cleared(means: Any, row: jax.Array) -> Any:
+    return jax.tree.map(
+        lambda x: x.at[row].set(0, out_sharding=explicit_sharding(x)), means
+    )
+
+
+def _stacked(x: jax.Array, n: int) -> jax.Array:
+    """``n`` times the same, each lying as ``x`` does."""
+    stacked = jnp.broadcast_to(x, (n, *x.shape))
+    if not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
+        spec = P(None, *x.sharding.spec)
+        stacked = jax.device_put(stacked, x.sharding.update(spec=spec))
+    return stacked
