@@ -84,8 +84,10 @@ def drop_stale(
 
     Source: ``tf.contrib.opt.DropStaleGradientOptimizer``. With ``optax.sgd`` inside it
     is Ringmaster ASGD, whose delay threshold R is ``max_staleness=R - 1`` (Maranjyan et
-    al., 2025, https://arxiv.org/abs/2501.16168). The threshold that needs no tuning is
-    ``max_staleness=jnp.sqrt`` (https://arxiv.org/abs/2605.18174).
+    al., 2025, https://arxiv.org/abs/2501.16168). Ringmaster LMO has a threshold that
+    needs no tuning, :math:`R_k = \lfloor\sqrt k\rfloor` at step k
+    (https://arxiv.org/abs/2605.18174); its authors' code takes that of the step before:
+    ``max_staleness=lambda k: jnp.sqrt(jnp.maximum(k - 1, 1)) - 1``.
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = gx.drop_stale(optax.sgd(1.0), max_staleness=1)
