@@ -18,6 +18,7 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
+from tests.conftest import promotion
 from tests.golden import _simulator as simulator
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -79,6 +80,8 @@ def build(ours):
     name = ours["transformation"]
     if name == "sgd":
         return optax.sgd(ours["learning_rate"])
+    if name == "scale_by_muon":
+        return optax.contrib.scale_by_muon(beta=ours["beta"], nesterov=ours["nesterov"])
     if name == "scale_by_staleness":
         return weighted(WEIGHTS[ours["weight"]])
     return getattr(gx, name)(build(ours["inner"]), ours[GATES[name]])
@@ -93,7 +96,7 @@ def quadratic(x, curvature, pull, noise):
     """As in the traces: its gradient is A x - b + noise."""
 
     def loss(x):
-        return x @ curvature @ x / 2 - (pull - noise) @ x
+        return jnp.sum(x * (curvature @ x / 2 - pull + noise))
 
     return jax.value_and_grad(loss)(x)
 
@@ -194,11 +197,14 @@ def pushed(case):
 
 @pytest.mark.parametrize("name", [name for name in OURS if name not in FEDERATED])
 def test_what_is_given_up_there_is_dropped_here(name):
-    for event, result, w in pushed(CASES[name]):
-        assert result.applied == ("given_up" not in event)
-        assert result.global_step == event["global_step"]
-        if "params" in event:
-            np.testing.assert_allclose(w, event["params"], rtol=0, atol=1e-9)
+    # Muon adds 1e-7 to a norm, optax 1e-8 to one with the bias corrected.
+    atol = 1e-6 if "muon" in name else 1e-9
+    with promotion():
+        for event, result, w in pushed(CASES[name]):
+            assert result.applied == ("given_up" not in event)
+            assert result.global_step == event["global_step"]
+            if "params" in event:
+                np.testing.assert_allclose(w, event["params"], rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("name", [name for name in OURS if name in FEDERATED])
@@ -225,7 +231,7 @@ def test_the_engine_without_stops(gate, number, pattern):
     """Ringmaster and Rennala as their papers have them: late pushes come, and go."""
     case = next(case for name, case in CASES.items() if name.endswith(pattern))
     gradient, duration, start = simulator.problem_of(case)
-    rule, drops = simulator.sgd(0.125), number
+    rule, drops = simulator.sgd(0.125, simulator.always(1)), number
     if gate == "conditional_accumulator":
         rule, drops = simulator.rennala(0.125, number), 0
     workers = len(case["durations"])

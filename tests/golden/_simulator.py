@@ -103,11 +103,11 @@ def normalized_momentum(rate, alpha=None):
     return _linear_minimization(rate, alpha, direction)
 
 
-def muon(rate, alpha=None):
-    """The same m; u = rate O((1 - a) m + a g), with O by Newton and Schulz."""
+def muon(rate, alpha=None, nesterov=True):
+    """The same m; u = rate O((1 - a) m + a g), or rate O(m), by Newton and Schulz."""
 
     def direction(g, m, a):
-        return orthogonalized((1 - a) * m + a * g)
+        return orthogonalized((1 - a) * m + a * g if nesterov else m)
 
     return _linear_minimization(rate, alpha, direction)
 
@@ -257,7 +257,9 @@ def rule_of(case):
         "AsynchronousSGD": lambda: sgd(rate, weight),
         "RingmasterASGD": lambda: sgd(rate, weight),
         "Momentum_Normalized_RingmasterASGD": lambda: normalized_momentum(rate, alpha),
-        "RingmasterMuonASGD": lambda: muon(rate, alpha=0.05),
+        "RingmasterMuonASGD": lambda: muon(
+            rate, alpha=0.05, nesterov=settings.get("nesterov", True)
+        ),
         "ParameterAgnosticRingmasterMuonASGD": lambda: muon(rate),
         "RennalaSGD": lambda: rennala(rate, settings["batch_size"]),
         "MaleniaSGD": lambda: malenia(rate, workers),

@@ -235,6 +235,11 @@ def cases(modules):
     ):
         tx = drop_stale(settings.get("max_delay"), "muon")
         add("ringmaster-muon-" + kind, symbol, "linear", calls, settings, tx, (2, 3))
+    settings = {"gamma": RATE, "max_delay": 3, "nesterov": False}
+    muon = {"transformation": "scale_by_muon", "beta": 0.95, "nesterov": False}
+    tx = drop_stale(3, [muon, {"transformation": "sgd", "learning_rate": RATE}])
+    name, symbol = "ringmaster-muon-plain-3", "RingmasterMuonASGD"
+    add(name, symbol, "linear", 8, settings, tx, (2, 3))
 
     for batch, pattern, calls in (
         (1, "noisy", 5),
