@@ -224,8 +224,8 @@ def test_weights_of_the_federated_ones(name):
             np.testing.assert_allclose(value, event["params"][leaf], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("pattern", ["linear", "noisy", "cubes", "one-dies"])
-@pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.parametrize("pattern", ["noisy", "cubes", "one-dies"])
+@pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("gate", GATES)
 def test_the_engine_without_stops(gate, number, pattern):
     """Ringmaster and Rennala as their papers have them: late pushes come, and go."""
