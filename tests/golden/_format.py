@@ -112,7 +112,7 @@ def ours_adagrad(settings, steps, eps_in_sqrt):
 
 
 def write(maker, versions, cases):
-    """Writes ``make_x.py``'s cases to ``x.json`` beside it, one step a line."""
+    """Writes ``make_x.py``'s cases to ``x.json`` beside it, a step or event a line."""
     names = [case["name"] for case in cases]
     assert len(set(names)) == len(names), "two cases of one name"
     made_with = {"python": platform.python_version(), "numpy": np.__version__}
@@ -121,9 +121,9 @@ def write(maker, versions, cases):
     for case in cases:
         lines = []
         for key, value in case.items():
-            if key == "steps":
-                steps = ",\n".join("    " + _dump(step) for step in value)
-                lines.append('   "steps": [\n' + steps + "\n   ]")
+            if key in ("steps", "events"):
+                rows = ",\n".join("    " + _dump(row) for row in value)
+                lines.append('   "' + key + '": [\n' + rows + "\n   ]")
             else:
                 lines.append("   " + json.dumps(key) + ": " + _dump(value))
         blocks.append("  {\n" + ",\n".join(lines) + "\n  }")

@@ -1,0 +1,243 @@
+"""Methods for late gradients, against runs of their authors' code.
+
+``tests/golden/README.md`` says how the traces were made and what an event holds;
+``tests/golden/_simulator.py`` has the equations, which stand between: the traces hold
+them, and they hold the library wherever there is no trace.
+"""
+
+import functools
+import itertools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from gradxform import engines
+from tests.conftest import promotion
+from tests.golden import _simulator as simulator
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+CASES = {
+    case["name"]: case
+    for file in ("ringmaster.json", "fedasync.json")
+    for case in json.loads((GOLDEN / file).read_text())["cases"]
+}
+FEDERATED = [name for name, case in CASES.items() if "problem" not in case]
+GATES = {"drop_stale": "max_staleness", "conditional_accumulator": "num_required"}
+WEIGHTS = {
+    "1": simulator.always(1),
+    "4 / max(4, s)": lambda s: 4 / jnp.maximum(4, s),
+    "(s + 1)^-0.5": lambda s: (s + 1) ** -0.5,
+    "1 if s <= 4 else 1 / (10 (s - 4) + 1)": lambda s: jnp.where(
+        s <= 4, 1, 1 / (10 * jnp.maximum(s - 4, 0) + 1)
+    ),
+}
+
+
+def is_ours(case):
+    """What the library has a transformation for."""
+    ours = case["ours"] or {}
+    number = ours.get(GATES.get(ours.get("transformation")), "")
+    return not isinstance(number, str) and not isinstance(ours["inner"], str)
+
+
+OURS = [name for name, case in CASES.items() if is_ours(case)]
+NEVER_GIVEN_UP = [
+    name
+    for name in OURS
+    if name not in FEDERATED and CASES[name]["ours"]["job"]["max_staleness"] is None
+]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    """On all threads: a server has one of its own."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+def weighted(weight):
+    """A link that multiplies by a function of the staleness."""
+
+    def update(updates, state, params=None, *, staleness, **extra):
+        factor = jnp.float64(weight(jnp.float64(staleness)))
+        return jax.tree.map(lambda g: factor * g, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+
+
+def build(ours):
+    """The transformation that ``ours`` describes."""
+    if isinstance(ours, list):
+        return optax.chain(*map(build, ours))
+    name = ours["transformation"]
+    if name == "sgd":
+        return optax.sgd(ours["learning_rate"])
+    if name == "scale_by_muon":
+        return optax.contrib.scale_by_muon(beta=ours["beta"], nesterov=ours["nesterov"])
+    if name == "scale_by_staleness":
+        return weighted(WEIGHTS[ours["weight"]])
+    return getattr(gx, name)(build(ours["inner"]), ours[GATES[name]])
+
+
+def tree(leaves):
+    return {name: jnp.asarray(leaf, jnp.float64) for name, leaf in leaves.items()}
+
+
+@jax.jit
+def quadratic(x, curvature, pull, noise):
+    """As in the traces: its gradient is A x - b + noise."""
+
+    def loss(x):
+        return jnp.sum(x * (curvature @ x / 2 - pull + noise))
+
+    return jax.value_and_grad(loss)(x)
+
+
+def crew(case):
+    """The workers of a case, for an engine."""
+    of = tree(case["problem"])
+    _, duration, _ = simulator.problem_of(case)
+
+    def worker(index):
+        def batch(number):
+            noise = of["noise"][number % len(of["noise"])]
+            return of["curvature"][index], of["pull"][index], noise
+
+        return engines.Worker(quadratic, batch, functools.partial(duration, index))
+
+    return [worker(index) for index in range(len(case["durations"]))]
+
+
+def job(case, tx, pushes):
+    return engines.Job(tree(case["problem"])["start"], tx, crew(case), pushes)
+
+
+def run_equals(case, tx, expected):
+    """The engine's pushes, in their order, with what they make of the parameters."""
+    _, duration, _ = simulator.problem_of(case)
+    done = [0.0] * len(case["durations"])
+    with engines.simulated(job(case, tx, len(expected))) as run:
+        for push, event in zip(run.pushes, expected, strict=True):
+            for name in ("worker", "number", "local_step"):
+                assert getattr(push, name) == event[name]
+            assert push.result.global_step == event["global_step"]
+            assert push.result.applied == event.get("accepted", True)
+            done[push.worker] += duration(push.worker, push.number)
+            assert done[push.worker] == event["time"]
+            if "params" in event:
+                w = run.server.state()["params"]
+                np.testing.assert_allclose(w, event["params"], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_equations_are_what_the_authors_code_does(name):
+    pairs = list(simulator.replayed(CASES[name]))
+    assert len(pairs) == len(CASES[name]["events"]) >= 10
+    assert max(simulator.distance(*pair) for pair in pairs) < 1e-9
+    moved = [event["params"] for event, _ in pairs if "params" in event]
+    assert len(moved) >= 2
+    assert all(a != b for a, b in itertools.pairwise(moved))
+
+
+def test_the_traces_have_what_is_hard():
+    """Each kind of event that the rules tell apart is in some trace."""
+    events = {name: case["events"] for name, case in CASES.items()}
+
+    def late(event):
+        return event["global_step"] - event["local_step"]
+
+    for method in ("ringmaster-3", "ringmaster-normalized", "rennala", "malenia"):
+        of = [events[name] for name in CASES if name.startswith(method)]
+        assert any("given_up" in event for some in of for event in some)
+    # A threshold that grows: one step late is too late at step 4, and not at step 5.
+    for method in ("normalized", "muon"):
+        (of,) = [x for n, x in events.items() if f"{method}-agnostic" in n]
+        given_up = {(e["global_step"], late(e)) for e in of if "given_up" in e}
+        assert {(4, 1), (6, 2)} <= given_up
+        assert not any(k > 4 and late == 1 for k, late in given_up)
+    # Ties: several who push at once; and who gives up as it would have pushed.
+    times = [e["time"] for e in events["ringmaster-3-equal"] if "given_up" not in e]
+    assert len(set(times)) < len(times)
+    # A worker whose gradients are late enough to be weighed down.
+    assert max(map(late, events["delay-adaptive-cubes"])) > 5
+    assert max(e["staleness"] for e in events["fedasync-hinge"]) > 5
+
+
+@pytest.mark.parametrize("name", NEVER_GIVEN_UP)
+def test_the_engine_runs_them(name):
+    case = CASES[name]
+    run_equals(case, build(case["ours"]), case["events"])
+
+
+def pushed(case):
+    """Answers of a server to the trace's events, and those it should give.
+
+    Who gives up a gradient pushes it here, at that very time: it has to be dropped.
+    """
+    of = tree(case["problem"])
+    server = gx.ParameterServer(of["start"], build(case["ours"]))
+    pulled = [server.pull() for _ in case["durations"]]
+    for event in case["events"]:
+        worker = event["worker"]
+        params, local_step = pulled[worker]
+        noise = of["noise"][event["number"] % len(of["noise"])]
+        _, grads = quadratic(params, of["curvature"][worker], of["pull"][worker], noise)
+        assert local_step == event["local_step"]
+        yield event, server.push(grads, local_step), server.pull()[0]
+        pulled[worker] = server.pull()
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name not in FEDERATED])
+def test_what_is_given_up_there_is_dropped_here(name):
+    # Muon adds 1e-7 to a norm, optax 1e-8 to one with the bias corrected.
+    atol = 1e-6 if "muon" in name else 1e-9
+    with promotion():
+        for event, result, w in pushed(CASES[name]):
+            assert result.applied == ("given_up" not in event)
+            assert result.global_step == event["global_step"]
+            if "params" in event:
+                np.testing.assert_allclose(w, event["params"], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name in FEDERATED])
+def test_weights_of_the_federated_ones(name):
+    case = CASES[name]
+    tx, params = build(case["ours"]), tree(case["params"])
+    state = tx.init(params)
+    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    for event in case["events"]:
+        grads = tree(event["grads"])
+        params, state = step(grads, state, params, local_step=event["local_step"])
+        assert (state.global_step, state.staleness) == (
+            event["global_step"],
+            event["staleness"],
+        )
+        for leaf, value in params.items():
+            np.testing.assert_allclose(value, event["params"][leaf], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("pattern", ["noisy", "cubes", "one-dies"])
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("gate", GATES)
+def test_the_engine_without_stops(gate, number, pattern):
+    """Ringmaster and Rennala as their papers have them: late pushes come, and go."""
+    case = next(case for name, case in CASES.items() if name.endswith(pattern))
+    gradient, duration, start = simulator.problem_of(case)
+    rule, drops = simulator.sgd(0.125, simulator.always(1)), number
+    if gate == "conditional_accumulator":
+        rule, drops = simulator.rennala(0.125, number), 0
+    workers = len(case["durations"])
+    expected = simulator.run(rule, start, gradient, duration, workers, drops=drops)
+    expected = list(itertools.islice(expected, 40))
+    assert {event["accepted"] for event in expected} == {True, False}
+    inner = {"transformation": "sgd", "learning_rate": 0.125}
+    ours = {"transformation": gate, GATES[gate]: number, "inner": inner}
+    run_equals(case, build(ours), expected)
