@@ -29,21 +29,25 @@ CASES = {
 }
 FEDERATED = [name for name, case in CASES.items() if "problem" not in case]
 GATES = {"drop_stale": "max_staleness", "conditional_accumulator": "num_required"}
+# As the page on late gradients writes them.
 WEIGHTS = {
-    "1": simulator.always(1),
+    "1": lambda s: 1,
     "4 / max(4, s)": lambda s: 4 / jnp.maximum(4, s),
-    "(s + 1)^-0.5": lambda s: (s + 1) ** -0.5,
+    "(s + 1)^-0.5": lambda s: 1 / jnp.sqrt(1 + s),
     "1 if s <= 4 else 1 / (10 (s - 4) + 1)": lambda s: jnp.where(
-        s <= 4, 1, 1 / (10 * jnp.maximum(s - 4, 0) + 1)
+        s <= 4, 1.0, 1 / (10 * (s - 4) + 1)
     ),
 }
+AGNOSTIC = "max(1, floor(sqrt(max(0, k - 1)))) - 1"
+
+
+def root_of_the_step_before(k):
+    return jnp.sqrt(jnp.maximum(k - 1, 1)) - 1
 
 
 def is_ours(case):
     """What the library has a transformation for."""
-    ours = case["ours"] or {}
-    number = ours.get(GATES.get(ours.get("transformation")), "")
-    return not isinstance(number, str) and not isinstance(ours["inner"], str)
+    return case["ours"] is not None and "transformation" in case["ours"]
 
 
 OURS = [name for name, case in CASES.items() if is_ours(case)]
@@ -63,28 +67,55 @@ def float64():
     jax.config.update("jax_enable_x64", before)
 
 
-def weighted(weight):
-    """A link that multiplies by a function of the staleness."""
-
-    def update(updates, state, params=None, *, staleness, **extra):
-        factor = jnp.float64(weight(jnp.float64(staleness)))
-        return jax.tree.map(lambda g: factor * g, updates), state
-
-    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
-
-
-def build(ours):
+def build(ours, settings=None):
     """The transformation that ``ours`` describes."""
     if isinstance(ours, list):
         return optax.chain(*map(build, ours))
-    name = ours["transformation"]
-    if name == "sgd":
-        return optax.sgd(ours["learning_rate"])
+    if isinstance(ours, str):
+        return follows(ours, settings)
+    ours = {name: value for name, value in ours.items() if name != "job"}
+    name = ours.pop("transformation")
+    if "inner" in ours:
+        ours["inner"] = build(ours["inner"], settings)
     if name == "scale_by_muon":
-        return optax.contrib.scale_by_muon(beta=ours["beta"], nesterov=ours["nesterov"])
+        return optax.contrib.scale_by_muon(**ours)
     if name == "scale_by_staleness":
-        return weighted(WEIGHTS[ours["weight"]])
-    return getattr(gx, name)(build(ours["inner"]), ours[GATES[name]])
+        weight = WEIGHTS[ours["weight"]]
+        ours["weight"] = lambda s: weight(jnp.float64(s))  # Else it is float32.
+    if ours.get("max_staleness") == AGNOSTIC:
+        ours["max_staleness"] = root_of_the_step_before
+    return getattr(optax if name == "sgd" else gx, name)(**ours)
+
+
+def follows(name, settings):
+    """An optimizer of the authors' own, from the equations, to put behind a gate."""
+    agnostic = "eta" in settings or "parameter_agnostic" in settings
+    rate = settings.get("gamma", settings.get("eta"))
+
+    def update(g, state, params=None, **extra):
+        k, m = state
+        a = (
+            1 / jnp.sqrt(jnp.maximum(1.0, k))
+            if agnostic
+            else settings.get("alpha", 0.05)
+        )
+        m = a * g + (1 - a) * m
+        if name == "muon":
+            direction = (1 - a) * m + a * g
+            u, sigma, v = jnp.linalg.svd(direction, full_matrices=False)
+            sigma = sigma / (jnp.linalg.norm(sigma) + 1e-7)
+            for _ in range(5):
+                sigma = 3.4445 * sigma - 4.775 * sigma**3 + 2.0315 * sigma**5
+            step = (u * sigma) @ v * np.sqrt(max(1.0, g.shape[0] / g.shape[1]))
+        else:
+            step = m / (jnp.linalg.norm(m) + 1e-10)
+        rate_k = rate / (k + 1) ** 0.75 if agnostic else rate
+        return -rate_k * step, (k + 1, m)
+
+    def init(params):
+        return jnp.float64(0), jnp.zeros_like(params)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def tree(leaves):
@@ -111,7 +142,12 @@ def crew(case):
             noise = of["noise"][number % len(of["noise"])]
             return of["curvature"][index], of["pull"][index], noise
 
-        return engines.Worker(quadratic, batch, functools.partial(duration, index))
+        return engines.Worker(
+            quadratic,
+            batch,
+            functools.partial(duration, index),
+            extra=lambda *_: {"worker": index},
+        )
 
     return [worker(index) for index in range(len(case["durations"]))]
 
@@ -183,7 +219,8 @@ def pushed(case):
     Who gives up a gradient pushes it here, at that very time: it has to be dropped.
     """
     of = tree(case["problem"])
-    server = gx.ParameterServer(of["start"], build(case["ours"]))
+    tx = build(case["ours"], case.get("settings"))
+    server = gx.ParameterServer(of["start"], tx)
     pulled = [server.pull() for _ in case["durations"]]
     for event in case["events"]:
         worker = event["worker"]
@@ -191,7 +228,8 @@ def pushed(case):
         noise = of["noise"][event["number"] % len(of["noise"])]
         _, grads = quadratic(params, of["curvature"][worker], of["pull"][worker], noise)
         assert local_step == event["local_step"]
-        yield event, server.push(grads, local_step), server.pull()[0]
+        result = server.push(grads, local_step, worker=worker)
+        yield event, result, server.pull()[0]
         pulled[worker] = server.pull()
 
 
