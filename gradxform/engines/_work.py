@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, SupportsFloat
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gradxform._server.recoverable import TakesNoMoreError
@@ -15,6 +16,7 @@ from gradxform._transforms.clipping import global_norm
 from gradxform.engines._job import Push, Worker
 
 _norm = jax.jit(global_norm)
+ARRAYS = jax.Array, np.ndarray, np.generic
 
 
 class StreamEndedError(Exception):
@@ -75,8 +77,7 @@ def _pair(given: Any) -> tuple[Any, Any]:
     loss, grads = given
     if isinstance(loss, tuple):
         raise TypeError(f"{must}got a tuple as the loss: leave has_aux out.")
-    array = isinstance(loss, jax.Array | np.ndarray | np.generic)
-    if loss.shape != () if array else not isinstance(loss, SupportsFloat):
+    if not _is_real_scalar(loss):
         raise TypeError(
             f"{must}the loss a scalar, got {_described(loss)} as the loss: take its "
             "mean. What jax.grad makes leaves the loss out."
@@ -84,9 +85,15 @@ def _pair(given: Any) -> tuple[Any, Any]:
     return loss, grads
 
 
+def _is_real_scalar(x: Any) -> bool:
+    if not isinstance(x, ARRAYS):
+        return isinstance(x, SupportsFloat)
+    return x.shape == () and not jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
 def _described(x: Any) -> str:
-    if isinstance(x, jax.Array | np.ndarray | np.generic):
-        return jax.typeof(x).str_short()
+    if isinstance(x, ARRAYS):
+        return f"{x.dtype}{list(x.shape)}"
     length = f" of {len(x)}" if isinstance(x, tuple | list | dict) else ""
     return f"a {type(x).__name__}{length}"
 
