@@ -158,7 +158,8 @@ class _Threads(Crew):
         super().close()
         self.rest()
         self.server.close()
-        deadline = time.monotonic() + self._join_timeout
+        wait = min(float(self._join_timeout), threading.TIMEOUT_MAX / 2)  # Not inf.
+        deadline = time.monotonic() + wait
         for thread in self.workers.values():
             if thread.ident is not None:  # An interrupt may come before it starts.
                 thread.join(max(0.0, deadline - time.monotonic()))

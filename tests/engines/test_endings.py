@@ -314,6 +314,12 @@ def test_a_join_timeout_that_cannot_be_is_refused(value):
         pass
 
 
+@pytest.mark.parametrize("value", [0, np.float32(60.0), float("inf")])
+def test_any_other_join_timeout_will_do(value):
+    with engines.threads(make_job([engines.Worker(ones)]), join_timeout=value) as run:
+        assert len(list(run.pushes)) == 20
+
+
 # Streams.
 
 
