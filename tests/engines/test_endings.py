@@ -22,6 +22,8 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
+from gradxform._server.recoverable import RecoverableServer, TakesNoMoreError
+from gradxform.engines import _crew
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -303,6 +305,40 @@ def test_who_computes_for_another_does_not_push_once_too_often():
         assert len(list(run.pushes)) == 1
         assert run.counts() == (1, 1, 0, 0, 0, 0)
     assert run.server.stats().accepted == 1
+
+
+def test_nobody_computes_for_another_who_is_quick(monkeypatch):
+    monkeypatch.setattr(_crew, "LOOK", 1000.0)  # Nobody takes longer than that.
+    begun = []
+
+    def batch(number):
+        begun.append(number)
+        return ()
+
+    workers = [engines.Worker(ones, batch) for _ in range(4)]
+    assert len(list_all(engines.threads, make_job(workers, 6))) == len(begun) == 6
+
+
+def test_a_server_takes_so_many_pushes_of_workers_and_no_more(tmp_path):
+    tx, checkpoint = optax.sgd(1.0), engines.Checkpoint(tmp_path)
+
+    def push(server, *push_id):
+        grads, seen = server.pull()
+        return server.push(jnp.ones_like(grads), seen, push_id=push_id).global_step
+
+    with RecoverableServer(jnp.zeros(()), tx, checkpoint, pushes=4) as server:
+        server.begin()
+        assert [push(server, 0, 0), push(server, 1, 0), push(server, 0, 1)] == [1, 2, 3]
+        server.save()
+    with RecoverableServer(jnp.zeros(()), tx, checkpoint, pushes=4) as server:
+        server.begin()
+        assert [push(server, 1, 0), push(server, 1, 1)] == [2, 4]  # One from memory.
+        with pytest.raises(TakesNoMoreError):
+            push(server, 0, 2)
+        assert push(server, 1, 1) == 4
+        standing = server.rest()
+    assert (standing.accepted, standing.dropped, standing.global_step) == (4, 0, 4)
+    assert {w: answer.number for w, answer in standing.answers.items()} == {0: 1, 1: 1}
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan")])
