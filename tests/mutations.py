@@ -376,13 +376,45 @@ engines/_threads.py: threads that sleep are waited for
 - self._halt.set()
 + pass
 
-engines/_threads.py: a worker that waits for a step forgets it when it goes on
-- local_step = self._ledger.in_sum().get(index, -1)
-+ local_step = -1
-
-engines/_ray.py: more gradients are handed out on Ray than shall be pushed
-- if self._ledger.stands + len(self._working) >= self._job.pushes:
+engines/_crew.py: more gradients are handed out than shall be pushed
+- if self._ledger.stands + self._awaited() >= self._job.pushes:
 + if self._ledger.stands >= self._job.pushes:
+
+engines/_crew.py: who blocks keeps the last push from the others
+- return sum(self._since[index] > limit for index in self._busy)
++ return len(self._busy)
+
+engines/_crew.py: what was answered and not given is saved and does not count
+- self._ledger.settle(self.server.rest())
++ self.server.rest()
+
+engines/_crew.py: a worker whose stream has ended draws again
+- self._members = {i: w for i, w in self._members.items() if i != index}
++ pass
+
+engines/_crew.py: workers that all wait for a step wait for good
+- if len(members) < self._at_least or self._refused:
++ if True:
+
+engines/_threads.py: a worker that blocks is waited for
+- thread.join(max(0.0, deadline - time.monotonic()))
++ thread.join()
+
+engines/_streams.py: two workers draw from one stream that is an argument
+- held += [*batch.args, *batch.keywords.values()]
++ pass
+
+engines/_work.py: a vector is taken for a loss
+- return x.shape == () and
++ return
+
+_server/recoverable.py: workers push after the last word
+- self._takes = 0
++ pass
+
+_server/recoverable.py: a run that goes on takes all its pushes once more
+- self._takes -= number + 1
++ pass
 
 engines/_ray.py: a server that dies too often is replaced
 - if self._deaths_left == 0:
@@ -404,9 +436,9 @@ engines/_ending.py: a run that failed is saved
 - except Terminated:
 + except BaseException:
 
-engines/_simulated.py: a run that is taken up again begins its numbers anew
-- number = self._ledger.next(index)
-+ number = 0
+engines/_crew.py: a run that is taken up again begins its numbers anew
+- self._busy[index] = self._start(index, worker, number)
++ self._busy[index] = self._start(index, worker, 0)
 
 engines/_tensorboard.py: what died with the server leads the curves ahead
 - if life == self._lives[-1]:

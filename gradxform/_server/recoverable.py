@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,10 @@ import optax
 from gradxform._server.checkpoints import Checkpoint, Saver, Snapshot
 from gradxform._server.parameter_server import ParameterServer
 from gradxform._server.records import PushResult, Tally, Version
+
+
+class TakesNoMoreError(RuntimeError):
+    """Workers have made as many pushes as they should."""
 
 
 class Answer(NamedTuple):
@@ -21,7 +26,7 @@ class Answer(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """Where a server stands at the beginning of a life."""
+    """Where a server stands: where its life begins, or ends."""
 
     life: str
     global_step: int
@@ -38,6 +43,8 @@ class RecoverableServer(ParameterServer):
       params: the initial parameters; they are copied.
       tx: any transformation.
       checkpoint: where and how often; without it nothing is saved.
+      pushes: how many it takes that have a ``push_id``.
+      options: those of :class:`ParameterServer`.
     """
 
     def __init__(
@@ -45,8 +52,11 @@ class RecoverableServer(ParameterServer):
         params: optax.Params,
         tx: optax.GradientTransformation,
         checkpoint: Checkpoint | None = None,
+        pushes: float = math.inf,
+        **options: bool,
     ) -> None:
-        super().__init__(params, tx)
+        super().__init__(params, tx, **options)
+        self._takes = pushes  # That many more.
         self._local_steps: dict[Hashable, int] = {}  # Of what was answered, by worker.
         self._saver = None if checkpoint is None else Saver(checkpoint)
         self._standing: Standing | None = None
@@ -88,6 +98,7 @@ class RecoverableServer(ParameterServer):
         for worker, number, local_step, result in counters["answers"]:
             self._answered[worker] = number, PushResult(*result)
             self._local_steps[worker] = local_step
+            self._takes -= number + 1
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}
         self._tally = Tally(counters["accepted"], staleness)
 
@@ -114,16 +125,32 @@ class RecoverableServer(ParameterServer):
         push_id: tuple[Hashable, int] | None,
     ) -> PushResult:
         before = self._version
+        if push_id is not None and self._takes <= 0 and not self._knows(*push_id):
+            raise TakesNoMoreError("the server takes no more pushes of workers.")
         result = super()._push(step, pushed, local_step, push_id)
         if self._version is before:  # It was answered from memory.
             return result
         if push_id is not None:
             self._local_steps[push_id[0]] = int(local_step)
+            self._takes -= 1
         # Right after a step no sum is half done.
         stepped = result.global_step > before.global_step
         if stepped and self._saver and self._saver.is_due(result.global_step):
             self._saver.start(self._snapshot())
         return result
+
+    def _knows(self, worker: Hashable, number: int) -> bool:
+        """Whether it is a push that was answered before."""
+        return worker in self._answered and number <= self._answered[worker][0]
+
+    def rest(self) -> Standing:
+        """From now on takes no push that has a ``push_id``; says where it stands."""
+        standing: Standing = self._thread.run(self._rest)
+        return standing
+
+    def _rest(self) -> Standing:
+        self._takes = 0
+        return self._stand(found=False)
 
     def _snapshot(self) -> Snapshot:
         stats = self._stats()

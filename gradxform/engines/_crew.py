@@ -5,13 +5,18 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
-from collections.abc import Iterator
-from typing import Protocol
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Protocol
 
 from gradxform._server.recoverable import Standing
 from gradxform._trees import checks
+from gradxform.engines import _streams
 from gradxform.engines._job import Counts, Job, Push, Run, Server, Worker
 from gradxform.engines._ledger import Ledger
+from gradxform.engines._work import RefusedError, StreamEndedError
+
+LOOK = 0.5  # Seconds after which a wait for an answer looks at who computes.
 
 
 class Stopped(Exception):
@@ -28,13 +33,30 @@ class Terminated(SystemExit):
 class SavedServer(Server, Protocol):
     """The server of every engine."""
 
+    def rest(self) -> Standing:
+        """From now on takes no more pushes of workers; says where it stands."""
+        ...
+
     def save(self) -> int | None:
         """Writes a last checkpoint; the global step it is of, if anything has begun."""
         ...
 
 
+def server_options(job: Job) -> dict[str, Any]:
+    """What the server of a job is told beside what it holds."""
+    return {
+        "pushes": job.pushes,
+        "donate": job.donate,
+        "require_finite": job.require_finite,
+    }
+
+
 class Crew(Run):
-    """A run whose workers come and go."""
+    """A run whose workers come and go.
+
+    Who iterates ``pushes`` tells each worker to compute, one gradient at a time: while
+    nobody iterates, the workers end what they are at, and rest.
+    """
 
     server: SavedServer
 
@@ -52,35 +74,147 @@ class Crew(Run):
             raise ValueError(
                 f"workers: a step needs {self._at_least}, got {len(self._members)}."
             )
+        _streams.check_shared(self._members)
         self._indices = itertools.count(len(self._members))
+        self._busy: dict[int, Any] = {}  # Who computes; the engine's word for what.
+        self._since: dict[int, float] = {}  # When they were told to.
+        self._longest = 0.0  # Seconds that any gradient took.
+        self._refused: set[int] = set()  # Whose pushes the server did not take.
         self._last_word: BaseException | None = None
+        self._begun = self._over = False
         self.failed = False  # By what a worker has raised, or a death too many.
-        self.pushes = self._until_stopped()
+        self.pushes = _Pushes(self._check_open, self._until_stopped())
 
     def _begin(self, standing: Standing) -> None:
         """Takes the run up where the server stands."""
         self._ledger = Ledger(standing)
+        self._waits = Waits(self._job, self._ledger)
         self.resumed = standing.global_step if standing.found else None
+        self._begun = True
 
     def _until_stopped(self) -> Iterator[Push]:
         try:
             while self._ledger.stands < self._job.pushes:
                 self.check()
+                self._hand_out()
+                self._check_somebody_works()
                 yield from self._next()
         except Stopped:
-            return
+            pass
         except Terminated:
             raise
         except BaseException:
             self.failed = True
             raise
+        self.rest()
 
     def _next(self) -> Iterator[Push]:
         """The next answer, or none yet."""
         raise NotImplementedError
 
+    # Who computes.
+
+    def _start(self, index: int, worker: Worker, number: int) -> Any:
+        """Tells a worker to compute that gradient; what it is busy with."""
+        raise NotImplementedError
+
+    def _dismiss(self, index: int) -> None:
+        """Lets somebody go who is not busy, and no longer a member."""
+
+    def _hand_out(self) -> None:
+        """A gradient each to workers that have nothing to wait for."""
+        members = self._members
+        for index in self.workers.keys() - members.keys() - self._busy.keys():
+            self._dismiss(index)
+        for index, worker in members.items():
+            if self._ledger.stands + self._awaited() >= self._job.pushes:
+                return
+            if index in self._busy or index in self._refused or index in self._waits:
+                continue
+            try:
+                self._since[index] = time.monotonic()
+                number = self._ledger.next(index)
+                self._busy[index] = self._start(index, worker, number)
+            except StreamEndedError:
+                self._leave(index)
+
+    def _awaited(self) -> int:
+        """How many of those who compute are sure to push.
+
+        Not who has taken far longer than ever anybody has: it may never come back.
+        Others may push in its place, and the server takes those that come first.
+        """
+        if self._ledger.stands + len(self._busy) < self._job.pushes:
+            return len(self._busy)  # There is room for all.
+        limit = time.monotonic() - LOOK - 2 * self._longest
+        return sum(self._since[index] > limit for index in self._busy)
+
+    def _check_somebody_works(self) -> None:
+        """Where nobody computes, the run ends, or would wait for good."""
+        if self._busy:
+            return
+        members = self._members
+        if len(members) < self._at_least or self._refused:
+            raise Stopped  # Their streams have ended, or the server takes no more.
+        raise ValueError(
+            f"required={self._job.required}: all {len(members)} workers have pushed "
+            f"for a step and wait for it, and tx needs more pushes to make it. Let "
+            "required be the num_required of the accumulator, and have as many workers."
+        )
+
+    def _take(self, index: int, outcome: Any) -> Iterator[Push]:
+        """Notes what a worker comes with; passes an answer on."""
+        self._busy.pop(index, None)
+        if isinstance(outcome, StreamEndedError):
+            self._leave(index)
+        elif isinstance(outcome, RefusedError):
+            if outcome.args == (self._ledger.life,):  # Else by a server that is gone.
+                self._refused.add(index)
+        elif isinstance(outcome, BaseException):
+            self._raise(index, outcome)
+        else:
+            self._longest = max(self._longest, time.monotonic() - self._since[index])
+            if self._ledger.add(outcome):
+                self._waits.add(outcome)
+            yield outcome
+
+    def _raise(self, index: int, error: BaseException) -> NoReturn:
+        """What a worker has raised."""
+        if isinstance(error, StopIteration):  # Which generators cannot pass on.
+            error = RuntimeError(
+                "a stream has ended, though not in batch, where that means that the "
+                "worker has no more to do."
+            ).with_traceback(error.__traceback__)
+        number = self._ledger.next(index)
+        error.add_note(f"Raised by worker {index}, for its gradient {number}.")
+        raise error
+
+    def _leave(self, index: int) -> None:
+        """Lets a member go that has no more to do."""
+        with self._lock:
+            self._members = {i: w for i, w in self._members.items() if i != index}
+
+    # The end.
+
+    def rest(self) -> None:
+        """From now on nobody pushes; what was answered and not given counts, too."""
+        if self._begun:
+            self._ledger.settle(self.server.rest())
+
+    def close(self) -> None:
+        """The context ends."""
+        self._over = True
+        self._wake()
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise RuntimeError(
+                "the run is over: iterate pushes inside of the engine's context."
+            )
+
     def check(self) -> None:
         """Raises what shall end the run."""
+        self._check_open()
         if self._last_word is not None:
             raise self._last_word
 
@@ -101,7 +235,9 @@ class Crew(Run):
     def add(self, worker: Worker) -> int:
         with self._lock:
             index = next(self._indices)
-            self._members = {**self._members, index: worker}
+            members = {**self._members, index: worker}
+            _streams.check_shared(members)
+            self._members = members
         return index
 
     def remove(self, index: int) -> None:
@@ -116,6 +252,17 @@ class Crew(Run):
                 )
             del members[index]
             self._members = members
+
+
+class _Pushes(Iterator[Push]):
+    """An iterator that raises, whatever it has given, once its context is over."""
+
+    def __init__(self, check: Callable[[], None], pushes: Iterator[Push]) -> None:
+        self._check, self._pushes = check, pushes
+
+    def __next__(self) -> Push:
+        self._check()
+        return next(self._pushes)
 
 
 class Waits:

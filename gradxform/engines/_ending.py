@@ -43,6 +43,7 @@ def ending(run: Crew, checkpoint: Checkpoint | None) -> Iterator[None]:
             yield
         except Terminated:
             told = True
+        run.rest()
         step = run.server.save() if checkpoint and not run.failed else None
         if told:
             terminated(step, checkpoint)

@@ -25,12 +25,15 @@ class Worker(NamedTuple):
     twice, as long as ``batch`` is a function of the number.
 
     Attributes:
-      gradient: the loss and the gradients of the parameters on a minibatch,
+      gradient: the loss, a scalar, and the gradients of the parameters on a minibatch,
         ``gradient(params, *batch) -> (loss, grads)``: as a rule
         ``jax.jit(jax.value_and_grad(loss))``.
       batch: the minibatch of a number, ``batch(number) -> (x, y)``: any arrays; it is
         drawn before the parameters are pulled. A stream of data gives
-        ``lambda _: next(stream)``. By default there is none.
+        ``lambda _: next(stream)``, a stream for each worker: when it ends, the worker
+        leaves, as by :meth:`Run.remove`. It is no function of the number: a run that is
+        taken up again goes on where the new stream begins, and on Ray it is refused. By
+        default a gradient needs no minibatch.
       duration: the seconds that a number takes, ``duration(number) -> float``: on a
         virtual clock; elsewhere a worker that is done earlier sleeps for the rest. By
         default a gradient takes 1 second of a virtual clock, and the time it takes.
@@ -63,8 +66,12 @@ class Job(NamedTuple):
       pushes: how many reach the server, accepted or dropped. Those before a run was
         taken up again count, those that a death took do not.
       required: how many pushes make a step, for which those who pushed then wait, as
-        :func:`~gradxform.conditional_accumulator` needs them; with None every push may
-        be a step of its own, and nobody waits.
+        :func:`~gradxform.conditional_accumulator` needs them: its ``num_required``;
+        with None every push may be a step of its own, and nobody waits. Where all wait
+        for a step that needs more of them, the run ends with a ``ValueError``.
+      require_finite: whether a push that holds NaN or inf ends the run with an error,
+        before it has changed anything: see :class:`~gradxform.ParameterServer`.
+      donate: whether steps update the server's own arrays in place; see there.
     """
 
     params: optax.Params
@@ -72,6 +79,8 @@ class Job(NamedTuple):
     workers: Sequence[Worker]
     pushes: int
     required: int | None = None
+    require_finite: bool = False
+    donate: bool = True
 
 
 class Push(NamedTuple):
@@ -143,11 +152,14 @@ class Run(abc.ABC):
     """A job under way; nothing happens before ``pushes`` is iterated.
 
     Attributes:
-      pushes: the pushes as they are answered, an iterator; it ends with the job. What a
-        worker raises is raised there.
+      pushes: the pushes as they are answered, an iterator; it ends with the job, or
+        when the streams of all workers have ended. What a worker raises is raised
+        there. While nobody asks for the next one, each worker ends the gradient that it
+        is at, and rests.
       server: may be asked for parameters and state at any time, also after the last
         push.
-      workers: by their indices, the threads or Ray actors that run them.
+      workers: by their indices, the threads or Ray actors that run them; those who have
+        left are not there.
       resumed: the global step of the checkpoint that the run goes on from, or None.
     """
 
@@ -158,7 +170,12 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def counts(self) -> Counts:
-        """What became of the pushes that ``pushes`` has given so far."""
+        """What became of the pushes that ``pushes`` has given so far.
+
+        From the end of ``pushes``, or of the context, on: of all that the server has
+        answered, so also of those that ``stop``, ``break`` or a signal came before.
+        These are what the last checkpoint holds.
+        """
 
     @abc.abstractmethod
     def add(self, worker: Worker) -> int:
@@ -174,4 +191,8 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def stop(self) -> None:
-        """Ends ``pushes`` early. From any thread, and from signal handlers."""
+        """Ends ``pushes`` early, and the training with it.
+
+        What workers compute then is not pushed; it is computed again where the run goes
+        on. From any thread, and from signal handlers.
+        """

@@ -77,6 +77,13 @@ class Ledger:
         self._dropped += not push.result.applied
         return True
 
+    def settle(self, standing: Standing) -> None:
+        """Takes over what the server has answered, heard of or not."""
+        self._accepted, self._dropped = standing.accepted, standing.dropped
+        self._pushed = self._accepted + self._dropped + self._lost
+        for worker, answer in standing.answers.items():
+            self._last[worker] = answer.number
+
     def go_back(self, standing: Standing) -> int | None:
         """How many answers died with the server's last life; None if it still lives."""
         if standing.life == self.life:

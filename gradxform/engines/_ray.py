@@ -21,14 +21,14 @@ from gradxform._server.extras import require
 from gradxform._server.records import PushResult, ServerStats
 from gradxform._server.recoverable import RecoverableServer, Standing
 from gradxform._trees import checks
-from gradxform.engines._crew import Crew, Waits
+from gradxform.engines._crew import LOOK, Crew, server_options
 from gradxform.engines._ending import ending, terminated, uninterrupted
 from gradxform.engines._job import Job, Push, Run, Worker
-from gradxform.engines._work import work
+from gradxform.engines._streams import check_none
+from gradxform.engines._work import RefusedError, StreamEndedError, work
 
 logger = logging.getLogger("gradxform")
 
-LOOK = 0.5  # Seconds after which a wait looks whether the run shall end.
 AGAIN = 0.1  # Seconds until an actor that is being started again is asked again.
 
 
@@ -66,7 +66,7 @@ def ray(
       ImportError: Ray is not installed.
       ray.exceptions.RayActorError: a worker, or the server, has died too often.
       ValueError: too few workers for a step; a checkpoint of another job; a worker with
-        a device.
+        a device, or with a stream.
       SystemExit: as the context ends, where ``SIGTERM`` has ended the run.
     """
     ray = require("ray", "ray")
@@ -87,7 +87,7 @@ def ray(
         with ending(run, given):
             server = RayServer(start, job, given, max_deaths)
             stack.callback(server.kill)
-            stack.callback(run.kill)
+            stack.callback(run.close)
             run.begin(server)
             yield run
 
@@ -139,10 +139,11 @@ class RayServer:
         self._ray = ray = require("ray", "ray")
         self._start = start
         self._begun_with = ray.put(job.params), ray.put(job.tx)
+        self._options = server_options(job)
         self._checkpoint = checkpoint
         self._deaths_left = max_deaths if checkpoint else 0
         self._lock = threading.Lock()  # That of two who find it dead one replaces it.
-        self.actor = start(*self._begun_with, checkpoint)
+        self.actor = start(*self._begun_with, checkpoint, **self._options)
 
     def begin(self, check: Callable[[], None]) -> Standing:
         """Where its life began: at first, and after it has died.
@@ -185,7 +186,7 @@ class RayServer:
             self._deaths_left -= 1
             # What this run itself has saved is there, too.
             known = self._checkpoint._replace(resume=True)
-            actor = self._start(*self._begun_with, known)
+            actor = self._start(*self._begun_with, known, **self._options)
             with contextlib.suppress(self._ray.exceptions.RayActorError):
                 # Before anybody else asks it.
                 self._answer(actor.begin.remote(), check)
@@ -213,6 +214,11 @@ class RayServer:
         """See :meth:`ParameterServer.stats`."""
         stats: ServerStats = self._ask("stats")
         return stats
+
+    def rest(self) -> Standing:
+        """See :meth:`RecoverableServer.rest`."""
+        standing: Standing = self._ask("rest")
+        return standing
 
     def save(self) -> int | None:
         """See :meth:`RecoverableServer.save`."""
@@ -255,13 +261,13 @@ class _RayWorker:
     def __init__(self, index: int, worker: Worker) -> None:
         self._index, self._worker = index, worker
 
-    def work(self, number: int, actor: Any) -> Push | None:
-        """One gradient, from its minibatch to the answer; None if the server died."""
+    def work(self, number: int, actor: Any) -> Push | Exception:
+        """One gradient, from its minibatch to the answer, or why there is none."""
         server = _WorkersServer(actor)
         try:
             return work(self._index, number, self._worker, server, time.sleep)
-        except _ServerDiedError:
-            return None
+        except (_ServerDiedError, StreamEndedError, RefusedError) as reason:
+            return type(reason)(*reason.args)  # Without what led to it.
 
 
 class _Ray(Crew):
@@ -275,62 +281,52 @@ class _Ray(Crew):
     ) -> None:
         super().__init__(job)
         for index, worker in self._members.items():
-            _check_device(index, worker)
+            _check(index, worker)
         self._ray, self._max_deaths = ray, max_deaths
         start = ray.remote(_RayWorker)
-        self._start = start.options(**options).remote if options else start.remote
+        self._start_actor = start.options(**options).remote if options else start.remote
         self._deaths: collections.Counter[int] = collections.Counter()
-        # Who computes, by the reference of the push to come.
-        self._working: dict[Any, int] = {}
         self.workers = {}
 
     def begin(self, server: RayServer) -> None:
         """With this server, as it stands."""
         self.server = server
         self._begin(server.begin(self.check))
-        self._waits = Waits(self._job, self._ledger)
 
     def _next(self) -> Iterator[Push]:
-        ray, ledger = self._ray, self._ledger
-        self._hand_out()
-        ready, _ = ray.wait([*self._working], num_returns=1, timeout=LOOK)
+        ray, of = self._ray, {push: index for index, push in self._busy.items()}
+        ready, _ = ray.wait([*of], num_returns=1, timeout=LOOK)
         for done in ready:
-            index = self._working.pop(done)
+            index = of[done]
+            outcome: Any
             try:
-                push = ray.get(done)
-            except ray.exceptions.RayTaskError:
-                raise  # From the worker's code: the process is well.
+                outcome = ray.get(done)
+            except ray.exceptions.RayTaskError as error:
+                outcome = error  # From the worker's code: the process is well.
             except ray.exceptions.RayActorError as error:
                 self._bury(index, error)
                 continue
-            if push is None:
+            if isinstance(outcome, _ServerDiedError):
+                del self._busy[index]
                 self._go_back()
                 continue
-            if ledger.add(push):
-                self._waits.add(push)
-            self._hand_out()  # Before the consumer takes its time.
-            yield push
+            for push in self._take(index, outcome):
+                self._hand_out()  # Before the consumer takes its time.
+                yield push
 
-    def _hand_out(self) -> None:
-        """A gradient each to workers that have nothing to wait for."""
-        busy, members = set(self._working.values()), self._members
-        for index in self.workers.keys() - members.keys() - busy:
-            self._ray.kill(self.workers.pop(index))
-        for index, worker in members.items():
-            if self._ledger.stands + len(self._working) >= self._job.pushes:
-                return
-            if index in busy or index in self._waits:
-                continue
-            if index not in self.workers:
-                self.workers[index] = self._start(index, worker)
-            number, actor = self._ledger.next(index), self.server.actor
-            self._working[self.workers[index].work.remote(number, actor)] = index
+    def _start(self, index: int, worker: Worker, number: int) -> Any:
+        if index not in self.workers:
+            self.workers[index] = self._start_actor(index, worker)
+        return self.workers[index].work.remote(number, self.server.actor)
+
+    def _dismiss(self, index: int) -> None:
+        self._ray.kill(self.workers.pop(index))
 
     def _bury(self, index: int, error: Exception) -> None:
         """Another takes the place of a worker that has died."""
         with contextlib.suppress(Exception):  # Where only the way to it is gone.
             self._ray.kill(self.workers[index])
-        del self.workers[index]
+        del self.workers[index], self._busy[index]
         self._ledger.worker_deaths += 1
         self._deaths[index] += 1
         if self._deaths[index] > self._max_deaths:
@@ -348,6 +344,7 @@ class _Ray(Crew):
         if lost is None:  # Another worker has noticed before.
             return
         self._waits.reset()
+        self._refused.clear()
         logger.warning(
             "the server died and goes on from step %s; pushes to be done again: %s",
             standing.global_step,
@@ -355,16 +352,27 @@ class _Ray(Crew):
         )
 
     def add(self, worker: Worker) -> int:
-        _check_device("to come", worker)
+        _check("to come", worker)
         return super().add(worker)
 
-    def kill(self) -> None:
+    def rest(self) -> None:
+        """See :meth:`Crew.rest`; a server that has died goes back before."""
+        if not self._begun:
+            return
+        with contextlib.suppress(self._ray.exceptions.RayActorError):  # For good.
+            while (standing := self.server.rest()).life != self._ledger.life:
+                self._go_back()
+            self._ledger.settle(standing)
+
+    def close(self) -> None:
         """Ends all workers."""
+        super().close()
         for each in self.workers.values():
             self._ray.kill(each)
 
 
-def _check_device(index: object, worker: Worker) -> None:
+def _check(index: object, worker: Worker) -> None:
+    check_none(index, worker)
     if worker.device is not None:
         raise ValueError(
             f"workers: on Ray worker {index} is a process of its own and cannot have "

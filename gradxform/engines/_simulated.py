@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.recoverable import RecoverableServer
-from gradxform.engines._crew import Crew, Waits
+from gradxform.engines._crew import Crew, server_options
 from gradxform.engines._ending import ending
-from gradxform.engines._job import Job, Push, Run
-from gradxform.engines._work import Gradient
+from gradxform.engines._job import Job, Push, Run, Worker
+from gradxform.engines._work import Gradient, StreamEndedError
 
 
 @contextlib.contextmanager
@@ -32,7 +32,8 @@ def simulated(
         :class:`Checkpoint`.
 
     Raises:
-      ValueError: too few workers for a step; a checkpoint of another job.
+      ValueError: too few workers for a step; a checkpoint of another job; a stream that
+        two workers draw from.
       SystemExit: as the context ends, where ``SIGTERM`` has ended the run.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax
@@ -53,9 +54,10 @@ def simulated(
     """
     given = Checkpoint.of(checkpoint)
     run = _Simulated(job)
-    with RecoverableServer(job.params, job.tx, given) as server:
+    options = server_options(job)
+    with RecoverableServer(job.params, job.tx, given, **options) as server:
         run.begin(server)
-        with ending(run, given):
+        with contextlib.closing(run), ending(run, given):
             yield run
 
 
@@ -68,26 +70,33 @@ class _Simulated(Crew):
         """With this server, as it stands."""
         self.server = server
         self._begin(server.begin())
-        self._waits = Waits(self._job, self._ledger)
         self._now = 0.0
-        self._busy: dict[int, Gradient] = {}
         self._arrivals: list[tuple[float, int]] = []
 
     @property
     def workers(self) -> dict[int, None]:  # type: ignore[override]
         return dict.fromkeys(self._members)
 
-    def _next(self) -> Iterator[Push]:
-        for index, worker in self._members.items():
-            if index in self._busy or index in self._waits:
-                continue
-            number = self._ledger.next(index)
-            self._busy[index] = Gradient(index, number, worker, self.server)
+    def _awaited(self) -> int:
+        return 0  # Here it costs nobody time who computes for nothing.
+
+    def _start(self, index: int, worker: Worker, number: int) -> Gradient:
+        try:
+            gradient = Gradient(index, number, worker, self.server)
             seconds = 1.0 if worker.duration is None else worker.duration(number)
-            heapq.heappush(self._arrivals, (self._now + seconds, index))
+        except StreamEndedError:
+            raise
+        except Exception as error:
+            self._raise(index, error)
+        heapq.heappush(self._arrivals, (self._now + seconds, index))
+        return gradient
+
+    def _next(self) -> Iterator[Push]:
         self._now, index = heapq.heappop(self._arrivals)
-        push = self._busy.pop(index).push()
-        self._ledger.add(push)
-        self._waits.add(push)
+        outcome: Push | Exception
+        try:
+            outcome = self._busy[index].push()
+        except Exception as error:
+            outcome = error
         self.server.flush()  # So that which checkpoints there are repeats, too.
-        yield push
+        yield from self._take(index, outcome)

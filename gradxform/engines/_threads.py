@@ -3,36 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterator
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.recoverable import RecoverableServer
-from gradxform.engines._crew import Crew
+from gradxform._trees import checks
+from gradxform.engines._crew import LOOK, Crew, server_options
 from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._work import work
 
+logger = logging.getLogger("gradxform")
+
 
 @contextlib.contextmanager
 def threads(
-    job: Job, *, checkpoint: Checkpoint | str | os.PathLike[str] | None = None
+    job: Job,
+    *,
+    checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
+    join_timeout: float = 10.0,
 ) -> Iterator[Run]:
     """Runs each worker on a thread of its own, and where it says so on its own device.
 
     What a worker raises is raised where the pushes are iterated. On leaving the
     context, with an exception or without, all threads end, those that sleep or wait as
-    well.
+    well. A worker that blocks, as on a queue or a file, does not: a warning names it,
+    and its thread is left behind, until the process ends.
 
     Args:
       job: what to run.
       checkpoint: where it is saved, and goes on from: a directory, or a
         :class:`Checkpoint`.
+      join_timeout: seconds that the end of the context waits for workers that are busy,
+        in [0, inf].
 
     Raises:
-      ValueError: too few workers for a step; a checkpoint of another job.
+      ValueError: too few workers for a step; a checkpoint of another job; a stream that
+        two workers draw from.
       SystemExit: as the context ends, where ``SIGTERM`` has ended the run.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax
@@ -56,14 +68,13 @@ def threads(
     >>> assert jnp.allclose(w, 1.0, atol=0.1)
     """
     given = Checkpoint.of(checkpoint)
-    run = _Threads(job)
-    with RecoverableServer(job.params, job.tx, given) as server:
+    checks.in_range("join_timeout", join_timeout, "[0, inf]")
+    run = _Threads(job, join_timeout)
+    options = server_options(job)
+    with RecoverableServer(job.params, job.tx, given, **options) as server:
         run.begin(server)
-        try:
-            with ending(run, given):
-                yield run
-        finally:
-            run.join()
+        with contextlib.closing(run), ending(run, given):
+            yield run
 
 
 class _Threads(Crew):
@@ -72,51 +83,61 @@ class _Threads(Crew):
     server: RecoverableServer
     workers: dict[int, threading.Thread]
 
+    def __init__(self, job: Job, join_timeout: float) -> None:
+        super().__init__(job)
+        self._join_timeout = join_timeout
+        self.workers = {}
+        self._orders: dict[int, queue.SimpleQueue[int | None]] = {}
+        self._halt = threading.Event()
+        self._arrived: queue.SimpleQueue[tuple[int, Push | BaseException] | None]
+        self._arrived = queue.SimpleQueue()
+
     def begin(self, server: RecoverableServer) -> None:
         """With this server, as it stands."""
         self.server = server
         self._begin(server.begin())
-        self.workers = {}
-        self._halt = threading.Event()
-        # One a push, so that none is too many.
-        self._tickets = threading.Semaphore(
-            max(0, self._job.pushes - self._ledger.stands)
-        )
-        self._arrived: queue.SimpleQueue[Push | BaseException | None]
-        self._arrived = queue.SimpleQueue()
 
     def _next(self) -> Iterator[Push]:
-        for index, worker in self._members.items():
-            if index not in self.workers:
-                self.workers[index] = thread = threading.Thread(
-                    target=self._work,
-                    args=(index, worker),
-                    name=f"worker-{index}",
-                    daemon=True,  # A second Ctrl-C ends the process whatever they do.
-                )
-                thread.start()
-        arrival = self._arrived.get()
-        if isinstance(arrival, BaseException):
-            raise arrival
-        if arrival is not None:
-            self._ledger.add(arrival)
-            yield arrival
-
-    def _work(self, index: int, worker: Worker) -> None:
-        number = self._ledger.next(index)
-        local_step = self._ledger.in_sum().get(index, -1)
         try:
-            while index in self._members and not self._halt.is_set():
-                # First the wait, then the ticket: who holds one is sure to push.
-                if self._job.required is not None:
-                    self.server.wait(local_step)
-                if not self._tickets.acquire(blocking=False):
-                    return
+            arrival = self._arrived.get(timeout=self._patience())
+        except queue.Empty:
+            return
+        if arrival is None:
+            return
+        for push in self._take(*arrival):
+            self._hand_out()  # Before the consumer takes its time.
+            yield push
+
+    def _patience(self) -> float | None:
+        """How long to wait for an answer before somebody else may compute for it."""
+        scarce = self._ledger.stands + len(self._busy) >= self._job.pushes
+        return LOOK if scarce else None
+
+    def _start(self, index: int, worker: Worker, number: int) -> None:
+        if index not in self.workers:
+            orders = self._orders[index] = queue.SimpleQueue()
+            self.workers[index] = thread = threading.Thread(
+                target=self._work,
+                args=(index, worker, orders),
+                name=f"worker-{index}",
+                daemon=True,  # The process ends whatever they do.
+            )
+            thread.start()
+        self._orders[index].put(number)
+
+    def _work(
+        self, index: int, worker: Worker, orders: queue.SimpleQueue[int | None]
+    ) -> None:
+        for number in iter(orders.get, None):
+            try:
                 push = work(index, number, worker, self.server, self._halt.wait)
-                number, local_step = number + 1, push.local_step
-                self._arrived.put(push)
-        except BaseException as error:
-            self._arrived.put(error)  # That the server is closed, too; nobody reads it.
+                self._arrived.put((index, push))
+            except BaseException as error:
+                self._arrived.put((index, error))  # Nobody may read it any more.
+
+    def _dismiss(self, index: int) -> None:
+        self._orders.pop(index).put(None)
+        del self.workers[index]
 
     def _wake(self) -> None:
         self._arrived.put(None)
@@ -126,9 +147,26 @@ class _Threads(Crew):
         self._wake()
         return index
 
-    def join(self) -> None:
-        """Ends all threads."""
-        self._halt.set()
+    def rest(self) -> None:
+        super().rest()
+        self._halt.set()  # Who sleeps has nothing to sleep for.
+        for orders in self._orders.values():
+            orders.put(None)
+
+    def close(self) -> None:
+        """Ends all threads, or leaves behind those that do not end."""
+        super().close()
+        self.rest()
         self.server.close()
+        wait = min(float(self._join_timeout), threading.TIMEOUT_MAX / 2)  # Not inf.
+        deadline = time.monotonic() + wait
         for thread in self.workers.values():
-            thread.join()
+            if thread.ident is not None:  # An interrupt may come before it starts.
+                thread.join(max(0.0, deadline - time.monotonic()))
+        busy = [str(i) for i, thread in self.workers.items() if thread.is_alive()]
+        if busy:
+            logger.warning(
+                "worker %s: still busy after join_timeout=%s seconds, and left behind",
+                ", ".join(busy),
+                self._join_timeout,
+            )

@@ -5,15 +5,26 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsFloat
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from gradxform._server.recoverable import TakesNoMoreError
 from gradxform._transforms.clipping import global_norm
 from gradxform.engines._job import Push, Worker
 
 _norm = jax.jit(global_norm)
+ARRAYS = jax.Array, np.ndarray, np.generic
+
+
+class StreamEndedError(Exception):
+    """The worker has no more minibatches."""
+
+
+class RefusedError(Exception):
+    """The server takes no more pushes; its argument is the life in which it said so."""
 
 
 class Gradient:
@@ -22,7 +33,10 @@ class Gradient:
     def __init__(self, index: int, number: int, worker: Worker, server: Any) -> None:
         self._push_id = index, number
         self._worker, self._server = worker, server
-        self._batch = worker.batch(number)
+        try:
+            self._batch = worker.batch(number)
+        except StopIteration as end:
+            raise StreamEndedError from end
         if not isinstance(self._batch, tuple | list):  # An array would be unpacked.
             raise TypeError(
                 "batch: it must give a tuple, the arguments of gradient behind the "
@@ -39,20 +53,49 @@ class Gradient:
             where = jax.default_device(worker.device)
             params, batch = _moved((params, batch), worker.device)
         with where:
-            loss, grads = worker.gradient(params, *batch)
-            if isinstance(loss, tuple):
-                raise TypeError(
-                    "gradient: it must give (loss, grads), got a tuple as the loss: "
-                    "leave has_aux out."
-                )
+            loss, grads = _pair(worker.gradient(params, *batch))
             norm = _norm(grads)
             extra = {} if worker.extra is None else worker.extra(params, *batch)
         loss, norm = float(loss), float(norm)  # Waits until they are computed.
         ready()
-        result = self._server.push(
-            grads, self.local_step, push_id=self._push_id, **extra
-        )
+        try:
+            result = self._server.push(
+                grads, self.local_step, push_id=self._push_id, **extra
+            )
+        except TakesNoMoreError as error:
+            raise RefusedError(self.local_step.life) from error
         return Push(*self._push_id, self.local_step, loss, norm, result)
+
+
+def _pair(given: Any) -> tuple[Any, Any]:
+    """Loss and gradients, where it is these two."""
+    must = "gradient: it must give (loss, grads), as jax.value_and_grad does, "
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise TypeError(
+            f"{must}got {_described(given)}: what jax.grad makes leaves the loss out."
+        )
+    loss, grads = given
+    if isinstance(loss, tuple):
+        raise TypeError(f"{must}got a tuple as the loss: leave has_aux out.")
+    if not _is_real_scalar(loss):
+        raise TypeError(
+            f"{must}the loss a scalar, got {_described(loss)} as the loss: take its "
+            "mean. What jax.grad makes leaves the loss out."
+        )
+    return loss, grads
+
+
+def _is_real_scalar(x: Any) -> bool:
+    if not isinstance(x, ARRAYS):
+        return isinstance(x, SupportsFloat)
+    return x.shape == () and not jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, ARRAYS):
+        return f"{x.dtype}{list(x.shape)}"
+    length = f" of {len(x)}" if isinstance(x, tuple | list | dict) else ""
+    return f"a {type(x).__name__}{length}"
 
 
 def _moved(tree: Any, device: jax.Device) -> Any:
@@ -72,7 +115,12 @@ def work(
     server: Any,
     sleep: Callable[[float], object],
 ) -> Push:
-    """A gradient in the time that it shall take."""
+    """A gradient in the time that it shall take.
+
+    Raises:
+      StreamEndedError: there is no minibatch for it.
+      RefusedError: the server does not take it.
+    """
     gradient = Gradient(index, number, worker, server)
     if worker.duration is None:
         return gradient.push()

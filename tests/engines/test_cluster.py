@@ -56,14 +56,16 @@ class Notes:
         self.calls.append(f"kill {actor.name}")
 
     def remote(self, cls):
-        def start(*_):
+        def start(*_, **__):
             self.calls.append(cls.__name__)
             if self.calls.count(cls.__name__) == 2 or cls.__name__ == self.unpicklable:
                 raise TypeError("Could not serialize the argument")
             standing = Standing("life", 0, 0, 0, {}, False)
             begin = types.SimpleNamespace(remote=lambda: standing)
             work = types.SimpleNamespace(remote=lambda *_: object())
-            return types.SimpleNamespace(name=cls.__name__, begin=begin, work=work)
+            return types.SimpleNamespace(
+                name=cls.__name__, begin=begin, work=work, rest=begin
+            )
 
         actor = types.SimpleNamespace(remote=start)
 

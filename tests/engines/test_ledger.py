@@ -42,8 +42,11 @@ class World:
     def begin(self):
         self.lives += 1
         self.done, self.answers = self.saved[0], dict(self.saved[1])
+        self.standing = self.standing_now()
+
+    def standing_now(self):
         applied = self.done - self.done // 3
-        self.standing = Standing(
+        return Standing(
             str(self.lives),
             self.done,
             applied,
@@ -89,11 +92,27 @@ def test_every_push_is_accounted_for(seed):
             lost = ledger.go_back(world.standing)
             assert lost == ledger.counts.lost - before
             assert ledger.go_back(world.standing) is None
+    assert_accounts(ledger, world, goal)
+    assert 0 <= ledger.counts.pushed - answered <= len(unheard) + len(on_the_way)
+    # At the end of a run it takes over what the server says, which is the same.
+    counts = ledger.counts
+    ledger.settle(world.standing_now())
+    assert ledger.counts == counts
+    # What has been answered and not heard of counts from then on.
+    before = world.done
+    heard = world.push(0, ledger.next(0))
+    world.push(1, ledger.next(1))
+    ledger.add(heard)
+    ledger.settle(world.standing_now())
+    assert_accounts(ledger, world, before + 2)
+    assert ledger.next(1) == world.answers[1].number + 1
+
+
+def assert_accounts(ledger, world, goal):
     counts = ledger.counts
     assert counts.accepted + counts.dropped == goal == world.done
     assert counts.accepted == world.done - world.done // 3
     assert counts.pushed == goal + counts.lost
-    assert 0 <= counts.pushed - answered <= len(unheard) + len(on_the_way)
     assert counts.server_deaths == world.lives - 1
     assert sum(a.number + 1 for a in world.answers.values()) == goal
 

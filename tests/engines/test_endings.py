@@ -1,0 +1,573 @@
+"""How runs end: what counts then, who is waited for, and who has no more to do."""
+
+import collections
+import functools
+import itertools
+import json
+import logging
+import os
+import pathlib
+import queue
+import signal
+import sys
+import threading
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from gradxform import engines
+from gradxform._server.recoverable import RecoverableServer, TakesNoMoreError
+from gradxform.engines import _crew
+
+pytestmark = pytest.mark.usefixtures("bounded")
+
+LOCAL = [engines.simulated, engines.threads]
+
+
+def ones(params, *batch):
+    return jnp.sum(params), jnp.ones_like(params)
+
+
+def make_job(workers, pushes=20, tx=None, required=None):
+    tx = gx.drop_stale(optax.sgd(1.0), 10**6) if tx is None else tx
+    return engines.Job(jnp.float32(0.0), tx, workers, pushes, required)
+
+
+def list_all(engine, job, **options):
+    with engine(job, **options) as run:
+        return list(run.pushes)
+
+
+def saved(folder):
+    """The numbers of all pushes in the newest checkpoint, by worker."""
+    newest = max(pathlib.Path(folder).iterdir(), key=lambda path: int(path.name))
+    counters = json.loads((newest / "counters" / "metadata").read_text())
+    answered = {worker: number + 1 for worker, number, *_ in counters["answers"]}
+    assert sum(answered.values()) == int(newest.name)
+    return answered
+
+
+def assert_nothing_moves(run):
+    """Nor does anybody compute."""
+    before = run.server.stats()
+    time.sleep(0.2)
+    assert run.server.stats() == before
+
+
+# What was answered and not given counts and is saved.
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_stop_ends_the_training(engine, tmp_path):
+    with engine(
+        make_job([engines.Worker(ones)] * 3, 10**6), checkpoint=tmp_path
+    ) as run:
+        for _ in itertools.islice(run.pushes, 50):
+            pass
+        run.stop()
+        assert list(run.pushes) == []
+        counts, stats = run.counts(), run.server.stats()
+        assert (stats.accepted, stats.dropped) == (counts.accepted, counts.dropped)
+        assert_nothing_moves(run)
+        assert run.counts() == counts
+    assert 50 <= counts.pushed == counts.accepted == sum(saved(tmp_path).values())
+    with engine(make_job([engines.Worker(ones)] * 3, 60), checkpoint=tmp_path) as run:
+        assert len(list(run.pushes)) == 60 - counts.pushed
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_loop_that_is_left_leaves_the_training(engine, tmp_path):
+    workers = [engines.Worker(ones)] * 3
+    with engine(make_job(workers, 10**6), checkpoint=tmp_path) as run:
+        for push in run.pushes:
+            if push.result.global_step == 50:
+                break
+        time.sleep(0.1)  # Each worker ends what it was at.
+        assert_nothing_moves(run)
+        given = run.counts().pushed
+        assert given <= run.server.stats().accepted <= given + len(workers)
+        for _ in itertools.islice(run.pushes, 50):  # And goes on.
+            pass
+    counts = run.counts()
+    assert counts.accepted == counts.pushed == sum(saved(tmp_path).values())
+    assert run.server.stats().accepted == counts.accepted
+
+
+def test_workers_do_not_run_ahead_of_a_slow_loop():
+    begun = []
+
+    def batch(number):
+        begun.append(number)
+        return ()
+
+    with engines.threads(make_job([engines.Worker(ones, batch)], 10**6)) as run:
+        for given, _ in enumerate(itertools.islice(run.pushes, 5), 1):
+            time.sleep(0.05)
+            assert len(begun) <= given + 1
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_what_is_in_a_checkpoint_counts_where_a_run_fails(error, tmp_path):
+    checkpoint = engines.Checkpoint(tmp_path, every_steps=1, max_to_keep=None)
+    job, runs = make_job([engines.Worker(ones)] * 3, 10**6), []
+
+    def go():
+        with engines.threads(job, checkpoint=checkpoint) as run:
+            runs.append(run)
+            for push in run.pushes:
+                if push.result.global_step == 20:
+                    time.sleep(0.1)
+                    raise error
+
+    with pytest.raises(error):
+        go()
+    (run,) = runs
+    assert sum(saved(tmp_path).values()) <= run.counts().accepted
+    assert run.counts().accepted == run.server.stats().accepted
+
+
+def test_sigterm_counts_what_it_saves(tmp_path):
+    job, runs = make_job([engines.Worker(ones)] * 3, 10**6), []
+
+    def go():
+        with engines.threads(job, checkpoint=tmp_path) as run:
+            runs.append(run)
+            for push in run.pushes:
+                if push.result.global_step == 20:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        go()
+    (run,) = runs
+    assert sum(saved(tmp_path).values()) == run.counts().pushed >= 20
+
+
+def test_a_gradient_under_way_is_not_pushed_after_stop(tmp_path):
+    """It is computed again, under its number, where the run goes on."""
+    stopped, computing = threading.Event(), threading.Event()
+
+    def slow(params):
+        if params <= -1:
+            computing.set()
+            stopped.wait()
+        return ones(params)
+
+    with engines.threads(
+        make_job([engines.Worker(slow)], 5), checkpoint=tmp_path
+    ) as run:
+        next(run.pushes)
+        assert computing.wait(60)
+        run.stop()
+        assert list(run.pushes) == []
+        stopped.set()
+    assert saved(tmp_path) == {0: 1}
+    assert run.counts() == (1, 1, 0, 0, 0, 0)
+    with engines.threads(
+        make_job([engines.Worker(ones)], 5), checkpoint=tmp_path
+    ) as run:
+        assert [push.number for push in run.pushes] == [1, 2, 3, 4]
+
+
+# After the context.
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("given", [0, 3, 20])
+def test_pushes_after_the_context_are_an_error(engine, given):
+    with engine(make_job([engines.Worker(ones)] * 2)) as run:
+        for _ in itertools.islice(run.pushes, given):
+            pass
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"inside of the engine's context"):
+            next(run.pushes)
+    assert run.counts().pushed >= given
+
+
+def test_whoever_waits_for_a_push_hears_that_the_context_is_over():
+    heard, waits = [], threading.Event()
+
+    def blocked(params):
+        waits.set()
+        return released.wait() and ones(params)
+
+    def iterate(run):
+        with pytest.raises(RuntimeError, match="inside of the engine's context"):
+            next(run.pushes)
+        heard.append(True)
+
+    released = threading.Event()
+    with engines.threads(make_job([engines.Worker(blocked)]), join_timeout=0.0) as run:
+        thread = threading.Thread(target=iterate, args=(run,))
+        thread.start()
+        assert waits.wait(60)
+    thread.join(60)
+    released.set()
+    assert heard == [True]
+
+
+# Workers that block.
+
+
+@pytest.fixture
+def blocked():
+    """A gradient that never comes, until the test is over."""
+    waits = queue.SimpleQueue()
+
+    def gradient(params):
+        if params <= -3 or gradient.at_once:
+            waits.get()
+        return ones(params)
+
+    gradient.at_once = False
+    yield gradient
+    for _ in range(10):
+        waits.put(None)
+    for thread in threading.enumerate():
+        if thread.name.startswith("worker-"):
+            thread.join()
+
+
+def blocking_job(blocked, pushes=10**6):
+    return make_job([engines.Worker(ones), engines.Worker(blocked)], pushes)
+
+
+@pytest.mark.parametrize("leave", ["stop", "break", "error"])
+def test_a_worker_that_blocks_is_named_and_left_behind(
+    leave, blocked, caplog, tmp_path
+):
+    def go():
+        with engines.threads(
+            blocking_job(blocked), checkpoint=tmp_path, join_timeout=0.2
+        ) as run:
+            for push in run.pushes:
+                if push.result.global_step == 20:
+                    if leave == "error":
+                        raise ValueError("enough")
+                    if leave == "break":
+                        break
+                    run.stop()
+
+    with caplog.at_level(logging.WARNING, "gradxform"):
+        if leave == "error":
+            with pytest.raises(ValueError, match="enough"):
+                go()
+        else:
+            go()
+            assert sum(saved(tmp_path).values()) >= 20
+    (said,) = caplog.messages
+    assert said.startswith("worker 1: still busy after join_timeout=0.2 seconds")
+
+
+def test_a_worker_that_blocks_does_not_keep_sigterm(blocked, caplog, tmp_path):
+    def go():
+        with engines.threads(
+            blocking_job(blocked), checkpoint=tmp_path, join_timeout=0.1
+        ) as run:
+            for push in run.pushes:
+                if push.result.global_step == 20:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with (
+        caplog.at_level(logging.WARNING, "gradxform"),
+        pytest.raises(SystemExit) as raised,
+    ):
+        go()
+    assert raised.value.code == 143
+    saved_line, left = caplog.messages
+    assert saved_line.startswith("terminated: step ")
+    assert left.startswith("worker 1: ")
+
+
+def test_a_worker_that_blocks_does_not_keep_the_last_push(blocked):
+    blocked.at_once = True
+    with engines.threads(blocking_job(blocked, 5), join_timeout=0.0) as run:
+        pushes = list(run.pushes)
+    assert [push.worker for push in pushes] == [0] * 5
+    assert run.counts() == (5, 5, 0, 0, 0, 0)
+
+
+def test_who_computes_for_another_does_not_push_once_too_often():
+    """The second takes so long that the first takes its place, and both are done."""
+    both = threading.Barrier(2, timeout=60)
+
+    def slow(params):
+        both.wait()
+        return ones(params)
+
+    job = make_job([engines.Worker(slow), engines.Worker(slow)], 1)
+    with engines.threads(job) as run:
+        assert len(list(run.pushes)) == 1
+        assert run.counts() == (1, 1, 0, 0, 0, 0)
+    assert run.server.stats().accepted == 1
+
+
+def test_nobody_computes_for_another_who_is_quick(monkeypatch):
+    monkeypatch.setattr(_crew, "LOOK", 1000.0)  # Nobody takes longer than that.
+    begun = []
+
+    def batch(number):
+        begun.append(number)
+        return ()
+
+    workers = [engines.Worker(ones, batch) for _ in range(4)]
+    assert len(list_all(engines.threads, make_job(workers, 6))) == len(begun) == 6
+
+
+def test_a_server_takes_so_many_pushes_of_workers_and_no_more(tmp_path):
+    tx, checkpoint = optax.sgd(1.0), engines.Checkpoint(tmp_path)
+
+    def push(server, *push_id):
+        grads, seen = server.pull()
+        return server.push(jnp.ones_like(grads), seen, push_id=push_id).global_step
+
+    with RecoverableServer(jnp.zeros(()), tx, checkpoint, pushes=4) as server:
+        server.begin()
+        assert [push(server, 0, 0), push(server, 1, 0), push(server, 0, 1)] == [1, 2, 3]
+        server.save()
+    with RecoverableServer(jnp.zeros(()), tx, checkpoint, pushes=4) as server:
+        server.begin()
+        assert [push(server, 1, 0), push(server, 1, 1)] == [2, 4]  # One from memory.
+        with pytest.raises(TakesNoMoreError):
+            push(server, 0, 2)
+        assert push(server, 1, 1) == 4
+        standing = server.rest()
+    assert (standing.accepted, standing.dropped, standing.global_step) == (4, 0, 4)
+    assert {w: answer.number for w, answer in standing.answers.items()} == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_a_join_timeout_that_cannot_be_is_refused(value):
+    with (
+        pytest.raises(ValueError, match=r"^join_timeout must be"),
+        engines.threads(make_job([engines.Worker(ones)]), join_timeout=value),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("value", [0, np.float32(60.0), float("inf")])
+def test_any_other_join_timeout_will_do(value):
+    with engines.threads(make_job([engines.Worker(ones)]), join_timeout=value) as run:
+        assert len(list(run.pushes)) == 20
+
+
+# Streams.
+
+
+def stream_worker(*items):
+    stream = iter([(np.float32(item),) for item in items])
+    return engines.Worker(lambda p, x: (x, jnp.ones_like(p)), lambda _: next(stream))
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_worker_whose_stream_ends_leaves(engine):
+    workers = [stream_worker(1, 2), stream_worker(*range(10, 15)), stream_worker()]
+    with engine(make_job(workers, 100)) as run:
+        pushes = list(run.pushes)
+        assert not run.workers
+    losses = {
+        index: [push.loss for push in pushes if push.worker == index]
+        for index in range(3)
+    }
+    assert losses == {0: [1, 2], 1: [*range(10, 15)], 2: []}
+    assert run.counts() == (7, 7, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_run_goes_on_without_the_worker_whose_stream_has_ended(engine):
+    workers = [engines.Worker(ones), stream_worker(1, 2)]
+    workers = [each._replace(duration=lambda _: 1e-3) for each in workers]
+    with engine(make_job(workers, 10**6)) as run:
+        pushes = [next(run.pushes)]
+        while run.workers.keys() != {0}:
+            pushes.append(next(run.pushes))
+        pushes += itertools.islice(run.pushes, 5)
+    assert by_worker(pushes)[1] == 2
+    assert {push.worker for push in pushes[-5:]} == {0}
+
+
+def by_worker(pushes):
+    """How many each has made."""
+    return collections.Counter(push.worker for push in pushes)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_too_few_streams_for_a_step_end_the_run(engine):
+    tx = gx.conditional_accumulator(optax.sgd(1.0), 2)
+    workers = [stream_worker(1, 2, 3), stream_worker(1)]
+    with engine(make_job(workers, 30, tx, 2)) as run:
+        pushes = list(run.pushes)
+        assert run.server.state()["state"].global_step == 1
+    # What the other one had begun is pushed, for a step that is not made.
+    assert by_worker(pushes) == {0: 2, 1: 1}
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_run_whose_streams_have_ended_goes_on_with_new_ones(engine, tmp_path):
+    first = list_all(engine, make_job([stream_worker(1, 2)], 5), checkpoint=tmp_path)
+    job = make_job([stream_worker(*range(3, 9))], 5)
+    second = list_all(engine, job, checkpoint=tmp_path)
+    assert [(p.number, p.loss) for p in first + second] == [
+        *((number, number + 1) for number in range(5)),
+    ]
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_stream_that_ends_elsewhere_than_in_batch_is_an_error(engine):
+    stream = iter([1.0])
+    worker = engines.Worker(lambda params: (next(stream), jnp.ones_like(params)))
+    with pytest.raises(RuntimeError, match="a stream has ended, though not in batch"):
+        list_all(engine, make_job([worker]))
+
+
+at_the_module = iter([()])
+
+
+def ways_to_draw(stream):
+    """Each way to name a stream that comes to mind."""
+
+    class Data:
+        def __init__(self):
+            self.stream = stream
+
+        def draw(self, number):
+            return next(self.stream)
+
+        __call__ = draw
+
+    def draw(stream, number):
+        return next(stream)
+
+    yield lambda _: next(stream)
+    yield lambda _, stream=stream: next(stream)
+    yield lambda _, *, stream=stream: next(stream)
+    yield functools.partial(draw, stream)
+    yield functools.partial(draw, stream=stream)
+    yield Data()
+    yield Data().draw
+    yield stream.__next__
+    yield functools.cache(lambda _: next(stream))
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("way", range(9))
+def test_one_stream_in_two_workers_is_an_error(engine, way):
+    stream = (x for x in [()])
+    batches = [[*ways_to_draw(stream)][way] for _ in range(2)]
+    workers = [engines.Worker(ones), *(engines.Worker(ones, b) for b in batches)]
+    match = "workers: 1 and 2 draw from one stream, a generator: give each"
+    with pytest.raises(ValueError, match=match):
+        list_all(engine, make_job(workers))
+    with engine(make_job(workers[:2])) as run:
+        with pytest.raises(ValueError, match=match):
+            run.add(workers[2])
+        run.add(workers[0])
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_one_worker_in_two_places_has_one_stream(engine):
+    worker = engines.Worker(ones, lambda _: next(at_the_module))
+    with pytest.raises(ValueError, match="0 and 1 draw from one stream, a list_iter"):
+        list_all(engine, make_job([worker] * 2))
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_lock_lets_workers_share_a_stream(engine):
+    stream, lock = ((np.float32(x),) for x in range(30)), threading.Lock()
+
+    def draw():
+        with lock:
+            return next(stream)
+
+    make = lambda: engines.Worker(  # noqa: E731
+        lambda params, x: (x, jnp.ones_like(params)), lambda _: draw()
+    )
+    pushes = list_all(engine, make_job([make(), make()], 100))
+    assert sorted(push.loss for push in pushes) == [*range(30)]
+
+
+def test_functions_that_name_no_stream_are_left_alone():
+    half_made = lambda _: later  # noqa: E731
+    for batch in (half_made, len, [].__len__, jax.jit(lambda n: (n,)), int):
+        with engines.simulated(make_job([engines.Worker(ones, batch)] * 2)):
+            pass
+    later = None
+
+
+def test_on_ray_a_stream_is_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
+    with (
+        pytest.raises(ValueError, match="worker 1 draws from a stream, a list_iter"),
+        engines.ray(make_job([engines.Worker(ones), stream_worker(1)])),
+    ):
+        pass
+
+
+# Nobody computes and everybody waits.
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_step_that_needs_more_pushes_than_required_is_an_error(engine):
+    tx = gx.conditional_accumulator(optax.sgd(1.0), 3)
+    job = make_job([engines.Worker(ones)] * 2, 20, tx, 2)
+    match = "^required=2: all 2 workers have pushed .* num_required"
+    with engine(job) as run:
+        assert [next(run.pushes).worker for _ in range(2)] in ([0, 1], [1, 0])
+        with pytest.raises(ValueError, match=match):
+            next(run.pushes)
+    # With a third worker there are enough.
+    job = job._replace(workers=[engines.Worker(ones)] * 3)
+    assert len(list_all(engine, job)) == 20
+
+
+# What the server is told.
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_require_finite_ends_a_run_before_nan_has_done_anything(engine, tmp_path):
+    def spoiled(params):
+        loss, grads = ones(params)
+        return loss, grads * jnp.where(params <= -3, jnp.nan, 1.0)
+
+    job = make_job([engines.Worker(ones), engines.Worker(spoiled)], 100)
+    with engine(job._replace(require_finite=True)) as run:
+        with pytest.raises(ValueError, match="grads must be finite") as raised:
+            list(run.pushes)
+        assert np.isfinite(run.server.state()["params"])
+    assert raised.value.__notes__[0].startswith("Raised by worker 1, for its gradient")
+    with engine(job) as run:
+        list(run.pushes)
+        assert np.isnan(run.server.state()["params"])
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_apply_if_finite_lets_the_others_go_on(engine):
+    spoiled = engines.Worker(lambda params: (0.0, params * jnp.nan))
+    tx = gx.drop_stale(optax.apply_if_finite(optax.sgd(1.0), 10**6), 10**6)
+    with engine(make_job([engines.Worker(ones), spoiled], 100, tx)) as run:
+        pushes = list(run.pushes)
+        params = run.server.state()["params"]
+    assert params == -by_worker(pushes)[0] < 0
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("donate", [True, False])
+def test_donate_reaches_the_server(engine, donate):
+    def fail(_):
+        raise FloatingPointError("in the middle of a step")
+
+    def update(grads, state, params=None):
+        jax.debug.callback(fail, grads)
+        return grads, state
+
+    tx = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    job = make_job([engines.Worker(ones)], tx=tx)._replace(donate=donate)
+    with engine(job) as run:
+        with pytest.raises(Exception, match="in the middle of a step"):
+            list(run.pushes)
+        assert (run.server.stats().lost is None) is not donate
