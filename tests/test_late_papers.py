@@ -51,11 +51,6 @@ def is_ours(case):
 
 
 OURS = [name for name, case in CASES.items() if is_ours(case)]
-NEVER_GIVEN_UP = [
-    name
-    for name in OURS
-    if name not in FEDERATED and CASES[name]["ours"]["job"]["max_staleness"] is None
-]
 
 
 @pytest.fixture(autouse=True)
@@ -142,35 +137,30 @@ def crew(case):
             noise = of["noise"][number % len(of["noise"])]
             return of["curvature"][index], of["pull"][index], noise
 
-        return engines.Worker(
-            quadratic,
-            batch,
-            functools.partial(duration, index),
-            extra=lambda *_: {"worker": index},
-        )
+        return engines.Worker(quadratic, batch, functools.partial(duration, index))
 
     return [worker(index) for index in range(len(case["durations"]))]
 
 
-def job(case, tx, pushes):
-    return engines.Job(tree(case["problem"])["start"], tx, crew(case), pushes)
-
-
-def run_equals(case, tx, expected):
+def run_equals(case, tx, expected, max_staleness=None, atol=1e-9):
     """The engine's pushes, in their order, with what they make of the parameters."""
-    _, duration, _ = simulator.problem_of(case)
-    done = [0.0] * len(case["durations"])
-    with engines.simulated(job(case, tx, len(expected))) as run:
-        for push, event in zip(run.pushes, expected, strict=True):
-            for name in ("worker", "number", "local_step"):
+    start = tree(case["problem"])["start"]
+    pushes = [event for event in expected if "given_up" not in event]
+    job = engines.Job(start, tx, crew(case), len(pushes), max_staleness=max_staleness)
+    with engines.simulated(job) as run, promotion():
+        for push, event in zip(run.pushes, pushes, strict=True):
+            for name in ("worker", "number", "local_step", "time"):
                 assert getattr(push, name) == event[name]
             assert push.result.global_step == event["global_step"]
             assert push.result.applied == event.get("accepted", True)
-            done[push.worker] += duration(push.worker, push.number)
-            assert done[push.worker] == event["time"]
             if "params" in event:
                 w = run.server.state()["params"]
-                np.testing.assert_allclose(w, event["params"], rtol=0, atol=1e-9)
+                np.testing.assert_allclose(w, event["params"], rtol=0, atol=atol)
+    # Behind the last push nobody looks who else is late.
+    last = expected.index(pushes[-1])
+    before = [event for event in expected[:last] if "given_up" in event]
+    assert run.counts().given_up == len(before)
+    return run.counts()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -207,10 +197,19 @@ def test_the_traces_have_what_is_hard():
     assert max(e["staleness"] for e in events["fedasync-hinge"]) > 5
 
 
-@pytest.mark.parametrize("name", NEVER_GIVEN_UP)
+@pytest.mark.parametrize("name", [name for name in OURS if name not in FEDERATED])
 def test_the_engine_runs_them(name):
+    """Pushes and stops, at their times."""
     case = CASES[name]
-    run_equals(case, build(case["ours"]), case["events"])
+    max_staleness = case["ours"]["job"]["max_staleness"]
+    if max_staleness == AGNOSTIC:
+        max_staleness = root_of_the_step_before
+    # Muon adds 1e-7 to a norm, optax 1e-8 to one with the bias corrected.
+    atol = 1e-6 if "muon-plain" in name else 1e-9
+    tx = build(case["ours"], case["settings"])
+    counts = run_equals(case, tx, case["events"], max_staleness, atol)
+    assert counts.dropped == 0
+    assert counts.accepted == counts.pushed
 
 
 def pushed(case):

@@ -143,6 +143,10 @@ class RecoverableServer(ParameterServer):
         """Whether it is a push that was answered before."""
         return worker in self._answered and number <= self._answered[worker][0]
 
+    def global_step(self) -> int:
+        """Steps taken so far; nobody has to wait for the answer."""
+        return self._version.global_step
+
     def rest(self) -> Standing:
         """From now on takes no push that has a ``push_id``; says where it stands."""
         standing: Standing = self._thread.run(self._rest)

@@ -10,10 +10,10 @@ the engine:
 - :func:`ray`: one process each, on as many machines as the Ray cluster has.
 
 The rooms: ``_job`` has what an engine runs and what it tells; ``_work`` one gradient of
-a worker; ``_streams`` who draws its minibatches from where; ``_ledger`` what became of
-the pushes; ``_crew`` what all runs have in common; ``_ending`` how they end;
-``_simulated``, ``_threads`` and ``_ray`` the engines; ``_tensorboard`` what one can
-watch a run with.
+a worker; ``_stops`` when it is given up; ``_streams`` who draws its minibatches from
+where; ``_ledger`` what became of the pushes; ``_crew`` what all runs have in common;
+``_ending`` how they end; ``_simulated``, ``_threads`` and ``_ray`` the engines;
+``_tensorboard`` what one can watch a run with.
 """
 
 from gradxform._server.checkpoints import Checkpoint as Checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import signal
 import threading
@@ -14,6 +15,7 @@ from gradxform._trees import checks
 from gradxform.engines import _streams
 from gradxform.engines._job import Counts, Job, Push, Run, Server, Worker
 from gradxform.engines._ledger import Ledger
+from gradxform.engines._stops import GivenUpError, Stops
 from gradxform.engines._work import RefusedError, StreamEndedError
 
 LOOK = 0.5  # Seconds after which a wait for an answer looks at who computes.
@@ -67,9 +69,10 @@ class Crew(Run):
         checks.integer_scalar("pushes", job.pushes)
         checks.in_range("pushes", job.pushes, "[1, inf)")
         self._job = job
+        self._stops = Stops(job.max_staleness)
         self._at_least = 1 if job.required is None else job.required
         self._lock = threading.Lock()
-        self._members = dict(enumerate(job.workers))
+        self._members = dict(enumerate(map(self._member, job.workers)))
         if len(self._members) < self._at_least:
             raise ValueError(
                 f"workers: a step needs {self._at_least}, got {len(self._members)}."
@@ -85,12 +88,23 @@ class Crew(Run):
         self.failed = False  # By what a worker has raised, or a death too many.
         self.pushes = _Pushes(self._check_open, self._until_stopped())
 
+    def _member(self, worker: Worker) -> Worker:
+        """A worker whose gradient may be begun anew: on the same minibatch."""
+        if not self._stops.ends:
+            return worker
+        return worker._replace(batch=functools.lru_cache(maxsize=1)(worker.batch))
+
     def _begin(self, standing: Standing) -> None:
         """Takes the run up where the server stands."""
         self._ledger = Ledger(standing)
         self._waits = Waits(self._job, self._ledger)
         self.resumed = standing.global_step if standing.found else None
+        self._began_at = time.monotonic()
         self._begun = True
+
+    def _clock(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self._began_at
 
     def _until_stopped(self) -> Iterator[Push]:
         try:
@@ -167,6 +181,8 @@ class Crew(Run):
         self._busy.pop(index, None)
         if isinstance(outcome, StreamEndedError):
             self._leave(index)
+        elif isinstance(outcome, GivenUpError):
+            self._ledger.given_up += 1  # Whoever has nothing to do gets its number.
         elif isinstance(outcome, RefusedError):
             if outcome.args == (self._ledger.life,):  # Else by a server that is gone.
                 self._refused.add(index)
@@ -174,6 +190,7 @@ class Crew(Run):
             self._raise(index, outcome)
         else:
             self._longest = max(self._longest, time.monotonic() - self._since[index])
+            outcome = outcome._replace(time=self._clock())
             if self._ledger.add(outcome):
                 self._waits.add(outcome)
             yield outcome
@@ -235,7 +252,7 @@ class Crew(Run):
     def add(self, worker: Worker) -> int:
         with self._lock:
             index = next(self._indices)
-            members = {**self._members, index: worker}
+            members = {**self._members, index: self._member(worker)}
             _streams.check_shared(members)
             self._members = members
         return index

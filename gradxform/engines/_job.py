@@ -27,7 +27,8 @@ class Worker(NamedTuple):
     Attributes:
       gradient: the loss, a scalar, and the gradients of the parameters on a minibatch,
         ``gradient(params, *batch) -> (loss, grads)``: as a rule
-        ``jax.jit(jax.value_and_grad(loss))``.
+        ``jax.jit(jax.value_and_grad(loss))``. A generator function yields where it can
+        be given up, between micro-batches or local steps, and returns the two.
       batch: the minibatch of a number, ``batch(number) -> (x, y)``: any arrays; it is
         drawn before the parameters are pulled. A stream of data gives
         ``lambda _: next(stream)``, a stream for each worker: when it ends, the worker
@@ -42,7 +43,8 @@ class Worker(NamedTuple):
         :meth:`~gradxform.ParameterServer.pull`. By default tables are pulled whole.
       extra: extra arguments for the transformation, ``extra(params, *batch) ->
         {"name": value}``, such as the ``worker_params`` of
-        :func:`~gradxform.compensate_delay`.
+        :func:`~gradxform.compensate_delay`. With every push goes ``worker``, the
+        index of the worker, unless one is given here.
       device: where parameters and minibatch are brought to, and JAX's default device
         while the gradient is computed; by default all stay where they are. On Ray a
         worker is a process of its own: give that its devices, with ``worker_options``.
@@ -69,6 +71,12 @@ class Job(NamedTuple):
         :func:`~gradxform.conditional_accumulator` needs them: its ``num_required``;
         with None every push may be a step of its own, and nobody waits. Where all wait
         for a step that needs more of them, the run ends with a ``ValueError``.
+      max_staleness: how late a gradient may become while it is computed, ≥ 0 or inf, or
+        a schedule of the global step. After each step, one for which ``global_step -
+        local_step`` is larger is given up: its number is begun anew, on the same
+        minibatch, with today's parameters. Exactly so on :func:`simulated`; on
+        :func:`threads` and :func:`ray` between the pieces of a gradient that is a
+        generator, and before any gradient is pushed. By default none is.
       require_finite: whether a push that holds NaN or inf ends the run with an error,
         before it has changed anything: see :class:`~gradxform.ParameterServer`.
       donate: whether steps update the server's own arrays in place; see there.
@@ -79,6 +87,7 @@ class Job(NamedTuple):
     workers: Sequence[Worker]
     pushes: int
     required: int | None = None
+    max_staleness: jax.typing.ArrayLike | optax.Schedule | None = None
     require_finite: bool = False
     donate: bool = True
 
@@ -93,6 +102,7 @@ class Push(NamedTuple):
       loss: of its minibatch, at the parameters it had pulled.
       norm: the global norm of its gradients, before any clip.
       result: what became of it.
+      time: seconds since the run began; virtual ones on :func:`simulated`.
     """
 
     worker: int
@@ -101,6 +111,7 @@ class Push(NamedTuple):
     loss: float
     norm: float
     result: PushResult
+    time: float = 0.0
 
 
 class Counts(NamedTuple):
@@ -116,6 +127,8 @@ class Counts(NamedTuple):
         are computed and pushed again.
       worker_deaths: processes of workers that died and were replaced.
       server_deaths: processes of the server that died and were replaced.
+      given_up: gradients that became too late while they were computed, and so were
+        never pushed: see ``max_staleness`` of :class:`Job`.
     """
 
     pushed: int = 0
@@ -124,6 +137,7 @@ class Counts(NamedTuple):
     lost: int = 0
     worker_deaths: int = 0
     server_deaths: int = 0
+    given_up: int = 0
 
 
 class Server(Protocol):

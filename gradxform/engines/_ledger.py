@@ -22,7 +22,7 @@ class Ledger:
         self._last = {worker: x.number for worker, x in standing.answers.items()}
         self._accepted, self._dropped = standing.accepted, standing.dropped
         self._pushed = self._accepted + self._dropped
-        self._lost = self.worker_deaths = self.server_deaths = 0
+        self._lost = self.worker_deaths = self.server_deaths = self.given_up = 0
 
     @property
     def stands(self) -> int:
@@ -39,6 +39,7 @@ class Ledger:
             self._lost,
             self.worker_deaths,
             self.server_deaths,
+            self.given_up,
         )
 
     def next(self, worker: int) -> int:

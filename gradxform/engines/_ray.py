@@ -24,6 +24,7 @@ from gradxform._trees import checks
 from gradxform.engines._crew import LOOK, Crew, server_options
 from gradxform.engines._ending import ending, terminated, uninterrupted
 from gradxform.engines._job import Job, Push, Run, Worker
+from gradxform.engines._stops import GivenUpError, Stops
 from gradxform.engines._streams import check_none
 from gradxform.engines._work import RefusedError, StreamEndedError, work
 
@@ -254,19 +255,29 @@ class _WorkersServer:
     def push(self, *args: Any, **extra: Any) -> Any:
         return self._ask("push", *args, **extra)
 
+    def global_step(self) -> Any:
+        return self._ask("global_step")
+
 
 class _RayWorker:
     """A worker in a process of its own."""
 
-    def __init__(self, index: int, worker: Worker) -> None:
-        self._index, self._worker = index, worker
+    def __init__(self, index: int, worker: Worker, stops: Stops) -> None:
+        self._index, self._worker, self._stops = index, worker, stops
 
     def work(self, number: int, actor: Any) -> Push | Exception:
         """One gradient, from its minibatch to the answer, or why there is none."""
         server = _WorkersServer(actor)
+        reasons = _ServerDiedError, StreamEndedError, RefusedError, GivenUpError
+
+        def is_over(local_step: int) -> bool:
+            # Who never gives up need not ask.
+            stops = self._stops
+            return stops.ends and stops.is_over(server.global_step(), local_step)
+
         try:
-            return work(self._index, number, self._worker, server, time.sleep)
-        except (_ServerDiedError, StreamEndedError, RefusedError) as reason:
+            return work(self._index, number, self._worker, server, time.sleep, is_over)
+        except reasons as reason:
             return type(reason)(*reason.args)  # Without what led to it.
 
 
@@ -287,6 +298,9 @@ class _Ray(Crew):
         self._start_actor = start.options(**options).remote if options else start.remote
         self._deaths: collections.Counter[int] = collections.Counter()
         self.workers = {}
+
+    def _member(self, worker: Worker) -> Worker:
+        return worker  # Here a minibatch is a function of its number.
 
     def begin(self, server: RayServer) -> None:
         """With this server, as it stands."""
@@ -316,7 +330,7 @@ class _Ray(Crew):
 
     def _start(self, index: int, worker: Worker, number: int) -> Any:
         if index not in self.workers:
-            self.workers[index] = self._start_actor(index, worker)
+            self.workers[index] = self._start_actor(index, worker, self._stops)
         return self.workers[index].work.remote(number, self.server.actor)
 
     def _dismiss(self, index: int) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import math
 import os
 from collections.abc import Iterator
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.recoverable import RecoverableServer
-from gradxform.engines._crew import Crew, server_options
+from gradxform.engines._crew import Crew, Stopped, server_options
 from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
+from gradxform.engines._stops import GivenUpError
 from gradxform.engines._work import Gradient, StreamEndedError
 
 
@@ -91,8 +93,29 @@ class _Simulated(Crew):
         heapq.heappush(self._arrivals, (self._now + seconds, index))
         return gradient
 
+    def _clock(self) -> float:
+        return self._now
+
+    def _hand_out(self) -> None:
+        """Gives up what has become too late, and begins it anew with all others."""
+        step = self.server.global_step()
+        over = {
+            index
+            for index, gradient in self._busy.items()
+            if self._stops.is_over(step, gradient.local_step)
+        }
+        if over:
+            self._arrivals = [each for each in self._arrivals if each[1] not in over]
+            heapq.heapify(self._arrivals)
+            for index in over:
+                list(self._take(index, GivenUpError()))
+        super()._hand_out()
+
     def _next(self) -> Iterator[Push]:
-        self._now, index = heapq.heappop(self._arrivals)
+        time, index = heapq.heappop(self._arrivals)
+        if time == math.inf:  # Of those who are left nobody ever comes.
+            raise Stopped
+        self._now = time
         outcome: Push | Exception
         try:
             outcome = self._busy[index].push()

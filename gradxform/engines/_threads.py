@@ -130,10 +130,15 @@ class _Threads(Crew):
     ) -> None:
         for number in iter(orders.get, None):
             try:
-                push = work(index, number, worker, self.server, self._halt.wait)
+                push = work(
+                    index, number, worker, self.server, self._halt.wait, self._is_over
+                )
                 self._arrived.put((index, push))
             except BaseException as error:
                 self._arrived.put((index, error))  # Nobody may read it any more.
+
+    def _is_over(self, local_step: int) -> bool:
+        return self._stops.is_over(self.server.global_step(), local_step)
 
     def _dismiss(self, index: int) -> None:
         self._orders.pop(index).put(None)

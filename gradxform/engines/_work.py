@@ -14,6 +14,7 @@ import numpy as np
 from gradxform._server.recoverable import TakesNoMoreError
 from gradxform._transforms.clipping import global_norm
 from gradxform.engines._job import Push, Worker
+from gradxform.engines._stops import GivenUpError, in_pieces
 
 _norm = jax.jit(global_norm)
 ARRAYS = jax.Array, np.ndarray, np.generic
@@ -45,19 +46,35 @@ class Gradient:
         rows = {} if worker.rows is None else worker.rows(*self._batch)
         self._params, self.local_step = server.pull(rows) if rows else server.pull()
 
-    def push(self, ready: Callable[[], object] = lambda: None) -> Push:
-        """Computes it, waits until it is ``ready``, and pushes it."""
+    def push(
+        self,
+        ready: Callable[[], object] = lambda: None,
+        is_over: Callable[[int], bool] = lambda local_step: False,
+    ) -> Push:
+        """Computes it, waits until it is ``ready``, and pushes it.
+
+        Raises:
+          GivenUpError: it ``is_over``, as far as its local step goes.
+        """
+
+        def over() -> bool:
+            return is_over(self.local_step)
+
         worker, params, batch = self._worker, self._params, self._batch
         where: Any = contextlib.nullcontext()
         if worker.device is not None:
             where = jax.default_device(worker.device)
             params, batch = _moved((params, batch), worker.device)
         with where:
-            loss, grads = _pair(worker.gradient(params, *batch))
+            given = worker.gradient(params, *batch)
+            loss, grads = _pair(in_pieces(given, over))
             norm = _norm(grads)
             extra = {} if worker.extra is None else worker.extra(params, *batch)
         loss, norm = float(loss), float(norm)  # Waits until they are computed.
         ready()
+        if over():
+            raise GivenUpError
+        extra = {"worker": self._push_id[0], **extra}
         try:
             result = self._server.push(
                 grads, self.local_step, push_id=self._push_id, **extra
@@ -114,15 +131,17 @@ def work(
     worker: Worker,
     server: Any,
     sleep: Callable[[float], object],
+    is_over: Callable[[int], bool],
 ) -> Push:
     """A gradient in the time that it shall take.
 
     Raises:
       StreamEndedError: there is no minibatch for it.
       RefusedError: the server does not take it.
+      GivenUpError: it is over, as far as its local step goes, before it was pushed.
     """
     gradient = Gradient(index, number, worker, server)
     if worker.duration is None:
-        return gradient.push()
+        return gradient.push(is_over=is_over)
     end = time.monotonic() + worker.duration(number)
-    return gradient.push(lambda: sleep(max(0.0, end - time.monotonic())))
+    return gradient.push(lambda: sleep(max(0.0, end - time.monotonic())), is_over)

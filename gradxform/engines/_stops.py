@@ -1,0 +1,73 @@
+"""When a gradient under way is given up, because it has become too late."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradxform._trees import checks
+
+
+class GivenUpError(Exception):
+    """The gradient has become too late while it was computed; it was not pushed."""
+
+
+class Stops:
+    """How late a gradient under way may become: ``Job.max_staleness``."""
+
+    def __init__(
+        self, max_staleness: jax.typing.ArrayLike | Callable[..., Any] | None
+    ) -> None:
+        if max_staleness is not None and not callable(max_staleness):
+            checks.in_range("max_staleness", max_staleness, "[0, inf]")
+        self._max_staleness = max_staleness
+        # As in `drop_stale`: the schedule is one of JAX. Many ask for one step.
+        self._at = functools.lru_cache(maxsize=1)(self._limit)
+
+    def __reduce__(self) -> Any:
+        return Stops, (self._max_staleness,)
+
+    @property
+    def ends(self) -> bool:
+        """Whether any gradient is ever given up."""
+        return self._max_staleness is not None
+
+    def is_over(self, global_step: int, local_step: int) -> bool:
+        """Whether a gradient of that local step is too late at this global step."""
+        return self.ends and global_step - local_step > self._at(int(global_step))
+
+    def _limit(self, global_step: int) -> float:
+        limit: Any = self._max_staleness
+        if callable(limit):
+            step = jnp.asarray(min(global_step, np.iinfo(np.int32).max), jnp.int32)
+            limit = limit(step)
+            checks.real_scalar("max_staleness(global_step)", limit)
+            checks.in_range("max_staleness(global_step)", limit, "[0, inf]")
+        number = float(limit)
+        return number if math.isinf(number) else math.floor(number)
+
+
+def in_pieces(given: Any, is_over: Callable[[], bool]) -> Any:
+    """What a gradient function gives; one that is a generator, piece by piece.
+
+    Raises:
+      GivenUpError: it is over, after one of the pieces.
+    """
+    if not isinstance(given, types.GeneratorType):
+        return given
+    try:
+        while True:
+            next(given)
+            if is_over():
+                raise GivenUpError
+    except StopIteration as end:
+        return end.value
+    finally:
+        given.close()
