@@ -341,8 +341,8 @@ _server/recoverable.py: what is answered from memory is saved as pushed again
 + if self._version is None:  # It was answered from memory.
 
 _server/recoverable.py: a run that should not go on does
-- if not resume:
-+ if resume is None:
+- if not saver.checkpoint.resume:
++ if saver.checkpoint.resume is None:
 
 _server/extras.py: a package that is missing has no cure
 - raise ImportError(f"{error}: {cure}") from error

@@ -29,6 +29,7 @@ class Standing(NamedTuple):
     dropped: int
     answers: dict[int, Answer]  # By worker.
     found: bool  # Whether it goes on from a checkpoint.
+    notes: tuple[str, ...] = ()  # What its user has to know of that.
 
 
 class RecoverableServer(ParameterServer):
@@ -57,31 +58,33 @@ class RecoverableServer(ParameterServer):
         Once: after that it tells where this life began.
 
         Raises:
-          ValueError: the checkpoint is of another job, or there should be none.
+          OSError: another run saves itself there; or it cannot be written to.
+          ValueError: the checkpoint is of another job, or not whole, or there should be
+            none; or something else lies there.
         """
         if self._standing is None:
-            found = self._saver is not None and self._take_up(self._saver)
-            self._standing = self._thread.run(self._stand, found)
+            notes = None if self._saver is None else self._take_up(self._saver)
+            self._standing = self._thread.run(self._stand, notes)
         standing: Standing = self._standing
         return standing
 
-    def _take_up(self, saver: Saver) -> bool:
-        """Goes on from what is there; whether there was anything."""
+    def _take_up(self, saver: Saver) -> list[str] | None:
+        """Goes on from what is there; what is to be said of it, None without."""
+        saver.open()
         newest = saver.newest()
         if newest is None:
-            return False
-        where, *_, resume = saver.checkpoint
-        if not resume:
+            return None
+        if not saver.checkpoint.resume:
             raise ValueError(
-                f"checkpoint: {where} holds a run of {newest} pushes: let resume be "
-                "True, or give another directory."
+                f"checkpoint: {saver.checkpoint.directory} holds a run of {newest} "
+                "pushes: let resume be True, or give another directory."
             )
         own = self._programs.trees(self._version.leaves)
         like = dict(zip(("params", "state"), own, strict=True))
-        snapshot = saver.read(newest, like)
+        snapshot, notes = saver.read_newest(like)
         version = Version.of(*self._programs.place(snapshot.state))
         self._thread.run(self._resume, version, snapshot.counters)
-        return True
+        return notes
 
     def _resume(self, version: Version, counters: dict[str, Any]) -> None:
         self._restore(version)
@@ -91,7 +94,7 @@ class RecoverableServer(ParameterServer):
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}
         self._tally = Tally(counters["accepted"], staleness)
 
-    def _stand(self, found: bool) -> Standing:
+    def _stand(self, notes: list[str] | None) -> Standing:
         stats, version = self._stats(), self._version
         answers = {
             worker: Answer(number, self._local_steps[worker], result)
@@ -103,7 +106,8 @@ class RecoverableServer(ParameterServer):
             stats.accepted,
             stats.dropped,
             answers,  # type: ignore[arg-type]  # Engines name workers by integers.
-            found,
+            notes is not None,
+            tuple(notes or ()),
         )
 
     def _push(
@@ -121,8 +125,9 @@ class RecoverableServer(ParameterServer):
             self._local_steps[push_id[0]] = int(local_step)
         # Right after a step no sum is half done.
         stepped = result.global_step > before.global_step
-        if stepped and self._saver and self._saver.is_due(result.global_step):
-            self._saver.start(self._snapshot())
+        saver = self._saver if self._standing is not None else None
+        if stepped and saver and saver.is_due(result.global_step):
+            saver.start(self._snapshot())
         return result
 
     def _snapshot(self) -> Snapshot:

@@ -21,7 +21,7 @@ from gradxform._server.extras import require
 from gradxform._server.records import PushResult, ServerStats
 from gradxform._server.recoverable import RecoverableServer, Standing
 from gradxform._trees import checks
-from gradxform.engines._crew import Crew, Waits
+from gradxform.engines._crew import Crew, Waits, tell
 from gradxform.engines._ending import ending, terminated, uninterrupted
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._work import work
@@ -348,6 +348,7 @@ class _Ray(Crew):
         if lost is None:  # Another worker has noticed before.
             return
         self._waits.reset()
+        tell(standing)
         logger.warning(
             "the server died and goes on from step %s; pushes to be done again: %s",
             standing.global_step,
