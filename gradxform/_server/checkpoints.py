@@ -32,10 +32,10 @@ class Checkpoint(NamedTuple):
     A run that ends, or is told to by ``SIGTERM``, is saved once more. Until it is
     written it takes the memory of a second model and optimizer state.
 
-    The directory belongs to one run at a time: a second one is told who has it. The
-    checksums of what was written lie beside it. Where the newest checkpoint does not
-    have them any longer, cannot be read or lacks parts, it gets another name, ``….broken``,
-    and the run goes on from the newest whole one, with a warning.
+    The directory belongs to one run at a time: a second one is told who has it.
+    Checksums lie beside what was written. Where the newest checkpoint has changed,
+    lacks parts or cannot be read, the run goes on from the newest whole one, with a
+    warning, and the broken one gets another name, as ``40.broken``.
 
     Attributes:
       directory: of checkpoints, a path; on Ray one that the server's machine and the
@@ -46,9 +46,9 @@ class Checkpoint(NamedTuple):
       max_to_keep: how many of the newest are kept; None for all.
       resume: whether to go on from the newest one, if there is any. Without, it is an
         error that there is one: nothing is ever overwritten.
-      settings: what the run depends on beside its job, such as ``{"seed": 0}``, by name:
-        anything that JSON holds. It is saved, too, and a run that goes on with other
-        settings says so.
+      settings: what the run depends on beside its job, by name, such as
+        ``{"seed": 0}``: anything that JSON holds. It is saved, too, and a run that goes
+        on with other settings says so.
     """
 
     directory: str | os.PathLike[str]
@@ -243,8 +243,9 @@ class Saver:
                 "is no other to go on from. Move it away, or give another directory."
             )
         notes = [
-            f"checkpoint: {self._where(broken)} is not whole, {fault}: the run goes on "
-            f"from {self._where(pushes)}, and it is now {self._folder.set_aside(broken)}"
+            f"checkpoint: {self._where(broken)} is not whole, {fault}. It is now "
+            f"{self._folder.set_aside(broken)}, and the run goes on from "
+            f"{self._where(pushes)}"
             for broken, fault in faults.items()
         ]
         if faults:

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import zlib
-from typing import Any
+from typing import Any, ClassVar
 
 try:
     import fcntl
@@ -56,7 +56,8 @@ class Folder:
     In a bucket there are neither locks nor checksums.
     """
 
-    _mine: set[tuple[int, int]] = set()  # All that runs of this process write to.
+    # All that runs of this process write to, by device and inode.
+    _mine: ClassVar[set[tuple[int, int]]] = set()
     _lock = threading.Lock()
 
     def __init__(self, directory: str) -> None:

@@ -12,7 +12,8 @@ the engine:
 The rooms: ``_job`` has what an engine runs and what it tells; ``_work`` one gradient of
 a worker; ``_ledger`` what became of the pushes; ``_crew`` what all runs have in common;
 ``_ending`` how they end; ``_simulated``, ``_threads`` and ``_ray`` the engines;
-``_tensorboard`` what one can watch a run with.
+``_reach`` whether there is a Ray cluster; ``_tensorboard`` what one can watch a run
+with.
 """
 
 from gradxform._server.checkpoints import Checkpoint as Checkpoint

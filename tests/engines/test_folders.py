@@ -3,7 +3,6 @@
 import gc
 import json
 import logging
-import os
 import pathlib
 import resource
 import shutil
@@ -18,7 +17,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-import gradxform as gx
 from gradxform import engines
 from gradxform._server import folder
 from tests.engines.test_recovery import LOCAL, bits, ended, make_job, steps_in
@@ -357,10 +355,10 @@ def test_a_directory_is_a_path(tmp_path, monkeypatch):
         ended(engines.simulated, make_job(3), checkpoint=given)
         assert [*steps_in(where)] == [3]
     for given in ("", b""):
-        with pytest.raises(ValueError, match="^checkpoint must be a path, got b?''"):
+        with pytest.raises(ValueError, match=r"^checkpoint must be a path, got b?''"):
             ended(engines.simulated, make_job(3), checkpoint=given)
     for given in (False, 3, engines.Checkpoint(None)):
-        with pytest.raises(TypeError, match="^checkpoint must be a path, got"):
+        with pytest.raises(TypeError, match=r"^checkpoint must be a path, got"):
             ended(engines.simulated, make_job(3), checkpoint=given)
 
 
