@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import optax
 
+from gradxform._server.actor import is_actor
 from gradxform._server.checkpoints import Checkpoint, Saver, Snapshot
 from gradxform._server.parameter_server import ParameterServer
 from gradxform._server.records import PushResult, Tally, Version
+
+logger = logging.getLogger("gradxform")
 
 
 class Answer(NamedTuple):
@@ -30,6 +34,12 @@ class Standing(NamedTuple):
     answers: dict[int, Answer]  # By worker.
     found: bool  # Whether it goes on from a checkpoint.
     notes: tuple[str, ...] = ()  # What its user has to know of that.
+
+
+def tell(standing: Standing) -> None:
+    """Says what is to be known of the checkpoint that a life begins with."""
+    for note in standing.notes:
+        logger.warning("%s", note)
 
 
 class RecoverableServer(ParameterServer):
@@ -63,8 +73,11 @@ class RecoverableServer(ParameterServer):
             none; or something else lies there.
         """
         if self._standing is None:
-            notes = None if self._saver is None else self._take_up(self._saver)
-            self._standing = self._thread.run(self._stand, notes)
+            taken = None if self._saver is None else self._take_up(self._saver)
+            found, notes = taken is not None, tuple(taken or ())
+            self._standing = self._thread.run(self._stand, found, notes)
+            if not is_actor(self):  # Else nobody would hear it.
+                tell(self._standing)
         standing: Standing = self._standing
         return standing
 
@@ -94,7 +107,7 @@ class RecoverableServer(ParameterServer):
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}
         self._tally = Tally(counters["accepted"], staleness)
 
-    def _stand(self, notes: list[str] | None) -> Standing:
+    def _stand(self, found: bool, notes: tuple[str, ...] = ()) -> Standing:
         stats, version = self._stats(), self._version
         answers = {
             worker: Answer(number, self._local_steps[worker], result)
@@ -106,8 +119,8 @@ class RecoverableServer(ParameterServer):
             stats.accepted,
             stats.dropped,
             answers,  # type: ignore[arg-type]  # Engines name workers by integers.
-            notes is not None,
-            tuple(notes or ()),
+            found,
+            notes,
         )
 
     def _push(

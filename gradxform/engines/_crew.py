@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,8 +12,6 @@ from gradxform._server.recoverable import Standing
 from gradxform._trees import checks
 from gradxform.engines._job import Counts, Job, Push, Run, Server, Worker
 from gradxform.engines._ledger import Ledger
-
-logger = logging.getLogger("gradxform")
 
 
 class Stopped(Exception):
@@ -26,12 +23,6 @@ class Terminated(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
-
-
-def tell(standing: Standing) -> None:
-    """Says what is to be known of the checkpoint that a life began with."""
-    for note in standing.notes:
-        logger.warning("%s", note)
 
 
 class SavedServer(Server, Protocol):
@@ -69,7 +60,6 @@ class Crew(Run):
     def _begin(self, standing: Standing) -> None:
         """Takes the run up where the server stands."""
         self._ledger = Ledger(standing)
-        tell(standing)
         self.resumed = standing.global_step if standing.found else None
 
     def _until_stopped(self) -> Iterator[Push]:

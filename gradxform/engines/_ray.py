@@ -19,9 +19,9 @@ import optax
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import PushResult, ServerStats
-from gradxform._server.recoverable import RecoverableServer, Standing
+from gradxform._server.recoverable import RecoverableServer, Standing, tell
 from gradxform._trees import checks
-from gradxform.engines._crew import Crew, Waits, tell
+from gradxform.engines._crew import Crew, Waits
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._reach import reach
@@ -295,7 +295,9 @@ class _Ray(Crew):
     def begin(self, server: RayServer) -> None:
         """With this server, as it stands."""
         self.server = server
-        self._begin(server.begin(self.check))
+        standing = server.begin(self.check)
+        tell(standing)  # Its process cannot.
+        self._begin(standing)
         self._waits = Waits(self._job, self._ledger)
 
     def _next(self) -> Iterator[Push]:
@@ -356,7 +358,7 @@ class _Ray(Crew):
         if lost is None:  # Another worker has noticed before.
             return
         self._waits.reset()
-        tell(standing)
+        tell(standing)  # Its process cannot.
         logger.warning(
             "the server died and goes on from step %s; pushes to be done again: %s",
             standing.global_step,
