@@ -56,14 +56,8 @@ def starting(checkpoint: Checkpoint | None) -> Iterator[None]:
       checkpoint: where the run would have been saved.
     """
 
-    def terminate(*_: object) -> NoReturn:
-        raise Terminated
-
-    try:
-        with _sigterm(terminate):
-            yield
-    except Terminated:
-        terminated(None, checkpoint)
+    with _sigterm(lambda *_: terminated(None, checkpoint)):
+        yield
 
 
 def terminated(step: int | None, checkpoint: Checkpoint | None) -> NoReturn:
