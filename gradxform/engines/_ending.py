@@ -55,7 +55,6 @@ def starting(checkpoint: Checkpoint | None) -> Iterator[None]:
     Args:
       checkpoint: where the run would have been saved.
     """
-
     with _sigterm(lambda *_: terminated(None, checkpoint)):
         yield
 
