@@ -134,8 +134,9 @@ class Saver:
                 max_to_keep=self.checkpoint.max_to_keep,
                 # What a process left half done that was killed.
                 cleanup_tmp_directories=True,
-                # This thread waits for it. Two managers that write by the side of a
-                # process wait for each other, as they share a count of what they do.
+                # This thread waits for it. Those that write beside a process tell
+                # each other by a number that all managers of the process share, and
+                # where two do so at once, both may wait in vain.
                 enable_async_checkpointing=False,
             ),
         )
