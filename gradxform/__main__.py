@@ -31,7 +31,7 @@ import optax
 
 import gradxform as gx
 from gradxform import _listing, engines
-from gradxform._command_line import ENGINES, OPTIMIZERS, make_parser
+from gradxform._command_line import ENGINES, OPTIMIZERS, make_parser, settings_of
 from gradxform._digits import Digits, Model, build_model, load_digits
 from gradxform._report import print_report, save_plot, track
 from gradxform._server.extras import require
@@ -210,17 +210,43 @@ def make_run(
     options: dict[str, Any] = {}
     if args.checkpoint:
         options["checkpoint"] = engines.Checkpoint(
-            args.checkpoint, every_seconds=args.checkpoint_every
+            args.checkpoint,
+            every_seconds=args.checkpoint_every,
+            settings=settings_of(args),
         )
     if args.engine == "ray":
         options["address"] = args.address
+        options["connect_timeout"] = args.connect_timeout
     return ENGINES[args.engine](job, **options)
+
+
+@contextlib.contextmanager
+def printing(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Ends the process in one line where nothing more can be printed.
+
+    Without one where nobody reads on, as ``head``: then with exit code 141, which
+    is that of every other program.
+    """
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:  # A shell may have closed it.
+                sys.stdout.flush()
+    except OSError as error:
+        # Python tries again as it ends, and would say so.
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        parser.error(f"the results cannot be printed: {error.strerror}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line, ``sys.argv`` by default."""
     parser = make_parser()
-    args = parser.parse_args(argv)
+    with printing(parser):  # It may be for help.
+        args = parser.parse_args(argv)
     try:
         needed = ("rich",) if args.list else ("flax", "matplotlib", "rich", "sklearn")
         for package in needed:
@@ -235,7 +261,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ImportError as error:
         parser.error(str(error))
     if args.list:
-        _listing.print_table()
+        with printing(parser):
+            _listing.print_table()
         return
 
     model, digits = build_model(args.seed), load_digits()
@@ -262,19 +289,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     title = f"{args.mode} on {args.engine}, {args.optimizer}, workers {args.workers}, "
     title += f"seed {args.seed}"
-    print_report(title, run, pushes, state, seconds)
-    labels = np.argmax(model.logits(params, digits.test_images), axis=-1)
-    print(f"test accuracy {np.mean(labels == digits.test_labels):.3f}", flush=True)
-    if args.plot and not pushes:
-        print(
-            "argument --plot: it was through before, nothing to draw", file=sys.stderr
-        )
-    elif args.plot:
+    untold = None  # First, as whoever reads the results may not read to their end.
+    if args.plot and pushes:
         limit = args.max_staleness if job.required is None else 0
         try:
             save_plot(args.plot, title, pushes, limit, MAX_NORM)
         except OSError as error:  # The disk may have filled up meanwhile.
-            parser.error(f"argument --plot: {error}")
+            untold = error
+    labels = np.argmax(model.logits(params, digits.test_images), axis=-1)
+    with printing(parser):
+        print_report(title, run, pushes, state, seconds)
+        print(f"test accuracy {np.mean(labels == digits.test_labels):.3f}")
+    if untold is not None:
+        parser.error(f"argument --plot: {untold}")
+    if args.plot and not pushes:
+        print(
+            "argument --plot: it was through before, nothing to draw", file=sys.stderr
+        )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import optax
 
 import gradxform as gx
 from gradxform import engines
+from gradxform._server.folder import is_remote
 
 # Peak learning rates. Late gradients act as momentum by themselves (Mitliagkas et al.
 # 2016, https://arxiv.org/abs/1605.09774): novograd wants less of its own than usual.
@@ -30,6 +31,15 @@ ENGINES: dict[str, Callable[..., Any]] = {
 }
 MODES = ("async", "backup", "local", "sync")
 GRADIENTS = 3000  # Of all workers together, by default.
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that decide what is trained, for checkpoints to remember."""
+    names = ["mode", "optimizer", "workers", "seed"]
+    of_modes = {"backup": ["backups"], "local": ["local_steps", "max_staleness"]}
+    of_modes["async"] = ["max_staleness"]
+    names += of_modes.get(args.mode, [])
+    return {name: getattr(args, name) for name in names}
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,8 +92,20 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, type=parse, default=default, metavar=metavar, help=help)
 
 
+def expanded(path: str) -> str:
+    """With the user's home in place of ``~``, which no shell sees in ``--plot=~/x``.
+
+    Raises:
+      ArgumentTypeError: it is empty, as of a variable that is not set.
+    """
+    if not path:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return path if is_remote(path) else os.path.expanduser(path)
+
+
 def writable_png(path: str) -> str:
     """Makes sure that a PNG can be written, before the training that it is to show."""
+    path = expanded(path)
     if not path.lower().endswith(".png"):
         raise argparse.ArgumentTypeError(f"must end in .png, got {path!r}")
     existed = os.path.lexists(path)
@@ -100,7 +122,8 @@ def writable_png(path: str) -> str:
 
 def writable_folder(path: str) -> str:
     """Makes sure that a folder can be made and written to, before the training."""
-    if "://" in path:  # In a cloud.
+    path = expanded(path)
+    if is_remote(path):
         return path
     above = os.path.abspath(path)
     while not os.path.lexists(above):
@@ -172,6 +195,8 @@ def make_parser() -> Parser:
     how = "of the Ray cluster to run on, as host:6379, or auto for the one of this "
     how += "machine (default: a cluster of its own)"
     parser.add_argument("--address", metavar="ADDRESS", help=how)
+    how = "how many seconds that cluster may take to answer"
+    parser.add_number("--connect-timeout", 30.0, 0.001, math.inf, how)
     how = "write loss, staleness and gradient norm over the pushes to FILE, a .png"
     parser.add_argument("--plot", type=writable_png, metavar="FILE", help=how)
     how = "print what the package has: names, what they do, state, extra arguments"

@@ -6,9 +6,11 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gradxform as gx
+
+WIDTH = 60  # Enough for each name, and for words beside it.
 
 
 class Row(NamedTuple):
@@ -43,13 +45,27 @@ def _section(doc: str, title: str) -> str:
 
 
 def print_table() -> None:
-    """Prints all rows, as wide as the terminal allows."""
+    """Prints all rows, as wide as the terminal is; names stay in one piece."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("name", "what it does", "state", "extra arguments", show_lines=True)
+    table = Table(show_lines=True)
+    table.add_column("name", no_wrap=True)
+    table.add_column("what it does", overflow="fold")
     for row in rows():
-        cells = row.name, row.what, ", ".join(row.state), ", ".join(row.extra)
+        lines = [row.what]
+        for title, names in (("state", row.state), ("extra arguments", row.extra)):
+            if names:
+                lines.append(f"{title}: {', '.join(names)}")
+        cells = row.name, "\n".join(lines)
         table.add_row(*map(escape, cells))  # Brackets are no markup.
-    Console().print(table)
+    # Where a terminal is narrower, it breaks lines by itself.
+    show(table, Console(width=max(Console().width, WIDTH)))
+
+
+def show(table: Any, screen: Any) -> None:
+    """Prints it with ``print``, whose errors are Python's own."""
+    with screen.capture() as text:
+        screen.print(table)
+    print(text.get(), end="")

@@ -12,6 +12,7 @@ import optax
 
 import gradxform as gx
 from gradxform import engines
+from gradxform._listing import show
 
 
 def track(run: engines.Run, total: int) -> Iterator[engines.Push]:
@@ -72,7 +73,7 @@ def print_report(
     norm = f"{float(optax.tree.get(state, 'global_norm')):.3f}"
     report.add_row("gradient norm", norm, "of the last step, before the clip")
     report.add_row("seconds", f"{seconds:.1f}", "of starting, compiling and training")
-    console.Console().print(report)
+    show(report, console.Console())
 
 
 def add_bars(report: Any, results: Sequence[gx.PushResult]) -> None:

@@ -360,13 +360,45 @@ _server/checkpoints.py: nobody is told that one was not written
 - if done is None:  # The run goes on, and the next may be better off.
 + if done:
 
+_server/checkpoints.py: two runs of a process wait for each other
+- enable_async_checkpointing=False,
++ enable_async_checkpointing=True,
+
+_server/checkpoints.py: what could not be written is left half written
+- self._manage()  # It removes what is half written.
++ pass
+
+_server/checkpoints.py: a run goes on with other settings, and does not say so
+- if name in before and before[name] != now[name]
++ if name not in before
+
+_server/folder.py: a broken checkpoint is read
+- if found.get(name) != each:
++ if name not in found:
+
+_server/folder.py: a folder is of two runs of one process
+- if identity in Folder._mine:
++ if identity in ():
+
+_server/folder.py: a folder is of two processes
+- return False
++ return True
+
+_server/folder.py: among checkpoints there may be anything
+- if names and (not names & {*ITEMS} or names & {"", "default"}):
++ if not names:
+
+_server/folder.py: an empty path is the working directory
+- if not path:
++ if path is None:
+
 _server/recoverable.py: what is answered from memory is saved as pushed again
 - if self._version is before:  # It was answered from memory.
 + if self._version is None:  # It was answered from memory.
 
 _server/recoverable.py: a run that should not go on does
-- if not resume:
-+ if resume is None:
+- if not saver.checkpoint.resume:
++ if saver.checkpoint.resume is None:
 
 _server/extras.py: a package that is missing has no cure
 - raise ImportError(f"{error}: {cure}") from error
@@ -420,6 +452,14 @@ engines/_ray.py: a server that dies too often is replaced
 - if self._deaths_left == 0:
 + if self._deaths_left is None:
 
+engines/_reach.py: a cluster is waited for without an end
+- said, _ = process.communicate(timeout=seconds)
++ said, _ = process.communicate()
+
+engines/_ending.py: SIGTERM while a cluster is waited for has no line
+- with _sigterm(lambda *_: terminated(None, checkpoint)):
++ with contextlib.nullcontext():
+
 engines/_ledger.py: what the server forgot is not lost
 - self._lost += lost
 + pass
@@ -451,6 +491,14 @@ engines/_tensorboard.py: a run that goes on hides the checkpoint's own point
 engines/_work.py: a minibatch stays where it was
 - params, batch = _moved((params, batch), worker.device)
 + params = _moved(params, worker.device)
+
+_listing.py: names are cut where the terminal is narrow
+- table.add_column("name", no_wrap=True)
++ table.add_column("name", width=12)
+
+_command_line.py: an option that is empty is left out
+- if not path:
++ if path is None:
 
 _command_line.py: the picture of an earlier run is lost where the new one is not drawn
 - if not existed and os.path.lexists(path):

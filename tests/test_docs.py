@@ -53,14 +53,19 @@ def test_docstring_explains_every_field(name):
         assert re.search(rf"^  {field}: ", doc, re.M), field
 
 
-def test_list_prints_every_public_name_but_states(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+@pytest.mark.parametrize("columns", [None, 40, 80, 200])
+def test_list_prints_every_public_name_but_states(columns, capsys, monkeypatch):
+    for name in ("COLUMNS", "LINES", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", f"{columns}")
     main(["--list"])
     out = capsys.readouterr().out
     names = re.findall(r"^│ (\w+)", out, re.M)
     assert names == [name for name in PUBLIC if name not in STATES]
     for row in ROWS.values():
-        assert all(word in out for word in (row.what.split()[-1], *row.state))
+        words = row.what.split()[-1], *row.state, *row.extra
+        assert all(re.search(rf"\b{re.escape(word)}", out) for word in words)
 
 
 @pytest.mark.parametrize("row", DESCRIPTORS, ids=str)

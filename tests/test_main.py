@@ -1,11 +1,13 @@
 """The main job: its parts by hand-made cases, and the command as a user runs it."""
 
 import contextlib
+import errno
 import functools
 import io
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +22,7 @@ import gradxform as gx
 from benchmarks.kills import processes_of
 from gradxform import __main__ as job
 from gradxform import engines
-from gradxform._command_line import ENGINES, MODES, writable_png
+from gradxform._command_line import ENGINES, MODES, settings_of, writable_png
 from tests.conftest import promotion, xla_flags
 
 SHORT = ("--steps", "60", "--engine", "simulated")
@@ -53,9 +55,21 @@ def run(*options, **environ):
 build_model = functools.cache(job.build_model)
 
 
-def call(*options, encoding="utf-8", **environ):
+class Out(io.BytesIO):
+    """What is printed to; with an error's number, nothing can be."""
+
+    fails = None
+
+    def write(self, data):
+        if self.fails is not None and data:
+            raise OSError(self.fails, os.strerror(self.fails))
+        return super().write(data)
+
+
+def call(*options, encoding="utf-8", fails=None, **environ):
     """The command in this process, which need not import everything anew."""
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2))
+    out, err = (io.TextIOWrapper(Out(), encoding) for _ in range(2))
+    out.buffer.fails = fails
     code = 0
     with (
         promotion(),
@@ -68,6 +82,7 @@ def call(*options, encoding="utf-8", **environ):
             job.main(options)
         except SystemExit as end:
             code = end.code
+    out.buffer.fails = None
     for stream in (out, err):
         stream.seek(0)
     return subprocess.CompletedProcess(options, code, out.read(), err.read())
@@ -418,11 +433,11 @@ def test_help_explains_every_option():
     integers = "workers", "backups", "local-steps", "max-staleness", "steps", "seed"
     for option in integers:
         assert re.search(rf"--{option} N{words}", options)
-    for option in ("work", "straggler", "checkpoint-every"):
+    for option in ("work", "straggler", "checkpoint-every", "connect-timeout"):
         assert re.search(rf"--{option} X{words}", options)
     for option in ("plot FILE", "checkpoint DIR", "logdir DIR", "address ADDRESS"):
         assert re.search(f"--{option}{words}", options)
-    assert options.count("(default:") == 13
+    assert options.count("(default:") == 14
     assert "exit code 143" in " ".join(options.split())
 
 
@@ -459,6 +474,10 @@ def test_help_explains_every_option():
         (["--logdir", __file__], ["--logdir", "a folder", "Not a directory"]),
         (["--checkpoint-every", "-1"], ["--checkpoint-every", "[0, inf]", "'-1'"]),
         (["--address", "auto"], ["--address", "--engine ray", "threads"]),
+        (["--connect-timeout", "0"], ["--connect-timeout", "[0.001, inf]", "'0'"]),
+        (["--checkpoint", ""], ["--checkpoint", "must not be empty"]),
+        (["--logdir="], ["--logdir", "must not be empty"]),
+        (["--plot", ""], ["--plot", "must not be empty"]),
     ],
 )
 def test_a_bad_option_gets_one_line(options, words):
@@ -485,6 +504,97 @@ def test_the_same_command_goes_on_where_it_was(tmp_path, short):
     late = call(*options, "--steps", "80", "--plot", str(tmp_path / "none.png"))
     assert "nothing to draw" in late.stderr
     assert not (tmp_path / "none.png").exists()
+
+
+def test_other_settings_are_told_where_a_run_goes_on(tmp_path, caplog):
+    options = [*SHORT, "--checkpoint", str(tmp_path)]
+    assert call(*options).returncode == 0
+    assert call(*options, "--steps", "70").returncode == 0
+    assert not caplog.messages
+    done = call(*options, "--steps", "80", "--seed", "7", "--max-staleness", "2")
+    assert done.returncode == 0
+    assert [text.partition("70 has ")[2] for text in caplog.messages] == [
+        "seed=0, and the run goes on with 7",
+        "max_staleness=4, and the run goes on with 2",
+    ]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_settings_are_what_decides_what_is_trained(mode):
+    known = {"mode", "optimizer", "workers", "seed"}
+    more = {"sync": set(), "backup": {"backups"}, "async": {"max_staleness"}}
+    more["local"] = {"local_steps", "max_staleness"}
+    assert {*settings_of(arguments("--mode", mode))} == known | more[mode]
+
+
+def test_a_home_is_found_where_no_shell_has_looked_for_it(tmp_path):
+    plot, home = tmp_path / "plot.png", {"HOME": str(tmp_path)}
+    done = call(*SHORT, "--plot=~/plot.png", "--logdir=~/a", "--checkpoint=~/b", **home)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert plot.exists()
+    assert [*(tmp_path / "a").iterdir()]
+    assert (tmp_path / "b" / "60").is_dir()
+
+
+@pytest.mark.parametrize("options", [SHORT, ["--list"]])
+@pytest.mark.parametrize(
+    ("number", "code", "says"),
+    [
+        (errno.EPIPE, 141, ""),  # That of ``yes | head -1``.
+        (errno.ENOSPC, 2, "error: the results cannot be printed: No space left"),
+    ],
+)
+def test_results_that_cannot_be_printed_get_one_line(
+    options, number, code, says, tmp_path
+):
+    plot = tmp_path / "plot.png"
+    done = call(*options, "--plot", str(plot), fails=number)
+    assert done.returncode == code
+    assert done.stderr.count("\n") == bool(says)
+    assert says in done.stderr
+    assert plot.exists() == (options is SHORT)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no such device")
+def test_a_full_device_gets_one_line():
+    for options in (SHORT, ["--list"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "gradxform", *options],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                env=environment(),
+                encoding="utf-8",
+                check=False,
+            )
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert "No space left on device" in done.stderr
+
+
+@pytest.mark.slow
+def test_nobody_has_to_read_on():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "gradxform", *SHORT],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        check=False,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_cluster_that_is_not_there_gets_one_line():
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as server:  # It is no cluster's.
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        options = ["--engine", "ray", "--address", address, "--connect-timeout", "0.5"]
+        done = call(*options)
+    check_one_line(done, ["address:", address, "connect_timeout=0.5 seconds"])
 
 
 def test_a_run_can_be_watched(tmp_path):

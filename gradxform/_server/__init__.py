@@ -11,7 +11,8 @@ On Ray the server is an ``actor``, which publishes each version once, and all ar
 travel by ``wire``.
 
 A ``recoverable`` server saves itself in ``checkpoints`` while workers go on, and begins
-where the newest is. ``extras`` imports what not every user has.
+where the newest whole one is; their ``folder`` is one run's at a time. ``extras``
+imports what not every user has.
 
 Imports all wings above it.
 """

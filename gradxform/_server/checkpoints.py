@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import queue
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from gradxform._server.extras import require
+from gradxform._server.folder import Folder, path_of
 from gradxform._server.records import summary
 from gradxform._trees import checks
 
@@ -28,15 +32,23 @@ class Checkpoint(NamedTuple):
     A run that ends, or is told to by ``SIGTERM``, is saved once more. Until it is
     written it takes the memory of a second model and optimizer state.
 
+    The directory belongs to one run at a time: a second one is told who has it.
+    Checksums lie beside what was written. Where the newest checkpoint has changed,
+    lacks parts or cannot be read, the run goes on from the newest whole one, with a
+    warning, and the broken one gets another name, as ``40.broken``.
+
     Attributes:
-      directory: of checkpoints; on Ray one that the server's machine and the one that
-        takes its place both have.
+      directory: of checkpoints, a path; on Ray one that the server's machine and the
+        one that takes its place both have.
       every_steps: saves whenever the global step is a multiple of it; None for never.
       every_seconds: saves after the first step that ends so many seconds after the last
         checkpoint was begun; None for never.
       max_to_keep: how many of the newest are kept; None for all.
       resume: whether to go on from the newest one, if there is any. Without, it is an
         error that there is one: nothing is ever overwritten.
+      settings: what the run depends on beside its job, by name, such as
+        ``{"seed": 0}``: anything that JSON holds. It is saved, too, and a run that goes
+        on with other settings says so.
     """
 
     directory: str | os.PathLike[str]
@@ -44,6 +56,7 @@ class Checkpoint(NamedTuple):
     every_seconds: float | None = 60.0
     max_to_keep: int | None = 3
     resume: bool = True
+    settings: Mapping[str, Any] = {}
 
     @classmethod
     def of(cls, given: Any) -> Checkpoint | None:
@@ -57,10 +70,14 @@ class Checkpoint(NamedTuple):
                 checks.in_range(name, getattr(self, name), "[1, inf)")
         if self.every_seconds is not None:
             checks.in_range("every_seconds", self.every_seconds, "[0, inf]")
-        folder = os.fspath(self.directory)
-        if "://" not in folder:  # No bucket of a cloud.
-            folder = os.path.abspath(folder)
-        return self._replace(directory=folder)
+        try:  # As it comes back.
+            settings = json.loads(json.dumps(dict(self.settings)))
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"settings must be what JSON holds, got {self.settings!r}: {error}."
+            ) from error
+        directory = path_of("checkpoint", self.directory)
+        return self._replace(directory=directory, settings=settings)
 
 
 class Snapshot(NamedTuple):
@@ -71,20 +88,18 @@ class Snapshot(NamedTuple):
     counters: dict[str, Any]
 
 
+class OtherJobError(ValueError):
+    """A checkpoint is whole, and of another job."""
+
+
 class Saver:
     """Writes snapshots on a thread of its own, and reads the newest."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._orbax = ocp = require("orbax.checkpoint", "checkpoint")
+        self._orbax = require("orbax.checkpoint", "checkpoint")
         self.checkpoint = checkpoint
-        self._manager = ocp.CheckpointManager(
-            checkpoint.directory,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=checkpoint.max_to_keep,
-                # What a process left half done that was killed.
-                cleanup_tmp_directories=True,
-            ),
-        )
+        self._folder = Folder(os.fspath(checkpoint.directory))
+        self._manager: Any = None
         self._idle = threading.Event()
         self._idle.set()
         self._begun = time.monotonic()
@@ -94,9 +109,41 @@ class Saver:
         )
         self._thread.start()
 
+    def open(self) -> None:
+        """Takes the directory.
+
+        Raises:
+          OSError: another run writes there; or it cannot be written to.
+          ValueError: it holds something else.
+        """
+        if self._manager is not None:
+            return
+        self._folder.take()
+        try:
+            self._folder.check()
+            self._manage()
+        except BaseException:
+            self._folder.release()
+            raise
+
+    def _manage(self) -> None:
+        ocp = self._orbax
+        self._manager = ocp.CheckpointManager(
+            self.checkpoint.directory,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=self.checkpoint.max_to_keep,
+                # What a process left half done that was killed.
+                cleanup_tmp_directories=True,
+                # This thread waits for it. Those that write beside a process tell
+                # each other by a number that all managers of the process share, and
+                # where two do so at once, both may wait in vain.
+                enable_async_checkpointing=False,
+            ),
+        )
+
     def is_due(self, global_step: int) -> bool:
         """Whether the state after this step is to be saved."""
-        _, steps, seconds, _, _ = self.checkpoint
+        _, steps, seconds, *_ = self.checkpoint
         if not self._idle.is_set():
             return False
         if steps is not None and global_step % steps == 0:
@@ -141,40 +188,92 @@ class Saver:
         if snapshot.pushes in self._manager.all_steps():
             return  # A run that has come to its end is not saved again.
         args = self._orbax.args
-        saved = self._manager.save(
-            snapshot.pushes,
-            args=args.Composite(
-                state=args.StandardSave(snapshot.state),
-                counters=args.JsonSave(
-                    {**snapshot.counters, "arrays": _described(snapshot.state)}
+        counters = {
+            **snapshot.counters,
+            "arrays": _described(snapshot.state),
+            "settings": self.checkpoint.settings,
+        }
+        try:
+            saved = self._manager.save(
+                snapshot.pushes,
+                args=args.Composite(
+                    state=args.StandardSave(snapshot.state),
+                    counters=args.JsonSave(counters),
                 ),
-            ),
-        )
-        self._manager.wait_until_finished()
+            )
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._manage()  # It removes what is half written.
+            raise
         if not saved:
             raise OSError(
                 f"{self.checkpoint.directory} holds a checkpoint of more pushes than "
                 f"{snapshot.pushes}: another run writes there. Give it one of its own."
             )
+        self._folder.seal(snapshot.pushes)
 
     def newest(self) -> int | None:
         """How many pushes the newest holds; None where there is none."""
         newest: int | None = self._manager.latest_step()
         return newest
 
-    def read(self, pushes: int, like: dict[str, Any]) -> Snapshot:
-        """What was saved, its arrays placed as those of ``like``.
+    def read_newest(self, like: dict[str, Any]) -> tuple[Snapshot, list[str]]:
+        """The newest whole one, its arrays placed as those of ``like``.
+
+        Those before it in line get another name. What is to be said of it comes along.
 
         Raises:
-          ValueError: it is of another job.
+          ValueError: it is of another job, or none is whole.
         """
-        where, args = f"{self.checkpoint.directory}/{pushes}", self._orbax.args
+        faults: dict[int, str] = {}
+        for pushes in sorted(self._manager.all_steps(), reverse=True):
+            fault = self._folder.fault(pushes)
+            if fault is None:
+                try:
+                    snapshot = self._read(pushes, like)
+                    break
+                except OtherJobError:
+                    raise
+                except Exception as error:
+                    fault = summary(error)
+            faults[pushes] = fault
+        else:
+            pushes, fault = next(iter(faults.items()))
+            raise ValueError(
+                f"checkpoint: {self._where(pushes)} is not whole, {fault}, and there "
+                "is no other to go on from. Move it away, or give another directory."
+            )
+        notes = [
+            f"checkpoint: {self._where(broken)} is not whole, {fault}. It is now "
+            f"{self._folder.set_aside(broken)}, and the run goes on from "
+            f"{self._where(pushes)}"
+            for broken, fault in faults.items()
+        ]
+        if faults:
+            self._manage()
+        return snapshot, notes + self._changed(pushes, snapshot.counters)
+
+    def _where(self, pushes: int) -> str:
+        return f"{self.checkpoint.directory}/{pushes}"
+
+    def _changed(self, pushes: int, counters: dict[str, Any]) -> list[str]:
+        """What it was made with, and what the run goes on with."""
+        before, now = counters.get("settings", {}), self.checkpoint.settings
+        changes = [
+            f"{name}={before[name]!r}, and the run goes on with {now[name]!r}"
+            for name in now
+            if name in before and before[name] != now[name]
+        ]
+        return [f"checkpoint: {self._where(pushes)} has {each}" for each in changes]
+
+    def _read(self, pushes: int, like: dict[str, Any]) -> Snapshot:
+        where, args = self._where(pushes), self._orbax.args
         read = self._manager.restore
         counters = read(pushes, args=args.Composite(counters=args.JsonRestore()))
         saved, wanted = counters["counters"].pop("arrays"), _described(like)
         for path in {**wanted, **saved}:
             if saved.get(path) != wanted.get(path):
-                raise ValueError(
+                raise OtherJobError(
                     f"checkpoint: {where} is of another job. At {path} it has "
                     f"{saved.get(path, 'nothing')}, and this job "
                     f"{wanted.get(path, 'nothing')}. Give another directory."
@@ -187,7 +286,9 @@ class Saver:
         """Ends when what was begun is written."""
         self._orders.put(None)
         self._thread.join()
-        self._manager.close()
+        if self._manager is not None:
+            self._manager.close()
+        self._folder.release()
 
 
 def _described(state: dict[str, Any]) -> dict[str, str]:

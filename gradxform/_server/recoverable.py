@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import optax
 
+from gradxform._server.actor import is_actor
 from gradxform._server.checkpoints import Checkpoint, Saver, Snapshot
 from gradxform._server.parameter_server import ParameterServer
 from gradxform._server.records import PushResult, Tally, Version
+
+logger = logging.getLogger("gradxform")
 
 
 class TakesNoMoreError(RuntimeError):
@@ -34,6 +38,13 @@ class Standing(NamedTuple):
     dropped: int
     answers: dict[int, Answer]  # By worker.
     found: bool  # Whether it goes on from a checkpoint.
+    notes: tuple[str, ...] = ()  # What its user has to know of that.
+
+
+def tell(standing: Standing) -> None:
+    """Says what is to be known of the checkpoint that a life begins with."""
+    for note in standing.notes:
+        logger.warning("%s", note)
 
 
 class RecoverableServer(ParameterServer):
@@ -67,31 +78,36 @@ class RecoverableServer(ParameterServer):
         Once: after that it tells where this life began.
 
         Raises:
-          ValueError: the checkpoint is of another job, or there should be none.
+          OSError: another run saves itself there; or it cannot be written to.
+          ValueError: the checkpoint is of another job, or not whole, or there should be
+            none; or something else lies there.
         """
         if self._standing is None:
-            found = self._saver is not None and self._take_up(self._saver)
-            self._standing = self._thread.run(self._stand, found)
+            taken = None if self._saver is None else self._take_up(self._saver)
+            found, notes = taken is not None, tuple(taken or ())
+            self._standing = self._thread.run(self._stand, found, notes)
+            if not is_actor(self):  # Else nobody would hear it.
+                tell(self._standing)
         standing: Standing = self._standing
         return standing
 
-    def _take_up(self, saver: Saver) -> bool:
-        """Goes on from what is there; whether there was anything."""
+    def _take_up(self, saver: Saver) -> list[str] | None:
+        """Goes on from what is there; what is to be said of it, None without."""
+        saver.open()
         newest = saver.newest()
         if newest is None:
-            return False
-        where, *_, resume = saver.checkpoint
-        if not resume:
+            return None
+        if not saver.checkpoint.resume:
             raise ValueError(
-                f"checkpoint: {where} holds a run of {newest} pushes: let resume be "
-                "True, or give another directory."
+                f"checkpoint: {saver.checkpoint.directory} holds a run of {newest} "
+                "pushes: let resume be True, or give another directory."
             )
         own = self._programs.trees(self._version.leaves)
         like = dict(zip(("params", "state"), own, strict=True))
-        snapshot = saver.read(newest, like)
+        snapshot, notes = saver.read_newest(like)
         version = Version.of(*self._programs.place(snapshot.state))
         self._thread.run(self._resume, version, snapshot.counters)
-        return True
+        return notes
 
     def _resume(self, version: Version, counters: dict[str, Any]) -> None:
         self._restore(version)
@@ -102,7 +118,7 @@ class RecoverableServer(ParameterServer):
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}
         self._tally = Tally(counters["accepted"], staleness)
 
-    def _stand(self, found: bool) -> Standing:
+    def _stand(self, found: bool, notes: tuple[str, ...] = ()) -> Standing:
         stats, version = self._stats(), self._version
         answers = {
             worker: Answer(number, self._local_steps[worker], result)
@@ -115,6 +131,7 @@ class RecoverableServer(ParameterServer):
             stats.dropped,
             answers,  # type: ignore[arg-type]  # Engines name workers by integers.
             found,
+            notes,
         )
 
     def _push(
@@ -135,8 +152,9 @@ class RecoverableServer(ParameterServer):
             self._takes -= 1
         # Right after a step no sum is half done.
         stepped = result.global_step > before.global_step
-        if stepped and self._saver and self._saver.is_due(result.global_step):
-            self._saver.start(self._snapshot())
+        saver = self._saver if self._standing is not None else None
+        if stepped and saver and saver.is_due(result.global_step):
+            saver.start(self._snapshot())
         return result
 
     def _knows(self, worker: Hashable, number: int) -> bool:

@@ -49,6 +49,17 @@ def ending(run: Crew, checkpoint: Checkpoint | None) -> Iterator[None]:
             terminated(step, checkpoint)
 
 
+@contextlib.contextmanager
+def starting(checkpoint: Checkpoint | None) -> Iterator[None]:
+    """Hears ``SIGTERM`` where there is no run yet that it could end.
+
+    Args:
+      checkpoint: where the run would have been saved.
+    """
+    with _sigterm(lambda *_: terminated(None, checkpoint)):
+        yield
+
+
 def terminated(step: int | None, checkpoint: Checkpoint | None) -> NoReturn:
     """Ends the process, and says what is saved."""
     logger.warning("terminated: %s", _outcome(step, checkpoint))

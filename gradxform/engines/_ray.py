@@ -19,11 +19,12 @@ import optax
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import PushResult, ServerStats
-from gradxform._server.recoverable import RecoverableServer, Standing
+from gradxform._server.recoverable import RecoverableServer, Standing, tell
 from gradxform._trees import checks
 from gradxform.engines._crew import LOOK, Crew, server_options
-from gradxform.engines._ending import ending, terminated, uninterrupted
+from gradxform.engines._ending import ending, starting, terminated, uninterrupted
 from gradxform.engines._job import Job, Push, Run, Worker
+from gradxform.engines._reach import reach
 from gradxform.engines._stops import GivenUpError, Stops
 from gradxform.engines._streams import check_none
 from gradxform.engines._work import RefusedError, StreamEndedError, work
@@ -39,6 +40,7 @@ def ray(
     *,
     checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
     address: str | None = None,
+    connect_timeout: float = 30.0,
     max_deaths: int = 3,
     worker_options: Mapping[str, Any] | None = None,
     server_options: Mapping[str, Any] | None = None,
@@ -59,11 +61,13 @@ def ray(
       checkpoint: where it is saved, and goes on from: a directory, or a
         :class:`Checkpoint`. Without it, the run dies with its server.
       address: of a cluster to connect to, as ``ray.init`` takes it.
+      connect_timeout: how many seconds it may take until that answers, in (0, inf].
       max_deaths: how often each worker, and the server, may die.
       worker_options: Ray's options for the workers' actors, as ``{"num_gpus": 1}``.
       server_options: those for the server's.
 
     Raises:
+      ConnectionError: no cluster has answered at ``address``.
       ImportError: Ray is not installed.
       ray.exceptions.RayActorError: a worker, or the server, has died too often.
       ValueError: too few workers for a step; a checkpoint of another job; a worker with
@@ -74,9 +78,13 @@ def ray(
     given = Checkpoint.of(checkpoint)
     checks.integer_scalar("max_deaths", max_deaths)
     checks.in_range("max_deaths", max_deaths, "[0, inf)")
+    checks.in_range("connect_timeout", connect_timeout, "(0, inf]")
     run = _Ray(ray, job, max_deaths, dict(worker_options or {}))
     with contextlib.ExitStack() as stack:
         if not ray.is_initialized():
+            if address:
+                with starting(given):
+                    reach(address, connect_timeout)
             try:
                 stack.enter_context(_cluster(len(job.workers) + 1, address))
             except SystemExit:  # Ray's own answer to ``SIGTERM``, while it starts.
@@ -305,7 +313,9 @@ class _Ray(Crew):
     def begin(self, server: RayServer) -> None:
         """With this server, as it stands."""
         self.server = server
-        self._begin(server.begin(self.check))
+        standing = server.begin(self.check)
+        tell(standing)  # Its process cannot.
+        self._begin(standing)
 
     def _next(self) -> Iterator[Push]:
         ray, of = self._ray, {push: index for index, push in self._busy.items()}
@@ -359,6 +369,7 @@ class _Ray(Crew):
             return
         self._waits.reset()
         self._refused.clear()
+        tell(standing)  # Its process cannot.
         logger.warning(
             "the server died and goes on from step %s; pushes to be done again: %s",
             standing.global_step,

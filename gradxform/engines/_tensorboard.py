@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradxform._server.extras import require
+from gradxform._server.folder import path_of
 from gradxform._trees import checks
 from gradxform.engines._job import Push, Run
 
@@ -50,7 +51,8 @@ class TensorBoard:
     Raises:
       ImportError: tensorboardX is not installed.
       TypeError: ``logdir`` is no path, or ``every_seconds`` no number.
-      ValueError: ``every_seconds`` is out of range, or a push comes after ``close``.
+      ValueError: ``logdir`` is empty, ``every_seconds`` is out of range, or a push
+        comes after ``close``.
       OSError: the folder cannot be made, or not be written.
 
     Source: the fraction is that of ``tf.contrib.opt.DropStaleGradientOptimizer``.
@@ -204,11 +206,8 @@ class TensorBoard:
 
 def _writable(logdir: str | os.PathLike[str]) -> str:
     """The path of a folder that exists, in which a file has been made, and is gone."""
-    try:
-        # Absolute, as tensorboardX takes "s3:x" for no file.
-        path = os.path.abspath(os.fsdecode(logdir))
-    except TypeError as error:
-        raise TypeError(f"logdir must be a path, got {logdir!r}.") from error
+    # Absolute in any case, as tensorboardX takes "s3:x" for no file.
+    path = os.path.abspath(path_of("logdir", logdir))
     try:
         os.makedirs(path, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()  # Only trying tells.

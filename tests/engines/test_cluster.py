@@ -1,8 +1,12 @@
 """Ray's cluster, with a Ray that only takes notes; test_ray.py has the real one."""
 
+import math
 import os
+import re
 import signal
+import socket
 import sys
+import threading
 import time
 import types
 
@@ -12,6 +16,7 @@ import pytest
 
 from gradxform import engines
 from gradxform._server.recoverable import Standing
+from gradxform.engines import _ray, _reach
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -121,6 +126,7 @@ def test_a_cluster_is_started_whole_before_an_interrupt_ends_it(monkeypatch):
 def test_options_reach_ray(monkeypatch):
     notes = Notes()
     monkeypatch.setitem(sys.modules, "ray", notes)
+    monkeypatch.setattr(_ray, "reach", lambda *given: notes.calls.append(given))
     with engines.ray(
         make_job(3),
         address="auto",
@@ -130,6 +136,7 @@ def test_options_reach_ray(monkeypatch):
         pass
     workers, cluster, server = notes.options
     assert workers == {"num_gpus": 1}
+    assert notes.calls[0] == ("auto", 30.0)
     assert cluster["address"] == "auto"
     assert "num_cpus" not in cluster  # It has as many as it has.
     assert server == {"num_cpus": 2, "max_concurrency": 99}
@@ -142,3 +149,63 @@ def test_without_ray_the_cure_is_named(monkeypatch):
         engines.ray(make_job()),
     ):
         pass
+
+
+# Where there is no cluster.
+
+
+@pytest.fixture
+def nobody(monkeypatch):
+    """The address of a port at which somebody listens who is no Ray cluster."""
+    notes = Notes()
+    monkeypatch.setitem(sys.modules, "ray", notes)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+    assert not notes.calls
+
+
+def connect(address, timeout):
+    with engines.ray(make_job(), address=address, connect_timeout=timeout):
+        pytest.fail("there is none")
+
+
+def test_a_cluster_that_does_not_answer_is_waited_for_as_long_as_it_is_said(nobody):
+    text = f"address: no Ray cluster has answered at '{nobody}' within connect_timeout"
+    with pytest.raises(ConnectionError, match=f"^{re.escape(text)}=0.5 seconds"):
+        connect(nobody, 0.5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_heard_while_a_cluster_is_waited_for(number, nobody, caplog):
+    before = signal.getsignal(signal.SIGTERM)
+    # Not before it is waited for: it would end these tests.
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), number))
+    end = SystemExit if number == signal.SIGTERM else KeyboardInterrupt
+    timer.start()
+    with pytest.raises(end) as raised:
+        connect(nobody, 3600.0)
+    timer.join()
+    if number == signal.SIGTERM:
+        assert raised.value.code == 143
+        assert "terminated: nothing is saved" in caplog.messages[-1]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_ray_says_of_an_address_is_passed_on(tmp_path, monkeypatch):
+    (tmp_path / "ray.py").write_text(
+        "def init(address, **_):\n    raise RuntimeError(f'not\\n{address}')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ConnectionError, match=r"at 'here'\. RuntimeError: not here$"):
+        _reach.reach("here", 600.0)
+    (tmp_path / "ray.py").write_text("def init(address, **_): pass\n")
+    _reach.reach("here", 600.0)
+    (tmp_path / "ray.py").write_text("import os\nos._exit(7)\n")
+    with pytest.raises(ConnectionError, match="the exit code was 7"):
+        _reach.reach("here", math.inf)
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, math.nan])
+def test_the_timeout_is_checked(timeout, nobody):
+    with pytest.raises(ValueError, match="connect_timeout must be in"):
+        connect(nobody, timeout)

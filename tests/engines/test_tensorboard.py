@@ -391,6 +391,15 @@ def test_seconds_are_checked(tmp_path, seconds):
         TensorBoard(tmp_path, Run(), every_seconds=seconds)
 
 
+def test_a_home_is_found_and_nowhere_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with TensorBoard("~/curves", Run()) as board:
+        board(push(1))
+    assert steps(tmp_path / "curves") == [1]
+    with pytest.raises(ValueError, match="logdir must be a path, got ''"):
+        TensorBoard("", Run())
+
+
 def test_a_folder_may_look_like_a_bucket(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with TensorBoard("s3:curves", Run()) as board:

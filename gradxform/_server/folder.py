@@ -1,0 +1,209 @@
+"""The folder of a run's checkpoints: who writes there, and what in it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import socket
+import threading
+import time
+import zlib
+from typing import Any, ClassVar
+
+try:
+    import fcntl
+except ImportError:  # Windows has none: there only runs of one process are told apart.
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = "gradxform.lock"
+SUMS = "checksums.json"
+COUNTERS = "counters/metadata"
+ITEMS = "counters", "state"
+PATIENCE = 5.0  # Seconds for a process that has died, or is about to end.
+
+
+def path_of(name: str, given: Any) -> str:
+    """A path that a caller gave: absolute, with the user's home in place of ``~``.
+
+    Raises:
+      TypeError: it is no path.
+      ValueError: it is empty, which would be the working directory.
+    """
+    try:
+        path = os.fsdecode(given)
+    except TypeError:
+        raise TypeError(f"{name} must be a path, got {given!r}.") from None
+    if not path:
+        raise ValueError(f"{name} must be a path, got {given!r}: '.' is this folder.")
+    if is_remote(path):
+        return path
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def is_remote(path: str) -> bool:
+    """Whether it is in a cloud's bucket."""
+    return "://" in path
+
+
+class Folder:
+    """A folder of one run at a time.
+
+    Each checkpoint is a folder in it, named by a number. Beside what orbax has written
+    there lie the checksums of all of it: orbax takes changed bytes for what they seem.
+    In a bucket there are neither locks nor checksums.
+    """
+
+    # All that runs of this process write to, by device and inode.
+    _mine: ClassVar[set[tuple[int, int]]] = set()
+    _lock = threading.Lock()
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self._path = None if is_remote(directory) else pathlib.Path(directory)
+        self._file: int | None = None
+        self._identity: tuple[int, int] | None = None
+
+    def take(self) -> None:
+        """Keeps other runs out, until this process ends at the latest.
+
+        Raises:
+          OSError: another run writes there; or it cannot be written to.
+        """
+        if self._path is None:
+            return
+        self._path.mkdir(parents=True, exist_ok=True)
+        stat = os.stat(self._path)
+        identity = stat.st_dev, stat.st_ino
+        with Folder._lock:
+            if identity in Folder._mine:
+                raise self._taken("another run of this process")
+            Folder._mine.add(identity)
+        self._identity = identity
+        if fcntl is None:
+            return
+        # The lock of a process ends with it, and children that outlive it have none.
+        self._file = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        deadline = time.monotonic() + PATIENCE
+        while not self._locked():
+            if time.monotonic() > deadline:
+                owner = os.pread(self._file, 1000, 0).decode(errors="replace").strip()
+                self.release()
+                raise self._taken(owner or "another process")
+            time.sleep(0.05)
+        with contextlib.suppress(OSError):  # A full disk: then nobody can be named.
+            os.ftruncate(self._file, 0)
+            owner = f"process {os.getpid()} on {socket.gethostname()}"
+            os.pwrite(self._file, owner.encode(), 0)
+
+    def _locked(self) -> bool:
+        assert self._file is not None
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError:  # There are file systems without locks.
+            pass
+        return True
+
+    def _taken(self, owner: str) -> OSError:
+        return OSError(
+            f"checkpoint: {owner} saves a run in {self.directory}: wait for its end, "
+            "or give another directory."
+        )
+
+    def release(self) -> None:
+        """Lets others in."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        with Folder._lock:
+            Folder._mine.discard(self._identity)  # type: ignore[arg-type]
+        self._identity = None
+
+    def check(self) -> None:
+        """Looks for what runs do not make.
+
+        Raises:
+          ValueError: among the checkpoints there is something else. It would be read,
+            or be removed in its turn.
+        """
+        if self._path is None:
+            return
+        numbers = [
+            x for x in self._path.iterdir() if re.fullmatch("0|[1-9][0-9]*", x.name)
+        ]
+        for entry in sorted(numbers, key=lambda x: int(x.name)):
+            names = {x.name for x in entry.iterdir()} if entry.is_dir() else {""}
+            if names and (not names & {*ITEMS} or names & {"", "default"}):
+                raise ValueError(
+                    f"checkpoint: {entry} is no checkpoint of a run. Give a directory "
+                    "that holds nothing else."
+                )
+
+    def seal(self, number: int) -> None:
+        """Remembers what was written."""
+        if self._path is None:
+            return
+        where = self._path / f"{number}"
+        half = where / f"{SUMS}.tmp"
+        # Without them, because the disk is full, it can be read all the same.
+        with contextlib.suppress(OSError):
+            with open(half, "w") as file:
+                json.dump(_sums(where), file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(half, where / SUMS)
+
+    def fault(self, number: int) -> str | None:
+        """What is wrong with a checkpoint; None where nothing is known to be."""
+        if self._path is None:
+            return None
+        where = self._path / f"{number}"
+        try:
+            counters = json.loads((where / COUNTERS).read_bytes())
+            counters["arrays"], counters["answers"]
+        except FileNotFoundError:
+            return f"it has no {COUNTERS}"
+        except KeyError as error:
+            return f"{COUNTERS} has no {error}"
+        except (OSError, TypeError, ValueError) as error:  # As that of json and UTF-8.
+            return f"{COUNTERS}: {error}"
+        if not (where / SUMS).exists():  # One from before there were any.
+            return None
+        try:
+            sums = json.loads((where / SUMS).read_bytes())
+        except ValueError as error:
+            return f"{SUMS}: {error}"
+        found = _sums(where)
+        for name, each in sums.items():
+            if found.get(name) != each:
+                how = "has changed" if name in found else "is missing"
+                return f"{name} {how} since it was written"
+        return None
+
+    def set_aside(self, number: int) -> str:
+        """Gives a broken one another name, so that its number is free; returns it."""
+        if self._path is None:
+            raise ValueError(f"checkpoint: move {self.directory}/{number} away.")
+        new = self._path / f"{number}.broken"
+        if new.exists():
+            new = self._path / f"{number}.broken-{time.time_ns()}"
+        os.rename(self._path / f"{number}", new)
+        return str(new)
+
+
+def _sums(where: pathlib.Path) -> dict[str, list[int]]:
+    """Size and CRC-32 of each file that makes a checkpoint."""
+    files = [path for item in ITEMS for path in (where / item).rglob("*")]
+    return {str(x.relative_to(where)): _sum(x) for x in files if x.is_file()}
+
+
+def _sum(path: pathlib.Path) -> list[int]:
+    crc = size = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            crc, size = zlib.crc32(chunk, crc), size + len(chunk)
+    return [size, crc]

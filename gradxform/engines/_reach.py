@@ -1,0 +1,56 @@
+"""Whether there is a Ray cluster, before anything waits for it."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+# Ray tries for minutes, in code that hears no signal. So a process of its own tries
+# first, which can be ended; what ends it at last ends Ray, too.
+TRY = """
+import logging, signal, sys
+if hasattr(signal, "alarm"):
+    signal.alarm(int(sys.argv[2]))
+import ray
+try:
+    ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)
+except Exception as error:
+    print(type(error).__name__, " ".join(str(error).split()), sep=": ", flush=True)
+    sys.exit(1)
+"""
+DAY = 86400.0
+
+
+def reach(address: str, timeout: float) -> None:
+    """Returns when a cluster has answered; signals are heard meanwhile.
+
+    Args:
+      address: as ``ray.init`` takes it.
+      timeout: in seconds.
+
+    Raises:
+      ConnectionError: none has answered within the timeout, or Ray says why none will.
+    """
+    seconds = min(timeout, DAY)
+    command = [sys.executable, "-c", TRY, address, f"{math.ceil(seconds) + 1}"]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise ConnectionError(
+                f"address: no Ray cluster has answered at {address!r} within "
+                f"connect_timeout={timeout:g} seconds."
+            ) from None
+        finally:
+            process.kill()
+            process.wait()  # After Ctrl-C nobody else would.
+    if process.returncode:
+        last = said.strip() or f"the exit code was {process.returncode}"
+        raise ConnectionError(f"address: no Ray cluster at {address!r}. {last}")

@@ -1,0 +1,388 @@
+"""Folders of checkpoints: broken, foreign, full, or of two runs at once."""
+
+import gc
+import json
+import logging
+import pathlib
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+from gradxform import engines
+from gradxform._server import folder
+from tests.engines.test_recovery import LOCAL, bits, ended, make_job, steps_in
+
+pytestmark = pytest.mark.usefixtures("bounded")
+
+
+def save(directory, pushes=20, **options):
+    """A run of checkpoints at 10 and 20 pushes; its last state."""
+    checkpoint = engines.Checkpoint(
+        directory, every_steps=10, every_seconds=None, **options
+    )
+    job = make_job(pushes, required=1, count=1)
+    return ended(engines.simulated, job, checkpoint=checkpoint)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """What a run of 20 pushes has left, and its last state."""
+    directory = tmp_path_factory.mktemp("template")
+    return directory, save(directory)[1]
+
+
+@pytest.fixture
+def saved(template, tmp_path):
+    """The same in a folder of the test's own."""
+    directory, state = template
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    return state
+
+
+def files_in(directory):
+    """The bytes of every file, by its path."""
+    found = pathlib.Path(directory).rglob("*")
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in found
+        if path.is_file() and path.name != folder.LOCK
+    }
+
+
+def told(caplog):
+    """What the library has said; orbax speaks, too."""
+    return [x.getMessage() for x in caplog.records if x.name == "gradxform"]
+
+
+# Two at once.
+
+
+def test_runs_beside_each_other_save_themselves(tmp_path, caplog):
+    """orbax's managers share what they write by the side of the process with."""
+    ends = {}
+
+    def run(index):
+        checkpoint = engines.Checkpoint(tmp_path / f"{index}", every_steps=1)
+        _, state, run = ended(
+            engines.threads, make_job(60, seconds=0.0), checkpoint=checkpoint
+        )
+        ends[index] = state, run.counts()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not told(caplog)
+    for index in range(4):
+        state, counts = ends[index]
+        assert counts.pushed == 60 == max(steps_in(tmp_path / f"{index}"))
+        again = ended(engines.simulated, make_job(60), checkpoint=tmp_path / f"{index}")
+        assert bits(again[1]) == bits(state)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_two_runs_of_a_process_on_one_folder(engine, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "run")
+    with engine(make_job(30), checkpoint=tmp_path / "run") as run:
+        first = [next(run.pushes) for _ in range(9)]
+        with pytest.raises(OSError, match=r"another run of this process .*link:"):
+            ended(engine, make_job(30), checkpoint=link)
+        rest = [*run.pushes]
+    assert len(first) + len(rest) == 30
+    assert [*steps_in(link)] == [30]
+    assert ended(engine, make_job(31), checkpoint=link)[2].resumed is not None
+
+
+HOLDER = """
+import runpy, sys
+runpy.run_path(sys.argv[1])["Folder"](sys.argv[2]).take()  # It needs no JAX.
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_processes_on_one_folder(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "PATIENCE", 0.2)
+    before = files_in(tmp_path)
+    half = tmp_path / "30.orbax-checkpoint-tmp"  # What the other one is at.
+    half.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, folder.__file__, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout.readline() == b"taken\n"
+        with pytest.raises(OSError, match=rf"process {other.pid} on .* saves a run in"):
+            save(tmp_path, pushes=30)
+        assert half.exists()
+        assert files_in(tmp_path) == before
+        other.kill()  # With which it lets go.
+    save(tmp_path, pushes=30)
+    assert max(steps_in(tmp_path)) == 30
+    assert not half.exists()
+
+
+def test_who_holds_a_folder_may_be_about_to_end(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, folder.__file__, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout.readline() == b"taken\n"
+        threading.Timer(0.3, other.stdin.close).start()
+        save(tmp_path)
+    assert max(steps_in(tmp_path)) == 20
+
+
+# Broken ones.
+
+
+def largest(where):
+    """The file that holds most of the arrays."""
+    files = [path for path in (where / "state").rglob("*") if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def truncate(where):
+    data = largest(where).read_bytes()
+    largest(where).write_bytes(data[: len(data) // 2])
+
+
+def flip(where):
+    """orbax alone would read other numbers."""
+    data = bytearray(largest(where).read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    largest(where).write_bytes(data)
+
+
+def empty(where):
+    shutil.rmtree(where)
+    where.mkdir()
+
+
+def garble(where):
+    (where / "counters" / "metadata").write_text('{"answers": [[')
+
+
+def forget(where):
+    (where / "counters" / "metadata").write_text('{"global_step": 3}')
+
+
+def lose_counters(where):
+    shutil.rmtree(where / "counters")
+
+
+def lose_state(where):
+    shutil.rmtree(where / "state")
+
+
+def unseal(where):
+    """As one is that was written before there were checksums."""
+    (where / folder.SUMS).unlink()
+    lose_state(where)
+
+
+def unseal_and_garble(where):
+    (where / folder.SUMS).write_text("{")
+
+
+BREAKS = {
+    truncate: "has changed since it was written",
+    flip: "has changed since it was written",
+    empty: "it has no counters/metadata",
+    garble: "counters/metadata: ",
+    forget: "counters/metadata has no 'arrays'",
+    lose_counters: "it has no counters/metadata",
+    lose_state: "is missing since it was written",
+    unseal: "Error",
+    unseal_and_garble: "checksums.json: ",
+}
+
+
+@pytest.mark.parametrize("change", BREAKS)
+def test_a_run_goes_on_from_the_newest_whole_one(change, saved, tmp_path, caplog):
+    change(tmp_path / "20")
+    broken = files_in(tmp_path / "20")
+    with caplog.at_level(logging.WARNING, "gradxform"):
+        pushes, again, run = save(tmp_path)
+    (message,) = told(caplog)
+    assert f"{tmp_path / '20'} is not whole" in message
+    assert f"goes on from {tmp_path / '10'}" in message
+    assert BREAKS[change] in message
+    assert run.resumed == 10
+    assert len(pushes) == 10
+    assert bits(again) == bits(saved)  # It is the run that never stopped.
+    assert run.counts() == (20, 20, 0, 0, 0, 0)
+    # Nothing is lost: the broken one is at hand, and its number is free.
+    assert files_in(tmp_path / "20.broken") == broken
+    assert {*steps_in(tmp_path)} == {10, 20}
+
+
+def test_a_broken_one_is_told_once(saved, tmp_path, caplog):
+    truncate(tmp_path / "20")
+    save(tmp_path)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "gradxform"):
+        assert save(tmp_path, pushes=25)[2].resumed == 20
+    assert not told(caplog)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step() == 25
+
+
+def test_several_may_be_broken_and_again(tmp_path, caplog):
+    for _ in range(2):
+        save(tmp_path, max_to_keep=None)
+        save(tmp_path, pushes=30, max_to_keep=None)
+        truncate(tmp_path / "30")
+        garble(tmp_path / "20")
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "gradxform"):
+        assert save(tmp_path, pushes=30)[2].resumed == 10
+    assert len(told(caplog)) == 2
+    assert len([*tmp_path.glob("*.broken*")]) == 4
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_where_none_is_whole_nothing_begins(engine, saved, tmp_path):
+    garble(tmp_path / "10")
+    lose_counters(tmp_path / "20")
+    before = files_in(tmp_path)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/20 is not whole, .* no other"):
+        ended(engine, make_job(30), checkpoint=tmp_path)
+    assert files_in(tmp_path) == before
+
+
+def test_a_broken_one_is_no_reason_to_take_another_job_s(saved, tmp_path):
+    garble(tmp_path / "20")
+    job = make_job(30)
+    job = job._replace(params={**job.params, "w": jnp.zeros(9)})
+    before = files_in(tmp_path)
+    with pytest.raises(ValueError, match=r"10 is of another job"):
+        ended(engines.simulated, job, checkpoint=tmp_path)
+    assert files_in(tmp_path) == before
+
+
+def test_one_that_was_written_before_there_were_checksums_is_read(saved, tmp_path):
+    (tmp_path / "20" / folder.SUMS).unlink()
+    assert save(tmp_path)[2].resumed == 20
+
+
+# What others have made.
+
+
+def test_a_folder_with_a_year_in_it_is_refused(tmp_path):
+    (tmp_path / "2024").mkdir()
+    (tmp_path / "2024" / "january.csv").write_text("1,2,3")
+    before = files_in(tmp_path)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/2024 is no checkpoint of a run"):
+        save(tmp_path)
+    assert files_in(tmp_path) == before
+    (tmp_path / "2024").rename(tmp_path / "year")
+    save(tmp_path)
+    (tmp_path / "15").write_text("a file")
+    with pytest.raises(ValueError, match="15 is no checkpoint of a run"):
+        save(tmp_path)
+    (tmp_path / "15").unlink()
+    assert files_in(tmp_path / "year") == {"january.csv": b"1,2,3"}
+    assert save(tmp_path)[2].resumed == 20
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_checkpoints_of_another_program_are_refused(named, tmp_path):
+    with ocp.CheckpointManager(tmp_path) as manager:
+        args = ocp.args.StandardSave({"w": np.arange(3.0)})
+        manager.save(7, args=ocp.args.Composite(state=args) if named else args)
+        manager.wait_until_finished()
+    before = files_in(tmp_path)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/7 is no"):
+        save(tmp_path)
+    assert files_in(tmp_path) == before
+
+
+# A full disk.
+
+
+# What orbax was at has no end that anybody waits for.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_could_not_be_written_does_not_pile_up(tmp_path, caplog):
+    params = {"w": jnp.asarray(np.random.default_rng(0).standard_normal(20_000))}
+    gradient = jax.jit(jax.value_and_grad(lambda p: jnp.sum(p["w"] ** 2)))
+    job = engines.Job(params, optax.sgd(0.01), [engines.Worker(gradient)], 5)
+    checkpoint = engines.Checkpoint(tmp_path, every_steps=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with (
+        caplog.at_level(logging.ERROR, "gradxform"),
+        engines.simulated(job, checkpoint=checkpoint) as run,
+    ):
+        next(run.pushes)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+        try:
+            for _ in range(3):
+                next(run.pushes)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert len(told(caplog)) == 3
+        assert len([*tmp_path.glob("*.orbax-checkpoint-tmp*")]) <= 1
+        next(run.pushes)
+    gc.collect()
+    assert not [*tmp_path.glob("*.orbax-checkpoint-tmp*")]
+    assert {*steps_in(tmp_path)} == {1, 5}
+
+
+# Where it is, and with what.
+
+
+def test_a_directory_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    for given, where in (
+        (b"bytes", tmp_path / "bytes"),
+        ("~/runs", tmp_path / "home" / "runs"),
+        (pathlib.Path("~") / "path", tmp_path / "home" / "path"),
+        (".", tmp_path),
+    ):
+        ended(engines.simulated, make_job(3), checkpoint=given)
+        assert [*steps_in(where)] == [3]
+    for given in ("", b""):
+        with pytest.raises(ValueError, match=r"^checkpoint must be a path, got b?''"):
+            ended(engines.simulated, make_job(3), checkpoint=given)
+    for given in (False, 3, engines.Checkpoint(None)):
+        with pytest.raises(TypeError, match=r"^checkpoint must be a path, got"):
+            ended(engines.simulated, make_job(3), checkpoint=given)
+
+
+def test_other_settings_are_told(tmp_path, caplog):
+    engine = engines.simulated
+    first = engines.Checkpoint(tmp_path, settings={"seed": 0, "sizes": (1, 2)})
+    ended(engine, make_job(10), checkpoint=first)
+    with caplog.at_level(logging.WARNING, "gradxform"):
+        ended(engine, make_job(12), checkpoint=first)
+        assert not told(caplog)
+        other = first._replace(settings={"seed": 1, "sizes": [1, 2], "more": True})
+        ended(engine, make_job(14), checkpoint=other)
+        ended(engine, make_job(16), checkpoint=other)
+        ended(engine, make_job(18), checkpoint=tmp_path)  # It knows none.
+    assert told(caplog) == [
+        f"checkpoint: {tmp_path}/12 has seed=0, and the run goes on with 1"
+    ]
+    saved = json.loads((tmp_path / "16" / "counters" / "metadata").read_text())
+    assert saved["settings"] == {"seed": 1, "sizes": [1, 2], "more": True}
+
+
+@pytest.mark.parametrize("settings", [{"seed": np.int32(3)}, 3, {(1, 2): 3}])
+def test_settings_are_what_json_holds(settings, tmp_path):
+    checkpoint = engines.Checkpoint(tmp_path / "new", settings=settings)
+    with pytest.raises(TypeError, match="settings must be what JSON holds, got"):
+        ended(engines.simulated, make_job(3), checkpoint=checkpoint)
+    assert not (tmp_path / "new").exists()
