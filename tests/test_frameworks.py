@@ -130,7 +130,7 @@ def test_micro_batches_train_as_their_batches_do(name):
 # of 0, and where the layer's input came from.
 AVERAGES = {
     "Linen's": lambda left: left["averages"]["BatchNorm_0"]["mean"] / 0.01,
-    "Haiku's": lambda left: left["averages"]["batch_norm/~/mean_ema"]["average"],
+    "Haiku's": lambda left: left["averages"]["batch_norm/~/mean_ema"]["average"][0],
     "Equinox's": lambda left: (
         left["averages"].get(left["model"].layers[1].batch_state_index)[0] / 0.01
     ),
@@ -297,6 +297,39 @@ def test_nnx_under_sharding_metadata(field):
     assert "out_sharding" not in short.get_metadata()
 
 
+@pytest.mark.parametrize(
+    ("tx", "error"),
+    [(optax.novograd(0.1), "valid for values of rank"), (gx.novograd(0.1), None)],
+    ids=["optax", "ours"],
+)
+def test_novograd_where_parameters_name_mesh_axes(tx, error):
+    """As Flax's gemma and lm1b make their state: jitted, with the shardings named."""
+    init = linen.with_logical_partitioning(linen.initializers.ones, ("embed", "mlp"))
+    model, rules = linen.Dense(8, kernel_init=init), (("embed", None), ("mlp", "x"))
+    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
+
+    def create(key):
+        params = model.init(key, X)["params"]
+        return train_state.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    def loss_fn(params):
+        return jnp.mean(model.apply({"params": params}, X) ** 2)
+
+    key = jax.random.key(0)
+    specs = linen.get_partition_spec(jax.eval_shape(create, key))
+    shardings = linen.logical_to_mesh_sharding(specs, mesh, rules)
+    created = jax.jit(create, out_shardings=shardings)
+    if error:  # A row of the page on optax.
+        with pytest.raises(ValueError, match=error):
+            created(key)
+        return
+    state = created(key)
+    after = state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
+    kernel = linen.unbox(after.params)["kernel"]
+    # All entries of the gradient are alike, so each is one over the root of their number.
+    np.testing.assert_allclose(kernel, 1 - 0.1 / np.sqrt(64 * 8), rtol=1e-5)
+
+
 @pytest.mark.parametrize("field", SHORT)
 def test_linen_under_partitioning_metadata(field):
     init = linen.with_partitioning(linen.initializers.lecun_normal(), ("x", None))
@@ -454,7 +487,7 @@ def test_functions_that_are_trees_are_called():
 
 
 def test_the_loop_leaves_what_tensorflow_left():
-    theirs, ours, _, unprocessed = re.findall(BLOCK, LOOP, re.DOTALL)
+    theirs, ours, _, unprocessed, _, gated = re.findall(BLOCK, LOOP, re.DOTALL)
     assert "compute_gradients" in theirs
     link = "tx = optax.chain(clip, tx)"
     assert f"`{link}`" in LOOP
@@ -473,7 +506,37 @@ def test_the_loop_leaves_what_tensorflow_left():
         (ours, clipped),
         (unprocessed, as_it_is),
         (f"{link}\n{unprocessed}", clipped),
+        (gated, clipped),
     ):
         left |= {"params": start, "batches": zip(x, y, strict=True)}
         exec(code, left)
         chex.assert_trees_all_close(left["params"], expected, rtol=1e-5)
+    # And what is three steps late does nothing.
+    late = left["apply_gradients"](left["params"], left["state"], left["grads"], 2)
+    chex.assert_trees_all_equal(late[0], left["params"])
+    assert late[1].stale_count == 1
+
+
+def test_jaspers_config_trains_by_its_formulas():
+    page = (DOCS / "coming_from/novograd.md").read_text()
+    (code,) = re.findall(BLOCK, page, re.DOTALL)
+    left = {"steps": 4}
+    exec(code, left)
+    rng = np.random.default_rng(0)
+    params = {"w": rng.standard_normal((3, 2)), "b": np.zeros(2)}
+    expected, mu = params, jax.tree.map(np.zeros_like, params)
+    params = jax.tree.map(np.float32, params)
+    state = left["tx"].init(params)
+    for step in range(6):
+        grads = {k: 3 * rng.standard_normal(w.shape) for k, w in expected.items()}
+        updates, state = left["tx"].update(jax.tree.map(np.float32, grads), state, params)
+        params = gx.apply_updates(params, updates)
+        rate = (0.02 - 1e-5) * max(0, 1 - step / 4) ** 2 + 1e-5
+        for k, g in grads.items():
+            w, norm = expected[k], np.linalg.norm(g)
+            limit = 0.001 * np.linalg.norm(w) / (rate * (norm + 1e-7))
+            g = min(max(limit, 1e-7), 1) * g
+            g = g / np.sqrt(np.sum(g**2) + 1e-8)
+            mu[k] = 0.95 * mu[k] + g + 0.001 * w
+            expected[k] = w - rate * mu[k]
+        chex.assert_trees_all_close(params, expected, rtol=1e-4, atol=1e-6)

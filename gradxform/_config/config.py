@@ -375,5 +375,6 @@ def _of_optax(path: str) -> Callable[..., Any] | None:
 
 
 def _did_you_mean(word: Any, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(word), known, n=1)
+    # 0.5, so that `beta_1` is near enough to `b1`.
+    close = difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
     return f", did you mean {close[0]!r}?" if close else "."
