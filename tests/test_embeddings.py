@@ -92,8 +92,10 @@ def test_nnx_keeps_what_its_layers_keep():
     for words, labels in batches(3):
         grads = nnx.grad(lambda m, *b: left["mse"](m(b[0]), b[1]))(model, words, labels)
         optimizer.update(model, grads)
-    rest = nnx.Not(nnx.Param)
-    kept, expected = (nnx.to_pure_dict(nnx.state(m, rest)) for m in (left["model"], model))
+    kept, expected = (
+        nnx.to_pure_dict(nnx.state(trained, nnx.Not(nnx.Param)))
+        for trained in (left["model"], model)
+    )
     assert np.all(kept["norm"]["mean"] != 0)
     assert kept["dropout"]["rngs"]["count"] == 3
     expected["dropout"]["rngs"].pop("key")
@@ -115,9 +117,7 @@ def test_gx_apply_updates_takes_the_place_of_equinoxs():
     np.testing.assert_allclose(moved, [[0] * 5, [2] * 5, [0] * 5], atol=1e-6)
     assert after.activation is layer.activation
     # The same as Equinox's where they are dense.
-    dense = jax.tree.map(
-        lambda u: u.densify(), updates, is_leaf=lambda u: isinstance(u, gx.IndexedSlices)
-    )
+    dense = eqx.tree_at(lambda m: m.layers[0].weight, updates, rows.densify())
     assert eqx.tree_equal(eqx.apply_updates(layer, dense), after)
 
 

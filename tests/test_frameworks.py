@@ -34,7 +34,6 @@ BLOCKS = dict(re.findall(r"\n## (.+?)\n.*?" + BLOCK, PLAIN, re.DOTALL))
 BLOCKS |= re.findall(r"\n### (.+?)\n.*?" + BLOCK, KEEPING, re.DOTALL)
 
 
-
 def linens_logits(left, x):
     kept = {"params": left["params"], "batch_stats": left["averages"]}
     return left["model"].apply(kept, x, False)
@@ -137,7 +136,7 @@ AVERAGES = {
 }
 HIDDEN = {
     "Linen's": lambda left: jax.tree.leaves(left["params"]["Dense_0"])[::-1],
-    "Haiku's": lambda left: (left["params"]["linear"]["w"], left["params"]["linear"]["b"]),
+    "Haiku's": lambda left: jax.tree.leaves(left["params"]["linear"])[::-1],
     "Equinox's": lambda left: (
         left["params"].layers[0].weight.T,
         left["params"].layers[0].bias,
@@ -326,7 +325,7 @@ def test_novograd_where_parameters_name_mesh_axes(tx, error):
     state = created(key)
     after = state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
     kernel = linen.unbox(after.params)["kernel"]
-    # All entries of the gradient are alike, so each is one over the root of their number.
+    # All entries of the gradient are alike: each is one over the root of their number.
     np.testing.assert_allclose(kernel, 1 - 0.1 / np.sqrt(64 * 8), rtol=1e-5)
 
 
@@ -529,14 +528,15 @@ def test_jaspers_config_trains_by_its_formulas():
     state = left["tx"].init(params)
     for step in range(6):
         grads = {k: 3 * rng.standard_normal(w.shape) for k, w in expected.items()}
-        updates, state = left["tx"].update(jax.tree.map(np.float32, grads), state, params)
+        pushed = jax.tree.map(np.float32, grads)
+        updates, state = left["tx"].update(pushed, state, params)
         params = gx.apply_updates(params, updates)
         rate = (0.02 - 1e-5) * max(0, 1 - step / 4) ** 2 + 1e-5
         for k, g in grads.items():
             w, norm = expected[k], np.linalg.norm(g)
             limit = 0.001 * np.linalg.norm(w) / (rate * (norm + 1e-7))
-            g = min(max(limit, 1e-7), 1) * g
-            g = g / np.sqrt(np.sum(g**2) + 1e-8)
-            mu[k] = 0.95 * mu[k] + g + 0.001 * w
+            scaled = min(max(limit, 1e-7), 1) * g
+            normalized = scaled / np.sqrt(np.sum(scaled**2) + 1e-8)
+            mu[k] = 0.95 * mu[k] + normalized + 0.001 * w
             expected[k] = w - rate * mu[k]
         chex.assert_trees_all_close(params, expected, rtol=1e-4, atol=1e-6)

@@ -375,6 +375,6 @@ def _of_optax(path: str) -> Callable[..., Any] | None:
 
 
 def _did_you_mean(word: Any, known: Iterable[str]) -> str:
-    # 0.5, so that `beta_1` is near enough to `b1`.
-    close = difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
+    spelt = re.sub(r"^beta_?(?=\d$)", "b", str(word))  # Most others say beta_1.
+    close = difflib.get_close_matches(spelt, known, n=1)
     return f", did you mean {close[0]!r}?" if close else "."

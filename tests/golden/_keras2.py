@@ -5,7 +5,6 @@ TensorFlow. Runs on Python 3.6 and later.
 """
 
 import _format
-import numpy as np
 
 STEPS = 6
 
@@ -49,9 +48,8 @@ def adagrad(tf, keras, symbol, clipnorm, name, variant, settings):
             # A loss whose gradient is exactly what is fed.
             loss = tf.add_n([tf.reduce_sum(params[key] * grads[key]) for key in params])
             opt = keras.optimizers.Adagrad(**settings)
-            train = backend.function(
-                list(grads.values()), [loss], opt.get_updates(loss, list(params.values()))
-            )
+            updates = opt.get_updates(loss, list(params.values()))
+            train = backend.function(list(grads.values()), [loss], updates)
             steps = [
                 step(backend, opt, train, params, values)
                 for values in _format.gradients(variant, STEPS)
@@ -83,7 +81,11 @@ def step(backend, opt, train, params, values):
         "grads": values,
         "iterations": backend.get_value(opt.iterations),
         "params": {key: backend.get_value(var) for key, var in params.items()},
-        "slots": {"accumulator": dict(zip(params, map(backend.get_value, sums)))},
+        "slots": {
+            "accumulator": {
+                key: backend.get_value(sums[i]) for i, key in enumerate(params)
+            }
+        },
     }
 
 

@@ -1,8 +1,9 @@
-"""Makes keras2_2.json: Adagrad of Keras 2.2.4 on TensorFlow 1.13.2.
+r"""Makes keras2_2.json: Adagrad of Keras 2.2.4 on TensorFlow 1.13.2.
 
 With Python 3.6, from the repository's root:
 
-    pip install "keras==2.2.4" "tensorflow==1.13.2" "protobuf<3.20" "numpy<1.17" "h5py<3"
+    pip install "h5py<3" "keras==2.2.4" \
+        "tensorflow==1.13.2" "protobuf<3.20" "numpy<1.17"
     python tests/golden/make_keras2_2.py
 """
 

@@ -54,7 +54,7 @@ def apart(got, expected):
     if isinstance(expected, list) and not is_numbers(expected):
         if not isinstance(got, list) or len(got) != len(expected):
             return None
-        return largest([apart(*pair) for pair in zip(got, expected)])
+        return largest(list(map(apart, got, expected)))
     if not is_numbers(expected):
         return 0.0 if got == expected else None
     got, expected = np.array(got, np.float64), np.array(expected, np.float64)
