@@ -401,8 +401,8 @@ _command_line.py: the picture of an earlier run is lost where the new one is not
 + if os.path.lexists(path):
 
 _config/config.py: beta_1 and beta2 are nobody's names
-- spelt = re.sub(r"^beta_?(?=\d$)", "b", str(word))
-+ spelt = str(word)
+- close = difflib.get_close_matches(spelt, known, n=1)
++ close = difflib.get_close_matches(str(word), known, n=1)
 
 _config/config.py: NaN is taken for a finite number
 - not abs(value) <= _LARGEST
