@@ -13,6 +13,7 @@ import pydoc
 import re
 import shutil
 
+import jax
 import ziamath
 from docutils import nodes
 from sphinx.util.inspect import TypeAliasForwardRef
@@ -73,6 +74,7 @@ autodoc_type_aliases = {
     )
 }
 TypeAliasForwardRef.__repr__ = lambda self: self.name  # Inside of unions and the like.
+jax.Array.__qualname__ = "Array"  # JAX 0.10 says jaxlib._jax.Array, which is nowhere.
 
 # Which page has a name cannot be told from the name, so the links lead to a search.
 SITES = {

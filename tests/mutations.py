@@ -504,6 +504,10 @@ _command_line.py: the picture of an earlier run is lost where the new one is not
 - if not existed and os.path.lexists(path):
 + if os.path.lexists(path):
 
+_config/config.py: beta_1 and beta2 are nobody's names
+- close = difflib.get_close_matches(spelt, known, n=1)
++ close = difflib.get_close_matches(str(word), known, n=1)
+
 _config/config.py: NaN is taken for a finite number
 - not abs(value) <= _LARGEST
 + abs(value) > _LARGEST

@@ -26,7 +26,7 @@ HEIGHT = 10_000
 
 # The parameters that a block leaves, and the table among them.
 LEFT = {
-    "NNX's Embed": lambda left: nnx.to_pure_dict(nnx.state(left["model"])),
+    "NNX's Embed": lambda left: nnx.to_pure_dict(nnx.state(left["model"], nnx.Param)),
     "Linen's Embed": lambda left: left["state"].params,
     "Haiku's Embed": lambda left: left["params"],
     "Equinox's Embedding": lambda left: left["params"],
@@ -53,7 +53,8 @@ def run(name, n, tables=True, height=HEIGHT):
     """What a block leaves, and its parameters, after some batches."""
     code = SHARED + BLOCKS[name].replace("10_000", str(height))
     if not tables:
-        code = re.sub(r"tables=\[.*?\]", "tables=()", code)
+        code, named = re.subn(r"tables=\[.*?\]", "tables=()", code)
+        assert named == 1
     left = {"batches": batches(n)}
     exec(code, left)
     return left, LEFT[name](left)
@@ -83,6 +84,43 @@ def test_trains_as_with_dense_gradients(name):
     np.testing.assert_array_equal(table_of(params)[rest], before[rest])
 
 
+def test_nnx_keeps_what_its_layers_keep():
+    """As under ``nnx.value_and_grad``, which carries it by itself."""
+    left, _ = run("NNX's Embed", 3)
+    again, _ = run("NNX's Embed", 0)
+    model, optimizer = again["model"], again["optimizer"]
+    for words, labels in batches(3):
+        grads = nnx.grad(lambda m, *b: left["mse"](m(b[0]), b[1]))(model, words, labels)
+        optimizer.update(model, grads)
+    kept, expected = (
+        nnx.to_pure_dict(nnx.state(trained, nnx.Not(nnx.Param)))
+        for trained in (left["model"], model)
+    )
+    assert np.all(kept["norm"]["mean"] != 0)
+    assert kept["dropout"]["rngs"]["count"] == 3
+    expected["dropout"]["rngs"].pop("key")
+    kept["dropout"]["rngs"].pop("key")
+    chex.assert_trees_all_close(kept, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_gx_apply_updates_takes_the_place_of_equinoxs():
+    layer = eqx.nn.MLP(5, 2, 3, 1, key=jax.random.key(0))
+    updates = eqx.filter(jax.tree.map(lambda _: None, layer), False)
+    rows = gx.IndexedSlices([1, 1], jnp.ones((2, 5)), (3, 5))
+    updates = eqx.tree_at(
+        lambda m: m.layers[0].weight, updates, rows, is_leaf=lambda x: x is None
+    )
+    with pytest.raises(ValueError, match="IndexedSlices"):
+        eqx.apply_updates(layer, updates)
+    after = gx.apply_updates(layer, updates)
+    moved = after.layers[0].weight - layer.layers[0].weight
+    np.testing.assert_allclose(moved, [[0] * 5, [2] * 5, [0] * 5], atol=1e-6)
+    assert after.activation is layer.activation
+    # The same as Equinox's where they are dense.
+    dense = eqx.tree_at(lambda m: m.layers[0].weight, updates, rows.densify())
+    assert eqx.tree_equal(eqx.apply_updates(layer, dense), after)
+
+
 def temporaries(name, tables, height):
     left, _ = run(name, 1, tables, height)
     words, labels = next(batches(1))
@@ -93,8 +131,7 @@ def temporaries(name, tables, height):
 
         def step(state, words, labels):
             model, optimizer = nnx.merge(graph, state)
-            grads = left["value_and_grad"](model, words, labels)[1]
-            optimizer.update(model, grads)
+            left["step"].__wrapped__(model, optimizer, words, labels)
             return nnx.state((model, optimizer))
 
         lowered = jax.jit(step, donate_argnums=0).lower(state, words, labels)

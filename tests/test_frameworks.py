@@ -29,7 +29,20 @@ LOOP = (DOCS / "coming_from/tensorflow.md").read_text()
 BLOCK = r"```python\n(?!>>> )(.*?)```"
 
 SHARED, *_ = re.findall(BLOCK, PAGE, re.DOTALL)
-BLOCKS = dict(re.findall(r"\n## (.+?)\n.*?" + BLOCK, PAGE, re.DOTALL))
+PLAIN, KEEPING = PAGE.split("\n## BatchNorm and Dropout\n")
+BLOCKS = dict(re.findall(r"\n## (.+?)\n.*?" + BLOCK, PLAIN, re.DOTALL))
+BLOCKS |= re.findall(r"\n### (.+?)\n.*?" + BLOCK, KEEPING, re.DOTALL)
+
+
+def linens_logits(left, x):
+    kept = {"params": left["params"], "batch_stats": left["averages"]}
+    return left["model"].apply(kept, x, False)
+
+
+def equinoxs_logits(left, x):
+    model = eqx.nn.inference_mode(eqx.combine(left["params"], left["static"]))
+    return jax.vmap(lambda x: model(x, left["averages"])[0])(x)
+
 
 # The logits of what a block leaves.
 MODELS = {
@@ -40,6 +53,11 @@ MODELS = {
     "Haiku": lambda left, x: left["model"].apply(left["params"], x),
     "Equinox": lambda left, x: jax.vmap(left["model"])(x),
     "Keras 3 on JAX": lambda left, x: left["model"](x),
+    "Linen's": linens_logits,
+    "Haiku's": lambda left, x: left["model"].apply(
+        left["params"], left["averages"], None, x, False
+    )[0],
+    "Equinox's": equinoxs_logits,
 }
 
 
@@ -66,7 +84,8 @@ def test_every_block_has_a_test():
 def test_trains_on_digits(name, request, monkeypatch):
     if name.startswith("Keras"):
         monkeypatch.setenv("KERAS_BACKEND", "jax")  # The block sets it for good.
-        request.getfixturevalue("standard_promotion")  # Its layers broadcast ranks.
+    if name.startswith("Keras") or name == "Haiku's":
+        request.getfixturevalue("standard_promotion")  # Their layers need it.
     digits = load_digits()
     images, test_images = (
         x.reshape(-1, 64) for x in (digits.images, digits.test_images)
@@ -106,6 +125,76 @@ def test_micro_batches_train_as_their_batches_do(name):
     chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-6)
 
 
+# The first running average that a block of "BatchNorm and Dropout" keeps: what is left
+# of 0, and where the layer's input came from.
+AVERAGES = {
+    "Linen's": lambda left: left["averages"]["BatchNorm_0"]["mean"] / 0.01,
+    "Haiku's": lambda left: left["averages"]["batch_norm/~/mean_ema"]["average"][0],
+    "Equinox's": lambda left: (
+        left["averages"].get(left["model"].layers[1].batch_state_index)[0] / 0.01
+    ),
+}
+HIDDEN = {
+    "Linen's": lambda left: jax.tree.leaves(left["params"]["Dense_0"])[::-1],
+    "Haiku's": lambda left: jax.tree.leaves(left["params"]["linear"])[::-1],
+    "Equinox's": lambda left: (
+        left["params"].layers[0].weight.T,
+        left["params"].layers[0].bias,
+    ),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")  # For what Haiku's layers do.
+@pytest.mark.parametrize("name", AVERAGES)
+def test_what_layers_keep_is_carried(name):
+    rng = np.random.default_rng(0)
+    images = rng.standard_normal((2, 16, 64)).astype(np.float32)
+    batches = list(zip(images, rng.integers(0, 10, (2, 16)), strict=True))
+    start, once, twice = (run(name, batches[:n]) for n in range(3))
+    kernel, bias = (np.asarray(x, np.float64) for x in HIDDEN[name](start))
+    mean = (images[0] @ kernel + bias).mean(axis=0)
+    np.testing.assert_allclose(AVERAGES[name](once), mean, rtol=1e-4, atol=1e-5)
+    assert np.abs(AVERAGES[name](twice) - AVERAGES[name](once)).max() > 1e-3
+    # Another key drops others: the same batch, the same parameters, another loss.
+    args = (start["params"], start["averages"])
+    loss_fn = jax.jit(start["loss_fn"])
+    losses = [
+        loss_fn(*args, jax.random.key(seed), *batches[0])[0] for seed in (1, 1, 2)
+    ]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_keras_carries_the_seed_of_its_dropout(request, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    request.getfixturevalue("standard_promotion")
+    left = run("Keras 3 on JAX", [])
+    x, labels = np.ones((8, 64), np.float32), np.zeros(8, int)
+    params, averages = ([v.value for v in left[k]] for k in ("learning", "rest"))
+    first, after = left["loss_fn"](params, averages, x, labels)
+    assert left["loss_fn"](params, averages, x, labels)[0] == first
+    assert left["loss_fn"](params, after, x, labels)[0] != first
+
+
+def test_nnxs_own_gradients_carry_what_layers_keep():
+    """As the page says, and that of JAX, given the whole model, does not."""
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return jnp.sum(self.norm(x) ** 3)
+
+    x = jnp.arange(6.0).reshape(2, 3)
+    for value_and_grad, mean in (
+        (nnx.value_and_grad, [0.015, 0.025, 0.035]),
+        (gx.value_and_grad, [0, 0, 0]),
+    ):
+        net = Net()
+        value_and_grad(lambda net: net(x))(net)
+        np.testing.assert_allclose(net.norm.mean[...], mean, rtol=1e-6)
+
+
 def test_nnx_takes_fewer_than_15_lines_beyond_the_model():
     code = [line for line in (SHARED + BLOCKS["Flax NNX"]).splitlines() if line]
     model = [
@@ -121,6 +210,26 @@ X = jnp.ones((4, 64))
 
 def late():
     return gx.drop_stale(gx.novograd(0.1), max_staleness=0)
+
+
+def test_a_schedule_around_micro_batches_is_as_long_as_its_steps():
+    """The page's line: with it the last of the batches meets the last of the rates."""
+    (line,) = re.findall(r"`(rate = .*?)`", PAGE)
+    plain = re.search(r"^rate = .*$", SHARED, re.M)[0]
+    ends = {}
+    for name, code in (("micro", line), ("plain", plain)):
+        named = {"optax": optax}
+        exec(code, named)
+        ends[name] = next(n for n in range(1000) if named["rate"](n) == 0)
+    assert ends == {"micro": 110, "plain": 440}
+    # What accumulate's inner counts.
+    tx = gx.accumulate(gx.adagrad(optax.linear_schedule(1.0, 0.0, 2)), 4)
+    params = {"w": jnp.ones(1)}
+    state = tx.init(params)
+    for _ in range(12):
+        last, state = tx.update(params, state, params)
+    assert last["w"] == 0
+    assert optax.tree.get(state, "count") == 3
 
 
 def test_nnx_forwards_extra_arguments():
@@ -185,6 +294,39 @@ def test_nnx_under_sharding_metadata(field):
     short = optax.tree.get(optimizer.opt_state, field)["kernel"]
     assert short[...].ndim < 2
     assert "out_sharding" not in short.get_metadata()
+
+
+@pytest.mark.parametrize(
+    ("tx", "error"),
+    [(optax.novograd(0.1), "valid for values of rank"), (gx.novograd(0.1), None)],
+    ids=["optax", "ours"],
+)
+def test_novograd_where_parameters_name_mesh_axes(tx, error):
+    """As Flax's gemma and lm1b make their state: jitted, with the shardings named."""
+    init = linen.with_logical_partitioning(linen.initializers.ones, ("embed", "mlp"))
+    model, rules = linen.Dense(8, kernel_init=init), (("embed", None), ("mlp", "x"))
+    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
+
+    def create(key):
+        params = model.init(key, X)["params"]
+        return train_state.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    def loss_fn(params):
+        return jnp.mean(model.apply({"params": params}, X) ** 2)
+
+    key = jax.random.key(0)
+    specs = linen.get_partition_spec(jax.eval_shape(create, key))
+    shardings = linen.logical_to_mesh_sharding(specs, mesh, rules)
+    created = jax.jit(create, out_shardings=shardings)
+    if error:  # A row of the page on optax.
+        with pytest.raises(ValueError, match=error):
+            created(key)
+        return
+    state = created(key)
+    after = state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
+    kernel = linen.unbox(after.params)["kernel"]
+    # All entries of the gradient are alike: each is one over the root of their number.
+    np.testing.assert_allclose(kernel, 1 - 0.1 / np.sqrt(64 * 8), rtol=1e-5)
 
 
 @pytest.mark.parametrize("field", SHORT)
@@ -344,8 +486,10 @@ def test_functions_that_are_trees_are_called():
 
 
 def test_the_loop_leaves_what_tensorflow_left():
-    theirs, ours, _, in_one = re.findall(BLOCK, LOOP, re.DOTALL)
+    theirs, ours, _, unprocessed, _, gated = re.findall(BLOCK, LOOP, re.DOTALL)
     assert "compute_gradients" in theirs
+    link = "tx = optax.chain(clip, tx)"
+    assert f"`{link}`" in LOOP
     x = np.sin(np.arange(60.0, dtype=np.float32)).reshape(5, 4, 3)
     y = 10 * np.cos(np.arange(20.0, dtype=np.float32)).reshape(5, 4)
     start = {"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)}
@@ -353,10 +497,46 @@ def test_the_loop_leaves_what_tensorflow_left():
     def loss_fn(params, x, y):
         return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
+    # What TensorFlow 1.15.5 made of these numbers with the code of the left sides.
+    clipped = {"w": np.array([0.009013183, 0.08587768, 0.08078636]), "b": 0.11789924}
+    as_it_is = {"w": np.array([-0.01362059, 0.08299472, 0.07433566]), "b": 0.16171496}
     left = {"gx": gx, "jax": jax, "optax": optax, "loss_fn": loss_fn}
-    for code in (ours, in_one):
+    for code, expected in (
+        (ours, clipped),
+        (unprocessed, as_it_is),
+        (f"{link}\n{unprocessed}", clipped),
+        (gated, clipped),
+    ):
         left |= {"params": start, "batches": zip(x, y, strict=True)}
         exec(code, left)
-        # What TensorFlow 1.15.5 made of these numbers with the code of the left side.
-        w, b = np.array([0.009013183, 0.08587768, 0.08078636]), 0.11789924
-        chex.assert_trees_all_close(left["params"], {"w": w, "b": b}, rtol=1e-5)
+        chex.assert_trees_all_close(left["params"], expected, rtol=1e-5)
+    # And what is three steps late does nothing.
+    late = left["apply_gradients"](left["params"], left["state"], left["grads"], 2)
+    chex.assert_trees_all_equal(late[0], left["params"])
+    assert late[1].stale_count == 1
+
+
+def test_jaspers_config_trains_by_its_formulas():
+    page = (DOCS / "coming_from/novograd.md").read_text()
+    (code,) = re.findall(BLOCK, page, re.DOTALL)
+    left = {"steps": 4}
+    exec(code, left)
+    rng = np.random.default_rng(0)
+    params = {"w": rng.standard_normal((3, 2)), "b": np.zeros(2)}
+    expected, mu = params, jax.tree.map(np.zeros_like, params)
+    params = jax.tree.map(np.float32, params)
+    state = left["tx"].init(params)
+    for step in range(6):
+        grads = {k: 3 * rng.standard_normal(w.shape) for k, w in expected.items()}
+        pushed = jax.tree.map(np.float32, grads)
+        updates, state = left["tx"].update(pushed, state, params)
+        params = gx.apply_updates(params, updates)
+        rate = (0.02 - 1e-5) * max(0, 1 - step / 4) ** 2 + 1e-5
+        for k, g in grads.items():
+            w, norm = expected[k], np.linalg.norm(g)
+            limit = 0.001 * np.linalg.norm(w) / (rate * (norm + 1e-7))
+            scaled = min(max(limit, 1e-7), 1) * g
+            normalized = scaled / np.sqrt(np.sum(scaled**2) + 1e-8)
+            mu[k] = 0.95 * mu[k] + normalized + 0.001 * w
+            expected[k] = w - rate * mu[k]
+        chex.assert_trees_all_close(params, expected, rtol=1e-4, atol=1e-6)

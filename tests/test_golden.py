@@ -201,5 +201,5 @@ def test_clipping(name):
 
 def test_what_is_not_ours_says_why():
     assert all(CASES[n].get("why_not") for n in CASES.keys() - OURS.keys())
-    assert len(OPTIMIZERS) >= 192
+    assert len(OPTIMIZERS) >= 224
     assert len(CLIPS) >= 47

@@ -471,6 +471,12 @@ CHECKS = {
     # Adagrad
     "gx.adagrad(learning_rate)": adagrad(),
     "gx.adagrad(learning_rate, eps_in_sqrt=False)": adagrad(eps_in_sqrt=False),
+    "gx.adagrad(learning_rate, 0.0, eps_in_sqrt=False)": adagrad(
+        initial_accumulator_value=0.0, eps_in_sqrt=False
+    ),
+    "gx.adagrad(learning_rate, 0.0, eps_in_sqrt=False, global_clipnorm=1.0)": adagrad(
+        initial_accumulator_value=0.0, eps_in_sqrt=False, global_clipnorm=1.0
+    ),
     "gx.adagrad(learning_rate, eps=0.0)": adagrad(eps=0.0),
     "gx.adagrad(learning_rate, initial_accumulator_value=0.0)": adagrad(
         initial_accumulator_value=0.0

@@ -53,6 +53,18 @@ def test_adagrads_sum_goes_on_growing_under_bfloat16_params():
     )
 
 
+@pytest.mark.filterwarnings("ignore:Casting from complex to real dtypes")
+def test_the_imaginary_parts_of_micro_batches_are_added_up():
+    def after_two(tx):
+        state, grads = tx.init(jnp.zeros(1, complex)), jnp.array([1 + 1j])
+        for _ in range(2):
+            updates, state = tx.update(grads, state)
+        return updates
+
+    assert after_two(optax.MultiSteps(optax.sgd(1.0), 2)) == -1 - 0.5j
+    assert after_two(gx.accumulate(optax.sgd(1.0), 2)) == -1 - 1j
+
+
 def test_a_negative_max_norm_is_an_error():
     theirs = first_update(optax.clip_by_global_norm(-1.0), jnp.array([3.0, 4.0]))
     np.testing.assert_allclose(theirs, [-0.6, -0.8], rtol=1e-6)

@@ -29,7 +29,7 @@ FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.M)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # Blocks of code that are no doctests, and the tests that run them:
 # test_frameworks.py, and test_embeddings.py those of sparse.md.
-RUN_ELSEWHERE = {"frameworks.md", "tensorflow.md", "sparse.md"}
+RUN_ELSEWHERE = {"frameworks.md", "tensorflow.md", "novograd.md", "sparse.md"}
 
 
 def prose(path):

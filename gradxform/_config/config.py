@@ -375,5 +375,6 @@ def _of_optax(path: str) -> Callable[..., Any] | None:
 
 
 def _did_you_mean(word: Any, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(word), known, n=1)
+    spelt = re.sub(r"^beta_?(?=\d$)", "b", str(word))  # Most others say beta_1.
+    close = difflib.get_close_matches(spelt, known, n=1)
     return f", did you mean {close[0]!r}?" if close else "."

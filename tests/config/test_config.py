@@ -1005,3 +1005,9 @@ def test_reading_what_they_write_needs_none_of_them():
     names = ["keras", "yaml", "ml_collections", "tensorflow"]
     command = [sys.executable, "-c", code, *names]
     assert subprocess.check_output(command, text=True, timeout=120) == "none\n"
+
+
+@pytest.mark.parametrize("key", ["beta1", "beta_1", "beta2", "beta_2"])
+def test_others_names_for_b1_and_b2_are_known(key):
+    with pytest.raises(ValueError, match=f"{key!r}, did you mean 'b{key[-1]}'"):
+        gx.from_config({"name": "novograd", "learning_rate": 0.1, key: 0.9})
