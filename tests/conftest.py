@@ -95,6 +95,12 @@ def standard_promotion():
         yield
 
 
+@pytest.fixture(params=[True, False], ids=["in context", "not in context"])
+def in_context(request):
+    """A mesh as JAX's own pages set it, and one that is known from the arrays alone."""
+    return jax.set_mesh if request.param else contextlib.nullcontext
+
+
 @pytest.fixture
 def bounded():
     """A test that hangs fails."""

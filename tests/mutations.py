@@ -263,12 +263,32 @@ _verbs/readings.py: an id that a reading clips counts for no row
 + clips = False
 
 _verbs/readings.py: a reading of single numbers is one of rows
-- eqn.params.get("slice_sizes") != (1, *shape[1:])
-+ "slice_sizes" not in eqn.params
+- if sizes != row:
++ if len(sizes) != len(row):
 
 _verbs/readings.py: a jit that reads a table is not looked into
 - if name == "jit":
 + if name == "jitted":
+
+_verbs/readings.py: what fills a read is of the table's dtype
+- fills = fills and bool(table.casts)
++ fills = False
+
+_verbs/readings.py: an id outside of a part is padding where the table clips
+- return (taken if clips else ids), taken
++ return (taken if clips else ids), (taken if clips else ids)
+
+_verbs/readings.py: a slice of columns is one of rows
+- if cut[1:] != [(0, length, 1) for length in row]:
++ if len(cut) != len(shape):
+
+_trees/rows.py: a mesh that is not in context is not known
+- return jax.sharding.reshard(x, NamedSharding(mesh or there, P()))
++ return jax.sharding.reshard(x, P())
+
+_trees/indexed_slices.py: one number a row is a stack of gradients
+- if self._summed:
++ if self._summed and self.values.ndim == self.ndim:
 
 _verbs/lookup.py: a part of a table that has no name is taken for an array
 - if not is_sparse(leaf) and not is_named(paths[i]):

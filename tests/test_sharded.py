@@ -77,12 +77,12 @@ def test_state_lies_where_parameters_lie(row, mode, init):
 
 
 @pytest.mark.parametrize("row", UNGATED, ids=str)
-def test_explicit_types_are_those_of_init_eager_as_under_jit(row):
+def test_explicit_types_are_those_of_init_eager_as_under_jit(row, in_context):
     """Two properties of optax's own tests of sharding."""
     tx = row.make()
     on_x = NamedSharding(mesh(AxisType.Explicit), P(None, "x"))
-    with jax.set_mesh(on_x.mesh):
-        params = jnp.ones((2, 8, 4), jnp.float16, out_sharding=on_x)
+    with in_context(on_x.mesh):
+        params = jax.device_put(np.ones((2, 8, 4), np.float16), on_x)
         grads = params
 
         def update(grads, state, params):
@@ -189,7 +189,9 @@ WRAPPED = {
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("spec", [P("x", "y"), P("x"), P()], ids=str)
 @pytest.mark.parametrize("axes", AXES)
-def test_gates_keep_what_init_gave_wherever_gradients_lie(axes, spec, compiled):
+def test_gates_keep_what_init_gave_wherever_gradients_lie(
+    axes, spec, compiled, in_context
+):
     """As optax tests its own; in half precision, as there."""
     on = jax.make_mesh((4, 2), ("x", "y"), axis_types=AXES[axes])
     txs = {gate: wrap(gx.adagrad(0.1)) for gate, wrap in WRAPPED.items()}
@@ -211,7 +213,7 @@ def test_gates_keep_what_init_gave_wherever_gradients_lie(axes, spec, compiled):
             )
         return updates, after
 
-    with jax.set_mesh(on):
+    with in_context(on):
         ones = np.ones((8, 4), "float16")
         params = jax.device_put(ones, NamedSharding(on, P("x", "y")))
         grads = jax.device_put(ones, NamedSharding(on, spec))

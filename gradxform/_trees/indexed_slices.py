@@ -149,9 +149,11 @@ class IndexedSlices:
         values. Rows are added up in at least float32 and in the order in which they
         were given, as :meth:`densify` does it: the two agree to the bit.
         """
-        self._check_single()
-        if self._summed or not self.values.shape[0]:
+        if self._summed:  # Then one number may stand for each row, as its square does.
             return self
+        self._check_single()
+        if not self.values.shape[0]:
+            return self._make(self._indices, self.values, self.dense_shape, True)
         indices, height = self.indices, self.dense_shape[0]
         n = len(indices)
         # Only the keys are sorted, and each row then looks up its place: on CPU sorting

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -133,7 +135,29 @@ def explicit_sharding(x: jax.Array) -> NamedSharding | None:
     return sharding if sharding.mesh.explicit_axes else None
 
 
-def replicated(x: jax.Array) -> jax.Array:
-    """``x`` whole on each device of its explicit mesh axes; else as it is."""
-    sharding = explicit_sharding(x)
-    return x if sharding is None else jax.sharding.reshard(x, P())
+def replicated(x: jax.Array, mesh: Any = None) -> jax.Array:
+    """``x`` whole on each device of these mesh axes, its own explicit ones by default.
+
+    What lies on no mesh stays as it is, and so does, by default, what lies on automatic
+    axes alone.
+    """
+    there = jax.typeof(x).sharding.mesh
+    if there.empty or (mesh is None and not there.explicit_axes):
+        return x
+    # Of a bare spec JAX asks in which mesh, and only `jax.set_mesh` would say it.
+    return jax.sharding.reshard(x, NamedSharding(mesh or there, P()))
+
+
+def mesh_context(arrays: Iterable[jax.Array]) -> contextlib.AbstractContextManager[Any]:
+    """The mesh on whose explicit axes arrays lie, where no mesh is in context.
+
+    Without it JAX cannot differentiate eagerly what lies there: it asks a context on
+    which devices the 1 shall be from which it starts.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        for x in arrays:
+            on: Any = None if isinstance(x, jax.core.Tracer) else x.sharding
+            if on is not None and explicit_sharding(x) is not None:
+                with contextlib.suppress(ValueError):  # JAX allows it outside of `jit`.
+                    return jax.set_mesh(on.mesh)
+    return contextlib.nullcontext()

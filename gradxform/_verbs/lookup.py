@@ -7,11 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
-from gradxform._trees.rows import as_array, explicit_sharding, read_rows, rows_of
+from gradxform._trees.rows import (
+    as_array,
+    explicit_sharding,
+    mesh_context,
+    read_rows,
+    replicated,
+    rows_of,
+)
 from gradxform._verbs import readings
 
 # Which tables get row-sparse gradients: their paths, or a predicate on the path.
@@ -66,8 +72,9 @@ def value_and_grad(
         rows_i
 
     The loss reads rows of each of those tables, as often as it likes, through
-    :func:`lookup`, ``jnp.take(table, ids, axis=0)`` or ``table[ids]``, in an embedding
-    layer of any framework, under ``jit`` or ``vmap``. The gradient then consists of the
+    :func:`lookup`, ``jnp.take(table, ids, axis=0)``, ``table[ids]``, ``table[0]`` or
+    ``table[:n]``, in an embedding layer of any framework, under ``jit`` or ``vmap``.
+    The gradient then consists of the
     rows that were read, and no array of the table's size is made, nor where the loss
     casts the table first. All other parameters get the gradients that JAX gives.
 
@@ -136,7 +143,6 @@ def value_and_grad(
         # Each reading is tapped: zeros, which need no memory, are taken to be added to
         # the rows, and their gradient is that of the rows.
         run, types = readings.trace(loss, dense, named, paths)
-        taps = {i: [*map(maps.zeros_of_type, types[i])] for i in named}
 
         def tapped(
             dense: dict[int, Any], taps: dict[int, list[jax.Array]]
@@ -154,9 +160,10 @@ def value_and_grad(
             value, aux = run(dense, tap)
             return value, (aux, read)
 
-        (value, (aux, ids)), (grads, rows) = jax.value_and_grad(
-            tapped, argnums=(0, 1), has_aux=True
-        )(dense, taps)
+        both = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
+        with mesh_context(maps.values(x) for x in leaves.values()):
+            taps = {i: [*map(maps.zeros_of_type, types[i])] for i in named}
+            (value, (aux, ids)), (grads, rows) = both(dense, taps)
         for i, table in named.items():
             grads[i] = _slices(ids[i], rows[i], table)
         grads = jax.tree.unflatten(treedef, [grads[i] for i in leaves])
@@ -192,11 +199,12 @@ def _select(tables: Tables, paths: list[str], leaves: dict[int, Any]) -> dict[in
 def _slices(ids: list[jax.Array], rows: list[jax.Array], table: Any) -> IndexedSlices:
     """The gradient of a table that was read at ``ids``, where ``rows`` is theirs."""
     row = table.shape[1:]
-    arrays = [maps.values(table), *ids, *rows]
-    if any(explicit_sharding(x) is not None for x in arrays):
-        ids, rows = jax.sharding.reshard((ids, rows), P())  # Each device gets all.
-    flat_ids = [i.ravel() for i in ids]
-    flat_rows = [r.reshape(-1, *row) for r in rows]
+    # On explicit mesh axes each device gets all, also of what a gather had there on
+    # automatic ones.
+    known = map(explicit_sharding, [maps.values(table), *ids, *rows])
+    mesh = next((s.mesh for s in known if s is not None), None)
+    flat_ids = [replicated(i, mesh).ravel() for i in ids]
+    flat_rows = [replicated(r, mesh).reshape(-1, *row) for r in rows]
     return IndexedSlices(
         jnp.concatenate(flat_ids or [jnp.zeros(0, jnp.int32)]),
         jnp.concatenate(flat_rows or [jnp.zeros((0, *row), table.dtype)]),

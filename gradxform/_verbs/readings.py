@@ -2,8 +2,9 @@
 
 A table is a variable of the jaxpr, and every use of it an equation that can be looked
 at: a ``gather`` of whole rows is a reading, which ``gx.lookup``, ``jnp.take``,
-``table[ids]`` and every framework's embedding layer come down to. A cast of the table
-is put off until its rows are there, and a ``jit`` is looked into.
+``table[ids]`` and every framework's embedding layer come down to, and so is a slice of
+them, ``table[0]`` or ``table[:n]``. A cast of the table is put off until its rows are
+there, and a ``jit`` is looked into.
 
 So the table itself need not be there: of a part of one, the rows that a server gave,
 the loss sees the shape of the whole, and what it reads is then taken from the part.
@@ -42,8 +43,9 @@ _SAME = {"pvary", "pcast", "reshard", "sharding_constraint"}
 
 _HOW = (
     "{0!r} is one of tables, so the loss can read rows of it alone, through "
-    "gradxform.lookup(table, ids) or as jnp.take(table, ids, axis=0), table[ids] and "
-    "the embedding layers do, and outside of scan, cond, checkpoint and the like; it "
+    "gradxform.lookup(table, ids) or as jnp.take(table, ids, axis=0), table[ids], "
+    "table[:n] and the embedding layers do, and outside of scan, cond, checkpoint and "
+    "the like; it "
     "was {1}. Look the rows up first, for ids of any shape, or leave {0!r} out of "
     "tables: its gradient then is a dense one."
 )
@@ -140,68 +142,122 @@ class _Reader(NamedTuple):
         if name in _SAME:
             return [table._replace(array=versions.evaluate(eqn, [table.array])[0])]
         with eqn.ctx.manager:  # Of explicit mesh axes it may have made automatic ones.
-            ids = _ids(eqn, table, inputs)
-            if ids is not None:
-                if is_part:
-                    rows, ids = _filled(eqn, table.array, ids)
-                else:
-                    (rows,) = versions.evaluate(eqn, [table.array, *inputs[1:]])
-                rows = self.tap(table.number, ids, rows)
-                for dtype in table.casts:
-                    rows = rows.astype(dtype)
-                return [rows]
+            reading = _reading(eqn, table, inputs)
+            if reading is not None:
+                return [self.read(eqn, table, inputs, *reading)]
         from jax.extend import source_info_util
 
         where = source_info_util.summarize(eqn.source_info)  # "" in an interpreter.
-        self.refuse(table, f"used by {name!r} {where}".rstrip())
+        by = f"by {name!r} {where}".rstrip()
+        how = f"used {by}"
+        if table.casts and jnp.issubdtype(table.casts[-1], jnp.integer):
+            # Indices are first compared with 0.
+            kind = "as indices, " if name == "lt" else ""
+            how = f"used {kind}cast to {table.casts[-1]}, {by}"
+        self.refuse(table, how)
+
+    def read(
+        self,
+        eqn: Any,
+        table: _Table,
+        inputs: list[Any],
+        ids: jax.Array,
+        taken: jax.Array,
+    ) -> jax.Array:
+        """What an equation gives that reads the rows ``taken`` of a table."""
+        height, part = table.array.shape[0], table.array
+        fills = eqn.params.get("mode") == jax.lax.GatherScatterMode.FILL_OR_DROP
+        fill = eqn.params.get("fill_value")
+        if isinstance(part, IndexedSlices):
+            rows, held = of_part(part, taken)
+            # An axis of length 1 may be left where a single row was sliced out.
+            rows = rows.reshape(eqn.outvars[0].aval.shape)
+            ids = jnp.where(held == height, height, ids)
+        else:
+            if fills and table.casts:
+                eqn = eqn.replace(params=eqn.params | {"fill_value": 0})
+            (rows,) = versions.evaluate(eqn, [table.array, *inputs[1:]])
+            fills = fills and bool(table.casts)
+        rows = self.tap(table.number, ids, rows)
+        for dtype in table.casts:
+            rows = rows.astype(dtype)
+        if fills:  # After the casts: the table's dtype may not hold this number.
+            outside = maps.expand(taken == height, rows)
+            rows = jnp.where(outside, _filling(fill, rows.dtype), rows)
+        return rows
 
     def refuse(self, table: _Table, how: str) -> NoReturn:
         raise TypeError(_HOW.format(self.paths[table.number], how))
 
 
-def _ids(eqn: Any, table: _Table, inputs: list[Any]) -> jax.Array | None:
-    """The rows that an equation reads; None if it does anything else."""
-    shape = table.array.shape
-    if inputs[0] is not table or eqn.params.get("slice_sizes") != (1, *shape[1:]):
+def _reading(
+    eqn: Any, table: _Table, inputs: list[Any]
+) -> tuple[jax.Array, jax.Array] | None:
+    """The rows that get a gradient of what an equation reads, and those that it reads.
+
+    Padding stands for what lies outside of the table. None if it does anything else
+    than read whole rows.
+    """
+    height, *row = shape = table.array.shape
+    name, params = eqn.primitive.name, eqn.params
+    if inputs[0] is not table:
         return None
-    clips = True
-    if eqn.primitive.name == "dynamic_slice":  # As x[i] of a single i, which clips.
-        ids = jnp.asarray(inputs[1])[None]
-    elif eqn.primitive.name == "gather":
-        dims, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
-        axes = eqn.outvars[0].aval.ndim
-        row_axes = tuple(range(axes - len(dims.offset_dims), axes))
-        fills = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
-        if (
-            0 not in dims.start_index_map
-            or dims.operand_batching_dims
-            or dims.offset_dims != row_axes
-            # The other indices are of axes that are taken whole: they can be 0 alone.
-            or (fills and len(dims.start_index_map) > 1)
-        ):
+    if name == "slice":
+        strides = params["strides"] or (1,) * len(shape)
+        starts, limits = params["start_indices"], params["limit_indices"]
+        cut = [*zip(starts, limits, strides, strict=True)]
+        if cut[1:] != [(0, length, 1) for length in row]:
             return None
-        ids = inputs[1][..., dims.start_index_map.index(0)]
-        clips = mode == jax.lax.GatherScatterMode.CLIP
-    else:
+        ids = jnp.arange(*cut[0], dtype=np.int32)
+        return ids, ids
+    if name not in ("dynamic_slice", "gather"):
         return None
-    if clips:
-        if ids.dtype.itemsize < 4:  # They may not be able to count the rows.
-            ids = ids.astype(np.int32)
-        ids = jnp.clip(ids, 0, shape[0] - 1)
-    return inside_or_padding(ids, shape[0])
+    length, *sizes = params["slice_sizes"]
+    if sizes != row:
+        return None
+    if name == "dynamic_slice":  # As x[i] of a single i, which clips.
+        first = jnp.clip(_wide(jnp.asarray(inputs[1])), 0, height - length)
+        ids = first.astype(np.int32) + jnp.arange(length, dtype=np.int32)
+        return ids, ids
+    dims, mode = params["dimension_numbers"], params["mode"]
+    axes = eqn.outvars[0].aval.ndim
+    row_axes = tuple(range(axes - len(dims.offset_dims), axes))
+    fills = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
+    if (
+        length != 1
+        or 0 not in dims.start_index_map
+        or dims.operand_batching_dims
+        or dims.offset_dims != row_axes
+        # The other indices are of axes that are taken whole: they can be 0 alone.
+        or (fills and len(dims.start_index_map) > 1)
+    ):
+        return None
+    given = _wide(inputs[1][..., dims.start_index_map.index(0)])
+    ids = inside_or_padding(given, height)
+    if fills:
+        return ids, ids
+    # What was promised to lie inside is read as if clipped, but gets no gradient.
+    taken = inside_or_padding(jnp.clip(given, 0, height - 1), height)
+    clips = mode == jax.lax.GatherScatterMode.CLIP
+    return (taken if clips else ids), taken
 
 
-def _filled(
-    eqn: Any, part: IndexedSlices, ids: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """What an equation reads of a part, with what it has for ids outside of a table."""
-    rows, held = of_part(part, ids)
-    if eqn.params.get("mode") == jax.lax.GatherScatterMode.FILL_OR_DROP:
-        fill = eqn.params["fill_value"]
-        fill = jnp.asarray(np.nan if fill is None else fill, rows.dtype)
-        rows = jnp.where(maps.expand(ids == part.shape[0], rows), fill, rows)
-    # An axis of length 1 may be left where a single row was sliced out.
-    return rows.reshape(eqn.outvars[0].aval.shape), held
+def _wide(ids: jax.Array) -> jax.Array:
+    """Those of fewer bytes may not be able to count the rows."""
+    return ids.astype(np.int32) if ids.dtype.itemsize < 4 else ids
+
+
+def _filling(fill: Any, dtype: Any) -> jax.Array:
+    """What a gather has for rows outside; by default as ``jax.lax.gather`` has it."""
+    if fill is None:
+        if jnp.issubdtype(dtype, jnp.inexact):
+            fill = np.nan
+        elif jnp.issubdtype(dtype, jnp.bool_):
+            fill = True
+        else:
+            limits = jnp.iinfo(dtype)
+            fill = limits.min if limits.min < 0 else limits.max
+    return jnp.asarray(fill, dtype)
 
 
 def _moved(eqn: Any, part: IndexedSlices) -> IndexedSlices:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
@@ -150,6 +150,40 @@ def test_that_it_is_summed_is_not_believed_of_other_rows():
     assert summed.with_values(summed.values).sum_duplicates().indices is summed.indices
     assert jitted(summed) == summed.values[0, 0]
     assert jitted(repeated) == 2.0  # the same treedef, so the same compiled function
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("spec", [P(), P("x")], ids=str)
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_rows_that_lie_on_a_mesh(axis_type, spec, wrap, in_context):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(axis_type,))
+    indices, rows = np.array([0, 3, 5, 3]), np.arange(8, dtype=np.float32)
+    rows = rows.reshape(4, 2) * (indices < 5)[:, None]
+    expected = added_up(indices, rows, 5)
+
+    def use(table, indices, rows):
+        grads = gx.IndexedSlices(indices, rows, (5, 2))
+        once = grads.sum_duplicates()
+        applied = gx.apply_updates(table, grads)
+        norm = gx.global_norm(grads)
+        return grads.densify(), once.densify(), applied - 1, norm, once.indices
+
+    with in_context(mesh):
+        on = NamedSharding(mesh, spec)
+        given = jax.device_put((indices, rows), on)
+        table = jax.device_put(np.ones((5, 2), np.float32), NamedSharding(mesh, P()))
+        *tables, norm, once = wrap(use)(table, *given)
+    for got in tables:
+        np.testing.assert_array_equal(got, expected)
+    np.testing.assert_allclose(norm, np.sqrt(np.sum(expected**2)), rtol=1e-6)
+    assert once.tolist() == [0, 3, 5, 5]
+
+
+def test_explicit_axes_are_what_make_mesh_gives():
+    """So that tests of these are tests of what users write."""
+    if jax.__version_info__ < (0, 9):
+        pytest.skip("There they are automatic.")
+    assert jax.make_mesh((4,), ("x",)).axis_types == (AxisType.Explicit,)
 
 
 def test_all_gather_puts_the_rows_of_all_devices_together():

@@ -115,12 +115,63 @@ def names(*types):
 )
 @pytest.mark.parametrize("spec", [P(None, ("x", "y")), P("x", "y"), P(("x", "y"))])
 @pytest.mark.parametrize("batch", [P("x"), P(("x", "y"))])
-def test_ids_on_the_axis_that_cuts_the_table(mesh, spec, batch):
-    with jax.set_mesh(mesh):
+def test_ids_on_the_axis_that_cuts_the_table(mesh, spec, batch, in_context):
+    with in_context(mesh):
         table = jax.device_put(draw(8, 8), NamedSharding(mesh, spec))
         ids = jax.device_put(jnp.arange(8)[::-1], NamedSharding(mesh, batch))
         rows = jax.jit(gx.lookup)(table, ids)
     np.testing.assert_array_equal(rows, draw(8, 8)[::-1])
+
+
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("spec", "batch"), [(P(), None), (P(), P("x")), (P("x", None), None)], ids=str
+)
+@pytest.mark.parametrize(
+    "types",
+    [
+        (AxisType.Explicit,) * 2,
+        (AxisType.Auto,) * 2,
+        (AxisType.Auto, AxisType.Explicit),
+    ],
+    ids=["explicit", "automatic", "both"],
+)
+def test_gradients_and_steps_on_a_mesh(types, spec, batch, how, in_context):
+    """As on one device, wherever ids and tables lie; on no mesh too, where ids are."""
+    mesh = names(*types)
+    ids = np.array([4, 0, 4, 8, 1, 7, 7, 2], np.int32)
+
+    def loss(params, ids):
+        rows = gx.lookup(params["emb"], ids)
+        return jnp.sum(jnp.log1p(rows**2) @ params["w"])
+
+    values = np.asarray(draw(8, 3)), np.float32([1, 2, 3]), np.ones((4, 2), "float32")
+    names_of = "emb", "w", "unused"
+    table = np.concatenate([values[0], np.zeros((1, 3))])
+    slopes = np.zeros((9, 3))
+    rows = table[ids]
+    np.add.at(slopes, ids, 2 * rows / (1 + rows**2) * values[1])
+    slopes = slopes[:-1]
+    with in_context(mesh):
+        on = [NamedSharding(mesh, s) for s in (spec, P(), P())]
+        params = dict(zip(names_of, map(jax.device_put, values, on), strict=True))
+        ids = jnp.asarray(ids)
+        if batch is not None:
+            ids = jax.device_put(ids, NamedSharding(mesh, batch))
+        value, grads = how(gx.value_and_grad(loss, tables=["emb"]))(params, ids)
+        tx = gx.adagrad(0.1, global_clipnorm=1.0)
+        step = how(functools.partial(gx.apply_gradients, tx))
+        after, _ = step(grads, how(tx.init)(params), params)
+    wanted = np.sum(np.log1p(rows**2) @ values[1])
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    np.testing.assert_allclose(densify(grads["emb"]), slopes, rtol=1e-5, atol=1e-6)
+    norm = np.sqrt(np.sum(slopes**2) + np.sum(np.asarray(grads["w"]) ** 2.0))
+    clipped = slopes / max(1, norm)
+    expected = values[0] - 0.1 * clipped / np.sqrt(0.1 + clipped**2 + 1e-7)
+    np.testing.assert_allclose(after["emb"], expected, rtol=1e-5)
+    assert after["emb"].sharding.is_equivalent_to(on[0], 2) or (
+        AxisType.Auto in types and how is jax.jit
+    )
 
 
 def test_the_dense_gradient_of_a_lookup_ignores_padding():
@@ -438,6 +489,12 @@ jax.grad(lambda s: jnp.sum(jnp.sin(s * gx.lookup(t, i))))(1.0) | t[i] * len(t)
 jax.lax.dynamic_slice(t, (n, 0), (1, 3)) | t.at[n].get(mode="clip") | (t[i], t[o])
 jnp.linalg.norm(jax.grad(lambda r: jnp.sum(r**3))(t[i])) | t[i] + jnp.zeros_like(t)[i]
 jax.lax.with_sharding_constraint(t, ON_TWO)[i]
+t[0] | t[-1] | t[2, :] | t[:3] | t[1:-1] | t[::2] | t[-2:] | t[:0]
+t[:3][None] | t.astype("bfloat16")[0] | (t[:2], t[1], t[i]) | jax.jit(lambda t: t[1])(t)
+jax.vmap(lambda n: n * t[0])(t[i][:, 0]) | jax.lax.dynamic_slice(t, (n, 0), (2, 3))
+jax.lax.dynamic_slice_in_dim(t, 5, 3) | jax.lax.dynamic_slice_in_dim(t, -9, 3)
+jnp.take(t.astype("bfloat16"), o, axis=0, fill_value=0.3)
+t.astype("float16").astype("float32").at[o].get(mode="fill", fill_value=-1e9) * 1e-9
 """
 
 
@@ -526,7 +583,8 @@ OTHER_WAYS = {
     "dot_general": "t @ x[0] | x[:, 0] @ t | jnp.dot(x[:, 0], t)",
     "transpose": "t.T | x @ t.T",
     "reduce_sum": "t.sum() | jnp.sum(t) | jnp.einsum('ij->i', t)",
-    "slice": "t[2] | t[1:3]",
+    "slice": "t[:, 1] | t[1:3, :2] | t[2, 1]",
+    "rev": "t[::-1]",
     # The last may have its second index outside, of which nothing is read.
     "gather": "t[i, 1] | t[:, i] | jax.lax.gather(t, jnp.ones((2, 2), int), "
     "jax.lax.GatherDimensionNumbers((1, 2), (), (0, 1)), (1, 3), mode='fill')",
@@ -556,6 +614,54 @@ def test_a_named_table_is_read_in_no_other_way(name, expression):
     match = rf"(?s)'a/emb' is one of tables.*lookup\(.*{how}.*leave 'a/emb' out"
     with pytest.raises(TypeError, match=match):
         gx.value_and_grad(loss, tables=["a/emb"], has_aux=True)(params)
+
+
+@pytest.mark.parametrize(
+    ("use", "how"),
+    [
+        (lambda t, x: x[t.astype(int)], "used as indices, cast to int32, by 'lt'"),
+        (lambda t, x: t.astype(int) * 2, "used cast to int32, by 'mul'"),
+    ],
+)
+def test_a_table_of_indices_is_told_from_one_that_is_compared(use, how):
+    def loss(params):
+        total = jnp.sum(use(params["emb"], jnp.ones(6)))
+        return total.astype("float32") * params["w"]
+
+    with pytest.raises(TypeError, match=how + r" .*test_lookup.py"):
+        gx.value_and_grad(loss, tables=["emb"])(EMB)
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["table", "part"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_fills_a_read_outside_is_of_the_dtype_that_is_read(dtype, part):
+    """What JAX has for such rows, as it is told and by default."""
+    table = jnp.arange(1.0, 13.0).reshape(6, 2).astype(dtype)
+    ids = jnp.array([4, 6, 0, 90])
+
+    def loss(params):
+        rows = {}
+        for casts in ("float32", "float16 float32", "bfloat16", "int32", ""):
+            read = params["emb"]
+            for cast in casts.split():
+                read = read.astype(cast)
+            for fill in (None, 0.1, -1e9) if casts.endswith("float32") else (None, 7):
+                got = read.at[ids].get(mode="fill", fill_value=fill)
+                rows[casts, str(fill)] = got
+        learned = rows["float32", "0.1"] ** 2, rows["float16 float32", str(-1e9)] * 1e-9
+        return params["w"] * sum(map(jnp.sum, learned)), rows
+
+    rows = gx.IndexedSlices([0, 4], table[np.array([0, 4])], (6, 2))
+    sparse = gx.value_and_grad(loss, tables=["emb"], has_aux=True)
+    w = jnp.float32(1)
+    (value, rows), grads = sparse({"w": w, "emb": rows if part else table})
+    dense = jax.value_and_grad(loss, has_aux=True)
+    (wanted_value, wanted), expected = dense({"w": w, "emb": table})
+    for how, row in wanted.items():
+        assert rows[how].dtype == row.dtype
+        np.testing.assert_array_equal(np.float64(rows[how]), np.float64(row), str(how))
+    assert value == wanted_value
+    np.testing.assert_array_equal(densify(grads["emb"]), expected["emb"])
 
 
 def test_the_line_that_uses_a_table_is_named():

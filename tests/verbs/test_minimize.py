@@ -389,9 +389,9 @@ SPARSE_STEP = gx.minimize(tall_loss, chain(), tables=["emb"], donate=False)
     ],
     ids=str,
 )
-def test_sharded_arrays(axis_type, table, ids):
+def test_sharded_arrays(axis_type, table, ids, in_context):
     on = functools.partial(NamedSharding, mesh(axis_type))
-    with jax.set_mesh(mesh(axis_type)):
+    with in_context(mesh(axis_type)):
         params = jax.device_put(TALL, {"emb": on(table), "w": on(P())})
         put = functools.partial(jax.device_put, device=on(ids))
         params = check_training(SPARSE_STEP, params, chain().init(params), put)

@@ -110,26 +110,34 @@ def test_layers_of_frameworks_read_parts_as_they_read_tables(way, compiled):
     np.testing.assert_array_equal(grads["w"], dense["w"])
 
 
+ON_FOUR = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+WHOLE = NamedSharding(ON_FOUR, P())
+
+
+def get_whole(table, ids):
+    return table.at[ids].get(out_sharding=WHOLE)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("batch", [P(), P("d")])
 @pytest.mark.parametrize(
     "read",
-    [gx.lookup, lambda table, ids: table.at[ids].get(out_sharding=P())],
+    [gx.lookup, get_whole],
     ids=["lookup", "get"],
 )
-def test_a_part_on_explicit_mesh_axes(read, batch, compiled):
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+def test_a_part_on_explicit_mesh_axes(read, batch, compiled, in_context):
+    mesh = ON_FOUR
     weight = np.array([1.0, 2.0, 3.0, 4.0], np.float32)
 
     def loss(params, ids):
-        rows = jax.sharding.reshard(read(params["table"], ids), P())
+        rows = jax.sharding.reshard(read(params["table"], ids), WHOLE)
         return jnp.sum(weight * (rows**2 @ params["w"]))
 
     value_and_grad = gx.value_and_grad(loss, tables=["table"])
     if compiled:
         value_and_grad = jax.jit(value_and_grad)
     ids = np.array([7, 3, 9, 7])
-    with jax.set_mesh(mesh):
+    with in_context(mesh):
         params = jax.device_put(model(part()), NamedSharding(mesh, P()))
         on_mesh = jax.device_put(jnp.asarray(ids), NamedSharding(mesh, batch))
         value, grads = value_and_grad(params, on_mesh)
@@ -175,6 +183,51 @@ def test_what_lies_outside_of_the_table_reads_as_it_does_there():
     read = jax.jit(gx.value_and_grad(loss, has_aux=True))
     (_, (sums, _)), _ = read(model(part()))
     np.testing.assert_allclose(sums, [TABLE[3].sum(), np.nan], rtol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t, ids: t[ids],
+        lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"),
+        lambda t, ids: t.at[ids].get(mode="promise_in_bounds"),
+        lambda t, ids: t[49],
+        lambda t, ids: t[-1:],
+        lambda t, ids: jax.lax.dynamic_slice_in_dim(t, ids[1], 1),
+    ],
+    ids=["index", "clip", "promise", "static", "slice", "dynamic"],
+)
+def test_ids_outside_of_the_table_read_what_it_has_for_them(read, compiled):
+    """The last row; and where a table gets no gradient of it, a part gets none."""
+    ids = jnp.array([3, HEIGHT + 5])
+
+    def loss(params):
+        rows = read(params["table"], ids)
+        return jnp.sum(rows**2 @ params["w"]), rows
+
+    how = jax.jit if compiled else lambda f: f
+    value_and_grad = how(gx.value_and_grad(loss, tables=["table"], has_aux=True))
+    (value, rows), grads = value_and_grad(model(part((3, 49, HEIGHT))))
+    dense = jax.value_and_grad(loss, has_aux=True)
+    (wanted, wanted_rows), table = dense(model(jnp.asarray(TABLE)))
+    np.testing.assert_array_equal(rows, wanted_rows)
+    assert value == wanted
+    np.testing.assert_array_equal(grads["table"].densify(), table["table"])
+    np.testing.assert_array_equal(grads["w"], table["w"])
+
+
+@pytest.mark.parametrize(
+    ("read", "where"),
+    [
+        (lambda t: t[jnp.array([3, HEIGHT + 5])], r"got 49 at position \[1\]"),
+        (lambda t: t[7:10], r"got 8 at position \[1\]"),
+        (lambda t: t[-1], r"got 49 at position \[0\]"),
+    ],
+)
+def test_a_row_that_is_read_and_not_there_is_an_error(read, where):
+    with pytest.raises(ValueError, match=f"ids must be among .* {where}"):
+        gx.value_and_grad(lambda p: jnp.sum(read(p["table"])))(model(part()))
 
 
 def test_half_precision_stays():

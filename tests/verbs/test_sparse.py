@@ -79,6 +79,26 @@ def test_sparse_updates_are_the_dense_ones(row):
         assert jax.tree.map(jax.typeof, state) == types
 
 
+CLIPS = "clipnorm", "clipvalue", "global_clipnorm"
+TAKE_CLIPS = [
+    row
+    for row in DESCRIPTORS
+    if row.name == "adagrad" and not set(CLIPS) & set(row.kwargs)
+]
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("row", TAKE_CLIPS, ids=str)
+@pytest.mark.parametrize("indices", [[3, 0, 3, 4], []], ids=["rows", "no rows"])
+def test_sparse_updates_with_each_clip_are_the_dense_ones(row, clip, indices):
+    grads, params = draw(0, indices, (4, 3)), params_like(1, (4, 3))
+    tx = row.make(**{clip: 0.3})
+    state = tx.init(params)
+    updates, after = tx.update(grads, state, params)
+    expected = tx.update(densified(grads), state, params)
+    chex.assert_trees_all_close((densified(updates), after), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["scale_by_novograd", "novograd"])
 @pytest.mark.parametrize("options", [{}, {"global_clipnorm": 1.0}])
 def test_what_must_change_every_row_says_so(name, options):
@@ -114,6 +134,7 @@ CHAINS = {
     "clip": optax.chain(gx.clip_by_global_norm(0.5), gx.adagrad(0.1)),
     "clips": optax.chain(gx.clip_by_norm(0.7), gx.adagrad(0.1, global_clipnorm=0.5)),
     "clipvalue": gx.drop_stale(gx.adagrad(0.1, clipvalue=0.3), 9),
+    "row_wise_global": gx.adagrad(0.1, row_wise=True, global_clipnorm=0.5),
 }
 # Of each table the shape, the number of rows that a gradient holds, and the dtype.
 TABLES = {
@@ -375,7 +396,7 @@ def test_rows_of_each_device_inside_shard_map_over_some_of_the_axes():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_densify_makes_a_share_of_the_table_on_each_device(axis_type):
+def test_densify_makes_a_share_of_the_table_on_each_device(axis_type, in_context):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     on_rows = NamedSharding(mesh, P("x", None))
     tx = optax.chain(gx.densify(), optax.trace(0.9))
@@ -387,7 +408,7 @@ def test_densify_makes_a_share_of_the_table_on_each_device(axis_type):
         return state[1].trace, params
 
     table = jax.ShapeDtypeStruct((80_000, 16), jnp.float32, sharding=on_rows)
-    with jax.set_mesh(mesh):
+    with in_context(mesh):
         compiled = (
             jax.jit(step, donate_argnums=(0, 1))
             .lower(table, table, np.zeros(8, np.int32), np.zeros((8, 16), np.float32))
