@@ -231,7 +231,8 @@ class ParameterServer:
             leaves, counters = step(old.leaves, pushed, np.int32(local_step))
             if self._programs.devices > 1:  # The counters are read on one of them.
                 jax.block_until_ready(leaves)
-            global_step, dropped = map(int, np.asarray(counters))
+            counters = np.asarray(counters)
+            global_step, dropped = map(int, counters[:2])
         except BaseException as error:
             if any(x.is_deleted() for x in old.leaves):
                 self._lost = f"a step failed that had taken them, {summary(error)}"
@@ -244,7 +245,8 @@ class ParameterServer:
         applied = dropped == old.dropped
         staleness = old.global_step - local_step
         self._tally.count(applied, staleness)
-        result = PushResult(applied, staleness, global_step)
+        cosines = counters[2:].view(np.float32).tolist()
+        result = PushResult(applied, staleness, global_step, *cosines)
         if push_id is not None:
             self._answered[push_id[0]] = push_id[1], result
         self._waiters.wake_passed(old.global_step, global_step)

@@ -16,6 +16,7 @@ from gradxform._late import gate
 from gradxform._late.counters import dropped, outermost
 from gradxform._server.places import Place, bring, copy
 from gradxform._server.rows import RowPrograms, in_sizes
+from gradxform._transforms.measure_cosine import cosines
 from gradxform._trees import checks, maps
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 from gradxform._verbs.apply import apply_gradients
@@ -185,6 +186,7 @@ class PushPrograms:
             )
             # One small array, so that the host waits for one transfer.
             counters = [outermost(state, "global_step"), dropped(state)]
+            counters += [as_bits(x) for x in cosines(state)[:1]]
             return jax.tree.leaves((params, state)), jnp.stack(counters)
 
         compiled = jax.jit(
@@ -208,6 +210,11 @@ class PushPrograms:
             elif leaf is not None:
                 shape, sharding = self._params.get(path[depth:], (None, None))
                 yield sharding if shape == np.shape(leaf) else self._place.everywhere
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+    """A float32 as an int32, to travel with others."""
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _types(leaves: list[Any]) -> tuple[Any, ...]:

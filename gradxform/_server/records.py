@@ -22,11 +22,14 @@ class PushResult(NamedTuple):
       applied: False where it was dropped as stale.
       staleness: steps taken since the worker's local step.
       global_step: after the push.
+      cosine: of the last gradient that acted with the one before it, where a
+        :func:`measure_cosine` in the transformation measures it; else None.
     """
 
     applied: bool
     staleness: int
     global_step: int
+    cosine: float | None = None
 
 
 class ServerClosedError(RuntimeError):

@@ -118,3 +118,12 @@ def measure_cosine(
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def cosines(state: optax.OptState) -> list[jax.Array]:
+    """What the links in a state have measured last, from left to right."""
+
+    def measured(node: Any) -> bool:
+        return isinstance(node, MeasureCosineState)
+
+    return [s.cosine for s in jax.tree.leaves(state, is_leaf=measured) if measured(s)]

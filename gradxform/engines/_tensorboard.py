@@ -25,6 +25,8 @@ class TensorBoard:
     has moved, it writes at that step, of the pushes since the last time,
 
     - ``loss`` and ``gradient norm``: their means; the norm is that before any clip;
+    - ``gradient cosine``: its mean, where a :func:`~gradxform.measure_cosine` in the
+      transformation measures it: near 1 it warns that the training may diverge;
     - ``staleness``: a histogram of how many steps late they were, one bucket a step;
     - ``pushes a second``, ``steps a second``: by the wall clock, with what was waited
       for and compiled; where that was less than ``every_seconds``, no point;
@@ -159,6 +161,9 @@ class TensorBoard:
             # TensorFlow says "Gradient staleness percentage", and writes this.
             "Gradient_staleness_percentage": counts.dropped / (step + 1),
         }
+        cosines = [p.result.cosine for p in pushes if p.result.cosine is not None]
+        if cosines:
+            scalars["gradient cosine"] = sum(cosines) / len(cosines)
         seconds = now - self._time
         if seconds > 0 and seconds >= self._every_seconds:
             scalars["pushes a second"] = len(pushes) / seconds

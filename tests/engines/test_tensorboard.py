@@ -146,6 +146,26 @@ def check_histogram(histogram, values):
     assert moments == (len(values), values.sum(), np.square(values).sum())
 
 
+def test_the_cosine_is_a_curve_where_it_is_measured(tmp_path):
+    """Of a run, from the transformation to the curve."""
+    directions = [jnp.array(x) for x in ([1.0, 0.0], [0.6, 0.8], [-0.6, -0.8])]
+    expected = [0.0, 0.6, -1.0]
+
+    def gradient(w, direction):
+        return jnp.float32(0), direction
+
+    worker = engines.Worker(gradient, lambda number: (directions[number],))
+    tx = optax.chain(gx.measure_cosine(), optax.sgd(0.1))
+    job = engines.Job(jnp.zeros(2), tx, [worker], pushes=3)
+    with engines.simulated(job) as run, TensorBoard(tmp_path, run, 0.0) as board:
+        for push, wanted in zip(run.pushes, expected, strict=True):
+            np.testing.assert_allclose(push.result.cosine, wanted, atol=1e-6)
+            board(push)
+    found = dict(read(tmp_path)["gradient cosine"])
+    assert list(found) == [1, 2, 3]
+    np.testing.assert_allclose(list(found.values()), expected, atol=1e-6)
+
+
 def test_a_point_waits_for_its_time_and_for_a_step(tmp_path, clock):
     seconds, reached = [0, 0.9, 1, 1.5, 3, 4, 5], [1, 2, 3, 4, 4, 4, 5]
     with TensorBoard(tmp_path, Run(), every_seconds=1.0) as board:
