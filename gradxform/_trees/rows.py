@@ -108,9 +108,8 @@ def _write_narrow(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.
 
 @_write_narrow.defjvp
 def _write_narrow_jvp(primals: Any, tangents: Any) -> Any:  # Bits have no derivative.
-    table, indices, rows = primals
     of_table, _, of_rows = tangents
-    return _write_narrow(*primals), _scatter(of_table, indices, of_rows)
+    return _write_narrow(*primals), _scatter(of_table, primals[1], of_rows)
 
 
 def _choose(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
