@@ -52,6 +52,14 @@ _trees/rows.py: rows that a part does not hold are those next to them
 - return jnp.where(found == indices, place, length)
 + return jnp.where(found >= indices, place, length)
 
+_trees/rows.py: rows of a bfloat16 table are written by way of a wider copy
+- narrow = versions.scatter_copies(table.dtype)
++ narrow = False
+
+_trees/rows.py: written rows of a narrow table have no derivative
+- _scatter(of_table, primals[1], of_rows)
++ of_table
+
 _trees/indexed_slices.py: repeated rows add up in half precision
 - wide = np.promote_types(self.dtype, np.float32)
 + wide = self.dtype

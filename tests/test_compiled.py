@@ -425,3 +425,30 @@ def test_no_float64_and_no_call_to_the_host(factory):
     assert "f64" not in text
     assert "callback" not in text
     assert "outfeed" not in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accumulator"),
+    [
+        ("bfloat16", None),
+        ("float16", None),
+        ("float8_e4m3fn", None),
+        ("float32", "bfloat16"),
+        ("int8", "float8_e5m2"),
+    ],
+)
+def test_a_row_sparse_step_makes_no_table_in_any_dtype(dtype, accumulator):
+    height, width, n = 1 << 17, 32, 256
+    params = jax.ShapeDtypeStruct((height, width), dtype)
+    rows = jnp.zeros((n, width), "float32" if dtype == "int8" else dtype)
+    grads = gx.IndexedSlices(jnp.arange(n), rows, params.shape)
+    tx = gx.adagrad(0.1, accumulator_dtype=accumulator)
+    step = jax.jit(functools.partial(gx_step, tx), donate_argnums=(0, 1))
+    state = jax.eval_shape(tx.init, params)
+    memory = step.lower(params, state, grads).compile().memory_analysis()
+    # An uint16 a row where the compiler scatters into no such dtype, and what is of
+    # the size of the gradient.
+    assert memory.temp_size_in_bytes < 2 * height + 10 * n * width * 4
+    assert memory.alias_size_in_bytes >= params.size * (
+        params.dtype.itemsize + jnp.dtype(accumulator or "float32").itemsize
+    )

@@ -16,8 +16,18 @@ from jax.sharding import NamedSharding
 from gradxform._trees.rows import as_array, find, is_known, replicated, rows_of, to_jax
 
 
+class _NamesCure(type):
+    """Says how to mend it wherever an error names the class, as jax.tree.map's do."""
+
+    def __repr__(cls) -> str:
+        return f"<class 'gradxform.{cls.__name__}': {_SHORT_CURE}>"
+
+
+_SHORT_CURE = "a row-sparse gradient, which needs gradxform.densify() in front of this"
+
+
 @jax.tree_util.register_pytree_with_keys_class
-class IndexedSlices:
+class IndexedSlices(metaclass=_NamesCure):
     r"""The gradient of a table of which a batch has read a few rows.
 
     .. math:: G_r = \sum_{i:\ indices_i = r} values_i

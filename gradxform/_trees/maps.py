@@ -29,7 +29,13 @@ from jax.sharding import PartitionSpec as P
 from gradxform._trees import versions
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees.rounding import narrow
-from gradxform._trees.rows import explicit_sharding, places, take_rows, take_summed
+from gradxform._trees.rows import (
+    places,
+    summed,
+    take_rows,
+    take_summed,
+    write_summed,
+)
 
 
 def is_leaf(node: Any) -> bool:
@@ -120,7 +126,7 @@ def put_rows(updates: Any, state: Any, new: Any) -> Any:
         if not isinstance(g, IndexedSlices):
             return rows
         table = jnp.asarray(table)
-        return table.at[g.indices].set(rows.astype(table.dtype), **_inside(table))
+        return write_summed(table, g.indices, rows.astype(table.dtype))
 
     return jax.tree.map(put, updates, state, new, is_leaf=is_leaf)
 
@@ -130,7 +136,7 @@ def added(update: Any, p: jax.Array) -> jax.Array:
     u = sum_duplicates(update)
     if isinstance(u, IndexedSlices) and widen(p).dtype == p.dtype:
         # The sum needs no rounding, so one pass, which is in place.
-        return p.at[u.indices].add(u.values.astype(p.dtype), **_inside(p))
+        return p.at[u.indices].add(u.values.astype(p.dtype), **summed(p))
     return put_rows(u, p, map_state(_add, u, rows(u, p)))
 
 
@@ -142,16 +148,6 @@ def _add(u: jax.Array, p: jax.Array) -> jax.Array:
         # compilers for TPU fuse it where they do not fuse a sum in float32.
         return p + u
     return wide_sum(u, p).astype(p.dtype)
-
-
-def _inside(table: jax.Array) -> dict[str, Any]:
-    """How summed rows are written: padding repeats, but lies outside of the table."""
-    return {
-        "mode": "drop",
-        "indices_are_sorted": True,
-        "unique_indices": True,
-        "out_sharding": explicit_sharding(table),
-    }
 
 
 def map_params(f: Callable[..., Any], params: Any, *rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rows of tables: which ones, and how they are read."""
+"""Rows of tables: which ones, and how they are read and written."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from gradxform._trees import versions
 
 
 def rows_of(name: str, indices: Any, height: int) -> Any:
@@ -77,6 +79,65 @@ def take_summed(table: jax.Array, indices: jax.Array) -> jax.Array:
         unique_indices=True,
         out_sharding=explicit and NamedSharding(explicit.mesh, P()),
     )
+
+
+def summed(table: jax.Array) -> dict[str, Any]:
+    """How rows are written, each given once but padding, which lies outside."""
+    return {
+        "mode": "drop",
+        "indices_are_sorted": True,
+        "unique_indices": True,
+        "out_sharding": explicit_sharding(table),
+    }
+
+
+def write_summed(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """The table with these rows, each but padding given once; in place if donated."""
+    narrow = versions.scatter_copies(table.dtype)
+    return (_write_narrow if narrow else _scatter)(table, indices, rows)
+
+
+def _scatter(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    return table.at[indices].set(rows, **summed(table))
+
+
+@jax.custom_jvp
+def _write_narrow(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    return jax.lax.platform_dependent(
+        table, indices, rows, cpu=_choose, default=_scatter
+    )
+
+
+@_write_narrow.defjvp
+def _write_narrow_jvp(primals: Any, tangents: Any) -> Any:  # Bits have no derivative.
+    of_table, _, of_rows = tangents
+    return _write_narrow(*primals), _scatter(of_table, primals[1], of_rows)
+
+
+def _choose(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """What ``_scatter`` gives, in one pass over the table and without a copy of it.
+
+    Where the compiler scatters into no such dtype, it makes a wider table, scatters
+    into that, and makes a narrow one again.
+    """
+    how, n = summed(table), len(indices)
+    if not n:
+        return table
+    of_table, bits = how["out_sharding"], f"uint{8 * table.dtype.itemsize}"
+    of_height = of_table and NamedSharding(of_table.mesh, P(*of_table.spec[:1]))
+    each = jnp.arange(n, dtype=jnp.uint16 if n < 1 << 16 else jnp.uint32)
+    # As bits, which need no conversion where the processor knows no such numbers.
+    old, new = (jax.lax.bitcast_convert_type(x, bits) for x in (table, rows))
+    # From memory, where nothing but a scatter surely puts them: computed in the loop
+    # that writes the table, the new rows would be read from what it has overwritten,
+    # so the compiler would give it a copy.
+    new = jnp.zeros_like(new).at[each].set(new, unique_indices=True)
+    # For each row of the table the place of its new one, which is n where it has none.
+    place = jnp.full(table.shape[0], n, each.dtype, out_sharding=of_height)
+    place = place.at[indices].set(each, **{**how, "out_sharding": of_height})
+    new = new.at[place].get(mode="clip", out_sharding=of_table)
+    is_old = jnp.expand_dims(place == n, tuple(range(1, table.ndim)))
+    return jax.lax.bitcast_convert_type(jnp.where(is_old, old, new), table.dtype)
 
 
 def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:

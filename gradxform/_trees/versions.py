@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 def varying_axes(x_type: Any) -> frozenset[str]:
@@ -22,6 +23,12 @@ def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     if hasattr(jax.lax, "pcast"):  # From JAX 0.8.2 on.
         return jax.lax.pcast(x, axes, to="varying")
     return getattr(jax.lax, "pvary")(x, axes)  # noqa: B009
+
+
+def scatter_copies(dtype: Any) -> bool:
+    """Whether the compiler for CPU scatters into a wider copy of such an array."""
+    is_float8 = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
+    return is_float8 or (dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12))
 
 
 def before_tracing() -> None:
