@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tensorboardX
 from tensorboard.backend.event_processing import (
@@ -20,6 +22,8 @@ from tensorboard.backend.event_processing import (
     plugin_event_accumulator,
 )
 
+import gradxform as gx
+from gradxform import engines
 from gradxform._server.records import GlobalStep, PushResult
 from gradxform.engines._job import Counts, Push
 from gradxform.engines._tensorboard import TensorBoard
