@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.experimental import jet
+from jax.interpreters import ad, batching, mlir
+
+from gradxform._trees import versions
 
 
 def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -11,24 +17,22 @@ def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
     XLA for CPU counts the conversion of float32 to bfloat16 among the operations too
     costly to be done again in each fusion that reads the result, and so writes it to
-    memory. The same rounding out of integer operations is done again.
+    memory. The same rounding out of integer operations is done again. To whatever
+    transforms a program it stays one conversion, which is linear.
     """
     if x.dtype == jnp.float32 and jnp.dtype(dtype) == jnp.bfloat16:
-        return _to_bfloat16(x)
+        rounded: jax.Array = _to_bfloat16.bind(x)
+        return rounded
     return x.astype(dtype)
 
 
-@jax.custom_jvp
-def _differentiable(x: jax.Array) -> jax.Array:
-    return jax.lax.platform_dependent(x, cpu=_upper_half, default=_converted)
+def _type(x: Any) -> Any:
+    return x.update(dtype=jnp.dtype(jnp.bfloat16), weak_type=False)
 
 
-@_differentiable.defjvp  # Bits have no derivative.
-def _jvp(x: tuple[jax.Array], dx: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return _to_bfloat16(*x), _converted(*dx)
-
-
-_to_bfloat16 = jax.jit(_differentiable)  # Traced once a shape, not once a leaf.
+def _transposed(cotangent: Any, x: Any) -> list[Any]:
+    del x
+    return [cotangent.astype(jnp.float32)]
 
 
 def _converted(x: jax.Array) -> jax.Array:
@@ -41,3 +45,16 @@ def _upper_half(x: jax.Array) -> jax.Array:
     x = jax.lax.select(x != x, nan, jax.lax.reduce_precision(x, 8, 7))
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 16
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+
+
+# Bits have neither a derivative nor a transpose, so they come in where a program is
+# made for a platform, after all that JAX does with it.
+_to_bfloat16 = versions.Primitive("gradxform_to_bfloat16")
+_to_bfloat16.def_abstract_eval(_type)
+_to_bfloat16.def_impl(jax.jit(_to_bfloat16.bind))
+ad.deflinear2(_to_bfloat16, _transposed)
+batching.defvectorized(_to_bfloat16)
+jet.deflinear(_to_bfloat16)
+for _how, _platform in ((_converted, None), (_upper_half, "cpu")):
+    _lowered = mlir.lower_fun(_how, multiple_results=False)
+    mlir.register_lowering(_to_bfloat16, _lowered, platform=_platform)

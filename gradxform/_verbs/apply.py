@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import gate
+from gradxform._late import absent, gate
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices, cured
 from gradxform._trees.rows import places
+from gradxform._verbs.donation import Donating
 from gradxform._verbs.lookup import Tables, value_and_grad
 
 
@@ -170,7 +171,9 @@ def minimize(
     step = training_step(
         loss_fn, tx, has_aux=has_aux, trainable=trainable, tables=tables
     )
-    return jax.jit(step, donate_argnums=(0, 1) if donate else ())
+    if not donate:
+        return jax.jit(step)
+    return Donating(jax.jit(step, donate_argnums=(0, 1)), tx, params_too=True)
 
 
 def training_step(
@@ -259,9 +262,8 @@ def _step(
 ) -> tuple[optax.Params, optax.OptState]:
     if guard := gate.guard_of(tx):  # Gates within gates guard one another.
         return guard(_step, _rest, updates, state, params, **extra)
-    tx = optax.with_extra_args_support(tx)
     with cured():
-        updates, state = tx.update(updates, state, params, **extra)
+        updates, state = absent.update(tx, updates, state, params, **extra)
     return apply_updates(params, updates), state
 
 
