@@ -91,7 +91,7 @@ def drop_stale(
     >>> assert (state.global_step, state.stale_count, state.staleness) == (2, 1, 2)
     """
     checks.transformation("inner", inner)
-    checks.in_range("max_staleness", max_staleness, "[0, inf]")
+    max_staleness = checks.in_range("max_staleness", max_staleness, "[0, inf]")
     if not isinstance(max_staleness, jax.core.Tracer) and max_staleness != np.inf:
         checks.integer_scalar("max_staleness", max_staleness)
     inner = optax.with_extra_args_support(inner)
@@ -182,7 +182,7 @@ def scale_by_staleness(
     >>> updates, _ = tx.update(jnp.array([4.0]), tx.init(None), staleness=4)
     >>> assert updates == 1.0
     """
-    checks.in_range("power", power, "[0, inf)")
+    power = checks.in_range("power", power, "[0, inf)")
 
     def update_fn(
         updates: optax.Updates,
@@ -246,7 +246,7 @@ def compensate_delay(
     >>> updates, _ = tx.update(grad, tx.init(today), today, worker_params=worker)
     >>> assert updates == 2.0 + 0.5 * 4.0 * 1.0
     """
-    checks.in_range("variance_control", variance_control, "[0, inf)")
+    variance_control = checks.in_range("variance_control", variance_control, "[0, inf)")
 
     def update_fn(
         updates: optax.Updates,

@@ -350,6 +350,28 @@ def _is_number(p: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.number))
 
 
+def as_before(new: Any, old: Any) -> Any:
+    """A new state in the dtypes of the old one, which stays where the new one is None.
+
+    What has become complex, or another tree, is left to whoever made it so.
+    """
+
+    def cast(x: Any, before: Any) -> Any:
+        if x is None:
+            return before
+        was, now = (getattr(leaf, "dtype", None) for leaf in (before, x))
+        if was == now or was is None or now is None:
+            return x
+        kinds = jnp.floating, jnp.complexfloating, jnp.integer
+        alike = any(all(jnp.issubdtype(d, kind) for d in (was, now)) for kind in kinds)
+        return narrow(x, was) if alike else x
+
+    try:
+        return jax.tree.map(cast, new, old, is_leaf=is_leaf)
+    except ValueError:
+        return new
+
+
 def expand(x: jax.Array, like: jax.Array) -> jax.Array:
     """``x`` with trailing axes of length 1, so that it lines up with ``like``."""
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))

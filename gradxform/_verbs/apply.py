@@ -69,7 +69,9 @@ def apply_gradients(
     Jit it and donate ``params`` and ``state``, in this order, to update them in place:
     JAX pairs donated buffers with results by shape and order, and the other order gives
     each the other's buffer, at the price of a copy of the model. Where a worker may
-    still hold ``params``, do not donate them.
+    still hold ``params``, do not donate them. A state may begin with the parameters'
+    own arrays, as that of ``optax.contrib.prodigy``; then donate a copy of it, which
+    :func:`minimize` makes by itself.
 
     Args:
       tx: any ``optax.GradientTransformation``.
@@ -85,7 +87,8 @@ def apply_gradients(
 
     Raises:
       TypeError: naming the first path at which ``grads`` and ``params`` differ in
-        structure or shape.
+        structure or shape; or ``tx`` has an ``optax.lookahead``, which wants other
+        gradients than parameters.
       ValueError: no leaf has a gradient.
 
     Source: ``tf.train.Optimizer.apply_gradients``.
@@ -103,6 +106,7 @@ def apply_gradients(
     >>> assert abs(params["w"][0] - 0.8) < 1e-6
     >>> assert gx.global_step(state) == 1 and state.stale_count == 1
     """
+    checks.no_lookahead(params, state)
     checks.same_shapes("grads", grads, "params", params)
     if not jax.tree.leaves(grads):
         raise ValueError(
@@ -192,6 +196,7 @@ def training_step(
     def step(
         params: optax.Params, state: optax.OptState, *batch: Any, **extra: Any
     ) -> tuple[Any, ...]:
+        checks.no_lookahead(params, state)
         learning = learning_part(trainable, params)
 
         def loss(learning: Any, *batch: Any) -> Any:
@@ -263,8 +268,8 @@ def _step(
     if guard := gate.guard_of(tx):  # Gates within gates guard one another.
         return guard(_step, _rest, updates, state, params, **extra)
     with cured():
-        updates, state = absent.update(tx, updates, state, params, **extra)
-    return apply_updates(params, updates), state
+        updates, after = absent.update(tx, updates, state, params, **extra)
+    return apply_updates(params, updates), maps.as_before(after, state)
 
 
 def _rest(params: optax.Params) -> optax.Params:
