@@ -140,9 +140,7 @@ class _Part:
         self._structure = jax.tree.structure(whole, is_leaf=_none)
 
     @classmethod
-    def of(
-        cls, tx: Any, state: Any, updates: Any, params: Any | None
-    ) -> _Part | None:
+    def of(cls, tx: Any, state: Any, updates: Any, params: Any | None) -> _Part | None:
         """None where the state is not kept leaf by leaf, so that nobody can tell."""
         like = jax.tree.map(_described, updates, is_leaf=maps.is_leaf)
         whole = like if params is None else params

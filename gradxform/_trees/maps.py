@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import versions
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
+from gradxform._trees.linear import linear
 from gradxform._trees.rounding import narrow
 from gradxform._trees.rows import explicit_sharding, places, take_rows, take_summed
 
@@ -276,7 +277,6 @@ def abs_sq(x: jax.Array) -> jax.Array:
     return jax.lax.square(widen(x))
 
 
-@jax.jit  # Traced once a shape, not once a leaf.
 def apart(x: jax.Array) -> jax.Array:
     """``x``, such that what is computed from it here is not shared with other users.
 
@@ -284,8 +284,10 @@ def apart(x: jax.Array) -> jax.Array:
     or its clip, is no longer fused with it: a copy goes to memory. Elsewhere there is
     no copy, and this would make one where ``x`` itself is still to be computed.
     """
-    barrier: Callable[[jax.Array], jax.Array] = jax.lax.optimization_barrier
-    return jax.lax.platform_dependent(x, cpu=barrier, default=lambda x: x)
+    return _apart(x)
+
+
+_apart = linear("apart", lambda x: x, cpu=jax.lax.optimization_barrier)
 
 
 def safe_sqrt(x: jax.Array) -> jax.Array:
@@ -348,28 +350,6 @@ def _false(p: jax.Array, axes: int | None) -> jax.Array:
 def _is_number(p: Any) -> bool:
     dtype = p.dtype if hasattr(p, "dtype") else np.result_type(p)
     return bool(jnp.issubdtype(dtype, jnp.number))
-
-
-def as_before(new: Any, old: Any) -> Any:
-    """A new state in the dtypes of the old one, which stays where the new one is None.
-
-    What has become complex, or another tree, is left to whoever made it so.
-    """
-
-    def cast(x: Any, before: Any) -> Any:
-        if x is None:
-            return before
-        was, now = (getattr(leaf, "dtype", None) for leaf in (before, x))
-        if was == now or was is None or now is None:
-            return x
-        kinds = jnp.floating, jnp.complexfloating, jnp.integer
-        alike = any(all(jnp.issubdtype(d, kind) for d in (was, now)) for kind in kinds)
-        return narrow(x, was) if alike else x
-
-    try:
-        return jax.tree.map(cast, new, old, is_leaf=is_leaf)
-    except ValueError:
-        return new
 
 
 def expand(x: jax.Array, like: jax.Array) -> jax.Array:

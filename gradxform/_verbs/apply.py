@@ -12,6 +12,7 @@ import optax
 from gradxform._late import absent, gate
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices, cured
+from gradxform._trees.rounding import narrow
 from gradxform._trees.rows import places
 from gradxform._verbs.donation import Donating
 from gradxform._verbs.lookup import Tables, value_and_grad
@@ -269,7 +270,29 @@ def _step(
         return guard(_step, _rest, updates, state, params, **extra)
     with cured():
         updates, after = absent.update(tx, updates, state, params, **extra)
-    return apply_updates(params, updates), maps.as_before(after, state)
+    return apply_updates(params, updates), _as_before(after, state)
+
+
+def _as_before(new: Any, old: Any) -> Any:
+    """A new state in the dtypes of the old one, which stays where the new one is None.
+
+    What has become complex, or another tree, is left to whoever made it so.
+    """
+
+    def cast(x: Any, before: Any) -> Any:
+        if x is None:
+            return before
+        was, now = (getattr(leaf, "dtype", None) for leaf in (before, x))
+        if was == now or was is None or now is None:
+            return x
+        kinds = jnp.floating, jnp.complexfloating, jnp.integer
+        alike = any(all(jnp.issubdtype(d, kind) for d in (was, now)) for kind in kinds)
+        return narrow(x, was) if alike else x
+
+    try:
+        return jax.tree.map(cast, new, old, is_leaf=maps.is_leaf)
+    except ValueError:
+        return new
 
 
 def _rest(params: optax.Params) -> optax.Params:

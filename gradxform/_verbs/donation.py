@@ -36,6 +36,8 @@ class Donating:
     ) -> None:
         functools.update_wrapper(self, step)
         self._step, self._tx, self._params_too = step, tx, params_too
+        for name in ("lower", "trace", "eval_shape"):  # So it is a jax.stages.Wrapped.
+            setattr(self, name, getattr(step, name))
         self._captured: list[Any] | None = None
 
     def __call__(self, params: Any, state: Any, *batch: Any, **extra: Any) -> Any:
@@ -58,7 +60,7 @@ class Donating:
         return self._step(params, state, *batch, **extra)
 
     def __getattr__(self, name: str) -> Any:
-        """What jitted functions have beside: ``lower``, ``trace``, ``eval_shape``."""
+        """What else the jitted function has."""
         return getattr(self._step, name)
 
 

@@ -186,7 +186,9 @@ def test_a_line_search_sees_all_parameters():
         return params
 
     frozen = {"v": start()["frozen"]["v"]}
-    got = trained({"w": start()["w"], "frozen": frozen}, loss_fn, {"frozen": {"v": None}})
+    got = trained(
+        {"w": start()["w"], "frozen": frozen}, loss_fn, {"frozen": {"v": None}}
+    )
     expected = trained(
         {"w": start()["w"]}, lambda p: loss_fn({**p, "frozen": frozen}), {}
     )
