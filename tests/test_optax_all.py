@@ -4,7 +4,6 @@ Whatever can be made from a learning rate and the like is found by itself, so th
 a new optax brings is in the test with it. What cannot is named, with the reason.
 """
 
-import functools
 import inspect
 
 import chex

@@ -63,10 +63,8 @@ def update(
     missing = _missing(updates)
     if not missing:
         return tx.update(updates, state, params, **extra)
-    if _adds_up(state):  # Which asks who pushed, of each leaf.
-        part = None
-    else:
-        part = _Part.of(tx, state, updates, params)
+    # What adds up asks of each leaf who pushed.
+    part = None if _adds_up(state) else _Part.of(tx, state, updates, params)
     if part is None:
         try:
             return tx.update(updates, state, params, **extra)
@@ -195,7 +193,7 @@ class _Part:
         """An extra argument."""
         if callable(value):
             return lambda *args, **kwargs: value(*self._filled(args), **kwargs)
-        structure = jax.tree.structure(value, is_leaf=_none)
+        structure: Any = jax.tree.structure(value, is_leaf=_none)
         is_like_params = structure == self._structure and structure.num_nodes > 1
         return self.of_tree(value) if is_like_params else value
 

@@ -111,8 +111,8 @@ def no_lookahead(params: Any, state: Any) -> None:
 
     if any(map(is_one, jax.tree.leaves((params, state), is_leaf=is_one))):
         raise TypeError(
-            "optax.lookahead keeps two copies of the parameters, optax.LookaheadParams,"
-            " and takes the gradients of one, params.fast: call tx.update(grads, state, "
+            "optax.lookahead keeps two copies of the parameters, LookaheadParams, and "
+            "takes the gradients of one, params.fast: call tx.update(grads, state, "
             "params), and gradxform.apply_updates(params, updates)."
         )
 

@@ -147,8 +147,9 @@ def minimize(
         gradient is computed, and their state stays as it is.
       tables: which parameters get row-sparse gradients; see :func:`value_and_grad`.
       donate: whether the step may reuse the memory of ``params`` and ``state``, which
-        then must not be used again. With False both stay valid, and each step needs
-        room for new ones.
+        then must not be used again. What somebody else holds as well is copied first:
+        a hyperparameter that is an array of yours, or parameters with which a state
+        begins. With False both stay valid, and each step needs room for new ones.
 
     Returns:
       ``step(params, state, *batch, **extra) -> (params, state, loss[, aux])``, jitted.

@@ -231,7 +231,7 @@ def test_inside_of_shard_map():
     )
     def push(w):
         params = {"w": w, "frozen": 2 * w}
-        params, state = gx.apply_gradients(
+        params, _ = gx.apply_gradients(
             tx, {"w": w, "frozen": None}, tx.init(params), params, local_step=0
         )
         return params["w"], params["frozen"]

@@ -155,7 +155,7 @@ def test_workers_share_what_is_not_theirs(make):
         steps(pulled, got[1], X, Y)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(got[1]))
     chex.assert_trees_all_equal(pulled, start())
-    assert RATE == np.float32(0.1)
+    assert np.float32(0.1) == RATE
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -179,7 +179,7 @@ SHARED = {
     "prodigy": lambda rate: optax.contrib.prodigy(),
     "sam": lambda rate: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),
     "mechanize": lambda rate: optax.contrib.mechanize(optax.sgd(0.1)),
-    "injected": lambda rate: optax.inject_hyperparams(optax.sgd)(rate),
+    "injected": optax.inject_hyperparams(optax.sgd),
     "ours": lambda rate: gx.drop_stale(
         optax.chain(optax.inject_hyperparams(gx.adagrad)(rate), optax.identity()), 9
     ),
@@ -195,8 +195,8 @@ def test_what_somebody_else_holds_too_is_not_taken(name):
     extra = {"local_step": 0} if name == "ours" else {}
     kept = gx.minimize(loss_fn, tx, donate=False)
     step, states = gx.minimize(loss_fn, tx), [tx.init(start()), tx.init(start())]
-    for state in states:
-        params = start()
+    for fresh in states:
+        params, state = start(), fresh
         if name == "prodigy":  # Its own, as where one makes both in a row.
             state = tx.init(params)
         expected, expected_state = start(), tx.init(start())
@@ -253,7 +253,7 @@ def test_a_state_keeps_its_dtypes(verb):
         if verb == "apply":
             params, state = gx.apply_gradients(tx, ones, state, params)
         else:
-            step = gx.minimize(lambda p: jnp.sum(p), tx, donate=False)
+            step = gx.minimize(jnp.sum, tx, donate=False)
             params, state, _ = step(params, state)
     assert state[0].trace.dtype == params.dtype == jnp.bfloat16
     assert state[0].trace.tolist() == [1.5] * 3
