@@ -6,6 +6,7 @@ parameters. So one conditional holds all that a push may do, and one that may no
 copies nothing.
 
 - ``gate``: the idea, and the conditional of two sides that need not agree in type.
+- ``absent``: leaves without a gradient, and transformations that know no ``None``.
 - ``drop_stale``: drops what comes too late, and what inside it weakens or corrects
   lateness; ``global_step`` and ``staleness_fraction`` of a state.
 - ``sums``: adds up pushes until there are enough, and makes one step of them.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
 from gradxform._trees import versions
@@ -34,7 +34,6 @@ def linear(
     operation.def_abstract_eval(type_of)
     ad.deflinear2(operation, transposed)
     batching.defvectorized(operation)
-    jet.deflinear(operation)
     for how, platform in ((f, None), (cpu, "cpu")):
         lowered = mlir.lower_fun(how, multiple_results=False)
         mlir.register_lowering(operation, lowered, platform=platform)
@@ -42,4 +41,11 @@ def linear(
     once: Callable[[jax.Array], jax.Array]
     once = jax.jit(operation.bind)  # Traced once a shape, not once a leaf.
     operation.def_impl(once)
-    return once
+
+    def apply(x: jax.Array) -> jax.Array:
+        # Who wants a Taylor series has imported this, and nobody else needs to.
+        if jet := sys.modules.get("jax.experimental.jet"):
+            jet.deflinear(operation)
+        return once(x)
+
+    return apply
