@@ -92,6 +92,10 @@ _trees/maps.py: what is not finite in an imaginary part is not seen
 - (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
 + (x.real,)
 
+_trees/linear.py: what is transposed keeps the precision of the result
+- return [cotangent.astype(x.aval.dtype)]
++ return [cotangent]
+
 _trees/rounding.py: a NaN becomes inf where bits are cut off
 - jax.lax.select(x != x, nan, jax.lax.reduce_precision(x, 8, 7))
 + jax.lax.reduce_precision(x, 8, 7)
@@ -242,25 +246,57 @@ _late/sums.py: a schedule is asked for the step behind this one
 - required = self._num_required(global_step)
 + required = self._num_required(global_step + 1)
 
-_late/sums.py: a sum of negative gradients counts as none
-- jnp.any(total != 0)
-+ jnp.any(total > 0)
+_late/sums.py: who pushed in the last round counts in the next one
+- lambda p: p & ~full, maps.as_in
++ lambda p: p, maps.as_in
+
+_late/sums.py: a dropped push counts as one
+- p if g is None else p | taken
++ p if g is None else p | True
+
+_late/absent.py: the state of a leaf that nobody pushed for moves
+- return jax.tree.map(lambda n, o: jnp.where(has_acted, n, o), new, old)
++ return new
+
+_late/absent.py: what adds up does not hear of a leaf without a gradient
+- part = None if _adds_up(state) else
++ part =
+
+_late/absent.py: trees beside the gradients keep the leaf
+- return self.of_tree(value) if is_like_params else value
++ return value
+
+_late/absent.py: a line search sees the parameters that learn alone
+- if callable(value):
++ if value is None:
 
 _verbs/apply.py: the loss no more reaches a transformation that asks for it
 - **{**gate.taken(tx, {"value": value}), **extra}
 + **extra
 
 _verbs/apply.py: a training step copies the parameters
-- donate_argnums=(0, 1) if donate
-+ donate_argnums=(1,) if donate
+- donate_argnums=(0, 1)), tx
++ donate_argnums=(1,)), tx
+
+_verbs/apply.py: a step changes the state's dtypes
+- _as_before(after, state)
++ after
+
+_verbs/donation.py: a step takes the memory of a hyperparameter of the caller's
+- jax.tree.leaves(kept) + self._captured
++ jax.tree.leaves(kept)
+
+_verbs/donation.py: what stands in two places is taken twice
+- held.add(id(x))
++ held.discard(id(x))
 
 _verbs/local_steps.py: one step more is taken than shall be
 - number < maps.saturated(num_steps)
 + number <= maps.saturated(num_steps)
 
 _verbs/local_steps.py: what was pulled is donated
-- donate_argnums=(1,) if donate
-+ donate_argnums=(0, 1) if donate
+- donate_argnums=(1,)), tx
++ donate_argnums=(0, 1)), tx
 
 _verbs/readings.py: a table that the loss casts is read as it is
 - for dtype in table.casts:

@@ -6,6 +6,7 @@ parameters. So one conditional holds all that a push may do, and one that may no
 copies nothing.
 
 - ``gate``: the idea, and the conditional of two sides that need not agree in type.
+- ``absent``: leaves without a gradient, and transformations that know no ``None``.
 - ``drop_stale``: the gate that drops what comes too late.
 - ``worker_mean``: the gate for workers whose data differ, with a row for each.
 - ``scale_by_staleness``, ``compensate_delay``: links for its inside, which make a late

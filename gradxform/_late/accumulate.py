@@ -23,6 +23,7 @@ class AccumulateState(NamedTuple):
       num_accumulated: int32[], pushes in the sum.
       nonfinite_count: int32[], pushes left out so far; saturates.
       accumulated: the sum, like params, in at least float32 by default.
+      pushed: bool[] a leaf, whether any of these pushes had a gradient for it.
       row_counts: int32[rows] a leaf, pushes that held a row; for ``row_mean`` only.
       inner_state: of the transformation behind the gate.
     """
@@ -31,6 +32,7 @@ class AccumulateState(NamedTuple):
     num_accumulated: jax.Array
     nonfinite_count: jax.Array
     accumulated: optax.Updates
+    pushed: optax.Updates
     row_counts: optax.Updates
     inner_state: optax.OptState
 

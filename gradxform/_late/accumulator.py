@@ -22,6 +22,7 @@ class ConditionalAccumulatorState(NamedTuple):
       num_accumulated: int32[], pushes in the sum.
       stale_count: int32[], pushes dropped so far; saturates.
       accumulated: the sum, like params, in at least float32 by default.
+      pushed: bool[] a leaf, whether any of these pushes had a gradient for it.
       row_counts: int32[rows] a leaf, pushes that held a row; for ``row_mean`` only.
       inner_state: of the transformation behind the gate.
     """
@@ -30,6 +31,7 @@ class ConditionalAccumulatorState(NamedTuple):
     num_accumulated: jax.Array
     stale_count: jax.Array
     accumulated: optax.Updates
+    pushed: optax.Updates
     row_counts: optax.Updates
     inner_state: optax.OptState
 
@@ -58,10 +60,10 @@ def conditional_accumulator(
 
     A push with ``None`` for a leaf adds nothing to its sum, as zeros would; the mean
     that ``inner`` receives is that of all pushes, also of a leaf for which the last one
-    has ``None``. A leaf for which none of them had anything keeps its parameter, as
-    ``minimize(trainable=...)`` asks for: ``inner`` sees zeros there, and whatever it
-    makes of them, weight decay for one, is left out. So updates of such a leaf are
-    zeros here, and not ``None``.
+    has ``None``. A leaf for which none of them had anything keeps its parameter and its
+    state, as ``minimize(trainable=...)`` asks for: ``inner`` sees zeros there, and
+    whatever it makes of them, weight decay for one, is left out. So updates of such a
+    leaf are zeros here, and not ``None``.
 
     With as many workers as ``num_required`` this is synchronous training without a
     barrier in the program. More workers make the extra ones **backup workers**: a step

@@ -45,7 +45,7 @@ def compensate_delay(
     >>> updates, _ = tx.update(grad, tx.init(today), today, worker_params=worker)
     >>> assert updates == 2.0 + 0.5 * 4.0 * 1.0
     """
-    checks.in_range("variance_control", variance_control, "[0, inf)")
+    variance_control = checks.in_range("variance_control", variance_control, "[0, inf)")
 
     def update_fn(
         updates: optax.Updates,

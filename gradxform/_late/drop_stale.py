@@ -101,7 +101,7 @@ def drop_stale(
     """
     checks.transformation("inner", inner)
     if not callable(max_staleness):
-        checks.in_range("max_staleness", max_staleness, "[0, inf]")
+        max_staleness = checks.in_range("max_staleness", max_staleness, "[0, inf]")
         if not isinstance(max_staleness, jax.core.Tracer) and max_staleness != np.inf:
             checks.integer_scalar("max_staleness", max_staleness)
     inner = optax.with_extra_args_support(inner)

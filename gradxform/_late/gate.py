@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._late import absent
 from gradxform._trees import maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
 
@@ -99,8 +100,7 @@ def gate(init: optax.TransformInitFn, guard: Guard) -> GatedTransformation:
     def act(
         inner: Any, updates: Any, inner_state: Any, params: Any, **extra: Any
     ) -> tuple[Any, Any]:
-        stepped: tuple[Any, Any] = inner.update(updates, inner_state, params, **extra)
-        return stepped
+        return absent.update(inner, updates, inner_state, params, **extra)
 
     def rest(params: Any) -> None:
         del params

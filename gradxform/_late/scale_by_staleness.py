@@ -57,7 +57,7 @@ def scale_by_staleness(
     >>> updates, _ = tx.update(jnp.array([4.0]), tx.init(None), staleness=3)
     >>> assert updates == 2.0
     """
-    checks.in_range("power", power, "[0, inf)")
+    power = checks.in_range("power", power, "[0, inf)")
     if weight is not None and not callable(weight):
         raise TypeError(
             "weight must be a function of the staleness, such as lambda s: 1 / (1 + "

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import gate
+from gradxform._late import absent, gate
 from gradxform._late.gate import Act, Rest
 from gradxform._trees import checks, maps
 from gradxform._trees.rounding import narrow
@@ -52,6 +52,9 @@ class Sums:
         def no_rows(p: jax.Array) -> jax.Array:
             return maps.full_like(p, 0, jnp.int32, axes=1)
 
+        def nobody(p: jax.Array) -> jax.Array:
+            return maps.full_like(p, False, bool, axes=0)
+
         def zero(p: jax.Array) -> jax.Array:
             dtype = maps.wide_dtype(p) if self._dtype is None else self._dtype
             return maps.full_like(p, 0, dtype)
@@ -61,6 +64,7 @@ class Sums:
             "global_step": maps.zero(params, jnp.int32),
             "num_accumulated": maps.zero(params, jnp.int32),
             "accumulated": maps.map_params(zero, params),
+            "pushed": maps.map_params(nobody, maps.bare(params)),
             "row_counts": maps.map_params(no_rows, maps.bare(params)) if by_row else (),
             "inner_state": self._inner.init(params),
         }
@@ -89,6 +93,8 @@ class Sums:
             lambda: (None, self._added(updates, state, count, full)),
             lambda: (None, (state.accumulated, state.row_counts)),
         )
+        before = maps.as_in(updates, state.pushed)
+        pushed = _map(lambda g, p: p if g is None else p | taken, updates, before)
 
         def step() -> tuple[Any, Any]:
             # From here on all is dense: inner gets every row that any push held.
@@ -101,9 +107,14 @@ class Sums:
                 params,
                 **gate.taken(self._inner, extra),
             )
+            # This push is one that has a gradient for all but these.
+            acted = _map(lambda g, p: p if g is None else None, updates, pushed)
             rested = rest(params)
             before = () if rested is None else (rested,)
-            outcome = _map(_if_pushed, updates, total, outcome, *before)
+            outcome = _map(_if_pushed, acted, outcome, *before)
+            inner_state = absent.keep(
+                self._inner, acted, inner_state, state.inner_state, like
+            )
             return outcome, (inner_state, jnp.array(True))
 
         def wait() -> tuple[Any, Any]:
@@ -121,6 +132,9 @@ class Sums:
             "global_step": jnp.where(full, one_more, state.global_step),
             "num_accumulated": jnp.where(full, 0, count),
             "accumulated": accumulated,
+            "pushed": jax.tree.map(
+                lambda p: p & ~full, maps.as_in(state.pushed, pushed)
+            ),
             "row_counts": row_counts,
             "inner_state": inner_state,
         }
@@ -196,8 +210,6 @@ def _reduced(g: Any, total: Any, like: Any) -> Any:
     return narrow(total, jnp.result_type(like))
 
 
-def _if_pushed(g: Any, total: Any, new: Any, old: Any = 0) -> Any:
-    """What was before, where this push has no gradient, and no other had one."""
-    if g is not None or new is None:
-        return new
-    return jnp.where(jnp.any(total != 0), new, old)
+def _if_pushed(acted: Any, new: Any, old: Any = 0) -> Any:
+    """What was before, where nobody had a gradient; None stands for the last push."""
+    return new if acted is None or new is None else jnp.where(acted, new, old)

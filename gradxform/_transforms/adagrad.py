@@ -85,8 +85,10 @@ def scale_by_adagrad(
     >>> assert jnp.allclose(updates, jnp.array([2**-0.5, 0.0]))
     >>> assert state.sum_of_squares[0] == 18.0
     """
-    checks.in_range("initial_accumulator_value", initial_accumulator_value, "[0, inf)")
-    checks.in_range("eps", eps, "[0, inf)")
+    initial_accumulator_value = checks.in_range(
+        "initial_accumulator_value", initial_accumulator_value, "[0, inf)"
+    )
+    eps = checks.in_range("eps", eps, "[0, inf)")
     checks.state_dtype("accumulator_dtype", accumulator_dtype)
 
     def accumulator_shape(leaf: Any) -> tuple[int, ...]:

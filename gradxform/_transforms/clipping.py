@@ -122,7 +122,7 @@ def clip_by_global_norm(
     >>> assert optax.tree.get(state["all"], "global_norm") == 5.0
     >>> assert abs(optax.tree.get(state["again"], "global_norm") - 1) < 1e-6
     """
-    checks.in_range("max_norm", max_norm, "[0, inf]")
+    max_norm = checks.in_range("max_norm", max_norm, "[0, inf]")
 
     def init_fn(params: optax.Params) -> ClipByGlobalNormState:
         return _no_norm(params)
@@ -176,7 +176,7 @@ def clip_by_norm(
     >>> updates, _ = tx.update(grads, tx.init(grads))
     >>> assert abs(updates["w"][0] - 0.6) < 1e-6 and updates["b"] == 0.5
     """
-    checks.in_range("max_norm", max_norm, "[0, inf]")
+    max_norm = checks.in_range("max_norm", max_norm, "[0, inf]")
 
     def update_fn(
         updates: optax.Updates,
@@ -221,9 +221,10 @@ def clip_before(
         "global_clipnorm": global_clipnorm,
     }
     checks.at_most_one(**arguments)
-    for name, limit in arguments.items():
-        if limit is not None:
-            checks.in_range(name, limit, "[0, inf]")
+    clipnorm, clipvalue, global_clipnorm = (
+        limit if limit is None else checks.in_range(name, limit, "[0, inf]")
+        for name, limit in arguments.items()
+    )
     inner = optax.with_extra_args_support(inner)
     if clipnorm is clipvalue is global_clipnorm is None:
         return inner

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gradxform._transforms.learning_rate import scale_by_learning_rate
@@ -87,12 +88,15 @@ def scale_by_delayed_nesterov(
     ...     assert jnp.allclose(updates, factor * grads)
     >>> assert state.count == 0 and jnp.allclose(state.mu, 1.5 * grads)
     """
-    checks.in_range("b1", b1, "[0, 1)")
+    b1 = checks.in_range("b1", b1, "[0, 1)")
     checks.integer_scalar("num_delay", num_delay)
     checks.in_range("num_delay", num_delay, checks.COUNTS)
     known = not isinstance(num_delay, jax.core.Tracer)
     most = 1 / int(num_delay) if known else 1.0  # type: ignore[arg-type]
-    checks.in_range("activation", activation, f"[0, {most}]")
+    # In single precision 1/3 itself is a little above 1/3.
+    given = getattr(checks.real(activation), "dtype", np.float64)
+    most = max(most, float(np.asarray(most, given)))
+    activation = checks.in_range("activation", activation, f"[0, {most}]")
     dtypes = {"mu_dtype": mu_dtype, "accumulator_dtype": accumulator_dtype}
     for name, dtype in dtypes.items():
         checks.state_dtype(name, dtype, complex_too=True)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import maps
+from gradxform._trees import checks, maps
 
 
 def scale_by_learning_rate(
@@ -30,6 +30,9 @@ def scale_by_learning_rate(
     Returns:
       A transformation, without state for a scalar; ``optax.ScaleByScheduleState`` for a
       schedule. Updates keep their shapes and dtypes.
+
+    Raises:
+      TypeError: the rate has an imaginary part.
 
     Source: ``optax.scale_by_learning_rate``; ``tf.train.GradientDescentOptimizer``.
 
@@ -61,6 +64,14 @@ def scale_by_learning_rate(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def checked_rate(rate: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
+    """The learning rate of a step, which is real; ``TypeError`` where it is not."""
+    rate = checks.real(rate)
+    if jnp.iscomplexobj(rate):
+        raise TypeError(f"learning_rate must be real, got {rate!r}.")
+    return rate
+
+
 def _descend(updates: Any, learning_rate: jax.typing.ArrayLike) -> Any:
-    descent = -jnp.asarray(learning_rate)
+    descent = -jnp.asarray(checked_rate(learning_rate))
     return maps.map_updates(lambda u: maps.scale(u, descent), updates)

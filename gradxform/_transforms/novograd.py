@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._transforms import clipping
-from gradxform._transforms.learning_rate import scale_by_learning_rate
+from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
 from gradxform._trees import checks, maps, norms
 from gradxform._trees.mesh import AxisName
 
@@ -109,10 +109,10 @@ def scale_by_novograd(
     >>> assert jnp.allclose(updates["w"], 1.5 * jnp.array([0.6, 0.8]))
     >>> assert jnp.allclose(state.nu["w"], 25.0)
     """
-    checks.in_range("b1", b1, "[0, 1)")
-    checks.in_range("b2", b2, "[0, 1)")
-    checks.in_range("eps", eps, "[0, inf)")
-    checks.in_range("weight_decay", weight_decay, "[0, inf)")
+    b1 = checks.in_range("b1", b1, "[0, 1)")
+    b2 = checks.in_range("b2", b2, "[0, 1)")
+    eps = checks.in_range("eps", eps, "[0, inf)")
+    weight_decay = checks.in_range("weight_decay", weight_decay, "[0, inf)")
     checks.state_dtype("mu_dtype", mu_dtype, complex_too=True)
     decays = isinstance(weight_decay, jax.core.Tracer) or weight_decay != 0
 
@@ -336,7 +336,7 @@ def _inside_momentum(
         **extra: Any,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        extra["step_size_in_momentum"] = rate
+        extra["step_size_in_momentum"] = checked_rate(rate)
         return inner.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)

@@ -21,8 +21,10 @@ COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # How many, on the device an int32.
 _REAL = (jnp.floating, jnp.integer)
 
 
-def in_range(name: str, value: Any, interval: str) -> None:
-    """Raises unless ``value`` is a real scalar inside ``interval``.
+def in_range(name: str, value: Any, interval: str) -> Any:
+    """Raises unless ``value`` is a real scalar inside ``interval``, and returns it.
+
+    A complex number without an imaginary part is real, see :func:`real`.
 
     Args:
       name: the argument's name, for the message.
@@ -33,8 +35,9 @@ def in_range(name: str, value: Any, interval: str) -> None:
       TypeError: ``value`` is not a real scalar.
       ValueError: ``value`` is outside the interval, or NaN.
     """
+    value = real(value)
     if isinstance(value, jax.core.Tracer):
-        return
+        return value
     array = np.asarray(value)
     if array.shape or not any(jnp.issubdtype(array.dtype, kind) for kind in _REAL):
         raise TypeError(f"{name} must be a real scalar in {interval}, got {value!r}.")
@@ -44,6 +47,19 @@ def in_range(name: str, value: Any, interval: str) -> None:
     below = number < high if interval.endswith(")") else number <= high
     if not (above and below):  # NaN compares false with everything and ends here.
         raise ValueError(f"{name} must be in {interval}, got {number!r}.")
+    return value
+
+
+def real(value: Any) -> Any:
+    """A number as it is, of a complex one that is real, or traced, its real part.
+
+    ``optax.inject_hyperparams`` makes all numbers complex where parameters are.
+    """
+    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        return value
+    known = not isinstance(value, jax.core.Tracer)
+    return value if known and np.any(np.imag(value) != 0) else value.real
 
 
 def at_most_one(**arguments: Any) -> None:
@@ -83,6 +99,21 @@ def transformation(name: str, value: Any) -> None:
         raise TypeError(
             f"{name} must be an optax.GradientTransformation, with init and update, "
             f"got {value!r}."
+        )
+
+
+def no_lookahead(params: Any, state: Any) -> None:
+    """Raises ``TypeError`` where ``optax.lookahead`` keeps two copies of parameters."""
+    kinds = optax.LookaheadParams, optax.LookaheadState
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, kinds)
+
+    if any(map(is_one, jax.tree.leaves((params, state), is_leaf=is_one))):
+        raise TypeError(
+            "optax.lookahead keeps two copies of the parameters, LookaheadParams, and "
+            "takes the gradients of one, params.fast: call tx.update(grads, state, "
+            "params), and gradxform.apply_updates(params, updates)."
         )
 
 

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import versions
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
+from gradxform._trees.linear import linear
 from gradxform._trees.rounding import narrow
 from gradxform._trees.rows import (
     places,
@@ -272,7 +273,6 @@ def abs_sq(x: jax.Array) -> jax.Array:
     return jax.lax.square(widen(x))
 
 
-@jax.jit  # Traced once a shape, not once a leaf.
 def apart(x: jax.Array) -> jax.Array:
     """``x``, such that what is computed from it here is not shared with other users.
 
@@ -280,8 +280,10 @@ def apart(x: jax.Array) -> jax.Array:
     or its clip, is no longer fused with it: a copy goes to memory. Elsewhere there is
     no copy, and this would make one where ``x`` itself is still to be computed.
     """
-    barrier: Callable[[jax.Array], jax.Array] = jax.lax.optimization_barrier
-    return jax.lax.platform_dependent(x, cpu=barrier, default=lambda x: x)
+    return _apart(x)
+
+
+_apart = linear("apart", lambda x: x, cpu=jax.lax.optimization_barrier)
 
 
 def safe_sqrt(x: jax.Array) -> jax.Array:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from gradxform._trees.linear import linear
+
 
 def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """``x.astype(dtype)``, of which the compiler makes no copy where it is read twice.
@@ -18,19 +20,6 @@ def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return x.astype(dtype)
 
 
-@jax.custom_jvp
-def _differentiable(x: jax.Array) -> jax.Array:
-    return jax.lax.platform_dependent(x, cpu=_upper_half, default=_converted)
-
-
-@_differentiable.defjvp  # Bits have no derivative.
-def _jvp(x: tuple[jax.Array], dx: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return _to_bfloat16(*x), _converted(*dx)
-
-
-_to_bfloat16 = jax.jit(_differentiable)  # Traced once a shape, not once a leaf.
-
-
 def _converted(x: jax.Array) -> jax.Array:
     return x.astype(jnp.bfloat16)
 
@@ -41,3 +30,6 @@ def _upper_half(x: jax.Array) -> jax.Array:
     x = jax.lax.select(x != x, nan, jax.lax.reduce_precision(x, 8, 7))
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 16
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+
+
+_to_bfloat16 = linear("to_bfloat16", _converted, cpu=_upper_half)

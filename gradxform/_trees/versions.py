@@ -8,6 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# That of jax.extend.core, whose import takes a tenth of a second.
+Primitive: Any = type(jax.lax.convert_element_type_p)
+
 
 def varying_axes(x_type: Any) -> frozenset[str]:
     """The manual mesh axes over which an array of this type differs by device."""

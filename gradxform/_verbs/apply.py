@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import gate
+from gradxform._late import absent, gate
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices, cured
+from gradxform._trees.rounding import narrow
 from gradxform._trees.rows import places
+from gradxform._verbs.donation import Donating
 from gradxform._verbs.lookup import Tables, value_and_grad
 
 
@@ -68,7 +70,9 @@ def apply_gradients(
     Jit it and donate ``params`` and ``state``, in this order, to update them in place:
     JAX pairs donated buffers with results by shape and order, and the other order gives
     each the other's buffer, at the price of a copy of the model. Where a worker may
-    still hold ``params``, do not donate them.
+    still hold ``params``, do not donate them. A state may begin with the parameters'
+    own arrays, as that of ``optax.contrib.prodigy``; then donate a copy of it, which
+    :func:`minimize` makes by itself.
 
     Args:
       tx: any ``optax.GradientTransformation``.
@@ -84,7 +88,8 @@ def apply_gradients(
 
     Raises:
       TypeError: naming the first path at which ``grads`` and ``params`` differ in
-        structure or shape.
+        structure or shape; or ``tx`` has an ``optax.lookahead``, which wants other
+        gradients than parameters.
       ValueError: no leaf has a gradient.
 
     Source: ``tf.train.Optimizer.apply_gradients``.
@@ -102,6 +107,7 @@ def apply_gradients(
     >>> assert abs(params["w"][0] - 0.8) < 1e-6
     >>> assert gx.global_step(state) == 1 and state.stale_count == 1
     """
+    checks.no_lookahead(params, state)
     checks.same_shapes("grads", grads, "params", params)
     if not jax.tree.leaves(grads):
         raise ValueError(
@@ -141,8 +147,9 @@ def minimize(
         gradient is computed, and their state stays as it is.
       tables: which parameters get row-sparse gradients; see :func:`value_and_grad`.
       donate: whether the step may reuse the memory of ``params`` and ``state``, which
-        then must not be used again. With False both stay valid, and each step needs
-        room for new ones.
+        then must not be used again. What somebody else holds as well is copied first:
+        a hyperparameter that is an array of yours, or parameters with which a state
+        begins. With False both stay valid, and each step needs room for new ones.
 
     Returns:
       ``step(params, state, *batch, **extra) -> (params, state, loss[, aux])``, jitted.
@@ -170,7 +177,9 @@ def minimize(
     step = training_step(
         loss_fn, tx, has_aux=has_aux, trainable=trainable, tables=tables
     )
-    return jax.jit(step, donate_argnums=(0, 1) if donate else ())
+    if not donate:
+        return jax.jit(step)
+    return Donating(jax.jit(step, donate_argnums=(0, 1)), tx, params_too=True)
 
 
 def training_step(
@@ -189,6 +198,7 @@ def training_step(
     def step(
         params: optax.Params, state: optax.OptState, *batch: Any, **extra: Any
     ) -> tuple[Any, ...]:
+        checks.no_lookahead(params, state)
         learning = learning_part(trainable, params)
 
         def loss(learning: Any, *batch: Any) -> Any:
@@ -259,10 +269,31 @@ def _step(
 ) -> tuple[optax.Params, optax.OptState]:
     if guard := gate.guard_of(tx):  # Gates within gates guard one another.
         return guard(_step, _rest, updates, state, params, **extra)
-    tx = optax.with_extra_args_support(tx)
     with cured():
-        updates, state = tx.update(updates, state, params, **extra)
-    return apply_updates(params, updates), state
+        updates, after = absent.update(tx, updates, state, params, **extra)
+    return apply_updates(params, updates), _as_before(after, state)
+
+
+def _as_before(new: Any, old: Any) -> Any:
+    """A new state in the dtypes of the old one, which stays where the new one is None.
+
+    What has become complex, or another tree, is left to whoever made it so.
+    """
+
+    def cast(x: Any, before: Any) -> Any:
+        if x is None:
+            return before
+        was, now = (getattr(leaf, "dtype", None) for leaf in (before, x))
+        if was == now or was is None or now is None:
+            return x
+        kinds = jnp.floating, jnp.complexfloating, jnp.integer
+        alike = any(all(jnp.issubdtype(d, kind) for d in (was, now)) for kind in kinds)
+        return narrow(x, was) if alike else x
+
+    try:
+        return jax.tree.map(cast, new, old, is_leaf=maps.is_leaf)
+    except ValueError:
+        return new
 
 
 def _rest(params: optax.Params) -> optax.Params:

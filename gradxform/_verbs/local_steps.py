@@ -13,6 +13,7 @@ from gradxform._late import gate
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._verbs.apply import learning_part, training_step
+from gradxform._verbs.donation import Donating
 
 
 def local_steps(
@@ -132,7 +133,9 @@ def local_steps(
         grads = maps.map_updates(_difference, learning, trained)
         return grads, state, *result
 
-    return jax.jit(steps, donate_argnums=(1,) if donate else ())
+    if not donate:
+        return jax.jit(steps)
+    return Donating(jax.jit(steps, donate_argnums=(1,)), tx, params_too=False)
 
 
 def _difference(pulled: jax.Array, trained: jax.Array) -> jax.Array:

@@ -162,3 +162,32 @@ def test_dtypes_of_the_state():
 def test_bad_arguments(kwargs, error, message):
     with pytest.raises(error, match=message):
         gx.delayed_nesterov(0.1, **kwargs)
+
+
+@pytest.mark.parametrize("num_delay", [3, 7, 10, 49])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_the_largest_activation_in_any_precision(dtype, num_delay):
+    """In single precision 1/3 is above 1/3; the next number is out of range."""
+    largest = np.asarray(1 / num_delay, jnp.dtype(dtype))
+    gx.delayed_nesterov(0.1, num_delay=num_delay, activation=largest)
+    above = np.nextafter(largest, np.ones_like(largest))
+    with pytest.raises(ValueError, match="activation must be in"):
+        gx.delayed_nesterov(0.1, num_delay=num_delay, activation=above)
+
+
+def test_the_largest_activation_under_inject_hyperparams():
+    injected = optax.inject_hyperparams(gx.delayed_nesterov)
+    for dtype in ("float32", "bfloat16"):
+        grads = jnp.array([1.0, -2.0], dtype)
+        tx = injected(0.5, 0.5, num_delay=3, activation=1 / 3)
+        state, total = tx.init(grads), 0
+        for _ in range(3):
+            updates, state = tx.update(grads, state)
+            total += updates
+        # On paper: mu moves to 1 with the third, of which each step takes 1/3 of a
+        # half; before it is 0. The gradients are 1/3 each.
+        expected = -0.5 * (1 + 1 / 3 * 0.5)
+        tolerance = 1e-2 if dtype == "bfloat16" else 1e-6
+        np.testing.assert_allclose(
+            np.float32(total), expected * np.array([1, -2]), rtol=tolerance
+        )

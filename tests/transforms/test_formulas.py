@@ -390,3 +390,60 @@ def test_the_square_of_a_small_clip_factor_does_not_underflow(tx, slot, expected
     grads = {"w": np.float32([[6e17, -8e17]])}
     _, state = jax.jit(tx.update)(grads, tx.init(grads))
     np.testing.assert_allclose(optax.tree.get(state, slot)["w"], expected, rtol=1e-5)
+
+
+INJECTED = {
+    "adagrad": (gx.adagrad, {"learning_rate": 0.1, "clipnorm": 0.5}),
+    "novograd": (
+        gx.novograd,
+        {"learning_rate": 0.1, "weight_decay": 0.1, "global_clipnorm": 0.5},
+    ),
+    "in momentum": (
+        lambda learning_rate: gx.novograd(learning_rate, lr_in_momentum=True),
+        {"learning_rate": 0.1},
+    ),
+    "delayed": (gx.delayed_nesterov, {"learning_rate": 0.1, "num_delay": 1}),
+    "clip_by_global_norm": (gx.clip_by_global_norm, {"max_norm": 0.5}),
+    "clip_by_norm": (gx.clip_by_norm, {"max_norm": 0.5}),
+    "rate": (gx.scale_by_learning_rate, {"learning_rate": 0.1}),
+    "late": (
+        lambda power, control: gx.drop_stale(
+            optax.chain(gx.scale_by_staleness(power), gx.compensate_delay(control)), 9
+        ),
+        {"power": 0.5, "control": 0.3},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INJECTED)
+def test_numbers_that_inject_hyperparams_made_complex(name):
+    """Where parameters are: optax casts all its numbers to the first leaf's dtype."""
+    make, numbers = INJECTED[name]
+    params = {"w": jnp.array([1 + 2j, -0.5j], jnp.complex64)}
+    grads = jax.tree.map(lambda p: p * (0.3 - 1j), params)
+    extra = {"local_step": 0, "worker_params": grads} if name == "late" else {}
+    plain, injected = make(**numbers), optax.inject_hyperparams(make)(**numbers)
+    state, expected_state = injected.init(params), plain.init(params)
+    assert state.hyperparams[next(iter(numbers))].dtype == jnp.complex64
+    update = jax.jit(injected.update)
+    for _ in range(2):
+        updates, state = update(grads, state, params, **extra)
+        expected, expected_state = plain.update(grads, expected_state, params, **extra)
+        np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x: gx.adagrad(0.1, eps=x), "eps must be a real scalar"),
+        (gx.clip_by_norm, "max_norm must be a real scalar"),
+        (lambda x: gx.scale_by_learning_rate(x).update(jnp.ones(2), None),
+         r"learning_rate must be real, got \(0.5\+0.25j\)"),
+        (lambda x: gx.novograd(lambda _: x, lr_in_momentum=True).update(
+            jnp.ones(2), gx.novograd(0.1).init(jnp.ones(2))),
+         r"learning_rate must be real, got \(0.5\+0.25j\)"),
+    ],
+)  # fmt: skip
+def test_numbers_with_an_imaginary_part(make, message):
+    with pytest.raises(TypeError, match=message):
+        make(0.5 + 0.25j)

@@ -1,10 +1,14 @@
 """Rounding to bfloat16 by integer operations is the rounding that NumPy knows."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental import jet
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform._trees.rounding import narrow
@@ -50,3 +54,46 @@ def test_two_readers_make_no_copy():
     x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
     step = jax.jit(read_twice).lower(x).compile()
     assert step.memory_analysis().temp_size_in_bytes < 0.01 * 2 * 512 * 512
+
+
+def taken_through(f, x):
+    """What JAX makes of a linear function in all the ways that it has."""
+    y = jax.eval_shape(f, x)
+    ones = jnp.ones(y.shape, y.dtype)
+    transpose = jax.linear_transpose(f, x)
+    return {
+        "linear_transpose": transpose(ones),
+        "many": jax.vmap(transpose)(jnp.stack([ones, 2 * ones])),
+        "jet": jet.jet(f, (x,), ([x, 2 * x],)),
+        "jit": jax.jit(lambda x: jet.jet(f, (x,), ([x, 2 * x],)))(x),
+        "vjp": jax.vjp(f, x)[1](ones),
+        "linearize": jax.linearize(f, x)[1](x),
+        "vmap": jax.vmap(f)(jnp.stack([x, 2 * x])),
+        "export": jax.export.export(jax.jit(f), platforms=("cpu", "tpu"))(x).call(x),
+    }
+
+
+def test_it_goes_wherever_a_cast_goes():
+    x = jnp.array([1.0, 1 / 3, -2.7])
+    got = taken_through(lambda x: narrow(2 * x, "bfloat16"), x)
+    expected = taken_through(lambda x: (2 * x).astype("bfloat16"), x)
+    chex.assert_trees_all_equal(got, expected)
+    chex.assert_trees_all_equal_dtypes(got, expected)
+    tx = gx.scale_by_learning_rate(0.5)
+    half = x.astype(jnp.bfloat16)
+    got = taken_through(lambda g: tx.update(g, tx.init(g))[0], half)
+    chex.assert_trees_all_equal(got, taken_through(lambda g: g * -0.5, half))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_what_is_sharded_stays_so(axis_type):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    x = jax.device_put(jnp.arange(16.0) / 3, NamedSharding(mesh, P("x")))
+
+    def doubled(x):
+        return 2 * narrow(x, "bfloat16")
+
+    parts = jax.shard_map(doubled, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    for f in (jax.jit(doubled), jax.jit(parts), doubled):
+        assert f(x).sharding.spec == P("x")
+        np.testing.assert_array_equal(f(x), 2 * x.astype(jnp.bfloat16))

@@ -10,6 +10,7 @@ import pytest
 import gradxform as gx
 
 H = 5
+RATE = jnp.float32(0.1)
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((H, 4, 3)).astype(np.float32)
 Y = RNG.standard_normal((H, 4)).astype(np.float32)
@@ -132,6 +133,45 @@ def test_what_was_pulled_stays_valid(donate):
     steps(params, state, X, Y)
     chex.assert_trees_all_equal(params, start())
     assert {leaf.is_deleted() for leaf in jax.tree.leaves(state)} == {donate}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    "make",
+    [optax.contrib.prodigy, lambda: optax.inject_hyperparams(optax.sgd)(RATE)],
+    ids=["prodigy", "injected"],
+)
+def test_workers_share_what_is_not_theirs(make):
+    """What was pulled, which a state may begin with, and the rate of all."""
+    tx = masked(make())
+    pulled = start()
+    steps = gx.local_steps(loss_fn, tx, trainable=LEARNING)
+    kept = gx.local_steps(loss_fn, tx, trainable=LEARNING, donate=False)
+    states = [tx.init(pulled), tx.init(pulled)]
+    expected = kept(pulled, states[0], X, Y)
+    for state in states:
+        got = steps(pulled, state, X, Y)
+        chex.assert_trees_all_close(got, expected, rtol=1e-6)
+        steps(pulled, got[1], X, Y)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(got[1]))
+    chex.assert_trees_all_equal(pulled, start())
+    assert np.float32(0.1) == RATE
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("num_steps", [None, H])
+def test_a_state_keeps_its_dtypes(num_steps):
+    """Of a decay in float32, which would make a float32 momentum of bfloat16."""
+    tx = masked(optax.sgd(0.1, momentum=jnp.float32(0.5)))
+    state = tx.init(start("bfloat16"))
+    steps = gx.local_steps(loss_fn, tx, trainable=LEARNING, donate=False)
+    grads, after, _ = steps(start("bfloat16"), state, X, Y, num_steps=num_steps)
+    chex.assert_trees_all_equal_dtypes(after, state)
+    # Half precision, so no more than two digits.
+    rough, *_ = gx.local_steps(loss_fn, tx, trainable=LEARNING, donate=False)(
+        start(), tx.init(start()), X, Y
+    )
+    np.testing.assert_allclose(np.float32(grads["w"]), rough["w"], rtol=0.05, atol=0.02)
 
 
 def test_half_precision_is_rounded_once():

@@ -175,6 +175,108 @@ def test_donation(donate):
     assert deleted == {donate}
 
 
+SHARED = {
+    "prodigy": lambda rate: optax.contrib.prodigy(),
+    "sam": lambda rate: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),
+    "mechanize": lambda rate: optax.contrib.mechanize(optax.sgd(0.1)),
+    "injected": optax.inject_hyperparams(optax.sgd),
+    "ours": lambda rate: gx.drop_stale(
+        optax.chain(optax.inject_hyperparams(gx.adagrad)(rate), optax.identity()), 9
+    ),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", SHARED)
+def test_what_somebody_else_holds_too_is_not_taken(name):
+    """A rate of the caller's, in two states; the parameters' own arrays in a state."""
+    rate = jnp.float32(0.1)
+    tx = SHARED[name](rate)
+    extra = {"local_step": 0} if name == "ours" else {}
+    kept = gx.minimize(loss_fn, tx, donate=False)
+    step, states = gx.minimize(loss_fn, tx), [tx.init(start()), tx.init(start())]
+    for fresh in states:
+        params, state = start(), fresh
+        if name == "prodigy":  # Its own, as where one makes both in a row.
+            state = tx.init(params)
+        expected, expected_state = start(), tx.init(start())
+        for _ in range(2):
+            before = jax.tree.leaves((params, state))
+            params, state, _ = step(params, state, X, Y, **extra)
+            expected, expected_state, _ = kept(expected, expected_state, X, Y, **extra)
+        chex.assert_trees_all_close(params, expected, rtol=1e-6)
+        chex.assert_trees_all_close(state, expected_state, rtol=1e-6)
+        # All that is read: jit leaves out what nobody needs, as the last staleness.
+        assert all(leaf.is_deleted() for leaf in before if leaf.ndim)
+    assert rate == np.float32(0.1)
+    assert step._cache_size() == 1
+
+
+def test_the_same_array_in_several_places():
+    """Twice among the parameters, and once more in the batch."""
+    both, frozen = jnp.ones(3), jnp.ones(3)
+    params = {"a": both, "b": both, "frozen": frozen}
+    tx = optax.sgd(0.5)
+
+    def loss_fn(params, target):
+        return jnp.sum(params["a"] * target["frozen"] + 2 * params["b"])
+
+    target = params
+    step = gx.minimize(loss_fn, tx, trainable={"a": True, "b": True, "frozen": False})
+    params, _, loss = step(params, tx.init(params), target)
+    assert loss == 9
+    assert (params["a"].tolist(), params["b"].tolist()) == ([0.5] * 3, [0.0] * 3)
+    assert target["frozen"].tolist() == [1.0] * 3
+
+
+def test_a_donated_step_is_a_jitted_function_still():
+    tx = optax.sgd(0.1)
+    step = gx.minimize(loss_fn, tx)
+    arguments = start(), tx.init(start()), X, Y
+    assert step.__name__ == "step"
+    assert isinstance(step, jax.stages.Wrapped)
+    assert "stablehlo" in step.lower(*arguments).as_text()
+    params, *_ = jax.jit(step)(*arguments)
+    chex.assert_trees_all_equal(params, jax.jit(step.__wrapped__)(*arguments)[0])
+    with pytest.raises(AttributeError, match="no_such"):
+        step.no_such  # noqa: B018
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("verb", ["apply", "minimize"])
+def test_a_state_keeps_its_dtypes(verb):
+    """Of a decay in float32, which would make a float32 momentum of bfloat16."""
+    tx = optax.sgd(0.5, momentum=jnp.float32(0.5))
+    params, ones = jnp.ones(3, jnp.bfloat16), jnp.ones(3, jnp.bfloat16)
+    state = tx.init(params)
+    for _ in range(2):
+        if verb == "apply":
+            params, state = gx.apply_gradients(tx, ones, state, params)
+        else:
+            step = gx.minimize(jnp.sum, tx, donate=False)
+            params, state, _ = step(params, state)
+    assert state[0].trace.dtype == params.dtype == jnp.bfloat16
+    assert state[0].trace.tolist() == [1.5] * 3
+    assert params.tolist() == [-0.25] * 3
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("synced", [True, False])
+def test_lookahead_says_what_to_call(synced):
+    tx = optax.lookahead(optax.sgd(0.1), 2, 0.5)
+    pair = optax.LookaheadParams.init_synced(start())
+    params, state = (pair if synced else start()), tx.init(pair)
+    for call in (
+        lambda: gx.minimize(loss_fn, tx)(params, state, X, Y),
+        lambda: gx.apply_gradients(tx, start(), state, params),
+        lambda: gx.local_steps(loss_fn, tx)(params, state, X[None], Y[None]),
+    ):
+        with pytest.raises(TypeError, match="lookahead keeps two copies of the param"):
+            call()
+    updates, _ = tx.update(start(), state, pair)  # As it says.
+    chex.assert_trees_all_equal(gx.apply_updates(pair, updates).fast, start())
+
+
 def test_a_stale_step_changes_nothing():
     tx = gx.drop_stale(chain(), max_staleness=0)
     step = gx.minimize(

@@ -1,0 +1,231 @@
+"""Leaves without a gradient take no part in a step.
+
+``None`` for a leaf says that the loss gave it no gradient: it stays as it is, and so
+does its state. Transformations of this library know ``None``. Others need not: optax's
+own fail on it, or forget the leaf's state. So a transformation is shown its trees with
+nodes without leaves in these places, as ``optax.masked`` does it, and what it does not
+see stays. Which parts of a state belong to a leaf, its ``init`` says: given such a node
+in the place of the leaf, it has that node wherever the leaf's state would be.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradxform._trees import checks, maps
+from gradxform._trees.indexed_slices import IndexedSlices
+
+
+@jax.tree_util.register_pytree_node_class
+class Absent:
+    """A node without leaves in the place of a leaf, which has this number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def tree_flatten(self) -> tuple[tuple[()], int]:
+        """No children, and the number."""
+        return (), self.number
+
+    @classmethod
+    def tree_unflatten(cls, number: int, children: Any) -> Absent:
+        """The same again."""
+        del children
+        return cls(number)
+
+
+def _is_absent(node: Any) -> bool:
+    return isinstance(node, Absent)
+
+
+def _is_leaf(node: Any) -> bool:
+    return _is_absent(node) or maps.is_leaf(node)
+
+
+def update(
+    tx: optax.GradientTransformation,
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
+    **extra: Any,
+) -> tuple[optax.Updates, optax.OptState]:
+    """``tx.update``, in which leaves without a gradient take no part.
+
+    Extra arguments that are trees like the parameters are shown without these leaves
+    too, and a function among them, as a line search takes it, gets all of them.
+    """
+    tx = optax.with_extra_args_support(tx)
+    missing = _missing(updates)
+    if not missing:
+        return tx.update(updates, state, params, **extra)
+    # What adds up asks of each leaf who pushed.
+    part = None if _adds_up(state) else _Part.of(tx, state, updates, params)
+    if part is None:
+        try:
+            return tx.update(updates, state, params, **extra)
+        except Exception as error:
+            error.add_note(
+                f"The gradients have None at {checks.place(missing[0])}, and this "
+                "transformation does not keep its state leaf by leaf, or has an "
+                "accumulator inside of it, so a leaf cannot be left out. Pass zeros "
+                "there, or put the accumulator around all of it."
+            )
+            raise
+    if not part.leaves:  # Parameters are None there as well.
+        return tx.update(updates, state, params, **extra)
+    shown = {name: part.extra(value) for name, value in extra.items()}
+    new_updates, new_state = tx.update(
+        part.of_tree(updates),
+        part.of_state(state),
+        None if params is None else part.tree,
+        **shown,
+    )
+    new_updates = jax.tree.map(
+        lambda u: None if _is_absent(u) else u, new_updates, is_leaf=_is_leaf
+    )
+    return new_updates, part.whole_state(new_state, state)
+
+
+def keep(
+    tx: optax.GradientTransformation,
+    acted: Any,
+    new: optax.OptState,
+    old: optax.OptState,
+    like: optax.Params,
+) -> optax.OptState:
+    """The new state of ``tx``, of leaves that have not acted the old one.
+
+    Args:
+      tx: the transformation whose state it is.
+      acted: for each leaf a bool[], or None where it is known that it has.
+      new: the state after a step.
+      old: the state before it.
+      like: the parameters, or a tree of their shapes and dtypes.
+    """
+    mark = jax.tree.map(lambda a: None if a is not None else True, acted, is_leaf=_none)
+    part = _Part.of(tx, old, mark, like)
+    if part is None or not part.leaves:
+        return new
+    flags = [a for a in jax.tree.leaves(acted, is_leaf=_none) if a is not None]
+
+    def choose(mark: Any, new: Any, old: Any) -> Any:
+        if not _is_absent(mark):
+            return new
+        has_acted = flags[mark.number]
+        return jax.tree.map(lambda n, o: jnp.where(has_acted, n, o), new, old)
+
+    kept: optax.OptState
+    kept = jax.tree.map(choose, part.marks, new, old, is_leaf=_is_absent)
+    return kept
+
+
+class _Part:
+    """Those of the leaves that have a gradient, and their part of a state.
+
+    Attributes:
+      leaves: what is absent, by number.
+      tree: the parameters, or what is like them, without the leaves that are absent.
+      marks: a state, of ``init``, of the same.
+    """
+
+    def __init__(self, leaves: list[Any], tree: Any, marks: Any, whole: Any) -> None:
+        self.leaves, self.tree, self.marks = leaves, tree, marks
+        self._structure = jax.tree.structure(whole, is_leaf=_none)
+
+    @classmethod
+    def of(cls, tx: Any, state: Any, updates: Any, params: Any | None) -> _Part | None:
+        """None where the state is not kept leaf by leaf, so that nobody can tell."""
+        like = jax.tree.map(_described, updates, is_leaf=maps.is_leaf)
+        whole = like if params is None else params
+        leaves: list[Any] = []
+
+        def without(u: Any, p: Any) -> Any:
+            if u is not None or (params is not None and not jax.tree.leaves(p)):
+                return p
+            leaves.append(p)
+            return Absent(len(leaves) - 1)
+
+        try:
+            tree = jax.tree.map(without, updates, whole, is_leaf=maps.is_leaf)
+            marks = jax.eval_shape(tx.init, tree) if leaves else state
+            part = cls(leaves, tree, marks, whole)
+            same = jax.tree.map(
+                lambda mark, s: _is_absent(mark) or np.shape(mark) == np.shape(s),
+                marks,
+                state,
+                is_leaf=_is_absent,
+            )
+        except Exception:  # Of an init that has never seen such a node.
+            return None
+        return part if all(jax.tree.leaves(same)) else None
+
+    def of_tree(self, tree: Any) -> Any:
+        """Of a tree like the parameters."""
+        return jax.tree.map(
+            lambda p, x: p if _is_absent(p) else x, self.tree, tree, is_leaf=_is_leaf
+        )
+
+    def of_state(self, state: Any) -> Any:
+        """Of a state."""
+        return jax.tree.map(
+            lambda mark, s: mark if _is_absent(mark) else s,
+            self.marks,
+            state,
+            is_leaf=_is_absent,
+        )
+
+    def whole_state(self, new: Any, old: Any) -> Any:
+        """A state of all leaves again, of those that are absent the old one."""
+        return jax.tree.map(
+            lambda mark, n, o: o if _is_absent(mark) else n,
+            self.marks,
+            new,
+            old,
+            is_leaf=_is_absent,
+        )
+
+    def extra(self, value: Any) -> Any:
+        """An extra argument."""
+        if callable(value):
+            return lambda *args, **kwargs: value(*self._filled(args), **kwargs)
+        structure: Any = jax.tree.structure(value, is_leaf=_none)
+        is_like_params = structure == self._structure and structure.num_nodes > 1
+        return self.of_tree(value) if is_like_params else value
+
+    def _filled(self, tree: Any) -> Any:
+        return jax.tree.map(
+            lambda x: self.leaves[x.number] if _is_absent(x) else x,
+            tree,
+            is_leaf=_is_absent,
+        )
+
+
+def _none(node: Any) -> bool:
+    return node is None
+
+
+def _missing(updates: Any) -> list[Any]:
+    """The paths at which there is no gradient."""
+    flat = jax.tree.leaves_with_path(updates, is_leaf=maps.is_leaf)
+    return [path for path, u in flat if u is None]
+
+
+def _described(u: Any) -> Any:
+    """An update as the parameter that it is for."""
+    if not isinstance(u, IndexedSlices):
+        return u
+    return jax.ShapeDtypeStruct(u.dense_shape, u.dtype)
+
+
+def _adds_up(state: Any) -> bool:
+    """Whether the state holds sums of pushes: of :mod:`gradxform._late.sums`."""
+
+    def has_sums(node: Any) -> bool:
+        return hasattr(node, "num_accumulated")
+
+    return any(map(has_sums, jax.tree.leaves(state, is_leaf=has_sums)))

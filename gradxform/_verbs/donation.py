@@ -1,0 +1,77 @@
+"""Donated memory: what somebody else holds as well is copied first."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from gradxform._trees import maps
+
+
+class Donating:
+    """A jitted ``step(params, state, *batch, **extra)`` that takes arrays' memory.
+
+    Memory can be taken once, and only where nobody else needs it. The states of some
+    optimizers begin with the parameters' own arrays, as in D-adaptation, which measures
+    how far they have come; or with an array that the caller gave as a hyperparameter,
+    which then is in the states of all workers. Such arrays are copied before the step.
+    It returns arrays of their own, so this happens once.
+
+    Args:
+      step: the function, jitted, with these arguments donated.
+      tx: the transformation whose state it takes.
+      params_too: whether ``params`` are donated, and not the state alone.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        tx: optax.GradientTransformation,
+        *,
+        params_too: bool,
+    ) -> None:
+        functools.update_wrapper(self, step)
+        self._step, self._tx, self._params_too = step, tx, params_too
+        for name in ("lower", "trace", "eval_shape"):  # So it is a jax.stages.Wrapped.
+            setattr(self, name, getattr(step, name))
+        self._captured: list[Any] | None = None
+
+    def __call__(self, params: Any, state: Any, *batch: Any, **extra: Any) -> Any:
+        """The step, with nobody else's arrays."""
+        donated: Any = (params, state) if self._params_too else state
+        kept: Any = (batch, extra) if self._params_too else (params, batch, extra)
+        leaves, structure = jax.tree.flatten(donated)
+        if self._captured is None:
+            self._captured = _captured(self._tx, params)
+        held = set(map(id, jax.tree.leaves(kept) + self._captured))
+        mine = set(map(id, leaves))
+        if len(mine) < len(leaves) or not mine.isdisjoint(held):
+            for i, x in enumerate(leaves):
+                if id(x) in held and _has_memory(x):
+                    # The runtime copies: no program has to be compiled for it.
+                    leaves[i] = jax.device_put(x, may_alias=False)
+                held.add(id(x))
+            donated = jax.tree.unflatten(structure, leaves)
+            params, state = donated if self._params_too else (params, donated)
+        return self._step(params, state, *batch, **extra)
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the jitted function has."""
+        return getattr(self._step, name)
+
+
+def _has_memory(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+
+
+def _captured(tx: optax.GradientTransformation, params: Any) -> list[Any]:
+    """The arrays of others with which a state of ``tx`` begins."""
+    try:
+        traced = jax.make_jaxpr(tx.init)(maps.held(params))
+    except Exception:  # Of an init that cannot be traced: all that it makes is new.
+        return []
+    return list(traced.consts)

@@ -1,0 +1,274 @@
+"""Leaves without a gradient, and transformations that have never heard of ``None``."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+INNER = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optax.adamw(0.1, weight_decay=0.1),
+    "rmsprop": lambda: optax.rmsprop(0.1, momentum=0.5),
+    "lamb": lambda: optax.lamb(0.1, weight_decay=0.1),
+    "chain": lambda: optax.chain(
+        gx.clip_by_global_norm(1.0), optax.lion(0.1), gx.scale_by_learning_rate(0.5)
+    ),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(0.1),
+}
+GATES = {
+    "none": (lambda tx: tx, {}),
+    "drop_stale": (lambda tx: gx.drop_stale(tx, 0), {"local_step": 99}),
+    "accumulate": (lambda tx: gx.accumulate(tx, 2), {}),
+    "conditional_accumulator": (
+        lambda tx: gx.conditional_accumulator(tx, 2),
+        {"local_step": 99},
+    ),
+    "both": (lambda tx: gx.drop_stale(gx.accumulate(tx, 2), 0), {"local_step": 99}),
+}
+
+
+def start():
+    return {
+        "w": jnp.array([[1.0, -2.0], [0.5, 3.0]]),
+        "frozen": {"v": jnp.array([4.0, 5.0]), "n": jnp.array([1, 2])},
+    }
+
+
+def grads(t, frozen=None):
+    return {"w": jnp.cos(t + start()["w"]), "frozen": frozen or {"v": None, "n": None}}
+
+
+def by_path(tree):
+    flat = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
+
+
+@pytest.mark.parametrize(
+    ("inner", "gate", "how"),
+    [
+        *((inner, "none", "apply") for inner in INNER),
+        *(("adamw", gate, "update") for gate in GATES if gate != "none"),
+        *(("sgd", gate, "scan") for gate in GATES),
+    ],
+)
+def test_it_stays_and_the_others_do_not_notice(inner, gate, how):
+    around, extra = GATES[gate]
+    tx = around(INNER[inner]())
+
+    def push(carry, g):
+        params, state = carry
+        if how == "update":
+            updates, state = tx.update(g, state, params, **extra)
+            return (gx.apply_updates(params, updates), state), None
+        return gx.apply_gradients(tx, g, state, params, **extra), None
+
+    def train(params, grads_of):
+        carry = params, tx.init(params)
+        if how == "scan":
+            stacked = jax.tree.map(lambda *g: jnp.stack(g), *map(grads_of, range(4)))
+            return jax.lax.scan(push, carry, stacked)[0]
+        for t in range(4):
+            carry, _ = jax.jit(push)(carry, grads_of(t))
+        return carry
+
+    params, state = train(start(), grads)
+    expected, expected_state = train(
+        {"w": start()["w"]}, lambda t: {"w": grads(t)["w"]}
+    )
+    chex.assert_trees_all_equal(params["frozen"], start()["frozen"])
+    chex.assert_trees_all_close(params["w"], expected["w"], rtol=1e-6)
+    before, after = by_path(tx.init(start())), by_path(state)
+    assert before.keys() == after.keys()
+    for path, wanted in by_path(expected_state).items():
+        np.testing.assert_allclose(after.pop(path), wanted, rtol=1e-5, err_msg=path)
+    chex.assert_trees_all_equal(after, {path: before[path] for path in after})
+
+
+@pytest.mark.parametrize(
+    ("pushes", "moves"),
+    [([0.0, None], True), ([None, 0.0], True), ([0.0, 0.0], True),
+     ([1.0, -1.0], True), ([None, None], False)],
+)  # fmt: skip
+@pytest.mark.parametrize("gate", ["accumulate", "conditional_accumulator", "both"])
+def test_a_sum_of_zero_is_not_nobody(gate, pushes, moves):
+    """The momentum moves what somebody pushed for, by the decay, from 1 to 1/2."""
+    around, extra = GATES[gate]
+    tx = around(optax.sgd(1.0, momentum=0.5))
+    params = {"w": jnp.ones(2), "b": jnp.ones(())}
+    state = tx.init(params)
+    step = jax.jit(functools.partial(gx.apply_gradients, tx, **extra))
+    for g in [1.0, 1.0, *pushes]:
+        w = None if g is None else jnp.full(2, g)
+        params, state = step({"w": w, "b": jnp.zeros(())}, state, params)
+    trace = optax.tree.get(state, "trace")["w"]
+    assert trace.tolist() == [0.5 if moves else 1.0] * 2
+    assert params["w"].tolist() == [-0.5 if moves else 0.0] * 2
+    assert not any(jax.tree.leaves(optax.tree.get(state, "pushed")))
+
+
+def test_a_dropped_push_is_nobodys():
+    tx = gx.conditional_accumulator(optax.sgd(1.0, momentum=0.5), 1)
+    params = {"w": jnp.ones(2), "b": jnp.ones(())}
+    state = tx.init(params)
+    both = {"w": jnp.ones(2), "b": jnp.ones(())}
+    for _ in range(2):  # The second one is late.
+        params, state = gx.apply_gradients(tx, both, state, params, local_step=0)
+    assert not any(jax.tree.leaves(state.pushed))
+    alone = {"w": None, "b": jnp.ones(())}
+    after, state = gx.apply_gradients(tx, alone, state, params, local_step=1)
+    assert after["w"].tolist() == params["w"].tolist()
+    assert state.inner_state[0].trace["w"].tolist() == [1.0, 1.0]
+
+
+def test_a_server_and_its_local_steps():
+    """Adam on the server, sgd with momentum on the worker; what is frozen stays."""
+
+    def loss_fn(params, x):
+        return jnp.sum((params["w"] @ x - params["frozen"]["v"]) ** 2)
+
+    local, trainable = optax.sgd(0.01, momentum=0.9), {"w": True, "frozen": False}
+    steps = gx.local_steps(loss_fn, local, trainable=trainable)
+    outer = gx.drop_stale(optax.adam(0.1), 0)
+    server, state = gx.ParameterServer(start(), outer), local.init(start())
+    with server:
+        for _ in range(2):
+            params, seen = server.pull()
+            pseudo, state, _ = steps(params, state, jnp.ones((3, 2)))
+            assert server.push(pseudo, seen).applied
+        params, _ = server.pull()
+        moments = optax.tree.get(server.state()["state"], "mu")
+    chex.assert_trees_all_equal(params["frozen"], start()["frozen"])
+    # Adam's step is the rate, whatever the gradient's size.
+    np.testing.assert_allclose(
+        jnp.abs(params["w"] - start()["w"]), 0.2, rtol=0.05, atol=0.01
+    )
+    assert not moments["frozen"]["v"].any()
+    assert moments["w"].all()
+
+
+def test_some_leaves_now_and_others_then():
+    """As two optimizers do it that know nothing of each other."""
+    tx = optax.sgd(0.1, momentum=0.9)
+    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    state, expected = tx.init(params), dict(params)
+    states = {k: tx.init(p) for k, p in params.items()}
+    for turn in ("a", "b", "b", "a"):
+        g = {k: p if k == turn else None for k, p in params.items()}
+        params, state = step(g, state, params)
+        updates, states[turn] = tx.update(expected[turn], states[turn])
+        expected[turn] = expected[turn] + updates
+        chex.assert_trees_all_close(params, expected, rtol=1e-6)
+
+
+def test_a_line_search_sees_all_parameters():
+    def loss_fn(params):
+        return jnp.sum((params["w"] - params["frozen"]["v"]) ** 2)
+
+    def trained(params, loss_fn, missing):
+        tx = optax.lbfgs()
+        state = tx.init(params)
+        for _ in range(3):
+            value, g = jax.value_and_grad(loss_fn, allow_int=True)(params)
+            g = {"w": g["w"], **missing}
+            params, state = gx.apply_gradients(
+                tx, g, state, params, value=value, grad=g, value_fn=loss_fn
+            )
+        return params
+
+    frozen = {"v": start()["frozen"]["v"]}
+    got = trained(
+        {"w": start()["w"], "frozen": frozen}, loss_fn, {"frozen": {"v": None}}
+    )
+    expected = trained(
+        {"w": start()["w"]}, lambda p: loss_fn({**p, "frozen": frozen}), {}
+    )
+    chex.assert_trees_all_equal(got["frozen"], frozen)
+    np.testing.assert_allclose(got["w"], expected["w"], rtol=1e-5)
+    np.testing.assert_allclose(got["w"], [[4, 5], [4, 5]], rtol=1e-4)
+
+
+def test_trees_beside_the_gradients_lose_the_leaf_too():
+    tx = gx.drop_stale(optax.chain(gx.compensate_delay(0.5), optax.adam(0.1)), 9)
+    params = start()
+    worker = jax.tree.map(lambda p: p - 1, params)
+    after, _ = gx.apply_gradients(
+        tx, grads(0), tx.init(params), params, local_step=0, worker_params=worker
+    )
+    chex.assert_trees_all_equal(after["frozen"], params["frozen"])
+    assert not jnp.array_equal(after["w"], params["w"])
+
+
+def test_an_accumulator_inside_of_a_chain_hears_of_none():
+    tx = optax.chain(gx.clip_by_global_norm(1e9), gx.accumulate(optax.adam(0.1), 2))
+    params = start()
+    state = tx.init(params)
+    for v in (jnp.ones(2), None):
+        g = grads(0, {"v": v, "n": None})
+        params, state = gx.apply_gradients(tx, g, state, params)
+    np.testing.assert_allclose(params["frozen"]["v"], [3.9, 4.9], rtol=1e-5)
+    wrong = optax.chain(optax.adam(0.1), gx.accumulate(optax.sgd(0.1), 2))
+    with pytest.raises(ValueError, match="has an accumulator inside of it"):
+        gx.apply_gradients(wrong, grads(0), wrong.init(start()), start())
+
+
+def test_inside_of_shard_map():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = gx.drop_stale(optax.adam(0.1), 0)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=(P("x"), P("x"))
+    )
+    def push(w):
+        params = {"w": w, "frozen": 2 * w}
+        params, _ = gx.apply_gradients(
+            tx, {"w": w, "frozen": None}, tx.init(params), params, local_step=0
+        )
+        return params["w"], params["frozen"]
+
+    w, frozen = push(jnp.arange(1.0, 9.0))
+    np.testing.assert_allclose(w, np.arange(1, 9) - 0.1, rtol=1e-5)
+    assert frozen.tolist() == list(range(2, 18, 2))
+
+
+def test_where_every_leaf_has_a_gradient_init_is_not_asked():
+    adam = optax.adam(0.1)
+    params = {"w": jnp.ones(2), "none": None}
+    state = adam.init(params)
+
+    def init(params):
+        raise AssertionError("init was called")
+
+    tx = optax.GradientTransformation(init, adam.update)
+    g = {"w": jnp.ones(2), "none": None}
+    got = gx.apply_gradients(tx, g, state, params)
+    updates, expected_state = adam.update(g, state, params)
+    chex.assert_trees_all_equal(
+        got, (optax.apply_updates(params, updates), expected_state)
+    )
+
+
+def test_what_knows_none_by_itself_is_asked_as_it_is():
+    """Its ``init`` knows the names of the parameters, and takes no other tree."""
+
+    def init(params):
+        return params["w"].shape[0] * params["frozen"]["v"]
+
+    def update(updates, state, params=None):
+        assert updates["frozen"]["v"] is None
+        return jax.tree.map(lambda g: -g, updates), state + 1
+
+    tx = optax.GradientTransformation(init, update)
+    params, state = gx.apply_gradients(tx, grads(0), init(start()), start())
+    assert state.tolist() == [9.0, 11.0]
+    np.testing.assert_allclose(params["w"], start()["w"] - grads(0)["w"], rtol=1e-6)

@@ -1,0 +1,142 @@
+"""Every transformation that optax has, in our verbs: frozen leaves, donated memory.
+
+Whatever can be made from a learning rate and the like is found by itself, so that what
+a new optax brings is in the test with it. What cannot is named, with the reason.
+"""
+
+import inspect
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+import gradxform as gx
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+# What they have no default for, or one that ends this little training at once.
+ARGUMENTS = {
+    "learning_rate": 0.1,
+    "weight_decay": 0.01,
+    "step_size": 0.1,
+    "step_size_fn": optax.constant_schedule(0.1),
+    "decay": 0.9,
+    "clipping": 0.1,
+    "max_norm": 1.0,
+    "max_delta": 1.0,
+    "threshold": 1.0,
+    "eta": 0.1,
+    "gamma": 0.5,
+    "key": 0,
+    "optimism": 0.5,
+    "max_consecutive_errors": 3,
+    "inner": optax.adam(0.1),
+    "fast_optimizer": optax.adam(0.1),
+    "base_optimizer": optax.adam(0.1),
+    "optimizer": optax.adam(0.1),
+    "adv_optimizer": optax.sgd(0.1),
+    "linesearch": None,
+}
+NEEDS = {
+    "optax.lookahead": "parameters in two copies: test_minimize.py",
+    "optax.masked": "a mask: test_optax_wrappers.py",
+    "optax.partition": "labels: test_optax_wrappers.py",
+    "optax.scale_by_zoom_linesearch": "the loss as a function: below",
+    "optax.scale_by_backtracking_linesearch": "the loss as a function: below",
+    "optax.contrib.hutchinson_estimator_diag_hessian": "the loss as a function",
+    "optax.contrib.sophia": "the loss as a function",
+    "optax.contrib.differentially_private_aggregate": "a gradient for each example",
+    "optax.contrib.dpsgd": "a gradient for each example",
+    "optax.contrib.scale_by_muon": "matrices alone; muon itself is tested",
+}
+# Its state is one vector of all leaves.
+NOT_BY_LEAF = {"optax.flatten"}
+# They draw a key for each leaf, of which there then are fewer.
+KEYS_BY_LEAF = {"optax.add_noise", "optax.noisy_sgd"}
+
+
+def found():
+    """By name."""
+    transformations = {}
+    for module in optax, optax.contrib:
+        for name, make in vars(module).items():
+            if name.startswith("_") or not inspect.isfunction(make):
+                continue
+            parameters = inspect.signature(make).parameters
+            arguments = {k: v for k, v in ARGUMENTS.items() if k in parameters}
+            try:
+                tx = make(**arguments)
+            except Exception:  # A loss, a schedule, or a wrapper that needs more.
+                continue
+            if isinstance(tx, optax.GradientTransformation):
+                transformations[f"{module.__name__}.{name}"] = tx
+    return {k: tx for k, tx in transformations.items() if k not in NEEDS}
+
+
+FOUND = found()
+QUICK = {f"optax.{x}" for x in ("adam", "sgd", "lamb", "contrib.prodigy", "flatten")}
+NAMES = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in FOUND
+]
+X = np.linspace(-1, 1, 10, dtype=np.float32).reshape(5, 2)
+
+
+def start():
+    """New arrays each time: they are donated."""
+    return {
+        "w": jnp.arange(1, 7, dtype=jnp.float32).reshape(2, 3) / 10,
+        "frozen": {"w": jnp.ones((4, 2)), "v": jnp.zeros(3)},
+        "b": jnp.array([0.3, -0.2, 0.1]),
+    }
+
+
+def loss_fn(params, x):
+    error = x @ params["w"] + params["b"][None] - jnp.sum(params["frozen"]["w"]) / 8
+    return jnp.mean(error**2)
+
+
+def trained(step, params, state):
+    for _ in range(3):
+        params, state, _ = step(params, state, X)
+    return params, state
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_frozen_is_as_if_it_were_not_there(name):
+    """And the memory of all is donated, whosever it was at first."""
+    tx, params = FOUND[name], start()
+    step = gx.minimize(loss_fn, tx, trainable={"w": True, "b": True, "frozen": False})
+    state = tx.init(params)
+    if name in NOT_BY_LEAF:
+        with pytest.raises(TypeError, match="does not keep its state leaf by leaf"):
+            step(params, state, X)
+        return
+    before = jax.device_get(tx.init(params))
+    params, state = trained(step, params, state)
+    chex.assert_trees_all_equal(params["frozen"], start()["frozen"])
+    alone = {k: x for k, x in start().items() if k != "frozen"}
+
+    def loss_alone(params, x):
+        return loss_fn({**params, "frozen": start()["frozen"]}, x)
+
+    expected, expected_state = trained(
+        gx.minimize(loss_alone, tx), alone, tx.init(alone)
+    )
+    if name not in KEYS_BY_LEAF:
+        learned = {k: params[k] for k in alone}
+        chex.assert_trees_all_close(learned, expected, rtol=1e-5, atol=1e-6)
+    before, after, without = map(by_path, (before, state, expected_state))
+    assert after.keys() == before.keys()
+    for path in before.keys() - without.keys():
+        np.testing.assert_array_equal(after[path], before[path], err_msg=path)
+
+
+def by_path(tree):
+    return {
+        jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(tree)
+    }
