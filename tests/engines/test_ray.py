@@ -69,6 +69,29 @@ def assert_counted(run, pushes, job):
     assert 0 <= job.pushes - len(numbers) <= counts.server_deaths * len(run.workers)
 
 
+def in_pieces(params):
+    time.sleep(0.02)
+    yield
+    raise AssertionError("it goes on though it is too late")
+
+
+def test_what_is_too_late_is_given_up():
+    job = make_job(pushes=40)
+    slow = engines.Worker(in_pieces)
+    # One step late is too late, and the slow one is never done before a step.
+    job = job._replace(workers=[*job.workers, slow], max_staleness=0)
+    with engines.ray(job, address="auto") as run:
+        next(run.pushes)
+        pushes = list(run.pushes)
+    counts = run.counts()
+    assert {push.worker for push in pushes} <= {0, 1}
+    assert counts.given_up > 0
+    assert counts.pushed == 40
+    assert counts.accepted + counts.dropped == 40
+    times = [push.time for push in pushes]
+    assert times == sorted(times)
+
+
 def test_three_workers_learn_the_digits(standard_promotion):
     options = ["--workers", "3", "--steps", "900", "--work", "0.001"]
     model, digits = main_job.build_model(0), main_job.load_digits()
