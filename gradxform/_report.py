@@ -110,8 +110,9 @@ def save_plot(
     from matplotlib.figure import Figure
 
     step = np.arange(1, len(pushes) + 1)
-    *_, loss, norms, results = zip(*pushes, strict=True)
-    kept, staleness, _ = map(np.array, zip(*results, strict=True))
+    loss, norms = [push.loss for push in pushes], [push.norm for push in pushes]
+    kept = np.array([push.result.applied for push in pushes])
+    staleness = np.array([push.result.staleness for push in pushes])
 
     figure: Any = Figure(figsize=(7, 8), dpi=200, layout="constrained")
     figure.suptitle(title)

@@ -222,6 +222,10 @@ _late/worker_mean.py: what a row held before its worker pushed anew comes back
 - old = jnp.where(counts[i] == 0, 0, held)
 + old = held
 
+_late/counters.py: TensorFlow's fraction divides by the steps alone
+- own.global_step.astype(jnp.float32) + 1
++ own.global_step.astype(jnp.float32)
+
 _late/compensate_delay.py: a delay is compensated the wrong way round
 - maps.scale(now - then, variance_control)
 + maps.scale(then - now, variance_control)

@@ -15,21 +15,36 @@ from gradxform._late.counters import dropped, outermost
 from gradxform._trees import checks
 
 
-class PushResult(NamedTuple):
-    """What became of one push.
+class _PushResult(NamedTuple):
+    applied: bool
+    staleness: int
+    global_step: int
+
+
+class PushResult(_PushResult):
+    """What became of one push: a tuple of three.
 
     Attributes:
       applied: False where it was dropped as stale.
       staleness: steps taken since the worker's local step.
       global_step: after the push.
       cosine: of the last gradient that acted with the one before it, where a
-        :func:`measure_cosine` in the transformation measures it; else None.
+        :func:`measure_cosine` in the transformation measures it; else None. It is no
+        part of the tuple.
     """
 
-    applied: bool
-    staleness: int
-    global_step: int
     cosine: float | None = None
+
+    def __new__(
+        cls,
+        applied: bool,
+        staleness: int,
+        global_step: int,
+        cosine: float | None = None,
+    ) -> PushResult:
+        self = super().__new__(cls, applied, staleness, global_step)
+        self.cosine = cosine
+        return self
 
 
 class ServerClosedError(RuntimeError):

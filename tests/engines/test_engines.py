@@ -217,8 +217,12 @@ def test_a_worker_sleeps_for_the_rest_of_its_duration():
     rests = []
     with gx.ParameterServer(job.params, job.tx) as server:
         for index, worker in enumerate(job.workers):
-            push = work(index, 7, worker, server, rests.append)
-            assert push == (index, 7, index, -index, 1.0, (True, 0, index + 1))
+
+            def never(local_step):
+                return False
+
+            push = work(index, 7, worker, server, rests.append, never)
+            assert push[:-1] == (index, 7, index, -index, 1.0, (True, 0, index + 1))
     assert 0.0 < rests[0] <= 0.4
     assert rests[1] == 0.0
 
