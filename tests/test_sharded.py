@@ -65,18 +65,18 @@ def test_state_lies_where_parameters_lie(row, mode, init):
     tx, specs, place = make(row, mode)
     state = init(tx.init)(place(draw(0)))
 
-    def check(x, spec):
+    def check(x, spec, p):
+        if x.shape != p.shape[: x.ndim]:  # Several of its kind, one after the other.
+            spec = None, *spec
         # Of what is shorter than its parameter the axes are the parameter's first.
-        axes = spec[: x.ndim]
-        if row.name == "worker_mean":  # Of each parameter it has rows.
-            axes = (None, *spec)[: x.ndim]
-        expected = NamedSharding(x.sharding.mesh, P(*axes))
+        expected = NamedSharding(x.sharding.mesh, P(*spec[: x.ndim]))
         assert x.sharding.mesh.size == 8
         assert x.sharding.is_equivalent_to(expected, x.ndim)
 
-    optax.tree.map_params(
-        tx, check, state, specs, transform_non_params=lambda x: check(x, P())
-    )
+    def alone(x):
+        check(x, P(), x)
+
+    optax.tree.map_params(tx, check, state, specs, draw(0), transform_non_params=alone)
 
 
 @pytest.mark.parametrize("row", UNGATED, ids=str)
