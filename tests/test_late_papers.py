@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +213,49 @@ def test_the_engine_runs_them(name):
     assert counts.accepted == counts.pushed
 
 
+def rows_of_the_page():
+    """The code that stands on the page of papers, by the first words of the method."""
+    page = pathlib.Path(__file__).parents[1] / "docs/coming_from/papers.md"
+    cells = re.findall(r"^\| (\w.+?) \| `(.*?)` \| .*\|$", page.read_text(), re.M)
+    return [(there.split(" (")[0], here) for there, here in cells]
+
+
+ROWS = dict(rows_of_the_page())
+# The traces that each row stands for.
+PAPERS = {
+    "asynchronous SGD": "sgd-cubes",
+    "delay-adaptive SGD": "delay-adaptive-cubes",
+    "Ringmaster ASGD": "ringmaster-3-cubes",
+    "Ringmaster LMO, parameter-agnostic": "ringmaster-normalized-agnostic-noisy",
+    "Rennala SGD": "rennala-3-linear",
+    "Malenia SGD": "malenia-noisy",
+    "incremental aggregated gradients, IA²SGD": "ia2sgd-noisy",
+    "Ringleader ASGD": "ringleader-noisy",
+    "FedAsync, polynomial weights": "fedasync-polynomial",
+    "FedAsync, hinge": "fedasync-hinge",
+}
+
+
+@pytest.mark.parametrize("method", PAPERS)
+def test_a_row_of_the_page_is_what_the_authors_run(method):
+    case = CASES[PAPERS[method]]
+    assert ROWS.keys() == PAPERS.keys()
+    settings, of = case["settings"], {"gx": gx, "optax": optax, "jnp": jnp}
+    of |= {"rate": 0.125, "R": 3, "B": 3, "n": len(case.get("durations", ()))}
+    if "agnostic" in case["name"]:
+        of["tx"] = follows(case["ours"]["inner"], settings)
+    tx = eval(ROWS[method], of)
+    atol = 1e-7 if "weight=" in ROWS[method] else 1e-9  # The weight is a float32.
+    if case["name"] in FEDERATED:
+        of["rate"] = case["ours"]["inner"][-1]["learning_rate"]
+        federated_equals(case, eval(ROWS[method], of), atol)
+    else:
+        max_staleness = case["ours"]["job"]["max_staleness"]
+        if max_staleness == AGNOSTIC:
+            max_staleness = root_of_the_step_before
+        run_equals(case, tx, case["events"], max_staleness, atol)
+
+
 def pushed(case):
     """Answers of a server to the trace's events, and those it should give.
 
@@ -246,19 +290,21 @@ def test_what_is_given_up_there_is_dropped_here(name):
 
 @pytest.mark.parametrize("name", [name for name in OURS if name in FEDERATED])
 def test_weights_of_the_federated_ones(name):
-    case = CASES[name]
-    tx, params = build(case["ours"]), tree(case["params"])
-    state = tx.init(params)
-    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    federated_equals(CASES[name], build(CASES[name]["ours"]), 1e-9)
+
+
+def federated_equals(case, tx, atol):
+    """Each push gives the parameters of the trace."""
+    params = tree(case["params"])
+    state, step = tx.init(params), jax.jit(functools.partial(gx.apply_gradients, tx))
     for event in case["events"]:
         grads = tree(event["grads"])
-        params, state = step(grads, state, params, local_step=event["local_step"])
-        assert (state.global_step, state.staleness) == (
-            event["global_step"],
-            event["staleness"],
-        )
+        with promotion():
+            params, state = step(grads, state, params, local_step=event["local_step"])
+        found = int(state.global_step), int(state.staleness)
+        assert found == (event["global_step"], event["staleness"])
         for leaf, value in params.items():
-            np.testing.assert_allclose(value, event["params"][leaf], rtol=0, atol=1e-9)
+            np.testing.assert_allclose(value, event["params"][leaf], rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("pattern", ["noisy", "cubes", "one-dies"])
