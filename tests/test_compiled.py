@@ -139,6 +139,24 @@ def test_delayed_nesterov_reads_and_writes_what_it_keeps_once(
 
 
 @pytest.mark.parametrize(
+    ("method", "passes"), [("all", 15), ("latest", 13), ("ringleader", 15)]
+)
+def test_a_push_to_the_mean_over_workers_costs_the_same_for_all_of_them(method, passes):
+    """With the step; the compiler for CPU keeps the old row of the table, 1 N."""
+    shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(3)}
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    for workers in (2, 16):
+        tx = gx.worker_mean(gx.scale_by_learning_rate(0.1), workers, method=method)
+        step = compiled_step(tx, lambda: shapes, worker=scalar, local_step=scalar)
+        n, memory = size(shapes), step.memory_analysis()
+        accessed = step.cost_analysis()["bytes accessed"]
+        assert passes * n <= accessed < (passes + 0.01) * n
+        assert n <= memory.temp_size_in_bytes < 1.01 * n
+        # Parameters, table and means.
+        assert memory.alias_size_in_bytes > (workers + 2) * n
+
+
+@pytest.mark.parametrize(
     ("dtype", "copies", "passes"),
     # The two sums share the widened gradient, which on CPU goes to memory. Should this
     # be mended one day, the page on costs is to say so.
