@@ -51,7 +51,12 @@ def is_ours(case):
     return case["ours"] is not None and "transformation" in case["ours"]
 
 
-OURS = [name for name, case in CASES.items() if is_ours(case)]
+OURS = [
+    name
+    for name, case in CASES.items()
+    # Its Muon of before is no transformation of one array.
+    if is_ours(case) and ("plain" not in name or optax.__version__ >= "0.2.8")
+]
 
 
 @pytest.fixture(autouse=True)

@@ -61,7 +61,8 @@ def test_the_imaginary_parts_of_micro_batches_are_added_up():
             updates, state = tx.update(grads, state)
         return updates
 
-    assert after_two(optax.MultiSteps(optax.sgd(1.0), 2)) == -1 - 0.5j
+    if optax.__version__ >= "0.2.8":  # Before, it did as we do.
+        assert after_two(optax.MultiSteps(optax.sgd(1.0), 2)) == -1 - 0.5j
     assert after_two(gx.accumulate(optax.sgd(1.0), 2)) == -1 - 1j
 
 

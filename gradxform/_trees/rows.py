@@ -133,8 +133,12 @@ def _choose(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     # so the compiler would give it a copy.
     new = jnp.zeros_like(new).at[each].set(new, unique_indices=True)
     # For each row of the table the place of its new one, which is n where it has none.
-    place = jnp.full(table.shape[0], n, each.dtype, out_sharding=of_height)
-    place = place.at[indices].set(each, **{**how, "out_sharding": of_height})
+    place = jnp.zeros(table.shape[0], each.dtype, out_sharding=of_height)
+    place = (
+        (place + np.asarray(n, each.dtype))
+        .at[indices]
+        .set(each, **{**how, "out_sharding": of_height})
+    )
     new = new.at[place].get(mode="clip", out_sharding=of_table)
     is_old = jnp.expand_dims(place == n, tuple(range(1, table.ndim)))
     return jax.lax.bitcast_convert_type(jnp.where(is_old, old, new), table.dtype)

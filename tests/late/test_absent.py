@@ -39,12 +39,14 @@ GATES = {
 def start():
     return {
         "w": jnp.array([[1.0, -2.0], [0.5, 3.0]]),
-        "frozen": {"v": jnp.array([4.0, 5.0]), "n": jnp.array([1, 2])},
+        # The integers not first: inject_hyperparams of old takes its dtype from there.
+        "frozen": {"v": jnp.array([4.0, 5.0]), "whole": jnp.array([1, 2])},
     }
 
 
 def grads(t, frozen=None):
-    return {"w": jnp.cos(t + start()["w"]), "frozen": frozen or {"v": None, "n": None}}
+    nothing = {"v": None, "whole": None}
+    return {"w": jnp.cos(t + start()["w"]), "frozen": frozen or nothing}
 
 
 def by_path(tree):
@@ -208,15 +210,24 @@ def test_trees_beside_the_gradients_lose_the_leaf_too():
     assert not jnp.array_equal(after["w"], params["w"])
 
 
+def start_of_zeros(params):
+    return jax.tree.map(jnp.zeros_like, params)
+
+
 def test_an_accumulator_inside_of_a_chain_hears_of_none():
     tx = optax.chain(gx.clip_by_global_norm(1e9), gx.accumulate(optax.adam(0.1), 2))
     params = start()
     state = tx.init(params)
     for v in (jnp.ones(2), None):
-        g = grads(0, {"v": v, "n": None})
+        g = grads(0, {"v": v, "whole": None})
         params, state = gx.apply_gradients(tx, g, state, params)
     np.testing.assert_allclose(params["frozen"]["v"], [3.9, 4.9], rtol=1e-5)
-    wrong = optax.chain(optax.adam(0.1), gx.accumulate(optax.sgd(0.1), 2))
+
+    def add(updates, state, params=None):
+        return jax.tree.map(jnp.add, updates, state), state
+
+    knows_no_none = optax.GradientTransformation(start_of_zeros, add)
+    wrong = optax.chain(knows_no_none, gx.accumulate(optax.sgd(0.1), 2))
     with pytest.raises(ValueError, match="has an accumulator inside of it"):
         gx.apply_gradients(wrong, grads(0), wrong.init(start()), start())
 
