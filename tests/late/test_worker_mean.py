@@ -243,3 +243,29 @@ def test_through_a_server(method):
         "all": [0, 1, 1, 2], "latest": [0, 0, 1, 2], "ringleader": [0, 1, 2, 2]
     }[method]  # fmt: skip
     assert not server.push(jnp.ones(2), server.pull()[1], worker=7).applied
+
+
+@pytest.mark.parametrize("method", ["latest", "ringleader"])
+def test_behind_drop_stale_what_is_too_late_reaches_no_table(method):
+    """The oracle sees the pushes that are not too late alone."""
+    tx = gx.drop_stale(gx.worker_mean(INNER, 2, method=method), max_staleness=1)
+    params, expected = jnp.zeros((2, 3)), np.zeros((2, 3))
+    state, kept, accepted = tx.init(params), [], 0
+    for t, (worker, late) in enumerate(
+        [(0, 0), (1, 1), (0, 2), (1, 0), (0, 3), (0, 0)]
+    ):
+        grad = value(t) if late < 2 else np.full((2, 3), np.nan)
+        step = max(0, accepted - late)
+        too_late = accepted - step > 1
+        if not too_late:
+            kept.append((grad, worker, 0))
+            accepted += 1
+            *_, (acts, steps, _) = oracles.worker_mean(kept, 2, method)
+            expected = expected - (0 if acts is None else 0.5 * acts)
+        params, state = gx.apply_gradients(
+            tx, jnp.float32(grad), state, params, worker=worker, local_step=step
+        )
+        np.testing.assert_allclose(params, expected, rtol=1e-5, atol=1e-6)
+        assert state.global_step == accepted
+        assert state.inner_state.global_step == steps
+    assert state.stale_count == 2
