@@ -204,8 +204,8 @@ def ising(width, field=1.0):
 def test_a_complex_boltzmann_machine(steps_of_numpy):
     """The ground state of a quantum chain, as NetKet has it, over all configurations.
 
-    Restated from Carleo and Troyer, 2017, https://arxiv.org/abs/1606.02318, so that each
-    step can be held against NumPy in float64.
+    Restated from Carleo and Troyer, 2017, https://arxiv.org/abs/1606.02318, so that
+    each step can be held against NumPy in float64.
     """
     spins, energy = ising(4)
     lowest = np.linalg.eigvalsh(energy)[0]

@@ -63,6 +63,11 @@ class Donating:
         """What else the jitted function has."""
         return getattr(self._step, name)
 
+    def __reduce__(self) -> Any:
+        """It goes to other processes wherever the jitted function does."""
+        make = functools.partial(Donating, params_too=self._params_too)
+        return make, (self._step, self._tx)
+
 
 def _has_memory(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)

@@ -1,5 +1,6 @@
 """The whole training step: what learns, what it costs, and on many devices."""
 
+import copy
 import functools
 
 import chex
@@ -524,3 +525,24 @@ def test_an_optimizer_that_takes_no_value(standard_promotion):
         for t in range(2):
             params, state, _ = step(params, state, X, Y, **extra(t))
         chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["minimize", "local_steps"])
+def test_a_step_goes_to_other_processes(kind):
+    """As a worker on Ray takes it along."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+
+    def loss_fn(params, x):
+        return jnp.sum((params - x) ** 2)
+
+    tx = optax.sgd(0.5)
+    step, x = gx.minimize(loss_fn, tx), jnp.zeros(2)
+    if kind == "local_steps":
+        step, x = gx.local_steps(loss_fn, tx), jnp.zeros((1, 2))
+    sent = cloudpickle.loads(cloudpickle.dumps(step))
+    copied = copy.copy(step)
+    for each in (step, sent, copied):
+        params = jnp.ones(2)
+        first, *_ = each(params, tx.init(params), x)
+        # Trained to 0, or the way from 1 to there.
+        np.testing.assert_array_equal(first, jnp.full(2, float(kind == "local_steps")))
