@@ -1,4 +1,4 @@
-"""The mean over workers whose data differ, of which some are fast and some are slow."""
+"""The mean over workers whose data differ; some are fast and some are slow."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ def _added(
         means = means.at[row].add(
             narrow(share, means.dtype), out_sharding=explicit_sharding(means)
         )
-        # That the mean is known first, so that no copy of what it reads is made.
+        # The mean is known first, so the compiler need not copy the row that it reads.
         known = _row(means, row)
         known = (known != known) & (known == known)
         new = jnp.where(known, 0, old + delta)

@@ -104,7 +104,7 @@ def measure_cosine(
         length = maps.safe_sqrt(square) * maps.safe_sqrt(norms.total(held))
         cosine = dot / jnp.where(length == 0, 1, length)
 
-        # That the product is known first, so that no copy of what it reads is made.
+        # The product is known first, so the compiler need not copy what it reads.
         known = (dot != dot) & (dot == dot)
 
         def keep(g: jax.Array, old: jax.Array) -> jax.Array:
