@@ -199,8 +199,8 @@ _late/drop_stale.py: the staleness of what is dropped is not kept
 + stale_count=stale_count
 
 _late/drop_stale.py: a schedule of the threshold sees how late the push is
-- limit = max_staleness(state.global_step)
-+ limit = max_staleness(staleness)
+- "max_staleness", max_staleness, state.global_step, "[0, inf]"
++ "max_staleness", max_staleness, staleness, "[0, inf]"
 
 _late/scale_by_staleness.py: a gradient ahead of its time has a weight of its own
 - s = jnp.maximum(0, maps.saturated(staleness))
@@ -247,8 +247,8 @@ _late/accumulate.py: the sum is copied before the step is made from it
 + taken = jnp.array(True)
 
 _late/sums.py: a schedule is asked for the step behind this one
-- required = self._num_required(global_step)
-+ required = self._num_required(global_step + 1)
+- "num_required", self._num_required, global_step, checks.COUNTS
++ "num_required", self._num_required, global_step + 1, checks.COUNTS
 
 _late/sums.py: who pushed in the last round counts in the next one
 - lambda p: p & ~full, maps.as_in

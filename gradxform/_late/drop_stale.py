@@ -151,9 +151,9 @@ def drop_stale(
         # fresh iff staleness <= max_staleness(global_step)
         limit = max_staleness
         if callable(max_staleness):
-            limit = max_staleness(state.global_step)
-            checks.real_scalar("max_staleness(global_step)", limit)
-            checks.in_range("max_staleness(global_step)", limit, "[0, inf]")
+            limit = checks.scheduled(
+                "max_staleness", max_staleness, state.global_step, "[0, inf]"
+            )
         return gate.either(_at_most(staleness, limit), fresh, stale)
 
     return gate.gate(init_fn, guard)

@@ -143,9 +143,9 @@ class Sums:
         # n >= num_required
         if not callable(self._num_required):
             return count >= maps.saturated(self._num_required)
-        required = self._num_required(global_step)
-        checks.real_scalar("num_required(global_step)", required)
-        checks.in_range("num_required(global_step)", required, checks.COUNTS)
+        required = checks.scheduled(
+            "num_required", self._num_required, global_step, checks.COUNTS
+        )
         if jnp.issubdtype(jnp.result_type(required), jnp.integer):
             return count >= maps.saturated(required)
         # Schedules of optax give real numbers.

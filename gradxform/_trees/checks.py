@@ -50,6 +50,15 @@ def in_range(name: str, value: Any, interval: str) -> Any:
     return value
 
 
+def scheduled(
+    name: str, schedule: Callable[..., Any], global_step: jax.Array, interval: str
+) -> Any:
+    """What a schedule gives for a global step; raises as :func:`in_range`."""
+    name, value = f"{name}(global_step)", schedule(global_step)
+    real_scalar(name, value)
+    return in_range(name, value, interval)
+
+
 def real(value: Any) -> Any:
     """A number as it is, of a complex one that is real, or traced, its real part.
 

@@ -47,9 +47,7 @@ class Stops:
         limit: Any = self._max_staleness
         if callable(limit):
             step = jnp.asarray(min(global_step, np.iinfo(np.int32).max), jnp.int32)
-            limit = limit(step)
-            checks.real_scalar("max_staleness(global_step)", limit)
-            checks.in_range("max_staleness(global_step)", limit, "[0, inf]")
+            limit = checks.scheduled("max_staleness", limit, step, "[0, inf]")
         number = float(limit)
         return number if math.isinf(number) else math.floor(number)
 
