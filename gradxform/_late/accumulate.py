@@ -12,7 +12,7 @@ import optax
 from gradxform._late import gate
 from gradxform._late.gate import Act, GatedTransformation, Rest
 from gradxform._late.sums import Reduction, Sums
-from gradxform._trees import maps, versions
+from gradxform._trees import constants, maps, versions
 
 
 class AccumulateState(NamedTuple):
@@ -104,7 +104,7 @@ def accumulate(
 
     def init_fn(params: optax.Params) -> AccumulateState:
         return AccumulateState(
-            nonfinite_count=maps.zero(params, jnp.int32), **sums.init(params)
+            nonfinite_count=constants.zero(params, jnp.int32), **sums.init(params)
         )
 
     def guard(

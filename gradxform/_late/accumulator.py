@@ -11,7 +11,7 @@ import optax
 from gradxform._late import gate
 from gradxform._late.gate import Act, GatedTransformation, Rest
 from gradxform._late.sums import Reduction, Sums
-from gradxform._trees import checks, maps
+from gradxform._trees import checks, constants
 
 
 class ConditionalAccumulatorState(NamedTuple):
@@ -114,7 +114,7 @@ def conditional_accumulator(
 
     def init_fn(params: optax.Params) -> ConditionalAccumulatorState:
         return ConditionalAccumulatorState(
-            stale_count=maps.zero(params, jnp.int32), **sums.init(params)
+            stale_count=constants.zero(params, jnp.int32), **sums.init(params)
         )
 
     def guard(
