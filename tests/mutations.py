@@ -267,12 +267,12 @@ _late/sums.py: a schedule is asked for the step behind this one
 + "num_required", self._num_required, global_step + 1, checks.COUNTS
 
 _late/sums.py: who pushed in the last round counts in the next one
-- lambda p: p & ~full, boxes.as_in
-+ lambda p: p, boxes.as_in
+- "pushed": pushed & ~full
++ "pushed": pushed
 
 _late/sums.py: a dropped push counts as one
-- p if g is None else p | taken
-+ p if g is None else p | True
+- pushed = state.pushed | (taken &
++ pushed = state.pushed | (True &
 
 _late/absent.py: the state of a leaf that nobody pushed for moves
 - return jax.tree.map(lambda n, o: jnp.where(has_acted, n, o), new, old)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gradxform._late import absent, gate
@@ -52,20 +53,19 @@ class Sums:
         def no_rows(p: jax.Array) -> jax.Array:
             return constants.full_like(p, 0, jnp.int32, axes=1)
 
-        def nobody(p: jax.Array) -> jax.Array:
-            return constants.full_like(p, False, bool, axes=0)
-
         def zero(p: jax.Array) -> jax.Array:
             dtype = dtypes.wide_dtype(p) if self._dtype is None else self._dtype
             return constants.full_like(p, 0, dtype)
 
+        leaves = jax.tree.leaves(params, is_leaf=maps.is_leaf)
         bare = boxes.bare(params)
         # Two counters, not one twice: a buffer can be donated only once.
         return {
             "global_step": constants.zero(params, jnp.int32),
             "num_accumulated": constants.zero(params, jnp.int32),
             "accumulated": maps.map_params(zero, params),
-            "pushed": maps.map_params(nobody, bare),
+            # One array for all leaves: on GPU each array costs the start of a kernel.
+            "pushed": jnp.broadcast_to(constants.zero(params, bool), (len(leaves),)),
             "row_counts": maps.map_params(no_rows, bare) if by_row else (),
             "inner_state": self._inner.init(params),
         }
@@ -94,8 +94,9 @@ class Sums:
             lambda: (None, self._added(updates, state, count, full)),
             lambda: (None, (state.accumulated, state.row_counts)),
         )
-        before = boxes.as_in(updates, state.pushed)
-        pushed = _map(lambda g, p: p if g is None else p | taken, updates, before)
+        leaves, treedef = jax.tree.flatten(updates, is_leaf=maps.is_leaf)
+        holds = np.array([g is not None for g in leaves], bool)
+        pushed = state.pushed | (taken & holds)
 
         def step() -> tuple[Any, Any]:
             # From here on all is dense: inner gets every row that any push held.
@@ -109,7 +110,10 @@ class Sums:
                 **gate.taken(self._inner, extra),
             )
             # This push is one that has a gradient for all but these.
-            acted = _map(lambda g, p: p if g is None else None, updates, pushed)
+            acted = jax.tree.unflatten(
+                treedef,
+                [pushed[i] if g is None else None for i, g in enumerate(leaves)],
+            )
             rested = rest(params)
             before = () if rested is None else (rested,)
             outcome = _map(_if_pushed, acted, outcome, *before)
@@ -133,9 +137,7 @@ class Sums:
             "global_step": jnp.where(full, one_more, state.global_step),
             "num_accumulated": jnp.where(full, 0, count),
             "accumulated": accumulated,
-            "pushed": jax.tree.map(
-                lambda p: p & ~full, boxes.as_in(state.pushed, pushed)
-            ),
+            "pushed": pushed & ~full,
             "row_counts": row_counts,
             "inner_state": inner_state,
         }
