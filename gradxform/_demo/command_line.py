@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: None = None
     ) -> argparse.Namespace:
-        """The options, of which some depend on others."""
+        """The options; some depend on others."""
         parsed = super().parse_args(args, namespace)
         mode, workers, backups = parsed.mode, parsed.workers, parsed.backups
         if parsed.address is not None and parsed.engine != "ray":

@@ -126,7 +126,7 @@ class Sums:
             return rest(params), (state.inner_state, jnp.array(False))
 
         outcome, (inner_state, stepped) = gate.either(full, step, wait)
-        # The sum starts again in its own buffer, once the step no more reads it: that
+        # The sum starts again in its own buffer, once the step no longer reads it: that
         # `stepped` comes out of the conditional tells the compiler when, and saves the
         # copy that it would make otherwise.
         (accumulated, row_counts), _ = gate.either(

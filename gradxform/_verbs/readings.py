@@ -193,7 +193,7 @@ class _Reader(NamedTuple):
 def _reading(
     eqn: Any, table: _Table, inputs: list[Any]
 ) -> tuple[jax.Array, jax.Array] | None:
-    """The rows that get a gradient of what an equation reads, and those that it reads.
+    """The rows that get a gradient in a reading, and the rows that it reads.
 
     Padding stands for what lies outside of the table. None if it does anything else
     than read whole rows.
