@@ -257,7 +257,7 @@ def test_chain_and_named_chain(row, compiled):
 
 def test_inject_hyperparams(row, compiled, standard_promotion):
     params, grads = draw(0), draw(1)
-    shapes = "accumulator_dtype", "mu_dtype", "num_workers"
+    shapes = "accumulator_dtype", "mu_dtype", "num_steps", "num_workers"
     static = [k for k, v in row.kwargs.items() if k in shapes or callable(v)]
     tx = optax.inject_hyperparams(getattr(gx, row.name), static_args=static)(
         **row.arguments()
