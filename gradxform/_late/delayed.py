@@ -163,8 +163,9 @@ def delayed(
             new = jnp.where(never, 0, narrow(jnp.asarray(g), ring.dtype))[None]
             if delay == 1:
                 return new
-            at = jax.lax.rem(count, delay)
-            return jax.lax.dynamic_update_slice_in_dim(ring, new, at, 0)
+            return jax.lax.dynamic_update_slice_in_dim(
+                ring, new, _place(ring, count), 0
+            )
 
         def one_more(g: Any, ring: jax.Array, count: jax.Array) -> jax.Array:
             if g is None or not (delay := _delay(ring)):
@@ -189,20 +190,27 @@ def _delay(ring: Any) -> int:
     return ring.shape[0] if ring is not None and ring.ndim else 0
 
 
+def _place(ring: jax.Array, count: jax.Array) -> jax.Array:
+    """``count mod d``."""
+    return jnp.where(count < _delay(ring), count, count - _delay(ring))
+
+
 def _oldest(g: Any, ring: jax.Array, count: jax.Array) -> Any:
     """The gradient whose place today's is to take; today's without a delay."""
     if g is None or not (delay := _delay(ring)):
         return g
-    at = jax.lax.rem(count, delay) if delay > 1 else 0
+    at = _place(ring, count) if delay > 1 else 0
     old = jax.lax.dynamic_index_in_dim(ring, at, keepdims=False)
     return narrow(old, maps.dtype_of(g))
 
 
 def _all_full(updates: Any, ring: Any, count: Any) -> jax.Array:
-    """Whether each leaf that has a gradient has one to act on."""
-    leaves = (jax.tree.leaves(x, is_leaf=maps.is_leaf) for x in (updates, ring, count))
-    full = [n >= _delay(r) for g, r, n in zip(*leaves, strict=True) if g is not None]
-    return jnp.all(jnp.stack(full)) if full else jnp.array(True)
+    """Whether each leaf that has a gradient has an old one to act on."""
+    trees = (jax.tree.leaves(x, is_leaf=maps.is_leaf) for x in (updates, ring, count))
+    leaves = zip(*trees, strict=True)
+    pairs = ((_delay(r), n) for g, r, n in leaves if g is not None)
+    full = [jnp.array(True), *(n >= delay for delay, n in pairs if delay)]
+    return jnp.all(jnp.stack(full))
 
 
 def _check_numbers(num_steps: Any) -> None:
