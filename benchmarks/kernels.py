@@ -1,9 +1,9 @@
 """How long a GPU works on the donated step, ours against optax's, by JAX's profiler.
 
 ``python -m benchmarks.kernels --model gpt2_small`` takes those rows of
-``benchmarks.step`` that run on JAX. By the clock a step alone is bound by the host, which hands many
-buffers in and out. A program that computes the gradients too has that time anyway. So
-this asks what the device did in one step:
+``benchmarks.step`` that run on JAX. By the clock a step alone is bound by the host,
+which hands many buffers in and out. A program that computes the gradients too has that
+time anyway. So this asks what the device did in one step:
 
 - ``kernels``: kernels and copies that it ran.
 - ``device ms``: the time that they took, all together.

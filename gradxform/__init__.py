@@ -49,6 +49,8 @@ from gradxform._late.accumulator import (
 from gradxform._late.compensate_delay import compensate_delay as compensate_delay
 from gradxform._late.counters import global_step as global_step
 from gradxform._late.counters import staleness_fraction as staleness_fraction
+from gradxform._late.delayed import DelayedState as DelayedState
+from gradxform._late.delayed import delayed as delayed
 from gradxform._late.drop_stale import DropStaleState as DropStaleState
 from gradxform._late.drop_stale import drop_stale as drop_stale
 from gradxform._late.gate import GatedTransformation as GatedTransformation

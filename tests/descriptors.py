@@ -177,6 +177,9 @@ DESCRIPTORS = (
         "ringleader",
         worker=0,
     ),
+    # The first of three pushes acts at the second, and at the third.
+    D("delayed", {"inner": NOVOGRAD, "num_steps": 1}),
+    D("delayed", {"inner": ADAGRAD, "num_steps": 2}, "two"),
     # Of three pushes the second acts, and the third is added.
     D(
         "accumulate",

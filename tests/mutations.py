@@ -238,6 +238,30 @@ _late/worker_mean.py: what a row held before its worker pushed anew comes back
 - old = jnp.where(counts[i] == 0, 0, held)
 + old = held
 
+_late/delayed.py: the gradient of one step later acts
+- at = _place(ring, count) if delay > 1 else 0
++ at = _place(ring, count + 1) if delay > 1 else 0
+
+_late/delayed.py: who waits for the longest delay waits for the shortest
+- return jnp.all(jnp.stack(full))
++ return jnp.any(jnp.stack(full))
+
+_late/delayed.py: a leaf that has no gradient holds up the others
+- pairs = ((_delay(r), n) for g, r, n in leaves if g is not None)
++ pairs = ((_delay(r), n) for g, r, n in leaves if r is not None)
+
+_late/delayed.py: a ring that has been filled once starts again from nothing
+- jnp.where(count + 1 < 2 * delay, count + 1, delay)
++ jnp.where(count + 1 < 2 * delay, count + 1, 0)
+
+_late/delayed.py: an int for a part is not found
+- for end in range(len(path) + 1):
++ for end in (0, len(path)):
+
+_late/delayed.py: the old gradient is copied before the new one takes its place
+- never = (known != known) & (known == known)
++ never = jnp.array(False)
+
 _late/counters.py: TensorFlow's fraction divides by the steps alone
 - own.global_step.astype(jnp.float32) + 1
 + own.global_step.astype(jnp.float32)

@@ -138,6 +138,14 @@ def drop_stale(params, pushes, max_staleness, apply):
         yield params, global_step, stale
 
 
+def delayed(sequence, num_steps):
+    """Yields what acts at each step, or None: what a list of that many still holds."""
+    waiting = []
+    for grads in sequence:
+        waiting.append(grads)
+        yield waiting.pop(0) if len(waiting) > num_steps else None
+
+
 def worker_mean(pushes, num_workers, method):
     """Plays ``(grad, worker, local_step)``; yields what acts, or None, and how stale.
 
