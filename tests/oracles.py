@@ -129,10 +129,11 @@ def delayed_nesterov(
 def momentum_look_ahead(params, sequence, learning_rate, b1=0.9, *, alignment=None):
     """Yields ``(params, m)`` after each step; HeLoCo's G in the place of g."""
     m = {k: np.zeros_like(p) for k, p in params.items()}
-    for t, grads in enumerate(sequence):
+    for t, given in enumerate(sequence):
         lr = float(learning_rate(t)) if callable(learning_rate) else learning_rate
+        grads = given
         if alignment is not None:
-            grads = {k: aligned(g, m[k], **alignment) for k, g in grads.items()}
+            grads = {k: aligned(g, m[k], **alignment) for k, g in given.items()}
         m = {k: b1 * m[k] + (1 - b1) * g for k, g in grads.items()}
         params = {k: params[k] - lr * (g + b1 * m[k]) for k, g in grads.items()}
         yield params, m

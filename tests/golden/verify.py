@@ -86,9 +86,10 @@ def momentum_look_ahead(ours, params):
 
     def update(grads, _, lr):
         updates = {}
+        if "alignment" in ours:
+            align = ours["alignment"]
+            grads = {key: corrected(g, mu[key], **align) for key, g in grads.items()}
         for key, g in grads.items():
-            if "alignment" in ours:
-                g = corrected(g, mu[key], **ours["alignment"])
             mu[key] = b1 * mu[key] + (1 - b1) * g
             updates[key] = -lr * (g + b1 * mu[key])
         return updates, {"momentum_buffer": dict(mu)}
