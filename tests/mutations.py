@@ -188,6 +188,34 @@ _transforms/delayed_nesterov.py: a part of the momentum is added, and not moved 
 - jnp.where(moves(t), 1 - c * n + c, c)
 + jnp.where(moves(t), 1, c)
 
+_transforms/momentum_look_ahead.py: the update looks ahead along the momentum of before
+- return _scale(g, a * (decay / kept)) + _scale(mu, back + decay)
++ return _scale(g, a * (decay / kept)) + _scale(mu, decay)
+
+_transforms/momentum_look_ahead.py: the momentum moves with the gradient as it came
+- return (moved + _scale(g, rest * a)).astype(mu.dtype)
++ return (moved + _scale(g, rest)).astype(mu.dtype)
+
+_transforms/momentum_look_ahead.py: a worker begins where the momentum comes from
+- ahead = -jnp.asarray(learning_rate) * b1
++ ahead = jnp.asarray(learning_rate) * b1
+
+_transforms/alignment.py: as well aligned as need be is not enough
+- (c >= agrees)
++ (c > 2 * agrees)
+
+_transforms/alignment.py: from where gradients are opposed on they turn
+- opposes, short = c < 0,
++ opposes, short = c < opposed,
+
+_transforms/alignment.py: the turn jumps where a gradient begins to agree
+- turn = jnp.minimum(rotation * ramp * sure, 1)
++ turn = jnp.minimum(rotation * (1 - c) * sure, 1)
+
+_trees/norms.py: the layers that a leaf stacks have one product
+- return _sum(g * h, stacked)
++ return _sum(g * h, 0)
+
 _transforms/learning_rate.py: the count of steps overflows
 - count = optax.safe_increment(state.count)
 + count = state.count + 1
@@ -237,6 +265,30 @@ _late/worker_mean.py: the mean of a cycle begins with that of the last one
 _late/worker_mean.py: what a row held before its worker pushed anew comes back
 - old = jnp.where(counts[i] == 0, 0, held)
 + old = held
+
+_late/delayed.py: the gradient of one step later acts
+- at = _place(ring, count) if delay > 1 else 0
++ at = _place(ring, count + 1) if delay > 1 else 0
+
+_late/delayed.py: who waits for the longest delay waits for the shortest
+- return jnp.all(jnp.stack(full))
++ return jnp.any(jnp.stack(full))
+
+_late/delayed.py: a leaf that has no gradient holds up the others
+- pairs = ((_delay(r), n) for g, r, n in leaves if g is not None)
++ pairs = ((_delay(r), n) for g, r, n in leaves if r is not None)
+
+_late/delayed.py: a ring that has been filled once starts again from nothing
+- jnp.where(count + 1 < 2 * delay, count + 1, delay)
++ jnp.where(count + 1 < 2 * delay, count + 1, 0)
+
+_late/delayed.py: an int for a part is not found
+- for end in range(len(path) + 1):
++ for end in (0, len(path)):
+
+_late/delayed.py: the old gradient is copied before the new one takes its place
+- never = (known != known) & (known == known)
++ never = jnp.array(False)
 
 _late/counters.py: TensorFlow's fraction divides by the steps alone
 - own.global_step.astype(jnp.float32) + 1

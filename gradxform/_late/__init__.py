@@ -9,6 +9,7 @@ not act copies nothing.
 - ``absent``: leaves without a gradient, and transformations that know no ``None``.
 - ``drop_stale``: the gate that drops gradients that come too late.
 - ``worker_mean``: the gate for workers whose data differ, with a row for each.
+- ``delayed``: gradients that act a fixed number of steps late, in an ordinary loop.
 - ``scale_by_staleness``, ``compensate_delay``: links for its inside, which make a late
   gradient smaller or correct it.
 - ``counters``: ``global_step`` and ``staleness_fraction`` of a state.

@@ -65,7 +65,7 @@ class Sums:
             "num_accumulated": constants.zero(params, jnp.int32),
             "accumulated": maps.map_params(zero, params),
             # One array for all leaves: on GPU each array costs the start of a kernel.
-            "pushed": jnp.broadcast_to(constants.zero(params, bool), (len(leaves),)),
+            "pushed": constants.stacked(constants.zero(params, bool), len(leaves)),
             "row_counts": maps.map_params(no_rows, bare) if by_row else (),
             "inner_state": self._inner.init(params),
         }

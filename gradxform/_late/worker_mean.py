@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from gradxform._late import gate
 from gradxform._late.gate import Act, GatedTransformation, Rest
@@ -157,18 +155,18 @@ def worker_mean(
         def rows(number: int) -> Any:
             def zeros(p: jax.Array) -> jax.Array:
                 dtype = accumulator_dtype or dtypes.wide_dtype(p)
-                return _stacked(constants.full_like(p, 0, dtype), number)
+                return constants.stacked(constants.full_like(p, 0, dtype), number)
 
             return maps.map_params(zeros, boxes.bare(params))
 
         def none(p: jax.Array) -> jax.Array:
-            return _stacked(constants.full_like(p, 0, jnp.int32, axes=0), n)
+            return constants.stacked(constants.full_like(p, 0, jnp.int32, axes=0), n)
 
         return WorkerMeanState(
             global_step=constants.zero(params, jnp.int32),
             stale_count=constants.zero(params, jnp.int32),
-            counts=_stacked(constants.zero(params, jnp.int32), n),
-            stepped=_stacked(constants.zero(params, jnp.bool), n),
+            counts=constants.stacked(constants.zero(params, jnp.int32), n),
+            stepped=constants.stacked(constants.zero(params, jnp.bool), n),
             table=rows(n),
             row_counts=maps.map_params(none, boxes.bare(params)),
             means=rows(2 if ringleader else 1),
@@ -335,12 +333,3 @@ def _cleared(means: Any, row: jax.Array) -> Any:
     return jax.tree.map(
         lambda x: x.at[row].set(0, out_sharding=explicit_sharding(x)), means
     )
-
-
-def _stacked(x: jax.Array, n: int) -> jax.Array:
-    """``n`` times the same, each lying as ``x`` does."""
-    stacked = jnp.broadcast_to(x, (n, *x.shape))
-    if not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
-        spec = P(None, *x.sharding.spec)
-        stacked = jax.device_put(stacked, x.sharding.update(spec=spec))
-    return stacked

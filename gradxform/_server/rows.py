@@ -11,7 +11,7 @@ import numpy as np
 
 from gradxform._server.places import Place
 from gradxform._trees import checks
-from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.indexed_slices import IndexedSlices, ascending, padded
 from gradxform._trees.rows import rows_of, take_summed
 
 
@@ -28,7 +28,7 @@ def in_sizes(leaf: Any) -> Any:
     local = getattr(leaf.values, "is_fully_addressable", True)
     if length == size_for(length) or not local:
         return leaf
-    return leaf.padded(size_for(length))
+    return padded(leaf, size_for(length))
 
 
 class Wanted(NamedTuple):
@@ -89,7 +89,7 @@ class RowPrograms:
         if length != len(rows):
             rows = self._place.put(np.array(np.asarray(rows)[:length]))
         indices = self._place.put(wanted.indices)
-        return IndexedSlices.ascending(indices, rows, self._types[number].shape)
+        return ascending(indices, rows, self._types[number].shape)
 
     def _program(self, number: int, size: int) -> Callable[..., jax.Array]:
         if (number, size) not in self._programs:

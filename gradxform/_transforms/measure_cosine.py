@@ -102,7 +102,7 @@ def measure_cosine(
         held = jax.tree.leaves(maps.map_updates(lambda _, s: s, updates, before))
         # ⟨g, g'⟩ / (‖g‖ · ‖g'‖)
         length = arithmetic.safe_sqrt(square) * arithmetic.safe_sqrt(norms.total(held))
-        cosine = dot / jnp.where(length == 0, 1, length)
+        cosine = dot / jnp.where(length < jnp.finfo(length.dtype).tiny, 1, length)
 
         # The product is known first, so the compiler need not copy its inputs.
         known = (dot != dot) & (dot == dot)

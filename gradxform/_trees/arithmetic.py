@@ -72,17 +72,19 @@ def inverse_sqrt(
 ) -> jax.Array:
     """``1/sqrt(x + eps)`` or ``1/(sqrt(x) + eps)`` of ``x ≥ 0``, but 1 for 1/0.
 
+    A divisor too small for a normal number of its dtype counts as 0.
+
     The caller multiplies a gradient by it, and ``x`` contains the gradient's square. So
     where the divisor is 0, the gradient is 0, and the quotient should be 0 too.
     """
     # If eps is known to be above 0 in this dtype, so is the divisor.
-    may_be_0 = isinstance(eps, jax.core.Tracer) or (
-        np.asarray(eps, x.dtype) < np.finfo(x.dtype).tiny
-    )
+    tiny = np.finfo(x.dtype).tiny
+    may_be_0 = isinstance(eps, jax.core.Tracer) or np.asarray(eps, x.dtype) < tiny
     eps = jnp.asarray(eps, x.dtype)
     divisor = x + eps if eps_in_sqrt else safe_sqrt(x) + eps
     if may_be_0:
-        divisor = jnp.where(divisor == 0, 1, divisor)
+        # A GPU compares what lies below, and then takes it for 0 in the quotient.
+        divisor = jnp.where(divisor < tiny, 1, divisor)
     return jax.lax.rsqrt(divisor) if eps_in_sqrt else 1 / divisor
 
 

@@ -45,6 +45,15 @@ def full_like(
     return jnp.full_like(p, value, dtype=dtype, shape=p.shape[:axes], device=sharding)
 
 
+def stacked(x: jax.Array, n: int) -> jax.Array:
+    """``n`` times the same, each lying as ``x`` does."""
+    copies = jnp.broadcast_to(x, (n, *x.shape))
+    if not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
+        spec = P(None, *x.sharding.spec)
+        copies = jax.device_put(copies, x.sharding.update(spec=spec))
+    return copies
+
+
 def zero(params: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A scalar 0 on all devices of the parameters."""
     numbers = list(filter(_is_number, jax.tree.leaves(params)))

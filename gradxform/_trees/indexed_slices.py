@@ -264,24 +264,6 @@ class IndexedSlices(metaclass=_NamesCure):
                 raise TypeError(_CURE)
         return cls._make(indices, values, dense_shape, summed=False)
 
-    @classmethod
-    def ascending(
-        cls, indices: jax.Array, values: jax.Array, dense_shape: tuple[int, ...]
-    ) -> IndexedSlices:
-        """From ascending int32, each once but the padding at the end, unchecked."""
-        return cls._make(indices, values, dense_shape, summed=True)
-
-    def padded(self, length: int) -> IndexedSlices:
-        """The same gradient with padding at its end, in the memory of the host.
-
-        By NumPy, so that no program is compiled for the number of rows that there are.
-        """
-        values = np.zeros((length, *self.dense_shape[1:]), self.dtype)
-        values[: len(self.values)] = self.values
-        indices = np.full(length, self.dense_shape[0], np.int32)
-        indices[: len(self.values)] = self._host_indices()
-        return self._make(indices, values, self.dense_shape, self._summed)
-
     def _host_indices(self) -> np.ndarray[Any, Any]:
         given = self._indices
         if not (isinstance(given, jax.Array) and is_opaque(given.dtype)):
@@ -307,6 +289,26 @@ class IndexedSlices(metaclass=_NamesCure):
 def is_sparse(node: Any) -> bool:
     """Whether it is one; maps over trees that take it whole stop there."""
     return isinstance(node, IndexedSlices)
+
+
+def ascending(
+    indices: jax.Array, values: jax.Array, dense_shape: tuple[int, ...]
+) -> IndexedSlices:
+    """Of int32 that ascend, each but the padding at their end once, unchecked."""
+    return IndexedSlices._make(indices, values, dense_shape, summed=True)
+
+
+def padded(rows: IndexedSlices, length: int) -> IndexedSlices:
+    """The same gradient with padding at its end, in the memory of the host.
+
+    By NumPy, so that no program is compiled for the number of rows that there are.
+    """
+    n, shape = len(rows.values), rows.dense_shape
+    values = np.zeros((length, *shape[1:]), rows.dtype)
+    values[:n] = rows.values
+    indices = np.full(length, shape[0], np.int32)
+    indices[:n] = rows._host_indices()
+    return IndexedSlices._make(indices, values, shape, rows._summed)
 
 
 def add_rows(table: jax.Array, rows: IndexedSlices) -> jax.Array:

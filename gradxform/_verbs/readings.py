@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import arithmetic, versions
-from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.indexed_slices import IndexedSlices, ascending
 from gradxform._trees.rows import inside_or_padding, is_known, places, read_rows
 
 # From the number of a table, the ids of a reading and its rows to the rows that the
@@ -264,7 +264,7 @@ def _moved(eqn: Any, part: IndexedSlices) -> IndexedSlices:
     """A part of a table that goes to other mesh axes: whole, as parts are."""
     there = NamedSharding(eqn.outvars[0].aval.sharding.mesh, P())
     indices, values = jax.sharding.reshard((part.indices, part.values), there)
-    return IndexedSlices.ascending(indices, values, part.shape)
+    return ascending(indices, values, part.shape)
 
 
 def of_part(part: IndexedSlices, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
