@@ -1,4 +1,4 @@
-"""Gradient transformations for JAX, where optax stops.
+"""Gradient transformations for JAX that begin where optax stops.
 
 The flow, left to right::
 
@@ -31,8 +31,8 @@ Everything in it is a pure ``optax.GradientTransformation`` and composes with op
 >>> assert gx.global_step(state) == 60 and gx.staleness_fraction(state) == 0.0
 
 One class stands outside the flow and drives it: :class:`ParameterServer`, which workers
-on many threads, or many machines through Ray, pull from and push to. What runs such
-workers is in :mod:`gradxform.engines`.
+on many threads, or many machines through Ray, pull from and push to.
+:mod:`gradxform.engines` runs such workers.
 """
 
 from gradxform import engines as engines

@@ -25,12 +25,12 @@ logger = logging.getLogger("gradxform")
 class Checkpoint(NamedTuple):
     """Where a run is saved, how often, and how many of its checkpoints are kept.
 
-    A checkpoint holds parameters, optimizer state, and what became of which worker's
-    pushes, all of one moment: right after a step. It is written by orbax's
-    ``CheckpointManager``, by the side of the run; one that is due while the last is
-    still being written is left out. Its name is the number of pushes that it holds.
-    A run that ends, or is told to by ``SIGTERM``, is saved once more. Until it is
-    written it takes the memory of a second model and optimizer state.
+    A checkpoint holds parameters, optimizer state, and each worker's last answers, all
+    of one moment: right after a step. It is written by orbax's ``CheckpointManager``,
+    by the side of the run; one that is due while the last is still being written is
+    left out. Its name is the number of pushes that it holds. A run that ends, or is
+    told to by ``SIGTERM``, is saved once more. Until it is written it takes the memory
+    of a second model and optimizer state.
 
     The directory belongs to one run at a time: a second one is told who has it.
     Checksums lie beside what was written. Where the newest checkpoint has changed,

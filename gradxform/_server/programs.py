@@ -203,7 +203,7 @@ class PushPrograms:
             return Program(lowered.compile(), shardings)
 
     def _shardings_of(self, tree: Any, depth: int) -> Iterator[Sharding]:
-        """Of what is like a parameter as of that; all else is whole everywhere."""
+        """A leaf like a parameter lies as that does; others are whole everywhere."""
         for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=maps.is_leaf):
             if isinstance(leaf, IndexedSlices):
                 yield from [self._place.everywhere] * 2  # Values and indices.

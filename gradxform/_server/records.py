@@ -110,7 +110,7 @@ class Tally:
 
 
 class GlobalStep(int):
-    """A global step that knows in which life of which server it was counted.
+    """A global step that knows its server, and in which of its lives it was counted.
 
     A server's life ends where it is restored, or dies: after that the same number means
     other parameters. Arithmetic makes it a plain integer.

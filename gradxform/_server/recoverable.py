@@ -68,7 +68,7 @@ class RecoverableServer(ParameterServer):
     ) -> None:
         super().__init__(params, tx, **options)
         self._takes = pushes  # That many more.
-        self._local_steps: dict[Hashable, int] = {}  # Of what was answered, by worker.
+        self._local_steps: dict[Hashable, int] = {}  # Last answered, by worker.
         self._saver = None if checkpoint is None else Saver(checkpoint)
         self._standing: Standing | None = None
 

@@ -30,9 +30,10 @@ def wide_sum(x: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def integer_sum(x: jax.Array, total: jax.Array) -> jax.Array:
-    """``total + x`` of integers, exactly; of any other ``x`` the part before the point.
+    """``total + x`` of integers, exactly; any other ``x`` is truncated first.
 
-    In the dtype of ``total``, in which a negative ``x`` is none if it is unsigned.
+    In the dtype of ``total``. If that is unsigned it has no negative numbers, so the
+    size of a negative ``x`` is subtracted.
     """
     if jnp.issubdtype(x.dtype, jnp.integer):
         return total + x.astype(total.dtype)
@@ -46,7 +47,7 @@ def added(u: jax.Array, p: jax.Array) -> jax.Array:
         return integer_sum(u, p)
     if u.dtype == p.dtype:
         # The sum of two numbers in half precision is rounded once as it is, and
-        # compilers for TPU fuse it where they do not fuse a sum in float32.
+        # compilers for TPU fuse it, but not a sum in float32.
         return p + u
     return wide_sum(u, p).astype(p.dtype)
 
@@ -62,7 +63,7 @@ def safe_sqrt(x: jax.Array) -> jax.Array:
     """``sqrt(x)`` of ``x ≥ 0`` with a finite derivative at 0."""
     positive = x > 0
     root = jnp.sqrt(jnp.where(positive, x, 1))
-    # What is not positive is 0 or NaN, and is its own root.
+    # A number that is not positive is 0 or NaN, and is its own root.
     return jnp.where(positive, root, x)
 
 
@@ -73,10 +74,10 @@ def inverse_sqrt(
 
     A divisor too small for a normal number of its dtype counts as 0.
 
-    The caller multiplies a gradient by it whose square is part of ``x``: where the
-    divisor is 0 so is the gradient, and so shall be their quotient.
+    The caller multiplies a gradient by it, and ``x`` contains the gradient's square. So
+    where the divisor is 0, the gradient is 0, and the quotient should be 0 too.
     """
-    # Where eps is known to be above 0 as a number of this dtype, so is the divisor.
+    # If eps is known to be above 0 in this dtype, so is the divisor.
     tiny = np.finfo(x.dtype).tiny
     may_be_0 = isinstance(eps, jax.core.Tracer) or np.asarray(eps, x.dtype) < tiny
     eps = jnp.asarray(eps, x.dtype)

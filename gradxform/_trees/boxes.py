@@ -13,8 +13,8 @@ from gradxform._trees.maps import is_leaf
 def bare(params: Any) -> Any:
     """Parameters without the boxes in which Flax names the mesh axes of an array.
 
-    State of fewer axes than its parameter must not inherit them: Flax would lay it out
-    by the names of axes that it does not have.
+    State with fewer axes than its parameter must not inherit them: Flax would lay it
+    out by the names of axes that the state lacks.
     """
     known = {"flax.nnx": "Variable", "flax.core.meta": "AxisMetadata"}
     modules = {name: sys.modules[name] for name in known if name in sys.modules}
@@ -29,12 +29,12 @@ def bare(params: Any) -> Any:
 
 
 def as_in(like: Any, tree: Any) -> Any:
-    """The leaves of a tree in the nodes of ``like``, from which boxes alone tell it."""
+    """The leaves of a tree in the nodes of ``like``; the two differ only in boxes."""
 
     def nodes(tree: Any) -> Any:
         return jax.tree.structure(tree, is_leaf=is_leaf)
 
-    # Without boxes, as nearly always, there is nothing to take apart and compare.
+    # Usually there are no boxes, and nothing to take apart and compare.
     wanted = nodes(like)
     if nodes(tree) == wanted or nodes(bare(tree)) != nodes(bare(like)):
         return tree

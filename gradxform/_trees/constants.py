@@ -31,7 +31,7 @@ def full_like(
     """``value`` in the shape of ``p``, or of its first ``axes`` axes, sharded as these.
 
     So state lies where its parameters lie, also when it is made under ``jit``: there
-    the compiler puts a constant on all devices, and what is computed from ``p`` where
+    the compiler puts a constant on all devices, but results computed from ``p`` where
     ``p`` is.
     """
     if isinstance(p, jax.core.Tracer):

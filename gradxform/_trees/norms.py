@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from gradxform._trees import arithmetic, barrier, checks, dtypes, maps, mesh
 from gradxform._trees.mesh import AxisName
 
-# Arrays of at most this many entries are handled together, up to so many at once. A
-# kernel takes milliseconds to compile and microseconds to start, however little it
-# does; beyond that number the operands take longer to compile than the kernels.
+# Arrays of at most this many entries are handled together, up to so many at once. Every
+# kernel takes milliseconds to compile and microseconds to start; beyond that number the
+# operands take longer to compile than the kernels.
 _SMALL, _TOGETHER = 4096, 32
 
 
@@ -112,9 +112,9 @@ def products(
 def squared_rows(updates: Any, *, limit: jax.typing.ArrayLike | None = None) -> Any:
     """``Σ min(|g|, limit)²`` of each row, over all axes but the first.
 
-    On CPU all in it is apart from the clip that the updates go through, whose numbers
-    it would else find in memory; a clamp is not fused with a sum at all. So are the
-    results, because of a sum of sums XLA makes one of all entries.
+    On CPU all of it is kept apart from the clip of the updates. Otherwise it would read
+    the clip's results from memory; a clamp is not fused with a sum at all. The results
+    are kept apart as well, because XLA turns a sum of sums into one sum of all entries.
     """
 
     def sums(g: jax.Array) -> jax.Array:
@@ -133,7 +133,8 @@ def map_layers(
     """New state ``f(square, s)``, elementwise; a layer without gradient keeps its own.
 
     On GPU a kernel takes longer to start than to work on a number, so there all layers
-    share one. On CPU, what reads its number from among many is compiled for each anew.
+    share one. On CPU a kernel that reads one number among many is compiled for each
+    anew.
     """
 
     def together(squares: list[jax.Array], states: list[jax.Array]) -> list[jax.Array]:
@@ -172,7 +173,7 @@ def _sum(x: jax.Array, stacked: int) -> jax.Array:
 
 
 def _is_small(x: jax.Array) -> bool:
-    """Few entries, and on one device: what is sharded stays where it is."""
+    """Whether it has few entries on one device; sharded arrays stay where they are."""
     mesh = jax.typeof(x).sharding.mesh
     return x.size <= _SMALL and (mesh.empty or mesh.size == 1)
 
