@@ -101,7 +101,7 @@ _trees/constants.py: state of sharded parameters lies whole on each device
 + sharding = p.sharding.update(spec=P())
 
 _trees/arithmetic.py: an eps that is flushed to 0 does not keep the divisor from it
-- np.asarray(eps, x.dtype) < np.finfo(x.dtype).tiny
+- np.asarray(eps, x.dtype) < tiny
 + np.asarray(eps, x.dtype) == 0
 
 _trees/maps.py: what is not finite in an imaginary part is not seen
