@@ -85,8 +85,12 @@ _trees/dtypes.py: a step that an int32 does not hold turns negative
 + return x.astype(jnp.int32)
 
 _trees/boxes.py: a sum of squares a row is laid out as its table is
-- return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0]
+- return _content(node) if isinstance(node, _boxes()) else node
 + return node
+
+_trees/boxes.py: what keeps several of a parameter lies whole on every device
+- return p.replace_boxed(s).add_axis(0, {"partition_name": None})
++ return s
 
 _trees/barrier.py: a sum of squares shares its widening with the update
 - cpu=jax.lax.optimization_barrier
@@ -101,7 +105,7 @@ _trees/constants.py: state of sharded parameters lies whole on each device
 + sharding = p.sharding.update(spec=P())
 
 _trees/arithmetic.py: an eps that is flushed to 0 does not keep the divisor from it
-- np.asarray(eps, x.dtype) < np.finfo(x.dtype).tiny
+- np.asarray(eps, x.dtype) < tiny
 + np.asarray(eps, x.dtype) == 0
 
 _trees/maps.py: what is not finite in an imaginary part is not seen

@@ -110,7 +110,8 @@ def delayed(
 
     def init_fn(params: optax.Params) -> DelayedState:
         checks.of_same_kind("ring_dtype", ring_dtype, params)
-        leaves = maps.held(boxes.bare(params))
+        params = maps.held(params)
+        leaves = boxes.bare(params)
 
         def nothing(p: jax.Array) -> jax.Array:
             return constants.full_like(p, 0, jnp.int32, axes=0)
@@ -120,9 +121,10 @@ def delayed(
             zero = constants.full_like(p, 0, dtype, axes=None if delay else 0)
             return constants.stacked(zero, delay) if delay else zero
 
+        ring = maps.map_params(zeros, leaves, _delays(num_steps, leaves))
         return DelayedState(
             count=maps.map_params(nothing, leaves),
-            ring=maps.map_params(zeros, leaves, _delays(num_steps, leaves)),
+            ring=boxes.boxed(params, ring),
             inner_state=inner.init(params),
         )
 
