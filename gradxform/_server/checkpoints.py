@@ -74,7 +74,7 @@ class Checkpoint(NamedTuple):
             settings = json.loads(json.dumps(dict(self.settings)))
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"settings must be what JSON holds, got {self.settings!r}: {error}."
+                f"settings must be JSON values, got {self.settings!r}: {error}."
             ) from error
         directory = path_of("checkpoint", self.directory)
         return self._replace(directory=directory, settings=settings)

@@ -113,7 +113,7 @@ def aligned(
         mixed = arithmetic.safe_sqrt(mixed)
         size = g / (mixed + eps)
         opposes, short = c < 0, (g < eps) | (m < eps) | (g * m == 0)
-        # Unchanged if either is short, if nothing is left of the mixture, and if squares
+        # Unchanged if either is short, nothing is left of the mixture, or squares
         # overflow: entries that are not finite then stay where they are.
         as_it_is = short | (c >= agrees) | (~opposes & (mixed < eps))
         as_it_is |= ~jnp.isfinite(gg + mm)
