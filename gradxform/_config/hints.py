@@ -60,7 +60,7 @@ def alternatives(hint: Any, whole: bool = True) -> list[Alternative]:
 
 
 def record(hint: Any) -> Any:
-    """The named tuple that may stand there, of which a config holds a dict, or None."""
+    """The named tuple that may stand there, as a dict in a config, or None."""
     kinds = typing.get_args(hint) or (hint,)
     return next((kind for kind in kinds if hasattr(kind, "_fields")), None)
 

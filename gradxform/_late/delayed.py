@@ -15,7 +15,7 @@ from gradxform._trees import boxes, checks, constants, dtypes, maps
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.rounding import narrow
 
-_DELAYS = f"[0, {2**30}]"  # Twice as much is an int32 still.
+_DELAYS = f"[0, {2**30}]"  # Twice as much is still an int32.
 
 
 class DelayedState(NamedTuple):
@@ -46,20 +46,20 @@ def delayed(
 
         g_{inner} = g_{t - d} \quad\text{at step } t \ge d
 
-    with d = ``num_steps``. This is what a pipeline does that does not wait for its
-    bubbles, or a worker whose gradients are always d steps late, in an ordinary loop of
-    one process. Until there are gradients of d steps ago ``inner`` rests: updates are
-    zero, and its state, with the count of every schedule in it, stays bit-identical.
-    With d = 0 the result is ``inner`` itself.
+    with d = ``num_steps``. This puts a delay into an ordinary loop of one process: that
+    of a pipeline that does not wait for its bubbles, or of a worker whose gradients are
+    always d steps late. Until there are gradients of d steps ago ``inner`` rests:
+    updates are zero, and its state, with the count of every schedule in it, stays
+    bit-identical. With d = 0 the result is ``inner`` itself.
 
-    With a tree of numbers each leaf has its own delay, as the stages of a pipeline
-    have, and ``inner`` rests until the longest of them is over. ``inner`` sees the
-    parameters and the extra arguments of today.
+    With a tree of numbers each leaf has its own delay, like the stages of a pipeline,
+    and ``inner`` rests until the longest of them is over. ``inner`` sees the parameters
+    and the extra arguments of today.
 
     Each push counts and acts, only later, so there is no ``global_step`` in this state:
     :func:`global_step` finds that of a gate inside or around it. Inside
-    :func:`accumulate` the delay is one of steps, around it one of micro-batches; inside
-    :func:`drop_stale` what is dropped never gets into the ring.
+    :func:`accumulate` the delay counts steps, around it micro-batches. Inside
+    :func:`drop_stale` a dropped gradient never gets into the ring.
 
     The ring is as large as d models, and lies as its parameters do. A step reads one
     gradient from it, and writes one. Use :func:`apply_gradients`, or ``minimize``:
@@ -68,8 +68,8 @@ def delayed(
 
     Args:
       inner: the transformation on which the gradients act, a whole optimizer as a rule.
-      num_steps: d, an int in [0, 2³⁰], or a prefix tree of such ints; no traced number,
-        for it is a shape. Under ``optax.inject_hyperparams`` name it in
+      num_steps: d, an int in [0, 2³⁰], or a prefix tree of such ints; it is a shape, so
+        it cannot be traced. Under ``optax.inject_hyperparams`` name it in
         ``static_args``.
       ring_dtype: dtype of the ring, by default that of the parameters. Gradients of
         another are rounded to it, and come out of the ring in the dtype of today's.
@@ -77,15 +77,14 @@ def delayed(
     Returns:
       A transformation with state :class:`DelayedState`; ``inner`` where no number is
       above 0. ``None`` for a leaf leaves its ring as it was, and ``inner`` sees
-      ``None`` there: the delay of a leaf is one of the gradients that it gets. Where
-      one joins later, ``inner`` rests again until it has enough of them.
+      ``None`` there: the delay of a leaf counts its own gradients. If a leaf joins
+      later, ``inner`` rests again until it has enough of them.
 
     Raises:
       ValueError: a number is out of its range.
       TypeError: ``inner`` is no transformation; ``num_steps`` holds something else than
-        ints, or does not fit the parameters; ``ring_dtype`` is no dtype for them;
-        updates do not have their structure or shapes; a gradient that is to be held is
-        row-sparse.
+        ints, or does not fit the parameters; ``ring_dtype`` does not fit them; updates
+        do not have their structure or shapes; a gradient for the ring is row-sparse.
 
     Source: Narayanan et al., 2021, "Memory-efficient pipeline-parallel DNN training",
     https://arxiv.org/abs/2006.09503, whose PipeDream-2BW is ``num_steps=1`` in all
@@ -188,7 +187,7 @@ def _map(f: Any, *trees: Any) -> Any:
 
 
 def _delay(ring: Any) -> int:
-    """That of a leaf: for how many gradients its ring has room."""
+    """The delay of a leaf: for how many gradients its ring has room."""
     return ring.shape[0] if ring is not None and ring.ndim else 0
 
 
@@ -198,7 +197,7 @@ def _place(ring: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _oldest(g: Any, ring: jax.Array, count: jax.Array) -> Any:
-    """The gradient whose place today's is to take; today's without a delay."""
+    """The gradient that today's will replace; today's without a delay."""
     if g is None or not (delay := _delay(ring)):
         return g
     at = _place(ring, count) if delay > 1 else 0
@@ -251,7 +250,7 @@ def _delays(num_steps: Any, params: Any) -> Any:
         return jax.tree_util.keystr(path)
 
     delays = jax.tree.map_with_path(find, params)
-    # A node without leaves may stand for what another transformation trains.
+    # A node without leaves may stand for leaves that another transformation trains.
     nodes, _ = jax.tree.flatten_with_path(
         params, is_leaf=lambda node: not jax.tree.leaves(node)
     )

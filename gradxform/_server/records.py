@@ -1,4 +1,4 @@
-"""What a parameter server holds, answers, and is asked with."""
+"""The records that a parameter server holds, answers and takes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class _PushResult(NamedTuple):
 
 
 class PushResult(_PushResult):
-    """What became of one push: a tuple of three.
+    """The result of one push: a tuple of three.
 
     Attributes:
       applied: False where it was dropped as stale.
       staleness: steps taken since the worker's local step.
       global_step: after the push.
-      cosine: of the last gradient that acted with the one before it, where a
-        :func:`measure_cosine` in the transformation measures it; else None. It is no
-        part of the tuple.
+      cosine: of the last gradient that acted with the one before it, if the
+        transformation has a :func:`measure_cosine`; else None. It is not part of the
+        tuple.
     """
 
     cosine: float | None = None
@@ -50,7 +50,7 @@ class PushResult(_PushResult):
 class ServerClosedError(RuntimeError):
     """A call to a server that was closed, or that has lost its parameters.
 
-    Which of the two, the message says. The first is how workers learn of the end; the
+    The message says which of the two. By the first, workers learn of the end. The
     second ends with :meth:`ParameterServer.restore`.
     """
 
@@ -78,7 +78,7 @@ class ServerStats(NamedTuple):
 
 
 class Tally:
-    """What has become of the pushes so far, those of an earlier life included."""
+    """Counts of the pushes so far, including those of an earlier life."""
 
     def __init__(
         self, applied: int = 0, staleness: Mapping[int, int] | None = None

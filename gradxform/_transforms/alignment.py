@@ -1,4 +1,4 @@
-"""How far a gradient agrees with the momentum, and what is done where it does not."""
+"""How far a gradient agrees with the momentum, and its correction if it does not."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class MomentumAlignment(NamedTuple):
 
     Attributes:
       aligned: from this c on, in [-1, 1], a gradient stays as it is.
-      opposed: where the ramp of the rotation begins, below ``aligned``. Gradients of a
-        c below 0 are shrunk, so of this ramp the part above 0 alone is in use.
+      opposed: where the ramp of the rotation begins, below ``aligned``. Gradients with
+        a c below 0 are shrunk, so only the part of the ramp above 0 is in use.
       confidence: how much the length of the momentum counts against that of the
         gradient, ≥ 0.
-      rotation: how far a gradient of a c between 0 and ``aligned`` turns, ≥ 0.
-      shrinkage: how much of what points against the momentum is taken off where c is
-        below 0, ≥ 0.
+      rotation: how far a gradient with a c between 0 and ``aligned`` turns, ≥ 0.
+      shrinkage: how much of the part against the momentum is removed if c is below 0, ≥
+        0.
       max_shrinkage: the most of it, in [0, 1).
-      eps: gradients and momenta that are shorter correct nothing, > 0. It is added to
-        each divisor as well.
+      eps: shorter gradients and momenta correct nothing, > 0. It is added to each
+        divisor as well.
     """
 
     aligned: jax.typing.ArrayLike = 0.2
@@ -113,8 +113,8 @@ def aligned(
         mixed = arithmetic.safe_sqrt(mixed)
         size = g / (mixed + eps)
         opposes, short = c < 0, (g < eps) | (m < eps) | (g * m == 0)
-        # As it is where either is short, where nothing is left of the mixture, and where
-        # squares overflow: what is not finite then stays where it is.
+        # Unchanged if either is short, if nothing is left of the mixture, or if squares
+        # overflow: what is not finite then stays where it is.
         as_it_is = short | (c >= agrees) | (~opposes & (mixed < eps))
         as_it_is |= ~jnp.isfinite(gg + mm)
         a = jnp.where(as_it_is | opposes, 1, of_g * size)

@@ -62,16 +62,16 @@ def scale_by_momentum_look_ahead(
           \frac{aligned - c}{aligned - opposed}\,\kappa,\; 1\right)
           \quad\text{where } 0 \le c < aligned
 
-    So a late gradient loses some of what points against the others' steps, one that
-    points nowhere near turns toward them, and one that agrees stays as it is. So does
-    each while there is no momentum, or no gradient.
+    So a late gradient loses a part of its component against the others' steps. A
+    gradient that is nearly perpendicular turns toward them, and one that agrees stays
+    as it is. Without a momentum, or without a gradient, nothing is corrected.
 
     A layer is a leaf. ``None`` for it leaves its momentum as it was. Where the squares
     of a layer are not finite, nothing of it is corrected.
 
     λ is that of the authors' code, where it goes to 0 as c comes to ``aligned``. Their
-    paper has ``rotation·(1 - c)·κ``, which jumps there; the code says that the paper is
-    to be changed.
+    paper has ``rotation·(1 - c)·κ``, which jumps there; the code says that the paper
+    will be changed.
 
     Args:
       b1: decay of the momentum, in [0, 1).
@@ -90,8 +90,8 @@ def scale_by_momentum_look_ahead(
 
     Raises:
       ValueError: an argument is out of its range.
-      TypeError: ``alignment`` is no :class:`MomentumAlignment`; ``mu_dtype`` is no
-        dtype for the parameters; updates do not have their structure or shapes, or are
+      TypeError: ``alignment`` is not a :class:`MomentumAlignment`; ``mu_dtype`` does
+        not fit the parameters; updates do not have their structure or shapes, or are
         row-sparse.
 
     Source: "Momentum look-ahead for asynchronous distributed low-communication
@@ -146,8 +146,8 @@ def scale_by_momentum_look_ahead(
             return (moved + _scale(g, rest * a)).astype(mu.dtype)
 
         def step(g: jax.Array, mu: jax.Array, shares: Shares) -> jax.Array:
-            # u_t = a·g + b·m_{t-1} + b1·m_t. What m_t holds of m_{t-1} stands for it:
-            # so m_t takes the place of m_{t-1}, which nobody else has to read.
+            # u_t = a·g + b·m_{t-1} + b1·m_t. The share of m_{t-1} in m_t stands for it:
+            # so m_t replaces m_{t-1}, which nobody else has to read.
             decay, rest, a, b = factors(g, shares)
             kept = decay + rest * b
             none = kept == 0  # Then b1 is 0, and b: u_t is m_t.
@@ -185,16 +185,15 @@ def momentum_look_ahead(
     .. math:: w \leftarrow w - learning\_rate \cdot u
 
     with ``u`` from :func:`scale_by_momentum_look_ahead`. Each worker trains on its own
-    for many steps, and pushes how far it has come as if that were a gradient, as
-    :func:`local_steps` gives it. In HeLoCo a worker begins where :func:`worker_start`
-    says.
+    for many steps and pushes how far it has come, as if that were a gradient: see
+    :func:`local_steps`. In HeLoCo a worker begins where :func:`worker_start` says.
 
     Weight decay is another link: ``optax.chain(optax.add_decayed_weights(1e-4),
     momentum_look_ahead(...))`` puts it into the gradients.
 
     Args:
       learning_rate: a scalar, or a schedule ``count -> scalar``.
-      b1: see :func:`scale_by_momentum_look_ahead`, as all that follows.
+      b1: see :func:`scale_by_momentum_look_ahead`, as for the rest.
       alignment: for HeLoCo, ``MomentumAlignment()``.
       mu_dtype: dtype of the momentum.
       axis_name: mesh axes over which layers may be sharded.
@@ -244,31 +243,31 @@ def worker_start(
     learning_rate: jax.typing.ArrayLike,
     b1: jax.typing.ArrayLike,
 ) -> optax.Params:
-    r"""Where a worker begins that looks ahead: where the momentum alone would go next.
+    r"""The start of a worker that looks ahead: where the momentum alone would go next.
 
     .. math:: w - learning\_rate \cdot b_1\,m
 
-    HeLoCo's look-ahead dispatch. A worker trains from there, and what it pushes is how
-    far it has come from there. Of a :class:`ParameterServer` ``state()`` has both:
-    ``worker_start(**server.state(), learning_rate=0.7, b1=0.9)``.
+    HeLoCo's look-ahead dispatch. A worker trains from there, and pushes how far it has
+    come from there. ``state()`` of a :class:`ParameterServer` has both parameters and
+    state: ``worker_start(**server.state(), learning_rate=0.7, b1=0.9)``.
 
     Args:
       params: the server's parameters.
       state: the server's state, which holds one of
         :func:`scale_by_momentum_look_ahead` at any depth. Where this is masked,
         parameters stay as they are.
-      learning_rate: that of the optimizer; of a schedule what it gives for this step,
-        as ``schedule(gx.global_step(state))``.
+      learning_rate: that of the optimizer; with a schedule its value for this step,
+        ``schedule(gx.global_step(state))``.
       b1: that of the optimizer.
 
     Returns:
-      The start, with the shapes and dtypes of ``params``, which are none the worse for
-      it. The arithmetic is done in at least float32.
+      The start, with the shapes and dtypes of ``params``, which stay valid. The
+      arithmetic is done in at least float32.
 
     Raises:
       ValueError: the state holds no momentum, or several side by side; ``b1`` is out of
         its range.
-      TypeError: ``learning_rate`` is no real number; ``params`` do not have the
+      TypeError: ``learning_rate`` is not a real number; ``params`` do not have the
         structure or shapes of the momentum.
 
     Source: Al Asif et al., 2026, "HeLoCo", https://arxiv.org/abs/2606.00271, equation
