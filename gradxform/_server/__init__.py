@@ -14,5 +14,7 @@ A ``recoverable`` server saves itself in ``checkpoints`` while workers go on, an
 where the newest whole one is; their ``folder`` is one run's at a time. ``extras``
 imports what not every user has.
 
+A server of several processes has each array in parts; their ``layout`` says which.
+
 Imports all wings above it.
 """
