@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from gradxform._server.actor import Published, Publisher, is_actor, was_restarted
+from gradxform._server.actor import Publisher, is_actor, was_restarted
 from gradxform._server.own_thread import OwnThread
 from gradxform._server.places import copy, settle
 from gradxform._server.programs import PushPrograms
@@ -144,7 +144,7 @@ class ParameterServer:
             read, others, seen = self._thread.run(self._pull, wanted)
         parts = {i: self._programs.rows.part(i, wanted[i], x) for i, x in read.items()}
         if self._publisher:
-            return Published(others, parts), seen
+            return self._publisher.deliver(others, parts), seen
         leaves = {**others, **parts}
         return self._programs.params([leaves[i] for i in range(len(leaves))]), seen
 
@@ -202,11 +202,14 @@ class ParameterServer:
             check_push_id(push_id)
         self._check_usable()
         self._check_step(local_step)
-        step, pushed = self._programs.prepare(grads, extra)
+        step, pushed = self._prepare(grads, extra)
         result: PushResult = self._thread.run(
             self._push, step, pushed, local_step, push_id
         )
         return result
+
+    def _prepare(self, grads: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
+        return self._programs.prepare(grads, extra)
 
     def _push(
         self,
@@ -332,6 +335,9 @@ class ParameterServer:
         return state
 
     def _state(self) -> dict[str, Any]:
+        return self._copies()
+
+    def _copies(self) -> dict[str, Any]:
         if self._lost is not None:
             self._check_usable()
         params, state = copy(self._programs.trees(self._version.leaves))

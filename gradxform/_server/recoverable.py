@@ -186,7 +186,7 @@ class RecoverableServer(ParameterServer):
             "staleness": {str(steps): n for steps, n in stats.staleness.items()},
             "answers": answers,
         }
-        return Snapshot(stats.accepted + stats.dropped, self._state(), counters)
+        return Snapshot(stats.accepted + stats.dropped, self._copies(), counters)
 
     def save(self) -> int | None:
         """Writes the last checkpoint, of now; the global step it is of, None without.

@@ -1,0 +1,96 @@
+"""A server of several processes, each a Ray actor: how they start, and end together."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gradxform._server.checkpoints import Checkpoint
+from gradxform._server.extras import require
+from gradxform._server.follower import Follower
+from gradxform._server.group import Leader
+from gradxform._server.layout import Layout
+from gradxform.engines._crew import LOOK, server_options
+from gradxform.engines._job import Job
+
+GONE = 10.0  # Seconds that the end of a process that was killed may take.
+# What Ray calls a strategy of a placement group, and knows for no single actor.
+TOGETHER = "PACK", "STRICT_PACK", "STRICT_SPREAD"
+
+
+class Group:
+    """A server in several processes; see :class:`Processes`.
+
+    Args:
+      job: what it is to hold.
+      layout: of its parameters.
+      options: Ray's, for the actor of each.
+    """
+
+    def __init__(self, job: Job, layout: Layout, options: Mapping[str, Any]) -> None:
+        self._ray = ray = require("ray", "ray")
+        self.layout = layout
+        self._options = dict(options)
+        self._server_options = server_options(job)
+        tx = ray.put(job.tx)
+        parts = range(layout.processes)
+        if callable(job.params):
+            params = [ray.put(job.params)] * layout.processes
+        else:
+            params = [ray.put(layout.part(job.params, k)) for k in parts]
+        self._given = [[each, tx] for each in params]
+        self._actors: list[Any] = []
+        self._placed: Any = None
+
+    def start(self, checkpoint: Checkpoint | None, check: Callable[[], object]) -> Any:
+        """See :class:`Processes`."""
+        self.kill()
+        ray, layout, key = self._ray, self.layout, secrets.token_bytes(32)
+        options = self._place(check)
+        leader = ray.remote(Leader).options(**options[0]).remote(key, layout.processes)
+        self._actors = [leader]
+        for number in range(1, layout.processes):
+            start = ray.remote(Follower).options(**options[number]).remote
+            self._actors.append(start(number, key, layout.processes))
+        (where,) = self._all([leader.where.remote()], check)
+        _, *followers = self._actors
+        what = layout, checkpoint
+        joining = [
+            leader.join.remote(followers, self._given[0], *what, **self._server_options)
+        ]
+        joining += [
+            each.join.remote(where, given, *what, **self._server_options)
+            for each, given in zip(followers, self._given[1:], strict=True)
+        ]
+        # Whoever dies meanwhile is waited for by the others in vain, so look at each.
+        self._all(joining, check)
+        return leader
+
+    def _all(self, asked: list[Any], check: Callable[[], object]) -> list[Any]:
+        """What they answer; raises as soon as one of them does."""
+        left = asked
+        while left:
+            check()
+            done, left = self._ray.wait(left, num_returns=1, timeout=LOOK)
+            self._ray.get(done)
+        answers: list[Any] = self._ray.get(asked)
+        return answers
+
+    def _place(self, check: Callable[[], object]) -> list[dict[str, Any]]:
+        """The options of each actor."""
+        return [self._options] * self.layout.processes
+
+    def kill(self) -> None:
+        """See :class:`Processes`; returns when they are gone."""
+        actors, self._actors = self._actors, []
+        for actor in actors:
+            with contextlib.suppress(Exception):
+                self._ray.kill(actor)
+        deadline = time.monotonic() + GONE
+        for actor in actors:
+            with contextlib.suppress(self._ray.exceptions.RayActorError):
+                while time.monotonic() < deadline:
+                    self._ray.get(actor.__ray_ready__.remote(), timeout=GONE)
