@@ -8,6 +8,7 @@ behind in a collective that the dead one will never join.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import queue
@@ -65,19 +66,19 @@ class Orders:
             _start(self._watch, connection)
 
     def tell(self, name: str, *args: Any, each: list[Any] | None = None) -> None:
-        """Has all followers do ``name`` with these arguments, and what is for each."""
+        """Has all followers do ``name``, or with ``each`` as many as that is long."""
+        orders = itertools.repeat(pickle.dumps((name, *args), -1))
+        if each is not None:
+            orders = (pickle.dumps((name, *args, own), -1) for own in each)
         try:
             with self._lock:
-                order = pickle.dumps((name, *args), -1) if each is None else b""
-                for number, connection in enumerate(self._connections):
-                    if each is not None:
-                        order = pickle.dumps((name, *args, each[number]), -1)
+                for connection, order in zip(self._connections, orders, strict=False):
                     connection.send_bytes(order)
         except OSError as error:
             self._end(f"a process of the server is gone, {error}")
 
     def failed(self) -> None:
-        """This process has failed, too, and answers with the error."""
+        """Says that the leader has failed, too, and answers with the error."""
         self._failed.set()
 
     def _watch(self, connection: Connection[Any, Any]) -> None:

@@ -195,7 +195,7 @@ class Leader(RecoverableServer):
             others = self.order("publish", at)
             parts = [parts_of(self._version, at), *others]
         whole = jax.tree.unflatten(structure, leaves)
-        return Pulled(Stowed.of(whole, copy), cut, parts, {})
+        return Pulled(Stowed.of(whole, _copied), cut, parts, {})
 
     def order(self, name: str, *args: Any, each: list[Any] | None = None) -> list[Any]:
         """In a turn: has followers do that; references to what will come of it.
@@ -226,6 +226,10 @@ def parts_of(version: Version, at: list[int]) -> Stowed:
     """What this process has of some leaves, for others to take."""
     parts = [np.asarray(version.leaves[i].addressable_data(0)) for i in at]
     return Stowed.of(packed(parts), copy=lambda _: packed(map(np.array, parts)))
+
+
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(lambda x: copy(x) if isinstance(x, jax.Array) else x, tree)
 
 
 class _Parts(Publisher):

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from gradxform._server import wire
-from gradxform._server.layout import Layout, Part
+from gradxform._server.layout import Layout
 from gradxform._trees import maps
 from gradxform._trees.indexed_slices import IndexedSlices
 
@@ -100,7 +100,7 @@ class Parcel(NamedTuple):
         """Gradients and extra arguments, of which what is cut is a part."""
         (parts,) = (part.take() for part in self.parts)
         grads, extra = jax.tree.map(
-            lambda x: Part(parts[x.number]) if isinstance(x, Cut) else x,
+            lambda x: parts[x.number] if isinstance(x, Cut) else x,
             self.whole.take(),
             is_leaf=maps.is_leaf,
         )
