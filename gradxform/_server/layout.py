@@ -114,7 +114,7 @@ class Layout(NamedTuple):
         return cut if shape == np.shape(leaf) else None
 
     def part(self, tree: Any, process: int, depth: int = 0) -> Any:
-        """What a process gets of a tree like this one: padded parts, other leaves whole.
+        """What a process gets of a tree like this one: padded parts, or whole leaves.
 
         Parts are arrays of the host, views where they can be. Row-sparse leaves stay as
         they are.
@@ -201,8 +201,7 @@ class Layout(NamedTuple):
     def _by_path(self) -> dict[Any, tuple[tuple[int, ...], int | None]]:
         flat = jax.tree.leaves_with_path(self.types)
         return {
-            path: (x.shape, cut)
-            for (path, x), cut in zip(flat, self.cuts, strict=True)
+            path: (x.shape, cut) for (path, x), cut in zip(flat, self.cuts, strict=True)
         }
 
     def _map(self, f: Callable[[Any, int | None], Any]) -> Any:
@@ -304,5 +303,3 @@ def _cut(path: Any, x: Any, given: Any, processes: int) -> int | None:
             "long: take fewer processes, or P() to have it whole in each."
         )
     return axis
-
-

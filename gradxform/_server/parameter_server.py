@@ -13,6 +13,7 @@ import optax
 
 from gradxform._server.actor import Publisher, is_actor, was_restarted
 from gradxform._server.own_thread import OwnThread
+from gradxform._server.placed import Spread
 from gradxform._server.places import copy, settle
 from gradxform._server.programs import PushPrograms
 from gradxform._server.records import (
@@ -99,8 +100,9 @@ class ParameterServer:
         donate: bool = True,
         require_finite: bool = False,
     ) -> None:
-        tx, params, state = settle(tx, params)
-        self._programs = PushPrograms(tx, params, state, donate, require_finite)
+        spread = params if isinstance(params, Spread) else None
+        tx, params, state = spread.settle(tx) if spread else settle(tx, params)
+        self._programs = PushPrograms(tx, params, state, donate, require_finite, spread)
         # All that follows is written on the own thread alone.
         self._version = Version.of(params, state)
         self._answered: dict[Hashable, tuple[int, PushResult]] = {}  # By worker.
