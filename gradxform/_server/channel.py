@@ -15,6 +15,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
@@ -23,7 +24,7 @@ from typing import Any
 # Seconds of silence after which a machine is asked whether it is there, seconds between
 # two such questions, and how many may go unanswered.
 SILENCE, BETWEEN, UNANSWERED = 5, 2, 3
-PATIENCE = 5.0  # Seconds that a leader has to fail with the error of a follower.
+PATIENCE = 5.0  # Seconds in which what fails in one process fails in all, or in one.
 
 
 def end_process(why: str) -> None:
@@ -50,6 +51,7 @@ class Orders:
         self._connections: list[Connection[Any, Any]] = []
         self._lock = threading.Lock()  # Two orders go one after the other.
         self._failed = threading.Event()
+        self._others_failed = threading.Semaphore(0)
 
     def accept(self, followers: int) -> None:
         """Waits until so many followers are connected."""
@@ -77,20 +79,26 @@ class Orders:
         except OSError as error:
             self._end(f"a process of the server is gone, {error}")
 
-    def failed(self) -> None:
-        """Says that the leader has failed, too, and answers with the error."""
+    def failed(self, why: str) -> None:
+        """Returns if all followers have failed as well, or else ends this process.
+
+        What fails everywhere is nobody's death: who asked is told why.
+        """
         self._failed.set()
+        deadline = time.monotonic() + PATIENCE
+        for _ in self._connections:
+            wait = max(0.0, deadline - time.monotonic())
+            if not self._others_failed.acquire(timeout=wait):
+                self._end(f"the leader of the server has failed, {why}")
 
     def _watch(self, connection: Connection[Any, Any]) -> None:
-        try:
-            said = connection.recv()
-        except (EOFError, OSError):
-            self._end("a process of the server has died, and this one ends with it")
-            return
-        # As a rule the same step fails here as well, and who pushed is told why.
-        if not self._failed.wait(PATIENCE):
-            self._end(f"a process of the server has failed, {said}")
-        self._watch(connection)
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                why = connection.recv()
+                self._others_failed.release()
+                if not self._failed.wait(PATIENCE):
+                    self._end(f"a process of the server has failed, {why}")
+        self._end("a process of the server has died, and this one ends with it")
 
 
 class Followed:

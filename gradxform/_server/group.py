@@ -18,8 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from gradxform._server.actor import Publisher
 from gradxform._server.channel import Orders
@@ -54,7 +56,16 @@ def enter(coordinator: str, process: int, processes: int) -> Mesh:
         initialization_timeout=HOUR,  # Who starts them knows when one has died.
     )
     devices = [jax.local_devices(process_index=k)[0] for k in range(processes)]
-    return Mesh(np.array(devices), (AXIS,))
+    mesh = Mesh(np.array(devices), (AXIS,))
+    # Now that all are here: for the first collective they wait half a minute.
+    everywhere = NamedSharding(mesh, P())
+    meet = jax.jit(jnp.sum, out_shardings=everywhere)
+    meet(
+        jax.make_array_from_callback(
+            (processes,), NamedSharding(mesh, P(AXIS)), lambda _: np.ones(1, np.float32)
+        )
+    ).block_until_ready()
+    return mesh
 
 
 class Leader(RecoverableServer):
@@ -152,8 +163,8 @@ class Leader(RecoverableServer):
             try:
                 return jax.block_until_ready(step(leaves, pushed, local_step))
             except BaseException as error:
-                # What the others have now, nobody knows.
-                self._orders.failed()
+                # Where it fails because another process died, this one ends here.
+                self._orders.failed(summary(error))
                 self._lost = f"a step failed, {summary(error)}"
                 raise
 

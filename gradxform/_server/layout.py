@@ -24,6 +24,13 @@ AXIS = "server"  # Of the mesh.
 LARGE = 1 << 20  # Bytes: what is larger is cut, if nobody says otherwise.
 
 
+class Part:
+    """In the place of a leaf: what one process has of it."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
 class Layout(NamedTuple):
     """Where the leaves of a tree lie.
 

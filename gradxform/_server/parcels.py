@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from gradxform._server import wire
-from gradxform._server.layout import Layout
+from gradxform._server.layout import Layout, Part
 from gradxform._trees import maps
 from gradxform._trees.indexed_slices import IndexedSlices
 
@@ -99,8 +99,14 @@ class Parcel(NamedTuple):
     def open(self) -> tuple[Any, dict[str, Any]]:
         """Gradients and extra arguments, of which what is cut is a part."""
         (parts,) = (part.take() for part in self.parts)
-        grads, extra = jax.tree.map(
-            lambda x: parts[x.number] if isinstance(x, Cut) else x,
+        grads, extra = jax.tree.map_with_path(
+            lambda path, x: (
+                x
+                if not isinstance(x, Cut)
+                else parts[x.number]
+                if path[0].idx == 0
+                else Part(parts[x.number])
+            ),
             self.whole.take(),
             is_leaf=maps.is_leaf,
         )

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from gradxform._late import gate
 from gradxform._late.drop_stale import drop_stale
-from gradxform._server.layout import Layout, spec
+from gradxform._server.layout import Layout, Part, spec
 from gradxform._server.places import is_function
 from gradxform._server.rows import in_sizes
 from gradxform._trees import maps
@@ -88,7 +88,9 @@ class Spread:
         Row-sparse gradients get one of few sizes. What lies there stays there.
 
         Args:
-          tree: what :meth:`Layout.part` has given.
+          tree: what :meth:`Layout.part` has given. Of the extra arguments of a push
+            those leaves alone are parts that a :class:`Part` says so of: another may
+            have the same shape.
           depth: as there.
           of: 0 for what is like the parameters, 1 for what is like the state.
         """
@@ -103,7 +105,9 @@ class Spread:
             if isinstance(x, IndexedSlices):
                 return jax.tree.map(self._array, in_sizes(x))
             shape, cut = lie.get(path[depth:], (None, None))
-            if cut is None:
+            if isinstance(x, Part):
+                return self._array(x.array, cut)
+            if cut is None or depth:
                 return self._array(x)
             part = list(shape)
             part[cut] = shape[cut] // self.mesh.size * len(self._here)

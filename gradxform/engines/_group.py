@@ -8,17 +8,33 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.follower import Follower
 from gradxform._server.group import Leader
 from gradxform._server.layout import Layout
+from gradxform._server.places import is_function
 from gradxform.engines._crew import LOOK, server_options
 from gradxform.engines._job import Job
 
 GONE = 10.0  # Seconds that the end of a process that was killed may take.
 # What Ray calls a strategy of a placement group, and knows for no single actor.
 TOGETHER = "PACK", "STRICT_PACK", "STRICT_SPREAD"
+
+
+def layout_of(job: Job, processes: int, shardings: Any) -> Layout | None:
+    """Where the parameters of a job lie; None in one process.
+
+    Raises:
+      TypeError: one of the arguments is of another type.
+      ValueError: they cannot lie so.
+    """
+    params = job.params
+    types = jax.eval_shape(params) if is_function(params) else params
+    layout = Layout.of(types, processes, shardings)
+    return layout if layout.processes > 1 else None
 
 
 class Group:
@@ -37,7 +53,7 @@ class Group:
         self._server_options = server_options(job)
         tx = ray.put(job.tx)
         parts = range(layout.processes)
-        if callable(job.params):
+        if is_function(job.params):
             params = [ray.put(job.params)] * layout.processes
         else:
             params = [ray.put(layout.part(job.params, k)) for k in parts]

@@ -22,7 +22,7 @@ from gradxform._server.recoverable import tell
 from gradxform._trees import checks
 from gradxform.engines._crew import LOOK, Crew
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
-from gradxform.engines._group import Group
+from gradxform.engines._group import Group, layout_of
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._reach import reach
 from gradxform.engines._servers import One, RayServer, ServerDiedError, WorkersServer
@@ -65,14 +65,26 @@ def ray(
       connect_timeout: how many seconds it may take until that answers, in (0, inf].
       max_deaths: how often each worker, and the server, may die.
       worker_options: Ray's options for the workers' actors, as ``{"num_gpus": 1}``.
-      server_options: those for the server's.
+      server_options: those for the server's; of several processes, for the actor of
+        each. As a ``scheduling_strategy`` of theirs the names of Ray's placement groups
+        are known, too: with ``"STRICT_SPREAD"`` each is on a machine of its own.
+      server_processes: how many processes the server is made of, each with a part of
+        the parameters and of the state, where one machine has not the memory for all of
+        it. They run the same steps in the same order, so the numbers are those of one
+        process. If one dies, all are started again from the last checkpoint.
+      server_shardings: which leaves of the parameters are cut, and along which axis: a
+        tree like the parameters, or the beginning of one, of ``PartitionSpec`` over the
+        axis ``"server"``, or a function ``(path, shape) -> PartitionSpec``, with paths
+        as ``"encoder/emb"``. Where it says None, and by default, leaves of more than a
+        megabyte are cut along their first axis, and each process has all of the others.
 
     Raises:
       ConnectionError: no cluster has answered at ``address``.
       ImportError: Ray is not installed.
       ray.exceptions.RayActorError: a worker, or the server, has died too often.
       ValueError: too few workers for a step; a checkpoint of another job; a worker with
-        a device, or with a stream.
+        a device, or with a stream; no process for the server; shardings that cannot be;
+        fewer machines than processes where each is to have one.
       SystemExit: as the context ends, where ``SIGTERM`` has ended the run.
     """
     ray = require("ray", "ray")
@@ -80,8 +92,7 @@ def ray(
     checks.integer_scalar("max_deaths", max_deaths)
     checks.in_range("max_deaths", max_deaths, "[0, inf)")
     checks.in_range("connect_timeout", connect_timeout, "(0, inf]")
-    layout = Layout.of(_types(job.params), server_processes, server_shardings)
-    layout = layout if layout.processes > 1 else None
+    layout = layout_of(job, server_processes, server_shardings)
     run = _Ray(ray, job, max_deaths, dict(worker_options or {}))
     with contextlib.ExitStack() as stack:
         if not ray.is_initialized():
@@ -279,7 +290,3 @@ def _check(index: object, worker: Worker) -> None:
             f"workers: on Ray worker {index} is a process of its own and cannot have "
             f"the device {worker.device} of this one: give worker_options."
         )
-
-
-def _types(params: Any) -> Any:
-    return jax.eval_shape(params) if callable(params) else params
