@@ -162,10 +162,11 @@ class Layout(NamedTuple):
         assert len(parts) == self.processes
         leaves = zip(*map(jax.tree.leaves, parts), strict=True)
         types, structure = jax.tree.flatten(self.types)
-        return structure.unflatten(
+        joined = [
             each[0] if cut is None else _joined(type_, cut, each)
             for type_, cut, each in zip(types, self.cuts, leaves, strict=True)
-        )
+        ]
+        return jax.tree.unflatten(structure, joined)
 
     def of_state(self, init: Callable[[Any], Any]) -> Layout:
         """How the optimizer state lies: as the parameters it belongs to.
@@ -189,7 +190,7 @@ class Layout(NamedTuple):
         leaves, structure = jax.tree.flatten(lies)
         rest = jax.tree.leaves(seen), jax.tree.leaves(grown)
         pairs = [self._follows(*each) for each in zip(leaves, *rest, strict=True)]
-        types = structure.unflatten(_type(x) for x, _ in pairs)
+        types = jax.tree.unflatten(structure, [_type(x) for x, _ in pairs])
         return Layout(types, tuple(cut for _, cut in pairs), self.processes)
 
     def _follows(self, lies: Any, seen: Any, grown: Any) -> tuple[Any, int | None]:
@@ -203,7 +204,7 @@ class Layout(NamedTuple):
                 if like.shape == lies.shape:
                     return seen, axis
             break
-        return lies, None
+        return seen, None
 
     def _by_path(self) -> dict[Any, tuple[tuple[int, ...], int | None]]:
         flat = jax.tree.leaves_with_path(self.types)
@@ -213,7 +214,7 @@ class Layout(NamedTuple):
 
     def _map(self, f: Callable[[Any, int | None], Any]) -> Any:
         leaves, structure = jax.tree.flatten(self.types)
-        return structure.unflatten(map(f, leaves, self.cuts))
+        return jax.tree.unflatten(structure, map(f, leaves, self.cuts))
 
 
 def spec(cut: int | None) -> P:
@@ -235,13 +236,21 @@ def _stretched(x: Any, cut: int | None, length: int) -> jax.ShapeDtypeStruct:
 
 
 def _joined(type_: Any, cut: int, parts: Sequence[Any]) -> np.ndarray[Any, Any]:
-    whole = np.empty(type_.shape, type_.dtype)
+    whole = _aligned(type_)
     at, begin = (slice(None),) * cut, 0
     for part in map(np.asarray, parts):
         there = whole[(*at, slice(begin, begin + part.shape[cut]))]
         there[...] = part[(*at, slice(there.shape[cut]))]
         begin += part.shape[cut]
     return whole
+
+
+def _aligned(type_: Any) -> np.ndarray[Any, Any]:
+    """Memory that JAX on CPU looks at without another copy: it begins at 64 bytes."""
+    size = type_.size * np.dtype(type_.dtype).itemsize
+    room = np.empty(size + 63, np.uint8)
+    begin = -room.ctypes.data % 64
+    return room[begin : begin + size].view(type_.dtype).reshape(type_.shape)
 
 
 def _by_size(x: Any, processes: int) -> int | None:
@@ -264,8 +273,13 @@ def _spread(shardings: Any, structure: Any) -> list[Any]:
                 f"{node!r} at {checks.place(path)}."
             )
     try:
-        branches = jax.tree.structure(shardings, is_leaf=_is_spec).flatten_up_to(
-            structure.unflatten(range(structure.num_leaves))
+        numbers = jax.tree.unflatten(structure, range(structure.num_leaves))
+        branches: list[Any] = []
+        jax.tree.map(
+            lambda _, branch: branches.append(branch),
+            shardings,
+            numbers,
+            is_leaf=_is_spec,
         )
     except ValueError as error:
         raise ValueError(
@@ -274,7 +288,7 @@ def _spread(shardings: Any, structure: Any) -> list[Any]:
         ) from error
     specs = jax.tree.leaves(shardings, is_leaf=_is_spec)
     each = zip(specs, map(jax.tree.leaves, branches), strict=True)
-    return [spec for spec, numbers in each for _ in numbers]
+    return [spec for spec, under in each for _ in under]
 
 
 def _cut(path: Any, x: Any, given: Any, processes: int) -> int | None:

@@ -98,6 +98,18 @@ class PushPrograms:
         trees: tuple[Any, Any] = jax.tree.unflatten(self._structure, leaves)
         return trees
 
+    def like(self, leaves: list[Any]) -> dict[str, Any]:
+        """What describes a state that takes the place of these leaves.
+
+        Where they lie over several processes, they make room for it.
+        """
+        trees = self.trees(leaves)
+        if self.spread:
+            trees = self._arrays
+            for x in leaves:
+                x.delete()
+        return dict(zip(("params", "state"), trees, strict=True))
+
     def leaves_of_params(self, leaves: list[Any]) -> list[Any]:
         """Those of a version's leaves that are parameters."""
         return leaves[: self._params_structure.num_leaves]

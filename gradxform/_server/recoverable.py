@@ -69,7 +69,8 @@ class RecoverableServer(ParameterServer):
         super().__init__(params, tx, **options)
         self._takes = pushes  # That many more.
         self._local_steps: dict[Hashable, int] = {}  # Of what was answered, by worker.
-        self._saver = None if checkpoint is None else Saver(checkpoint)
+        spread = self._programs.spread
+        self._saver = None if checkpoint is None else Saver(checkpoint, spread)
         self._standing: Standing | None = None
 
     def begin(self) -> Standing:
@@ -102,8 +103,7 @@ class RecoverableServer(ParameterServer):
                 f"checkpoint: {saver.checkpoint.directory} holds a run of {newest} "
                 "pushes: let resume be True, or give another directory."
             )
-        own = self._programs.trees(self._version.leaves)
-        like = dict(zip(("params", "state"), own, strict=True))
+        like = self._programs.like(self._version.leaves)
         snapshot, notes = saver.read_newest(like)
         version = Version.of(*self._programs.place(snapshot.state))
         self._thread.run(self._resume, version, snapshot.counters)
