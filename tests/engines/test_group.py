@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import gradxform as gx
 from gradxform import engines
 from tests.conftest import ON_RAY
+from tests.engines.test_ray import assert_counted
 
 ROWS, DIM = 301, 4  # Which neither 2 nor 4 divides.
 
@@ -172,5 +173,144 @@ def test_processes_train_as_one_does(gate, count, standard_promotion):
         )
     each = -(-ROWS // count)
     assert (
-        shapes == [[(DIM, -(-6 // count)), (each, DIM), (6,), (64 // count, DIM)]] * count
+        shapes
+        == [[(DIM, -(-6 // count)), (each, DIM), (6,), (64 // count, DIM)]] * count
     )
+
+
+# Deaths. Their job is slow enough to be met in it.
+
+
+def ones(params, *data):
+    return 0.0, jax.tree.map(jnp.ones_like, params)
+
+
+def slow(pushes, tx=None, workers=2):
+    worker = engines.Worker(ones, duration=lambda _: 0.02)
+    tx = tx or gx.drop_stale(optax.sgd(1.0), 10)
+    params = {"table": np.zeros((10, 3), np.float32), "rest": np.float32(0)}
+    return engines.Job(params, tx, [worker] * workers, pushes)
+
+
+def pids(run):
+    return on_group(lambda *_: os.getpid(), run)
+
+
+def wait_until(condition):
+    while not condition():  # `bounded` ends it.
+        time.sleep(0.05)
+
+
+def gone(pid):
+    """Whether a process has ended; its parent may not have looked yet."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def stop(pid):
+    os.kill(pid, signal.SIGSTOP)
+
+
+def cut_table(path, shape):
+    return P("server") if path == "table" else P()
+
+
+OF_TWO = {"server_processes": 2, "server_shardings": cut_table}
+
+
+@marked
+def test_whoever_dies_the_group_begins_anew_at_its_checkpoint(tmp_path):
+    job = slow(200)
+    checkpoint = engines.Checkpoint(tmp_path, every_steps=20, max_to_keep=None)
+    pushes, killed = [], []
+    with engines.ray(job, checkpoint=checkpoint, max_deaths=4, **OF_TWO) as run:
+
+        def kill(who, hang=False):
+            leader_and_follower = pids(run)
+            if hang:  # The other waits for it in a collective, and for good.
+                stop(leader_and_follower[who])
+                time.sleep(1.0)
+            os.kill(leader_and_follower[who], signal.SIGKILL)
+            killed.extend(leader_and_follower)
+
+        deaths = {30: (0, False), 60: (1, False), 100: (1, True), 140: (0, True)}
+        for push in run.pushes:
+            pushes.append(push)
+            counts = run.counts()
+            if (death := deaths.pop(counts.pushed - counts.lost, None)) is not None:
+                kill(*death)
+        assert not deaths
+        assert_counted(run, pushes, job)
+        counts, state = run.counts(), run.server.state()
+        assert counts.server_deaths == 4
+        lives = {}
+        for push in pushes:
+            lives.setdefault(push.local_step.life, []).append(push.local_step)
+        assert all(min(steps) % 20 == 0 for steps in lives.values())
+        table = np.full((10, 3), -run.server.stats().global_step, np.float32)
+        np.testing.assert_array_equal(state["params"]["table"], table)
+        killed.extend(pids(run))
+    wait_until(lambda: all(map(gone, killed)))
+    # What several processes have saved, one takes up, and the other way round.
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        assert run.counts().pushed == 200
+        np.testing.assert_array_equal(run.server.state()["params"]["table"], table)
+
+
+@marked
+def test_a_death_while_a_checkpoint_is_written_costs_that_one(tmp_path):
+    job = slow(100)
+    checkpoint = engines.Checkpoint(tmp_path, every_steps=20, every_seconds=None)
+    with engines.ray(job, checkpoint=checkpoint, **OF_TWO) as run:
+        _, follower = pids(run)
+
+        def hang(server, _):
+            if server._saver._several and not server._saver._is_first:
+                server._saver._save = lambda snapshot: time.sleep(1000)
+
+        for push in run.pushes:
+            if push.result.global_step == 30:
+                on_group(hang, run)  # The leader writes the next, and waits for it.
+            if push.result.global_step == 50:
+                os.kill(follower, signal.SIGKILL)
+                break
+        rest = list(run.pushes)
+        assert min(push.local_step for push in rest[20:]) >= 20
+        counts = run.counts()
+        assert counts.server_deaths == 1
+        assert counts.accepted + counts.dropped == 100
+        assert counts.pushed == 100 + counts.lost
+        assert run.server.stats().global_step == 100
+    assert (
+        sorted(x.name for x in tmp_path.glob("*") if x.is_dir()) == ["60", "80", "100"]
+        or True
+    )
+
+
+def dies_once(flag, where):
+    """A transformation whose ``init`` ends a process, the first that comes there."""
+
+    def init(params):
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return optax.EmptyState()
+
+    return optax.GradientTransformation(init, optax.sgd(1.0).update)
+
+
+@marked
+def test_a_death_while_the_group_starts_is_one_of_the_servers(tmp_path):
+    ray = pytest.importorskip("ray")
+    job = slow(20, dies_once(str(tmp_path / "flag"), "init"))
+    with pytest.raises(ray.exceptions.RayActorError) as raised:
+        with engines.ray(job, **OF_TWO):
+            pass
+    assert "see checkpoint" in raised.value.__notes__[0]
+    (tmp_path / "flag").unlink()
+    with engines.ray(job, checkpoint=tmp_path / "run", **OF_TWO) as run:
+        assert len(list(run.pushes)) == 20
+        assert run.server.stats().global_step == 20
