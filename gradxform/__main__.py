@@ -7,9 +7,9 @@ that come too late, or ``conditional_accumulator`` adds up those of several work
 mode ``local`` that chain is each worker's own, for ``local_steps``, and what they push
 after those is for ``delayed_nesterov``.
 
-From top to bottom: workers, transformation, job, Ctrl-C, and all of it together. What
-is trained is the business of ``_digits``, how workers run that of ``engines``, options
-that of ``_command_line``, and what is shown that of ``_report``.
+From top to bottom: workers, transformation, job, Ctrl-C, and all of it together. How
+workers run is the business of ``engines``. Options, what is trained, and what is shown
+have rooms of their own in ``_demo``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ import numpy as np
 import optax
 
 import gradxform as gx
-from gradxform import _listing, engines
-from gradxform._command_line import ENGINES, OPTIMIZERS, make_parser, settings_of
-from gradxform._digits import Digits, Model, build_model, load_digits
-from gradxform._report import print_report, save_plot, track
+from gradxform import engines
+from gradxform._demo import listing
+from gradxform._demo.command_line import ENGINES, OPTIMIZERS, make_parser, settings_of
+from gradxform._demo.digits import Digits, Model, build_model, load_digits
+from gradxform._demo.report import print_report, save_plot, track
 from gradxform._server.extras import require
 
 BATCH_SIZE = 64
@@ -262,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     if args.list:
         with printing(parser):
-            _listing.print_table()
+            listing.print_table()
         return
 
     model, digits = build_model(args.seed), load_digits()

@@ -68,23 +68,39 @@ _trees/indexed_slices.py: what is summed is sorted and summed again by the next 
 - sums, self.dense_shape, summed=True)
 + sums, self.dense_shape, summed=False)
 
-_trees/maps.py: sparse updates of half precision are rounded before they are added
-- if isinstance(u, IndexedSlices) and widen(p).dtype == p.dtype:
-+ if isinstance(u, IndexedSlices):
+_trees/indexed_slices.py: updates of half precision are rounded before they are added
+- if wide_dtype(table) == table.dtype:
++ if True:
 
-_trees/maps.py: optax adds a repeated row once
-- u = sum_duplicates(update)
-+ u = update
+_trees/indexed_slices.py: optax adds a repeated row once
+- rows = rows.sum_duplicates()
++ rows = rows
 
-_trees/maps.py: state that starts at -0.0 starts at 0.0 under jit
+_trees/opaque.py: a function for dense gradients sees row indices as numbers
+- return jax.random.wrap_key_data(bits[..., None], impl=_opaque())
++ return indices
+
+_trees/dtypes.py: a step that an int32 does not hold turns negative
+- return jnp.clip(x, max(own.min, low), min(own.max, high)).astype(jnp.int32)
++ return x.astype(jnp.int32)
+
+_trees/boxes.py: a sum of squares a row is laid out as its table is
+- return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0]
++ return node
+
+_trees/barrier.py: a sum of squares shares its widening with the update
+- cpu=jax.lax.optimization_barrier
++ cpu=lambda x: x
+
+_trees/constants.py: state that starts at -0.0 starts at 0.0 under jit
 - jnp.asarray(value, dtype) - _false(p, axes).astype(dtype)
 + jnp.asarray(value, dtype) + _false(p, axes).astype(dtype)
 
-_trees/maps.py: state of sharded parameters lies whole on each device
+_trees/constants.py: state of sharded parameters lies whole on each device
 - sharding = p.sharding.update(spec=P(*p.sharding.spec[:axes]))
 + sharding = p.sharding.update(spec=P())
 
-_trees/maps.py: an eps that is flushed to 0 does not keep the divisor from it
+_trees/arithmetic.py: an eps that is flushed to 0 does not keep the divisor from it
 - np.asarray(eps, x.dtype) < np.finfo(x.dtype).tiny
 + np.asarray(eps, x.dtype) == 0
 
@@ -191,8 +207,8 @@ _late/gate.py: extra arguments are lost where update names none of them
 + p.kind is p.VAR_POSITIONAL
 
 _late/drop_stale.py: as late as may be is too late
-- return staleness <= maps.saturated(limit)
-+ return staleness < maps.saturated(limit)
+- return staleness <= dtypes.saturated(limit)
++ return staleness < dtypes.saturated(limit)
 
 _late/drop_stale.py: the staleness of what is dropped is not kept
 - stale_count=stale_count, staleness=staleness
@@ -203,8 +219,8 @@ _late/drop_stale.py: a schedule of the threshold sees how late the push is
 + "max_staleness", max_staleness, staleness, "[0, inf]"
 
 _late/scale_by_staleness.py: a gradient ahead of its time has a weight of its own
-- s = jnp.maximum(0, maps.saturated(staleness))
-+ s = maps.saturated(staleness)
+- s = jnp.maximum(0, dtypes.saturated(staleness))
++ s = dtypes.saturated(staleness)
 
 _transforms/measure_cosine.py: a leaf without gradient is in the norm of the one before
 - maps.map_updates(lambda _, s: s, updates, before)
@@ -227,8 +243,8 @@ _late/counters.py: TensorFlow's fraction divides by the steps alone
 + own.global_step.astype(jnp.float32)
 
 _late/compensate_delay.py: a delay is compensated the wrong way round
-- maps.scale(now - then, variance_control)
-+ maps.scale(then - now, variance_control)
+- arithmetic.scale(now - then, variance_control)
++ arithmetic.scale(then - now, variance_control)
 
 _late/compensate_delay.py: repeated rows are corrected one by one
 - updates = maps.sum_duplicates(updates)
@@ -251,12 +267,12 @@ _late/sums.py: a schedule is asked for the step behind this one
 + "num_required", self._num_required, global_step + 1, checks.COUNTS
 
 _late/sums.py: who pushed in the last round counts in the next one
-- lambda p: p & ~full, maps.as_in
-+ lambda p: p, maps.as_in
+- "pushed": pushed & ~full
++ "pushed": pushed
 
 _late/sums.py: a dropped push counts as one
-- p if g is None else p | taken
-+ p if g is None else p | True
+- pushed = state.pushed | (taken &
++ pushed = state.pushed | (True &
 
 _late/absent.py: the state of a leaf that nobody pushed for moves
 - return jax.tree.map(lambda n, o: jnp.where(has_acted, n, o), new, old)
@@ -295,8 +311,8 @@ _verbs/donation.py: what stands in two places is taken twice
 + held.discard(id(x))
 
 _verbs/local_steps.py: one step more is taken than shall be
-- number < maps.saturated(num_steps)
-+ number <= maps.saturated(num_steps)
+- number < dtypes.saturated(num_steps)
++ number <= dtypes.saturated(num_steps)
 
 _verbs/local_steps.py: what was pulled is donated
 - donate_argnums=(1,)), tx
@@ -560,15 +576,23 @@ engines/_work.py: a minibatch stays where it was
 - params, batch = _moved((params, batch), worker.device)
 + params = _moved(params, worker.device)
 
-_listing.py: names are cut where the terminal is narrow
+_demo/digits.py: each seed begins with the same weights
+- rngs = nnx.Rngs(seed)
++ rngs = nnx.Rngs(0)
+
+_demo/report.py: what the last worker had accepted counts as dropped
+- push.worker == last and not push.result.applied
++ push.worker == last
+
+_demo/listing.py: names are cut where the terminal is narrow
 - table.add_column("name", no_wrap=True)
 + table.add_column("name", width=12)
 
-_command_line.py: an option that is empty is left out
+_demo/command_line.py: an option that is empty is left out
 - if not path:
 + if path is None:
 
-_command_line.py: the picture of an earlier run is lost where the new one is not drawn
+_demo/command_line.py: the picture of an earlier run is lost if the new one is not drawn
 - if not existed and os.path.lexists(path):
 + if os.path.lexists(path):
 

@@ -22,7 +22,7 @@ import gradxform as gx
 from benchmarks.kills import processes_of
 from gradxform import __main__ as job
 from gradxform import engines
-from gradxform._command_line import ENGINES, MODES, settings_of, writable_png
+from gradxform._demo.command_line import ENGINES, MODES, settings_of, writable_png
 from tests.conftest import promotion, xla_flags
 
 SHORT = ("--steps", "60", "--engine", "simulated")

@@ -12,7 +12,7 @@ import optax
 from gradxform._late import gate
 from gradxform._late.gate import Act, GatedTransformation, Rest
 from gradxform._late.sums import Reduction, Sums
-from gradxform._trees import maps, versions
+from gradxform._trees import constants, maps, versions
 
 
 class AccumulateState(NamedTuple):
@@ -23,7 +23,7 @@ class AccumulateState(NamedTuple):
       num_accumulated: int32[], pushes in the sum.
       nonfinite_count: int32[], pushes left out so far; saturates.
       accumulated: the sum, like params, in at least float32 by default.
-      pushed: bool[] a leaf, whether any of these pushes had a gradient for it.
+      pushed: bool[leaves], whether any of these pushes had a gradient for that leaf.
       row_counts: int32[rows] a leaf, pushes that held a row; for ``row_mean`` only.
       inner_state: of the transformation behind the gate.
     """
@@ -32,7 +32,7 @@ class AccumulateState(NamedTuple):
     num_accumulated: jax.Array
     nonfinite_count: jax.Array
     accumulated: optax.Updates
-    pushed: optax.Updates
+    pushed: jax.Array
     row_counts: optax.Updates
     inner_state: optax.OptState
 
@@ -104,7 +104,7 @@ def accumulate(
 
     def init_fn(params: optax.Params) -> AccumulateState:
         return AccumulateState(
-            nonfinite_count=maps.zero(params, jnp.int32), **sums.init(params)
+            nonfinite_count=constants.zero(params, jnp.int32), **sums.init(params)
         )
 
     def guard(

@@ -11,7 +11,7 @@ import optax
 from gradxform._late import gate
 from gradxform._late.gate import Act, GatedTransformation, Rest
 from gradxform._late.sums import Reduction, Sums
-from gradxform._trees import checks, maps
+from gradxform._trees import checks, constants
 
 
 class ConditionalAccumulatorState(NamedTuple):
@@ -22,7 +22,7 @@ class ConditionalAccumulatorState(NamedTuple):
       num_accumulated: int32[], pushes in the sum.
       stale_count: int32[], pushes dropped so far; saturates.
       accumulated: the sum, like params, in at least float32 by default.
-      pushed: bool[] a leaf, whether any of these pushes had a gradient for it.
+      pushed: bool[leaves], whether any of these pushes had a gradient for that leaf.
       row_counts: int32[rows] a leaf, pushes that held a row; for ``row_mean`` only.
       inner_state: of the transformation behind the gate.
     """
@@ -31,7 +31,7 @@ class ConditionalAccumulatorState(NamedTuple):
     num_accumulated: jax.Array
     stale_count: jax.Array
     accumulated: optax.Updates
-    pushed: optax.Updates
+    pushed: jax.Array
     row_counts: optax.Updates
     inner_state: optax.OptState
 
@@ -114,7 +114,7 @@ def conditional_accumulator(
 
     def init_fn(params: optax.Params) -> ConditionalAccumulatorState:
         return ConditionalAccumulatorState(
-            stale_count=maps.zero(params, jnp.int32), **sums.init(params)
+            stale_count=constants.zero(params, jnp.int32), **sums.init(params)
         )
 
     def guard(

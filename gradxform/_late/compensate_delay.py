@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import checks, maps
+from gradxform._trees import arithmetic, checks, dtypes, maps
 
 
 def compensate_delay(
@@ -71,15 +71,15 @@ def compensate_delay(
 
         def compensate(g: jax.Array, w: jax.Array, w_worker: jax.Array) -> jax.Array:
             # g + λ·g⊙g⊙(w - w_worker)
-            wide = maps.widen(g)
+            wide = dtypes.widen(g)
             now, then = (
-                maps.widen(jnp.asarray(x)).astype(wide.dtype) for x in (w, w_worker)
+                dtypes.widen(jnp.asarray(x)).astype(wide.dtype) for x in (w, w_worker)
             )
             # λ and the distance come first: where either is 0, so is the product,
             # though g⊙g may overflow.
-            correction = maps.scale(now - then, variance_control)
+            correction = arithmetic.scale(now - then, variance_control)
             for _ in range(2):
-                correction = maps.scale(correction, jnp.abs(wide))
+                correction = arithmetic.scale(correction, jnp.abs(wide))
             return (wide + correction).astype(g.dtype)
 
         updates = maps.sum_duplicates(updates)

@@ -11,7 +11,7 @@ import optax
 
 from gradxform._late import gate
 from gradxform._late.gate import Act, GatedTransformation, Rest
-from gradxform._trees import checks, maps
+from gradxform._trees import checks, constants, dtypes
 
 
 class DropStaleState(NamedTuple):
@@ -109,9 +109,9 @@ def drop_stale(
     def init_fn(params: optax.Params) -> DropStaleState:
         # Three arrays, not one three times: a buffer can be donated only once.
         return DropStaleState(
-            global_step=maps.zero(params, jnp.int32),
-            stale_count=maps.zero(params, jnp.int32),
-            staleness=maps.zero(params, jnp.int32),
+            global_step=constants.zero(params, jnp.int32),
+            stale_count=constants.zero(params, jnp.int32),
+            staleness=constants.zero(params, jnp.int32),
             inner_state=inner.init(params),
         )
 
@@ -161,5 +161,5 @@ def drop_stale(
 
 def _at_most(staleness: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:
     if isinstance(limit, int) or jnp.issubdtype(jnp.result_type(limit), jnp.integer):
-        return staleness <= maps.saturated(limit)
+        return staleness <= dtypes.saturated(limit)
     return staleness.astype(jnp.float32) <= jnp.asarray(limit, jnp.float32)  # inf, too

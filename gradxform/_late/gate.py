@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from gradxform._late import absent
-from gradxform._trees import maps, versions
+from gradxform._trees import constants, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
 
 # (inner, updates, inner_state, params, **extra) -> (outcome, inner_state)
@@ -191,9 +191,9 @@ def _zeros(types: Any) -> Any:
         if leaf is None:
             return None
         if not isinstance(leaf, IndexedSlices):
-            return maps.zeros_of_type(leaf)
-        padding = maps.zeros_of_type(leaf.indices) + np.int32(leaf.dense_shape[0])
-        values = maps.zeros_of_type(leaf.values)
+            return constants.zeros_of_type(leaf)
+        padding = constants.zeros_of_type(leaf.indices) + np.int32(leaf.dense_shape[0])
+        values = constants.zeros_of_type(leaf.values)
         return IndexedSlices(padding, values, leaf.dense_shape)
 
     return jax.tree.map(nothing, types, is_leaf=maps.is_leaf)

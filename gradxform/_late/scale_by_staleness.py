@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import checks, maps
+from gradxform._trees import arithmetic, checks, dtypes, maps
 
 
 def scale_by_staleness(
@@ -81,7 +81,7 @@ def scale_by_staleness(
             )
         checks.integer_scalar("staleness", staleness)
         # s = max(0, staleness)
-        s = jnp.maximum(0, maps.saturated(staleness))
+        s = jnp.maximum(0, dtypes.saturated(staleness))
         factor: Any = None
         if weight is not None:
             factor = weight(s)
@@ -91,10 +91,10 @@ def scale_by_staleness(
         # g · weight(s), or g / max(1, s)^power
         def weigh(g: jax.Array) -> jax.Array:
             if weight is not None:
-                return maps.scale(g, factor)
-            dtype = maps.compute_dtype(g)
+                return arithmetic.scale(g, factor)
+            dtype = dtypes.compute_dtype(g)
             lateness = jnp.maximum(1, s.astype(dtype))
-            return maps.scale(g, lateness ** -jnp.asarray(power, dtype))
+            return arithmetic.scale(g, lateness ** -jnp.asarray(power, dtype))
 
         return maps.map_updates(weigh, updates), state
 

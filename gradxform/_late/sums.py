@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gradxform._late import absent, gate
 from gradxform._late.gate import Act, Rest
-from gradxform._trees import checks, maps
+from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.rounding import narrow
 
 Reduction = Literal["mean", "sum", "row_mean"]
@@ -50,22 +51,22 @@ class Sums:
         by_row = self._reduction == "row_mean"
 
         def no_rows(p: jax.Array) -> jax.Array:
-            return maps.full_like(p, 0, jnp.int32, axes=1)
-
-        def nobody(p: jax.Array) -> jax.Array:
-            return maps.full_like(p, False, bool, axes=0)
+            return constants.full_like(p, 0, jnp.int32, axes=1)
 
         def zero(p: jax.Array) -> jax.Array:
-            dtype = maps.wide_dtype(p) if self._dtype is None else self._dtype
-            return maps.full_like(p, 0, dtype)
+            dtype = dtypes.wide_dtype(p) if self._dtype is None else self._dtype
+            return constants.full_like(p, 0, dtype)
 
+        leaves = jax.tree.leaves(params, is_leaf=maps.is_leaf)
+        bare = boxes.bare(params)
         # Two counters, not one twice: a buffer can be donated only once.
         return {
-            "global_step": maps.zero(params, jnp.int32),
-            "num_accumulated": maps.zero(params, jnp.int32),
+            "global_step": constants.zero(params, jnp.int32),
+            "num_accumulated": constants.zero(params, jnp.int32),
             "accumulated": maps.map_params(zero, params),
-            "pushed": maps.map_params(nobody, maps.bare(params)),
-            "row_counts": maps.map_params(no_rows, maps.bare(params)) if by_row else (),
+            # One array for all leaves: on GPU each array costs the start of a kernel.
+            "pushed": jnp.broadcast_to(constants.zero(params, bool), (len(leaves),)),
+            "row_counts": maps.map_params(no_rows, bare) if by_row else (),
             "inner_state": self._inner.init(params),
         }
 
@@ -93,8 +94,9 @@ class Sums:
             lambda: (None, self._added(updates, state, count, full)),
             lambda: (None, (state.accumulated, state.row_counts)),
         )
-        before = maps.as_in(updates, state.pushed)
-        pushed = _map(lambda g, p: p if g is None else p | taken, updates, before)
+        leaves, treedef = jax.tree.flatten(updates, is_leaf=maps.is_leaf)
+        holds = np.array([g is not None for g in leaves], bool)
+        pushed = state.pushed | (taken & holds)
 
         def step() -> tuple[Any, Any]:
             # From here on all is dense: inner gets every row that any push held.
@@ -108,7 +110,10 @@ class Sums:
                 **gate.taken(self._inner, extra),
             )
             # This push is one that has a gradient for all but these.
-            acted = _map(lambda g, p: p if g is None else None, updates, pushed)
+            acted = jax.tree.unflatten(
+                treedef,
+                [pushed[i] if g is None else None for i, g in enumerate(leaves)],
+            )
             rested = rest(params)
             before = () if rested is None else (rested,)
             outcome = _map(_if_pushed, acted, outcome, *before)
@@ -132,9 +137,7 @@ class Sums:
             "global_step": jnp.where(full, one_more, state.global_step),
             "num_accumulated": jnp.where(full, 0, count),
             "accumulated": accumulated,
-            "pushed": jax.tree.map(
-                lambda p: p & ~full, maps.as_in(state.pushed, pushed)
-            ),
+            "pushed": pushed & ~full,
             "row_counts": row_counts,
             "inner_state": inner_state,
         }
@@ -142,12 +145,12 @@ class Sums:
     def _is_enough(self, count: jax.Array, global_step: jax.Array) -> jax.Array:
         # n >= num_required
         if not callable(self._num_required):
-            return count >= maps.saturated(self._num_required)
+            return count >= dtypes.saturated(self._num_required)
         required = checks.scheduled(
             "num_required", self._num_required, global_step, checks.COUNTS
         )
         if jnp.issubdtype(jnp.result_type(required), jnp.integer):
-            return count >= maps.saturated(required)
+            return count >= dtypes.saturated(required)
         # Schedules of optax give real numbers.
         return count.astype(jnp.float32) >= jnp.asarray(required, jnp.float32)
 
@@ -160,19 +163,19 @@ class Sums:
         by_row = self._reduction == "row_mean"
         row_counts = state.row_counts
         if by_row:
-            row_counts = maps.as_in(updates, row_counts)
+            row_counts = boxes.as_in(updates, row_counts)
             counts = maps.map_state(
                 lambda _, n: n + 1, pushed, maps.rows(pushed, row_counts)
             )
             row_counts = maps.put_rows(pushed, row_counts, counts)
         sums = maps.map_state(
-            maps.wide_sum, pushed, maps.rows(pushed, state.accumulated)
+            arithmetic.wide_sum, pushed, maps.rows(pushed, state.accumulated)
         )
         sums = maps.put_rows(pushed, state.accumulated, sums)
         if self._reduction != "sum":
             divisors = row_counts if by_row else maps.broadcast(count, sums)
             sums = _map(_divide(full), pushed, sums, divisors)
-        return sums, maps.as_in(state.row_counts, row_counts)
+        return sums, boxes.as_in(state.row_counts, row_counts)
 
 
 def _map(f: Callable[..., Any], *trees: Any) -> Any:
@@ -187,9 +190,9 @@ def _divide(full: jax.Array) -> Callable[..., Any]:
             return None
 
         def quotient() -> jax.Array:
-            one = jnp.ones((), maps.compute_dtype(total))
+            one = jnp.ones((), dtypes.compute_dtype(total))
             factor = jnp.where(full, one / jnp.maximum(n, 1).astype(one.dtype), one)
-            return maps.scale(total, maps.expand(factor, total))
+            return arithmetic.scale(total, arithmetic.expand(factor, total))
 
         if maps.is_leaf(g):  # Every row, but only with the last push.
             return jax.lax.cond(full, quotient, lambda: total)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradxform._late import gate
 from gradxform._late.gate import Act, GatedTransformation, Rest
-from gradxform._trees import checks, maps
+from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.rounding import narrow
 from gradxform._trees.rows import explicit_sharding
 
@@ -156,23 +156,23 @@ def worker_mean(
 
         def rows(number: int) -> Any:
             def zeros(p: jax.Array) -> jax.Array:
-                dtype = accumulator_dtype or maps.wide_dtype(p)
-                return _stacked(maps.full_like(p, 0, dtype), number)
+                dtype = accumulator_dtype or dtypes.wide_dtype(p)
+                return _stacked(constants.full_like(p, 0, dtype), number)
 
-            return maps.map_params(zeros, maps.bare(params))
+            return maps.map_params(zeros, boxes.bare(params))
 
         def none(p: jax.Array) -> jax.Array:
-            return _stacked(maps.full_like(p, 0, jnp.int32, axes=0), n)
+            return _stacked(constants.full_like(p, 0, jnp.int32, axes=0), n)
 
         return WorkerMeanState(
-            global_step=maps.zero(params, jnp.int32),
-            stale_count=maps.zero(params, jnp.int32),
-            counts=_stacked(maps.zero(params, jnp.int32), n),
-            stepped=_stacked(maps.zero(params, jnp.bool), n),
+            global_step=constants.zero(params, jnp.int32),
+            stale_count=constants.zero(params, jnp.int32),
+            counts=_stacked(constants.zero(params, jnp.int32), n),
+            stepped=_stacked(constants.zero(params, jnp.bool), n),
             table=rows(n),
-            row_counts=maps.map_params(none, maps.bare(params)),
+            row_counts=maps.map_params(none, boxes.bare(params)),
             means=rows(2 if ringleader else 1),
-            turn=maps.zero(params, jnp.int32),
+            turn=constants.zero(params, jnp.int32),
             inner_state=inner.init(params),
         )
 
@@ -192,7 +192,7 @@ def worker_mean(
             "updates",
             updates,
             "table",
-            maps.as_in(updates, state.table),
+            boxes.as_in(updates, state.table),
             lambda g: (n, *np.shape(g)),
         )
         taken, i = _worker(worker, n)
@@ -223,7 +223,7 @@ def worker_mean(
             mean = maps.map_updates(
                 lambda g, m: narrow(_row(m, row), maps.dtype_of(g)),
                 updates,
-                maps.as_in(updates, means),
+                boxes.as_in(updates, means),
             )
             outcome, inner_state = act(
                 inner, mean, state.inner_state, params, **gate.taken(inner, extra)
@@ -282,7 +282,7 @@ def _worker(worker: Any, n: int) -> tuple[jax.Array, jax.Array]:
     checks.integer_scalar("worker", worker)
     if not isinstance(worker, jax.Array):
         checks.in_range("worker", worker, f"[0, {n})")
-    i = maps.saturated(worker)
+    i = dtypes.saturated(worker)
     return (i >= 0) & (i < n), jnp.clip(i, 0, n - 1)
 
 
@@ -303,12 +303,12 @@ def _added(
     def change(g: Any, table: Any, counts: Any, means: Any) -> tuple[Any, Any, Any]:
         if g is None:
             return table, counts, means
-        held, count = maps.widen(_row(table, i)), one_more(counts[i])
+        held, count = dtypes.widen(_row(table, i)), one_more(counts[i])
         old = jnp.where(counts[i] == 0, 0, held)
         # (g - m_i) / c_i
         g = jnp.asarray(g).astype(held.dtype)
-        delta = maps.scale(g - old, 1 / count)
-        share = maps.scale(delta, 1 / table.shape[0])
+        delta = arithmetic.scale(g - old, 1 / count)
+        share = arithmetic.scale(delta, 1 / table.shape[0])
         means = means.at[row].add(
             narrow(share, means.dtype), out_sharding=explicit_sharding(means)
         )

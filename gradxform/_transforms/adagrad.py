@@ -11,7 +11,7 @@ import optax
 
 from gradxform._transforms import clipping
 from gradxform._transforms.learning_rate import scale_by_learning_rate
-from gradxform._trees import checks, maps, norms
+from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
 
 
@@ -97,15 +97,15 @@ def scale_by_adagrad(
     def init_fn(params: optax.Params) -> ScaleByAdagradState:
         def accumulator(p: jax.Array) -> jax.Array:
             dtype = (
-                maps.compute_dtype(p)
+                dtypes.compute_dtype(p)
                 if accumulator_dtype is None
                 else accumulator_dtype
             )
             axes = 1 if row_wise else None
-            return maps.full_like(p, initial_accumulator_value, dtype, axes=axes)
+            return constants.full_like(p, initial_accumulator_value, dtype, axes=axes)
 
         if row_wise:
-            params = maps.bare(params)
+            params = boxes.bare(params)
         return ScaleByAdagradState(sum_of_squares=maps.map_params(accumulator, params))
 
     def mean(row: jax.Array, g: Any) -> jax.Array:
@@ -114,13 +114,13 @@ def scale_by_adagrad(
 
     def add(square: jax.Array, acc: jax.Array) -> jax.Array:
         # acc ← acc + |g|², a row's mean of squares if row_wise
-        return maps.widen(acc).astype(square.dtype) + square
+        return dtypes.widen(acc).astype(square.dtype) + square
 
     @jax.jit  # Traced once a shape, not once a leaf.
     def divide(g: jax.Array, acc: jax.Array) -> jax.Array:
         # u = g / sqrt(acc + eps), or g / (sqrt(acc) + eps)
-        factor = maps.inverse_sqrt(maps.widen(acc), eps, eps_in_sqrt)
-        return maps.scale(g, maps.expand(factor, g))
+        factor = arithmetic.inverse_sqrt(dtypes.widen(acc), eps, eps_in_sqrt)
+        return arithmetic.scale(g, arithmetic.expand(factor, g))
 
     def update_fn(
         updates: optax.Updates,
@@ -134,7 +134,7 @@ def scale_by_adagrad(
         del extra
         if row_wise and params is not None:  # The accumulators know only the rows.
             checks.same_shapes("updates", updates, "params", params)
-        before = maps.as_in(updates, state.sum_of_squares)
+        before = boxes.as_in(updates, state.sum_of_squares)
         checks.same_shapes(
             "updates",
             updates,
@@ -146,7 +146,7 @@ def scale_by_adagrad(
         updates = maps.sum_duplicates(updates)
         touched = maps.rows(updates, before)
         if not row_wise:
-            squares = maps.map_updates(maps.abs_sq, updates)
+            squares = maps.map_updates(arithmetic.abs_sq, updates)
         else:
             if squared_rows is None:
                 squared_rows = norms.squared_rows(updates)
@@ -156,7 +156,7 @@ def scale_by_adagrad(
         sums = maps.cast_like(sums, touched)
         new_updates = maps.map_updates(divide, updates, sums)
         sums = maps.put_rows(updates, before, sums)
-        sums = maps.as_in(state.sum_of_squares, sums)
+        sums = boxes.as_in(state.sum_of_squares, sums)
         return new_updates, ScaleByAdagradState(sum_of_squares=sums)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import checks, maps, norms
+from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
 
 
@@ -44,7 +44,7 @@ def global_norm(tree: Any, *, axis_name: AxisName = None) -> jax.Array:
     >>> assert norm == 300.0 and norm.dtype == jnp.float32  # float16 ends at 65504
     """
     _, total = norms.squared_norms(tree, axis_name=axis_name)
-    return maps.safe_sqrt(total)
+    return arithmetic.safe_sqrt(total)
 
 
 class ClipByGlobalNormState(NamedTuple):
@@ -142,7 +142,7 @@ def clip_by_global_norm(
             updates = maps.sum_duplicates(updates)  # Once, for all that follows too.
             use_norm = global_norm(updates, axis_name=axis_name)
         factor = _factor(use_norm, max_norm)
-        updates = maps.map_updates(lambda g: maps.scale(g, factor), updates)
+        updates = maps.map_updates(lambda g: arithmetic.scale(g, factor), updates)
         return updates, _state(use_norm)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -188,7 +188,7 @@ def clip_by_norm(
         updates = maps.sum_duplicates(updates)
         squares, _ = norms.squared_norms(updates, axis_name=axis_name)
         factors = maps.map_updates(
-            lambda square: _factor(maps.safe_sqrt(square), max_norm), squares
+            lambda square: _factor(arithmetic.safe_sqrt(square), max_norm), squares
         )
         return _scale_layers(updates, factors), state
 
@@ -255,18 +255,18 @@ def clip_before(
                 squared=row_wise,
             )
             if global_clipnorm is not None:
-                norm = maps.safe_sqrt(total)
+                norm = arithmetic.safe_sqrt(total)
                 clip_state, factor = _state(norm), _factor(norm, global_clipnorm)
 
             def factor_of(square: jax.Array) -> jax.Array:
                 if clipnorm is None:
                     return factor
-                return _factor(maps.safe_sqrt(square), clipnorm)
+                return _factor(arithmetic.safe_sqrt(square), clipnorm)
 
             # Half precision stays wide on its way to inner: rounded values that two
             # kernels need are written to memory, and others computed in both.
             factors = maps.map_updates(factor_of, squares)
-            updates = _scale_layers(maps.map_updates(maps.widen, updates), factors)
+            updates = _scale_layers(maps.map_updates(dtypes.widen, updates), factors)
             if row_wise:  # Twice by the factor: its square could underflow.
                 rows = _scale_layers(_scale_layers(rows, factors), factors)
                 extra["squared_rows"] = rows
@@ -280,7 +280,7 @@ def clip_before(
 
 def _factor(norm: jax.typing.ArrayLike, max_norm: jax.typing.ArrayLike) -> jax.Array:
     """What gradients of this norm are multiplied by, elementwise over norms."""
-    norm = maps.widen(jnp.asarray(norm))
+    norm = dtypes.widen(jnp.asarray(norm))
     max_norm = jnp.asarray(max_norm, norm.dtype)
     outside = norm > max_norm
     # max_norm / norm outside the ball, else 1 / 1, which is exactly 1. The quotient
@@ -292,18 +292,18 @@ def _factor(norm: jax.typing.ArrayLike, max_norm: jax.typing.ArrayLike) -> jax.A
 
 def _scale_layers(updates: Any, factors: Any) -> Any:
     return maps.map_updates(
-        lambda g, f: maps.scale(g, maps.expand(f, g)), updates, factors
+        lambda g, f: arithmetic.scale(g, arithmetic.expand(f, g)), updates, factors
     )
 
 
 def _clamp(g: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:
     # Wide in the end, as gradients that are scaled: see clip_before.
-    limit = maps.widen(jnp.asarray(limit, g.dtype))
-    return jnp.clip(maps.widen(g), -limit, limit)
+    limit = dtypes.widen(jnp.asarray(limit, g.dtype))
+    return jnp.clip(dtypes.widen(g), -limit, limit)
 
 
 def _no_norm(params: optax.Params) -> ClipByGlobalNormState:
-    return ClipByGlobalNormState(maps.zero(params, jnp.float32))
+    return ClipByGlobalNormState(constants.zero(params, jnp.float32))
 
 
 def _state(norm: jax.typing.ArrayLike) -> ClipByGlobalNormState:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from gradxform._transforms.learning_rate import scale_by_learning_rate
-from gradxform._trees import checks, maps
+from gradxform._trees import arithmetic, barrier, boxes, checks, constants, dtypes, maps
 
 
 class ScaleByDelayedNesterovState(NamedTuple):
@@ -97,27 +97,29 @@ def scale_by_delayed_nesterov(
     given = getattr(checks.real(activation), "dtype", np.float64)
     most = max(most, float(np.asarray(most, given)))
     activation = checks.in_range("activation", activation, f"[0, {most}]")
-    dtypes = {"mu_dtype": mu_dtype, "accumulator_dtype": accumulator_dtype}
-    for name, dtype in dtypes.items():
+    given = {"mu_dtype": mu_dtype, "accumulator_dtype": accumulator_dtype}
+    for name, dtype in given.items():
         checks.state_dtype(name, dtype, complex_too=True)
 
     def init_fn(params: optax.Params) -> ScaleByDelayedNesterovState:
-        for name, dtype in dtypes.items():
+        for name, dtype in given.items():
             checks.of_same_kind(name, dtype, params)
 
         def no_gradients(p: jax.Array) -> jax.Array:
-            return maps.full_like(p, 0, jnp.int32, axes=0)
+            return constants.full_like(p, 0, jnp.int32, axes=0)
 
         def zero_momentum(p: jax.Array) -> jax.Array:
-            dtype = maps.inexact_dtype(p) if mu_dtype is None else mu_dtype
-            return maps.full_like(p, 0, dtype)
+            dtype = dtypes.inexact_dtype(p) if mu_dtype is None else mu_dtype
+            return constants.full_like(p, 0, dtype)
 
         def zero_sum(p: jax.Array) -> jax.Array:
             dtype = accumulator_dtype
-            return maps.full_like(p, 0, maps.wide_dtype(p) if dtype is None else dtype)
+            return constants.full_like(
+                p, 0, dtypes.wide_dtype(p) if dtype is None else dtype
+            )
 
         return ScaleByDelayedNesterovState(
-            count=maps.map_params(no_gradients, maps.bare(params)),
+            count=maps.map_params(no_gradients, boxes.bare(params)),
             mu=maps.map_params(zero_momentum, params),
             accumulated=maps.map_params(zero_sum, params),
         )
@@ -131,13 +133,13 @@ def scale_by_delayed_nesterov(
         del params, extra
         checks.dense("delayed_nesterov", updates)
         checks.same_shapes("updates", updates, "mu", state.mu)
-        before = maps.as_in(updates, state.count)
+        before = boxes.as_in(updates, state.count)
 
         def number(_: jax.Array, count: jax.Array) -> jax.Array:
             return count + 1
 
         def moves(t: jax.Array) -> jax.Array:
-            return t >= maps.saturated(num_delay)
+            return t >= dtypes.saturated(num_delay)
 
         def again(_: jax.Array, t: jax.Array) -> jax.Array:
             return jnp.where(moves(t), 0, t)
@@ -147,27 +149,27 @@ def scale_by_delayed_nesterov(
             # not with the last: the momentum then reads the new sum alone, which takes
             # the old one's place.
             total = jnp.where(count == 0, 0, total)
-            return maps.wide_sum(g, total).astype(total.dtype)
+            return arithmetic.wide_sum(g, total).astype(total.dtype)
 
         def move(
             _: jax.Array, mu: jax.Array, total: jax.Array, t: jax.Array
         ) -> jax.Array:
             # mu_t = b1·mu_{t-1} + Δ_t/N where N | t, else mu_{t-1}
-            total = maps.widen(total)
-            moved = maps.scale(maps.widen(mu).astype(total.dtype), b1)
-            moved += maps.scale(total, 1 / num_delay)
+            total = dtypes.widen(total)
+            moved = arithmetic.scale(dtypes.widen(mu).astype(total.dtype), b1)
+            moved += arithmetic.scale(total, 1 / num_delay)
             return jnp.where(moves(t), moved.astype(mu.dtype), mu)
 
         def step(g: jax.Array, mu: jax.Array, t: jax.Array) -> jax.Array:
             # u_t = (1 - cN + c)·b1·mu_t + g_t/N where N | t, else c·b1·mu_t + g_t/N
             numbers = (activation, num_delay, b1)
-            c, n, decay = (jnp.asarray(x, maps.compute_dtype(g)) for x in numbers)
+            c, n, decay = (jnp.asarray(x, dtypes.compute_dtype(g)) for x in numbers)
             share = jnp.where(moves(t), 1 - c * n + c, c)
-            g = maps.widen(g)
+            g = dtypes.widen(g)
             if mu.dtype.itemsize < 4:  # Or it would be computed again for the step.
-                mu = maps.apart(mu)
+                mu = barrier.apart(mu)
             mu = mu.astype(g.dtype)
-            return maps.scale(mu, share * decay) + maps.scale(g, 1 / n)
+            return arithmetic.scale(mu, share * decay) + arithmetic.scale(g, 1 / n)
 
         count = maps.map_state(number, updates, before)
         sums = maps.map_state(add, updates, state.accumulated, before)
@@ -175,7 +177,7 @@ def scale_by_delayed_nesterov(
         stepped = maps.map_updates(step, updates, mu, count)
         count = maps.map_state(again, updates, count)
         new_state = ScaleByDelayedNesterovState(
-            count=maps.as_in(state.count, count), mu=mu, accumulated=sums
+            count=boxes.as_in(state.count, count), mu=mu, accumulated=sums
         )
         return maps.cast_like(stepped, updates), new_state
 

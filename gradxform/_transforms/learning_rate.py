@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import checks, maps
+from gradxform._trees import arithmetic, checks, constants, maps
 
 
 def scale_by_learning_rate(
@@ -45,7 +45,7 @@ def scale_by_learning_rate(
 
     def init_fn(params: optax.Params) -> Any:
         if callable(learning_rate):
-            return optax.ScaleByScheduleState(count=maps.zero(params, jnp.int32))
+            return optax.ScaleByScheduleState(count=constants.zero(params, jnp.int32))
         return optax.EmptyState()
 
     def update_fn(
@@ -74,4 +74,4 @@ def checked_rate(rate: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
 
 def _descend(updates: Any, learning_rate: jax.typing.ArrayLike) -> Any:
     descent = -jnp.asarray(checked_rate(learning_rate))
-    return maps.map_updates(lambda u: maps.scale(u, descent), updates)
+    return maps.map_updates(lambda u: arithmetic.scale(u, descent), updates)

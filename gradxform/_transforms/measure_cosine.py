@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import checks, maps, norms
+from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
 
 
@@ -76,15 +76,15 @@ def measure_cosine(
 
     def init_fn(params: optax.Params) -> MeasureCosineState:
         def zero(p: jax.Array) -> jax.Array:
-            return maps.full_like(p, 0, maps.inexact_dtype(p))
+            return constants.full_like(p, 0, dtypes.inexact_dtype(p))
 
         def nothing(p: jax.Array) -> jax.Array:
-            return maps.full_like(p, 0, maps.compute_dtype(p), axes=0)
+            return constants.full_like(p, 0, dtypes.compute_dtype(p), axes=0)
 
         return MeasureCosineState(
-            cosine=maps.zero(params, jnp.float32),
+            cosine=constants.zero(params, jnp.float32),
             previous=maps.map_params(zero, params),
-            squares=maps.map_params(nothing, maps.bare(params)),
+            squares=maps.map_params(nothing, boxes.bare(params)),
         )
 
     def update_fn(
@@ -96,12 +96,12 @@ def measure_cosine(
         del params, extra
         checks.dense("measure_cosine", updates)
         checks.same_shapes("updates", updates, "previous", state.previous)
-        before = maps.as_in(updates, state.squares)
+        before = boxes.as_in(updates, state.squares)
         squares, square = norms.squared_norms(updates, axis_name=axis_name)
         _, dot = norms.products(updates, state.previous, axis_name=axis_name)
         held = jax.tree.leaves(maps.map_updates(lambda _, s: s, updates, before))
         # ⟨g, g'⟩ / (‖g‖ · ‖g'‖)
-        length = maps.safe_sqrt(square) * maps.safe_sqrt(norms.total(held))
+        length = arithmetic.safe_sqrt(square) * arithmetic.safe_sqrt(norms.total(held))
         cosine = dot / jnp.where(length == 0, 1, length)
 
         # The product is known first, so the compiler need not copy what it reads.
@@ -114,7 +114,7 @@ def measure_cosine(
         return updates, MeasureCosineState(
             cosine=jnp.clip(cosine, -1, 1).astype(jnp.float32),
             previous=maps.map_state(keep, updates, state.previous),
-            squares=maps.as_in(state.squares, squares),
+            squares=boxes.as_in(state.squares, squares),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -11,7 +11,7 @@ import optax
 
 from gradxform._transforms import clipping
 from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
-from gradxform._trees import checks, maps, norms
+from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
 
 
@@ -129,16 +129,16 @@ def scale_by_novograd(
         decayed(params)
 
         def zero_momentum(p: jax.Array) -> jax.Array:
-            dtype = maps.inexact_dtype(p) if mu_dtype is None else mu_dtype
-            return maps.full_like(p, 0, dtype)
+            dtype = dtypes.inexact_dtype(p) if mu_dtype is None else mu_dtype
+            return constants.full_like(p, 0, dtype)
 
         def zero_norms(p: jax.Array, stacked: int) -> jax.Array:
-            return maps.full_like(p, -0.0, maps.compute_dtype(p), axes=stacked)
+            return constants.full_like(p, -0.0, dtypes.compute_dtype(p), axes=stacked)
 
         return ScaleByNovogradState(
-            count=maps.zero(params, jnp.int32),
+            count=constants.zero(params, jnp.int32),
             mu=maps.map_params(zero_momentum, params),
-            nu=maps.map_params(zero_norms, maps.bare(params), maps.bare(axes)),
+            nu=maps.map_params(zero_norms, boxes.bare(params), boxes.bare(axes)),
         )
 
     def update_fn(
@@ -168,7 +168,7 @@ def scale_by_novograd(
                 factor = clip_factor(square).astype(square.dtype)
                 square = square * factor * factor
             square = square.astype(nu.dtype)
-            averaged = maps.scale(nu, b2) + maps.scale(square, 1 - b2)
+            averaged = arithmetic.scale(nu, b2) + arithmetic.scale(square, 1 - b2)
             # The first gradient may come late, where there was None before. The sign of
             # a zero tells it from a norm of 0; states of optax begin with a 0.0.
             first = (state.count == 0) | ((nu == 0) & jnp.signbit(nu))
@@ -176,23 +176,23 @@ def scale_by_novograd(
 
         def normalize(g: jax.Array, nu: jax.Array) -> jax.Array:
             # ĝ = g / sqrt(nu + eps), or g / (sqrt(nu) + eps)
-            inverse = maps.inverse_sqrt(nu, eps, eps_in_sqrt)
-            return maps.scale(maps.widen(g), maps.expand(inverse, g))
+            inverse = arithmetic.inverse_sqrt(nu, eps, eps_in_sqrt)
+            return arithmetic.scale(dtypes.widen(g), arithmetic.expand(inverse, g))
 
         def decay(g: jax.Array, w: jax.Array, decays: bool) -> jax.Array:
             # ĝ + weight_decay·w
             if not decays:
                 return g
-            return g + maps.scale(
-                maps.widen(jnp.asarray(w)).astype(g.dtype), weight_decay
+            return g + arithmetic.scale(
+                dtypes.widen(jnp.asarray(w)).astype(g.dtype), weight_decay
             )
 
         def accumulate(d: jax.Array, mu: jax.Array) -> jax.Array:
             # mu = b1·mu + d
-            return maps.scale(maps.widen(mu).astype(d.dtype), b1) + d
+            return arithmetic.scale(dtypes.widen(mu).astype(d.dtype), b1) + d
 
         nu = norms.map_layers(average, squared_norms, state.nu)
-        added = maps.map_updates(normalize, updates, maps.as_in(updates, nu))
+        added = maps.map_updates(normalize, updates, boxes.as_in(updates, nu))
         if decays:
             if params is None:
                 raise ValueError(
@@ -202,10 +202,10 @@ def scale_by_novograd(
                 )
             added = maps.map_updates(decay, added, params, decayed(params))
         if grad_averaging:  # d = (1-b1)·(ĝ + weight_decay·w)
-            added = maps.map_updates(lambda d: maps.scale(d, 1 - b1), added)
+            added = maps.map_updates(lambda d: arithmetic.scale(d, 1 - b1), added)
         if step_size_in_momentum is not None:
             added = maps.map_updates(
-                lambda d: maps.scale(d, step_size_in_momentum), added
+                lambda d: arithmetic.scale(d, step_size_in_momentum), added
             )
         mu = maps.map_state(accumulate, added, state.mu)
         if nesterov:  # u = d + b1·mu

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._trees import maps
+from gradxform._trees import dtypes
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 
 COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # How many, on the device an int32.
@@ -99,7 +99,7 @@ def local_step(wrapper: str, value: Any) -> jax.Array:
     integer_scalar("local_step", value)
     if not isinstance(value, jax.Array):  # One may still be computed: nobody waits.
         in_range("local_step", value, f"[0, {np.iinfo(np.int32).max}]")
-    return maps.saturated(value)
+    return dtypes.saturated(value)
 
 
 def transformation(name: str, value: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from gradxform._trees.rows import as_array, find, is_known, replicated, rows_of, to_jax
+from gradxform._trees.arithmetic import added
+from gradxform._trees.dtypes import wide_dtype
+from gradxform._trees.opaque import TAG, from_leaf, is_opaque, to_leaf
+from gradxform._trees.rows import (
+    as_array,
+    find,
+    is_known,
+    replicated,
+    rows_of,
+    summed,
+    take_summed,
+    to_jax,
+    write_summed,
+)
 
 
 class _NamesCure(type):
@@ -118,10 +130,10 @@ class IndexedSlices(metaclass=_NamesCure):
     def indices(self) -> jax.Array:
         """The rows of the table, int32[n]."""
         given = self._indices
-        if not (hasattr(given, "dtype") and _is_opaque(given.dtype)):
+        if not (hasattr(given, "dtype") and is_opaque(given.dtype)):
             return given
         if isinstance(given, jax.Array):
-            return _from_leaf(given)
+            return from_leaf(given)
         return given.update(dtype=jnp.dtype(jnp.int32))  # No more than described.
 
     @property
@@ -209,10 +221,8 @@ class IndexedSlices(metaclass=_NamesCure):
         raise TypeError(_CURE)
 
     def __radd__(self, table: Any) -> jax.Array:  # As optax.apply_updates adds it.
-        from gradxform._trees import maps
-
         fits = isinstance(table, jax.Array) and table.shape == self.shape
-        return maps.added(self, table) if fits else self._refuse()
+        return add_rows(table, self) if fits else self._refuse()
 
     __add__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
     __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = _refuse
@@ -224,7 +234,7 @@ class IndexedSlices(metaclass=_NamesCure):
         """Children and static data."""
         given = self._indices
         is_number = isinstance(given, jax.Array | np.ndarray) and given.dtype == "int32"
-        leaf = _to_leaf(given) if is_number else given
+        leaf = to_leaf(given) if is_number else given
         return (self.values, leaf), self.dense_shape
 
     def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, ...]]:
@@ -274,7 +284,7 @@ class IndexedSlices(metaclass=_NamesCure):
 
     def _host_indices(self) -> np.ndarray[Any, Any]:
         given = self._indices
-        if not (isinstance(given, jax.Array) and _is_opaque(given.dtype)):
+        if not (isinstance(given, jax.Array) and is_opaque(given.dtype)):
             return np.asarray(given)
         return np.asarray(jax.random.key_data(given))[..., 0].view(np.int32)
 
@@ -299,6 +309,17 @@ def is_sparse(node: Any) -> bool:
     return isinstance(node, IndexedSlices)
 
 
+def add_rows(table: jax.Array, rows: IndexedSlices) -> jax.Array:
+    """A table with the rows of a gradient added, in its dtype, and rounded once."""
+    rows = rows.sum_duplicates()
+    if wide_dtype(table) == table.dtype:
+        # The sum needs no rounding, so one pass, which is in place.
+        add = table.at[rows.indices].add
+        return add(rows.values.astype(table.dtype), **summed(table))
+    new = added(rows.values, take_summed(table, rows.indices))
+    return write_summed(table, rows.indices, new)
+
+
 _CURE = (
     "a row-sparse gradient (gradxform.IndexedSlices) was given to a function for dense "
     "ones, which would change its row indices along with its values. gradxform's own "
@@ -316,47 +337,10 @@ def cured() -> Iterator[None]:
     except (TypeError, ValueError, NotImplementedError) as error:
         # Its indices' dtype; its class, where JAX looked for an array; and what an
         # array of such a dtype does not have.
-        signs = _TAG, repr(IndexedSlices), "Cannot call abstract method"
+        signs = TAG, repr(IndexedSlices), "Cannot call abstract method"
         if any(sign in str(error) for sign in signs):
             raise TypeError(_CURE) from error
         raise
-
-
-# The dtype of the indices where they are leaves of a pytree: JAX moves, gathers and
-# chooses among them, but refuses to calculate with them, whoever asks. Numbers it would
-# add up or multiply like all others, and what comes out is the index of another row.
-@functools.cache
-def _opaque() -> Any:
-    import jax.extend.random  # Takes 60 ms, which only users of this pay.
-
-    return jax.extend.random.define_prng_impl(
-        key_shape=(1,),
-        seed=_no_generator,
-        split=_no_generator,
-        random_bits=_no_generator,
-        fold_in=_no_generator,
-        name="gradxform.IndexedSlices",
-        tag=_TAG,
-    )
-
-
-_TAG = "indices of a row-sparse gradient: put gradxform.densify() in front"
-
-
-def _no_generator(*_: Any) -> Any:
-    raise TypeError("Row indices make no random numbers.")
-
-
-@functools.partial(jax.jit, inline=True)
-def _to_leaf(indices: jax.Array) -> jax.Array:
-    bits = jax.lax.bitcast_convert_type(indices, jnp.uint32)
-    return jax.random.wrap_key_data(bits[..., None], impl=_opaque())
-
-
-@functools.partial(jax.jit, inline=True)
-def _from_leaf(leaf: jax.Array) -> jax.Array:
-    bits = jax.random.key_data(leaf).squeeze(-1)
-    return jax.lax.bitcast_convert_type(bits, jnp.int32)
 
 
 def _is_filtered() -> bool:
@@ -369,7 +353,3 @@ def _is_filtered() -> bool:
 
 def _package(frame: Any) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
-def _is_opaque(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradxform._trees import maps, mesh
+from gradxform._trees import arithmetic, barrier, dtypes, maps, mesh
 from gradxform._trees.mesh import AxisName
 
 # Arrays of at most this many entries are handled together, up to so many at once. A
@@ -66,10 +66,10 @@ def products(
     """``Re⟨g, h⟩`` of each leaf, and of all together; as :func:`squared_norms`."""
 
     def product(g: jax.Array, h: jax.Array) -> jax.Array:
-        g, h = (maps.apart(x) if x.dtype.itemsize < 4 else x for x in (g, h))
+        g, h = (barrier.apart(x) if x.dtype.itemsize < 4 else x for x in (g, h))
         if jnp.iscomplexobj(g):
             return jnp.sum(g.real * h.real + g.imag * h.imag)
-        return jnp.sum(maps.widen(g) * maps.widen(h))
+        return jnp.sum(dtypes.widen(g) * dtypes.widen(h))
 
     layers = maps.map_updates(lambda g, h: product(g, jnp.asarray(h)), updates, others)
     parts = jax.tree.leaves(layers)
@@ -87,11 +87,11 @@ def squared_rows(updates: Any, *, limit: jax.typing.ArrayLike | None = None) -> 
     """
 
     def sums(g: jax.Array) -> jax.Array:
-        g = maps.apart(g)
+        g = barrier.apart(g)
         if limit is not None:
-            most = maps.apart(jnp.asarray(limit, g.dtype))
+            most = barrier.apart(jnp.asarray(limit, g.dtype))
             g = jnp.minimum(jnp.abs(g), most)
-        return maps.apart(_sum(maps.abs_sq(g), min(1, g.ndim)))
+        return barrier.apart(_sum(arithmetic.abs_sq(g), min(1, g.ndim)))
 
     return maps.map_updates(sums, updates)
 
@@ -132,8 +132,8 @@ def map_layers(
 @functools.partial(jax.jit, static_argnames=("stacked", "squared"))  # Traced once.
 def _sum_of_squares(x: jax.Array, *, stacked: int, squared: bool) -> jax.Array:
     if x.dtype.itemsize < 4:
-        x = maps.apart(x)
-    return _sum(x if squared else maps.abs_sq(x), stacked)
+        x = barrier.apart(x)
+    return _sum(x if squared else arithmetic.abs_sq(x), stacked)
 
 
 def _sum(x: jax.Array, stacked: int) -> jax.Array:

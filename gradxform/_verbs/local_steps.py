@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from gradxform._late import gate
-from gradxform._trees import checks, maps, versions
+from gradxform._trees import checks, dtypes, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._verbs.apply import learning_part, training_step
 from gradxform._verbs.donation import Donating
@@ -113,7 +113,7 @@ def local_steps(
         def train_or_rest(carry: Any, numbered: Any) -> Any:
             number, batch = numbered
             result, carry = gate.either(
-                number < maps.saturated(num_steps),
+                number < dtypes.saturated(num_steps),
                 lambda: train(carry, batch)[::-1],
                 lambda: (None, carry),
             )
@@ -139,7 +139,7 @@ def local_steps(
 
 
 def _difference(pulled: jax.Array, trained: jax.Array) -> jax.Array:
-    return (maps.widen(pulled) - maps.widen(trained)).astype(pulled.dtype)
+    return (dtypes.widen(pulled) - dtypes.widen(trained)).astype(pulled.dtype)
 
 
 def _check_dense(params: optax.Params) -> None:

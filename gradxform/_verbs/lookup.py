@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradxform._trees import checks, maps, versions
+from gradxform._trees import checks, constants, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees.rows import (
     as_array,
@@ -162,7 +162,7 @@ def value_and_grad(
 
         both = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
         with mesh_context(maps.values(x) for x in leaves.values()):
-            taps = {i: [*map(maps.zeros_of_type, types[i])] for i in named}
+            taps = {i: [*map(constants.zeros_of_type, types[i])] for i in named}
             (value, (aux, ids)), (grads, rows) = both(dense, taps)
         for i, table in named.items():
             grads[i] = _slices(ids[i], rows[i], table)

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._trees import maps, versions
+from gradxform._trees import arithmetic, versions
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.rows import inside_or_padding, is_known, places, read_rows
 
@@ -182,7 +182,7 @@ class _Reader(NamedTuple):
         for dtype in table.casts:
             rows = rows.astype(dtype)
         if fills:  # After the casts: the table's dtype may not hold this number.
-            outside = maps.expand(taken == height, rows)
+            outside = arithmetic.expand(taken == height, rows)
             rows = jnp.where(outside, _filling(fill, rows.dtype), rows)
         return rows
 

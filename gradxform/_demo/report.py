@@ -12,7 +12,7 @@ import optax
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._listing import show
+from gradxform._demo.listing import show
 
 
 def track(run: engines.Run, total: int) -> Iterator[engines.Push]:
