@@ -367,7 +367,7 @@ _trees/rows.py: rows of a sharded table lie as JAX guesses
 + return take_rows(table, ids)
 
 _server/parameter_server.py: a restore between check and step goes unnoticed
--         self._check_step(local_step)
+-         check_step(local_step, self._version)
 -         old = self._version
 +         old = self._version
 

@@ -24,6 +24,7 @@ from gradxform._server.records import (
     Version,
     as_step,
     check_push_id,
+    check_step,
     is_past,
     summary,
 )
@@ -203,7 +204,7 @@ class ParameterServer:
         if push_id is not None:
             check_push_id(push_id)
         self._check_usable()
-        self._check_step(local_step)
+        check_step(local_step, self._version)
         step, pushed = self._prepare(grads, extra)
         result: PushResult = self._thread.run(
             self._push, step, pushed, local_step, push_id
@@ -230,7 +231,7 @@ class ParameterServer:
                     f"push_id={push_id} comes after {push_id[0], number}: give each "
                     "push of a worker a higher number than the one before."
                 )
-        self._check_step(local_step)
+        check_step(local_step, self._version)
         old = self._version
         try:
             leaves, counters = step(old.leaves, pushed, np.int32(local_step))
@@ -402,13 +403,3 @@ class ParameterServer:
         unusable = self._unusable()
         if unusable is not None:
             raise unusable
-
-    def _check_step(self, local_step: int) -> None:
-        version = self._version
-        if is_past(local_step, version.life):
-            raise ValueError(
-                f"local_step={local_step} was pulled before the server was restored, "
-                "or from another one: pull again."
-            )
-        if not 0 <= local_step <= version.global_step:
-            checks.in_range("local_step", local_step, f"[0, {version.global_step}]")

@@ -265,6 +265,26 @@ def test_many_workers_are_counted_and_all_processes_agree(standard_promotion):
     assert copies[0] == copies[1]
 
 
+@marked
+def test_the_processes_lie_where_the_options_say():
+    ray = pytest.importorskip("ray")
+    options = {"scheduling_strategy": "STRICT_SPREAD"}
+    with (
+        pytest.raises(ValueError, match="server_processes=2: with STRICT_SPREAD"),
+        engines.ray(slow(4), server_options=options, **OF_TWO),
+    ):
+        pass
+    options = {"scheduling_strategy": "STRICT_PACK", "num_cpus": 2, "name": "server"}
+    with engines.ray(slow(4), server_options=options, **OF_TWO) as run:
+        (place,) = ray.util.placement_group_table().values()
+        assert place["strategy"] == "STRICT_PACK"
+        assert [*place["bundles"].values()] == [{"CPU": 2.0}] * 2
+        assert ray.get_actor("server")._actor_id == run.server.actor._actor_id
+        assert len(list(run.pushes)) == 4
+    (place,) = ray.util.placement_group_table().values()
+    assert place["state"] == "REMOVED"
+
+
 # Deaths. Their job is slow enough to be met in it.
 
 
@@ -374,6 +394,34 @@ def test_a_death_while_a_checkpoint_is_written_costs_that_one(tmp_path):
     names = {path.name for path in tmp_path.iterdir() if path.is_dir()}
     assert "100" in names
     assert all(name.isdigit() for name in names)  # Nothing half written.
+
+
+@marked
+def test_what_fails_in_one_process_is_a_death_and_in_all_an_error(tmp_path):
+    ray = pytest.importorskip("ray")
+
+    def fail_in(which):
+        def step(*_):
+            raise MemoryError("there is no room")
+
+        def sabotage(server, _):
+            if jax.process_index() in which:
+                prepare = server._programs.prepare
+                server._programs.prepare = lambda *args: (step, prepare(*args)[1])
+
+        return sabotage
+
+    with engines.ray(slow(10**6), checkpoint=tmp_path, **OF_TWO) as run:
+        next(run.pushes)
+        for number, which in enumerate([{1}, {0}], 1):
+            on_group(fail_in(which), run)
+            while run.counts().server_deaths < number:
+                next(run.pushes)
+        on_group(fail_in({0, 1}), run)
+        with pytest.raises(MemoryError, match="there is no room") as raised:
+            list(run.pushes)
+        assert isinstance(raised.value, ray.exceptions.RayTaskError)
+        assert run.counts().server_deaths == 2
 
 
 def dies_once(flag):
