@@ -171,28 +171,28 @@ def test_state_that_is_made_otherwise_is_whole_in_each_process():
 
 
 BAD = [
-    (dict(processes=0), ValueError, r"server_processes must be in .*got 0"),
-    (dict(processes=1.5), TypeError, "server_processes must be an integer"),
-    (dict(shardings={"emb": None}), ValueError, "server_shardings must be a tree"),
-    (dict(shardings=P("data")), ValueError, r"names the axis 'data'.*'server'"),
-    (dict(shardings=P(None, "data")), ValueError, "'data'"),
+    ({"processes": 0}, ValueError, r"server_processes must be in .*got 0"),
+    ({"processes": 1.5}, TypeError, "server_processes must be an integer"),
+    ({"shardings": {"emb": None}}, ValueError, "server_shardings must be a tree"),
+    ({"shardings": P("data")}, ValueError, r"names the axis 'data'.*'server'"),
+    ({"shardings": P(None, "data")}, ValueError, "'data'"),
     (
-        dict(shardings=lambda path, shape: P("server", "server")),
+        {"shardings": lambda path, shape: P("server", "server")},
         ValueError,
         r"at \['bias'\] cuts along two axes",
     ),
     (
-        dict(shardings=lambda path, shape: P(None, "server")),
+        {"shardings": lambda path, shape: P(None, "server")},
         ValueError,
         r"at \['bias'\] has more axes than the leaf, of shape \[4\]",
     ),
     (
-        dict(shardings=lambda path, shape: P("server")),
+        {"shardings": lambda path, shape: P("server")},
         ValueError,
         r"at \['bias'\] cuts axis 0 of shape \[4\] into 5 parts",
     ),
-    (dict(shardings=lambda path, shape: "server"), TypeError, r"at \['bias'\] is no"),
-    (dict(shardings={**SHARDINGS, "bias": "server"}), TypeError, r"at \['bias'\]"),
+    ({"shardings": lambda path, shape: "server"}, TypeError, r"at \['bias'\] is no"),
+    ({"shardings": {**SHARDINGS, "bias": "server"}}, TypeError, r"at \['bias'\]"),
 ]
 
 

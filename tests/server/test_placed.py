@@ -76,7 +76,9 @@ class Parts:
         whole, cut = self.whole.state(), self.cut.state()
         for name, layout in zip(("params", "state"), self.spread.layouts, strict=True):
             leaves = jax.tree.leaves(whole[name])
-            both = zip(leaves, *map(jax.tree.leaves, (cut[name], layout.types)))
+            both = zip(
+                leaves, *map(jax.tree.leaves, (cut[name], layout.types)), strict=True
+            )
             for x, lies, type_ in both:
                 assert x.shape == type_.shape
                 rest = np.array(lies)
@@ -125,7 +127,7 @@ def test_extra_arguments_are_taken_apart_too():
         grads = both.grads(rows=step > 0)
         both.push(grads, step, worker_params=jax.tree.map(np.asarray, worker_params))
     part, seen = both.whole.pull(rows={"table": grads["table"].indices})
-    both.push(grads, seen, worker_params=jax.tree.map(np.asarray, part))
+    both.push(grads, seen, worker_params=part)
     both.check()
 
 
