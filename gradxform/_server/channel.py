@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
@@ -69,7 +69,7 @@ class Orders:
 
     def tell(self, name: str, *args: Any, each: list[Any] | None = None) -> None:
         """Has all followers do ``name``, or with ``each`` as many as that is long."""
-        orders = itertools.repeat(pickle.dumps((name, *args), -1))
+        orders: Iterator[bytes] = itertools.repeat(pickle.dumps((name, *args), -1))
         if each is not None:
             orders = (pickle.dumps((name, *args, own), -1) for own in each)
         try:

@@ -13,7 +13,7 @@ from gradxform._server.group import LocalRows, enter, parts_of
 from gradxform._server.layout import Layout
 from gradxform._server.parcels import Parcel
 from gradxform._server.placed import Spread
-from gradxform._server.records import summary
+from gradxform._server.records import Version, summary
 from gradxform._server.recoverable import RecoverableServer
 
 
@@ -45,7 +45,7 @@ class Follower:
         followed = Followed(address, self._key, self._number)
         mesh = enter(coordinator, self._number, self._processes)
         params, tx = sys.modules["ray"].get(given)
-        # It has no `begin`: which checkpoint is read and written when, it is told.
+        # Nobody calls its `begin`: it is told which checkpoint to read, or write, when.
         self._server = RecoverableServer(
             Spread(params, layout, mesh), tx, *checkpoint, **options
         )
@@ -70,6 +70,15 @@ class Follower:
     def ready(self, number: int, size: int) -> None:
         """Compiles what reads so many rows of that leaf."""
         self._rows.ready(number, size)
+
+    def resume(self, pushes: int) -> None:
+        """Goes on from a checkpoint: with its part of it."""
+        server = self._server
+        assert server._saver is not None
+        like = self._programs.like(server._version.leaves)
+        snapshot = server._saver.read(pushes, like)
+        version = Version.of(*self._programs.place(snapshot.state))
+        server._thread.run(server._resume, version, snapshot.counters)
 
     def take(self, key: int) -> Any:
         """What became of an order; once."""

@@ -14,7 +14,7 @@ import functools
 import itertools
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradxform._server.actor import Publisher
 from gradxform._server.channel import Orders
+from gradxform._server.checkpoints import Saver, Snapshot
 from gradxform._server.layout import AXIS, Layout
 from gradxform._server.parcels import Cut, Parcel, Pulled, Rows, Stowed, packed
 from gradxform._server.placed import Spread
@@ -144,18 +145,9 @@ class Leader(RecoverableServer):
     def _prepare(self, grads: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
         key, parcel = grads
         self._prepared.add(key)
-        asked = [
-            follower.prepare.remote(key, parcel.of_process(number))
-            for number, follower in enumerate(self._followers, 1)
-        ]
-        try:
-            step, pushed = self._programs.prepare(*parcel.of_process(0).open())
-        finally:
-            self._ray.wait(asked, num_returns=len(asked))
-        try:
-            self._ray.get(asked)
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from None
+        each = [parcel.of_process(k) for k in range(self._processes)]
+        with self.asked("prepare", key, each=each[1:]):
+            step, pushed = self._programs.prepare(*each[0].open())
 
         def ordered(leaves: Any, pushed: Any, local_step: Any) -> Any:
             self._prepared.discard(key)
@@ -188,10 +180,12 @@ class Leader(RecoverableServer):
             one on, or a number in the place of one that is not wanted.
         """
         leaves, structure = jax.tree.flatten(tree)
-        layouts = self._programs.spread.layouts
+        spread = self._programs.spread
+        assert spread is not None
+        layouts = spread.layouts
         types = [x for each in layouts for x in jax.tree.leaves(each.types)]
         cuts = [cut for each in layouts for cut in each.cuts]
-        at = []
+        at: list[int] = []
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, int):
                 leaves[number] = leaf.addressable_data(0)
@@ -221,16 +215,38 @@ class Leader(RecoverableServer):
         followers = self._followers[: None if each is None else len(each)]
         return [follower.take.remote(key) for follower in followers]
 
-    def ask(self, name: str, *args: Any) -> list[Any]:
-        """Outside of the order: calls a method of all followers."""
-        return [getattr(each, name).remote(*args) for each in self._followers]
+    @contextlib.contextmanager
+    def asked(
+        self, name: str, *args: Any, each: list[Any] | None = None
+    ) -> Iterator[None]:
+        """Calls a method of all followers meanwhile, outside of the order.
+
+        An error of theirs is raised, if there is none here.
+        """
+        own = [()] * len(self._followers) if each is None else [(x,) for x in each]
+        asked = [
+            getattr(follower, name).remote(*args, *more)
+            for follower, more in zip(self._followers, own, strict=True)
+        ]
+        try:
+            yield
+        finally:  # Nobody is left behind who would begin later.
+            self._ray.wait(asked, num_returns=len(asked))
+        try:
+            self._ray.get(asked)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from None
 
     # Checkpoints.
 
-    def _snapshot(self) -> Any:
+    def _snapshot(self) -> Snapshot:
         taken = super()._snapshot()
         self._orders.tell("snapshot", taken.pushes, taken.counters)
         return taken
+
+    def _read(self, saver: Saver, pushes: int, like: dict[str, Any]) -> Snapshot:
+        with self.asked("resume", pushes):
+            return super()._read(saver, pushes, like)
 
 
 def parts_of(version: Version, at: list[int]) -> Stowed:
@@ -277,11 +293,8 @@ class _Rows(RowPrograms):
             each = [ids[(a <= ids) & (ids < b)] - a for a, b in spans]
         size = size_for(max(map(len, each)))
         if (number, size) not in self._ready:
-            asked_too = (
-                self._leader.ask("ready", number, size) if cut is not None else []
-            )
-            self._local.ready(number, size)
-            sys.modules["ray"].get(asked_too)
+            with self._leader.asked("ready", number, size):
+                self._local.ready(number, size)
             self._ready.add((number, size))
         return Wanted(given, each, functools.partial(self._read, number, size))
 

@@ -104,10 +104,15 @@ class RecoverableServer(ParameterServer):
                 "pushes: let resume be True, or give another directory."
             )
         like = self._programs.like(self._version.leaves)
-        snapshot, notes = saver.read_newest(like)
+        snapshot, notes = saver.read_newest(
+            like, lambda pushes: self._read(saver, pushes, like)
+        )
         version = Version.of(*self._programs.place(snapshot.state))
         self._thread.run(self._resume, version, snapshot.counters)
         return notes
+
+    def _read(self, saver: Saver, pushes: int, like: dict[str, Any]) -> Snapshot:
+        return saver.read(pushes, like)
 
     def _resume(self, version: Version, counters: dict[str, Any]) -> None:
         self._restore(version)

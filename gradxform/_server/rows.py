@@ -43,8 +43,8 @@ class Wanted(NamedTuple):
     """The rows of one table that a pull asks for."""
 
     indices: np.ndarray[Any, Any]  # As many as were asked for; each once, then padding.
-    given: jax.Array  # The same, padded to a size for which there is a program.
-    read: Callable[[jax.Array, jax.Array], jax.Array]  # (table, given) -> rows
+    given: Any  # The same, padded to a size for which there is a program.
+    read: Callable[[jax.Array, Any], Any]  # (table, given) -> rows
 
 
 class RowPrograms:

@@ -48,7 +48,8 @@ class Group:
 
     def __init__(self, job: Job, layout: Layout, options: Mapping[str, Any]) -> None:
         self._ray = ray = require("ray", "ray")
-        self.layout = layout
+        self.layout: Layout | None = layout
+        self._layout = layout
         self._options = dict(options)
         self._server_options = server_options(job)
         tx = ray.put(job.tx)
@@ -64,7 +65,7 @@ class Group:
     def start(self, checkpoint: Checkpoint | None, check: Callable[[], object]) -> Any:
         """See :class:`Processes`."""
         self.kill()
-        ray, layout, key = self._ray, self.layout, secrets.token_bytes(32)
+        ray, layout, key = self._ray, self._layout, secrets.token_bytes(32)
         options = self._place(check)
         leader = ray.remote(Leader).options(**options[0]).remote(key, layout.processes)
         self._actors = [leader]
@@ -97,7 +98,7 @@ class Group:
 
     def _place(self, check: Callable[[], object]) -> list[dict[str, Any]]:
         """The options of each actor."""
-        return [self._options] * self.layout.processes
+        return [self._options] * self._layout.processes
 
     def kill(self) -> None:
         """See :class:`Processes`; returns when they are gone."""

@@ -13,8 +13,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
-
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.layout import Layout
@@ -25,7 +23,13 @@ from gradxform.engines._ending import ending, starting, terminated, uninterrupte
 from gradxform.engines._group import Group, layout_of
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._reach import reach
-from gradxform.engines._servers import One, RayServer, ServerDiedError, WorkersServer
+from gradxform.engines._servers import (
+    One,
+    Processes,
+    RayServer,
+    ServerDiedError,
+    WorkersServer,
+)
 from gradxform.engines._stops import GivenUpError, Stops
 from gradxform.engines._streams import check_none
 from gradxform.engines._work import RefusedError, StreamEndedError, work
@@ -109,7 +113,7 @@ def ray(
         options = {"max_concurrency": len(job.workers) + 8, **(server_options or {})}
         # So early, as until then ``SIGTERM`` meets a handler of Ray's that aborts.
         with ending(run, given):
-            processes = (
+            processes: Processes = (
                 One(job, options) if layout is None else Group(job, layout, options)
             )
             server = RayServer(processes, given, max_deaths)

@@ -42,7 +42,7 @@ class Processes(Protocol):
 class One:
     """A server in one process; see :class:`Processes`."""
 
-    layout = None
+    layout: Layout | None = None
 
     def __init__(self, job: Job, options: Mapping[str, Any]) -> None:
         self._ray = ray = require("ray", "ray")
