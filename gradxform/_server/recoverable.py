@@ -51,7 +51,7 @@ class RecoverableServer(ParameterServer):
     """A server that saves itself, and begins where the newest checkpoint is.
 
     Args:
-      params: the initial parameters; they are copied.
+      params: the initial parameters, which are copied, or a function that gives them.
       tx: any transformation.
       checkpoint: where and how often; without it nothing is saved.
       pushes: how many it takes that have a ``push_id``.
