@@ -381,9 +381,9 @@ _server/parameter_server.py: a restore wakes none of those who wait
 +         self._answered = {}
 
 _server/programs.py: a worker that still computes holds up the others
-- jax.block_until_ready(leaves)
-- if self._require_finite:
-+ if self._require_finite:
+-         jax.block_until_ready(leaves)
+-         if self._require_finite:
++         if self._require_finite:
 
 _server/programs.py: who waited for the compiler compiles the same again
 - if known is not None:
