@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 import gradxform as gx
 from gradxform import engines
@@ -219,7 +220,15 @@ def make_run(
     if args.engine == "ray":
         options["address"] = args.address
         options["connect_timeout"] = args.connect_timeout
+        options["server_processes"] = args.server_processes
+        options["server_shardings"] = functools.partial(cut, args.server_processes)
     return ENGINES[args.engine](job, **options)
+
+
+def cut(processes: int, path: str, shape: tuple[int, ...]) -> PartitionSpec:
+    """Which leaves lie in parts: all that can, small as the model is."""
+    parts = shape and shape[0] >= processes
+    return PartitionSpec("server") if parts else PartitionSpec()
 
 
 @contextlib.contextmanager

@@ -423,7 +423,7 @@ _trees/rows.py: rows of a sharded table lie as JAX guesses
 + return take_rows(table, ids)
 
 _server/parameter_server.py: a restore between check and step goes unnoticed
--         self._check_step(local_step)
+-         check_step(local_step, self._version)
 -         old = self._version
 +         old = self._version
 
@@ -437,16 +437,17 @@ _server/parameter_server.py: a restore wakes none of those who wait
 +         self._answered = {}
 
 _server/programs.py: a worker that still computes holds up the others
-- jax.block_until_ready(leaves)
-+ pass
+-         jax.block_until_ready(leaves)
+-         if self._require_finite:
++         if self._require_finite:
 
 _server/programs.py: who waited for the compiler compiles the same again
 - if known is not None:
 + if isinstance(known, Refusal):
 
 _server/rows.py: rows that a pull asks for twice come twice
-- once = np.unique(asked)
-+ once = np.sort(asked)
+- once = np.unique(ids)
++ once = np.sort(ids)
 
 _server/rows.py: a part has as many rows as its size, not as its ids
 - if length != len(rows):
@@ -588,9 +589,57 @@ _server/recoverable.py: a run that goes on takes all its pushes once more
 - self._takes -= number + 1
 + pass
 
-engines/_ray.py: a server that dies too often is replaced
+engines/_servers.py: a server that dies too often is replaced
 - if self._deaths_left == 0:
 + if self._deaths_left is None:
+
+_server/channel.py: who hangs in a collective outlives the leader
+- self._end("the leader of the server has died, and this process ends with it")
++ pass
+
+_server/channel.py: a leader that fails alone goes on
+- if not self._others_failed.acquire(timeout=wait):
++ if self._others_failed is None:
+
+_server/parcels.py: an argument that has the shape of a part is taken for one
+- else Part(parts[x.number])
++ else parts[x.number]
+
+_server/parcels.py: rows that were pulled have the padding of a table cut along them
+- rows[(slice(None), *inside)]
++ rows
+
+_server/parcels.py: what is small is sent when it may have been overwritten
+- return cls(None, copy(tree))
++ return cls(None, tree)
+
+_server/group.py: a push that was refused stays prepared
+- if key in self._prepared:
++ if self._prepared is None:
+
+_server/group.py: a push that fails in a follower has a place in the order
+- raise error.cause from None
++ pass
+
+_server/group.py: followers are not told of checkpoints
+- self._orders.tell("snapshot", taken.pushes, taken.counters)
++ pass
+
+_server/follower.py: what was prepared for nothing is kept
+- self._prepared.pop(key, None)
++ self._prepared.get(key, None)
+
+_server/follower.py: a follower resumes at the beginning
+- server._thread.run(server._resume, version, snapshot.counters)
++ pass
+
+engines/_group.py: a process that dies as a group starts is waited for
+- done, left = self._ray.wait(left, num_returns=1, timeout=LOOK)
++ done, left = self._ray.wait(left, num_returns=len(left), timeout=LOOK)
+
+engines/_group.py: Ray starts one of a group again by itself
+- each = {**self._options, "max_restarts": 0, "max_task_retries": 0}
++ each = {**self._options}
 
 engines/_reach.py: a cluster is waited for without an end
 - said, _ = process.communicate(timeout=seconds)

@@ -57,6 +57,11 @@ class Parser(argparse.ArgumentParser):
         mode, workers, backups = parsed.mode, parsed.workers, parsed.backups
         if parsed.address is not None and parsed.engine != "ray":
             self.error(f"argument --address: needs --engine ray, not {parsed.engine}")
+        if parsed.server_processes > 1 and parsed.engine != "ray":
+            self.error(
+                f"argument --server-processes: more than 1 need --engine ray, not "
+                f"{parsed.engine}"
+            )
         if mode == "backup" and backups >= workers:
             self.error(f"argument --backups: must be below --workers, got {backups}")
         if parsed.steps is None:
@@ -195,6 +200,8 @@ def make_parser() -> Parser:
     how = "of the Ray cluster to run on, as host:6379, or auto for the one of this "
     how += "machine (default: a cluster of its own)"
     parser.add_argument("--address", metavar="ADDRESS", help=how)
+    how = "of how many processes the server is made, each with a part of the model"
+    parser.add_number("--server-processes", 1, 1, 64, how)
     how = "how many seconds that cluster may take to answer"
     parser.add_number("--connect-timeout", 30.0, 0.001, math.inf, how)
     how = "write loss, staleness and gradient norm over the pushes to FILE, a .png"

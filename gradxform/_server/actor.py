@@ -35,9 +35,16 @@ class Publisher:
         if ref is None:
             if self._last[0] != _step(version):
                 self._last = _step(version), {}  # The old ones may go.
-            ref = sys.modules["ray"].put(params)
+            ref = self._put(params)
             self._last = _step(version), {**self._last[1], tables: ref}
         return ref
+
+    def _put(self, params: Any) -> Any:
+        return sys.modules["ray"].put(params)
+
+    def deliver(self, ref: Any, parts: dict[int, Any]) -> Any:
+        """What a worker is sent: what lies there, and parts of the tables left out."""
+        return Published(ref, parts)
 
     def forget(self) -> None:
         """What lies there may not be the parameters any more."""

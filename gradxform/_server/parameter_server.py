@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import optax
 
-from gradxform._server.actor import Published, Publisher, is_actor, was_restarted
+from gradxform._server.actor import Publisher, is_actor, was_restarted
 from gradxform._server.own_thread import OwnThread
+from gradxform._server.placed import Spread
 from gradxform._server.places import copy, settle
 from gradxform._server.programs import PushPrograms
 from gradxform._server.records import (
@@ -23,6 +24,7 @@ from gradxform._server.records import (
     Version,
     as_step,
     check_push_id,
+    check_step,
     is_past,
     summary,
 )
@@ -99,8 +101,9 @@ class ParameterServer:
         donate: bool = True,
         require_finite: bool = False,
     ) -> None:
-        tx, params, state = settle(tx, params)
-        self._programs = PushPrograms(tx, params, state, donate, require_finite)
+        spread = params if isinstance(params, Spread) else None
+        tx, params, state = spread.settle(tx) if spread else settle(tx, params)
+        self._programs = PushPrograms(tx, params, state, donate, require_finite, spread)
         # All that follows is written on the own thread alone.
         self._version = Version.of(params, state)
         self._answered: dict[Hashable, tuple[int, PushResult]] = {}  # By worker.
@@ -144,7 +147,7 @@ class ParameterServer:
             read, others, seen = self._thread.run(self._pull, wanted)
         parts = {i: self._programs.rows.part(i, wanted[i], x) for i, x in read.items()}
         if self._publisher:
-            return Published(others, parts), seen
+            return self._publisher.deliver(others, parts), seen
         leaves = {**others, **parts}
         return self._programs.params([leaves[i] for i in range(len(leaves))]), seen
 
@@ -201,12 +204,15 @@ class ParameterServer:
         if push_id is not None:
             check_push_id(push_id)
         self._check_usable()
-        self._check_step(local_step)
-        step, pushed = self._programs.prepare(grads, extra)
+        check_step(local_step, self._version)
+        step, pushed = self._prepare(grads, extra)
         result: PushResult = self._thread.run(
             self._push, step, pushed, local_step, push_id
         )
         return result
+
+    def _prepare(self, grads: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
+        return self._programs.prepare(grads, extra)
 
     def _push(
         self,
@@ -225,7 +231,7 @@ class ParameterServer:
                     f"push_id={push_id} comes after {push_id[0], number}: give each "
                     "push of a worker a higher number than the one before."
                 )
-        self._check_step(local_step)
+        check_step(local_step, self._version)
         old = self._version
         try:
             leaves, counters = step(old.leaves, pushed, np.int32(local_step))
@@ -332,6 +338,9 @@ class ParameterServer:
         return state
 
     def _state(self) -> dict[str, Any]:
+        return self._copies()
+
+    def _copies(self) -> dict[str, Any]:
         if self._lost is not None:
             self._check_usable()
         params, state = copy(self._programs.trees(self._version.leaves))
@@ -394,13 +403,3 @@ class ParameterServer:
         unusable = self._unusable()
         if unusable is not None:
             raise unusable
-
-    def _check_step(self, local_step: int) -> None:
-        version = self._version
-        if is_past(local_step, version.life):
-            raise ValueError(
-                f"local_step={local_step} was pulled before the server was restored, "
-                "or from another one: pull again."
-            )
-        if not 0 <= local_step <= version.global_step:
-            checks.in_range("local_step", local_step, f"[0, {version.global_step}]")

@@ -161,6 +161,17 @@ def is_past(step: int, life: str) -> bool:
     return isinstance(step, GlobalStep) and step.life != life
 
 
+def check_step(local_step: int, version: Version) -> None:
+    """Raises ``ValueError`` unless that version, or one before it, was at the step."""
+    if is_past(local_step, version.life):
+        raise ValueError(
+            f"local_step={local_step} was pulled before the server was restored, "
+            "or from another one: pull again."
+        )
+    if not 0 <= local_step <= version.global_step:
+        checks.in_range("local_step", local_step, f"[0, {version.global_step}]")
+
+
 def check_push_id(push_id: Any) -> None:
     """Raises ``TypeError`` unless it is a pair of a worker and a number."""
     pair = isinstance(push_id, tuple) and len(push_id) == 2

@@ -63,7 +63,9 @@ class Job(NamedTuple):
     """What an engine runs.
 
     Attributes:
-      params: the initial parameters.
+      params: the initial parameters; or a function without arguments that gives them,
+        which is called where the server is. Over several processes it is compiled, so
+        that each makes its parts alone: what it calculates with JAX lies nowhere whole.
       tx: any transformation; a gate in it decides what is dropped.
       workers: one by one; more may be added to a run.
       pushes: how many reach the server, accepted or dropped. Pushes before a resumed
@@ -83,7 +85,7 @@ class Job(NamedTuple):
       donate: whether steps update the server's own arrays in place; see there.
     """
 
-    params: optax.Params
+    params: optax.Params | Callable[[], optax.Params]
     tx: optax.GradientTransformation
     workers: Sequence[Worker]
     pushes: int
