@@ -109,8 +109,8 @@ def aligned(
         mixed = maps.safe_sqrt(mixed)
         size = g / (mixed + eps)
         opposes, short = c < 0, (g < eps) | (m < eps) | (g * m == 0)
-        # As it is where either is short, where nothing is left of the mixture, and where
-        # squares overflow: what is not finite then stays where it is.
+        # As it is where either is short, where nothing is left of the mixture, or where
+        # squares overflow: so what is not finite stays where it is.
         as_it_is = short | (c >= agrees) | (~opposes & (mixed < eps))
         as_it_is |= ~jnp.isfinite(gg + mm)
         a = jnp.where(as_it_is | opposes, 1, of_g * size)
