@@ -32,7 +32,7 @@ from gradxform._server.placed import Spread
 from gradxform._server.places import Place, copy
 from gradxform._server.records import PushResult, Version, summary
 from gradxform._server.recoverable import RecoverableServer
-from gradxform._server.rows import RowPrograms, Wanted, ascending, size_for
+from gradxform._server.rows import RowPrograms, Wanted, in_order, size_for
 
 HOUR = 3600
 
@@ -291,7 +291,7 @@ class _Rows(RowPrograms):
 
     def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> Wanted:
         height, cut = self._types[number].shape[0], self._layout.cuts[number]
-        given = ascending(asked, len(asked), height)
+        given = in_order(asked, len(asked), height)
         ids = given[given < height]
         processes = 1 if cut is None else self._layout.processes
         each = [ids] * processes
@@ -343,7 +343,7 @@ class LocalRows:
           ids: ascending, each once, of this part of the table.
         """
         part = table.addressable_data(0)
-        given = ascending(ids, size, self._heights[number])
+        given = in_order(ids, size, self._heights[number])
         rows = self._programs.program(number, size)(
             part, jax.device_put(given, part.sharding)
         )

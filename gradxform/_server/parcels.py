@@ -16,7 +16,7 @@ import numpy as np
 from gradxform._server import wire
 from gradxform._server.layout import Layout, Part
 from gradxform._trees import maps
-from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.indexed_slices import IndexedSlices, ascending
 
 SMALL = 1 << 15  # Bytes: what is smaller travels in the message itself.
 
@@ -136,7 +136,7 @@ class Rows(NamedTuple):
         inside = tuple(map(slice, self.shape))[1:]  # Without padding.
         values[: len(rows)] = rows[(slice(None), *inside)]
         indices, values = jax.device_put((self.indices, values))
-        return IndexedSlices.ascending(indices, values, self.shape)
+        return ascending(indices, values, self.shape)
 
 
 class Pulled(NamedTuple):

@@ -31,7 +31,7 @@ def in_sizes(leaf: Any) -> Any:
     return padded(leaf, size_for(length))
 
 
-def ascending(ids: Any, size: int, height: int) -> np.ndarray[Any, Any]:
+def in_order(ids: Any, size: int, height: int) -> np.ndarray[Any, Any]:
     """Each of them once, ascending, and padding up to that size."""
     once = np.unique(ids)
     given = np.full(size, height, np.int32)
@@ -76,7 +76,7 @@ class RowPrograms:
 
     def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> Wanted:
         size = size_for(len(asked))
-        given = ascending(asked, size, self._types[number].shape[0])
+        given = in_order(asked, size, self._types[number].shape[0])
         read = self.program(number, size)
         return Wanted(given[: len(asked)], self._place.put(given), read)
 

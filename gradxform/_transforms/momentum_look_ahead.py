@@ -305,7 +305,7 @@ def worker_start(
     if len(found) > 1:
         paths = ", ".join(checks.place(path) for path, _ in found)
         raise ValueError(f"the state holds several momenta, at {paths}: pass one part.")
-    mu = found[0][1]
+    mu = maps.as_in(params, found[0][1])  # Flax boxes state otherwise than parameters.
     checks.dense("worker_start", params)
     checks.same_shapes("the momentum", mu, "params", params)
     ahead = -jnp.asarray(learning_rate) * b1

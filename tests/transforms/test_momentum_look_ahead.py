@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -409,6 +410,25 @@ def test_numbers_of_inject_hyperparams():
     mu = state.inner_state[0].mu["w"]
     expected = params["w"] - numbers["learning_rate"] * 0.5 * mu
     np.testing.assert_allclose(start["w"], expected, rtol=1e-6)
+
+
+def test_a_worker_begins_ahead_in_flax():
+    """Its optimizer keeps state in boxes of another kind than the parameters'."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(draw(4))
+
+    model = Model()
+    tx = gx.momentum_look_ahead(0.5, 0.5)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    grads = nnx.grad(lambda model: jnp.sum(model.w[...] ** 2))(model)
+    optimizer.update(model, grads)
+    params = nnx.state(model, nnx.Param)
+    start = gx.worker_start(params, optimizer.opt_state, 0.5, 0.5)
+    assert jax.tree.structure(start) == jax.tree.structure(params)
+    expected = params["w"][...] - 0.5 * 0.5 * draw(4)  # m is half of 2 w.
+    np.testing.assert_allclose(start["w"][...], expected, rtol=1e-6)
 
 
 def test_a_start_that_cannot_be_told():
