@@ -50,7 +50,7 @@ def net(seed):
     """Parameters of two layers."""
     draw = rng(seed).standard_normal
     return [
-        (np.float32(draw((n, m)) * scale), np.zeros(m, np.float32))
+        (np.float32(draw((n, m)) * scale), np.zeros((1, m), np.float32))
         for n, m, scale in ((64, 64, 0.18), (64, 10, 0.12))
     ]
 
