@@ -64,6 +64,7 @@ from gradxform._server.records import ServerStats as ServerStats
 from gradxform._transforms.adagrad import ScaleByAdagradState as ScaleByAdagradState
 from gradxform._transforms.adagrad import adagrad as adagrad
 from gradxform._transforms.adagrad import scale_by_adagrad as scale_by_adagrad
+from gradxform._transforms.alignment import MomentumAlignment as MomentumAlignment
 from gradxform._transforms.clipping import (
     ClipByGlobalNormState as ClipByGlobalNormState,
 )
@@ -85,6 +86,16 @@ from gradxform._transforms.measure_cosine import (
     MeasureCosineState as MeasureCosineState,
 )
 from gradxform._transforms.measure_cosine import measure_cosine as measure_cosine
+from gradxform._transforms.momentum_look_ahead import (
+    ScaleByMomentumLookAheadState as ScaleByMomentumLookAheadState,
+)
+from gradxform._transforms.momentum_look_ahead import (
+    momentum_look_ahead as momentum_look_ahead,
+)
+from gradxform._transforms.momentum_look_ahead import (
+    scale_by_momentum_look_ahead as scale_by_momentum_look_ahead,
+)
+from gradxform._transforms.momentum_look_ahead import worker_start as worker_start
 from gradxform._transforms.novograd import ScaleByNovogradState as ScaleByNovogradState
 from gradxform._transforms.novograd import novograd as novograd
 from gradxform._transforms.novograd import scale_by_novograd as scale_by_novograd

@@ -172,6 +172,34 @@ _transforms/delayed_nesterov.py: a part of the momentum is added, and not moved 
 - jnp.where(moves(t), 1 - c * n + c, c)
 + jnp.where(moves(t), 1, c)
 
+_transforms/momentum_look_ahead.py: the update looks ahead along the momentum of before
+- return _scale(g, a * (decay / kept)) + _scale(mu, back + decay)
++ return _scale(g, a * (decay / kept)) + _scale(mu, decay)
+
+_transforms/momentum_look_ahead.py: the momentum moves with the gradient as it came
+- return (moved + _scale(g, rest * a)).astype(mu.dtype)
++ return (moved + _scale(g, rest)).astype(mu.dtype)
+
+_transforms/momentum_look_ahead.py: a worker begins where the momentum comes from
+- ahead = -jnp.asarray(learning_rate) * b1
++ ahead = jnp.asarray(learning_rate) * b1
+
+_transforms/alignment.py: as well aligned as need be is not enough
+- (c >= agrees)
++ (c > 2 * agrees)
+
+_transforms/alignment.py: from where gradients are opposed on they turn
+- opposes, short = c < 0,
++ opposes, short = c < opposed,
+
+_transforms/alignment.py: the turn jumps where a gradient begins to agree
+- turn = jnp.minimum(rotation * ramp * sure, 1)
++ turn = jnp.minimum(rotation * (1 - c) * sure, 1)
+
+_trees/norms.py: the layers that a leaf stacks have one product
+- return _sum(g * h, stacked)
++ return _sum(g * h, 0)
+
 _transforms/learning_rate.py: the count of steps overflows
 - count = optax.safe_increment(state.count)
 + count = state.count + 1

@@ -12,6 +12,7 @@ import difflib
 import inspect
 import math
 import re
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -202,7 +203,14 @@ def _is_named(value: Any) -> bool:
 
 
 def _signature(make: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(make, eval_str=True)
+    signature = inspect.signature(make, eval_str=True)
+    if not hasattr(make, "_fields"):
+        return signature
+    known = typing.get_type_hints(make)  # Of a named tuple they are still strings.
+    fields = signature.parameters.values()
+    return signature.replace(
+        parameters=[field.replace(annotation=known[field.name]) for field in fields]
+    )
 
 
 def _kind(make: Callable[..., Any]) -> str | None:
@@ -269,6 +277,9 @@ def _argument(value: Any, where: str, parameter: inspect.Parameter, whole: bool)
         return _transformations(value, where, str(hint))
     if hints.holds_schedules(hint):
         value = _with_schedules(value, where)
+    record = hints.record(hint)
+    if record is not None and isinstance(value, dict):
+        return _call(record, _arguments(record, value, where), where)
     if "dict[int" in str(hint) and isinstance(value, dict):  # JSON's keys are strings.
         value = {_integer(key): entry for key, entry in value.items()}
     allowed = hints.alternatives(hint, whole)

@@ -42,6 +42,9 @@ def alternatives(hint: Any, whole: bool = True) -> list[Alternative]:
         return [("an integer", lambda value: _is(value, int))]
     if hint == optax.Schedule:
         return [("a schedule, a dict with its 'name'", callable)]
+    if hasattr(hint, "_fields"):
+        fields = ", ".join(hint._fields)
+        return [(f"a dict of {fields}", lambda value: isinstance(value, hint))]
     if origin is typing.Literal:
         words = ", ".join(map(repr, args))
         return [(f"one of {words}", lambda value: value in args)]
@@ -54,6 +57,12 @@ def alternatives(hint: Any, whole: bool = True) -> list[Alternative]:
     if origin in (list, tuple, Sequence, Iterable) and args:
         return [_list(alternatives(args[0], whole))]
     return [("anything", lambda _: True)]
+
+
+def record(hint: Any) -> Any:
+    """The named tuple that may stand there, of which a config holds a dict, or None."""
+    kinds = typing.get_args(hint) or (hint,)
+    return next((kind for kind in kinds if hasattr(kind, "_fields")), None)
 
 
 def holds_schedules(hint: Any) -> bool:

@@ -8,6 +8,8 @@ the line that computes it.
   puts Keras's clip arguments in front of an optimizer and hands it the norms.
 - ``adagrad`` and ``novograd``: which take those norms instead of reading once more.
 - ``delayed_nesterov``: momentum for gradients that arrive one by one, and late.
+- ``momentum_look_ahead``: for these too; it steps ahead along the momentum, and with
+  ``alignment`` it corrects gradients that do not point where the momentum does.
 - ``measure_cosine``: how far each gradient points where the one before it did.
 - ``learning_rate``: the last link of every alias.
 - ``densify``: in front of what must change every row.

@@ -123,8 +123,7 @@ def scale_by_novograd(
         return which
 
     def init_fn(params: optax.Params) -> ScaleByNovogradState:
-        axes = maps.broadcast(stacked_axes or 0, params)
-        jax.tree.map_with_path(_check_stacked, params, axes)
+        axes = norms.check_stacked(stacked_axes, params)
         checks.of_same_kind("mu_dtype", mu_dtype, params)
         decayed(params)
 
@@ -340,17 +339,3 @@ def _inside_momentum(
         return inner.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
-
-
-def _check_stacked(path: Any, p: Any, stacked: Any) -> None:
-    if isinstance(stacked, bool) or not isinstance(stacked, int):
-        raise TypeError(
-            f"stacked_axes must hold ints, got {stacked!r}; under "
-            "optax.inject_hyperparams name it in static_args."
-        )
-    if not 0 <= stacked <= jnp.ndim(p):
-        where = checks.place(path)
-        raise ValueError(
-            f"stacked_axes must be in [0, {jnp.ndim(p)}] at {where}, a leaf of shape "
-            f"{list(jnp.shape(p))}, got {stacked}."
-        )

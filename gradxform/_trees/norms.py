@@ -10,13 +10,39 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradxform._trees import maps, mesh
+from gradxform._trees import checks, maps, mesh
 from gradxform._trees.mesh import AxisName
 
 # Arrays of at most this many entries are handled together, up to so many at once. A
 # kernel takes milliseconds to compile and microseconds to start, however little it
 # does; beyond that number the operands take longer to compile than the kernels.
 _SMALL, _TOGETHER = 4096, 32
+
+
+def check_stacked(stacked_axes: Any, params: Any) -> Any:
+    """How many axes stack layers, leaf by leaf; raises where a leaf has not so many.
+
+    Raises:
+      TypeError: it does not hold ints.
+      ValueError: a leaf has fewer axes.
+    """
+
+    def check(path: Any, p: Any, stacked: Any) -> None:
+        if isinstance(stacked, bool) or not isinstance(stacked, int):
+            raise TypeError(
+                f"stacked_axes must hold ints, got {stacked!r}; under "
+                "optax.inject_hyperparams name it in static_args."
+            )
+        if not 0 <= stacked <= jnp.ndim(p):
+            where = checks.place(path)
+            raise ValueError(
+                f"stacked_axes must be in [0, {jnp.ndim(p)}] at {where}, a leaf of "
+                f"shape {list(jnp.shape(p))}, got {stacked}."
+            )
+
+    axes = maps.broadcast(stacked_axes or 0, params)
+    jax.tree.map_with_path(check, params, axes)
+    return axes
 
 
 def squared_norms(
@@ -61,20 +87,25 @@ def squared_norms(
 
 
 def products(
-    updates: Any, others: Any, *, axis_name: AxisName = None
+    updates: Any, others: Any, *, axis_name: AxisName = None, stacked_axes: Any = None
 ) -> tuple[Any, jax.Array]:
-    """``Re⟨g, h⟩`` of each leaf, and of all together; as :func:`squared_norms`."""
+    """``Re⟨g, h⟩`` of each layer, and of all together; as :func:`squared_norms`."""
 
-    def product(g: jax.Array, h: jax.Array) -> jax.Array:
-        g, h = (maps.apart(x) if x.dtype.itemsize < 4 else x for x in (g, h))
+    def product(g: jax.Array, h: Any, stacked: int) -> jax.Array:
+        g, h = (
+            maps.widen(maps.apart(x) if x.dtype.itemsize < 4 else x)
+            for x in (g, jnp.asarray(h))
+        )
+        h = h.astype(g.dtype)
         if jnp.iscomplexobj(g):
-            return jnp.sum(g.real * h.real + g.imag * h.imag)
-        return jnp.sum(maps.widen(g) * maps.widen(h))
+            return _sum(g.real * h.real + g.imag * h.imag, stacked)
+        return _sum(g * h, stacked)
 
-    layers = maps.map_updates(lambda g, h: product(g, jnp.asarray(h)), updates, others)
+    depths = maps.broadcast(stacked_axes or 0, updates)
+    layers = maps.map_updates(product, updates, others, depths)
     parts = jax.tree.leaves(layers)
     if axis_name is not None:
-        layers, parts = mesh.sums(layers, axis_name, [0] * len(parts))
+        layers, parts = mesh.sums(layers, axis_name, jax.tree.leaves(depths))
     return layers, total(parts)
 
 
