@@ -16,7 +16,6 @@ that reads state or parameters beside them the rows that they touch::
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +26,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import versions
+from gradxform._trees.boxes import bare as bare
+from gradxform._trees.boxes import boxed as boxed
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees.linear import linear
 from gradxform._trees.rounding import narrow
@@ -167,44 +168,6 @@ def held(params: Any) -> Any:
         params,
         is_leaf=is_leaf,
     )
-
-
-def bare(params: Any) -> Any:
-    """Parameters without the boxes in which Flax names the mesh axes of an array.
-
-    State of fewer axes than its parameter must not inherit them: Flax would lay it out
-    by the names of axes that it does not have.
-    """
-
-    def content(node: Any) -> Any:
-        return _content(node) if isinstance(node, _boxes()) else node
-
-    return jax.tree.map(content, params, is_leaf=lambda x: isinstance(x, _boxes()))
-
-
-def boxed(params: Any, state: Any) -> Any:
-    """Bare state with an axis in front of those of its parameters, in their boxes.
-
-    Without the names in them Flax would lay all of it on every device. Boxes of
-    ``flax.linen`` alone know how to take a further axis, which here has no name.
-    """
-
-    def box(p: Any, s: Any) -> Any:
-        if not hasattr(p, "replace_boxed") or np.ndim(s) <= np.ndim(_content(p)):
-            return s
-        return p.replace_boxed(s).add_axis(0, {"partition_name": None})
-
-    return jax.tree.map(box, params, state, is_leaf=lambda x: isinstance(x, _boxes()))
-
-
-def _boxes() -> tuple[type, ...]:
-    known = {"flax.nnx": "Variable", "flax.core.meta": "AxisMetadata"}
-    modules = {name: sys.modules[name] for name in known if name in sys.modules}
-    return tuple(getattr(module, known[name]) for name, module in modules.items())
-
-
-def _content(box: Any) -> Any:
-    return jax.tree.leaves(box, is_leaf=lambda x: x is not box)[0]
 
 
 def as_in(like: Any, tree: Any) -> Any:
