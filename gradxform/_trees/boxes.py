@@ -15,7 +15,6 @@ def bare(params: Any) -> Any:
     State of fewer axes than its parameter must not inherit them: Flax would lay it out
     by the names of axes that it does not have.
     """
-
     boxes = _boxes()
 
     def content(node: Any) -> Any:
@@ -30,7 +29,6 @@ def boxed(params: Any, state: Any) -> Any:
     Without the names in them Flax would lay all of it on every device. Boxes of
     ``flax.linen`` alone know how to take a further axis, which here has no name.
     """
-
     boxes = _boxes()
 
     def box(p: Any, s: Any) -> Any:
