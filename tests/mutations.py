@@ -68,6 +68,10 @@ _trees/indexed_slices.py: what is summed is sorted and summed again by the next 
 - sums, self.dense_shape, summed=True)
 + sums, self.dense_shape, summed=False)
 
+_trees/boxes.py: what keeps several of a parameter lies whole on every device
+- return p.replace_boxed(s).add_axis(0, {"partition_name": None})
++ return s
+
 _trees/maps.py: sparse updates of half precision are rounded before they are added
 - if isinstance(u, IndexedSlices) and widen(p).dtype == p.dtype:
 + if isinstance(u, IndexedSlices):

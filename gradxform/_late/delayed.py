@@ -46,9 +46,9 @@ def delayed(
 
         g_{inner} = g_{t - d} \quad\text{at step } t \ge d
 
-    with d = ``num_steps``. This is what a pipeline does that does not wait for its
-    bubbles, or a worker whose gradients are always d steps late, in an ordinary loop of
-    one process. Until there are gradients of d steps ago ``inner`` rests: updates are
+    with d = ``num_steps``. An ordinary loop of one process then trains as a pipeline
+    that does not wait for its bubbles, or as a worker whose gradients are always d
+    steps late. Until there are gradients of d steps ago ``inner`` rests: updates are
     zero, and its state, with the count of every schedule in it, stays bit-identical.
     With d = 0 the result is ``inner`` itself.
 
@@ -56,12 +56,12 @@ def delayed(
     have, and ``inner`` rests until the longest of them is over. ``inner`` sees the
     parameters and the extra arguments of today.
 
-    Each push counts and acts, only later, so there is no ``global_step`` in this state:
+    Every gradient acts, only later, so this state has no ``global_step`` of its own:
     :func:`global_step` finds that of a gate inside or around it. Inside
-    :func:`accumulate` the delay is one of steps, around it one of micro-batches; inside
-    :func:`drop_stale` what is dropped never gets into the ring.
+    :func:`accumulate` the delay counts steps, around it micro-batches. What a
+    :func:`drop_stale` around it drops never gets into the ring.
 
-    The ring is as large as d models, and lies as its parameters do. A step reads one
+    The ring is as large as d models, and lies as the parameters do. A step reads one
     gradient from it, and writes one. Use :func:`apply_gradients`, or ``minimize``:
     ``update`` alone must bring updates and state out of a conditional, which copies
     them.
@@ -77,8 +77,8 @@ def delayed(
     Returns:
       A transformation with state :class:`DelayedState`; ``inner`` where no number is
       above 0. ``None`` for a leaf leaves its ring as it was, and ``inner`` sees
-      ``None`` there: the delay of a leaf is one of the gradients that it gets. Where
-      one joins later, ``inner`` rests again until it has enough of them.
+      ``None`` there: the delay of a leaf counts the gradients that it gets. Where a
+      leaf joins later, ``inner`` rests again until that leaf has enough of them.
 
     Raises:
       ValueError: a number is out of its range.
@@ -111,7 +111,8 @@ def delayed(
 
     def init_fn(params: optax.Params) -> DelayedState:
         checks.of_same_kind("ring_dtype", ring_dtype, params)
-        leaves = maps.held(maps.bare(params))
+        params = maps.held(params)
+        leaves = maps.bare(params)
 
         def nothing(p: jax.Array) -> jax.Array:
             return maps.full_like(p, 0, jnp.int32, axes=0)
@@ -121,9 +122,10 @@ def delayed(
             zero = maps.full_like(p, 0, dtype, axes=None if delay else 0)
             return maps.stacked(zero, delay) if delay else zero
 
+        ring = maps.map_params(zeros, leaves, _delays(num_steps, leaves))
         return DelayedState(
             count=maps.map_params(nothing, leaves),
-            ring=maps.map_params(zeros, leaves, _delays(num_steps, leaves)),
+            ring=maps.boxed(params, ring),
             inner_state=inner.init(params),
         )
 

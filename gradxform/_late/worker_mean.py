@@ -157,7 +157,7 @@ def worker_mean(
                 dtype = accumulator_dtype or maps.wide_dtype(p)
                 return maps.stacked(maps.full_like(p, 0, dtype), number)
 
-            return maps.map_params(zeros, maps.bare(params))
+            return maps.boxed(params, maps.map_params(zeros, maps.bare(params)))
 
         def none(p: jax.Array) -> jax.Array:
             return maps.stacked(maps.full_like(p, 0, jnp.int32, axes=0), n)
@@ -322,9 +322,12 @@ def _added(
     trees = state.table, state.row_counts, state.means
     leaves = [jax.tree.leaves(tree, is_leaf=maps.is_leaf) for tree in (updates, *trees)]
     changed = list(map(change, *leaves))
-    structure = jax.tree.structure(state.table, is_leaf=maps.is_leaf)
     table, counts, means = (
-        jax.tree.unflatten(structure, [each[k] for each in changed]) for k in range(3)
+        jax.tree.unflatten(
+            jax.tree.structure(tree, is_leaf=maps.is_leaf),
+            [each[k] for each in changed],
+        )
+        for k, tree in enumerate(trees)
     )
     return table, counts, means
 

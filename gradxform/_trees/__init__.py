@@ -7,6 +7,7 @@ know: the maps here take every kind of leaf, in any dtype, wherever it lies.
 - ``rows``: row numbers of tables, and the rows that they stand for.
 - ``indexed_slices``: the row-sparse leaf, and part of a table.
 - ``maps``: maps over trees and casts, ``f(values)`` or ``f(values, state)``.
+- ``boxes``: those in which Flax names the mesh axes of an array.
 - ``linear``: linear operations that are carried out in another way on CPU.
 - ``rounding``: a cast to half precision that costs no copy of its result.
 - ``norms``: sums of squares of layers, rows and whole trees in one pass.

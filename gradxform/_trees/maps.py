@@ -16,7 +16,6 @@ that reads state or parameters beside them the rows that they touch::
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +26,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import versions
+from gradxform._trees.boxes import bare as bare
+from gradxform._trees.boxes import boxed as boxed
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees.linear import linear
 from gradxform._trees.rounding import narrow
@@ -167,24 +168,6 @@ def held(params: Any) -> Any:
         params,
         is_leaf=is_leaf,
     )
-
-
-def bare(params: Any) -> Any:
-    """Parameters without the boxes in which Flax names the mesh axes of an array.
-
-    State of fewer axes than its parameter must not inherit them: Flax would lay it out
-    by the names of axes that it does not have.
-    """
-    known = {"flax.nnx": "Variable", "flax.core.meta": "AxisMetadata"}
-    modules = {name: sys.modules[name] for name in known if name in sys.modules}
-    boxes = tuple(getattr(module, known[name]) for name, module in modules.items())
-
-    def content(node: Any) -> Any:
-        if not isinstance(node, boxes):
-            return node
-        return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0]
-
-    return jax.tree.map(content, params, is_leaf=lambda x: isinstance(x, boxes))
 
 
 def as_in(like: Any, tree: Any) -> Any:
