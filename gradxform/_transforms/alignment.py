@@ -109,8 +109,10 @@ def aligned(
         mixed = maps.safe_sqrt(mixed)
         size = g / (mixed + eps)
         opposes, short = c < 0, (g < eps) | (m < eps) | (g * m == 0)
-        # As it is where either is short, and where nothing is left of the mixture.
+        # As it is where either is short, where nothing is left of the mixture, and where
+        # squares overflow: what is not finite then stays where it is.
         as_it_is = short | (c >= agrees) | (~opposes & (mixed < eps))
+        as_it_is |= ~jnp.isfinite(gg + mm)
         a = jnp.where(as_it_is | opposes, 1, of_g * size)
         b = jnp.where(as_it_is, 0, jnp.where(opposes, against, of_m * size))
         return a, b

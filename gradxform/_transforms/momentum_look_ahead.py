@@ -66,7 +66,8 @@ def scale_by_momentum_look_ahead(
     points nowhere near turns toward them, and one that agrees stays as it is. So does
     each while there is no momentum, or no gradient.
 
-    A layer is a leaf. ``None`` for it leaves its momentum as it was.
+    A layer is a leaf. ``None`` for it leaves its momentum as it was. Where the squares
+    of a layer are not finite, nothing of it is corrected.
 
     λ is that of the authors' code, where it goes to 0 as c comes to ``aligned``. Their
     paper has ``rotation·(1 - c)·κ``, which jumps there; the code says that the paper is

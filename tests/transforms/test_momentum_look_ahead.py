@@ -50,8 +50,7 @@ def corrected(g, m, alignment=ALIGN, **kwargs):
     """What acts in the place of g: with b1=0 that is the update."""
     tx = gx.scale_by_momentum_look_ahead(0.0, alignment=alignment, **kwargs)
     state = tx.init(g)._replace(mu=m)
-    updates, after = jax.jit(tx.update)(g, state)
-    chex.assert_trees_all_close(after.mu, updates, rtol=1e-2)
+    updates, _ = jax.jit(tx.update)(g, state)
     return updates
 
 
@@ -312,13 +311,18 @@ def test_dtypes_of_the_state():
         gx.scale_by_momentum_look_ahead(mu_dtype="float32").init(params)
 
 
-def test_what_is_not_finite_reaches_its_own_leaf_alone():
-    tx = gx.momentum_look_ahead(0.1, alignment=ALIGN)
-    g = {"a": draw(4), "b": draw(4, seed=1)}
-    _, state = tx.update(g, tx.init(g))
-    updates, _ = jax.jit(tx.update)({**g, "a": g["a"].at[0].set(np.nan)}, state)
-    assert np.isnan(updates["a"]).any()
-    assert np.isfinite(updates["b"]).all()
+@pytest.mark.parametrize("wild", [np.nan, np.inf])
+def test_what_is_not_finite_stays_where_it_is(wild):
+    m, g = draw(4), -draw(4)
+    new = corrected(g.at[0].set(wild), m)
+    assert np.isfinite(new).tolist() == [False, True, True, True]
+    np.testing.assert_array_equal(new[1:], g[1:])
+
+
+def test_where_squares_overflow_gradients_stay_as_they_are():
+    large, m = jnp.full(4, -1e20), draw(4)
+    for g, held in ((large, m), (m, large), (large, -large)):
+        chex.assert_trees_all_equal(corrected(g, held), g)
 
 
 # Where leaves are sharded.
