@@ -44,7 +44,10 @@ def host() -> str:
 
 
 def enter(coordinator: str, process: int, processes: int) -> Mesh:
-    """Makes this process one of several; the mesh of one device of each."""
+    """Makes this process one of several; the mesh of one device of each.
+
+    Before anything touches JAX's devices in this process.
+    """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     with contextlib.suppress(AttributeError):  # Before JAX 0.8 it cannot be switched.
         # It would hear SIGTERM in the place of Ray.
@@ -158,6 +161,7 @@ class Leader(RecoverableServer):
                 # Where it fails because another process died, this one ends here.
                 self._orders.failed(summary(error))
                 self._lost = f"a step failed, {summary(error)}"
+                self._wake()
                 raise
 
         return ordered, pushed
@@ -167,12 +171,12 @@ class Leader(RecoverableServer):
     def _state(self) -> Any:
         if self._lost is not None:
             self._check_usable()
-        return self.spread(dict(zip(("params", "state"), self._trees(), strict=True)))
+        return self.gather(dict(zip(("params", "state"), self._trees(), strict=True)))
 
     def _trees(self) -> tuple[Any, Any]:
         return self._programs.trees(self._version.leaves)
 
-    def spread(self, tree: Any) -> Pulled:
+    def gather(self, tree: Any) -> Pulled:
         """In a turn: what all processes have of the current version, on its way.
 
         Args:
@@ -274,7 +278,7 @@ class _Parts(Publisher):
         self._leader = leader
 
     def _put(self, params: Any) -> Any:
-        return self._leader.spread(params)
+        return self._leader.gather(params)
 
     def deliver(self, ref: Any, parts: dict[int, Any]) -> Any:
         return ref._replace(rows=parts)
