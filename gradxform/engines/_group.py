@@ -12,8 +12,6 @@ import jax
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
-from gradxform._server.follower import Follower
-from gradxform._server.group import Leader
 from gradxform._server.layout import Layout
 from gradxform._server.places import is_function
 from gradxform.engines._crew import LOOK, server_options
@@ -73,6 +71,10 @@ class Group:
 
     def start(self, checkpoint: Checkpoint | None, check: Callable[[], object]) -> Any:
         """See :class:`Processes`."""
+        # They bring `multiprocessing`, which nobody else needs.
+        from gradxform._server.follower import Follower
+        from gradxform._server.group import Leader
+
         self.kill()
         ray, layout, key = self._ray, self._layout, secrets.token_bytes(32)
         options = self._placed(check)
