@@ -212,12 +212,16 @@ class Leader(RecoverableServer):
         Args:
           name: of what they do.
           args: for all of them.
-          each: one more for each, and none of that for some is no order at all.
+          each: one more for each; for whom it is None there is no order.
         """
         key = next(self._keys)
         self._orders.tell(name, key, *args, each=each)
-        followers = self._followers[: None if each is None else len(each)]
-        return [follower.take.remote(key) for follower in followers]
+        told = self._followers if each is None else each
+        return [
+            follower.take.remote(key)
+            for follower, own in zip(self._followers, told, strict=True)
+            if own is not None
+        ]
 
     @contextlib.contextmanager
     def asked(
@@ -295,14 +299,19 @@ class _Rows(RowPrograms):
 
     def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> Wanted:
         height, cut = self._types[number].shape[0], self._layout.cuts[number]
+        each: list[Any]
         given = ascending(asked, len(asked), height)
         ids = given[given < height]
-        processes = 1 if cut is None else self._layout.processes
-        each = [ids] * processes
-        if cut == 0:
+        processes = self._layout.processes
+        if cut is None:
+            each = [ids, *[None] * (processes - 1)]
+        elif cut == 0:
             spans = [self._layout.span(number, k) for k in range(processes)]
             each = [ids[(a <= ids) & (ids < b)] - a for a, b in spans]
-        size = size_for(max(map(len, each)))
+            each[1:] = [own if len(own) else None for own in each[1:]]
+        else:
+            each = [ids] * processes
+        size = size_for(max(len(own) for own in each if own is not None))
         if (number, size) not in self._ready:
             with self._leader.asked("ready", number, size):
                 self._local.ready(number, size)
