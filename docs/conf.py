@@ -111,7 +111,7 @@ def read_page(app, *names_and_source):
     source = names_and_source[-1]
     source[0] = PICTURE.sub(r"![\2](\3){.only-light} ![\2](\1){.only-dark}", source[0])
     text = re.sub(r"\]\(\.\./((?:\.\./)*notebooks/)", r"](\1", source[0])
-    up = "" if len(names_and_source) == 3 else "../"  # A text is included in docs/ itself.
+    up = "" if len(names_and_source) == 3 else "../"  # Texts are included in docs/.
     text = text.replace("](../docs/", f"]({up}").replace("](../README.md", "](index.md")
     text = re.sub(r"\]\([A-Z]+\.md", lambda link: link[0].lower(), text)
     source[0] = text.replace("\n\n```\n", "\n```\n")

@@ -22,7 +22,7 @@ TEXTS = sorted(
     if "_build" not in path.parts
 )
 TWISTED = re.compile(
-    r'(?<!")\b(?:(?<!each )of which|of what)\b'
+    r'(?<!")\b(?:(?<!each )(?<!some )(?<!none )of which|of what)\b'
     r"|\b(?:is|are|was|were|be|it|can|will|now) no more\b(?! than)"
     r"|\bno more (?:\w+ed|reads|needs|knows|waits)\b",
     re.IGNORECASE,

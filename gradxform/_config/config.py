@@ -159,7 +159,7 @@ def _plain(value: Any, where: str) -> Any:
         return sequence(_plain(entry, f"{where}[{i}]") for i, entry in enumerate(value))
     if value is not None and not isinstance(value, bool | int | float | str):
         raise TypeError(
-            f"{where} must be what JSON can hold, got {value!r}. Write a dtype as a "
+            f"{where} must be a JSON value, got {value!r}. Write a dtype as a "
             "string, 'bfloat16', and a scalar array as its float()."
         )
     if isinstance(value, float) and not abs(value) <= _LARGEST:

@@ -333,8 +333,8 @@ def find_reader(
     unknown = ", ".join(repr(key) for key in config if key not in _ENVELOPE)
     if unknown or not isinstance(config.get("config"), Mapping):
         raise ValueError(
-            f"{where} must be what Keras serialized: a dict with 'class_name' and a "
-            f"dict 'config'" + (f", and without {unknown}." if unknown else ".")
+            f"{where} must be serialized by Keras, a dict with 'class_name' "
+            f"and a dict 'config'" + (f", and without {unknown}." if unknown else ".")
         )
     return _generation(name, config["config"]), config["config"], f"{where}['config']"
 

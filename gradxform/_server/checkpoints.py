@@ -76,7 +76,7 @@ class Checkpoint(NamedTuple):
             settings = json.loads(json.dumps(dict(self.settings)))
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"settings must be what JSON holds, got {self.settings!r}: {error}."
+                f"settings must be JSON values, got {self.settings!r}: {error}."
             ) from error
         directory = path_of("checkpoint", self.directory)
         return self._replace(directory=directory, settings=settings)
@@ -166,7 +166,7 @@ class Saver:
             options=ocp.CheckpointManagerOptions(
                 **several,
                 max_to_keep=self.checkpoint.max_to_keep,
-                # What a process left half done that was killed.
+                # A killed process left it half done.
                 cleanup_tmp_directories=clean,
                 # This thread waits for it. Those that write beside a process tell
                 # each other by a number that all managers of the process share, and
@@ -306,7 +306,7 @@ class Saver:
         return f"{self.checkpoint.directory}/{pushes}"
 
     def _changed(self, pushes: int, counters: dict[str, Any]) -> list[str]:
-        """What it was made with, and what the run goes on with."""
+        """Its settings, and those with which the run goes on."""
         before, now = counters.get("settings", {}), self.checkpoint.settings
         changes = [
             f"{name}={before[name]!r}, and the run goes on with {now[name]!r}"

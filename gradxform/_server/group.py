@@ -210,7 +210,7 @@ class Leader(RecoverableServer):
         """In a turn: has followers do that; references to what will come of it.
 
         Args:
-          name: of what they do.
+          name: of the order.
           args: for all of them.
           each: one more for each; for whom it is None there is no order.
         """
@@ -265,7 +265,7 @@ class Leader(RecoverableServer):
 
 
 def parts_of(version: Version, at: list[int]) -> Stowed:
-    """What this process has of some leaves, for others to take."""
+    """The parts of some leaves in this process, for others to take."""
     parts = [np.asarray(version.leaves[i].addressable_data(0)) for i in at]
     return Stowed.of(packed(parts), copy=lambda _: packed(map(np.array, parts)))
 
@@ -331,7 +331,7 @@ class _Rows(RowPrograms):
 
 
 class LocalRows:
-    """What reads rows of the parts of tables that a process has."""
+    """Reads rows of a process's parts of tables."""
 
     def __init__(self, params: Any) -> None:
         parts = [x.addressable_data(0) for x in jax.tree.leaves(params)]

@@ -128,7 +128,7 @@ class GlobalStep(int):
 
 
 class Version(NamedTuple):
-    """What a step replaces, all in one assignment."""
+    """All that a step replaces, in one assignment."""
 
     leaves: list[jax.Array]  # Of parameters and state.
     global_step: int
@@ -143,7 +143,7 @@ class Version(NamedTuple):
         return cls(leaves, global_step, count, secrets.token_hex(8))
 
     def step(self) -> GlobalStep:
-        """What a worker that pulls it has seen."""
+        """The step that a worker sees who pulls it."""
         return GlobalStep(self.global_step, self.life)
 
 

@@ -22,7 +22,7 @@ class TakesNoMoreError(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """What a worker was answered last."""
+    """The last answer to a worker."""
 
     number: int  # Of its push.
     local_step: int  # That it came with.

@@ -48,7 +48,7 @@ class Wanted(NamedTuple):
 
 
 class RowPrograms:
-    """What reads rows of a server's tables, compiled once for each table and size.
+    """Reads rows of a server's tables, compiled once for each table and size.
 
     Args:
       params: the parameters as described for lowering.
@@ -64,7 +64,7 @@ class RowPrograms:
         self._compiling = threading.RLock()  # A signal handler may pull, too.
 
     def prepare(self, rows: Mapping[str, jax.typing.ArrayLike]) -> dict[int, Wanted]:
-        """What is to be read of each table, by the number of that leaf.
+        """The rows to read of each table, by the number of that leaf.
 
         Raises:
           TypeError: ids are no integers, or ``rows`` is no mapping.
@@ -107,7 +107,7 @@ class RowPrograms:
         return ascending(indices, rows, self._types[number].shape)
 
     def program(self, number: int, size: int) -> Callable[..., jax.Array]:
-        """What reads so many rows of that table, ``(table, ids) -> rows``."""
+        """Reads so many rows of that table, ``(table, ids) -> rows``."""
         if (number, size) not in self._programs:
             with self._compiling:  # Somebody else may have compiled it meanwhile.
                 if (number, size) not in self._programs:

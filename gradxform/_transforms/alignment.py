@@ -113,8 +113,8 @@ def aligned(
         mixed = arithmetic.safe_sqrt(mixed)
         size = g / (mixed + eps)
         opposes, short = c < 0, (g < eps) | (m < eps) | (g * m == 0)
-        # Unchanged if either is short, if nothing is left of the mixture, or if squares
-        # overflow: what is not finite then stays where it is.
+        # Unchanged if either is short, nothing is left of the mixture, or squares
+        # overflow: entries that are not finite then stay where they are.
         as_it_is = short | (c >= agrees) | (~opposes & (mixed < eps))
         as_it_is |= ~jnp.isfinite(gg + mm)
         a = jnp.where(as_it_is | opposes, 1, of_g * size)

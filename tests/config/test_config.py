@@ -429,12 +429,12 @@ WRONG = [
     ),
     (
         {**ADAGRAD, "learning_rate": jnp.float32(1)},
-        f"{RATE} must be what JSON can hold",
+        f"{RATE} must be a JSON value",
     ),
-    ({**ADAGRAD, "learning_rate": optax.sgd}, f"{RATE} must be what JSON can hold"),
+    ({**ADAGRAD, "learning_rate": optax.sgd}, f"{RATE} must be a JSON value"),
     (
         {**ADAGRAD, "accumulator_dtype": jnp.bfloat16},
-        "config['accumulator_dtype'] must be what JSON can hold",
+        "config['accumulator_dtype'] must be a JSON value",
     ),
     (
         {**ADAGRAD, "accumulator_dtype": "bfloat61"},
@@ -482,7 +482,7 @@ WRONG = [
     ),
     (
         {"name": "drop_stale", "inner": optax.sgd(0.1), "max_staleness": 1},
-        "config['inner'][0] must be what JSON can hold",
+        "config['inner'][0] must be a JSON value",
     ),
     (
         {"name": "chain", "transforms": ADAGRAD},
@@ -927,10 +927,10 @@ WRONG_OF_KERAS = [
         serialized({"learning_rate": 0.1}),
         "config['config']: missing 'initial_accumulator_value', 'epsilon', 'use_ema'.",
     ),
-    (serialized(KERAS3, clipnorm=1.0), "config must be what Keras serialized: a dict "),
+    (serialized(KERAS3, clipnorm=1.0), "config must be serialized by Keras, a dict "),
     (
         serialized(None),
-        "config must be what Keras serialized: a dict with 'class_name'",
+        "config must be serialized by Keras, a dict with 'class_name'",
     ),
     (
         serialized(KERAS3, class_name="Adam"),
