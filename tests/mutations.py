@@ -428,11 +428,11 @@ _server/parameter_server.py: a restore between check and step goes unnoticed
 +         old = self._version
 
 _server/parameter_server.py: a push of before a restore is answered from memory
-- self._answered = {}  # Who
-+ # Who
+- self._answered = {}  # A
++ # A
 
 _server/parameter_server.py: a restore wakes none of those who wait
--         self._answered = {}  # Who asks again for a push of before must pull again.
+-         self._answered = {}  # A worker that repeats an older push must pull again.
 -         self._wake()
 +         self._answered = {}
 

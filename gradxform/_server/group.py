@@ -44,7 +44,10 @@ def host() -> str:
 
 
 def enter(coordinator: str, process: int, processes: int) -> Mesh:
-    """Makes this process one of several; the mesh of one device of each."""
+    """Makes this process one of several; the mesh of one device of each.
+
+    Before anything touches JAX's devices in this process.
+    """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     with contextlib.suppress(AttributeError):  # Before JAX 0.8 it cannot be switched.
         # It would hear SIGTERM in the place of Ray.
@@ -158,6 +161,7 @@ class Leader(RecoverableServer):
                 # Where it fails because another process died, this one ends here.
                 self._orders.failed(summary(error))
                 self._lost = f"a step failed, {summary(error)}"
+                self._wake()
                 raise
 
         return ordered, pushed
@@ -167,12 +171,12 @@ class Leader(RecoverableServer):
     def _state(self) -> Any:
         if self._lost is not None:
             self._check_usable()
-        return self.spread(dict(zip(("params", "state"), self._trees(), strict=True)))
+        return self.gather(dict(zip(("params", "state"), self._trees(), strict=True)))
 
     def _trees(self) -> tuple[Any, Any]:
         return self._programs.trees(self._version.leaves)
 
-    def spread(self, tree: Any) -> Pulled:
+    def gather(self, tree: Any) -> Pulled:
         """In a turn: what all processes have of the current version, on its way.
 
         Args:
@@ -208,12 +212,16 @@ class Leader(RecoverableServer):
         Args:
           name: of the order.
           args: for all of them.
-          each: one more for each, and none of that for some is no order at all.
+          each: one more for each; for whom it is None there is no order.
         """
         key = next(self._keys)
         self._orders.tell(name, key, *args, each=each)
-        followers = self._followers[: None if each is None else len(each)]
-        return [follower.take.remote(key) for follower in followers]
+        told = self._followers if each is None else each
+        return [
+            follower.take.remote(key)
+            for follower, own in zip(self._followers, told, strict=True)
+            if own is not None
+        ]
 
     @contextlib.contextmanager
     def asked(
@@ -274,7 +282,7 @@ class _Parts(Publisher):
         self._leader = leader
 
     def _put(self, params: Any) -> Any:
-        return self._leader.spread(params)
+        return self._leader.gather(params)
 
     def deliver(self, ref: Any, parts: dict[int, Any]) -> Any:
         return ref._replace(rows=parts)
@@ -291,14 +299,19 @@ class _Rows(RowPrograms):
 
     def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> Wanted:
         height, cut = self._types[number].shape[0], self._layout.cuts[number]
+        each: list[Any]
         given = in_order(asked, len(asked), height)
         ids = given[given < height]
-        processes = 1 if cut is None else self._layout.processes
-        each = [ids] * processes
-        if cut == 0:
+        processes = self._layout.processes
+        if cut is None:
+            each = [ids, *[None] * (processes - 1)]
+        elif cut == 0:
             spans = [self._layout.span(number, k) for k in range(processes)]
             each = [ids[(a <= ids) & (ids < b)] - a for a, b in spans]
-        size = size_for(max(map(len, each)))
+            each[1:] = [own if len(own) else None for own in each[1:]]
+        else:
+            each = [ids] * processes
+        size = size_for(max(len(own) for own in each if own is not None))
         if (number, size) not in self._ready:
             with self._leader.asked("ready", number, size):
                 self._local.ready(number, size)

@@ -16,7 +16,16 @@ from gradxform._transforms.alignment import (
     checked,
 )
 from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
-from gradxform._trees import arithmetic, barrier, checks, constants, dtypes, maps, norms
+from gradxform._trees import (
+    arithmetic,
+    barrier,
+    boxes,
+    checks,
+    constants,
+    dtypes,
+    maps,
+    norms,
+)
 from gradxform._trees.mesh import AxisName
 
 
@@ -305,7 +314,7 @@ def worker_start(
     if len(found) > 1:
         paths = ", ".join(checks.place(path) for path, _ in found)
         raise ValueError(f"the state holds several momenta, at {paths}: pass one part.")
-    mu = maps.as_in(params, found[0][1])  # Flax boxes state otherwise than parameters.
+    mu = boxes.as_in(params, found[0][1])  # Flax boxes state otherwise than parameters.
     checks.dense("worker_start", params)
     checks.same_shapes("the momentum", mu, "params", params)
     ahead = -jnp.asarray(learning_rate) * b1

@@ -12,8 +12,6 @@ import jax
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
-from gradxform._server.follower import Follower
-from gradxform._server.group import Leader
 from gradxform._server.layout import Layout
 from gradxform._server.places import is_function
 from gradxform.engines._crew import LOOK, server_options
@@ -50,6 +48,13 @@ class Group:
 
     def __init__(self, job: Job, layout: Layout, options: Mapping[str, Any]) -> None:
         self._ray = ray = require("ray", "ray")
+        if options.get("scheduling_strategy") == "STRICT_SPREAD":
+            machines = sum(node["Alive"] for node in ray.nodes())
+            if machines < layout.processes:
+                raise ValueError(
+                    f"server_processes={layout.processes}: with STRICT_SPREAD each has "
+                    f"a machine of its own, and the cluster has {machines}."
+                )
         self.layout: Layout | None = layout
         self._layout = layout
         self._options = dict(options)
@@ -63,16 +68,13 @@ class Group:
         self._given = [[each, tx] for each in params]
         self._actors: list[Any] = []
         self._place: Any = None  # Ray's placement group, where there is one.
-        if options.get("scheduling_strategy") == "STRICT_SPREAD":
-            machines = sum(node["Alive"] for node in ray.nodes())
-            if machines < layout.processes:
-                raise ValueError(
-                    f"server_processes={layout.processes}: with STRICT_SPREAD each has "
-                    f"a machine of its own, and the cluster has {machines}."
-                )
 
     def start(self, checkpoint: Checkpoint | None, check: Callable[[], object]) -> Any:
         """See :class:`Processes`."""
+        # They bring `multiprocessing`, which nobody else needs.
+        from gradxform._server.follower import Follower
+        from gradxform._server.group import Leader
+
         self.kill()
         ray, layout, key = self._ray, self._layout, secrets.token_bytes(32)
         options = self._placed(check)
