@@ -271,20 +271,20 @@ _late/worker_mean.py: what a row held before its worker pushed anew comes back
 + old = held
 
 _late/delayed.py: the gradient of one step later acts
-- at = _place(ring, count) if delay > 1 else 0
-+ at = _place(ring, count + 1) if delay > 1 else 0
+- at = place if delay > 1 else 0
++ at = (place + 1) % delay if delay > 1 else 0
 
 _late/delayed.py: who waits for the longest delay waits for the shortest
-- return jnp.all(jnp.stack(full))
-+ return jnp.any(jnp.stack(full))
+- full = jnp.all((count >= delays) | ~moves)
++ full = jnp.any((count >= delays) & moves)
 
 _late/delayed.py: a leaf that has no gradient holds up the others
-- pairs = ((_delay(r), n) for g, r, n in leaves if g is not None)
-+ pairs = ((_delay(r), n) for g, r, n in leaves if r is not None)
+- full = jnp.all((count >= delays) | ~moves)
++ full = jnp.all(count >= delays)
 
 _late/delayed.py: a ring that has been filled once starts again from nothing
-- jnp.where(count + 1 < 2 * delay, count + 1, delay)
-+ jnp.where(count + 1 < 2 * delay, count + 1, 0)
+- jnp.where(count + 1 < 2 * delays, count + 1, delays)
++ jnp.where(count + 1 < 2 * delays, count + 1, 0)
 
 _late/delayed.py: an int for a part is not found
 - for end in range(len(path) + 1):

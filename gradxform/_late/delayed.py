@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gradxform._late import gate
@@ -22,14 +23,14 @@ class DelayedState(NamedTuple):
     """State of :func:`delayed`.
 
     Attributes:
-      count: int32[] a leaf, how many of its gradients have been put into the ring;
+      count: int32[leaves], how many gradients of each leaf have been put into its ring;
         after d = ``num_steps`` of them it stays in [d, 2d), in a circle.
       ring: the last d gradients of each leaf, like params with an axis of length d in
         front; the next one is put at ``count mod d``. A single 0 for a leaf with d = 0.
       inner_state: of the transformation on which they act.
     """
 
-    count: optax.Updates  # type: ignore[assignment]  # A tuple's method of that name.
+    count: jax.Array  # type: ignore[assignment]  # A tuple's method of that name.
     ring: optax.Updates
     inner_state: optax.OptState
 
@@ -113,17 +114,16 @@ def delayed(
         params = maps.held(params)
         leaves = boxes.bare(params)
 
-        def nothing(p: jax.Array) -> jax.Array:
-            return constants.full_like(p, 0, jnp.int32, axes=0)
-
         def zeros(p: jax.Array, delay: int) -> jax.Array:
             dtype = dtypes.inexact_dtype(p) if ring_dtype is None else ring_dtype
             zero = constants.full_like(p, 0, dtype, axes=None if delay else 0)
             return constants.stacked(zero, delay) if delay else zero
 
         ring = maps.map_params(zeros, leaves, _delays(num_steps, leaves))
+        number = len(jax.tree.leaves(leaves, is_leaf=maps.is_leaf))
         return DelayedState(
-            count=maps.map_params(nothing, leaves),
+            # One array for all leaves: on GPU each array costs the start of a kernel.
+            count=constants.stacked(constants.zero(params, jnp.int32), number),
             ring=boxes.boxed(params, ring),
             inner_state=inner.init(params),
         )
@@ -136,12 +136,17 @@ def delayed(
         params: optax.Params | None,
         **extra: Any,
     ) -> tuple[Any, DelayedState]:
-        ring, count = (boxes.as_in(updates, x) for x in (state.ring, state.count))
-        _check_updates(updates, ring)
+        _check_updates(updates, ring := boxes.as_in(updates, state.ring))
+        leaves, treedef = jax.tree.flatten(updates, is_leaf=maps.is_leaf)
+        rings = jax.tree.leaves(ring, is_leaf=maps.is_leaf)
+        delays = np.array(list(map(_delay, rings)), np.int32)
+        moves = np.array([g is not None for g in leaves], bool) & (delays > 0)
+        count = state.count
+        place = jnp.where(count < delays, count, count - delays)  # count mod d
 
         def step() -> tuple[Any, Any]:
             # g_{t - d}
-            late = _map(_oldest, updates, ring, count)
+            late = jax.tree.unflatten(treedef, map(_oldest, leaves, rings, place))
             outcome, inner_state = act(
                 inner, late, state.inner_state, params, **gate.taken(inner, extra)
             )
@@ -150,40 +155,31 @@ def delayed(
         def wait() -> tuple[Any, Any]:
             return rest(params), (state.inner_state, jnp.array(False))
 
-        outcome, (inner_state, acted) = gate.either(
-            _all_full(updates, ring, count), step, wait
-        )
+        # Each leaf that has a gradient has an old one to act on.
+        full = jnp.all((count >= delays) | ~moves)
+        outcome, (inner_state, acted) = gate.either(full, step, wait)
         # Nothing is taken for it, but the compiler does not know: it writes the new
         # gradient after the old one has been read, in its place, and keeps no copy.
         known = acted.astype(jnp.float32)
         never = (known != known) & (known == known)
 
-        def put(g: Any, ring: jax.Array, count: jax.Array) -> jax.Array:
+        def put(g: Any, ring: Any, place: jax.Array) -> Any:
             if g is None or not (delay := _delay(ring)):
                 return ring
             new = jnp.where(never, 0, narrow(jnp.asarray(g), ring.dtype))[None]
             if delay == 1:
                 return new
-            return jax.lax.dynamic_update_slice_in_dim(
-                ring, new, _place(ring, count), 0
-            )
+            return jax.lax.dynamic_update_slice_in_dim(ring, new, place, 0)
 
-        def one_more(g: Any, ring: jax.Array, count: jax.Array) -> jax.Array:
-            if g is None or not (delay := _delay(ring)):
-                return count
-            return jnp.where(count + 1 < 2 * delay, count + 1, delay)
-
+        ring = jax.tree.unflatten(treedef, map(put, leaves, rings, place))
+        one_more = jnp.where(count + 1 < 2 * delays, count + 1, delays)
         return outcome, DelayedState(
-            count=boxes.as_in(state.count, _map(one_more, updates, ring, count)),
-            ring=boxes.as_in(state.ring, _map(put, updates, ring, count)),
+            count=jnp.where(moves, one_more, count),
+            ring=boxes.as_in(state.ring, ring),
             inner_state=inner_state,
         )
 
     return gate.gate(init_fn, guard)
-
-
-def _map(f: Any, *trees: Any) -> Any:
-    return jax.tree.map(f, *trees, is_leaf=maps.is_leaf)
 
 
 def _delay(ring: Any) -> int:
@@ -191,27 +187,13 @@ def _delay(ring: Any) -> int:
     return ring.shape[0] if ring is not None and ring.ndim else 0
 
 
-def _place(ring: jax.Array, count: jax.Array) -> jax.Array:
-    """``count mod d``."""
-    return jnp.where(count < _delay(ring), count, count - _delay(ring))
-
-
-def _oldest(g: Any, ring: jax.Array, count: jax.Array) -> Any:
+def _oldest(g: Any, ring: Any, place: jax.Array) -> Any:
     """The gradient that today's will replace; today's without a delay."""
     if g is None or not (delay := _delay(ring)):
         return g
-    at = _place(ring, count) if delay > 1 else 0
+    at = place if delay > 1 else 0
     old = jax.lax.dynamic_index_in_dim(ring, at, keepdims=False)
     return narrow(old, maps.dtype_of(g))
-
-
-def _all_full(updates: Any, ring: Any, count: Any) -> jax.Array:
-    """Whether each leaf that has a gradient has an old one to act on."""
-    trees = (jax.tree.leaves(x, is_leaf=maps.is_leaf) for x in (updates, ring, count))
-    leaves = zip(*trees, strict=True)
-    pairs = ((_delay(r), n) for g, r, n in leaves if g is not None)
-    full = [jnp.array(True), *(n >= delay for delay, n in pairs if delay)]
-    return jnp.all(jnp.stack(full))
 
 
 def _check_numbers(num_steps: Any) -> None:
