@@ -1,4 +1,4 @@
-"""What a server does otherwise where it is a Ray actor."""
+"""How a server differs if it is a Ray actor."""
 
 from __future__ import annotations
 
@@ -35,12 +35,19 @@ class Publisher:
         if ref is None:
             if self._last[0] != _step(version):
                 self._last = _step(version), {}  # The old ones may go.
-            ref = sys.modules["ray"].put(params)
+            ref = self._put(params)
             self._last = _step(version), {**self._last[1], tables: ref}
         return ref
 
+    def _put(self, params: Any) -> Any:
+        return sys.modules["ray"].put(params)
+
+    def deliver(self, ref: Any, parts: dict[int, Any]) -> Any:
+        """The answer to a worker: stored leaves, and parts of the tables left out."""
+        return Published(ref, parts)
+
     def forget(self) -> None:
-        """What lies there may not be the parameters any more."""
+        """The stored leaves may no longer be the parameters."""
         self._last = None, {}
 
 
@@ -60,7 +67,7 @@ class Published:
 
 
 def _fetch(ref: Any, parts: dict[int, Any]) -> Any:
-    wire.register()  # What this worker pushes travels likewise.
+    wire.register()  # This worker's pushes travel likewise.
     params = sys.modules["ray"].get(ref)
     return jax.tree.map(lambda x: parts[x] if isinstance(x, int) else x, params)
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from gradxform._server.extras import require
 from gradxform._server.folder import Folder, path_of
+from gradxform._server.placed import Spread
 from gradxform._server.records import summary
 from gradxform._trees import checks
 
@@ -25,12 +27,12 @@ logger = logging.getLogger("gradxform")
 class Checkpoint(NamedTuple):
     """Where a run is saved, how often, and how many of its checkpoints are kept.
 
-    A checkpoint holds parameters, optimizer state, and what became of which worker's
-    pushes, all of one moment: right after a step. It is written by orbax's
-    ``CheckpointManager``, by the side of the run; one that is due while the last is
-    still being written is left out. Its name is the number of pushes that it holds.
-    A run that ends, or is told to by ``SIGTERM``, is saved once more. Until it is
-    written it takes the memory of a second model and optimizer state.
+    A checkpoint holds parameters, optimizer state, and each worker's last answers, all
+    of one moment: right after a step. It is written by orbax's ``CheckpointManager``,
+    by the side of the run; one that is due while the last is still being written is
+    left out. Its name is the number of pushes that it holds. A run that ends, or is
+    told to by ``SIGTERM``, is saved once more. Until it is written it takes the memory
+    of a second model and optimizer state.
 
     The directory belongs to one run at a time: a second one is told who has it.
     Checksums lie beside what was written. Where the newest checkpoint has changed,
@@ -74,7 +76,7 @@ class Checkpoint(NamedTuple):
             settings = json.loads(json.dumps(dict(self.settings)))
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"settings must be what JSON holds, got {self.settings!r}: {error}."
+                f"settings must be JSON values, got {self.settings!r}: {error}."
             ) from error
         directory = path_of("checkpoint", self.directory)
         return self._replace(directory=directory, settings=settings)
@@ -93,11 +95,30 @@ class OtherJobError(ValueError):
 
 
 class Saver:
-    """Writes snapshots on a thread of its own, and reads the newest."""
+    """Writes snapshots on a thread of its own, and reads the newest.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    Where the arrays lie over several processes, each has one. The first process alone
+    opens the directory and reads the newest; in the others :meth:`read` is called with
+    what it has chosen, and none waits for another. All write together, each its parts
+    of the same snapshots: they wait for each other by JAX's coordination service, never
+    by a collective, which would come between those of the steps.
+
+    Args:
+      checkpoint: where, and how often.
+      spread: how the arrays lie over several processes.
+
+    Attributes:
+      checkpoint: as given.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, spread: Spread | None = None) -> None:
         self._orbax = require("orbax.checkpoint", "checkpoint")
         self.checkpoint = checkpoint
+        self._spread = spread
+        self._several = jax.process_count() > 1
+        self._is_first = jax.process_index() == 0
+        self._turns = itertools.count()  # The same in all processes.
+        self._held: int | None = None  # The pushes that the newest one holds.
         self._folder = Folder(os.fspath(checkpoint.directory))
         self._manager: Any = None
         self._idle = threading.Event()
@@ -127,13 +148,26 @@ class Saver:
             raise
 
     def _manage(self) -> None:
-        ocp = self._orbax
-        self._manager = ocp.CheckpointManager(
+        self._manager = self._made(clean=self._is_first)
+
+    def _made(self, *, clean: bool = False, together: str | None = None) -> Any:
+        """A manager of this process alone, or of those that write ``together``."""
+        ocp, several = self._orbax, {}
+        if self._several:
+            here = jax.process_index()
+            several["create"] = False
+            several["multiprocessing_options"] = ocp.options.MultiprocessingOptions(
+                primary_host=0 if together else here,
+                active_processes={*range(jax.process_count())} if together else {here},
+                barrier_sync_key_prefix=together,
+            )
+        return ocp.CheckpointManager(
             self.checkpoint.directory,
             options=ocp.CheckpointManagerOptions(
+                **several,
                 max_to_keep=self.checkpoint.max_to_keep,
-                # What a process left half done that was killed.
-                cleanup_tmp_directories=True,
+                # A killed process left it half done.
+                cleanup_tmp_directories=clean,
                 # This thread waits for it. Those that write beside a process tell
                 # each other by a number that all managers of the process share, and
                 # where two do so at once, both may wait in vain.
@@ -185,16 +219,18 @@ class Saver:
                 done.put(error)
 
     def _save(self, snapshot: Snapshot) -> None:
-        if snapshot.pushes in self._manager.all_steps():
+        if snapshot.pushes == self._held:
             return  # A run that has come to its end is not saved again.
-        args = self._orbax.args
+        args, manager = self._orbax.args, self._manager
         counters = {
             **snapshot.counters,
-            "arrays": _described(snapshot.state),
+            "arrays": self._described(snapshot.state),
             "settings": self.checkpoint.settings,
         }
         try:
-            saved = self._manager.save(
+            if self._several:  # Under a name of its own, whatever became of the last.
+                manager = self._made(together=f"checkpoint {next(self._turns)}")
+            saved = manager.save(
                 snapshot.pushes,
                 args=args.Composite(
                     state=args.StandardSave(snapshot.state),
@@ -202,25 +238,38 @@ class Saver:
                 ),
             )
         except BaseException:
-            with contextlib.suppress(Exception):
-                self._manage()  # It removes what is half written.
+            if self._is_first:
+                with contextlib.suppress(Exception):
+                    self._manage()  # It removes what is half written.
             raise
+        finally:
+            if manager is not self._manager:
+                manager.close()
         if not saved:
             raise OSError(
                 f"{self.checkpoint.directory} holds a checkpoint of more pushes than "
                 f"{snapshot.pushes}: another run writes there. Give it one of its own."
             )
-        self._folder.seal(snapshot.pushes)
+        self._held = snapshot.pushes
+        if self._is_first:
+            self._folder.seal(snapshot.pushes)
 
     def newest(self) -> int | None:
         """How many pushes the newest holds; None where there is none."""
         newest: int | None = self._manager.latest_step()
         return newest
 
-    def read_newest(self, like: dict[str, Any]) -> tuple[Snapshot, list[str]]:
+    def read_newest(
+        self, like: dict[str, Any], read: Callable[[int], Snapshot] | None = None
+    ) -> tuple[Snapshot, list[str]]:
         """The newest whole one, its arrays placed as those of ``like``.
 
         Those before it in line get another name. What is to be said of it comes along.
+
+        Args:
+          like: parameters and state, or what describes them.
+          read: reads one, by its number of pushes, in all processes; by default
+            :meth:`read` in this one.
 
         Raises:
           ValueError: it is of another job, or none is whole.
@@ -230,7 +279,7 @@ class Saver:
             fault = self._folder.fault(pushes)
             if fault is None:
                 try:
-                    snapshot = self._read(pushes, like)
+                    snapshot = read(pushes) if read else self.read(pushes, like)
                     break
                 except OtherJobError:
                     raise
@@ -257,7 +306,7 @@ class Saver:
         return f"{self.checkpoint.directory}/{pushes}"
 
     def _changed(self, pushes: int, counters: dict[str, Any]) -> list[str]:
-        """What it was made with, and what the run goes on with."""
+        """Its settings, and those with which the run goes on."""
         before, now = counters.get("settings", {}), self.checkpoint.settings
         changes = [
             f"{name}={before[name]!r}, and the run goes on with {now[name]!r}"
@@ -266,11 +315,18 @@ class Saver:
         ]
         return [f"checkpoint: {self._where(pushes)} has {each}" for each in changes]
 
-    def _read(self, pushes: int, like: dict[str, Any]) -> Snapshot:
+    def read(self, pushes: int, like: dict[str, Any]) -> Snapshot:
+        """One of them, its arrays placed as those of ``like``; of those the parts here.
+
+        Raises:
+          ValueError: it is of another job.
+        """
+        if self._manager is None:  # Not in the first process.
+            self._manage()
         where, args = self._where(pushes), self._orbax.args
         read = self._manager.restore
         counters = read(pushes, args=args.Composite(counters=args.JsonRestore()))
-        saved, wanted = counters["counters"].pop("arrays"), _described(like)
+        saved, wanted = counters["counters"].pop("arrays"), self._described(like)
         for path in {**wanted, **saved}:
             if saved.get(path) != wanted.get(path):
                 raise OtherJobError(
@@ -279,7 +335,10 @@ class Saver:
                     f"{wanted.get(path, 'nothing')}. Give another directory."
                 )
         target = jax.tree.map(self._orbax.utils.to_shape_dtype_struct, like)
-        state = read(pushes, args=args.Composite(state=args.StandardRestore(target)))
+        # Other numbers of processes have other padding; what users see of it does fit.
+        restore = args.StandardRestore(target, strict=False)
+        state = read(pushes, args=args.Composite(state=restore))
+        self._held = pushes
         return Snapshot(pushes, state["state"], counters["counters"])
 
     def close(self) -> None:
@@ -290,8 +349,16 @@ class Saver:
             self._manager.close()
         self._folder.release()
 
+    def _described(self, state: dict[str, Any]) -> dict[str, str]:
+        """Dtype and shape of every array, by its path, as users see them."""
+        types: Any = jax.tree.map(jax.typeof, state)
+        if self._spread is not None:
+            of_params, of_state = self._spread.layouts
+            types = {"params": of_params.types, "state": of_state.types}
+        flat, _ = jax.tree.flatten_with_path(types)
+        return {jax.tree_util.keystr(path): _short(x) for path, x in flat}
 
-def _described(state: dict[str, Any]) -> dict[str, str]:
-    """Dtype and shape of every array, by its path."""
-    flat, _ = jax.tree.flatten_with_path(state)
-    return {jax.tree_util.keystr(path): jax.typeof(x).str_short() for path, x in flat}
+
+def _short(x: Any) -> str:
+    short: str = jax.core.ShapedArray(x.shape, x.dtype).str_short()
+    return short

@@ -20,12 +20,31 @@ def copy(tree: Any) -> Any:
 
     The runtime copies: no program has to be compiled for it.
     """
-    return jax.device_put(jax.tree.map(_own, tree), may_alias=False)
+    tree = jax.tree.map(_own, tree)
+    if all(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(tree)):
+        return jax.device_put(tree, may_alias=False)
+    return jax.tree.map(_copy_of_shards, tree)
+
+
+def _copy_of_shards(x: jax.Array) -> jax.Array:
+    """Of an array that other processes have parts of: these do not take part."""
+    parts = jax.device_put([s.data for s in x.addressable_shards], may_alias=False)
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
 def _own(x: Any) -> Any:
     # Whatever it is told, JAX looks at the memory of NumPy's arrays where it can.
     return np.array(x) if isinstance(x, np.ndarray) else x
+
+
+def is_function(params: Any) -> bool:
+    """Whether it makes parameters. A module may be called as well, and is a tree."""
+    return callable(params) and jax.tree_util.all_leaves([params])
+
+
+def made(params: Any) -> Any:
+    """The parameters, where a function gives them."""
+    return params() if is_function(params) else params
 
 
 def settle(
@@ -37,7 +56,7 @@ def settle(
     them, too. Else all is uncommitted, so that JAX lets workers on other devices
     calculate with what they pull.
     """
-    params = copy(params)
+    params = copy(made(params))
     state = tx.init(params)
     if not gate.states(state):
         tx = drop_stale(tx, np.iinfo(np.int32).max)  # A gate that is always open.

@@ -14,6 +14,7 @@ from jax.sharding import Sharding
 
 from gradxform._late import gate
 from gradxform._late.counters import dropped, outermost
+from gradxform._server.placed import Spread
 from gradxform._server.places import Place, bring, copy
 from gradxform._server.rows import RowPrograms, in_sizes
 from gradxform._transforms.measure_cosine import cosines
@@ -25,7 +26,7 @@ MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes firs
 
 
 class Program(NamedTuple):
-    """What the pushes of one signature run."""
+    """The program for pushes of one signature."""
 
     # Of trees it sees the leaves alone: of 1M parameters in 16 that saves a tenth.
     # (those of (params, state), those of (grads, extra), local_step)
@@ -53,12 +54,15 @@ class PushPrograms:
       state: the state of ``tx``, settled.
       donate: whether a step takes the memory of parameters and state.
       require_finite: whether gradients must be.
+      spread: how they lie over several processes, where there are. Then a push brings
+        the parts of one of them.
 
     Attributes:
       devices: how many hold the parameters.
       gated: whether parameters change only where the global step does: a gate that
         lies within another transformation leaves what that one does.
       rows: what reads rows of them.
+      spread: as given.
     """
 
     def __init__(
@@ -68,8 +72,9 @@ class PushPrograms:
         state: Any,
         donate: bool,
         require_finite: bool,
+        spread: Spread | None = None,
     ) -> None:
-        self._tx, self._donate = tx, donate
+        self._tx, self._donate, self.spread = tx, donate, spread
         self.gated = gate.guard_of(tx) is not None
         self._require_finite = require_finite
         arrays = params, state
@@ -93,6 +98,18 @@ class PushPrograms:
         trees: tuple[Any, Any] = jax.tree.unflatten(self._structure, leaves)
         return trees
 
+    def like(self, leaves: list[Any]) -> dict[str, Any]:
+        """What describes a state that takes the place of these leaves.
+
+        Where they lie over several processes, they make room for it.
+        """
+        trees = self.trees(leaves)
+        if self.spread:
+            trees = self._arrays
+            for x in leaves:
+                x.delete()
+        return dict(zip(("params", "state"), trees, strict=True))
+
     def leaves_of_params(self, leaves: list[Any]) -> list[Any]:
         """Those of a version's leaves that are parameters."""
         return leaves[: self._params_structure.num_leaves]
@@ -108,17 +125,14 @@ class PushPrograms:
           TypeError: ``grads`` does not fit, or the transformation says so.
           ValueError: the transformation says so.
         """
+        if self.spread:
+            return self._prepare_parts(self.spread, grads, extra)
         leaves, tree = jax.tree.flatten((grads, extra), is_leaf=is_sparse)
         if IndexedSlices in map(type, leaves):
             sized = map(in_sizes, leaves)
             grads, extra = jax.tree.unflatten(tree, sized)
             leaves, tree = jax.tree.flatten((grads, extra))
-        signature = tree, _types(leaves)
-        program = self._programs.get(signature)
-        if program is None:
-            program = self._compile(signature, grads, extra)
-        if isinstance(program, Refusal):
-            raise program.kind(program.message)
+        program = self._program(leaves, tree, grads, extra)
         if [getattr(x, "sharding", None) for x in leaves] != program.shardings:
             leaves = list(map(bring, leaves, program.shardings))
         # A worker whose computation takes long, or fails, holds up and harms no other.
@@ -126,6 +140,28 @@ class PushPrograms:
         if self._require_finite:
             _check_finite(jax.tree.unflatten(tree, leaves)[0])
         return program.step, leaves
+
+    def _prepare_parts(
+        self, spread: Spread, grads: Any, extra: dict[str, Any]
+    ) -> tuple[Any, list[Any]]:
+        """The same for what one of several processes got; none asks another."""
+        if self._require_finite:  # Only what is here: an array of all asks all.
+            _check_finite(grads)
+        grads, extra = spread.bring(grads), spread.bring(extra, depth=1)
+        leaves, tree = jax.tree.flatten((grads, extra))
+        program = self._program(leaves, tree, grads, extra)
+        return program.step, jax.block_until_ready(leaves)
+
+    def _program(
+        self, leaves: list[Any], tree: Any, grads: Any, extra: dict[str, Any]
+    ) -> Program:
+        signature = tree, _types(leaves)
+        program = self._programs.get(signature)
+        if program is None:
+            program = self._compile(signature, grads, extra)
+        if isinstance(program, Refusal):
+            raise program.kind(program.message)
+        return program
 
     def place(self, state: dict[str, Any]) -> tuple[Any, Any]:
         """Parameters and state from arrays of any device, lying as the server's do.
@@ -136,11 +172,16 @@ class PushPrograms:
         # By path, into the server's own structure: a loader may have made lists of
         # tuples, or dicts with their keys in another order.
         own = dict(zip(("params", "state"), self._arrays, strict=True))
+        if self.spread:  # Parts, or what lies there already.
+            names = enumerate(own)
+            state = {k: self.spread.own(state[k], of=i) for i, k in names}
         leaves = _leaves_like("state", state, "the server's state", own)
+        if self.spread:
+            return jax.block_until_ready(self.trees(leaves))
         # A copy first: on its way to other devices JAX takes the caller's own memory
         # for the part that stays, whatever it is told.
         placed = jax.device_put(copy(self.trees(leaves)), self._shardings)
-        if not self._place.committed:  # What was put somewhere is.
+        if not self._place.committed:  # Placed arrays are.
             with self._place.default_device():
                 free = jax.jit(lambda arrays: arrays, donate_argnums=0)
                 placed = free.lower(self._arrays).compile()(placed)
@@ -151,8 +192,9 @@ class PushPrograms:
         self, signature: Any, grads: Any, extra: dict[str, Any]
     ) -> Program | Refusal:
         # First what is cheap to find: a push that does not fit never costs a trace.
-        checks.same_shapes("grads", grads, "params", self._arrays[0])
-        checks.same_dtypes("grads", grads, "params", self._arrays[0])
+        if self.spread is None:  # Else it was found before the push was taken apart.
+            checks.same_shapes("grads", grads, "params", self._arrays[0])
+            checks.same_dtypes("grads", grads, "params", self._arrays[0])
         with self._compiling:
             known = self._programs.get(signature)
             if known is not None:  # Somebody else has compiled it meanwhile.
@@ -181,19 +223,25 @@ class PushPrograms:
         def step(leaves: Any, pushed: Any, local_step: Any) -> tuple[Any, jax.Array]:
             params, state = self.trees(leaves)
             grads, extra = jax.tree.unflatten(tree, pushed)
+            if self.spread:
+                (params, state), grads, extra = self.spread.entered(
+                    self._tx.init, (params, state), grads, extra
+                )
             params, state = apply_gradients(
                 self._tx, grads, state, params, local_step=local_step, **extra
             )
             # One small array, so that the host waits for one transfer.
             counters = [outermost(state, "global_step"), dropped(state)]
             counters += [as_bits(x) for x in cosines(state)[:1]]
+            if self.spread:
+                params, state = self.spread.left((params, state))
             return jax.tree.leaves((params, state)), jnp.stack(counters)
 
         compiled = jax.jit(
             step,
             donate_argnums=0 if self._donate else (),
             # The compiler may lay automatic axes otherwise.
-            out_shardings=(jax.tree.leaves(self._shardings), None)
+            out_shardings=(jax.tree.leaves(self._shardings), self._place.everywhere)
             if self._place.committed
             else None,
         )
@@ -203,7 +251,7 @@ class PushPrograms:
             return Program(lowered.compile(), shardings)
 
     def _shardings_of(self, tree: Any, depth: int) -> Iterator[Sharding]:
-        """Of what is like a parameter as of that; all else is whole everywhere."""
+        """A leaf like a parameter lies as that does; others are whole everywhere."""
         for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=maps.is_leaf):
             if isinstance(leaf, IndexedSlices):
                 yield from [self._place.everywhere] * 2  # Values and indices.
@@ -218,7 +266,7 @@ def as_bits(x: jax.Array) -> jax.Array:
 
 
 def _types(leaves: list[Any]) -> tuple[Any, ...]:
-    """What jit tells arrays apart by."""
+    """The key by which jit tells arrays apart."""
     try:  # Of arrays of JAX, which is faster than to ask each what it is.
         return tuple([x.aval for x in leaves])
     except AttributeError:

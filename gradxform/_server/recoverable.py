@@ -22,7 +22,7 @@ class TakesNoMoreError(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """What a worker was answered last."""
+    """The last answer to a worker."""
 
     number: int  # Of its push.
     local_step: int  # That it came with.
@@ -51,7 +51,7 @@ class RecoverableServer(ParameterServer):
     """A server that saves itself, and begins where the newest checkpoint is.
 
     Args:
-      params: the initial parameters; they are copied.
+      params: the initial parameters, which are copied, or a function that gives them.
       tx: any transformation.
       checkpoint: where and how often; without it nothing is saved.
       pushes: how many it takes that have a ``push_id``.
@@ -68,8 +68,9 @@ class RecoverableServer(ParameterServer):
     ) -> None:
         super().__init__(params, tx, **options)
         self._takes = pushes  # That many more.
-        self._local_steps: dict[Hashable, int] = {}  # Of what was answered, by worker.
-        self._saver = None if checkpoint is None else Saver(checkpoint)
+        self._local_steps: dict[Hashable, int] = {}  # Last answered, by worker.
+        spread = self._programs.spread
+        self._saver = None if checkpoint is None else Saver(checkpoint, spread)
         self._standing: Standing | None = None
 
     def begin(self) -> Standing:
@@ -102,12 +103,16 @@ class RecoverableServer(ParameterServer):
                 f"checkpoint: {saver.checkpoint.directory} holds a run of {newest} "
                 "pushes: let resume be True, or give another directory."
             )
-        own = self._programs.trees(self._version.leaves)
-        like = dict(zip(("params", "state"), own, strict=True))
-        snapshot, notes = saver.read_newest(like)
+        like = self._programs.like(self._version.leaves)
+        snapshot, notes = saver.read_newest(
+            like, lambda pushes: self._read(saver, pushes, like)
+        )
         version = Version.of(*self._programs.place(snapshot.state))
         self._thread.run(self._resume, version, snapshot.counters)
         return notes
+
+    def _read(self, saver: Saver, pushes: int, like: dict[str, Any]) -> Snapshot:
+        return saver.read(pushes, like)
 
     def _resume(self, version: Version, counters: dict[str, Any]) -> None:
         self._restore(version)
@@ -186,7 +191,7 @@ class RecoverableServer(ParameterServer):
             "staleness": {str(steps): n for steps, n in stats.staleness.items()},
             "answers": answers,
         }
-        return Snapshot(stats.accepted + stats.dropped, self._state(), counters)
+        return Snapshot(stats.accepted + stats.dropped, self._copies(), counters)
 
     def save(self) -> int | None:
         """Writes the last checkpoint, of now; the global step it is of, None without.

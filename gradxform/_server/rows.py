@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -31,16 +31,24 @@ def in_sizes(leaf: Any) -> Any:
     return padded(leaf, size_for(length))
 
 
+def in_order(ids: Any, size: int, height: int) -> np.ndarray[Any, Any]:
+    """Each of them once, ascending, and padding up to that size."""
+    once = np.unique(ids)
+    given = np.full(size, height, np.int32)
+    given[: len(once)] = once
+    return given
+
+
 class Wanted(NamedTuple):
     """The rows of one table that a pull asks for."""
 
     indices: np.ndarray[Any, Any]  # As many as were asked for; each once, then padding.
-    given: jax.Array  # The same, padded to a size for which there is a program.
-    read: Callable[[jax.Array, jax.Array], jax.Array]  # (table, given) -> rows
+    given: Any  # The same, padded to a size for which there is a program.
+    read: Callable[[jax.Array, Any], Any]  # (table, given) -> rows
 
 
 class RowPrograms:
-    """What reads rows of a server's tables, compiled once for each table and size.
+    """Reads rows of a server's tables, compiled once for each table and size.
 
     Args:
       params: the parameters as described for lowering.
@@ -56,15 +64,28 @@ class RowPrograms:
         self._compiling = threading.RLock()  # A signal handler may pull, too.
 
     def prepare(self, rows: Mapping[str, jax.typing.ArrayLike]) -> dict[int, Wanted]:
-        """What is to be read of each table, by the number of that leaf.
+        """The rows to read of each table, by the number of that leaf.
 
         Raises:
           TypeError: ids are no integers, or ``rows`` is no mapping.
           ValueError: a path is not that of a table, or an id lies outside of it.
         """
+        return {
+            number: self._wanted(number, asked) for number, asked in self._asked(rows)
+        }
+
+    def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> Wanted:
+        size = size_for(len(asked))
+        given = in_order(asked, size, self._types[number].shape[0])
+        read = self.program(number, size)
+        return Wanted(given[: len(asked)], self._place.put(given), read)
+
+    def _asked(
+        self, rows: Mapping[str, jax.typing.ArrayLike]
+    ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+        """The tables and their ids, checked."""
         if not isinstance(rows, Mapping):
             raise TypeError(f"rows must map paths of tables to ids, got {rows!r}.")
-        wanted = {}
         for path, ids in rows.items():
             number = self._numbers.get(path)
             if number is None or not self._types[number].shape:
@@ -74,14 +95,8 @@ class RowPrograms:
                     f"{', '.join(map(repr, tables))}."
                 )
             height = self._types[number].shape[0]
-            asked = rows_of(f"rows[{path!r}]", np.asarray(ids), height).ravel()
-            once = np.unique(asked)
-            size = size_for(len(asked))
-            given = np.full(size, height, np.int32)
-            given[: len(once)] = once
-            read = self._program(number, size)
-            wanted[number] = Wanted(given[: len(asked)], self._place.put(given), read)
-        return wanted
+            asked = rows_of(f"rows[{path!r}]", np.asarray(ids), height)
+            yield number, asked.ravel()
 
     def part(self, number: int, wanted: Wanted, rows: jax.Array) -> IndexedSlices:
         """A part of that table; ``rows`` is what the program has read."""
@@ -91,7 +106,8 @@ class RowPrograms:
         indices = self._place.put(wanted.indices)
         return ascending(indices, rows, self._types[number].shape)
 
-    def _program(self, number: int, size: int) -> Callable[..., jax.Array]:
+    def program(self, number: int, size: int) -> Callable[..., jax.Array]:
+        """Reads so many rows of that table, ``(table, ids) -> rows``."""
         if (number, size) not in self._programs:
             with self._compiling:  # Somebody else may have compiled it meanwhile.
                 if (number, size) not in self._programs:

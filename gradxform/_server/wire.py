@@ -29,7 +29,7 @@ def register() -> None:
 def _leave(x: jax.Array) -> Any:
     if x.weak_type or not x.is_fully_addressable:
         return x.__reduce__()  # As JAX sends it; what it cannot, it refuses.
-    return _Bytes(np.asarray(x))
+    return Bytes(np.asarray(x))
 
 
 def _arrive(sent: Any) -> jax.Array:
@@ -40,11 +40,14 @@ def _arrive(sent: Any) -> jax.Array:
     return jax.device_put(sent)
 
 
-class _Bytes:
-    """An array of NumPy's that pickle takes out of band, whatever its dtype."""
+class Bytes:
+    """An array of NumPy's that pickle takes out of band, whatever its dtype.
+
+    What arrives is the array.
+    """
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array = array
+        self._array, self.nbytes = array, array.nbytes
 
     def __reduce__(self) -> tuple[Any, ...]:
         x = self._array

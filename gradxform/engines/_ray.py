@@ -10,28 +10,31 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-import jax
-import optax
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
-from gradxform._server.records import PushResult, ServerStats
-from gradxform._server.recoverable import RecoverableServer, Standing, tell
+from gradxform._server.layout import Layout
+from gradxform._server.recoverable import tell
 from gradxform._trees import checks
-from gradxform.engines._crew import LOOK, Crew, server_options
+from gradxform.engines._crew import LOOK, Crew
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
+from gradxform.engines._group import Group, layout_of
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._reach import reach
+from gradxform.engines._servers import (
+    One,
+    Processes,
+    RayServer,
+    ServerDiedError,
+    WorkersServer,
+)
 from gradxform.engines._stops import GivenUpError, Stops
 from gradxform.engines._streams import check_none
 from gradxform.engines._work import RefusedError, StreamEndedError, work
 
 logger = logging.getLogger("gradxform")
-
-AGAIN = 0.1  # Seconds until an actor that is being started again is asked again.
 
 
 @contextlib.contextmanager
@@ -44,6 +47,8 @@ def ray(
     max_deaths: int = 3,
     worker_options: Mapping[str, Any] | None = None,
     server_options: Mapping[str, Any] | None = None,
+    server_processes: int = 1,
+    server_shardings: Any = None,
 ) -> Iterator[Run]:
     """Runs the server and each worker as a Ray actor, a process of its own.
 
@@ -64,14 +69,26 @@ def ray(
       connect_timeout: how many seconds it may take until that answers, in (0, inf].
       max_deaths: how often each worker, and the server, may die.
       worker_options: Ray's options for the workers' actors, as ``{"num_gpus": 1}``.
-      server_options: those for the server's.
+      server_options: those for the server's; of several processes, for the actor of
+        each. As a ``scheduling_strategy`` of theirs the names of Ray's placement groups
+        are known, too: with ``"STRICT_SPREAD"`` each is on a machine of its own.
+      server_processes: how many processes the server is made of, each with a part of
+        the parameters and of the state, where one machine has not the memory for all of
+        it. They run the same steps in the same order, so the numbers are those of one
+        process. If one dies, all are started again from the last checkpoint.
+      server_shardings: which leaves of the parameters are cut, and along which axis: a
+        tree like the parameters, or the beginning of one, of ``PartitionSpec`` over the
+        axis ``"server"``, or a function ``(path, shape) -> PartitionSpec``, with paths
+        as ``"encoder/emb"``. Where it says None, and by default, leaves of more than a
+        megabyte are cut along their first axis, and each process has all of the others.
 
     Raises:
       ConnectionError: no cluster has answered at ``address``.
       ImportError: Ray is not installed.
       ray.exceptions.RayActorError: a worker, or the server, has died too often.
       ValueError: too few workers for a step; a checkpoint of another job; a worker with
-        a device, or with a stream.
+        a device, or with a stream; no process for the server; shardings that cannot be;
+        fewer machines than processes where each is to have one.
       SystemExit: as the context ends, where ``SIGTERM`` has ended the run.
     """
     ray = require("ray", "ray")
@@ -79,6 +96,7 @@ def ray(
     checks.integer_scalar("max_deaths", max_deaths)
     checks.in_range("max_deaths", max_deaths, "[0, inf)")
     checks.in_range("connect_timeout", connect_timeout, "(0, inf]")
+    layout = layout_of(job, server_processes, server_shardings)
     run = _Ray(ray, job, max_deaths, dict(worker_options or {}))
     with contextlib.ExitStack() as stack:
         if not ray.is_initialized():
@@ -86,15 +104,19 @@ def ray(
                 with starting(given):
                     reach(address, connect_timeout)
             try:
-                stack.enter_context(_cluster(len(job.workers) + 1, address))
+                stack.enter_context(
+                    _cluster(len(job.workers) + server_processes, address)
+                )
             except SystemExit:  # Ray's own answer to ``SIGTERM``, while it starts.
                 terminated(None, given)
         # For all workers at once, and for whoever asks beside them.
         options = {"max_concurrency": len(job.workers) + 8, **(server_options or {})}
-        start = ray.remote(RecoverableServer).options(**options).remote
         # So early, as until then ``SIGTERM`` meets a handler of Ray's that aborts.
         with ending(run, given):
-            server = RayServer(start, job, given, max_deaths)
+            processes: Processes = (
+                One(job, options) if layout is None else Group(job, layout, options)
+            )
+            server = RayServer(processes, given, max_deaths)
             stack.callback(server.kill)
             stack.callback(run.close)
             run.begin(server)
@@ -122,7 +144,7 @@ def _connect(num_cpus: int, address: str | None) -> None:
     # Without an address Ray would look for a cluster that somebody else has started.
     own = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     with warnings.catch_warnings():
-        # Ray forks to start its processes, of which JAX warns; they exec at once.
+        # Ray forks to start its processes. JAX warns about that; they exec at once.
         warnings.filterwarnings("ignore", r"os\.fork\(\)", RuntimeWarning)
         ray.init(
             **({"address": address} if address else own),
@@ -131,152 +153,19 @@ def _connect(num_cpus: int, address: str | None) -> None:
         )
 
 
-class RayServer:
-    """The server as the process sees it that runs the job; each call waits.
-
-    ``actor`` is the actor itself, until it dies: another one takes its place as soon
-    as somebody asks.
-    """
-
-    def __init__(
-        self,
-        start: Callable[..., Any],
-        job: Job,
-        checkpoint: Checkpoint | None,
-        max_deaths: int,
-    ) -> None:
-        self._ray = ray = require("ray", "ray")
-        self._start = start
-        self._begun_with = ray.put(job.params), ray.put(job.tx)
-        self._options = server_options(job)
-        self._checkpoint = checkpoint
-        self._deaths_left = max_deaths if checkpoint else 0
-        self._lock = threading.Lock()  # That of two who find it dead one replaces it.
-        self.actor = start(*self._begun_with, checkpoint, **self._options)
-
-    def begin(self, check: Callable[[], None]) -> Standing:
-        """Where its life began: at first, and after it has died.
-
-        ``check`` may raise what ends the wait for it.
-        """
-        standing: Standing = self._ask("begin", check=check)
-        return standing
-
-    def _ask(
-        self, name: str, *args: Any, check: Callable[[], object] = lambda: None
-    ) -> Any:
-        while True:
-            actor = self.actor
-            try:
-                return self._answer(getattr(actor, name).remote(*args), check)
-            except self._ray.exceptions.ActorUnavailableError:
-                time.sleep(AGAIN)  # It may yet turn out to be alive.
-            except self._ray.exceptions.RayActorError as error:
-                self._replace(actor, error, check)
-
-    def _answer(self, asked: Any, check: Callable[[], object]) -> Any:
-        while not self._ray.wait([asked], timeout=LOOK)[0]:
-            check()
-        return self._ray.get(asked)
-
-    def _replace(
-        self, dead: Any, error: Exception, check: Callable[[], object]
-    ) -> None:
-        """Starts another from the last checkpoint, once for all who find it dead."""
-        with self._lock:
-            if self.actor is not dead:
-                return
-            if self._checkpoint is None:
-                error.add_note("The run was not saved: see checkpoint.")
-                raise error
-            if self._deaths_left == 0:
-                error.add_note("The server has died more than max_deaths times.")
-                raise error
-            self._deaths_left -= 1
-            # What this run itself has saved is there, too.
-            known = self._checkpoint._replace(resume=True)
-            actor = self._start(*self._begun_with, known, **self._options)
-            with contextlib.suppress(self._ray.exceptions.RayActorError):
-                # Before anybody else asks it.
-                self._answer(actor.begin.remote(), check)
-            self.actor = actor
-
-    def pull(
-        self, rows: Mapping[str, jax.typing.ArrayLike] | None = None
-    ) -> tuple[optax.Params, int]:
-        """See :meth:`ParameterServer.pull`."""
-        pulled: tuple[optax.Params, int] = self._ask("pull", rows)
-        return pulled
-
-    def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
-        """See :meth:`ParameterServer.push`; one that meets a death raises."""
-        pushed = self.actor.push.remote(grads, local_step, **extra)
-        result: PushResult = self._ray.get(pushed)
-        return result
-
-    def state(self) -> dict[str, Any]:
-        """See :meth:`ParameterServer.state`."""
-        state: dict[str, Any] = self._ask("state")
-        return state
-
-    def stats(self) -> ServerStats:
-        """See :meth:`ParameterServer.stats`."""
-        stats: ServerStats = self._ask("stats")
-        return stats
-
-    def rest(self) -> Standing:
-        """See :meth:`RecoverableServer.rest`."""
-        standing: Standing = self._ask("rest")
-        return standing
-
-    def save(self) -> int | None:
-        """See :meth:`RecoverableServer.save`."""
-        step: int | None = self._ask("save")
-        return step
-
-    def kill(self) -> None:
-        """Ends its process."""
-        self._ray.kill(self.actor)
-
-
-class _ServerDiedError(Exception):
-    """What a worker meets that pulls or pushes; who runs the job sees to it."""
-
-
-class _WorkersServer:
-    """The server as a worker sees it: one actor, in its only life."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor, self._ray = actor, require("ray", "ray")
-
-    def _ask(self, name: str, *args: Any, **extra: Any) -> Any:
-        try:
-            return self._ray.get(getattr(self._actor, name).remote(*args, **extra))
-        except self._ray.exceptions.RayTaskError:
-            raise  # What the server itself has raised.
-        except self._ray.exceptions.RayActorError as error:
-            raise _ServerDiedError from error
-
-    def pull(self, *args: Any) -> Any:
-        return self._ask("pull", *args)
-
-    def push(self, *args: Any, **extra: Any) -> Any:
-        return self._ask("push", *args, **extra)
-
-    def global_step(self) -> Any:
-        return self._ask("global_step")
-
-
 class _RayWorker:
     """A worker in a process of its own."""
 
-    def __init__(self, index: int, worker: Worker, stops: Stops) -> None:
+    def __init__(
+        self, index: int, worker: Worker, stops: Stops, layout: Layout | None
+    ) -> None:
         self._index, self._worker, self._stops = index, worker, stops
+        self._layout = layout
 
     def work(self, number: int, actor: Any) -> Push | Exception:
         """One gradient, from its minibatch to the answer, or why there is none."""
-        server = _WorkersServer(actor)
-        reasons = _ServerDiedError, StreamEndedError, RefusedError, GivenUpError
+        server = WorkersServer(actor, self._layout)
+        reasons = ServerDiedError, StreamEndedError, RefusedError, GivenUpError
 
         def is_over(local_step: int) -> bool:
             # Who never gives up need not ask.
@@ -330,7 +219,7 @@ class _Ray(Crew):
             except ray.exceptions.RayActorError as error:
                 self._bury(index, error)
                 continue
-            if isinstance(outcome, _ServerDiedError):
+            if isinstance(outcome, ServerDiedError):
                 del self._busy[index]
                 self._go_back()
                 continue
@@ -340,7 +229,9 @@ class _Ray(Crew):
 
     def _start(self, index: int, worker: Worker, number: int) -> Any:
         if index not in self.workers:
-            self.workers[index] = self._start_actor(index, worker, self._stops)
+            self.workers[index] = self._start_actor(
+                index, worker, self._stops, self.server.layout
+            )
         return self.workers[index].work.remote(number, self.server.actor)
 
     def _dismiss(self, index: int) -> None:

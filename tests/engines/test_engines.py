@@ -5,11 +5,13 @@ global step they belong to. On threads nothing is asserted about time, only coun
 """
 
 import collections
+import dataclasses
 import os
 import signal
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -27,6 +29,17 @@ LOCAL = [engines.simulated, engines.threads]
 
 def gradient(params):
     return params, jnp.ones_like(params)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Module:
+    """As some libraries have their models."""
+
+    w: jax.Array
+
+    def __call__(self):
+        raise AssertionError("this is no function that gives parameters")
 
 
 def make_job(mode, durations, pushes=40, max_staleness=2, gradient=gradient):
@@ -75,6 +88,28 @@ def test_gradients_are_of_the_parameters_that_were_pulled(engine, mode):
     pushes, *_ = run(engine, make_job(mode, [1e-3, 1e-3, 3e-3]))
     assert all(push.loss == -push.local_step for push in pushes)
     assert {push.norm for push in pushes} == {1.0}
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_function_may_give_the_parameters(engine):
+    called = []
+
+    def params():
+        called.append(threading.current_thread())
+        return jnp.float32(3.0)
+
+    job = make_job("async", [1e-3])
+    pushes, last, _ = run(engine, job._replace(params=params))
+    assert pushes[0].loss == 3.0
+    assert last == 3.0 - 40
+    assert len(called) == 1
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_parameters_that_can_be_called_are_no_function(engine):
+    job = make_job("async", [1e-3], gradient=lambda m: (m.w, Module(jnp.float32(1.0))))
+    _, last, _ = run(engine, job._replace(params=Module(jnp.float32(3.0))))
+    assert last.w == 3.0 - 40
 
 
 @pytest.mark.parametrize("engine", LOCAL)

@@ -1,0 +1,163 @@
+"""Messages between the processes of one server: orders, and that one has died.
+
+The leader has a connection to each follower. Orders go one way, in one order. Where a
+connection ends, a process has: then all others end as well, at once. Nobody is left
+behind in a collective that the dead one will never join.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+# Seconds of silence after which a machine is asked whether it is there, seconds between
+# two such questions, and how many may go unanswered.
+SILENCE, BETWEEN, UNANSWERED = 5, 2, 3
+PATIENCE = 5.0  # Seconds in which what fails in one process fails in all, or in one.
+
+
+def end_process(why: str) -> None:
+    """Ends this process, whatever its threads are at."""
+    print(f"gradxform: {why}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+class Orders:
+    """The leader's end: tells each order to all followers.
+
+    Args:
+      host: the address of this machine, as the others know it.
+      key: what the others must know, too.
+      end: what ends this process.
+    """
+
+    def __init__(
+        self, host: str, key: bytes, end: Callable[[str], None] = end_process
+    ) -> None:
+        self._listener = Listener((host, 0), backlog=128, authkey=key)
+        self.address: tuple[str, int] = self._listener.address  # type: ignore[assignment]
+        self._end = end
+        self._connections: list[Connection[Any, Any]] = []
+        self._lock = threading.Lock()  # Two orders go one after the other.
+        self._failed = threading.Event()
+        self._others_failed = threading.Semaphore(0)
+
+    def accept(self, followers: int) -> None:
+        """Waits until so many followers are connected."""
+        found: dict[int, Connection[Any, Any]] = {}
+        while len(found) < followers:
+            # Somebody else, who looks for open ports, is no follower.
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):
+                connection = self._listener.accept()
+                found[connection.recv()] = connection
+        self._listener.close()
+        self._connections = [found[number] for number in sorted(found)]
+        for connection in self._connections:
+            _tune(connection)
+            _start(self._watch, connection)
+
+    def tell(self, name: str, *args: Any, each: list[Any] | None = None) -> None:
+        """Has all followers do ``name``, or those for whom ``each`` has something."""
+        order = pickle.dumps((name, *args), -1)
+        try:
+            with self._lock:
+                for number, connection in enumerate(self._connections):
+                    if each is not None:
+                        if each[number] is None:
+                            continue
+                        order = pickle.dumps((name, *args, each[number]), -1)
+                    connection.send_bytes(order)
+        except OSError as error:
+            self._end(f"a process of the server is gone, {error}")
+
+    def failed(self, why: str) -> None:
+        """Returns if all followers have failed as well, or else ends this process.
+
+        What fails everywhere is nobody's death: who asked is told why.
+        """
+        self._failed.set()
+        deadline = time.monotonic() + PATIENCE
+        for _ in self._connections:
+            wait = max(0.0, deadline - time.monotonic())
+            if not self._others_failed.acquire(timeout=wait):
+                self._end(f"the leader of the server has failed, {why}")
+
+    def _watch(self, connection: Connection[Any, Any]) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                why = connection.recv()
+                self._others_failed.release()
+                if not self._failed.wait(PATIENCE):
+                    self._end(f"a process of the server has failed, {why}")
+        self._end("a process of the server has died, and this one ends with it")
+
+
+class Followed:
+    """A follower's end: what it is told, in order.
+
+    Args:
+      address: of the leader.
+      key: what it knows, too.
+      number: of this follower.
+      end: what ends this process.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        key: bytes,
+        number: int,
+        end: Callable[[str], None] = end_process,
+    ) -> None:
+        self._connection = Client(address, authkey=key)
+        self._connection.send(number)
+        _tune(self._connection)
+        self._end = end
+        self._orders: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        _start(self._hear)
+
+    def _hear(self) -> None:
+        # Beside the thread that does what it is told, which may be in a collective.
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._orders.put(self._connection.recv())
+        self._end("the leader of the server has died, and this process ends with it")
+
+    def serve(self, obey: Callable[..., None], failure: Callable[..., str]) -> None:
+        """Does what it is told, for good; what fails is told to the leader."""
+        while True:
+            name, *args = self._orders.get()
+            try:
+                obey(name, *args)
+            except BaseException as error:
+                self._connection.send(failure(error))
+                return  # The leader ends the server.
+            del args  # Nothing of it lives on while the next is waited for.
+
+
+def _start(function: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=function, args=args, name="channel", daemon=True).start()
+
+
+def _tune(connection: Connection[Any, Any]) -> None:
+    """Sends each order at once, and notices when the machine there has vanished."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in {
+            "TCP_KEEPIDLE": SILENCE,
+            "TCP_KEEPINTVL": BETWEEN,
+            "TCP_KEEPCNT": UNANSWERED,
+        }.items():
+            if hasattr(socket, option):
+                same.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -1,0 +1,363 @@
+"""One server in several processes: a leader, and followers that do as it does.
+
+All processes hold one mesh, each a part of the arrays on it, and run the same compiled
+steps in the same order. The leader is the server: it answers workers, remembers what it
+has answered, and decides. What it does to the arrays in its turn it first tells the
+followers, so the order of its turns is the order of all. Nothing but the order happens
+in a turn: a push is prepared by all processes before, each with its own part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gradxform._server.actor import Publisher
+from gradxform._server.channel import Orders
+from gradxform._server.checkpoints import Saver, Snapshot
+from gradxform._server.layout import AXIS, Layout
+from gradxform._server.parcels import Cut, Parcel, Pulled, Rows, Stowed, packed
+from gradxform._server.placed import Spread
+from gradxform._server.places import Place, copy
+from gradxform._server.records import PushResult, Version, summary
+from gradxform._server.recoverable import RecoverableServer
+from gradxform._server.rows import RowPrograms, Wanted, in_order, size_for
+
+HOUR = 3600
+
+
+def host() -> str:
+    """The address of this machine in the cluster."""
+    address: str = sys.modules["ray"].util.get_node_ip_address()
+    return address
+
+
+def enter(coordinator: str, process: int, processes: int) -> Mesh:
+    """Makes this process one of several; the mesh of one device of each.
+
+    Before anything touches JAX's devices in this process.
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    with contextlib.suppress(AttributeError):  # Before JAX 0.8 it cannot be switched.
+        # It would hear SIGTERM in the place of Ray.
+        jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        coordinator,
+        processes,
+        process,
+        cluster_detection_method="deactivate",  # This is no job of Slurm's.
+        initialization_timeout=HOUR,  # Who starts them knows when one has died.
+    )
+    devices = [jax.local_devices(process_index=k)[0] for k in range(processes)]
+    mesh = Mesh(np.array(devices), (AXIS,))
+    # Now that all are here: for the first collective they wait half a minute.
+    everywhere = NamedSharding(mesh, P())
+    meet = jax.jit(jnp.sum, out_shardings=everywhere)
+    meet(
+        jax.make_array_from_callback(
+            (processes,), NamedSharding(mesh, P(AXIS)), lambda _: np.ones(1, np.float32)
+        )
+    ).block_until_ready()
+    return mesh
+
+
+class Leader(RecoverableServer):
+    """The server, as all others see it.
+
+    It is made in two steps, as its followers must know where it is.
+
+    Args:
+      key: what all processes of the server know.
+      processes: how many they are.
+    """
+
+    def __init__(self, key: bytes, processes: int) -> None:
+        self._orders = Orders(host(), key)
+        # The coordinator binds to this port, too. Until then nobody else is given it.
+        self._reserved = socket.socket()
+        if hasattr(socket, "SO_REUSEPORT"):
+            self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._reserved.bind((host(), 0))
+        self._processes = processes
+
+    def where(self) -> tuple[str, tuple[str, int]]:
+        """Where the coordinator of the processes is, and the channel."""
+        address, port, *_ = self._reserved.getsockname()
+        return f"{address}:{port}", self._orders.address
+
+    def join(
+        self,
+        followers: list[Any],
+        given: list[Any],
+        layout: Layout,
+        *checkpoint: Any,
+        **options: Any,
+    ) -> None:
+        """Becomes one of the processes, and takes its part.
+
+        Args:
+          followers: the actors.
+          given: references to its parameters, and to the transformation.
+          layout: of the parameters.
+          checkpoint: and what follows in :class:`RecoverableServer`.
+          options: those of :class:`RecoverableServer`.
+        """
+        self._orders.accept(len(followers))
+        mesh = enter(self.where()[0], 0, self._processes)
+        self._reserved.close()
+        self._followers = followers
+        self._ray = sys.modules["ray"]
+        params, tx = self._ray.get(given)
+        super().__init__(Spread(params, layout, mesh), tx, *checkpoint, **options)
+        self._keys = itertools.count()
+        self._prepared: set[int] = set()  # Pushes that have no place in the order yet.
+        self._publisher = _Parts(self)
+        params, _ = self._trees()
+        self._programs.rows = _Rows(self, params, layout)
+
+    # Pushes.
+
+    def push(
+        self,
+        grads: Parcel,
+        local_step: int,
+        *,
+        push_id: Any = None,
+        **extra: Any,
+    ) -> PushResult:
+        """See :class:`ParameterServer`; the extra arguments come in the parcel."""
+        key = next(self._keys)
+        try:
+            return super().push((key, grads), local_step, push_id=push_id)
+        finally:
+            if key in self._prepared:
+                self._prepared.discard(key)
+                self._orders.tell("forget", key)
+
+    def _prepare(self, grads: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
+        key, parcel = grads
+        self._prepared.add(key)
+        each = [parcel.of_process(k) for k in range(self._processes)]
+        with self.asked("prepare", key, each=each[1:]):
+            step, pushed = self._programs.prepare(*each[0].open())
+
+        def ordered(leaves: Any, pushed: Any, local_step: Any) -> Any:
+            self._prepared.discard(key)
+            self._orders.tell("push", key, int(local_step))
+            try:
+                return jax.block_until_ready(step(leaves, pushed, local_step))
+            except BaseException as error:
+                # Where it fails because another process died, this one ends here.
+                self._orders.failed(summary(error))
+                self._lost = f"a step failed, {summary(error)}"
+                self._wake()
+                raise
+
+        return ordered, pushed
+
+    # Pulls.
+
+    def _state(self) -> Any:
+        if self._lost is not None:
+            self._check_usable()
+        return self.gather(dict(zip(("params", "state"), self._trees(), strict=True)))
+
+    def _trees(self) -> tuple[Any, Any]:
+        return self._programs.trees(self._version.leaves)
+
+    def gather(self, tree: Any) -> Pulled:
+        """In a turn: what all processes have of the current version, on its way.
+
+        Args:
+          tree: whose leaves are those of the version in their order, from its first
+            one on, or a number in the place of one that is not wanted.
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        spread = self._programs.spread
+        assert spread is not None
+        layouts = spread.layouts
+        types = [x for each in layouts for x in jax.tree.leaves(each.types)]
+        cuts = [cut for each in layouts for cut in each.cuts]
+        at: list[int] = []
+        for number, leaf in enumerate(leaves):
+            if not isinstance(leaf, int):
+                leaves[number] = leaf.addressable_data(0)
+                if cuts[number] is not None:
+                    leaves[number] = Cut(len(at))
+                    at.append(number)
+        cut = Layout(
+            [types[i] for i in at], tuple(cuts[i] for i in at), self._processes
+        )
+        parts: list[Any] = []
+        if at:
+            others = self.order("publish", at)
+            parts = [parts_of(self._version, at), *others]
+        whole = jax.tree.unflatten(structure, leaves)
+        return Pulled(Stowed.of(whole, _copied), cut, parts, {})
+
+    def order(self, name: str, *args: Any, each: list[Any] | None = None) -> list[Any]:
+        """In a turn: has followers do that; references to what will come of it.
+
+        Args:
+          name: of the order.
+          args: for all of them.
+          each: one more for each; for whom it is None there is no order.
+        """
+        key = next(self._keys)
+        self._orders.tell(name, key, *args, each=each)
+        told = self._followers if each is None else each
+        return [
+            follower.take.remote(key)
+            for follower, own in zip(self._followers, told, strict=True)
+            if own is not None
+        ]
+
+    @contextlib.contextmanager
+    def asked(
+        self, name: str, *args: Any, each: list[Any] | None = None
+    ) -> Iterator[None]:
+        """Calls a method of all followers meanwhile, outside of the order.
+
+        An error of theirs is raised, if there is none here.
+        """
+        own = [()] * len(self._followers) if each is None else [(x,) for x in each]
+        asked = [
+            getattr(follower, name).remote(*args, *more)
+            for follower, more in zip(self._followers, own, strict=True)
+        ]
+        try:
+            yield
+        finally:  # Nobody is left behind who would begin later.
+            self._ray.wait(asked, num_returns=len(asked))
+        try:
+            self._ray.get(asked)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+
+    # Checkpoints.
+
+    def restore(self, state: dict[str, Any]) -> NoReturn:
+        """Not done: what it would need lies nowhere whole."""
+        raise NotImplementedError(
+            "a server of several processes goes back to a checkpoint alone: give the "
+            "engine one."
+        )
+
+    def _snapshot(self) -> Snapshot:
+        taken = super()._snapshot()
+        self._orders.tell("snapshot", taken.pushes, taken.counters)
+        return taken
+
+    def _read(self, saver: Saver, pushes: int, like: dict[str, Any]) -> Snapshot:
+        with self.asked("resume", pushes):
+            return super()._read(saver, pushes, like)
+
+
+def parts_of(version: Version, at: list[int]) -> Stowed:
+    """The parts of some leaves in this process, for others to take."""
+    parts = [np.asarray(version.leaves[i].addressable_data(0)) for i in at]
+    return Stowed.of(packed(parts), copy=lambda _: packed(map(np.array, parts)))
+
+
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(lambda x: copy(x) if isinstance(x, jax.Array) else x, tree)
+
+
+class _Parts(Publisher):
+    """Has all processes publish their parts, each version once."""
+
+    def __init__(self, leader: Leader) -> None:
+        super().__init__()
+        self._leader = leader
+
+    def _put(self, params: Any) -> Any:
+        return self._leader.gather(params)
+
+    def deliver(self, ref: Any, parts: dict[int, Any]) -> Any:
+        return ref._replace(rows=parts)
+
+
+class _Rows(RowPrograms):
+    """Has all processes read the rows that they have, of the same version."""
+
+    def __init__(self, leader: Leader, params: Any, layout: Layout) -> None:
+        super().__init__(layout.types, Place(params))
+        self._leader, self._layout = leader, layout
+        self._local = LocalRows(params)
+        self._ready: set[tuple[int, int]] = set()  # In all processes.
+
+    def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> Wanted:
+        height, cut = self._types[number].shape[0], self._layout.cuts[number]
+        each: list[Any]
+        given = in_order(asked, len(asked), height)
+        ids = given[given < height]
+        processes = self._layout.processes
+        if cut is None:
+            each = [ids, *[None] * (processes - 1)]
+        elif cut == 0:
+            spans = [self._layout.span(number, k) for k in range(processes)]
+            each = [ids[(a <= ids) & (ids < b)] - a for a, b in spans]
+            each[1:] = [own if len(own) else None for own in each[1:]]
+        else:
+            each = [ids] * processes
+        size = size_for(max(len(own) for own in each if own is not None))
+        if (number, size) not in self._ready:
+            with self._leader.asked("ready", number, size):
+                self._local.ready(number, size)
+            self._ready.add((number, size))
+        return Wanted(given, each, functools.partial(self._read, number, size))
+
+    def _read(self, number: int, size: int, table: jax.Array, each: Any) -> Any:
+        """In a turn; what each process has of them, or will have."""
+        parts = self._leader.order("read", number, size, each=each[1:])
+        own = self._local.read(table, number, size, each[0])
+        return [own, *parts]
+
+    def part(self, number: int, wanted: Wanted, rows: Any) -> Any:
+        own, *parts = rows
+        shape, cut = self._types[number].shape, self._layout.cuts[number]
+        return Rows(wanted.indices, shape, cut or 0, [own(), *parts])
+
+
+class LocalRows:
+    """Reads rows of a process's parts of tables."""
+
+    def __init__(self, params: Any) -> None:
+        parts = [x.addressable_data(0) for x in jax.tree.leaves(params)]
+        place = Place(parts)
+        types = [place.abstract(x.aval, x.sharding) for x in parts]
+        self._heights = [x.shape[0] if x.shape else 0 for x in parts]
+        self._programs = RowPrograms(types, place)
+
+    def ready(self, number: int, size: int) -> None:
+        """Compiles what reads so many rows of that leaf."""
+        self._programs.program(number, size)
+
+    def read(
+        self, table: jax.Array, number: int, size: int, ids: np.ndarray[Any, Any]
+    ) -> Callable[[], list[Any]]:
+        """Begins to read rows; what it returns gives them, in a list of one array.
+
+        Args:
+          table: the leaf, of the mesh.
+          number: of the leaf.
+          size: one that is ready, for that many ids.
+          ids: ascending, each once, of this part of the table.
+        """
+        part = table.addressable_data(0)
+        given = in_order(ids, size, self._heights[number])
+        rows = self._programs.program(number, size)(
+            part, jax.device_put(given, part.sharding)
+        )
+        return lambda: packed([np.asarray(rows)[: len(ids)]])

@@ -1,0 +1,326 @@
+"""Which part of each array lies in which process of a server.
+
+A description alone: it holds no array and no device, and goes over the wire.
+
+An array is cut along one axis into equal pieces, process k has the k-th. Where the
+length does not divide, what lies in the processes is padded at the end of that axis,
+and everybody else sees the shapes that the user gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gradxform._trees import checks, maps
+from gradxform._trees.indexed_slices import IndexedSlices
+
+AXIS = "server"  # Of the mesh.
+LARGE = 1 << 20  # Bytes: what is larger is cut, if nobody says otherwise.
+
+
+class Part:
+    """In the place of a leaf: what one process has of it."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
+class Layout(NamedTuple):
+    """Where the leaves of a tree lie.
+
+    Attributes:
+      types: the tree as users see it, of ``jax.ShapeDtypeStruct``.
+      cuts: of each leaf the axis along which it is cut, None where each process has all
+        of it.
+      processes: how many there are.
+    """
+
+    types: Any
+    cuts: tuple[int | None, ...]
+    processes: int
+
+    @classmethod
+    def of(cls, params: Any, processes: int, shardings: Any = None) -> Layout:
+        """How parameters lie.
+
+        Args:
+          params: arrays, or what describes them.
+          processes: how many there are.
+          shardings: a tree like ``params``, or the beginning of one, of
+            ``PartitionSpec`` over the axis ``"server"``; or a function ``(path, shape)
+            -> PartitionSpec``, with paths such as ``"encoder/emb"``. Where it has
+            ``None``, and without it, a leaf of more than a megabyte is cut along its
+            first axis, unless it has fewer rows than there are processes, and any other
+            leaf is whole in each process.
+
+        Raises:
+          TypeError: ``processes`` is no integer; ``shardings`` holds something else.
+          ValueError: ``processes`` is below 1; ``shardings`` does not lie over
+            ``params``, or says of a leaf what cannot be, with its path.
+        """
+        checks.integer_scalar("server_processes", processes)
+        checks.in_range("server_processes", processes, checks.COUNTS)
+        types = jax.tree.map(_type, params)
+        flat, structure = jax.tree.flatten_with_path(types)
+        if callable(shardings):
+            specs = [shardings(checks.slashed(path), x.shape) for path, x in flat]
+        else:
+            specs = _spread(shardings, structure)
+        cuts = [
+            _by_size(x, processes) if spec is None else _cut(path, x, spec, processes)
+            for (path, x), spec in zip(flat, specs, strict=True)
+        ]
+        return cls(types, tuple(cuts), int(processes))
+
+    @property
+    def padded(self) -> Any:
+        """The tree as it lies in the processes together."""
+        return self._map(lambda x, cut: _stretched(x, cut, self.length(x.shape, cut)))
+
+    def length(self, shape: Sequence[int], cut: int | None) -> int:
+        """How long the cut axis of an array is in the processes together."""
+        return 0 if cut is None else -(-shape[cut] // self.processes) * self.processes
+
+    def shardings(self, mesh: Mesh) -> Any:
+        """The tree of shardings over a mesh with the axis ``"server"``."""
+        return self._map(lambda _, cut: NamedSharding(mesh, spec(cut)))
+
+    def span(self, number: int, process: int) -> tuple[int, int]:
+        """Where, along its cut axis, a leaf's part in a process begins and ends.
+
+        In numbers of the user's array: the last parts may be shorter, or empty. The
+        leaf is named by its number, and it is one that is cut.
+        """
+        shape, cut = jax.tree.leaves(self.types)[number].shape, self.cuts[number]
+        assert cut is not None
+        each = self.length(shape, cut) // self.processes
+        return min(process * each, shape[cut]), min((process + 1) * each, shape[cut])
+
+    def check(self, grads: Any, name: str = "grads") -> None:
+        """Raises ``TypeError`` where a tree has other shapes or dtypes, with the path.
+
+        Its leaves may be descriptions.
+        """
+        checks.same_shapes(name, grads, "params", self.types)
+        checks.same_dtypes(name, grads, "params", self.types)
+
+    def cut_of(self, path: tuple[Any, ...], leaf: Any) -> int | None:
+        """Along which axis a leaf of a push is cut: as the parameter there.
+
+        A leaf of another shape is whole, and so are the rows of a table.
+        """
+        if leaf is None or isinstance(leaf, IndexedSlices):
+            return None
+        shape, cut = self._by_path().get(path, (None, None))
+        return cut if shape == np.shape(leaf) else None
+
+    def part(self, tree: Any, process: int, depth: int = 0) -> Any:
+        """A process's share of a tree like this one: padded parts, or whole leaves.
+
+        Parts are arrays of the host, views where they can be. Row-sparse leaves stay as
+        they are.
+
+        Args:
+          tree: arrays, row-sparse gradients and ``None``.
+          process: from 0.
+          depth: how many keys stand in front of each path: 1 for the extra arguments of
+            a push, by their names, some of which are trees like this one.
+        """
+        known = self._by_path()
+
+        def take(path: Any, x: Any) -> Any:
+            shape, cut = known.get(path[depth:], (None, None))
+            if x is None or isinstance(x, IndexedSlices) or cut is None:
+                return x
+            return self._slice(np.asarray(x), cut, process) if shape == x.shape else x
+
+        return jax.tree.map_with_path(take, tree, is_leaf=maps.is_leaf)
+
+    def _slice(
+        self, x: np.ndarray[Any, Any], cut: int, process: int
+    ) -> np.ndarray[Any, Any]:
+        each = self.length(x.shape, cut) // self.processes
+        at = (slice(None),) * cut
+        there = x[(*at, slice(process * each, (process + 1) * each))]
+        if there.shape[cut] == each:
+            return np.ascontiguousarray(there)
+        part = np.zeros((*x.shape[:cut], each, *x.shape[cut + 1 :]), x.dtype)
+        part[(*at, slice(there.shape[cut]))] = there
+        return part
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """The tree as users see it, of those of all processes, in their order.
+
+        Leaves that are cut become new arrays of the host; of others it takes the first.
+        """
+        assert len(parts) == self.processes
+        leaves = zip(*map(jax.tree.leaves, parts), strict=True)
+        types, structure = jax.tree.flatten(self.types)
+        joined = [
+            each[0] if cut is None else _joined(type_, cut, each)
+            for type_, cut, each in zip(types, self.cuts, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(structure, joined)
+
+    def of_state(self, init: Callable[[Any], Any]) -> Layout:
+        """How the optimizer state lies: as the parameters it belongs to.
+
+        Its ``types`` are those of the user's shapes. Which axis follows a parameter's
+        cut one is asked of ``init`` itself: it is the one that grows with it. So it may
+        have another place than in the parameter, or the leaf fewer axes.
+
+        Args:
+          init: that of a transformation.
+        """
+        padded = self.padded
+        longer = self._map(
+            lambda x, cut: _stretched(
+                x, cut, self.length(x.shape, cut) + self.processes
+            )
+        )
+        seen, lies, grown = (
+            jax.eval_shape(init, types) for types in (self.types, padded, longer)
+        )
+        leaves, structure = jax.tree.flatten(lies)
+        rest = jax.tree.leaves(seen), jax.tree.leaves(grown)
+        pairs = [self._follows(*each) for each in zip(leaves, *rest, strict=True)]
+        types = jax.tree.unflatten(structure, [_type(x) for x, _ in pairs])
+        return Layout(types, tuple(cut for _, cut in pairs), self.processes)
+
+    def _follows(self, lies: Any, seen: Any, grown: Any) -> tuple[Any, int | None]:
+        """A leaf of the state as users see it, and the axis along which it is cut."""
+        for axis, (now, then) in enumerate(zip(lies.shape, grown.shape, strict=False)):
+            if now == then:
+                continue
+            # What is made of a parameter in a more intricate way is whole everywhere.
+            if len(grown.shape) == lies.ndim == seen.ndim:
+                like = _stretched(seen, axis, self.length(seen.shape, axis))
+                if like.shape == lies.shape:
+                    return seen, axis
+            break
+        return seen, None
+
+    def _by_path(self) -> dict[Any, tuple[tuple[int, ...], int | None]]:
+        flat = jax.tree.leaves_with_path(self.types)
+        return {
+            path: (x.shape, cut) for (path, x), cut in zip(flat, self.cuts, strict=True)
+        }
+
+    def _map(self, f: Callable[[Any, int | None], Any]) -> Any:
+        leaves, structure = jax.tree.flatten(self.types)
+        return jax.tree.unflatten(structure, map(f, leaves, self.cuts))
+
+
+def spec(cut: int | None) -> P:
+    """The ``PartitionSpec`` of an array that is cut along this axis."""
+    return P() if cut is None else P(*[None] * cut, AXIS)
+
+
+def _type(x: Any) -> jax.ShapeDtypeStruct:
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        x = jax.typeof(x)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=bool(x.weak_type))
+
+
+def _stretched(x: Any, cut: int | None, length: int) -> jax.ShapeDtypeStruct:
+    if cut is None:
+        return _type(x)
+    shape = (*x.shape[:cut], length, *x.shape[cut + 1 :])
+    return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
+
+
+def _joined(type_: Any, cut: int, parts: Sequence[Any]) -> np.ndarray[Any, Any]:
+    whole = _aligned(type_)
+    at, begin = (slice(None),) * cut, 0
+    for part in map(np.asarray, parts):
+        there = whole[(*at, slice(begin, begin + part.shape[cut]))]
+        there[...] = part[(*at, slice(there.shape[cut]))]
+        begin += part.shape[cut]
+    return whole
+
+
+def _aligned(type_: Any) -> np.ndarray[Any, Any]:
+    """Memory that JAX on CPU looks at without another copy: it begins at 64 bytes."""
+    size = type_.size * np.dtype(type_.dtype).itemsize
+    room = np.empty(size + 63, np.uint8)
+    begin = -room.ctypes.data % 64
+    return room[begin : begin + size].view(type_.dtype).reshape(type_.shape)
+
+
+def _by_size(x: Any, processes: int) -> int | None:
+    large = x.size * np.dtype(x.dtype).itemsize > LARGE
+    return 0 if large and x.shape[0] >= processes > 1 else None
+
+
+def _is_spec(node: Any) -> bool:
+    return node is None or isinstance(node, P)
+
+
+def _spread(shardings: Any, structure: Any) -> list[Any]:
+    """Of each leaf what the tree says of it, or of the branch that it hangs on."""
+    if shardings is None:
+        return [None] * structure.num_leaves
+    for path, node in jax.tree.leaves_with_path(shardings, is_leaf=_is_spec):
+        if not _is_spec(node):
+            raise TypeError(
+                "server_shardings must hold jax.sharding.PartitionSpec, got "
+                f"{node!r} at {checks.place(path)}."
+            )
+    try:
+        numbers = jax.tree.unflatten(structure, range(structure.num_leaves))
+        branches: list[Any] = []
+        jax.tree.map(
+            lambda _, branch: branches.append(branch),
+            shardings,
+            numbers,
+            is_leaf=_is_spec,
+        )
+    except ValueError as error:
+        raise ValueError(
+            "server_shardings must be a tree like params, or the beginning of one, "
+            f"with a PartitionSpec for each leaf or branch: {error}"
+        ) from error
+    specs = jax.tree.leaves(shardings, is_leaf=_is_spec)
+    each = zip(specs, map(jax.tree.leaves, branches), strict=True)
+    return [spec for spec, under in each for _ in under]
+
+
+def _cut(path: Any, x: Any, given: Any, processes: int) -> int | None:
+    """The axis that a ``PartitionSpec`` names for a leaf, checked."""
+    where = f"server_shardings: {given!r} at {checks.place(path)}"
+    shape = f"of shape {list(x.shape)}"
+    if not isinstance(given, P):
+        raise TypeError(f"{where} is no jax.sharding.PartitionSpec.")
+    names = [
+        (axis, name)
+        for axis, entry in enumerate(given)
+        if entry is not None
+        for name in (entry if isinstance(entry, tuple) else (entry,))
+    ]
+    for _, name in names:
+        if name != AXIS:
+            raise ValueError(
+                f"{where} names the axis {name!r}. The processes of the server are one "
+                f"axis, {AXIS!r}."
+            )
+    if len(names) > 1:
+        raise ValueError(
+            f"{where} cuts along two axes: name {AXIS!r} once, and None for the rest."
+        )
+    if len(given) > x.ndim:
+        raise ValueError(f"{where} has more axes than the leaf, {shape}.")
+    if not names or processes == 1:
+        return None
+    axis = names[0][0]
+    if x.shape[axis] < processes:
+        raise ValueError(
+            f"{where} cuts axis {axis} {shape} into {processes} parts, more than it is "
+            "long: take fewer processes, or P() to have it whole in each."
+        )
+    return axis

@@ -1,0 +1,172 @@
+"""Messages between a worker and a server of several processes, in parts.
+
+What is cut goes to each process, or comes from it, as its part alone. All else goes
+once: it lies in the object store, if it is large, or in the message.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from gradxform._server import wire
+from gradxform._server.layout import Layout, Part
+from gradxform._trees import maps
+from gradxform._trees.indexed_slices import IndexedSlices, ascending
+
+SMALL = 1 << 15  # Bytes: what is smaller travels in the message itself.
+
+
+class Cut:
+    """In the place of a leaf: which of those it is that are cut."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Stowed(NamedTuple):
+    """Something in the object store, or as it is."""
+
+    ref: Any
+    value: Any
+
+    @classmethod
+    def of(cls, tree: Any, copy: Callable[[Any], Any] = lambda tree: tree) -> Stowed:
+        """In the store, if it is large; else a copy of it."""
+        leaves = jax.tree.leaves(tree, is_leaf=maps.is_leaf)
+        size = sum(getattr(getattr(x, "values", x), "nbytes", 0) for x in leaves)
+        if size < SMALL:
+            return cls(None, copy(tree))
+        return cls(sys.modules["ray"].put(tree), None)
+
+    def take(self, get: Callable[[Any], Any] | None = None) -> Any:
+        """What it is."""
+        if self.ref is None:
+            return self.value
+        return (get or sys.modules["ray"].get)(self.ref)
+
+
+def packed(arrays: Iterable[Any]) -> list[Any]:
+    """Arrays of NumPy's on their way, without a copy in the message."""
+    return list(map(wire.Bytes, arrays))
+
+
+class Parcel(NamedTuple):
+    """Gradients and extra arguments on their way to the processes of a server.
+
+    Attributes:
+      whole: the tree of both, with a :class:`Cut` for each leaf that is cut.
+      parts: of each process those of the leaves that are cut.
+    """
+
+    whole: Stowed
+    parts: list[Stowed]
+
+    @classmethod
+    def of(cls, layout: Layout, grads: Any, extra: dict[str, Any]) -> Parcel:
+        """From a worker's push.
+
+        Raises:
+          TypeError: ``grads`` does not fit, naming the first path.
+        """
+        wire.register()
+        layout.check(grads)
+        arrays: list[Any] = []
+        cuts: list[int] = []
+
+        def take(path: Any, x: Any) -> Any:
+            # Each extra argument is a tree of its own, which may be like the gradients.
+            cut = layout.cut_of(path[1 if path[0].idx == 0 else 2 :], x)
+            if cut is None:
+                return x
+            arrays.append(np.asarray(x))
+            cuts.append(cut)
+            return Cut(len(cuts) - 1)
+
+        whole = jax.tree.map_with_path(take, (grads, extra), is_leaf=maps.is_leaf)
+        cut = Layout(arrays, tuple(cuts), layout.processes)
+        parts = [cut.part(arrays, process) for process in range(layout.processes)]
+        return cls(Stowed.of(whole), [Stowed.of(packed(part)) for part in parts])
+
+    def of_process(self, process: int) -> Parcel:
+        """The share of one of them."""
+        return Parcel(self.whole, [self.parts[process]])
+
+    def open(self) -> tuple[Any, dict[str, Any]]:
+        """Gradients and extra arguments; of cut leaves this process's part."""
+        (parts,) = (part.take() for part in self.parts)
+        grads, extra = jax.tree.map_with_path(
+            lambda path, x: (
+                x
+                if not isinstance(x, Cut)
+                else parts[x.number]
+                if path[0].idx == 0
+                else Part(parts[x.number])
+            ),
+            self.whole.take(),
+            is_leaf=maps.is_leaf,
+        )
+        return grads, extra
+
+
+class Rows(NamedTuple):
+    """Rows of a table that are on their way, from each process those that it has.
+
+    Attributes:
+      indices: int32, as many as were asked for; each once, then padding.
+      shape: of the table.
+      axis: along which their parts follow one another.
+      parts: of each process; a reference to a list of one array, or that.
+    """
+
+    indices: np.ndarray[Any, Any]
+    shape: tuple[int, ...]
+    axis: int
+    parts: list[Any]
+
+    def join(self, get: Callable[[Any], Any]) -> IndexedSlices:
+        """The part of the table that they are."""
+        (first, *rest) = [x for part in self.parts for x in get(part)]
+        rows = np.concatenate([first, *rest], self.axis) if rest else first
+        values = np.zeros((len(self.indices), *self.shape[1:]), rows.dtype)
+        inside = tuple(map(slice, self.shape))[1:]  # Without padding.
+        values[: len(rows)] = rows[(slice(None), *inside)]
+        indices, values = jax.device_put((self.indices, values))
+        return ascending(indices, values, self.shape)
+
+
+class Pulled(NamedTuple):
+    """A tree on its way from the processes of a server.
+
+    Attributes:
+      whole: the tree, with a :class:`Cut` for each leaf that is cut, and a number for
+        each table with rows.
+      layout: of the leaves that are cut.
+      parts: of each process a reference to something :class:`Stowed`, or that.
+      rows: by those numbers.
+    """
+
+    whole: Stowed
+    layout: Layout
+    parts: list[Any]
+    rows: dict[int, Rows]
+
+    def join(self, get: Callable[[Any], Any]) -> Any:
+        """The tree; ``get`` gives what a reference refers to, and all else as it is."""
+        wire.register()
+        joined = []
+        if self.layout.cuts:
+            parts = [get(part).take(get) for part in self.parts]
+            joined = jax.device_put(self.layout.join(parts))
+        rows = {number: rows.join(get) for number, rows in self.rows.items()}
+
+        def leaf(x: Any) -> Any:
+            if isinstance(x, Cut):
+                return joined[x.number]
+            return rows[x] if isinstance(x, int) else x
+
+        return jax.tree.map(leaf, self.whole.take(get))

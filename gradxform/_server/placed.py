@@ -1,0 +1,210 @@
+"""Parameters and state that lie over all processes of a server.
+
+Each process runs the same programs on the same mesh, whose axis ``"server"`` they are.
+What comes to it from outside are parts; they become arrays of the mesh here, and no
+process asks another for that.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from gradxform._late import gate
+from gradxform._late.drop_stale import drop_stale
+from gradxform._server.layout import Layout, Part, spec
+from gradxform._server.places import is_function
+from gradxform._server.rows import in_sizes
+from gradxform._trees import maps
+from gradxform._trees.indexed_slices import IndexedSlices
+
+
+class Spread:
+    """Replaces the parameters when a server starts in one of its processes.
+
+    Args:
+      params: this process's part of the parameters, as :meth:`Layout.part` gives it; or
+        a function without arguments that gives all of them. That is compiled, so that
+        no process ever holds the whole.
+      layout: of the parameters.
+      mesh: of one device of each process, along ``"server"``.
+
+    Attributes:
+      layouts: of parameters and state, once they are there.
+      mesh: as given.
+    """
+
+    def __init__(self, params: Any, layout: Layout, mesh: Mesh) -> None:
+        self._params, self.mesh = params, mesh
+        self.layouts: tuple[Layout, ...] = (layout,)
+        self._here = [d for d in mesh.devices.flat if d in mesh.local_devices]
+
+    def settle(
+        self, tx: optax.GradientTransformation
+    ) -> tuple[optax.GradientTransformation, Any, Any]:
+        """A transformation with a gate, and parameters and state where they will stay.
+
+        In all processes at once.
+        """
+        (layout,) = self.layouts
+        if not gate.states(jax.eval_shape(tx.init, layout.types)):
+            tx = drop_stale(tx, np.iinfo(np.int32).max)  # A gate that is always open.
+        self.layouts = layout, layout.of_state(tx.init)
+        given, self._params = self._params, None
+        if is_function(given):
+            params = self._made(given, layout)()
+        else:
+            params = jax.block_until_ready(self.own(given))
+        init = self._made(
+            lambda params: tx.init(_fitted(params, layout.types)), self.layouts[1]
+        )
+        return tx, params, init(params)
+
+    def _made(self, make: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
+        """What ``make`` gives, each process its parts; nothing lies there twice."""
+        return jax.jit(
+            lambda *args: _fitted(make(*args), layout.padded),
+            out_shardings=layout.shardings(self.mesh),
+        )
+
+    def own(self, tree: Any, of: int = 0) -> Any:
+        """As :meth:`bring`, in memory that steps may take."""
+
+        def copied(x: Any) -> Any:
+            return x if self._lies_here(x) else np.array(x)
+
+        return self.bring(jax.tree.map(copied, tree), of=of)
+
+    def bring(self, tree: Any, depth: int = 0, of: int = 0) -> Any:
+        """Parts as arrays of the mesh; what is no part is whole in each process.
+
+        Row-sparse gradients get one of few sizes. What lies there stays there.
+
+        Args:
+          tree: what :meth:`Layout.part` has given. Of the extra arguments of a push
+            those leaves alone are parts that a :class:`Part` says so of: another may
+            have the same shape.
+          depth: as there.
+          of: 0 for what is like the parameters, 1 for what is like the state.
+        """
+        layout = self.layouts[of]
+        flat = jax.tree.leaves_with_path(layout.padded)
+        pairs = zip(flat, layout.cuts, strict=True)
+        lie = {path: (x.shape, cut) for (path, x), cut in pairs}
+
+        def bring(path: Any, x: Any) -> Any:
+            if x is None:
+                return x
+            if isinstance(x, IndexedSlices):
+                return jax.tree.map(self._array, in_sizes(x))
+            shape, cut = lie.get(path[depth:], (None, None))
+            if isinstance(x, Part):
+                return self._array(x.array, cut)
+            if cut is None or depth:
+                return self._array(x)
+            part = list(shape)
+            part[cut] = shape[cut] // self.mesh.size * len(self._here)
+            return self._array(x, cut if np.shape(x) == tuple(part) else None)
+
+        return jax.tree.map_with_path(bring, tree, is_leaf=maps.is_leaf)
+
+    def _array(self, x: Any, cut: int | None = None) -> jax.Array:
+        """An array of the mesh: of a part along the cut axis, or whole everywhere."""
+        if self._lies_here(x):
+            return x
+        here, shape = self._here, list(np.shape(x))
+        pieces = [x] * len(here)
+        if cut is not None:
+            pieces = np.split(x, len(here), cut) if len(here) > 1 else pieces
+            shape[cut] *= self.mesh.size // len(here)
+        return jax.make_array_from_single_device_arrays(
+            tuple(shape),
+            NamedSharding(self.mesh, spec(cut)),
+            list(map(jax.device_put, pieces, here)),
+        )
+
+    def _lies_here(self, x: Any) -> bool:
+        there = getattr(x, "sharding", None)
+        return isinstance(there, NamedSharding) and there.mesh == self.mesh
+
+    def entered(
+        self, init: Callable[[Any], Any], arrays: Any, grads: Any, extra: Any
+    ) -> tuple[Any, Any, Any]:
+        """What a step works on, within its program, by what lies there.
+
+        Without padding, so that whatever looks at the number of rows sees the right
+        one: the compiler makes masks of it. For a table that gets a row-sparse
+        gradient or none, a mask would be a pass over it, and the only one: such a table
+        comes with its padding, and the gradient as one of so many rows.
+        """
+        layout, of_state = self.layouts
+        if layout.types == layout.padded and of_state.types == of_state.padded:
+            return arrays, grads, extra
+        given = dict(jax.tree.leaves_with_path(grads, is_leaf=maps.is_leaf))
+        rows = {path for path, g in given.items() if maps.is_leaf(g)}
+        seen = jax.tree.map_with_path(
+            lambda path, x, padded: padded if path in rows else x,
+            layout.types,
+            layout.padded,
+        )
+        state = jax.eval_shape(init, seen)
+        if not _can_be(state, of_state.padded):
+            seen, state = layout.types, of_state.types
+        arrays = _fitted(arrays, (seen, state))
+        return arrays, self._like(seen, grads, 0), self._like(seen, extra, 1)
+
+    def left(self, arrays: Any) -> Any:
+        """What a step has made of parameters and state, as it lies there."""
+        return _fitted(arrays, tuple(layout.padded for layout in self.layouts))
+
+    def _like(self, seen: Any, tree: Any, depth: int) -> Any:
+        """What is like the parameters, as they are seen."""
+        layout = self.layouts[0]
+        trees = layout.types, layout.padded, seen
+        flat = [dict(jax.tree.leaves_with_path(each)) for each in trees]
+
+        def as_seen(path: Any, x: Any) -> Any:
+            if x is None or (path := path[depth:]) not in flat[0]:
+                return x
+            users, lies, shape = (each[path].shape for each in flat)
+            if isinstance(x, IndexedSlices):
+                return _taller(x, shape) if x.dense_shape == users else x
+            return _fitted_array(x, shape) if np.shape(x) == lies else x
+
+        return jax.tree.map_with_path(as_seen, tree, is_leaf=maps.is_leaf)
+
+
+def _fitted(tree: Any, like: Any) -> Any:
+    return jax.tree.map(lambda x, to: _fitted_array(x, to.shape), tree, like)
+
+
+def _fitted_array(x: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Without its padding, or with it."""
+    x = jnp.asarray(x)
+    if x.shape == shape:
+        return x
+    x = x[tuple(map(slice, shape))]
+    return jnp.pad(x, [(0, to - n) for n, to in zip(x.shape, shape, strict=True)])
+
+
+def _can_be(types: Any, padded: Any) -> bool:
+    """Whether padding, or its removal, makes each leaf of the other tree's."""
+    pairs = zip(jax.tree.leaves(types), jax.tree.leaves(padded), strict=True)
+    return all(
+        x.ndim == lies.ndim and all(map(operator.le, x.shape, lies.shape))
+        for x, lies in pairs
+    )
+
+
+def _taller(g: IndexedSlices, shape: tuple[int, ...]) -> IndexedSlices:
+    """The same rows of a table with padding."""
+    indices = jnp.where(g.indices < g.dense_shape[0], g.indices, shape[0])
+    values = _fitted_array(g.values, (len(g.values), *shape[1:]))
+    return IndexedSlices(indices, values, shape)

@@ -1,0 +1,154 @@
+"""A server of several processes, each a Ray actor: how they start, and end together."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from gradxform._server.checkpoints import Checkpoint
+from gradxform._server.extras import require
+from gradxform._server.layout import Layout
+from gradxform._server.places import is_function
+from gradxform.engines._crew import LOOK, server_options
+from gradxform.engines._job import Job
+
+GONE = 10.0  # Seconds that the end of a process that was killed may take.
+# What Ray calls a strategy of a placement group, and knows for no single actor.
+TOGETHER = "PACK", "STRICT_PACK", "STRICT_SPREAD"
+
+
+def layout_of(job: Job, processes: int, shardings: Any) -> Layout | None:
+    """Where the parameters of a job lie; None in one process.
+
+    Raises:
+      TypeError: one of the arguments is of another type.
+      ValueError: they cannot lie so.
+    """
+    if processes == 1 and shardings is None:
+        return None
+    params = job.params
+    types = jax.eval_shape(params) if is_function(params) else params
+    layout = Layout.of(types, processes, shardings)
+    return layout if layout.processes > 1 else None
+
+
+class Group:
+    """A server in several processes; see :class:`Processes`.
+
+    Args:
+      job: what it is to hold.
+      layout: of its parameters.
+      options: Ray's, for the actor of each.
+    """
+
+    def __init__(self, job: Job, layout: Layout, options: Mapping[str, Any]) -> None:
+        self._ray = ray = require("ray", "ray")
+        if options.get("scheduling_strategy") == "STRICT_SPREAD":
+            machines = sum(node["Alive"] for node in ray.nodes())
+            if machines < layout.processes:
+                raise ValueError(
+                    f"server_processes={layout.processes}: with STRICT_SPREAD each has "
+                    f"a machine of its own, and the cluster has {machines}."
+                )
+        self.layout: Layout | None = layout
+        self._layout = layout
+        self._options = dict(options)
+        self._server_options = server_options(job)
+        tx = ray.put(job.tx)
+        parts = range(layout.processes)
+        if is_function(job.params):
+            params = [ray.put(job.params)] * layout.processes
+        else:
+            params = [ray.put(layout.part(job.params, k)) for k in parts]
+        self._given = [[each, tx] for each in params]
+        self._actors: list[Any] = []
+        self._place: Any = None  # Ray's placement group, where there is one.
+
+    def start(self, checkpoint: Checkpoint | None, check: Callable[[], object]) -> Any:
+        """See :class:`Processes`."""
+        # They bring `multiprocessing`, which nobody else needs.
+        from gradxform._server.follower import Follower
+        from gradxform._server.group import Leader
+
+        self.kill()
+        ray, layout, key = self._ray, self._layout, secrets.token_bytes(32)
+        options = self._placed(check)
+        leader = ray.remote(Leader).options(**options[0]).remote(key, layout.processes)
+        self._actors = [leader]
+        for number in range(1, layout.processes):
+            start = ray.remote(Follower).options(**options[number]).remote
+            self._actors.append(start(number, key, layout.processes))
+        (where,) = self._all([leader.where.remote()], check)
+        _, *followers = self._actors
+        what = layout, checkpoint
+        joining = [
+            leader.join.remote(followers, self._given[0], *what, **self._server_options)
+        ]
+        joining += [
+            each.join.remote(where, given, *what, **self._server_options)
+            for each, given in zip(followers, self._given[1:], strict=True)
+        ]
+        # Whoever dies meanwhile is waited for by the others in vain, so look at each.
+        self._all(joining, check)
+        return leader
+
+    def _all(self, asked: list[Any], check: Callable[[], object]) -> list[Any]:
+        """Their answers; raises as soon as one of them does."""
+        left = asked
+        while left:
+            check()
+            done, left = self._ray.wait(left, num_returns=1, timeout=LOOK)
+            self._ray.get(done)
+        answers: list[Any] = self._ray.get(asked)
+        return answers
+
+    def _placed(self, check: Callable[[], object]) -> list[dict[str, Any]]:
+        """The options of each actor."""
+        # One that Ray starts again by itself is none of the group, and two of a name
+        # cannot be.
+        each = {**self._options, "max_restarts": 0, "max_task_retries": 0}
+        options = [{**each} for _ in range(self._layout.processes)]
+        for of_follower in options[1:]:
+            of_follower.pop("name", None)
+        if each.get("scheduling_strategy") not in TOGETHER:
+            return options
+        bundles = [_bundle(each) for _ in options]
+        strategy = each["scheduling_strategy"]
+        self._place = place = self._ray.util.placement_group(bundles, strategy)
+        while not place.wait(LOOK):
+            check()
+        strategies = self._ray.util.scheduling_strategies
+        for number, of_one in enumerate(options):
+            of_one["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(
+                place, placement_group_bundle_index=number
+            )
+        return options
+
+    def kill(self) -> None:
+        """See :class:`Processes`; returns when they are gone."""
+        exceptions = self._ray.exceptions
+        actors, self._actors = self._actors, []
+        for actor in actors:
+            self._ray.kill(actor)
+        deadline = time.monotonic() + GONE
+        gone = exceptions.RayActorError, exceptions.GetTimeoutError
+        for actor in actors:
+            with contextlib.suppress(*gone):
+                while (left := deadline - time.monotonic()) > 0:
+                    self._ray.get(actor.__ray_ready__.remote(), timeout=left)
+        if self._place is not None:
+            self._ray.util.remove_placement_group(self._place)
+            self._place = None
+
+
+def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
+    """The needs of an actor with these options, from its machine."""
+    needs = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    bundle = {name: options.get(option) for name, option in needs.items()}
+    bundle |= options.get("resources") or {}
+    return {name: x for name, x in bundle.items() if x} or {"CPU": 1.0}

@@ -1,0 +1,233 @@
+"""The server as other processes see it: who runs the job, and workers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import optax
+
+from gradxform._server.checkpoints import Checkpoint
+from gradxform._server.extras import require
+from gradxform._server.layout import Layout
+from gradxform._server.parcels import Parcel, Pulled
+from gradxform._server.records import PushResult, ServerStats
+from gradxform._server.recoverable import RecoverableServer, Standing
+from gradxform.engines._crew import LOOK, server_options
+from gradxform.engines._job import Job
+
+AGAIN = 0.1  # Seconds until an actor that is being started again is asked again.
+
+
+class Processes(Protocol):
+    """The parts of the server.
+
+    ``layout`` is that of the parameters over several processes, and None in one.
+    """
+
+    layout: Layout | None
+
+    def start(self, checkpoint: Checkpoint | None, check: Callable[[], object]) -> Any:
+        """Starts them; the actor that answers for them."""
+        ...
+
+    def kill(self) -> None:
+        """Ends those that there are."""
+        ...
+
+
+class One:
+    """A server in one process; see :class:`Processes`."""
+
+    layout: Layout | None = None
+
+    def __init__(self, job: Job, options: Mapping[str, Any]) -> None:
+        self._ray = ray = require("ray", "ray")
+        self._start = ray.remote(RecoverableServer).options(**options).remote
+        self._begun_with = ray.put(job.params), ray.put(job.tx)
+        self._options = server_options(job)
+        self._actor: Any = None
+
+    def start(self, checkpoint: Checkpoint | None, check: Callable[[], object]) -> Any:
+        """See :class:`Processes`."""
+        self._actor = self._start(*self._begun_with, checkpoint, **self._options)
+        return self._actor
+
+    def kill(self) -> None:
+        """See :class:`Processes`."""
+        if self._actor is not None:
+            self._ray.kill(self._actor)
+
+
+class RayServer:
+    """The server as the process sees it that runs the job; each call waits.
+
+    ``actor`` is the actor that answers for it, until it dies: another one takes its
+    place as soon as somebody asks.
+    """
+
+    def __init__(
+        self, processes: Processes, checkpoint: Checkpoint | None, max_deaths: int
+    ) -> None:
+        self._ray = require("ray", "ray")
+        self._processes = processes
+        self.layout = processes.layout
+        self._checkpoint = checkpoint
+        self._deaths_left = max_deaths if checkpoint else 0
+        self._lock = threading.Lock()  # That of two who find it dead one replaces it.
+        self.actor: Any = None
+
+    def begin(self, check: Callable[[], object]) -> Standing:
+        """Where its life began: at first, and after it has died.
+
+        ``check`` may raise what ends the wait for it.
+        """
+        if self.actor is None:
+            try:
+                self.actor = self._processes.start(self._checkpoint, check)
+            except self._ray.exceptions.RayActorError as error:
+                self._replace(None, error, check)
+        standing: Standing = self._ask("begin", check=check)
+        return standing
+
+    def _ask(
+        self, name: str, *args: Any, check: Callable[[], object] = lambda: None
+    ) -> Any:
+        exceptions = self._ray.exceptions
+        while True:
+            actor = self.actor
+            try:
+                answer = self._answer(getattr(actor, name).remote(*args), check)
+                return received(answer)
+            except (exceptions.ActorUnavailableError, exceptions.ObjectLostError):
+                time.sleep(AGAIN)  # It may yet turn out to be alive.
+            except exceptions.RayActorError as error:
+                self._replace(actor, error, check)
+
+    def _answer(self, asked: Any, check: Callable[[], object]) -> Any:
+        while not self._ray.wait([asked], timeout=LOOK)[0]:
+            check()
+        return self._ray.get(asked)
+
+    def _replace(
+        self, dead: Any, error: Exception, check: Callable[[], object]
+    ) -> None:
+        """Starts another from the last checkpoint, once for all who find it dead."""
+        with self._lock:
+            while self.actor is dead:
+                if self._checkpoint is None:
+                    error.add_note("The run was not saved: see checkpoint.")
+                    raise error
+                if self._deaths_left == 0:
+                    error.add_note("The server has died more than max_deaths times.")
+                    raise error
+                self._deaths_left -= 1
+                # This run's own ones are there, too.
+                known = self._checkpoint._replace(resume=True)
+                try:
+                    actor = self._processes.start(known, check)
+                    # Before anybody else asks it.
+                    self._answer(actor.begin.remote(), check)
+                except self._ray.exceptions.RayActorError as again:
+                    error = again
+                else:
+                    self.actor = actor
+
+    def pull(
+        self, rows: Mapping[str, jax.typing.ArrayLike] | None = None
+    ) -> tuple[optax.Params, int]:
+        """See :meth:`ParameterServer.pull`."""
+        pulled: tuple[optax.Params, int] = self._ask("pull", rows)
+        return pulled
+
+    def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
+        """See :meth:`ParameterServer.push`; one that meets a death raises."""
+        grads, extra = sent(self.layout, grads, extra)
+        pushed = self.actor.push.remote(grads, local_step, **extra)
+        result: PushResult = self._ray.get(pushed)
+        return result
+
+    def state(self) -> dict[str, Any]:
+        """See :meth:`ParameterServer.state`."""
+        state: dict[str, Any] = self._ask("state")
+        return state
+
+    def stats(self) -> ServerStats:
+        """See :meth:`ParameterServer.stats`."""
+        stats: ServerStats = self._ask("stats")
+        return stats
+
+    def rest(self) -> Standing:
+        """See :meth:`RecoverableServer.rest`."""
+        standing: Standing = self._ask("rest")
+        return standing
+
+    def save(self) -> int | None:
+        """See :meth:`RecoverableServer.save`."""
+        if self.actor is None:  # Nothing has begun.
+            return None
+        step: int | None = self._ask("save")
+        return step
+
+    def kill(self) -> None:
+        """Ends its processes."""
+        self._processes.kill()
+
+
+class ServerDiedError(Exception):
+    """What a worker meets that pulls or pushes; who runs the job sees to it."""
+
+
+class WorkersServer:
+    """The server as a worker sees it: one actor, in its only life."""
+
+    def __init__(self, actor: Any, layout: Layout | None) -> None:
+        self._actor, self._layout = actor, layout
+        self._ray = require("ray", "ray")
+
+    def _ask(self, name: str, *args: Any, **extra: Any) -> Any:
+        exceptions = self._ray.exceptions
+        try:
+            asked = getattr(self._actor, name).remote(*args, **extra)
+            return received(self._ray.get(asked))
+        except exceptions.RayTaskError:
+            raise  # The server itself has raised it.
+        except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
+            raise ServerDiedError from error
+
+    def pull(self, *args: Any) -> Any:
+        return self._ask("pull", *args)
+
+    def push(self, grads: Any, local_step: int, **extra: Any) -> Any:
+        grads, extra = sent(self._layout, grads, extra)
+        return self._ask("push", grads, local_step, **extra)
+
+    def global_step(self) -> Any:
+        return self._ask("global_step")
+
+
+def sent(
+    layout: Layout | None, grads: Any, extra: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Gradients and extra arguments as the server takes them."""
+    if layout is None:
+        return grads, extra
+    push_id = extra.pop("push_id", None)
+    return Parcel.of(layout, grads, extra), {"push_id": push_id}
+
+
+def received(answer: Any) -> Any:
+    """What the server has answered, where it comes in parts put together."""
+    if isinstance(answer, Pulled):
+        return answer.join(_got)
+    if type(answer) is tuple:  # Of a pull.
+        return tuple(map(received, answer))
+    return answer
+
+
+def _got(x: Any) -> Any:
+    ray = require("ray", "ray")
+    return ray.get(x) if isinstance(x, ray.ObjectRef) else x

@@ -1,0 +1,453 @@
+"""A server of several processes: the same numbers, and the same end, as one."""
+
+import contextlib
+import os
+import signal
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+from gradxform import engines
+from tests.conftest import ON_RAY
+from tests.engines.test_ray import assert_counted
+
+ROWS, DIM = 301, 4  # Which neither 2 nor 4 divides.
+
+
+def make_params():
+    rng = np.random.default_rng(0)
+    shapes = {"item": (ROWS, DIM), "user": (64, DIM), "hidden": (DIM, 6), "out": (6,)}
+    return {
+        name: 0.3 * rng.standard_normal(shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def cut_tables(path, shape):
+    """Both tables, and the columns of what lies between."""
+    return {"item": P("server"), "user": P("server"), "hidden": P(None, "server")}.get(
+        path, P()
+    )
+
+
+def loss(params, items, users, y):
+    x = gx.lookup(params["item"], items) * gx.lookup(params["user"], users)
+    return jnp.mean(jnp.square(jnp.tanh(x @ params["hidden"]) @ params["out"] - y))
+
+
+dense = jax.jit(jax.value_and_grad(loss))
+sparse = jax.jit(gx.value_and_grad(loss, tables=("item", "user")))
+
+
+def batch(number):
+    rng = np.random.default_rng(number)
+    items = rng.integers(0, ROWS, 13).astype(np.int32)
+    users = rng.integers(0, 64, 13).astype(np.int32)
+    return items, users, rng.standard_normal(13).astype(np.float32)
+
+
+def gradient(params, *data):
+    rows = isinstance(params["item"], gx.IndexedSlices)
+    return (sparse if rows else dense)(params, *data)
+
+
+def rows_of(items, users, y):
+    """Of every second batch."""
+    return {"item": items, "user": users} if items[0] % 2 else {}
+
+
+def optimizer():
+    labels = {"item": "table", "user": "table", "hidden": "rest", "out": "rest"}
+    txs = {"table": gx.adagrad(0.1, row_wise=True), "rest": optax.adamw(0.01)}
+    return optax.chain(gx.clip_by_global_norm(0.5), optax.partition(txs, labels))
+
+
+GATES = {
+    "drop_stale": lambda: gx.drop_stale(optimizer(), 2),
+    "accumulator": lambda: gx.conditional_accumulator(
+        optimizer(), 3, reduction="row_mean"
+    ),
+    "accumulate": lambda: gx.accumulate(optimizer(), 2),
+}
+
+
+def train(server, pushes):
+    """Late ones among them; what the server has answered."""
+    seen, results = [], []
+    for number in range(pushes):
+        data = batch(number)
+        params, step = server.pull(rows_of(*data) or None)
+        seen.append(step)
+        _, grads = gradient(params, *data)
+        late = seen[max(0, number - number % 5)]
+        results.append(server.push(grads, late))
+    return results
+
+
+def close(got, expected, atol=1e-6):
+    flat = jax.tree.leaves_with_path(got), jax.tree.leaves_with_path(expected)
+    for (path, x), (other, y) in zip(*flat, strict=True):
+        assert path == other
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), path
+        np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=str(path))
+
+
+def idle(tx, count=1, pushes=1, **options):
+    workers = [engines.Worker(gradient, batch, rows=rows_of)] * count
+    return engines.Job(make_params(), tx, workers, pushes, **options)
+
+
+def on_group(function, run):
+    """What it gives of the server in each process, and of that's leaves of params."""
+
+    def call(process):
+        server = getattr(process, "_server", process)
+        return function(
+            server, server._programs.leaves_of_params(server._version.leaves)
+        )
+
+    actors = run.server._processes._actors
+    asked = [actor.__ray_call__.remote(call) for actor in actors]
+    return pytest.importorskip("ray").get(asked)
+
+
+# What is wrong is said at once: before Ray is started.
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "options"),
+    [
+        (ValueError, "server_processes must be in", {"server_processes": 0}),
+        (TypeError, "server_processes must be an integer", {"server_processes": 2.5}),
+        (
+            ValueError,
+            "names the axis 'data'",
+            {"server_shardings": lambda path, shape: P("data")},
+        ),
+        (ValueError, "into 65 parts", {"server_processes": 65}),
+        (TypeError, "PartitionSpec", {"server_shardings": {"item": "server"}}),
+    ],
+)
+def test_bad_input_is_an_error_at_once(error, says, options):
+    ray = pytest.importorskip("ray")
+    before = ray.is_initialized()
+    options = {"server_processes": 2, "server_shardings": cut_tables, **options}
+    with pytest.raises(error, match=says), engines.ray(idle(optax.sgd(1.0)), **options):
+        pass
+    assert ray.is_initialized() == before
+
+
+on_ray = [*ON_RAY]
+
+
+def marked(test):
+    for mark in on_ray:
+        test = mark(test)
+    return test
+
+
+@marked
+@pytest.mark.parametrize(
+    ("gate", "count"),
+    [("drop_stale", 2), ("accumulator", 2), ("accumulate", 2), ("drop_stale", 4)],
+)
+def test_processes_train_as_one_does(gate, count, standard_promotion):
+    alone = gx.ParameterServer(make_params(), GATES[gate]())
+    expected = train(alone, 200)
+    job = idle(GATES[gate]())
+    options = {"server_processes": count, "server_shardings": cut_tables}
+    with engines.ray(job, **options) as run:
+        got = train(run.server, 200)
+        close(run.server.state(), alone.state())
+        close(run.server.pull()[0], alone.pull()[0])
+        assert run.server.stats()[:3] == alone.stats()[:3]
+        assert [tuple(x) for x in got] == [tuple(x) for x in expected]
+        shapes = on_group(
+            lambda _, leaves: [x.addressable_data(0).shape for x in leaves], run
+        )
+    each = -(-ROWS // count)
+    assert (
+        shapes
+        == [[(DIM, -(-6 // count)), (each, DIM), (6,), (64 // count, DIM)]] * count
+    )
+
+
+@marked
+def test_a_group_takes_and_refuses_what_one_process_does():
+    ray = pytest.importorskip("ray")
+
+    def make():
+        return gx.drop_stale(optax.chain(gx.compensate_delay(0.5), optax.sgd(0.1)), 3)
+
+    alone = gx.ParameterServer(make_params(), make(), require_finite=True)
+    ones = jax.tree.map(np.ones_like, make_params())
+
+    def push(server, grads, step, **extra):
+        return server.push(grads, step, worker_params=make_params(), **extra)
+
+    def refused(server, error, says, grads, step, **extra):
+        with pytest.raises(error, match=says):
+            push(server, grads, step, **extra)
+
+    job = idle(make(), require_finite=True)
+    options = {"server_processes": 2, "server_shardings": cut_tables}
+    with engines.ray(job, **options) as run:
+        for server in (alone, run.server):
+            _, step = server.pull()
+            first = push(server, ones, step, push_id=("w", 0))
+            assert push(server, ones, step, push_id=("w", 0)) == first
+            bad = {**ones, "item": ones["item"].copy()}
+            bad["item"][-1, 0] = np.nan  # It lies in the last process.
+            refused(server, ValueError, r"NaN or inf at \['item'\]", bad, step)
+            tall = {**ones, "item": np.ones((ROWS + 1, DIM), np.float32)}
+            refused(server, TypeError, "item", tall, step)
+            counts = {**ones, "out": np.ones(6, np.int32)}
+            refused(server, TypeError, "out", counts, step)
+            refused(server, ValueError, "local_step must be in", ones, 99)
+            refused(server, ValueError, "comes after", ones, step, push_id=("w", -1))
+            with pytest.raises(ValueError, match="rows must name tables"):
+                server.pull({"no table": [1]})
+            with pytest.raises(ValueError, match=r"must be in \[0, 301\]"):
+                server.pull({"item": [ROWS + 1]})
+            with pytest.raises(TypeError, match="worker_params"):
+                server.push(ones, step)
+            # Ids that come twice, and padding; and no gradient for most.
+            params, _ = server.pull({"item": [300, 150, 0, 300, ROWS]})
+            assert params["item"].indices.tolist() == [0, 150, 300, ROWS, ROWS]
+            push(server, {**dict.fromkeys(ones), "out": ones["out"]}, step)
+        close(run.server.state(), alone.state())
+        rows, _ = run.server.pull({"item": [300, 150, 0], "user": []})
+        expected, _ = alone.pull({"item": [300, 150, 0], "user": []})
+        close(rows["item"].values, expected["item"].values)
+        assert rows["user"].values.shape == (0, DIM)
+        assert run.server.stats()[:3] == alone.stats()[:3]
+        actor = run.server.actor
+        assert ray.get(actor.wait.remote(1)) == 2
+        with pytest.raises(TimeoutError):
+            ray.get(actor.wait.remote(2, timeout=0.0))
+        # Nothing that was prepared for a push that was refused is kept.
+        kept = [
+            ray.get(each.__ray_call__.remote(lambda process: len(process._prepared)))
+            for each in run.server._processes._actors
+        ]
+        assert kept == [0, 0]
+
+
+@marked
+def test_many_workers_are_counted_and_all_processes_agree(standard_promotion):
+    job = idle(GATES["drop_stale"](), count=16, pushes=160)
+    options = {"server_processes": 2, "server_shardings": cut_tables}
+    with engines.ray(job, **options) as run:
+        pushes = list(run.pushes)
+        counts, stats = run.counts(), run.server.stats()
+        state = run.server.state()["state"]
+        copies = on_group(
+            lambda server, _: [
+                (x.shape, bytes(x.addressable_data(0)))
+                for x in server._version.leaves
+                if x.is_fully_replicated
+            ],
+            run,
+        )
+    assert len(pushes) == 160 == counts.pushed == counts.accepted + counts.dropped
+    assert (stats.accepted, stats.dropped) == (counts.accepted, counts.dropped)
+    assert (int(state.global_step), int(state.stale_count)) == stats[:2]
+    assert sum(stats.staleness.values()) == 160
+    numbers = sorted((push.worker, push.number) for push in pushes)
+    assert len({*numbers}) == 160
+    assert len(copies[0]) > 5
+    assert copies[0] == copies[1]
+
+
+@marked
+def test_the_processes_lie_where_the_options_say():
+    ray = pytest.importorskip("ray")
+    options = {"scheduling_strategy": "STRICT_SPREAD"}
+    with (
+        pytest.raises(ValueError, match="server_processes=2: with STRICT_SPREAD"),
+        engines.ray(slow(4), server_options=options, **OF_TWO),
+    ):
+        pass
+    options = {"scheduling_strategy": "STRICT_PACK", "num_cpus": 2, "name": "server"}
+    with engines.ray(slow(4), server_options=options, **OF_TWO) as run:
+        (place,) = ray.util.placement_group_table().values()
+        assert place["strategy"] == "STRICT_PACK"
+        assert [*place["bundles"].values()] == [{"CPU": 2.0}] * 2
+        assert ray.get_actor("server")._actor_id == run.server.actor._actor_id
+        assert len(list(run.pushes)) == 4
+    (place,) = ray.util.placement_group_table().values()
+    assert place["state"] == "REMOVED"
+
+
+# Deaths. Their job is slow enough to be met in it.
+
+
+def ones(params, *data):
+    return 0.0, jax.tree.map(jnp.ones_like, params)
+
+
+def slow(pushes, tx=None, workers=2):
+    worker = engines.Worker(ones, duration=lambda _: 0.02)
+    tx = tx or gx.drop_stale(optax.sgd(1.0), 10)
+    params = {"table": np.zeros((10, 3), np.float32), "rest": np.float32(0)}
+    return engines.Job(params, tx, [worker] * workers, pushes)
+
+
+def pids(run):
+    return on_group(lambda *_: os.getpid(), run)
+
+
+def wait_until(condition):
+    while not condition():  # `bounded` ends it.
+        time.sleep(0.05)
+
+
+def gone(pid):
+    """Whether a process has ended; its parent may not have looked yet."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def stop(pid):
+    os.kill(pid, signal.SIGSTOP)
+
+
+def cut_table(path, shape):
+    return P("server") if path == "table" else P()
+
+
+OF_TWO = {"server_processes": 2, "server_shardings": cut_table}
+
+
+@marked
+def test_whoever_dies_the_group_begins_anew_at_its_checkpoint(tmp_path):
+    job = slow(200)
+    checkpoint = engines.Checkpoint(tmp_path, every_steps=20, max_to_keep=None)
+    pushes, killed = [], []
+    with engines.ray(job, checkpoint=checkpoint, max_deaths=4, **OF_TWO) as run:
+
+        def kill(who, hang=False):
+            leader_and_follower = pids(run)
+            if hang:  # The other waits for it in a collective, and for good.
+                stop(leader_and_follower[who])
+                time.sleep(1.0)
+            os.kill(leader_and_follower[who], signal.SIGKILL)
+            killed.extend(leader_and_follower)
+
+        deaths = {30: (0, False), 60: (1, False), 100: (1, True), 140: (0, True)}
+        for push in run.pushes:
+            pushes.append(push)
+            counts = run.counts()
+            if (death := deaths.pop(counts.pushed - counts.lost, None)) is not None:
+                kill(*death)
+        assert not deaths
+        assert_counted(run, pushes, job)
+        counts, state = run.counts(), run.server.state()
+        assert counts.server_deaths == 4
+        lives = {}
+        for push in pushes:
+            lives.setdefault(push.local_step.life, []).append(push.local_step)
+        assert all(min(steps) % 20 == 0 for steps in lives.values())
+        table = np.full((10, 3), -run.server.stats().global_step, np.float32)
+        np.testing.assert_array_equal(state["params"]["table"], table)
+        killed.extend(pids(run))
+    wait_until(lambda: all(map(gone, killed)))
+    # What several processes have saved, one takes up, and the other way round.
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        assert run.counts().pushed == 200
+        np.testing.assert_array_equal(run.server.state()["params"]["table"], table)
+
+
+@marked
+def test_a_death_while_a_checkpoint_is_written_costs_that_one(tmp_path):
+    job = slow(100)
+    checkpoint = engines.Checkpoint(tmp_path, every_steps=20, every_seconds=None)
+    with engines.ray(job, checkpoint=checkpoint, **OF_TWO) as run:
+        _, follower = pids(run)
+
+        def hang(server, _):
+            if server._saver._several and not server._saver._is_first:
+                server._saver._save = lambda snapshot: time.sleep(1000)
+
+        for push in run.pushes:
+            if push.result.global_step == 30:
+                on_group(hang, run)  # The leader writes the next, and waits for it.
+            if push.result.global_step == 50:
+                os.kill(follower, signal.SIGKILL)
+                break
+        rest = list(run.pushes)
+        assert min(push.local_step for push in rest[20:]) >= 20
+        counts = run.counts()
+        assert counts.server_deaths == 1
+        assert counts.accepted + counts.dropped == 100
+        assert counts.pushed == 100 + counts.lost
+        assert run.server.stats().global_step == 100
+    names = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert "100" in names
+    assert all(name.isdigit() for name in names)  # Nothing half written.
+
+
+@marked
+def test_what_fails_in_one_process_is_a_death_and_in_all_an_error(tmp_path):
+    ray = pytest.importorskip("ray")
+
+    def fail_in(which):
+        def step(*_):
+            raise MemoryError("there is no room")
+
+        def sabotage(server, _):
+            if jax.process_index() in which:
+                prepare = server._programs.prepare
+                server._programs.prepare = lambda *args: (step, prepare(*args)[1])
+
+        return sabotage
+
+    with engines.ray(slow(10**6), checkpoint=tmp_path, **OF_TWO) as run:
+        next(run.pushes)
+        for number, which in enumerate([{1}, {0}], 1):
+            on_group(fail_in(which), run)
+            while run.counts().server_deaths < number:
+                next(run.pushes)
+        on_group(fail_in({0, 1}), run)
+        with pytest.raises(MemoryError, match="there is no room") as raised:
+            list(run.pushes)
+        assert isinstance(raised.value, ray.exceptions.RayTaskError)
+        assert run.counts().server_deaths == 2
+
+
+def dies_once(flag):
+    """A transformation whose ``init`` ends a process, the first that comes there."""
+
+    def init(params):
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sgd.init(params)
+
+    sgd = optax.sgd(1.0)
+    return optax.GradientTransformation(init, sgd.update)
+
+
+@marked
+def test_a_death_while_the_group_starts_is_one_of_the_servers(tmp_path):
+    ray = pytest.importorskip("ray")
+    job = slow(20, dies_once(str(tmp_path / "flag")))
+    with (
+        pytest.raises(ray.exceptions.RayActorError) as raised,
+        engines.ray(job, **OF_TWO),
+    ):
+        pass
+    assert "see checkpoint" in raised.value.__notes__[0]
+    (tmp_path / "flag").unlink()
+    with engines.ray(job, checkpoint=tmp_path / "run", **OF_TWO) as run:
+        assert len(list(run.pushes)) == 20
+        assert run.server.stats().global_step == 20

@@ -1,0 +1,193 @@
+"""A server whose arrays lie in parts trains as one whose arrays are whole.
+
+Here all parts are on devices of one process; ``test_parts`` has processes.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+from gradxform._server.layout import Layout, Part
+from gradxform._server.placed import Spread
+from gradxform._trees import maps
+
+COUNT = 4
+SHARDINGS = {"table": P("server"), "wide": P(None, "server"), "bias": None}
+
+
+def params_of(height):
+    rng = np.random.default_rng(0)
+    shapes = {"table": (height, 8), "wide": (6, 10), "bias": (8,)}
+    return {k: rng.standard_normal(s, np.float32) for k, s in shapes.items()}
+
+
+class Parts:
+    """Both servers, with the same numbers."""
+
+    def __init__(self, tx, height, as_function=False):
+        self.params = params_of(height)
+        mesh = Mesh(np.array(jax.devices()[:COUNT]), ("server",))
+        self.layout = Layout.of(self.params, COUNT, SHARDINGS)
+        given = (lambda: dict(self.params)) if as_function else self.lying(self.params)
+        self.whole = gx.ParameterServer(self.params, tx)
+        self.spread = Spread(given, self.layout, mesh)
+        self.cut = gx.ParameterServer(self.spread, tx)
+        self.rng = np.random.default_rng(1)
+
+    def lying(self, tree, depth=0):
+        """Padded, as the parts of all processes together are."""
+
+        def pad(path, x):
+            cut = self.layout.cut_of(path[depth:], x)
+            if cut is None:
+                return x
+            widths = [(0, 0)] * x.ndim
+            widths[cut] = 0, -x.shape[cut] % COUNT
+            padded = np.pad(x, widths)
+            return Part(padded) if depth else padded
+
+        return jax.tree.map_with_path(pad, tree, is_leaf=maps.is_leaf)
+
+    def grads(self, rows):
+        draw = self.rng.standard_normal
+        grads = {k: draw(x.shape, np.float32) for k, x in self.params.items()}
+        if rows:
+            height, width = self.params["table"].shape
+            ids = np.append(self.rng.integers(0, height, 6), height)  # And padding.
+            table = gx.IndexedSlices(ids, draw((7, width), np.float32), (height, width))
+            grads["table"] = table
+        return grads
+
+    def push(self, grads, local_step, **extra):
+        results = (
+            self.whole.push(grads, local_step, **extra),
+            self.cut.push(self.lying(grads), local_step, **self.lying(extra, 1)),
+        )
+        assert results[0] == results[1]
+        return results[0]
+
+    def check(self, rtol=2e-6):
+        """All that users see is equal, and what they do not see is zero."""
+        whole, cut = self.whole.state(), self.cut.state()
+        for name, layout in zip(("params", "state"), self.spread.layouts, strict=True):
+            leaves = jax.tree.leaves(whole[name])
+            both = zip(
+                leaves, *map(jax.tree.leaves, (cut[name], layout.types)), strict=True
+            )
+            for x, lies, type_ in both:
+                assert x.shape == type_.shape
+                rest = np.array(lies)
+                seen = tuple(map(slice, x.shape))
+                np.testing.assert_allclose(rest[seen], x, rtol=rtol, atol=1e-6)
+                rest[seen] = 0
+                assert not rest.any()
+
+
+def partition(tables):
+    rest = optax.adafactor(0.1, min_dim_size_to_factor=2)
+    labels = {"table": "table", "wide": "rest", "bias": "rest"}
+    return optax.partition({"table": tables, "rest": rest}, labels)
+
+
+CLIP = gx.clip_by_global_norm(1.0)
+ROWS = optax.chain(CLIP, partition(gx.adagrad(0.1, row_wise=True)))
+CASES = {
+    "dense": (optax.chain(CLIP, gx.adagrad(0.1)), False),
+    # It looks at the number of rows, and at each row's and column's sum.
+    "adafactor": (optax.adafactor(0.1, min_dim_size_to_factor=2), False),
+    "rows": (gx.drop_stale(ROWS, 1), True),
+    "row_mean": (gx.conditional_accumulator(ROWS, 2, reduction="row_mean"), True),
+    "densify": (gx.accumulate(optax.chain(gx.densify(), gx.novograd(0.1)), 2), True),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("height", [40, 41], ids=["even", "padded"])
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_one_that_is_whole(case, height):
+    tx, rows = CASES[case]
+    both = Parts(tx, height, as_function=case == "rows")
+    for local_step in (0, 1, 0, 0, 2):
+        step = both.whole.stats().global_step
+        result = both.push(both.grads(rows), min(local_step, step))
+    assert result.global_step > 0
+    both.check()
+
+
+def test_extra_arguments_are_taken_apart_too():
+    tx = optax.chain(gx.compensate_delay(0.5), gx.adagrad(0.1, row_wise=True))
+    both = Parts(tx, 41)
+    worker_params, _ = both.whole.pull()
+    for step in range(3):
+        grads = both.grads(rows=step > 0)
+        both.push(grads, step, worker_params=jax.tree.map(np.asarray, worker_params))
+    part, seen = both.whole.pull(rows={"table": grads["table"].indices})
+    both.push(grads, seen, worker_params=part)
+    both.check()
+
+
+@pytest.mark.parametrize("missing", ["table", "wide"])
+def test_leaves_without_a_gradient_stay(missing):
+    both = Parts(gx.adagrad(0.1), 41)
+    for step in range(3):
+        both.push(both.grads(rows=True) | ({missing: None} if step else {}), step)
+    both.check()
+
+
+def test_state_that_fits_the_shapes_of_users_alone_is_trained_as_theirs():
+    """A table with padding would have other state: it comes without, then."""
+
+    def init(params):
+        return jnp.zeros(sum(x.size for x in jax.tree.leaves(params)))
+
+    def update(updates, state, params=None):
+        return updates, state + 1
+
+    tx = optax.GradientTransformation(init, update)
+    both = Parts(optax.chain(tx, gx.adagrad(0.1)), 41)
+    for step in range(2):
+        both.push(both.grads(rows=True), step)
+    both.check()
+
+
+def test_the_memory_that_was_given_is_not_taken():
+    both = Parts(gx.drop_stale(optax.sgd(1.0), 4), 40)
+    before = jax.tree.map(np.copy, both.params)
+    for step in range(3):
+        both.push(both.grads(rows=False), step)
+    for x, y in zip(*map(jax.tree.leaves, (before, both.params)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_what_is_not_finite_is_found_in_a_part():
+    params = params_of(41)
+    mesh = Mesh(np.array(jax.devices()[:COUNT]), ("server",))
+    layout = Layout.of(params, COUNT, SHARDINGS)
+    both = Parts(optax.sgd(1.0), 41)
+    server = gx.ParameterServer(
+        Spread(both.lying(params), layout, mesh), optax.sgd(1.0), require_finite=True
+    )
+    grads = both.lying(both.grads(rows=False))
+    grads["wide"][0, 9] = np.nan
+    with pytest.raises(ValueError, match=r"\['wide'\]"):
+        server.push(grads, 0)
+    assert server.stats().accepted == 0
+
+
+def test_what_was_saved_is_restored_to_its_place():
+    both = Parts(gx.adagrad(0.1), 41)
+    both.push(both.grads(rows=True), 0)
+    saved = jax.tree.map(np.asarray, both.cut.state())
+    whole = both.whole.state()
+    both.push(both.grads(rows=True), 1)
+    both.cut.restore(saved)
+    both.whole.restore(whole)
+    both.push(both.grads(rows=True), 1)
+    both.check()
+    for x in both.cut._programs.leaves_of_params(both.cut._version.leaves):
+        assert x.sharding.mesh == both.spread.mesh
