@@ -202,7 +202,7 @@ def kill(engine, name, moment, cache, job):
 
 
 def kills(engine, name, times, rng, cache, job):
-    """The ends of so many runs, of which every fourth is not let begin in peace."""
+    """The ends of so many runs; every fourth is interrupted while it starts."""
     took = 0.0  # Seconds to its first checkpoint, of the last run that came so far.
 
     def training(process, folder):

@@ -85,8 +85,12 @@ _trees/dtypes.py: a step that an int32 does not hold turns negative
 + return x.astype(jnp.int32)
 
 _trees/boxes.py: a sum of squares a row is laid out as its table is
-- return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0]
+- return _content(node) if isinstance(node, _boxes()) else node
 + return node
+
+_trees/boxes.py: what keeps several of a parameter lies whole on every device
+- return p.replace_boxed(s).add_axis(0, {"partition_name": None})
++ return s
 
 _trees/barrier.py: a sum of squares shares its widening with the update
 - cpu=jax.lax.optimization_barrier
@@ -101,7 +105,7 @@ _trees/constants.py: state of sharded parameters lies whole on each device
 + sharding = p.sharding.update(spec=P())
 
 _trees/arithmetic.py: an eps that is flushed to 0 does not keep the divisor from it
-- np.asarray(eps, x.dtype) < np.finfo(x.dtype).tiny
+- np.asarray(eps, x.dtype) < tiny
 + np.asarray(eps, x.dtype) == 0
 
 _trees/maps.py: what is not finite in an imaginary part is not seen
@@ -188,6 +192,34 @@ _transforms/delayed_nesterov.py: a part of the momentum is added, and not moved 
 - jnp.where(moves(t), 1 - c * n + c, c)
 + jnp.where(moves(t), 1, c)
 
+_transforms/momentum_look_ahead.py: the update looks ahead along the momentum of before
+- return _scale(g, a * (decay / kept)) + _scale(mu, back + decay)
++ return _scale(g, a * (decay / kept)) + _scale(mu, decay)
+
+_transforms/momentum_look_ahead.py: the momentum moves with the gradient as it came
+- return (moved + _scale(g, rest * a)).astype(mu.dtype)
++ return (moved + _scale(g, rest)).astype(mu.dtype)
+
+_transforms/momentum_look_ahead.py: a worker begins where the momentum comes from
+- ahead = -jnp.asarray(learning_rate) * b1
++ ahead = jnp.asarray(learning_rate) * b1
+
+_transforms/alignment.py: as well aligned as need be is not enough
+- (c >= agrees)
++ (c > 2 * agrees)
+
+_transforms/alignment.py: from where gradients are opposed on they turn
+- opposes, short = c < 0,
++ opposes, short = c < opposed,
+
+_transforms/alignment.py: the turn jumps where a gradient begins to agree
+- turn = jnp.minimum(rotation * ramp * sure, 1)
++ turn = jnp.minimum(rotation * (1 - c) * sure, 1)
+
+_trees/norms.py: the layers that a leaf stacks have one product
+- return _sum(g * h, stacked)
++ return _sum(g * h, 0)
+
 _transforms/learning_rate.py: the count of steps overflows
 - count = optax.safe_increment(state.count)
 + count = state.count + 1
@@ -237,6 +269,30 @@ _late/worker_mean.py: the mean of a cycle begins with that of the last one
 _late/worker_mean.py: what a row held before its worker pushed anew comes back
 - old = jnp.where(counts[i] == 0, 0, held)
 + old = held
+
+_late/delayed.py: the gradient of one step later acts
+- at = place if delay > 1 else 0
++ at = (place + 1) % delay if delay > 1 else 0
+
+_late/delayed.py: who waits for the longest delay waits for the shortest
+- full = jnp.all((count >= delays) | ~moves)
++ full = jnp.any((count >= delays) & moves)
+
+_late/delayed.py: a leaf that has no gradient holds up the others
+- full = jnp.all((count >= delays) | ~moves)
++ full = jnp.all(count >= delays)
+
+_late/delayed.py: a ring that has been filled once starts again from nothing
+- jnp.where(count + 1 < 2 * delays, count + 1, delays)
++ jnp.where(count + 1 < 2 * delays, count + 1, 0)
+
+_late/delayed.py: an int for a part is not found
+- for end in range(len(path) + 1):
++ for end in (0, len(path)):
+
+_late/delayed.py: the old gradient is copied before the new one takes its place
+- never = (known != known) & (known == known)
++ never = jnp.array(False)
 
 _late/counters.py: TensorFlow's fraction divides by the steps alone
 - own.global_step.astype(jnp.float32) + 1
@@ -372,11 +428,11 @@ _server/parameter_server.py: a restore between check and step goes unnoticed
 +         old = self._version
 
 _server/parameter_server.py: a push of before a restore is answered from memory
-- self._answered = {}  # Who
-+ # Who
+- self._answered = {}  # A
++ # A
 
 _server/parameter_server.py: a restore wakes none of those who wait
--         self._answered = {}  # Who asks again for a push of before must pull again.
+-         self._answered = {}  # A worker that repeats an older push must pull again.
 -         self._wake()
 +         self._answered = {}
 

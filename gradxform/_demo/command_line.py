@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: None = None
     ) -> argparse.Namespace:
-        """The options, of which some depend on others."""
+        """The options; some depend on others."""
         parsed = super().parse_args(args, namespace)
         mode, workers, backups = parsed.mode, parsed.workers, parsed.backups
         if parsed.address is not None and parsed.engine != "ray":
@@ -98,10 +98,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def expanded(path: str) -> str:
-    """With the user's home in place of ``~``, which no shell sees in ``--plot=~/x``.
+    """With the user's home for ``~``, which no shell replaces in ``--plot=~/x``.
 
     Raises:
-      ArgumentTypeError: it is empty, as of a variable that is not set.
+      ArgumentTypeError: it is empty, for example from a variable that is not set.
     """
     if not path:
         raise argparse.ArgumentTypeError("must not be empty")
@@ -109,7 +109,7 @@ def expanded(path: str) -> str:
 
 
 def writable_png(path: str) -> str:
-    """Makes sure that a PNG can be written, before the training that it is to show."""
+    """Makes sure that a PNG can be written, before the training."""
     path = expanded(path)
     if not path.lower().endswith(".png"):
         raise argparse.ArgumentTypeError(f"must end in .png, got {path!r}")

@@ -1,4 +1,4 @@
-"""The sum of several pushes, and the one step that is made of it.
+"""The sum of several pushes, and the one step that follows from it.
 
 A gate around it says which pushes it takes in; the rest is the same for all of them.
 """
@@ -22,7 +22,7 @@ Reduction = Literal["mean", "sum", "row_mean"]
 
 
 class Sums:
-    """What ``inner`` acts on: the pushes that were taken in, once there are enough.
+    """The sum on which ``inner`` acts: the accepted pushes, once there are enough.
 
     The arguments are those of :func:`conditional_accumulator`, checked here.
     """
@@ -65,7 +65,7 @@ class Sums:
             "num_accumulated": constants.zero(params, jnp.int32),
             "accumulated": maps.map_params(zero, params),
             # One array for all leaves: on GPU each array costs the start of a kernel.
-            "pushed": jnp.broadcast_to(constants.zero(params, bool), (len(leaves),)),
+            "pushed": constants.stacked(constants.zero(params, bool), len(leaves)),
             "row_counts": maps.map_params(no_rows, bare) if by_row else (),
             "inner_state": self._inner.init(params),
         }
@@ -80,10 +80,10 @@ class Sums:
         taken: jax.Array,
         **extra: Any,
     ) -> tuple[Any, dict[str, Any]]:
-        """A guard's outcome, and the fields of :meth:`init` anew.
+        """A guard's outcome, and the new fields of :meth:`init`.
 
-        A push that is ``taken`` is added, and is the step if it is the last that this
-        one needs; any other reaches nothing.
+        A push that is ``taken`` is added, and makes the step if it is the last one
+        needed; any other changes nothing.
         """
         checks.same_shapes("updates", updates, "accumulated", state.accumulated)
         count = state.num_accumulated + taken.astype(jnp.int32)
@@ -109,7 +109,7 @@ class Sums:
                 params,
                 **gate.taken(self._inner, extra),
             )
-            # This push is one that has a gradient for all but these.
+            # This push has a gradient for all leaves but these.
             acted = jax.tree.unflatten(
                 treedef,
                 [pushed[i] if g is None else None for i, g in enumerate(leaves)],
@@ -126,7 +126,7 @@ class Sums:
             return rest(params), (state.inner_state, jnp.array(False))
 
         outcome, (inner_state, stepped) = gate.either(full, step, wait)
-        # The sum starts again in its own buffer, once the step no more reads it: that
+        # The sum starts again in its own buffer, once the step no longer reads it: that
         # `stepped` comes out of the conditional tells the compiler when, and saves the
         # copy that it would make otherwise.
         (accumulated, row_counts), _ = gate.either(
@@ -158,7 +158,7 @@ class Sums:
         self, updates: optax.Updates, state: Any, count: jax.Array, full: jax.Array
     ) -> tuple[Any, Any]:
         """Sums and counts of rows with this push, divided if it is the last."""
-        # sum + g and n + 1, of a table in the rows that the push holds
+        # sum + g and n + 1, in a table only for the rows that the push holds
         pushed = maps.sum_duplicates(updates)
         by_row = self._reduction == "row_mean"
         row_counts = state.row_counts
@@ -202,9 +202,9 @@ def _divide(full: jax.Array) -> Callable[..., Any]:
 
 
 def _reduced(g: Any, total: Any, like: Any) -> Any:
-    """What ``inner`` receives, in the dtype of the gradient, else of the parameter.
+    """The input of ``inner``, in the dtype of the gradient, else of the parameter.
 
-    None stays only where there is never a gradient, as for a parameter of integers.
+    None stays only if there is never a gradient, as for a parameter of integers.
     """
     if g is not None:
         return narrow(total, maps.dtype_of(g))
@@ -214,5 +214,5 @@ def _reduced(g: Any, total: Any, like: Any) -> Any:
 
 
 def _if_pushed(acted: Any, new: Any, old: Any = 0) -> Any:
-    """What was before, where nobody had a gradient; None stands for the last push."""
+    """The old leaf if nobody had a gradient; None stands for the last push."""
     return new if acted is None or new is None else jnp.where(acted, new, old)

@@ -1,4 +1,4 @@
-"""What the processes of one server tell each other: orders, and that one has died.
+"""Messages between the processes of one server: orders, and that one has died.
 
 The leader has a connection to each follower. Orders go one way, in one order. Where a
 connection ends, a process has: then all others end as well, at once. Nobody is left

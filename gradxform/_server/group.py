@@ -32,7 +32,7 @@ from gradxform._server.placed import Spread
 from gradxform._server.places import Place, copy
 from gradxform._server.records import PushResult, Version, summary
 from gradxform._server.recoverable import RecoverableServer
-from gradxform._server.rows import RowPrograms, Wanted, ascending, size_for
+from gradxform._server.rows import RowPrograms, Wanted, in_order, size_for
 
 HOUR = 3600
 
@@ -210,7 +210,7 @@ class Leader(RecoverableServer):
         """In a turn: has followers do that; references to what will come of it.
 
         Args:
-          name: of what they do.
+          name: of the order.
           args: for all of them.
           each: one more for each; for whom it is None there is no order.
         """
@@ -265,7 +265,7 @@ class Leader(RecoverableServer):
 
 
 def parts_of(version: Version, at: list[int]) -> Stowed:
-    """What this process has of some leaves, for others to take."""
+    """The parts of some leaves in this process, for others to take."""
     parts = [np.asarray(version.leaves[i].addressable_data(0)) for i in at]
     return Stowed.of(packed(parts), copy=lambda _: packed(map(np.array, parts)))
 
@@ -300,7 +300,7 @@ class _Rows(RowPrograms):
     def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> Wanted:
         height, cut = self._types[number].shape[0], self._layout.cuts[number]
         each: list[Any]
-        given = ascending(asked, len(asked), height)
+        given = in_order(asked, len(asked), height)
         ids = given[given < height]
         processes = self._layout.processes
         if cut is None:
@@ -331,7 +331,7 @@ class _Rows(RowPrograms):
 
 
 class LocalRows:
-    """What reads rows of the parts of tables that a process has."""
+    """Reads rows of a process's parts of tables."""
 
     def __init__(self, params: Any) -> None:
         parts = [x.addressable_data(0) for x in jax.tree.leaves(params)]
@@ -356,7 +356,7 @@ class LocalRows:
           ids: ascending, each once, of this part of the table.
         """
         part = table.addressable_data(0)
-        given = ascending(ids, size, self._heights[number])
+        given = in_order(ids, size, self._heights[number])
         rows = self._programs.program(number, size)(
             part, jax.device_put(given, part.sharding)
         )

@@ -20,7 +20,7 @@ class ScaleByDelayedNesterovState(NamedTuple):
       count: int32[] a leaf, gradients since its momentum has moved, in [0, num_delay).
       mu: the momentum, like params.
       accumulated: the sum of those gradients, like params, in at least float32 by
-        default; where ``count`` is 0, still of those that moved the momentum.
+        default; while ``count`` is 0, still the sum that moved the momentum.
     """
 
     count: optax.Updates  # type: ignore[assignment]  # A tuple's method of that name.
@@ -48,24 +48,24 @@ def scale_by_delayed_nesterov(
           \quad\text{elsewhere}
 
     with N = ``num_delay`` and c = ``activation``. Gradients of workers that do not wait
-    for each other point nearly the same way, because none of them has seen the others:
-    a momentum that each of them moves overshoots. Here it moves with the mean of N of
-    them, and over N steps its weights sum to 1. With ``num_delay=1`` this is Nesterov
-    momentum, ``optax.trace(b1, nesterov=True)``.
+    for each other point nearly the same way, because none of them has seen the others.
+    If each of them moved the momentum, it would overshoot. Here it moves with the mean
+    of N gradients, and over N steps its weights sum to 1. With ``num_delay=1`` this is
+    Nesterov momentum, ``optax.trace(b1, nesterov=True)``.
 
-    ``None`` for a leaf leaves all that is its own as it was: its N gradients are those
-    that it gets.
+    ``None`` for a leaf leaves its parameter and state as they were: only its own
+    gradients count towards its N.
 
     Args:
       b1: decay of the momentum, in [0, 1).
-      num_delay: how many gradients move the momentum once, in [1, 2³¹ - 1]; as many as
-        there are workers, as a rule.
+      num_delay: how many gradients move the momentum once, in [1, 2³¹ - 1]; as a rule
+        the number of workers.
       activation: the part of the momentum that acts with every gradient, in
         [0, 1/num_delay]: with 0 all of it acts when it moves, with ``1/num_delay`` the
         same part at each step.
       mu_dtype: dtype of ``mu``, by default that of the parameters, as in optax.
       accumulator_dtype: dtype of the sum, by default that of the parameters but at
-        least float32: a sum in half precision loses what is small beside it.
+        least float32: a sum in half precision loses small additions.
 
     Returns:
       A transformation with state :class:`ScaleByDelayedNesterovState`. Updates keep
@@ -73,7 +73,7 @@ def scale_by_delayed_nesterov(
 
     Raises:
       ValueError: an argument is out of its range.
-      TypeError: ``num_delay`` is no integer; a dtype is none for the parameters;
+      TypeError: ``num_delay`` is not an integer; a dtype does not fit the parameters;
         updates do not have their structure or shapes, or are row-sparse.
 
     Source: Liu et al., 2024, "Asynchronous local-SGD training for language modeling",
@@ -83,7 +83,7 @@ def scale_by_delayed_nesterov(
     >>> tx = gx.scale_by_delayed_nesterov(0.5, num_delay=2)
     >>> grads = jnp.array([1.0, -2.0])
     >>> state = tx.init(grads)
-    >>> for factor in (0.5, 1.0, 0.5, 1.25):  # 1/2, and of the momentum 1/2, then 3/4
+    >>> for factor in (0.5, 1.0, 0.5, 1.25):  # 1/2, and 1/2, then 3/4 of the momentum
     ...     updates, state = tx.update(grads, state)
     ...     assert jnp.allclose(updates, factor * grads)
     >>> assert state.count == 0 and jnp.allclose(state.mu, 1.5 * grads)
@@ -146,8 +146,8 @@ def scale_by_delayed_nesterov(
 
         def add(g: jax.Array, total: jax.Array, count: jax.Array) -> jax.Array:
             # Δ_t = Δ_{t-1} + g_t. It starts again from 0 with the first gradient, and
-            # not with the last: the momentum then reads the new sum alone, which takes
-            # the old one's place.
+            # not with the last: so the momentum reads only the new sum, which replaces
+            # the old one.
             total = jnp.where(count == 0, 0, total)
             return arithmetic.wide_sum(g, total).astype(total.dtype)
 
@@ -198,16 +198,16 @@ def delayed_nesterov(
     .. math:: w \leftarrow w - learning\_rate \cdot u
 
     with ``u`` from :func:`scale_by_delayed_nesterov`. Each worker trains on its own for
-    many steps, and pushes how far it has come as if that were a gradient, as
-    :func:`local_steps` gives it. ``drop_stale(delayed_nesterov(...), max_staleness)``
-    drops what comes too late. With ``num_delay=1`` and ``activation=0`` it is
+    many steps and pushes how far it has come, as if that were a gradient: see
+    :func:`local_steps`. ``drop_stale(delayed_nesterov(...), max_staleness)`` drops
+    pushes that come too late. With ``num_delay=1`` and ``activation=0`` it is
     ``optax.sgd(learning_rate, b1, nesterov=True)``, the outer optimizer of DiLoCo.
 
     Args:
       learning_rate: a scalar, or a schedule ``count -> scalar``.
-      b1: see :func:`scale_by_delayed_nesterov`, as all that follows.
-      num_delay: how many gradients move the momentum once, the number of workers as a
-        rule.
+      b1: see :func:`scale_by_delayed_nesterov`, as for the rest.
+      num_delay: how many gradients move the momentum once; as a rule the number of
+        workers.
       activation: the part of the momentum that acts with every gradient.
       mu_dtype: dtype of the momentum.
       accumulator_dtype: dtype of the sum.

@@ -18,10 +18,10 @@ def scale_by_learning_rate(
 
     .. math:: u \leftarrow -learning\_rate \cdot u
 
-    ``optax.scale_by_learning_rate``, with the same states, but for two things: it takes
-    :class:`IndexedSlices`, so that alone it is gradient descent on the rows touched,
-    and it multiplies in at least float32 and keeps the dtype of each leaf, where the
-    rate is a traced float32 scalar and the leaf half precision.
+    ``optax.scale_by_learning_rate``, with the same states and two differences. It takes
+    :class:`IndexedSlices`, so alone it is gradient descent on the touched rows. It
+    multiplies in at least float32 and keeps the dtype of each leaf, also when the rate
+    is a traced float32 scalar and the leaf half precision.
 
     Args:
       learning_rate: a scalar, or a schedule ``count -> scalar`` of the 0-based count
@@ -65,7 +65,7 @@ def scale_by_learning_rate(
 
 
 def checked_rate(rate: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
-    """The learning rate of a step, which is real; ``TypeError`` where it is not."""
+    """The learning rate of a step; ``TypeError`` if it is not real."""
     rate = checks.real(rate)
     if jnp.iscomplexobj(rate):
         raise TypeError(f"learning_rate must be real, got {rate!r}.")

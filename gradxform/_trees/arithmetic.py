@@ -30,9 +30,10 @@ def wide_sum(x: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def integer_sum(x: jax.Array, total: jax.Array) -> jax.Array:
-    """``total + x`` of integers, exactly; of any other ``x`` the part before the point.
+    """``total + x`` of integers, exactly; any other ``x`` is truncated first.
 
-    In the dtype of ``total``, in which a negative ``x`` is none if it is unsigned.
+    In the dtype of ``total``. If that is unsigned it has no negative numbers, so the
+    size of a negative ``x`` is subtracted.
     """
     if jnp.issubdtype(x.dtype, jnp.integer):
         return total + x.astype(total.dtype)
@@ -46,7 +47,7 @@ def added(u: jax.Array, p: jax.Array) -> jax.Array:
         return integer_sum(u, p)
     if u.dtype == p.dtype:
         # The sum of two numbers in half precision is rounded once as it is, and
-        # compilers for TPU fuse it where they do not fuse a sum in float32.
+        # compilers for TPU fuse it, but not a sum in float32.
         return p + u
     return wide_sum(u, p).astype(p.dtype)
 
@@ -62,7 +63,7 @@ def safe_sqrt(x: jax.Array) -> jax.Array:
     """``sqrt(x)`` of ``x ≥ 0`` with a finite derivative at 0."""
     positive = x > 0
     root = jnp.sqrt(jnp.where(positive, x, 1))
-    # What is not positive is 0 or NaN, and is its own root.
+    # A number that is not positive is 0 or NaN, and is its own root.
     return jnp.where(positive, root, x)
 
 
@@ -71,17 +72,19 @@ def inverse_sqrt(
 ) -> jax.Array:
     """``1/sqrt(x + eps)`` or ``1/(sqrt(x) + eps)`` of ``x ≥ 0``, but 1 for 1/0.
 
-    The caller multiplies a gradient by it whose square is part of ``x``: where the
-    divisor is 0 so is the gradient, and so shall be their quotient.
+    A divisor too small for a normal number of its dtype counts as 0.
+
+    The caller multiplies a gradient by it, and ``x`` contains the gradient's square. So
+    where the divisor is 0, the gradient is 0, and the quotient should be 0 too.
     """
-    # Where eps is known to be above 0 as a number of this dtype, so is the divisor.
-    may_be_0 = isinstance(eps, jax.core.Tracer) or (
-        np.asarray(eps, x.dtype) < np.finfo(x.dtype).tiny
-    )
+    # If eps is known to be above 0 in this dtype, so is the divisor.
+    tiny = np.finfo(x.dtype).tiny
+    may_be_0 = isinstance(eps, jax.core.Tracer) or np.asarray(eps, x.dtype) < tiny
     eps = jnp.asarray(eps, x.dtype)
     divisor = x + eps if eps_in_sqrt else safe_sqrt(x) + eps
     if may_be_0:
-        divisor = jnp.where(divisor == 0, 1, divisor)
+        # A GPU compares what lies below, and then takes it for 0 in the quotient.
+        divisor = jnp.where(divisor < tiny, 1, divisor)
     return jax.lax.rsqrt(divisor) if eps_in_sqrt else 1 / divisor
 
 

@@ -1,4 +1,4 @@
-"""A barrier against a compiler that shares what is cheaper to compute twice."""
+"""A barrier against sharing values that are cheaper to compute twice."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from gradxform._trees.linear import linear
 
 
 def apart(x: jax.Array) -> jax.Array:
-    """``x``, such that what is computed from it here is not shared with other users.
+    """``x``, whose results here the compiler does not share with other users.
 
-    On CPU a sum of squares that shares its widening of half precision with an update,
-    or its clip, is no longer fused with it: a copy goes to memory. Elsewhere there is
-    no copy, and this would make one where ``x`` itself is still to be computed.
+    On CPU a sum of squares may share its widening of half precision with an update, or
+    with its clip. Then it is no longer fused with it, and a copy goes to memory.
+    Elsewhere there is no copy, and a barrier would make one if ``x`` itself is not
+    computed yet.
     """
     return _apart(x)
 

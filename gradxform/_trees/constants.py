@@ -31,7 +31,7 @@ def full_like(
     """``value`` in the shape of ``p``, or of its first ``axes`` axes, sharded as these.
 
     So state lies where its parameters lie, also when it is made under ``jit``: there
-    the compiler puts a constant on all devices, and what is computed from ``p`` where
+    the compiler puts a constant on all devices, but results computed from ``p`` where
     ``p`` is.
     """
     if isinstance(p, jax.core.Tracer):
@@ -43,6 +43,15 @@ def full_like(
     if isinstance(p.sharding, NamedSharding):
         sharding = p.sharding.update(spec=P(*p.sharding.spec[:axes]))
     return jnp.full_like(p, value, dtype=dtype, shape=p.shape[:axes], device=sharding)
+
+
+def stacked(x: jax.Array, n: int) -> jax.Array:
+    """``n`` times the same, each lying as ``x`` does."""
+    copies = jnp.broadcast_to(x, (n, *x.shape))
+    if not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
+        spec = P(None, *x.sharding.spec)
+        copies = jax.device_put(copies, x.sharding.update(spec=spec))
+    return copies
 
 
 def zero(params: Any, dtype: jax.typing.DTypeLike) -> jax.Array:

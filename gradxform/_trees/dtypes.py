@@ -16,14 +16,14 @@ def compute_dtype(x: jax.Array) -> np.dtype[Any]:
 
 
 def wide_dtype(x: jax.Array) -> np.dtype[Any]:
-    """That of ``x`` in at least single precision; complex stays complex."""
+    """The dtype of ``x`` in at least single precision; complex stays complex."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return x.dtype
     return compute_dtype(x)
 
 
 def inexact_dtype(x: jax.Array) -> np.dtype[Any]:
-    """That of ``x``, where it can hold a momentum; integers and keys are left alone."""
+    """The dtype of ``x`` if it can hold a momentum, else :func:`compute_dtype`."""
     return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else compute_dtype(x)
 
 
@@ -33,7 +33,7 @@ def widen(x: jax.Array) -> jax.Array:
 
 
 def saturated(x: Any) -> jax.Array:
-    """An integer, or inf, as int32; what does not fit becomes what is nearest."""
+    """An integer, or inf, as int32; a number that does not fit becomes the nearest."""
     low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     if isinstance(x, jax.Array):
         own = np.iinfo(x.dtype)

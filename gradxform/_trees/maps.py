@@ -1,12 +1,12 @@
 """Maps over trees that know every kind of leaf a gradient tree may hold.
 
-A leaf of a gradient tree is an array; an ``IndexedSlices``, of which the maps here show
-a function the values alone; or ``None`` where the loss gave no gradient: ``None`` stays
-``None`` in updates, and the state that belongs to it stays as it was.
-``optax.MaskedNode`` is a node without leaves and passes through by itself.
+A leaf of a gradient tree is an array, an ``IndexedSlices``, or ``None`` where the loss
+gave no gradient. The maps here show a function only the values of an ``IndexedSlices``.
+``None`` stays ``None`` in updates, and its state stays as it was. ``optax.MaskedNode``
+is a node without leaves and passes through by itself.
 
-A function that is not linear in the gradient needs repeated rows summed first, and one
-that reads state or parameters beside them the rows that they touch::
+A function that is not linear in the gradient needs repeated rows summed first. A
+function that also reads state or parameters needs the rows that the gradient touches::
 
     updates = sum_duplicates(updates)
     new = map_state(f, updates, rows(updates, state))
@@ -29,17 +29,17 @@ from gradxform._trees.rows import places, take_rows, take_summed, write_summed
 
 
 def is_leaf(node: Any) -> bool:
-    """What the maps here stop at, beside arrays."""
+    """The nodes at which the maps here stop, beside arrays."""
     return node is None or isinstance(node, IndexedSlices)
 
 
 def values(g: Any) -> jax.Array:
-    """The entries of a gradient that there are, as an array."""
+    """The stored entries of a gradient, as an array."""
     return jnp.asarray(g.values if isinstance(g, IndexedSlices) else g)
 
 
 def dtype_of(g: Any) -> np.dtype[Any]:
-    """The dtype of a gradient's entries, whatever kind of leaf it is."""
+    """The dtype of a gradient's entries, for any kind of leaf."""
     return values(g).dtype
 
 
@@ -51,14 +51,14 @@ def all_finite(g: Any) -> jax.Array:
     if isinstance(g, IndexedSlices):
         held = arithmetic.expand(g.indices < g.dense_shape[0], x)
     parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
-    # Of a largest number, which NaN spoils as inf does: that is one pass, where the
-    # compiler for CPU writes down what `isfinite` gives for each entry.
+    # By the largest number, which NaN spoils as inf does. That is one pass; with
+    # `isfinite` the compiler for CPU writes a result for each entry.
     largest = [jnp.max(jnp.abs(part), initial=0, where=held) for part in parts]
     return jnp.all(jnp.isfinite(jnp.stack(largest)))
 
 
 def map_updates(f: Callable[..., Any], updates: Any, *rest: Any) -> Any:
-    """``f`` of each gradient, of its values where it is row-sparse; ``None`` stays."""
+    """``f`` of each gradient, or of its values if it is row-sparse; ``None`` stays."""
 
     def update(g: Any, *r: Any) -> Any:
         if g is None:
@@ -81,7 +81,7 @@ def map_state(f: Callable[..., Any], updates: Any, state: Any, *rest: Any) -> An
 
 
 def sum_duplicates(updates: Any) -> Any:
-    """The same updates, no row of a row-sparse one given twice."""
+    """The same updates, with repeated rows summed."""
     return jax.tree.map(
         lambda g: g.sum_duplicates() if isinstance(g, IndexedSlices) else g,
         updates,
@@ -90,9 +90,9 @@ def sum_duplicates(updates: Any) -> Any:
 
 
 def rows(updates: Any, state: Any) -> Any:
-    """State, of tables the rows alone that summed row-sparse updates touch.
+    """State; of tables only the rows that summed row-sparse updates touch.
 
-    Padding reads zeros, and so does what a part of a table does not hold.
+    Padding reads zeros, and so do rows that a part of a table lacks.
     """
 
     def take(g: Any, table: Any) -> Any:
@@ -131,14 +131,14 @@ def added(update: Any, p: jax.Array) -> jax.Array:
 def map_params(f: Callable[..., Any], params: Any, *rest: Any) -> Any:
     """``jax.tree.map`` over parameters, which may be Python or NumPy numbers.
 
-    Or no more than described, as ``jax.eval_shape`` does it: ``f`` then sees a
+    Or only described, as in ``jax.eval_shape``: then ``f`` sees a
     ``jax.ShapeDtypeStruct``. Of a part of a table it sees the rows.
     """
     return jax.tree.map(lambda p, *r: f(param(p), *r), held(params), *rest)
 
 
 def held(params: Any) -> Any:
-    """The same, of parts of tables the rows that they hold, as tables of their own."""
+    """The same; a part of a table becomes a table of its own, with its rows."""
     return jax.tree.map(
         lambda p: p.sum_duplicates().values if isinstance(p, IndexedSlices) else p,
         params,
@@ -147,15 +147,15 @@ def held(params: Any) -> Any:
 
 
 def param(p: Any) -> Any:
-    """A parameter as an array, or no more than described."""
+    """A parameter as an array, or only described."""
     return p if isinstance(p, jax.ShapeDtypeStruct) else jnp.asarray(p)
 
 
 def broadcast(prefix: Any, tree: Any) -> Any:
     """One value of the prefix tree for each leaf of ``tree``; ``None`` stays.
 
-    The prefix may be a function of ``tree``. A tree without leaves comes back as it is:
-    in ``optax.tree.map_params`` one such node stands for all parameters.
+    The prefix may be a function of ``tree``. A tree without leaves comes back
+    unchanged: in ``optax.tree.map_params`` one such node stands for all parameters.
     """
     if not jax.tree.leaves(tree):
         return tree
@@ -168,7 +168,7 @@ def broadcast(prefix: Any, tree: Any) -> Any:
 
 
 def _is_function(prefix: Any) -> bool:
-    """To be called, and not a tree whose root can be called, as an Equinox module."""
+    """Whether to call it; an Equinox module is a tree whose root can be called."""
     is_partial = isinstance(prefix, functools.partial)  # jax.tree_util's is a node too.
     return callable(prefix) and (is_partial or jax.tree_util.all_leaves([prefix]))
 

@@ -1,8 +1,8 @@
-"""Row indices as leaves of a pytree: of a dtype with which JAX does not calculate.
+"""Row indices as leaves of a pytree, in a dtype with which JAX does not calculate.
 
-JAX moves, gathers and chooses among such leaves, but refuses to calculate with them,
-whoever asks. Numbers it would add up or multiply like all others, and what comes out is
-the index of another row.
+JAX moves, gathers and chooses among such leaves, but refuses to calculate with them. It
+would add up or multiply plain numbers like all others, and the result would be the
+index of another row.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class Group:
         return leader
 
     def _all(self, asked: list[Any], check: Callable[[], object]) -> list[Any]:
-        """What they answer; raises as soon as one of them does."""
+        """Their answers; raises as soon as one of them does."""
         left = asked
         while left:
             check()
@@ -147,7 +147,7 @@ class Group:
 
 
 def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
-    """What an actor with these options needs of its machine."""
+    """The needs of an actor with these options, from its machine."""
     needs = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     bundle = {name: options.get(option) for name, option in needs.items()}
     bundle |= options.get("resources") or {}
