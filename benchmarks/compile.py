@@ -45,7 +45,7 @@ def no_step(tx, params, state, grads):
 
 
 NOVOGRAD = gx.novograd(0.1, global_clipnorm=1.0)
-# How the step is written, the chain, and the name of what it is held against.
+# How the step is written, the chain, and the name of its reference.
 CHAINS = {
     "buffers in and out": (no_step, gx.adagrad(0.1), None),
     "optax clip + adagrad": (optax_step, OPTAX_ADAGRAD, None),

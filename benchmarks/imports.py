@@ -1,7 +1,7 @@
 """How long a process takes that imports gradxform, and one that imports optax alone.
 
 ``python -m benchmarks.imports``. JAX is most of both. After optax, the package itself
-takes 7 ms; a full garbage collection, of what JAX has made, then falls due in it.
+takes 7 ms; a full garbage collection of JAX's objects then falls due in it.
 """
 
 import os

@@ -30,6 +30,9 @@ import numpy as np
 from gradxform import __main__ as main_job
 from gradxform import engines
 
+# With what of the command line each is started. In a group the server is two processes.
+ENGINES = {name: (name,) for name in main_job.ENGINES}
+ENGINES["group"] = "ray", "--server-processes", "2"
 JOB = "--steps", "1000000", "--workers", "2"
 SAVING = "--checkpoint-every", "0.2"
 CODES = {"TERM": 143, "INT": 130, "KILL": -signal.SIGKILL}
@@ -90,7 +93,8 @@ def started(engine, folder, cache, **environ):
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         **environ,
     }
-    command = [sys.executable, "-m", "gradxform", "--engine", engine, *JOB, *SAVING]
+    which = ENGINES[engine]
+    command = [sys.executable, "-m", "gradxform", "--engine", *which, *JOB, *SAVING]
     with (
         open(folder / "stderr", "wb") as stderr,
         subprocess.Popen(
@@ -198,7 +202,7 @@ def kill(engine, name, moment, cache, job):
 
 
 def kills(engine, name, times, rng, cache, job):
-    """The ends of so many runs, of which every fourth is not let begin in peace."""
+    """The ends of so many runs; every fourth is interrupted while it starts."""
     took = 0.0  # Seconds to its first checkpoint, of the last run that came so far.
 
     def training(process, folder):
@@ -269,7 +273,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     several = {"nargs": "+", "metavar": "NAME"}
     parser.add_argument("--times", type=int, default=20, help="each, on each engine")
-    for option, names in (("engines", main_job.ENGINES), ("signals", CODES)):
+    for option, names in (("engines", ENGINES), ("signals", CODES)):
         text = f"by default {', '.join(names)}"
         parser.add_argument(
             f"--{option}", choices=names, default=[*names], help=text, **several

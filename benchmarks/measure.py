@@ -79,7 +79,7 @@ def times(seconds, against=None):
 
 
 def versions():
-    """The versions of what is measured; None for what is not installed."""
+    """The versions of the measured packages; None for those not installed."""
     found = {}
     for name in ("jax", "optax", "torch", "keras"):
         try:

@@ -1,62 +1,93 @@
 """Draws what ``benchmarks.step --json`` wrote: speed against optax, chain by chain.
 
-``python -m benchmarks.plot gpt2.json resnet.json --out benchmarks/results/step.png``
-gives each file a panel. A bar is the ratio of the medians, the tick on it that of the
-minima; 1 is optax. Steps whose reference is not optax's are left out.
+``python -m benchmarks.plot gpt2.json resnet.json --out benchmarks/results/step`` gives
+each file a panel, one below the other, and writes two pictures: ``step-light.svg`` for
+light pages, ``step-dark.svg`` for dark ones. They are 700 pixels wide, as a README is.
+A bar is the ratio of the medians, the tick on it that of the minima; 1 is optax. Rows
+whose reference is not optax's are left out; ``--only NAME …`` draws these rows alone.
 """
 
 import argparse
 import json
 import pathlib
 
-# Okabe and Ito's: apart in grey and to the colour-blind too.
-COLORS = {"gx": "#0072b2", "keras": "#e69f00", "torch": "#cc79a7"}
+WIDTH = 7.3  # inches; at CSS's 96 pixels an inch, 700 pixels.
+# Okabe and Ito's: apart in grey and to the colour-blind too; in the dark, lighter.
+THEMES = {
+    "light": {
+        **{"gx": "#0072b2", "keras": "#b36b00", "torch": "#b0558a"},
+        **{"text": "#1f2328", "grid": "#d1d9e0"},
+    },
+    "dark": {
+        **{"gx": "#56b4e9", "keras": "#e69f00", "torch": "#cc79a7"},
+        **{"text": "#f0f6fc", "grid": "#3d444d"},
+    },
+}
 NAMES = {"gx": "gradxform", "keras": "Keras 3 on JAX", "torch": "torch"}
 
 
-def lines_of(results):
+def save(draw, out):
+    """Writes what ``draw(theme)`` gives, for light pages and for dark ones."""
+    import matplotlib as mpl
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for name, theme in THEMES.items():
+        ink = ("text.color", "axes.edgecolor", "axes.labelcolor")
+        settings = dict.fromkeys((*ink, "xtick.color", "ytick.color"), theme["text"])
+        settings |= {"grid.color": theme["grid"], "svg.hashsalt": out.name}
+        settings |= {"font.size": 11, "axes.grid": True, "axes.facecolor": "none"}
+        settings |= {"axes.axisbelow": True}
+        with mpl.rc_context(settings):
+            path = out.with_name(f"{out.name}-{name}.svg")
+            draw(theme).savefig(path, transparent=True, metadata={"Date": None})
+
+
+def lines_of(results, only):
     """The rows with a bar, by (reference, name)."""
     return {
         (row["against"], row["name"]): row
         for row in results["rows"]
         if row.get("against", "").startswith("optax")
+        and (not only or row["name"] in only)
     }
 
 
-def draw(files):
+def draw(files, theme, only=()):
     """The figure of some files' results, a panel each."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    panels = [lines_of(results) for results in files]
+    panels = [lines_of(results, only) for results in files]
     if not any(panels):
-        raise SystemExit("no row is held against optax: not from benchmarks.step?")
+        raise SystemExit("no such row is held against optax: not from benchmarks.step?")
     places, labels = layout(dict.fromkeys(key for rows in panels for key in rows))
-    width, height = 4 + 4.5 * len(files), 1.4 + 0.27 * max(labels)
-    figure = Figure((width, height), layout="constrained")
-    axes = figure.subplots(1, len(files), sharex=True, sharey=True, squeeze=False)[0]
-    for ax, results, rows in zip(axes, files, panels, strict=True):
+    height = (0.7 + 0.23 * max(labels)) * len(files) + 0.4
+    figure = Figure((WIDTH, height), layout="constrained")
+    axes = figure.subplots(len(files), 1, sharex=True, sharey=True, squeeze=False)
+    for ax, results, rows in zip(axes[:, 0], files, panels, strict=True):
         ax.set_xscale("log", base=2)
         for key, row in rows.items():
-            bar(ax, places[key], row)
-        ax.axvline(1, color="black", linewidth=0.8)
+            bar(ax, places[key], row, theme)
+        ax.axvline(1, color=theme["text"], linewidth=0.8)
         ax.margins(x=0.14)
         ax.xaxis.set_major_formatter(
             lambda x, _: f"{x:g}" if x >= 1 else f"1/{1 / x:g}"
         )
-        ax.set_xlabel("times as fast as optax (log scale)")
-        ax.set_title(results["title"], fontsize=9)
-        ax.grid(axis="x", linewidth=0.4)
-        ax.set_axisbelow(True)
+        ax.set_title(results["title"].split(", N")[0], fontsize=11)
+        ax.grid(visible=False, axis="y")
         ax.spines[["top", "right", "left"]].set_visible(False)
         ax.tick_params(axis="y", length=0)
-    axes[0].invert_yaxis()
-    axes[0].set_yticks(list(labels), list(labels.values()), fontsize=9)
-    for text in axes[0].get_yticklabels():
-        text.set_fontweight("bold" if text.get_text().endswith(":") else "normal")
-    shown = {name.split()[0] for _, name in places}
-    handles = [Patch(color=COLORS[k], label=NAMES[k]) for k in COLORS if k in shown]
-    figure.legend(handles=handles, loc="outside lower right", ncols=3, frameon=False)
+        ax.set_yticks(list(labels), list(labels.values()))
+        for text in ax.get_yticklabels():
+            text.set_fontweight("bold" if text.get_text().endswith(":") else "normal")
+    axes[0, 0].invert_yaxis()
+    axes[-1, 0].set_xlabel("times as fast as optax (log scale)")
+    shown = [k for k in NAMES if k in {name.split()[0] for _, name in places}]
+    if len(shown) > 1:
+        handles = [Patch(color=theme[k], label=NAMES[k]) for k in shown]
+        figure.legend(
+            handles=handles, loc="outside lower right", ncols=3, frameon=False
+        )
     return figure
 
 
@@ -72,25 +103,25 @@ def layout(keys):
     return places, labels
 
 
-def bar(ax, y, row):
+def bar(ax, y, row, theme):
     """One bar, from 1, with its tick and its number."""
     median, fastest = row["speed, median"], row["speed, min"]
-    color = COLORS[row["name"].split()[0]]
-    ax.barh(y, median - 1, left=1, color=color, height=0.68)
-    ax.plot([fastest] * 2, [y - 0.34, y + 0.34], color="black", linewidth=1.2)
-    end = max(median, fastest, 1)
-    ax.annotate(f" {median:.3g} x", (end, y), va="center", fontsize=9)
+    ax.barh(y, median - 1, left=1, color=theme[row["name"].split()[0]], height=0.68)
+    ax.plot([fastest] * 2, [y - 0.34, y + 0.34], color=theme["text"], linewidth=1.2)
+    ax.annotate(f" {median:.3g} x", (max(median, fastest, 1), y), va="center")
 
 
 def main():
-    """Writes the picture."""
+    """Writes the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=pathlib.Path, nargs="+", help="JSON files")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="the picture")
+    parser.add_argument(
+        "--out", type=pathlib.Path, required=True, help="without ending"
+    )
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="rows")
     options = parser.parse_args()
-    figure = draw([json.loads(path.read_text()) for path in options.results])
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.out, dpi=150)
+    files = [json.loads(path.read_text()) for path in options.results]
+    save(lambda theme: draw(files, theme, options.only), options.out)
 
 
 if __name__ == "__main__":

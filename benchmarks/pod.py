@@ -219,7 +219,7 @@ def collectives(hlo):
 
 
 def nbytes(found):
-    """Bytes of what collectives result in."""
+    """Bytes of the results of collectives."""
     return sum(
         n * size
         for (_, types), n in found.items()

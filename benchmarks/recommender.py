@@ -89,7 +89,7 @@ def chance(users, items):
 
 
 def entropy(p):
-    """Mean of what remains unknown [nat] of clicks with these chances."""
+    """Mean entropy [nat] of clicks with these chances."""
     return float(-np.mean(p * np.log(p) + (1 - p) * np.log(1 - p)))
 
 

@@ -42,7 +42,7 @@ html_show_copyright = False
 ziamath.config.svg2, ziamath.config.precision = False, 2
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["attrs_inline", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # The tests run them; here they are shown.
 copybutton_prompt_text = r">>> |\.\.\. "
@@ -96,15 +96,23 @@ def resolve(app, env, node, contnode):
     return nodes.reference("", "", contnode, internal=False, refuri=site + name)
 
 
+PICTURE = re.compile(
+    r'<picture>\s*<source .*srcset="(.*)">\s*<img alt="(.*)" src="(.*)">\s*</picture>'
+)
+
+
 def read_page(app, *names_and_source):
     """Takes away what the tests need and a reader does not.
 
     Links name texts and notebooks where they lie, and the site has pages of its own for
-    them. The empty line at the end of a doctest says that nothing is printed.
+    them. The empty line at the end of a doctest says that nothing is printed. A picture
+    with a twin for dark pages follows the theme of the site, which a reader may switch.
     """
     source = names_and_source[-1]
+    source[0] = PICTURE.sub(r"![\2](\3){.only-light} ![\2](\1){.only-dark}", source[0])
     text = re.sub(r"\]\(\.\./((?:\.\./)*notebooks/)", r"](\1", source[0])
-    text = text.replace("](../docs/", "](../").replace("](../README.md", "](index.md")
+    up = "" if len(names_and_source) == 3 else "../"  # Texts are included in docs/.
+    text = text.replace("](../docs/", f"]({up}").replace("](../README.md", "](index.md")
     text = re.sub(r"\]\([A-Z]+\.md", lambda link: link[0].lower(), text)
     source[0] = text.replace("\n\n```\n", "\n```\n")
 

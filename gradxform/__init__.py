@@ -1,4 +1,4 @@
-"""Gradient transformations for JAX, where optax stops.
+"""Gradient transformations for JAX that begin where optax stops.
 
 The flow, left to right::
 
@@ -31,8 +31,8 @@ Everything in it is a pure ``optax.GradientTransformation`` and composes with op
 >>> assert gx.global_step(state) == 60 and gx.staleness_fraction(state) == 0.0
 
 One class stands outside the flow and drives it: :class:`ParameterServer`, which workers
-on many threads, or many machines through Ray, pull from and push to. What runs such
-workers is in :mod:`gradxform.engines`.
+on many threads, or many machines through Ray, pull from and push to.
+:mod:`gradxform.engines` runs such workers.
 """
 
 from gradxform import engines as engines
@@ -49,6 +49,8 @@ from gradxform._late.accumulator import (
 from gradxform._late.compensate_delay import compensate_delay as compensate_delay
 from gradxform._late.counters import global_step as global_step
 from gradxform._late.counters import staleness_fraction as staleness_fraction
+from gradxform._late.delayed import DelayedState as DelayedState
+from gradxform._late.delayed import delayed as delayed
 from gradxform._late.drop_stale import DropStaleState as DropStaleState
 from gradxform._late.drop_stale import drop_stale as drop_stale
 from gradxform._late.gate import GatedTransformation as GatedTransformation
@@ -62,6 +64,7 @@ from gradxform._server.records import ServerStats as ServerStats
 from gradxform._transforms.adagrad import ScaleByAdagradState as ScaleByAdagradState
 from gradxform._transforms.adagrad import adagrad as adagrad
 from gradxform._transforms.adagrad import scale_by_adagrad as scale_by_adagrad
+from gradxform._transforms.alignment import MomentumAlignment as MomentumAlignment
 from gradxform._transforms.clipping import (
     ClipByGlobalNormState as ClipByGlobalNormState,
 )
@@ -83,6 +86,16 @@ from gradxform._transforms.measure_cosine import (
     MeasureCosineState as MeasureCosineState,
 )
 from gradxform._transforms.measure_cosine import measure_cosine as measure_cosine
+from gradxform._transforms.momentum_look_ahead import (
+    ScaleByMomentumLookAheadState as ScaleByMomentumLookAheadState,
+)
+from gradxform._transforms.momentum_look_ahead import (
+    momentum_look_ahead as momentum_look_ahead,
+)
+from gradxform._transforms.momentum_look_ahead import (
+    scale_by_momentum_look_ahead as scale_by_momentum_look_ahead,
+)
+from gradxform._transforms.momentum_look_ahead import worker_start as worker_start
 from gradxform._transforms.novograd import ScaleByNovogradState as ScaleByNovogradState
 from gradxform._transforms.novograd import novograd as novograd
 from gradxform._transforms.novograd import scale_by_novograd as scale_by_novograd

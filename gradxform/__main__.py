@@ -4,12 +4,12 @@ Workers pull the parameters of a small convolutional net, compute a gradient eac
 minibatch of its own, and push it to a ``ParameterServer``, whose transformation ends in
 ``chain(clip_by_global_norm, novograd)``. In front of it, ``drop_stale`` drops gradients
 that come too late, or ``conditional_accumulator`` adds up those of several workers. In
-mode ``local`` that chain is each worker's own, for ``local_steps``, and what they push
-after those is for ``delayed_nesterov``.
+mode ``local`` each worker has such a chain for its ``local_steps``, and
+``delayed_nesterov`` takes their pushes.
 
-From top to bottom: workers, transformation, job, Ctrl-C, and all of it together. What
-is trained is the business of ``_digits``, how workers run that of ``engines``, options
-that of ``_command_line``, and what is shown that of ``_report``.
+From top to bottom: workers, transformation, job, Ctrl-C, and all of it together.
+``engines`` runs the workers. Options, data and model, and output have rooms of their
+own in ``_demo``.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 import gradxform as gx
-from gradxform import _listing, engines
-from gradxform._command_line import ENGINES, OPTIMIZERS, make_parser, settings_of
-from gradxform._digits import Digits, Model, build_model, load_digits
-from gradxform._report import print_report, save_plot, track
+from gradxform import engines
+from gradxform._demo import listing
+from gradxform._demo.command_line import ENGINES, OPTIMIZERS, make_parser, settings_of
+from gradxform._demo.digits import Digits, Model, build_model, load_digits
+from gradxform._demo.report import print_report, save_plot, track
 from gradxform._server.extras import require
 
 BATCH_SIZE = 64
 MAX_NORM = 1.0
 JITTER = 0.25  # Standard deviation of the logarithm of a duration.
 
-# Of mode local: rate and decay of the outer optimizer. Here, too, lateness acts as
+# For mode local: rate and decay of the outer optimizer; here, too, lateness acts as
 # momentum. And how many local steps are compiled one by one: a convolution in a loop is
-# slow on CPU, and compiling many of them as well.
+# slow on CPU, and so is compiling many of them.
 OUTER = 1.0, 0.5
 UNROLLED = 20
 
@@ -82,10 +84,10 @@ def make_worker(
 def make_local(
     model: Model, tx: optax.GradientTransformation, *, unroll: bool
 ) -> Callable[[], Model]:
-    """Makes models, of which each trains by itself and has an optimizer of its own.
+    """Makes models that train by themselves, each with an optimizer of its own.
 
-    Their gradient is that of an array of minibatches: what training on them makes of
-    the parameters. Their loss is that of the first one.
+    Their gradient belongs to an array of minibatches: how far training on them moves
+    the parameters. Their loss is that of the first minibatch.
     """
     steps = gx.local_steps(model.loss, tx, unroll=unroll)
 
@@ -112,12 +114,12 @@ def make_local(
 def make_optimizer(
     optimizer: str, steps: int, batches: int
 ) -> optax.GradientTransformation:
-    """A clip, and what scales the gradients.
+    """A clip, and the optimizer that scales the gradients.
 
     Args:
       optimizer: one of ``OPTIMIZERS``.
       steps: how many there will be; the learning rate falls to 0 with the last one.
-      batches: how many minibatches have a part in a step.
+      batches: how many minibatches make a step.
     """
     scale, peak = OPTIMIZERS[optimizer]
     # A mean of n has 1/n of the variance and n times fewer steps: a higher rate pays.
@@ -128,7 +130,7 @@ def make_optimizer(
 
 
 def make_job(args: argparse.Namespace, model: Model, digits: Digits) -> engines.Job:
-    """What the options say, for any engine."""
+    """The job that the options describe, for any engine."""
     workers, local = args.workers, args.mode == "local"
     required = {"backup": workers - args.backups, "sync": workers}.get(args.mode)
     length = (args.local_steps,) if local else ()
@@ -164,8 +166,8 @@ def make_job(args: argparse.Namespace, model: Model, digits: Digits) -> engines.
 def end(*_: object) -> NoReturn:
     """Ends the process as Ctrl-C does: in one line, with exit code 130.
 
-    At once, whatever it is at: an exception would be lost in an import or a destructor,
-    and the interpreter's own end crashes where XLA is still at work.
+    At once: an exception would be lost in an import or a destructor, and the
+    interpreter's own end crashes while XLA is still at work.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.write(sys.stderr.fileno(), b"python -m gradxform: interrupted\n")
@@ -176,8 +178,9 @@ def end(*_: object) -> NoReturn:
 def interruptible() -> Iterator[Callable[[], None]]:
     """Lets contexts inside end what they started, before Ctrl-C ends the process.
 
-    A second Ctrl-C does not wait for them. It gives what raises the first one again, as
-    Python drops what a handler raises in a destructor, or while JAX collects garbage.
+    A second Ctrl-C does not wait for them. This gives a function that raises the first
+    one again: Python drops a handler's exception in a destructor, or while JAX collects
+    garbage.
     """
     interrupted = False
 
@@ -191,7 +194,7 @@ def interruptible() -> Iterator[Callable[[], None]]:
         if interrupted:
             raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is not end:  # The process is another program's.
+    if signal.getsignal(signal.SIGINT) is not end:  # Another program's process.
         yield check
         return
     signal.signal(signal.SIGINT, interrupt)
@@ -217,15 +220,23 @@ def make_run(
     if args.engine == "ray":
         options["address"] = args.address
         options["connect_timeout"] = args.connect_timeout
+        options["server_processes"] = args.server_processes
+        options["server_shardings"] = functools.partial(cut, args.server_processes)
     return ENGINES[args.engine](job, **options)
+
+
+def cut(processes: int, path: str, shape: tuple[int, ...]) -> PartitionSpec:
+    """Which leaves lie in parts: all that can, small as the model is."""
+    parts = shape and shape[0] >= processes
+    return PartitionSpec("server") if parts else PartitionSpec()
 
 
 @contextlib.contextmanager
 def printing(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Ends the process in one line where nothing more can be printed.
+    """Ends the process with one line if nothing more can be printed.
 
-    Without one where nobody reads on, as ``head``: then with exit code 141, which
-    is that of every other program.
+    If nobody reads on, as with ``head``, then without a line and with exit code 141, as
+    every other program.
     """
     try:
         try:
@@ -262,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     if args.list:
         with printing(parser):
-            _listing.print_table()
+            listing.print_table()
         return
 
     model, digits = build_model(args.seed), load_digits()
@@ -276,7 +287,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 board = stack.enter_context(engines.TensorBoard(args.logdir, run))
         except (OSError, ValueError) as error:
             # No cluster, or no folder, where there should be one; one of another job.
-            # What Ray passes on from another process has its traceback in its text.
+            # An error that Ray passes on from another process has its traceback in its
+            # text.
             parser.error(str(getattr(error, "cause", error)))
         check()  # From here on the run does.
         pushes = []
@@ -289,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     title = f"{args.mode} on {args.engine}, {args.optimizer}, workers {args.workers}, "
     title += f"seed {args.seed}"
-    untold = None  # First, as whoever reads the results may not read to their end.
+    untold = None  # First, as the reader of the results may not read to their end.
     if args.plot and pushes:
         limit = args.max_staleness if job.required is None else 0
         try:

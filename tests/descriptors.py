@@ -105,6 +105,19 @@ DESCRIPTORS = (
         "bf16",
         real_only=True,
     ),
+    D("scale_by_momentum_look_ahead"),
+    D("momentum_look_ahead", {"learning_rate": 0.1}),
+    D(
+        "momentum_look_ahead",
+        {"learning_rate": 0.1, "mu_dtype": jnp.bfloat16},
+        "bf16",
+        real_only=True,
+    ),
+    D(
+        "momentum_look_ahead",
+        {"learning_rate": 0.1, "alignment": gx.MomentumAlignment()},
+        "heloco",
+    ),
     D("measure_cosine"),
     # The first two pushes with local_step 0 are fresh, the third is stale.
     D(
@@ -177,6 +190,9 @@ DESCRIPTORS = (
         "ringleader",
         worker=0,
     ),
+    # The first of three pushes acts at the second, and at the third.
+    D("delayed", {"inner": NOVOGRAD, "num_steps": 1}),
+    D("delayed", {"inner": ADAGRAD, "num_steps": 2}, "two"),
     # Of three pushes the second acts, and the third is added.
     D(
         "accumulate",

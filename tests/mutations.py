@@ -68,24 +68,44 @@ _trees/indexed_slices.py: what is summed is sorted and summed again by the next 
 - sums, self.dense_shape, summed=True)
 + sums, self.dense_shape, summed=False)
 
-_trees/maps.py: sparse updates of half precision are rounded before they are added
-- if isinstance(u, IndexedSlices) and widen(p).dtype == p.dtype:
-+ if isinstance(u, IndexedSlices):
+_trees/indexed_slices.py: updates of half precision are rounded before they are added
+- if wide_dtype(table) == table.dtype:
++ if True:
 
-_trees/maps.py: optax adds a repeated row once
-- u = sum_duplicates(update)
-+ u = update
+_trees/indexed_slices.py: optax adds a repeated row once
+- rows = rows.sum_duplicates()
++ rows = rows
 
-_trees/maps.py: state that starts at -0.0 starts at 0.0 under jit
+_trees/opaque.py: a function for dense gradients sees row indices as numbers
+- return jax.random.wrap_key_data(bits[..., None], impl=_opaque())
++ return indices
+
+_trees/dtypes.py: a step that an int32 does not hold turns negative
+- return jnp.clip(x, max(own.min, low), min(own.max, high)).astype(jnp.int32)
++ return x.astype(jnp.int32)
+
+_trees/boxes.py: a sum of squares a row is laid out as its table is
+- return _content(node) if isinstance(node, _boxes()) else node
++ return node
+
+_trees/boxes.py: what keeps several of a parameter lies whole on every device
+- return p.replace_boxed(s).add_axis(0, {"partition_name": None})
++ return s
+
+_trees/barrier.py: a sum of squares shares its widening with the update
+- cpu=jax.lax.optimization_barrier
++ cpu=lambda x: x
+
+_trees/constants.py: state that starts at -0.0 starts at 0.0 under jit
 - jnp.asarray(value, dtype) - _false(p, axes).astype(dtype)
 + jnp.asarray(value, dtype) + _false(p, axes).astype(dtype)
 
-_trees/maps.py: state of sharded parameters lies whole on each device
+_trees/constants.py: state of sharded parameters lies whole on each device
 - sharding = p.sharding.update(spec=P(*p.sharding.spec[:axes]))
 + sharding = p.sharding.update(spec=P())
 
-_trees/maps.py: an eps that is flushed to 0 does not keep the divisor from it
-- np.asarray(eps, x.dtype) < np.finfo(x.dtype).tiny
+_trees/arithmetic.py: an eps that is flushed to 0 does not keep the divisor from it
+- np.asarray(eps, x.dtype) < tiny
 + np.asarray(eps, x.dtype) == 0
 
 _trees/maps.py: what is not finite in an imaginary part is not seen
@@ -172,6 +192,34 @@ _transforms/delayed_nesterov.py: a part of the momentum is added, and not moved 
 - jnp.where(moves(t), 1 - c * n + c, c)
 + jnp.where(moves(t), 1, c)
 
+_transforms/momentum_look_ahead.py: the update looks ahead along the momentum of before
+- return _scale(g, a * (decay / kept)) + _scale(mu, back + decay)
++ return _scale(g, a * (decay / kept)) + _scale(mu, decay)
+
+_transforms/momentum_look_ahead.py: the momentum moves with the gradient as it came
+- return (moved + _scale(g, rest * a)).astype(mu.dtype)
++ return (moved + _scale(g, rest)).astype(mu.dtype)
+
+_transforms/momentum_look_ahead.py: a worker begins where the momentum comes from
+- ahead = -jnp.asarray(learning_rate) * b1
++ ahead = jnp.asarray(learning_rate) * b1
+
+_transforms/alignment.py: as well aligned as need be is not enough
+- (c >= agrees)
++ (c > 2 * agrees)
+
+_transforms/alignment.py: from where gradients are opposed on they turn
+- opposes, short = c < 0,
++ opposes, short = c < opposed,
+
+_transforms/alignment.py: the turn jumps where a gradient begins to agree
+- turn = jnp.minimum(rotation * ramp * sure, 1)
++ turn = jnp.minimum(rotation * (1 - c) * sure, 1)
+
+_trees/norms.py: the layers that a leaf stacks have one product
+- return _sum(g * h, stacked)
++ return _sum(g * h, 0)
+
 _transforms/learning_rate.py: the count of steps overflows
 - count = optax.safe_increment(state.count)
 + count = state.count + 1
@@ -191,8 +239,8 @@ _late/gate.py: extra arguments are lost where update names none of them
 + p.kind is p.VAR_POSITIONAL
 
 _late/drop_stale.py: as late as may be is too late
-- return staleness <= maps.saturated(limit)
-+ return staleness < maps.saturated(limit)
+- return staleness <= dtypes.saturated(limit)
++ return staleness < dtypes.saturated(limit)
 
 _late/drop_stale.py: the staleness of what is dropped is not kept
 - stale_count=stale_count, staleness=staleness
@@ -203,8 +251,8 @@ _late/drop_stale.py: a schedule of the threshold sees how late the push is
 + "max_staleness", max_staleness, staleness, "[0, inf]"
 
 _late/scale_by_staleness.py: a gradient ahead of its time has a weight of its own
-- s = jnp.maximum(0, maps.saturated(staleness))
-+ s = maps.saturated(staleness)
+- s = jnp.maximum(0, dtypes.saturated(staleness))
++ s = dtypes.saturated(staleness)
 
 _transforms/measure_cosine.py: a leaf without gradient is in the norm of the one before
 - maps.map_updates(lambda _, s: s, updates, before)
@@ -222,13 +270,37 @@ _late/worker_mean.py: what a row held before its worker pushed anew comes back
 - old = jnp.where(counts[i] == 0, 0, held)
 + old = held
 
+_late/delayed.py: the gradient of one step later acts
+- at = place if delay > 1 else 0
++ at = (place + 1) % delay if delay > 1 else 0
+
+_late/delayed.py: who waits for the longest delay waits for the shortest
+- full = jnp.all((count >= delays) | ~moves)
++ full = jnp.any((count >= delays) & moves)
+
+_late/delayed.py: a leaf that has no gradient holds up the others
+- full = jnp.all((count >= delays) | ~moves)
++ full = jnp.all(count >= delays)
+
+_late/delayed.py: a ring that has been filled once starts again from nothing
+- jnp.where(count + 1 < 2 * delays, count + 1, delays)
++ jnp.where(count + 1 < 2 * delays, count + 1, 0)
+
+_late/delayed.py: an int for a part is not found
+- for end in range(len(path) + 1):
++ for end in (0, len(path)):
+
+_late/delayed.py: the old gradient is copied before the new one takes its place
+- never = (known != known) & (known == known)
++ never = jnp.array(False)
+
 _late/counters.py: TensorFlow's fraction divides by the steps alone
 - own.global_step.astype(jnp.float32) + 1
 + own.global_step.astype(jnp.float32)
 
 _late/compensate_delay.py: a delay is compensated the wrong way round
-- maps.scale(now - then, variance_control)
-+ maps.scale(then - now, variance_control)
+- arithmetic.scale(now - then, variance_control)
++ arithmetic.scale(then - now, variance_control)
 
 _late/compensate_delay.py: repeated rows are corrected one by one
 - updates = maps.sum_duplicates(updates)
@@ -251,12 +323,12 @@ _late/sums.py: a schedule is asked for the step behind this one
 + "num_required", self._num_required, global_step + 1, checks.COUNTS
 
 _late/sums.py: who pushed in the last round counts in the next one
-- lambda p: p & ~full, maps.as_in
-+ lambda p: p, maps.as_in
+- "pushed": pushed & ~full
++ "pushed": pushed
 
 _late/sums.py: a dropped push counts as one
-- p if g is None else p | taken
-+ p if g is None else p | True
+- pushed = state.pushed | (taken &
++ pushed = state.pushed | (True &
 
 _late/absent.py: the state of a leaf that nobody pushed for moves
 - return jax.tree.map(lambda n, o: jnp.where(has_acted, n, o), new, old)
@@ -295,8 +367,8 @@ _verbs/donation.py: what stands in two places is taken twice
 + held.discard(id(x))
 
 _verbs/local_steps.py: one step more is taken than shall be
-- number < maps.saturated(num_steps)
-+ number <= maps.saturated(num_steps)
+- number < dtypes.saturated(num_steps)
++ number <= dtypes.saturated(num_steps)
 
 _verbs/local_steps.py: what was pulled is donated
 - donate_argnums=(1,)), tx
@@ -351,30 +423,31 @@ _trees/rows.py: rows of a sharded table lie as JAX guesses
 + return take_rows(table, ids)
 
 _server/parameter_server.py: a restore between check and step goes unnoticed
--         self._check_step(local_step)
+-         check_step(local_step, self._version)
 -         old = self._version
 +         old = self._version
 
 _server/parameter_server.py: a push of before a restore is answered from memory
-- self._answered = {}  # Who
-+ # Who
+- self._answered = {}  # A
++ # A
 
 _server/parameter_server.py: a restore wakes none of those who wait
--         self._answered = {}  # Who asks again for a push of before must pull again.
+-         self._answered = {}  # A worker that repeats an older push must pull again.
 -         self._wake()
 +         self._answered = {}
 
 _server/programs.py: a worker that still computes holds up the others
-- jax.block_until_ready(leaves)
-+ pass
+-         jax.block_until_ready(leaves)
+-         if self._require_finite:
++         if self._require_finite:
 
 _server/programs.py: who waited for the compiler compiles the same again
 - if known is not None:
 + if isinstance(known, Refusal):
 
 _server/rows.py: rows that a pull asks for twice come twice
-- once = np.unique(asked)
-+ once = np.sort(asked)
+- once = np.unique(ids)
++ once = np.sort(ids)
 
 _server/rows.py: a part has as many rows as its size, not as its ids
 - if length != len(rows):
@@ -516,9 +589,65 @@ _server/recoverable.py: a run that goes on takes all its pushes once more
 - self._takes -= number + 1
 + pass
 
-engines/_ray.py: a server that dies too often is replaced
+engines/_servers.py: a server that dies too often is replaced
 - if self._deaths_left == 0:
 + if self._deaths_left is None:
+
+_server/channel.py: who hangs in a collective outlives the leader
+- self._end("the leader of the server has died, and this process ends with it")
++ pass
+
+_server/channel.py: a leader that fails alone goes on
+- if not self._others_failed.acquire(timeout=wait):
++ if self._others_failed is None:
+
+_server/layout.py: the last part has rows that there are not
+- return min(process * each, shape[cut]), min((process + 1) * each, shape[cut])
++ return process * each, (process + 1) * each
+
+_server/placed.py: padding of pushed rows is a row of the padded table
+- indices = jnp.where(g.indices < g.dense_shape[0], g.indices, shape[0])
++ indices = g.indices
+
+_server/parcels.py: an argument that has the shape of a part is taken for one
+- else Part(parts[x.number])
++ else parts[x.number]
+
+_server/parcels.py: rows that were pulled have the padding of a table cut along them
+- rows[(slice(None), *inside)]
++ rows
+
+_server/parcels.py: what is small is sent when it may have been overwritten
+- return cls(None, copy(tree))
++ return cls(None, tree)
+
+_server/group.py: a push that was refused stays prepared
+- if key in self._prepared:
++ if self._prepared is None:
+
+_server/group.py: a push that fails in a follower has a place in the order
+- raise error.cause from None
++ pass
+
+_server/group.py: followers are not told of checkpoints
+- self._orders.tell("snapshot", taken.pushes, taken.counters)
++ pass
+
+_server/follower.py: what was prepared for nothing is kept
+- self._prepared.pop(key, None)
++ self._prepared.get(key, None)
+
+_server/follower.py: a follower resumes at the beginning
+- server._thread.run(server._resume, version, snapshot.counters)
++ pass
+
+engines/_group.py: a process that dies as a group starts is waited for
+- done, left = self._ray.wait(left, num_returns=1, timeout=LOOK)
++ done, left = self._ray.wait(left, num_returns=len(left), timeout=LOOK)
+
+engines/_group.py: Ray starts one of a group again by itself
+- each = {**self._options, "max_restarts": 0, "max_task_retries": 0}
++ each = {**self._options}
 
 engines/_reach.py: a cluster is waited for without an end
 - said, _ = process.communicate(timeout=seconds)
@@ -560,15 +689,23 @@ engines/_work.py: a minibatch stays where it was
 - params, batch = _moved((params, batch), worker.device)
 + params = _moved(params, worker.device)
 
-_listing.py: names are cut where the terminal is narrow
+_demo/digits.py: each seed begins with the same weights
+- rngs = nnx.Rngs(seed)
++ rngs = nnx.Rngs(0)
+
+_demo/report.py: what the last worker had accepted counts as dropped
+- push.worker == last and not push.result.applied
++ push.worker == last
+
+_demo/listing.py: names are cut where the terminal is narrow
 - table.add_column("name", no_wrap=True)
 + table.add_column("name", width=12)
 
-_command_line.py: an option that is empty is left out
+_demo/command_line.py: an option that is empty is left out
 - if not path:
 + if path is None:
 
-_command_line.py: the picture of an earlier run is lost where the new one is not drawn
+_demo/command_line.py: the picture of an earlier run is lost if the new one is not drawn
 - if not existed and os.path.lexists(path):
 + if os.path.lexists(path):
 

@@ -126,6 +126,45 @@ def delayed_nesterov(
         yield params, mu, total
 
 
+def momentum_look_ahead(params, sequence, learning_rate, b1=0.9, *, alignment=None):
+    """Yields ``(params, m)`` after each step; HeLoCo's G in the place of g."""
+    m = {k: np.zeros_like(p) for k, p in params.items()}
+    for t, given in enumerate(sequence):
+        lr = float(learning_rate(t)) if callable(learning_rate) else learning_rate
+        grads = given
+        if alignment is not None:
+            grads = {k: aligned(g, m[k], **alignment) for k, g in given.items()}
+        m = {k: b1 * m[k] + (1 - b1) * g for k, g in grads.items()}
+        params = {k: params[k] - lr * (g + b1 * m[k]) for k, g in grads.items()}
+        yield params, m
+
+
+def kind(g, m, *, aligned, eps, **_):
+    """What HeLoCo takes a gradient for."""
+    if min(np.linalg.norm(g), np.linalg.norm(m)) < eps:
+        return "short"
+    cosine = np.vdot(m, g).real / (np.linalg.norm(g) * np.linalg.norm(m) + eps)
+    return "aligned" if cosine >= aligned else "opposed" if cosine < 0 else "between"
+
+
+def aligned(g, m, **numbers):
+    """HeLoCo's correction, in geometry: the part along m, and the angle to it."""
+    which, eps = kind(g, m, **numbers), numbers["eps"]
+    if which in ("short", "aligned"):
+        return g
+    length, other = np.linalg.norm(g), np.linalg.norm(m)
+    cosine = np.vdot(m, g).real / (length * other + eps)
+    sure = length / (length + numbers["confidence"] * other + eps)
+    if which == "opposed":
+        part = np.vdot(m, g).real * m / (other + eps) ** 2
+        share = min(numbers["shrinkage"] * -cosine * sure, numbers["max_shrinkage"])
+        return g - share * part
+    ends = numbers["aligned"] - cosine, numbers["aligned"] - numbers["opposed"] + eps
+    turn = min(numbers["rotation"] * (ends[0] + eps) / ends[1] * sure, 1)
+    mixed = (1 - turn) * g / (length + eps) + turn * m / (other + eps)
+    return mixed * length / (np.linalg.norm(mixed) + eps)
+
+
 def drop_stale(params, pushes, max_staleness, apply):
     """Plays ``(grads, local_step)`` pushes; yields ``(params, step, stale)``."""
     global_step = stale = 0
@@ -136,6 +175,14 @@ def drop_stale(params, pushes, max_staleness, apply):
         else:
             stale += 1
         yield params, global_step, stale
+
+
+def delayed(sequence, num_steps):
+    """Yields what acts at each step, or None: what a list of that many still holds."""
+    waiting = []
+    for grads in sequence:
+        waiting.append(grads)
+        yield waiting.pop(0) if len(waiting) > num_steps else None
 
 
 def worker_mean(pushes, num_workers, method):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import compile as compile_benchmark
-from benchmarks import measure, memory, plot, step
+from benchmarks import measure, memory, plot, race, step
 from benchmarks.__main__ import main, programs
 from benchmarks.models import MODELS, small_leaves, tree
 
@@ -268,13 +268,35 @@ def test_a_picture_has_a_bar_a_row_and_a_panel_a_file(tmp_path, monkeypatch):
     ]
     path = tmp_path / "step.json"
     path.write_text(json.dumps({"title": "a model", "rows": rows}))
-    figure = plot.draw([json.loads(path.read_text())] * 2)
-    assert [len(ax.patches) for ax in figure.axes] == [2, 2]
-    assert all("optax" in ax.get_xlabel() for ax in figure.axes)
-    out = tmp_path / "pictures" / "step.png"
+    for only, bars in (((), 2), (["gx clip + adagrad"], 1)):
+        files = [json.loads(path.read_text())] * 2
+        figure = plot.draw(files, plot.THEMES["dark"], only)
+        assert [len(ax.patches) for ax in figure.axes] == [bars, bars]
+        assert "optax" in figure.axes[-1].get_xlabel()
+        assert figure.get_figwidth() * 96 <= 701  # What a README has room for.
+    out = tmp_path / "pictures" / "step"
     monkeypatch.setattr(sys, "argv", ["plot", str(path), "--out", str(out)])
-    plot.main()
-    assert out.read_bytes().startswith(b"\x89PNG")
-    path.write_text(json.dumps({"title": "another table", "rows": rows[:1]}))
-    with pytest.raises(SystemExit, match="no row is held against optax"):
+    written = []
+    for _ in range(2):  # Nothing in them depends on the time.
         plot.main()
+        written.append([file.read_bytes() for file in sorted(out.parent.iterdir())])
+    assert [file.name for file in sorted(out.parent.iterdir())] == [
+        *("step-dark.svg", "step-light.svg")
+    ]
+    assert written[0] == written[1]
+    assert written[0][0] != written[0][1]
+    path.write_text(json.dumps({"title": "another table", "rows": rows[:1]}))
+    with pytest.raises(SystemExit, match="held against optax"):
+        plot.main()
+
+
+def test_the_race_waits_in_one_method_and_drops_in_another(monkeypatch):
+    monkeypatch.setattr(race, "SECONDS", 7)
+    data = race.digits()
+    waiting, dropped = race.curve("synchronous", 0.3, 0, data)
+    assert len({*waiting[:5]}) == 1  # The slowest worker takes at least 4 seconds.
+    assert waiting[7] < waiting[0]
+    assert dropped == 0
+    late, dropped = race.curve("drop_stale", 0.3, 0, data)
+    assert 0.5 < dropped < 1  # A gradient of eight workers is seven steps late.
+    assert (late, dropped) == race.curve("drop_stale", 0.3, 0, data)

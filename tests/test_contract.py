@@ -257,7 +257,7 @@ def test_chain_and_named_chain(row, compiled):
 
 def test_inject_hyperparams(row, compiled, standard_promotion):
     params, grads = draw(0), draw(1)
-    shapes = "accumulator_dtype", "mu_dtype", "num_workers"
+    shapes = "accumulator_dtype", "mu_dtype", "num_steps", "num_workers"
     static = [k for k, v in row.kwargs.items() if k in shapes or callable(v)]
     tx = optax.inject_hyperparams(getattr(gx, row.name), static_args=static)(
         **row.arguments()
@@ -383,7 +383,7 @@ def test_derivatives_through_the_update_are_finite(row):
 def test_a_leaf_without_gradient_keeps_its_state(row):
     params, grads = draw(0), draw(1) | {"w": None}
     tx = row.make()
-    for updates, state in run(row, grads, params, steps=2):
+    for updates, state in run(row, grads, params):
         # The mean of several pushes is dense; here it is of nothing.
         assert updates["w"] is None or not jnp.any(updates["w"])
         assert types(state) == types(tx.init(params))

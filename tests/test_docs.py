@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import gradxform as gx
-from gradxform import _listing
 from gradxform.__main__ import main
+from gradxform._demo import listing
 from tests.descriptors import DESCRIPTORS
 
 PUBLIC = sorted(
@@ -21,7 +21,7 @@ STATES = [name for name in PUBLIC if name.endswith("State")]
 RECORDS = [name for name in PUBLIC if hasattr(getattr(gx, name), "_fields")]
 # What a user calls; a gated transformation is made by its wrappers alone.
 CALLED = sorted({*PUBLIC} - {*RECORDS} - {"GatedTransformation", "ServerClosedError"})
-ROWS = {row.name: row for row in _listing.rows()}
+ROWS = {row.name: row for row in listing.rows()}
 
 
 @pytest.mark.parametrize("name", CALLED)

@@ -344,6 +344,37 @@ def test_linen_under_partitioning_metadata(field):
     chex.assert_trees_all_equal(*updated)
 
 
+ROWS = {
+    "ring": gx.delayed(gx.adagrad(0.1), {"kernel": 2, "bias": 0}),
+    "table": gx.worker_mean(gx.adagrad(0.1), 1, method="all"),
+}
+
+
+@pytest.mark.parametrize("field", ROWS)
+def test_what_keeps_several_of_a_parameter_names_its_mesh_axes_too(field):
+    init = linen.with_partitioning(linen.initializers.lecun_normal(), ("x", None))
+    model, tx = linen.Dense(10, kernel_init=init), ROWS[field]
+    boxed = model.init(jax.random.key(0), X)["params"]
+    state = tx.init(boxed)
+    specs = optax.tree.get(linen.get_partition_spec(state), field)
+    assert specs["kernel"] == jax.sharding.PartitionSpec(None, "x", None)
+    assert specs["bias"] == jax.sharding.PartitionSpec()
+
+    def trained(params):
+        state = tx.init(params)
+        types = jax.tree.map(jax.typeof, state)
+        for local_step in range(4):
+            params, state = gx.apply_gradients(
+                tx, params, state, params, worker=0, local_step=local_step
+            )
+            assert jax.tree.map(jax.typeof, state) == types
+        return jax.tree.leaves((params, state))
+
+    plain = linen.unbox(boxed)
+    chex.assert_trees_all_close(trained(boxed), trained(plain), rtol=1e-6)
+    assert not np.allclose(trained(plain)[1], plain["kernel"])
+
+
 def test_linens_own_train_state_forwards_nothing():
     params = {"w": jnp.ones(3)}
 

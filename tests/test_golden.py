@@ -30,6 +30,7 @@ SLOTS = {
     "momentum": "trace",
     "m": "mu",
     "v": "nu",
+    "momentum_buffer": "mu",
     "exp_avg": "mu",
     "exp_avg_sq": "nu",
 }
@@ -59,6 +60,8 @@ def build(ours):
     name = options.pop("transformation")
     if "inner" in options:
         options["inner"] = build(options["inner"])
+    if "alignment" in options:
+        options["alignment"] = gx.MomentumAlignment(**options["alignment"])
     rate = options.get("learning_rate")
     if isinstance(rate, np.ndarray | jax.Array) and rate.ndim:
         options["learning_rate"] = lambda count: jnp.asarray(rate)[count]

@@ -17,6 +17,7 @@ pytestmark = [
 ]
 
 PAIRS = ("threads", "TERM"), ("simulated", "TERM"), ("ray", "TERM"), ("threads", "KILL")
+PAIRS += (("group", "TERM"),)
 CODES = {"TERM": "143:", "KILL": "-9:"}
 
 

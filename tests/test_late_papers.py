@@ -239,12 +239,31 @@ PAPERS = {
     "FedAsync, polynomial weights": "fedasync-polynomial",
     "FedAsync, hinge": "fedasync-hinge",
 }
+# Those of outer optimizers, which see no workers.
+OUTER = {
+    "momentum look-ahead, the outer optimizer": "look-ahead",
+    "HeLoCo, its outer optimizer": "alignment",
+}
+
+
+@pytest.mark.parametrize("method", OUTER)
+def test_a_row_of_an_outer_optimizer_is_what_the_authors_run(method):
+    cases = json.loads((GOLDEN / "heloco.json").read_text())["cases"]
+    (case,) = [case for case in cases if case["name"] == OUTER[method]]
+    of = {"rate": case["settings"]["lr"], "b1": case["settings"]["momentum"]}
+    tx = eval(ROWS[method], {"gx": gx, **of})
+    params = tree(case["params"])
+    state, step = tx.init(params), jax.jit(functools.partial(gx.apply_gradients, tx))
+    for recorded in case["steps"]:
+        params, state = step(tree(recorded["grads"]), state, params)
+        for leaf, value in recorded["params"].items():
+            np.testing.assert_allclose(params[leaf], value, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("method", PAPERS)
 def test_a_row_of_the_page_is_what_the_authors_run(method):
     case = CASES[PAPERS[method]]
-    assert ROWS.keys() == PAPERS.keys()
+    assert ROWS.keys() == PAPERS.keys() | OUTER.keys()
     settings, of = case["settings"], {"gx": gx, "optax": optax, "jnp": jnp}
     of |= {"rate": 0.125, "R": 3, "B": 3, "n": len(case.get("durations", ()))}
     if "agnostic" in case["name"]:

@@ -22,7 +22,7 @@ import gradxform as gx
 from benchmarks.kills import processes_of
 from gradxform import __main__ as job
 from gradxform import engines
-from gradxform._command_line import ENGINES, MODES, settings_of, writable_png
+from gradxform._demo.command_line import ENGINES, MODES, settings_of, writable_png
 from tests.conftest import promotion, xla_flags
 
 SHORT = ("--steps", "60", "--engine", "simulated")
@@ -431,13 +431,14 @@ def test_help_explains_every_option():
     assert re.search(r"--mode \{async,backup,local,sync\}" + words, options)
     assert re.search(r"--engine \{threads,ray,simulated\}" + words, options)
     integers = "workers", "backups", "local-steps", "max-staleness", "steps", "seed"
+    integers += ("server-processes",)
     for option in integers:
         assert re.search(rf"--{option} N{words}", options)
     for option in ("work", "straggler", "checkpoint-every", "connect-timeout"):
         assert re.search(rf"--{option} X{words}", options)
     for option in ("plot FILE", "checkpoint DIR", "logdir DIR", "address ADDRESS"):
         assert re.search(f"--{option}{words}", options)
-    assert options.count("(default:") == 14
+    assert options.count("(default:") == 15
     assert "exit code 143" in " ".join(options.split())
 
 
@@ -474,6 +475,8 @@ def test_help_explains_every_option():
         (["--logdir", __file__], ["--logdir", "a folder", "Not a directory"]),
         (["--checkpoint-every", "-1"], ["--checkpoint-every", "[0, inf]", "'-1'"]),
         (["--address", "auto"], ["--address", "--engine ray", "threads"]),
+        (["--server-processes", "2"], ["--server-processes", "--engine ray"]),
+        (["--server-processes", "0"], ["--server-processes", "[1, 64]", "'0'"]),
         (["--connect-timeout", "0"], ["--connect-timeout", "[0.001, inf]", "'0'"]),
         (["--checkpoint", ""], ["--checkpoint", "must not be empty"]),
         (["--logdir="], ["--logdir", "must not be empty"]),

@@ -9,6 +9,7 @@ import inspect
 import json
 import pathlib
 import re
+import tomllib
 
 import pytest
 
@@ -27,6 +28,7 @@ TEXTS = [*BESIDE, *PAGES, *NOTEBOOKS]
 
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.M)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+PICTURE = re.compile(r'<picture>.*?srcset="(.*?)".*?alt="(.+?)" src="(.*?)"', re.S)
 # Blocks of code that are no doctests, and the tests that run them:
 # test_frameworks.py, and test_embeddings.py those of sparse.md.
 RUN_ELSEWHERE = {"frameworks.md", "tensorflow.md", "novograd.md", "sparse.md"}
@@ -145,3 +147,26 @@ def test_every_block_of_code_is_run(path):
 def test_the_readme_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 200
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", SITE / "costs.md"], ids=str)
+def test_every_picture_is_there_for_light_and_dark_pages(path):
+    text = path.read_text()
+    pictures = PICTURE.findall(text)
+    assert pictures
+    assert len(pictures) == text.count("<picture>")
+    for dark, _, light in pictures:
+        assert dark == light.replace("-light.svg", "-dark.svg") != light
+        assert (path.parent / dark).exists()
+        assert (path.parent / light).exists()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_first_cell_installs_from_the_repository(path):
+    """One line makes a notebook run where nothing is installed, as on Colab."""
+    cells = json.loads(path.read_text())["cells"]
+    code = "".join(next(c["source"] for c in cells if c["cell_type"] == "code"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (line,) = re.findall(r"^ *%pip install -q (.*)$", code, re.M)
+    address = project["urls"]["Repository"]
+    assert line.startswith(f'"gradxform[demo] @ git+{address}"')

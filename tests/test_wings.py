@@ -1,6 +1,7 @@
 """A wing imports those wings alone that stand above it."""
 
 import ast
+import graphlib
 import pathlib
 
 import pytest
@@ -15,25 +16,34 @@ MAY_IMPORT = {
     "_transforms": {"_trees"},
     "_late": {"_trees"},
     "_verbs": {"_trees", "_late"},
-    "_server": {"", "_trees", "_transforms", "_late", "_verbs"},
-    "engines": {"", "_trees", "_transforms", "_late", "_verbs", "_server"},
+    "_server": {"_trees", "_transforms", "_late", "_verbs"},
+    "engines": {"_trees", "_transforms", "_late", "_verbs", "_server"},
     "_config": {"", "_trees"},
+    "_demo": {"", "_server", "engines"},
 }
+
+
+# A number of these may only fall.
+LONG = {"engines/_ray.py": 405, "_server/parameter_server.py": 406}
+
+
+def imported(path):
+    """What a file imports of the package, here and there, as dotted names."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (n for n in names if n.partition(".")[0] == PACKAGE.name)
 
 
 def imported_wings(path):
     """The wings from which a file imports; ``""`` where it imports the face."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            modules = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for module in modules:
-            if module.partition(".")[0] == "gradxform":
-                _, wing, *_ = [*module.split("."), ""]
-                yield wing if wing in MAY_IMPORT else ""
+    for name in imported(path):
+        _, wing, *_ = [*name.split("."), ""]
+        yield wing if wing in MAY_IMPORT else ""
 
 
 def test_the_table_has_every_wing():
@@ -57,5 +67,27 @@ def test_a_wing_says_what_lives_there(wing):
     assert all(f"``{room}" in doc for room in rooms)
 
 
+def test_no_room_imports_itself_by_way_of_others():
+    rooms = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
+        for path in PACKAGE.rglob("*.py")
+        if path.stem != "__init__"  # A face names its rooms, and imports nothing else.
+    }
+    graph = graphlib.TopologicalSorter()
+    for room, path in rooms.items():
+        names = {*imported(path)}  # Of rooms, and of what is in one.
+        names |= {name.rpartition(".")[0] for name in names}
+        graph.add(room, *names & rooms.keys())
+    graph.prepare()  # Raises a CycleError, which names the rooms.
+
+
+def test_only_the_face_and_the_main_job_stand_beside_the_wings():
+    assert {p.name for p in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py"}
+
+
 def test_no_file_is_long():
-    assert all(len(p.read_text().splitlines()) <= 410 for p in PACKAGE.rglob("*.py"))
+    lengths = {
+        path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines())
+        for path in PACKAGE.rglob("*.py")
+    }
+    assert {name for name, n in lengths.items() if n > LONG.get(name, 400)} == set()

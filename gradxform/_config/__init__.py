@@ -1,9 +1,9 @@
 """Transformations from plain dicts, and dicts from transformations.
 
 - ``config``: ``from_config`` and ``get_config``.
-- ``hints``: what a value may be, as the annotation of its argument says it.
-- ``keras``: what Keras and TensorFlow Addons write, put into our words.
+- ``hints``: the values that the annotation of an argument allows.
+- ``keras``: translates the configs that Keras and TensorFlow Addons write.
 - ``schedules``: the schedules that a config may name.
 
-Imports the public face, of which a config names the functions, and ``_trees``.
+Imports ``_trees`` and the public face, whose functions a config names.
 """

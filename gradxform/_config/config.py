@@ -1,7 +1,7 @@
 """Transformations as plain dicts: built from them, and given back.
 
-A dict with a ``"name"`` stands for what the function of that name makes of the other
-entries, its arguments. What Keras wrote is first put into these words. The functions'
+A dict with a ``"name"`` stands for a call of the function of that name; the other
+entries are its arguments. A config that Keras wrote is first translated. The functions'
 own signatures say which keys there are, which are needed and what they hold.
 """
 
@@ -12,6 +12,7 @@ import difflib
 import inspect
 import math
 import re
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ import optax
 import gradxform as gx
 from gradxform._config import hints, keras, schedules
 
-_KEPT = "_gradxform_config"  # The attribute under which what is built keeps its config.
+_KEPT = "_gradxform_config"  # The attribute that keeps the config.
 
 # Limits, which never act where they are infinite. All other numbers are finite.
 _LIMITS = (
@@ -40,39 +41,41 @@ _UNANNOTATED = (
 
 
 def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
-    """Builds a transformation from a plain dict, or from what Keras wrote.
+    """Builds a transformation from a plain dict, or from a config that Keras wrote.
 
     ``{"name": …}`` with the arguments as the other entries, nested as needed:
 
     - a transformation of gradxform: ``{"name": "adagrad", "learning_rate": 0.1}``;
     - ``{"name": "chain", "transforms": [{…}, {…}]}``;
-    - what optax makes: ``{"name": "optax.adamw", "learning_rate": 1e-3}``;
+    - a transformation of optax: ``{"name": "optax.adamw", "learning_rate": 1e-3}``;
     - as an argument, a schedule of optax: ``{"name": "cosine_decay_schedule", …}``;
-      ``"inverse_time_decay"``, ``"polynomial_decay"`` with its ``cycle``,
-      ``"cosine_decay_restarts"`` and ``"linear_cosine_decay"``, which it lacks, are
-      Keras's, and so is ``"at_last_push"``, a rate that counts micro-batches.
+      optax lacks five of Keras's, which are here too: ``"inverse_time_decay"``,
+      ``"polynomial_decay"`` with its ``cycle``, ``"cosine_decay_restarts"``,
+      ``"linear_cosine_decay"`` and ``"at_last_push"``, a rate that counts
+      micro-batches.
 
     Dtypes are strings, and trees of arguments (``mask``, ``stacked_axes``) lie in the
-    dict as they are. Any mapping will do, and a ``ConfigDict`` of ml_collections.
+    dict as they are. Any mapping works, also a ``ConfigDict`` of ml_collections.
 
-    Of Keras it reads ``optimizer.get_config()`` and ``keras.optimizers.serialize``, of
-    Keras 3 and of TensorFlow 1.15 to 2.x: ``Adagrad``, TensorFlow Addons'
-    ``NovoGrad``, and as their rates ``ExponentialDecay``, ``InverseTimeDecay``,
-    ``CosineDecay``, ``CosineDecayRestarts``, ``LinearCosineDecay``,
-    ``PiecewiseConstantDecay`` and ``PolynomialDecay``.
+    It reads the results of ``optimizer.get_config()`` and
+    ``keras.optimizers.serialize`` of Keras 3 and of TensorFlow 1.15 to 2.x:
+    ``Adagrad``, TensorFlow Addons' ``NovoGrad``, and the schedules
+    ``ExponentialDecay``, ``InverseTimeDecay``, ``CosineDecay``,
+    ``CosineDecayRestarts``, ``LinearCosineDecay``, ``PiecewiseConstantDecay`` and
+    ``PolynomialDecay``.
 
     Args:
-      config: a mapping of what JSON can hold; it is not changed.
+      config: a mapping that JSON can hold; it is not changed.
 
     Returns:
       The transformation, which :func:`get_config` knows.
 
     Raises:
-      ValueError: a key or a name is unknown, or a key is missing, and what is allowed;
-        an argument is out of its range, NaN, or infinite where it is no limit; Keras
-        was asked for what is not offered here (``use_ema=True``), and what to do
-        instead. Each says where in the config.
-      TypeError: an argument is of the wrong type, as ``1e-3`` from YAML, a string.
+      ValueError: a key or a name is unknown, or a key is missing; an argument is out of
+        its range, NaN, or infinite without being a limit; Keras was asked for an option
+        that is not offered here (``use_ema=True``). The message says where in the
+        config, and what to do instead.
+      TypeError: an argument is of the wrong type, such as ``1e-3`` from YAML, a string.
 
     Source: ``tf.keras.optimizers.deserialize``, for optax.
 
@@ -104,7 +107,7 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     ValueError: config: unknown key 'learning_rte', did you mean 'learning_rate'? ...
     """
     plain = _plain(config, "config")
-    tx = _made(plain, "config", "transformation")  # Puts what Keras wrote in our words.
+    tx = _made(plain, "config", "transformation")  # Translates Keras's configs.
     tx = optax.with_extra_args_support(tx)
     setattr(tx, _KEPT, plain)
     return tx
@@ -114,11 +117,11 @@ def get_config(tx: optax.GradientTransformation) -> dict[str, Any]:
     """The config of a transformation that :func:`from_config` built.
 
     Args:
-      tx: what :func:`from_config` returned.
+      tx: a transformation that :func:`from_config` returned.
 
     Returns:
-      A new dict, which JSON can hold and of which :func:`from_config` builds the same.
-      What Keras wrote is put into the words of this library.
+      A new dict that JSON can hold. :func:`from_config` builds the same transformation
+      from it. A config of Keras comes back in the words of this library.
 
     Raises:
       TypeError: ``tx`` was not built by :func:`from_config`.
@@ -141,7 +144,7 @@ def get_config(tx: optax.GradientTransformation) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy made of what JSON holds alone, its numbers finite."""
+    """A copy with only what JSON can hold; its numbers are finite."""
     if hasattr(value, "to_dict"):  # ml_collections' ConfigDict is no Mapping.
         value = value.to_dict()
     if isinstance(value, Mapping):
@@ -156,7 +159,7 @@ def _plain(value: Any, where: str) -> Any:
         return sequence(_plain(entry, f"{where}[{i}]") for i, entry in enumerate(value))
     if value is not None and not isinstance(value, bool | int | float | str):
         raise TypeError(
-            f"{where} must be what JSON can hold, got {value!r}. Write a dtype as a "
+            f"{where} must be a JSON value, got {value!r}. Write a dtype as a "
             "string, 'bfloat16', and a scalar array as its float()."
         )
     if isinstance(value, float) and not abs(value) <= _LARGEST:
@@ -171,7 +174,7 @@ def _plain(value: Any, where: str) -> Any:
 def _made(config: Any, where: str, kind: str) -> Any:
     """The ``"transformation"`` or ``"schedule"`` that a dict with a name is.
 
-    What Keras wrote is put into our words, in the dict itself.
+    A config of Keras is translated, in the dict itself.
     """
     if isinstance(config, dict):
         _translate(config, where)
@@ -191,7 +194,7 @@ def _translate(config: dict[str, Any], where: str) -> None:
     written = keras.find_reader(config, where)
     if written is not None:
         reader, given, where = written
-        _arguments(reader, given, where)  # Translates and checks what lies deeper.
+        _arguments(reader, given, where)  # Translates and checks deeper entries.
         words = _call(reader, given, where)
         config.clear()
         config.update(words)
@@ -202,11 +205,18 @@ def _is_named(value: Any) -> bool:
 
 
 def _signature(make: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(make, eval_str=True)
+    signature = inspect.signature(make, eval_str=True)
+    if not hasattr(make, "_fields"):
+        return signature
+    known = typing.get_type_hints(make)  # Of a named tuple they are still strings.
+    fields = signature.parameters.values()
+    return signature.replace(
+        parameters=[field.replace(annotation=known[field.name]) for field in fields]
+    )
 
 
 def _kind(make: Callable[..., Any]) -> str | None:
-    """What a function makes, by its annotation."""
+    """The kind of object that a function makes, by its annotation."""
     if inspect.isclass(make):
         return None
     made = _signature(make).return_annotation
@@ -220,7 +230,7 @@ def _kind(make: Callable[..., Any]) -> str | None:
 def _arguments(
     make: Callable[..., Any], given: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
-    """What a function gets for what a config holds."""
+    """The arguments of a function, from the entries of a config."""
     parameters = _signature(make).parameters
     _check_keys(parameters, given, where)
     # Schedules divide by their steps, which need not be whole.
@@ -252,7 +262,7 @@ def _check_keys(
 
 
 def _call(make: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
-    """Calls a function; what it raises says where in the config."""
+    """Calls a function; its errors say where in the config."""
     try:
         return make(**arguments)
     except Exception as error:  # Optax divides by zero, and asserts.
@@ -261,7 +271,7 @@ def _call(make: Callable[..., Any], arguments: Mapping[str, Any], where: str) ->
 
 
 def _argument(value: Any, where: str, parameter: inspect.Parameter, whole: bool) -> Any:
-    """What a function gets for what a config holds, by its annotation."""
+    """One argument of a function, from an entry of a config, by its annotation."""
     hint = parameter.annotation
     if hint is parameter.empty and isinstance(parameter.default, int | float):
         hint = type(parameter.default)
@@ -269,6 +279,9 @@ def _argument(value: Any, where: str, parameter: inspect.Parameter, whole: bool)
         return _transformations(value, where, str(hint))
     if hints.holds_schedules(hint):
         value = _with_schedules(value, where)
+    record = hints.record(hint)
+    if record is not None and isinstance(value, dict):
+        return _call(record, _arguments(record, value, where), where)
     if "dict[int" in str(hint) and isinstance(value, dict):  # JSON's keys are strings.
         value = {_integer(key): entry for key, entry in value.items()}
     allowed = hints.alternatives(hint, whole)
@@ -298,7 +311,7 @@ def _integer(key: Any) -> Any:
 
 
 def _transformations(value: Any, where: str, annotation: str) -> Any:
-    """One transformation, or those in a list or under labels, by the annotation."""
+    """One transformation, or several in a list or under labels, by the annotation."""
     kind = re.search("list|dict|Mapping", annotation)
     if kind is None:
         return _made(value, where, "transformation")
@@ -316,7 +329,7 @@ def _transformations(value: Any, where: str, annotation: str) -> Any:
 
 
 def _with_schedules(value: Any, where: str) -> Any:
-    """The value, or what lies in the list, made a schedule where it is a dict."""
+    """The value, or the items of the list, with dicts made schedules."""
     if isinstance(value, list | tuple):
         return [_with_schedules(v, f"{where}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, dict) and {"name", "class_name"} & value.keys():

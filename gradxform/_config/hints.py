@@ -1,4 +1,4 @@
-"""What a value of a config may be, as the type annotation of its argument says it."""
+"""The values that a config may hold, by the type annotation of the argument."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _NUMBERS = (float, complex, jax.Array, np.ndarray, np.number)
 
 
 def alternatives(hint: Any, whole: bool = True) -> list[Alternative]:
-    """What values an annotation allows, any of them.
+    """The alternatives that an annotation allows.
 
     Args:
-      hint: the annotation, no string.
+      hint: the annotation, not a string.
       whole: whether an ``int`` has to be one, or may be any number; keys always have.
     """
     origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if any(arg in _NUMBERS for arg in args):
-            # Of an ``ArrayLike``, which may be a bool as well, this leaves the numbers.
+            # An ``ArrayLike`` may be a bool as well; this leaves the numbers.
             args = tuple(arg for arg in args if arg not in (int, bool, np.bool))
         return [each for arg in args for each in alternatives(arg, whole)]
     if hint in (None, type(None)):
@@ -42,6 +42,9 @@ def alternatives(hint: Any, whole: bool = True) -> list[Alternative]:
         return [("an integer", lambda value: _is(value, int))]
     if hint == optax.Schedule:
         return [("a schedule, a dict with its 'name'", callable)]
+    if hasattr(hint, "_fields"):
+        fields = ", ".join(hint._fields)
+        return [(f"a dict of {fields}", lambda value: isinstance(value, hint))]
     if origin is typing.Literal:
         words = ", ".join(map(repr, args))
         return [(f"one of {words}", lambda value: value in args)]
@@ -54,6 +57,12 @@ def alternatives(hint: Any, whole: bool = True) -> list[Alternative]:
     if origin in (list, tuple, Sequence, Iterable) and args:
         return [_list(alternatives(args[0], whole))]
     return [("anything", lambda _: True)]
+
+
+def record(hint: Any) -> Any:
+    """The named tuple that may stand there, as a dict in a config, or None."""
+    kinds = typing.get_args(hint) or (hint,)
+    return next((kind for kind in kinds if hasattr(kind, "_fields")), None)
 
 
 def holds_schedules(hint: Any) -> bool:
@@ -90,7 +99,7 @@ def words(allowed: list[Alternative]) -> str:
 
 def _list(each: list[Alternative]) -> Alternative:
     def fits(value: Any) -> bool:
-        # Of numbers there may be none; of all else nothing would have nothing to do.
+        # A list of numbers may be empty; any other empty list would do nothing.
         return (
             isinstance(value, list | tuple)
             and all(_any(each, entry) for entry in value)

@@ -1,7 +1,7 @@
-"""What Keras and TensorFlow Addons write about their optimizers, in our vocabulary.
+"""Translates configs that Keras and TensorFlow Addons wrote of their optimizers.
 
-Each function below reads one class: its parameters are the keys that Keras writes, the
-keys without a default those that it always writes, and its result is the config of
+Each function below reads one class. Its parameters are the keys that Keras writes;
+Keras always writes those without a default. Its result is the config of
 :func:`gradxform.from_config` that computes the same. Parameters that a function does
 not use are keys that change no number.
 """
@@ -58,7 +58,7 @@ def _adagrad(
             "gradients are."
         )
     if gradient_accumulation_steps:
-        # Its rates count pushes: a step takes that of the last one.
+        # Its rates count pushes: a step takes the rate of its last push.
         learning_rate = _at_last_push(learning_rate, gradient_accumulation_steps)
     clips = _clips(clipnorm, clipvalue, global_clipnorm)
     clips = {key: norm for key, norm in clips.items() if norm > 0}  # 0 is none there.
@@ -120,7 +120,7 @@ def _novograd(
     is_legacy_optimizer: Any = None,
     name: Any = None,
 ) -> Config:
-    """``tfa.optimizers.NovoGrad``, a legacy optimizer whatever the TensorFlow."""
+    """``tfa.optimizers.NovoGrad``, a legacy optimizer with every TensorFlow."""
     if amsgrad:
         raise ValueError("amsgrad=True is not offered: write amsgrad=False.")
     if grad_averaging:
@@ -181,7 +181,7 @@ def _decay(ours: str) -> Reader:
         staircase: bool,
         name: Any = None,
     ) -> Config:
-        if ours == "exponential_decay" and decay_rate == 0:  # To optax, no decay.
+        if ours == "exponential_decay" and decay_rate == 0:  # For optax, no decay.
             raise ValueError("decay_rate=0 is not offered: the rate is 0 from step 1.")
         return {
             "name": ours,
@@ -311,15 +311,15 @@ _PACKAGES = ("keras", "tf_keras", "tensorflow_addons")
 def find_reader(
     config: Mapping[str, Any], where: str
 ) -> tuple[Reader, Mapping[str, Any], str] | None:
-    """Who reads what Keras wrote; None for a config that Keras did not write.
+    """The reader of a config of Keras; None for a config that Keras did not write.
 
     Args:
       config: a serialized object of Keras, ``{"class_name": …, "config": …}``, or the
         ``get_config()`` of an optimizer.
-      where: what messages call it.
+      where: its name in messages.
 
     Returns:
-      The reader, the keywords to call it with, and what messages call these.
+      The reader, the keywords to call it with, and their names in messages.
     """
     if not isinstance(config.get("class_name"), str):
         return _reader_of_get_config(config, where)
@@ -333,8 +333,8 @@ def find_reader(
     unknown = ", ".join(repr(key) for key in config if key not in _ENVELOPE)
     if unknown or not isinstance(config.get("config"), Mapping):
         raise ValueError(
-            f"{where} must be what Keras serialized: a dict with 'class_name' and a "
-            f"dict 'config'" + (f", and without {unknown}." if unknown else ".")
+            f"{where} must be serialized by Keras, a dict with 'class_name' "
+            f"and a dict 'config'" + (f", and without {unknown}." if unknown else ".")
         )
     return _generation(name, config["config"]), config["config"], f"{where}['config']"
 

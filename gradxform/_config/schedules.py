@@ -1,4 +1,4 @@
-"""The schedules that a config can name: optax's, and those of Keras that it lacks."""
+"""The schedules that a config can name: optax's, and Keras's that optax lacks."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def polynomial_decay(
 ) -> optax.Schedule:
     r"""A rate that falls as a power of the time left: Keras's ``PolynomialDecay``.
 
-    ``optax.polynomial_schedule`` cannot start anew, and for a ``power`` such as 0.5 it
-    may be NaN at the end once it is compiled: 1 - 6 · (1/6) is negative.
+    ``optax.polynomial_schedule`` cannot start again, and compiled it may be NaN at the
+    end for a ``power`` such as 0.5: 1 - 6 · (1/6) is negative.
 
     .. math::
 
@@ -66,8 +66,8 @@ def polynomial_decay(
       end_value: the rate from ``transition_steps`` on.
       power: the power of the polynomial.
       transition_steps: how long it takes, > 0.
-      cycle: whether it starts anew after that, and after every multiple of
-        ``transition_steps`` that it then falls towards.
+      cycle: whether it starts again after that, and after every further multiple of
+        ``transition_steps``.
 
     >>> rate = polynomial_decay(1.0, 0.0, power=1.0, transition_steps=4, cycle=True)
     >>> assert [float(rate(count)) for count in (0, 2, 4, 6, 8)] == [1, 0.5, 0, 0.25, 0]
@@ -130,7 +130,8 @@ def cosine_decay_restarts(
             nearest = jnp.round(time)
         else:
             nearest = jnp.round(jnp.log1p(time * (t_mul - 1)) / math.log(t_mul))
-        # Rounding must not take the first step of a cosine for the end of the last one.
+        # Rounding must not mistake the first step of a cosine for the end of the one
+        # before.
         n = jnp.where(time < start(nearest) * (1 - 1e-6), nearest - 1, nearest)
         fraction = (time - start(n)) / t_mul**n
         cosine = m_mul**n * (1 + jnp.cos(jnp.pi * fraction)) / 2
@@ -155,7 +156,7 @@ def linear_cosine_decay(
           (1 + \cos(2 \pi \, num\_periods (1 - left))) / 2 + beta\right)
 
     Args:
-      init_value: the rate at count 0, but for alpha and beta.
+      init_value: the rate at count 0, without alpha and beta.
       decay_steps: how long it takes, > 0.
       num_periods: how many periods the cosine goes through.
       alpha: what is added to the line.
@@ -182,7 +183,7 @@ def at_last_push(schedule: optax.Schedule, num_required: int) -> optax.Schedule:
 
     .. math:: schedule(num\_required \cdot (count + 1) - 1)
 
-    Keras's own do with ``gradient_accumulation_steps``.
+    Keras's own schedules do so with ``gradient_accumulation_steps``.
 
     Args:
       schedule: the rate, by the number of pushes before this one.
@@ -196,7 +197,7 @@ def at_last_push(schedule: optax.Schedule, num_required: int) -> optax.Schedule:
 
 
 def makers() -> dict[str, Callable[..., Any]]:
-    """What makes schedules, by name: optax's functions, and those above."""
+    """The functions that make schedules, by name: optax's, and those above."""
     return {
         name: value
         for names in (vars(optax.schedules), globals())

@@ -2,10 +2,10 @@
 
 ``None`` for a leaf says that the loss gave it no gradient: it stays as it is, and so
 does its state. Transformations of this library know ``None``. Others need not: optax's
-own fail on it, or forget the leaf's state. So a transformation is shown its trees with
-nodes without leaves in these places, as ``optax.masked`` does it, and what it does not
-see stays. Which parts of a state belong to a leaf, its ``init`` says: given such a node
-in the place of the leaf, it has that node wherever the leaf's state would be.
+own fail on it, or forget the leaf's state. So they see nodes without leaves in these
+places, as with ``optax.masked``, and the leaves that they do not see stay. Their
+``init`` says which parts of a state belong to a leaf: it gets such a node instead of
+the leaf, and that node appears wherever the leaf's state would be.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gradxform._trees.indexed_slices import IndexedSlices
 
 @jax.tree_util.register_pytree_node_class
 class Absent:
-    """A node without leaves in the place of a leaf, which has this number."""
+    """A node without leaves that replaces the leaf of this number."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -54,16 +54,16 @@ def update(
     params: optax.Params | None,
     **extra: Any,
 ) -> tuple[optax.Updates, optax.OptState]:
-    """``tx.update``, in which leaves without a gradient take no part.
+    """``tx.update`` for which leaves without a gradient take no part.
 
-    Extra arguments that are trees like the parameters are shown without these leaves
-    too, and a function among them, as a line search takes it, gets all of them.
+    Extra arguments that are trees like the parameters lose these leaves too. A function
+    among them, for a line search, gets all leaves.
     """
     tx = optax.with_extra_args_support(tx)
     missing = _missing(updates)
     if not missing:
         return tx.update(updates, state, params, **extra)
-    # What adds up asks of each leaf who pushed.
+    # Sums of pushes ask each leaf who pushed.
     part = None if _adds_up(state) else _Part.of(tx, state, updates, params)
     if part is None:
         try:
@@ -98,11 +98,11 @@ def keep(
     old: optax.OptState,
     like: optax.Params,
 ) -> optax.OptState:
-    """The new state of ``tx``, of leaves that have not acted the old one.
+    """The new state of ``tx``; for leaves that have not acted the old one.
 
     Args:
       tx: the transformation whose state it is.
-      acted: for each leaf a bool[], or None where it is known that it has.
+      acted: for each leaf a bool[], or None if it surely has.
       new: the state after a step.
       old: the state before it.
       like: the parameters, or a tree of their shapes and dtypes.
@@ -125,11 +125,11 @@ def keep(
 
 
 class _Part:
-    """Those of the leaves that have a gradient, and their part of a state.
+    """The leaves that have a gradient, and their part of a state.
 
     Attributes:
-      leaves: what is absent, by number.
-      tree: the parameters, or what is like them, without the leaves that are absent.
+      leaves: the absent leaves, by number.
+      tree: the parameters, or a tree like them, without the absent leaves.
       marks: a state, of ``init``, of the same.
     """
 
@@ -139,7 +139,7 @@ class _Part:
 
     @classmethod
     def of(cls, tx: Any, state: Any, updates: Any, params: Any | None) -> _Part | None:
-        """None where the state is not kept leaf by leaf, so that nobody can tell."""
+        """None if the state is not kept leaf by leaf, so that nobody can tell."""
         like = jax.tree.map(_described, updates, is_leaf=maps.is_leaf)
         whole = like if params is None else params
         leaves: list[Any] = []
@@ -160,7 +160,7 @@ class _Part:
                 state,
                 is_leaf=_is_absent,
             )
-        except Exception:  # Of an init that has never seen such a node.
+        except Exception:  # This init has never seen such a node.
             return None
         return part if all(jax.tree.leaves(same)) else None
 
@@ -180,7 +180,7 @@ class _Part:
         )
 
     def whole_state(self, new: Any, old: Any) -> Any:
-        """A state of all leaves again, of those that are absent the old one."""
+        """A state of all leaves again, for the absent ones the old one."""
         return jax.tree.map(
             lambda mark, n, o: o if _is_absent(mark) else n,
             self.marks,
@@ -216,7 +216,7 @@ def _missing(updates: Any) -> list[Any]:
 
 
 def _described(u: Any) -> Any:
-    """An update as the parameter that it is for."""
+    """An update with the shape and type of its parameter."""
     if not isinstance(u, IndexedSlices):
         return u
     return jax.ShapeDtypeStruct(u.dense_shape, u.dtype)

@@ -12,7 +12,7 @@ import optax
 from gradxform._late import gate
 from gradxform._late.gate import Act, GatedTransformation, Rest
 from gradxform._late.sums import Reduction, Sums
-from gradxform._trees import maps, versions
+from gradxform._trees import constants, maps, versions
 
 
 class AccumulateState(NamedTuple):
@@ -23,7 +23,7 @@ class AccumulateState(NamedTuple):
       num_accumulated: int32[], pushes in the sum.
       nonfinite_count: int32[], pushes left out so far; saturates.
       accumulated: the sum, like params, in at least float32 by default.
-      pushed: bool[] a leaf, whether any of these pushes had a gradient for it.
+      pushed: bool[leaves], whether any of these pushes had a gradient for that leaf.
       row_counts: int32[rows] a leaf, pushes that held a row; for ``row_mean`` only.
       inner_state: of the transformation behind the gate.
     """
@@ -32,7 +32,7 @@ class AccumulateState(NamedTuple):
     num_accumulated: jax.Array
     nonfinite_count: jax.Array
     accumulated: optax.Updates
-    pushed: optax.Updates
+    pushed: jax.Array
     row_counts: optax.Updates
     inner_state: optax.OptState
 
@@ -52,32 +52,32 @@ def accumulate(
         sum &\leftarrow sum + g, \quad n \leftarrow n + 1 \\
         g_{inner} &= sum / n \quad\text{once } n \ge num\_required(global\_step)
 
-    :func:`conditional_accumulator` for one process, where nothing is late: no worker
-    has to say what it saw. With the last of ``num_required`` pushes ``inner`` runs once
-    on their mean, ``global_step`` grows by 1, and sum and count start again from 0.
-    Until then the updates are zero and the inner state, with the count of every
-    schedule in it, stays bit-identical. ``None`` leaves, row-sparse gradients and the
-    types of updates and state are as there.
+    :func:`conditional_accumulator` for one process, where nothing is late: there is no
+    ``local_step``. With the last of ``num_required`` pushes ``inner`` runs once on
+    their mean, ``global_step`` grows by 1, and sum and count start again from 0. Until
+    then the updates are zero and the inner state, with the count of every schedule in
+    it, stays bit-identical. ``None`` leaves, row-sparse gradients and the types of
+    updates and state are as there.
 
     Use :func:`apply_gradients`, or ``minimize``: a push that is only added then costs
     one pass over sum and gradient, and no copy of the model is made. Loops that call
-    ``update`` and apply what it gives, as ``nnx.Optimizer`` and Flax's ``TrainState``
-    do, get the same numbers; there updates of zeros are made, and added.
+    ``update`` and apply its updates, as ``nnx.Optimizer`` and Flax's ``TrainState`` do,
+    get the same numbers; they make updates of zeros and add them.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
       num_required: how many pushes make a step, in [1, 2³¹ - 1]; or a schedule, which
-        says it for each ``global_step``. What a schedule gives under ``jit`` cannot be
-        checked; below 1 it counts as 1.
+        says it for each ``global_step``. The numbers of a schedule cannot be checked
+        under ``jit``; below 1 they count as 1.
       reduction: ``"mean"``, ``"sum"`` or ``"row_mean"``, as in
         :func:`conditional_accumulator`.
       accumulator_dtype: dtype of the sum, by default that of the parameters but at
         least float32.
-      skip_nonfinite: whether a push that holds NaN or inf, in whatever leaf, is left
-        out: it counts for nothing but ``nonfinite_count``. That is one more pass over
-        each gradient. Inside ``shard_map`` all devices that share a step leave it out
-        together; where JAX does not track what varies (``pmap``, ``check_vma=False``)
-        each judges by what it sees, so sum the gradients first.
+      skip_nonfinite: whether to leave out a push with NaN or inf in any leaf: then only
+        ``nonfinite_count`` changes. That is one more pass over each gradient. Inside
+        ``shard_map`` all devices that share a step leave it out together. Where JAX
+        does not track what varies (``pmap``, ``check_vma=False``) each device judges
+        alone, so sum the gradients first.
 
     Returns:
       A transformation with state :class:`AccumulateState`.
@@ -104,7 +104,7 @@ def accumulate(
 
     def init_fn(params: optax.Params) -> AccumulateState:
         return AccumulateState(
-            nonfinite_count=maps.zero(params, jnp.int32), **sums.init(params)
+            nonfinite_count=constants.zero(params, jnp.int32), **sums.init(params)
         )
 
     def guard(
@@ -116,8 +116,8 @@ def accumulate(
         **extra: Any,
     ) -> tuple[Any, AccumulateState]:
         count = state.nonfinite_count
-        # Always; but the compiler does not know, and keeps a conditional, out of which
-        # the sum comes in its own buffer. Without it the step is made from a copy.
+        # Always; but the compiler does not know, and keeps a conditional. The sum comes
+        # out of it in its own buffer. Without it the step is made from a copy.
         taken = state.num_accumulated >= 0
         if skip_nonfinite:
             taken = _all_finite(updates, state.global_step)

@@ -11,7 +11,7 @@ import optax
 from gradxform._late import gate
 from gradxform._late.gate import Act, GatedTransformation, Rest
 from gradxform._late.sums import Reduction, Sums
-from gradxform._trees import checks, maps
+from gradxform._trees import checks, constants
 
 
 class ConditionalAccumulatorState(NamedTuple):
@@ -22,7 +22,7 @@ class ConditionalAccumulatorState(NamedTuple):
       num_accumulated: int32[], pushes in the sum.
       stale_count: int32[], pushes dropped so far; saturates.
       accumulated: the sum, like params, in at least float32 by default.
-      pushed: bool[] a leaf, whether any of these pushes had a gradient for it.
+      pushed: bool[leaves], whether any of these pushes had a gradient for that leaf.
       row_counts: int32[rows] a leaf, pushes that held a row; for ``row_mean`` only.
       inner_state: of the transformation behind the gate.
     """
@@ -31,7 +31,7 @@ class ConditionalAccumulatorState(NamedTuple):
     num_accumulated: jax.Array
     stale_count: jax.Array
     accumulated: optax.Updates
-    pushed: optax.Updates
+    pushed: jax.Array
     row_counts: optax.Updates
     inner_state: optax.OptState
 
@@ -58,16 +58,16 @@ def conditional_accumulator(
     and the inner state stays bit-identical. Whatever a dropped gradient holds, NaN or
     inf, reaches nothing. Updates and state have the types that :func:`drop_stale` says.
 
-    A push with ``None`` for a leaf adds nothing to its sum, as zeros would; the mean
-    that ``inner`` receives is that of all pushes, also of a leaf for which the last one
-    has ``None``. A leaf for which none of them had anything keeps its parameter and its
-    state, as ``minimize(trainable=...)`` asks for: ``inner`` sees zeros there, and
-    whatever it makes of them, weight decay for one, is left out. So updates of such a
-    leaf are zeros here, and not ``None``.
+    A push with ``None`` for a leaf adds nothing to its sum, as zeros would. ``inner``
+    receives the mean over all pushes, even if the last one has ``None`` for that leaf.
+    If no push has a gradient for a leaf, it keeps its parameter and its state, as
+    ``minimize(trainable=...)`` needs it: ``inner`` sees zeros there, and its result,
+    such as weight decay, is left out. So updates of such a leaf are zeros here, and not
+    ``None``.
 
     With as many workers as ``num_required`` this is synchronous training without a
     barrier in the program. More workers make the extra ones **backup workers**: a step
-    waits for the fastest, and what the slowest push afterwards is dropped.
+    waits for the fastest, and the later pushes of the slowest are dropped.
 
     Use :func:`apply_gradients`: a push that is only added then costs one pass over sum
     and gradient, no copy of the model is made, and a dropped one costs next to nothing.
@@ -80,7 +80,7 @@ def conditional_accumulator(
         row (index of the first axis) is divided by the number of pushes that held it,
         as TensorFlow does with row-sparse gradients. A dense gradient holds every row.
       accumulator_dtype: dtype of the sum, by default that of the parameters but at
-        least float32: a sum in half precision loses what is small beside it.
+        least float32: a sum in half precision loses small additions.
 
     Extra arguments of update:
       local_step: as in :func:`drop_stale`; passed on to ``inner``.
@@ -114,7 +114,7 @@ def conditional_accumulator(
 
     def init_fn(params: optax.Params) -> ConditionalAccumulatorState:
         return ConditionalAccumulatorState(
-            stale_count=maps.zero(params, jnp.int32), **sums.init(params)
+            stale_count=constants.zero(params, jnp.int32), **sums.init(params)
         )
 
     def guard(

@@ -1,4 +1,4 @@
-"""Late gradients, corrected for the way the parameters have gone meanwhile."""
+"""Late gradients, corrected for how the parameters have moved meanwhile."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import checks, maps
+from gradxform._trees import arithmetic, checks, dtypes, maps
 
 
 def compensate_delay(
     variance_control: jax.typing.ArrayLike = 0.04,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Corrects a late gradient for the way the parameters have gone meanwhile.
+    r"""Corrects a late gradient for how the parameters have moved meanwhile.
 
     .. math:: g \leftarrow g + \lambda \, g \odot g \odot (w - w_{worker})
 
@@ -23,8 +23,8 @@ def compensate_delay(
 
     Args:
       variance_control: :math:`\lambda` ≥ 0; 0 changes nothing. The default is the
-        paper's. What it does goes with the square of the gradients: where they are
-        small, as those of a mean over a minibatch, it takes far more to matter.
+        paper's. Its effect grows with the square of the gradients: if they are small,
+        as for a mean over a minibatch, only a far larger number matters.
 
     Extra arguments of update:
       worker_params: the parameters at which the worker computed the gradient.
@@ -71,15 +71,15 @@ def compensate_delay(
 
         def compensate(g: jax.Array, w: jax.Array, w_worker: jax.Array) -> jax.Array:
             # g + λ·g⊙g⊙(w - w_worker)
-            wide = maps.widen(g)
+            wide = dtypes.widen(g)
             now, then = (
-                maps.widen(jnp.asarray(x)).astype(wide.dtype) for x in (w, w_worker)
+                dtypes.widen(jnp.asarray(x)).astype(wide.dtype) for x in (w, w_worker)
             )
-            # λ and the distance come first: where either is 0, so is the product,
-            # though g⊙g may overflow.
-            correction = maps.scale(now - then, variance_control)
+            # λ and the distance come first: if either is 0, so is the product, though
+            # g⊙g may overflow.
+            correction = arithmetic.scale(now - then, variance_control)
             for _ in range(2):
-                correction = maps.scale(correction, jnp.abs(wide))
+                correction = arithmetic.scale(correction, jnp.abs(wide))
             return (wide + correction).astype(g.dtype)
 
         updates = maps.sum_duplicates(updates)

@@ -1,4 +1,4 @@
-"""What the counters of a gate say, wherever in a state they lie."""
+"""Reads the counters of a gate, wherever in a state they lie."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def global_step(state: optax.OptState) -> jax.Array:
     Args:
       state: a state that holds one of :func:`drop_stale`,
         :func:`conditional_accumulator` or :func:`accumulate`, inside ``optax.chain``,
-        ``optax.inject_hyperparams`` or other wrappers as well. Of nested gates the
+        ``optax.inject_hyperparams`` or other wrappers as well. With nested gates the
         outermost counts.
 
     Returns:
@@ -37,14 +37,14 @@ def global_step(state: optax.OptState) -> jax.Array:
 
 
 def staleness_fraction(state: optax.OptState) -> jax.Array:
-    r"""TensorFlow's measure of how much arrived too late.
+    r"""TensorFlow's measure of how many gradients arrived too late.
 
     .. math:: stale\_count / (global\_step + 1)
 
-    Dropped updates against accepted ones, so it is no share of all and may exceed 1.
+    Dropped updates against accepted ones. It is not a share of all and may exceed 1.
 
     Args:
-      state: as for :func:`global_step`; to :func:`accumulate` alone nothing is late.
+      state: as for :func:`global_step`; nothing is late for :func:`accumulate` alone.
 
     Returns:
       float32 scalar.
@@ -69,7 +69,7 @@ def staleness_fraction(state: optax.OptState) -> jax.Array:
 
 
 def outermost(state: optax.OptState, field: str) -> jax.Array:
-    """A field of the gate's state that lies inside no other gate's with that field."""
+    """A field of the state of the outermost gate with that field."""
     value: jax.Array = getattr(_outermost(state, field), field)
     return value
 

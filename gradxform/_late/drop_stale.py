@@ -11,7 +11,7 @@ import optax
 
 from gradxform._late import gate
 from gradxform._late.gate import Act, GatedTransformation, Rest
-from gradxform._trees import checks, maps
+from gradxform._trees import checks, constants, dtypes
 
 
 class DropStaleState(NamedTuple):
@@ -46,27 +46,27 @@ def drop_stale(
     stale gradient holds, NaN or inf, reaches nothing. A ``local_step`` ahead of
     ``global_step`` is fresh.
 
-    Of a fresh gradient the updates are those of ``inner``, in the dtypes that it gives
-    them. Its state keeps the types that ``init`` gave it, so that one conditional, or
-    one ``scan``, holds every push: ``optax.adam`` of bfloat16 parameters keeps its
-    bfloat16 moments, though float32 gradients alone would make them float32. Ask for
-    ``mu_dtype="float32"`` where they shall be.
+    A fresh gradient gets the updates of ``inner``, in the dtypes of ``inner``. The
+    state keeps the types that ``init`` gave it, so that one conditional, or one
+    ``scan``, holds every push: ``optax.adam`` of bfloat16 parameters keeps its bfloat16
+    moments, though float32 gradients alone would make them float32. Ask for
+    ``mu_dtype="float32"`` if you want that.
 
     ``inner`` receives ``local_step`` and ``staleness`` as extra arguments. After a
-    push, ``state.staleness`` says how late it was; whatever ``inner`` keeps, a
-    schedule's count or the norm before a clip, is still that of the last accepted one.
+    push, ``state.staleness`` says how late it was. The state of ``inner``, such as a
+    schedule's count or the norm before a clip, still belongs to the last accepted push.
 
-    Use :func:`apply_gradients` rather than ``update`` and ``apply_updates`` one by one:
-    there one conditional guards the whole step, a stale push costs next to nothing and
-    nothing is copied, while ``update`` alone must bring updates and state out of the
+    Use :func:`apply_gradients` rather than ``update`` and ``apply_updates`` one by one.
+    Then one conditional guards the whole step, a stale push costs next to nothing, and
+    nothing is copied. ``update`` alone must bring updates and state out of the
     conditional, which copies them.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
-      max_staleness: how many steps late a gradient may be, an integer ≥ 0, or inf:
-        none is too late. Or a schedule, which gives it for each ``global_step``; what
-        it gives may be fractional. Under ``optax.inject_hyperparams`` name a schedule
-        in ``static_args``, which otherwise asks it for each push.
+      max_staleness: how many steps late a gradient may be, an integer ≥ 0, or inf: none
+        is too late. Or a schedule, which gives it for each ``global_step`` and may give
+        fractions. Name a schedule in ``static_args`` of ``optax.inject_hyperparams``,
+        which otherwise asks it for each push.
 
     Extra arguments of update:
       local_step: the global step that the worker saw **before** it computed these
@@ -86,8 +86,8 @@ def drop_stale(
     is Ringmaster ASGD, whose delay threshold R is ``max_staleness=R - 1`` (Maranjyan et
     al., 2025, https://arxiv.org/abs/2501.16168). Ringmaster LMO has a threshold that
     needs no tuning, :math:`R_k = \lfloor\sqrt k\rfloor` at step k
-    (https://arxiv.org/abs/2605.18174); its authors' code takes that of the step before:
-    ``max_staleness=lambda k: jnp.sqrt(jnp.maximum(k - 1, 1)) - 1``.
+    (https://arxiv.org/abs/2605.18174); its authors' code takes the threshold of the
+    step before: ``max_staleness=lambda k: jnp.sqrt(jnp.maximum(k - 1, 1)) - 1``.
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = gx.drop_stale(optax.sgd(1.0), max_staleness=1)
@@ -109,9 +109,9 @@ def drop_stale(
     def init_fn(params: optax.Params) -> DropStaleState:
         # Three arrays, not one three times: a buffer can be donated only once.
         return DropStaleState(
-            global_step=maps.zero(params, jnp.int32),
-            stale_count=maps.zero(params, jnp.int32),
-            staleness=maps.zero(params, jnp.int32),
+            global_step=constants.zero(params, jnp.int32),
+            stale_count=constants.zero(params, jnp.int32),
+            staleness=constants.zero(params, jnp.int32),
             inner_state=inner.init(params),
         )
 
@@ -126,7 +126,7 @@ def drop_stale(
         **extra: Any,
     ) -> tuple[Any, DropStaleState]:
         local_step = checks.local_step("drop_stale", local_step)
-        # staleness = global_step - local_step, of which the largest is int32's
+        # staleness = global_step - local_step, at most the largest int32
         earliest = state.global_step - np.iinfo(np.int32).max
         staleness = state.global_step - jnp.maximum(local_step, earliest)
 
@@ -161,5 +161,5 @@ def drop_stale(
 
 def _at_most(staleness: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:
     if isinstance(limit, int) or jnp.issubdtype(jnp.result_type(limit), jnp.integer):
-        return staleness <= maps.saturated(limit)
+        return staleness <= dtypes.saturated(limit)
     return staleness.astype(jnp.float32) <= jnp.asarray(limit, jnp.float32)  # inf, too

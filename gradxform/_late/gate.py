@@ -1,11 +1,11 @@
 """Gates: wrappers that decide, push by push, whether a gradient may act at all.
 
-A gate is written once, as a `guard`: one conditional around "act" and "rest", without
-saying what those two produce. `update` fills in updates, and none where it rests;
+A gate is written once, as a `guard`: one conditional around "act" and "rest", which
+leaves open what those two produce. `update` fills in updates, and none where it rests;
 `apply_gradients` fills in new parameters, and the old ones. So the whole step, update
-and apply, lies inside one conditional: a push that may not act reads and writes nothing
-of the model's size, and the conditional hands buffers through instead of copying them,
-which it would if updates had to come out of it.
+and apply, lies inside one conditional. A push that may not act reads and writes no
+array of the model's size, and the conditional hands buffers through. If updates had to
+come out of it, it would copy them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from gradxform._late import absent
-from gradxform._trees import maps, versions
+from gradxform._trees import constants, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
 
 # (inner, updates, inner_state, params, **extra) -> (outcome, inner_state)
@@ -56,8 +56,8 @@ class _GatedUpdate:
 class GatedTransformation(optax.GradientTransformationExtraArgs):
     """A ``GradientTransformation`` that can also run its whole step behind its gate.
 
-    A pair of functions, as any other; the gate goes with ``update``. So what is made
-    anew of the two, by ``jax.tree.unflatten`` or as a field of a module, is gated too.
+    A pair of functions, as any other; the gate goes with ``update``. So a pair rebuilt
+    from the two, by ``jax.tree.unflatten`` or as a field of a module, is gated too.
 
     Attributes:
       init: as in any ``GradientTransformation``.
@@ -91,7 +91,7 @@ def gate(init: optax.TransformInitFn, guard: Guard) -> GatedTransformation:
     Args:
       init: as in any ``GradientTransformation``.
       guard: ``guard(act, rest, updates, state, params, **extra)`` returns the outcome
-        and the new state. Where the push may act it calls ``act(inner, updates,
+        and the new state. If the push may act, it calls ``act(inner, updates,
         inner_state, params, **extra)`` for both, else ``rest(params)`` for the outcome
         alone. :func:`either` is the conditional between the two.
     """
@@ -121,12 +121,12 @@ def either(
     acts: Callable[[], tuple[Any, Any]],
     rests: Callable[[], tuple[Any, Any]],
 ) -> tuple[Any, Any]:
-    """``lax.cond(pred, acts, rests)`` of two sides that need not agree in type.
+    """``lax.cond(pred, acts, rests)`` whose sides need not agree in type.
 
-    Both return ``(outcome, state)``. What rests is what there was before, and keeps its
-    type: parameters and state have the same dtypes after a push, and lie on the same
-    devices, as before it, whatever the gradients come in. Of what is None where it
-    rests, as updates are, acting says the type, and resting makes zeros of it.
+    Both return ``(outcome, state)``. Resting returns the old values and so sets the
+    types: parameters and state have the same dtypes after a push as before it, and lie
+    on the same devices, for gradients of any type. Where resting gives None, as for
+    updates, acting sets the type, and resting gives zeros of it.
     """
     rested, before = _traced(rests)
 
@@ -153,7 +153,7 @@ def either(
 
 
 def _traced(f: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
-    """The same function, which now is run and no more traced, and its result's types.
+    """The same function, now run and no longer traced, and its result's types.
 
     ``jax.eval_shape`` knows neither shardings nor the axes over which arrays vary.
     """
@@ -175,7 +175,7 @@ def _traced(f: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
 
 
 def _as_type(x: jax.Array, like: Any) -> jax.Array:
-    """``x`` in a dtype, on explicit mesh axes, and varying over what that type does."""
+    """``x`` in a dtype, on explicit mesh axes, and varying as that type does."""
     if x.dtype != like.dtype:
         x = x.astype(like.dtype)
     if like.sharding.mesh.explicit_axes and jax.typeof(x).sharding != like.sharding:
@@ -191,18 +191,18 @@ def _zeros(types: Any) -> Any:
         if leaf is None:
             return None
         if not isinstance(leaf, IndexedSlices):
-            return maps.zeros_of_type(leaf)
-        padding = maps.zeros_of_type(leaf.indices) + np.int32(leaf.dense_shape[0])
-        values = maps.zeros_of_type(leaf.values)
+            return constants.zeros_of_type(leaf)
+        padding = constants.zeros_of_type(leaf.indices) + np.int32(leaf.dense_shape[0])
+        values = constants.zeros_of_type(leaf.values)
         return IndexedSlices(padding, values, leaf.dense_shape)
 
     return jax.tree.map(nothing, types, is_leaf=maps.is_leaf)
 
 
 def taken(tx: optax.GradientTransformation, extra: dict[str, Any]) -> dict[str, Any]:
-    """Those of the extra arguments that ``tx.update`` takes.
+    """The extra arguments that ``tx.update`` takes.
 
-    Most take all and leave what they do not know; ``optax.contrib.sam`` does not.
+    Most take all and ignore unknown ones; ``optax.contrib.sam`` does not.
     """
     parameters = inspect.signature(tx.update).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import checks, maps
+from gradxform._trees import arithmetic, checks, dtypes, maps
 
 
 def scale_by_staleness(
@@ -24,16 +24,16 @@ def scale_by_staleness(
         g \leftarrow g \cdot weight(s), \quad s = \max(0, staleness),
         \quad weight(s) = \max(1, s)^{-power} \text{ by default}
 
-    For the inside of :func:`drop_stale`, which hands ``staleness`` to it: as the last
-    link of a chain it scales the step, as the first one the gradients, which
-    normalizing transformations such as :func:`novograd` partly undo.
+    Put it inside :func:`drop_stale`, which hands ``staleness`` to it. As the last link
+    of a chain it scales the step. As the first link it scales the gradients, and
+    normalizing transformations such as :func:`novograd` partly undo that.
 
     Args:
       power: how fast the weight falls with staleness, ≥ 0; 0 changes nothing.
       weight: the factor for a staleness, any function of an int32 scalar, traced; then
         ``power`` is not read. It gives a real scalar ≥ 0. A gradient ahead of its time
-        has staleness 0 here. :ref:`The page on late gradients <weights>` has those of
-        the literature.
+        has staleness 0 here. :ref:`The page on late gradients <weights>` has the
+        published ones.
 
     Extra arguments of update:
       staleness: how many steps late these gradients are.
@@ -43,7 +43,7 @@ def scale_by_staleness(
 
     Raises:
       ValueError: ``power`` is negative or NaN, or ``weight`` gives such a number.
-      TypeError: ``weight`` is no function, or gives no real scalar; ``update`` is
+      TypeError: ``weight`` is not a function, or gives no real scalar; ``update`` is
         called without ``staleness``.
 
     Source: Zhang et al., 2016, "Staleness-aware async-SGD for distributed deep
@@ -81,7 +81,7 @@ def scale_by_staleness(
             )
         checks.integer_scalar("staleness", staleness)
         # s = max(0, staleness)
-        s = jnp.maximum(0, maps.saturated(staleness))
+        s = jnp.maximum(0, dtypes.saturated(staleness))
         factor: Any = None
         if weight is not None:
             factor = weight(s)
@@ -91,10 +91,10 @@ def scale_by_staleness(
         # g · weight(s), or g / max(1, s)^power
         def weigh(g: jax.Array) -> jax.Array:
             if weight is not None:
-                return maps.scale(g, factor)
-            dtype = maps.compute_dtype(g)
+                return arithmetic.scale(g, factor)
+            dtype = dtypes.compute_dtype(g)
             lateness = jnp.maximum(1, s.astype(dtype))
-            return maps.scale(g, lateness ** -jnp.asarray(power, dtype))
+            return arithmetic.scale(g, lateness ** -jnp.asarray(power, dtype))
 
         return maps.map_updates(weigh, updates), state
 

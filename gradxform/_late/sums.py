@@ -1,4 +1,4 @@
-"""The sum of several pushes, and the one step that is made of it.
+"""The sum of several pushes, and the one step that follows from it.
 
 A gate around it says which pushes it takes in; the rest is the same for all of them.
 """
@@ -10,18 +10,19 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gradxform._late import absent, gate
 from gradxform._late.gate import Act, Rest
-from gradxform._trees import checks, maps
+from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.rounding import narrow
 
 Reduction = Literal["mean", "sum", "row_mean"]
 
 
 class Sums:
-    """What ``inner`` acts on: the pushes that were taken in, once there are enough.
+    """The sum on which ``inner`` acts: the accepted pushes, once there are enough.
 
     The arguments are those of :func:`conditional_accumulator`, checked here.
     """
@@ -50,22 +51,22 @@ class Sums:
         by_row = self._reduction == "row_mean"
 
         def no_rows(p: jax.Array) -> jax.Array:
-            return maps.full_like(p, 0, jnp.int32, axes=1)
-
-        def nobody(p: jax.Array) -> jax.Array:
-            return maps.full_like(p, False, bool, axes=0)
+            return constants.full_like(p, 0, jnp.int32, axes=1)
 
         def zero(p: jax.Array) -> jax.Array:
-            dtype = maps.wide_dtype(p) if self._dtype is None else self._dtype
-            return maps.full_like(p, 0, dtype)
+            dtype = dtypes.wide_dtype(p) if self._dtype is None else self._dtype
+            return constants.full_like(p, 0, dtype)
 
+        leaves = jax.tree.leaves(params, is_leaf=maps.is_leaf)
+        bare = boxes.bare(params)
         # Two counters, not one twice: a buffer can be donated only once.
         return {
-            "global_step": maps.zero(params, jnp.int32),
-            "num_accumulated": maps.zero(params, jnp.int32),
+            "global_step": constants.zero(params, jnp.int32),
+            "num_accumulated": constants.zero(params, jnp.int32),
             "accumulated": maps.map_params(zero, params),
-            "pushed": maps.map_params(nobody, maps.bare(params)),
-            "row_counts": maps.map_params(no_rows, maps.bare(params)) if by_row else (),
+            # One array for all leaves: on GPU each array costs the start of a kernel.
+            "pushed": constants.stacked(constants.zero(params, bool), len(leaves)),
+            "row_counts": maps.map_params(no_rows, bare) if by_row else (),
             "inner_state": self._inner.init(params),
         }
 
@@ -79,10 +80,10 @@ class Sums:
         taken: jax.Array,
         **extra: Any,
     ) -> tuple[Any, dict[str, Any]]:
-        """A guard's outcome, and the fields of :meth:`init` anew.
+        """A guard's outcome, and the new fields of :meth:`init`.
 
-        A push that is ``taken`` is added, and is the step if it is the last that this
-        one needs; any other reaches nothing.
+        A push that is ``taken`` is added, and makes the step if it is the last one
+        needed; any other changes nothing.
         """
         checks.same_shapes("updates", updates, "accumulated", state.accumulated)
         count = state.num_accumulated + taken.astype(jnp.int32)
@@ -93,8 +94,9 @@ class Sums:
             lambda: (None, self._added(updates, state, count, full)),
             lambda: (None, (state.accumulated, state.row_counts)),
         )
-        before = maps.as_in(updates, state.pushed)
-        pushed = _map(lambda g, p: p if g is None else p | taken, updates, before)
+        leaves, treedef = jax.tree.flatten(updates, is_leaf=maps.is_leaf)
+        holds = np.array([g is not None for g in leaves], bool)
+        pushed = state.pushed | (taken & holds)
 
         def step() -> tuple[Any, Any]:
             # From here on all is dense: inner gets every row that any push held.
@@ -107,8 +109,11 @@ class Sums:
                 params,
                 **gate.taken(self._inner, extra),
             )
-            # This push is one that has a gradient for all but these.
-            acted = _map(lambda g, p: p if g is None else None, updates, pushed)
+            # This push has a gradient for all leaves but these.
+            acted = jax.tree.unflatten(
+                treedef,
+                [pushed[i] if g is None else None for i, g in enumerate(leaves)],
+            )
             rested = rest(params)
             before = () if rested is None else (rested,)
             outcome = _map(_if_pushed, acted, outcome, *before)
@@ -121,7 +126,7 @@ class Sums:
             return rest(params), (state.inner_state, jnp.array(False))
 
         outcome, (inner_state, stepped) = gate.either(full, step, wait)
-        # The sum starts again in its own buffer, once the step no more reads it: that
+        # The sum starts again in its own buffer, once the step no longer reads it: that
         # `stepped` comes out of the conditional tells the compiler when, and saves the
         # copy that it would make otherwise.
         (accumulated, row_counts), _ = gate.either(
@@ -132,9 +137,7 @@ class Sums:
             "global_step": jnp.where(full, one_more, state.global_step),
             "num_accumulated": jnp.where(full, 0, count),
             "accumulated": accumulated,
-            "pushed": jax.tree.map(
-                lambda p: p & ~full, maps.as_in(state.pushed, pushed)
-            ),
+            "pushed": pushed & ~full,
             "row_counts": row_counts,
             "inner_state": inner_state,
         }
@@ -142,12 +145,12 @@ class Sums:
     def _is_enough(self, count: jax.Array, global_step: jax.Array) -> jax.Array:
         # n >= num_required
         if not callable(self._num_required):
-            return count >= maps.saturated(self._num_required)
+            return count >= dtypes.saturated(self._num_required)
         required = checks.scheduled(
             "num_required", self._num_required, global_step, checks.COUNTS
         )
         if jnp.issubdtype(jnp.result_type(required), jnp.integer):
-            return count >= maps.saturated(required)
+            return count >= dtypes.saturated(required)
         # Schedules of optax give real numbers.
         return count.astype(jnp.float32) >= jnp.asarray(required, jnp.float32)
 
@@ -155,24 +158,24 @@ class Sums:
         self, updates: optax.Updates, state: Any, count: jax.Array, full: jax.Array
     ) -> tuple[Any, Any]:
         """Sums and counts of rows with this push, divided if it is the last."""
-        # sum + g and n + 1, of a table in the rows that the push holds
+        # sum + g and n + 1, in a table only for the rows that the push holds
         pushed = maps.sum_duplicates(updates)
         by_row = self._reduction == "row_mean"
         row_counts = state.row_counts
         if by_row:
-            row_counts = maps.as_in(updates, row_counts)
+            row_counts = boxes.as_in(updates, row_counts)
             counts = maps.map_state(
                 lambda _, n: n + 1, pushed, maps.rows(pushed, row_counts)
             )
             row_counts = maps.put_rows(pushed, row_counts, counts)
         sums = maps.map_state(
-            maps.wide_sum, pushed, maps.rows(pushed, state.accumulated)
+            arithmetic.wide_sum, pushed, maps.rows(pushed, state.accumulated)
         )
         sums = maps.put_rows(pushed, state.accumulated, sums)
         if self._reduction != "sum":
             divisors = row_counts if by_row else maps.broadcast(count, sums)
             sums = _map(_divide(full), pushed, sums, divisors)
-        return sums, maps.as_in(state.row_counts, row_counts)
+        return sums, boxes.as_in(state.row_counts, row_counts)
 
 
 def _map(f: Callable[..., Any], *trees: Any) -> Any:
@@ -187,9 +190,9 @@ def _divide(full: jax.Array) -> Callable[..., Any]:
             return None
 
         def quotient() -> jax.Array:
-            one = jnp.ones((), maps.compute_dtype(total))
+            one = jnp.ones((), dtypes.compute_dtype(total))
             factor = jnp.where(full, one / jnp.maximum(n, 1).astype(one.dtype), one)
-            return maps.scale(total, maps.expand(factor, total))
+            return arithmetic.scale(total, arithmetic.expand(factor, total))
 
         if maps.is_leaf(g):  # Every row, but only with the last push.
             return jax.lax.cond(full, quotient, lambda: total)
@@ -199,9 +202,9 @@ def _divide(full: jax.Array) -> Callable[..., Any]:
 
 
 def _reduced(g: Any, total: Any, like: Any) -> Any:
-    """What ``inner`` receives, in the dtype of the gradient, else of the parameter.
+    """The input of ``inner``, in the dtype of the gradient, else of the parameter.
 
-    None stays only where there is never a gradient, as for a parameter of integers.
+    None stays only if there is never a gradient, as for a parameter of integers.
     """
     if g is not None:
         return narrow(total, maps.dtype_of(g))
@@ -211,5 +214,5 @@ def _reduced(g: Any, total: Any, like: Any) -> Any:
 
 
 def _if_pushed(acted: Any, new: Any, old: Any = 0) -> Any:
-    """What was before, where nobody had a gradient; None stands for the last push."""
+    """The old leaf if nobody had a gradient; None stands for the last push."""
     return new if acted is None or new is None else jnp.where(acted, new, old)

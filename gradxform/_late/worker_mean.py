@@ -10,12 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from gradxform._late import gate
 from gradxform._late.gate import Act, GatedTransformation, Rest
-from gradxform._trees import checks, maps
+from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.rounding import narrow
 from gradxform._trees.rows import explicit_sharding
 
@@ -28,11 +26,11 @@ class WorkerMeanState(NamedTuple):
     Attributes:
       global_step: int32[], times the inner transformation ran; saturates.
       stale_count: int32[], pushes dropped so far; saturates.
-      counts: int32[n], pushes of each worker that are in the table.
+      counts: int32[n], how many pushes of each worker are in the table.
       stepped: bool[n], which workers have stepped in this cycle of ``"ringleader"``.
       table: n rows a leaf, like params: the mean of each worker's pushes.
-      row_counts: int32[n] a leaf, those pushes that had a gradient for it; a row whose
-        count is 0 stands for zeros, whatever it holds.
+      row_counts: int32[n] a leaf, how many of them had a gradient for it; a row with
+        the count 0 stands for zeros, whatever it holds.
       means: the mean over workers of their rows, a leaf with 1 row; with
         ``"ringleader"`` 2, for this cycle and the next, in turn.
       turn: int32[], the row of ``means`` that belongs to this cycle.
@@ -66,48 +64,48 @@ def worker_mean(
 
     for a push of worker i. Where the data of the workers differ, the fastest worker
     would otherwise pull the parameters towards its own. ``method`` says which pushes
-    are in the mean, and which of them are a step:
+    are in the mean, and which of them make a step:
 
     - ``"all"``, Malenia SGD: the pushes of this global step. Once each worker has
-      pushed at least once, that is the step, and all starts again from nothing. A push
-      whose ``local_step`` is behind ``global_step`` is dropped, and ``stale_count``
-      grows by 1.
+      pushed at least once, that makes the step, and all starts again from nothing. A
+      push whose ``local_step`` is behind ``global_step`` is dropped, and
+      ``stale_count`` grows by 1.
     - ``"latest"``, incremental aggregated gradients: the newest push of each worker,
       however late (:math:`c_i = 1`). Once each worker has pushed, every further push is
       a step.
     - ``"ringleader"``, Ringleader ASGD: in the first phase of a cycle the pushes are
       gathered until each worker has pushed; the push that completes them is the first
-      of n steps. In the second phase a push of a worker that has not stepped yet in
-      this cycle is added and is a step. One of a worker that has goes to the next
-      cycle. After n steps that one begins, with what is already in it.
+      of n steps. In the second phase a push is added and makes a step if its worker has
+      not stepped yet in this cycle. Otherwise it goes to the next cycle. After n steps
+      the next cycle begins, with the pushes that are already in it.
 
     Whatever a dropped gradient holds, NaN or inf, reaches nothing. Updates of a push
-    that is no step are zero, and the inner state stays bit-identical. Updates and state
-    have the types that :func:`drop_stale` says.
+    that makes no step are zero, and the inner state stays bit-identical. Updates and
+    state have the types that :func:`drop_stale` says.
 
     The table is as large as n models, and one mean comes on top, two for
     ``"ringleader"``. The cost of a push does not grow with n: it reads and writes one
-    row of the table and one mean. With ``"latest"`` the mean is moved by each push and
+    row of the table and one mean. With ``"latest"`` each push moves the mean, and it is
     never computed anew, so it carries the rounding of all pushes.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
-      num_workers: n, how many there are, in [1, 2³¹ - 1]; no traced number, for it is a
-        shape. Under ``optax.inject_hyperparams`` name it in ``static_args``.
+      num_workers: n, how many there are, in [1, 2³¹ - 1]; it is a shape, so it cannot
+        be traced. Under ``optax.inject_hyperparams`` name it in ``static_args``.
       method: ``"all"``, ``"latest"`` or ``"ringleader"``.
       accumulator_dtype: dtype of table and means, by default that of the parameters but
         at least float32.
 
     Extra arguments of update:
-      worker: whose gradient it is, an integer in [0, n). A traced one that is not is
-        dropped, and counts as stale.
+      worker: whose gradient it is, an integer in [0, n). A push with a traced one
+        outside is dropped, and counts as stale.
       local_step: as in :func:`drop_stale`; ``"all"`` needs it, the other two pass it on
         to ``inner``.
 
     Returns:
       A transformation with state :class:`WorkerMeanState`. ``None`` for a leaf leaves
-      its row as it was, and in the step that such a push makes ``inner`` sees ``None``
-      there. A worker that had no gradient for a leaf counts as one of zeros.
+      its row as it was. If such a push makes a step, ``inner`` sees ``None`` there. A
+      worker without a gradient for a leaf counts as one of zeros.
 
     Raises:
       ValueError: ``num_workers`` is out of range, or ``method`` is unknown; a
@@ -120,7 +118,7 @@ def worker_mean(
     Source: Tyurin and Richtárik, 2023, "Optimal time complexities of parallel
     stochastic optimization methods", https://arxiv.org/abs/2305.12387 (Malenia);
     Maranjyan and Richtárik, 2025, "Ringleader ASGD", https://arxiv.org/abs/2509.22860,
-    and its authors' code, which for ``"latest"`` begins to step with the push after the
+    and its authors' code. For ``"latest"`` it begins to step with the push after the
     one that completes the table.
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
@@ -148,7 +146,7 @@ def worker_mean(
     ringleader = method == "ringleader"
 
     def one_more(count: jax.Array) -> jax.Array:
-        # c_i + 1; of "latest" the newest push alone counts
+        # c_i + 1; with "latest" only the newest push counts
         return jnp.ones_like(count) if method == "latest" else count + 1
 
     def init_fn(params: optax.Params) -> WorkerMeanState:
@@ -156,23 +154,23 @@ def worker_mean(
 
         def rows(number: int) -> Any:
             def zeros(p: jax.Array) -> jax.Array:
-                dtype = accumulator_dtype or maps.wide_dtype(p)
-                return _stacked(maps.full_like(p, 0, dtype), number)
+                dtype = accumulator_dtype or dtypes.wide_dtype(p)
+                return constants.stacked(constants.full_like(p, 0, dtype), number)
 
-            return maps.map_params(zeros, maps.bare(params))
+            return boxes.boxed(params, maps.map_params(zeros, boxes.bare(params)))
 
         def none(p: jax.Array) -> jax.Array:
-            return _stacked(maps.full_like(p, 0, jnp.int32, axes=0), n)
+            return constants.stacked(constants.full_like(p, 0, jnp.int32, axes=0), n)
 
         return WorkerMeanState(
-            global_step=maps.zero(params, jnp.int32),
-            stale_count=maps.zero(params, jnp.int32),
-            counts=_stacked(maps.zero(params, jnp.int32), n),
-            stepped=_stacked(maps.zero(params, jnp.bool), n),
+            global_step=constants.zero(params, jnp.int32),
+            stale_count=constants.zero(params, jnp.int32),
+            counts=constants.stacked(constants.zero(params, jnp.int32), n),
+            stepped=constants.stacked(constants.zero(params, jnp.bool), n),
             table=rows(n),
-            row_counts=maps.map_params(none, maps.bare(params)),
+            row_counts=maps.map_params(none, boxes.bare(params)),
             means=rows(2 if ringleader else 1),
-            turn=maps.zero(params, jnp.int32),
+            turn=constants.zero(params, jnp.int32),
             inner_state=inner.init(params),
         )
 
@@ -192,7 +190,7 @@ def worker_mean(
             "updates",
             updates,
             "table",
-            maps.as_in(updates, state.table),
+            boxes.as_in(updates, state.table),
             lambda g: (n, *np.shape(g)),
         )
         taken, i = _worker(worker, n)
@@ -223,7 +221,7 @@ def worker_mean(
             mean = maps.map_updates(
                 lambda g, m: narrow(_row(m, row), maps.dtype_of(g)),
                 updates,
-                maps.as_in(updates, means),
+                boxes.as_in(updates, means),
             )
             outcome, inner_state = act(
                 inner, mean, state.inner_state, params, **gate.taken(inner, extra)
@@ -239,7 +237,7 @@ def worker_mean(
 
         stepped, turn, over = state.stepped, state.turn, acted
         if method != "latest":
-            # A row is of the next cycle once its worker has stepped in this one.
+            # A row belongs to the next cycle once its worker has stepped in this one.
             begins = (jnp.arange(n, dtype=jnp.int32) == i) if ringleader else True
             counts, row_counts = jax.tree.map(
                 lambda c: jnp.where(full & begins, 0, c), (counts, row_counts)
@@ -282,7 +280,7 @@ def _worker(worker: Any, n: int) -> tuple[jax.Array, jax.Array]:
     checks.integer_scalar("worker", worker)
     if not isinstance(worker, jax.Array):
         checks.in_range("worker", worker, f"[0, {n})")
-    i = maps.saturated(worker)
+    i = dtypes.saturated(worker)
     return (i >= 0) & (i < n), jnp.clip(i, 0, n - 1)
 
 
@@ -303,12 +301,12 @@ def _added(
     def change(g: Any, table: Any, counts: Any, means: Any) -> tuple[Any, Any, Any]:
         if g is None:
             return table, counts, means
-        held, count = maps.widen(_row(table, i)), one_more(counts[i])
+        held, count = dtypes.widen(_row(table, i)), one_more(counts[i])
         old = jnp.where(counts[i] == 0, 0, held)
         # (g - m_i) / c_i
         g = jnp.asarray(g).astype(held.dtype)
-        delta = maps.scale(g - old, 1 / count)
-        share = maps.scale(delta, 1 / table.shape[0])
+        delta = arithmetic.scale(g - old, 1 / count)
+        share = arithmetic.scale(delta, 1 / table.shape[0])
         means = means.at[row].add(
             narrow(share, means.dtype), out_sharding=explicit_sharding(means)
         )
@@ -324,9 +322,12 @@ def _added(
     trees = state.table, state.row_counts, state.means
     leaves = [jax.tree.leaves(tree, is_leaf=maps.is_leaf) for tree in (updates, *trees)]
     changed = list(map(change, *leaves))
-    structure = jax.tree.structure(state.table, is_leaf=maps.is_leaf)
     table, counts, means = (
-        jax.tree.unflatten(structure, [each[k] for each in changed]) for k in range(3)
+        jax.tree.unflatten(
+            jax.tree.structure(tree, is_leaf=maps.is_leaf),
+            [each[k] for each in changed],
+        )
+        for k, tree in enumerate(trees)
     )
     return table, counts, means
 
@@ -335,12 +336,3 @@ def _cleared(means: Any, row: jax.Array) -> Any:
     return jax.tree.map(
         lambda x: x.at[row].set(0, out_sharding=explicit_sharding(x)), means
     )
-
-
-def _stacked(x: jax.Array, n: int) -> jax.Array:
-    """``n`` times the same, each lying as ``x`` does."""
-    stacked = jnp.broadcast_to(x, (n, *x.shape))
-    if not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
-        spec = P(None, *x.sharding.spec)
-        stacked = jax.device_put(stacked, x.sharding.update(spec=spec))
-    return stacked

@@ -14,7 +14,11 @@ A ``recoverable`` server saves itself in ``checkpoints`` while workers go on, an
 where the newest whole one is; their ``folder`` is one run's at a time. ``extras``
 imports what not every user has.
 
-A server of several processes has each array in parts; their ``layout`` says which.
+A server of several processes has each array in parts; their ``layout`` says which, and
+they are ``placed`` on the mesh of all. The processes are a ``group``: a leader, which
+is the server to all others, and each ``follower`` does what the leader tells it over a
+``channel``. What workers push and pull travels in ``parcels``, to each process and from
+each the parts that it has.
 
 Imports all wings above it.
 """

@@ -1,4 +1,4 @@
-"""What a server does otherwise where it is a Ray actor."""
+"""How a server differs if it is a Ray actor."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Publisher:
         return sys.modules["ray"].put(params)
 
     def deliver(self, ref: Any, parts: dict[int, Any]) -> Any:
-        """What a worker is sent: what lies there, and parts of the tables left out."""
+        """The answer to a worker: stored leaves, and parts of the tables left out."""
         return Published(ref, parts)
 
     def forget(self) -> None:
-        """What lies there may not be the parameters any more."""
+        """The stored leaves may no longer be the parameters."""
         self._last = None, {}
 
 
@@ -67,7 +67,7 @@ class Published:
 
 
 def _fetch(ref: Any, parts: dict[int, Any]) -> Any:
-    wire.register()  # What this worker pushes travels likewise.
+    wire.register()  # This worker's pushes travel likewise.
     params = sys.modules["ray"].get(ref)
     return jax.tree.map(lambda x: parts[x] if isinstance(x, int) else x, params)
 

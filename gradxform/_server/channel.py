@@ -1,4 +1,4 @@
-"""What the processes of one server tell each other: orders, and that one has died.
+"""Messages between the processes of one server: orders, and that one has died.
 
 The leader has a connection to each follower. Orders go one way, in one order. Where a
 connection ends, a process has: then all others end as well, at once. Nobody is left
@@ -8,7 +8,6 @@ behind in a collective that the dead one will never join.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import pickle
 import queue
@@ -16,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
@@ -68,13 +67,15 @@ class Orders:
             _start(self._watch, connection)
 
     def tell(self, name: str, *args: Any, each: list[Any] | None = None) -> None:
-        """Has all followers do ``name``, or with ``each`` as many as that is long."""
-        orders: Iterator[bytes] = itertools.repeat(pickle.dumps((name, *args), -1))
-        if each is not None:
-            orders = (pickle.dumps((name, *args, own), -1) for own in each)
+        """Has all followers do ``name``, or those for whom ``each`` has something."""
+        order = pickle.dumps((name, *args), -1)
         try:
             with self._lock:
-                for connection, order in zip(self._connections, orders, strict=False):
+                for number, connection in enumerate(self._connections):
+                    if each is not None:
+                        if each[number] is None:
+                            continue
+                        order = pickle.dumps((name, *args, each[number]), -1)
                     connection.send_bytes(order)
         except OSError as error:
             self._end(f"a process of the server is gone, {error}")

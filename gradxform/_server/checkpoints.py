@@ -27,12 +27,12 @@ logger = logging.getLogger("gradxform")
 class Checkpoint(NamedTuple):
     """Where a run is saved, how often, and how many of its checkpoints are kept.
 
-    A checkpoint holds parameters, optimizer state, and what became of which worker's
-    pushes, all of one moment: right after a step. It is written by orbax's
-    ``CheckpointManager``, by the side of the run; one that is due while the last is
-    still being written is left out. Its name is the number of pushes that it holds.
-    A run that ends, or is told to by ``SIGTERM``, is saved once more. Until it is
-    written it takes the memory of a second model and optimizer state.
+    A checkpoint holds parameters, optimizer state, and each worker's last answers, all
+    of one moment: right after a step. It is written by orbax's ``CheckpointManager``,
+    by the side of the run; one that is due while the last is still being written is
+    left out. Its name is the number of pushes that it holds. A run that ends, or is
+    told to by ``SIGTERM``, is saved once more. Until it is written it takes the memory
+    of a second model and optimizer state.
 
     The directory belongs to one run at a time: a second one is told who has it.
     Checksums lie beside what was written. Where the newest checkpoint has changed,
@@ -76,7 +76,7 @@ class Checkpoint(NamedTuple):
             settings = json.loads(json.dumps(dict(self.settings)))
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"settings must be what JSON holds, got {self.settings!r}: {error}."
+                f"settings must be JSON values, got {self.settings!r}: {error}."
             ) from error
         directory = path_of("checkpoint", self.directory)
         return self._replace(directory=directory, settings=settings)
@@ -166,7 +166,7 @@ class Saver:
             options=ocp.CheckpointManagerOptions(
                 **several,
                 max_to_keep=self.checkpoint.max_to_keep,
-                # What a process left half done that was killed.
+                # A killed process left it half done.
                 cleanup_tmp_directories=clean,
                 # This thread waits for it. Those that write beside a process tell
                 # each other by a number that all managers of the process share, and
@@ -306,7 +306,7 @@ class Saver:
         return f"{self.checkpoint.directory}/{pushes}"
 
     def _changed(self, pushes: int, counters: dict[str, Any]) -> list[str]:
-        """What it was made with, and what the run goes on with."""
+        """Its settings, and those with which the run goes on."""
         before, now = counters.get("settings", {}), self.checkpoint.settings
         changes = [
             f"{name}={before[name]!r}, and the run goes on with {now[name]!r}"

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def require(package: str, extra: str) -> Any:
-    """Imports a package of which not every user has need.
+    """Imports a package that not every user needs.
 
     Raises:
       ImportError: in one line, with the command that installs it.

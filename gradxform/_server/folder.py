@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: who writes there, and what in it is whole."""
+"""The folder of a run's checkpoints: its one writer, and which ones are whole."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def is_remote(path: str) -> bool:
 class Folder:
     """A folder of one run at a time.
 
-    Each checkpoint is a folder in it, named by a number. Beside what orbax has written
-    there lie the checksums of all of it: orbax takes changed bytes for what they seem.
-    In a bucket there are neither locks nor checksums.
+    Each checkpoint is a folder in it, named by a number. Beside orbax's files lie
+    checksums of all of them: orbax does not notice changed bytes. In a bucket there are
+    neither locks nor checksums.
     """
 
     # All that runs of this process write to, by device and inode.
@@ -124,11 +124,11 @@ class Folder:
         self._identity = None
 
     def check(self) -> None:
-        """Looks for what runs do not make.
+        """Looks for entries that runs do not make.
 
         Raises:
           ValueError: among the checkpoints there is something else. It would be read,
-            or be removed in its turn.
+            or removed in its turn.
         """
         if self._path is None:
             return
@@ -144,12 +144,12 @@ class Folder:
                 )
 
     def seal(self, number: int) -> None:
-        """Remembers what was written."""
+        """Remembers the files of a checkpoint."""
         if self._path is None:
             return
         where = self._path / f"{number}"
         half = where / f"{SUMS}.tmp"
-        # Without them, because the disk is full, it can be read all the same.
+        # If the disk is full there are none; it can be read all the same.
         with contextlib.suppress(OSError):
             with open(half, "w") as file:
                 json.dump(_sums(where), file)
@@ -158,7 +158,7 @@ class Folder:
             os.replace(half, where / SUMS)
 
     def fault(self, number: int) -> str | None:
-        """What is wrong with a checkpoint; None where nothing is known to be."""
+        """The fault of a checkpoint; None if none is known."""
         if self._path is None:
             return None
         where = self._path / f"{number}"
@@ -185,7 +185,7 @@ class Folder:
         return None
 
     def set_aside(self, number: int) -> str:
-        """Gives a broken one another name, so that its number is free; returns it."""
+        """Gives a broken one another name, to free its number; returns the name."""
         if self._path is None:
             raise ValueError(f"checkpoint: move {self.directory}/{number} away.")
         new = self._path / f"{number}.broken"

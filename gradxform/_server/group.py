@@ -15,7 +15,7 @@ import itertools
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from gradxform._server.placed import Spread
 from gradxform._server.places import Place, copy
 from gradxform._server.records import PushResult, Version, summary
 from gradxform._server.recoverable import RecoverableServer
-from gradxform._server.rows import RowPrograms, Wanted, ascending, size_for
+from gradxform._server.rows import RowPrograms, Wanted, in_order, size_for
 
 HOUR = 3600
 
@@ -44,7 +44,10 @@ def host() -> str:
 
 
 def enter(coordinator: str, process: int, processes: int) -> Mesh:
-    """Makes this process one of several; the mesh of one device of each."""
+    """Makes this process one of several; the mesh of one device of each.
+
+    Before anything touches JAX's devices in this process.
+    """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     with contextlib.suppress(AttributeError):  # Before JAX 0.8 it cannot be switched.
         # It would hear SIGTERM in the place of Ray.
@@ -158,6 +161,7 @@ class Leader(RecoverableServer):
                 # Where it fails because another process died, this one ends here.
                 self._orders.failed(summary(error))
                 self._lost = f"a step failed, {summary(error)}"
+                self._wake()
                 raise
 
         return ordered, pushed
@@ -167,12 +171,12 @@ class Leader(RecoverableServer):
     def _state(self) -> Any:
         if self._lost is not None:
             self._check_usable()
-        return self.spread(dict(zip(("params", "state"), self._trees(), strict=True)))
+        return self.gather(dict(zip(("params", "state"), self._trees(), strict=True)))
 
     def _trees(self) -> tuple[Any, Any]:
         return self._programs.trees(self._version.leaves)
 
-    def spread(self, tree: Any) -> Pulled:
+    def gather(self, tree: Any) -> Pulled:
         """In a turn: what all processes have of the current version, on its way.
 
         Args:
@@ -206,14 +210,18 @@ class Leader(RecoverableServer):
         """In a turn: has followers do that; references to what will come of it.
 
         Args:
-          name: of what they do.
+          name: of the order.
           args: for all of them.
-          each: one more for each, and none of that for some is no order at all.
+          each: one more for each; for whom it is None there is no order.
         """
         key = next(self._keys)
         self._orders.tell(name, key, *args, each=each)
-        followers = self._followers[: None if each is None else len(each)]
-        return [follower.take.remote(key) for follower in followers]
+        told = self._followers if each is None else each
+        return [
+            follower.take.remote(key)
+            for follower, own in zip(self._followers, told, strict=True)
+            if own is not None
+        ]
 
     @contextlib.contextmanager
     def asked(
@@ -239,6 +247,13 @@ class Leader(RecoverableServer):
 
     # Checkpoints.
 
+    def restore(self, state: dict[str, Any]) -> NoReturn:
+        """Not done: what it would need lies nowhere whole."""
+        raise NotImplementedError(
+            "a server of several processes goes back to a checkpoint alone: give the "
+            "engine one."
+        )
+
     def _snapshot(self) -> Snapshot:
         taken = super()._snapshot()
         self._orders.tell("snapshot", taken.pushes, taken.counters)
@@ -250,7 +265,7 @@ class Leader(RecoverableServer):
 
 
 def parts_of(version: Version, at: list[int]) -> Stowed:
-    """What this process has of some leaves, for others to take."""
+    """The parts of some leaves in this process, for others to take."""
     parts = [np.asarray(version.leaves[i].addressable_data(0)) for i in at]
     return Stowed.of(packed(parts), copy=lambda _: packed(map(np.array, parts)))
 
@@ -267,7 +282,7 @@ class _Parts(Publisher):
         self._leader = leader
 
     def _put(self, params: Any) -> Any:
-        return self._leader.spread(params)
+        return self._leader.gather(params)
 
     def deliver(self, ref: Any, parts: dict[int, Any]) -> Any:
         return ref._replace(rows=parts)
@@ -284,14 +299,19 @@ class _Rows(RowPrograms):
 
     def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> Wanted:
         height, cut = self._types[number].shape[0], self._layout.cuts[number]
-        given = ascending(asked, len(asked), height)
+        each: list[Any]
+        given = in_order(asked, len(asked), height)
         ids = given[given < height]
-        processes = 1 if cut is None else self._layout.processes
-        each = [ids] * processes
-        if cut == 0:
+        processes = self._layout.processes
+        if cut is None:
+            each = [ids, *[None] * (processes - 1)]
+        elif cut == 0:
             spans = [self._layout.span(number, k) for k in range(processes)]
             each = [ids[(a <= ids) & (ids < b)] - a for a, b in spans]
-        size = size_for(max(map(len, each)))
+            each[1:] = [own if len(own) else None for own in each[1:]]
+        else:
+            each = [ids] * processes
+        size = size_for(max(len(own) for own in each if own is not None))
         if (number, size) not in self._ready:
             with self._leader.asked("ready", number, size):
                 self._local.ready(number, size)
@@ -311,7 +331,7 @@ class _Rows(RowPrograms):
 
 
 class LocalRows:
-    """What reads rows of the parts of tables that a process has."""
+    """Reads rows of a process's parts of tables."""
 
     def __init__(self, params: Any) -> None:
         parts = [x.addressable_data(0) for x in jax.tree.leaves(params)]
@@ -336,7 +356,7 @@ class LocalRows:
           ids: ascending, each once, of this part of the table.
         """
         part = table.addressable_data(0)
-        given = ascending(ids, size, self._heights[number])
+        given = in_order(ids, size, self._heights[number])
         rows = self._programs.program(number, size)(
             part, jax.device_put(given, part.sharding)
         )

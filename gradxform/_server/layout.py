@@ -111,9 +111,9 @@ class Layout(NamedTuple):
         checks.same_dtypes(name, grads, "params", self.types)
 
     def cut_of(self, path: tuple[Any, ...], leaf: Any) -> int | None:
-        """Along which axis a leaf of what is pushed is cut: as the parameter there.
+        """Along which axis a leaf of a push is cut: as the parameter there.
 
-        What has another shape than that is whole, and so are the rows of a table.
+        A leaf of another shape is whole, and so are the rows of a table.
         """
         if leaf is None or isinstance(leaf, IndexedSlices):
             return None
@@ -121,7 +121,7 @@ class Layout(NamedTuple):
         return cut if shape == np.shape(leaf) else None
 
     def part(self, tree: Any, process: int, depth: int = 0) -> Any:
-        """What a process gets of a tree like this one: padded parts, or whole leaves.
+        """A process's share of a tree like this one: padded parts, or whole leaves.
 
         Parts are arrays of the host, views where they can be. Row-sparse leaves stay as
         they are.

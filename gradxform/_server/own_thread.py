@@ -15,8 +15,8 @@ class OwnThread:
     """Runs calls one after the other, where no signal handler interrupts them.
 
     Python runs signal handlers on the main thread alone, between any two of its
-    instructions, and raises there what they raise. So the main thread hands its calls
-    to a thread of their own: a call that has begun ends, and who is interrupted only
+    instructions, and raises their exceptions there. So the main thread hands its calls
+    to a thread of their own: a call that has begun ends, and an interrupted caller only
     stops waiting for it. As the main thread holds no lock meanwhile, a handler may call
     :meth:`run` wherever it interrupts, in the middle of :meth:`run` as well.
     ``queue.SimpleQueue`` is made for that; a condition or an executor would wait for
@@ -41,7 +41,7 @@ class OwnThread:
         _alive.add(self)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Waits for ``function(*args)``; returns or raises what that does.
+        """Waits for ``function(*args)``; returns its result or raises its error.
 
         Raises:
           RuntimeError: nobody would answer: the call comes from a call that still runs,
@@ -66,7 +66,7 @@ class OwnThread:
 
     def _hand_over(self, function: Callable[..., Any], *args: Any) -> Any:
         """Returns the queue that will hold ``(result, error)``."""
-        # Not `is_alive`, which takes a thread for dead when it is interrupted itself.
+        # Not `is_alive`: interrupted, it takes the thread for dead.
         if self._process != os.getpid():
             raise RuntimeError(
                 f"the thread {self._thread.name} is gone: this process is a fork of "

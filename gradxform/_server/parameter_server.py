@@ -1,4 +1,4 @@
-"""The one part with a memory of its own: parameters that many workers share."""
+"""The one class with a memory of its own: parameters that many workers share."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from gradxform._server.records import (
     Version,
     as_step,
     check_push_id,
+    check_step,
     is_past,
     summary,
 )
@@ -39,27 +40,27 @@ class ParameterServer:
     methods may be called from any thread, and from signal handlers; none but
     :meth:`wait` waits for another worker. ``ray.remote(gx.ParameterServer)`` is the
     same on many machines: give the actor a ``max_concurrency`` above its number of
-    workers, for those that wait.
+    workers, because some wait.
 
-    What is pulled belongs to the worker that pulled it, a copy: it stays valid whatever
-    the server or another worker does next, and may be donated. Gradients come from any
-    device and are brought to the parameters, which never move.
+    A pull gives the worker a copy of its own. It stays valid whatever the server or
+    another worker does next, and may be donated. Gradients come from any device and are
+    brought to the parameters, which never move.
 
-    A push that raises changes nothing, and harms nobody but the worker that pushed:
-    what is wrong with a gradient shows before its step begins, and an exception that
-    interrupts a method, at whatever moment, finds the server at the old step or the new
-    one (JAX itself may not survive one while it traces, as it does for the first push
-    of a kind on the thread that makes it).
+    A push that raises changes nothing, and harms only the worker that pushed. Errors in
+    a gradient show before its step begins. An exception may interrupt a method at any
+    moment: the server is then at the old step or the new one. (JAX itself may not
+    survive an exception while it traces. It traces for the first push of a kind, on the
+    pushing thread.)
 
     There is one exception. The server updates its arrays in place, so a step that fails
-    while it runs, out of memory or in a callback, takes them along: every call then
-    raises :class:`ServerClosedError`, which names the cause, until :meth:`restore`
-    brings back what :meth:`state` once gave. With ``donate=False`` each step allocates
-    new arrays and such a failure changes nothing either, at the price of a second model
-    and optimizer state in memory while a step runs.
+    while it runs, out of memory or in a callback, destroys them. Then every call raises
+    :class:`ServerClosedError`, which names the cause, until :meth:`restore` brings back
+    an earlier :meth:`state`. With ``donate=False`` each step allocates new arrays and
+    such a failure changes nothing either, at the price of a second model and optimizer
+    state in memory while a step runs.
 
     A Ray actor that has died and was started again (``max_restarts``) has lost its
-    parameters likewise; it does not begin anew with the initial ones.
+    parameters too; it does not start again from the initial ones.
 
     Args:
       params: the initial parameters; they are copied.
@@ -124,15 +125,15 @@ class ParameterServer:
         server's life, so that a push after a :meth:`restore` is told apart.
 
         Args:
-          rows: of tables, named by their paths (as ``"encoder/emb"``), the ids that
-            the worker will read, integers of any shape. In the place of such a table
-            comes that part of it, an :class:`IndexedSlices` with as many rows as there
-            are ids: ascending, each once, and padding after them. :func:`lookup` reads
-            from it as from the table, and the gradients can be pushed as they are.
+          rows: the ids that the worker will read, integers of any shape, for tables
+            named by their paths (as ``"encoder/emb"``). Each such table is replaced by
+            that part of it, an :class:`IndexedSlices` with as many rows as ids:
+            ascending, each once, and padding after them. :func:`lookup` reads from it
+            as from the table, and the gradients can be pushed as they are.
 
         Raises:
-          TypeError: ids are no integers.
-          ValueError: ``rows`` names no table, or an id lies outside of it.
+          TypeError: ids are no integers. ValueError: ``rows`` names no table, or an id
+            lies outside of it.
           ServerClosedError: the server is closed, or has lost its parameters.
         """
         wanted = self._programs.rows.prepare({} if rows is None else rows)
@@ -176,13 +177,13 @@ class ParameterServer:
         """Applies gradients, adds them to a sum, or drops them, as ``tx`` decides.
 
         A push that raises changes nothing; see the class for what happens where a step
-        fails while it runs. An exception of a signal handler ends the wait alone: the
-        push itself goes on, and may be asked for again by its ``push_id``.
+        fails while it runs. An exception of a signal handler only ends the wait: the
+        push itself goes on, and may be repeated with its ``push_id``.
 
         Args:
           grads: gradients of the structure, shapes and dtypes of the parameters;
-            ``None`` where there is none. They may still be in computation: it is waited
-            for before anybody else has to wait.
+            ``None`` where there is none. They may still be in computation: then only
+            this push waits.
           local_step: the global step that :meth:`pull` gave with the parameters.
           push_id: ``(worker, number)``, the number ascending with each push of that
             worker. A push that comes again, because its answer was lost, acts once: it
@@ -198,12 +199,12 @@ class ParameterServer:
             has a gradient; a leaf is not finite although ``require_finite`` is set.
           ServerClosedError: the server is closed, or has lost its parameters.
         """
-        # From cheap to dear: what fails early costs little, and nobody else anything.
+        # From cheap to dear: an early failure costs little, and others nothing.
         local_step = as_step("local_step", local_step)
         if push_id is not None:
             check_push_id(push_id)
         self._check_usable()
-        self._check_step(local_step)
+        check_step(local_step, self._version)
         step, pushed = self._prepare(grads, extra)
         result: PushResult = self._thread.run(
             self._push, step, pushed, local_step, push_id
@@ -230,7 +231,7 @@ class ParameterServer:
                     f"push_id={push_id} comes after {push_id[0], number}: give each "
                     "push of a worker a higher number than the one before."
                 )
-        self._check_step(local_step)
+        check_step(local_step, self._version)
         old = self._version
         try:
             leaves, counters = step(old.leaves, pushed, np.int32(local_step))
@@ -264,7 +265,7 @@ class ParameterServer:
 
         Args:
           global_step: the step to be passed, as a rule the one just pulled.
-          timeout: seconds to wait at most; ``None`` or inf waits for good.
+          timeout: seconds to wait at most; ``None`` or inf waits without end.
 
         Raises:
           TimeoutError: the server has not passed ``global_step`` within ``timeout``.
@@ -296,7 +297,7 @@ class ParameterServer:
         return answer
 
     def _outcome(self, global_step: int) -> int | ServerClosedError | None:
-        """What a wait gives now; None where there is something to wait for."""
+        """The answer to a wait; None if it still has to wait."""
         unusable, version = self._unusable(), self._version
         if unusable is not None:
             return unusable
@@ -313,7 +314,7 @@ class ParameterServer:
             woken.put(answer)
 
     def _wake(self) -> None:
-        """All who have nothing to wait for any more."""
+        """All who no longer have anything to wait for."""
         for global_step, woken in self._waiters.take_all():
             self._wait(global_step, woken)
 
@@ -346,10 +347,10 @@ class ParameterServer:
         return {"params": params, "state": state}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state` gave; the statistics go on as well.
+        """Goes on from an earlier :meth:`state`; the statistics go on as well.
 
-        A new life: workers must pull again, for a push or a wait with a step from
-        before is told apart. A server that has lost its parameters is well again.
+        A new life: workers must pull again. The server recognizes a push or a wait with
+        an older step. A server that has lost its parameters is well again.
 
         Args:
           state: a tree of the paths, shapes and dtypes of :meth:`state`, on any device;
@@ -368,7 +369,7 @@ class ParameterServer:
             self._check_usable()
         self._version = version
         self._lost = None
-        self._answered = {}  # Who asks again for a push of before must pull again.
+        self._answered = {}  # A worker that repeats an older push must pull again.
         self._wake()
 
     def close(self) -> None:
@@ -402,13 +403,3 @@ class ParameterServer:
         unusable = self._unusable()
         if unusable is not None:
             raise unusable
-
-    def _check_step(self, local_step: int) -> None:
-        version = self._version
-        if is_past(local_step, version.life):
-            raise ValueError(
-                f"local_step={local_step} was pulled before the server was restored, "
-                "or from another one: pull again."
-            )
-        if not 0 <= local_step <= version.global_step:
-            checks.in_range("local_step", local_step, f"[0, {version.global_step}]")

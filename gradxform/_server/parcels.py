@@ -1,4 +1,4 @@
-"""What travels between a worker and a server of several processes, in parts.
+"""Messages between a worker and a server of several processes, in parts.
 
 What is cut goes to each process, or comes from it, as its part alone. All else goes
 once: it lies in the object store, if it is large, or in the message.
@@ -16,7 +16,7 @@ import numpy as np
 from gradxform._server import wire
 from gradxform._server.layout import Layout, Part
 from gradxform._trees import maps
-from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.indexed_slices import IndexedSlices, ascending
 
 SMALL = 1 << 15  # Bytes: what is smaller travels in the message itself.
 
@@ -68,7 +68,7 @@ class Parcel(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, grads: Any, extra: dict[str, Any]) -> Parcel:
-        """Of what a worker pushes.
+        """From a worker's push.
 
         Raises:
           TypeError: ``grads`` does not fit, naming the first path.
@@ -93,11 +93,11 @@ class Parcel(NamedTuple):
         return cls(Stowed.of(whole), [Stowed.of(packed(part)) for part in parts])
 
     def of_process(self, process: int) -> Parcel:
-        """What one of them needs of it."""
+        """The share of one of them."""
         return Parcel(self.whole, [self.parts[process]])
 
     def open(self) -> tuple[Any, dict[str, Any]]:
-        """Gradients and extra arguments, of which what is cut is a part."""
+        """Gradients and extra arguments; of cut leaves this process's part."""
         (parts,) = (part.take() for part in self.parts)
         grads, extra = jax.tree.map_with_path(
             lambda path, x: (
@@ -136,7 +136,7 @@ class Rows(NamedTuple):
         inside = tuple(map(slice, self.shape))[1:]  # Without padding.
         values[: len(rows)] = rows[(slice(None), *inside)]
         indices, values = jax.device_put((self.indices, values))
-        return IndexedSlices.ascending(indices, values, self.shape)
+        return ascending(indices, values, self.shape)
 
 
 class Pulled(NamedTuple):
@@ -144,7 +144,7 @@ class Pulled(NamedTuple):
 
     Attributes:
       whole: the tree, with a :class:`Cut` for each leaf that is cut, and a number for
-        each table of which there are rows.
+        each table with rows.
       layout: of the leaves that are cut.
       parts: of each process a reference to something :class:`Stowed`, or that.
       rows: by those numbers.

@@ -27,7 +27,7 @@ from gradxform._trees.indexed_slices import IndexedSlices
 
 
 class Spread:
-    """What a server starts with in one of its processes, in the place of parameters.
+    """Replaces the parameters when a server starts in one of its processes.
 
     Args:
       params: this process's part of the parameters, as :meth:`Layout.part` gives it; or

@@ -26,7 +26,7 @@ MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes firs
 
 
 class Program(NamedTuple):
-    """What the pushes of one signature run."""
+    """The program for pushes of one signature."""
 
     # Of trees it sees the leaves alone: of 1M parameters in 16 that saves a tenth.
     # (those of (params, state), those of (grads, extra), local_step)
@@ -145,7 +145,7 @@ class PushPrograms:
         self, spread: Spread, grads: Any, extra: dict[str, Any]
     ) -> tuple[Any, list[Any]]:
         """The same for what one of several processes got; none asks another."""
-        if self._require_finite:  # Of what is here: an array of all asks all.
+        if self._require_finite:  # Only what is here: an array of all asks all.
             _check_finite(grads)
         grads, extra = spread.bring(grads), spread.bring(extra, depth=1)
         leaves, tree = jax.tree.flatten((grads, extra))
@@ -181,7 +181,7 @@ class PushPrograms:
         # A copy first: on its way to other devices JAX takes the caller's own memory
         # for the part that stays, whatever it is told.
         placed = jax.device_put(copy(self.trees(leaves)), self._shardings)
-        if not self._place.committed:  # What was put somewhere is.
+        if not self._place.committed:  # Placed arrays are.
             with self._place.default_device():
                 free = jax.jit(lambda arrays: arrays, donate_argnums=0)
                 placed = free.lower(self._arrays).compile()(placed)
@@ -251,7 +251,7 @@ class PushPrograms:
             return Program(lowered.compile(), shardings)
 
     def _shardings_of(self, tree: Any, depth: int) -> Iterator[Sharding]:
-        """Of what is like a parameter as of that; all else is whole everywhere."""
+        """A leaf like a parameter lies as that does; others are whole everywhere."""
         for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=maps.is_leaf):
             if isinstance(leaf, IndexedSlices):
                 yield from [self._place.everywhere] * 2  # Values and indices.
@@ -266,7 +266,7 @@ def as_bits(x: jax.Array) -> jax.Array:
 
 
 def _types(leaves: list[Any]) -> tuple[Any, ...]:
-    """What jit tells arrays apart by."""
+    """The key by which jit tells arrays apart."""
     try:  # Of arrays of JAX, which is faster than to ask each what it is.
         return tuple([x.aval for x in leaves])
     except AttributeError:

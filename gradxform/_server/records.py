@@ -1,4 +1,4 @@
-"""What a parameter server holds, answers, and is asked with."""
+"""The records that a parameter server holds, answers and takes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class _PushResult(NamedTuple):
 
 
 class PushResult(_PushResult):
-    """What became of one push: a tuple of three.
+    """The result of one push: a tuple of three.
 
     Attributes:
       applied: False where it was dropped as stale.
       staleness: steps taken since the worker's local step.
       global_step: after the push.
-      cosine: of the last gradient that acted with the one before it, where a
-        :func:`measure_cosine` in the transformation measures it; else None. It is no
-        part of the tuple.
+      cosine: of the last gradient that acted with the one before it, if the
+        transformation has a :func:`measure_cosine`; else None. It is not part of the
+        tuple.
     """
 
     cosine: float | None = None
@@ -50,7 +50,7 @@ class PushResult(_PushResult):
 class ServerClosedError(RuntimeError):
     """A call to a server that was closed, or that has lost its parameters.
 
-    Which of the two, the message says. The first is how workers learn of the end; the
+    The message says which of the two. By the first, workers learn of the end. The
     second ends with :meth:`ParameterServer.restore`.
     """
 
@@ -78,7 +78,7 @@ class ServerStats(NamedTuple):
 
 
 class Tally:
-    """What has become of the pushes so far, those of an earlier life included."""
+    """Counts of the pushes so far, including those of an earlier life."""
 
     def __init__(
         self, applied: int = 0, staleness: Mapping[int, int] | None = None
@@ -110,7 +110,7 @@ class Tally:
 
 
 class GlobalStep(int):
-    """A global step that knows in which life of which server it was counted.
+    """A global step that knows its server, and in which of its lives it was counted.
 
     A server's life ends where it is restored, or dies: after that the same number means
     other parameters. Arithmetic makes it a plain integer.
@@ -128,7 +128,7 @@ class GlobalStep(int):
 
 
 class Version(NamedTuple):
-    """What a step replaces, all in one assignment."""
+    """All that a step replaces, in one assignment."""
 
     leaves: list[jax.Array]  # Of parameters and state.
     global_step: int
@@ -143,7 +143,7 @@ class Version(NamedTuple):
         return cls(leaves, global_step, count, secrets.token_hex(8))
 
     def step(self) -> GlobalStep:
-        """What a worker that pulls it has seen."""
+        """The step that a worker sees who pulls it."""
         return GlobalStep(self.global_step, self.life)
 
 
@@ -159,6 +159,17 @@ def as_step(name: str, value: Any) -> int:
 def is_past(step: int, life: str) -> bool:
     """Whether a step is known to be of another life than this."""
     return isinstance(step, GlobalStep) and step.life != life
+
+
+def check_step(local_step: int, version: Version) -> None:
+    """Raises ``ValueError`` unless that version, or one before it, was at the step."""
+    if is_past(local_step, version.life):
+        raise ValueError(
+            f"local_step={local_step} was pulled before the server was restored, "
+            "or from another one: pull again."
+        )
+    if not 0 <= local_step <= version.global_step:
+        checks.in_range("local_step", local_step, f"[0, {version.global_step}]")
 
 
 def check_push_id(push_id: Any) -> None:

@@ -22,7 +22,7 @@ class TakesNoMoreError(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """What a worker was answered last."""
+    """The last answer to a worker."""
 
     number: int  # Of its push.
     local_step: int  # That it came with.
@@ -68,7 +68,7 @@ class RecoverableServer(ParameterServer):
     ) -> None:
         super().__init__(params, tx, **options)
         self._takes = pushes  # That many more.
-        self._local_steps: dict[Hashable, int] = {}  # Of what was answered, by worker.
+        self._local_steps: dict[Hashable, int] = {}  # Last answered, by worker.
         spread = self._programs.spread
         self._saver = None if checkpoint is None else Saver(checkpoint, spread)
         self._standing: Standing | None = None

@@ -11,7 +11,7 @@ import numpy as np
 
 from gradxform._server.places import Place
 from gradxform._trees import checks
-from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.indexed_slices import IndexedSlices, ascending, padded
 from gradxform._trees.rows import rows_of, take_summed
 
 
@@ -28,10 +28,10 @@ def in_sizes(leaf: Any) -> Any:
     local = getattr(leaf.values, "is_fully_addressable", True)
     if length == size_for(length) or not local:
         return leaf
-    return leaf.padded(size_for(length))
+    return padded(leaf, size_for(length))
 
 
-def ascending(ids: Any, size: int, height: int) -> np.ndarray[Any, Any]:
+def in_order(ids: Any, size: int, height: int) -> np.ndarray[Any, Any]:
     """Each of them once, ascending, and padding up to that size."""
     once = np.unique(ids)
     given = np.full(size, height, np.int32)
@@ -48,7 +48,7 @@ class Wanted(NamedTuple):
 
 
 class RowPrograms:
-    """What reads rows of a server's tables, compiled once for each table and size.
+    """Reads rows of a server's tables, compiled once for each table and size.
 
     Args:
       params: the parameters as described for lowering.
@@ -64,7 +64,7 @@ class RowPrograms:
         self._compiling = threading.RLock()  # A signal handler may pull, too.
 
     def prepare(self, rows: Mapping[str, jax.typing.ArrayLike]) -> dict[int, Wanted]:
-        """What is to be read of each table, by the number of that leaf.
+        """The rows to read of each table, by the number of that leaf.
 
         Raises:
           TypeError: ids are no integers, or ``rows`` is no mapping.
@@ -76,7 +76,7 @@ class RowPrograms:
 
     def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> Wanted:
         size = size_for(len(asked))
-        given = ascending(asked, size, self._types[number].shape[0])
+        given = in_order(asked, size, self._types[number].shape[0])
         read = self.program(number, size)
         return Wanted(given[: len(asked)], self._place.put(given), read)
 
@@ -104,10 +104,10 @@ class RowPrograms:
         if length != len(rows):
             rows = self._place.put(np.array(np.asarray(rows)[:length]))
         indices = self._place.put(wanted.indices)
-        return IndexedSlices.ascending(indices, rows, self._types[number].shape)
+        return ascending(indices, rows, self._types[number].shape)
 
     def program(self, number: int, size: int) -> Callable[..., jax.Array]:
-        """What reads so many rows of that table, ``(table, ids) -> rows``."""
+        """Reads so many rows of that table, ``(table, ids) -> rows``."""
         if (number, size) not in self._programs:
             with self._compiling:  # Somebody else may have compiled it meanwhile.
                 if (number, size) not in self._programs:

@@ -1,4 +1,4 @@
-"""Those who wait for a step, found by the step that they wait for."""
+"""The waiters of a server, found by the step that they wait for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class Waiters:
-    """Queues into which goes what their owners wait for.
+    """Queues for the answers that their owners wait for.
 
-    A push looks at those alone whose step it passes, however many others wait.
+    A push looks only at waiters whose step it passes, however many others wait.
     """
 
     def __init__(self) -> None:

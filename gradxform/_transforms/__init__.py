@@ -1,4 +1,4 @@
-"""What acts on updates at once: clips, scales, and the learning rate behind them.
+"""Transformations that act at once: clips, scales, and the learning rate behind them.
 
 One transformation a file: its state, ``scale_by_x``, and the alias ``x`` that chains a
 clip in front of it and the learning rate behind it. The paper's equation stands above
@@ -6,11 +6,13 @@ the line that computes it.
 
 - ``clipping``: by the global norm, by the norm of each leaf, and ``clip_before``, which
   puts Keras's clip arguments in front of an optimizer and hands it the norms.
-- ``adagrad`` and ``novograd``: which take those norms instead of reading once more.
+- ``adagrad`` and ``novograd``: they take those norms and read the gradients once less.
 - ``delayed_nesterov``: momentum for gradients that arrive one by one, and late.
+- ``momentum_look_ahead``: for these too; it steps ahead along the momentum, and with
+  ``alignment`` it corrects gradients that do not point where the momentum does.
 - ``measure_cosine``: how far each gradient points where the one before it did.
 - ``learning_rate``: the last link of every alias.
-- ``densify``: in front of what must change every row.
+- ``densify``: for the place in front of a link that must change every row.
 
 Imports ``_trees``.
 """

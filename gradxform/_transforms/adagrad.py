@@ -11,7 +11,7 @@ import optax
 
 from gradxform._transforms import clipping
 from gradxform._transforms.learning_rate import scale_by_learning_rate
-from gradxform._trees import checks, maps, norms
+from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
 
 
@@ -42,24 +42,24 @@ def scale_by_adagrad(
         u &= g / \sqrt{acc + eps}
           \quad\text{or, with eps\_in\_sqrt=False,}\quad g / (\sqrt{acc} + eps)
 
-    A zero gradient on a zero accumulator gives a zero update, for ``eps=0`` too. Of a
-    table whose gradient is :class:`IndexedSlices`, only the rows that it touches and
-    their accumulators are read and written; its updates are :class:`IndexedSlices`.
+    A zero gradient on a zero accumulator gives a zero update, for ``eps=0`` too. If the
+    gradient of a table is :class:`IndexedSlices`, only the touched rows and their
+    accumulators are read and written, and the updates are :class:`IndexedSlices`.
 
     Args:
       initial_accumulator_value: what ``acc`` starts from, ≥ 0, in units of squared
         gradients.
       eps: keeps the divisor from 0, ≥ 0; added in at least float32, so that it never
         underflows.
-      eps_in_sqrt: True as Keras 3, TensorFlow ≥ 2.11 and optax have it; False as
+      eps_in_sqrt: True as in Keras 3, TensorFlow ≥ 2.11 and optax; False as in
         TensorFlow 1.x and ``tf.keras`` ≤ 2.10.
       accumulator_dtype: real dtype of ``acc``. By default float32, and float64 for
         double parameters: half-precision parameters get float32 sums, because a sum
-        that only grows soon stalls in half precision. Where it is narrower, ``u`` is
-        of the rounded ``acc``, which the state holds.
+        that only grows soon stalls in half precision. If it is narrower, ``u`` is
+        computed from the rounded ``acc``, which the state holds.
       row_wise: one accumulator a row, the mean of the squares over all axes but the
-        first, which saves nearly all state of an embedding table. Dense gradients are
-        read once for it and once to be divided. Inside ``jax.shard_map`` a row has to
+        first. It saves nearly all state of an embedding table. Dense gradients are read
+        twice: for the mean and for the division. Inside ``jax.shard_map`` a row has to
         be whole on its device.
 
     Returns:
@@ -68,7 +68,7 @@ def scale_by_adagrad(
 
     Raises:
       ValueError: ``initial_accumulator_value`` or ``eps`` is negative or NaN.
-      TypeError: ``accumulator_dtype`` is no real floating dtype; updates do not have
+      TypeError: ``accumulator_dtype`` is not a real floating dtype; updates do not have
         the structure or the shapes of the parameters.
 
     Source: Duchi et al., 2011, "Adaptive subgradient methods for online learning and
@@ -97,30 +97,30 @@ def scale_by_adagrad(
     def init_fn(params: optax.Params) -> ScaleByAdagradState:
         def accumulator(p: jax.Array) -> jax.Array:
             dtype = (
-                maps.compute_dtype(p)
+                dtypes.compute_dtype(p)
                 if accumulator_dtype is None
                 else accumulator_dtype
             )
             axes = 1 if row_wise else None
-            return maps.full_like(p, initial_accumulator_value, dtype, axes=axes)
+            return constants.full_like(p, initial_accumulator_value, dtype, axes=axes)
 
         if row_wise:
-            params = maps.bare(params)
+            params = boxes.bare(params)
         return ScaleByAdagradState(sum_of_squares=maps.map_params(accumulator, params))
 
     def mean(row: jax.Array, g: Any) -> jax.Array:
-        # Of a row without entries 0, and not 0 / 0.
+        # The mean of a row without entries is 0, not 0 / 0.
         return row / max(1, math.prod(np.shape(g)[1:]))
 
     def add(square: jax.Array, acc: jax.Array) -> jax.Array:
         # acc ← acc + |g|², a row's mean of squares if row_wise
-        return maps.widen(acc).astype(square.dtype) + square
+        return dtypes.widen(acc).astype(square.dtype) + square
 
     @jax.jit  # Traced once a shape, not once a leaf.
     def divide(g: jax.Array, acc: jax.Array) -> jax.Array:
         # u = g / sqrt(acc + eps), or g / (sqrt(acc) + eps)
-        factor = maps.inverse_sqrt(maps.widen(acc), eps, eps_in_sqrt)
-        return maps.scale(g, maps.expand(factor, g))
+        factor = arithmetic.inverse_sqrt(dtypes.widen(acc), eps, eps_in_sqrt)
+        return arithmetic.scale(g, arithmetic.expand(factor, g))
 
     def update_fn(
         updates: optax.Updates,
@@ -134,7 +134,7 @@ def scale_by_adagrad(
         del extra
         if row_wise and params is not None:  # The accumulators know only the rows.
             checks.same_shapes("updates", updates, "params", params)
-        before = maps.as_in(updates, state.sum_of_squares)
+        before = boxes.as_in(updates, state.sum_of_squares)
         checks.same_shapes(
             "updates",
             updates,
@@ -142,21 +142,21 @@ def scale_by_adagrad(
             before,
             expected=accumulator_shape,
         )
-        # Of a table with a row-sparse gradient, the rows that it touches and no other.
+        # With a row-sparse gradient, only the rows that it touches.
         updates = maps.sum_duplicates(updates)
         touched = maps.rows(updates, before)
         if not row_wise:
-            squares = maps.map_updates(maps.abs_sq, updates)
+            squares = maps.map_updates(arithmetic.abs_sq, updates)
         else:
             if squared_rows is None:
                 squared_rows = norms.squared_rows(updates)
             squares = maps.map_updates(mean, squared_rows, updates)
         sums = maps.map_state(add, squares, touched)
-        # Rounded first: of an unrounded sum, updates would be a pass of their own.
+        # Rounded first: updates of the unrounded sum would need a pass of their own.
         sums = maps.cast_like(sums, touched)
         new_updates = maps.map_updates(divide, updates, sums)
         sums = maps.put_rows(updates, before, sums)
-        sums = maps.as_in(state.sum_of_squares, sums)
+        sums = boxes.as_in(state.sum_of_squares, sums)
         return new_updates, ScaleByAdagradState(sum_of_squares=sums)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -175,7 +175,7 @@ def adagrad(
     clipvalue: jax.typing.ArrayLike | None = None,
     global_clipnorm: jax.typing.ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""The Adagrad optimizer, as TensorFlow and Keras have it.
+    r"""The Adagrad optimizer of TensorFlow and Keras.
 
     .. math::
 
@@ -197,8 +197,8 @@ def adagrad(
       clipnorm: the norm of each leaf is clipped to this.
       clipvalue: each entry is clipped to ± this.
       global_clipnorm: the norm of all leaves together is clipped to this; the norm
-        before clipping is ``optax.tree.get(state, "global_norm")``. Not finite, it
-        makes all NaN: see :func:`clip_by_global_norm`.
+        before clipping is ``optax.tree.get(state, "global_norm")``. If that norm is
+        not finite, all becomes NaN: see :func:`clip_by_global_norm`.
 
     Returns:
       A transformation whose state holds :class:`ScaleByAdagradState`, and with

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import checks, maps, norms
+from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
 
 
@@ -18,24 +18,24 @@ def global_norm(tree: Any, *, axis_name: AxisName = None) -> jax.Array:
     .. math:: \lVert t \rVert = \sqrt{\textstyle\sum_i \lvert t_i \rvert^2}
 
     Args:
-      tree: arrays of any shape and of any floating or complex dtype; ``None`` counts
-        as nothing.
+      tree: arrays of any shape and of any floating or complex dtype; ``None`` counts as
+        nothing.
       axis_name: mesh axes over which leaves may be sharded, inside ``jax.shard_map``;
         elsewhere there is nothing to pass. A leaf that does not vary over an axis is
-        replicated there and counts once. Where JAX does not track that
-        (``check_vma=False``, ``pmap``), and where stacked layers are sharded, a prefix
-        tree of ``PartitionSpec``, as ``shard_map`` takes it: over which axes each leaf
-        is sharded.
+        replicated there and counts once. In two cases pass a prefix tree of
+        ``PartitionSpec`` as for ``shard_map``, which says over which axes each leaf is
+        sharded: where JAX does not track the axes (``check_vma=False``, ``pmap``), and
+        where stacked layers are sharded.
 
     Returns:
       A scalar, float32 (float64 where the tree holds doubles). The squares are summed
-      in that precision whatever the dtype of the leaves; in float32, entries above 1e19
+      in that precision for any dtype of the leaves; in float32, entries above 1e19
       overflow it and entries below 1e-19 count as 0. Its derivative at an all-zero tree
       is 0.
 
     Raises:
-      ValueError: ``axis_name`` leaves open which leaves are sharded, or says otherwise
-        than their types.
+      ValueError: ``axis_name`` leaves open which leaves are sharded, or contradicts
+        their types.
 
     Source: ``tf.linalg.global_norm``, ``optax.global_norm``.
 
@@ -44,7 +44,7 @@ def global_norm(tree: Any, *, axis_name: AxisName = None) -> jax.Array:
     >>> assert norm == 300.0 and norm.dtype == jnp.float32  # float16 ends at 65504
     """
     _, total = norms.squared_norms(tree, axis_name=axis_name)
-    return maps.safe_sqrt(total)
+    return arithmetic.safe_sqrt(total)
 
 
 class ClipByGlobalNormState(NamedTuple):
@@ -69,28 +69,28 @@ def clip_by_global_norm(
           1 & \text{otherwise}
         \end{cases}
 
-    An update inside the ball comes out bit-identical (but for subnormal float32, which
+    An update inside the ball comes out bit-identical (except subnormal float32, which
     XLA flushes to 0 in any arithmetic on CPU and TPU). The derivative through the clip
     is finite everywhere, at zero gradients too.
 
-    A norm that is not finite makes every entry NaN, as in TensorFlow. That of finite
-    entries is infinite as well if the square of one overflows, in float32 above 1e19.
-    ``optax.apply_if_finite`` looks at what it is given and not at what comes out of it,
-    so the clip belongs in front: ``optax.chain(clip_by_global_norm(c),
+    A norm that is not finite makes every entry NaN, as in TensorFlow. The norm of
+    finite entries is infinite as well if the square of one overflows, in float32 above
+    1e19. ``optax.apply_if_finite`` looks at its input and not at its output, so the
+    clip belongs in front: ``optax.chain(clip_by_global_norm(c),
     optax.apply_if_finite(rest, n))`` skips every such step.
 
     The norm before clipping stays in the state: ``optax.tree.get(state,
-    "global_norm")``. Where a chain clips twice, its state is a tuple of which one link
-    can be asked, ``optax.tree.get(state[0], "global_norm")``, and that of
-    ``optax.named_chain`` a dict.
+    "global_norm")``. If a chain clips twice, ask the state of one link,
+    ``optax.tree.get(state[0], "global_norm")``; the state of ``optax.named_chain`` is a
+    dict.
 
     One pass reads the gradients for the norm. The scaling is one multiplication by a
     scalar, which the compiler fuses into the elementwise work that comes next, such as
-    :func:`adagrad` or ``optax.adamw``: no clipped copy of the gradients is made (but in
-    float16 on CPU, where rounding keeps it from being fused). What needs norms of its
-    own reads them once more: instead of this in front of :func:`novograd` and of
-    row-wise :func:`adagrad`, their argument ``global_clipnorm`` saves that pass, and on
-    CPU the copy that XLA makes there for the second norm.
+    :func:`adagrad` or ``optax.adamw``: no clipped copy of the gradients is made (except
+    in float16 on CPU, where rounding keeps it from being fused). A transformation with
+    norms of its own reads the gradients once more. For :func:`novograd` and row-wise
+    :func:`adagrad` use their argument ``global_clipnorm`` instead: it saves that pass,
+    and on CPU the copy that XLA makes for the second norm.
 
     Args:
       max_norm: the largest norm let through, ≥ 0, in the units of the gradients.
@@ -105,7 +105,7 @@ def clip_by_global_norm(
 
     Raises:
       ValueError: ``max_norm`` is negative or NaN.
-      TypeError: ``use_norm`` is no real scalar.
+      TypeError: ``use_norm`` is not a real scalar.
 
     Source: Pascanu et al., 2013, "On the difficulty of training recurrent neural
     networks", https://arxiv.org/abs/1211.5063; ``tf.clip_by_global_norm``.
@@ -116,7 +116,7 @@ def clip_by_global_norm(
     >>> updates, state = tx.update(grads, tx.init(grads))
     >>> assert abs(updates["b"] - 0.8) < 1e-6
     >>> assert optax.tree.get(state, "global_norm") == 5.0
-    >>> twice = gx.adagrad(0.1, global_clipnorm=0.5)  # clips what was clipped to 1
+    >>> twice = gx.adagrad(0.1, global_clipnorm=0.5)  # clips again, after the clip to 1
     >>> tx = optax.named_chain(("all", tx), ("again", twice))
     >>> _, state = tx.update(grads, tx.init(grads))
     >>> assert optax.tree.get(state["all"], "global_norm") == 5.0
@@ -142,7 +142,7 @@ def clip_by_global_norm(
             updates = maps.sum_duplicates(updates)  # Once, for all that follows too.
             use_norm = global_norm(updates, axis_name=axis_name)
         factor = _factor(use_norm, max_norm)
-        updates = maps.map_updates(lambda g: maps.scale(g, factor), updates)
+        updates = maps.map_updates(lambda g: arithmetic.scale(g, factor), updates)
         return updates, _state(use_norm)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -155,7 +155,7 @@ def clip_by_norm(
 
     .. math:: g_l \leftarrow g_l \cdot \min(1, \text{max\_norm} / \lVert g_l \rVert)
 
-    As :func:`clip_by_global_norm`, leaf by leaf: a leaf inside the ball comes out
+    Like :func:`clip_by_global_norm`, leaf by leaf: a leaf inside the ball comes out
     bit-identical, a leaf of non-finite norm becomes NaN, a zero leaf stays zero.
 
     Args:
@@ -188,7 +188,7 @@ def clip_by_norm(
         updates = maps.sum_duplicates(updates)
         squares, _ = norms.squared_norms(updates, axis_name=axis_name)
         factors = maps.map_updates(
-            lambda square: _factor(maps.safe_sqrt(square), max_norm), squares
+            lambda square: _factor(arithmetic.safe_sqrt(square), max_norm), squares
         )
         return _scale_layers(updates, factors), state
 
@@ -209,11 +209,11 @@ def clip_before(
 ) -> optax.GradientTransformationExtraArgs:
     """Keras's three clip arguments in front of ``inner``, with one pass for the norms.
 
-    An ``inner`` which needs the layers' norms too need not read the gradients once
-    more: it receives as extra arguments ``squared_norms``, before the clip, and
-    ``clip_factor``, which gives elementwise what layers of these squared norms were
-    multiplied by. Where ``row_wise`` is set, it receives ``squared_rows`` instead: of
-    each row of its updates the sum of the squares.
+    An ``inner`` that also needs the layers' norms need not read the gradients again. It
+    receives two extra arguments: ``squared_norms``, from before the clip, and
+    ``clip_factor``, a function from squared norms of layers to the factors that
+    multiplied them. With ``row_wise`` it receives ``squared_rows`` instead: the sum of
+    the squares of each row of its updates.
     """
     arguments = {
         "clipnorm": clipnorm,
@@ -255,18 +255,18 @@ def clip_before(
                 squared=row_wise,
             )
             if global_clipnorm is not None:
-                norm = maps.safe_sqrt(total)
+                norm = arithmetic.safe_sqrt(total)
                 clip_state, factor = _state(norm), _factor(norm, global_clipnorm)
 
             def factor_of(square: jax.Array) -> jax.Array:
                 if clipnorm is None:
                     return factor
-                return _factor(maps.safe_sqrt(square), clipnorm)
+                return _factor(arithmetic.safe_sqrt(square), clipnorm)
 
             # Half precision stays wide on its way to inner: rounded values that two
             # kernels need are written to memory, and others computed in both.
             factors = maps.map_updates(factor_of, squares)
-            updates = _scale_layers(maps.map_updates(maps.widen, updates), factors)
+            updates = _scale_layers(maps.map_updates(dtypes.widen, updates), factors)
             if row_wise:  # Twice by the factor: its square could underflow.
                 rows = _scale_layers(_scale_layers(rows, factors), factors)
                 extra["squared_rows"] = rows
@@ -279,31 +279,31 @@ def clip_before(
 
 
 def _factor(norm: jax.typing.ArrayLike, max_norm: jax.typing.ArrayLike) -> jax.Array:
-    """What gradients of this norm are multiplied by, elementwise over norms."""
-    norm = maps.widen(jnp.asarray(norm))
+    """The factor for gradients of this norm, elementwise over norms."""
+    norm = dtypes.widen(jnp.asarray(norm))
     max_norm = jnp.asarray(max_norm, norm.dtype)
     outside = norm > max_norm
     # max_norm / norm outside the ball, else 1 / 1, which is exactly 1. The quotient
-    # comes last, because compilers share a quotient among the kernels that need it, and
-    # repeat in each of them what is cheaper.
+    # comes last: compilers share a quotient among the kernels that need it, and repeat
+    # cheaper operations in each of them.
     numerator = jnp.where(jnp.isfinite(norm), jnp.where(outside, max_norm, 1), jnp.nan)
     return numerator / jnp.where(outside, norm, 1)
 
 
 def _scale_layers(updates: Any, factors: Any) -> Any:
     return maps.map_updates(
-        lambda g, f: maps.scale(g, maps.expand(f, g)), updates, factors
+        lambda g, f: arithmetic.scale(g, arithmetic.expand(f, g)), updates, factors
     )
 
 
 def _clamp(g: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:
-    # Wide in the end, as gradients that are scaled: see clip_before.
-    limit = maps.widen(jnp.asarray(limit, g.dtype))
-    return jnp.clip(maps.widen(g), -limit, limit)
+    # Wide at the end, like the scaled gradients: see clip_before.
+    limit = dtypes.widen(jnp.asarray(limit, g.dtype))
+    return jnp.clip(dtypes.widen(g), -limit, limit)
 
 
 def _no_norm(params: optax.Params) -> ClipByGlobalNormState:
-    return ClipByGlobalNormState(maps.zero(params, jnp.float32))
+    return ClipByGlobalNormState(constants.zero(params, jnp.float32))
 
 
 def _state(norm: jax.typing.ArrayLike) -> ClipByGlobalNormState:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from gradxform._transforms.learning_rate import scale_by_learning_rate
-from gradxform._trees import checks, maps
+from gradxform._trees import arithmetic, barrier, boxes, checks, constants, dtypes, maps
 
 
 class ScaleByDelayedNesterovState(NamedTuple):
@@ -20,7 +20,7 @@ class ScaleByDelayedNesterovState(NamedTuple):
       count: int32[] a leaf, gradients since its momentum has moved, in [0, num_delay).
       mu: the momentum, like params.
       accumulated: the sum of those gradients, like params, in at least float32 by
-        default; where ``count`` is 0, still of those that moved the momentum.
+        default; while ``count`` is 0, still the sum that moved the momentum.
     """
 
     count: optax.Updates  # type: ignore[assignment]  # A tuple's method of that name.
@@ -48,24 +48,24 @@ def scale_by_delayed_nesterov(
           \quad\text{elsewhere}
 
     with N = ``num_delay`` and c = ``activation``. Gradients of workers that do not wait
-    for each other point nearly the same way, because none of them has seen the others:
-    a momentum that each of them moves overshoots. Here it moves with the mean of N of
-    them, and over N steps its weights sum to 1. With ``num_delay=1`` this is Nesterov
-    momentum, ``optax.trace(b1, nesterov=True)``.
+    for each other point nearly the same way, because none of them has seen the others.
+    If each of them moved the momentum, it would overshoot. Here it moves with the mean
+    of N gradients, and over N steps its weights sum to 1. With ``num_delay=1`` this is
+    Nesterov momentum, ``optax.trace(b1, nesterov=True)``.
 
-    ``None`` for a leaf leaves all that is its own as it was: its N gradients are those
-    that it gets.
+    ``None`` for a leaf leaves its parameter and state as they were: only its own
+    gradients count towards its N.
 
     Args:
       b1: decay of the momentum, in [0, 1).
-      num_delay: how many gradients move the momentum once, in [1, 2³¹ - 1]; as many as
-        there are workers, as a rule.
+      num_delay: how many gradients move the momentum once, in [1, 2³¹ - 1]; as a rule
+        the number of workers.
       activation: the part of the momentum that acts with every gradient, in
         [0, 1/num_delay]: with 0 all of it acts when it moves, with ``1/num_delay`` the
         same part at each step.
       mu_dtype: dtype of ``mu``, by default that of the parameters, as in optax.
       accumulator_dtype: dtype of the sum, by default that of the parameters but at
-        least float32: a sum in half precision loses what is small beside it.
+        least float32: a sum in half precision loses small additions.
 
     Returns:
       A transformation with state :class:`ScaleByDelayedNesterovState`. Updates keep
@@ -73,7 +73,7 @@ def scale_by_delayed_nesterov(
 
     Raises:
       ValueError: an argument is out of its range.
-      TypeError: ``num_delay`` is no integer; a dtype is none for the parameters;
+      TypeError: ``num_delay`` is not an integer; a dtype does not fit the parameters;
         updates do not have their structure or shapes, or are row-sparse.
 
     Source: Liu et al., 2024, "Asynchronous local-SGD training for language modeling",
@@ -83,7 +83,7 @@ def scale_by_delayed_nesterov(
     >>> tx = gx.scale_by_delayed_nesterov(0.5, num_delay=2)
     >>> grads = jnp.array([1.0, -2.0])
     >>> state = tx.init(grads)
-    >>> for factor in (0.5, 1.0, 0.5, 1.25):  # 1/2, and of the momentum 1/2, then 3/4
+    >>> for factor in (0.5, 1.0, 0.5, 1.25):  # 1/2, and 1/2, then 3/4 of the momentum
     ...     updates, state = tx.update(grads, state)
     ...     assert jnp.allclose(updates, factor * grads)
     >>> assert state.count == 0 and jnp.allclose(state.mu, 1.5 * grads)
@@ -97,27 +97,29 @@ def scale_by_delayed_nesterov(
     given = getattr(checks.real(activation), "dtype", np.float64)
     most = max(most, float(np.asarray(most, given)))
     activation = checks.in_range("activation", activation, f"[0, {most}]")
-    dtypes = {"mu_dtype": mu_dtype, "accumulator_dtype": accumulator_dtype}
-    for name, dtype in dtypes.items():
+    given = {"mu_dtype": mu_dtype, "accumulator_dtype": accumulator_dtype}
+    for name, dtype in given.items():
         checks.state_dtype(name, dtype, complex_too=True)
 
     def init_fn(params: optax.Params) -> ScaleByDelayedNesterovState:
-        for name, dtype in dtypes.items():
+        for name, dtype in given.items():
             checks.of_same_kind(name, dtype, params)
 
         def no_gradients(p: jax.Array) -> jax.Array:
-            return maps.full_like(p, 0, jnp.int32, axes=0)
+            return constants.full_like(p, 0, jnp.int32, axes=0)
 
         def zero_momentum(p: jax.Array) -> jax.Array:
-            dtype = maps.inexact_dtype(p) if mu_dtype is None else mu_dtype
-            return maps.full_like(p, 0, dtype)
+            dtype = dtypes.inexact_dtype(p) if mu_dtype is None else mu_dtype
+            return constants.full_like(p, 0, dtype)
 
         def zero_sum(p: jax.Array) -> jax.Array:
             dtype = accumulator_dtype
-            return maps.full_like(p, 0, maps.wide_dtype(p) if dtype is None else dtype)
+            return constants.full_like(
+                p, 0, dtypes.wide_dtype(p) if dtype is None else dtype
+            )
 
         return ScaleByDelayedNesterovState(
-            count=maps.map_params(no_gradients, maps.bare(params)),
+            count=maps.map_params(no_gradients, boxes.bare(params)),
             mu=maps.map_params(zero_momentum, params),
             accumulated=maps.map_params(zero_sum, params),
         )
@@ -131,43 +133,43 @@ def scale_by_delayed_nesterov(
         del params, extra
         checks.dense("delayed_nesterov", updates)
         checks.same_shapes("updates", updates, "mu", state.mu)
-        before = maps.as_in(updates, state.count)
+        before = boxes.as_in(updates, state.count)
 
         def number(_: jax.Array, count: jax.Array) -> jax.Array:
             return count + 1
 
         def moves(t: jax.Array) -> jax.Array:
-            return t >= maps.saturated(num_delay)
+            return t >= dtypes.saturated(num_delay)
 
         def again(_: jax.Array, t: jax.Array) -> jax.Array:
             return jnp.where(moves(t), 0, t)
 
         def add(g: jax.Array, total: jax.Array, count: jax.Array) -> jax.Array:
             # Δ_t = Δ_{t-1} + g_t. It starts again from 0 with the first gradient, and
-            # not with the last: the momentum then reads the new sum alone, which takes
-            # the old one's place.
+            # not with the last: so the momentum reads only the new sum, which replaces
+            # the old one.
             total = jnp.where(count == 0, 0, total)
-            return maps.wide_sum(g, total).astype(total.dtype)
+            return arithmetic.wide_sum(g, total).astype(total.dtype)
 
         def move(
             _: jax.Array, mu: jax.Array, total: jax.Array, t: jax.Array
         ) -> jax.Array:
             # mu_t = b1·mu_{t-1} + Δ_t/N where N | t, else mu_{t-1}
-            total = maps.widen(total)
-            moved = maps.scale(maps.widen(mu).astype(total.dtype), b1)
-            moved += maps.scale(total, 1 / num_delay)
+            total = dtypes.widen(total)
+            moved = arithmetic.scale(dtypes.widen(mu).astype(total.dtype), b1)
+            moved += arithmetic.scale(total, 1 / num_delay)
             return jnp.where(moves(t), moved.astype(mu.dtype), mu)
 
         def step(g: jax.Array, mu: jax.Array, t: jax.Array) -> jax.Array:
             # u_t = (1 - cN + c)·b1·mu_t + g_t/N where N | t, else c·b1·mu_t + g_t/N
             numbers = (activation, num_delay, b1)
-            c, n, decay = (jnp.asarray(x, maps.compute_dtype(g)) for x in numbers)
+            c, n, decay = (jnp.asarray(x, dtypes.compute_dtype(g)) for x in numbers)
             share = jnp.where(moves(t), 1 - c * n + c, c)
-            g = maps.widen(g)
+            g = dtypes.widen(g)
             if mu.dtype.itemsize < 4:  # Or it would be computed again for the step.
-                mu = maps.apart(mu)
+                mu = barrier.apart(mu)
             mu = mu.astype(g.dtype)
-            return maps.scale(mu, share * decay) + maps.scale(g, 1 / n)
+            return arithmetic.scale(mu, share * decay) + arithmetic.scale(g, 1 / n)
 
         count = maps.map_state(number, updates, before)
         sums = maps.map_state(add, updates, state.accumulated, before)
@@ -175,7 +177,7 @@ def scale_by_delayed_nesterov(
         stepped = maps.map_updates(step, updates, mu, count)
         count = maps.map_state(again, updates, count)
         new_state = ScaleByDelayedNesterovState(
-            count=maps.as_in(state.count, count), mu=mu, accumulated=sums
+            count=boxes.as_in(state.count, count), mu=mu, accumulated=sums
         )
         return maps.cast_like(stepped, updates), new_state
 
@@ -196,16 +198,16 @@ def delayed_nesterov(
     .. math:: w \leftarrow w - learning\_rate \cdot u
 
     with ``u`` from :func:`scale_by_delayed_nesterov`. Each worker trains on its own for
-    many steps, and pushes how far it has come as if that were a gradient, as
-    :func:`local_steps` gives it. ``drop_stale(delayed_nesterov(...), max_staleness)``
-    drops what comes too late. With ``num_delay=1`` and ``activation=0`` it is
+    many steps and pushes how far it has come, as if that were a gradient: see
+    :func:`local_steps`. ``drop_stale(delayed_nesterov(...), max_staleness)`` drops
+    pushes that come too late. With ``num_delay=1`` and ``activation=0`` it is
     ``optax.sgd(learning_rate, b1, nesterov=True)``, the outer optimizer of DiLoCo.
 
     Args:
       learning_rate: a scalar, or a schedule ``count -> scalar``.
-      b1: see :func:`scale_by_delayed_nesterov`, as all that follows.
-      num_delay: how many gradients move the momentum once, the number of workers as a
-        rule.
+      b1: see :func:`scale_by_delayed_nesterov`, as for the rest.
+      num_delay: how many gradients move the momentum once; as a rule the number of
+        workers.
       activation: the part of the momentum that acts with every gradient.
       mu_dtype: dtype of the momentum.
       accumulator_dtype: dtype of the sum.

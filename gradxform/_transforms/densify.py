@@ -1,4 +1,4 @@
-"""Row-sparse gradients as dense ones, for what must change every row."""
+"""Row-sparse gradients as dense ones, for links that must change every row."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def densify() -> optax.GradientTransformationExtraArgs:
 
     .. math:: G_r = \sum_{i:\ indices_i = r} values_i
 
-    In front of momentum, weight decay, :func:`novograd` and every other transformation
-    that changes each row at each step, touched or not. From here on the cost of a step
-    follows the table and not the rows touched.
+    Put it in front of momentum, weight decay, :func:`novograd` and every other
+    transformation that changes each row at each step, touched or not. From there on the
+    cost of a step depends on the table, not on the touched rows.
 
     Returns:
       A transformation without state. Dense gradients pass through.
 
-    Source: ``tf.convert_to_tensor(indexed_slices)``, which TensorFlow does unasked.
+    Source: ``tf.convert_to_tensor(indexed_slices)``, which TensorFlow calls by itself.
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = optax.chain(gx.densify(), optax.sgd(1.0, momentum=0.5))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import checks, maps
+from gradxform._trees import arithmetic, checks, constants, maps
 
 
 def scale_by_learning_rate(
@@ -18,10 +18,10 @@ def scale_by_learning_rate(
 
     .. math:: u \leftarrow -learning\_rate \cdot u
 
-    ``optax.scale_by_learning_rate``, with the same states, but for two things: it takes
-    :class:`IndexedSlices`, so that alone it is gradient descent on the rows touched,
-    and it multiplies in at least float32 and keeps the dtype of each leaf, where the
-    rate is a traced float32 scalar and the leaf half precision.
+    ``optax.scale_by_learning_rate``, with the same states and two differences. It takes
+    :class:`IndexedSlices`, so alone it is gradient descent on the touched rows. It
+    multiplies in at least float32 and keeps the dtype of each leaf, also when the rate
+    is a traced float32 scalar and the leaf half precision.
 
     Args:
       learning_rate: a scalar, or a schedule ``count -> scalar`` of the 0-based count
@@ -45,7 +45,7 @@ def scale_by_learning_rate(
 
     def init_fn(params: optax.Params) -> Any:
         if callable(learning_rate):
-            return optax.ScaleByScheduleState(count=maps.zero(params, jnp.int32))
+            return optax.ScaleByScheduleState(count=constants.zero(params, jnp.int32))
         return optax.EmptyState()
 
     def update_fn(
@@ -65,7 +65,7 @@ def scale_by_learning_rate(
 
 
 def checked_rate(rate: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
-    """The learning rate of a step, which is real; ``TypeError`` where it is not."""
+    """The learning rate of a step; ``TypeError`` if it is not real."""
     rate = checks.real(rate)
     if jnp.iscomplexobj(rate):
         raise TypeError(f"learning_rate must be real, got {rate!r}.")
@@ -74,4 +74,4 @@ def checked_rate(rate: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
 
 def _descend(updates: Any, learning_rate: jax.typing.ArrayLike) -> Any:
     descent = -jnp.asarray(checked_rate(learning_rate))
-    return maps.map_updates(lambda u: maps.scale(u, descent), updates)
+    return maps.map_updates(lambda u: arithmetic.scale(u, descent), updates)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import checks, maps, norms
+from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
 
 
@@ -36,25 +36,25 @@ def measure_cosine(
         cosine_t = \frac{\langle g_t, g_{t-1} \rangle}
           {\lVert g_t \rVert \, \lVert g_{t-1} \rVert}
 
-    A link that changes no gradient. Of minibatches that are in time the cosine is small
-    and has both signs. Where it stays near 1, one gradient after the other is taken at
-    about the same parameters, none sees what the last one has done, and their steps add
-    up: under staleness that comes before the loss diverges. Read it from the state:
-    ``optax.tree.get(state, "cosine")``. A :class:`ParameterServer` tells it with each
-    push, and TensorBoard shows it.
+    This link changes no gradient. For gradients that are in time the cosine is small
+    and has both signs. If it stays near 1, one gradient after the other is computed at
+    about the same parameters, none sees the steps of the others, and their steps add
+    up. With late gradients that comes before the loss diverges. Read the cosine from
+    the state: ``optax.tree.get(state, "cosine")``. A :class:`ParameterServer` returns
+    it with each push, and TensorBoard shows it.
 
-    It costs one gradient of memory, which is written once and read once, and one more
-    pass over the gradients where the compiler does not take all sums at once. Behind a
-    gate it measures what acts, not what is dropped.
+    It costs one gradient of memory, written once and read once, and one more pass over
+    the gradients if the compiler does not take all sums at once. Behind a gate it
+    measures the pushes that act, not the dropped ones.
 
     Args:
       axis_name: as in :func:`global_norm`.
 
     Returns:
       A transformation with state :class:`MeasureCosineState`. The cosine of the first
-      gradient, and of one that is all zero, is 0; where an entry is not finite it is
-      NaN. ``None`` for a leaf leaves all that is its own as it was, and counts for
-      nothing. The arithmetic is done in at least float32.
+      gradient, and of an all-zero one, is 0; if an entry is not finite it is NaN.
+      ``None`` for a leaf leaves its state as it was, and counts for nothing. The
+      arithmetic is done in at least float32.
 
     Raises:
       TypeError: updates do not have the structure or shapes of the parameters, or are
@@ -76,15 +76,15 @@ def measure_cosine(
 
     def init_fn(params: optax.Params) -> MeasureCosineState:
         def zero(p: jax.Array) -> jax.Array:
-            return maps.full_like(p, 0, maps.inexact_dtype(p))
+            return constants.full_like(p, 0, dtypes.inexact_dtype(p))
 
         def nothing(p: jax.Array) -> jax.Array:
-            return maps.full_like(p, 0, maps.compute_dtype(p), axes=0)
+            return constants.full_like(p, 0, dtypes.compute_dtype(p), axes=0)
 
         return MeasureCosineState(
-            cosine=maps.zero(params, jnp.float32),
+            cosine=constants.zero(params, jnp.float32),
             previous=maps.map_params(zero, params),
-            squares=maps.map_params(nothing, maps.bare(params)),
+            squares=maps.map_params(nothing, boxes.bare(params)),
         )
 
     def update_fn(
@@ -96,15 +96,15 @@ def measure_cosine(
         del params, extra
         checks.dense("measure_cosine", updates)
         checks.same_shapes("updates", updates, "previous", state.previous)
-        before = maps.as_in(updates, state.squares)
+        before = boxes.as_in(updates, state.squares)
         squares, square = norms.squared_norms(updates, axis_name=axis_name)
         _, dot = norms.products(updates, state.previous, axis_name=axis_name)
         held = jax.tree.leaves(maps.map_updates(lambda _, s: s, updates, before))
         # ⟨g, g'⟩ / (‖g‖ · ‖g'‖)
-        length = maps.safe_sqrt(square) * maps.safe_sqrt(norms.total(held))
-        cosine = dot / jnp.where(length == 0, 1, length)
+        length = arithmetic.safe_sqrt(square) * arithmetic.safe_sqrt(norms.total(held))
+        cosine = dot / jnp.where(length < jnp.finfo(length.dtype).tiny, 1, length)
 
-        # The product is known first, so the compiler need not copy what it reads.
+        # The product is known first, so the compiler need not copy its inputs.
         known = (dot != dot) & (dot == dot)
 
         def keep(g: jax.Array, old: jax.Array) -> jax.Array:
@@ -114,14 +114,14 @@ def measure_cosine(
         return updates, MeasureCosineState(
             cosine=jnp.clip(cosine, -1, 1).astype(jnp.float32),
             previous=maps.map_state(keep, updates, state.previous),
-            squares=maps.as_in(state.squares, squares),
+            squares=boxes.as_in(state.squares, squares),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def cosines(state: optax.OptState) -> list[jax.Array]:
-    """What the links in a state have measured last, from left to right."""
+    """The last measurements of the links in a state, from left to right."""
 
     def measured(node: Any) -> bool:
         return isinstance(node, MeasureCosineState)

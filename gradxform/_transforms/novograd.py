@@ -11,7 +11,7 @@ import optax
 
 from gradxform._transforms import clipping
 from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
-from gradxform._trees import checks, maps, norms
+from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
 
 
@@ -57,10 +57,10 @@ def scale_by_novograd(
         \mu_t &= b_1\,\mu_{t-1} + d_t \\
         u_t &= \mu_t \quad\text{or, with nesterov,}\quad d_t + b_1\,\mu_t
 
-    A layer is a leaf, and its ``g_1`` the first gradient that it gets: ``None`` leaves
-    all that is its own as it was, and a zero gradient counts, so that ``nu`` does not
-    start anew "when nu is 0". A layer whose gradient has been zero from the start gets
-    a zero normalized gradient, never NaN. Half of Adam's state: one array like the
+    A layer is a leaf, and its ``g_1`` is the first gradient that it gets. ``None``
+    leaves its parameter and state as they were. A zero gradient counts, so ``nu`` does
+    not start again "when nu is 0". A layer whose gradient has been zero from the start
+    gets a zero normalized gradient, never NaN. Half of Adam's state: one array like the
     parameters and one scalar a layer.
 
     Args:
@@ -68,33 +68,34 @@ def scale_by_novograd(
       b2: decay of the squared norms, in [0, 1).
       eps: keeps the divisor from 0, ≥ 0; added in at least float32.
       weight_decay: decoupled from the normalization: added to the normalized gradient,
-        ≥ 0. Not 0, it needs ``params`` in ``update``.
+        ≥ 0. If it is not 0, ``update`` needs ``params``.
       mask: which parameters decay: a tree of bools, a prefix of the parameters' tree,
-        or a function ``params -> tree``, to be named in ``static_args`` of
-        ``optax.inject_hyperparams``, which takes it for a schedule; by default all.
-      grad_averaging: whether what enters the momentum is multiplied by ``1 - b1``.
-      nesterov: Nesterov momentum as TensorFlow's ``MomentumOptimizer`` has it.
+        or a function ``params -> tree``; by default all. Name a function in
+        ``static_args`` of ``optax.inject_hyperparams``, which otherwise takes it for a
+        schedule.
+      grad_averaging: whether to multiply by ``1 - b1`` before the momentum.
+      nesterov: Nesterov momentum as in TensorFlow's ``MomentumOptimizer``.
       eps_in_sqrt: where ``eps`` stands; False as in TensorFlow Addons and MONAI.
       mu_dtype: dtype of ``mu``, by default that of the parameters, as in optax. Half
-        precision loses additions that are small beside ``mu``: under a constant
-        gradient, where ``mu`` should reach 20 for ``b1=0.95``, it stalls at 18.75 in
-        bfloat16. ``"float32"`` holds it, for 2 bytes a parameter more.
+        precision loses additions that are small beside ``mu``: with a constant gradient
+        and ``b1=0.95``, ``mu`` should reach 20, but stalls at 18.75 in bfloat16.
+        ``"float32"`` avoids that, for 2 bytes more a parameter.
       axis_name: mesh axes over which layers may be sharded, inside ``jax.shard_map``,
         or a prefix tree of ``PartitionSpec``; see :func:`global_norm`.
-      stacked_axes: how many leading axes of a leaf stack layers, as models under
-        ``flax.linen.scan`` or ``flax.nnx.scan`` have them: an int, a prefix tree of
-        ints, or a function ``params -> tree``, which is called with updates too. Each
-        slice is then a layer, and ``nu`` has those leading axes.
+      stacked_axes: how many leading axes of a leaf stack layers, as in models with
+        ``flax.linen.scan`` or ``flax.nnx.scan``: an int, a prefix tree of ints, or a
+        function ``params -> tree``, which is called with updates too. Each slice is
+        then a layer, and ``nu`` has those leading axes.
 
     Returns:
       A transformation with state :class:`ScaleByNovogradState`. Updates keep their
       shapes and dtypes; the arithmetic is done in at least float32.
 
     Raises:
-      ValueError: an argument is out of its range; ``params`` is missing under weight
+      ValueError: an argument is out of its range; ``params`` is missing with weight
         decay; a leaf has fewer axes than ``stacked_axes``.
-      TypeError: ``mask`` holds other things than bools; ``mu_dtype`` is no dtype for
-        the parameters; updates do not have their structure or shapes.
+      TypeError: ``mask`` holds other things than bools; ``mu_dtype`` does not fit the
+        parameters; updates do not have their structure or shapes.
 
     Source: Ginsburg et al., 2019, "Stochastic gradient methods with layer-wise adaptive
     moments for training of deep networks", https://arxiv.org/abs/1905.11286;
@@ -123,22 +124,21 @@ def scale_by_novograd(
         return which
 
     def init_fn(params: optax.Params) -> ScaleByNovogradState:
-        axes = maps.broadcast(stacked_axes or 0, params)
-        jax.tree.map_with_path(_check_stacked, params, axes)
+        axes = norms.check_stacked(stacked_axes, params)
         checks.of_same_kind("mu_dtype", mu_dtype, params)
         decayed(params)
 
         def zero_momentum(p: jax.Array) -> jax.Array:
-            dtype = maps.inexact_dtype(p) if mu_dtype is None else mu_dtype
-            return maps.full_like(p, 0, dtype)
+            dtype = dtypes.inexact_dtype(p) if mu_dtype is None else mu_dtype
+            return constants.full_like(p, 0, dtype)
 
         def zero_norms(p: jax.Array, stacked: int) -> jax.Array:
-            return maps.full_like(p, -0.0, maps.compute_dtype(p), axes=stacked)
+            return constants.full_like(p, -0.0, dtypes.compute_dtype(p), axes=stacked)
 
         return ScaleByNovogradState(
-            count=maps.zero(params, jnp.int32),
+            count=constants.zero(params, jnp.int32),
             mu=maps.map_params(zero_momentum, params),
-            nu=maps.map_params(zero_norms, maps.bare(params), maps.bare(axes)),
+            nu=maps.map_params(zero_norms, boxes.bare(params), boxes.bare(axes)),
         )
 
     def update_fn(
@@ -168,7 +168,7 @@ def scale_by_novograd(
                 factor = clip_factor(square).astype(square.dtype)
                 square = square * factor * factor
             square = square.astype(nu.dtype)
-            averaged = maps.scale(nu, b2) + maps.scale(square, 1 - b2)
+            averaged = arithmetic.scale(nu, b2) + arithmetic.scale(square, 1 - b2)
             # The first gradient may come late, where there was None before. The sign of
             # a zero tells it from a norm of 0; states of optax begin with a 0.0.
             first = (state.count == 0) | ((nu == 0) & jnp.signbit(nu))
@@ -176,23 +176,23 @@ def scale_by_novograd(
 
         def normalize(g: jax.Array, nu: jax.Array) -> jax.Array:
             # ĝ = g / sqrt(nu + eps), or g / (sqrt(nu) + eps)
-            inverse = maps.inverse_sqrt(nu, eps, eps_in_sqrt)
-            return maps.scale(maps.widen(g), maps.expand(inverse, g))
+            inverse = arithmetic.inverse_sqrt(nu, eps, eps_in_sqrt)
+            return arithmetic.scale(dtypes.widen(g), arithmetic.expand(inverse, g))
 
         def decay(g: jax.Array, w: jax.Array, decays: bool) -> jax.Array:
             # ĝ + weight_decay·w
             if not decays:
                 return g
-            return g + maps.scale(
-                maps.widen(jnp.asarray(w)).astype(g.dtype), weight_decay
+            return g + arithmetic.scale(
+                dtypes.widen(jnp.asarray(w)).astype(g.dtype), weight_decay
             )
 
         def accumulate(d: jax.Array, mu: jax.Array) -> jax.Array:
             # mu = b1·mu + d
-            return maps.scale(maps.widen(mu).astype(d.dtype), b1) + d
+            return arithmetic.scale(dtypes.widen(mu).astype(d.dtype), b1) + d
 
         nu = norms.map_layers(average, squared_norms, state.nu)
-        added = maps.map_updates(normalize, updates, maps.as_in(updates, nu))
+        added = maps.map_updates(normalize, updates, boxes.as_in(updates, nu))
         if decays:
             if params is None:
                 raise ValueError(
@@ -202,10 +202,10 @@ def scale_by_novograd(
                 )
             added = maps.map_updates(decay, added, params, decayed(params))
         if grad_averaging:  # d = (1-b1)·(ĝ + weight_decay·w)
-            added = maps.map_updates(lambda d: maps.scale(d, 1 - b1), added)
+            added = maps.map_updates(lambda d: arithmetic.scale(d, 1 - b1), added)
         if step_size_in_momentum is not None:
             added = maps.map_updates(
-                lambda d: maps.scale(d, step_size_in_momentum), added
+                lambda d: arithmetic.scale(d, step_size_in_momentum), added
             )
         mu = maps.map_state(accumulate, added, state.mu)
         if nesterov:  # u = d + b1·mu
@@ -241,26 +241,27 @@ def novograd(
     clipvalue: jax.typing.ArrayLike | None = None,
     global_clipnorm: jax.typing.ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""The NovoGrad optimizer, as OpenSeq2Seq, Clara and MONAI have it.
+    r"""The NovoGrad optimizer of OpenSeq2Seq, Clara and MONAI.
 
     .. math:: w \leftarrow w - learning\_rate \cdot u
 
     with ``u`` from :func:`scale_by_novograd`, preceded by at most one clip with Keras's
-    meaning. The clip and the layers share one pass over the gradients for their norms;
-    ``optax.chain(clip_by_global_norm(c), novograd(lr))`` computes the same with two.
+    meaning. The clip and the layers share one pass over the gradients for their norms.
+    ``optax.chain(clip_by_global_norm(c), novograd(lr))`` computes the same with two
+    passes.
 
     Args:
       learning_rate: a scalar, or a schedule ``count -> scalar``.
-      b1: see :func:`scale_by_novograd`, as all that is not named below.
+      b1: see :func:`scale_by_novograd` for this and for details of the rest.
       b2: decay of the squared norms.
       eps: keeps the divisor from 0.
       weight_decay: decoupled weight decay.
       mask: which parameters decay.
-      grad_averaging: whether ``1 - b1`` multiplies what enters the momentum.
+      grad_averaging: whether to multiply by ``1 - b1`` before the momentum.
       nesterov: Nesterov momentum.
       eps_in_sqrt: where ``eps`` stands.
       lr_in_momentum: puts the learning rate inside the momentum,
-        ``mu = b1·mu + learning_rate·(…)``, ``w -= mu``, as TensorFlow Addons has it;
+        ``mu = b1·mu + learning_rate·(…)``, ``w -= mu``, as in TensorFlow Addons;
         differs only while a schedule moves the rate.
       mu_dtype: dtype of the momentum.
       axis_name: mesh axes over which layers may be sharded.
@@ -268,8 +269,8 @@ def novograd(
       clipnorm: the norm of each layer is clipped to this.
       clipvalue: each entry is clipped to ± this.
       global_clipnorm: the norm of all layers together is clipped to this; the norm
-        before clipping is ``optax.tree.get(state, "global_norm")``. Not finite, it
-        makes all NaN: see :func:`clip_by_global_norm`.
+        before clipping is ``optax.tree.get(state, "global_norm")``. If that norm is
+        not finite, all becomes NaN: see :func:`clip_by_global_norm`.
 
     Returns:
       A transformation whose state holds :class:`ScaleByNovogradState`, and with
@@ -278,7 +279,7 @@ def novograd(
 
     Raises:
       ValueError: more than one clip argument, an argument out of its range, or no
-        ``params`` under weight decay.
+        ``params`` with weight decay.
       TypeError: updates do not have the structure or the shapes of the parameters.
 
     Source: Ginsburg et al., 2019, https://arxiv.org/abs/1905.11286; OpenSeq2Seq's and
@@ -327,7 +328,7 @@ def novograd(
 def _inside_momentum(
     inner: optax.GradientTransformationExtraArgs, learning_rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformationExtraArgs:
-    """``inner`` with the learning rate multiplied into what enters its momentum."""
+    """``inner`` with the learning rate inside its momentum."""
 
     def update_fn(
         updates: optax.Updates,
@@ -340,17 +341,3 @@ def _inside_momentum(
         return inner.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
-
-
-def _check_stacked(path: Any, p: Any, stacked: Any) -> None:
-    if isinstance(stacked, bool) or not isinstance(stacked, int):
-        raise TypeError(
-            f"stacked_axes must hold ints, got {stacked!r}; under "
-            "optax.inject_hyperparams name it in static_args."
-        )
-    if not 0 <= stacked <= jnp.ndim(p):
-        where = checks.place(path)
-        raise ValueError(
-            f"stacked_axes must be in [0, {jnp.ndim(p)}] at {where}, a leaf of shape "
-            f"{list(jnp.shape(p))}, got {stacked}."
-        )

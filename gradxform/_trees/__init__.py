@@ -1,27 +1,33 @@
-"""What a gradient tree may hold, and what can be done with it.
+"""The leaves that a gradient tree may hold, and the operations on them.
 
 A leaf is an array, ``None`` where the loss gave no gradient, or the few rows of a table
-that a batch has touched. Whoever writes a transformation meets all three, and need not
-know: the maps here take every kind of leaf, in any dtype, wherever it lies.
+that a batch has touched. The maps here take every kind of leaf, in any dtype, wherever
+it lies, so a transformation need not know about the kinds.
 
 - ``rows``: row numbers of tables, and the rows that they stand for.
 - ``indexed_slices``: the row-sparse leaf, and part of a table.
-- ``maps``: maps over trees and casts, ``f(values)`` or ``f(values, state)``.
-- ``linear``: linear operations that are carried out in another way on CPU.
+- ``opaque``: row indices as leaves with which JAX does not calculate.
+- ``maps``: maps over trees, ``f(values)`` or ``f(values, state)``.
+- ``boxes``: trees with and without the boxes in which Flax names mesh axes.
+- ``dtypes``: dtypes to calculate in, and numbers in them.
+- ``arithmetic``: sums, products and roots that are rounded once, from at least float32.
+- ``constants``: zeros and other constants, which lie where the parameters lie.
+- ``linear``: linear operations that CPU programs do in another way.
 - ``rounding``: a cast to half precision that costs no copy of its result.
+- ``barrier``: keeps the compiler from sharing values that are cheaper to compute twice.
 - ``norms``: sums of squares of layers, rows and whole trees in one pass.
-- ``mesh``: what of a sum lies on other devices, inside ``shard_map``.
-- ``versions``: what JAX names otherwise from one version to the next.
+- ``mesh``: the parts of a sum on other devices, inside ``shard_map``.
+- ``versions``: names that JAX changes from one version to the next.
 - ``checks``: errors that name the argument, the path, what was given and what to do.
 
-A transformation without state then is one line of arithmetic and this one:
+Then a transformation without state is one line of arithmetic and this one:
 
 >>> import jax.numpy as jnp
->>> from gradxform._trees import maps
+>>> from gradxform._trees import arithmetic, maps
 >>> from gradxform._trees.indexed_slices import IndexedSlices
 >>> updates = {"w": jnp.ones(2), "frozen": None}
 >>> updates["table"] = IndexedSlices([3], jnp.ones((1, 2)), (5, 2))
->>> halved = maps.map_updates(lambda g: maps.scale(g, 0.5), updates)
+>>> halved = maps.map_updates(lambda g: arithmetic.scale(g, 0.5), updates)
 >>> assert halved["table"].values.tolist() == [[0.5, 0.5]] and halved["frozen"] is None
 
 Nothing here imports another wing.

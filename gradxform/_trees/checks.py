@@ -1,4 +1,4 @@
-"""Validation with one message shape: the argument, what is allowed, what was given.
+"""Validation with one message shape: the argument, the allowed values, the given one.
 
 Only concrete values are checked. A traced value (a hyperparameter under ``jit``,
 ``vmap`` or ``optax.inject_hyperparams``) passes: its value is not known yet.
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._trees import maps
+from gradxform._trees import dtypes
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 
 COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # How many, on the device an int32.
@@ -29,7 +29,7 @@ def in_range(name: str, value: Any, interval: str) -> Any:
     Args:
       name: the argument's name, for the message.
       value: the argument; a traced value passes.
-      interval: the allowed range as one writes it, ``"[0, 1)"``.
+      interval: the allowed range, written as ``"[0, 1)"``.
 
     Raises:
       TypeError: ``value`` is not a real scalar.
@@ -53,16 +53,16 @@ def in_range(name: str, value: Any, interval: str) -> Any:
 def scheduled(
     name: str, schedule: Callable[..., Any], global_step: jax.Array, interval: str
 ) -> Any:
-    """What a schedule gives for a global step; raises as :func:`in_range`."""
+    """The number of a schedule for a global step; raises as :func:`in_range`."""
     name, value = f"{name}(global_step)", schedule(global_step)
     real_scalar(name, value)
     return in_range(name, value, interval)
 
 
 def real(value: Any) -> Any:
-    """A number as it is, of a complex one that is real, or traced, its real part.
+    """A number as it is; the real part of a complex one that is real, or traced.
 
-    ``optax.inject_hyperparams`` makes all numbers complex where parameters are.
+    ``optax.inject_hyperparams`` makes all numbers complex if parameters are.
     """
     dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
     if not jnp.issubdtype(dtype, jnp.complexfloating):
@@ -90,7 +90,7 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 def local_step(wrapper: str, value: Any) -> jax.Array:
-    """The local step of a push as an int32 scalar; ``TypeError`` where it is none."""
+    """The local step of a push as an int32 scalar; ``TypeError`` if it is not one."""
     if value is None:
         raise TypeError(
             f"{wrapper} needs local_step: pass update(..., local_step=s), the global "
@@ -99,7 +99,7 @@ def local_step(wrapper: str, value: Any) -> jax.Array:
     integer_scalar("local_step", value)
     if not isinstance(value, jax.Array):  # One may still be computed: nobody waits.
         in_range("local_step", value, f"[0, {np.iinfo(np.int32).max}]")
-    return maps.saturated(value)
+    return dtypes.saturated(value)
 
 
 def transformation(name: str, value: Any) -> None:
@@ -137,7 +137,7 @@ def real_scalar(name: str, value: Any) -> None:
 
 
 def _scalar(name: str, value: Any, kind: str, kinds: tuple[Any, ...]) -> None:
-    if type(value) is int:  # However large: NumPy's integers end somewhere.
+    if type(value) is int:  # Of any size: NumPy's integers are bounded.
         return
     dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
     if np.shape(value) or not any(jnp.issubdtype(dtype, k) for k in kinds):
@@ -153,7 +153,7 @@ def state_dtype(name: str, dtype: Any, *, complex_too: bool = False) -> None:
       complex_too: whether complex leaves have complex state.
 
     Raises:
-      TypeError: it is no dtype, or neither floating nor, if allowed, complex.
+      TypeError: it is not a dtype, or neither floating nor, if allowed, complex.
     """
     if dtype is None:
         return
@@ -206,7 +206,7 @@ def bools(name: str, values: Any, params: Any) -> None:
 
 
 def place(path: Any) -> str:
-    """What messages call the leaf at this path of a tree."""
+    """The name of the leaf at this path of a tree, for messages."""
     return jax.tree_util.keystr(path) or "the root"
 
 
@@ -240,9 +240,9 @@ def same_shapes(
     it a gradient of shape (3, 1) for a parameter of shape (3,) would broadcast.
 
     Args:
-      name: what ``tree`` is called in the message.
+      name: the name of ``tree`` in the message.
       tree: the tree to check.
-      reference_name: what ``reference`` is called in the message.
+      reference_name: the name of ``reference`` in the message.
       reference: the tree it must match.
       expected: gives, from a leaf of ``tree``, the shape its reference must have.
       nodes: whether the nodes must be of the same kinds, as for ``jax.tree.map``, and
@@ -285,7 +285,7 @@ def _flat(tree: Any) -> tuple[dict[Any, Any], Any]:
 
 
 def _other_node(tree: Any, reference: Any) -> tuple[Any, str, str]:
-    """Where two trees of the same leaves first have two kinds of node, and which."""
+    """The first path at which two trees of the same leaves have two kinds of node."""
 
     def top(node: Any) -> Any:
         return jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)

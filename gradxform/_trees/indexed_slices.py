@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,11 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from gradxform._trees.rows import as_array, find, is_known, replicated, rows_of, to_jax
+from gradxform._trees.arithmetic import added
+from gradxform._trees.dtypes import wide_dtype
+from gradxform._trees.opaque import TAG, from_leaf, is_opaque, to_leaf
+from gradxform._trees.rows import (
+    as_array,
+    find,
+    is_known,
+    replicated,
+    rows_of,
+    summed,
+    take_summed,
+    to_jax,
+    write_summed,
+)
 
 
 class _NamesCure(type):
-    """Says how to mend it wherever an error names the class, as jax.tree.map's do."""
+    """Names the cure wherever an error names the class, as in jax.tree.map."""
 
     def __repr__(cls) -> str:
         return f"<class 'gradxform.{cls.__name__}': {_SHORT_CURE}>"
@@ -28,7 +40,7 @@ _SHORT_CURE = "a row-sparse gradient, which needs gradxform.densify() in front o
 
 @jax.tree_util.register_pytree_with_keys_class
 class IndexedSlices(metaclass=_NamesCure):
-    r"""The gradient of a table of which a batch has read a few rows.
+    r"""The gradient of a table after a batch has read a few of its rows.
 
     .. math:: G_r = \sum_{i:\ indices_i = r} values_i
 
@@ -38,21 +50,21 @@ class IndexedSlices(metaclass=_NamesCure):
     zeroed, so that they fail no test for finite numbers.
 
     It is a pytree node, so it goes through ``jit``, ``lax.cond``, ``vmap``,
-    ``all_gather`` and across processes. What multiplies or adds up the leaves of
-    gradients would do the same to the indices, so these are leaves of a dtype with
-    which JAX itself refuses to calculate: ``optax.scale`` and ``jax.lax.psum`` raise a
-    ``TypeError``, in whatever way they come by the leaves. Where that is wanted, put
-    :func:`densify` in front, or map with ``is_leaf=lambda x: isinstance(x,
-    gx.IndexedSlices)``. NumPy does not know that dtype either: to
-    ``multihost_utils.process_allgather`` give ``(grads.indices, grads.values)``. What
-    leaves the indices alone, as ``optax.centralize`` does, is not refused: it acts on
-    the rows as they were given, repeated ones before they are summed. And ``table +
-    updates``, by which ``optax.apply_updates`` ends a step, is the table with the rows
-    added.
+    ``all_gather`` and across processes. Code that multiplies or adds up the leaves of
+    gradients would do the same to the indices. So these have a dtype with which JAX
+    itself refuses to calculate: ``optax.scale`` and ``jax.lax.psum`` raise a
+    ``TypeError``, however they get at the leaves. To use them, put :func:`densify` in
+    front, or map with ``is_leaf=lambda x: isinstance(x, gx.IndexedSlices)``. NumPy does
+    not know that dtype either: give ``(grads.indices, grads.values)`` to
+    ``multihost_utils.process_allgather``. Code that leaves the indices alone, as
+    ``optax.centralize`` does, is not refused: it acts on the rows as they were given,
+    before repeated ones are summed. ``table + updates``, with which
+    ``optax.apply_updates`` ends a step, is the table with the rows added.
 
-    What a mask says of ``values`` holds for both leaves, as in ``optax.partition`` and
-    ``optax.masked``. There a path ends in ``.values``; a function that goes by the end
-    of a path labels the parameters once: ``optax.partition(txs, labels(params))``.
+    A mask for ``values`` holds for both leaves, as in ``optax.partition`` and
+    ``optax.masked``. There a path ends in ``.values``. If a function looks at the end
+    of a path, let it label the parameters once: ``optax.partition(txs,
+    labels(params))``.
 
     Args:
       indices: integers of shape [n], in any order, of any integer dtype; int32 inside.
@@ -60,9 +72,9 @@ class IndexedSlices(metaclass=_NamesCure):
       dense_shape: the shape of the table, at most 2³¹ - 1 rows.
 
     Raises:
-      TypeError: ``indices`` are no integers.
+      TypeError: ``indices`` are not integers.
       ValueError: shapes do not fit; an index lies outside of [0, dense_shape[0]]. A
-        traced index cannot be looked at: outside, it counts as padding, and a negative
+        traced index cannot be checked: outside, it counts as padding, and a negative
         one does not count from the end.
 
     Source: ``tf.IndexedSlices``.
@@ -79,10 +91,10 @@ class IndexedSlices(metaclass=_NamesCure):
     values: jax.Array  # [n, *dense_shape[1:]]
     dense_shape: tuple[int, ...]
     # Whether the indices ascend without repetition, up to the padding at their end.
-    # It belongs to this object and not to the pytree: what comes out of a conditional,
-    # or into a jitted function, has lost it and is looked through again.
+    # It belongs to this object and not to the pytree: the result of a conditional, or
+    # the argument of a jitted function, has lost it and is sorted again.
     _summed: bool
-    _indices: Any  # int32[n], or as leaves of pytrees have it.
+    _indices: Any  # int32[n], or the dtype of leaves of pytrees.
 
     def __init__(
         self,
@@ -118,11 +130,11 @@ class IndexedSlices(metaclass=_NamesCure):
     def indices(self) -> jax.Array:
         """The rows of the table, int32[n]."""
         given = self._indices
-        if not (hasattr(given, "dtype") and _is_opaque(given.dtype)):
+        if not (hasattr(given, "dtype") and is_opaque(given.dtype)):
             return given
         if isinstance(given, jax.Array):
-            return _from_leaf(given)
-        return given.update(dtype=jnp.dtype(jnp.int32))  # No more than described.
+            return from_leaf(given)
+        return given.update(dtype=jnp.dtype(jnp.int32))  # Only described.
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -155,9 +167,9 @@ class IndexedSlices(metaclass=_NamesCure):
     def sum_duplicates(self) -> IndexedSlices:
         """The same gradient, with ascending indices, each but the padding given once.
 
-        The number of rows stays n; what is left over is padding, at the end, with zero
-        values. Rows are added up in at least float32 and in the order in which they
-        were given, as :meth:`densify` does it: the two agree to the bit.
+        The number of rows stays n; the rest is padding, at the end, with zero values.
+        Rows are added up in at least float32 and in the order in which they were given,
+        as in :meth:`densify`: the two agree to the bit.
         """
         if self._summed:  # Then one number may stand for each row, as its square does.
             return self
@@ -208,11 +220,9 @@ class IndexedSlices(metaclass=_NamesCure):
     def _refuse(self, *_: Any) -> Any:
         raise TypeError(_CURE)
 
-    def __radd__(self, table: Any) -> jax.Array:  # As optax.apply_updates adds it.
-        from gradxform._trees import maps
-
+    def __radd__(self, table: Any) -> jax.Array:  # For optax.apply_updates.
         fits = isinstance(table, jax.Array) and table.shape == self.shape
-        return maps.added(self, table) if fits else self._refuse()
+        return add_rows(table, self) if fits else self._refuse()
 
     __add__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
     __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = _refuse
@@ -224,7 +234,7 @@ class IndexedSlices(metaclass=_NamesCure):
         """Children and static data."""
         given = self._indices
         is_number = isinstance(given, jax.Array | np.ndarray) and given.dtype == "int32"
-        leaf = _to_leaf(given) if is_number else given
+        leaf = to_leaf(given) if is_number else given
         return (self.values, leaf), self.dense_shape
 
     def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, ...]]:
@@ -235,46 +245,28 @@ class IndexedSlices(metaclass=_NamesCure):
 
     @classmethod
     def tree_unflatten(cls, dense_shape: tuple[int, ...], children: Any) -> Any:
-        """Of anything that JAX puts in the place of arrays, unchecked but for numbers.
+        """From anything that JAX puts in the place of arrays; only numbers are checked.
 
         Raises:
           TypeError: numbers were calculated in the place of the indices.
         """
         values, indices = children
         if isinstance(values, bool):
-            # What a mask says of the values holds for both, so that it lies over the
-            # dense table too. Equinox puts together again what it has taken apart.
+            # A mask for the values holds for both, so that it lies over the dense table
+            # too. Equinox joins again the leaves that it has split.
             if not _is_filtered():
                 return values
             indices = values
         elif isinstance(indices, jax.Array | np.ndarray):
             if indices.dtype == "uint32" and indices.shape[-1:] == (1,):
-                indices = indices[..., 0].view("int32")  # As host callbacks get them.
+                indices = indices[..., 0].view("int32")  # Host callbacks get them so.
             elif jnp.issubdtype(indices.dtype, np.number):
                 raise TypeError(_CURE)
         return cls._make(indices, values, dense_shape, summed=False)
 
-    @classmethod
-    def ascending(
-        cls, indices: jax.Array, values: jax.Array, dense_shape: tuple[int, ...]
-    ) -> IndexedSlices:
-        """Of int32 that ascend, each but the padding at their end once, unchecked."""
-        return cls._make(indices, values, dense_shape, summed=True)
-
-    def padded(self, length: int) -> IndexedSlices:
-        """The same gradient with padding at its end, in the memory of the host.
-
-        By NumPy, so that no program is compiled for the number of rows that there are.
-        """
-        values = np.zeros((length, *self.dense_shape[1:]), self.dtype)
-        values[: len(self.values)] = self.values
-        indices = np.full(length, self.dense_shape[0], np.int32)
-        indices[: len(self.values)] = self._host_indices()
-        return self._make(indices, values, self.dense_shape, self._summed)
-
     def _host_indices(self) -> np.ndarray[Any, Any]:
         given = self._indices
-        if not (isinstance(given, jax.Array) and _is_opaque(given.dtype)):
+        if not (isinstance(given, jax.Array) and is_opaque(given.dtype)):
             return np.asarray(given)
         return np.asarray(jax.random.key_data(given))[..., 0].view(np.int32)
 
@@ -295,8 +287,39 @@ class IndexedSlices(metaclass=_NamesCure):
 
 
 def is_sparse(node: Any) -> bool:
-    """Whether it is one: where maps over trees stop that take it whole."""
+    """Whether it is one; maps over trees that take it whole stop there."""
     return isinstance(node, IndexedSlices)
+
+
+def ascending(
+    indices: jax.Array, values: jax.Array, dense_shape: tuple[int, ...]
+) -> IndexedSlices:
+    """Of int32 that ascend, each but the padding at their end once, unchecked."""
+    return IndexedSlices._make(indices, values, dense_shape, summed=True)
+
+
+def padded(rows: IndexedSlices, length: int) -> IndexedSlices:
+    """The same gradient with padding at its end, in the memory of the host.
+
+    By NumPy, so that no program is compiled for the number of rows that there are.
+    """
+    n, shape = len(rows.values), rows.dense_shape
+    values = np.zeros((length, *shape[1:]), rows.dtype)
+    values[:n] = rows.values
+    indices = np.full(length, shape[0], np.int32)
+    indices[:n] = rows._host_indices()
+    return IndexedSlices._make(indices, values, shape, rows._summed)
+
+
+def add_rows(table: jax.Array, rows: IndexedSlices) -> jax.Array:
+    """A table with the rows of a gradient added, in its dtype, and rounded once."""
+    rows = rows.sum_duplicates()
+    if wide_dtype(table) == table.dtype:
+        # The sum needs no rounding, so one pass, which is in place.
+        add = table.at[rows.indices].add
+        return add(rows.values.astype(table.dtype), **summed(table))
+    new = added(rows.values, take_summed(table, rows.indices))
+    return write_summed(table, rows.indices, new)
 
 
 _CURE = (
@@ -310,53 +333,16 @@ _CURE = (
 
 @contextlib.contextmanager
 def cured() -> Iterator[None]:
-    """Says how to mend it where something for dense gradients met a row-sparse one."""
+    """Names the cure if a function for dense gradients met a row-sparse one."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
-        # Its indices' dtype; its class, where JAX looked for an array; and what an
-        # array of such a dtype does not have.
-        signs = _TAG, repr(IndexedSlices), "Cannot call abstract method"
+        # Its indices' dtype; its class, if JAX looked for an array; and a method that
+        # an array of such a dtype lacks.
+        signs = TAG, repr(IndexedSlices), "Cannot call abstract method"
         if any(sign in str(error) for sign in signs):
             raise TypeError(_CURE) from error
         raise
-
-
-# The dtype of the indices where they are leaves of a pytree: JAX moves, gathers and
-# chooses among them, but refuses to calculate with them, whoever asks. Numbers it would
-# add up or multiply like all others, and what comes out is the index of another row.
-@functools.cache
-def _opaque() -> Any:
-    import jax.extend.random  # Takes 60 ms, which only users of this pay.
-
-    return jax.extend.random.define_prng_impl(
-        key_shape=(1,),
-        seed=_no_generator,
-        split=_no_generator,
-        random_bits=_no_generator,
-        fold_in=_no_generator,
-        name="gradxform.IndexedSlices",
-        tag=_TAG,
-    )
-
-
-_TAG = "indices of a row-sparse gradient: put gradxform.densify() in front"
-
-
-def _no_generator(*_: Any) -> Any:
-    raise TypeError("Row indices make no random numbers.")
-
-
-@functools.partial(jax.jit, inline=True)
-def _to_leaf(indices: jax.Array) -> jax.Array:
-    bits = jax.lax.bitcast_convert_type(indices, jnp.uint32)
-    return jax.random.wrap_key_data(bits[..., None], impl=_opaque())
-
-
-@functools.partial(jax.jit, inline=True)
-def _from_leaf(leaf: jax.Array) -> jax.Array:
-    bits = jax.random.key_data(leaf).squeeze(-1)
-    return jax.lax.bitcast_convert_type(bits, jnp.int32)
 
 
 def _is_filtered() -> bool:
@@ -369,7 +355,3 @@ def _is_filtered() -> bool:
 
 def _package(frame: Any) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
-def _is_opaque(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -1,4 +1,4 @@
-"""Linear operations that are carried out in another way on CPU."""
+"""Linear operations that CPU programs do in another way."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def linear(
     *,
     cpu: Callable[[jax.Array], jax.Array],
 ) -> Callable[[jax.Array], jax.Array]:
-    """``f``, elementwise and linear, which a program for CPU does as ``cpu`` does it.
+    """``f``, elementwise and linear, which a program for CPU does as ``cpu``.
 
     Bits and barriers have no derivative, or no transpose, or no Taylor series. So they
-    come in where a program is made for a platform, after all that JAX does with it.
+    come in when a program is made for a platform, after all of JAX's own work.
     """
     operation = versions.Primitive(f"gradxform_{name}")
 
@@ -43,7 +43,7 @@ def linear(
     operation.def_impl(once)
 
     def apply(x: jax.Array) -> jax.Array:
-        # Who wants a Taylor series has imported this, and nobody else needs to.
+        # Code that wants a Taylor series has imported this; nothing else needs it.
         if jet := sys.modules.get("jax.experimental.jet"):
             jet.deflinear(operation)
         return once(x)

@@ -14,7 +14,7 @@ from gradxform._trees import checks, maps, versions
 # One axis, several, or a prefix tree of PartitionSpecs; None outside of shard_map.
 AxisName = str | Sequence[str] | Any
 
-# Those across which the stacked layers of a leaf lie, and those on which each does.
+# The mesh axes across which the stacked layers of a leaf lie, and those of each layer.
 _Axes = tuple[tuple[str, ...], tuple[str, ...]]
 
 
@@ -25,8 +25,8 @@ def sums(
 
     Args:
       layers: for each leaf the sums of its layers, of the entries on this device.
-      axis_name: names of mesh axes: a leaf is sharded on those over which it varies;
-        or a prefix tree of ``PartitionSpec``, which says on which.
+      axis_name: names of mesh axes: a leaf is sharded on those over which it varies; or
+        a prefix tree of ``PartitionSpec``, which names them.
       stacked: for each leaf how many of its axes stack layers.
     """
     flat, treedef = jax.tree.flatten_with_path(layers)

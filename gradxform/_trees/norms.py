@@ -10,13 +10,39 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradxform._trees import maps, mesh
+from gradxform._trees import arithmetic, barrier, checks, dtypes, maps, mesh
 from gradxform._trees.mesh import AxisName
 
-# Arrays of at most this many entries are handled together, up to so many at once. A
-# kernel takes milliseconds to compile and microseconds to start, however little it
-# does; beyond that number the operands take longer to compile than the kernels.
+# Arrays of at most this many entries are handled together, up to so many at once. Every
+# kernel takes milliseconds to compile and microseconds to start; beyond that number the
+# operands take longer to compile than the kernels.
 _SMALL, _TOGETHER = 4096, 32
+
+
+def check_stacked(stacked_axes: Any, params: Any) -> Any:
+    """How many axes stack layers, leaf by leaf; raises where a leaf has not so many.
+
+    Raises:
+      TypeError: it does not hold ints.
+      ValueError: a leaf has fewer axes.
+    """
+
+    def check(path: Any, p: Any, stacked: Any) -> None:
+        if isinstance(stacked, bool) or not isinstance(stacked, int):
+            raise TypeError(
+                f"stacked_axes must hold ints, got {stacked!r}; under "
+                "optax.inject_hyperparams name it in static_args."
+            )
+        if not 0 <= stacked <= jnp.ndim(p):
+            where = checks.place(path)
+            raise ValueError(
+                f"stacked_axes must be in [0, {jnp.ndim(p)}] at {where}, a leaf of "
+                f"shape {list(jnp.shape(p))}, got {stacked}."
+            )
+
+    axes = maps.broadcast(stacked_axes or 0, params)
+    jax.tree.map_with_path(check, params, axes)
+    return axes
 
 
 def squared_norms(
@@ -61,37 +87,42 @@ def squared_norms(
 
 
 def products(
-    updates: Any, others: Any, *, axis_name: AxisName = None
+    updates: Any, others: Any, *, axis_name: AxisName = None, stacked_axes: Any = None
 ) -> tuple[Any, jax.Array]:
-    """``Re⟨g, h⟩`` of each leaf, and of all together; as :func:`squared_norms`."""
+    """``Re⟨g, h⟩`` of each layer, and of all together; as :func:`squared_norms`."""
 
-    def product(g: jax.Array, h: jax.Array) -> jax.Array:
-        g, h = (maps.apart(x) if x.dtype.itemsize < 4 else x for x in (g, h))
+    def product(g: jax.Array, h: Any, stacked: int) -> jax.Array:
+        g, h = (
+            dtypes.widen(barrier.apart(x) if x.dtype.itemsize < 4 else x)
+            for x in (g, jnp.asarray(h))
+        )
+        h = h.astype(g.dtype)
         if jnp.iscomplexobj(g):
-            return jnp.sum(g.real * h.real + g.imag * h.imag)
-        return jnp.sum(maps.widen(g) * maps.widen(h))
+            return _sum(g.real * h.real + g.imag * h.imag, stacked)
+        return _sum(g * h, stacked)
 
-    layers = maps.map_updates(lambda g, h: product(g, jnp.asarray(h)), updates, others)
+    depths = maps.broadcast(stacked_axes or 0, updates)
+    layers = maps.map_updates(product, updates, others, depths)
     parts = jax.tree.leaves(layers)
     if axis_name is not None:
-        layers, parts = mesh.sums(layers, axis_name, [0] * len(parts))
+        layers, parts = mesh.sums(layers, axis_name, jax.tree.leaves(depths))
     return layers, total(parts)
 
 
 def squared_rows(updates: Any, *, limit: jax.typing.ArrayLike | None = None) -> Any:
     """``Σ min(|g|, limit)²`` of each row, over all axes but the first.
 
-    On CPU all in it is apart from the clip that the updates go through, whose numbers
-    it would else find in memory; a clamp is not fused with a sum at all. So are the
-    results, because of a sum of sums XLA makes one of all entries.
+    On CPU all of it is kept apart from the clip of the updates. Otherwise it would read
+    the clip's results from memory; a clamp is not fused with a sum at all. The results
+    are kept apart as well, because XLA turns a sum of sums into one sum of all entries.
     """
 
     def sums(g: jax.Array) -> jax.Array:
-        g = maps.apart(g)
+        g = barrier.apart(g)
         if limit is not None:
-            most = maps.apart(jnp.asarray(limit, g.dtype))
+            most = barrier.apart(jnp.asarray(limit, g.dtype))
             g = jnp.minimum(jnp.abs(g), most)
-        return maps.apart(_sum(maps.abs_sq(g), min(1, g.ndim)))
+        return barrier.apart(_sum(arithmetic.abs_sq(g), min(1, g.ndim)))
 
     return maps.map_updates(sums, updates)
 
@@ -102,7 +133,8 @@ def map_layers(
     """New state ``f(square, s)``, elementwise; a layer without gradient keeps its own.
 
     On GPU a kernel takes longer to start than to work on a number, so there all layers
-    share one. On CPU, what reads its number from among many is compiled for each anew.
+    share one. On CPU a kernel that reads one number among many is compiled for each
+    anew.
     """
 
     def together(squares: list[jax.Array], states: list[jax.Array]) -> list[jax.Array]:
@@ -132,8 +164,8 @@ def map_layers(
 @functools.partial(jax.jit, static_argnames=("stacked", "squared"))  # Traced once.
 def _sum_of_squares(x: jax.Array, *, stacked: int, squared: bool) -> jax.Array:
     if x.dtype.itemsize < 4:
-        x = maps.apart(x)
-    return _sum(x if squared else maps.abs_sq(x), stacked)
+        x = barrier.apart(x)
+    return _sum(x if squared else arithmetic.abs_sq(x), stacked)
 
 
 def _sum(x: jax.Array, stacked: int) -> jax.Array:
@@ -141,7 +173,7 @@ def _sum(x: jax.Array, stacked: int) -> jax.Array:
 
 
 def _is_small(x: jax.Array) -> bool:
-    """Few entries, and on one device: what is sharded stays where it is."""
+    """Whether it has few entries on one device; sharded arrays stay where they are."""
     mesh = jax.typeof(x).sharding.mesh
     return x.size <= _SMALL and (mesh.empty or mesh.size == 1)
 

@@ -1,4 +1,4 @@
-"""Rounding to half precision by whoever reads the result, and not in memory."""
+"""Rounding to half precision where the result is read, and not in memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from gradxform._trees.linear import linear
 
 
 def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """``x.astype(dtype)``, of which the compiler makes no copy where it is read twice.
+    """``x.astype(dtype)``, without a copy if the result is read twice.
 
-    XLA for CPU counts the conversion of float32 to bfloat16 among the operations too
-    costly to be done again in each fusion that reads the result, and so writes it to
-    memory. The same rounding out of integer operations is done again.
+    XLA for CPU finds the conversion of float32 to bfloat16 too costly to repeat in each
+    fusion that reads the result, and writes it to memory. It does repeat the same
+    rounding by integer operations.
     """
     if x.dtype == jnp.float32 and jnp.dtype(dtype) == jnp.bfloat16:
         return _to_bfloat16(x)

@@ -1,4 +1,4 @@
-"""Rows of tables: which ones, and how they are read and written."""
+"""Rows of tables: their numbers, and how to read and write them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def rows_of(name: str, indices: Any, height: int) -> Any:
     NumPy's stay NumPy's: with JAX each length would be a program of its own.
 
     Raises:
-      TypeError: they are no integers.
-      ValueError: one lies outside of [0, height], if it can be looked at: a traced one
-        has no value yet, and no process sees all those of several processes.
+      TypeError: they are not integers.
+      ValueError: one lies outside of [0, height], if it can be checked: a traced one
+        has no value yet, and no process sees those of other processes.
     """
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         if indices.size:
@@ -43,8 +43,8 @@ def rows_of(name: str, indices: Any, height: int) -> Any:
 
 def inside_or_padding(indices: Any, height: int) -> Any:
     """Integers as int32 in [0, height], those outside of the table as padding."""
-    # They are compared before they are made narrower: the uint32 for -1 is no -1. And
-    # after they are made wider: the height may be more than an int8 can count.
+    # Compare before narrowing: the uint32 for -1 is not -1. Compare after widening: the
+    # height may be more than an int8 can count.
     if indices.dtype.itemsize < 4:
         indices = indices.astype(np.int32)
     inside = indices < height
@@ -55,7 +55,7 @@ def inside_or_padding(indices: Any, height: int) -> Any:
 
 
 def is_known(indices: Any) -> bool:
-    """Whether every one of them can be looked at."""
+    """Whether the value of each of them is known."""
     return isinstance(indices, np.ndarray) or (
         not isinstance(indices, jax.core.Tracer) and indices.is_fully_addressable
     )
@@ -63,7 +63,7 @@ def is_known(indices: Any) -> bool:
 
 def take_rows(table: jax.Array, indices: jax.Array, **how: Any) -> jax.Array:
     """The rows of a table with these indices; padding reads zeros."""
-    if not table.shape[0]:  # Of which JAX gathers nothing, not even padding.
+    if not table.shape[0]:  # JAX gathers nothing from it, not even padding.
         shape = indices.shape + table.shape[1:]
         return jnp.zeros(shape, table.dtype, out_sharding=how.get("out_sharding"))
     return table.at[indices].get(mode="fill", fill_value=0, **how)
@@ -82,7 +82,7 @@ def take_summed(table: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def summed(table: jax.Array) -> dict[str, Any]:
-    """How rows are written, each given once but padding, which lies outside."""
+    """How to write rows, each given once; padding lies outside."""
     return {
         "mode": "drop",
         "indices_are_sorted": True,
@@ -115,9 +115,9 @@ def _write_narrow_jvp(primals: Any, tangents: Any) -> Any:  # Bits have no deriv
 
 
 def _choose(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """What ``_scatter`` gives, in one pass over the table and without a copy of it.
+    """The result of ``_scatter``, in one pass over the table and without a copy of it.
 
-    Where the compiler scatters into no such dtype, it makes a wider table, scatters
+    If the compiler cannot scatter into such a dtype, it makes a wider table, scatters
     into that, and makes a narrow one again.
     """
     how, n = summed(table), len(indices)
@@ -126,13 +126,13 @@ def _choose(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     of_table, bits = how["out_sharding"], f"uint{8 * table.dtype.itemsize}"
     of_height = of_table and NamedSharding(of_table.mesh, P(*of_table.spec[:1]))
     each = jnp.arange(n, dtype=jnp.uint16 if n < 1 << 16 else jnp.uint32)
-    # As bits, which need no conversion where the processor knows no such numbers.
+    # As bits, which need no conversion on processors without such numbers.
     old, new = (jax.lax.bitcast_convert_type(x, bits) for x in (table, rows))
-    # From memory, where nothing but a scatter surely puts them: computed in the loop
-    # that writes the table, the new rows would be read from what it has overwritten,
-    # so the compiler would give it a copy.
+    # From memory; only a scatter surely puts them there. Computed in the loop that
+    # writes the table, the new rows would be read from overwritten memory, so the
+    # compiler would make a copy.
     new = jnp.zeros_like(new).at[each].set(new, unique_indices=True)
-    # For each row of the table the place of its new one, which is n where it has none.
+    # For each row of the table the place of its new one, or n if it has none.
     place = jnp.zeros(table.shape[0], each.dtype, out_sharding=of_height)
     place = (
         (place + np.asarray(n, each.dtype))
@@ -156,7 +156,7 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _mesh_axes(*spec: Any) -> set[str]:
-    """Those that cut an array somewhere, one or several an axis."""
+    """The mesh axes that cut an array somewhere, one or several an axis."""
     return {a for i in spec for a in (i if isinstance(i, tuple) else (i,)) if a}
 
 
@@ -182,7 +182,7 @@ def places(indices: jax.Array, ascending: jax.Array) -> jax.Array:
 
 
 def as_array(x: Any) -> Any:
-    """Arrays as they are; what is none becomes NumPy's, which keeps every integer."""
+    """Arrays as they are; other values become NumPy's, which keeps every integer."""
     return x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x)
 
 
@@ -203,21 +203,21 @@ def explicit_sharding(x: jax.Array) -> NamedSharding | None:
 def replicated(x: jax.Array, mesh: Any = None) -> jax.Array:
     """``x`` whole on each device of these mesh axes, its own explicit ones by default.
 
-    What lies on no mesh stays as it is, and so does, by default, what lies on automatic
-    axes alone.
+    An array on no mesh stays as it is, and so does, by default, one on automatic axes
+    alone.
     """
     there = jax.typeof(x).sharding.mesh
     if there.empty or (mesh is None and not there.explicit_axes):
         return x
-    # Of a bare spec JAX asks in which mesh, and only `jax.set_mesh` would say it.
+    # For a bare spec JAX asks for the mesh, which only `jax.set_mesh` would give.
     return jax.sharding.reshard(x, NamedSharding(mesh or there, P()))
 
 
 def mesh_context(arrays: Iterable[jax.Array]) -> contextlib.AbstractContextManager[Any]:
     """The mesh on whose explicit axes arrays lie, where no mesh is in context.
 
-    Without it JAX cannot differentiate eagerly what lies there: it asks a context on
-    which devices the 1 shall be from which it starts.
+    Without it JAX cannot differentiate such arrays eagerly: it starts from a 1 and asks
+    a context for its devices.
     """
     if jax.sharding.get_abstract_mesh().empty:
         for x in arrays:

@@ -1,4 +1,4 @@
-"""What JAX has under another name from one version to the next: asked here alone."""
+"""Names that JAX changes from one version to the next: only this room asks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# That of jax.extend.core, whose import takes a tenth of a second.
+# The one of jax.extend.core, whose import takes a tenth of a second.
 Primitive: Any = type(jax.lax.convert_element_type_p)
 
 
@@ -38,7 +38,7 @@ def before_tracing() -> None:
     """Imports what gates and tables need, before anything is traced.
 
     It takes a tenth of a second, which only their users pay. Since JAX 0.12 it brings
-    settings on which every trace depends: what is being traced would be traced again.
+    settings on which every trace depends: running traces would be repeated.
     """
     import jax.extend.core  # noqa: F401
 
@@ -46,7 +46,7 @@ def before_tracing() -> None:
 def evaluate(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """One equation of a jaxpr, under the names and settings that it was traced with.
 
-    As ``jax.core.eval_jaxpr`` does it, which takes whole jaxprs alone.
+    Like ``jax.core.eval_jaxpr``, which takes only whole jaxprs.
     """
     from jax.extend import source_info_util
 

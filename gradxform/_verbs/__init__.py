@@ -1,11 +1,11 @@
-"""What a training loop says: compute, apply, minimize.
+"""The verbs of a training loop: compute, apply, minimize.
 
 - ``lookup``: the function of that name reads rows of a table, and ``value_and_grad``
-  gives those rows as its gradient.
-- ``readings``: which rows of its tables a loss reads, whoever it is that reads them.
+  gives a gradient for these rows alone.
+- ``readings``: finds which rows of its tables a loss reads, in whatever code.
 - ``apply``: ``apply_updates``, ``apply_gradients``, which leads a gate around the whole
   step, and ``minimize``, which makes all of it one compiled function.
-- ``donation``: what somebody else holds as well is copied before it is donated.
+- ``donation``: copies shared arrays before they are donated.
 - ``local_steps``: many of those steps, and how far they came as a pseudo-gradient.
 
 Imports ``_trees`` and ``_late``.

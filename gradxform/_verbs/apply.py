@@ -30,12 +30,12 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
 
     Returns:
       The new parameters, in the dtypes of ``params``; the sum is rounded once, from at
-      least float32. Integers are added as integers, of an update that is none what
-      stands before its point.
+      least float32. Integers are added as integers; other updates of integers are
+      truncated first.
 
     Raises:
-      TypeError: naming the first path at which structures or shapes differ, where
-        ``optax.apply_updates`` would broadcast.
+      TypeError: structures or shapes differ, where ``optax.apply_updates`` would
+        broadcast; the message names the first such path.
 
     Source: ``optax.apply_updates``.
 
@@ -68,28 +68,28 @@ def apply_gradients(
     not act costs next to nothing, and no copy of the model is made.
 
     Jit it and donate ``params`` and ``state``, in this order, to update them in place:
-    JAX pairs donated buffers with results by shape and order, and the other order gives
-    each the other's buffer, at the price of a copy of the model. Where a worker may
-    still hold ``params``, do not donate them. A state may begin with the parameters'
-    own arrays, as that of ``optax.contrib.prodigy``; then donate a copy of it, which
-    :func:`minimize` makes by itself.
+    JAX pairs donated buffers with results by shape and order, and the other order costs
+    a copy of the model. If a worker may still hold ``params``, do not donate them. A
+    state may begin with the parameters' own arrays, as in ``optax.contrib.prodigy``.
+    Then donate a copy of it; :func:`minimize` makes one by itself.
 
     Args:
       tx: any ``optax.GradientTransformation``.
       grads: gradients of the structure and shapes of ``params``; ``None`` leaves a
         parameter and its state as they are.
       state: the state of ``tx``.
-      params: the parameters. A part of a table, as ``ParameterServer.pull(rows=...)``
-        gives it, is a table of its own here: its state is that of its rows.
+      params: the parameters. A part of a table, from
+        ``ParameterServer.pull(rows=...)``, is a table of its own here, and its state is
+        the state of its rows.
       **extra: extra arguments of ``tx``, such as ``local_step``.
 
     Returns:
       ``(params, state)``, dtypes and shapes as given.
 
     Raises:
-      TypeError: naming the first path at which ``grads`` and ``params`` differ in
-        structure or shape; or ``tx`` has an ``optax.lookahead``, which wants other
-        gradients than parameters.
+      TypeError: ``grads`` and ``params`` differ in structure or shape (the message
+        names the first such path); or ``tx`` has an ``optax.lookahead``, whose
+        parameters have another structure than the gradients.
       ValueError: no leaf has a gradient.
 
     Source: ``tf.train.Optimizer.apply_gradients``.
@@ -132,29 +132,30 @@ def minimize(
 
     .. math:: g = \nabla_w L(w, batch), \qquad w, s \leftarrow tx(g, s, w)
 
-    On a mesh with automatic axes the compiler decides where results lie, and may
-    divide a small array that was whole. ``jax.jit(step, donate_argnums=(0, 1),
+    On a mesh with automatic axes the compiler decides where results lie, and may divide
+    a small array that was whole. ``jax.jit(step, donate_argnums=(0, 1),
     out_shardings=...)`` around the step pins them; explicit axes do so by themselves.
-    Where axes of both kinds cut one dimension, JAX forgets one, and it takes the pin.
+    If axes of both kinds cut one dimension, JAX forgets one of them, so pin the results
+    there too.
 
     Args:
-      loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)`` where
-        ``has_aux`` is set.
+      loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or with ``has_aux``
+        ``(scalar, aux)``.
       tx: any ``optax.GradientTransformation``.
       has_aux: as in ``jax.value_and_grad``.
       trainable: which parameters learn: a tree of bools, a prefix of the parameters'
-        tree, or a function ``params -> tree``; by default all. Of the others no
+        tree, or a function ``params -> tree``; by default all. For the others no
         gradient is computed, and their state stays as it is.
       tables: which parameters get row-sparse gradients; see :func:`value_and_grad`.
-      donate: whether the step may reuse the memory of ``params`` and ``state``, which
-        then must not be used again. What somebody else holds as well is copied first:
-        a hyperparameter that is an array of yours, or parameters with which a state
-        begins. With False both stay valid, and each step needs room for new ones.
+      donate: whether the step may reuse the memory of ``params`` and ``state``. Then do
+        not use them again. Shared arrays are copied first: a hyperparameter that is an
+        array of yours, or parameters with which a state begins. With False both stay
+        valid, and each step needs room for new ones.
 
     Returns:
       ``step(params, state, *batch, **extra) -> (params, state, loss[, aux])``, jitted.
-      ``state`` is that of ``tx.init(params)``. ``extra`` are extra arguments for
-      ``tx``, such as ``local_step``; it receives ``value``, the loss, as well, if its
+      ``state`` begins as ``tx.init(params)``. ``extra`` are extra arguments for ``tx``,
+      such as ``local_step``. ``tx`` also receives the loss as ``value``, if its
       ``update`` takes it.
 
     Raises:
@@ -225,14 +226,14 @@ def training_step(
 def learning_part(
     trainable: Any | Callable[[optax.Params], Any] | None, params: optax.Params
 ) -> optax.Params:
-    """Those of the parameters that are trainable; None for the others."""
+    """The trainable parameters; None for the others."""
     mask = maps.broadcast(True if trainable is None else trainable, params)
     checks.bools("trainable", mask, params)
     return jax.tree.map(lambda learns, p: p if learns else None, mask, params)
 
 
 def _numbered(grads: optax.Updates, params: optax.Params) -> optax.Updates:
-    """The same, of a part of a table numbered by the rows that it holds."""
+    """The same; in a part of a table, rows are numbered by their place in it."""
 
     def number(path: Any, p: Any, g: Any) -> Any:
         if not isinstance(p, IndexedSlices) or g is None:
@@ -275,9 +276,9 @@ def _step(
 
 
 def _as_before(new: Any, old: Any) -> Any:
-    """A new state in the dtypes of the old one, which stays where the new one is None.
+    """A new state in the dtypes of the old one; the old one where the new one is None.
 
-    What has become complex, or another tree, is left to whoever made it so.
+    A leaf that has become complex, or another tree, stays as it is.
     """
 
     def cast(x: Any, before: Any) -> Any:

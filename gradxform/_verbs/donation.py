@@ -1,4 +1,4 @@
-"""Donated memory: what somebody else holds as well is copied first."""
+"""Donated memory: shared arrays are copied first."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from gradxform._trees import maps
 class Donating:
     """A jitted ``step(params, state, *batch, **extra)`` that takes arrays' memory.
 
-    Memory can be taken once, and only where nobody else needs it. The states of some
-    optimizers begin with the parameters' own arrays, as in D-adaptation, which measures
-    how far they have come; or with an array that the caller gave as a hyperparameter,
-    which then is in the states of all workers. Such arrays are copied before the step.
-    It returns arrays of their own, so this happens once.
+    Memory can be taken once, and only if nobody else needs it. The states of some
+    optimizers begin with the parameters' own arrays: D-adaptation measures how far they
+    have come. Others begin with an array that the caller gave as a hyperparameter, and
+    then the states of all workers share it. Such arrays are copied before the step. The
+    step returns new arrays, so this happens once.
 
     Args:
       step: the function, jitted, with these arguments donated.
       tx: the transformation whose state it takes.
-      params_too: whether ``params`` are donated, and not the state alone.
+      params_too: whether ``params`` are donated, or only the state.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Donating:
         return self._step(params, state, *batch, **extra)
 
     def __getattr__(self, name: str) -> Any:
-        """What else the jitted function has."""
+        """The other attributes of the jitted function."""
         return getattr(self._step, name)
 
     def __reduce__(self) -> Any:
@@ -77,6 +77,6 @@ def _captured(tx: optax.GradientTransformation, params: Any) -> list[Any]:
     """The arrays of others with which a state of ``tx`` begins."""
     try:
         traced = jax.make_jaxpr(tx.init)(maps.held(params))
-    except Exception:  # Of an init that cannot be traced: all that it makes is new.
+    except Exception:  # An init that cannot be traced makes only new arrays.
         return []
     return list(traced.consts)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from gradxform._late import gate
-from gradxform._trees import checks, maps, versions
+from gradxform._trees import checks, dtypes, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._verbs.apply import learning_part, training_step
 from gradxform._verbs.donation import Donating
@@ -33,13 +33,14 @@ def local_steps(
         g &= w - w_H
 
     The steps of :func:`minimize` one after the other, in one program. ``g`` is the
-    pseudo-gradient: an outer optimizer on the server, as :func:`delayed_nesterov`,
-    takes it for a gradient at the parameters that were pulled, and under plain SGD with
-    a learning rate of 1 a single worker would come to where it is. So workers talk to
-    the server once in H steps: local SGD, or federated averaging, or DiLoCo.
+    pseudo-gradient. An outer optimizer on the server, such as :func:`delayed_nesterov`,
+    takes it for a gradient at the parameters that were pulled. With plain SGD at a
+    learning rate of 1 and a single worker, the server would arrive where the worker is.
+    So workers talk to the server once in H steps: local SGD, or federated averaging, or
+    DiLoCo.
 
     The local optimizer's state is the worker's own and goes on from one call to the
-    next; what is pulled stays valid.
+    next. The pulled parameters stay valid.
 
     Args:
       loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)`` where
@@ -49,27 +50,27 @@ def local_steps(
       trainable: which parameters learn, as in :func:`minimize`. The pseudo-gradient of
         the others is ``None``.
       unroll: as in ``jax.lax.scan``. On CPU a convolution inside a loop takes ten times
-        as long as outside of one: there True, for all H steps, pays the longer compile.
-      donate: whether the memory of ``state``, which then must not be used again, may be
-        reused. That of ``params`` never is.
+        as long as outside: there True, for all H steps, is worth the longer compile.
+      donate: whether the memory of ``state`` may be reused. Then do not use it again.
+        The memory of ``params`` is never reused.
 
     Returns:
       ``steps(params, state, *batches, num_steps=None, **extra) -> (grads, state,
-      losses[, aux])``, jitted. ``params`` are what was pulled, and ``state`` begins as
-      ``tx.init(params)``. Each leaf of ``batches`` has an axis in front, of H, and
-      ``loss_fn`` sees one entry of it a step; ``losses``, and ``aux``, have it too.
-      ``grads`` has the shapes and dtypes of ``params``, and is the difference in at
-      least float32, rounded once. ``extra`` is as in :func:`minimize`.
+      losses[, aux])``, jitted. ``params`` are the pulled parameters, and ``state``
+      begins as ``tx.init(params)``. Each leaf of ``batches`` has an axis in front, of
+      H, and ``loss_fn`` sees one entry of it a step; ``losses``, and ``aux``, have it
+      too. ``grads`` has the shapes and dtypes of ``params``, and is the difference in
+      at least float32, rounded once. ``extra`` is as in :func:`minimize`.
 
-      Another H is another program. Where it changes often, ``num_steps``, an int32
-      scalar, says how many of the H steps to take: the batches after them are not
-      looked at, their losses and ``aux`` are 0. Above H it means H, below 0 it means 0.
+      Another H is another program. If it changes often, use ``num_steps``, an int32
+      scalar: how many of the H steps to take. The batches after them are ignored, and
+      their losses and ``aux`` are 0. Above H it means H, below 0 it means 0.
 
     Raises:
       ValueError: there are no batches, a leaf of them has no entry or not as many as
         the others; or no parameter is trainable.
-      TypeError: ``params`` holds :class:`IndexedSlices`; ``num_steps`` is no integer;
-        ``tx`` is no transformation.
+      TypeError: ``params`` holds :class:`IndexedSlices`; ``num_steps`` is not an
+        integer; ``tx`` is not a transformation.
 
     Source: Stich, 2018, "Local SGD converges fast and communicates little",
     https://arxiv.org/abs/1805.09767; Douillard et al., 2023, "DiLoCo",
@@ -113,7 +114,7 @@ def local_steps(
         def train_or_rest(carry: Any, numbered: Any) -> Any:
             number, batch = numbered
             result, carry = gate.either(
-                number < maps.saturated(num_steps),
+                number < dtypes.saturated(num_steps),
                 lambda: train(carry, batch)[::-1],
                 lambda: (None, carry),
             )
@@ -128,7 +129,7 @@ def local_steps(
         (trained, state), result = jax.lax.scan(
             one_step, (params, state), each, unroll=unroll
         )
-        # g = w - w_H, of what learns
+        # g = w - w_H, for what learns
         learning = learning_part(trainable, params)
         grads = maps.map_updates(_difference, learning, trained)
         return grads, state, *result
@@ -139,7 +140,7 @@ def local_steps(
 
 
 def _difference(pulled: jax.Array, trained: jax.Array) -> jax.Array:
-    return (maps.widen(pulled) - maps.widen(trained)).astype(pulled.dtype)
+    return (dtypes.widen(pulled) - dtypes.widen(trained)).astype(pulled.dtype)
 
 
 def _check_dense(params: optax.Params) -> None:
@@ -153,7 +154,7 @@ def _check_dense(params: optax.Params) -> None:
 
 
 def _length(batches: tuple[Any, ...]) -> int:
-    """H, which every leaf of the batches has in front."""
+    """H, the length of the first axis of every leaf of the batches."""
     lengths = {
         f"batches{jax.tree_util.keystr(path)}": np.shape(leaf)[:1]
         for path, leaf in jax.tree.leaves_with_path(batches)

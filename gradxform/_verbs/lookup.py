@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradxform._trees import checks, maps, versions
+from gradxform._trees import checks, constants, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees.rows import (
     as_array,
@@ -27,9 +27,9 @@ Tables = Sequence[str] | Callable[[str], bool]
 def lookup(table: Any, ids: jax.typing.ArrayLike) -> jax.Array:
     r"""The rows of a table with these indices: ``table[ids]``.
 
-    It is a plain gather, of which JAX makes a dense gradient, and
-    :func:`value_and_grad` a row-sparse one for a table that is named there. Beside
-    ``jnp.take`` it refuses ids that lie outside, and has an id for padding.
+    It is a plain gather. JAX gives it a dense gradient; :func:`value_and_grad` gives a
+    named table a row-sparse one. Unlike ``jnp.take`` it refuses ids that lie outside,
+    and has an id for padding.
 
     Args:
       table: of shape [rows, \*row]; or a part of such a table, the rows that
@@ -41,10 +41,10 @@ def lookup(table: Any, ids: jax.typing.ArrayLike) -> jax.Array:
       An array of shape [\*ids.shape, \*row], of the dtype of the table.
 
     Raises:
-      TypeError: ``ids`` are no integers.
-      ValueError: an id lies outside of [0, rows]. A traced id cannot be looked at:
+      TypeError: ``ids`` are not integers.
+      ValueError: an id lies outside of [0, rows]. A traced id cannot be checked:
         outside, it counts as padding, and a negative one does not count from the end.
-        The same holds for an id of which a part of a table has no row.
+        The same holds for an id whose row a part of a table lacks.
 
     Source: ``tf.nn.embedding_lookup``, ``tf.gather``.
 
@@ -74,18 +74,17 @@ def value_and_grad(
     The loss reads rows of each of those tables, as often as it likes, through
     :func:`lookup`, ``jnp.take(table, ids, axis=0)``, ``table[ids]``, ``table[0]`` or
     ``table[:n]``, in an embedding layer of any framework, under ``jit`` or ``vmap``.
-    The gradient then consists of the
-    rows that were read, and no array of the table's size is made, nor where the loss
-    casts the table first. All other parameters get the gradients that JAX gives.
+    The gradient then consists of the rows that were read. No array of the table's size
+    is made, even if the loss casts the table first. All other parameters get JAX's own
+    gradients.
 
-    A parameter may be a part of a table, as ``ParameterServer.pull(rows=...)`` gives
-    it: the loss sees a table of which those rows alone can be read. It need not be
-    named.
+    A parameter may be a part of a table, from ``ParameterServer.pull(rows=...)``: the
+    loss sees a table, and can read only those rows. It need not be named.
 
     Args:
       loss_fn: ``loss_fn(params, *batch, **kwargs)`` returns a scalar, or ``(scalar,
         aux)`` where ``has_aux`` is set. With ``tables`` it is traced, also without
-        ``jit``, and its jaxpr is looked through for what it reads.
+        ``jit``, and its jaxpr is searched for the rows that it reads.
       tables: paths of leaves of ``params``, with slashes, as ``"encoder/emb"``; or a
         predicate on such a path.
       has_aux: as in ``jax.value_and_grad``.
@@ -96,11 +95,11 @@ def value_and_grad(
       a table's is an :class:`IndexedSlices` with one row for each that was read.
 
     Raises:
-      ValueError: ``tables`` names no leaf of ``params``, or one that is no table of
+      ValueError: ``tables`` names no leaf of ``params``, or one that is not a table of
         floating-point rows.
       TypeError: the loss uses a named table in any other way, such as a product with
         all of it; or reads it inside a ``scan``, ``cond``, ``checkpoint`` or the like,
-        from where its rows cannot be brought out.
+        which its rows cannot leave.
 
     Inside ``jax.shard_map``, where each device has a part of the batch and a table of
     its own, ``jax.lax.all_gather(grads["emb"], axis, tiled=True, to="invarying")``
@@ -162,7 +161,7 @@ def value_and_grad(
 
         both = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
         with mesh_context(maps.values(x) for x in leaves.values()):
-            taps = {i: [*map(maps.zeros_of_type, types[i])] for i in named}
+            taps = {i: [*map(constants.zeros_of_type, types[i])] for i in named}
             (value, (aux, ids)), (grads, rows) = both(dense, taps)
         for i, table in named.items():
             grads[i] = _slices(ids[i], rows[i], table)
@@ -186,7 +185,7 @@ def _select(tables: Tables, paths: list[str], leaves: dict[int, Any]) -> dict[in
     for i, leaf in leaves.items():
         if not is_sparse(leaf) and not is_named(paths[i]):
             continue
-        # A part of a table needs no name: there is no other gradient of it.
+        # A part of a table needs no name: it has no other gradient.
         named[i] = leaf.sum_duplicates() if is_sparse(leaf) else jnp.asarray(leaf)
         if not named[i].ndim or not jnp.issubdtype(named[i].dtype, jnp.inexact):
             raise ValueError(
@@ -199,7 +198,7 @@ def _select(tables: Tables, paths: list[str], leaves: dict[int, Any]) -> dict[in
 def _slices(ids: list[jax.Array], rows: list[jax.Array], table: Any) -> IndexedSlices:
     """The gradient of a table that was read at ``ids``, where ``rows`` is theirs."""
     row = table.shape[1:]
-    # On explicit mesh axes each device gets all, also of what a gather had there on
+    # On explicit mesh axes each device gets all, also what a gather had there on
     # automatic ones.
     known = map(explicit_sharding, [maps.values(table), *ids, *rows])
     mesh = next((s.mesh for s in known if s is not None), None)

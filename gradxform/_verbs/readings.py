@@ -1,13 +1,13 @@
-"""Which rows of its tables a loss reads, found in its jaxpr, whoever it is that reads.
+"""Finds in the jaxpr of a loss which rows of its tables it reads.
 
-A table is a variable of the jaxpr, and every use of it an equation that can be looked
-at: a ``gather`` of whole rows is a reading, which ``gx.lookup``, ``jnp.take``,
-``table[ids]`` and every framework's embedding layer come down to, and so is a slice of
-them, ``table[0]`` or ``table[:n]``. A cast of the table is put off until its rows are
-there, and a ``jit`` is looked into.
+A table is a variable of the jaxpr, and every use of it is an equation. A ``gather`` of
+whole rows is a reading: ``gx.lookup``, ``jnp.take``, ``table[ids]`` and every
+framework's embedding layer come down to it. So is a slice of rows, ``table[0]`` or
+``table[:n]``. A cast of the table is put off until its rows are there, and a ``jit`` is
+searched too.
 
-So the table itself need not be there: of a part of one, the rows that a server gave,
-the loss sees the shape of the whole, and what it reads is then taken from the part.
+So the table itself need not be there. With a part of it, the rows that a server gave,
+the loss sees the shape of the whole, and reads from the part.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._trees import maps, versions
-from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees import arithmetic, versions
+from gradxform._trees.indexed_slices import IndexedSlices, ascending
 from gradxform._trees.rows import inside_or_padding, is_known, places, read_rows
 
-# Is given the number of a table, the ids of a reading and its rows, and returns the
-# rows that the loss goes on with.
+# From the number of a table, the ids of a reading and its rows to the rows that the
+# loss goes on with.
 Tap = Callable[[int, jax.Array, jax.Array], jax.Array]
 
 
 class _Table(NamedTuple):
-    """What the variable of a table stands for."""
+    """The table for which a variable stands."""
 
     number: int
-    array: Any  # Or the IndexedSlices that is a part of it.
-    casts: tuple[Any, ...] = ()  # To which dtypes it was cast, one after another.
+    array: Any  # Or the IndexedSlices with a part of it.
+    casts: tuple[Any, ...] = ()  # The dtypes to which it was cast, one after another.
 
 
-# What leaves the numbers of a table as they are, and makes no copy of its own accord.
+# These leave the numbers of a table as they are, and make no copy by themselves.
 _SAME = {"pvary", "pcast", "reshard", "sharding_constraint"}
 
 _HOW = (
@@ -67,7 +67,7 @@ def trace(
     def arrays(dense: dict[int, Any], tables: dict[int, Any]) -> list[Any]:
         leaves, treedef = jax.tree.flatten(loss_fn(dense, tables))
         is_traced = [isinstance(x, jax.core.Tracer) for x in leaves]
-        # What an aux holds beside arrays comes back as it was.
+        # Entries of an aux that are not arrays come back as they were.
         rest = [None if t else x for t, x in zip(is_traced, leaves, strict=True)]
         returned[:] = treedef, is_traced, rest
         return [x for t, x in zip(is_traced, leaves, strict=True) if t]
@@ -102,7 +102,7 @@ def trace(
 
 
 class _Reader(NamedTuple):
-    """Evaluates a jaxpr of which some variables are tables."""
+    """Evaluates a jaxpr that has tables among its variables."""
 
     paths: Sequence[str]
     tap: Tap
@@ -128,7 +128,7 @@ class _Reader(NamedTuple):
         return values(jaxpr.outvars)
 
     def use(self, eqn: Any, table: _Table, inputs: list[Any]) -> list[Any]:
-        """What an equation makes of the first table among its inputs."""
+        """The result of an equation for the first table among its inputs."""
         name = eqn.primitive.name
         if name == "jit":
             return self.run(eqn.params["jaxpr"], inputs)
@@ -141,7 +141,7 @@ class _Reader(NamedTuple):
             return [table]  # No one can see which it is.
         if name in _SAME:
             return [table._replace(array=versions.evaluate(eqn, [table.array])[0])]
-        with eqn.ctx.manager:  # Of explicit mesh axes it may have made automatic ones.
+        with eqn.ctx.manager:  # It may have made explicit mesh axes automatic.
             reading = _reading(eqn, table, inputs)
             if reading is not None:
                 return [self.read(eqn, table, inputs, *reading)]
@@ -164,7 +164,7 @@ class _Reader(NamedTuple):
         ids: jax.Array,
         taken: jax.Array,
     ) -> jax.Array:
-        """What an equation gives that reads the rows ``taken`` of a table."""
+        """The result of an equation that reads the rows ``taken`` of a table."""
         height, part = table.array.shape[0], table.array
         fills = eqn.params.get("mode") == jax.lax.GatherScatterMode.FILL_OR_DROP
         fill = eqn.params.get("fill_value")
@@ -182,7 +182,7 @@ class _Reader(NamedTuple):
         for dtype in table.casts:
             rows = rows.astype(dtype)
         if fills:  # After the casts: the table's dtype may not hold this number.
-            outside = maps.expand(taken == height, rows)
+            outside = arithmetic.expand(taken == height, rows)
             rows = jnp.where(outside, _filling(fill, rows.dtype), rows)
         return rows
 
@@ -193,7 +193,7 @@ class _Reader(NamedTuple):
 def _reading(
     eqn: Any, table: _Table, inputs: list[Any]
 ) -> tuple[jax.Array, jax.Array] | None:
-    """The rows that get a gradient of what an equation reads, and those that it reads.
+    """The rows that get a gradient in a reading, and the rows that it reads.
 
     Padding stands for what lies outside of the table. None if it does anything else
     than read whole rows.
@@ -228,7 +228,7 @@ def _reading(
         or 0 not in dims.start_index_map
         or dims.operand_batching_dims
         or dims.offset_dims != row_axes
-        # The other indices are of axes that are taken whole: they can be 0 alone.
+        # The other indices belong to axes that are taken whole: they can only be 0.
         or (fills and len(dims.start_index_map) > 1)
     ):
         return None
@@ -236,19 +236,19 @@ def _reading(
     ids = inside_or_padding(given, height)
     if fills:
         return ids, ids
-    # What was promised to lie inside is read as if clipped, but gets no gradient.
+    # An id that was promised to lie inside is read as if clipped, but gets no gradient.
     taken = inside_or_padding(jnp.clip(given, 0, height - 1), height)
     clips = mode == jax.lax.GatherScatterMode.CLIP
     return (taken if clips else ids), taken
 
 
 def _wide(ids: jax.Array) -> jax.Array:
-    """Those of fewer bytes may not be able to count the rows."""
+    """Narrower integers may not be able to count the rows."""
     return ids.astype(np.int32) if ids.dtype.itemsize < 4 else ids
 
 
 def _filling(fill: Any, dtype: Any) -> jax.Array:
-    """What a gather has for rows outside; by default as ``jax.lax.gather`` has it."""
+    """The fill of a gather for rows outside; by default that of ``jax.lax.gather``."""
     if fill is None:
         if jnp.issubdtype(dtype, jnp.inexact):
             fill = np.nan
@@ -264,7 +264,7 @@ def _moved(eqn: Any, part: IndexedSlices) -> IndexedSlices:
     """A part of a table that goes to other mesh axes: whole, as parts are."""
     there = NamedSharding(eqn.outvars[0].aval.sharding.mesh, P())
     indices, values = jax.sharding.reshard((part.indices, part.values), there)
-    return IndexedSlices.ascending(indices, values, part.shape)
+    return ascending(indices, values, part.shape)
 
 
 def of_part(part: IndexedSlices, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -288,10 +288,10 @@ def of_part(part: IndexedSlices, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _whole(table: Any) -> Any:
-    """What the loss sees of a table."""
+    """The table as the loss sees it."""
     if not isinstance(table, IndexedSlices):
         return table
-    # Its rows may differ by device, or lie on mesh axes, and the table then does too.
+    # Its rows may differ by device, or lie on mesh axes; then the table does too.
     return jax.eval_shape(
         lambda rows: jnp.broadcast_to(rows.sum(0), table.shape), table.values
     )

@@ -13,7 +13,8 @@ The rooms: ``_job`` has what an engine runs and what it tells; ``_work`` one gra
 a worker; ``_stops`` when it is given up; ``_streams`` who draws its minibatches from
 where; ``_ledger`` what became of the pushes; ``_crew`` what all runs have in common;
 ``_ending`` how they end; ``_simulated``, ``_threads`` and ``_ray`` the engines;
-``_reach`` whether there is a Ray cluster; ``_tensorboard`` what one can watch a run
+``_reach`` whether there is a Ray cluster; ``_servers`` the server on it, as others see
+it, ``_group`` one of several processes; ``_tensorboard`` what one can watch a run
 with.
 """
 

@@ -1,4 +1,4 @@
-"""What the runs of all engines share: who works, what was answered, the end."""
+"""The common part of all engines' runs: workers, answers, the end."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class Crew(Run):
             yield outcome
 
     def _raise(self, index: int, error: BaseException) -> NoReturn:
-        """What a worker has raised."""
+        """The error of a worker."""
         if isinstance(error, StopIteration):  # Which generators cannot pass on.
             error = RuntimeError(
                 "a stream has ended, though not in batch, where that means that the "

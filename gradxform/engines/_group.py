@@ -12,8 +12,6 @@ import jax
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
-from gradxform._server.follower import Follower
-from gradxform._server.group import Leader
 from gradxform._server.layout import Layout
 from gradxform._server.places import is_function
 from gradxform.engines._crew import LOOK, server_options
@@ -31,6 +29,8 @@ def layout_of(job: Job, processes: int, shardings: Any) -> Layout | None:
       TypeError: one of the arguments is of another type.
       ValueError: they cannot lie so.
     """
+    if processes == 1 and shardings is None:
+        return None
     params = job.params
     types = jax.eval_shape(params) if is_function(params) else params
     layout = Layout.of(types, processes, shardings)
@@ -48,6 +48,13 @@ class Group:
 
     def __init__(self, job: Job, layout: Layout, options: Mapping[str, Any]) -> None:
         self._ray = ray = require("ray", "ray")
+        if options.get("scheduling_strategy") == "STRICT_SPREAD":
+            machines = sum(node["Alive"] for node in ray.nodes())
+            if machines < layout.processes:
+                raise ValueError(
+                    f"server_processes={layout.processes}: with STRICT_SPREAD each has "
+                    f"a machine of its own, and the cluster has {machines}."
+                )
         self.layout: Layout | None = layout
         self._layout = layout
         self._options = dict(options)
@@ -60,13 +67,17 @@ class Group:
             params = [ray.put(layout.part(job.params, k)) for k in parts]
         self._given = [[each, tx] for each in params]
         self._actors: list[Any] = []
-        self._placed: Any = None
+        self._place: Any = None  # Ray's placement group, where there is one.
 
     def start(self, checkpoint: Checkpoint | None, check: Callable[[], object]) -> Any:
         """See :class:`Processes`."""
+        # They bring `multiprocessing`, which nobody else needs.
+        from gradxform._server.follower import Follower
+        from gradxform._server.group import Leader
+
         self.kill()
         ray, layout, key = self._ray, self._layout, secrets.token_bytes(32)
-        options = self._place(check)
+        options = self._placed(check)
         leader = ray.remote(Leader).options(**options[0]).remote(key, layout.processes)
         self._actors = [leader]
         for number in range(1, layout.processes):
@@ -87,7 +98,7 @@ class Group:
         return leader
 
     def _all(self, asked: list[Any], check: Callable[[], object]) -> list[Any]:
-        """What they answer; raises as soon as one of them does."""
+        """Their answers; raises as soon as one of them does."""
         left = asked
         while left:
             check()
@@ -96,18 +107,48 @@ class Group:
         answers: list[Any] = self._ray.get(asked)
         return answers
 
-    def _place(self, check: Callable[[], object]) -> list[dict[str, Any]]:
+    def _placed(self, check: Callable[[], object]) -> list[dict[str, Any]]:
         """The options of each actor."""
-        return [self._options] * self._layout.processes
+        # One that Ray starts again by itself is none of the group, and two of a name
+        # cannot be.
+        each = {**self._options, "max_restarts": 0, "max_task_retries": 0}
+        options = [{**each} for _ in range(self._layout.processes)]
+        for of_follower in options[1:]:
+            of_follower.pop("name", None)
+        if each.get("scheduling_strategy") not in TOGETHER:
+            return options
+        bundles = [_bundle(each) for _ in options]
+        strategy = each["scheduling_strategy"]
+        self._place = place = self._ray.util.placement_group(bundles, strategy)
+        while not place.wait(LOOK):
+            check()
+        strategies = self._ray.util.scheduling_strategies
+        for number, of_one in enumerate(options):
+            of_one["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(
+                place, placement_group_bundle_index=number
+            )
+        return options
 
     def kill(self) -> None:
         """See :class:`Processes`; returns when they are gone."""
+        exceptions = self._ray.exceptions
         actors, self._actors = self._actors, []
         for actor in actors:
-            with contextlib.suppress(Exception):
-                self._ray.kill(actor)
+            self._ray.kill(actor)
         deadline = time.monotonic() + GONE
+        gone = exceptions.RayActorError, exceptions.GetTimeoutError
         for actor in actors:
-            with contextlib.suppress(self._ray.exceptions.RayActorError):
-                while time.monotonic() < deadline:
-                    self._ray.get(actor.__ray_ready__.remote(), timeout=GONE)
+            with contextlib.suppress(*gone):
+                while (left := deadline - time.monotonic()) > 0:
+                    self._ray.get(actor.__ray_ready__.remote(), timeout=left)
+        if self._place is not None:
+            self._ray.util.remove_placement_group(self._place)
+            self._place = None
+
+
+def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
+    """The needs of an actor with these options, from its machine."""
+    needs = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    bundle = {name: options.get(option) for name, option in needs.items()}
+    bundle |= options.get("resources") or {}
+    return {name: x for name, x in bundle.items() if x} or {"CPU": 1.0}

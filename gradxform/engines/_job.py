@@ -1,4 +1,4 @@
-"""What an engine runs, and what it tells of it."""
+"""The job that an engine runs, and the records of its run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def _nothing(number: int) -> tuple[Any, ...]:
 class Worker(NamedTuple):
     """What one worker does, again and again: a minibatch, a pull, a gradient, a push.
 
-    Its gradients are numbered from 0. One whose worker or server died before it was
-    answered is computed again, under its number; a run that is taken up again goes on
-    with the numbers that its checkpoint lacks. So no minibatch is lost and none acts
-    twice, as long as ``batch`` is a function of the number.
+    Its gradients are numbered from 0. If its worker or the server dies before the
+    answer, a gradient is computed again, under its number. A resumed run goes on with
+    the numbers that its checkpoint lacks. So no minibatch is lost and none acts twice,
+    as long as ``batch`` is a function of the number.
 
     Attributes:
       gradient: the loss, a scalar, and the gradients of the parameters on a minibatch,
@@ -32,22 +32,23 @@ class Worker(NamedTuple):
       batch: the minibatch of a number, ``batch(number) -> (x, y)``: any arrays; it is
         drawn before the parameters are pulled. A stream of data gives
         ``lambda _: next(stream)``, a stream for each worker: when it ends, the worker
-        leaves, as by :meth:`Run.remove`. It is no function of the number: a run that is
-        taken up again goes on where the new stream begins, and on Ray it is refused. By
-        default a gradient needs no minibatch.
+        leaves, as by :meth:`Run.remove`. It is not a function of the number: a resumed
+        run goes on where the new stream begins, and on Ray it is refused. By default a
+        gradient needs no minibatch.
       duration: the seconds that a number takes, ``duration(number) -> float``: on a
         virtual clock; elsewhere a worker that is done earlier sleeps for the rest. By
-        default a gradient takes 1 second of a virtual clock, and the time it takes.
+        default a gradient takes 1 second of a virtual clock, and elsewhere its real
+        time.
       rows: the rows of tables that the gradient on a minibatch reads,
         ``rows(*batch) -> {"path/to/table": ids}``, for
         :meth:`~gradxform.ParameterServer.pull`. By default tables are pulled whole.
       extra: extra arguments for the transformation, ``extra(params, *batch) ->
         {"name": value}``, such as the ``worker_params`` of
-        :func:`~gradxform.compensate_delay`. With every push goes ``worker``, the
-        index of the worker, unless one is given here.
-      device: where parameters and minibatch are brought to, and JAX's default device
-        while the gradient is computed; by default all stay where they are. On Ray a
-        worker is a process of its own: give that its devices, with ``worker_options``.
+        :func:`~gradxform.compensate_delay`. Every push also has ``worker``, the index
+        of the worker, unless one is given here.
+      device: the device for parameters and minibatch, and JAX's default device while
+        the gradient is computed; by default all stay where they are. On Ray a worker is
+        a process of its own: give that its devices, with ``worker_options``.
     """
 
     gradient: Callable[..., tuple[Any, optax.Updates]]
@@ -67,18 +68,18 @@ class Job(NamedTuple):
         that each makes its parts alone: what it calculates with JAX lies nowhere whole.
       tx: any transformation; a gate in it decides what is dropped.
       workers: one by one; more may be added to a run.
-      pushes: how many reach the server, accepted or dropped. Those before a run was
-        taken up again count, those that a death took do not.
-      required: how many pushes make a step, for which those who pushed then wait, as
-        :func:`~gradxform.conditional_accumulator` needs them: its ``num_required``;
-        with None every push may be a step of its own, and nobody waits. Where all wait
-        for a step that needs more of them, the run ends with a ``ValueError``.
+      pushes: how many reach the server, accepted or dropped. Pushes before a resumed
+        run count, those lost in a death do not.
+      required: how many pushes make a step; workers that pushed wait for the step, as
+        :func:`~gradxform.conditional_accumulator` with this ``num_required`` needs it.
+        With None every push may be a step of its own, and nobody waits. If all wait for
+        a step that needs more of them, the run ends with a ``ValueError``.
       max_staleness: how late a gradient may become while it is computed, ≥ 0 or inf, or
-        a schedule of the global step. After each step, one for which ``global_step -
-        local_step`` is larger is given up: its number is begun anew, on the same
-        minibatch, with today's parameters. Exactly so on :func:`simulated`; on
-        :func:`threads` and :func:`ray` between the pieces of a gradient that is a
-        generator, and before any gradient is pushed. By default none is.
+        a schedule of the global step. After each step, a gradient for which
+        ``global_step - local_step`` is larger is given up. Its number begins again, on
+        the same minibatch, with today's parameters. On :func:`simulated` that happens
+        at the step; on :func:`threads` and :func:`ray` between the pieces of a gradient
+        that is a generator, and before any push. By default none is given up.
       require_finite: whether a push that holds NaN or inf ends the run with an error,
         before it has changed anything: see :class:`~gradxform.ParameterServer`.
       donate: whether steps update the server's own arrays in place; see there.
@@ -103,7 +104,7 @@ class Push(NamedTuple):
       local_step: the global step that the worker saw before it computed.
       loss: of its minibatch, at the parameters it had pulled.
       norm: the global norm of its gradients, before any clip.
-      result: what became of it.
+      result: the server's answer.
       time: seconds since the run began; virtual ones on :func:`simulated`.
     """
 
@@ -117,12 +118,12 @@ class Push(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What became of all pushes so far; ``accepted + dropped + lost == pushed``.
+    """Counts of all pushes so far; ``accepted + dropped + lost == pushed``.
 
     Attributes:
-      pushed: pushes that the server has answered, those before a run was taken up again
-        included. Where the server died before its answer was heard, the push is counted
-        if it is in the checkpoint, and is otherwise pushed for the first time again.
+      pushed: pushes that the server has answered, also those before a resumed run. If
+        the server died before its answer arrived, the push counts if it is in the
+        checkpoint; otherwise it is pushed again as if for the first time.
       accepted: of these, those that were applied or added.
       dropped: those that came too late.
       lost: those whose effect died with the server, after its last checkpoint. They
@@ -169,13 +170,13 @@ class Run(abc.ABC):
 
     Attributes:
       pushes: the pushes as they are answered, an iterator; it ends with the job, or
-        when the streams of all workers have ended. What a worker raises is raised
-        there. While nobody asks for the next one, each worker ends the gradient that it
-        is at, and rests.
+        when the streams of all workers have ended. A worker's error is raised there.
+        While nobody asks for the next one, each worker ends its present gradient, and
+        rests.
       server: may be asked for parameters and state at any time, also after the last
         push.
-      workers: by their indices, the threads or Ray actors that run them; those who have
-        left are not there.
+      workers: by their indices, the threads or Ray actors that run them, without those
+        who have left.
       resumed: the global step of the checkpoint that the run goes on from, or None.
     """
 
@@ -186,11 +187,11 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def counts(self) -> Counts:
-        """What became of the pushes that ``pushes`` has given so far.
+        """Counts of the pushes that ``pushes`` has given so far.
 
-        From the end of ``pushes``, or of the context, on: of all that the server has
-        answered, so also of those that ``stop``, ``break`` or a signal came before.
-        These are what the last checkpoint holds.
+        After the end of ``pushes``, or of the context: of all pushes that the server
+        has answered, also those that ``stop``, ``break`` or a signal cut off. The last
+        checkpoint has the same counts.
         """
 
     @abc.abstractmethod
@@ -199,7 +200,7 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def remove(self, index: int) -> None:
-        """Lets a worker go when the push it is at has been answered. From any thread.
+        """Lets a worker go after the answer to its present push. From any thread.
 
         Raises:
           ValueError: there is no such worker, or too few would be left for a step.
@@ -209,6 +210,6 @@ class Run(abc.ABC):
     def stop(self) -> None:
         """Ends ``pushes`` early, and the training with it.
 
-        What workers compute then is not pushed; it is computed again where the run goes
-        on. From any thread, and from signal handlers.
+        What workers compute then is not pushed; a resumed run computes it again. From
+        any thread, and from signal handlers.
         """

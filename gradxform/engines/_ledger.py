@@ -1,4 +1,4 @@
-"""What became of the pushes, across the deaths of workers and of the server."""
+"""Accounts for the pushes, across the deaths of workers and of the server."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gradxform.engines._job import Counts, Push
 class Ledger:
     """Counts answers; knows who pushes what next.
 
-    A push is known by its worker and number. What is answered stands in the server's
+    A push is known by its worker and number. Answered pushes stand in the server's
     memory, and so in its checkpoints: a server that dies goes back to the numbers of
-    its last one. Those behind them are lost, to be pushed again. One in it whose answer
-    was still on its way counts as answered. What never reached the server has its
-    number still.
+    its last one. Later pushes are lost, and are pushed again. A push in the checkpoint
+    counts as answered, even if its answer was still on its way. A push that never
+    reached the server keeps its number.
     """
 
     def __init__(self, standing: Standing) -> None:
@@ -79,7 +79,7 @@ class Ledger:
         return True
 
     def settle(self, standing: Standing) -> None:
-        """Takes over what the server has answered, heard of or not."""
+        """Takes over all answers of the server, received or not."""
         self._accepted, self._dropped = standing.accepted, standing.dropped
         self._pushed = self._accepted + self._dropped + self._lost
         for worker, answer in standing.answers.items():

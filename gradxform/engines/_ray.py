@@ -144,7 +144,7 @@ def _connect(num_cpus: int, address: str | None) -> None:
     # Without an address Ray would look for a cluster that somebody else has started.
     own = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     with warnings.catch_warnings():
-        # Ray forks to start its processes, of which JAX warns; they exec at once.
+        # Ray forks to start its processes. JAX warns about that; they exec at once.
         warnings.filterwarnings("ignore", r"os\.fork\(\)", RuntimeWarning)
         ray.init(
             **({"address": address} if address else own),

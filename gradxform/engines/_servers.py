@@ -23,7 +23,7 @@ AGAIN = 0.1  # Seconds until an actor that is being started again is asked again
 
 
 class Processes(Protocol):
-    """What the server consists of.
+    """The parts of the server.
 
     ``layout`` is that of the parameters over several processes, and None in one.
     """
@@ -125,7 +125,7 @@ class RayServer:
                     error.add_note("The server has died more than max_deaths times.")
                     raise error
                 self._deaths_left -= 1
-                # What this run itself has saved is there, too.
+                # This run's own ones are there, too.
                 known = self._checkpoint._replace(resume=True)
                 try:
                     actor = self._processes.start(known, check)
@@ -194,7 +194,7 @@ class WorkersServer:
             asked = getattr(self._actor, name).remote(*args, **extra)
             return received(self._ray.get(asked))
         except exceptions.RayTaskError:
-            raise  # What the server itself has raised.
+            raise  # The server itself has raised it.
         except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
             raise ServerDiedError from error
 

@@ -24,9 +24,9 @@ def simulated(
     """Runs workers one after the other, ordered by a virtual clock.
 
     Every worker pulls, takes its duration, pushes, waits where the job says so, and
-    pulls again. Of pushes that arrive at once, that of the lower index goes first. A
-    run that goes on from a checkpoint repeats exactly, too: the workers pull anew.
-    Where each step needs every worker it is the run that never stopped, to the bit.
+    pulls again. If pushes arrive at once, the lower index goes first. A run that goes
+    on from a checkpoint repeats exactly, too: the workers pull anew. If each step needs
+    every worker, a resumed run equals one that never stopped, to the bit.
 
     Args:
       job: what to run.
@@ -80,7 +80,7 @@ class _Simulated(Crew):
         return dict.fromkeys(self._members)
 
     def _awaited(self) -> int:
-        return 0  # Here it costs nobody time who computes for nothing.
+        return 0  # Here a wasted gradient costs nobody time.
 
     def _start(self, index: int, worker: Worker, number: int) -> Gradient:
         try:
@@ -97,7 +97,7 @@ class _Simulated(Crew):
         return self._now
 
     def _hand_out(self) -> None:
-        """Gives up what has become too late, and begins it anew with all others."""
+        """Gives up late gradients, and begins them anew with all others."""
         step = self.server.global_step()
         over = {
             index
@@ -113,7 +113,7 @@ class _Simulated(Crew):
 
     def _next(self) -> Iterator[Push]:
         time, index = heapq.heappop(self._arrivals)
-        if time == math.inf:  # Of those who are left nobody ever comes.
+        if time == math.inf:  # None of the others ever comes.
             raise Stopped
         self._now = time
         outcome: Push | Exception
@@ -121,5 +121,5 @@ class _Simulated(Crew):
             outcome = self._busy[index].push()
         except Exception as error:
             outcome = error
-        self.server.flush()  # So that which checkpoints there are repeats, too.
+        self.server.flush()  # So that the set of checkpoints repeats, too.
         yield from self._take(index, outcome)

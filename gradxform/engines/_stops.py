@@ -53,7 +53,7 @@ class Stops:
 
 
 def in_pieces(given: Any, is_over: Callable[[], bool]) -> Any:
-    """What a gradient function gives; one that is a generator, piece by piece.
+    """The result of a gradient function; of a generator, piece by piece.
 
     Raises:
       GivenUpError: it is over, after one of the pieces.

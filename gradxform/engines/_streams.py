@@ -1,4 +1,4 @@
-"""Streams of minibatches: what belongs to one worker, in the process that made it."""
+"""Streams of minibatches: each belongs to one worker, in the process that made it."""
 
 from __future__ import annotations
 

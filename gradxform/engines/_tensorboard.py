@@ -18,18 +18,18 @@ from gradxform.engines._job import Push, Run
 
 
 class TensorBoard:
-    """Writes what the pushes of a run tell as event files, for TensorBoard to show.
+    """Writes the numbers of a run's pushes as event files, for TensorBoard to show.
 
     Call it with each push, where they are iterated: workers and server have nothing to
     do with it. It gathers, and at most every ``every_seconds``, once the global step
     has moved, it writes at that step, of the pushes since the last time,
 
-    - ``loss`` and ``gradient norm``: their means; the norm is that before any clip;
-    - ``gradient cosine``: its mean, where a :func:`~gradxform.measure_cosine` in the
-      transformation measures it: near 1 it warns that the training may diverge;
+    - ``loss`` and ``gradient norm``: their means; the norm is from before any clip;
+    - ``gradient cosine``: its mean, if the transformation has a
+      :func:`~gradxform.measure_cosine`: near 1 it warns that the training may diverge;
     - ``staleness``: a histogram of how many steps late they were, one bucket a step;
-    - ``pushes a second``, ``steps a second``: by the wall clock, with what was waited
-      for and compiled; where that was less than ``every_seconds``, no point;
+    - ``pushes a second``, ``steps a second``: by the wall clock, with waiting and
+      compiling; no point for less than ``every_seconds``;
 
     and, of all pushes so far,
 
@@ -37,9 +37,9 @@ class TensorBoard:
     - ``Gradient_staleness_percentage``: TensorFlow's fraction, ``dropped / (global_step
       + 1)``, under the name that TensorFlow 1.15 gave it.
 
-    A folder shows one run. One that begins anew hides what lies there already; one that
-    goes on from a checkpoint, what was written after that; and so does one whose server
-    died and went back, which begins another file. Nothing is ever deleted.
+    A folder shows one run. A run that begins anew hides the older files. A run that
+    goes on from a checkpoint hides later points; so does one whose server died and went
+    back, which begins another file. Nothing is ever deleted.
 
     The files are written by ``tensorboardX``, on a thread of its own. ``clu``'s writers
     would need TensorFlow or PyTorch. When the disk is full the run goes on, and a
@@ -47,7 +47,7 @@ class TensorBoard:
 
     Args:
       logdir: the folder; it is made where there is none.
-      run: what gives the pushes.
+      run: the run of these pushes.
       every_seconds: how long to gather at least, in [0, inf).
 
     Raises:
@@ -64,7 +64,7 @@ class TensorBoard:
     >>> from tensorboard.backend.event_processing import event_accumulator
     >>> gradient = jax.jit(jax.value_and_grad(lambda w, x: jnp.mean((w - x) ** 2)))
     >>> worker = engines.Worker(gradient, lambda number: (jnp.arange(4.0),))
-    >>> tx = gx.drop_stale(optax.sgd(0.1), max_staleness=1)  # of three the last is late
+    >>> tx = gx.drop_stale(optax.sgd(0.1), max_staleness=1)  # the last of three is late
     >>> job = engines.Job(jnp.zeros(4), tx, [worker] * 3, pushes=30)
     >>> logdir = tempfile.TemporaryDirectory()
     >>> with (

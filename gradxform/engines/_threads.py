@@ -28,12 +28,12 @@ def threads(
     checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
     join_timeout: float = 10.0,
 ) -> Iterator[Run]:
-    """Runs each worker on a thread of its own, and where it says so on its own device.
+    """Runs each worker on a thread of its own, and on its own device if it names one.
 
-    What a worker raises is raised where the pushes are iterated. On leaving the
-    context, with an exception or without, all threads end, those that sleep or wait as
-    well. A worker that blocks, as on a queue or a file, does not: a warning names it,
-    and its thread is left behind, until the process ends.
+    A worker's error is raised where the pushes are iterated. At the end of the context,
+    with an exception or without, all threads end, also those that sleep or wait. A
+    worker that blocks, as on a queue or a file, does not: a warning names it, and its
+    thread is left behind, until the process ends.
 
     Args:
       job: what to run.
@@ -135,7 +135,7 @@ class _Threads(Crew):
                 )
                 self._arrived.put((index, push))
             except BaseException as error:
-                self._arrived.put((index, error))  # Nobody may read it any more.
+                self._arrived.put((index, error))  # Perhaps nobody reads it any longer.
 
     def _is_over(self, local_step: int) -> bool:
         return self._stops.is_over(self.server.global_step(), local_step)
@@ -154,7 +154,7 @@ class _Threads(Crew):
 
     def rest(self) -> None:
         super().rest()
-        self._halt.set()  # Who sleeps has nothing to sleep for.
+        self._halt.set()  # Sleepers need not sleep on.
         for orders in self._orders.values():
             orders.put(None)
 

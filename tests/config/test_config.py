@@ -61,6 +61,8 @@ def config_of(row):
     def plain(key, value):
         if isinstance(value, Descriptor):
             return config_of(value)
+        if hasattr(value, "_asdict"):
+            return value._asdict()
         return jnp.dtype(value).name if key.endswith("dtype") else value
 
     return {"name": row.name, **{k: plain(k, v) for k, v in row.kwargs.items()}}
@@ -116,6 +118,24 @@ def test_a_threshold_may_be_a_schedule_and_a_weight_may_not():
     agree(tx, direct, {"local_step": 0})
     with pytest.raises(TypeError, match=r"'weight'\] must be what no config can hold"):
         gx.from_config({"name": "scale_by_staleness", "weight": "hinge"})
+
+
+def test_numbers_of_a_record_are_a_dict():
+    config = {"name": "momentum_look_ahead", "learning_rate": 0.1}
+    numbers = {"aligned": 0.5, "eps": 1}
+    tx = gx.from_config({**config, "alignment": numbers})
+    assert gx.get_config(tx) == {**config, "alignment": numbers}
+    align = gx.MomentumAlignment(**numbers)
+    agree(tx, gx.momentum_look_ahead(0.1, alignment=align))
+    where = r"config\['alignment'\]"
+    for given, error, message in (
+        ({"align": 1}, ValueError, where + ": unknown key 'align'"),
+        ({"eps": "1"}, TypeError, where + r"\['eps'\] must be a number"),
+        ({"eps": 0}, ValueError, r"config: alignment.eps must be in \(0, inf\)"),
+        (True, TypeError, where + " must be a dict of aligned, opposed, .* or null"),
+    ):
+        with pytest.raises(error, match=message):
+            gx.from_config({**config, "alignment": given})
 
 
 NESTED = {
@@ -409,12 +429,12 @@ WRONG = [
     ),
     (
         {**ADAGRAD, "learning_rate": jnp.float32(1)},
-        f"{RATE} must be what JSON can hold",
+        f"{RATE} must be a JSON value",
     ),
-    ({**ADAGRAD, "learning_rate": optax.sgd}, f"{RATE} must be what JSON can hold"),
+    ({**ADAGRAD, "learning_rate": optax.sgd}, f"{RATE} must be a JSON value"),
     (
         {**ADAGRAD, "accumulator_dtype": jnp.bfloat16},
-        "config['accumulator_dtype'] must be what JSON can hold",
+        "config['accumulator_dtype'] must be a JSON value",
     ),
     (
         {**ADAGRAD, "accumulator_dtype": "bfloat61"},
@@ -462,7 +482,7 @@ WRONG = [
     ),
     (
         {"name": "drop_stale", "inner": optax.sgd(0.1), "max_staleness": 1},
-        "config['inner'][0] must be what JSON can hold",
+        "config['inner'][0] must be a JSON value",
     ),
     (
         {"name": "chain", "transforms": ADAGRAD},
@@ -907,10 +927,10 @@ WRONG_OF_KERAS = [
         serialized({"learning_rate": 0.1}),
         "config['config']: missing 'initial_accumulator_value', 'epsilon', 'use_ema'.",
     ),
-    (serialized(KERAS3, clipnorm=1.0), "config must be what Keras serialized: a dict "),
+    (serialized(KERAS3, clipnorm=1.0), "config must be serialized by Keras, a dict "),
     (
         serialized(None),
-        "config must be what Keras serialized: a dict with 'class_name'",
+        "config must be serialized by Keras, a dict with 'class_name'",
     ),
     (
         serialized(KERAS3, class_name="Adam"),

@@ -383,6 +383,6 @@ def test_other_settings_are_told(tmp_path, caplog):
 @pytest.mark.parametrize("settings", [{"seed": np.int32(3)}, 3, {(1, 2): 3}])
 def test_settings_are_what_json_holds(settings, tmp_path):
     checkpoint = engines.Checkpoint(tmp_path / "new", settings=settings)
-    with pytest.raises(TypeError, match="settings must be what JSON holds, got"):
+    with pytest.raises(TypeError, match="settings must be JSON values, got"):
         ended(engines.simulated, make_job(3), checkpoint=checkpoint)
     assert not (tmp_path / "new").exists()

@@ -80,7 +80,50 @@ def sgd(ours, params):
     return update
 
 
-MAKE = {"adagrad": adagrad, "novograd": novograd, "sgd": sgd}
+def momentum_look_ahead(ours, params):
+    b1 = ours["b1"]
+    mu = {key: np.zeros_like(w) for key, w in params.items()}
+
+    def update(grads, _, lr):
+        updates = {}
+        if "alignment" in ours:
+            align = ours["alignment"]
+            grads = {key: corrected(g, mu[key], **align) for key, g in grads.items()}
+        for key, g in grads.items():
+            mu[key] = b1 * mu[key] + (1 - b1) * g
+            updates[key] = -lr * (g + b1 * mu[key])
+        return updates, {"momentum_buffer": dict(mu)}
+
+    return update
+
+
+def corrected(
+    g, m, aligned, opposed, confidence, rotation, shrinkage, max_shrinkage, eps
+):
+    """HeLoCo's gradient."""
+    length, other = np.linalg.norm(g), np.linalg.norm(m)
+    if length < eps or other < eps:
+        return g
+    cosine = np.sum(g * m) / (length * other + eps)
+    sure = length / (length + confidence * other + eps)
+    if cosine >= aligned:
+        return g
+    unit = m / (other + eps)
+    if cosine < 0:
+        beta = min(-shrinkage * cosine * sure, max_shrinkage)
+        return g - beta * np.sum(g * unit) * unit
+    ramp = 1 - (cosine - opposed) / (aligned - opposed + eps)
+    turn = min(rotation * ramp * sure, 1)
+    mixed = (1 - turn) * g / (length + eps) + turn * unit
+    return mixed / (np.linalg.norm(mixed) + eps) * length
+
+
+MAKE = {
+    "adagrad": adagrad,
+    "novograd": novograd,
+    "sgd": sgd,
+    "momentum_look_ahead": momentum_look_ahead,
+}
 
 
 def normalized(g, squares, ours):

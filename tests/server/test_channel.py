@@ -82,7 +82,7 @@ def test_an_order_may_have_something_for_each(pair):
     for each, got in zip(followed, done, strict=True):
         serve(each, lambda *order, got=got: got.put(order))
     orders.tell("read", 7, each=["one", "two"])
-    orders.tell("read", 8, each=["three"])  # Nothing for the second.
+    orders.tell("read", 8, each=["three", None])  # Nothing for the second.
     orders.tell("push", 9)
     assert [done[0].get(timeout=SECONDS) for _ in range(3)] == [
         ("read", 7, "one"),

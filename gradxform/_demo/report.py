@@ -1,4 +1,4 @@
-"""What the main job shows of its pushes: a progress bar, a table, and a plot."""
+"""The main job's output: a progress bar, a table, and a plot."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import optax
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._listing import show
+from gradxform._demo.listing import show
 
 
 def track(run: engines.Run, total: int) -> Iterator[engines.Push]:
-    """Passes pushes through, under a progress bar where someone can see it."""
+    """Passes pushes through, with a progress bar if someone can see it."""
     from rich import console, progress
 
     screen = console.Console(stderr=True)  # So that a pipe gets the results alone.
@@ -48,7 +48,7 @@ def print_report(
     state: optax.OptState,
     seconds: float,
 ) -> None:
-    """Prints a table of what became of the pushes."""
+    """Prints a table of the pushes: accepted, dropped, late."""
     from rich import console, table
 
     counts = run.counts()

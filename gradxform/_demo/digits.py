@@ -1,4 +1,4 @@
-"""What the main job trains: a small convolutional net, on handwritten digits."""
+"""The main job's model and data: a small convolutional net, handwritten digits."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
 
 def rows() -> Iterator[Row]:
-    """All public functions and classes by name; a state belongs to what makes it."""
+    """All public functions and classes by name; a state belongs to its maker."""
     for name in sorted(vars(gx)):
         value = getattr(gx, name)
         if name.startswith("_") or name.endswith("State") or not callable(value):
@@ -65,7 +65,7 @@ def print_table() -> None:
 
 
 def show(table: Any, screen: Any) -> None:
-    """Prints it with ``print``, whose errors are Python's own."""
+    """Prints it with ``print``, which raises Python's own errors."""
     with screen.capture() as text:
         screen.print(table)
     print(text.get(), end="")

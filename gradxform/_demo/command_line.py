@@ -52,11 +52,16 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: None = None
     ) -> argparse.Namespace:
-        """The options, of which some depend on others."""
+        """The options; some depend on others."""
         parsed = super().parse_args(args, namespace)
         mode, workers, backups = parsed.mode, parsed.workers, parsed.backups
         if parsed.address is not None and parsed.engine != "ray":
             self.error(f"argument --address: needs --engine ray, not {parsed.engine}")
+        if parsed.server_processes > 1 and parsed.engine != "ray":
+            self.error(
+                f"argument --server-processes: more than 1 need --engine ray, not "
+                f"{parsed.engine}"
+            )
         if mode == "backup" and backups >= workers:
             self.error(f"argument --backups: must be below --workers, got {backups}")
         if parsed.steps is None:
@@ -93,10 +98,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def expanded(path: str) -> str:
-    """With the user's home in place of ``~``, which no shell sees in ``--plot=~/x``.
+    """With the user's home for ``~``, which no shell replaces in ``--plot=~/x``.
 
     Raises:
-      ArgumentTypeError: it is empty, as of a variable that is not set.
+      ArgumentTypeError: it is empty, for example from a variable that is not set.
     """
     if not path:
         raise argparse.ArgumentTypeError("must not be empty")
@@ -104,7 +109,7 @@ def expanded(path: str) -> str:
 
 
 def writable_png(path: str) -> str:
-    """Makes sure that a PNG can be written, before the training that it is to show."""
+    """Makes sure that a PNG can be written, before the training."""
     path = expanded(path)
     if not path.lower().endswith(".png"):
         raise argparse.ArgumentTypeError(f"must end in .png, got {path!r}")
@@ -195,6 +200,8 @@ def make_parser() -> Parser:
     how = "of the Ray cluster to run on, as host:6379, or auto for the one of this "
     how += "machine (default: a cluster of its own)"
     parser.add_argument("--address", metavar="ADDRESS", help=how)
+    how = "of how many processes the server is made, each with a part of the model"
+    parser.add_number("--server-processes", 1, 1, 64, how)
     how = "how many seconds that cluster may take to answer"
     parser.add_number("--connect-timeout", 30.0, 0.001, math.inf, how)
     how = "write loss, staleness and gradient norm over the pushes to FILE, a .png"

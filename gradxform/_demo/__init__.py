@@ -1,0 +1,16 @@
+"""The main job's rooms: its options, its data and model, and its output.
+
+``python -m gradxform`` is ``gradxform/__main__.py``: workers, transformation, job. It
+goes through these rooms in this order: ``command_line`` checks the options before
+anything is loaded; ``digits`` gives the data and the model; ``report`` shows the
+progress and the results. With ``--list`` there is no run: ``listing`` prints the public
+names.
+
+- ``command_line``: every option, with its default and range.
+- ``digits``: the data and the model. It imports nothing of the package.
+- ``report``: the progress bar, the table, the plot.
+- ``listing``: the public names, read from the package; and ``show``, which prints both
+  tables.
+
+Imports the public face, ``engines`` and ``_server``. Only the main job imports it.
+"""

@@ -1,0 +1,267 @@
+"""Gradients that act a fixed number of steps late, in an ordinary loop."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradxform._late import gate
+from gradxform._late.gate import Act, Rest
+from gradxform._trees import boxes, checks, constants, dtypes, maps
+from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.rounding import narrow
+
+_DELAYS = f"[0, {2**30}]"  # Twice as much is still an int32.
+
+
+class DelayedState(NamedTuple):
+    """State of :func:`delayed`.
+
+    Attributes:
+      count: int32[leaves], how many gradients of each leaf have been put into its ring;
+        after d = ``num_steps`` of them it stays in [d, 2d), in a circle.
+      ring: the last d gradients of each leaf, like params with an axis of length d in
+        front; the next one is put at ``count mod d``. A single 0 for a leaf with d = 0.
+      inner_state: of the transformation on which they act.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # A tuple's method of that name.
+    ring: optax.Updates
+    inner_state: optax.OptState
+
+
+def delayed(
+    inner: optax.GradientTransformation,
+    num_steps: Any,
+    *,
+    ring_dtype: jax.typing.DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Lets ``inner`` act on the gradients of ``num_steps`` steps ago.
+
+    .. math::
+
+        g_{inner} = g_{t - d} \quad\text{at step } t \ge d
+
+    with d = ``num_steps``. This puts a delay into an ordinary loop of one process: that
+    of a pipeline that does not wait for its bubbles, or of a worker whose gradients are
+    always d steps late. Until there are gradients of d steps ago ``inner`` rests:
+    updates are zero, and its state, with the count of every schedule in it, stays
+    bit-identical. With d = 0 the result is ``inner`` itself.
+
+    With a tree of numbers each leaf has its own delay, like the stages of a pipeline,
+    and ``inner`` rests until the longest of them is over. ``inner`` sees the parameters
+    and the extra arguments of today.
+
+    Each push counts and acts, only later, so there is no ``global_step`` in this state:
+    :func:`global_step` finds that of a gate inside or around it. Inside
+    :func:`accumulate` the delay counts steps, around it micro-batches. Inside
+    :func:`drop_stale` a dropped gradient never gets into the ring.
+
+    The ring is as large as d models, and lies as its parameters do. A step reads one
+    gradient from it, and writes one. Use :func:`apply_gradients`, or ``minimize``:
+    ``update`` alone must bring updates and state out of a conditional, which copies
+    them.
+
+    Args:
+      inner: the transformation on which the gradients act, a whole optimizer as a rule.
+      num_steps: d, an int in [0, 2³⁰], or a prefix tree of such ints; it is a shape, so
+        it cannot be traced. Under ``optax.inject_hyperparams`` name it in
+        ``static_args``.
+      ring_dtype: dtype of the ring, by default that of the parameters. Gradients of
+        another are rounded to it, and come out of the ring in the dtype of today's.
+
+    Returns:
+      A transformation with state :class:`DelayedState`; ``inner`` where no number is
+      above 0. ``None`` for a leaf leaves its ring as it was, and ``inner`` sees
+      ``None`` there: the delay of a leaf counts its own gradients. If a leaf joins
+      later, ``inner`` rests again until it has enough of them.
+
+    Raises:
+      ValueError: a number is out of its range.
+      TypeError: ``inner`` is no transformation; ``num_steps`` holds something else than
+        ints, or does not fit the parameters; ``ring_dtype`` does not fit them; updates
+        do not have their structure or shapes; a gradient for the ring is row-sparse.
+
+    Source: Narayanan et al., 2021, "Memory-efficient pipeline-parallel DNN training",
+    https://arxiv.org/abs/2006.09503, whose PipeDream-2BW is ``num_steps=1`` in all
+    stages.
+
+    >>> import gradxform as gx, jax.numpy as jnp, optax
+    >>> tx = gx.delayed(optax.sgd(1.0), num_steps={"first": 2, "last": 0})
+    >>> params = {"first": jnp.array(0.0), "last": jnp.array(0.0)}
+    >>> state = tx.init(params)
+    >>> for g in (1.0, 2.0, 4.0, 8.0):
+    ...     grads = {"first": jnp.array(g), "last": jnp.array(g)}
+    ...     params, state = gx.apply_gradients(tx, grads, state, params)
+    >>> assert params["first"] == -(1 + 2)
+    >>> assert params["last"] == -(4 + 8)  # It rested until the first one was ready.
+    >>> assert state.ring["first"].tolist() == [4.0, 8.0]
+    """
+    checks.transformation("inner", inner)
+    _check_numbers(num_steps)
+    checks.state_dtype("ring_dtype", ring_dtype, complex_too=True)
+    inner = optax.with_extra_args_support(inner)
+    if not any(jax.tree.leaves(num_steps)):
+        return inner
+
+    def init_fn(params: optax.Params) -> DelayedState:
+        checks.of_same_kind("ring_dtype", ring_dtype, params)
+        params = maps.held(params)
+        leaves = boxes.bare(params)
+
+        def zeros(p: jax.Array, delay: int) -> jax.Array:
+            dtype = dtypes.inexact_dtype(p) if ring_dtype is None else ring_dtype
+            zero = constants.full_like(p, 0, dtype, axes=None if delay else 0)
+            return constants.stacked(zero, delay) if delay else zero
+
+        ring = maps.map_params(zeros, leaves, _delays(num_steps, leaves))
+        number = len(jax.tree.leaves(leaves, is_leaf=maps.is_leaf))
+        return DelayedState(
+            # One array for all leaves: on GPU each array costs the start of a kernel.
+            count=constants.stacked(constants.zero(params, jnp.int32), number),
+            ring=boxes.boxed(params, ring),
+            inner_state=inner.init(params),
+        )
+
+    def guard(
+        act: Act,
+        rest: Rest,
+        updates: optax.Updates,
+        state: DelayedState,
+        params: optax.Params | None,
+        **extra: Any,
+    ) -> tuple[Any, DelayedState]:
+        _check_updates(updates, ring := boxes.as_in(updates, state.ring))
+        leaves, treedef = jax.tree.flatten(updates, is_leaf=maps.is_leaf)
+        rings = jax.tree.leaves(ring, is_leaf=maps.is_leaf)
+        delays = np.array(list(map(_delay, rings)), np.int32)
+        moves = np.array([g is not None for g in leaves], bool) & (delays > 0)
+        count = state.count
+        place = jnp.where(count < delays, count, count - delays)  # count mod d
+
+        def step() -> tuple[Any, Any]:
+            # g_{t - d}
+            late = jax.tree.unflatten(treedef, map(_oldest, leaves, rings, place))
+            outcome, inner_state = act(
+                inner, late, state.inner_state, params, **gate.taken(inner, extra)
+            )
+            return outcome, (inner_state, jnp.array(True))
+
+        def wait() -> tuple[Any, Any]:
+            return rest(params), (state.inner_state, jnp.array(False))
+
+        # Each leaf that has a gradient has an old one to act on.
+        full = jnp.all((count >= delays) | ~moves)
+        outcome, (inner_state, acted) = gate.either(full, step, wait)
+        # Nothing is taken for it, but the compiler does not know: it writes the new
+        # gradient after the old one has been read, in its place, and keeps no copy.
+        known = acted.astype(jnp.float32)
+        never = (known != known) & (known == known)
+
+        def put(g: Any, ring: Any, place: jax.Array) -> Any:
+            if g is None or not (delay := _delay(ring)):
+                return ring
+            new = jnp.where(never, 0, narrow(jnp.asarray(g), ring.dtype))[None]
+            if delay == 1:
+                return new
+            return jax.lax.dynamic_update_slice_in_dim(ring, new, place, 0)
+
+        ring = jax.tree.unflatten(treedef, map(put, leaves, rings, place))
+        one_more = jnp.where(count + 1 < 2 * delays, count + 1, delays)
+        return outcome, DelayedState(
+            count=jnp.where(moves, one_more, count),
+            ring=boxes.as_in(state.ring, ring),
+            inner_state=inner_state,
+        )
+
+    return gate.gate(init_fn, guard)
+
+
+def _delay(ring: Any) -> int:
+    """The delay of a leaf: for how many gradients its ring has room."""
+    return ring.shape[0] if ring is not None and ring.ndim else 0
+
+
+def _oldest(g: Any, ring: Any, place: jax.Array) -> Any:
+    """The gradient that today's will replace; today's without a delay."""
+    if g is None or not (delay := _delay(ring)):
+        return g
+    at = place if delay > 1 else 0
+    old = jax.lax.dynamic_index_in_dim(ring, at, keepdims=False)
+    return narrow(old, maps.dtype_of(g))
+
+
+def _check_numbers(num_steps: Any) -> None:
+    numbers = jax.tree.leaves_with_path(num_steps)
+    if not numbers:
+        raise TypeError(
+            f"num_steps must be an int, or a tree with an int for each leaf of params "
+            f"or for a part of them, got {num_steps!r}."
+        )
+    for path, number in numbers:
+        name = f"num_steps{jax.tree_util.keystr(path)}"
+        if isinstance(number, jax.core.Tracer):
+            raise TypeError(
+                f"{name} is a shape, so it cannot be traced; under "
+                "optax.inject_hyperparams name num_steps in static_args."
+            )
+        checks.integer_scalar(name, number)
+        checks.in_range(name, number, _DELAYS)
+
+
+def _delays(num_steps: Any, params: Any) -> Any:
+    """The number of each leaf: the one given at its path, or for a part around it."""
+    given = dict(jax.tree.leaves_with_path(boxes.bare(num_steps)))
+    cure = (
+        "Pass an int, or a tree of ints with the keys of params, in which one int may "
+        "stand for all of a part."
+    )
+
+    def find(path: Any, _: Any) -> int:
+        for end in range(len(path) + 1):
+            if path[:end] in given:
+                return operator.index(given[path[:end]])
+        raise TypeError(f"num_steps has no int for params{place(path)}. {cure}")
+
+    def place(path: Any) -> str:
+        return jax.tree_util.keystr(path)
+
+    delays = jax.tree.map_with_path(find, params)
+    # A node without leaves may stand for leaves that another transformation trains.
+    nodes, _ = jax.tree.flatten_with_path(
+        params, is_leaf=lambda node: not jax.tree.leaves(node)
+    )
+    for path in given:
+        if not any(path[: len(at)] == at[: len(path)] for at, _ in nodes):
+            raise TypeError(
+                f"num_steps{place(path)} is {given[path]!r}, but params have nothing "
+                f"there. {cure}"
+            )
+    return delays
+
+
+def _check_updates(updates: Any, ring: Any) -> None:
+    """Raises ``TypeError`` where a gradient does not fit into its ring."""
+
+    def room(r: Any) -> Any:
+        return jax.core.ShapedArray(r.shape[1:], r.dtype) if _delay(r) else None
+
+    rooms = jax.tree.map(room, ring)
+    checks.same_shapes("updates", updates, "ring", rooms, none_takes_all=True)
+
+    def check(path: Any, g: Any, r: Any) -> None:
+        if isinstance(g, IndexedSlices) and _delay(r):
+            rows = jax.typeof(g.values).str_short()
+            raise TypeError(
+                "delayed makes room for gradients in init, which knows no number of "
+                f"rows, so it takes dense ones, got IndexedSlices of {rows} at "
+                f"{checks.place(path)}. Put gradxform.densify() in front of it, at the "
+                "price of a ring of whole tables, or give this leaf a delay of 0."
+            )
+
+    jax.tree.map_with_path(check, updates, ring, is_leaf=maps.is_leaf)

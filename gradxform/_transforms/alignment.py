@@ -1,0 +1,126 @@
+"""How far a gradient agrees with the momentum, and its correction if it does not."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradxform._trees import arithmetic, checks, maps, norms
+from gradxform._trees.mesh import AxisName
+
+
+class MomentumAlignment(NamedTuple):
+    """How :func:`scale_by_momentum_look_ahead` corrects the direction of gradients.
+
+    With c the cosine of a gradient with the momentum, and its confidence
+    ``|g| / (|g| + confidence·|m| + eps)``. Any of the numbers may be traced.
+
+    Attributes:
+      aligned: from this c on, in [-1, 1], a gradient stays as it is.
+      opposed: where the ramp of the rotation begins, below ``aligned``. Gradients with
+        a c below 0 are shrunk, so only the part of the ramp above 0 is in use.
+      confidence: how much the length of the momentum counts against that of the
+        gradient, ≥ 0.
+      rotation: how far a gradient with a c between 0 and ``aligned`` turns, ≥ 0.
+      shrinkage: how much of the part against the momentum is removed if c is below 0, ≥
+        0.
+      max_shrinkage: the most of it, in [0, 1).
+      eps: shorter gradients and momenta correct nothing, > 0. It is added to each
+        divisor as well.
+    """
+
+    aligned: jax.typing.ArrayLike = 0.2
+    opposed: jax.typing.ArrayLike = -0.2
+    confidence: jax.typing.ArrayLike = 3.0
+    rotation: jax.typing.ArrayLike = 1.0
+    shrinkage: jax.typing.ArrayLike = 0.5
+    max_shrinkage: jax.typing.ArrayLike = 0.5
+    eps: jax.typing.ArrayLike = 1e-8
+
+
+_RANGES = {
+    "aligned": "[-1, 1]",
+    "opposed": "(-inf, 1)",
+    "confidence": "[0, inf)",
+    "rotation": "[0, inf)",
+    "shrinkage": "[0, inf)",
+    "max_shrinkage": "[0, 1)",
+    "eps": "(0, inf)",
+}
+
+
+def checked(alignment: Any) -> MomentumAlignment:
+    """With real numbers that are in their ranges; raises where one is not."""
+    if not isinstance(alignment, MomentumAlignment):
+        raise TypeError(
+            f"alignment must be a gradxform.MomentumAlignment or None, got "
+            f"{alignment!r}."
+        )
+    numbers = {
+        name: checks.in_range(f"alignment.{name}", value, _RANGES[name])
+        for name, value in alignment._asdict().items()
+    }
+    ends = numbers["opposed"], numbers["aligned"]
+    known = not any(isinstance(end, jax.core.Tracer) for end in ends)
+    if known and not np.less(*ends):
+        raise ValueError(
+            f"alignment.opposed must be below alignment.aligned={ends[1]}, got "
+            f"{ends[0]}."
+        )
+    return MomentumAlignment(**numbers)
+
+
+Shares = tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]  # a and b of a·g + b·m.
+
+
+def aligned(
+    updates: Any,
+    mu: Any,
+    alignment: MomentumAlignment,
+    axis_name: AxisName,
+    stacked_axes: Any,
+) -> Any:
+    """The shares of gradient and momentum in the corrected gradient of each layer."""
+    where = {"axis_name": axis_name, "stacked_axes": stacked_axes}
+    held = maps.map_updates(lambda _, m: m, updates, mu)
+    squares, _ = norms.squared_norms(updates, **where)
+    lengths, _ = norms.squared_norms(held, **where)
+    dots, _ = norms.products(updates, held, **where)
+
+    @jax.jit  # Traced once a shape, not once a layer.
+    def shares(gg: jax.Array, mm: jax.Array, gm: jax.Array) -> Shares:
+        numbers = (jnp.asarray(x, gg.dtype) for x in alignment)
+        agrees, opposed, confidence, rotation, shrinkage, most, eps = numbers
+        g, m, gm = (
+            arithmetic.safe_sqrt(gg),
+            arithmetic.safe_sqrt(mm),
+            gm.astype(gg.dtype),
+        )
+        m = m.astype(gg.dtype)
+        c = jnp.clip(gm / (g * m + eps), -1, 1)
+        sure = g / (g + confidence * m + eps)
+        # g - β·(g·m̂)·m̂, β = min(shrinkage·(-c)·κ, max_shrinkage)
+        beta = jnp.minimum(shrinkage * -c * sure, most)
+        against = -beta * gm / jnp.square(m + eps)
+        # |g|·((1-λ)·ĝ + λ·m̂)/|…|, λ = min(rotation·(aligned-c)/(aligned-opposed)·κ, 1)
+        ramp = 1 - jnp.clip((c - opposed) / (agrees - opposed + eps), 0, 1)
+        turn = jnp.minimum(rotation * ramp * sure, 1)
+        of_g, of_m = (1 - turn) / (g + eps), turn / (m + eps)
+        mixed = jnp.square(of_g * g) + jnp.square(of_m * m) + 2 * of_g * of_m * gm
+        mixed = arithmetic.safe_sqrt(mixed)
+        size = g / (mixed + eps)
+        opposes, short = c < 0, (g < eps) | (m < eps) | (g * m == 0)
+        # Unchanged if either is short, nothing is left of the mixture, or squares
+        # overflow: entries that are not finite then stay where they are.
+        as_it_is = short | (c >= agrees) | (~opposes & (mixed < eps))
+        as_it_is |= ~jnp.isfinite(gg + mm)
+        a = jnp.where(as_it_is | opposes, 1, of_g * size)
+        b = jnp.where(as_it_is, 0, jnp.where(opposes, against, of_m * size))
+        return a, b
+
+    return maps.map_updates(
+        lambda _, *sums: shares(*sums), updates, squares, lengths, dots
+    )

@@ -1,0 +1,337 @@
+"""Momentum look-ahead: an outer optimizer for workers that are far apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform._transforms.alignment import (
+    MomentumAlignment,
+    Shares,
+    aligned,
+    checked,
+)
+from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
+from gradxform._trees import (
+    arithmetic,
+    barrier,
+    boxes,
+    checks,
+    constants,
+    dtypes,
+    maps,
+    norms,
+)
+from gradxform._trees.mesh import AxisName
+
+
+class ScaleByMomentumLookAheadState(NamedTuple):
+    """State of :func:`scale_by_momentum_look_ahead`.
+
+    Attributes:
+      mu: the momentum, like params.
+    """
+
+    mu: optax.Updates
+
+
+def scale_by_momentum_look_ahead(
+    b1: jax.typing.ArrayLike = 0.9,
+    *,
+    alignment: MomentumAlignment | None = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    axis_name: AxisName = None,
+    stacked_axes: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Descends along each gradient and along where the momentum goes next.
+
+    .. math::
+
+        m_t &= b_1\,m_{t-1} + (1 - b_1)\,g_t \\
+        u_t &= g_t + b_1\,m_t
+
+    With ``alignment`` this is HeLoCo: before the momentum moves, the gradient of each
+    layer is corrected by its cosine with it. With :math:`\hat g` and :math:`\hat m` of
+    length 1, :math:`c = \hat g \cdot \hat m` and :math:`\kappa = \lVert g \rVert /
+    (\lVert g \rVert + confidence\,\lVert m \rVert)`,
+
+    .. math::
+
+        g &\leftarrow g - \beta\,(g \cdot \hat m)\,\hat m, \quad
+          \beta = \min(shrinkage \cdot (-c)\,\kappa,\; max\_shrinkage)
+          \quad\text{where } c < 0 \\
+        g &\leftarrow \lVert g \rVert \,
+          \frac{(1 - \lambda)\,\hat g + \lambda\,\hat m}
+          {\lVert (1 - \lambda)\,\hat g + \lambda\,\hat m \rVert}, \quad
+          \lambda = \min\left(rotation \cdot
+          \frac{aligned - c}{aligned - opposed}\,\kappa,\; 1\right)
+          \quad\text{where } 0 \le c < aligned
+
+    So a late gradient loses a part of its component against the others' steps. A
+    gradient that is nearly perpendicular turns toward them, and one that agrees stays
+    as it is. Without a momentum, or without a gradient, nothing is corrected.
+
+    A layer is a leaf. ``None`` for it leaves its momentum as it was. Where the squares
+    of a layer are not finite, nothing of it is corrected.
+
+    λ is that of the authors' code, where it goes to 0 as c comes to ``aligned``. Their
+    paper has ``rotation·(1 - c)·κ``, which jumps there; the code says that the paper
+    will be changed.
+
+    Args:
+      b1: decay of the momentum, in [0, 1).
+      alignment: a :class:`MomentumAlignment`, for HeLoCo; by default nothing is
+        corrected.
+      mu_dtype: dtype of ``mu``, by default that of the parameters, as in optax.
+      axis_name: for ``alignment``: mesh axes over which layers may be sharded, inside
+        ``jax.shard_map``, or a prefix tree of ``PartitionSpec``; see
+        :func:`global_norm`.
+      stacked_axes: for ``alignment``: how many leading axes of a leaf stack layers; see
+        :func:`scale_by_novograd`.
+
+    Returns:
+      A transformation with state :class:`ScaleByMomentumLookAheadState`. Updates keep
+      their shapes and dtypes; the arithmetic is done in at least float32.
+
+    Raises:
+      ValueError: an argument is out of its range.
+      TypeError: ``alignment`` is not a :class:`MomentumAlignment`; ``mu_dtype`` does
+        not fit the parameters; updates do not have their structure or shapes, or are
+        row-sparse.
+
+    Source: "Momentum look-ahead for asynchronous distributed low-communication
+    training", 2025, https://openreview.net/forum?id=4O8nzTkHPI; Al Asif et al., 2026,
+    "HeLoCo", https://arxiv.org/abs/2606.00271, and its authors' ``MomentumLookAhead``
+    and ``SmartDCMLA_v2``.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> tx = gx.scale_by_momentum_look_ahead(0.5)
+    >>> grads = jnp.array([4.0, 0.0])
+    >>> updates, state = tx.update(grads, tx.init(grads))
+    >>> assert jnp.allclose(state.mu, jnp.array([2.0, 0.0]))  # 4 / 2
+    >>> assert jnp.allclose(updates, jnp.array([5.0, 0.0]))  # 4 + 2 / 2
+    >>> tx = gx.scale_by_momentum_look_ahead(0.5, alignment=gx.MomentumAlignment())
+    >>> updates, _ = tx.update(-grads, state)  # 4 / (4 + 3 · 2) / 2 off, so 0.8 of it
+    >>> assert jnp.allclose(updates, jnp.array([-3.2 + (1.0 - 1.6) / 2, 0.0]))
+    """
+    b1 = checks.in_range("b1", b1, "[0, 1)")
+    checks.state_dtype("mu_dtype", mu_dtype, complex_too=True)
+    alignment = None if alignment is None else checked(alignment)
+
+    def init_fn(params: optax.Params) -> ScaleByMomentumLookAheadState:
+        checks.of_same_kind("mu_dtype", mu_dtype, params)
+        norms.check_stacked(stacked_axes, params)
+
+        def zero(p: jax.Array) -> jax.Array:
+            dtype = dtypes.inexact_dtype(p) if mu_dtype is None else mu_dtype
+            return constants.full_like(p, 0, dtype)
+
+        return ScaleByMomentumLookAheadState(mu=maps.map_params(zero, params))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ScaleByMomentumLookAheadState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, ScaleByMomentumLookAheadState]:
+        del params, extra
+        checks.dense("momentum_look_ahead", updates)
+        checks.same_shapes("updates", updates, "mu", state.mu)
+
+        def factors(g: jax.Array, shares: Shares) -> Iterator[jax.Array]:
+            """b1, 1 - b1, and the shares, in the dtype of the arithmetic."""
+            numbers = b1, 1 - b1, *shares
+            return (jnp.asarray(x, dtypes.compute_dtype(g)) for x in numbers)
+
+        def move(g: jax.Array, mu: jax.Array, shares: Shares) -> jax.Array:
+            # m_t = b1·m_{t-1} + (1-b1)·(a·g + b·m_{t-1})
+            decay, rest, a, b = factors(g, shares)
+            g = dtypes.widen(g)
+            moved = _scale(dtypes.widen(mu).astype(g.dtype), decay + rest * b)
+            return (moved + _scale(g, rest * a)).astype(mu.dtype)
+
+        def step(g: jax.Array, mu: jax.Array, shares: Shares) -> jax.Array:
+            # u_t = a·g + b·m_{t-1} + b1·m_t. The share of m_{t-1} in m_t stands for it:
+            # so m_t replaces m_{t-1}, which nobody else has to read.
+            decay, rest, a, b = factors(g, shares)
+            kept = decay + rest * b
+            none = kept == 0  # Then b1 is 0, and b: u_t is m_t.
+            kept = jnp.where(none, 1, kept)
+            back = jnp.where(none, 1, b / kept)
+            g = dtypes.widen(g)
+            if mu.dtype.itemsize < 4:  # Or it would be computed again for the step.
+                mu = barrier.apart(mu)
+            mu = dtypes.widen(mu).astype(g.dtype)
+            return _scale(g, a * (decay / kept)) + _scale(mu, back + decay)
+
+        if alignment is None:
+            shares = maps.map_updates(lambda _: (1.0, 0.0), updates)
+        else:
+            shares = aligned(updates, state.mu, alignment, axis_name, stacked_axes)
+        mu = maps.map_state(move, updates, state.mu, shares)
+        stepped = maps.map_updates(step, updates, mu, shares)
+        new_state = ScaleByMomentumLookAheadState(mu=mu)
+        return maps.cast_like(stepped, updates), new_state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def momentum_look_ahead(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    *,
+    alignment: MomentumAlignment | None = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    axis_name: AxisName = None,
+    stacked_axes: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""An outer optimizer for workers that are far apart; with ``alignment``, HeLoCo.
+
+    .. math:: w \leftarrow w - learning\_rate \cdot u
+
+    with ``u`` from :func:`scale_by_momentum_look_ahead`. Each worker trains on its own
+    for many steps and pushes how far it has come, as if that were a gradient: see
+    :func:`local_steps`. In HeLoCo a worker begins where :func:`worker_start` says.
+
+    Weight decay is another link: ``optax.chain(optax.add_decayed_weights(1e-4),
+    momentum_look_ahead(...))`` puts it into the gradients.
+
+    Args:
+      learning_rate: a scalar, or a schedule ``count -> scalar``.
+      b1: see :func:`scale_by_momentum_look_ahead`, as for the rest.
+      alignment: for HeLoCo, ``MomentumAlignment()``.
+      mu_dtype: dtype of the momentum.
+      axis_name: mesh axes over which layers may be sharded.
+      stacked_axes: how many leading axes stack layers.
+
+    Returns:
+      A transformation whose state holds :class:`ScaleByMomentumLookAheadState`; its
+      updates are to be added to the parameters.
+
+    Raises:
+      ValueError: an argument is out of its range.
+      TypeError: as :func:`scale_by_momentum_look_ahead`.
+
+    Source: Al Asif et al., 2026, "HeLoCo", https://arxiv.org/abs/2606.00271; its
+    authors' ``MomentumLookAhead`` and ``SmartDCMLA_v2``, where the rate is 0.1 by
+    default.
+
+    >>> import gradxform as gx, jax, jax.numpy as jnp
+    >>> align = gx.MomentumAlignment()
+    >>> outer = gx.momentum_look_ahead(0.2, 0.5, alignment=align)
+    >>> tx = gx.drop_stale(outer, max_staleness=3)
+    >>> params = {"w": jnp.array([1.0, -2.0])}
+    >>> state = tx.init(params)
+    >>> pulled = [params] * 4  # by four workers in turn, each of them three steps late
+    >>> step = jax.jit(lambda g, s, p, t: gx.apply_gradients(tx, g, s, p, local_step=t))
+    >>> for push in range(100):
+    ...     seen = pulled.pop(0)
+    ...     params, state = step(seen, state, params, max(0, push - 3))
+    ...     pulled.append(gx.worker_start(params, state, 0.2, 0.5))
+    >>> assert jnp.abs(params["w"]).max() < 0.01
+    """
+    return optax.chain(
+        scale_by_momentum_look_ahead(
+            b1,
+            alignment=alignment,
+            mu_dtype=mu_dtype,
+            axis_name=axis_name,
+            stacked_axes=stacked_axes,
+        ),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def worker_start(
+    params: optax.Params,
+    state: optax.OptState,
+    learning_rate: jax.typing.ArrayLike,
+    b1: jax.typing.ArrayLike,
+) -> optax.Params:
+    r"""The start of a worker that looks ahead: where the momentum alone would go next.
+
+    .. math:: w - learning\_rate \cdot b_1\,m
+
+    HeLoCo's look-ahead dispatch. A worker trains from there, and pushes how far it has
+    come from there. ``state()`` of a :class:`ParameterServer` has both parameters and
+    state: ``worker_start(**server.state(), learning_rate=0.7, b1=0.9)``.
+
+    Args:
+      params: the server's parameters.
+      state: the server's state, which holds one of
+        :func:`scale_by_momentum_look_ahead` at any depth. Where this is masked,
+        parameters stay as they are.
+      learning_rate: that of the optimizer; with a schedule its value for this step,
+        ``schedule(gx.global_step(state))``.
+      b1: that of the optimizer.
+
+    Returns:
+      The start, with the shapes and dtypes of ``params``, which stay valid. The
+      arithmetic is done in at least float32.
+
+    Raises:
+      ValueError: the state holds no momentum, or several side by side; ``b1`` is out of
+        its range.
+      TypeError: ``learning_rate`` is not a real number; ``params`` do not have the
+        structure or shapes of the momentum.
+
+    Source: Al Asif et al., 2026, "HeLoCo", https://arxiv.org/abs/2606.00271, equation
+    5.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> tx = gx.drop_stale(gx.momentum_look_ahead(0.5, 0.5), max_staleness=2)
+    >>> server = gx.ParameterServer({"w": jnp.array([1.0, 0.0])}, tx)
+    >>> result = server.push({"w": jnp.array([4.0, 0.0])}, 0)  # m is 2, u is 4 + 1
+    >>> start = gx.worker_start(**server.state(), learning_rate=0.5, b1=0.5)
+    >>> assert start["w"].tolist() == [1.0 - 0.5 * 5.0 - 0.5 * 0.5 * 2.0, 0.0]
+    """
+    b1 = checks.in_range("b1", b1, "[0, 1)")
+    if callable(learning_rate):
+        raise TypeError(
+            "learning_rate must be a number here, got a schedule: pass what it gives "
+            "for this step, schedule(gradxform.global_step(state))."
+        )
+    learning_rate = checked_rate(learning_rate)
+    checks.real_scalar("learning_rate", learning_rate)
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, ScaleByMomentumLookAheadState)
+
+    found = [
+        (path, node.mu)
+        for path, node in jax.tree.leaves_with_path(state, is_leaf=is_one)
+        if is_one(node)
+    ]
+    if not found:
+        raise ValueError(
+            "the state holds no momentum of momentum_look_ahead: pass the state of a "
+            "transformation with scale_by_momentum_look_ahead in it."
+        )
+    if len(found) > 1:
+        paths = ", ".join(checks.place(path) for path, _ in found)
+        raise ValueError(f"the state holds several momenta, at {paths}: pass one part.")
+    mu = boxes.as_in(params, found[0][1])  # Flax boxes state otherwise than parameters.
+    checks.dense("worker_start", params)
+    checks.same_shapes("the momentum", mu, "params", params)
+    ahead = -jnp.asarray(learning_rate) * b1
+
+    def start(m: Any, w: jax.Array) -> jax.Array:
+        # w - learning_rate·b1·m
+        w = jnp.asarray(w)
+        if _is_masked(m):
+            return w
+        return arithmetic.added(arithmetic.scale(dtypes.widen(m), ahead), w)
+
+    return jax.tree.map(start, mu, params, is_leaf=_is_masked)
+
+
+def _scale(x: jax.Array, factor: Any) -> jax.Array:
+    return arithmetic.scale(x, arithmetic.expand(jnp.asarray(factor), x))
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)

@@ -1,0 +1,93 @@
+"""Arithmetic on arrays of any dtype: in at least float32, and rounded once."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradxform._trees.dtypes import compute_dtype, widen
+from gradxform._trees.rounding import narrow
+
+
+@jax.jit
+def scale(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
+    """``factor · x`` for real ``factor``, in at least float32, in the dtype of ``x``.
+
+    The parts of a complex ``x`` are multiplied one by one, so that a factor of 1
+    gives back every bit and a NaN factor leaves no part untouched.
+    """
+    factor = jnp.asarray(factor, compute_dtype(x))
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jax.lax.complex(x.real * factor, x.imag * factor)
+    return narrow(widen(x) * factor, x.dtype)
+
+
+def wide_sum(x: jax.Array, total: jax.Array) -> jax.Array:
+    """``total + x`` in at least float32, in the precision of ``total``, unrounded."""
+    wide = widen(total)
+    return wide + widen(x).astype(wide.dtype)
+
+
+def integer_sum(x: jax.Array, total: jax.Array) -> jax.Array:
+    """``total + x`` of integers, exactly; any other ``x`` is truncated first.
+
+    In the dtype of ``total``. If that is unsigned it has no negative numbers, so the
+    size of a negative ``x`` is subtracted.
+    """
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return total + x.astype(total.dtype)
+    size = jnp.abs(x).astype(total.dtype)
+    return jnp.where(x < 0, total - size, total + size)
+
+
+def added(u: jax.Array, p: jax.Array) -> jax.Array:
+    """``p + u`` in the dtype of ``p``, rounded once."""
+    if jnp.issubdtype(p.dtype, jnp.integer):
+        return integer_sum(u, p)
+    if u.dtype == p.dtype:
+        # The sum of two numbers in half precision is rounded once as it is, and
+        # compilers for TPU fuse it, but not a sum in float32.
+        return p + u
+    return wide_sum(u, p).astype(p.dtype)
+
+
+def abs_sq(x: jax.Array) -> jax.Array:
+    """``|x|²``, real, in at least float32."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jax.lax.square(x.real) + jax.lax.square(x.imag)
+    return jax.lax.square(widen(x))
+
+
+def safe_sqrt(x: jax.Array) -> jax.Array:
+    """``sqrt(x)`` of ``x ≥ 0`` with a finite derivative at 0."""
+    positive = x > 0
+    root = jnp.sqrt(jnp.where(positive, x, 1))
+    # A number that is not positive is 0 or NaN, and is its own root.
+    return jnp.where(positive, root, x)
+
+
+def inverse_sqrt(
+    x: jax.Array, eps: jax.typing.ArrayLike, eps_in_sqrt: bool
+) -> jax.Array:
+    """``1/sqrt(x + eps)`` or ``1/(sqrt(x) + eps)`` of ``x ≥ 0``, but 1 for 1/0.
+
+    A divisor too small for a normal number of its dtype counts as 0.
+
+    The caller multiplies a gradient by it, and ``x`` contains the gradient's square. So
+    where the divisor is 0, the gradient is 0, and the quotient should be 0 too.
+    """
+    # If eps is known to be above 0 in this dtype, so is the divisor.
+    tiny = np.finfo(x.dtype).tiny
+    may_be_0 = isinstance(eps, jax.core.Tracer) or np.asarray(eps, x.dtype) < tiny
+    eps = jnp.asarray(eps, x.dtype)
+    divisor = x + eps if eps_in_sqrt else safe_sqrt(x) + eps
+    if may_be_0:
+        # A GPU compares what lies below, and then takes it for 0 in the quotient.
+        divisor = jnp.where(divisor < tiny, 1, divisor)
+    return jax.lax.rsqrt(divisor) if eps_in_sqrt else 1 / divisor
+
+
+def expand(x: jax.Array, like: jax.Array) -> jax.Array:
+    """``x`` with trailing axes of length 1, so that it lines up with ``like``."""
+    return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))

@@ -1,0 +1,77 @@
+"""Zeros and other constants, which lie on the devices where the parameters lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gradxform._trees import versions
+from gradxform._trees.maps import param
+
+
+def zeros_of_type(x_type: Any) -> jax.Array:
+    """Zeros of a type that ``jax.typeof`` gave: sharded, and varying, as that says."""
+    sharding = x_type.sharding if x_type.sharding.mesh.explicit_axes else None
+    zeros = jnp.zeros(x_type.shape, x_type.dtype, out_sharding=sharding)
+    return versions.to_varying(zeros, versions.varying_axes(x_type))
+
+
+def full_like(
+    p: jax.Array,
+    value: jax.typing.ArrayLike,
+    dtype: jax.typing.DTypeLike,
+    *,
+    axes: int | None = None,
+) -> jax.Array:
+    """``value`` in the shape of ``p``, or of its first ``axes`` axes, sharded as these.
+
+    So state lies where its parameters lie, also when it is made under ``jit``: there
+    the compiler puts a constant on all devices, but results computed from ``p`` where
+    ``p`` is.
+    """
+    if isinstance(p, jax.core.Tracer):
+        if axes == 0:
+            return jnp.full((), value, dtype)
+        # Less 0, and not plus 0, which would turn a -0.0 into a 0.0.
+        return jnp.asarray(value, dtype) - _false(p, axes).astype(dtype)
+    sharding = None
+    if isinstance(p.sharding, NamedSharding):
+        sharding = p.sharding.update(spec=P(*p.sharding.spec[:axes]))
+    return jnp.full_like(p, value, dtype=dtype, shape=p.shape[:axes], device=sharding)
+
+
+def stacked(x: jax.Array, n: int) -> jax.Array:
+    """``n`` times the same, each lying as ``x`` does."""
+    copies = jnp.broadcast_to(x, (n, *x.shape))
+    if not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
+        spec = P(None, *x.sharding.spec)
+        copies = jax.device_put(copies, x.sharding.update(spec=spec))
+    return copies
+
+
+def zero(params: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A scalar 0 on all devices of the parameters."""
+    numbers = list(filter(_is_number, jax.tree.leaves(params)))
+    if not numbers:
+        return jnp.zeros((), dtype)
+    p = param(min(numbers, key=np.size))
+    if isinstance(p, jax.core.Tracer) and not jax.typeof(p).sharding.mesh.manual_axes:
+        # jit forgets an argument that is not used, and on which devices it was.
+        return _false(p, 0).astype(dtype)
+    return full_like(p, 0, dtype, axes=0)
+
+
+def _false(p: jax.Array, axes: int | None) -> jax.Array:
+    """False for each entry along the first axes of ``p``, computed from ``p``."""
+    never = (p != p) & (p == p)
+    return never if axes is None else jnp.any(never, axis=tuple(range(axes, p.ndim)))
+
+
+def _is_number(p: Any) -> bool:
+    dtype = p.dtype if hasattr(p, "dtype") else np.result_type(p)
+    return bool(jnp.issubdtype(dtype, jnp.number))

@@ -1,0 +1,41 @@
+"""Dtypes to calculate in, and numbers in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def compute_dtype(x: jax.Array) -> np.dtype[Any]:
+    """Real dtype for arithmetic on ``x``: float32, float64 where ``x`` is double."""
+    double = x.dtype in (jnp.float64, jnp.complex128)
+    return jnp.dtype(jnp.float64 if double else jnp.float32)
+
+
+def wide_dtype(x: jax.Array) -> np.dtype[Any]:
+    """The dtype of ``x`` in at least single precision; complex stays complex."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return x.dtype
+    return compute_dtype(x)
+
+
+def inexact_dtype(x: jax.Array) -> np.dtype[Any]:
+    """The dtype of ``x`` if it can hold a momentum, else :func:`compute_dtype`."""
+    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else compute_dtype(x)
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """``x`` in at least single precision; complex stays complex."""
+    return x.astype(wide_dtype(x))
+
+
+def saturated(x: Any) -> jax.Array:
+    """An integer, or inf, as int32; a number that does not fit becomes the nearest."""
+    low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    if isinstance(x, jax.Array):
+        own = np.iinfo(x.dtype)
+        return jnp.clip(x, max(own.min, low), min(own.max, high)).astype(jnp.int32)
+    return jnp.asarray(min(max(x, low), high), jnp.int32)

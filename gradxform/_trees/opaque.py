@@ -1,0 +1,55 @@
+"""Row indices as leaves of a pytree, in a dtype with which JAX does not calculate.
+
+JAX moves, gathers and chooses among such leaves, but refuses to calculate with them. It
+would add up or multiply plain numbers like all others, and the result would be the
+index of another row.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# The name of the dtype in JAX's errors.
+TAG = "indices of a row-sparse gradient: put gradxform.densify() in front"
+
+
+@functools.cache
+def _opaque() -> Any:
+    import jax.extend.random  # Takes 60 ms, which only users of this pay.
+
+    return jax.extend.random.define_prng_impl(
+        key_shape=(1,),
+        seed=_no_generator,
+        split=_no_generator,
+        random_bits=_no_generator,
+        fold_in=_no_generator,
+        name="gradxform.IndexedSlices",
+        tag=TAG,
+    )
+
+
+def _no_generator(*_: Any) -> Any:
+    raise TypeError("Row indices make no random numbers.")
+
+
+@functools.partial(jax.jit, inline=True)
+def to_leaf(indices: jax.Array) -> jax.Array:
+    """Numbers, int32, as an array of that dtype."""
+    bits = jax.lax.bitcast_convert_type(indices, jnp.uint32)
+    return jax.random.wrap_key_data(bits[..., None], impl=_opaque())
+
+
+@functools.partial(jax.jit, inline=True)
+def from_leaf(leaf: jax.Array) -> jax.Array:
+    """The numbers again, int32."""
+    bits = jax.random.key_data(leaf).squeeze(-1)
+    return jax.lax.bitcast_convert_type(bits, jnp.int32)
+
+
+def is_opaque(dtype: Any) -> bool:
+    """Whether it is that dtype, or a random key's."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -1,0 +1,411 @@
+"""A fixed delay, against lists of the gradients of so many steps."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+from tests import oracles
+from tests.descriptors import DESCRIPTORS
+
+
+def draw(seed, *, dtype="float32"):
+    rng = np.random.default_rng(seed)
+    shapes = {"w": (2, 3, 2), "b": (), "nothing": None}
+    return {
+        k: None if s is None else jnp.asarray(rng.standard_normal(s), dtype)
+        for k, s in shapes.items()
+    }
+
+
+def played(txs, grads, params, extra):
+    """All parameters and states of loops, by ``scan`` in one donated program."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(now, grads):
+        def body(now, g):
+            now = {
+                key: gx.apply_gradients(tx, g, now[key][1], now[key][0], **extra)
+                for key, tx in txs.items()
+            }
+            return now, now
+
+        return jax.lax.scan(body, now, grads)
+
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *grads)
+    start = {
+        key: (jax.tree.map(jnp.copy, params), tx.init(params))
+        for key, tx in txs.items()
+    }
+    return run(start, stacked)[1]
+
+
+def looped(tx, grads, params, extra, delays):
+    """The same of ``tx`` alone, from lists of the gradients of so many steps."""
+    step = jax.jit(lambda g, s, p: gx.apply_gradients(tx, g, s, p, **extra))
+    for delay in delays:
+        now, trace = (params, tx.init(params)), []
+        for acts in oracles.delayed(grads, delay):
+            if acts is not None:
+                now = step(acts, *reversed(now))
+            trace.append(now)
+        yield delay, trace
+
+
+@pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
+def test_every_row_a_fixed_number_of_steps_late(row):
+    tx, params = row.make(), draw(0)
+    grads, extra = [draw(1 + t) for t in range(5)], row.extra(params)
+    txs = {delay: gx.delayed(tx, delay) for delay in (1, 2)}
+    got = played(txs, grads, params, extra)
+    for delay, expected in looped(tx, grads, params, extra, txs):
+        found, state = got[delay]
+        for t, now in enumerate(expected):
+            here = jax.tree.map(lambda x, t=t: x[t], (found, state.inner_state))
+            if t < delay:  # As long as it rests there is what there was before.
+                chex.assert_trees_all_equal(here, now)
+            chex.assert_trees_all_close(here, now, rtol=5e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
+def test_without_a_delay_it_is_the_inner_one(row):
+    tx = row.make()
+    for nothing in (0, np.int64(0), {"w": 0, "b": 0}):
+        same = gx.delayed(tx, nothing)
+        assert (same.init, same.update) == (tx.init, tx.update)
+
+
+def test_without_a_delay_extra_arguments_may_be_passed_too():
+    tx = gx.delayed(optax.GradientTransformation(*optax.sgd(1.0)), 0)
+    assert tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=3)[0].sum() == -2
+
+
+TREE = {"stages": [{"w": (2, 2)}, {"w": (3,), "b": ()}], "head": (2,)}
+map_shapes = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def test_a_tree_of_delays_is_a_list_a_leaf():
+    numbers = [(2, 1, 0), (0, 3, 1), (1, 1, 2), (0, 0, 4)]
+    txs = {
+        (first, second, head): gx.delayed(
+            optax.sgd(0.5), {"stages": [first, second], "head": head}
+        )
+        for first, second, head in numbers
+    }
+    params = map_shapes(jnp.zeros, TREE)
+    rng = np.random.default_rng(0)
+    grads = [
+        map_shapes(lambda s: jnp.float32(rng.standard_normal(s)), TREE)
+        for _ in range(8)
+    ]
+    trace = played(txs, grads, params, {})
+    for first, second, head in numbers:
+        each = [head, first, second, second]  # As their keys are sorted.
+        for leaf, delay, *column in zip(
+            jax.tree.leaves(trace[first, second, head][0]),
+            each,
+            *map(jax.tree.leaves, grads),
+            strict=True,
+        ):
+            w, kept = np.zeros(leaf.shape[1:]), []
+            for t, g in enumerate(column):
+                kept.append(np.float64(g))
+                if t >= max(each):
+                    w = w - 0.5 * kept[t - delay]
+                np.testing.assert_allclose(leaf[t], w, rtol=1e-5, atol=1e-6)
+
+
+def test_one_step_everywhere_is_double_buffered_weights():
+    """w(t + 1) = w(t) - lr·∇f(w(t - 1)), with w(-1) = w(0), in NumPy."""
+    rng = np.random.default_rng(0)
+    a, y = rng.standard_normal((6, 3)), rng.standard_normal(6)
+
+    def loss_fn(w):
+        return jnp.sum((jnp.float32(a) @ w - jnp.float32(y)) ** 2)
+
+    tx = gx.delayed(optax.sgd(0.02), 1)
+    step = gx.minimize(loss_fn, tx)
+    params = jnp.ones(3)
+    state = tx.init(params)
+    params, state, _ = step(params, state)
+    assert params.tolist() == [1, 1, 1]
+    before = w = np.ones(3)
+    for _ in range(20):
+        before, w = w, w - 0.02 * 2 * a.T @ (a @ before - y)
+        params, state, _ = step(params, state)
+        np.testing.assert_allclose(params, w, rtol=1e-5, atol=1e-6)
+
+
+def test_a_leaf_without_gradient_takes_no_part():
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    tx = gx.delayed(gx.adagrad(0.1), {"a": 1, "b": 3})
+    state = tx.init(params)
+    for t in range(4):
+        grads = {"a": jnp.full(2, 1.0 + t), "b": None}
+        updates, state = tx.update(grads, state, params)
+        assert updates["b"] is None
+        # Nobody waits for it.
+        assert jnp.any(updates["a"] != 0) == (t > 0)
+    sums = optax.tree.get(state, "sum_of_squares")
+    np.testing.assert_allclose(sums["a"], np.full(2, 0.1 + 1 + 4 + 9), rtol=1e-6)
+    np.testing.assert_array_equal(sums["b"], np.full(2, 0.1, "float32"))
+    assert state.count.tolist() == [1, 0]
+    assert not jnp.any(state.ring["b"])
+
+
+def test_a_leaf_that_joins_later_or_comes_and_goes():
+    """Its delay is one of its own gradients, and the others wait until it has them."""
+    params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
+    tx = gx.delayed(optax.sgd(1.0), 2)
+    state = tx.init(params)
+    trace = []
+    for t, joined in enumerate([0, 0, 0, 1, 1, 1, 0, 1]):
+        grads = {
+            "a": jnp.float32(10**t),
+            "b": jnp.float32(10**t) if joined else None,
+        }
+        params, state = gx.apply_gradients(tx, grads, state, params)
+        trace.append((-params["a"], -params["b"]))
+    assert trace == [
+        (0, 0), (0, 0), (1, 0), (1, 0), (1, 0),  # At 3 and 4 "b" has not enough.
+        (1001, 1000), (11001, 1000), (111001, 11000),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("named", [False, True], ids=["bare", "set_mesh"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_on_a_mesh_the_ring_lies_as_its_parameter(kind, named, compiled):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind,) * 2)
+    lay = NamedSharding(mesh, P("x", "y"))
+    tx = gx.delayed(gx.adagrad(0.1), {"a": 2, "b": 1, "c": 0})
+
+    def step(params, state, grads):
+        return gx.apply_gradients(tx, grads, state, params)
+
+    if compiled:
+        step = jax.jit(step, donate_argnums=(0, 1))
+
+    def play(place):
+        params = {k: place(np.zeros((8, 4), "float32")) for k in "abc"}
+        state = (jax.jit(tx.init) if compiled else tx.init)(params)
+        types = jax.tree.map(jax.typeof, state)
+        for t in range(4):
+            rng = np.random.default_rng(t)
+            grads = {k: place(np.float32(rng.standard_normal((8, 4)))) for k in "abc"}
+            params, state = step(params, state, grads)
+        assert jax.tree.map(jax.typeof, state) == types
+        return params, state
+
+    def on_mesh(x):
+        return jax.device_put(x, lay)
+
+    expected, _ = play(jnp.asarray)
+    if named:
+        with jax.set_mesh(mesh):
+            params, state = play(on_mesh)
+    else:
+        params, state = play(on_mesh)
+    for k in "ab":
+        rows = NamedSharding(mesh, P(None, "x", "y"))
+        assert state.ring[k].sharding.is_equivalent_to(rows, 3)
+    chex.assert_trees_all_close(
+        jax.device_get(params), jax.device_get(expected), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("param", "grad", "given", "ring"),
+    [
+        ("float32", "float32", None, "float32"),
+        ("bfloat16", "bfloat16", None, "bfloat16"),
+        ("float32", "bfloat16", None, "float32"),
+        ("bfloat16", "float32", None, "bfloat16"),
+        ("bfloat16", "float32", "float32", "float32"),
+        ("float32", "float32", "float16", "float16"),
+        ("complex64", "complex64", None, "complex64"),
+        ("int32", "float32", None, "float32"),
+    ],
+)
+def test_a_gradient_is_rounded_to_the_ring_and_no_more(param, grad, given, ring):
+    tx = gx.delayed(optax.identity(), 2, ring_dtype=given)
+    params = jnp.zeros(3, param)
+    state = tx.init(params)
+    types = jax.tree.map(jax.typeof, state)
+    assert state.ring.dtype == ring
+    grads = [jnp.asarray([1 / 3, -0.0, 1000.1]) * (1 + t) for t in range(4)]
+    grads = [g.astype(grad) for g in grads]
+    for t, g in enumerate(grads):
+        updates, state = tx.update(g, state, params)
+        assert jax.tree.map(jax.typeof, state) == types
+        assert updates.dtype == grad
+        late = grads[t - 2].astype(ring).astype(grad) if t > 1 else jnp.zeros(3, grad)
+        assert np.asarray(updates).tobytes() == np.asarray(late).tobytes()
+
+
+def test_inner_sees_the_parameters_and_the_extra_arguments_of_today():
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append((float(params), float(extra["value"])))
+        return updates, state + 1
+
+    probe = optax.GradientTransformationExtraArgs(lambda _: jnp.int32(0), update)
+    tx = gx.delayed(probe, 2)
+    state = tx.init(jnp.zeros(()))
+    with jax.disable_jit():
+        for t in range(4):
+            x = jnp.float32(t)
+            updates, state = tx.update(x + 10, state, x, value=x + 20)
+    assert (float(updates), int(state.inner_state)) == (11, 2)
+    assert seen[-1] == (3, 23)
+
+
+def test_a_schedule_counts_the_steps_that_are_made():
+    tx = gx.delayed(optax.sgd(lambda count: 10.0**count), {"a": 2, "b": 1})
+    params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
+    state = tx.init(params)
+    for t in range(4):
+        grads = {"a": jnp.float32(1 + t), "b": jnp.float32(1 + t)}
+        params, state = gx.apply_gradients(tx, grads, state, params)
+    assert optax.tree.get(state, "count", filtering=_of_schedule) == 2
+    assert (-params["a"], -params["b"]) == (1 + 20, 2 + 30)
+
+
+def _of_schedule(path, _):
+    return any("ScaleByScheduleState" in str(key) for key in path)
+
+
+def test_inside_and_around_other_gates():
+    def play(tx, pushes):
+        params, trace = jnp.zeros(()), []
+        state = tx.init(params)
+        for g, extra in pushes:
+            params, state = gx.apply_gradients(tx, g, state, params, **extra)
+            trace.append(-float(params))
+        return trace, state
+
+    sgd, n = optax.sgd(1.0), 6
+    ones = [(jnp.float32(10**t), {}) for t in range(n)]
+    # A delay of one step, of two micro-batches each.
+    trace, state = play(gx.accumulate(gx.delayed(sgd, 1), 2, reduction="sum"), ones)
+    assert trace == [0, 0, 0, 11, 11, 1111]
+    assert gx.global_step(state) == 3
+    # A delay of one micro-batch.
+    trace, state = play(gx.delayed(gx.accumulate(sgd, 2, reduction="sum"), 1), ones)
+    assert trace == [0, 0, 11, 11, 1111, 1111]
+    assert gx.global_step(state) == 2
+    # What is too late never gets into the ring.
+    pushes = [
+        (jnp.float32(10**t if t != 2 else jnp.nan), {"local_step": 0 if t == 2 else t})
+        for t in range(n)
+    ]
+    trace, state = play(gx.drop_stale(gx.delayed(sgd, 2), 1), pushes)
+    assert trace == [0, 0, 0, 1, 11, 1011]
+    assert (gx.global_step(state), state.stale_count) == (5, 1)
+    # Delays add up.
+    trace, state = play(gx.delayed(gx.delayed(sgd, 1), 2), ones)
+    assert trace == [0, 0, 0, 1, 11, 111]
+    with pytest.raises(ValueError, match="holds no global_step"):
+        gx.global_step(state)
+
+
+def test_through_a_server_every_push_is_a_step():
+    server = gx.ParameterServer(jnp.zeros(2), gx.delayed(optax.sgd(1.0), 1))
+    for t in range(3):
+        result = server.push(jnp.full(2, 10.0**t), server.pull()[1])
+        assert (result.applied, result.global_step) == (True, t + 1)
+    params, _ = server.pull()
+    assert params.tolist() == [-11.0, -11.0]
+
+
+def test_a_gradient_that_is_held_is_dense():
+    params = {"table": jnp.zeros((4, 2)), "tail": jnp.zeros((4, 2))}
+    rows = gx.IndexedSlices([1], jnp.ones((1, 2)), (4, 2))
+    tx = gx.delayed(gx.adagrad(0.1), {"table": 1, "tail": 0})
+    state = tx.init(params)
+    with pytest.raises(TypeError, match=r"at \['table'\].* gradxform.densify\(\)"):
+        tx.update({"table": rows, "tail": rows}, state, params)
+    # Without a delay there is nothing to hold.
+    grads = {"table": jnp.ones((4, 2)), "tail": rows}
+    for _ in range(2):
+        params, state = gx.apply_gradients(tx, grads, state, params)
+    assert jnp.any(params["tail"][1] != 0)
+    assert not jnp.any(params["tail"][0])
+    dense = optax.chain(gx.densify(), gx.delayed(gx.adagrad(0.1), 1))
+    state = dense.init(params)
+    gx.apply_gradients(dense, {"table": rows, "tail": rows}, state, params)
+
+
+PARAMS = {"a": jnp.zeros(2), "b": {"c": jnp.zeros(3)}}
+
+
+def made(num_steps, **options):
+    return gx.delayed(optax.sgd(1.0), num_steps, **options).init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: made(-1), ValueError,
+         r"num_steps must be in \[0, 1073741824\], got -1."),
+        (lambda: made({"a": 0, "b": -2}), ValueError,
+         r"num_steps\['b'\] must be in \[0, 1073741824\], got -2"),
+        (lambda: made(2**31), ValueError, "num_steps must be in"),
+        (lambda: made(True), TypeError,
+         "num_steps must be an integer scalar, got True"),
+        (lambda: made({"a": 1, "b": {"c": 0.5}}), TypeError,
+         r"num_steps\['b'\]\['c'\] must be an integer scalar, got 0.5"),
+        (lambda: made(2.0), TypeError, "num_steps must be an integer scalar, got 2.0"),
+        (lambda: made("2"), TypeError, "num_steps must be an integer scalar, got '2'"),
+        (lambda: made(np.ones(2, int)), TypeError,
+         "num_steps must be an integer scalar"),
+        (lambda: made(None), TypeError,
+         "num_steps must be an int, or a tree .* got None"),
+        (lambda: made({}), TypeError, "num_steps must be an int, or a tree .* got {}"),
+        (lambda: made({"a": 1}), TypeError,
+         r"num_steps has no int for params\['b'\]\['c'\]. Pass an int, or a tree"),
+        (lambda: made({"a": 1, "b": None}), TypeError,
+         r"num_steps has no int for params\['b'\]\['c'\]. Pass an int, or a tree"),
+        (lambda: made({"a": 1, "b": 2, "d": 3}), TypeError,
+         r"num_steps\['d'\] is 3, but params have nothing there. Pass an int"),
+        (lambda: made({"a": 1, "b": {"c": 1, "e": 2}}), TypeError,
+         r"num_steps\['b'\]\['e'\] is 2, but params have nothing there"),
+        (lambda: jax.jit(made)(2), TypeError,
+         "num_steps is a shape, so it cannot be traced.* num_steps in static_args"),
+        (lambda: jax.jit(made)({"a": 1, "b": 2}), TypeError,
+         r"num_steps\['a'\] is a shape, so it cannot be traced"),
+        (lambda: gx.delayed(2, 2), TypeError,
+         "inner must be an optax.GradientTransformation"),
+        (lambda: made(1, ring_dtype="int8"), TypeError, "ring_dtype must be"),
+        (lambda: made(1, ring_dtype="complex64"), TypeError,
+         r"ring_dtype=complex64 does not fit \['a'\]"),
+    ],
+)  # fmt: skip
+def test_bad_input(make, error, message):
+    with pytest.raises(error, match="^" + message):
+        make()
+
+
+def test_a_part_that_somebody_else_trains_needs_no_number_and_may_have_one():
+    tx = gx.delayed(optax.sgd(1.0), {"a": 1, "b": {"c": 2}})
+    parts = optax.partition(
+        {"it": tx, "other": optax.sgd(1.0)}, {"a": "it", "b": "other"}
+    )
+    state = parts.init(PARAMS)
+    updates, _ = parts.update(jax.tree.map(jnp.ones_like, PARAMS), state, PARAMS)
+    assert not jnp.any(updates["a"])
+    assert jnp.all(updates["b"]["c"] == -1)
+
+
+def test_a_traced_number_under_inject_hyperparams_says_what_to_do():
+    make = optax.inject_hyperparams(gx.delayed, static_args=["inner"])
+    with pytest.raises(TypeError, match="num_steps in static_args"):
+        jax.jit(lambda p: make(optax.sgd(1.0), 2).init(p))(jnp.zeros(2))

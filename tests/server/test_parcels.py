@@ -1,0 +1,127 @@
+"""What travels between workers and the processes of a server: all of it, and once."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+from gradxform._server import parcels, wire
+from gradxform._server.layout import Layout, Part
+from gradxform._server.parcels import Cut, Parcel, Pulled, Rows, Stowed, packed
+
+ROWS = np.arange(15, dtype=np.float32).reshape(5, 3)
+SPECS = {"table": P("server"), "wide": P(None, "server"), "small": P()}
+PARAMS = {"table": ROWS, "wide": ROWS, "small": np.float32(7)}
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch):
+    """All of it is small enough to travel in the message."""
+    monkeypatch.setattr(wire, "register", lambda: None)
+
+
+@pytest.fixture
+def layout():
+    return Layout.of(PARAMS, 2, SPECS)
+
+
+def sent(x):
+    return pickle.loads(pickle.dumps(x, 5))
+
+
+def test_each_process_gets_its_parts_and_all_else(layout):
+    slices = gx.IndexedSlices([4, 0], ROWS[:2], (5, 3))
+    extra = {"like": PARAMS, "rows": {"table": slices}, "number": 2.5}
+    parcel = Parcel.of(layout, PARAMS, extra)
+    for process, (table, wide) in enumerate(
+        [
+            (ROWS[:3], ROWS[:, :2]),
+            (np.r_[ROWS[3:], [[0] * 3]], np.c_[ROWS[:, 2:], [0] * 5]),
+        ]
+    ):
+        grads, got = sent(parcel.of_process(process)).open()
+        np.testing.assert_array_equal(grads["table"], table)
+        np.testing.assert_array_equal(grads["wide"], wide)
+        assert grads["small"] == 7
+        assert isinstance(got["like"]["table"], Part)
+        np.testing.assert_array_equal(got["like"]["table"].array, table)
+        assert got["rows"]["table"].dense_shape == (5, 3)
+        assert got["number"] == 2.5
+
+
+def test_an_argument_that_looks_like_a_part_is_none(layout):
+    like = {"table": np.zeros((3, 3), np.float32)}
+    parcel = Parcel.of(layout, PARAMS, {"other": like})
+    for process in range(2):
+        _, extra = parcel.of_process(process).open()
+        assert extra["other"]["table"] is like["table"]
+
+
+def test_no_process_gets_what_is_for_another(layout):
+    large = {**PARAMS, "table": np.zeros((1000, 3), np.float32)}
+    parcel = Parcel.of(Layout.of(large, 2, SPECS), large, {})
+    assert len(pickle.dumps(parcel.of_process(0), 5)) < 0.55 * large["table"].nbytes
+
+
+def test_what_does_not_fit_is_told_before_it_is_sent(layout):
+    with pytest.raises(TypeError, match="table"):
+        Parcel.of(layout, {**PARAMS, "table": ROWS[1:]}, {})
+
+
+def get(x):
+    return x
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_rows_of_all_processes_are_put_together(dtype):
+    table = ROWS.astype(dtype)
+    indices = np.array([0, 2, 4, 5, 5], np.int32)  # Two that came twice.
+    parts = [packed([table[[0, 2]]]), packed([table[[4]]])]
+    got = sent(Rows(indices, (5, 3), 0, parts)).join(get)
+    assert got.indices.tolist() == indices.tolist()
+    assert got.values.dtype == dtype
+    expected = np.r_[table[[0, 2, 4]], np.zeros((2, 3), dtype)]
+    np.testing.assert_array_equal(np.asarray(got.values), expected)
+
+
+def test_rows_of_a_table_cut_along_them_have_no_padding():
+    ids = np.array([1, 3], np.int32)
+    parts = [packed([ROWS[ids, :2]]), packed([np.c_[ROWS[ids, 2:], [9, 9]]])]
+    got = sent(Rows(ids, (5, 3), 1, parts)).join(get)
+    np.testing.assert_array_equal(np.asarray(got.values), ROWS[ids])
+
+
+def test_a_tree_is_put_together_from_its_parts(layout):
+    tree = {"a": Cut(0), "b": jnp.float32(3), "c": 0, "d": None}
+    of_cut = Layout([layout.types["table"]], (0,), 2)
+    padded = np.r_[ROWS[3:], np.full((1, 3), 9, np.float32)]
+    parts = [Stowed.of(packed([x])) for x in (ROWS[:3], padded)]
+    rows = Rows(np.array([2], np.int32), (5, 3), 0, [packed([ROWS[[2]]])])
+    got = sent(Pulled(Stowed.of(tree), of_cut, parts, {0: rows})).join(get)
+    assert isinstance(got["a"], jax.Array)
+    np.testing.assert_array_equal(got["a"], ROWS)
+    assert (got["b"], got["d"]) == (3, None)
+    np.testing.assert_array_equal(got["c"].values, ROWS[[2]])
+
+
+def test_what_is_large_goes_to_the_store_once(monkeypatch):
+    put = []
+
+    class Store:
+        @staticmethod
+        def put(x):
+            put.append(x)
+            return "a reference"
+
+    monkeypatch.setitem(parcels.sys.modules, "ray", Store)
+    large = np.zeros(parcels.SMALL, np.uint8)
+    assert Stowed.of([large], copy=pytest.fail) == ("a reference", None)
+    assert Stowed.of([large[1:]], copy=len) == (None, 1)
+    rows = np.zeros((parcels.SMALL, 1), np.float32)
+    assert Stowed.of(gx.IndexedSlices(np.arange(len(rows)), rows, rows.shape)).ref
+    assert Stowed.of(packed([large])).ref
+    assert len(put) == 3

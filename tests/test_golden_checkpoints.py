@@ -1,0 +1,72 @@
+"""Runs that an earlier version began go on: from its checkpoints, to the same numbers.
+
+``tests/golden/make_checkpoints.py`` has made them, and says how.
+"""
+
+import json
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from tests.golden import make_checkpoints as golden
+
+KEPT = golden.kept()
+
+
+def unpacked(name, folder):
+    """What is expected of a checkpoint, which then lies in the folder."""
+    with zipfile.ZipFile(golden.FOLDER / f"{name}.zip") as file:
+        file.extractall(folder)
+    expected = folder / "expected.json"
+    text = expected.read_text()
+    expected.unlink()  # In a run's folder there is nothing else.
+    return json.loads(text)
+
+
+def assert_numbers(tree, expected):
+    """Within a few units in the last place: each compiler rounds in its own order."""
+    found = golden.numbers(tree)
+    assert found.keys() == expected.keys()
+    flat, _ = jax.tree.flatten_with_path(tree)
+    for path, x in flat:
+        name = jax.tree_util.keystr(path)
+        inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        near = 8 * float(jnp.finfo(x.dtype).eps) if inexact else 0
+        np.testing.assert_allclose(
+            found[name], expected[name], rtol=near, atol=near, err_msg=name
+        )
+
+
+def test_each_gate_and_optimizer_has_a_checkpoint():
+    there = {path.stem for path in golden.FOLDER.glob("*.zip")}
+    wanted = {*KEPT, golden.ENGINE}
+    assert there == wanted, (
+        f"without a checkpoint: {wanted - there}; python -m "
+        "tests.golden.make_checkpoints makes what is missing, with the oldest JAX. "
+        f"Without a row in tests/descriptors.py: {there - wanted}."
+    )
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_run_goes_on(name, tmp_path):
+    row = KEPT[name]
+    expected = unpacked(name, tmp_path)
+    like = golden.begin(row)
+    assert golden.arrays(like) == expected["arrays"]  # orbax would cast them unsaid.
+    with ocp.CheckpointManager(tmp_path) as manager:
+        step = manager.latest_step()
+        saved = manager.restore(step, args=ocp.args.StandardRestore(like))
+    assert step == golden.SAVED
+    assert_numbers(golden.pushed(row, *saved, step, golden.PUSHES), expected["after"])
+
+
+def test_the_run_of_an_engine_goes_on(tmp_path):
+    expected = unpacked(golden.ENGINE, tmp_path)
+    resumed, made, counts, state = golden.ran(3 * golden.SAVED, tmp_path)
+    assert (resumed, made) == (expected["resumed"], 2 * golden.SAVED)
+    assert counts._asdict() == expected["counts"]
+    assert_numbers(state, expected["after"])

@@ -1,0 +1,71 @@
+"""Sentences that have to be read twice: the forms of them that a program can find.
+
+The rule is in docs/design.md. A hit is a sentence to say anew, not a word to replace:
+"tables of which a batch reads a few rows" is "large tables, and batches that read a few
+rows". "No more" is "no longer", unless it is a number.
+"""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TEXTS = sorted(
+    path
+    for pattern in (
+        *("*.md", "docs/*.md", "docs/*/*.md", "benchmarks/*.md"),
+        *("gradxform/**/*.py", "benchmarks/*.py", "notebooks/*.ipynb"),
+    )
+    for path in ROOT.glob(pattern)
+    if "_build" not in path.parts
+)
+TWISTED = re.compile(
+    r'(?<!")\b(?:(?<!each )(?<!some )(?<!none )of which|of what)\b'
+    r"|\b(?:is|are|was|were|be|it|can|will|now) no more\b(?! than)"
+    r"|\bno more (?:\w+ed|reads|needs|knows|waits)\b",
+    re.IGNORECASE,
+)
+# Between the words of a sentence there may be an end of a line, in a comment too, and
+# the seam of two pieces of a message.
+SEAM = re.compile(r'\s*"\s*\n\s*f?"|\s*\n\s*(?:# )?|\s+')
+
+
+def read(path):
+    """The text of a file; in a notebook, of its cells of text."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        return "\n\n".join(
+            "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
+        )
+    return text
+
+
+def twisted(text):
+    """Each such form, with the words around it."""
+    flat = SEAM.sub(" ", text)
+    return [
+        flat[max(hit.start() - 40, 0) : hit.end() + 40]
+        for hit in TWISTED.finditer(flat)
+    ]
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_sentence_is_twisted(path):
+    assert twisted(read(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Tables of which a batch reads a few rows.", True),
+        ("The sum of\n    # what was pushed.", True),
+        ('"It is no "\n    f"more read."', True),
+        ("It takes no more pushes, and no more than one pass.", False),
+        ("Two kernels, each of which reads what it needs.", False),
+    ],
+)
+def test_the_forms_are_found(text, found):
+    assert bool(twisted(text)) == found

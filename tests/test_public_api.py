@@ -1,0 +1,34 @@
+"""What is public changes only where somebody means it to, and says so."""
+
+import difflib
+import pathlib
+import re
+
+import gradxform as gx
+from tests import public_api
+
+ROOT = pathlib.Path(__file__).parents[1]
+WRITTEN = ROOT / "tests/public_api.txt"
+HOW = """
+The public surface has changed. If it was meant to, then say so in both places, and look
+at the diff of the first:
+
+  python -m tests.public_api > tests/public_api.txt
+  a line under the newest heading of CHANGELOG.md
+
+From 1.0 on a line with a minus needs a deprecation first: docs/versions.md says how.
+"""
+
+
+def test_the_public_surface_is_what_is_written_down():
+    now = "\n".join(public_api.entries()).splitlines()
+    then = WRITTEN.read_text().splitlines()
+    changes = difflib.unified_diff(then, now, WRITTEN.name, "today", n=1, lineterm="")
+    assert now == then, HOW + "\n".join(changes)
+
+
+def test_the_changelog_names_whatever_is_public():
+    told = set(re.findall(r"\w+", (ROOT / "CHANGELOG.md").read_text()))
+    names = {name for name in [*vars(gx), *vars(gx.engines)] if name[0] != "_"}
+    # A state belongs to what makes it.
+    assert {name for name in names - told if not name.endswith("State")} == set()

@@ -1,0 +1,483 @@
+"""Momentum look-ahead and HeLoCo: formulas, the authors' traces, and hard cases."""
+
+import functools
+import json
+import pathlib
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+from tests import oracles
+
+ALIGN = gx.MomentumAlignment()
+TRACES = pathlib.Path(__file__).parents[1] / "golden" / "heloco.json"
+CASES = {case["name"]: case for case in json.loads(TRACES.read_text())["cases"]}
+STEPS = 50
+RATES = 0.1 * 0.98 ** np.arange(STEPS, dtype=np.float32)
+
+
+def schedule(count):
+    return jnp.asarray(RATES)[count]
+
+
+def draw(*shape, dtype="float32", seed=0):
+    """What float32 holds, or half precision, as an array of that dtype."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        x = x + 1j * rng.standard_normal(shape)
+    return jnp.asarray(np.asarray(x, jnp.dtype(dtype)))
+
+
+def at_an_angle(m, cosine, length, seed=0):
+    """A gradient at this cosine to the momentum, of this length."""
+    m = np.asarray(m, np.float64)
+    unit = m / np.linalg.norm(m)
+    noise = np.random.default_rng(seed).standard_normal(m.shape)
+    across = noise - np.sum(noise * unit) * unit
+    across *= np.sqrt(1 - cosine**2) / np.linalg.norm(across)
+    return np.float32(length * (cosine * unit + across))
+
+
+def corrected(g, m, alignment=ALIGN, **kwargs):
+    """What acts in the place of g: with b1=0 that is the update."""
+    tx = gx.scale_by_momentum_look_ahead(0.0, alignment=alignment, **kwargs)
+    state = tx.init(g)._replace(mu=m)
+    updates, _ = jax.jit(tx.update)(g, state)
+    return updates
+
+
+# The formulas.
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_traces_of_the_authors(name, precision):
+    """Fifty steps that agree, conflict, and point elsewhere; numbers are traced."""
+    case = CASES[name]
+    options = dict(case["ours"])
+    del options["transformation"]
+    grads, params, momenta = (
+        [step[key] for step in case["steps"]] for key in ("grads", "params", "slots")
+    )
+
+    @jax.jit
+    def play(options, start, grads):
+        if "alignment" in options:
+            options["alignment"] = gx.MomentumAlignment(**options["alignment"])
+        tx = gx.momentum_look_ahead(**options)
+
+        def push(carry, g):
+            params, state = gx.apply_gradients(tx, g, *carry[::-1])
+            return (params, state), (params, state[0].mu)
+
+        return jax.lax.scan(push, (start, tx.init(start)), grads)[1]
+
+    def array(tree):
+        return {key: jnp.asarray(np.array(x, precision)) for key, x in tree.items()}
+
+    with jax.enable_x64(precision == "float64"):
+        stacked = {key: np.array([g[key] for g in grads]) for key in grads[0]}
+        options = jax.tree.map(lambda x: np.array(x, precision), options)
+        got = jax.device_get(play(options, array(case["params"]), array(stacked)))
+    rtol = 1e-12 if precision == "float64" else 1e-6
+    momenta = [step["momentum_buffer"] for step in momenta]
+    for ours, theirs in zip(got, (params, momenta), strict=True):
+        for key, x in ours.items():
+            expected = np.array([step[key] for step in theirs])
+            atol = rtol * max(1, np.abs(expected).max())
+            np.testing.assert_allclose(x, expected, rtol=0, atol=atol)
+
+
+def test_the_traces_have_each_kind_of_step():
+    for name, case in CASES.items():
+        if "alignment" not in case["ours"]:
+            continue
+        numbers, kinds = case["ours"]["alignment"], []
+        before = {key: np.zeros_like(x) for key, x in case["params"].items()}
+        for step in case["steps"]:
+            for key, m in before.items():
+                kinds.append(oracles.kind(np.array(step["grads"][key]), m, **numbers))
+            before = step["slots"]["momentum_buffer"]
+            before = {key: np.array(m) for key, m in before.items()}
+        for kind in ("short", "aligned", "opposed", "between"):
+            assert kinds.count(kind) >= 5, (name, kind)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol"),
+    [("float32", 1e-6), ("float64", 1e-12), ("complex64", 1e-6), ("bfloat16", 2e-2)],
+)
+@pytest.mark.parametrize("learning_rate", [0.1, schedule], ids=["rate", "schedule"])
+@pytest.mark.parametrize("alignment", [None, ALIGN], ids=["plain", "heloco"])
+def test_the_formulas(dtype, rtol, learning_rate, alignment):
+    steps = 12 if dtype == "bfloat16" else STEPS
+    with jax.enable_x64(dtype == "float64"):
+        params = {"w": draw(4, 3, dtype=dtype), "b": draw(5, dtype=dtype, seed=9)}
+        grads = {
+            "w": draw(steps, 4, 3, dtype=dtype, seed=1),
+            "b": draw(steps, 5, dtype=dtype, seed=2),
+        }
+        # The momentum of the oracle is not rounded.
+        kwargs = {"mu_dtype": "float32"} if dtype == "bfloat16" else {}
+        tx = gx.momentum_look_ahead(learning_rate, 0.8, alignment=alignment, **kwargs)
+
+        def push(carry, g):
+            params, state = gx.apply_gradients(tx, g, *carry[::-1])
+            return (params, state), (params, state[0].mu)
+
+        start = params, tx.init(params)
+        got = jax.jit(lambda: jax.lax.scan(push, start, grads)[1])()
+        got, params, grads = jax.device_get((got, params, grads))
+    wide = complex if dtype == "complex64" else float
+    expected = oracles.momentum_look_ahead(
+        {key: x.astype(wide) for key, x in params.items()},
+        [{key: g[t].astype(wide) for key, g in grads.items()} for t in range(steps)],
+        learning_rate,
+        0.8,
+        alignment=None if alignment is None else alignment._asdict(),
+    )
+    for t, pair in enumerate(expected):
+        for ours, theirs in zip(got, pair, strict=True):
+            for key, x in ours.items():
+                atol = rtol * max(1, np.abs(theirs[key]).max())
+                np.testing.assert_allclose(
+                    x[t].astype(wide), theirs[key], rtol=0, atol=atol
+                )
+
+
+@pytest.mark.parametrize(
+    ("cosine", "kind"),
+    [
+        (1.0, "as it is"),
+        (0.2001, "as it is"),
+        (0.1999, "turned"),
+        (0.1, "turned"),
+        (0.0001, "turned"),
+        (-0.0001, "shrunk"),
+        (-0.5, "shrunk"),
+        (-1.0, "shrunk"),
+    ],
+)
+@pytest.mark.parametrize("length", [0.01, 1.0, 100.0])
+def test_on_either_side_of_the_thresholds(cosine, kind, length):
+    m = draw(30)
+    g = at_an_angle(m, cosine, length)
+    new = np.float64(corrected(jnp.asarray(g), m))
+    g, unit = np.float64(g), np.float64(m) / np.linalg.norm(np.float64(m))
+    sure = length / (length + 3 * np.linalg.norm(m))
+    if kind == "as it is":
+        np.testing.assert_array_equal(new, g)
+    elif kind == "shrunk":  # What does not point against the momentum stays.
+        before, after = (x - (x @ unit) * unit for x in (g, new))
+        np.testing.assert_allclose(after, before, rtol=1e-4, atol=2e-6 * length)
+        share = 1 - min(0.5 * -cosine * sure, 0.5)
+        np.testing.assert_allclose(new @ unit, share * (g @ unit), rtol=1e-3)
+    else:  # As long as before, and nearer to the momentum.
+        np.testing.assert_allclose(np.linalg.norm(new), length, rtol=1e-5)
+        turn = (0.2 - cosine) / 0.4 * sure
+        mixed = (1 - turn) * g / length + turn * unit
+        mixed *= length / np.linalg.norm(mixed)
+        np.testing.assert_allclose(new, mixed, rtol=1e-4, atol=2e-6 * length)
+
+
+def test_it_is_continuous_where_a_gradient_begins_to_agree():
+    """As the authors' code has it, and their paper not."""
+    m = draw(30)
+    near = [
+        corrected(jnp.asarray(at_an_angle(m, 0.2 + d, 5.0)), m) for d in (-1e-5, 1e-5)
+    ]
+    np.testing.assert_allclose(*near, atol=1e-3)
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.5])
+def test_short_gradients_and_momenta_correct_nothing(eps):
+    align = gx.MomentumAlignment(eps=eps)
+    m, g = draw(8), -draw(8, seed=1)
+    short = 0.9 * eps / np.sqrt(8)
+    pairs = (
+        (jnp.zeros(8), m),
+        (g, jnp.zeros(8)),
+        (jnp.full(8, short), -m),
+        (g, jnp.full(8, short)),
+        (jnp.zeros(8), jnp.zeros(8)),
+    )
+    for given, held in pairs:
+        chex.assert_trees_all_equal(corrected(given, held, align), given)
+    longer = -jnp.full(8, 1.2 * eps / np.sqrt(8))
+    assert not np.array_equal(corrected(jnp.ones(8), longer, align), jnp.ones(8))
+
+
+def test_an_eps_that_is_0_in_single_precision():
+    """Nothing is divided by 0 then."""
+    align = gx.MomentumAlignment(eps=1e-60)
+    for g, m in ((jnp.zeros(3), jnp.ones(3)), (jnp.ones(3), jnp.zeros(3))):
+        chex.assert_trees_all_equal(corrected(g, m, align), g)
+
+
+def test_with_a_decay_of_0_it_is_gradient_descent():
+    """Nothing looks ahead then."""
+    params, grads = draw(5), draw(6, 5, seed=1)
+    ours, theirs = gx.momentum_look_ahead(0.1, 0.0), optax.sgd(0.1)
+    state, other = ours.init(params), theirs.init(params)
+    for g in grads:
+        updates, state = ours.update(g, state)
+        expected, other = theirs.update(g, other)
+        chex.assert_trees_all_close(updates, expected, rtol=1e-6)
+
+
+def test_gradients_that_agree_are_not_touched():
+    """To the bit: as without alignment."""
+    tx = gx.scale_by_momentum_look_ahead(0.9)
+    aligned = gx.scale_by_momentum_look_ahead(0.9, alignment=ALIGN)
+    g = draw(20)
+    state = other = tx.init(g)
+    for t in range(4):
+        grads = g + 0.1 * draw(20, seed=t + 1)
+        updates, state = jax.jit(tx.update)(grads, state)
+        got, other = jax.jit(aligned.update)(grads, other)
+        chex.assert_trees_all_equal((got, other), (updates, state))
+
+
+def test_each_leaf_has_a_cosine_of_its_own():
+    m = {"a": draw(8), "b": draw(8, seed=1), "s": jnp.float32(2.0)}
+    g = {"a": 2 * m["a"], "b": -m["b"], "s": jnp.float32(-2.0)}
+    alone = {key: corrected(g[key], m[key]) for key in g}
+    chex.assert_trees_all_equal(corrected(g, m), alone)
+    chex.assert_trees_all_equal(alone["a"], g["a"])
+    # On paper: κ = 1/4, so an eighth is taken off.
+    np.testing.assert_allclose(alone["b"], 7 / 8 * g["b"], rtol=1e-6)
+    np.testing.assert_allclose(alone["s"], -2 * 7 / 8, rtol=1e-6)
+
+
+def test_stacked_layers_are_layers():
+    m, g = draw(3, 4, 2), draw(3, 4, 2, seed=1)
+    alone = jnp.stack([corrected(g[i], m[i]) for i in range(3)])
+    got = corrected({"w": g}, {"w": m}, stacked_axes={"w": 1})["w"]
+    np.testing.assert_allclose(got, alone, rtol=1e-6)
+    assert np.abs(corrected(g, m) - alone).max() > 0.01
+    with pytest.raises(ValueError, match=r"stacked_axes must be in \[0, 3\]"):
+        gx.scale_by_momentum_look_ahead(alignment=ALIGN, stacked_axes=4).init(g)
+
+
+def test_a_leaf_without_gradient_keeps_its_momentum():
+    tx = gx.momentum_look_ahead(0.1, 0.5, alignment=ALIGN)
+    grads = draw(8, 6)
+    update = jax.jit(tx.update)
+    both, alone = tx.init({"w": grads[0], "b": grads[0]}), tx.init({"b": grads[0]})
+    for t, g in enumerate(grads):
+        b = None if t in (0, 3, 4) else g
+        before = both
+        updates, both = update({"w": -g, "b": b}, both)
+        if b is None:
+            assert updates["b"] is None
+            chex.assert_trees_all_equal(both[0].mu["b"], before[0].mu["b"])
+            continue
+        expected, alone = update({"b": b}, alone)
+        chex.assert_trees_all_close(updates["b"], expected["b"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_norms_of_half_precision_are_taken_in_single(dtype):
+    """Squares that float16 cannot hold, and sums that stall in bfloat16."""
+    m, g = jnp.full(3000, 300, dtype), jnp.full(3000, -300, dtype)
+    new = corrected(g, m)  # κ = 1/4, so an eighth is taken off
+    assert new.dtype == jnp.dtype(dtype)
+    np.testing.assert_allclose(np.float32(new), -300 * 7 / 8, rtol=1e-2)
+
+
+def test_dtypes_of_the_state():
+    params = {
+        "w": jnp.ones(2, jnp.bfloat16),
+        "z": jnp.ones(2, jnp.complex64),
+        "sizes": jnp.ones(2, jnp.int32),
+    }
+    state = gx.scale_by_momentum_look_ahead().init(params)
+    dtypes = {"w": "bfloat16", "z": "complex64", "sizes": "float32"}
+    assert jax.tree.map(lambda x: x.dtype.name, state.mu) == dtypes
+    tx = gx.scale_by_momentum_look_ahead(mu_dtype=jnp.float32, alignment=ALIGN)
+    state = tx.init(params["w"])
+    for _ in range(2):
+        updates, state = tx.update(params["w"], state)
+        assert (updates.dtype, state.mu.dtype) == (jnp.bfloat16, jnp.float32)
+    with pytest.raises(TypeError, match=r"mu_dtype=float32 does not fit \['z'\]"):
+        gx.scale_by_momentum_look_ahead(mu_dtype="float32").init(params)
+
+
+@pytest.mark.parametrize("wild", [np.nan, np.inf])
+def test_what_is_not_finite_stays_where_it_is(wild):
+    m, g = draw(4), -draw(4)
+    new = corrected(g.at[0].set(wild), m)
+    assert np.isfinite(new).tolist() == [False, True, True, True]
+    np.testing.assert_array_equal(new[1:], g[1:])
+
+
+def test_where_squares_overflow_gradients_stay_as_they_are():
+    large, m = jnp.full(4, -1e20), draw(4)
+    for g, held in ((large, m), (m, large), (large, -large)):
+        chex.assert_trees_all_equal(corrected(g, held), g)
+
+
+# Where leaves are sharded.
+
+
+def test_norms_are_of_whole_leaves_on_a_mesh():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    places = {"rows": P("x"), "all": P()}
+    tx = gx.momentum_look_ahead(0.1, alignment=ALIGN)
+    grads = [{"rows": draw(16, 3, seed=t), "all": draw(5, seed=t)} for t in (1, 2, 3)]
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), places)
+    update = jax.jit(tx.update)
+    state, other = tx.init(grads[0]), tx.init(jax.device_put(grads[0], where))
+    inside = gx.momentum_look_ahead(0.1, alignment=ALIGN, axis_name="x")
+    third = jax.device_put(other, jax.tree.map(lambda x: x.sharding, other))
+    specs = jax.tree.map(lambda x: x.sharding.spec, other)
+    shard = jax.shard_map(
+        inside.update, mesh=mesh, in_specs=(places, specs), out_specs=(places, specs)
+    )
+    shard = jax.jit(shard)
+    for g in grads:
+        expected, state = update(g, state)
+        placed = jax.device_put(g, where)
+        got, other = update(placed, other)
+        chex.assert_trees_all_close(jax.device_get(got), expected, rtol=1e-5)
+        assert got["rows"].sharding.spec == P("x")
+        got, third = shard(placed, third)
+        chex.assert_trees_all_close(
+            jax.device_get((got, third)), (expected, state), rtol=1e-5
+        )
+
+
+# Where a worker begins.
+
+
+@functools.partial(jax.jit, static_argnames="tx")
+def pushed(tx, params, state, grads, **extra):
+    return gx.apply_gradients(tx, grads, state, params, **extra)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_worker_begins_ahead(dtype):
+    tx = gx.drop_stale(gx.momentum_look_ahead(0.5, 0.75, alignment=ALIGN), 2)
+    params = {"w": draw(6, dtype=dtype), "b": None}
+    state = tx.init(params)
+    for t in range(3):
+        grads = {"w": draw(6, dtype=dtype, seed=t + 1), "b": None}
+        params, state = pushed(tx, params, state, grads, local_step=t)
+        mu = np.float64(state.inner_state[0].mu["w"])
+        start = jax.jit(gx.worker_start)(params, state, 0.5, 0.75)
+        assert start["b"] is None
+        assert start["w"].dtype == jnp.dtype(dtype)
+        expected = np.float64(params["w"]) - 0.5 * 0.75 * mu
+        rtol = 1e-6 if dtype == "float32" else 1e-2
+        np.testing.assert_allclose(np.float64(start["w"]), expected, rtol, rtol)
+
+
+def test_without_momentum_yet_a_worker_begins_at_the_parameters():
+    params = {"w": draw(4)}
+    tx = gx.momentum_look_ahead(0.5)
+    start = gx.worker_start(params, tx.init(params), 0.5, 0.9)
+    chex.assert_trees_all_equal(start, params)
+
+
+def test_what_has_another_optimizer_begins_where_it_is():
+    labels = {"w": "outer", "table": "rows"}
+    outer = {"outer": gx.momentum_look_ahead(0.5, 0.5), "rows": gx.adagrad(0.1)}
+    tx = optax.partition(outer, labels)
+    params = {"w": draw(4), "table": draw(3, 2)}
+    state = tx.init(params)
+    params, state = gx.apply_gradients(tx, params, state, params)
+    start = gx.worker_start(params, state, 0.5, 0.5)
+    chex.assert_trees_all_equal(start["table"], params["table"])
+    assert np.abs(start["w"] - params["w"]).min() > 0
+
+
+def test_numbers_of_inject_hyperparams():
+    tx = optax.inject_hyperparams(gx.momentum_look_ahead)(schedule, 0.5)
+    params = {"w": draw(4)}
+    state = tx.init(params)
+    _, state = tx.update(params, state, params)
+    numbers = state.hyperparams
+    start = gx.worker_start(params, state, numbers["learning_rate"], numbers["b1"])
+    mu = state.inner_state[0].mu["w"]
+    expected = params["w"] - numbers["learning_rate"] * 0.5 * mu
+    np.testing.assert_allclose(start["w"], expected, rtol=1e-6)
+
+
+def test_a_worker_begins_ahead_in_flax():
+    """Its optimizer keeps state in boxes of another kind than the parameters'."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(draw(4))
+
+    model = Model()
+    tx = gx.momentum_look_ahead(0.5, 0.5)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    grads = nnx.grad(lambda model: jnp.sum(model.w[...] ** 2))(model)
+    optimizer.update(model, grads)
+    params = nnx.state(model, nnx.Param)
+    start = gx.worker_start(params, optimizer.opt_state, 0.5, 0.5)
+    assert jax.tree.structure(start) == jax.tree.structure(params)
+    expected = params["w"][...] - 0.5 * 0.5 * draw(4)  # m is half of 2 w.
+    np.testing.assert_allclose(start["w"][...], expected, rtol=1e-6)
+
+
+def test_a_start_that_cannot_be_told():
+    params = {"w": draw(4)}
+    one = gx.momentum_look_ahead(0.5)
+    with pytest.raises(ValueError, match="holds no momentum of momentum_look_ahead"):
+        gx.worker_start(params, optax.sgd(0.1).init(params), 0.5, 0.9)
+    both = optax.chain(one, one).init(params)
+    with pytest.raises(ValueError, match=r"several momenta, at \[0\]\[0\], \[1\]\[0\]"):
+        gx.worker_start(params, both, 0.5, 0.9)
+    with pytest.raises(TypeError, match="learning_rate must be a number here"):
+        gx.worker_start(params, one.init(params), schedule, 0.9)
+    with pytest.raises(ValueError, match=r"b1 must be in \[0, 1\)"):
+        gx.worker_start(params, one.init(params), 0.5, 1.0)
+    with pytest.raises(TypeError, match=r"differ at \['w'\]"):
+        gx.worker_start({"w": draw(5)}, one.init(params), 0.5, 0.9)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"b1": 1.0}, ValueError, r"b1 must be in \[0, 1\)"),
+        ({"mu_dtype": int}, TypeError, "mu_dtype must be"),
+        ({"alignment": True}, TypeError, "must be a gradxform.MomentumAlignment"),
+        ({"alignment": {"eps": 1}}, TypeError, "must be a gradxform.MomentumAlignment"),
+    ],
+)
+def test_bad_arguments(kwargs, error, message):
+    with pytest.raises(error, match=message):
+        gx.momentum_look_ahead(0.1, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"aligned": 1.5}, r"alignment.aligned must be in \[-1, 1\], got 1.5"),
+        ({"aligned": np.nan}, r"alignment.aligned must be in"),
+        ({"opposed": 0.3}, r"opposed must be below alignment.aligned=0.2, got 0.3"),
+        ({"opposed": 0.2}, "opposed must be below"),
+        ({"confidence": -1.0}, r"alignment.confidence must be in \[0, inf\)"),
+        ({"rotation": -1.0}, "alignment.rotation must be in"),
+        ({"shrinkage": -0.1}, "alignment.shrinkage must be in"),
+        ({"max_shrinkage": 1.0}, r"alignment.max_shrinkage must be in \[0, 1\)"),
+        ({"eps": 0.0}, r"alignment.eps must be in \(0, inf\)"),
+    ],
+)
+def test_bad_numbers(numbers, message):
+    with pytest.raises(ValueError, match=message):
+        gx.momentum_look_ahead(0.1, alignment=gx.MomentumAlignment(**numbers))
