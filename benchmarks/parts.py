@@ -47,7 +47,7 @@ def job_of(height, pushes, limit):
     def params():
         if limit:  # It is called in each process of the server, before anything else.
             bounded(limit)
-        table = jax.random.normal(jax.random.key(0), (height, WIDTH))
+        table = jnp.zeros((height, WIDTH))
         return {"table": table, "w": jnp.ones(WIDTH)}
 
     def loss_fn(params, ids):
@@ -80,7 +80,7 @@ def measured(height, pushes, processes, limit=None):
 def main():
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--height", type=int, default=4_000_000)
+    parser.add_argument("--height", type=int, default=16_000_000)
     parser.add_argument("--pushes", type=int, default=20)
     parser.add_argument("--limit", type=float, help="gigabytes of each process")
     parser.add_argument("--server-processes", type=int, default=4)
