@@ -605,6 +605,14 @@ _server/layout.py: the last part has rows that there are not
 - return min(process * each, shape[cut]), min((process + 1) * each, shape[cut])
 + return process * each, (process + 1) * each
 
+_server/layout.py: no state is cut
+- return seen, axis
++ return seen, None
+
+_server/placed.py: a step sees the padding of what is dense
+- lambda path, x, padded: padded if path in rows else x,
++ lambda path, x, padded: padded,
+
 _server/placed.py: padding of pushed rows is a row of the padded table
 - indices = jnp.where(g.indices < g.dense_shape[0], g.indices, shape[0])
 + indices = g.indices
