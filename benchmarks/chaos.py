@@ -6,7 +6,8 @@ to a tenth of a second after them, it kills the process of a worker or of the se
 (``SIGKILL``). The server saves itself every two seconds. At the end the program holds
 what it saw against what the server counted, what the optimizer counted, and what lies
 in the checkpoints; it exits with 1 if anything is unaccounted for. ``--without`` is the
-same run without deaths.
+same run without deaths. With ``--server-processes N`` the server is N processes, and
+any of them dies; every leaf that has as many rows is cut over all.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import time
 import jax
 import numpy as np
 import ray
+from jax.sharding import PartitionSpec as P
 
 from benchmarks.kills import saved
 from gradxform import __main__ as main_job
@@ -46,16 +48,29 @@ def schedule(rng, pushes, workers, server):
     return sorted(zip(moments.tolist(), victims, strict=True), key=lambda pair: pair[0])
 
 
-def train(job, folder, deaths, rng):
+def train(job, folder, deaths, rng, processes=1):
     """Runs the job, and whoever is to die dies; the run's end, and all its pushes."""
+
+    def cut(path, shape):
+        return P("server") if shape and shape[0] >= processes else P()
+
     pushes, killers = [], []
     checkpoint = engines.Checkpoint(folder, every_seconds=EVERY, max_to_keep=None)
-    with engines.ray(job, checkpoint=checkpoint, max_deaths=len(deaths)) as run:
+    options = {"server_processes": processes, "server_shardings": cut}
+    with engines.ray(
+        job, checkpoint=checkpoint, max_deaths=len(deaths), **options
+    ) as run:
 
-        def strike(victim, seconds):
+        def strike(victim, seconds, process):
             time.sleep(seconds)
             while True:
-                who = run.server.actor if victim is None else run.workers.get(victim)
+                who = run.workers.get(victim)
+                if victim is None:
+                    who = run.server.actor
+                    if process:
+                        who = dict(enumerate(run.server._processes._actors)).get(
+                            process
+                        )
                 if who is not None and kill(who):
                     return
                 time.sleep(0.1)  # Between two lives: the next, then.
@@ -65,7 +80,7 @@ def train(job, folder, deaths, rng):
             counts = run.counts()
             while deaths and deaths[0][0] <= counts.accepted + counts.dropped:
                 _, victim = deaths.pop(0)
-                args = victim, rng.uniform(0.0, 0.1)
+                args = victim, rng.uniform(0.0, 0.1), int(rng.integers(processes))
                 killers.append(threading.Thread(target=strike, args=args))
                 killers[-1].start()
                 if victim is None:  # One death of the server at a time.
@@ -141,6 +156,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=0.5, help="at least")
     parser.add_argument("--seed", type=int, default=0, help="of moments and victims")
+    parser.add_argument("--server-processes", type=int, default=1)
+    parser.add_argument("--server-deaths", type=int, help="how many, of the server")
     parser.add_argument("--without", action="store_true", help="nobody is killed")
     options = parser.parse_args()
     pushes = round(60 * RATE * options.minutes)
@@ -150,11 +167,13 @@ def main():
     job = main_job.make_job(main_job.make_parser().parse_args(arguments), model, digits)
     rng = np.random.default_rng(options.seed)
     workers = max(2, round(2 * options.minutes))
-    deaths = schedule(rng, pushes, workers, max(1, round(0.5 * options.minutes)))
+    server = options.server_deaths or max(1, round(0.5 * options.minutes))
+    deaths = schedule(rng, pushes, workers, server)
 
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        ended = train(job, folder, [] if options.without else deaths, rng)
+        victims = [] if options.without else deaths
+        ended = train(job, folder, victims, rng, options.server_processes)
         seconds = time.perf_counter() - start
         checks = account(*ended, folder)
         *_, counts, _, state = ended

@@ -5,8 +5,10 @@ numbers from one worker, each in a process of its own, interleaved with ``ray.pu
 ``ray.get`` of the same arrays as NumPy's. Then a worker that reads 8,192 rows of a
 table of 64 numbers a row: pull of the rows, gradient, push, beside a server in its own
 process. Bytes are counted: those in Ray's messages, and those beside them.
+``--server-processes 1 2 4`` does the last alone, with servers of so many processes.
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -21,6 +23,7 @@ import ray
 
 import gradxform as gx
 from benchmarks.measure import arguments, interleaved, report, times
+from gradxform import engines
 
 LEAVES, WIDTH, ROWS = 10, 64, 8192
 SGD = optax.sgd(0.1)
@@ -145,15 +148,51 @@ def tables(heights, rounds):
         yield {"name": f"{height:,} rows: memory", "of the table": round(own, 2)}
 
 
+def groups(processes, height, rounds):
+    """The rows of the report for servers of so many processes."""
+    params = {
+        "table": np.zeros((height, WIDTH), np.float32),
+        "w": np.ones(WIDTH, np.float32),
+    }
+    tx = gx.drop_stale(gx.adagrad(0.1, row_wise=True), 10)
+    job = engines.Job(params, tx, [engines.Worker(gradients)], pushes=1)
+    runs = {}
+    with contextlib.ExitStack() as stack:
+        for n in processes:
+            run = stack.enter_context(engines.ray(job, server_processes=n))
+            server = run.server  # Its worker never begins: this process is one.
+            rng = np.random.default_rng(0)
+            step = functools.partial(
+                step_on_rows, server.pull, server.push, rng, height
+            )
+            step()
+            runs[f"{height:,} rows: server of {n}"] = step
+        seconds = interleaved(runs, rounds)
+    first = next(iter(seconds.values()))
+    for name, measured in seconds.items():
+        ratio = times(first, measured)["speed, median"]
+        yield {"name": name, **times(measured), "of the first": ratio}
+
+
 def main():
     """Prints the tables."""
     parser = arguments(__doc__, rounds=15)
     parser.add_argument("--numbers", type=float, nargs="*", default=[1e6, 25e6, 100e6])
     parser.add_argument("--heights", type=int, nargs="*", default=[100_000, 10_000_000])
+    parser.add_argument("--server-processes", type=int, nargs="*", default=[])
     options = parser.parse_args()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"include_dashboard": False, "log_to_driver": False}
-    ray.init(num_cpus=4, logging_level=logging.ERROR, **quiet)
+    ray.init(
+        num_cpus=4 + 2 * sum(options.server_processes),
+        logging_level=logging.ERROR,
+        **quiet,
+    )
+    if options.server_processes:
+        height, *_ = options.heights
+        rows = list(groups(options.server_processes, height, options.rounds))
+        report("a worker, and servers of several processes", rows, options.json)
+        return
     rows = [row for n in options.numbers for row in models(int(n), options.rounds)]
     if options.heights:
         rows += tables(options.heights, options.rounds)

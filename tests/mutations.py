@@ -601,6 +601,22 @@ _server/channel.py: a leader that fails alone goes on
 - if not self._others_failed.acquire(timeout=wait):
 + if self._others_failed is None:
 
+_server/layout.py: the last part has rows that there are not
+- return min(process * each, shape[cut]), min((process + 1) * each, shape[cut])
++ return process * each, (process + 1) * each
+
+_server/layout.py: no state is cut
+- return seen, axis
++ return seen, None
+
+_server/placed.py: a step sees the padding of what is dense
+- lambda path, x, padded: padded if path in rows else x,
++ lambda path, x, padded: padded,
+
+_server/placed.py: padding of pushed rows is a row of the padded table
+- indices = jnp.where(g.indices < g.dense_shape[0], g.indices, shape[0])
++ indices = g.indices
+
 _server/parcels.py: an argument that has the shape of a part is taken for one
 - else Part(parts[x.number])
 + else parts[x.number]

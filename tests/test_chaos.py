@@ -13,9 +13,11 @@ pytest.importorskip("ray")
 
 
 @pytest.mark.slow
-def test_nothing_is_unaccounted_for():
+@pytest.mark.parametrize("processes", [1, 2])
+def test_nothing_is_unaccounted_for(processes):
+    chaos = [sys.executable, "-m", "benchmarks.chaos", "--minutes", "0.5"]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.chaos", "--minutes", "0.5", "--seed", "1"],
+        [*chaos, "--seed", "1", "--server-processes", f"{processes}"],
         capture_output=True,
         # Who is killed may leave half of a file: it reads what others compiled.
         env={

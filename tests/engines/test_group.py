@@ -368,6 +368,44 @@ def test_whoever_dies_the_group_begins_anew_at_its_checkpoint(tmp_path):
 
 
 @marked
+def test_a_group_goes_on_where_one_process_was(tmp_path):
+    ray = pytest.importorskip("ray")
+    job = slow(40)
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        assert len(list(run.pushes)) == 40
+
+    def params():  # No process makes all of it.
+        return {"table": jnp.zeros((10, 3)), "rest": jnp.zeros(())}
+
+    job = job._replace(params=params, pushes=60)
+    with engines.ray(job, checkpoint=tmp_path, **OF_TWO) as run:
+        assert (run.resumed, run.counts().pushed) == (40, 40)
+        params, _ = run.server.pull()
+        np.testing.assert_array_equal(params["table"], np.full((10, 3), -40.0))
+        assert len(list(run.pushes)) == 20
+        assert run.server.stats().global_step == 60
+        # A machine's worth of it in each.
+        assert (
+            on_group(lambda _, leaves: leaves[1].addressable_data(0).shape, run)
+            == [(5, 3)] * 2
+        )
+    before = {actor["ActorID"] for actor in alive(ray)}
+    other = job._replace(params={"table": np.zeros((11, 3), np.float32)})
+    with (
+        pytest.raises(ValueError, match=r"of another job.*float32\[11,3\]"),
+        engines.ray(other, checkpoint=tmp_path, **OF_TWO),
+    ):
+        pass
+    wait_until(lambda: {actor["ActorID"] for actor in alive(ray)} <= before)
+
+
+def alive(ray):
+    """The actors that there are."""
+    found = ray._private.state.actors().values()
+    return [actor for actor in found if actor["State"] == "ALIVE"]
+
+
+@marked
 def test_a_death_while_a_checkpoint_is_written_costs_that_one(tmp_path):
     job = slow(100)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=20, every_seconds=None)

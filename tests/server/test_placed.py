@@ -127,7 +127,7 @@ def test_extra_arguments_are_taken_apart_too():
         grads = both.grads(rows=step > 0)
         both.push(grads, step, worker_params=jax.tree.map(np.asarray, worker_params))
     part, seen = both.whole.pull(rows={"table": grads["table"].indices})
-    both.push(grads, seen, worker_params=part)
+    both.push(grads, int(seen), worker_params=part)
     both.check()
 
 
@@ -191,3 +191,55 @@ def test_what_was_saved_is_restored_to_its_place():
     both.check()
     for x in both.cut._programs.leaves_of_params(both.cut._version.leaves):
         assert x.sharding.mesh == both.spread.mesh
+
+
+def compiled(height, rows, tx):
+    """The step of a push in one of the processes, and the size of its part."""
+    table = jax.ShapeDtypeStruct((height, 64), jnp.float32)
+    layout = Layout.of({"table": table}, COUNT)
+    assert layout.cuts == (0,)
+    mesh = Mesh(np.array(jax.devices()[:COUNT]), ("server",))
+    spread = Spread(lambda: {"table": jnp.zeros(table.shape)}, layout, mesh)
+    server = gx.ParameterServer(spread, tx)
+    grads = np.zeros(layout.padded["table"].shape, np.float32)
+    if rows:
+        values = np.zeros((rows, 64), np.float32)
+        grads = gx.IndexedSlices(np.arange(rows), values, table.shape)
+    step, _ = server._programs.prepare({"table": grads}, {})
+    return step, grads.shape[0] // COUNT * 64 * 4
+
+
+def collectives(step):
+    text = step.as_text()
+    names = "all-reduce", "all-gather", "all-to-all", "collective-permute"
+    counts = {x: text.count(f" {x}(") + text.count(f" {x}-start(") for x in names}
+    return {name: count for name, count in counts.items() if count}
+
+
+TABLES = {"whole": gx.adagrad(0.1), "row_wise": gx.adagrad(0.1, row_wise=True)}
+
+
+@pytest.mark.parametrize("tables", TABLES)
+def test_rows_of_a_push_cost_no_pass_over_the_table(tables):
+    tx = optax.chain(CLIP, TABLES[tables])
+    (even, part), (padded, _) = (compiled(n, 512, tx) for n in (80_000, 80_001))
+    twice, _ = compiled(160_000, 512, tx)
+    for step in (even, padded):
+        # Each has some rows of the accumulator; nobody gets those of the table.
+        assert collectives(step) == {"all-reduce": 1}
+    memory = [step.memory_analysis() for step in (even, padded, twice)]
+    assert max(x.temp_size_in_bytes for x in memory) < 0.15 * part
+    assert memory[0].alias_size_in_bytes >= part
+    assert memory[2].temp_size_in_bytes < 1.01 * memory[0].temp_size_in_bytes
+    # Of a masked table each number would be read and written.
+    accessed = [step.cost_analysis()["bytes accessed"] for step in (even, padded)]
+    assert accessed[1] < accessed[0] + 0.1 * part
+
+
+@pytest.mark.parametrize("height", [80_000, 80_001])
+def test_a_dense_push_moves_the_norm_alone(height):
+    step, part = compiled(height, 0, optax.chain(CLIP, gx.adagrad(0.1)))
+    assert collectives(step) == {"all-reduce": 1}
+    memory = step.memory_analysis()
+    assert memory.temp_size_in_bytes < 1.01 * part
+    assert memory.alias_size_in_bytes >= 2 * part
