@@ -1,33 +1,118 @@
 """A fact about the project stands in one file, and the others agree with it."""
 
+import os
 import pathlib
 import re
 import subprocess
 import tomllib
 
 import pytest
+import yaml
+
+import gradxform as gx
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ADDRESS = PROJECT["urls"]["Repository"]
+PYTHONS = re.findall(r":: (3\.\d+)", str(PROJECT["classifiers"]))
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+TEMPLATES = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
+SCRIPTS = {f".ci/{p.name}" for p in (ROOT / ".ci").glob("*") if os.access(p, os.X_OK)}
+
+if not (ROOT / ".git").exists():
+    pytest.skip("this is no checkout", allow_module_level=True)
+
+
+def read(name):
+    return yaml.safe_load((ROOT / name).read_text())
 
 
 def texts():
     """Every text of the checkout that git keeps, by its path."""
     command = ["git", "ls-files", "-z"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
-    if listed.returncode:
-        pytest.skip("a checkout is needed")
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     for name in filter(None, listed.stdout.decode().split("\0")):
         path = ROOT / name
-        if path.is_file() and path.suffix not in {".png", ".ico"}:
+        if path.is_file() and path.suffix != ".png":
             yield name, path.read_text(encoding="utf-8")
+
+
+def jobs():
+    return [job for path in WORKFLOWS for job in read(path)["jobs"].values()]
+
+
+def commands():
+    """Each line that a workflow runs."""
+    steps = [step for job in jobs() for step in job.get("steps", ())]
+    return [line for step in steps for line in step.get("run", "").splitlines()]
 
 
 def test_one_file_defines_the_address_and_all_others_repeat_it():
     """On whatever forge, as pip and git take it."""
     address = re.compile(r"[\w.-]+\.(?:com|org|io|dev)[:/][\w.-]+/gradxform(?![\w-])")
     found = [(name, link) for name, text in texts() for link in address.findall(text)]
-    assert ("pyproject.toml", ADDRESS.removeprefix("https://")) in found
+    for name in ("pyproject.toml", "CITATION.cff", "SECURITY.md"):
+        assert (name, ADDRESS.removeprefix("https://")) in found
     wrong = {(name, link) for name, link in found if link not in ADDRESS}
     assert not wrong, wrong
+
+
+def test_what_runs_before_a_commit_has_the_versions_of_the_project():
+    extras = PROJECT["optional-dependencies"]
+    said = {*PROJECT["dependencies"], *(line for e in extras.values() for line in e)}
+    (hooks,) = [repo["hooks"] for repo in read(".pre-commit-config.yaml")["repos"]]
+    assert {hook["entry"].split()[0] for hook in hooks} == {"ruff", "mypy"}
+    for hook in hooks:
+        tool, *others = hook["additional_dependencies"]
+        assert tool.startswith(hook["entry"].split()[0] + "==")
+        assert {tool, *others} <= said
+
+
+def test_the_citation_is_of_this_version():
+    citation = read("CITATION.cff")
+    assert citation["title"] == PROJECT["name"]
+    assert citation["version"] == gx.__version__
+    assert citation["license"] == PROJECT["license"]
+    assert citation["repository-code"] == ADDRESS
+    assert citation["keywords"] == PROJECT["keywords"]
+
+
+def test_workflows_run_what_ci_runs():
+    """Each script of .ci in some workflow and in .ci/run, and little beside them."""
+    beside = [line for line in commands() if line.split()[0] not in SCRIPTS]
+    assert all(re.match(r"python -m pip install |test -f ", line) for line in beside)
+    called = {line.split()[0] for line in commands()} & SCRIPTS
+    assert called == SCRIPTS - {".ci/run"}
+    entry = (ROOT / ".ci/run").read_text()
+    assert all(re.search(rf"(?m)(^|\s){script}\b", entry) for script in called)
+
+
+def test_workflows_run_on_every_python_that_is_supported():
+    matrices = [j["strategy"]["matrix"] for j in jobs() if "strategy" in j]
+    assert all(matrix["python"] == PYTHONS for matrix in matrices)
+    setups = str([job.get("steps") for job in jobs()])
+    named = {*re.findall(r"'python-version': '(3[\d.]+)'", setups)}
+    assert named == {PYTHONS[0], PYTHONS[-1]}
+    (mac,) = matrices[0]["include"]
+    assert mac["os"].startswith("macos")
+    assert mac["python"] == PYTHONS[-1]
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_form_asks_for_a_script_and_for_versions(path):
+    form = read(path)
+    assert form.keys() == {"name", "description", "labels", "body"}
+    fields = {field["id"]: field for field in form["body"]}
+    assert fields.keys() > {"script", "versions"}
+    for field in fields.values():
+        assert field["type"] == "textarea"
+        assert field["validations"]["required"]
+        assert field["attributes"]["label"]
+        assert field["attributes"]["description"]
+
+
+def test_the_command_for_the_versions_prints_them(capsys):
+    texts = [path.read_text() for path in [*TEMPLATES, ROOT / "SECURITY.md"]]
+    (command,) = {*re.findall(r'python -c "(.*?)"', " ".join(texts))}
+    exec(command)
+    assert gx.__version__ in capsys.readouterr().out
