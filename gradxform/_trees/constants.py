@@ -48,7 +48,9 @@ def full_like(
 def stacked(x: jax.Array, n: int) -> jax.Array:
     """``n`` times the same, each lying as ``x`` does."""
     copies = jnp.broadcast_to(x, (n, *x.shape))
-    if not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
+    if isinstance(x, jax.core.Tracer) or not x.ndim:
+        return copies  # A number lies whole on each device, and so do its copies.
+    if isinstance(x.sharding, NamedSharding):
         spec = P(None, *x.sharding.spec)
         copies = jax.device_put(copies, x.sharding.update(spec=spec))
     return copies
