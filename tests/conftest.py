@@ -1,5 +1,6 @@
 """Strict JAX for every test and doctest: no silent promotion, broadcast or warning."""
 
+import collections
 import contextlib
 import gc
 import logging
@@ -63,6 +64,24 @@ def pytest_xdist_auto_num_workers(config):
     if "not slow" in config.option.markexpr or AUTO in os.environ:
         return None
     return (os.cpu_count() or 1) + 1
+
+
+CASES = 4  # Of one test function, which the quick part runs.
+
+
+@pytest.hookimpl(tryfirst=True)  # Before pytest leaves out what `-m` does not name.
+def pytest_collection_modifyitems(items):
+    """Of a function with many cases the quick part takes some, evenly over them all."""
+    functions = collections.defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and not item.get_closest_marker("slow"):
+            functions[item.path, item.originalname].append(item)
+    for cases in functions.values():
+        taken = {n * len(cases) // CASES for n in range(CASES)}
+        for number, item in enumerate(cases):
+            if number not in taken:
+                item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.more)
 
 
 @pytest.fixture(autouse=True, scope="module")

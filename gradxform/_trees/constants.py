@@ -52,6 +52,8 @@ def stacked(x: jax.Array, n: int) -> jax.Array:
         return copies  # A number lies whole on each device, and so do its copies.
     if isinstance(x.sharding, NamedSharding):
         spec = P(None, *x.sharding.spec)
+        if not (any(spec) or x.sharding.mesh.explicit_axes):
+            spec = P()  # JAX writes it so for what it computes on automatic axes.
         copies = jax.device_put(copies, x.sharding.update(spec=spec))
     return copies
 
