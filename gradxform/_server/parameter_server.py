@@ -49,18 +49,14 @@ class ParameterServer:
     A push that raises changes nothing, and harms only the worker that pushed. Errors in
     a gradient show before its step begins. An exception may interrupt a method at any
     moment: the server is then at the old step or the new one. (JAX itself may not
-    survive an exception while it traces. It traces for the first push of a kind, on the
-    pushing thread.)
+    survive one while it traces the first push of a kind, on the pushing thread.)
 
     There is one exception. The server updates its arrays in place, so a step that fails
     while it runs, out of memory or in a callback, destroys them. Then every call raises
     :class:`ServerClosedError`, which names the cause, until :meth:`restore` brings back
-    an earlier :meth:`state`. With ``donate=False`` each step allocates new arrays and
-    such a failure changes nothing either, at the price of a second model and optimizer
-    state in memory while a step runs.
-
-    A Ray actor that has died and was started again (``max_restarts``) has lost its
-    parameters too; it does not start again from the initial ones.
+    an earlier :meth:`state`. With ``donate=False`` such a failure changes nothing
+    either, but a step needs memory for a second model and optimizer state. A Ray actor
+    that was started again (``max_restarts``) has lost its parameters, too.
 
     Args:
       params: the initial parameters; they are copied.
