@@ -42,9 +42,8 @@ class ParameterServer:
     same on many machines: give the actor a ``max_concurrency`` above its number of
     workers, because some wait.
 
-    A pull gives the worker a copy of its own. It stays valid whatever the server or
-    another worker does next, and may be donated. Gradients come from any device and are
-    brought to the parameters, which never move.
+    A pull gives the worker a copy of its own, which stays valid and may be donated.
+    Gradients come from any device and are brought to the parameters, which never move.
 
     A push that raises changes nothing, and harms only the worker that pushed. Errors in
     a gradient show before its step begins. An exception may interrupt a method at any
@@ -128,8 +127,8 @@ class ParameterServer:
             as from the table, and the gradients can be pushed as they are.
 
         Raises:
-          TypeError: ids are no integers. ValueError: ``rows`` names no table, or an id
-            lies outside of it.
+          TypeError: ids are no integers.
+          ValueError: ``rows`` names no table, or an id lies outside of it.
           ServerClosedError: the server is closed, or has lost its parameters.
         """
         wanted = self._programs.rows.prepare({} if rows is None else rows)
