@@ -2,6 +2,7 @@
 
 import chex
 import jax
+import jax.export
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
