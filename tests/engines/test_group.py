@@ -456,7 +456,9 @@ def test_what_fails_in_one_process_is_a_death_and_in_all_an_error(tmp_path):
             while run.counts().server_deaths < number:
                 next(run.pushes)
         on_group(fail_in({0, 1}), run)
-        with pytest.raises(MemoryError, match="there is no room") as raised:
+        # The worker whose step it was is told, or another one first, that pushed after.
+        told = MemoryError, gx.ServerClosedError
+        with pytest.raises(told, match="there is no room") as raised:
             list(run.pushes)
         assert isinstance(raised.value, ray.exceptions.RayTaskError)
         assert run.counts().server_deaths == 2
