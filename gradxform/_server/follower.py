@@ -68,7 +68,7 @@ class Follower:
         self._prepared[key] = self._programs.prepare(*parcel.open())
 
     def ready(self, number: int, size: int) -> None:
-        """Compiles what reads so many rows of that leaf."""
+        """Compiles the program that reads so many rows of that leaf."""
         self._rows.ready(number, size)
 
     def resume(self, pushes: int) -> None:

@@ -341,7 +341,7 @@ class LocalRows:
         self._programs = RowPrograms(types, place)
 
     def ready(self, number: int, size: int) -> None:
-        """Compiles what reads so many rows of that leaf."""
+        """Compiles the program that reads so many rows of that leaf."""
         self._programs.program(number, size)
 
     def read(
