@@ -50,7 +50,7 @@ def enter(coordinator: str, process: int, processes: int) -> Mesh:
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     with contextlib.suppress(AttributeError):  # Before JAX 0.8 it cannot be switched.
-        # It would hear SIGTERM in the place of Ray.
+        # It would take SIGTERM away from Ray.
         jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator,

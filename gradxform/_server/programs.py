@@ -99,7 +99,7 @@ class PushPrograms:
         return trees
 
     def like(self, leaves: list[Any]) -> dict[str, Any]:
-        """What describes a state that takes the place of these leaves.
+        """The description of a state with these leaves replaced.
 
         Where they lie over several processes, they make room for it.
         """

@@ -178,7 +178,7 @@ class RayServer:
 
 
 class ServerDiedError(Exception):
-    """What a worker meets that pulls or pushes; who runs the job sees to it."""
+    """The server died under a worker that pulls or pushes; the driver sees to it."""
 
 
 class WorkersServer:
