@@ -29,7 +29,7 @@ race there, and no two runs need agree.
 
 
 def adagrad(tf, keras, symbol, clipnorm, name, variant, settings):
-    """One case. ``clipnorm`` says which of our arguments theirs is."""
+    """One case. ``clipnorm`` is our argument that means the same as theirs."""
     backend = keras.backend
     with tf.Graph().as_default():
         config = tf.ConfigProto(
