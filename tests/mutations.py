@@ -1,19 +1,19 @@
 """What the suite can catch: small faults, built into a copy of the library one by one.
 
-Each is what a tired colleague could write, and changes what the library does. ``python
--m tests.mutations`` builds every fault of ``TABLE`` into a copy of the tracked files,
-runs the tests there up to the first that fails, and says which that was. First come
-those of the mutated file's own wing, then those of every wing, then the others, and
-those marked ``slow`` only where no quick one has failed. It ends with the score of the
-quick part (``-m "not slow"``) and of the whole suite, and with exit code 1 where the
-whole suite misses one.
+A tired colleague could write each of them, and each changes what the library does.
+``python -m tests.mutations`` builds every fault of ``TABLE`` into a copy of the tracked
+files, runs the tests there up to the first that fails, and says which one that was. The
+tests of the mutated file's own wing come first, then those of every wing, then the
+others. Those marked ``slow`` run only if no quick one has failed. It ends with the
+score of the quick part (``-m "not slow"``) and of the whole suite. Its exit code is 1
+if the whole suite misses a fault.
 
     python -m tests.mutations --list
     python -m tests.mutations --only 3 17 _late/gate.py -n 2 --part quick
 
 A fault that survives asks for a test, not for another fault. Eleven of the first 59
-did: no test near them saw, for one, row-wise sums of squares from before the clip, an
-eps that XLA flushes to 0, or a restore that overtakes a push.
+survived. For example, no test near them saw row-wise sums of squares from before the
+clip, an eps that XLA flushes to 0, or a restore that overtakes a push.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ REPOSITORY = pathlib.Path(__file__).parents[1]
 OF_EVERY_WING = [
     f"tests/test_{x}.py" for x in ("guards", "sharded", "compiled", "contract")
 ]
-SELF = "test_mutations.py"  # It would catch them all.
-LIMIT = 3600  # Seconds for one run of pytest; who hangs for so long is caught, too.
+SELF = "test_mutations.py"  # It would catch every fault.
+LIMIT = 3600  # Seconds for one run of pytest; a run that hangs has caught the fault.
 
-# The file and what is broken; lines that stand there; lines in their place.
+# The file and the fault; the lines that are there; the lines in their place.
 TABLE = """
 _trees/indexed_slices.py: the values of padding count
 - self._indices < shape[0]
@@ -758,7 +758,7 @@ class Mutation(NamedTuple):
 
     @property
     def title(self) -> str:
-        """File and fault, as the table has them."""
+        """The file and the fault, as the table has them."""
         return f"{self.file}: {self.breaks}"
 
     def built_in(self, source: str) -> str:
@@ -788,7 +788,7 @@ MUTATIONS = parsed(TABLE)
 
 
 def copied(folder: pathlib.Path) -> pathlib.Path:
-    """The tracked files of the repository, of which the tests import no others."""
+    """Copies the tracked files of the repository; the tests import no others."""
     listed = ["git", "ls-files", "-z"]
     names = subprocess.check_output(listed, cwd=REPOSITORY, text=True).split("\0")
     for name in filter(None, names):
@@ -803,12 +803,12 @@ def copied(folder: pathlib.Path) -> pathlib.Path:
 
 
 def env(folder: pathlib.Path) -> dict[str, str]:
-    """What the tests of a copy run in."""
+    """The environment for the tests of a copy."""
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
 def nearest_first(folder: pathlib.Path, file: str) -> list[list[str]]:
-    """The tests of the wing in which a file lies, those of every wing, all others."""
+    """The tests of the file's own wing, then those of every wing, then all others."""
 
     def found(pattern: str) -> list[str]:
         paths = sorted(folder.glob(pattern))
@@ -826,7 +826,7 @@ def nearest_first(folder: pathlib.Path, file: str) -> list[list[str]]:
 
 
 def pytest(folder: pathlib.Path, *options: str) -> str | None:
-    """Runs tests of a copy; the name of the first that fails, None where none does."""
+    """Runs tests of a copy. Returns the name of the first that fails, or None."""
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "-x", "--tb=line", "-rfE"]
     command += options
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -848,10 +848,10 @@ def pytest(folder: pathlib.Path, *options: str) -> str | None:
 def outcome(
     mutation: Mutation, original: pathlib.Path, markers: dict[str, str]
 ) -> tuple[str, str, float]:
-    """Which part catches a mutation, or "none"; its first test that does; seconds."""
+    """The part that catches a mutation, or "none"; its first test to fail; seconds."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="gradxform-") as temporary:
-        # With what Python has compiled, which is known by the times of the files.
+        # The copy keeps what Python has compiled, which goes by the times of the files.
         folder = shutil.copytree(original, pathlib.Path(temporary, "copy"))
         mutated = folder / "gradxform" / mutation.file
         mutated.write_text(mutation.built_in(mutated.read_text()))
@@ -864,7 +864,7 @@ def outcome(
 
 
 def chosen(only: list[str]) -> list[int]:
-    """The numbers of these mutations, or of those of these files; of all without."""
+    """The numbers of these mutations, or of those of these files; of all by default."""
     return [
         number
         for number, mutation in enumerate(MUTATIONS, 1)
@@ -903,7 +903,7 @@ def main() -> None:
                 f"{number:2}  {title}\n    {part}, {seconds:.0f} s  {test}", flush=True
             )
             by_part[part].append(test)
-        # What fails of itself has caught nothing.
+        # A test that fails without a fault has caught nothing.
         caught = {test for test in by_part["quick"] + by_part["slow"] if "::" in test}
         fails = pytest(original, *sorted(caught)) if caught else None
         if fails:

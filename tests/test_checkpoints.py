@@ -137,8 +137,7 @@ ELSEWHERE = (
 
 
 def draw_on(where, seed):
-    """All in float32: each mesh sums in its own order, and half precision would show
-    it."""
+    """All in float32: each mesh sums in its own order, and half precision shows it."""
     axis_type, shape, *specs = where
     devices = jax.devices()[: math.prod(shape)]
     mesh = jax.make_mesh(shape, ("x", "y"), (axis_type,) * 2, devices=devices)

@@ -62,8 +62,7 @@ MODELS = {
 
 
 def run(name, batches, wrapped=""):
-    """What the page's code for a framework leaves; ``wrapped`` may put ``tx`` in a
-    gate."""
+    """What the page's code leaves; ``wrapped`` may change its ``tx`` before it runs."""
     left = {"batches": batches}
     exec(SHARED + wrapped + BLOCKS[name], left)
     return left
