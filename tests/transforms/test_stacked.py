@@ -16,9 +16,8 @@ from flax import linen, nnx
 
 import gradxform as gx
 
-# Without biases. The bias of the keys has a gradient of nothing but rounding errors,
-# and an optimizer that normalizes makes large steps of these. They differ from program
-# to program.
+# Without biases. The bias of the keys has no gradient but rounding errors. An optimizer
+# that normalizes makes steps of them, and no two programs share these steps.
 WIDTH, HEADS, VOCABULARY, BIAS = 16, 2, 11, {"use_bias": False}
 
 

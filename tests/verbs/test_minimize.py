@@ -382,8 +382,7 @@ def dense_loss(params, ids):
 
 
 def check_training(step, params, state, put=jnp.asarray):
-    """Trains, compares with dense gradients on one device; returns the new
-    parameters."""
+    """Trains, compares with dense gradients on one device, returns the parameters."""
     for ids in BATCHES:
         params, state, *_ = step(params, state, put(ids))
     got = jax.device_get((params, state))
@@ -546,6 +545,5 @@ def test_a_step_goes_to_other_processes(kind):
     for each in (step, sent, copied):
         params = jnp.ones(2)
         first, *_ = each(params, tx.init(params), x)
-        # The parameters are trained to 0, and the pseudo-gradient is the way from 1 to
-        # 0.
+        # The parameters are trained to 0; the pseudo-gradient is the way from 1 to 0.
         np.testing.assert_array_equal(first, jnp.full(2, float(kind == "local_steps")))
