@@ -1,4 +1,4 @@
-"""The benchmarks run and count right; what they measure is not tested here."""
+"""The benchmarks run and count right. These tests do not judge what they measure."""
 
 import importlib.util
 import json

@@ -116,7 +116,7 @@ def test_gx_apply_updates_takes_the_place_of_equinoxs():
     moved = after.layers[0].weight - layer.layers[0].weight
     np.testing.assert_allclose(moved, [[0] * 5, [2] * 5, [0] * 5], atol=1e-6)
     assert after.activation is layer.activation
-    # The same as Equinox's where they are dense.
+    # Equinox gets the same from the dense gradient.
     dense = eqx.tree_at(lambda m: m.layers[0].weight, updates, rows.densify())
     assert eqx.tree_equal(eqx.apply_updates(layer, dense), after)
 

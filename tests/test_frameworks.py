@@ -144,7 +144,7 @@ HIDDEN = {
 }
 
 
-@pytest.mark.usefixtures("standard_promotion")  # For what Haiku's layers do.
+@pytest.mark.usefixtures("standard_promotion")  # Haiku's layers need it.
 @pytest.mark.parametrize("name", AVERAGES)
 def test_what_layers_keep_is_carried(name):
     rng = np.random.default_rng(0)

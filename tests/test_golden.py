@@ -24,7 +24,7 @@ CASES = {
 }
 OURS = {name: case for name, case in CASES.items() if case["ours"]}
 
-# What the originals call their slots, and what ours are called.
+# The originals' names of slots, and ours.
 SLOTS = {
     "accumulator": "sum_of_squares",
     "momentum": "trace",

@@ -1,4 +1,4 @@
-"""What is public changes only where somebody means it to, and says so."""
+"""The public surface changes only if somebody means it to, and the change says so."""
 
 import difflib
 import pathlib

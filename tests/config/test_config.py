@@ -204,7 +204,7 @@ def inside_ml_collections(config):
     return {**config, "inner": ml_collections.ConfigDict(through_json(config["inner"]))}
 
 
-@pytest.mark.usefixtures("standard_promotion")  # Some of optax's schedules need it.
+@pytest.mark.usefixtures("standard_promotion")  # Some schedules of optax need it.
 @pytest.mark.parametrize(
     "through",
     [
@@ -374,7 +374,7 @@ WRONG = [
         f"{RATE}['name']: unknown name 'lineal_schedule', did you mean 'linear_schedule"
         "'? A schedule is one of at_last_push, constant_sch",
     ),
-    # Where it is.
+    # The place that is named.
     (
         {
             "name": "drop_stale",

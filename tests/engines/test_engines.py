@@ -311,7 +311,7 @@ def test_a_simulation_repeats_exactly(mode):
     assert simulate(0) != simulate(1)
 
 
-# Packages that not everybody has.
+# Packages that may be missing.
 
 
 def test_a_missing_package_gets_its_cure():

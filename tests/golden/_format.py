@@ -1,4 +1,4 @@
-"""What the makers share: the inputs they feed, and how a trace is written.
+"""Shared by the makers: the inputs that they feed, and how a trace is written.
 
 Runs on Python 3.7 and later with NumPy alone. The inputs come from
 ``RandomState.random_sample``, whose stream is fixed across NumPy versions, so the

@@ -1,4 +1,4 @@
-"""What the makers of Keras before its OptimizerV2 share: Adagrad, run the same way.
+"""Shared by the makers of Keras before its OptimizerV2: Adagrad, run the same way.
 
 Standalone Keras 2 and the ``tf.keras`` of TensorFlow 1.12 and 1.13, in graph mode on
 TensorFlow. Runs on Python 3.6 and later.

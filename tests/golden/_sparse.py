@@ -1,4 +1,4 @@
-"""What the makers of row-sparse traces share: the gradients and the cases.
+"""Shared by the makers of row-sparse traces: the gradients and the cases.
 
 As in ``_format.py``, the inputs are the same, bit for bit, in every file.
 """

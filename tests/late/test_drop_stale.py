@@ -410,7 +410,7 @@ def test_a_threshold_that_is_traced_and_no_number_lets_nothing_late_in():
 
 
 def test_integers_of_a_schedule_are_compared_exactly():
-    """As float32 both would be 2²⁴."""
+    """In float32 both would be 2²⁴."""
     tx = gx.drop_stale(optax.identity(), lambda step: jnp.int32(2**24))
     state = tx.init(PARAMS)._replace(global_step=jnp.int32(2**24 + 1))
     for local_step, stale in ((1, 0), (0, 1)):

@@ -374,7 +374,7 @@ def test_a_push_of_before_a_restore_is_refused():
         server.push(draw(0), old, push_id=("a", 1))
     assert server.wait(old, timeout=0) == 0  # The step it waits for is over.
     assert server.push(draw(0), pickle.loads(pickle.dumps(new))).applied
-    assert server.push(draw(1), 1).applied  # A plain integer is taken at its word.
+    assert server.push(draw(1), 1).applied  # A plain integer is believed.
     assert type(new + 1) is int
 
 

@@ -101,7 +101,7 @@ def test_a_server_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
     assert global_step == 3
     assert_identical(params, saved["params"])
 
-    # And it goes on as the one that was killed did.
+    # It goes on like the one that was killed.
     assert push_some(second, 2) == (True, 0, 5)
     assert_identical(ray.get(second.state.remote()), gone)
 

@@ -156,7 +156,7 @@ def test_a_hundred_numbers_of_rows_take_few_programs(caplog):
     assert compiled(caplog, serve) <= 3 * sizes  # To read, to step, to take rows apart.
     assert len(server._programs._programs) == sizes
     assert compiled(caplog, serve) == 0
-    # Rows that a program made need none either.
+    # Rows that a program made need none, either. The one is a step in which "w" moves.
     made = [jax.jit(lambda g: g)(gradients(PARAMS, np.arange(n))[1]) for n in (5, 7)]
     assert compiled(caplog, lambda: [server.push(g, 0) for g in made]) == 1
 
@@ -299,4 +299,4 @@ def test_what_was_restored_stays_the_callers_own():
         params = jax.device_put(PARAMS, where, may_alias=False)
         server.restore({"params": params, "state": state})
         assert server.push(jax.tree.map(jnp.ones_like, PARAMS), 0).applied
-        chex.assert_trees_all_equal(params, PARAMS)  # The step has not taken them.
+        chex.assert_trees_all_equal(params, PARAMS)  # The step has not donated them.

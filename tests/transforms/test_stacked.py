@@ -49,7 +49,7 @@ class LinenBlock(linen.Module):
 
 
 class LinenTransformer(linen.Module):
-    lengths: tuple[int, ...]  # Of the scans, the outer one first.
+    lengths: tuple[int, ...]  # Of the scans, outer first.
     scanned: bool
 
     @linen.compact

@@ -175,7 +175,7 @@ def test_a_state_keeps_its_dtypes(num_steps):
 
 
 def test_half_precision_is_rounded_once():
-    """A parameter that grows by less than it can hold in one step does not move."""
+    """A parameter does not move in a step that is too small for its precision."""
     tx, x = optax.sgd(1.0), np.float32([-3, -1, 2**-7])
     w = jnp.asarray(4, jnp.bfloat16)
     steps = gx.local_steps(lambda w, x: (w * x).astype(jnp.float32), tx)

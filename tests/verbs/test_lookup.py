@@ -1,4 +1,4 @@
-"""Lookups and their row-sparse gradients: the dense ones, without the table."""
+"""Lookups and their row-sparse gradients: the dense ones, without a dense array."""
 
 import functools
 import typing

@@ -388,7 +388,7 @@ def compile_step(tx, height, rows=256, width=16, **extra):
 def test_temporaries_do_not_grow_with_the_table(tx, extra):
     low, high = (compile_step(tx, h, **extra) for h in (10_000, 1_000_000))
     assert high.temp_size_in_bytes <= 1.01 * low.temp_size_in_bytes
-    assert low.temp_size_in_bytes < 1_000_000  # the table has 640,000 and 64 million
+    assert low.temp_size_in_bytes < 1_000_000  # The tables: 640,000 and 64 million.
 
 
 def test_rows_of_each_device_inside_shard_map_over_some_of_the_axes():
