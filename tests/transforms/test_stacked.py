@@ -170,7 +170,7 @@ def agree(got, expected):
     """Scanned and looped blocks are two programs: their gradients round differently.
 
     In these steps they differ by 3e-7 of a layer's largest entry. A small entry among
-    large ones is no more precise than those.
+    large ones is only as precise as those.
     """
 
     def close(path, x, y):

@@ -181,7 +181,7 @@ def test_rows_that_lie_on_a_mesh(axis_type, spec, wrap, in_context):
 
 
 def test_explicit_axes_are_what_make_mesh_gives():
-    """So tests of these are tests of what users write."""
+    """So the tests with these axes test code as users write it."""
     if jax.__version_info__ < (0, 9):
         pytest.skip("There they are automatic.")
     assert jax.make_mesh((4,), ("x",)).axis_types == (AxisType.Explicit,)
