@@ -1,6 +1,6 @@
 """A run that stops, is saved by orbax and goes on equals the run that never stopped.
 
-It may go on on another mesh. A run that ``optax.adagrad`` or ``optax.novograd`` began
+It may continue on another mesh. A run that ``optax.adagrad`` or ``optax.novograd`` began
 goes on with ours.
 """
 

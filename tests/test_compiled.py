@@ -497,7 +497,7 @@ def test_micro_batches_on_a_mesh_need_no_room_either():
 
 
 def test_where_others_hold_the_gate_updates_are_all_that_is_made():
-    """``optax.partition`` does: it brings the updates out of the conditional."""
+    """``optax.partition`` is one: it brings the updates out of the conditional."""
     tx = optax.partition(
         {"gated": gx.conditional_accumulator(gx.adagrad(0.1), 2)}, lambda _: "gated"
     )

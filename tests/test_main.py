@@ -490,7 +490,7 @@ def test_a_bad_option_gets_one_line(options, words):
 
 
 def test_the_same_command_goes_on_where_it_was(tmp_path, short):
-    """In the end its counts and its accuracy are those of a run without a stop."""
+    """In the end its counts are those of a run without a stop."""
     folder = str(tmp_path / "new" / "checkpoints")
     options = ["--engine", "simulated", "--mode", "sync", "--checkpoint", folder]
     assert call(*options, "--steps", "40").returncode == 0

@@ -249,7 +249,7 @@ def test_a_clip_costs_one_collective_a_set_of_axes():
     assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
 
 
-# Layers are stacked on the first axis, and each device has a part of another.
+# Layers are stacked on the first axis, and each device has a part of some axis.
 STACKED = {"layers": P("x", "y"), "entries": P(None, ("y", "x")), "plain": P("y")}
 DEPTHS = {"layers": 1, "entries": 1, "plain": 0}
 
