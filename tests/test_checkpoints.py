@@ -1,7 +1,7 @@
 """A run that stops, is saved by orbax and goes on equals the run that never stopped.
 
-It may continue on another mesh. A run that ``optax.adagrad`` or ``optax.novograd`` began
-goes on with ours.
+It may continue on another mesh. A run that ``optax.adagrad`` or ``optax.novograd``
+began goes on with ours.
 """
 
 import functools
