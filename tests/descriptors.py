@@ -41,7 +41,7 @@ class Descriptor:
         return {k: v for k, v in arguments.items() if v is not None}
 
     def arguments(self, **more: Any) -> dict[str, Any]:
-        """What the factory takes, with those of ``more`` that are parameters of its."""
+        """The factory's arguments, with those of ``more`` that it takes."""
         known = inspect.signature(getattr(gx, self.name)).parameters
         return {
             k: v.make(**more) if isinstance(v, Descriptor) else v
@@ -139,7 +139,7 @@ DESCRIPTORS = (
         {"inner": NOVOGRAD, "num_required": 1},
         local_step=1,
     ),
-    # Of three pushes the second acts, and the third is stale.
+    # The second of three pushes acts, and the third is stale.
     D(
         "conditional_accumulator",
         {"inner": ADAGRAD, "num_required": 2, "reduction": "sum"},
@@ -169,7 +169,7 @@ DESCRIPTORS = (
         local_step=0,
     ),
     D("accumulate", {"inner": NOVOGRAD, "num_required": 1}),
-    # One worker's pushes are a step each; the third is stale.
+    # With one worker each push is a step; the third is stale.
     D(
         "worker_mean",
         {"inner": NOVOGRAD, "num_workers": 1, "method": "all"},
@@ -190,10 +190,10 @@ DESCRIPTORS = (
         "ringleader",
         worker=0,
     ),
-    # The first of three pushes acts at the second, and at the third.
+    # The first of three pushes acts with the second; in the other row, with the third.
     D("delayed", {"inner": NOVOGRAD, "num_steps": 1}),
     D("delayed", {"inner": ADAGRAD, "num_steps": 2}, "two"),
-    # Of three pushes the second acts, and the third is added.
+    # The second of three pushes acts, and the third is added.
     D(
         "accumulate",
         {"inner": ADAGRAD, "num_required": 2, "skip_nonfinite": True},
@@ -210,5 +210,5 @@ DESCRIPTORS = (
     D("compensate_delay", {"variance_control": 0.5}, worker_params=True),
 )
 
-# What acts at once. Of a gate, what goes on around its conditional has its own tests.
+# The rows that act at once. A gate's conditional has tests of its own.
 UNGATED = [row for row in DESCRIPTORS if gate.guard_of(row.make()) is None]

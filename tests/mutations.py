@@ -1,19 +1,19 @@
 """What the suite can catch: small faults, built into a copy of the library one by one.
 
-Each is what a tired colleague could write, and changes what the library does. ``python
--m tests.mutations`` builds every fault of ``TABLE`` into a copy of the tracked files,
-runs the tests there up to the first that fails, and says which that was. First come
-those of the mutated file's own wing, then those of every wing, then the others, and
-those marked ``slow`` only where no quick one has failed. It ends with the score of the
-quick part (``-m "not slow"``) and of the whole suite, and with exit code 1 where the
-whole suite misses one.
+A tired colleague could write each of them, and each changes what the library does.
+``python -m tests.mutations`` builds every fault of ``TABLE`` into a copy of the tracked
+files, runs the tests there up to the first that fails, and says which one that was. The
+tests of the mutated file's own wing come first, then those of every wing, then the
+others. Those marked ``slow`` run only if no quick one has failed. It ends with the
+score of the quick part (``-m "not slow"``) and of the whole suite. Its exit code is 1
+if the whole suite misses a fault.
 
     python -m tests.mutations --list
     python -m tests.mutations --only 3 17 _late/gate.py -n 2 --part quick
 
 A fault that survives asks for a test, not for another fault. Eleven of the first 59
-did: no test near them saw, for one, row-wise sums of squares from before the clip, an
-eps that XLA flushes to 0, or a restore that overtakes a push.
+survived. For example, no test near them saw row-wise sums of squares from before the
+clip, an eps that XLA flushes to 0, or a restore that overtakes a push.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ REPOSITORY = pathlib.Path(__file__).parents[1]
 OF_EVERY_WING = [
     f"tests/test_{x}.py" for x in ("guards", "sharded", "compiled", "contract")
 ]
-SELF = "test_mutations.py"  # It would catch them all.
-LIMIT = 3600  # Seconds for one run of pytest; who hangs for so long is caught, too.
+SELF = "test_mutations.py"  # It would catch every fault.
+LIMIT = 3600  # Seconds for one run of pytest; a run that hangs has caught the fault.
 
-# The file and what is broken; lines that stand there; lines in their place.
+# The file and the fault; the lines that are there; the lines in their place.
 TABLE = """
 _trees/indexed_slices.py: the values of padding count
 - self._indices < shape[0]
@@ -64,7 +64,7 @@ _trees/indexed_slices.py: repeated rows add up in half precision
 - wide = np.promote_types(self.dtype, np.float32)
 + wide = self.dtype
 
-_trees/indexed_slices.py: what is summed is sorted and summed again by the next link
+_trees/indexed_slices.py: the next link sorts and sums again what is summed
 - sums, self.dense_shape, summed=True)
 + sums, self.dense_shape, summed=False)
 
@@ -88,7 +88,7 @@ _trees/boxes.py: a sum of squares a row is laid out as its table is
 - return _content(node) if isinstance(node, _boxes()) else node
 + return node
 
-_trees/boxes.py: what keeps several of a parameter lies whole on every device
+_trees/boxes.py: state that stacks several of a parameter lies whole on every device
 - return p.replace_boxed(s).add_axis(0, {"partition_name": None})
 + return s
 
@@ -104,15 +104,15 @@ _trees/constants.py: state of sharded parameters lies whole on each device
 - sharding = p.sharding.update(spec=P(*p.sharding.spec[:axes]))
 + sharding = p.sharding.update(spec=P())
 
-_trees/arithmetic.py: an eps that is flushed to 0 does not keep the divisor from it
+_trees/arithmetic.py: an eps that is flushed to 0 lets the divisor be 0
 - np.asarray(eps, x.dtype) < tiny
 + np.asarray(eps, x.dtype) == 0
 
-_trees/maps.py: what is not finite in an imaginary part is not seen
+_trees/maps.py: an imaginary part that is not finite is not seen
 - (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
 + (x.real,)
 
-_trees/linear.py: what is transposed keeps the precision of the result
+_trees/linear.py: the transpose keeps the precision of the result
 - return [cotangent.astype(x.aval.dtype)]
 + return [cotangent]
 
@@ -148,7 +148,7 @@ _trees/checks.py: shapes of as many axes agree
 - expected(leaf) != wanted:
 + len(expected(leaf)) != len(wanted):
 
-_trees/versions.py: what varies over several mesh axes varies over the first alone
+_trees/versions.py: an array varies over the first of its mesh axes alone
 - jax.lax.pcast(x, axes, to="varying")
 + jax.lax.pcast(x, axes[:1], to="varying")
 
@@ -164,7 +164,7 @@ _transforms/clipping.py: novograd reads the gradients again for norms that are k
 - extra |= {"squared_norms": squares, "clip_factor": factor_of}
 + pass
 
-_transforms/clipping.py: two clips at once, of which one is forgotten
+_transforms/clipping.py: two clips are taken at once, and one is forgotten
 - checks.at_most_one(**arguments)
 + pass
 
@@ -204,11 +204,11 @@ _transforms/momentum_look_ahead.py: a worker begins where the momentum comes fro
 - ahead = -jnp.asarray(learning_rate) * b1
 + ahead = jnp.asarray(learning_rate) * b1
 
-_transforms/alignment.py: as well aligned as need be is not enough
+_transforms/alignment.py: a gradient that is aligned enough is corrected
 - (c >= agrees)
 + (c > 2 * agrees)
 
-_transforms/alignment.py: from where gradients are opposed on they turn
+_transforms/alignment.py: gradients that are a little opposed turn
 - opposes, short = c < 0,
 + opposes, short = c < opposed,
 
@@ -238,11 +238,11 @@ _late/gate.py: extra arguments are lost where update names none of them
 - p.kind is p.VAR_KEYWORD
 + p.kind is p.VAR_POSITIONAL
 
-_late/drop_stale.py: as late as may be is too late
+_late/drop_stale.py: a push at the threshold is too late
 - return staleness <= dtypes.saturated(limit)
 + return staleness < dtypes.saturated(limit)
 
-_late/drop_stale.py: the staleness of what is dropped is not kept
+_late/drop_stale.py: the staleness of a dropped push is not kept
 - stale_count=stale_count, staleness=staleness
 + stale_count=stale_count
 
@@ -254,7 +254,7 @@ _late/scale_by_staleness.py: a gradient ahead of its time has a weight of its ow
 - s = jnp.maximum(0, dtypes.saturated(staleness))
 + s = dtypes.saturated(staleness)
 
-_transforms/measure_cosine.py: a leaf without gradient is in the norm of the one before
+_transforms/measure_cosine.py: a leaf without a gradient counts in the last norm
 - maps.map_updates(lambda _, s: s, updates, before)
 + before
 
@@ -266,7 +266,7 @@ _late/worker_mean.py: the mean of a cycle begins with that of the last one
 - over, lambda: (_cleared(means, row), ()), lambda: (means, ())
 + over, lambda: (means, ()), lambda: (means, ())
 
-_late/worker_mean.py: what a row held before its worker pushed anew comes back
+_late/worker_mean.py: the old numbers of a row come back when its worker pushes anew
 - old = jnp.where(counts[i] == 0, 0, held)
 + old = held
 
@@ -274,7 +274,7 @@ _late/delayed.py: the gradient of one step later acts
 - at = place if delay > 1 else 0
 + at = (place + 1) % delay if delay > 1 else 0
 
-_late/delayed.py: who waits for the longest delay waits for the shortest
+_late/delayed.py: the shortest delay ends the wait, not the longest
 - full = jnp.all((count >= delays) | ~moves)
 + full = jnp.any((count >= delays) & moves)
 
@@ -310,7 +310,7 @@ _late/accumulator.py: a push of the step itself is late
 - fresh = local_step >= state.global_step
 + fresh = local_step > state.global_step
 
-_late/accumulate.py: one device leaves out alone what is not finite
+_late/accumulate.py: one device alone leaves out a push that is not finite
 - if not axes:
 + if axes:
 
@@ -322,7 +322,7 @@ _late/sums.py: a schedule is asked for the step behind this one
 - "num_required", self._num_required, global_step, checks.COUNTS
 + "num_required", self._num_required, global_step + 1, checks.COUNTS
 
-_late/sums.py: who pushed in the last round counts in the next one
+_late/sums.py: a leaf that was pushed in the last round counts in the next one
 - "pushed": pushed & ~full
 + "pushed": pushed
 
@@ -334,7 +334,7 @@ _late/absent.py: the state of a leaf that nobody pushed for moves
 - return jax.tree.map(lambda n, o: jnp.where(has_acted, n, o), new, old)
 + return new
 
-_late/absent.py: what adds up does not hear of a leaf without a gradient
+_late/absent.py: a gate that adds up does not hear of a leaf without a gradient
 - part = None if _adds_up(state) else
 + part =
 
@@ -346,7 +346,7 @@ _late/absent.py: a line search sees the parameters that learn alone
 - if callable(value):
 + if value is None:
 
-_verbs/apply.py: the loss no more reaches a transformation that asks for it
+_verbs/apply.py: the loss does not reach a transformation that asks for it
 - **{**gate.taken(tx, {"value": value}), **extra}
 + **extra
 
@@ -362,15 +362,15 @@ _verbs/donation.py: a step takes the memory of a hyperparameter of the caller's
 - jax.tree.leaves(kept) + self._captured
 + jax.tree.leaves(kept)
 
-_verbs/donation.py: what stands in two places is taken twice
+_verbs/donation.py: an array that stands in two places is taken twice
 - held.add(id(x))
 + held.discard(id(x))
 
-_verbs/local_steps.py: one step more is taken than shall be
+_verbs/local_steps.py: one step too many is taken
 - number < dtypes.saturated(num_steps)
 + number <= dtypes.saturated(num_steps)
 
-_verbs/local_steps.py: what was pulled is donated
+_verbs/local_steps.py: the pulled parameters are donated
 - donate_argnums=(1,)), tx
 + donate_argnums=(0, 1)), tx
 
@@ -390,7 +390,7 @@ _verbs/readings.py: a jit that reads a table is not looked into
 - if name == "jit":
 + if name == "jitted":
 
-_verbs/readings.py: what fills a read is of the table's dtype
+_verbs/readings.py: the number that fills a read has the table's dtype
 - fills = fills and bool(table.casts)
 + fills = False
 
@@ -427,11 +427,11 @@ _server/parameter_server.py: a restore between check and step goes unnoticed
 -         old = self._version
 +         old = self._version
 
-_server/parameter_server.py: a push of before a restore is answered from memory
+_server/parameter_server.py: a push from before a restore is answered from memory
 - self._answered = {}  # A
 + # A
 
-_server/parameter_server.py: a restore wakes none of those who wait
+_server/parameter_server.py: a restore wakes nobody who waits
 -         self._answered = {}  # A worker that repeats an older push must pull again.
 -         self._wake()
 +         self._answered = {}
@@ -441,7 +441,7 @@ _server/programs.py: a worker that still computes holds up the others
 -         if self._require_finite:
 +         if self._require_finite:
 
-_server/programs.py: who waited for the compiler compiles the same again
+_server/programs.py: a call that waited for the compiler compiles the same again
 - if known is not None:
 + if isinstance(known, Refusal):
 
@@ -465,7 +465,7 @@ _server/actor.py: a version that is gone is pulled for good
 - return refs.get(tables) if last == _step(version) else None
 + return refs.get(tables)
 
-_server/wire.py: what is weakly typed arrives with a type
+_server/wire.py: a weakly typed array arrives with a type
 - if x.weak_type or not x.is_fully_addressable:
 + if not x.is_fully_addressable:
 
@@ -473,7 +473,7 @@ _server/records.py: all lives of a server are one
 - secrets.token_hex(8)
 + ""
 
-_server/waiters.py: who stops to wait takes along all who wait for that step
+_server/waiters.py: one who stops waiting takes along all who wait for that step
 - if not waiting:
 + if waiting:
 
@@ -489,7 +489,7 @@ _server/own_thread.py: the thread of a server that is gone lives on
 - weakref.finalize(self, self._calls.put, None).atexit = False
 + pass
 
-_server/records.py: the rate counts what came before the server did
+_server/records.py: the rate counts pushes from before the server began
 - counted = pushes - self._before
 + counted = pushes
 
@@ -505,7 +505,7 @@ _server/checkpoints.py: two runs of a process wait for each other
 - enable_async_checkpointing=False,
 + enable_async_checkpointing=True,
 
-_server/checkpoints.py: what could not be written is left half written
+_server/checkpoints.py: a checkpoint that could not be written is left half written
 - self._manage()  # It removes what is half written.
 + pass
 
@@ -533,7 +533,7 @@ _server/folder.py: an empty path is the working directory
 - if not path:
 + if path is None:
 
-_server/recoverable.py: what is answered from memory is saved as pushed again
+_server/recoverable.py: a push that is answered from memory is saved as pushed again
 - if self._version is before:  # It was answered from memory.
 + if self._version is None:  # It was answered from memory.
 
@@ -549,15 +549,15 @@ engines/_threads.py: threads that sleep are waited for
 - self._halt.set()
 + pass
 
-engines/_crew.py: more gradients are handed out than shall be pushed
+engines/_crew.py: more gradients are handed out than the run pushes
 - if self._ledger.stands + self._awaited() >= self._job.pushes:
 + if self._ledger.stands >= self._job.pushes:
 
-engines/_crew.py: who blocks keeps the last push from the others
+engines/_crew.py: a worker that blocks keeps the last push from the others
 - return sum(self._since[index] > limit for index in self._busy)
 + return len(self._busy)
 
-engines/_crew.py: what was answered and not given is saved and does not count
+engines/_crew.py: a push that was answered and not given is saved and does not count
 - self._ledger.settle(self.server.rest())
 + self.server.rest()
 
@@ -593,7 +593,7 @@ engines/_servers.py: a server that dies too often is replaced
 - if self._deaths_left == 0:
 + if self._deaths_left is None:
 
-_server/channel.py: who hangs in a collective outlives the leader
+_server/channel.py: a process that hangs in a collective outlives the leader
 - self._end("the leader of the server has died, and this process ends with it")
 + pass
 
@@ -601,7 +601,7 @@ _server/channel.py: a leader that fails alone goes on
 - if not self._others_failed.acquire(timeout=wait):
 + if self._others_failed is None:
 
-_server/layout.py: the last part has rows that there are not
+_server/layout.py: the last part has rows that do not exist
 - return min(process * each, shape[cut]), min((process + 1) * each, shape[cut])
 + return process * each, (process + 1) * each
 
@@ -609,7 +609,7 @@ _server/layout.py: no state is cut
 - return seen, axis
 + return seen, None
 
-_server/placed.py: a step sees the padding of what is dense
+_server/placed.py: a step sees the padding of dense arrays
 - lambda path, x, padded: padded if path in rows else x,
 + lambda path, x, padded: padded,
 
@@ -625,7 +625,7 @@ _server/parcels.py: rows that were pulled have the padding of a table cut along 
 - rows[(slice(None), *inside)]
 + rows
 
-_server/parcels.py: what is small is sent when it may have been overwritten
+_server/parcels.py: a small array is sent when it may have been overwritten
 - return cls(None, copy(tree))
 + return cls(None, tree)
 
@@ -641,7 +641,7 @@ _server/group.py: followers are not told of checkpoints
 - self._orders.tell("snapshot", taken.pushes, taken.counters)
 + pass
 
-_server/follower.py: what was prepared for nothing is kept
+_server/follower.py: a push that was prepared for nothing is kept
 - self._prepared.pop(key, None)
 + self._prepared.get(key, None)
 
@@ -665,7 +665,7 @@ engines/_ending.py: SIGTERM while a cluster is waited for has no line
 - with _sigterm(lambda *_: terminated(None, checkpoint)):
 + with contextlib.nullcontext():
 
-engines/_ledger.py: what the server forgot is not lost
+engines/_ledger.py: a push that the server forgot is not lost
 - self._lost += lost
 + pass
 
@@ -685,7 +685,7 @@ engines/_crew.py: a run that is taken up again begins its numbers anew
 - self._busy[index] = self._start(index, worker, number)
 + self._busy[index] = self._start(index, worker, 0)
 
-engines/_tensorboard.py: what died with the server leads the curves ahead
+engines/_tensorboard.py: pushes that died with the server lead the curves ahead
 - if life == self._lives[-1]:
 + if life in self._lives:
 
@@ -701,7 +701,7 @@ _demo/digits.py: each seed begins with the same weights
 - rngs = nnx.Rngs(seed)
 + rngs = nnx.Rngs(0)
 
-_demo/report.py: what the last worker had accepted counts as dropped
+_demo/report.py: accepted pushes of the last worker count as dropped
 - push.worker == last and not push.result.applied
 + push.worker == last
 
@@ -758,7 +758,7 @@ class Mutation(NamedTuple):
 
     @property
     def title(self) -> str:
-        """File and fault, as the table has them."""
+        """The file and the fault, as the table has them."""
         return f"{self.file}: {self.breaks}"
 
     def built_in(self, source: str) -> str:
@@ -788,7 +788,7 @@ MUTATIONS = parsed(TABLE)
 
 
 def copied(folder: pathlib.Path) -> pathlib.Path:
-    """The tracked files of the repository, of which the tests import no others."""
+    """Copies the tracked files of the repository; the tests import no others."""
     listed = ["git", "ls-files", "-z"]
     names = subprocess.check_output(listed, cwd=REPOSITORY, text=True).split("\0")
     for name in filter(None, names):
@@ -803,12 +803,12 @@ def copied(folder: pathlib.Path) -> pathlib.Path:
 
 
 def env(folder: pathlib.Path) -> dict[str, str]:
-    """What the tests of a copy run in."""
+    """The environment for the tests of a copy."""
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
 def nearest_first(folder: pathlib.Path, file: str) -> list[list[str]]:
-    """The tests of the wing in which a file lies, those of every wing, all others."""
+    """The tests of the file's own wing, then those of every wing, then all others."""
 
     def found(pattern: str) -> list[str]:
         paths = sorted(folder.glob(pattern))
@@ -826,7 +826,7 @@ def nearest_first(folder: pathlib.Path, file: str) -> list[list[str]]:
 
 
 def pytest(folder: pathlib.Path, *options: str) -> str | None:
-    """Runs tests of a copy; the name of the first that fails, None where none does."""
+    """Runs tests of a copy. Returns the name of the first that fails, or None."""
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "-x", "--tb=line", "-rfE"]
     command += options
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -848,10 +848,10 @@ def pytest(folder: pathlib.Path, *options: str) -> str | None:
 def outcome(
     mutation: Mutation, original: pathlib.Path, markers: dict[str, str]
 ) -> tuple[str, str, float]:
-    """Which part catches a mutation, or "none"; its first test that does; seconds."""
+    """The part that catches a mutation, or "none"; its first test to fail; seconds."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="gradxform-") as temporary:
-        # With what Python has compiled, which is known by the times of the files.
+        # The copy keeps what Python has compiled, which goes by the times of the files.
         folder = shutil.copytree(original, pathlib.Path(temporary, "copy"))
         mutated = folder / "gradxform" / mutation.file
         mutated.write_text(mutation.built_in(mutated.read_text()))
@@ -864,7 +864,7 @@ def outcome(
 
 
 def chosen(only: list[str]) -> list[int]:
-    """The numbers of these mutations, or of those of these files; of all without."""
+    """The numbers of these mutations, or of those of these files; of all by default."""
     return [
         number
         for number, mutation in enumerate(MUTATIONS, 1)
@@ -903,7 +903,7 @@ def main() -> None:
                 f"{number:2}  {title}\n    {part}, {seconds:.0f} s  {test}", flush=True
             )
             by_part[part].append(test)
-        # What fails of itself has caught nothing.
+        # A test that fails without a fault has caught nothing.
         caught = {test for test in by_part["quick"] + by_part["slow"] if "::" in test}
         fails = pytest(original, *sorted(caught)) if caught else None
         if fails:

@@ -107,7 +107,7 @@ def novograd(
 def delayed_nesterov(
     params, sequence, learning_rate, b1=0.9, *, num_delay, activation=0.0
 ):
-    """Yields ``(params, mu, sum)`` after each step; Δ, ε, β, c and N of the paper."""
+    """Yields ``(params, mu, sum)`` after each step, in the paper's Δ, ε, β, c and N."""
     n, c, beta = num_delay, activation, b1
     mu, total = ({k: np.zeros_like(p) for k, p in params.items()} for _ in range(2))
     for t, grads in enumerate(sequence):
@@ -127,7 +127,7 @@ def delayed_nesterov(
 
 
 def momentum_look_ahead(params, sequence, learning_rate, b1=0.9, *, alignment=None):
-    """Yields ``(params, m)`` after each step; HeLoCo's G in the place of g."""
+    """Yields ``(params, m)`` after each step, with HeLoCo's G in the place of g."""
     m = {k: np.zeros_like(p) for k, p in params.items()}
     for t, given in enumerate(sequence):
         lr = float(learning_rate(t)) if callable(learning_rate) else learning_rate
@@ -140,7 +140,7 @@ def momentum_look_ahead(params, sequence, learning_rate, b1=0.9, *, alignment=No
 
 
 def kind(g, m, *, aligned, eps, **_):
-    """What HeLoCo takes a gradient for."""
+    """The case that a gradient is to HeLoCo."""
     if min(np.linalg.norm(g), np.linalg.norm(m)) < eps:
         return "short"
     cosine = np.vdot(m, g).real / (np.linalg.norm(g) * np.linalg.norm(m) + eps)
@@ -148,7 +148,7 @@ def kind(g, m, *, aligned, eps, **_):
 
 
 def aligned(g, m, **numbers):
-    """HeLoCo's correction, in geometry: the part along m, and the angle to it."""
+    """HeLoCo's correction, by geometry: the part along m, and the angle to it."""
     which, eps = kind(g, m, **numbers), numbers["eps"]
     if which in ("short", "aligned"):
         return g
@@ -178,7 +178,7 @@ def drop_stale(params, pushes, max_staleness, apply):
 
 
 def delayed(sequence, num_steps):
-    """Yields what acts at each step, or None: what a list of that many still holds."""
+    """Yields what acts at each step, or None while a list of that many is not full."""
     waiting = []
     for grads in sequence:
         waiting.append(grads)
@@ -186,10 +186,10 @@ def delayed(sequence, num_steps):
 
 
 def worker_mean(pushes, num_workers, method):
-    """Plays ``(grad, worker, local_step)``; yields what acts, or None, and how stale.
+    """Plays ``(grad, worker, local_step)``; yields what acts or None, step and stale.
 
-    As the authors' code of Ringleader ASGD does it, with whole lists in the place of
-    running means: each worker's pushes of this cycle, and of the next.
+    It works like the code of the authors of Ringleader ASGD, but with whole lists in
+    the place of running means: each worker's pushes of this cycle, and of the next.
     """
     now, later = ([[] for _ in range(num_workers)] for _ in range(2))
     stepped, global_step, stale = set(), 0, 0

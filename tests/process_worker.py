@@ -2,8 +2,8 @@
 
     python -m tests.process_worker PORT COUNT RANK FOLDER [GATE HOW]
 
-Trains every case and leaves what came out in ``FOLDER/RANK.GATE.HOW.npz``; a case that
-is named it trains for ever, and says so after some steps by making ``FOLDER/RANK``.
+Trains every case and leaves the outcome in ``FOLDER/RANK.GATE.HOW.npz``. If a case is
+named, it trains that one for ever. It makes ``FOLDER/RANK`` after some steps to say so.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 
-# With 2 processes the first axis lies between them, with 4 the second one as well.
+# 2 processes divide the first axis between them, and 4 divide the second one as well.
 MESH = (2, 4), ("data", "model")
 SHAPES = {"in": (8, 16), "bias": (1, 16), "out": (16, 4), "offset": (1, 4)}
 SPECS = {
@@ -44,12 +44,12 @@ def clipped(tx, axis_name):
     return optax.chain(gx.clip_by_global_norm(1.0, axis_name=axis_name), tx)
 
 
-# With the local step of each push, of which two are stale.
+# Each gate with the local steps of its pushes; two pushes are stale.
 GATES = {
     "drop_stale": (drop_stale, (0, 0, 0, 2, 1, 3, 4)),
     "accumulator": (accumulator, (0, 0, 0, 1, 1, 1, 2, 2, 3)),
 }
-# Each with collectives from the partitioner, and with those written here.
+# Each gate with the partitioner's collectives, and with those written here.
 CASES = list(itertools.product(GATES, ("jit", "shard_map")))
 
 
@@ -89,7 +89,7 @@ def train(gate, how, mesh=None, local_steps=None):
     state = jax.jit(tx.init)(params)
     specs = SPECS, state_specs(tx, state)
     check_shardings(params, state)
-    check_shardings(params, tx.init(params))  # It need not be jitted.
+    check_shardings(params, tx.init(params))  # init need not be jitted.
     if by_hand:
         batch = P("data"), P("data"), P()
         step = jax.shard_map(
@@ -105,7 +105,7 @@ def train(gate, how, mesh=None, local_steps=None):
 
 
 def state_specs(tx, state):
-    """What is shaped like a parameter lies where it lies, scalars on every device."""
+    """State of a parameter's shape lies as the parameter; scalars lie everywhere."""
     return optax.tree.map_params(
         tx,
         lambda x, spec: spec if x.ndim else P(),
@@ -147,7 +147,7 @@ def main(port, count, rank, folder, *endless):
         int(rank),
         coordinator_bind_address=f"127.0.0.1:{port}",
         initialization_timeout=120,
-        # What bounds how long the others wait for a process that is gone.
+        # It bounds how long the others wait for a process that is gone.
         heartbeat_timeout_seconds=10 if endless else 20,
         shutdown_timeout_seconds=5 if endless else 20,
     )

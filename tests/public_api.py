@@ -16,15 +16,15 @@ import gradxform as gx
 from gradxform._demo import listing
 
 WIDTH = 88
-SPECIAL = ("__call__", "__enter__")  # Methods that a user writes otherwise.
+SPECIAL = ("__call__", "__enter__")  # Methods that have a syntax of their own.
 # Defaults that print what they are.
 PLAIN = (type(None), bool, int, float, str, tuple, dict)
 
 
 def entries() -> list[str]:
-    """Each public name with all that belongs to it, in the order of the alphabet."""
+    """Each public name with all that belongs to it, in alphabetical order."""
     found = [*of_module(gx, "gradxform"), *of_module(gx.engines, "gradxform.engines")]
-    # In no signature, and an update has to be called with them.
+    # No signature has these, and an update has to be called with them.
     for row in listing.rows():
         if row.extra:
             name = f"gradxform.{row.name}(...).update"
@@ -44,7 +44,7 @@ def of_module(module: Any, name: str) -> Iterator[str]:
 
 
 def of_class(cls: type, name: str) -> Iterator[str]:
-    """What it is made from, what it is, and what it has."""
+    """How it is made, what it is, and what it has."""
     own = [c for c in cls.__mro__ if c.__module__.partition(".")[0] == "gradxform"]
     known = tuple | BaseException | gx.GatedTransformation.__base__
     is_a = next((f" is a {c.__name__}" for c in cls.__mro__ if c not in own), "")
@@ -66,7 +66,7 @@ def of_class(cls: type, name: str) -> Iterator[str]:
 
 
 def of_making(name: str, own: Iterable[type]) -> str:
-    """A class with its arguments: the first that it or a base of it has."""
+    """A class with its arguments: they are its own, or those of its nearest base."""
     for c in own:
         if "_fields" in vars(c):
             types, defaults = inspect.get_annotations(c), vars(c)["_field_defaults"]
@@ -85,7 +85,7 @@ def of_making(name: str, own: Iterable[type]) -> str:
 
 
 def of_call(name: str, function: Any, bound: bool = False, made: bool = False) -> str:
-    """A function with its arguments; ``bound`` is without the first one."""
+    """A function with its arguments; ``bound`` leaves out the first one."""
     inner = inspect.unwrap(function)
     if inner is not function and inspect.isgeneratorfunction(inner):
         name = f"with {name}"
@@ -128,7 +128,7 @@ def text(annotation: Any, of: Any) -> str:
 
 
 def default(value: Any) -> str:
-    """A default, where it can be written down."""
+    """A default, if it can be written down."""
     return repr(value) if isinstance(value, PLAIN) else "..."
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks run and count right; what they measure is not tested here."""
+"""The benchmarks run and count right. These tests do not judge what they measure."""
 
 import importlib.util
 import json
@@ -39,7 +39,7 @@ def test_all_models_are_listed():
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """``python -m benchmarks`` in this process: its code, and what it printed."""
+    """``python -m benchmarks`` in this process: its exit code, and what it printed."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
@@ -71,7 +71,7 @@ def test_an_unknown_program_is_refused():
     assert "no program 'stpe'" in refused.stderr
 
 
-# Others here have imported some of the programs.
+# Other tests here have imported some of the programs.
 @pytest.mark.filterwarnings("ignore:'benchmarks.* found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("name", programs())
 def test_every_program_has_a_help(name, run):
@@ -124,7 +124,7 @@ INSTALLED = [
 @pytest.mark.parametrize("group", step.GROUPS)
 def test_a_step_is_measured(group, capsys, monkeypatch):
     monkeypatch.setattr(step, "GROUPS", {group: step.GROUPS[group]})
-    matrix = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}  # Out of order.
+    matrix = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}  # Not sorted.
     grads = measure.draw(matrix | small_leaves(n=4, size=128), 0)
     (rows,) = step.chosen()
     lines, rate = step.measure(rows, grads, rounds=2, added=2**16)
@@ -156,7 +156,7 @@ LEAST = {
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("group", LEAST)
 def test_the_least_that_a_step_moves(group):
-    """In units of N; scalars are what is left over."""
+    """In units of N; the rest is scalars."""
     shapes = {"w": jax.ShapeDtypeStruct((300, 1000), jnp.float32)}
     grads = measure.draw(shapes, 0)
     for row, least in zip(step.GROUPS[group], LEAST[group], strict=True):
@@ -221,13 +221,13 @@ def test_steps_of_several_models_in_one_command(tmp_path, monkeypatch, capsys):
 def test_equations_of_inner_functions_count_at_each_call():
     @jax.jit
     def inner(x):
-        return jnp.sin(x) * 2  # Two.
+        return jnp.sin(x) * 2  # Two equations.
 
     def outer(x):
         return inner(x) + jax.lax.cond(True, inner, jnp.cos, x) + inner(x)
 
-    # Of two calls three each, of the conditional's branches three and one, of what is
-    # around them two sums and the conditional itself.
+    # Two calls have three equations each. The branches of the conditional have three
+    # and one. Around them are two sums and the conditional itself.
     traced = jax.make_jaxpr(outer)(1.0)
     assert compile_benchmark.equations(traced) == 2 * 3 + 3 + 1 + 3
 
@@ -273,7 +273,7 @@ def test_a_picture_has_a_bar_a_row_and_a_panel_a_file(tmp_path, monkeypatch):
         figure = plot.draw(files, plot.THEMES["dark"], only)
         assert [len(ax.patches) for ax in figure.axes] == [bars, bars]
         assert "optax" in figure.axes[-1].get_xlabel()
-        assert figure.get_figwidth() * 96 <= 701  # What a README has room for.
+        assert figure.get_figwidth() * 96 <= 701  # A README is so wide.
     out = tmp_path / "pictures" / "step"
     monkeypatch.setattr(sys, "argv", ["plot", str(path), "--out", str(out)])
     written = []
@@ -298,5 +298,5 @@ def test_the_race_waits_in_one_method_and_drops_in_another(monkeypatch):
     assert waiting[7] < waiting[0]
     assert dropped == 0
     late, dropped = race.curve("drop_stale", 0.3, 0, data)
-    assert 0.5 < dropped < 1  # A gradient of eight workers is seven steps late.
+    assert 0.5 < dropped < 1  # With eight workers a gradient is seven steps late.
     assert (late, dropped) == race.curve("drop_stale", 0.3, 0, data)

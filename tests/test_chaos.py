@@ -24,7 +24,7 @@ def test_nothing_is_unaccounted_for(processes, pushes, goal):
     done = subprocess.run(
         [*chaos, "--server-processes", f"{processes}"],
         capture_output=True,
-        # Who is killed may leave half of a file: it reads what others compiled.
+        # A killed process may leave half of a file, so it reads what others compiled.
         env={
             **os.environ,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "inf",

@@ -1,7 +1,7 @@
-"""A run that stops, is saved by orbax and goes on is the run that never stopped.
+"""A run that stops, is saved by orbax and goes on equals the run that never stopped.
 
-Onto another mesh as well; and one that ``optax.adagrad`` or ``optax.novograd`` began
-goes on with ours.
+It may continue on another mesh. A run that ``optax.adagrad`` or ``optax.novograd``
+began goes on with ours.
 """
 
 import functools
@@ -46,7 +46,7 @@ def program(rows):
     def init(params):
         return {name: tx.init(params) for name, tx in txs.items()}
 
-    # Donating, as a training does: what was restored must bear it.
+    # It donates, as a training does: restored arrays must bear that.
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, grads, i):
         new_params, new_state = {}, {}
@@ -61,7 +61,7 @@ def program(rows):
         return new_params, new_state
 
     def begin(params):
-        # Buffers of their own, each of which is donated.
+        # Each row has buffers of its own, because each of them is donated.
         copies = {name: jax.tree.map(jnp.copy, params) for name in rows}
         return copies, init(params)
 
@@ -69,13 +69,13 @@ def program(rows):
 
 
 def kept(row):
-    """The type of all that a row keeps between two steps."""
+    """The types of everything that a row keeps between two steps."""
     leaves, structure = jax.tree.flatten(jax.eval_shape(row.make().init, draw(0)))
     return row.name, structure, *((x.shape, x.dtype, x.weak_type) for x in leaves)
 
 
-# Of rows that keep the same, one. Those of a public factory are one run and one
-# checkpoint, of dicts by row.
+# One row of those that keep the same. The rows of a public factory have one run and one
+# checkpoint: dicts by row.
 KEPT = {kept(row): row for row in reversed(DESCRIPTORS)}.values()
 FACTORIES = {
     factory: {str(row): row for row in KEPT if row.name == factory}
@@ -85,8 +85,8 @@ every_row = pytest.mark.parametrize("rows", FACTORIES.values(), ids=FACTORIES)
 
 
 def save(path, tree):
-    """Parameters and state in one tree: orbax refuses a state without leaves alone."""
-    with ocp.StandardCheckpointer() as checkpointer:  # Its end waits for the writing.
+    """Parameters and state in one tree: orbax refuses a state that has no leaves."""
+    with ocp.StandardCheckpointer() as checkpointer:  # Its end waits for the write.
         checkpointer.save(path, tree)
 
 
@@ -96,7 +96,7 @@ def restore(path, target):
 
 
 def bits(tree):
-    """Everything that equality must not forgive: tuples' classes, types and NaNs."""
+    """Everything that must be equal: classes of tuples, types, and the bits of NaNs."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, [
         (x.shape, x.dtype, x.weak_type, np.asarray(x).tobytes()) for x in leaves
@@ -128,7 +128,7 @@ def test_a_run_resumed_after_any_step_is_bit_identical(rows, tmp_path):
             assert bits_by_row(now) == trace[i + 1]
 
 
-# Axis type and shape of a mesh, and on it one spec for each rank of a parameter.
+# The axis type and shape of a mesh, then one spec for each rank of a parameter.
 HERE = (AxisType.Auto, (4, 2), P(), P("x"), P("x", "y"), P(None, "x"))
 ELSEWHERE = (
     (AxisType.Explicit, (2, 4), P(), P(), P("y"), P("x", "y")),
@@ -137,7 +137,7 @@ ELSEWHERE = (
 
 
 def draw_on(where, seed):
-    """All in float32: each mesh sums in its own order, which half precision shows."""
+    """All in float32: each mesh sums in its own order, and half precision shows it."""
     axis_type, shape, *specs = where
     devices = jax.devices()[: math.prod(shape)]
     mesh = jax.make_mesh(shape, ("x", "y"), (axis_type,) * 2, devices=devices)
@@ -157,7 +157,7 @@ def test_a_sharded_run_resumes_on_its_own_mesh_and_on_others(rows, tmp_path):
 
     now = begin(draw_on(HERE, 0))
     for i in range(STEPS):
-        if i == 3:  # What waits for two pushes has one.
+        if i == 3:  # A gate of two pushes has one.
             save(tmp_path / "checkpoint", now)
             saved = bits(now)
         now = push(now, HERE, i)
@@ -218,13 +218,13 @@ def test_a_gate_resumes_with_its_counts(tmp_path):
 
 
 def adopt(fresh, theirs):
-    """A state of optax as one of ours, which has the same leaves in the same order."""
+    """optax's state as ours, which has the same leaves in the same order."""
     pairs = zip(jax.tree.leaves(theirs), jax.tree.leaves(fresh), strict=True)
     leaves = [jnp.asarray(old, new.dtype).reshape(new.shape) for old, new in pairs]
     return jax.tree.unflatten(jax.tree.structure(fresh), leaves)
 
 
-# Theirs, and ours with what says the same.
+# Theirs, and ours with arguments that mean the same.
 SWITCHES = {
     "adagrad": (optax.adagrad, gx.adagrad),
     "adagrad-eps": (
@@ -246,7 +246,8 @@ SWITCHES = {
         functools.partial(gx.novograd, b1=0.9, b2=0.25, eps=1.0),
     ),
 }
-# Nothing else; and a schedule, which shows a count that is one off, behind a clip.
+# The optimizer alone; then behind a clip, with a schedule, which would show a count
+# that is one off.
 SETTINGS = {
     "alone": lambda make: make(0.1),
     "in a chain": lambda make: optax.chain(
@@ -278,7 +279,7 @@ def test_ours_goes_on_from_a_state_of_optax(switch, setting, tmp_path):
     adopted = params, adopt(fresh, state)
     here, _ = train(ours, adopted, range(3, 6))
     chex.assert_trees_all_close(here, there, rtol=2e-6, atol=1e-7)
-    # Orbax goes by the names of the fields, which are the same too.
+    # Orbax goes by the names of fields, and these are the same, too.
     save(tmp_path / "checkpoint", (params, state))
     assert bits(restore(tmp_path / "checkpoint", (params, fresh))) == bits(adopted)
 
@@ -317,7 +318,7 @@ def test_the_clip_can_be_switched_too(ours):
     params = draw(0, "float32")
     _, (params, state) = train(theirs, (params, theirs.init(params)), range(3))
     there, _ = train(theirs, (params, state), range(3, 6))
-    # In front of what optax keeps, ours keeps the last norm.
+    # Ours keeps the last norm, and after it what optax keeps.
     adopted = adopt(ours.init(params), (0.0, state))
     here, _ = train(ours, (params, adopted), range(3, 6))
     chex.assert_trees_all_close(here, there, rtol=2e-6, atol=1e-7)

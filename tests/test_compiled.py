@@ -88,7 +88,7 @@ def test_passes_over_memory(name):
         (CLIPPED["adagrad"], 11.01),
         (optax.chain(CLIP, gx.adagrad(0.1, accumulator_dtype="bfloat16")), 8.01),
         (optax.chain(CLIP, optax.adamw(0.1)), 11.01),
-        (gx.delayed_nesterov(0.1, num_delay=4), 13.01),  # Its sums are, too.
+        (gx.delayed_nesterov(0.1, num_delay=4), 13.01),  # So are its sums.
         (gx.momentum_look_ahead(0.1), 7.01),
     ],
     ids=[
@@ -122,7 +122,7 @@ CLIPS = [None, "global_clipnorm", "clipnorm", "clipvalue"]
 def test_delayed_nesterov_reads_and_writes_what_it_keeps_once(
     activation, apply_updates
 ):
-    """On CPU, where a fusion has one result, gradient and new slots are read again."""
+    """On CPU a fusion has one result, so gradient and new slots are read again."""
     shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(3)}
     tx = gx.delayed_nesterov(0.1, num_delay=4, activation=activation)
 
@@ -145,8 +145,8 @@ def test_delayed_nesterov_reads_and_writes_what_it_keeps_once(
     [
         (None, "float32", 0, 7),
         # Three sums read the gradient twice and the momentum twice. In half precision
-        # they share what they widen, which on CPU goes to memory. Should this be
-        # mended one day, the page on costs is to say so.
+        # they share the widened arrays, which go to memory on CPU. If this is mended
+        # one day, the page on costs must say so.
         (gx.MomentumAlignment(), "float32", 0, 11),
         (gx.MomentumAlignment(), "bfloat16", 4, 21),
     ],
@@ -172,7 +172,7 @@ def test_momentum_look_ahead_reads_the_old_momentum_once(
     ("method", "passes"), [("all", 15), ("latest", 13), ("ringleader", 15)]
 )
 def test_a_push_to_the_mean_over_workers_costs_the_same_for_all_of_them(method, passes):
-    """With the step; the compiler for CPU keeps the old row of the table, 1 N."""
+    """The figures include the step. The CPU compiler keeps the table's old row: 1 N."""
     shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(3)}
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     for workers in (2, 16):
@@ -201,8 +201,10 @@ DELAYS = [1, 2, 8, {"0": 2, "1": 1, "2": 0}]
     ids=["sgd", "adagrad", "adam"],
 )
 def test_a_delay_costs_one_read_and_one_write_of_a_gradient(inner, passes, num_steps):
-    """However long it is: the gradient of then is read where today's is, which is read
-    for the ring and written there."""
+    """However long it is: a step uses the old gradient in the place of today's.
+
+    Beyond that it reads today's gradient and writes it into the ring.
+    """
     shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(3)}
     step = compiled_step(gx.delayed(inner, num_steps), lambda: shapes)
     without = compiled_step(inner, lambda: shapes)
@@ -220,9 +222,9 @@ def test_a_delay_costs_one_read_and_one_write_of_a_gradient(inner, passes, num_s
     assert "conditional" in step.as_text()
 
 
-# On CPU a sum is done by a library, and a conditional takes arrays: both read a copy
-# of a gradient that lies among others. Should this be mended one day, the page on costs
-# is to say so.
+# On CPU a library computes a sum, and a conditional takes whole arrays. Both read a
+# copy of a gradient that lies among others. If this is mended one day, the page on
+# costs must say so.
 @pytest.mark.parametrize(("num_steps", "copies"), [(1, 0), (2, 1), (8, 1)])
 @pytest.mark.parametrize(
     ("inner", "passes"),
@@ -252,7 +254,7 @@ def test_a_ring_in_half_precision_needs_no_room_either(num_steps):
     assert memory.alias_size_in_bytes > (num_steps + 1) * n
     passes = 5
     if jax.__version_info__ < (0, 12) and num_steps > 1:
-        # There the compiler for CPU writes one slot by a pass over all of them.
+        # There the CPU compiler passes over all slots to write one.
         passes += 3 * num_steps - 2
     assert passes * n <= step.cost_analysis()["bytes accessed"] < (passes + 0.01) * n
 
@@ -269,8 +271,8 @@ def test_without_a_delay_there_is_no_ring():
 
 @pytest.mark.parametrize(
     ("dtype", "copies", "passes"),
-    # The two sums share the widened gradient, which on CPU goes to memory. Should this
-    # be mended one day, the page on costs is to say so.
+    # The two sums share the widened gradient, which goes to memory on CPU. If this is
+    # mended one day, the page on costs must say so.
     [("float32", 0, 8), ("bfloat16", 2, 13)],
 )
 @pytest.mark.parametrize("gated", [False, True])
@@ -300,13 +302,13 @@ def test_row_wise_adagrad_reads_gradients_twice_and_makes_none(clip, dtype):
     compiled = step.lower(shapes, jax.eval_shape(tx.init, shapes), shapes).compile()
     n, row = size(shapes), 4 * 8192
     assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * row
-    # Rows are read for their sums, which serve the clip too, and again with the
-    # parameters, which are written.
+    # The step reads rows for their sums, which serve the clip too. It reads them again
+    # with the parameters, which it writes.
     assert compiled.cost_analysis()["bytes accessed"] < 4 * n + 8.1 * row
 
 
 def test_optax_makes_one():
-    """The yardstick: should this fail, optax has caught up, and our pages are wrong."""
+    """The yardstick: if this fails, optax has caught up, and our pages are wrong."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
     memory = compiled_step(tx, gpt2_short).memory_analysis()
     assert memory.temp_size_in_bytes > 0.9 * size(gpt2_short())
@@ -391,7 +393,7 @@ def test_a_push_that_does_not_act_costs_nothing_in_any_dtype(gate, param, grad):
 
 
 def added(tx, params):
-    """A donated push of which the compiler knows that it completes nothing."""
+    """A donated push. The compiler knows that it completes no step."""
 
     def push(params, state, grads):
         state = state._replace(num_accumulated=jnp.int32(0))
@@ -419,7 +421,7 @@ def test_micro_batches_need_no_room_but_their_sum(name):
     step, n = compiled_step(tx, model), size(model())
     assert step.memory_analysis().temp_size_in_bytes < 0.02 * n
     assert step.memory_analysis().alias_size_in_bytes > 2.99 * n
-    # Of a push with its step, and of one that makes none.
+    # The bytes of a push with its step, and of one that makes no step.
     assert step.cost_analysis()["bytes accessed"] <= passes * n
 
 
@@ -429,8 +431,8 @@ def test_micro_batches_need_no_room_but_their_sum(name):
     [
         (gx.adagrad(0.1), 0, 21.01),
         (optax.adamw(0.1), 0, 21.01),
-        # The norm reads the rounded mean from memory. Should this be mended one day,
-        # the page on costs is to say so.
+        # The norm reads the rounded mean from memory. If this is mended one day, the
+        # page on costs must say so.
         (CLIPPED["adagrad"], 1, 25.01),
     ],
     ids=["adagrad", "adamw", "clip-adagrad"],
@@ -448,7 +450,7 @@ def test_micro_batches_in_half_precision(inner, copies, passes):
 
 @pytest.mark.parametrize(("dtype", "passes"), [("float32", 3), ("bfloat16", 5)])
 def test_a_push_that_is_added_is_one_pass_over_sum_and_gradient(dtype, passes):
-    """Of the whole GPT-2-small; the sum is float32 in both."""
+    """On the whole GPT-2-small; the sum is float32 for both dtypes."""
     params = {
         name: jax.ShapeDtypeStruct(leaf.shape, dtype)
         for name, leaf in gpt2_small().items()
@@ -461,7 +463,7 @@ def test_a_push_that_is_added_is_one_pass_over_sum_and_gradient(dtype, passes):
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_optaxs_micro_batches_need_two_copies():
-    """The yardstick: should this fail, optax has caught up, and our pages are wrong."""
+    """The yardstick: if this fails, optax has caught up, and our pages are wrong."""
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
     tx = optax.MultiSteps(inner, 2).gradient_transformation()
     step, n = compiled_step(tx, gpt2_short), size(gpt2_short())
@@ -495,7 +497,7 @@ def test_micro_batches_on_a_mesh_need_no_room_either():
 
 
 def test_where_others_hold_the_gate_updates_are_all_that_is_made():
-    """As ``optax.partition`` does, which brings the updates out of the conditional."""
+    """``optax.partition`` is one: it brings the updates out of the conditional."""
     tx = optax.partition(
         {"gated": gx.conditional_accumulator(gx.adagrad(0.1), 2)}, lambda _: "gated"
     )
@@ -518,7 +520,7 @@ def reductions(tx, params):
 
 @pytest.mark.parametrize("name", ["adagrad", "novograd-global_clipnorm"])
 def test_small_leaves_are_summed_together(name):
-    # 32 to a sum, and a sum of each of those.
+    # 32 leaves share a sum, and each sum over them is summed once more.
     assert reductions(CLIPPED[name], small_leaves(320)) <= 2 * 10
     large = small_leaves(10, size=10_000)
     assert reductions(CLIPPED[name], large) >= len(large)
@@ -548,7 +550,7 @@ def test_no_float64_and_no_call_to_the_host(factory):
             for name, row in rows.items()
         }
 
-    with jax.enable_x64(True):  # Where a double could slip in.
+    with jax.enable_x64(True):  # There a double could slip in.
         params = {"w": jnp.ones((4, 3), jnp.bfloat16), "b": jnp.ones(3, jnp.float32)}
         state = {name: row.make().init(params) for name, row in rows.items()}
         extra = {
@@ -583,8 +585,8 @@ def test_a_row_sparse_step_makes_no_table_in_any_dtype(dtype, accumulator):
     step = jax.jit(functools.partial(gx_step, tx), donate_argnums=(0, 1))
     state = jax.eval_shape(tx.init, params)
     memory = step.lower(params, state, grads).compile().memory_analysis()
-    # An uint16 a row where the compiler scatters into no such dtype, and what is of
-    # the size of the gradient.
+    # A uint16 for each row, where the compiler cannot scatter into the dtype, and
+    # arrays of the size of the gradient.
     assert memory.temp_size_in_bytes < 2 * height + 10 * n * width * 4
     assert memory.alias_size_in_bytes >= params.size * (
         params.dtype.itemsize + jnp.dtype(accumulator or "float32").itemsize

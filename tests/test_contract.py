@@ -23,12 +23,12 @@ WIDE = ("float64", "complex128")
 
 @pytest.fixture(scope="module", params=DESCRIPTORS, ids=str)
 def row(request):
-    """Of a module: the tests of one row come together, and share what it compiles."""
+    """Scoped to the module: the tests of a row run together, and share its programs."""
     return request.param
 
 
 class Compiled:
-    """The compiled update of a row, and three steps of it on what most tests draw."""
+    """A row's compiled update, and three steps of it on the draw of most tests."""
 
     def __init__(self, row):
         self.row, self.tx = row, row.make()
@@ -65,7 +65,7 @@ def number(rng, shape, dtype):
 
 
 def draw(seed, *dtypes):
-    """A tree with a tensor, a scalar and an empty node, of dtypes in turn."""
+    """A tree with a tensor, a scalar and an empty node; the dtypes take turns."""
     rng = np.random.default_rng(seed)
     w, b = (dtypes * 2)[:2] or ("float32", "float32")
     return {
@@ -75,7 +75,7 @@ def draw(seed, *dtypes):
 
 
 def draw_of_two_kinds(row, seed):
-    """A tree of half precision, and of double precision, complex where that may be."""
+    """A tree in half and in double precision, complex if the row allows that."""
     rng = np.random.default_rng(seed)
     double = "float64" if row.real_only else "complex128"
     return {"half": number(rng, (2, 3, 2), "bfloat16"), "*": number(rng, (3,), double)}
@@ -102,7 +102,7 @@ def test_every_public_transformation_has_a_row():
         for name, f in vars(gx).items()
         if inspect.isfunction(f) and "Transformation" in f.__annotations__["return"]
     }
-    public.remove("from_config")  # What it makes is one of the others.
+    public.remove("from_config")  # It makes one of the others.
     assert public == {row.name for row in DESCRIPTORS}
 
 
@@ -196,7 +196,7 @@ step = gx.minimize(f, tx, tables=[""], donate=False)""",
 
 @pytest.mark.parametrize("program", FIRST_PROGRAMS.values(), ids=FIRST_PROGRAMS)
 def test_the_first_program_of_a_process_is_traced_once(program):
-    """What is imported while it is traced can change on what traces depend."""
+    """An import during the trace can change what the trace depends on."""
     program = f"""
 import gradxform as gx, jax
 traces = []
@@ -243,7 +243,7 @@ def test_chain_and_named_chain(row, compiled):
 
     @jax.jit
     def update(grads, state, params, **extra):
-        # Alone in its arguments and its name: a program that is compiled already.
+        # It has the arguments and the name of the row's own update, which is compiled.
         state = before | {"it": (before["it"][0], state, before["it"][2])}
         updates, after = tx.update(grads, state, params, **extra)
         assert jax.tree.structure(after) == jax.tree.structure(before)
@@ -376,7 +376,7 @@ def test_derivatives_through_the_update_are_finite(row):
     for at in (np.zeros_like(grads), grads):
         value, derivatives = loss(at, params)
         chex.assert_tree_all_finite(derivatives)
-        if value != 0:  # A derivative that is finite because it was cut is no use.
+        if value != 0:  # No derivative is finite because it was cut.
             assert np.any(derivatives[0] != 0)
 
 
@@ -418,7 +418,7 @@ def test_a_gradient_of_another_shape_is_named(row):
 
 
 def test_params_and_gradients_may_be_plain_numbers(row, compiled):
-    """And arrays of NumPy."""
+    """They may be arrays of NumPy, too."""
     tx = row.make()
 
     def plain(tree):

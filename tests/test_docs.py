@@ -19,7 +19,7 @@ PUBLIC = sorted(
 )
 STATES = [name for name in PUBLIC if name.endswith("State")]
 RECORDS = [name for name in PUBLIC if hasattr(getattr(gx, name), "_fields")]
-# What a user calls; a gated transformation is made by its wrappers alone.
+# What a user calls. Only its wrappers make a gated transformation.
 CALLED = sorted({*PUBLIC} - {*RECORDS} - {"GatedTransformation", "ServerClosedError"})
 ROWS = {row.name: row for row in listing.rows()}
 
@@ -41,7 +41,7 @@ def test_docstring_has_all_sections(name):
 def test_docstring_explains_every_argument(name):
     doc = inspect.getdoc(getattr(gx, name))
     for parameter in inspect.signature(getattr(gx, name)).parameters:
-        if parameter.startswith("_ray"):  # Ray's own, of a class that was an actor.
+        if parameter.startswith("_ray"):  # Ray adds it to an actor's class.
             continue
         assert re.search(rf"^  \*{{0,2}}{parameter}\b.*:", doc, re.M), parameter
 
@@ -72,7 +72,7 @@ def test_list_prints_every_public_name_but_states(columns, capsys, monkeypatch):
 def test_listed_state_and_extra_arguments_are_the_real_ones(row):
     tx, params = row.make(), jnp.ones((2, 2))
     listed = ROWS[row.name]
-    # What the state is made of, down to what another transformation keeps.
+    # The parts of the state, down to what an inner transformation keeps.
     nodes = jax.tree.leaves(
         tx.init(params), is_leaf=lambda x: type(x).__name__ in STATES
     )

@@ -1,7 +1,7 @@
-"""Every framework's embedding layer trains by the row, as its block of docs/sparse.md.
+"""Every framework's embedding layer trains by the row, as docs/sparse.md shows.
 
-What runs is the page's own code; what it is held against is the same code without
-``tables``, whose gradients are dense.
+The tests run the page's own code. They compare it with the same code without
+``tables``, which has dense gradients.
 """
 
 import pathlib
@@ -24,7 +24,7 @@ SHARED, *REST = re.findall(BLOCK, PAGE, re.DOTALL)
 BLOCKS = dict(re.findall(r"\n### (.+?)\n(?:[^#]*?)" + BLOCK, PAGE, re.DOTALL))
 HEIGHT = 10_000
 
-# The parameters that a block leaves, and the table among them.
+# The parameters that a block leaves; the table is among them.
 LEFT = {
     "NNX's Embed": lambda left: nnx.to_pure_dict(nnx.state(left["model"], nnx.Param)),
     "Linen's Embed": lambda left: left["state"].params,
@@ -50,7 +50,7 @@ def batches(n):
 
 
 def run(name, n, tables=True, height=HEIGHT):
-    """What a block leaves, and its parameters, after some batches."""
+    """What a block leaves after some batches, and its parameters."""
     code = SHARED + BLOCKS[name].replace("10_000", str(height))
     if not tables:
         code, named = re.subn(r"tables=\[.*?\]", "tables=()", code)
@@ -85,7 +85,7 @@ def test_trains_as_with_dense_gradients(name):
 
 
 def test_nnx_keeps_what_its_layers_keep():
-    """As under ``nnx.value_and_grad``, which carries it by itself."""
+    """As under ``nnx.value_and_grad``, which carries the state of layers by itself."""
     left, _ = run("NNX's Embed", 3)
     again, _ = run("NNX's Embed", 0)
     model, optimizer = again["model"], again["optimizer"]
@@ -116,7 +116,7 @@ def test_gx_apply_updates_takes_the_place_of_equinoxs():
     moved = after.layers[0].weight - layer.layers[0].weight
     np.testing.assert_allclose(moved, [[0] * 5, [2] * 5, [0] * 5], atol=1e-6)
     assert after.activation is layer.activation
-    # The same as Equinox's where they are dense.
+    # Equinox gets the same from the dense gradient.
     dense = eqx.tree_at(lambda m: m.layers[0].weight, updates, rows.densify())
     assert eqx.tree_equal(eqx.apply_updates(layer, dense), after)
 
@@ -198,8 +198,9 @@ def test_a_tied_table_is_refused_and_is_dense_where_it_is_not_named(
     _, grads = gx.value_and_grad(loss)(params)
     (table,), (grad,) = map(jax.tree.leaves, (params, grads))
     table = np.asarray(table, np.float64)
-    # Of the sum of rows[ids] · tableᵀ: of each row the sum of those that were read, and
-    # of one that was read the sum of the table as often.
+    # The gradient of the sum of rows[ids] · tableᵀ: each row of the table gets the sum
+    # of all rows that were read. A row that was read also gets the sum of the whole
+    # table, once for each time.
     expected = np.tile(table[IDS].sum(0), (5, 1))
     np.add.at(expected, np.asarray(IDS), table.sum(0))
     np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-6)
@@ -219,7 +220,7 @@ def test_haikus_one_hot_style_is_a_product():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_layer_that_computes_in_half_precision(dtype):
-    """Its table is cast before rows are taken; here the rows alone are."""
+    """The layer casts its table before it takes rows; here only the rows are cast."""
     layer = linen.Embed(5, 2, dtype=dtype)
 
     def loss(params):

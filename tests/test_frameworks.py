@@ -1,6 +1,6 @@
-"""Each framework trains as its page shows it, and hands on what our gates need.
+"""Each framework trains as its page shows, and passes on what our gates need.
 
-What runs is the page's own code, taken from the block under each framework's name.
+The tests run the page's own code: the block under each framework's name.
 """
 
 import ast
@@ -44,7 +44,7 @@ def equinoxs_logits(left, x):
     return jax.vmap(lambda x: model(x, left["averages"])[0])(x)
 
 
-# The logits of what a block leaves.
+# The logits of the model that a block leaves.
 MODELS = {
     "Flax NNX": lambda left, x: left["model"](x),
     "Flax Linen": lambda left, x: left["model"].apply(
@@ -62,7 +62,7 @@ MODELS = {
 
 
 def run(name, batches, wrapped=""):
-    """What the page's code for this framework leaves, with ``tx`` as it is or not."""
+    """What the page's code leaves; ``wrapped`` may change its ``tx`` before it runs."""
     left = {"batches": batches}
     exec(SHARED + wrapped + BLOCKS[name], left)
     return left
@@ -112,7 +112,7 @@ PARAMETERS = {
     ],
 )
 def test_micro_batches_train_as_their_batches_do(name):
-    """Two batches at once, and each in two halves."""
+    """Two whole batches, and the same two in halves."""
     rng = np.random.default_rng(0)
     images = rng.standard_normal((2, 8, 64)).astype(np.float32)
     labels = rng.integers(0, 10, (2, 8))
@@ -125,8 +125,8 @@ def test_micro_batches_train_as_their_batches_do(name):
     chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-6)
 
 
-# The first running average that a block of "BatchNorm and Dropout" keeps: what is left
-# of 0, and where the layer's input came from.
+# The first running average that a block of "BatchNorm and Dropout" keeps, without the
+# weight of its zero at the start; below, the parameters of the layer before it.
 AVERAGES = {
     "Linen's": lambda left: left["averages"]["BatchNorm_0"]["mean"] / 0.01,
     "Haiku's": lambda left: left["averages"]["batch_norm/~/mean_ema"]["average"][0],
@@ -144,7 +144,7 @@ HIDDEN = {
 }
 
 
-@pytest.mark.usefixtures("standard_promotion")  # For what Haiku's layers do.
+@pytest.mark.usefixtures("standard_promotion")  # Haiku's layers need it.
 @pytest.mark.parametrize("name", AVERAGES)
 def test_what_layers_keep_is_carried(name):
     rng = np.random.default_rng(0)
@@ -155,7 +155,7 @@ def test_what_layers_keep_is_carried(name):
     mean = (images[0] @ kernel + bias).mean(axis=0)
     np.testing.assert_allclose(AVERAGES[name](once), mean, rtol=1e-4, atol=1e-5)
     assert np.abs(AVERAGES[name](twice) - AVERAGES[name](once)).max() > 1e-3
-    # Another key drops others: the same batch, the same parameters, another loss.
+    # Another key drops other units: the same batch and parameters, another loss.
     args = (start["params"], start["averages"])
     loss_fn = jax.jit(start["loss_fn"])
     losses = [
@@ -176,7 +176,7 @@ def test_keras_carries_the_seed_of_its_dropout(request, monkeypatch):
 
 
 def test_nnxs_own_gradients_carry_what_layers_keep():
-    """As the page says, and that of JAX, given the whole model, does not."""
+    """As the page says. JAX's own gradient of the whole model does not carry it."""
 
     class Net(nnx.Module):
         def __init__(self):
@@ -213,7 +213,7 @@ def late():
 
 
 def test_a_schedule_around_micro_batches_is_as_long_as_its_steps():
-    """The page's line: with it the last of the batches meets the last of the rates."""
+    """With the page's line, the last batch meets the last rate."""
     (line,) = re.findall(r"`(rate = .*?)`", PAGE)
     plain = re.search(r"^rate = .*$", SHARED, re.M)[0]
     ends = {}
@@ -222,7 +222,7 @@ def test_a_schedule_around_micro_batches_is_as_long_as_its_steps():
         exec(code, named)
         ends[name] = next(n for n in range(1000) if named["rate"](n) == 0)
     assert ends == {"micro": 110, "plain": 440}
-    # What accumulate's inner counts.
+    # accumulate's inner counts steps, not pushes.
     tx = gx.accumulate(gx.adagrad(optax.linear_schedule(1.0, 0.0, 2)), 4)
     params = {"w": jnp.ones(1)}
     state = tx.init(params)
@@ -253,7 +253,7 @@ def test_nnx_forwards_extra_arguments():
         optimizer.update(model, nnx.state(model, nnx.Param))
 
 
-# State of fewer axes than its parameters, which the names of theirs do not fit.
+# State with fewer axes than its parameters, so the names of their axes do not fit it.
 SHORT = {
     "nu": gx.novograd(0.1),
     "count": gx.delayed_nesterov(0.1, num_delay=2),
@@ -263,7 +263,7 @@ SHORT = {
 
 
 def arrays(variables):
-    """What a tree of variables holds."""
+    """The arrays in a tree of variables."""
     return jax.tree.map(
         lambda variable: variable[...],
         variables,
@@ -281,7 +281,7 @@ def test_nnx_under_sharding_metadata(field):
         start, before = jnp.copy(model.kernel[...]), model.kernel[...].sharding
         grads = nnx.grad(lambda model: jnp.mean(model(X) ** 2))(model)
         optimizer.update(model, grads, local_step=0)
-        # The same as trees of variables, and as trees of arrays.
+        # The same with trees of variables, and with trees of arrays.
         params = nnx.state(model)
         updated = [
             jax.tree.leaves(tx.update(g, tx.init(p), p, local_step=0))
@@ -318,14 +318,15 @@ def test_novograd_where_parameters_name_mesh_axes(tx, error):
     specs = linen.get_partition_spec(jax.eval_shape(create, key))
     shardings = linen.logical_to_mesh_sharding(specs, mesh, rules)
     created = jax.jit(create, out_shardings=shardings)
-    if error:  # A row of the page on optax.
+    if error:  # The page on optax says so.
         with pytest.raises(ValueError, match=error):
             created(key)
         return
     state = created(key)
     after = state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
     kernel = linen.unbox(after.params)["kernel"]
-    # All entries of the gradient are alike: each is one over the root of their number.
+    # All entries of the gradient are equal: each becomes one over the root of their
+    # number.
     np.testing.assert_allclose(kernel, 1 - 0.1 / np.sqrt(64 * 8), rtol=1e-5)
 
 
@@ -383,7 +384,7 @@ def test_linens_own_train_state_forwards_nothing():
 
     with pytest.raises(TypeError, match="drop_stale needs local_step"):
         create(late()).apply_gradients(grads=params, local_step=0)
-    # Where tx could do without, it is a field that there is not.
+    # If tx does not need the argument, Flax takes it for an unknown field.
     with pytest.raises(TypeError, match="unexpected keyword argument 'use_norm'"):
         create(gx.clip_by_global_norm(1.0)).apply_gradients(grads=params, use_norm=2.0)
 
@@ -479,7 +480,7 @@ def test_a_frozen_dict_is_no_dict():
 
 
 class Affine(eqx.Module):
-    """A model that can be called, as are the masks made of it."""
+    """A model that can be called, and so can the masks made of it."""
 
     w: Any
     b: Any
@@ -528,7 +529,7 @@ def test_the_loop_leaves_what_tensorflow_left():
     def loss_fn(params, x, y):
         return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
-    # What TensorFlow 1.15.5 made of these numbers with the code of the left sides.
+    # TensorFlow 1.15.5 computed these with the code of the left sides.
     clipped = {"w": np.array([0.009013183, 0.08587768, 0.08078636]), "b": 0.11789924}
     as_it_is = {"w": np.array([-0.01362059, 0.08299472, 0.07433566]), "b": 0.16171496}
     left = {"gx": gx, "jax": jax, "optax": optax, "loss_fn": loss_fn}
@@ -541,7 +542,7 @@ def test_the_loop_leaves_what_tensorflow_left():
         left |= {"params": start, "batches": zip(x, y, strict=True)}
         exec(code, left)
         chex.assert_trees_all_close(left["params"], expected, rtol=1e-5)
-    # And what is three steps late does nothing.
+    # A push that is three steps late does nothing.
     late = left["apply_gradients"](left["params"], left["state"], left["grads"], 2)
     chex.assert_trees_all_equal(late[0], left["params"])
     assert late[1].stale_count == 1

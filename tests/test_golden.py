@@ -24,7 +24,7 @@ CASES = {
 }
 OURS = {name: case for name, case in CASES.items() if case["ours"]}
 
-# What the originals call their slots, and what ours are called.
+# The originals' names of slots, and ours.
 SLOTS = {
     "accumulator": "sum_of_squares",
     "momentum": "trace",
@@ -69,7 +69,7 @@ def build(ours):
 
 
 def options_of(name):
-    """What ``build`` takes for a case, and its numbers apart, of which 0 is none."""
+    """The arguments of ``build`` for a case, and its numbers apart, except zeros."""
     leaves, treedef = jax.tree.flatten(OURS[name]["ours"], is_leaf=is_list)
     leaves = [np.float32(x) if is_list(x) else x for x in leaves]
     numbers = [np.asarray(x, kind_of(x)) if is_number(x) else None for x in leaves]
@@ -91,7 +91,7 @@ def kind_of(x):
 
 @functools.cache
 def compiled(words, treedef):
-    """One program for all traces that differ in no more than numbers and shapes."""
+    """One program for all traces that differ only in numbers and shapes."""
 
     @jax.jit
     def step(numbers, *args, **extra):
@@ -104,7 +104,7 @@ def compiled(words, treedef):
 
 
 def dense(leaf):
-    """In NumPy, which compiles nothing for each number of rows."""
+    """In NumPy: it compiles nothing for each number of rows."""
     if not isinstance(leaf, gx.IndexedSlices):
         return np.asarray(leaf)
     total = np.zeros(leaf.dense_shape, leaf.values.dtype)
@@ -134,7 +134,7 @@ def test_openseq2seq_never_stores_its_moving_average():
     other = CASES["openseq2seq:novograd-other-beta2"]
     assert other["settings"]["beta2"] != case["settings"]["beta2"] == 0.98
     assert other["steps"] == case["steps"]
-    # With the average of its paper, its own defaults train otherwise.
+    # With the paper's average, the same defaults train to other numbers.
     params = tree(case["params"])
     tx = gx.novograd(case["ours"]["learning_rate"])
     state, update = tx.init(params), jax.jit(functools.partial(gx.apply_gradients, tx))
@@ -146,7 +146,7 @@ def test_openseq2seq_never_stores_its_moving_average():
 
 
 CLIPS = [n for n, c in OURS.items() if "clip_by" in c["ours"]["transformation"]]
-# Those of one program side by side, so that one process runs them.
+# Traces of one program stand side by side, so that one process runs them.
 OPTIMIZERS = sorted(OURS.keys() - CLIPS, key=lambda n: (str(options_of(n)[2]), n))
 
 

@@ -1,7 +1,4 @@
-"""Runs that an earlier version began go on: from its checkpoints, to the same numbers.
-
-``tests/golden/make_checkpoints.py`` has made them, and says how.
-"""
+"""Runs of an earlier version go on from its checkpoints, to the same numbers."""
 
 import json
 import zipfile
@@ -18,7 +15,7 @@ KEPT = golden.kept()
 
 
 def unpacked(name, folder):
-    """What is expected of a checkpoint, which then lies in the folder."""
+    """Unpacks a checkpoint into the folder; returns what is expected of it."""
     with zipfile.ZipFile(golden.FOLDER / f"{name}.zip") as file:
         file.extractall(folder)
     expected = folder / "expected.json"

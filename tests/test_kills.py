@@ -1,4 +1,4 @@
-"""What a signal leaves of the main job, once each; the benchmark does it often."""
+"""What each signal leaves of the main job, once; the benchmark sends many."""
 
 import os
 import pathlib
@@ -35,7 +35,7 @@ def test_a_signal_leaves_no_process_and_a_checkpoint_that_loads(capsys):
 
 @pytest.fixture
 def folder():
-    """A short name, as Ray's sockets lie there."""
+    """A folder with a short name: Ray puts its sockets there."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         yield pathlib.Path(temporary)
 

@@ -1,8 +1,8 @@
 """Methods for late gradients, against runs of their authors' code.
 
-``tests/golden/README.md`` says how the traces were made and what an event holds;
-``tests/golden/_simulator.py`` has the equations, which stand between: the traces hold
-them, and they hold the library wherever there is no trace.
+``tests/golden/README.md`` says how the traces were made and what an event holds.
+``tests/golden/_simulator.py`` has the equations. The tests compare these with the
+traces, and the library with these wherever there is no trace.
 """
 
 import functools
@@ -47,21 +47,21 @@ def root_of_the_step_before(k):
 
 
 def is_ours(case):
-    """What the library has a transformation for."""
+    """Whether the library has a transformation for it."""
     return case["ours"] is not None and "transformation" in case["ours"]
 
 
 OURS = [
     name
     for name, case in CASES.items()
-    # Its Muon of before is no transformation of one array.
+    # Before, optax's Muon cannot transform a single array.
     if is_ours(case) and ("plain" not in name or optax.__version__ >= "0.2.8")
 ]
 
 
 @pytest.fixture(autouse=True)
 def float64():
-    """On all threads: a server has one of its own."""
+    """Doubles on all threads: a server has a thread of its own."""
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
     yield
@@ -89,7 +89,7 @@ def build(ours, settings=None):
 
 
 def follows(name, settings):
-    """An optimizer of the authors' own, from the equations, to put behind a gate."""
+    """The authors' own optimizer, from its equations, to put behind a gate."""
     agnostic = "eta" in settings or "parameter_agnostic" in settings
     rate = settings.get("gamma", settings.get("eta"))
 
@@ -125,7 +125,7 @@ def tree(leaves):
 
 @jax.jit
 def quadratic(x, curvature, pull, noise):
-    """As in the traces: its gradient is A x - b + noise."""
+    """The loss of the traces: its gradient is A x - b + noise."""
 
     def loss(x):
         return jnp.sum(x * (curvature @ x / 2 - pull + noise))
@@ -149,7 +149,7 @@ def crew(case):
 
 
 def run_equals(case, tx, expected, max_staleness=None, atol=1e-9):
-    """The engine's pushes, in their order, with what they make of the parameters."""
+    """The engine makes the same pushes, in the same order, with the same parameters."""
     start = tree(case["problem"])["start"]
     pushes = [event for event in expected if "given_up" not in event]
     job = engines.Job(start, tx, crew(case), len(pushes), max_staleness=max_staleness)
@@ -162,7 +162,7 @@ def run_equals(case, tx, expected, max_staleness=None, atol=1e-9):
             if "params" in event:
                 w = run.server.state()["params"]
                 np.testing.assert_allclose(w, event["params"], rtol=0, atol=atol)
-    # Behind the last push nobody looks who else is late.
+    # After the last push nobody looks who else is late.
     last = expected.index(pushes[-1])
     before = [event for event in expected[:last] if "given_up" in event]
     assert run.counts().given_up == len(before)
@@ -195,7 +195,7 @@ def test_the_traces_have_what_is_hard():
         given_up = {(e["global_step"], late(e)) for e in of if "given_up" in e}
         assert {(4, 1), (6, 2)} <= given_up
         assert not any(k > 4 and late == 1 for k, late in given_up)
-    # Ties: several who push at once; and who gives up as it would have pushed.
+    # Ties: several workers push at once.
     times = [e["time"] for e in events["ringmaster-3-equal"] if "given_up" not in e]
     assert len(set(times)) < len(times)
     # A worker whose gradients are late enough to be weighed down.
@@ -205,7 +205,7 @@ def test_the_traces_have_what_is_hard():
 
 @pytest.mark.parametrize("name", [name for name in OURS if name not in FEDERATED])
 def test_the_engine_runs_them(name):
-    """Pushes and stops, at their times."""
+    """Pushes and stops come at their times."""
     case = CASES[name]
     max_staleness = case["ours"]["job"]["max_staleness"]
     if max_staleness == AGNOSTIC:
@@ -239,7 +239,7 @@ PAPERS = {
     "FedAsync, polynomial weights": "fedasync-polynomial",
     "FedAsync, hinge": "fedasync-hinge",
 }
-# Those of outer optimizers, which see no workers.
+# The rows of outer optimizers. They see no workers.
 OUTER = {
     "momentum look-ahead, the outer optimizer": "look-ahead",
     "HeLoCo, its outer optimizer": "alignment",
@@ -281,9 +281,10 @@ def test_a_row_of_the_page_is_what_the_authors_run(method):
 
 
 def pushed(case):
-    """Answers of a server to the trace's events, and those it should give.
+    """A server's answers to the trace's events, and those it should give.
 
-    Who gives up a gradient pushes it here, at that very time: it has to be dropped.
+    A worker that gives up a gradient pushes it here, at that very time. The server has
+    to drop it.
     """
     of = tree(case["problem"])
     tx = build(case["ours"], case.get("settings"))
@@ -335,7 +336,7 @@ def federated_equals(case, tx, atol):
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("gate", GATES)
 def test_the_engine_without_stops(gate, number, pattern):
-    """Ringmaster and Rennala as their papers have them: late pushes come, and go."""
+    """Ringmaster and Rennala as in their papers: late pushes come and are dropped."""
     case = next(case for name, case in CASES.items() if name.endswith(pattern))
     gradient, duration, start = simulator.problem_of(case)
     rule, drops = simulator.sgd(0.125, simulator.always(1)), number

@@ -29,12 +29,13 @@ SHORT = ("--steps", "60", "--engine", "simulated")
 OUTCOMES = ("accepted", "dropped")
 COLOR = re.compile(r"\x1b\[[\d;]*(?:3|9)[0-7]m")
 TERMINAL = {"FORCE_COLOR": "1", "TERM": "xterm"}
-# Who is killed may leave half of a file: it reads what others compiled, and adds none.
+# A killed process may leave half of a file, so it reads what others compiled and adds
+# nothing.
 KILLED = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "inf"}
 
 
 def environment(**changes):
-    """That of a process away from any terminal, unless ``changes`` say otherwise."""
+    """The environment of a process without a terminal, with these changes."""
     forced = {"FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "COLUMNS", "LINES"}
     kept = {name: value for name, value in os.environ.items() if name not in forced}
     return {**kept, "PYTHONIOENCODING": "utf-8", **changes}
@@ -51,12 +52,12 @@ def run(*options, **environ):
     )
 
 
-# Commands in this process share a model and what is compiled of it.
+# Commands in this process share a model and its compiled programs.
 build_model = functools.cache(job.build_model)
 
 
 class Out(io.BytesIO):
-    """What is printed to; with an error's number, nothing can be."""
+    """Takes what is printed. With an error's number in ``fails`` it takes nothing."""
 
     fails = None
 
@@ -94,7 +95,7 @@ def row(stdout, name):
 
 
 def histogram(stdout):
-    """(lowest staleness, highest, pushes, of these dropped), from the table's bars."""
+    """(lowest staleness, highest, pushes, dropped ones) of each bar of the table."""
     bar = r"│ staleness (\d+)(?: to (\d+))? +│ (\d+)(?:, (\d+|all) dropped)?"
     for low, high, count, late in re.findall(bar, stdout):
         dropped = count if late == "all" else late or 0
@@ -202,7 +203,7 @@ def arguments(*options):
 
 
 def make_job(*options):
-    """The job of the command line, of a model that is one number."""
+    """The command line's job for a model that is one number."""
     model = job.Model(jnp.zeros(1), None, lambda params, *batch: batch, None)
     images, labels = np.zeros((5, 8, 8), np.float32), np.arange(5)
     digits = job.Digits(images, images, labels, labels)
@@ -220,7 +221,7 @@ def test_in_mode_local_a_push_stands_for_many_gradients():
     assert made.pushes == 3000 / 20
     means = [np.mean([*map(w.duration, range(4000))]) for w in made.workers]
     np.testing.assert_allclose(means, 20 * 0.1, rtol=0.03)
-    # Elsewhere it has no meaning, and those who count pushes get what they ask for.
+    # In other modes it means nothing; and a number of pushes that is given stays.
     assert make_job("--local-steps", "20").pushes == 3000
     assert make_job("--mode", "local", "--steps", "7").pushes == 7
 
@@ -256,7 +257,7 @@ def test_a_step_requires_what_the_mode_says(options, required, standard_promotio
 )
 def test_a_few_steps_lower_the_loss(optimizer, mode, standard_promotion):
     options = ["--mode", mode, "--optimizer", optimizer, "--steps", "120"]
-    options += ["--local-steps", "2"]  # Each is compiled on its own.
+    options += ["--local-steps", "2"]  # Each number is compiled.
     made = job.make_job(arguments(*options), build_model(0), job.load_digits())
     with engines.simulated(made) as run:
         losses = [push.loss for push in run.pushes]
@@ -287,7 +288,7 @@ def test_the_defaults_learn_and_drop(tmp_path):
 
 @pytest.mark.slow
 def test_the_defaults_of_mode_local_learn():
-    # Long enough that programs made fast, as a user's are, take less time.
+    # Long enough that optimized programs, as a user has them, take less time.
     done = run("--mode", "local", "--engine", "simulated")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("local on simulated, novograd, workers 4")
@@ -312,9 +313,9 @@ def test_threads_wait_for_those_they_require(options, steps, dropped):
 def test_ray_trains_in_silence():
     pytest.importorskip("ray")
     options = ["--engine", "ray", "--steps", "30", "--workers", "2", "--mode", "local"]
-    # However late one of the two is, nothing is dropped.
+    # However late one of the two workers is, nothing is dropped.
     options += ["--local-steps", "2", "--max-staleness", "30"]
-    # As its workers are in the end.
+    # Its workers are killed in the end.
     done = run(*options, **KILLED, XLA_FLAGS=xla_flags(level=1))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("local on ray, novograd, workers 2, seed 0")
@@ -356,7 +357,7 @@ def test_a_process_with_a_pipe_gets_no_control_characters(piped):
 
 
 def results(done):
-    """What was printed, but for what a terminal and the machine decide."""
+    """What was printed, without what a terminal or the machine decides."""
     return re.sub(r"\x1b\[[\d;]*m|[━╸╺ ]|seconds .*", "", done.stdout)
 
 
@@ -389,7 +390,8 @@ def test_the_limit_is_the_given_one():
 
 
 def test_the_bars_are_few_however_late_a_push_is():
-    # The last worker is slower: rows of several steps, one with both kinds of push.
+    # The last worker is slower. So bars have several steps, and one has both kinds of
+    # push.
     options = ["--steps", "200", "--workers", "25", "--max-staleness", "30"]
     stdout = call(*SHORT, *options).stdout
     check_bars(stdout, limit=30)
@@ -399,7 +401,7 @@ def test_the_bars_are_few_however_late_a_push_is():
 
 
 def check_a_terminal(done, colors):
-    """A progress bar, and colors in it and in the table, or none in either."""
+    """There is a progress bar. It and the table have colors, or neither of them has."""
     assert done.returncode == 0
     assert "100%" in done.stderr
     assert re.search(r"loss \d\.\d{3}", done.stderr)
@@ -488,7 +490,7 @@ def test_a_bad_option_gets_one_line(options, words):
 
 
 def test_the_same_command_goes_on_where_it_was(tmp_path, short):
-    """And in the end it is where it had been without a stop, as far as it counts."""
+    """In the end its counts are those of a run without a stop."""
     folder = str(tmp_path / "new" / "checkpoints")
     options = ["--engine", "simulated", "--mode", "sync", "--checkpoint", folder]
     assert call(*options, "--steps", "40").returncode == 0
@@ -543,7 +545,7 @@ def test_a_home_is_found_where_no_shell_has_looked_for_it(tmp_path):
 @pytest.mark.parametrize(
     ("number", "code", "says"),
     [
-        (errno.EPIPE, 141, ""),  # That of ``yes | head -1``.
+        (errno.EPIPE, 141, ""),  # As in ``yes | head -1``.
         (errno.ENOSPC, 2, "error: the results cannot be printed: No space left"),
     ],
 )
@@ -593,7 +595,7 @@ def test_nobody_has_to_read_on():
 
 def test_a_cluster_that_is_not_there_gets_one_line():
     pytest.importorskip("ray")
-    with socket.create_server(("127.0.0.1", 0)) as server:  # It is no cluster's.
+    with socket.create_server(("127.0.0.1", 0)) as server:  # It is not a cluster.
         address = f"127.0.0.1:{server.getsockname()[1]}"
         options = ["--engine", "ray", "--address", address, "--connect-timeout", "0.5"]
         done = call(*options)
@@ -613,7 +615,7 @@ def test_a_run_can_be_watched(tmp_path):
 
 
 def check_one_line(done, words):
-    """An error, in one line, that has these words."""
+    """The output is one line: an error that has these words."""
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("python -m gradxform: error: ")
@@ -626,7 +628,7 @@ ASKING = {"ray": ["--engine", "ray"], "tensorboardX": ["--logdir", "logs"]}
 
 
 def lose(package, folder):
-    """Puts a package in a folder that cannot be imported."""
+    """Puts a package that cannot be imported into a folder."""
     missing = f"raise ModuleNotFoundError(\"No module named '{package}'\")"
     (folder / f"{package}.py").write_text(missing)
 
@@ -708,7 +710,7 @@ def test_an_interrupt_ends_every_engine(engine, tmp_path):
     with subprocess.Popen(
         [*command, "--engine", engine, "--plot", str(plot)],
         env=environment(**TERMINAL, **KILLED, COLUMNS="80", MARK=mark, XLA_FLAGS=flags),
-        start_new_session=True,  # A terminal interrupts all of a group.
+        start_new_session=True,  # A terminal interrupts a whole group.
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:

@@ -1,8 +1,8 @@
 """Every row of the migration tables that names code is executed and checked.
 
-The code runs, in double precision so that no option hides behind rounding, with the
-names of ``namespace``; the check kept under it receives the result. A test asserts that
-every row with code has a check and that no check is left over.
+The code runs with the names of ``namespace``, in double precision so that no option
+hides behind rounding. The check that ``CHECKS`` has for it receives the result. A test
+asserts that every row with code has a check and that no check is left over.
 """
 
 import functools
@@ -47,7 +47,7 @@ ACC = {k: 0.1 + g**2 for k, g in GRADS.items()}  # Adagrad's sums after one upda
 ADAGRAD_UPDATE = {k: -0.1 * g / np.sqrt(ACC[k] + 1e-7) for k, g in GRADS.items()}
 
 
-# A table, rows of its gradient of which one repeats, and the sum of them.
+# A table, rows of its gradient with one of them repeated, and their dense gradient.
 TABLE, IDS = np.arange(8.0).reshape(4, 2), np.array([3, 1, 3])
 ROWS = 2 * TABLE[IDS]
 DENSE = np.zeros((4, 2))
@@ -66,7 +66,7 @@ def after_one(tx, **extra):
 
 @functools.cache
 def names():
-    """What the names in the tables' code stand for, but for the server."""
+    """What the names in the tables' code stand for, without the server."""
     params, grads = jax.tree.map(jnp.asarray, (PARAMS, GRADS))
     tx, clip, novograd = gx.adagrad(0.1), gx.clip_by_global_norm(1.0), gx.novograd(0.1)
     late = gx.drop_stale(gx.adagrad(0.1), 1)
@@ -98,12 +98,12 @@ def namespace():
     return {**made, "server": gx.ParameterServer(made["params"], made["tx"])}
 
 
-# Of engines, whose threads know nothing of double precision.
+# Code with engines: their threads do not have double precision.
 OF_ENGINES = re.compile(r"\b(engines|job|run)\b")
 
 
 def namespace_of_engines(folder):
-    """A run of three pushes is saved in ``folder``; the job is one of four."""
+    """The names of such code. Three of the job's four pushes are in ``folder``."""
     params = jax.tree.map(np.float32, PARAMS)
     worker = engines.Worker(jax.value_and_grad(loss_fn))
     job = engines.Job(params, gx.adagrad(0.1), [worker], 4)
@@ -143,7 +143,7 @@ def trains_as(oracle, rtol=1e-9, **options):
 
 
 def saves(**options):
-    """All else is as by default."""
+    """Everything else is the default."""
 
     def check(checkpoint):
         default = engines.Checkpoint(checkpoint.directory)
@@ -187,7 +187,7 @@ def updates_to(expected):
 
 
 def second_step(result):
-    """Adagrad's parameters and sums from the state after one update."""
+    """Adagrad's second step: parameters and sums, from the state after the first."""
     params, state = result
     sums = {k: a + GRADS[k] ** 2 for k, a in ACC.items()}
     equals(sums)(optax.tree.get(state, "sum_of_squares"))
@@ -230,10 +230,10 @@ ADAGRAD_UPDATE_OF_THE_SUM = {
 
 
 def emits_as(theirs, first=ADAGRAD_UPDATE, **multi_steps):
-    """As optax's own on pushes of several sizes, and this for the first two of GRADS.
+    """The updates are optax's on pushes of several sizes; the second one is ``first``.
 
-    What stands in ``theirs`` is the transformation, or with arguments for it that which
-    ``optax.MultiSteps`` wraps.
+    ``theirs`` is optax's transformation. With arguments of ``optax.MultiSteps`` it is
+    the transformation that this wraps.
     """
 
     def check(ours):
@@ -256,7 +256,7 @@ def emits_as(theirs, first=ADAGRAD_UPDATE, **multi_steps):
 
 
 def keeps_state_push_by_push(tx):
-    """The sum of two of Adagrad's updates, and not one of the sum."""
+    """It gives the sum of two of Adagrad's updates, not one update of the sum."""
     state = tx.init(PARAMS)
     for _ in range(2):
         updates, state = tx.update(GRADS, state, PARAMS)
@@ -270,7 +270,7 @@ def keeps_state_push_by_push(tx):
 
 
 def acts_on_two(expected):
-    """Nothing for the first of two equal pushes, and then these updates."""
+    """Of two equal pushes, the first gives nothing, the second these updates."""
 
     def check(tx):
         first, state = tx.update(GRADS, tx.init(PARAMS), PARAMS, local_step=0)
@@ -324,7 +324,7 @@ def decays_every_row(tx):
     for step in oracles.novograd({"table": TABLE}, sequence, 0.1, weight_decay=0.01):
         params, state = gx.apply_gradients(tx, slices, state, params)
         equals(step[0]["table"])(params)
-    assert np.all(params[2] != TABLE[2])  # Which no gradient has touched.
+    assert np.all(params[2] != TABLE[2])  # No gradient has touched it.
 
 
 def averages_rows_by_the_pushes_that_held_them(tx):
@@ -631,7 +631,7 @@ CHECKS = {
 }
 
 
-# What `dir` and the signatures of the originals list, by the heading of its table.
+# What `dir` and the signatures of the originals list, by the heading of each table.
 MEMBERS = {
     "`tf.contrib.opt.DropStaleGradientOptimizer`": """staleness use_locking name
         apply_gradients compute_gradients get_name get_slot get_slot_names minimize

@@ -55,7 +55,7 @@ def execute(notebook, folder):
 
 
 def local_paths(node):
-    """All paths on a machine in a part of a notebook; pictures are not read."""
+    """All local paths in a part of a notebook, without its pictures."""
     if isinstance(node, str):
         return LOCAL_PATH.findall(node)
     if isinstance(node, dict):
@@ -85,7 +85,7 @@ def test_there_are_notebooks():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-# What the Jupyter machinery warns of is not about the notebook.
+# The warnings of Jupyter's machinery are not about the notebook.
 @pytest.mark.filterwarnings("default")
 def test_notebook_runs(path, tmp_path, monkeypatch):
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):

@@ -45,5 +45,6 @@ def test_optax_alias(optimizer, name, monkeypatch):
 
 @pytest.mark.skipif(optax.__version__ < "0.2.8", reason="optax has fewer")
 def test_all_of_them_are_found():
-    # 4 optimizations, 6 dtypes, 2 + 2 in two dtypes, 2 more; for each optimizer.
+    # Each optimizer has 4 optimizations, 6 dtypes, 2 tests in 2 dtypes each, and 2
+    # more.
     assert len(TESTS) == 2 * 16

@@ -1,7 +1,7 @@
 """Every transformation that optax has, in our verbs: frozen leaves, donated memory.
 
-Whatever can be made from a learning rate and the like is found by itself, so that what
-a new optax brings is in the test with it. What cannot is named, with the reason.
+The tests find every one that can be made from a learning rate and the like, so a new
+one of optax is tested at once. The others are named, with the reason.
 """
 
 import inspect
@@ -18,7 +18,7 @@ import gradxform as gx
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-# What they have no default for, or one that ends this little training at once.
+# Arguments without a default, or with one that ends this little training at once.
 ARGUMENTS = {
     "learning_rate": 0.1,
     "weight_decay": 0.01,
@@ -55,12 +55,12 @@ NEEDS = {
 }
 # Its state is one vector of all leaves.
 NOT_BY_LEAF = {"optax.flatten"}
-# They draw a key for each leaf, of which there then are fewer.
+# They draw a key for each leaf, and without the frozen ones there are fewer leaves.
 KEYS_BY_LEAF = {"optax.add_noise", "optax.noisy_sgd"}
 
 
 def found():
-    """By name."""
+    """The transformations, by name."""
     transformations = {}
     for module in optax, optax.contrib:
         for name, make in vars(module).items():
@@ -108,7 +108,7 @@ def trained(step, params, state):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_frozen_is_as_if_it_were_not_there(name):
-    """And the memory of all is donated, whosever it was at first."""
+    """The step donates the memory of everything, whoever held it at first."""
     tx, params = FOUND[name], start()
     step = gx.minimize(loss_fn, tx, trainable={"w": True, "b": True, "frozen": False})
     state = tx.init(params)

@@ -1,6 +1,6 @@
 """Numbers that optax 0.2.8 gets wrong and that are right here, one test a row.
 
-Each test first shows optax's number, so that a row whose reason is gone says so.
+Each test first shows optax's number, so a row says when its reason is gone.
 """
 
 import jax
@@ -61,7 +61,7 @@ def test_the_imaginary_parts_of_micro_batches_are_added_up():
             updates, state = tx.update(grads, state)
         return updates
 
-    if optax.__version__ >= "0.2.8":  # Before, it did as we do.
+    if optax.__version__ >= "0.2.8":  # Before, it did the same as ours.
         assert after_two(optax.MultiSteps(optax.sgd(1.0), 2)) == -1 - 0.5j
     assert after_two(gx.accumulate(optax.sgd(1.0), 2)) == -1 - 1j
 

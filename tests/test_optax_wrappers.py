@@ -1,10 +1,10 @@
-"""Inside of optax's wrappers an optimizer takes the steps that it takes by hand.
+"""Inside optax's wrappers an optimizer takes the same steps as by hand.
 
-``test_contract.py`` shows for every row that a wrapper changes nothing where it has
-nothing to do. Here wrappers act, through a whole training on minibatches: each function
-of the table returns what such a training goes through, and the same written out with
-the bare optimizer. Of the pushes to ``drop_stale`` two are late; by hand they are left
-out, so an extra argument that a wrapper did not forward would show.
+``test_contract.py`` shows for every row that an idle wrapper changes nothing. Here the
+wrappers act, through a whole training on minibatches. Each function of the table
+returns the trace of such a training, and the same trace written out with the bare
+optimizer. Two of the pushes to ``drop_stale`` are late. By hand they are left out, so
+an extra argument that a wrapper did not forward would show.
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ def train(tx, params=START, meanwhile=None, read=lambda params, state: params):
 
 
 def write_out(step):
-    """The same, of ``step(t, gradients, params) -> params``."""
+    """The same trace, from ``step(t, gradients, params) -> params``."""
     params, trace = START, []
     for t in range(STEPS):
         params = step(t, gradient(params, X[t], Y[t]), params)
@@ -141,7 +141,7 @@ def multi_transform(row):
 
 
 def multi_steps(row):
-    """Every third push acts, on the mean of three; its lateness is what counts."""
+    """Every third push acts, on the mean of three. Only its lateness counts."""
     update, pushed = row.by_hand(0.1, START), []
 
     def step(t, grads, params):
@@ -153,7 +153,7 @@ def multi_steps(row):
         return add(params, update(t, mean, params))
 
     multi = optax.MultiSteps(row.make(0.1), 3)
-    # Itself, and its gradient_transformation(), lose extra arguments in a chain.
+    # In a chain, MultiSteps and its gradient_transformation() lose extra arguments.
     tx = optax.GradientTransformationExtraArgs(multi.init, multi.update)
     return train(tx), write_out(step)
 
@@ -210,7 +210,7 @@ def schedule_free(row):
 
 
 def lookahead(row):
-    """Every third step the slow parameters go half the way, and the fast ones back."""
+    """Every third step the slow parameters go half the way; the fast ones join them."""
     tx = optax.lookahead(row.make(0.1), sync_period=3, slow_step_size=0.5)
     update, slow, slows = row.by_hand(0.1, START), START, []
 
@@ -271,8 +271,8 @@ def test_what_forwards_no_extra_arguments_fails_aloud():
     late = gx.drop_stale(novograd(0.1), 0)
     with pytest.raises(TypeError, match="drop_stale needs local_step"):
         train(optax.MultiSteps(late, 3).gradient_transformation())
-    # Nor can a gate go around lookahead, optax's own included: its updates are not of
-    # the structure of the gradients.
+    # A gate cannot go around lookahead, either, and optax's own gates cannot: its
+    # updates do not have the structure of the gradients.
     with pytest.raises(TypeError, match="drop_stale needs local_step"):
         lookahead(ROWS[-1])
 

@@ -15,13 +15,14 @@ import pytest
 from tests import process_worker as worker
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Who is killed may leave half of a file: it reads what others compiled, and adds none.
+# A killed process may leave half of a file, so it reads what others compiled and adds
+# nothing.
 KILLED = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "inf"}
 
 
 @contextlib.contextmanager
 def processes(count, folder, *endless):
-    """So many workers, none of which lives on; what they printed, if the test fails."""
+    """Runs so many workers and ends them all. Prints their logs if the test fails."""
     with contextlib.ExitStack() as stack:
         # The coordinator binds to this port too. Until then nobody else is given it.
         reserved = stack.enter_context(socket.socket())
@@ -63,7 +64,7 @@ def wait_until(condition, seconds):
 
 @pytest.fixture(scope="module")
 def alone():
-    """What comes out of one process with one device, where nothing is sharded."""
+    """The outcome of one process with one device, where nothing is sharded."""
     return {gate: worker.outcome(gate) for gate in worker.GATES}
 
 

@@ -1,8 +1,8 @@
 """Programs that others wrote, ten steps each, with gradxform in optax's place.
 
 Where both compute the same, their losses agree: a clip, Adagrad, a gate that never
-drops a push, the mean of two micro-batches. Where the extra ``programs`` is not
-installed, the tests that need it are skipped.
+drops a push, the mean of two micro-batches. If the extra ``programs`` is not installed,
+the tests that need it are skipped.
 """
 
 import jax
@@ -24,7 +24,7 @@ STEPS = 10
 
 
 def never_late(tx):
-    """Inside of a gate that knows its own step, as programs give no ``local_step``."""
+    """In a gate that knows its own step, since programs give no ``local_step``."""
     gate = gx.drop_stale(tx, max_staleness=0)
 
     def update(grads, state, params=None, **extra):
@@ -42,7 +42,7 @@ def optax_micro(tx):
     return optax.MultiSteps(tx, 2).gradient_transformation()
 
 
-# Ours and theirs, by what stands in both.
+# Ours and theirs, by the part that is ours.
 PAIRS = {
     "adagrad": (lambda: gx.adagrad(0.1), lambda: theirs(0.1)),
     "clip": (
@@ -58,7 +58,7 @@ PAIRS = {
 
 
 def agree(pair, losses, rtol=2e-5):
-    """Both train, and alike."""
+    """Both train, and their losses agree."""
     ours, expected = (np.asarray(losses(make())) for make in PAIRS[pair])
     assert np.isfinite(expected).all()
     assert len(set(expected.tolist())) > STEPS / 3  # It does learn.
@@ -180,7 +180,7 @@ def test_a_policy_as_purejaxrl_trains_it(pair):
 
         def step(carry, key):
             params, state = carry
-            played = play(params, jax.random.key(7))  # The same luck each time.
+            played = play(params, jax.random.key(7))  # Each time the same chances.
             value, grads = jax.value_and_grad(loss)(params, played)
             updates, state = tx.update(grads, state, params)
             return (optax.apply_updates(params, updates), state), value
@@ -188,7 +188,7 @@ def test_a_policy_as_purejaxrl_trains_it(pair):
         run = jax.jit(lambda carry: jax.lax.scan(step, carry, None, STEPS)[1])
         return run((params, tx.init(params)))
 
-    agree(pair, losses, rtol=1e-3)  # It samples, and may fall on the other side.
+    agree(pair, losses, rtol=1e-3)  # It samples: a rounding may change a choice.
 
 
 def ising(width, field=1.0):
@@ -202,10 +202,10 @@ def ising(width, field=1.0):
 
 @pytest.mark.parametrize("steps_of_numpy", [False, True], ids=["lower", "numpy"])
 def test_a_complex_boltzmann_machine(steps_of_numpy):
-    """The ground state of a quantum chain, as NetKet has it, over all configurations.
+    """The ground state of a quantum chain, as in NetKet, over all configurations.
 
     Restated from Carleo and Troyer, 2017, https://arxiv.org/abs/1606.02318, so that
-    each step can be held against NumPy in float64.
+    NumPy can check each step in float64.
     """
     spins, energy = ising(4)
     lowest = np.linalg.eigvalsh(energy)[0]

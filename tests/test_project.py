@@ -48,7 +48,7 @@ def commands():
 
 
 def test_one_file_defines_the_address_and_all_others_repeat_it():
-    """On whatever forge, as pip and git take it."""
+    """The address may be on any forge, as pip and git take it."""
     address = re.compile(r"[\w.-]+\.(?:com|org|io|dev)[:/][\w.-]+/gradxform(?![\w-])")
     found = [(name, link) for name, text in texts() for link in address.findall(text)]
     for name in ("pyproject.toml", "CITATION.cff", "SECURITY.md"):
@@ -78,7 +78,7 @@ def test_the_citation_is_of_this_version():
 
 
 def test_workflows_run_what_ci_runs():
-    """Each script of .ci in some workflow and in .ci/run, and little beside them."""
+    """Workflows and .ci/run call each script of .ci, and workflows run little else."""
     beside = [line for line in commands() if line.split()[0] not in SCRIPTS]
     assert all(re.match(r"python -m pip install |test -f ", line) for line in beside)
     called = {line.split()[0] for line in commands()} & SCRIPTS

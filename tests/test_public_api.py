@@ -1,4 +1,4 @@
-"""What is public changes only where somebody means it to, and says so."""
+"""The public surface changes only if somebody means it to, and the change says so."""
 
 import difflib
 import pathlib
@@ -30,5 +30,5 @@ def test_the_public_surface_is_what_is_written_down():
 def test_the_changelog_names_whatever_is_public():
     told = set(re.findall(r"\w+", (ROOT / "CHANGELOG.md").read_text()))
     names = {name for name in [*vars(gx), *vars(gx.engines)] if name[0] != "_"}
-    # A state belongs to what makes it.
+    # The name of a state follows from the name of its transformation.
     assert {name for name in names - told if not name.endswith("State")} == set()

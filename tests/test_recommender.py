@@ -20,7 +20,7 @@ def test_clicks_have_a_long_tail_and_a_truth():
     for name in recommender.TABLES:
         ids = batch[name]
         assert 0 <= ids.min() < ids.max() < 10**6
-        # By Zipf's law each decade of ranks is read as often as any other.
+        # By Zipf's law each decade of ranks is read equally often.
         decades = np.histogram(np.log10(ids + 1.0), bins=range(7))[0]
         np.testing.assert_allclose(decades, recommender.BATCH / 6, rtol=0.2)
     truth = recommender.chance(batch["users"], batch["items"])
@@ -30,7 +30,7 @@ def test_clicks_have_a_long_tail_and_a_truth():
 
 
 def test_rows_train_as_tables_do():
-    """Four workers in turn, so that each is three steps late; the dense way beside."""
+    """Four workers take turns, so each is three steps late. Another server is dense."""
     params = recommender.make_params(HEIGHTS)
     servers = [gx.ParameterServer(params, recommender.make_tx(8)) for _ in range(2)]
     by_rows, by_tables = servers

@@ -1,4 +1,4 @@
-"""On eight devices everything is as on one, and stays where it is."""
+"""On eight devices everything is as on one, and every array stays where it is."""
 
 import functools
 
@@ -66,9 +66,9 @@ def test_state_lies_where_parameters_lie(row, mode, init):
     state = init(tx.init)(place(draw(0)))
 
     def check(x, spec, p):
-        if x.shape != p.shape[: x.ndim]:  # Several of its kind, one after the other.
+        if x.shape != p.shape[: x.ndim]:  # It stacks several of them.
             spec = None, *spec
-        # Of what is shorter than its parameter the axes are the parameter's first.
+        # State with fewer axes than its parameter has the parameter's first axes.
         expected = NamedSharding(x.sharding.mesh, P(*spec[: x.ndim]))
         assert x.sharding.mesh.size == 8
         assert x.sharding.is_equivalent_to(expected, x.ndim)
@@ -81,7 +81,7 @@ def test_state_lies_where_parameters_lie(row, mode, init):
 
 @pytest.mark.parametrize("row", UNGATED, ids=str)
 def test_explicit_types_are_those_of_init_eager_as_under_jit(row, in_context):
-    """Two properties of optax's own tests of sharding."""
+    """optax's own tests of sharding have these two properties."""
     tx = row.make()
     on_x = NamedSharding(mesh(AxisType.Explicit), P(None, "x"))
     with in_context(on_x.mesh):
@@ -92,7 +92,7 @@ def test_explicit_types_are_those_of_init_eager_as_under_jit(row, in_context):
             return tx.update(grads, state, params, **row.extra(params))
 
         def told(types):
-            """With shardings, but for the mesh, which eager scalars do not have."""
+            """Types with their shardings, without the mesh: eager scalars have none."""
             return [(str(t), t.weak_type) for t in types]
 
         def types(tree):
@@ -108,7 +108,7 @@ def test_explicit_types_are_those_of_init_eager_as_under_jit(row, in_context):
         assert under_jit(update, grads, state, params) == expected
 
 
-# The rows of each public factory are one program, of dicts by row.
+# The rows of a public factory share one program, of dicts by row.
 FACTORIES = {
     factory: {str(row): row for row in DESCRIPTORS if row.name == factory}
     for factory in dict.fromkeys(row.name for row in DESCRIPTORS)
@@ -164,14 +164,14 @@ def test_every_row_agrees_with_one_device(factory, mode):
     if mode == "shard_map":
         places = jax.tree.map(lambda x: x.sharding.spec, (params, state))
         many = sharded(step, (*places, places[0]), places)
-    # From here on it takes arrays that lie as these do, and no others.
+    # From here on it takes only arrays that lie as these do.
     many = many.lower(params, state, grads).compile()
     for seed in (1, 2, 3):
         params, state = many(params, state, place(seed))
     chex.assert_trees_all_close(
         jax.device_get((params, state)), on_one_device(factory), rtol=1e-6, atol=1e-6
     )
-    # Sums over the mesh are all that devices tell one another.
+    # Devices tell one another nothing but sums over the mesh.
     text = many.as_text()
     for moved in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
         assert moved not in text
@@ -195,7 +195,7 @@ WRAPPED = {
 def test_gates_keep_what_init_gave_wherever_gradients_lie(
     axes, spec, compiled, in_context
 ):
-    """As optax tests its own; in half precision, as there."""
+    """As optax tests its own gates, and in half precision, too."""
     on = jax.make_mesh((4, 2), ("x", "y"), axis_types=AXES[axes])
     txs = {gate: wrap(gx.adagrad(0.1)) for gate, wrap in WRAPPED.items()}
     maybe = jax.jit if compiled else lambda f: f
@@ -221,7 +221,7 @@ def test_gates_keep_what_init_gave_wherever_gradients_lie(
         params = jax.device_put(ones, NamedSharding(on, P("x", "y")))
         grads = jax.device_put(ones, NamedSharding(on, spec))
         state = init(params)
-        # One that acts, and one that comes too late.
+        # One push acts, and one comes too late.
         for step in (0, -1):
             updates, after = update(grads, state, params, jnp.int32(step))
             for u in updates.values():
@@ -249,7 +249,7 @@ def test_a_clip_costs_one_collective_a_set_of_axes():
     assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
 
 
-# Of layers stacked on the first axis, and an axis of which each device has a part.
+# Layers are stacked on the first axis, and each device has a part of some axis.
 STACKED = {"layers": P("x", "y"), "entries": P(None, ("y", "x")), "plain": P("y")}
 DEPTHS = {"layers": 1, "entries": 1, "plain": 0}
 
@@ -286,7 +286,7 @@ def test_specs_say_whether_layers_or_their_entries_are_sharded(clip, check_vma):
 
 
 def test_pmap():
-    """Which does not track what varies: the specs say it."""
+    """pmap does not track what varies, so the specs say it."""
     grads = {"sharded": draw(0)["rows"], "everywhere": draw(0)["all"]}
     tx = gx.clip_by_global_norm(0.5, axis_name={"sharded": P("i"), "everywhere": P()})
     axes = {"sharded": 0, "everywhere": None}

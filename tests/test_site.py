@@ -1,7 +1,7 @@
 """The pages of the site: nothing public is missing, nothing is far, no link is dead.
 
-What can be said from the sources alone; Sphinx itself, which `.ci/run` runs with its
-warnings as errors, finds references and pages that lead nowhere.
+These tests read the sources alone. Sphinx finds references and pages that lead nowhere;
+`.ci/run` runs it with its warnings as errors.
 """
 
 import collections
@@ -29,13 +29,13 @@ TEXTS = [*BESIDE, *PAGES, *NOTEBOOKS]
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.M)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PICTURE = re.compile(r'<picture>.*?srcset="(.*?)".*?alt="(.+?)" src="(.*?)"', re.S)
-# Blocks of code that are no doctests, and the tests that run them:
-# test_frameworks.py, and test_embeddings.py those of sparse.md.
+# Pages with blocks of code that are no doctests. test_embeddings.py runs the blocks of
+# sparse.md, test_frameworks.py the others.
 RUN_ELSEWHERE = {"frameworks.md", "tensorflow.md", "novograd.md", "sparse.md"}
 
 
 def prose(path):
-    """What is read, without the code."""
+    """The text of a page, without its code."""
     text = path.read_text()
     if path.suffix == ".ipynb":
         cells = json.loads(text)["cells"]
@@ -67,7 +67,7 @@ def links(path):
 
 
 def clicks():
-    """How many clicks from the start page to each other one."""
+    """How many clicks each page is from the start page."""
     far, waiting = {SITE / "index.md": 0}, collections.deque([SITE / "index.md"])
     while waiting:
         page = waiting.popleft()

@@ -1,4 +1,4 @@
-"""Which versions are supported is said once, and bridged in one room."""
+"""One place says which versions are supported, and one room bridges them."""
 
 import pathlib
 import re

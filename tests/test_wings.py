@@ -1,4 +1,4 @@
-"""A wing imports those wings alone that stand above it."""
+"""A wing imports only the wings that stand above it."""
 
 import ast
 import graphlib
@@ -24,7 +24,7 @@ MAY_IMPORT = {
 
 
 def imported(path):
-    """What a file imports of the package, here and there, as dotted names."""
+    """What a file imports of the package, anywhere in it, as dotted names."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -71,7 +71,7 @@ def test_no_room_imports_itself_by_way_of_others():
     }
     graph = graphlib.TopologicalSorter()
     for room, path in rooms.items():
-        names = {*imported(path)}  # Of rooms, and of what is in one.
+        names = {*imported(path)}  # Of rooms, and of names in them.
         names |= {name.rpartition(".")[0] for name in names}
         graph.add(room, *names & rooms.keys())
     graph.prepare()  # Raises a CycleError, which names the rooms.

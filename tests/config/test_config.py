@@ -1,7 +1,7 @@
-"""Transformations from dicts, and what Keras writes, beside what it stands for.
+"""Transformations from dicts and from Keras's configs, beside those they stand for.
 
-The literal configs were written by the systems that each names; Keras 3 itself runs
-here, on its JAX backend.
+Each system that is named here has written its literal config. Keras 3 itself runs here,
+on its JAX backend.
 """
 
 import copy
@@ -27,7 +27,7 @@ import gradxform as gx
 from tests import test_golden
 from tests.descriptors import DESCRIPTORS, Descriptor
 
-# A config holds no function; of schedules it holds the names.
+# A config cannot hold a function. It holds a schedule by its name.
 ROWS = [
     row
     for row in DESCRIPTORS
@@ -45,7 +45,7 @@ def gradients(steps):
 
 
 def with_rate(row, rate):
-    """The row, and those inside it, with another learning rate."""
+    """The row with another learning rate, and so the rows inside it."""
     kwargs = {
         key: with_rate(value, rate) if isinstance(value, Descriptor) else value
         for key, value in row.kwargs.items()
@@ -56,7 +56,7 @@ def with_rate(row, rate):
 
 
 def config_of(row):
-    """The config that says what the row says."""
+    """The row as a config."""
 
     def plain(key, value):
         if isinstance(value, Descriptor):
@@ -69,7 +69,7 @@ def config_of(row):
 
 
 def agree(tx, other, extra=None):
-    """They start with the same, are the same program, and are of one class."""
+    """Both have the same class, the same first state and the same program."""
     assert type(tx) is type(other)
     state, (grads,) = tx.init(PARAMS), gradients(1)
     chex.assert_trees_all_equal(state, other.init(PARAMS))
@@ -196,7 +196,7 @@ def through_yaml(config):
 
 
 def through_ml_collections(config):
-    # A ConfigDict has strings as keys alone.
+    # A ConfigDict takes no keys but strings.
     return ml_collections.ConfigDict(through_json(config))
 
 
@@ -204,7 +204,7 @@ def inside_ml_collections(config):
     return {**config, "inner": ml_collections.ConfigDict(through_json(config["inner"]))}
 
 
-@pytest.mark.usefixtures("standard_promotion")  # Some of optax's schedules need it.
+@pytest.mark.usefixtures("standard_promotion")  # Some schedules of optax need it.
 @pytest.mark.parametrize(
     "through",
     [
@@ -218,11 +218,11 @@ def inside_ml_collections(config):
 def test_nested(through):
     tx = gx.from_config(through(NESTED))
     agree(tx, nested(), {"local_step": 0})
-    # JSON's keys are strings, so is what came through it.
+    # JSON has only strings as keys, so both sides go through it.
     assert through_json(gx.get_config(tx)) == through_json(NESTED)
 
 
-@pytest.mark.usefixtures("standard_promotion")  # For optax's schedule.
+@pytest.mark.usefixtures("standard_promotion")  # optax's schedule needs it.
 def test_a_schedule_of_how_many_make_a_step():
     required = {
         "name": "piecewise_constant_schedule",
@@ -270,13 +270,13 @@ def test_what_is_built_from_optax():
     masked = optax.masked(optax.sgd(0.1), {"w": True, "b": True})
     other = optax.partition({"a": optax.sgd(rate), "b": masked}, {"w": "a", "b": "b"})
     agree(gx.from_config(config), other)
-    for name in ("nadam", "contrib.muon", "contrib.dog"):  # dog says not what it makes.
+    for name in ("nadam", "contrib.muon", "contrib.dog"):  # dog's result has no type.
         gx.from_config({"name": f"optax.{name}", "learning_rate": 0.1})
     assert gx.from_config({"name": "optax.scale_by_factored_rms"})
 
 
 def test_trees_are_taken_as_they_are():
-    """Labels that look like numbers, parameters named as what configs are made of."""
+    """Labels that look like numbers, and parameters named like the keys of a config."""
     sgd = {"name": "optax.sgd", "learning_rate": 1.0}
     labels = {"name": "0", "class_name": {"config": "1e-3", "use_ema": "nan"}}
     config = {
@@ -374,7 +374,7 @@ WRONG = [
         f"{RATE}['name']: unknown name 'lineal_schedule', did you mean 'linear_schedule"
         "'? A schedule is one of at_last_push, constant_sch",
     ),
-    # Where it is.
+    # The place that is named.
     (
         {
             "name": "drop_stale",
@@ -587,7 +587,7 @@ def test_what_is_wrong_is_said(config, message):
     assert message in str(raised.value)
 
 
-# Keras 3 beside what is built of what it writes.
+# Keras 3 beside the transformations that its own configs build.
 
 S = keras.optimizers.schedules
 SCHEDULES = {
@@ -631,7 +631,7 @@ SETTINGS = {
     },
 }
 
-# Keras under NumPy 2.
+# Keras warns of this under NumPy 2.
 runs_keras = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 
 
@@ -651,7 +651,7 @@ def test_schedule_is_that_of_keras(schedule):
 
 
 def sgdr(step, length, t_mul=2.0, m_mul=1.0, alpha=0.0):
-    """Warm restarts as their paper tells them, one cosine after the other."""
+    """Warm restarts as in their paper: one cosine after the other."""
     height = 1.0
     while step >= length:
         step, length, height = step - length, length * t_mul, height * m_mul
@@ -667,7 +667,7 @@ def test_cosine_restarts_are_those_of_their_paper(options, x64):
     config = {"name": "cosine_decay_restarts", "first_decay_steps": 1000, **options}
     config = {**config, "init_value": 1.0}
     tx = gx.from_config({"name": "scale_by_learning_rate", "learning_rate": config})
-    # Each restart as well, the step before and the step after.
+    # Among them are each restart, the step before it and the step after it.
     steps = [*range(0, 1500, 250), 2099, 2100, 2101, 2999, 3000, 3001, 6999, 7000, 7001]
     expected = [sgdr(step, 1000, **options) for step in steps]
     with jax.enable_x64(x64):
@@ -701,7 +701,7 @@ def test_our_schedules_need_no_promotion_of_dtypes(name, flag):
 CASES = [(setting, None) for setting in SETTINGS]
 CASES += [("plain", name) for name in SCHEDULES]
 CASES += [("weight-decay", "exponential"), ("weight-decay", "cosine-warmup")]
-# Rates count pushes there, and not steps.
+# There the rates count pushes, not steps.
 CASES += [("accumulation", "exponential"), ("accumulation", "piecewise-constant")]
 CASES += [("accumulation-weight-decay-clipnorm", "cosine-warmup")]
 
@@ -718,7 +718,7 @@ def test_trains_as_keras_does_step_for_step(setting, schedule):
     serialized = through_json(keras.optimizers.serialize(optimizer))
     assert gx.get_config(gx.from_config(serialized)) == config
     assert gx.get_config(gx.from_config(through_json(config))) == config
-    assert "class_name" not in json.dumps(config)  # It is in our words.
+    assert "class_name" not in json.dumps(config)  # It has our names.
 
     variables = {k: keras.Variable(p, name=k) for k, p in PARAMS.items()}
     optimizer.build(list(variables.values()))
@@ -790,7 +790,7 @@ TF2 = {
     "initial_accumulator_value": 0.1,
     "epsilon": 1e-07,
 }
-# The same of tf.keras 1.15.5, and of tf.keras.optimizers.legacy of TensorFlow 2.11.0.
+# The same, by tf.keras 1.15.5 and by tf.keras.optimizers.legacy of TensorFlow 2.11.0.
 LEGACY = {
     "name": "Adagrad",
     "learning_rate": 0.1,
@@ -825,11 +825,11 @@ WRITERS = {
 
 
 def written(case):
-    """What the optimizer of a golden trace writes, and its class name."""
+    """The config that the optimizer of a golden trace writes, and its class name."""
     stem = "tf.keras.optimizers.legacy.Adagrad" if case["tf1"] else case["symbol"]
     literal, class_name = WRITERS[stem]
     config = {**literal, **case["settings"]}
-    if not config["epsilon"]:  # The legacy ones then write their default.
+    if not config["epsilon"]:  # Then the legacy ones write their default.
         config["epsilon"] = 1e-7
     if isinstance(config["learning_rate"], dict):
         arguments = dict(config["learning_rate"])

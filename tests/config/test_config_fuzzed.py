@@ -1,4 +1,4 @@
-"""Configs spoiled at random: each is refused with its place, or builds and returns."""
+"""Configs spoiled at random: each is refused with its place named, or it is built."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Ray's cluster, with a Ray that only takes notes; test_ray.py has the real one."""
+"""Ray's cluster, with a Ray that only takes notes. test_ray.py has the real one."""
 
 import math
 import os
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("bounded")
 
 
 class Notes:
-    """What ``engines.ray`` calls of Ray, and in which order."""
+    """Notes what ``engines.ray`` calls in Ray, and in which order."""
 
     class exceptions:
         RayTaskError = RayActorError = ActorUnavailableError = type(
@@ -41,7 +41,7 @@ class Notes:
     def init(self, **options):
         if self.interrupt:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0)  # Here it would strike.
+            time.sleep(0)  # The signal would strike here.
         self.calls.append("init")
         self.options.append(options)
 
@@ -138,7 +138,7 @@ def test_options_reach_ray(monkeypatch):
     assert workers == {"num_gpus": 1}
     assert notes.calls[0] == ("auto", 30.0)
     assert cluster["address"] == "auto"
-    assert "num_cpus" not in cluster  # It has as many as it has.
+    assert "num_cpus" not in cluster  # A running cluster has its own.
     assert server == {"num_cpus": 2, "max_concurrency": 99}
 
 
@@ -156,7 +156,7 @@ def test_without_ray_the_cure_is_named(monkeypatch):
 
 @pytest.fixture
 def nobody(monkeypatch):
-    """The address of a port at which somebody listens who is no Ray cluster."""
+    """The address of a port where something listens that is not a Ray cluster."""
     notes = Notes()
     monkeypatch.setitem(sys.modules, "ray", notes)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -178,7 +178,7 @@ def test_a_cluster_that_does_not_answer_is_waited_for_as_long_as_it_is_said(nobo
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_heard_while_a_cluster_is_waited_for(number, nobody, caplog):
     before = signal.getsignal(signal.SIGTERM)
-    # Not before it is waited for: it would end these tests.
+    # Not before the cluster is waited for: the signal would end these tests.
     timer = threading.Timer(0.5, os.kill, (os.getpid(), number))
     end = SystemExit if number == signal.SIGTERM else KeyboardInterrupt
     timer.start()

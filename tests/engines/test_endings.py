@@ -1,4 +1,4 @@
-"""How runs end: what counts then, who is waited for, and who has no more to do."""
+"""How runs end: what still counts, who is waited for, and who has nothing to do."""
 
 import collections
 import functools
@@ -55,13 +55,13 @@ def saved(folder):
 
 
 def assert_nothing_moves(run):
-    """Nor does anybody compute."""
+    """For a while no push arrives, so nobody computes."""
     before = run.server.stats()
     time.sleep(0.2)
     assert run.server.stats() == before
 
 
-# What was answered and not given counts and is saved.
+# A push that was answered but not given counts, and is saved.
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -89,11 +89,11 @@ def test_a_loop_that_is_left_leaves_the_training(engine, tmp_path):
         for push in run.pushes:
             if push.result.global_step == 50:
                 break
-        time.sleep(0.1)  # Each worker ends what it was at.
+        time.sleep(0.1)  # Each worker finishes its gradient.
         assert_nothing_moves(run)
         given = run.counts().pushed
         assert given <= run.server.stats().accepted <= given + len(workers)
-        for _ in itertools.islice(run.pushes, 50):  # And goes on.
+        for _ in itertools.islice(run.pushes, 50):  # And the run goes on.
             pass
     counts = run.counts()
     assert counts.accepted == counts.pushed == sum(saved(tmp_path).values())
@@ -150,7 +150,7 @@ def test_sigterm_counts_what_it_saves(tmp_path):
 
 
 def test_a_gradient_under_way_is_not_pushed_after_stop(tmp_path):
-    """It is computed again, under its number, where the run goes on."""
+    """It is computed again, under its own number, when the run goes on."""
     stopped, computing = threading.Event(), threading.Event()
 
     def slow(params):
@@ -217,7 +217,7 @@ def test_whoever_waits_for_a_push_hears_that_the_context_is_over():
 
 @pytest.fixture
 def blocked():
-    """A gradient that never comes, until the test is over."""
+    """A gradient that does not come before the test is over."""
     waits = queue.SimpleQueue()
 
     def gradient(params):
@@ -294,7 +294,7 @@ def test_a_worker_that_blocks_does_not_keep_the_last_push(blocked):
 
 
 def test_who_computes_for_another_does_not_push_once_too_often():
-    """The second takes so long that the first takes its place, and both are done."""
+    """The second is so slow that the first takes its place. Then both are done."""
     both = threading.Barrier(2, timeout=60)
 
     def slow(params):
@@ -309,7 +309,7 @@ def test_who_computes_for_another_does_not_push_once_too_often():
 
 
 def test_nobody_computes_for_another_who_is_quick(monkeypatch):
-    monkeypatch.setattr(_crew, "LOOK", 1000.0)  # Nobody takes longer than that.
+    monkeypatch.setattr(_crew, "LOOK", 1000.0)  # No gradient takes that long.
     begun = []
 
     def batch(number):
@@ -333,7 +333,7 @@ def test_a_server_takes_so_many_pushes_of_workers_and_no_more(tmp_path):
         server.save()
     with RecoverableServer(jnp.zeros(()), tx, checkpoint, pushes=4) as server:
         server.begin()
-        assert [push(server, 1, 0), push(server, 1, 1)] == [2, 4]  # One from memory.
+        assert [push(server, 1, 0), push(server, 1, 1)] == [2, 4]  # 2 from memory.
         with pytest.raises(TakesNoMoreError):
             push(server, 0, 2)
         assert push(server, 1, 1) == 4
@@ -393,7 +393,7 @@ def test_a_run_goes_on_without_the_worker_whose_stream_has_ended(engine):
 
 
 def by_worker(pushes):
-    """How many each has made."""
+    """How many pushes each worker has made."""
     return collections.Counter(push.worker for push in pushes)
 
 
@@ -404,7 +404,7 @@ def test_too_few_streams_for_a_step_end_the_run(engine):
     with engine(make_job(workers, 30, tx, 2)) as run:
         pushes = list(run.pushes)
         assert run.server.state()["state"].global_step == 1
-    # What the other one had begun is pushed, for a step that is not made.
+    # The other worker still pushes the gradient it had begun. Its step is never made.
     assert by_worker(pushes) == {0: 2, 1: 1}
 
 

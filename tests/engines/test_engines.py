@@ -1,7 +1,7 @@
 """The engines, on a problem small enough to count by hand.
 
-Every gradient is 1 and every step subtracts it, so that the parameters are minus the
-global step they belong to. On threads nothing is asserted about time, only counts.
+Every gradient is 1 and every step subtracts it, so the parameters at a global step are
+minus that step. On threads the tests assert counts, and nothing about time.
 """
 
 import collections
@@ -34,7 +34,7 @@ def gradient(params):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Module:
-    """As some libraries have their models."""
+    """A model as some libraries define theirs."""
 
     w: jax.Array
 
@@ -140,11 +140,11 @@ def test_sync_makes_all_wait_for_the_straggler_and_backup_does_not(engine):
     steps = {}
     for mode in ("sync", "backup"):
         pushes, _, state = run(engine, make_job(mode, [4e-3, 4e-3, 4e-3, 40e-3], 80))
-        # It is always busy, so this is the time that a step takes, in its gradients.
+        # Worker 3 is always busy, so this is a step's time, in units of its gradients.
         share = sum(push.worker == 3 for push in pushes)
         steps[mode] = int(state.global_step) / share
     assert steps["sync"] == 1
-    assert steps["backup"] > 2  # 10 without the jitter of a busy machine.
+    assert steps["backup"] > 2  # It is 10 on a quiet machine.
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -171,7 +171,7 @@ def test_what_a_worker_raises_ends_the_run(engine, mode):
     seen = []
 
     def failing(params):
-        if params <= -3:  # Of exactly 3 steps perhaps nobody hears.
+        if params <= -3:  # Perhaps no worker sees 3 itself.
             raise ValueError("a bad batch")
         seen.append(params)
         return gradient(params)
@@ -217,7 +217,7 @@ def test_threads_do_not_start_before_pushes_are_wanted():
 
 
 def test_threads_run_at_the_same_time():
-    together = threading.Barrier(3, timeout=30)  # Which only all three can pass.
+    together = threading.Barrier(3, timeout=30)  # Only all three can pass it.
 
     def meeting(params):
         together.wait()
@@ -231,7 +231,7 @@ def test_an_interrupt_wakes_threads_that_sleep():
     woken = threading.Event()
 
     def interrupt():
-        # Again if need be: Python drops one that arrives while a destructor runs.
+        # Again and again: Python drops one that arrives while a destructor runs.
         while not woken.wait(2.0):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -268,7 +268,7 @@ def test_a_worker_sleeps_for_the_rest_of_its_duration():
 def test_events_happen_in_the_order_of_their_times():
     pushes, *_ = run(engines.simulated, make_job("async", [2.0, 3.0], 7, 1))
     assert [(p.worker, p.local_step, *p.result[:2]) for p in pushes] == [
-        (0, 0, True, 0),  # At 2, of the parameters at step 0.
+        (0, 0, True, 0),  # At 2, from the parameters at step 0.
         (1, 0, True, 1),  # At 3.
         (0, 1, True, 1),  # At 4.
         (0, 3, True, 0),  # At 6: the lower index goes first.
@@ -311,7 +311,7 @@ def test_a_simulation_repeats_exactly(mode):
     assert simulate(0) != simulate(1)
 
 
-# Packages that not everybody has.
+# Packages that may be missing.
 
 
 def test_a_missing_package_gets_its_cure():

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: broken, foreign, full, or of two runs at once."""
+"""Folders of checkpoints: broken, foreign, full, or used by two runs at once."""
 
 import gc
 import json
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("bounded")
 
 
 def save(directory, pushes=20, **options):
-    """A run of checkpoints at 10 and 20 pushes; its last state."""
+    """Makes a run with checkpoints at 10 and 20 pushes; returns what ``ended`` does."""
     checkpoint = engines.Checkpoint(
         directory, every_steps=10, every_seconds=None, **options
     )
@@ -35,14 +35,14 @@ def save(directory, pushes=20, **options):
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    """What a run of 20 pushes has left, and its last state."""
+    """The folder that a run of 20 pushes has left, and its last state."""
     directory = tmp_path_factory.mktemp("template")
     return directory, save(directory)[1]
 
 
 @pytest.fixture
 def saved(template, tmp_path):
-    """The same in a folder of the test's own."""
+    """A copy of that folder for one test; returns the last state."""
     directory, state = template
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     return state
@@ -59,7 +59,7 @@ def files_in(directory):
 
 
 def told(caplog):
-    """What the library has said; orbax speaks, too."""
+    """What the library has logged; orbax logs, too."""
     return [x.getMessage() for x in caplog.records if x.name == "gradxform"]
 
 
@@ -67,7 +67,7 @@ def told(caplog):
 
 
 def test_runs_beside_each_other_save_themselves(tmp_path, caplog):
-    """orbax's managers share what they write by the side of the process with."""
+    """orbax's managers share what they use to write in the background."""
     ends = {}
 
     def run(index):
@@ -115,7 +115,7 @@ sys.stdin.read()
 def test_two_processes_on_one_folder(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "PATIENCE", 0.2)
     before = files_in(tmp_path)
-    half = tmp_path / "30.orbax-checkpoint-tmp"  # What the other one is at.
+    half = tmp_path / "30.orbax-checkpoint-tmp"  # The other one is writing this.
     half.mkdir()
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, folder.__file__, str(tmp_path)],
@@ -127,7 +127,7 @@ def test_two_processes_on_one_folder(saved, tmp_path, monkeypatch):
             save(tmp_path, pushes=30)
         assert half.exists()
         assert files_in(tmp_path) == before
-        other.kill()  # With which it lets go.
+        other.kill()  # Its end releases the folder.
     save(tmp_path, pushes=30)
     assert max(steps_in(tmp_path)) == 30
     assert not half.exists()
@@ -160,7 +160,7 @@ def truncate(where):
 
 
 def flip(where):
-    """orbax alone would read other numbers."""
+    """Flips bits. orbax alone would read wrong numbers."""
     data = bytearray(largest(where).read_bytes())
     data[len(data) // 2] ^= 0xFF
     largest(where).write_bytes(data)
@@ -188,7 +188,7 @@ def lose_state(where):
 
 
 def unseal(where):
-    """As one is that was written before there were checksums."""
+    """Takes away the checksums, as in an old checkpoint, and then the state."""
     (where / folder.SUMS).unlink()
     lose_state(where)
 
@@ -222,9 +222,9 @@ def test_a_run_goes_on_from_the_newest_whole_one(change, saved, tmp_path, caplog
     assert BREAKS[change] in message
     assert run.resumed == 10
     assert len(pushes) == 10
-    assert bits(again) == bits(saved)  # It is the run that never stopped.
+    assert bits(again) == bits(saved)  # As if it had never stopped.
     assert run.counts() == (20, 20, 0, 0, 0, 0, 0)
-    # Nothing is lost: the broken one is at hand, and its number is free.
+    # Nothing is lost: the broken one is kept aside, and its number is free.
     assert files_in(tmp_path / "20.broken") == broken
     assert {*steps_in(tmp_path)} == {10, 20}
 
@@ -278,7 +278,7 @@ def test_one_that_was_written_before_there_were_checksums_is_read(saved, tmp_pat
     assert save(tmp_path)[2].resumed == 20
 
 
-# What others have made.
+# Files of others.
 
 
 def test_a_folder_with_a_year_in_it_is_refused(tmp_path):
@@ -313,7 +313,7 @@ def test_checkpoints_of_another_program_are_refused(named, tmp_path):
 # A full disk.
 
 
-# What orbax was at has no end that anybody waits for.
+# orbax's failed write has an end that nobody waits for.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_could_not_be_written_does_not_pile_up(tmp_path, caplog):
     params = {"w": jnp.asarray(np.random.default_rng(0).standard_normal(20_000))}
@@ -340,7 +340,7 @@ def test_what_could_not_be_written_does_not_pile_up(tmp_path, caplog):
     assert {*steps_in(tmp_path)} == {1, 5}
 
 
-# Where it is, and with what.
+# Where a folder is, and the settings of its run.
 
 
 def test_a_directory_is_a_path(tmp_path, monkeypatch):
@@ -372,7 +372,7 @@ def test_other_settings_are_told(tmp_path, caplog):
         other = first._replace(settings={"seed": 1, "sizes": [1, 2], "more": True})
         ended(engine, make_job(14), checkpoint=other)
         ended(engine, make_job(16), checkpoint=other)
-        ended(engine, make_job(18), checkpoint=tmp_path)  # It knows none.
+        ended(engine, make_job(18), checkpoint=tmp_path)  # This one has no settings.
     assert told(caplog) == [
         f"checkpoint: {tmp_path}/12 has seed=0, and the run goes on with 1"
     ]

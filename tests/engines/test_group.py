@@ -1,4 +1,4 @@
-"""A server of several processes: the same numbers, and the same end, as one."""
+"""A server of several processes gives the same numbers, and ends the same, as one."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from gradxform import engines
 from tests.conftest import ON_RAY
 from tests.engines.test_ray import assert_counted
 
-ROWS, DIM = 301, 4  # Which neither 2 nor 4 divides.
+ROWS, DIM = 301, 4  # Neither 2 nor 4 divides ROWS.
 
 
 def make_params():
@@ -30,7 +30,7 @@ def make_params():
 
 
 def cut_tables(path, shape):
-    """Both tables, and the columns of what lies between."""
+    """Cuts both tables by rows, and the layer between them by columns."""
     return {"item": P("server"), "user": P("server"), "hidden": P(None, "server")}.get(
         path, P()
     )
@@ -58,7 +58,7 @@ def gradient(params, *data):
 
 
 def rows_of(items, users, y):
-    """Of every second batch."""
+    """The rows to pull, in every second batch."""
     return {"item": items, "user": users} if items[0] % 2 else {}
 
 
@@ -78,7 +78,7 @@ GATES = {
 
 
 def train(server, pushes):
-    """Late ones among them; what the server has answered."""
+    """Some pushes are late. Returns what the server answered."""
     seen, results = [], []
     for number in range(pushes):
         data = batch(number)
@@ -104,7 +104,7 @@ def idle(tx, count=1, pushes=1, **options):
 
 
 def on_group(function, run):
-    """What it gives of the server in each process, and of that's leaves of params."""
+    """What ``function`` returns in each process, for its server and its params."""
 
     def call(process):
         server = getattr(process, "_server", process)
@@ -117,7 +117,7 @@ def on_group(function, run):
     return pytest.importorskip("ray").get(asked)
 
 
-# What is wrong is said at once: before Ray is started.
+# Errors are told at once, before Ray starts.
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_group_takes_and_refuses_what_one_process_does():
             first = push(server, ones, step, push_id=("w", 0))
             assert push(server, ones, step, push_id=("w", 0)) == first
             bad = {**ones, "item": ones["item"].copy()}
-            bad["item"][-1, 0] = np.nan  # It lies in the last process.
+            bad["item"][-1, 0] = np.nan  # This row lies in the last process.
             refused(server, ValueError, r"NaN or inf at \['item'\]", bad, step)
             tall = {**ones, "item": np.ones((ROWS + 1, DIM), np.float32)}
             refused(server, TypeError, "item", tall, step)
@@ -217,7 +217,7 @@ def test_a_group_takes_and_refuses_what_one_process_does():
                 server.pull({"item": [ROWS + 1]})
             with pytest.raises(TypeError, match="worker_params"):
                 server.push(ones, step)
-            # Ids that come twice, and padding; and no gradient for most.
+            # Repeated ids and padding; and most leaves have no gradient.
             params, _ = server.pull({"item": [300, 150, 0, 300, ROWS]})
             assert params["item"].indices.tolist() == [0, 150, 300, ROWS, ROWS]
             push(server, {**dict.fromkeys(ones), "out": ones["out"]}, step)
@@ -231,7 +231,7 @@ def test_a_group_takes_and_refuses_what_one_process_does():
         assert ray.get(actor.wait.remote(1)) == 2
         with pytest.raises(TimeoutError):
             ray.get(actor.wait.remote(2, timeout=0.0))
-        # Nothing that was prepared for a push that was refused is kept.
+        # The processes keep nothing that they prepared for a refused push.
         kept = [
             ray.get(each.__ray_call__.remote(lambda process: len(process._prepared)))
             for each in run.server._processes._actors
@@ -285,7 +285,7 @@ def test_the_processes_lie_where_the_options_say():
     assert place["state"] == "REMOVED"
 
 
-# Deaths. Their job is slow enough to be met in it.
+# Deaths. The job is slow enough that they happen while it runs.
 
 
 def ones(params, *data):
@@ -309,7 +309,7 @@ def wait_until(condition):
 
 
 def gone(pid):
-    """Whether a process has ended; its parent may not have looked yet."""
+    """Whether a process has ended, even if its parent has not looked yet."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] == "Z"
@@ -337,7 +337,7 @@ def test_whoever_dies_the_group_begins_anew_at_its_checkpoint(tmp_path):
 
         def kill(who, hang=False):
             leader_and_follower = pids(run)
-            if hang:  # The other waits for it in a collective, and for good.
+            if hang:  # The other waits for it forever, in a collective.
                 stop(leader_and_follower[who])
                 time.sleep(1.0)
             os.kill(leader_and_follower[who], signal.SIGKILL)
@@ -361,7 +361,7 @@ def test_whoever_dies_the_group_begins_anew_at_its_checkpoint(tmp_path):
         np.testing.assert_array_equal(state["params"]["table"], table)
         killed.extend(pids(run))
     wait_until(lambda: all(map(gone, killed)))
-    # What several processes have saved, one takes up, and the other way round.
+    # One process goes on from what several have saved, and the other way round.
     with engines.simulated(job, checkpoint=tmp_path) as run:
         assert run.counts().pushed == 200
         np.testing.assert_array_equal(run.server.state()["params"]["table"], table)
@@ -384,7 +384,7 @@ def test_a_group_goes_on_where_one_process_was(tmp_path):
         np.testing.assert_array_equal(params["table"], np.full((10, 3), -40.0))
         assert len(list(run.pushes)) == 20
         assert run.server.stats().global_step == 60
-        # A machine's worth of it in each.
+        # Each process has its own part.
         assert (
             on_group(lambda _, leaves: leaves[1].addressable_data(0).shape, run)
             == [(5, 3)] * 2
@@ -400,7 +400,7 @@ def test_a_group_goes_on_where_one_process_was(tmp_path):
 
 
 def alive(ray):
-    """The actors that there are."""
+    """The actors that are alive."""
     found = ray._private.state.actors().values()
     return [actor for actor in found if actor["State"] == "ALIVE"]
 
@@ -418,7 +418,7 @@ def test_a_death_while_a_checkpoint_is_written_costs_that_one(tmp_path):
 
         for push in run.pushes:
             if push.result.global_step == 30:
-                on_group(hang, run)  # The leader writes the next, and waits for it.
+                on_group(hang, run)  # The leader writes the next one, and waits for it.
             if push.result.global_step == 50:
                 os.kill(follower, signal.SIGKILL)
                 break
@@ -431,7 +431,7 @@ def test_a_death_while_a_checkpoint_is_written_costs_that_one(tmp_path):
         assert run.server.stats().global_step == 100
     names = {path.name for path in tmp_path.iterdir() if path.is_dir()}
     assert "100" in names
-    assert all(name.isdigit() for name in names)  # Nothing half written.
+    assert all(name.isdigit() for name in names)  # None is half written.
 
 
 @marked
@@ -456,7 +456,7 @@ def test_what_fails_in_one_process_is_a_death_and_in_all_an_error(tmp_path):
             while run.counts().server_deaths < number:
                 next(run.pushes)
         on_group(fail_in({0, 1}), run)
-        # The worker whose step it was is told, or another one first, that pushed after.
+        # The worker whose step it was is told, or first another one that pushed later.
         told = MemoryError, gx.ServerClosedError
         with pytest.raises(told, match="there is no room") as raised:
             list(run.pushes)
@@ -465,7 +465,7 @@ def test_what_fails_in_one_process_is_a_death_and_in_all_an_error(tmp_path):
 
 
 def dies_once(flag):
-    """A transformation whose ``init`` ends a process, the first that comes there."""
+    """A transformation whose ``init`` kills the first process that calls it."""
 
     def init(params):
         with contextlib.suppress(FileExistsError):

@@ -1,7 +1,7 @@
-"""What became of each push, when answers and deaths come in any order.
+"""The ledger knows what became of each push, in any order of answers and deaths.
 
-Against a world that is played through: a server that applies pushes, saves itself,
-dies with answers on their way, and goes back. What it holds in the end is known.
+The test plays through a world: a server that applies pushes, saves itself, dies while
+answers are on their way, and goes back. The test knows what it holds in the end.
 """
 
 import numpy as np
@@ -18,12 +18,12 @@ class World:
 
     def __init__(self):
         self.lives, self.done, self.answers = 0, 0, {}
-        self.acts = 0  # How many pushes it computes, again and again or not.
+        self.acts = 0  # How many pushes it computes, repeated ones as well.
         self.save()
         self.begin()
 
     def push(self, worker, number):
-        """The answer; from memory where it comes again."""
+        """The answer; from memory if the push comes again."""
         last = self.answers.get(worker)
         if last is not None and last.number == number:
             result = last.result
@@ -62,7 +62,7 @@ def test_every_push_is_accounted_for(seed):
     world = World()
     ledger = Ledger(world.standing)
     workers, goal, answered = 4, 60, 0
-    on_the_way = {}  # Answers that have left the server and not arrived, by worker.
+    on_the_way = {}  # By worker: answers that have left the server and not arrived.
     asked = {}  # Pushes that have not reached it yet.
     unheard = []
     while ledger.stands < goal:
@@ -77,7 +77,7 @@ def test_every_push_is_accounted_for(seed):
         elif event == "arrive" and asked:
             worker = int(rng.choice([*asked]))
             number, life = asked.pop(worker)
-            if life == str(world.lives):  # Otherwise it meets a server that is gone.
+            if life == str(world.lives):  # Otherwise its server is gone.
                 on_the_way[worker] = world.push(worker, number)
         elif event == "answer" and on_the_way:
             worker = int(rng.choice([*on_the_way]))
@@ -94,11 +94,11 @@ def test_every_push_is_accounted_for(seed):
             assert ledger.go_back(world.standing) is None
     assert_accounts(ledger, world, goal)
     assert 0 <= ledger.counts.pushed - answered <= len(unheard) + len(on_the_way)
-    # At the end of a run it takes over what the server says, which is the same.
+    # At the end of a run it takes over the server's counts, which are the same.
     counts = ledger.counts
     ledger.settle(world.standing_now())
     assert ledger.counts == counts
-    # What has been answered and not heard of counts from then on.
+    # From then on, answers that nobody has heard count, too.
     before = world.done
     heard = world.push(0, ledger.next(0))
     world.push(1, ledger.next(1))

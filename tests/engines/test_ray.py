@@ -22,7 +22,7 @@ pytestmark = ON_RAY
 
 
 def make_job(required=None, count=2, pushes=60, gradient=None, seconds=0.01):
-    """Gradients of 1, subtracted; as their losses, workers report their process."""
+    """It subtracts gradients of 1. As losses, workers report their process."""
     if required is None:
         tx = gx.drop_stale(optax.sgd(1.0), 10)
     else:
@@ -40,12 +40,12 @@ def dying(params):
 
 
 def processes(pushes):
-    """What the gradients of ``make_job`` report as their losses."""
+    """The process numbers that ``make_job`` reports as losses."""
     return {push.loss for push in pushes}
 
 
 def kill(actor):
-    """Kills its process, while it is at something or not."""
+    """Kills the actor's process, busy or not."""
     with contextlib.suppress(ray.exceptions.RayActorError):
         os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), 9)
 
@@ -79,7 +79,7 @@ def in_pieces(params):
 def test_what_is_too_late_is_given_up():
     job = make_job(pushes=40)
     slow = engines.Worker(in_pieces)
-    # One step late is too late, and the slow one is never done before a step.
+    # One step late is too late, and a step always comes before the slow one is done.
     job = job._replace(workers=[*job.workers, slow], max_staleness=0)
     with engines.ray(job, address="auto") as run:
         next(run.pushes)
@@ -117,7 +117,7 @@ def test_sync_steps_once_for_every_worker():
     assert int(params) == -int(state.global_step) == -14
     pairs = {(push.local_step, push.worker) for push in pushes if push.local_step < 14}
     assert pairs == {(step, worker) for step in range(14) for worker in range(2)}
-    # The cluster was here before.
+    # The cluster was there before the run, so it stays.
     assert ray.is_initialized()
     with pytest.raises(ray.exceptions.RayActorError):
         answers_for_good(run.server.actor.pull)
@@ -133,14 +133,14 @@ def test_a_worker_that_is_killed_does_not_stop_training(required):
         while len(processes(pushes)) < 2:
             pushes.append(next(run.pushes))
         kill(run.workers[0])
-        while len(processes(pushes)) < 3:  # With the one that replaces it.
+        while len(processes(pushes)) < 3:  # Its successor is the third.
             pushes.append(next(run.pushes))
         assert pushes[-1].worker == 0
         pushes += [next(run.pushes) for _ in range(30)]
         assert run.counts().worker_deaths == 1
     assert {push.worker for push in pushes[-30:]} == {0, 1}
     assert pushes[-1].result.global_step > pushes[-30].result.global_step
-    # It goes on with the number at which the other died.
+    # The successor goes on with the number at which the other died.
     numbers = [push.number for push in pushes if push.worker == 0]
     assert numbers == [*range(len(numbers))]
 
@@ -174,7 +174,7 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(
     said = [m for m in caplog.messages if "the server died and goes on" in m]
     assert len(said) == 2
     assert f"from step {began[1]};" in said[0]
-    if required:  # No step took a worker's gradient twice, and another's not at all.
+    if required:  # No step took one worker's gradient twice and another's never.
         assert run.counts().dropped == 0
 
 
@@ -235,7 +235,7 @@ def test_what_was_answered_and_not_given_counts_and_is_saved(leave, tmp_path):
                 if leave == "break":
                     break
                 run.stop()
-        time.sleep(0.3)  # Workers push what they were at.
+        time.sleep(0.3)  # Workers push their last gradients.
     counts = run.counts()
     assert counts.accepted + counts.dropped == counts.pushed >= 20
     saved = [path.name for path in tmp_path.iterdir() if path.name.isdigit()]
@@ -301,7 +301,7 @@ def test_what_the_server_is_told_reaches_it():
     assert raised.value.__notes__[0].startswith("Raised by worker")
 
 
-# What workers raise, and what is refused.
+# Errors of workers, and jobs that are refused.
 
 
 def test_what_a_worker_raises_ends_the_run():
@@ -379,7 +379,7 @@ def test_sigterm_saves_the_run_and_ends_it(tmp_path, caplog):
                 if count == 20:
                     os.kill(os.getpid(), signal.SIGTERM)
 
-    before = signal.getsignal(signal.SIGTERM)  # Ray's own.
+    before = signal.getsignal(signal.SIGTERM)  # Ray's own handler.
     with pytest.raises(SystemExit) as raised, caplog.at_level(logging.WARNING):
         go()
     assert raised.value.code == 143

@@ -70,7 +70,7 @@ def bits(state):
 
 
 def steps_in(folder):
-    """By the names of the checkpoints, the global steps they are of."""
+    """The global step of each checkpoint, by the checkpoint's name."""
     return {
         int(path.parts[-3]): json.loads(path.read_text())["global_step"]
         for path in pathlib.Path(folder).glob("*/counters/metadata")
@@ -83,7 +83,7 @@ def steps_in(folder):
 
 @pytest.mark.parametrize("stop", [12, 13, 14, 29])
 def test_a_run_that_went_on_is_the_run_that_never_stopped(stop, tmp_path):
-    """In its steps, in a half-done sum, and with its last push to come."""
+    """It stops at a step, in a half-done sum, or before its last push."""
     pushes, state, _ = ended(engines.simulated, make_job(30, required=3))
     with engines.simulated(make_job(30, required=3), checkpoint=tmp_path) as run:
         first = [next(run.pushes) for _ in range(stop)]
@@ -202,7 +202,7 @@ def test_nothing_is_saved_after_the_last_word(tmp_path):
     assert max(steps_in(tmp_path)) == 3
 
 
-# When it is saved.
+# When a run is saved.
 
 
 def test_it_is_saved_at_multiples_of_a_step_and_the_newest_are_kept(tmp_path):
@@ -223,7 +223,7 @@ def test_it_is_saved_as_time_goes_by_while_workers_go_on(tmp_path):
         while len(steps_in(tmp_path)) < 3 and time.monotonic() < deadline:
             next(run.pushes)
     assert len(steps_in(tmp_path)) >= 3
-    # Each is of one moment: what the optimizer counts is what the server counted.
+    # Each shows one moment: the optimizer's count is the server's.
     with ocp.CheckpointManager(tmp_path) as manager:
         target = run.server.state()
         for pushes, accepted in steps_in(tmp_path).items():
@@ -282,7 +282,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
     assert "no checkpoint was written: ValueError: No space" in record.getMessage()
     assert max(steps_in(tmp_path)) == 30
     left.append(OSError(28, "No space left on device"))
-    with pytest.raises(OSError, match="No space left"):  # The last one is missed.
+    with pytest.raises(OSError, match="No space left"):  # It cannot write the last one.
         ended(engine, make_job(40), checkpoint=checkpoint._replace(every_steps=10**6))
 
 
@@ -336,7 +336,7 @@ def test_a_checkpoint_that_cannot_be_is_refused(changes, tmp_path):
 
 
 def terminate_at(run, moment):
-    """The pushes until the process gets ``SIGTERM`` at the given one."""
+    """Takes pushes, and sends the process ``SIGTERM`` after so many."""
     for count, _ in enumerate(run.pushes, 1):
         if count == moment:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -366,7 +366,7 @@ def test_sigterm_saves_a_run_and_ends_it(engine, tmp_path, caplog):
 def test_sigterm_wakes_a_run_that_waits(tmp_path):
     def go():
         with engines.threads(make_job(9, seconds=3600.0), checkpoint=tmp_path) as run:
-            # Not before: it would end these tests.
+            # Not before the run: the signal would end these tests.
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
             list(run.pushes)
 
@@ -413,7 +413,7 @@ def test_an_interrupt_that_python_drops_ends_a_run_all_the_same(engine, tmp_path
     class Dropping:
         def __del__(self):
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0)  # Here it is raised, in a destructor.
+            time.sleep(0)  # The interrupt is raised here, in a destructor.
 
     def go():
         with engine(make_job(10**6), checkpoint=tmp_path) as run:

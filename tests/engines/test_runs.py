@@ -1,4 +1,4 @@
-"""What a user gives to an engine, and what a run does beside giving pushes."""
+"""What a user gives to an engine, and what a run does besides giving pushes."""
 
 import collections
 import threading
@@ -201,9 +201,9 @@ def test_every_device_computes_and_the_parameters_stay(engine):
 
     def make_worker(index):
         def gradient(params, x):
-            together.wait()  # All at once, where they can.
+            together.wait()  # All at once, if they can.
             loss, grads = value_and_grad(params, x)
-            made = jnp.zeros(())  # Of the gradient's own; it has no home.
+            made = jnp.zeros(())  # An array of its own, on no given device.
             ran[index] |= {*params.devices(), *x.devices(), *made.devices()}
             pushed.update(grads.devices())
             return loss, grads
@@ -214,7 +214,7 @@ def test_every_device_computes_and_the_parameters_stay(engine):
     params = jax.device_put(jnp.zeros(3), home)
     tx = gx.drop_stale(gx.adagrad(0.1), 100)
     workers = [make_worker(index) for index in range(8)]
-    # Nobody may go home before the others have met it.
+    # No worker may be done before the others reach the barrier.
     job = engines.Job(params, tx, workers, 64, None)
     if engine is engines.threads:
         tx = gx.conditional_accumulator(gx.adagrad(0.1), 8)

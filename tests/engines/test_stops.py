@@ -1,4 +1,4 @@
-"""Gradients under way that have become too late: given up, and begun anew."""
+"""A gradient under way that has become too late is given up and begun anew."""
 
 import itertools
 import threading
@@ -42,7 +42,7 @@ def played(job):
 
 
 def test_who_is_too_late_begins_anew_at_the_step():
-    """The second takes 2.5 seconds: never to be done while only one step is allowed."""
+    """The second takes 2.5 seconds. Only one step is allowed, so it is never done."""
     pushes, counts = played(job([1.0, 2.5], 10, max_staleness=1))
     assert [(p.worker, p.number, p.time) for p in pushes] == [
         (0, n, n + 1.0) for n in range(10)
@@ -63,7 +63,7 @@ def test_who_is_just_in_time_is_heard():
 
 
 def test_a_schedule_of_the_global_step():
-    """Nothing may be late before step 5, and anything from then on."""
+    """Before step 5 nothing may be late; from then on anything may be."""
 
     def limit(k):
         return jnp.where(k < 5, 0, jnp.inf)
@@ -71,7 +71,7 @@ def test_a_schedule_of_the_global_step():
     pushes, counts = played(job([1.0, 1.5], 9, limit))
     assert [p.worker for p in pushes[:5]] == [0] * 5
     assert counts.given_up == 4
-    # Begun anew for the last time at 4 s, so it is done at 5.5 s.
+    # It is begun anew for the last time at 4 s, so it is done at 5.5 s.
     assert next((p.number, p.time) for p in pushes if p.worker == 1) == (0, 5.5)
 
 
@@ -111,7 +111,8 @@ def test_nobody_ever_comes():
 def test_pushes_that_make_no_step_stop_nobody():
     tx = gx.conditional_accumulator(optax.sgd(1.0), 3)
     pushes, counts = played(job([1.0, 2.5], 8, 0, tx))
-    # Two pushes of the first and one of the second at 2.5 s; a step with each third.
+    # At 2.5 s the first has pushed twice and the second once. Each third push is a
+    # step.
     assert [p.worker for p in pushes[:3]] == [0, 0, 1]
     assert counts.given_up >= 1
     assert counts.dropped == 0
@@ -127,11 +128,11 @@ def test_a_run_that_goes_on_from_a_checkpoint_gives_up_as_before(tmp_path):
     assert [p.number for p in pushes] == list(range(4, 10))
     counts = run.counts()
     assert counts.pushed == counts.accepted == 10
-    assert counts.given_up > 0  # Those of this run.
+    assert counts.given_up > 0  # It counts those of this run.
 
 
 def test_threads_give_up_between_pieces():
-    """The first gradient comes to its first piece, and waits there until it is late."""
+    """The first gradient reaches its first piece, and waits there until it is late."""
     begun, late, done = threading.Event(), threading.Event(), []
 
     def slow(w, number):
@@ -164,8 +165,8 @@ def test_threads_give_up_between_pieces():
 
 
 def test_what_is_too_late_is_not_pushed():
-    """No piece says so here, but before the push somebody looks."""
-    tx = gx.drop_stale(optax.sgd(1.0), 0)  # What is late would be dropped.
+    """This gradient has no pieces; the engine looks before the push."""
+    tx = gx.drop_stale(optax.sgd(1.0), 0)  # It would drop a late push.
     made = job([0.0, 0.0, 0.0], 60, max_staleness=0, tx=tx)
     with engines.threads(made) as run:
         pushes = list(run.pushes)
@@ -175,7 +176,7 @@ def test_what_is_too_late_is_not_pushed():
     times = [p.time for p in pushes]
     assert times == sorted(times)
     assert times[0] >= 0
-    for index in {p.worker for p in pushes}:  # Numbers have no holes.
+    for index in {p.worker for p in pushes}:  # No number is left out.
         numbers = [p.number for p in pushes if p.worker == index]
         assert numbers == list(range(len(numbers)))
 

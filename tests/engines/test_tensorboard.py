@@ -1,6 +1,6 @@
-"""What TensorBoard reads of a run, by its own readers.
+"""What TensorBoard's own readers read of a run.
 
-The run is scripted: each test gives pushes and counts by hand.
+Each test scripts the run: it gives pushes and counts by hand.
 """
 
 import collections
@@ -36,7 +36,7 @@ TAGS = {
     "accepted",
     "dropped",
     "lost",
-    "Gradient_staleness_percentage",  # As TensorFlow 1.15.5 has written it.
+    "Gradient_staleness_percentage",  # TensorFlow 1.15.5's name.
     "pushes a second",
     "steps a second",
 }
@@ -53,7 +53,7 @@ class Run:
 
 
 def push(step, loss=1.0, norm=2.0, staleness=0, applied=True, life="first"):
-    """One after which the server is at that step."""
+    """A push after which the server is at that step."""
     local_step = GlobalStep(step - applied - staleness, life)
     return Push(0, 0, local_step, loss, norm, PushResult(applied, staleness, step))
 
@@ -78,7 +78,7 @@ def steps(logdir):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds, in a list."""
+    """A clock for the test to set: its seconds, in a list."""
     seconds = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
     return seconds
@@ -121,7 +121,7 @@ def test_every_curve_is_what_the_pushes_say(tmp_path, clock):
             expected["steps a second"].append((step - begin) / seconds)
             expected["staleness"].append(staleness)
     for tag in ("pushes a second", "steps a second"):
-        expected[tag].pop()  # The end comes too soon to tell.
+        expected[tag].pop()  # The end comes too soon for a rate.
     points = read(tmp_path)
     assert points.keys() == TAGS | {"staleness"}
     for tag, curve in points.items():
@@ -135,7 +135,7 @@ def test_every_curve_is_what_the_pushes_say(tmp_path, clock):
 
 
 def check_histogram(histogram, values):
-    """Each integer has a bucket of length 1, with as many as there are."""
+    """Each integer has a bucket of length 1, which counts how often it occurs."""
     ends = np.array(histogram.bucket_limit)
     starts = np.array([histogram.min, *ends[:-1]])
     counts = np.array(histogram.bucket)
@@ -151,7 +151,7 @@ def check_histogram(histogram, values):
 
 
 def test_the_cosine_is_a_curve_where_it_is_measured(tmp_path):
-    """Of a run, from the transformation to the curve."""
+    """A whole run: from the transformation to the curve."""
     directions = [jnp.array(x) for x in ([1.0, 0.0], [0.6, 0.8], [-0.6, -0.8])]
     expected = [0.0, 0.6, -1.0]
 
@@ -176,7 +176,7 @@ def test_a_point_waits_for_its_time_and_for_a_step(tmp_path, clock):
         for second, step in zip(seconds, reached, strict=True):
             clock[0] = 100.0 + second
             board(push(step, loss=float(second)))
-    # At 0.9 and 1.5 it is too soon, and at 4 there is a point at that step.
+    # At 0.9 s and 1.5 s it is too soon, and at 4 s its step has a point already.
     means = [0.0, pytest.approx((0.9 + 1) / 2), (1.5 + 3) / 2, (4 + 5) / 2]
     assert read(tmp_path)["loss"] == [*zip([1, 3, 4, 5], means, strict=True)]
 
@@ -209,7 +209,7 @@ def test_what_is_not_finite_is_written_as_it_is(tmp_path, bad, caplog):
     points = read(tmp_path)
     assert not caplog.records
     np.testing.assert_array_equal([x for _, x in points["loss"]], [1.0, bad, 1.0])
-    assert points["gradient norm"][0] == (1, np.inf)  # They are float32.
+    assert points["gradient norm"][0] == (1, np.inf)  # Points are float32.
 
 
 def test_infinities_of_both_signs_have_no_mean(tmp_path, clock):
@@ -223,7 +223,7 @@ def test_infinities_of_both_signs_have_no_mean(tmp_path, clock):
 
 
 def train(logdir, run, reached, loss):
-    """A point at each of some steps."""
+    """Writes a point at each of these steps."""
     with TensorBoard(logdir, run, every_seconds=0) as board:
         for step in reached:
             board(push(step, loss))
@@ -255,7 +255,7 @@ print(json.dumps([point.step for point in found["."]["loss"]]))
 
 def fast(logdir):
     """The steps that TensorBoard shows where it has its data server."""
-    # A process of its own, with which the server ends.
+    # In a process of its own, so that the server ends with it.
     command = [sys.executable, "-c", FAST, str(logdir)]
     return json.loads(subprocess.check_output(command, text=True, timeout=300))
 
@@ -296,7 +296,7 @@ def test_where_a_life_began_its_first_push_has_seen(tmp_path):
     with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
         for step in range(1, 31):
             board(push(step))
-        for step in (23, 21, 22, 25):  # They come in this order, from step 20.
+        for step in (23, 21, 22, 25):  # The new life began at step 20.
             board(push(step, staleness=step - 21, life="second"))
     assert steps(tmp_path) == [*range(1, 21), 23, 25]
 
@@ -388,10 +388,10 @@ def test_a_full_disk_ends_no_run(tmp_path):
     try:
         for step in range(2, 200):
             board(push(step))
-        board._disk.submit(int).result()  # All that was to be written was tried.
+        board._disk.submit(int).result()  # Every write has been tried by now.
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    board(push(200))  # What came between would be missing.
+    board(push(200))  # The points between would be missing.
     with pytest.warns(RuntimeWarning, match="curves .* not complete: .*too large"):
         board.close()
     found = steps(tmp_path)

@@ -1,4 +1,4 @@
-"""What the makers share: the inputs they feed, and how a trace is written.
+"""Shared by the makers: the inputs that they feed, and how a trace is written.
 
 Runs on Python 3.7 and later with NumPy alone. The inputs come from
 ``RandomState.random_sample``, whose stream is fixed across NumPy versions, so the
@@ -75,12 +75,12 @@ TWO_CLIPS = ("two-clips", "scales", dict(_RATE, clipnorm=1.0, clipvalue=0.25))
 
 
 def scheduled(adagrad_case_name, **schedule):
-    """One more case of ADAGRAD's kind: a schedule, by its class name and arguments."""
+    """One more case like ADAGRAD's: a schedule, by its class name and arguments."""
     return (adagrad_case_name, "plain", dict(_RATE, learning_rate=schedule))
 
 
 def build(settings, schedules):
-    """Constructor arguments, the learning rate made a schedule where it names one."""
+    """The constructor's arguments; a rate that names a schedule becomes one."""
     settings = dict(settings)
     if isinstance(settings.get("learning_rate"), dict):
         schedule = dict(settings["learning_rate"])

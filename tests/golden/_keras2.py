@@ -1,4 +1,4 @@
-"""What the makers of Keras before its OptimizerV2 share: Adagrad, run the same way.
+"""Shared by the makers of Keras before its OptimizerV2: Adagrad, run the same way.
 
 Standalone Keras 2 and the ``tf.keras`` of TensorFlow 1.12 and 1.13, in graph mode on
 TensorFlow. Runs on Python 3.6 and later.
@@ -29,7 +29,7 @@ race there, and no two runs need agree.
 
 
 def adagrad(tf, keras, symbol, clipnorm, name, variant, settings):
-    """One case. ``clipnorm`` says which of our arguments theirs is."""
+    """One case. ``clipnorm`` is our argument that means the same as theirs."""
     backend = keras.backend
     with tf.Graph().as_default():
         config = tf.ConfigProto(

@@ -2,11 +2,12 @@
 
 A method is a *rule*, what the server does with a gradient, and two bounds on how late
 a gradient may be: where the server drops it, and where the worker gives it up. Nothing
-here is gradxform's, and nothing is the simulator's that left the traces: each rule is
+here comes from gradxform, or from the simulator that left the traces: each rule is
 written from its equation.
 
-A rule is called with the gradient, the worker, the staleness and the global step k,
-before that push. It gives what is subtracted from the parameters, or None: no step.
+A rule is called with the gradient, the worker, the staleness and the global step k
+before that push. It returns what is subtracted from the parameters, or None for no
+step.
 """
 
 import math
@@ -28,7 +29,7 @@ def run(rule, params, gradient, duration, workers, drops=math.inf, gives_up=math
     """One event after the other, endlessly: a push, or a gradient that is given up.
 
     Workers pull, take ``duration(worker, number)`` seconds, push, and begin the next
-    number. Of pushes that arrive at once, that of the lower worker goes first.
+    number. If pushes arrive at once, the one of the lower worker goes first.
 
     drops     a push is dropped if its staleness is above this, or above ``drops(k)``.
     gives_up  after a step to global step k, a gradient under way that is later than
@@ -93,7 +94,7 @@ def delay_adaptive(workers):
 def normalized_momentum(rate, alpha=None):
     """m = (1 - a) m + a g, u = rate m / (|m| + 1e-10).
 
-    Where alpha is None, it is 1 / sqrt(k), from k = 1 on, and 1 before; and the rate is
+    If alpha is None, it is 1 / sqrt(k) from k = 1 on and 1 before that, and the rate is
     rate / (k + 1)^(3/4).
     """
 
@@ -150,12 +151,12 @@ def rennala(rate, batch):
 
 
 def mean_of_means(table):
-    """Over the workers, of the means of each one's gradients."""
+    """The mean over workers of the mean of each worker's gradients."""
     return sum(sum(row) / len(row) for row in table.values()) / len(table)
 
 
 def malenia(rate, workers):
-    """u = rate mean_i mean_j g_ij, once every worker i has pushed; then all anew."""
+    """u = rate mean_i mean_j g_ij, once every worker i has pushed; then it restarts."""
     table = {}
 
     def rule(g, worker, s, k):
@@ -182,7 +183,7 @@ def ia2sgd(rate, workers):
 
 
 def ringleader(rate, workers):
-    """Cycles of n steps on the mean of means, one at a push of each worker."""
+    """Cycles of n steps on the mean of means; each worker's push makes one of them."""
     table, following, stepped = {}, {}, set()
 
     def rule(g, worker, s, k):
@@ -204,7 +205,7 @@ def ringleader(rate, workers):
 def federated(params, pushes, alpha, weight, buffer=1):
     """x = x + alpha sum_i w(s_i) d_i, over as many pushes as the buffer holds.
 
-    A push has d = -gradient, or d = local model - x as x was when it came.
+    A push has d = -gradient, or d = local model - x, with x as it was at that push.
     """
     total, held, global_step = dict.fromkeys(params, 0.0), 0, 0
     for push in pushes:
@@ -242,7 +243,7 @@ def weight_of(settings):
 
 
 def rule_of(case):
-    """The rule of a case of ringmaster.json, and from when on its workers give up."""
+    """The rule of a case of ringmaster.json, and how late its workers may be."""
     name, settings = case["symbol"].rpartition(".")[2], case["settings"]
     workers, alpha = len(case["durations"]), settings.get("alpha")
     rate = settings.get("gamma", settings.get("eta"))
@@ -270,7 +271,7 @@ def rule_of(case):
 
 
 def problem_of(case):
-    """The gradient and the duration of a worker's number, and the parameters."""
+    """Functions for the gradient and the duration of a number; the first parameters."""
     of = {name: np.array(value) for name, value in case["problem"].items()}
 
     def gradient(worker, number, params):
@@ -285,7 +286,7 @@ def problem_of(case):
 
 
 def replayed(case):
-    """Pairs of an event of a trace and what the equations say about it."""
+    """Each event of a trace, in a pair with what the equations say about it."""
     if "problem" in case:
         rule, late = rule_of(case)
         gradient, duration, start = problem_of(case)
@@ -301,7 +302,7 @@ def replayed(case):
 
 
 def distance(event, expected):
-    """How far the parameters are apart; all else must be the same."""
+    """The distance between the parameters. Everything else must be equal."""
     for name in event.keys() - {"params"} & expected.keys():
         assert event[name] == expected[name], (name, event, expected)
     assert ("given_up" in event) == ("given_up" in expected), (event, expected)

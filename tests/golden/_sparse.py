@@ -1,4 +1,4 @@
-"""What the makers of row-sparse traces share: the gradients and the cases.
+"""Shared by the makers of row-sparse traces: the gradients and the cases.
 
 As in ``_format.py``, the inputs are the same, bit for bit, in every file.
 """
@@ -52,8 +52,8 @@ def gradients(variant, table="w", as_dense=False):
     """A dict a step: a row-sparse gradient for the table and a dense one for "b".
 
     The entries are odd multiples of 1/128 (before any scaling): none is zero, and
-    the float32 sum of repeated rows is exact in whatever order. With ``as_dense`` the
-    table's is the dense gradient it stands for.
+    the float32 sum of repeated rows is exact in any order. With ``as_dense`` the table
+    gets the dense gradient that the rows stand for.
     """
     rng = np.random.RandomState(4)
     sequence = []
@@ -79,7 +79,7 @@ def odd(rng, shape):
 
 
 def cancel(indices, values):
-    """Makes a row's second values minus its first."""
+    """Sets the second values of a row to minus its first."""
     first = {}
     for k, index in enumerate(indices):
         if index in first:
@@ -157,7 +157,7 @@ ROW_BY_ROW["global_clipnorm"] = ROW_BY_ROW["clipnorm"]
 
 
 def why_not(settings, variant):
-    """Why the trace is not ours: errors, or clipping rows given more than once."""
+    """Why ours has no such trace: an error, or a clip of rows given more than once."""
     if variant == "out-of-range":
         return "errors, in TensorFlow's words"
     repeats = any(len(set(rows)) < len(rows) for rows in ROWS[variant])
@@ -168,6 +168,6 @@ def why_not(settings, variant):
 
 
 def error_of(error):
-    """Its type and first line, without the name of the node and its device."""
+    """Its type and first line, without the names of the node and the device."""
     message = str(error).split("\n", 1)[0].split("}} ")[-1]
     return {"type": type(error).__name__, "message": message}

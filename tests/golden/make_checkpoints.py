@@ -6,10 +6,10 @@ makes those that are missing; run it with the oldest JAX and optax that are supp
 Each row of ``tests/descriptors.py`` that keeps state has one, unless a row of the same
 name before it keeps the same arrays. orbax has saved it as ``docs/sharding.md`` says.
 One more is the folder that an engine has left. In each zip ``expected.json`` has the
-arrays, what the next pushes make of them, and what made it.
+arrays, their numbers after the next pushes, and the versions that made it.
 
-None is ever made anew. Where a test cannot go on from one, a user's run cannot, either:
-``docs/versions.md`` has what is promised to them.
+None is ever made anew. If a test cannot go on from one, a user's run cannot, either:
+``docs/versions.md`` says what is promised.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tests.descriptors import DESCRIPTORS
 
 FOLDER = pathlib.Path(__file__).parent / "checkpoints"
 ENGINE = "engine"
-SAVED, PUSHES = 3, 5  # Pushes in a checkpoint, and with those that come after it.
+SAVED, PUSHES = 3, 5  # Pushes before a checkpoint, and in all.
 
 
 def draw(seed):
-    """A tree of numbers that every dtype has, with each kind of leaf."""
+    """A tree with each kind of leaf; its numbers are exact in every dtype."""
 
     def leaf(*shape, dtype="float32"):
         n = np.arange(np.prod(shape, dtype=int)).reshape(shape)
@@ -50,7 +50,7 @@ def draw(seed):
 
 
 def kept():
-    """The rows that have a checkpoint, by its name."""
+    """The rows that have a checkpoint, by the checkpoint's name."""
     rows = {}
     for row in DESCRIPTORS:
         state = arrays(jax.eval_shape(row.make().init, draw(0)))
@@ -83,7 +83,7 @@ def pushed(row, params, state, first, last):
 
 
 def make_job(pushes):
-    """What an engine runs: two workers, of whom the second is late."""
+    """A job for an engine: two workers; the second one is late."""
     tx = gx.drop_stale(gx.adagrad(0.5, global_clipnorm=1.0), 1)
 
     def loss(params, x):
@@ -101,7 +101,7 @@ def make_job(pushes):
 
 
 def ran(pushes, folder):
-    """Where a job ends that goes on from what is in a folder."""
+    """Where a job ends after it went on from a folder."""
     checkpoint = engines.Checkpoint(
         folder, every_seconds=None, max_to_keep=1, settings={"seed": 0}
     )
@@ -117,7 +117,7 @@ def arrays(tree):
 
 
 def numbers(tree):
-    """The numbers of each leaf, by its path; those of each dtype as JSON has them."""
+    """The numbers of each leaf, by its path, in types that JSON has."""
     flat, _ = jax.tree.flatten_with_path(tree)
     return {
         jax.tree_util.keystr(path): np.asarray(
@@ -128,7 +128,7 @@ def numbers(tree):
 
 
 def pack(name, folder, expected):
-    """A folder and what is expected of it, in one file."""
+    """Packs a folder and what is expected of it into one file."""
     with zipfile.ZipFile(FOLDER / f"{name}.zip", "x", zipfile.ZIP_DEFLATED) as file:
         for path in sorted(folder.rglob("*")):
             if path.is_file() and path.name != LOCK:

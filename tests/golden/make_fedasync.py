@@ -36,7 +36,7 @@ def arrays(state):
 
 
 def run(name, aggregator, settings, weight, why_not=None):
-    """One case; a push is a gradient or, as is APPFL's default, a local model."""
+    """One case; a push is a gradient or a local model, as is APPFL's default."""
     configs = OmegaConf.create(dict({"alpha": 0.25}, **settings))
     server = aggregator(Model(), configs)
     for client in range(4):

@@ -1,7 +1,7 @@
 """Makes heloco.json: traces of the outer optimizers of HeLoCo's authors.
 
-With Python 3.11, from the repository's root, and the notebook of the authors saved
-elsewhere. Two of its classes are read and run, and nothing else of it:
+With Python 3.11, from the repository's root, with the authors' notebook saved
+elsewhere. Two of its classes are read and run, and nothing else in it:
 
     git clone https://github.com/aaasif-isu/panofabric-engine \\
         ../panofabric-engine  # at 0953c64d
@@ -19,7 +19,7 @@ import torch
 
 STEPS = 50
 
-# Around the thresholds of the defaults, 0 and 0.2, and of the others below.
+# Near the thresholds: 0 and 0.2, the defaults, and those of the other cases below.
 COSINES = (
     *(1.0, 0.9, 0.5, 0.21, 0.2001, 0.1999, 0.15, 0.1, 0.05, 0.0001),
     *(-0.0001, -0.05, -0.1, -0.21, -0.5, -0.9, -1.0, 0.3001, 0.2999, 0.02),
@@ -63,7 +63,7 @@ def load(notebook):
 
 
 def drawn(rng, momentum, shape, step, leaf):
-    """A gradient at a chosen angle to the momentum, of a chosen length."""
+    """A gradient of a chosen length, at a chosen angle to the momentum."""
     noise = rng.standard_normal(shape)
     if step in (17, 18) and leaf == 0:
         return np.zeros(shape)
@@ -77,7 +77,7 @@ def drawn(rng, momentum, shape, step, leaf):
         else:
             noise = np.sign(c) * unit
         noise = noise * np.linalg.norm(momentum)
-    # What float32 holds, so that single precision starts from the same numbers.
+    # float32 holds these, so single precision starts from the same numbers.
     return np.float64(np.float32(noise * LENGTHS[step % len(LENGTHS)]))
 
 

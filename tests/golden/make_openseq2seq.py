@@ -26,7 +26,7 @@ NOVOGRAD = {
 
 
 def load(checkout):
-    """The class alone: its package imports what training speech models needs."""
+    """The class alone: its package imports all that speech models need."""
     path = os.path.join(checkout, "open_seq2seq", "optimizers", "novograd.py")
     spec = importlib.util.spec_from_file_location("novograd", path)
     module = importlib.util.module_from_spec(spec)

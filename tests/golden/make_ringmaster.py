@@ -7,7 +7,7 @@ With Python 3.11, from the repository's root, and the simulator checked out else
     pip install "numpy==2.4.6"
     python tests/golden/make_ringmaster.py ../ringmaster-lmo
 
-Its ``function`` module imports PyTorch and what draws pictures; no master and no
+Its ``function`` module imports PyTorch and packages that draw. No master and no
 transport uses it, so an empty module stands in for it.
 """
 
@@ -41,10 +41,10 @@ def load(checkout):
 
 
 def durations():
-    """By name, the seconds that each worker's gradients take, number by number.
+    """For each pattern, the seconds that each worker's gradients take, in their order.
 
-    All but "one-dies" begin anew behind the last. They are multiples of 1/1024, so
-    that the sums are exact, in any order.
+    All but "one-dies" begin anew behind the last. They are multiples of 1/1024, so the
+    sums are exact in any order.
     """
     rng = np.random.RandomState(5)
     spread = np.sqrt(np.arange(1, WORKERS + 1))
@@ -74,7 +74,7 @@ def problem(shape):
 
 
 class Quadratic:
-    """What a node computes; ``numbers`` are those that the nodes are at."""
+    """What a node computes; ``numbers`` has the current number of each node."""
 
     def __init__(self, problem, numbers, index):
         self._a, self._b = problem["curvature"][index], problem["pull"][index]
@@ -104,7 +104,7 @@ def recorded(transport):
             return 0 if self.master is None else self.master._iter
 
         def settle(self):
-            """What follows is no longer the doing of the last event."""
+            """Later changes do not belong to the last event."""
             if self.events:
                 self.events[-1].setdefault("global_step", self.global_step)
 
@@ -125,7 +125,7 @@ def recorded(transport):
 
         def reset_all_nodes(self, time=None):
             for index in range(WORKERS):
-                # Whose push was the last has begun anew at this very time.
+                # The worker of the last push has begun anew at this very time.
                 if self._outputs[index] is not None and index != self._arrived:
                     self._add(self.master.get_time(), index, given_up=True)
             super().reset_all_nodes(time)
@@ -144,14 +144,14 @@ def recorded(transport):
 
 
 def run(modules, name, symbol, pattern, calls, settings, ours, shape=(2,)):
-    """One case: ``calls`` of the master's ``step``, and all that they did."""
+    """One case: ``calls`` calls of the master's ``step``, and all that they did."""
     algorithm, transport, signature = modules
     of, seconds, numbers = problem(shape), durations()[pattern], [0] * WORKERS
     node = algorithm.StochasticGradientNodeAlgorithm
     nodes = [signature(node, Quadratic(of, numbers, i)) for i in range(WORKERS)]
     seen = recorded(transport)(nodes, numbers, seconds)
     one = {"max_events": 1} if symbol == "IAASGD" else {}
-    with contextlib.redirect_stdout(io.StringIO()):  # One of them prints.
+    with contextlib.redirect_stdout(io.StringIO()):  # One of the masters prints.
         master = getattr(algorithm, symbol)(seen, of["start"].copy(), **settings)
         seen.master = master
         for _ in range(calls):
@@ -181,7 +181,7 @@ SQUARE_ROOT = "max(1, floor(sqrt(max(0, k - 1)))) - 1"
 
 
 def ours(transformation, gives_up, inner=None, **options):
-    """gradxform's names: a transformation, and from when on a worker gives up."""
+    """gradxform's names: a transformation, and how late a worker may be."""
     inner = inner or {"transformation": "sgd", "learning_rate": RATE}
     transformation = dict({"transformation": transformation}, **options)
     return dict(transformation, inner=inner, job={"max_staleness": gives_up})
@@ -194,7 +194,7 @@ def drop_stale(threshold, inner=None):
 
 
 def cases(modules):
-    """All of them."""
+    """All cases."""
 
     def add(name, symbol, pattern, calls, settings, *args):
         name = name + "-" + pattern

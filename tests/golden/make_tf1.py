@@ -182,7 +182,7 @@ def as_tensor(value, dtype):
 
 
 def as_entry(value, clipped):
-    """A clipped leaf, written the way the leaf that was given is written."""
+    """A clipped leaf, written in the same way as the leaf that was given."""
     if isinstance(value, dict) and "fill" in value:
         assert np.all(clipped == clipped[0]) or np.all(np.isnan(clipped))
         return {"shape": value["shape"], "fill": clipped[0]}

@@ -172,7 +172,7 @@ class Accumulators:
         self.session = self.new_session()
 
     def new_session(self):
-        """A session. It owns the accumulators' state: they are new in it."""
+        """A session. It owns the accumulators' state, so they are new in it."""
         with self.graph.as_default():
             new = session()
         new.run(self.init)
@@ -202,9 +202,9 @@ class Accumulators:
         return self.session.run(self.params)
 
     def global_step(self):
-        """The accumulators' own step, which no operation tells: the lowest accepted.
+        """The accumulators' own step: the lowest local step that they accept.
 
-        It is asked of a copy that has been through all that these have.
+        No operation tells it, so this asks a copy that has the same history.
         """
         fed = dict(next(fed for ops, fed in self.history if ops is self.pushes))
         fed[self.step] = -2
@@ -269,7 +269,7 @@ def rounds(
 
 
 def events(name, why_not, *told, leaf="b", sparse=False):
-    """Operations one by one, for what our accumulator has nothing like."""
+    """Operations one by one, for all that our accumulator does not have."""
     accumulators = Accumulators((leaf,), (leaf,) if sparse else (), "MEAN")
     steps = []
     for event, *given in told:
@@ -295,7 +295,7 @@ def events(name, why_not, *told, leaf="b", sparse=False):
 
 
 def waiting_take():
-    """A take that waits, as SyncReplicasOptimizer's does, and pushes that come."""
+    """A take that waits, as SyncReplicasOptimizer's does, while pushes come."""
     accumulators = Accumulators(("b",), (), "MEAN")
     fed = {accumulators.required: 2}
     taken = []
@@ -361,7 +361,7 @@ def sync_replicas(name, inner, num_required, workers, pushes, sparse=(), **entri
         sess.run([opt.chief_init_op, tokens])
         for lag, grads in pushes:
             local_step, taken = sess.run(global_step) - lag, None
-            opt._local_step.load(local_step, sess)  # What this worker had read.
+            opt._local_step.load(local_step, sess)  # What this worker had seen.
             sess.run(push, feed(inputs, grads))
             accepted = agreed(sess.run(counts)) - count
             if agreed(sess.run(counts)) >= num_required:

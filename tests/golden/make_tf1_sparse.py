@@ -50,7 +50,7 @@ def feed(inputs, grads):
 
 
 def run(make, sequence, through="apply_gradients", use_resource=True):
-    """Pushes gradients; what TensorFlow refuses is told by its ``error``."""
+    """Pushes gradients. Where TensorFlow refuses one, the step has its ``error``."""
     steps = []
     with tf.Graph().as_default(), session() as sess:
         params = {
@@ -99,7 +99,7 @@ def keras(name, variant, settings, table="w", as_dense=False):
         arguments = _format.build(settings, tf.keras.optimizers.schedules)
         return tf.keras.optimizers.Adagrad(**arguments)
 
-    # minimize clips, but its lookup would be the first to refuse a row.
+    # minimize clips, but there the lookup would refuse the row first.
     through = "apply_gradients" if variant == "out-of-range" else "minimize"
     sequence = _sparse.gradients(variant, table, as_dense)
     steps = run(make, sequence, through)

@@ -26,7 +26,7 @@ def as_tensor(value):
 
 
 def run(opt, sequence, schedule=None):
-    """Pushes gradients; what TensorFlow refuses is told by its ``error``."""
+    """Pushes gradients. Where TensorFlow refuses one, the step has its ``error``."""
     initial = _sparse.params(sequence[0])
     params = {name: tf.Variable(value, name=name) for name, value in initial.items()}
     steps = []

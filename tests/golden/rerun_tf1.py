@@ -5,9 +5,9 @@ environment with TensorFlow 1.12.3, 1.13.2 or 1.14.0, from the repository's root
 
     python tests/golden/rerun_tf1.py
 
-It prints for each symbol how many traces are the same to the bit, and the others by
-name: how far they are apart, relative to the largest number of their list, or that they
-do not fit at all.
+For each symbol it prints how many traces are the same to the bit. It names the others
+and says how far apart they are, relative to the largest number of their list, or that
+they do not fit at all.
 """
 
 import collections
@@ -18,18 +18,18 @@ import _format
 import numpy as np
 import tensorflow as tf
 
-if not hasattr(tf.compat, "v1"):  # Before 1.13 all that it names lies in tf itself.
+if not hasattr(tf.compat, "v1"):  # Before 1.13 its names lie in tf itself.
     tf.compat.v1 = tf
 
 import make_tf1
 import make_tf1_accumulators
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-OWN_TRACES = tf.__version__ < "1.14"  # Of tf.keras, in tf1_12.json and tf1_13.json.
+OWN_TRACES = tf.__version__ < "1.14"  # tf.keras: tf1_12.json and tf1_13.json.
 
 
 def where_it_runs(module, *makers):
-    """What makes a case says so where this version refuses it, and the others go on."""
+    """Prints each case that this version refuses, so that the others go on."""
 
     def or_none(make):
         def made(*args, **kwargs):
@@ -76,7 +76,7 @@ def largest(distances):
 
 
 def compare(maker, versions, cases):
-    """In the place of ``_format.write``."""
+    """Takes the place of ``_format.write``."""
     name = os.path.basename(maker)[len("make_") : -len(".py")] + ".json"
     with open(os.path.join(HERE, name)) as file:
         recorded = {case["name"]: case for case in json.load(file)["cases"]}
@@ -102,7 +102,7 @@ if __name__ == "__main__":
     import make_tf1_sparse  # It takes the two clips from make_tf1.
 
     if OWN_TRACES:
-        tf.keras.experimental = None  # Whose schedules are none of the others'.
+        tf.keras.experimental = None  # Its schedules are unlike all others.
         make_tf1.adagrad = make_tf1_sparse.keras = lambda *args, **kwargs: None
     where_it_runs(make_tf1_sparse, "plain", "keras")
     for maker in (make_tf1, make_tf1_accumulators, make_tf1_sparse):

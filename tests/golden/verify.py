@@ -5,10 +5,10 @@ arguments to gradxform's is right, whatever the library does. Run it after makin
 
     python tests/golden/verify.py
 
-It prints the largest relative difference a symbol and fails where one exceeds 2e-5
-(1e-3 where the trace is in float16). A difference is relative to the entry itself, or,
-where parts of opposite sign nearly cancel, to 1/100 of the leaf's largest entry (for
-parameters: of 1, if that is more).
+For each symbol it prints the largest relative difference. It fails where one exceeds
+2e-5 (1e-3 where the trace is in float16). A difference is relative to the entry itself
+or, where parts of opposite sign nearly cancel, to 1/100 of the leaf's largest entry
+(for parameters: of 1, if that is more).
 
 Runs of workers are in float64. Their equations are in ``_simulator.py``, also where
 ``ours`` is null, and their parameters may differ by 1e-9.
@@ -182,7 +182,7 @@ def entry_rows(value, dense_shape):
 
 
 def reduced(pushes, shapes, reduction):
-    """The sum of the pushes over, leaf by leaf, what the reduction divides by."""
+    """The sum of the pushes, divided leaf by leaf as the reduction asks."""
     sums = {}
     for key, shape in shapes.items():
         sparse = isinstance(pushes[0][key], dict)

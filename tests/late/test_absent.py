@@ -39,7 +39,8 @@ GATES = {
 def start():
     return {
         "w": jnp.array([[1.0, -2.0], [0.5, 3.0]]),
-        # The integers not first: inject_hyperparams of old takes its dtype from there.
+        # The integers are not first: an old inject_hyperparams takes its dtype from
+        # there.
         "frozen": {"v": jnp.array([4.0, 5.0]), "whole": jnp.array([1, 2])},
     }
 
@@ -90,7 +91,7 @@ def test_it_stays_and_the_others_do_not_notice(inner, gate, how):
     chex.assert_trees_all_close(params["w"], expected["w"], rtol=1e-6)
     before, after = by_path(tx.init(start())), by_path(state)
     assert before.keys() == after.keys()
-    # Who pushed is one array for all leaves, and False for each of them again.
+    # One array says for all leaves who pushed; each entry is False again.
     flags = [after.pop(path) for path in before if path.endswith("pushed")]
     assert not any(flag.any() for flag in flags)
     wanted_state = by_path(expected_state)
@@ -108,7 +109,7 @@ def test_it_stays_and_the_others_do_not_notice(inner, gate, how):
 )  # fmt: skip
 @pytest.mark.parametrize("gate", ["accumulate", "conditional_accumulator", "both"])
 def test_a_sum_of_zero_is_not_nobody(gate, pushes, moves):
-    """The momentum moves what somebody pushed for, by the decay, from 1 to 1/2."""
+    """The momentum moves each leaf with a push. The decay takes it from 1 to 1/2."""
     around, extra = GATES[gate]
     tx = around(optax.sgd(1.0, momentum=0.5))
     params = {"w": jnp.ones(2), "b": jnp.ones(())}
@@ -166,7 +167,7 @@ def test_a_server_and_its_local_steps():
 
 
 def test_some_leaves_now_and_others_then():
-    """As two optimizers do it that know nothing of each other."""
+    """As with two optimizers that know nothing of each other."""
     tx = optax.sgd(0.1, momentum=0.9)
     step = jax.jit(functools.partial(gx.apply_gradients, tx))
     params = {"a": jnp.ones(2), "b": jnp.ones(3)}
@@ -278,7 +279,7 @@ def test_where_every_leaf_has_a_gradient_init_is_not_asked():
 
 
 def test_what_knows_none_by_itself_is_asked_as_it_is():
-    """Its ``init`` knows the names of the parameters, and takes no other tree."""
+    """Its ``init`` reads the parameters by their names, so it takes no other tree."""
 
     def init(params):
         return params["w"].shape[0] * params["frozen"]["v"]

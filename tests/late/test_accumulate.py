@@ -1,4 +1,4 @@
-"""Micro-batches: equal to optax's own, and what it lacks."""
+"""Micro-batches: the same numbers as optax's own, and what optax lacks."""
 
 import functools
 
@@ -23,13 +23,13 @@ PUSHES = 12
 
 
 def pushes(seed):
-    """Of a few steps, some not finite, and how many each step needs."""
+    """Pushes of a few steps, some not finite, and how many pushes each step needs."""
     rng = np.random.default_rng(seed)
     grads = {k: rng.standard_normal((PUSHES, *PARAMS[k].shape)) for k in ("w", "b")}
     bad = rng.random(PUSHES) < 0.2
     grads["b"][bad, rng.integers(3)] = rng.choice([np.nan, np.inf, -np.inf])
     required = rng.integers(1, 5, PUSHES)
-    if seed % 2:  # The same for every step.
+    if seed % 2:  # Every step needs the same number.
         required[:] = required[0]
     grads = {k: jnp.float32(g) for k, g in grads.items()}
     return {**grads, "none": None}, jnp.int32(required), bad
@@ -87,7 +87,7 @@ def test_equals_multi_steps(inner, skip):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "row_mean"])
 def test_rows_equal_a_plain_loop(reduction):
-    """In float64 NumPy; a push of rows in which one is not finite is left out."""
+    """The loop is in NumPy. It leaves out a push in which one row is not finite."""
     rng = np.random.default_rng(0)
     tx = gx.accumulate(optax.sgd(1.0), 3, reduction=reduction, skip_nonfinite=True)
     push = jax.jit(functools.partial(gx.apply_gradients, tx))
@@ -95,7 +95,7 @@ def test_rows_equal_a_plain_loop(reduction):
     state, held = tx.init(table), []
     for number in range(11):
         ids, values = rng.integers(0, 5, 3), rng.standard_normal((3, 2))
-        values[ids == 4] = np.nan  # Which is padding.
+        values[ids == 4] = np.nan  # This id is padding.
         if finite := number % 5 != 1:
             held.append((ids, values))
         else:
@@ -130,7 +130,7 @@ def test_whatever_is_left_out_reaches_nothing(bad, how):
     else:
         updates, new = tx.update(grads, state, params)
         after = gx.apply_updates(params, updates)
-    if np.isfinite(bad):  # Though its absolute value is not.
+    if np.isfinite(bad):  # Its absolute value may still be inf.
         assert (new.global_step, new.nonfinite_count) == (1, 0)
         return
     chex.assert_trees_all_equal(after, params)
@@ -171,7 +171,7 @@ GATES = {
 @pytest.mark.parametrize("name", GATES)
 def test_a_schedule_says_how_many_make_each_step(name):
     gate, extra = GATES[name]
-    # Of optax, whose numbers are real; below 1 is 1 once it is compiled.
+    # optax's schedules give real numbers. Below 1 means 1 in a compiled program.
     schedules = {
         "whole": (lambda step: jnp.array([2, 1, 3])[step], [1, 2, 5]),
         "below 1": (lambda step: jnp.array([0, -7, 2])[step], [0, 1, 3, 5]),
@@ -241,7 +241,7 @@ def test_extra_arguments_reach_inner():
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_devices_leave_a_push_out_together(apart):
-    """Unless each counts its steps for itself."""
+    """They do, unless each device counts its steps for itself."""
     mesh = jax.make_mesh((8,), ("x",), (jax.sharding.AxisType.Auto,))
     tx = gx.accumulate(optax.sgd(1.0), 1, skip_nonfinite=True)
 
@@ -275,7 +275,7 @@ def test_a_server_counts_the_steps_and_not_the_pushes():
     one, bad = {"w": jnp.ones(2)}, {"w": jnp.full(2, jnp.nan)}
     with pytest.raises(TimeoutError):
         server.wait(0, timeout=0)
-    # Added; left out; a step; added, however late.
+    # The pushes: one is added, one left out, one steps, and one is added although late.
     assert server.push(one, 0) == (True, 0, 0)
     assert server.push(bad, 0) == (False, 0, 0)
     kept = server.state()
@@ -297,7 +297,7 @@ def test_what_is_late_to_a_gate_around_it_is_counted_there():
         _, state = tx.update(jnp.ones(()), state, local_step=0)
     assert gx.global_step(state) == 1
     assert gx.staleness_fraction(state) == 0.5
-    # A gate that knows of no lateness hides none that lies inside of it.
+    # This gate knows no lateness, and it does not hide the gate inside of it.
     inside = gx.accumulate(gx.drop_stale(optax.sgd(1.0), 0), 1)
     state = inside.init(jnp.zeros(()))
     for _ in range(2):

@@ -61,7 +61,7 @@ def test_equals_a_plain_loop(num_required, reduction, pushes):
 
 @functools.cache
 def pushes_to_poison():
-    """One step, one gradient of the next, and what comes of a push that is late."""
+    """A state with one step and one gradient of the next, and ways to push to it."""
     tx = gx.conditional_accumulator(gx.novograd(0.1), 2)
     push = jax.jit(functools.partial(gx.apply_gradients, tx))
     params, state = PARAMS, tx.init(PARAMS)
@@ -120,7 +120,7 @@ def test_a_sum_of_half_precision_gradients_is_kept_in_float32():
 
 
 def test_a_number_required_that_shrinks_takes_all_there_are():
-    """As TensorFlow: the mean is over what was accumulated, not over what is asked."""
+    """As in TensorFlow, the mean is over the pushes held, not the number required."""
 
     @jax.jit
     def push(grad, state, param, required, local_step=0):
@@ -131,7 +131,7 @@ def test_a_number_required_that_shrinks_takes_all_there_are():
     state = gx.conditional_accumulator(optax.sgd(1.0), 9).init(param)
     for grad, required in ((1.0, 9), (2.0, 9)):
         param, state = push(jnp.float32(grad), state, param, jnp.int32(required))
-    # A push that is dropped completes nothing.
+    # A dropped push completes no step.
     param, state = push(jnp.float32(6.0), state, param, jnp.int32(2), jnp.int32(-1))
     assert (param, state.num_accumulated, state.stale_count) == (0.0, 2, 1)
     param, state = push(jnp.float32(6.0), state, param, jnp.int32(2))
@@ -141,7 +141,7 @@ def test_a_number_required_that_shrinks_takes_all_there_are():
 
 @pytest.mark.parametrize("how", ["update", "apply"])
 def test_a_push_without_gradient_adds_nothing_and_loses_nothing(how):
-    """Pushes 10, None and 100, 100: the means are 5 and 100, in float64 on paper."""
+    """It pushes 10, None, 100 and 100. By hand, the means are 5 and 100."""
     tx = gx.conditional_accumulator(optax.sgd(1.0), 2)
     params = {"w": jnp.float32(0), "b": jnp.float32(0), "ids": jnp.arange(3)}
     state, trace = tx.init(params), []
@@ -172,7 +172,7 @@ def test_what_is_frozen_stays_under_weight_decay(standard_promotion):
     for local_step in (0, 0):
         params, state, _ = step(params, state, local_step=local_step)
     np.testing.assert_array_equal(params["frozen"], [3.0, 3.0])
-    # Adam's first step is the rate, and the decay another 0.1·0.5.
+    # Adam's first step is the rate; the decay adds 0.1·0.5.
     np.testing.assert_allclose(params["w"], 1 - 0.1 - 0.05, rtol=1e-5)
 
 
@@ -190,7 +190,7 @@ def test_a_mean_in_double_precision():
 
 
 def test_what_multi_steps_does(standard_promotion):
-    """In every mix of dtypes, as optax adds them up."""
+    """For every mix of dtypes the sum is the one that optax makes."""
     rng = np.random.default_rng(0)
     for param, grad in (("bfloat16", "float32"), ("float32", "float16")):
         params = jnp.asarray(rng.standard_normal(5), param)
@@ -260,7 +260,7 @@ def test_compensation_of_large_gradients_by_nothing_is_nothing(grad, control, di
 
 
 def test_compensation_is_newton_on_a_parabola():
-    """Where g² is the curvature, the correction is the gradient at today's params."""
+    """Where g² is the curvature, the corrected gradient is that of today's params."""
     tx = gx.compensate_delay(1.0)
     today, then = jnp.array([3.0]), jnp.array([1.0])  # loss = w²/2: g = w, g² = 1 at 1
     updates, _ = tx.update(then, tx.init(today), today, worker_params=then)

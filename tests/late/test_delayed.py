@@ -1,4 +1,4 @@
-"""A fixed delay, against lists of the gradients of so many steps."""
+"""A fixed delay, against a list that holds the gradients of that many steps."""
 
 import functools
 
@@ -26,7 +26,7 @@ def draw(seed, *, dtype="float32"):
 
 
 def played(txs, grads, params, extra):
-    """All parameters and states of loops, by ``scan`` in one donated program."""
+    """The parameters and states at each step: one donated program scans all loops."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(now, grads):
@@ -48,7 +48,7 @@ def played(txs, grads, params, extra):
 
 
 def looped(tx, grads, params, extra, delays):
-    """The same of ``tx`` alone, from lists of the gradients of so many steps."""
+    """The same for ``tx`` alone, with lists that hold the delayed gradients."""
     step = jax.jit(lambda g, s, p: gx.apply_gradients(tx, g, s, p, **extra))
     for delay in delays:
         now, trace = (params, tx.init(params)), []
@@ -69,7 +69,7 @@ def test_every_row_a_fixed_number_of_steps_late(row):
         found, state = got[delay]
         for t, now in enumerate(expected):
             here = jax.tree.map(lambda x, t=t: x[t], (found, state.inner_state))
-            if t < delay:  # As long as it rests there is what there was before.
+            if t < delay:  # While it rests, nothing changes.
                 chex.assert_trees_all_equal(here, now)
             chex.assert_trees_all_close(here, now, rtol=5e-6, atol=1e-6)
 
@@ -107,7 +107,7 @@ def test_a_tree_of_delays_is_a_list_a_leaf():
     ]
     trace = played(txs, grads, params, {})
     for first, second, head in numbers:
-        each = [head, first, second, second]  # As their keys are sorted.
+        each = [head, first, second, second]  # Their keys are sorted.
         for leaf, delay, *column in zip(
             jax.tree.leaves(trace[first, second, head][0]),
             each,
@@ -151,7 +151,7 @@ def test_a_leaf_without_gradient_takes_no_part():
         grads = {"a": jnp.full(2, 1.0 + t), "b": None}
         updates, state = tx.update(grads, state, params)
         assert updates["b"] is None
-        # Nobody waits for it.
+        # No leaf waits for it.
         assert jnp.any(updates["a"] != 0) == (t > 0)
     sums = optax.tree.get(state, "sum_of_squares")
     np.testing.assert_allclose(sums["a"], np.full(2, 0.1 + 1 + 4 + 9), rtol=1e-6)
@@ -161,7 +161,7 @@ def test_a_leaf_without_gradient_takes_no_part():
 
 
 def test_a_leaf_that_joins_later_or_comes_and_goes():
-    """Its delay is one of its own gradients, and the others wait until it has them."""
+    """Its own gradients delay it, and the others wait until it has enough of them."""
     params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
     tx = gx.delayed(optax.sgd(1.0), 2)
     state = tx.init(params)
@@ -174,7 +174,7 @@ def test_a_leaf_that_joins_later_or_comes_and_goes():
         params, state = gx.apply_gradients(tx, grads, state, params)
         trace.append((-params["a"], -params["b"]))
     assert trace == [
-        (0, 0), (0, 0), (1, 0), (1, 0), (1, 0),  # At 3 and 4 "b" has not enough.
+        (0, 0), (0, 0), (1, 0), (1, 0), (1, 0),  # At 3 and 4 "b" lacks gradients.
         (1001, 1000), (11001, 1000), (111001, 11000),
     ]  # fmt: skip
 
@@ -294,7 +294,7 @@ def test_inside_and_around_other_gates():
 
     sgd, n = optax.sgd(1.0), 6
     ones = [(jnp.float32(10**t), {}) for t in range(n)]
-    # A delay of one step, of two micro-batches each.
+    # A delay of one step, which is two micro-batches.
     trace, state = play(gx.accumulate(gx.delayed(sgd, 1), 2, reduction="sum"), ones)
     assert trace == [0, 0, 0, 11, 11, 1111]
     assert gx.global_step(state) == 3
@@ -302,7 +302,7 @@ def test_inside_and_around_other_gates():
     trace, state = play(gx.delayed(gx.accumulate(sgd, 2, reduction="sum"), 1), ones)
     assert trace == [0, 0, 11, 11, 1111, 1111]
     assert gx.global_step(state) == 2
-    # What is too late never gets into the ring.
+    # A push that is too late never enters the ring.
     pushes = [
         (jnp.float32(10**t if t != 2 else jnp.nan), {"local_step": 0 if t == 2 else t})
         for t in range(n)
@@ -333,7 +333,7 @@ def test_a_gradient_that_is_held_is_dense():
     state = tx.init(params)
     with pytest.raises(TypeError, match=r"at \['table'\].* gradxform.densify\(\)"):
         tx.update({"table": rows, "tail": rows}, state, params)
-    # Without a delay there is nothing to hold.
+    # A leaf without a delay is not held, so it may be row-sparse.
     grads = {"table": jnp.ones((4, 2)), "tail": rows}
     for _ in range(2):
         params, state = gx.apply_gradients(tx, grads, state, params)

@@ -30,7 +30,7 @@ def never_then_all(step):
     return np.inf if step > 2 else 0
 
 
-# How each is written for JAX.
+# Each schedule, written for JAX.
 SCHEDULES = {
     np.sqrt: jnp.sqrt,
     fractional: lambda step: 0.4 * step.astype(jnp.float32),
@@ -41,7 +41,7 @@ SCHEDULES = {
 @hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(
     max_staleness=st.integers(0, 4) | st.sampled_from(list(SCHEDULES)),
-    # How late each push is, or how far ahead; the oracle makes local steps of it.
+    # How late each push is, or how far ahead. The oracle turns it into local steps.
     pushes=st.lists(
         st.tuples(st.floats(-2, 2, width=32), st.integers(-2, 8)), max_size=12
     ),
@@ -81,7 +81,7 @@ def _jitted_step(max_staleness):
 
 @functools.cache
 def pushes_to_poison():
-    """A gate after one step, and what it makes of a push that is one step late."""
+    """A gate after one step, and ways to give it a push that is one step late."""
     tx = gx.drop_stale(INNER, 0)
     apply = functools.partial(gx.apply_gradients, tx, local_step=0)
     now = apply(GRADS, tx.init(PARAMS), PARAMS)
@@ -164,7 +164,7 @@ GATES = {
 
 @functools.cache
 def first_pushes(gate, param, grad):
-    """By optimizer: a fresh push and a stale one, and the push of inner alone."""
+    """For each optimizer a fresh push, a stale one, and a push to inner alone."""
     params = jnp.array([1.0, -2.0], param)
     grads = jnp.array([0.3, 0.7], grad)
     txs = {name: GATES[gate](inner) for name, inner in OPTIMIZERS.items()}
@@ -188,7 +188,7 @@ def first_pushes(gate, param, grad):
     return params, states, push(states, 0)
 
 
-# optax multiplies dtypes as they come.
+# optax multiplies mixed dtypes.
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_fresh_push_is_that_of_inner_in_every_mix_of_dtypes(
     close = functools.partial(np.testing.assert_allclose, rtol=1e-2)
     close(updates, expected)
     close(applied, gx.apply_updates(params, expected))
-    # What init says stays true.
+    # The types are still those that init gave.
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(
         jax.typeof, states[optimizer]
     )
@@ -301,7 +301,7 @@ def test_a_gate_made_anew_of_its_parts_is_gated(how):
     tx = gx.GatedTransformation(_init, _update, _guard)
     again = REBUILT[how](tx)
     assert again == tx
-    # The update adds; the gate answers what it was asked.
+    # An update would add to the parameters; only the gate gives this answer.
     params, state = gx.apply_gradients(again, GRADS, again.init(PARAMS), PARAMS)
     assert state == "guarded"
     chex.assert_trees_all_equal(params, PARAMS)
@@ -410,7 +410,7 @@ def test_a_threshold_that_is_traced_and_no_number_lets_nothing_late_in():
 
 
 def test_integers_of_a_schedule_are_compared_exactly():
-    """As float32 both would be 2²⁴."""
+    """In float32 both would be 2²⁴."""
     tx = gx.drop_stale(optax.identity(), lambda step: jnp.int32(2**24))
     state = tx.init(PARAMS)._replace(global_step=jnp.int32(2**24 + 1))
     for local_step, stale in ((1, 0), (0, 1)):

@@ -8,7 +8,7 @@ import pytest
 
 import gradxform as gx
 
-# Of each, as the page on late gradients writes it: the same in NumPy.
+# Each weight as the page on late gradients writes it, and the same in NumPy.
 WEIGHTS = {
     "hinge": (
         lambda s: jnp.where(s <= 4, 1.0, 1 / (10 * (s - 4) + 1)),

@@ -1,4 +1,4 @@
-"""The mean over workers, against lists of all that each of them has pushed."""
+"""The mean over workers, against lists of everything that each worker has pushed."""
 
 import functools
 
@@ -47,7 +47,7 @@ def test_equals_lists_of_all_pushes(n, method, pushes):
     tx, step = step_of(n, method)
     params = jnp.zeros((2, 3))
     state, expected, before = tx.init(params), np.zeros((2, 3)), 0
-    # How late each push is, of what the oracle has come to before it.
+    # How late each push is, counted from the oracle's step before it.
     history = [(value(t), worker % n, 0) for t, (worker, _) in enumerate(pushes)]
     for t, (_, late) in enumerate(pushes):
         history[t] = (*history[t][:2], max(0, before - late))
@@ -110,7 +110,7 @@ def test_what_is_late_reaches_nothing():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_a_row_held_before_does_not_come_back(method):
-    """Not even where it was not finite."""
+    """Not even if it was not finite."""
     tx, step = step_of(2, method)
     params = jnp.zeros((2, 3))
     state = tx.init(params)
@@ -121,7 +121,7 @@ def test_what_a_row_held_before_does_not_come_back(method):
             params, state, bad, np.int32(int(worker)), state.global_step + 0
         )
     params = jnp.zeros((2, 3))
-    if method == "latest":  # Only its mean is moved: such a run is over.
+    if method == "latest":  # A running mean keeps inf: such a run is over.
         return
     params, state = step(
         params, state, bad, np.int32(int(order[-1])), state.global_step + 0
@@ -247,7 +247,7 @@ def test_through_a_server(method):
 
 @pytest.mark.parametrize("method", ["latest", "ringleader"])
 def test_behind_drop_stale_what_is_too_late_reaches_no_table(method):
-    """The oracle sees the pushes that are not too late alone."""
+    """The oracle sees only the pushes that are not too late."""
     tx = gx.drop_stale(gx.worker_mean(INNER, 2, method=method), max_staleness=1)
     params, expected = jnp.zeros((2, 3)), np.zeros((2, 3))
     state, kept, accepted = tx.init(params), [], 0

@@ -1,4 +1,4 @@
-"""Orders between the processes of a server, and what the end of one means."""
+"""Orders between the processes of a server, and what the end of one process means."""
 
 import os
 import queue
@@ -18,7 +18,7 @@ SECONDS = 30
 
 
 class Ends:
-    """What ends a process, in a test that has only one."""
+    """Stands for the end of a process, in a test that has only one."""
 
     def __init__(self):
         self.heard = queue.SimpleQueue()
@@ -32,12 +32,12 @@ class Ends:
 
 @pytest.fixture
 def pair():
-    """A leader with two followers, and what each has been told."""
+    """A leader with two followers, and what ended each of the three."""
     ends = [Ends() for _ in range(3)]
     orders = Orders("127.0.0.1", KEY, ends[0])
     followed = []
 
-    def follow():  # In the wrong order.
+    def follow():  # The second one comes first.
         for number in (2, 1):
             followed.append(Followed(orders.address, KEY, number, ends[number]))
 
@@ -71,7 +71,7 @@ def test_each_follower_does_all_it_is_told_in_order(pair):
     for thread in threads:
         thread.join()
     first, second = ([got.get(timeout=SECONDS)[1] for _ in range(400)] for got in done)
-    assert first == second  # Whatever the order is, it is one.
+    assert first == second  # Both heard the same order.
     for low in (0, 1000):
         assert [n for n in first if low <= n < low + 200] == [*range(low, low + 200)]
 

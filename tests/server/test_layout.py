@@ -1,4 +1,4 @@
-"""Which part of each array lies in which process: counted, with neither."""
+"""Which part of each array lies in which process; these tests need neither."""
 
 import pickle
 
@@ -85,7 +85,7 @@ def test_large_leaves_are_cut_by_default():
         types = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
         return Layout.of(types, processes).cuts
 
-    edge = 1 << 18  # Numbers of a megabyte.
+    edge = 1 << 18  # So many numbers are a megabyte.
     assert cuts(2, a=(edge,), b=(edge + 1,), c=(3, edge)) == (None, 0, 0)
     assert cuts(4, c=(3, edge)) == (None,)  # It has no row for the fourth.
     assert cuts(1, b=(edge + 1,)) == (None,)
@@ -130,7 +130,7 @@ def test_extra_arguments_like_the_parameters_are_taken_apart_as_they_are():
     [
         (gx.adagrad(0.1, row_wise=True), {"sum_of_squares": {(9,): 0, (2,): None}}),
         (optax.adam(0.1), {"mu": {(9, 3): 0, (2, 7): 1}, "count": {(): None}}),
-        # It keeps sums over rows and over columns.
+        # adafactor keeps sums over rows and over columns.
         (
             optax.adafactor(0.1, min_dim_size_to_factor=2),
             {"v_row": {(3,): None, (2,): None}, "v_col": {(9,): 0, (7,): 0}},

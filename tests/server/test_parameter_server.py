@@ -65,7 +65,7 @@ def test_thousands_of_pushes_of_eight_threads_equal_a_serial_replay(each):
             params, seen = server.pull()
             result = server.push(draw((index, number)), seen)
             assert result.staleness >= 0
-            assert np.all(np.isfinite(params["w"]))  # Reads what was pulled before.
+            assert np.all(np.isfinite(params["w"]))  # They are still readable.
             log.append((result, (index, number)))
         return log
 
@@ -220,7 +220,7 @@ def test_who_waits_no_longer_is_forgotten():
     for _ in range(3):
         with pytest.raises(TimeoutError):
             server.wait(0, timeout=0)
-    server.stats()  # After what came before.
+    server.stats()  # After the calls before it.
     assert server._waiters.take_all() == []
 
 
@@ -286,12 +286,12 @@ def test_a_bad_push_is_an_error_and_changes_nothing(kind):
     server = gx.ParameterServer(PARAMS, late_sgd(), require_finite=True)
     server.push(draw(1), 0)
     before, stats = server.state(), server.stats()
-    for _ in range(2):  # Nor is it compiled, and let through the second time.
+    for _ in range(2):  # The second time it must not pass as compiled.
         with pytest.raises(error, match=message):
             server.push(grads, local_step)
     chex.assert_trees_all_equal(server.state(), before)
     assert server.stats() == stats
-    assert server.push(draw(2), 1).applied  # It goes on.
+    assert server.push(draw(2), 1).applied  # The server goes on.
 
 
 def test_an_error_of_the_transformation_changes_nothing():
@@ -370,11 +370,11 @@ def test_a_push_of_before_a_restore_is_refused():
     for step in (old, pickle.loads(pickle.dumps(old))):
         with pytest.raises(ValueError, match=r"local_step=0 .* pull again"):
             server.push(draw(0), step)
-    with pytest.raises(ValueError, match="pull again"):  # Nor is it answered.
+    with pytest.raises(ValueError, match="pull again"):  # Nor does memory answer.
         server.push(draw(0), old, push_id=("a", 1))
-    assert server.wait(old, timeout=0) == 0  # What it waits for is over.
+    assert server.wait(old, timeout=0) == 0  # The step it waits for is over.
     assert server.push(draw(0), pickle.loads(pickle.dumps(new))).applied
-    assert server.push(draw(1), 1).applied  # A plain integer is taken at its word.
+    assert server.push(draw(1), 1).applied  # A plain integer is believed.
     assert type(new + 1) is int
 
 
@@ -412,7 +412,7 @@ def assert_taken_from_everywhere(server, at):
     expected = replay(tx, map(draw, range(5)))
     chex.assert_trees_all_close(server.pull()[0], expected, rtol=1e-6)
     saved = server.state()
-    # By way of the host: JAX cannot bring back what left an explicit mesh otherwise.
+    # By way of the host: otherwise JAX cannot bring back arrays from an explicit mesh.
     host = jax.device_get(saved)
     for elsewhere in (host, jax.device_put(host, devices[5])):
         server.restore(elsewhere)

@@ -1,4 +1,4 @@
-"""What travels between workers and the processes of a server: all of it, and once."""
+"""What travels between workers and the processes of a server: everything, and once."""
 
 import pickle
 
@@ -20,7 +20,7 @@ PARAMS = {"table": ROWS, "wide": ROWS, "small": np.float32(7)}
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch):
-    """All of it is small enough to travel in the message."""
+    """Everything here is small enough to travel in the message."""
     monkeypatch.setattr(wire, "register", lambda: None)
 
 
@@ -79,7 +79,7 @@ def get(x):
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_rows_of_all_processes_are_put_together(dtype):
     table = ROWS.astype(dtype)
-    indices = np.array([0, 2, 4, 5, 5], np.int32)  # Two that came twice.
+    indices = np.array([0, 2, 4, 5, 5], np.int32)  # Padding for two repeated ids.
     parts = [packed([table[[0, 2]]]), packed([table[[4]]])]
     got = sent(Rows(indices, (5, 3), 0, parts)).join(get)
     assert got.indices.tolist() == indices.tolist()

@@ -1,4 +1,4 @@
-"""A checkpoint of so many parts is one of any other number.
+"""A checkpoint of a server in some parts is good for any other number of parts.
 
 Here the parts are devices of one process; ``test_group`` has processes, on Ray.
 """
@@ -24,7 +24,7 @@ TX = gx.drop_stale(optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1)), 2)
 
 
 def server_of(count, folder, params=PARAMS):
-    """Of so many parts; a whole one of none."""
+    """A server in so many parts; a whole one for 0."""
     given = params
     if count:
         layout = Layout.of(params, count, {"table": P("server"), "bias": None})
@@ -63,8 +63,8 @@ def test_any_number_reads_what_any_number_has_written(tmp_path):
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_checkpoint_of_another_shape_is_another_jobs(count, tmp_path):
-    """Also where padding makes it as long as this one."""
-    with server_of(3, tmp_path) as server:  # 42 rows lie there.
+    """Even if padding makes it as long as this one."""
+    with server_of(3, tmp_path) as server:  # With padding, it holds 42 rows.
         server.begin()
         server.push(rows(0), 0, push_id=(0, 0))
         server.save()

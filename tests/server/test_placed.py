@@ -27,7 +27,7 @@ def params_of(height):
 
 
 class Parts:
-    """Both servers, with the same numbers."""
+    """A whole server and one in parts, with the same numbers."""
 
     def __init__(self, tx, height, as_function=False):
         self.params = params_of(height)
@@ -40,7 +40,7 @@ class Parts:
         self.rng = np.random.default_rng(1)
 
     def lying(self, tree, depth=0):
-        """Padded, as the parts of all processes together are."""
+        """The tree with padding, as the parts of all processes together are."""
 
         def pad(path, x):
             cut = self.layout.cut_of(path[depth:], x)
@@ -58,7 +58,7 @@ class Parts:
         grads = {k: draw(x.shape, np.float32) for k, x in self.params.items()}
         if rows:
             height, width = self.params["table"].shape
-            ids = np.append(self.rng.integers(0, height, 6), height)  # And padding.
+            ids = np.append(self.rng.integers(0, height, 6), height)  # With padding.
             table = gx.IndexedSlices(ids, draw((7, width), np.float32), (height, width))
             grads["table"] = table
         return grads
@@ -98,7 +98,7 @@ CLIP = gx.clip_by_global_norm(1.0)
 ROWS = optax.chain(CLIP, partition(gx.adagrad(0.1, row_wise=True)))
 CASES = {
     "dense": (optax.chain(CLIP, gx.adagrad(0.1)), False),
-    # It looks at the number of rows, and at each row's and column's sum.
+    # It looks at the number of rows, and at the sum of each row and of each column.
     "adafactor": (optax.adafactor(0.1, min_dim_size_to_factor=2), False),
     "rows": (gx.drop_stale(ROWS, 1), True),
     "row_mean": (gx.conditional_accumulator(ROWS, 2, reduction="row_mean"), True),
@@ -140,7 +140,7 @@ def test_leaves_without_a_gradient_stay(missing):
 
 
 def test_state_that_fits_the_shapes_of_users_alone_is_trained_as_theirs():
-    """A table with padding would have other state: it comes without, then."""
+    """The padding of a table would change the state, so the table comes without it."""
 
     def init(params):
         return jnp.zeros(sum(x.size for x in jax.tree.leaves(params)))
@@ -194,7 +194,7 @@ def test_what_was_saved_is_restored_to_its_place():
 
 
 def compiled(height, rows, tx):
-    """The step of a push in one of the processes, and the size of its part."""
+    """The step of a push in one process, and the size of that process's part."""
     table = jax.ShapeDtypeStruct((height, 64), jnp.float32)
     layout = Layout.of({"table": table}, COUNT)
     assert layout.cuts == (0,)
@@ -225,13 +225,13 @@ def test_rows_of_a_push_cost_no_pass_over_the_table(tables):
     (even, part), (padded, _) = (compiled(n, 512, tx) for n in (80_000, 80_001))
     twice, _ = compiled(160_000, 512, tx)
     for step in (even, padded):
-        # Each has some rows of the accumulator; nobody gets those of the table.
+        # Each process gets some rows of the accumulator, and no rows of the table.
         assert collectives(step) == {"all-reduce": 1}
     memory = [step.memory_analysis() for step in (even, padded, twice)]
     assert max(x.temp_size_in_bytes for x in memory) < 0.15 * part
     assert memory[0].alias_size_in_bytes >= part
     assert memory[2].temp_size_in_bytes < 1.01 * memory[0].temp_size_in_bytes
-    # Of a masked table each number would be read and written.
+    # A mask over the table would read and write each of its numbers.
     accessed = [step.cost_analysis()["bytes accessed"] for step in (even, padded)]
     assert accessed[1] < accessed[0] + 0.1 * part
 

@@ -20,7 +20,7 @@ pytestmark = ON_RAY
 
 @pytest.fixture(scope="module")
 def server():
-    """One for all tests that leave it in order; it is at any step."""
+    """One actor for all tests that leave it in order. It may be at any step."""
     return make_server()
 
 
@@ -85,7 +85,7 @@ def test_a_server_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
     saved = ray.get(first.state.remote())
     with checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", saved)
-    push_some(first, 2)  # Lost.
+    push_some(first, 2)  # These are lost.
     gone = ray.get(first.state.remote())
     ray.kill(first)
     with pytest.raises(ray.exceptions.RayActorError):
@@ -101,7 +101,7 @@ def test_a_server_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
     assert global_step == 3
     assert_identical(params, saved["params"])
 
-    # And it goes on as the one that was killed did.
+    # It goes on like the one that was killed.
     assert push_some(second, 2) == (True, 0, 5)
     assert_identical(ray.get(second.state.remote()), gone)
 
@@ -116,7 +116,7 @@ def test_an_actor_that_was_started_again_says_what_it_has_lost():
     ray.kill(server, no_restart=False)
 
     def ask(method, *args):
-        """The answer of the actor that takes the place of the one that dies."""
+        """The answer, if need be of the actor that replaces one that died."""
         while True:
             with contextlib.suppress(ray.exceptions.ActorUnavailableError):
                 return ray.get(getattr(server, method).remote(*args))
@@ -164,13 +164,13 @@ def test_those_who_wait_leave_room_for_a_push(server):
 
 
 def plain(params):
-    """The same, with indices and values of a table's rows as arrays."""
+    """The same params, with a table's rows as arrays."""
     rows = params["table"]
     return {**params, "table": (rows.indices, rows.values, rows.dense_shape)}
 
 
 def in_band(tree):
-    """The bytes that a message itself holds; what is beside it is not looked at."""
+    """How many bytes a message itself holds, and how many travel beside it."""
     beside = []
     pickled = ray.cloudpickle.dumps(tree, protocol=5, buffer_callback=beside.append)
     return len(pickled), sum(buffer.raw().nbytes for buffer in beside)
@@ -193,7 +193,7 @@ def test_arrays_travel_beside_the_message():
     size = sum(x.nbytes for x in jax.tree.leaves({**grads, "table": rows.values}))
     message, beside = in_band(grads)
     assert message < 8_000
-    assert size - 8 <= beside < size + 100  # But the weak scalar.
+    assert size - 8 <= beside < size + 100  # All but the weak scalar.
     arrived = ray.get(ray.put(grads))
     assert_identical(*map(plain, (arrived, grads)))
     assert ray.get(server.push.remote(grads, seen)).applied
@@ -219,7 +219,7 @@ def test_a_version_is_published_once():
     (first, seen), (again, _) = pull(), pull()
     assert memory_of(first) == memory_of(again)  # Both look at Ray's store.
     ones = jax.tree.map(jnp.ones_like, params)
-    ray.get(server.push.remote(ones, seen))  # Is added, and changes nothing.
+    ray.get(server.push.remote(ones, seen))  # It is added, and changes nothing.
     third, _ = pull()
     assert memory_of(third) == memory_of(first)
     kept = jax.tree.map(np.array, first)
@@ -228,7 +228,7 @@ def test_a_version_is_published_once():
     new, later = pull()
     assert later == seen + 1
     assert not {*memory_of(new)} & {*memory_of(first)}
-    chex.assert_trees_all_equal(first, kept)  # What is held stays, whoever donates.
+    chex.assert_trees_all_equal(first, kept)  # Donation leaves pulled arrays alone.
     chex.assert_trees_all_close(new, jax.tree.map(lambda x: x - 0.5, kept))
 
 

@@ -131,7 +131,7 @@ def test_rows_that_there_are_not(rows, kind, words):
 
 
 def compiled(caplog, f):
-    """How many programs are compiled meanwhile."""
+    """How many programs are compiled while ``f`` runs."""
     caplog.clear()
     with jax.log_compiles():
         f()
@@ -156,13 +156,13 @@ def test_a_hundred_numbers_of_rows_take_few_programs(caplog):
     assert compiled(caplog, serve) <= 3 * sizes  # To read, to step, to take rows apart.
     assert len(server._programs._programs) == sizes
     assert compiled(caplog, serve) == 0
-    # Rows that a program made need none either.
+    # Rows that a program made need none, either. The one is a step in which "w" moves.
     made = [jax.jit(lambda g: g)(gradients(PARAMS, np.arange(n))[1]) for n in (5, 7)]
     assert compiled(caplog, lambda: [server.push(g, 0) for g in made]) == 1
 
 
 def test_padding_of_a_push_counts_for_nothing():
-    """Against the gradients of the same rows as one dense array."""
+    """Compared with the same rows as one dense gradient."""
     tx = optax.chain(gx.clip_by_global_norm(0.1), gx.adagrad(0.1))
     rng = np.random.default_rng(2)
     by_rows, by_tables = server_of(tx), server_of(tx)
@@ -178,7 +178,7 @@ def test_padding_of_a_push_counts_for_nothing():
 
 
 def test_who_compiles_holds_up_nobody(monkeypatch):
-    """A pull and a push of new sizes, and meanwhile those of known ones."""
+    """A pull and a push of new sizes compile; those of known sizes go on meanwhile."""
     server = server_of()
     known = gx.IndexedSlices([1], np.ones((1, WIDTH), np.float32), TABLE.shape)
     new = gx.IndexedSlices([1, 2], np.ones((2, WIDTH), np.float32), TABLE.shape)
@@ -239,7 +239,7 @@ def test_parts_come_from_tables_on_any_devices():
 
 
 def test_readers_of_rows_and_pushers_of_rows_meet():
-    """Eight threads; each adds one to rows of its own, of which it reads half."""
+    """Eight threads. Each adds one to rows of its own, and reads half of them."""
     server = server_of(optax.identity(), {"t": jnp.zeros((64, 2))})
 
     def work(index):
@@ -248,7 +248,7 @@ def test_readers_of_rows_and_pushers_of_rows_meet():
             count = 1 + number % 8
             part, seen = server.pull(rows={"t": own[:count]})
             rows = part["t"]
-            # What this worker has added is there, all of it or none of a push.
+            # A worker sees each of its own pushes as a whole.
             assert len({*rows.values[: count // 2].ravel().tolist()}) <= 2
             ones = np.ones((8, 2), np.float32)
             server.push({"t": gx.IndexedSlices(own, ones, (64, 2))}, seen)
@@ -268,7 +268,7 @@ def test_programs_for_rows_are_of_a_table_and_a_size():
 
 
 def aligned(x):
-    """A copy where JAX could look at the memory of NumPy's array."""
+    """A copy that lies where JAX could use the memory of NumPy's array."""
     room = np.empty(x.nbytes + 64, np.uint8)
     start = -room.ctypes.data % 64
     there = room[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
@@ -299,4 +299,4 @@ def test_what_was_restored_stays_the_callers_own():
         params = jax.device_put(PARAMS, where, may_alias=False)
         server.restore({"params": params, "state": state})
         assert server.push(jax.tree.map(jnp.ones_like, PARAMS), 0).applied
-        chex.assert_trees_all_equal(params, PARAMS)  # The step has not taken them.
+        chex.assert_trees_all_equal(params, PARAMS)  # The step has not donated them.

@@ -36,7 +36,7 @@ def raises_on_13(x):
 
 @jax.jit
 def called_back(tree):
-    """The same, by way of a host callback that fails for a 13."""
+    """The same tree, by way of a host callback that fails on a 13."""
     return jax.tree.map(
         lambda x: jax.pure_callback(raises_on_13, jax.typeof(x), x), tree
     )
@@ -51,7 +51,7 @@ def server_of(tx=FAILING, params=ONES, **options):
 
 
 def assert_goes_on(server):
-    """One step, to the numbers that it should give."""
+    """The next step gives the numbers that it should give."""
     params, seen = server.pull()
     assert server.push(ONES, seen) == (True, 0, seen + 1)
     chex.assert_trees_all_close(server.pull()[0]["w"], params["w"] - 0.1, rtol=1e-6)
@@ -72,7 +72,7 @@ def test_without_donation_a_failing_step_changes_nothing():
 
 
 def test_a_step_that_fails_when_its_counters_are_read_changes_nothing(monkeypatch):
-    """As where memory runs out: what was dispatched without an error fails later."""
+    """As when memory runs out: a step dispatched without an error fails later."""
     server = server_of(donate=False)
     prepare = server._programs.prepare
 
@@ -153,7 +153,7 @@ def test_a_nan_that_the_debugger_stops_changes_nothing(donate):
 
 def test_nobody_waits_for_the_gradient_of_a_straggler():
     @jax.jit
-    def slow(x):  # It ends in x.
+    def slow(x):  # The result is x.
         for_long = jnp.ones((400, 400)) * x[0]
         for_long = jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y), for_long)
         return 0 * for_long[0, :3] + x
@@ -278,15 +278,15 @@ def interrupts(handle, longest):
     try:
         yield
     finally:
-        # Else one that is on its way would set the timer again, and the next would meet
-        # no handler: that ends the process without a word.
+        # Otherwise one on its way would set the timer again. The next one would meet no
+        # handler, and that ends the process without a word.
         going = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
 class Interrupted:
-    """Runs calls that a handler may interrupt once each, and tries them again."""
+    """Runs calls and tries them again: a handler may interrupt each of them once."""
 
     def __init__(self):
         self.armed = False
@@ -310,7 +310,7 @@ class Interrupted:
 
 
 def push_interrupted(count, params, **options):
-    """Pushes until as many have been interrupted; each acts exactly once."""
+    """Pushes until ``count`` of them have been interrupted; each acts exactly once."""
     server = gx.ParameterServer(params, gx.drop_stale(optax.adagrad(0.1), 2), **options)
     grads = jax.tree.map(jnp.ones_like, params)
     server.push(grads, 0)
@@ -328,7 +328,7 @@ def push_interrupted(count, params, **options):
 
 
 def save_from_a_handler(count, params, **options):
-    """Pushes while a handler asks the server for all that it can be asked."""
+    """Pushes while a handler asks the server for everything that it can give."""
     server = gx.ParameterServer(
         params, gx.drop_stale(optax.adagrad(0.1), 10**6), **options
     )
@@ -339,7 +339,7 @@ def save_from_a_handler(count, params, **options):
     def handle():
         state, stats = server.state(), server.stats()
         pulled, seen = server.pull()
-        # The push that is interrupted may come to its end meanwhile.
+        # The interrupted push may come to its end meanwhile.
         assert int(state["state"].global_step) <= stats.global_step <= seen
         chex.assert_tree_all_finite((state, pulled))
         assert server.push(grads, seen).applied
@@ -380,7 +380,7 @@ GATES = {
 @pytest.mark.parametrize("gate", GATES)
 def test_sixteen_threads_and_failures_of_every_kind(gate, donate, require_finite):
     options = {"donate": donate, "require_finite": require_finite}
-    # A step that fails takes donated arrays along, so there steps do not fail.
+    # A failing step would take donated arrays along, so with donation no step fails.
     tx = GATES[gate](optax.sgd(0.0))
     if not donate:
         tx = optax.chain(CALLED_BACK, tx)
@@ -411,7 +411,7 @@ def test_sixteen_threads_and_failures_of_every_kind(gate, donate, require_finite
         return refused(ValueError, nan, seen) if require_finite else []
 
     def fails(params, seen, index):
-        if donate:  # Not the step fails, but what is pushed has been taken away.
+        if donate:  # The step does not fail; the pushed array is gone.
             gone = jax.tree.map(jnp.copy, ONES)
             gone["w"].delete()
             return refused(RuntimeError, gone, seen)

@@ -1,4 +1,4 @@
-"""What crosses between processes, without processes: pickles, and a store in here."""
+"""What crosses between processes, tested in one: pickles, and a store."""
 
 import pickle
 import types
@@ -16,7 +16,7 @@ from gradxform._server.records import Version
 
 
 def sent(x):
-    """What arrives of an array, the bytes of its message, and those beside it."""
+    """The array that arrives, the bytes of its message, and the bytes beside it."""
     beside = []
     message = pickle.dumps(wire._leave(x), protocol=5, buffer_callback=beside.append)
     arrived = wire._arrive(pickle.loads(message, buffers=beside))
@@ -102,12 +102,12 @@ def test_a_version_is_put_once_for_each_set_of_tables(store):
     for other in (version(global_step=1), version(life="b")):
         assert publisher.find(other, none) is None
         assert publisher.publish(other, none, {"a": jnp.zeros(2)}) not in (first, part)
-        assert publisher.find(version(), none) is None  # The old one may go.
+        assert publisher.find(version(), none) is None  # The old one may be forgotten.
 
 
 def test_what_arrives_is_filled_with_the_parts(store):
     class Actor(gx.ParameterServer):
-        __ray_actor_class__ = gx.ParameterServer  # By which Ray marks it.
+        __ray_actor_class__ = gx.ParameterServer  # Ray marks it so.
 
     store.get_runtime_context = lambda: types.SimpleNamespace(
         was_current_actor_reconstructed=False
@@ -157,6 +157,6 @@ def test_what_is_put_around_a_gate_goes_on_where_it_drops(store):
 
 
 def leaves(params):
-    """With the rows of parts as arrays."""
+    """The leaves; rows of parts count as arrays."""
     for leaf in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "dense_shape")):
         yield from [leaf.indices, leaf.values] if hasattr(leaf, "indices") else [leaf]

@@ -44,7 +44,7 @@ def compiled(name, topology):
 @TOPOLOGIES
 @CHAINS
 def test_the_optimizer_needs_one_all_reduce_of_scalars(name, topology):
-    """And shares it with the loss, so that there are no more than SGD's."""
+    """The optimizer shares it with the loss, so there are no more than with SGD."""
     ours, theirs = (
         pod.collectives(compiled(chain, topology).as_text())
         for chain in (name, "optax sgd")
@@ -58,7 +58,7 @@ def test_the_optimizer_needs_one_all_reduce_of_scalars(name, topology):
 @TOPOLOGIES
 @CHAINS
 def test_the_optimizer_needs_no_temporary_memory(name, topology):
-    """Beyond SGD's, whose temporaries are the model's."""
+    """It needs none beyond SGD's, which are the model's."""
     newer = jax.__version_info__ >= (0, 11)  # As in test_tpu.py.
     ours, theirs = (
         compiled(chain, topology).memory_analysis().temp_size_in_bytes
@@ -80,7 +80,7 @@ def test_pieces_of_one_collective_count_once():
 
 
 def losses(devices):
-    """Of 10 steps on one batch of 8 sequences."""
+    """The losses of 10 steps on one batch of 8 sequences."""
     small = pod.Model(layers=2, width=128, vocabulary=64, length=16)
     mesh = Mesh(np.array(jax.devices("cpu")[:devices]), "chips")
     shapes, treedef = jax.tree.flatten(pod.placed(pod.shapes(small), mesh))

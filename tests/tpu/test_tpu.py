@@ -1,8 +1,8 @@
-"""Exact figures from the TPU compiler, of which no TPU is needed.
+"""Exact figures from the TPU compiler; no TPU is needed.
 
 They run where libtpu is installed, in an environment of its own (``.[tpu]``), and are
-skipped elsewhere. All steps are on the whole GPT-2-small: what the compiler prefetches
-depends on what else there is to do.
+skipped elsewhere. All steps are on the whole GPT-2-small, because the compiler's
+prefetches depend on everything that it has to do.
 """
 
 import contextlib
@@ -62,8 +62,8 @@ def figures(name, dtype="float32"):
     return {key: value / n for key, value in in_bytes.items()}
 
 
-# JAX 0.12 comes with a compiler that takes a part of NovoGrad's arrays through copies
-# ahead of their use: more temporaries, and more of a lead lost, than with JAX 0.10.2.
+# JAX 0.12 comes with a compiler that copies a part of NovoGrad's arrays ahead of their
+# use. There are more temporaries, and our lead is smaller, than with JAX 0.10.2.
 NEWER = jax.__version_info__ >= (0, 11)
 
 
@@ -80,7 +80,7 @@ def test_novograd_accesses_fewer_bytes_than_optax(dtype, bound):
 
 @DTYPES
 def test_novograd_reads_and_writes_no_array_twice(dtype):
-    """But the gradients: once for the norms of all layers, once for the update."""
+    """Except the gradients: once for the norms of all layers, once for the update."""
     assert figures("novograd(global_clipnorm)", dtype)["own"] <= 6.01
     assert figures("clip + novograd", dtype)["own"] <= 7.01  # The norms after the clip.
     theirs = figures("optax clip + novograd", dtype)
@@ -105,7 +105,7 @@ def test_adagrad_costs_no_more_than_optax(name, key, bound):
 
 
 def test_adagrad_with_narrow_sums_costs_no_more_in_optaxs_loop_either():
-    """In bfloat16 optax's sums are bfloat16; ours are where one asks for it."""
+    """In bfloat16 optax's sums are bfloat16; ours are, if a user asks for that."""
     tx = optax.chain(CLIP, gx.adagrad(0.1, accumulator_dtype="bfloat16"))
     params = placed(gpt2_small(jnp.dtype("bfloat16")), mesh("v5e:2x2"))
     moved = traffic(lower_step(tx, params, optax_step).compile().as_text())
@@ -125,7 +125,7 @@ def test_lion_behind_the_clip_costs_no_more_in_either_loop():
 @DTYPES
 @pytest.mark.parametrize("name", OURS)
 def test_no_array_of_doubles_even_where_they_are_allowed(name, dtype):
-    """In what the compiler is given: it takes doubles apart, and none are left after.
+    """In the compiler's input: it takes doubles apart, and none are left after.
 
     A Python number is a double there until it meets an array.
     """
@@ -144,7 +144,7 @@ def test_nothing_of_the_host(name, dtype):
     opcodes = {opcode for _, _, opcode, _, _ in INSTRUCTION.findall(text)}
     assert "fusion" in opcodes
     assert not {o for o in opcodes if re.match("infeed|outfeed|send|recv", o)}
-    # What puts slices together in VMEM; every other call would be news.
+    # It puts slices together in VMEM. Any other call would be news.
     assert set(re.findall(r'custom_call_target="(.*?)"', text)) <= {"ConcatBitcast"}
 
 
@@ -158,7 +158,7 @@ def test_one_collective_on_256_chips(name):
 
 @functools.cache
 def row_sparse_step(height):
-    """From a loss that looks up 8,192 rows of a table to the new parameters."""
+    """The step, from a loss that reads 8,192 rows of a table to the new parameters."""
     tx = optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1))
     shapes = {
         "table": jax.ShapeDtypeStruct((height, 128), jnp.float32),

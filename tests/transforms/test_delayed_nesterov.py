@@ -1,4 +1,4 @@
-"""Delayed Nesterov: the paper's algorithm, and what has no part in it."""
+"""Delayed Nesterov: the paper's algorithm, and cases that it does not have."""
 
 import chex
 import jax
@@ -19,7 +19,7 @@ def schedule(count):
 
 
 def cases():
-    """Decay, N and c; those where c is as small, and as large, as may be, too."""
+    """Decay, N and c; some with the smallest and the largest c that is allowed."""
     rng = np.random.default_rng(0)
     num_delay = np.array([1, 1, 2, 2, 3, 4, 5, 7, 11, 12, 13, 40])
     part = np.array([0, 1, 0, 1, 0, 1, *rng.uniform(size=6)])
@@ -28,7 +28,7 @@ def cases():
 
 
 def draw(*shape, dtype="float32", seed=0):
-    """What float32 holds, or bfloat16, as an array of that dtype."""
+    """Random numbers that the dtype holds, as an array of it."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape)
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -42,7 +42,7 @@ def draw(*shape, dtype="float32", seed=0):
 )
 @pytest.mark.parametrize("learning_rate", [0.1, schedule], ids=["rate", "schedule"])
 def test_the_algorithm_of_the_paper(dtype, rtol, learning_rate):
-    """All cases in one program, for which their numbers are traced."""
+    """One program runs all cases: their numbers are traced."""
     with jax.enable_x64(dtype == "float64"):
         params, grads = draw(3, dtype=dtype), draw(PUSHES, 3, dtype=dtype, seed=1)
 
@@ -81,7 +81,7 @@ def test_the_algorithm_of_the_paper(dtype, rtol, learning_rate):
 
 
 def test_with_one_worker_it_is_nesterov_momentum(standard_promotion):
-    """Exactly: of optax, to the bit."""
+    """It equals optax's to the bit."""
     params, grads = {"w": draw(2, 3)}, draw(PUSHES, 2, 3, seed=1)
     ours = gx.delayed_nesterov(schedule, 0.9, num_delay=1)
     theirs = optax.sgd(schedule, momentum=0.9, nesterov=True)
@@ -93,7 +93,7 @@ def test_with_one_worker_it_is_nesterov_momentum(standard_promotion):
 
 
 def test_what_the_last_period_held_reaches_no_other():
-    """Where the momentum has not moved yet, a NaN has not reached it either."""
+    """While the momentum has not moved yet, a NaN has not reached it either."""
     tx = gx.scale_by_delayed_nesterov(num_delay=3)
     grads = jnp.ones(2)
     state = tx.init(grads)
@@ -109,7 +109,7 @@ def test_what_the_last_period_held_reaches_no_other():
 
 
 def test_a_leaf_counts_the_gradients_that_it_gets():
-    """Whichever of the pushes have none for it, those that move others too."""
+    """A push may have no gradient for it, even one that moves the other leaf."""
     grads = draw(PUSHES, 2)
     tx = gx.scale_by_delayed_nesterov(0.5, num_delay=3, activation=0.2)
     update = jax.jit(tx.update)
@@ -167,7 +167,7 @@ def test_bad_arguments(kwargs, error, message):
 @pytest.mark.parametrize("num_delay", [3, 7, 10, 49])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_the_largest_activation_in_any_precision(dtype, num_delay):
-    """In single precision 1/3 is above 1/3; the next number is out of range."""
+    """In single precision 1/3 is rounded up and allowed; the next number is not."""
     largest = np.asarray(1 / num_delay, jnp.dtype(dtype))
     gx.delayed_nesterov(0.1, num_delay=num_delay, activation=largest)
     above = np.nextafter(largest, np.ones_like(largest))
@@ -184,8 +184,8 @@ def test_the_largest_activation_under_inject_hyperparams():
         for _ in range(3):
             updates, state = tx.update(grads, state)
             total += updates
-        # On paper: mu moves to 1 with the third, of which each step takes 1/3 of a
-        # half; before it is 0. The gradients are 1/3 each.
+        # By hand: the gradients are 1/3 each. mu is 0 at first, and the third push
+        # moves it to 1. Each step takes a third of half the momentum.
         expected = -0.5 * (1 + 1 / 3 * 0.5)
         tolerance = 1e-2 if dtype == "bfloat16" else 1e-6
         np.testing.assert_allclose(

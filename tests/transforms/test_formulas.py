@@ -290,7 +290,7 @@ def test_a_momentum_in_bfloat16_stalls_where_the_docstring_says():
 
 
 def test_adagrad_divides_by_the_sum_that_is_stored():
-    """Rounded to 8 bits it differs by up to 1/256, by which no update may be off."""
+    """Rounding to 8 bits changes it by up to 1/256. No update may be off by that."""
     tx = gx.scale_by_adagrad(accumulator_dtype="bfloat16")
     grads = jnp.asarray(np.random.default_rng(0).normal(size=100), jnp.float32)
     state = tx.init(grads)
@@ -329,7 +329,7 @@ def test_counts_saturate():
 @pytest.mark.parametrize("init", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("zeros", [0, 2])
 def test_nu_starts_with_the_first_gradient_of_a_layer(init, zeros):
-    """Late for "late" and for one of two stacked layers; zeros are gradients too."""
+    """Late to ``late`` and to one of two stacked layers. A zero gradient counts."""
     (params,) = sequence(5, steps=1)
     grads = list(sequence(6, steps=5, zeros=zeros))
     expected = [nu for *_, nu in oracles.novograd(params, iter(grads), 0.1)]
@@ -417,7 +417,7 @@ INJECTED = {
 
 @pytest.mark.parametrize("name", INJECTED)
 def test_numbers_that_inject_hyperparams_made_complex(name):
-    """Where parameters are: optax casts all its numbers to the first leaf's dtype."""
+    """optax casts all its numbers to the first leaf's dtype, and that is complex."""
     make, numbers = INJECTED[name]
     params = {"w": jnp.array([1 + 2j, -0.5j], jnp.complex64)}
     grads = jax.tree.map(lambda p: p * (0.3 - 1j), params)

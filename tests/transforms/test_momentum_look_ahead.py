@@ -29,7 +29,7 @@ def schedule(count):
 
 
 def draw(*shape, dtype="float32", seed=0):
-    """What float32 holds, or half precision, as an array of that dtype."""
+    """Random numbers that the dtype holds, as an array of it."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape)
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -38,7 +38,7 @@ def draw(*shape, dtype="float32", seed=0):
 
 
 def at_an_angle(m, cosine, length, seed=0):
-    """A gradient at this cosine to the momentum, of this length."""
+    """A gradient of this length, at this cosine to the momentum."""
     m = np.asarray(m, np.float64)
     unit = m / np.linalg.norm(m)
     noise = np.random.default_rng(seed).standard_normal(m.shape)
@@ -48,7 +48,7 @@ def at_an_angle(m, cosine, length, seed=0):
 
 
 def corrected(g, m, alignment=ALIGN, **kwargs):
-    """What acts in the place of g: with b1=0 that is the update."""
+    """What acts in the place of g. With b1=0 that is the update."""
     tx = gx.scale_by_momentum_look_ahead(0.0, alignment=alignment, **kwargs)
     state = tx.init(g)._replace(mu=m)
     updates, _ = jax.jit(tx.update)(g, state)
@@ -61,7 +61,7 @@ def corrected(g, m, alignment=ALIGN, **kwargs):
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_traces_of_the_authors(name, precision):
-    """Fifty steps that agree, conflict, and point elsewhere; numbers are traced."""
+    """Fifty steps that agree, conflict, and point elsewhere. Numbers are traced."""
     case = CASES[name]
     options = dict(case["ours"])
     del options["transformation"]
@@ -176,12 +176,12 @@ def test_on_either_side_of_the_thresholds(cosine, kind, length):
     sure = length / (length + 3 * np.linalg.norm(m))
     if kind == "as it is":
         np.testing.assert_array_equal(new, g)
-    elif kind == "shrunk":  # What does not point against the momentum stays.
+    elif kind == "shrunk":  # What is across the momentum stays.
         before, after = (x - (x @ unit) * unit for x in (g, new))
         np.testing.assert_allclose(after, before, rtol=1e-4, atol=2e-6 * length)
         share = 1 - min(0.5 * -cosine * sure, 0.5)
         np.testing.assert_allclose(new @ unit, share * (g @ unit), rtol=1e-3)
-    else:  # As long as before, and nearer to the momentum.
+    else:  # It is as long as before, and nearer to the momentum.
         np.testing.assert_allclose(np.linalg.norm(new), length, rtol=1e-5)
         turn = (0.2 - cosine) / 0.4 * sure
         mixed = (1 - turn) * g / length + turn * unit
@@ -190,7 +190,7 @@ def test_on_either_side_of_the_thresholds(cosine, kind, length):
 
 
 def test_it_is_continuous_where_a_gradient_begins_to_agree():
-    """As the authors' code has it, and their paper not."""
+    """As in the authors' code, and not as in their paper."""
     m = draw(30)
     near = [
         corrected(jnp.asarray(at_an_angle(m, 0.2 + d, 5.0)), m) for d in (-1e-5, 1e-5)
@@ -235,7 +235,7 @@ def test_with_a_decay_of_0_it_is_gradient_descent():
 
 
 def test_gradients_that_agree_are_not_touched():
-    """To the bit: as without alignment."""
+    """To the bit, they are as without alignment."""
     tx = gx.scale_by_momentum_look_ahead(0.9)
     aligned = gx.scale_by_momentum_look_ahead(0.9, alignment=ALIGN)
     g = draw(20)
@@ -253,7 +253,7 @@ def test_each_leaf_has_a_cosine_of_its_own():
     alone = {key: corrected(g[key], m[key]) for key in g}
     chex.assert_trees_all_equal(corrected(g, m), alone)
     chex.assert_trees_all_equal(alone["a"], g["a"])
-    # On paper: κ = 1/4, so an eighth is taken off.
+    # By hand: κ = 1/4, so an eighth is taken off.
     np.testing.assert_allclose(alone["b"], 7 / 8 * g["b"], rtol=1e-6)
     np.testing.assert_allclose(alone["s"], -2 * 7 / 8, rtol=1e-6)
 

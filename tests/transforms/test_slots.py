@@ -10,7 +10,7 @@ import pytest
 
 import gradxform as gx
 
-RATE = optax.constant_schedule(0.1)  # Which keeps a count of its own.
+RATE = optax.constant_schedule(0.1)  # It keeps a count of its own.
 PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5)}
 GRADS = {"w": jnp.array([3.0, 4.0]), "b": jnp.array(-2.0)}
 

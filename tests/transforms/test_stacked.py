@@ -1,7 +1,7 @@
 """A transformer that scans its stacked blocks trains as one that loops over them.
 
-``novograd(stacked_axes=...)`` gives each slice of a scanned leaf the norm, the moving
-average and the clip which the block has that is a leaf of its own.
+``novograd(stacked_axes=...)`` gives each slice of a scanned leaf its own norm, moving
+average and clip. A block that is a leaf of its own has the same.
 """
 
 import functools
@@ -16,8 +16,8 @@ from flax import linen, nnx
 
 import gradxform as gx
 
-# Without biases: that of the keys has no gradient but rounding errors, of which an
-# optimizer that normalizes makes steps that no two programs share.
+# Without biases. The bias of the keys has no gradient but rounding errors. An optimizer
+# that normalizes makes steps of them, and no two programs share these steps.
 WIDTH, HEADS, VOCABULARY, BIAS = 16, 2, 11, {"use_bias": False}
 
 
@@ -49,7 +49,7 @@ class LinenBlock(linen.Module):
 
 
 class LinenTransformer(linen.Module):
-    lengths: tuple[int, ...]  # Of the scans, the outer one first.
+    lengths: tuple[int, ...]  # Of the scans, outer first.
     scanned: bool
 
     @linen.compact
@@ -147,7 +147,7 @@ def train_nnx(tx, lengths, initial=None):
 
 
 def stacked_axes(depth):
-    """How many axes stack layers, in a tree of whatever kind of nodes."""
+    """How many axes stack layers, for a tree of any kind of nodes."""
 
     def axes(tree):
         return jax.tree.map_with_path(
@@ -158,7 +158,7 @@ def stacked_axes(depth):
 
 
 def unstack(tree, lengths):
-    """Parameters, ``mu`` or ``nu`` of the scanned model as the other one has them."""
+    """Parameters, ``mu`` or ``nu`` of the scanned model, as the looped one has them."""
     rest = {name: part for name, part in tree.items() if name != "blocks"}
     return rest | {
         f"blocks_{i}": jax.tree.map(lambda x, at=at: x[at], tree["blocks"])
@@ -167,10 +167,10 @@ def unstack(tree, lengths):
 
 
 def agree(got, expected):
-    """Scanned and looped blocks are two programs, whose gradients round differently.
+    """Scanned and looped blocks are two programs: their gradients round differently.
 
-    By 3e-7 of a layer's largest entry in these steps. An entry that is small among
-    large ones is no more precise than those.
+    In these steps they differ by 3e-7 of a layer's largest entry. A small entry among
+    large ones is only as precise as those.
     """
 
     def close(path, x, y):

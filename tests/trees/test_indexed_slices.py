@@ -47,7 +47,7 @@ def test_it_stands_for_the_sum_of_its_rows(indices, wrap):
     assert not np.any(summed.values[len(inside) :])
 
 
-# Each length is compiled for.
+# Each length takes a compilation.
 @hypothesis.given(
     st.sampled_from([0, 1, 3, 16]).flatmap(
         lambda n: st.lists(st.integers(0, 7), min_size=n, max_size=n)
@@ -181,7 +181,7 @@ def test_rows_that_lie_on_a_mesh(axis_type, spec, wrap, in_context):
 
 
 def test_explicit_axes_are_what_make_mesh_gives():
-    """So that tests of these are tests of what users write."""
+    """So the tests with these axes test code as users write it."""
     if jax.__version_info__ < (0, 9):
         pytest.skip("There they are automatic.")
     assert jax.make_mesh((4,), ("x",)).axis_types == (AxisType.Explicit,)
@@ -231,7 +231,7 @@ PARAMS = {"table": jnp.ones((5, 2)), "w": jnp.ones(3)}
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_transformation_that_would_change_the_indices_is_refused(tx, wrap):
     state = tx.init(PARAMS)
-    # What optax says by itself names the cure too, but for norms of eager arrays.
+    # optax's own errors name the cure too, except for norms of eager arrays.
     cures = r"densify\(\)"
     if wrap is not jax.jit:
         cures += "|Cannot call abstract method (real|conj)"
@@ -301,7 +301,8 @@ def over_two_numbers(f):
     ids=["psum", "pmean", "psum_scatter", "tree.map"],
 )
 def test_what_adds_up_over_devices_is_refused(over, wrap, f):
-    # Of two devices with rows 1 and 2 of a table, both would change rows 2 and 4.
+    # Two devices have the rows 1 and 2 of a table. The sums of their indices would be
+    # the rows 2 and 4.
     with pytest.raises(TypeError, match="row-sparse gradient"):
         wrap(over(f))(slices([1, 2, 1, 2]))
 
@@ -437,7 +438,7 @@ def test_injected_hyperparameters_do_not_take_the_dtype_of_the_indices():
     np.testing.assert_allclose(updates.densify(), plain.densify(), rtol=1e-6)
 
 
-# How its rows are written.
+# How the rows of a table are written.
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float16", "int8"])

@@ -11,8 +11,8 @@ import gradxform as gx
 from gradxform._trees import norms
 from tests import oracles
 
-# More leaves of a shape than go into one group, one too large for any, others of
-# the same shape in another dtype, and a leaf without gradient between them.
+# More leaves of a shape than a group takes, one that is too large for any group, others
+# of the same shape in another dtype, and between them a leaf without a gradient.
 SHAPES = {f"{i:02}": (3, 2) for i in range(40)} | {"large": (100, 50), "only": (7,)}
 HALF = {f"{i:02}": jnp.bfloat16 for i in range(0, 40, 7)}
 
@@ -79,7 +79,7 @@ def decayed(square, nu):
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda", "rocm"])
 def test_state_of_layers_on_every_platform(platform, monkeypatch):
-    """In the order of the layers, whatever is put together, and each in its shape."""
+    """The state keeps its order and its shapes, however the layers are put together."""
 
     def there(*operands, default, **branches):
         return branches.get(platform, default)(*operands)
@@ -100,7 +100,7 @@ def test_state_of_layers_on_every_platform(platform, monkeypatch):
 
 @pytest.mark.parametrize(("platform", "kernels"), [("cpu", 50), ("cuda", 1)])
 def test_scalars_of_layers_share_a_kernel_on_gpu(platform, kernels):
-    """Before the compiler has seen them, of which no GPU is needed."""
+    """In the compiler's input, so no GPU is needed."""
     layers = [jax.ShapeDtypeStruct((), jnp.float32)] * 50
     traced = jax.jit(functools.partial(norms.map_layers, decayed)).trace(layers, layers)
     text = traced.lower(lowering_platforms=(platform,)).as_text()

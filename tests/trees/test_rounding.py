@@ -58,7 +58,7 @@ def test_two_readers_make_no_copy():
 
 
 def taken_through(f, x):
-    """What JAX makes of a linear function in all the ways that it has."""
+    """A linear function, transformed in all the ways that JAX has."""
     y = jax.eval_shape(f, x)
     ones = jnp.ones(y.shape, y.dtype)
     transpose = jax.linear_transpose(f, x)

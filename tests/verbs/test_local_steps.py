@@ -1,4 +1,4 @@
-"""Local steps: plain steps one after the other, and what came of them."""
+"""Local steps: plain steps one after the other, and their results."""
 
 import chex
 import jax
@@ -17,7 +17,7 @@ Y = RNG.standard_normal((H, 4)).astype(np.float32)
 
 
 def start(dtype="float32"):
-    """With integers, which nothing trains, and a node that is empty."""
+    """Parameters: among them are integers, which nothing trains, and an empty node."""
     return {
         "w": jnp.asarray([0.5, -1.0, 2.0], dtype),
         "b": jnp.asarray(0.25, dtype),
@@ -40,7 +40,7 @@ def masked(tx):
 
 
 def by_hand(tx, params, state, steps):
-    """As the documentation of optax has it, in a Python loop."""
+    """A Python loop, as optax's documentation has it."""
     losses = []
     for x, y in zip(X[:steps], Y[:steps], strict=True):
         loss, grads = jax.value_and_grad(loss_fn, allow_int=True)(params, x, y)
@@ -62,7 +62,7 @@ def test_equals_plain_steps(tx, num_steps):
     steps = gx.local_steps(loss_fn, tx, trainable=LEARNING)
     taken = H if num_steps is None else min(num_steps, H)
     pulled, state, expected_state = start(), tx.init(start()), tx.init(start())
-    for _ in range(2):  # The second time from where the local optimizer is.
+    for _ in range(2):  # The second time goes on with its state.
         trained, expected_state, expected_losses = by_hand(
             tx, pulled, expected_state, taken
         )
@@ -142,7 +142,7 @@ def test_what_was_pulled_stays_valid(donate):
     ids=["prodigy", "injected"],
 )
 def test_workers_share_what_is_not_theirs(make):
-    """What was pulled, which a state may begin with, and the rate of all."""
+    """They share the pulled arrays, which a state may begin with, and one rate."""
     tx = masked(make())
     pulled = start()
     steps = gx.local_steps(loss_fn, tx, trainable=LEARNING)
@@ -161,7 +161,7 @@ def test_workers_share_what_is_not_theirs(make):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("num_steps", [None, H])
 def test_a_state_keeps_its_dtypes(num_steps):
-    """Of a decay in float32, which would make a float32 momentum of bfloat16."""
+    """A float32 decay would turn a bfloat16 momentum into a float32 one."""
     tx = masked(optax.sgd(0.1, momentum=jnp.float32(0.5)))
     state = tx.init(start("bfloat16"))
     steps = gx.local_steps(loss_fn, tx, trainable=LEARNING, donate=False)
@@ -175,7 +175,7 @@ def test_a_state_keeps_its_dtypes(num_steps):
 
 
 def test_half_precision_is_rounded_once():
-    """A parameter that grows by less than it can hold in one step does not move."""
+    """A parameter does not move in a step that is too small for its precision."""
     tx, x = optax.sgd(1.0), np.float32([-3, -1, 2**-7])
     w = jnp.asarray(4, jnp.bfloat16)
     steps = gx.local_steps(lambda w, x: (w * x).astype(jnp.float32), tx)
@@ -208,7 +208,7 @@ def test_the_outer_step_of_one_worker_comes_to_where_it_is():
 
 
 def test_the_gradient_is_the_only_copy():
-    """And what is trained, which becomes the pseudo-gradient in its place."""
+    """Besides it, the trained parameters become the pseudo-gradient in their place."""
     shapes = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
     tx, n = gx.adagrad(0.1), 4 * 512**2
     steps = gx.local_steps(lambda p, x: jnp.sum((x @ p["w"]) ** 2), tx)

@@ -1,4 +1,4 @@
-"""Lookups and their row-sparse gradients: the dense ones, without the table."""
+"""Lookups and their row-sparse gradients: the dense ones, without a dense array."""
 
 import functools
 import typing
@@ -19,13 +19,13 @@ import gradxform as gx
 
 HEIGHT = 6
 TABLE = np.random.default_rng(0).standard_normal((HEIGHT, 3)).astype(np.float32)
-PADDED = np.concatenate([TABLE, np.zeros((1, 3), np.float32)])  # Zeros at the height.
+PADDED = np.concatenate([TABLE, np.zeros((1, 3), np.float32)])  # The last row is zeros.
 IDS = np.array([4, 0, 4, HEIGHT, 1])  # A repetition, and padding.
 ROWS = IDS.tolist()
 
 
 def one_hot_read(table, ids):
-    """The rows by way of a dense product; the padding has no 1 in it, so it reads 0."""
+    """The rows, by a dense product. Padding has no 1 in it, so it reads 0."""
     one_hot = jax.nn.one_hot(jnp.asarray(ids), table.shape[0], dtype=table.dtype)
     return jnp.tensordot(one_hot, table, 1)
 
@@ -137,7 +137,7 @@ def test_ids_on_the_axis_that_cuts_the_table(mesh, spec, batch, in_context):
     ids=["explicit", "automatic", "both"],
 )
 def test_gradients_and_steps_on_a_mesh(types, spec, batch, how, in_context):
-    """As on one device, wherever ids and tables lie; on no mesh too, where ids are."""
+    """As on one device, wherever ids and tables lie. Some ids are on no mesh."""
     mesh = names(*types)
     ids = np.array([4, 0, 4, 8, 1, 7, 7, 2], np.int32)
 
@@ -210,7 +210,7 @@ def by_path(tree):
 
 
 def densify(grads):
-    """By NumPy."""
+    """The dense gradients, by NumPy."""
 
     def dense(g):
         if not is_sparse(g):
@@ -264,7 +264,7 @@ PARAMS = {
     "half": draw(6, 3, dtype="bfloat16"),
 }
 NESTED = read_at("layers/1/emb", "emb", "layers/0/emb", "emb")
-# How tables are read, and the rows that the gradient of each that is named shall hold.
+# How a loss reads tables, and the rows that each named table's gradient must hold.
 CASES = {
     "one": (read_at("emb"), {"emb": ROWS}),
     "fewer-then": (read_fewer_then, {"emb": ROWS + ROWS[:2]}),
@@ -375,8 +375,8 @@ def jitted_pair():
     return jax.jit(sparse), jax.jit(jax.grad(functools.partial(loss, one_hot_read)))
 
 
-# Of the height of a table, the shape of its rows, and that of the ids: each value of
-# one beside several of the others.
+# The height of a table, the shape of its rows, and the shape of the ids. Each value
+# comes beside several values of the others.
 SOME_SHAPES = [
     (1, (), (7,)),
     (1, (2, 3), ()),
@@ -472,7 +472,7 @@ def test_two_leaves_of_one_path():
 
 
 ON_TWO = NamedSharding(jax.make_mesh((2,), ("x",), (AxisType.Auto,)), P("x"))
-# Ids i, single n, and o of which some lie outside.
+# i are ids, n is one of them, and some of o lie outside.
 WAYS = """
 t[i] | t[i, :] | t[-i] | t[n] | t[i[0]] | t[o] | t[np.array([2, 2])]
 t[i.astype("int8")] | jnp.take(t, i, axis=0) | jnp.take(t, o, axis=0, mode="clip")
@@ -503,7 +503,7 @@ t.astype("float16").astype("float32").at[o].get(mode="fill", fill_value=-1e9) * 
     "expression", WAYS.strip().replace("\n", " | ").split(" | "), ids=str
 )
 def test_whoever_reads_rows(expression, how):
-    """Against what JAX makes of the same, which is dense."""
+    """Compared with JAX's own gradient, which is dense."""
 
     def loss(params, ids):
         names = {"t": params["emb"], "i": ids, "n": ids[1], "o": ids * 5 - 7}
@@ -523,7 +523,7 @@ def test_whoever_reads_rows(expression, how):
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_table_that_is_cast_is_not_cast_whole(twice):
-    """Its rows are: to the same numbers, and their sums are rounded less."""
+    """Only its rows are cast: the numbers are the same, and sums are rounded less."""
 
     def loss(params, ids):
         table = params["emb"].astype("bfloat16")
@@ -544,7 +544,7 @@ def test_ids_of_one_byte_and_a_clip_at_more_rows_than_they_count():
         ids = jnp.array([100, 120], "int8")
         return jnp.sum(jnp.take(table, ids, axis=0, mode="clip") ** 2)
 
-    # Not against JAX 0.10, which clips at 299 modulo 256.
+    # JAX 0.10 is no oracle here: it clips at 299 modulo 256.
     grads = gx.value_and_grad(loss, tables=[""])(draw(300, 2))[1]
     assert grads.indices.tolist() == [100, 120]
 
@@ -572,7 +572,7 @@ def test_names_of_the_loss_are_those_of_the_program():
     assert "tower/sin" in text or "tower)/sin" in text
 
 
-# What the equation is called that is no reading of rows.
+# Equations that do not read rows, by name, and code that has them.
 OTHER_WAYS = {
     "mul": "t * 2 | 2 * t | np.ones((6, 3), 'float32') * t | jax.lax.mul(t, x)",
     "add": "t + x | x + t",
@@ -585,7 +585,7 @@ OTHER_WAYS = {
     "reduce_sum": "t.sum() | jnp.sum(t) | jnp.einsum('ij->i', t)",
     "slice": "t[:, 1] | t[1:3, :2] | t[2, 1]",
     "rev": "t[::-1]",
-    # The last may have its second index outside, of which nothing is read.
+    # In the last one the second index may lie outside, and nothing is read there.
     "gather": "t[i, 1] | t[:, i] | jax.lax.gather(t, jnp.ones((2, 2), int), "
     "jax.lax.GatherDimensionNumbers((1, 2), (), (0, 1)), (1, 3), mode='fill')",
     "select_n": "jnp.where(x > 0, t, x)",
@@ -635,7 +635,7 @@ def test_a_table_of_indices_is_told_from_one_that_is_compared(use, how):
 @pytest.mark.parametrize("part", [False, True], ids=["table", "part"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_what_fills_a_read_outside_is_of_the_dtype_that_is_read(dtype, part):
-    """What JAX has for such rows, as it is told and by default."""
+    """JAX has a value for such rows: the one that is given, or its default."""
     table = jnp.arange(1.0, 13.0).reshape(6, 2).astype(dtype)
     ids = jnp.array([4, 6, 0, 90])
 

@@ -190,7 +190,7 @@ SHARED = {
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", SHARED)
 def test_what_somebody_else_holds_too_is_not_taken(name):
-    """A rate of the caller's, in two states; the parameters' own arrays in a state."""
+    """Two states share the caller's rate; a state holds the parameters' own arrays."""
     rate = jnp.float32(0.1)
     tx = SHARED[name](rate)
     extra = {"local_step": 0} if name == "ours" else {}
@@ -198,7 +198,7 @@ def test_what_somebody_else_holds_too_is_not_taken(name):
     step, states = gx.minimize(loss_fn, tx), [tx.init(start()), tx.init(start())]
     for fresh in states:
         params, state = start(), fresh
-        if name == "prodigy":  # Its own, as where one makes both in a row.
+        if name == "prodigy":  # Made of params, as users do.
             state = tx.init(params)
         expected, expected_state = start(), tx.init(start())
         for _ in range(2):
@@ -207,7 +207,8 @@ def test_what_somebody_else_holds_too_is_not_taken(name):
             expected, expected_state, _ = kept(expected, expected_state, X, Y, **extra)
         chex.assert_trees_all_close(params, expected, rtol=1e-6)
         chex.assert_trees_all_close(state, expected_state, rtol=1e-6)
-        # All that is read: jit leaves out what nobody needs, as the last staleness.
+        # Everything that is read: jit leaves out what nobody needs, such as the last
+        # staleness.
         assert all(leaf.is_deleted() for leaf in before if leaf.ndim)
     assert rate == np.float32(0.1)
     assert step._cache_size() == 1
@@ -246,7 +247,7 @@ def test_a_donated_step_is_a_jitted_function_still():
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("verb", ["apply", "minimize"])
 def test_a_state_keeps_its_dtypes(verb):
-    """Of a decay in float32, which would make a float32 momentum of bfloat16."""
+    """A float32 decay would turn a bfloat16 momentum into a float32 one."""
     tx = optax.sgd(0.5, momentum=jnp.float32(0.5))
     params, ones = jnp.ones(3, jnp.bfloat16), jnp.ones(3, jnp.bfloat16)
     state = tx.init(params)
@@ -274,7 +275,7 @@ def test_lookahead_says_what_to_call(synced):
     ):
         with pytest.raises(TypeError, match="lookahead keeps two copies of the param"):
             call()
-    updates, _ = tx.update(start(), state, pair)  # As it says.
+    updates, _ = tx.update(start(), state, pair)  # As the error says.
     chex.assert_trees_all_equal(gx.apply_updates(pair, updates).fast, start())
 
 
@@ -381,7 +382,7 @@ def dense_loss(params, ids):
 
 
 def check_training(step, params, state, put=jnp.asarray):
-    """Trains, and compares with dense gradients on one device; the new parameters."""
+    """Trains, compares with dense gradients on one device, returns the parameters."""
     for ids in BATCHES:
         params, state, *_ = step(params, state, put(ids))
     got = jax.device_get((params, state))
@@ -408,11 +409,11 @@ def mesh(axis_type):
 
 def test_shard_map_over_rows():
     def loss(params, ids):
-        # Each device brings the rows that it has; all others are padding to it, zeros.
-        # The sum is the same everywhere, and so is its cotangent. shard_map, which
-        # keeps track of that, transposes psum to handing the cotangent to every device
-        # as it is: the gradient is exact. With check_vma=False it would add the eight
-        # equal cotangents up, and the gradient be eight times too large.
+        # Each device brings the rows that it has. All others are padding to it: zeros.
+        # The sum is the same everywhere, and so is its cotangent. shard_map keeps track
+        # of that, so the transpose of psum hands the cotangent to every device as it
+        # is, and the gradient is exact. With check_vma=False it would add up the eight
+        # equal cotangents, and the gradient would be eight times too large.
         offset = jax.lax.axis_index("x") * params["emb"].shape[0]
         rows = jax.lax.psum(gx.lookup(params["emb"], ids - offset), "x")
         return loss_of(rows, params)
@@ -445,7 +446,7 @@ else:
 def test_shard_map_over_the_batch(manual):
     def step(params, state, ids):
         _, grads = gx.value_and_grad(tall_loss, tables=["emb"])(params, ids)
-        # The gradient of "w", which is the same everywhere, JAX has summed already.
+        # "w" is the same everywhere, so JAX has summed its gradient already.
         grads["emb"] = all_gather(grads["emb"], "x", tiled=True)
         return gx.apply_gradients(chain(), grads, state, params)
 
@@ -511,7 +512,7 @@ def test_a_table_sharded_by_rows_is_not_gathered():
 
 
 def test_an_optimizer_that_takes_no_value(standard_promotion):
-    """``minimize`` offers the loss, a gate the local step: neither was asked for."""
+    """``minimize`` offers it the loss, a gate the local step. It asked for neither."""
     sam = optax.contrib.sam(optax.sgd(0.5), optax.sgd(0.1), sync_period=2)
     expected, state = start(), sam.init(start())
     for _ in range(2):
@@ -529,7 +530,7 @@ def test_an_optimizer_that_takes_no_value(standard_promotion):
 
 @pytest.mark.parametrize("kind", ["minimize", "local_steps"])
 def test_a_step_goes_to_other_processes(kind):
-    """As a worker on Ray takes it along."""
+    """As Ray sends it to a worker."""
     cloudpickle = pytest.importorskip("cloudpickle")
 
     def loss_fn(params, x):
@@ -544,5 +545,5 @@ def test_a_step_goes_to_other_processes(kind):
     for each in (step, sent, copied):
         params = jnp.ones(2)
         first, *_ = each(params, tx.init(params), x)
-        # Trained to 0, or the way from 1 to there.
+        # The parameters are trained to 0; the pseudo-gradient is the way from 1 to 0.
         np.testing.assert_array_equal(first, jnp.full(2, float(kind == "local_steps")))

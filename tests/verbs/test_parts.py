@@ -1,4 +1,4 @@
-"""Parts of tables: what reads them, learns and steps as if it had the whole table."""
+"""Parts of tables: a loss that reads them trains as if it had the whole table."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ TABLE = np.random.default_rng(0).standard_normal((HEIGHT, WIDTH)).astype(np.floa
 
 
 def part(indices=(3, 7, 9, HEIGHT, HEIGHT, HEIGHT), dtype="float32"):
-    """As a server gives it for six ids."""
+    """A part as a server gives it for six ids."""
     padded = np.concatenate([TABLE, np.zeros((1, WIDTH), np.float32)])
     rows = jnp.asarray(padded[list(indices)], dtype)
     return gx.IndexedSlices(list(indices), rows, TABLE.shape)
@@ -47,8 +47,8 @@ def dense_rows(params, ids):
     "indices",
     [
         (3, 7, 9, HEIGHT, HEIGHT, HEIGHT),
-        (9, 3, HEIGHT, 7),  # Not as a server gives it.
-        (0, 3, 7, 8, 9, 49),  # More than are read.
+        (9, 3, HEIGHT, 7),  # A server gives them sorted.
+        (0, 3, 7, 8, 9, 49),  # More rows than are read.
     ],
 )
 def test_rows_of_a_part_are_those_of_the_table(indices, compiled):
@@ -91,7 +91,7 @@ READINGS = {
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("way", READINGS)
 def test_layers_of_frameworks_read_parts_as_they_read_tables(way, compiled):
-    """What they do comes down to these, and none of them knows of parts."""
+    """Their reads come down to these, and none of the layers knows of parts."""
     read = READINGS[way]
 
     def loss(params, ids):
@@ -199,7 +199,7 @@ def test_what_lies_outside_of_the_table_reads_as_it_does_there():
     ids=["index", "clip", "promise", "static", "slice", "dynamic"],
 )
 def test_ids_outside_of_the_table_read_what_it_has_for_them(read, compiled):
-    """The last row; and where a table gets no gradient of it, a part gets none."""
+    """They read the last row. A part gets a gradient of it only where a table does."""
     ids = jnp.array([3, HEIGHT + 5])
 
     def loss(params):

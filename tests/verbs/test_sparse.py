@@ -67,7 +67,7 @@ def test_sparse_updates_are_the_dense_ones(row):
         said = r"(changes every row|makes room for).*\['table'\].*gradxform.densify\(\)"
         with pytest.raises(TypeError, match=said):
             tx.update(grads, tx.init(params), params, **row.extra(params))
-        if row.variant:  # Behind densify one of them stands for all.
+        if row.variant:  # Behind densify one row stands for all.
             return
         tx = optax.chain(gx.densify(), tx)
 
@@ -133,7 +133,7 @@ def test_a_table_of_another_height_is_named():
             step()
 
 
-# Many tables: the rows that are touched, and those that are not.
+# Many tables: rows that are touched, and rows that are not.
 
 CHAINS = {
     "adagrad": gx.adagrad(0.1),
@@ -144,7 +144,7 @@ CHAINS = {
     "clipvalue": gx.drop_stale(gx.adagrad(0.1, clipvalue=0.3), 9),
     "row_wise_global": gx.adagrad(0.1, row_wise=True, global_clipnorm=0.5),
 }
-# Of each table the shape, the number of rows that a gradient holds, and the dtype.
+# Each table's shape, the number of rows in its gradient, and its dtype.
 TABLES = {
     "one_row": ((1, 3), 9, "float32"),
     "no_rows": ((6, 3), 0, "float32"),
@@ -200,14 +200,15 @@ def test_sparse_equals_dense_and_leaves_the_other_rows_alone(chain, data):
         after = params, optax.tree.get(state, "sum_of_squares")
         expected = dense_params, optax.tree.get(dense_state, "sum_of_squares")
         for name, (shape, _, dtype) in TABLES.items():
-            # The last place of what a dense clip and a sparse one multiply by.
+            # The factors of a dense clip and of a sparse one may differ in the last
+            # place.
             tol = 1e-6 if dtype == "float32" else 1e-2
             others = np.setdiff1d(np.arange(shape[0]), touched[name])
             for trees in zip(before, after, expected, strict=True):
                 old, new, wanted = (np.float32(tree[name]) for tree in trees)
                 np.testing.assert_allclose(new, wanted, tol, tol, err_msg=name)
                 np.testing.assert_array_equal(new[others], old[others], name)
-        # The dense leaf, and what else there is in the state.
+        # The dense leaf, and the rest of the state.
         chex.assert_trees_all_close(params["b"], dense_params["b"], rtol=1e-6)
         rest = [optax.tree.set(s, sum_of_squares=None) for s in (state, dense_state)]
         chex.assert_trees_all_close(*rest, rtol=1e-6)
@@ -387,7 +388,7 @@ def compile_step(tx, height, rows=256, width=16, **extra):
 def test_temporaries_do_not_grow_with_the_table(tx, extra):
     low, high = (compile_step(tx, h, **extra) for h in (10_000, 1_000_000))
     assert high.temp_size_in_bytes <= 1.01 * low.temp_size_in_bytes
-    assert low.temp_size_in_bytes < 1_000_000  # the table has 640,000 and 64 million
+    assert low.temp_size_in_bytes < 1_000_000  # The tables: 640,000 and 64 million.
 
 
 def test_rows_of_each_device_inside_shard_map_over_some_of_the_axes():
