@@ -44,7 +44,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3, help="pairs of runs")
     parser.add_argument("--target", type=float, default=0.96, help="test accuracy")
-    parser.add_argument("--work", type=float, default=0.02, help="seconds a gradient")
+    parser.add_argument("--work", type=float, default=0.02, help="gradient seconds")
     parser.add_argument("--straggler", type=float, default=5.0, help="times as slow")
     options = parser.parse_args()
     digits = main_job.load_digits()

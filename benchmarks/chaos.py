@@ -138,10 +138,8 @@ def account(pushes, counts, stats, state, folder):
             int(state.stale_count),
         )
         == (stats.accepted, stats.dropped),
-        "what came twice had been lost": len(pushes) - len(known) == counts.lost,
-        "no number is missing but those unheard": len(known)
-        + counts.pushed
-        - len(pushes)
+        "only lost pushes came twice": len(pushes) - len(known) == counts.lost,
+        "only unheard numbers are missing": len(known) + counts.pushed - len(pushes)
         == stats.accepted + stats.dropped,
         "lives = deaths of the server + 1": len(lives) == counts.server_deaths + 1,
         "a life begins at a checkpoint": {*began} <= {0, *saved_steps(folder)},
@@ -154,11 +152,11 @@ def account(pushes, counts, stats, state, folder):
 def main():
     """Prints the counts, and which checks hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=0.5, help="at least")
-    parser.add_argument("--seed", type=int, default=0, help="of moments and victims")
+    parser.add_argument("--minutes", type=float, default=0.5, help="lowest time")
+    parser.add_argument("--seed", type=int, default=0, help="for random victims")
     parser.add_argument("--server-processes", type=int, default=1)
-    parser.add_argument("--server-deaths", type=int, help="how many, of the server")
-    parser.add_argument("--goal", type=float, default=GOAL, help="of the accuracy")
+    parser.add_argument("--server-deaths", type=int, help="number of these")
+    parser.add_argument("--goal", type=float, default=GOAL, help="test accuracy")
     parser.add_argument("--without", action="store_true", help="nobody is killed")
     options = parser.parse_args()
     pushes = round(60 * RATE * options.minutes)

@@ -206,7 +206,7 @@ def main():
     parser = arguments(__doc__, rounds=1)
     parser.add_argument("--topology", nargs="+", default=["v5e:2x2"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--only", default="", help="chains whose names hold this word")
+    parser.add_argument("--only", default="", help="chains with this in their name")
     parser.add_argument("--hlo", type=pathlib.Path, help="write the programs here")
     options = parser.parse_args()
     rows = []

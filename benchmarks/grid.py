@@ -161,7 +161,7 @@ def main():
     parser = arguments(__doc__)
     parser.add_argument("--targets", nargs="+", default=["cpu"])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--only", default="", help="chains whose names hold this word")
+    parser.add_argument("--only", default="", help="chains with this in their name")
     options = parser.parse_args()
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     table = [

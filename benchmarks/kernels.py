@@ -66,7 +66,7 @@ def main():
     parser = arguments(__doc__)
     parser.add_argument("--model", default="gpt2_small")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--only", default="", help="rows whose names hold this word")
+    parser.add_argument("--only", default="", help="rows with this in their name")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
         raise SystemExit("This measures a GPU, and JAX has none here.")

@@ -273,13 +273,13 @@ def main():
     """Prints what is left of each engine after each signal."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     several = {"nargs": "+", "metavar": "NAME"}
-    parser.add_argument("--times", type=int, default=20, help="each, on each engine")
+    parser.add_argument("--times", type=int, default=20, help="runs for each pair")
     for option, names in (("engines", ENGINES), ("signals", CODES)):
         text = f"by default {', '.join(names)}"
         parser.add_argument(
             f"--{option}", choices=names, default=[*names], help=text, **several
         )
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="for random moments")
     options = parser.parse_args()
     # A process that a shell starts in the background ignores Ctrl-C. So would its own
     # processes.

@@ -82,7 +82,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--height", type=int, default=16_000_000)
     parser.add_argument("--pushes", type=int, default=20)
-    parser.add_argument("--limit", type=float, help="gigabytes of each process")
+    parser.add_argument("--limit", type=float, help="gigabytes for each process")
     parser.add_argument("--server-processes", type=int, default=4)
     options = parser.parse_args()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

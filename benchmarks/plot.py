@@ -117,7 +117,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=pathlib.Path, nargs="+", help="JSON files")
     parser.add_argument(
-        "--out", type=pathlib.Path, required=True, help="without ending"
+        "--out", type=pathlib.Path, required=True, help="path without suffix"
     )
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="rows")
     options = parser.parse_args()

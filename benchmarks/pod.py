@@ -268,7 +268,7 @@ def lines(topology, model, chains):
 def main():
     """Prints the table."""
     parser = arguments(__doc__)
-    parser.add_argument("--only", default="", help="cases whose names hold this word")
+    parser.add_argument("--only", default="", help="cases with this in their name")
     options = parser.parse_args()
     rows = []
     for topology, model, chains in CASES:

@@ -125,7 +125,7 @@ def draw(curves, theme):
 def main():
     """Trains, prints the table and writes the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="the pictures, without ending")
+    parser.add_argument("--out", type=pathlib.Path, help="pictures, without suffix")
     options = parser.parse_args()
     data, curves, shown = digits(), {}, range(10, SECONDS + 1, 10)
     print("the loss after s", *(f"{second:5}" for second in shown), "  dropped")

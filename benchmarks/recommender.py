@@ -168,7 +168,7 @@ def main():
         "pulled [MB]": round(sum(x.nbytes for x in jax.tree.leaves(part)) / 1e6, 2),
         "peak [MB]": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
     }
-    report("two towers on made clicks", [row], options.json)
+    report("two towers on simulated clicks", [row], options.json)
 
 
 if __name__ == "__main__":

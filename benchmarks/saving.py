@@ -42,9 +42,9 @@ def rate(job, seconds, folder):
 def main():
     """Prints the rates, and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each turn")
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of a run")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--numbers", type=int, default=0, help="of a larger model")
+    parser.add_argument("--numbers", type=int, default=0, help="added to the model")
     options = parser.parse_args()
     model, digits = main_job.build_model(0), main_job.load_digits()
     args = main_job.make_parser().parse_args(["--work", "0.001"])

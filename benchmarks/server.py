@@ -149,7 +149,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--pushes", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=2.0, help="beside a straggler")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a slow worker")
     options = parser.parse_args()
     params = {k: jnp.ones(s) for k, s in SHAPES.items()}
     grads = {k: jnp.full(s, 1e-3) for k, s in SHAPES.items()}

@@ -288,7 +288,7 @@ def main():
     parser = arguments(__doc__, rounds=12)
     parser.add_argument("--model", nargs="+", default=["gpt2_small"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--only", default="", help="rows whose names hold this word")
+    parser.add_argument("--only", default="", help="rows with this in their name")
     options = parser.parse_args()
     for model in options.model:
         shapes = tree(model, options.dtype)
