@@ -12,7 +12,7 @@ def programs():
     found = {}
     for module in pkgutil.iter_modules([str(pathlib.Path(__file__).parent)]):
         path = pathlib.Path(__file__).with_name(f"{module.name}.py")
-        tree = ast.parse(path.read_text())  # Read, not imported: some import much.
+        tree = ast.parse(path.read_text())  # An import would load too much.
         names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         if "main" in names and module.name != "__main__":
             found[module.name] = ast.get_docstring(tree).splitlines()[0]

@@ -1,10 +1,11 @@
-"""What a backup worker buys: seconds until a test accuracy, in ``sync`` and ``backup``.
+"""How a backup worker helps: seconds to a test accuracy, in ``sync`` and ``backup``.
 
 ``python -m benchmarks.backup`` trains the main job on threads, with one worker of four
-slowed down 5 times, until the test accuracy is reached. ``sync`` waits for the slow
-worker in each step, ``backup`` (one backup worker) never does. Both take turns, with
-the same seed in a pair and a learning rate that falls over the same number of steps.
-The clock starts with the first push, when everything has been compiled.
+slowed down 5 times, until the test accuracy is reached.
+``sync`` waits for the slow worker in each step, ``backup`` (one backup worker) never
+does. The two run in turns. Both runs of a pair have the same seed, and a learning rate
+that falls over the same number of steps. The clock starts with the first push, when
+everything has been compiled.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from gradxform import __main__ as main_job
 from gradxform import engines
 
 MODES = {"sync": 4, "backup": 3}  # How many of the four workers make a step.
-STEPS = 400  # At most; and those over which the learning rate falls.
+STEPS = 400  # At most. Over so many the learning rate falls.
 INTERVAL = 5  # Steps from one test to the next.
 
 
@@ -43,7 +44,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3, help="pairs of runs")
     parser.add_argument("--target", type=float, default=0.96, help="test accuracy")
-    parser.add_argument("--work", type=float, default=0.02, help="seconds a gradient")
+    parser.add_argument("--work", type=float, default=0.02, help="gradient seconds")
     parser.add_argument("--straggler", type=float, default=5.0, help="times as slow")
     options = parser.parse_args()
     digits = main_job.load_digits()

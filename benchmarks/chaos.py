@@ -1,13 +1,13 @@
-"""Workers and server killed at random moments over Ray, and everything counted.
+"""Kills workers and server at random moments over Ray, and counts everything.
 
 ``python -m benchmarks.chaos --minutes M`` (extras ``demo`` and ``ray``) trains the main
-job so slowly that it takes M minutes. At random pushes, which the seed decides, and up
-to a tenth of a second after them, it kills the process of a worker or of the server
-(``SIGKILL``). The server saves itself every two seconds. At the end the program holds
-what it saw against what the server counted, what the optimizer counted, and what lies
-in the checkpoints; it exits with 1 if anything is unaccounted for. ``--without`` is the
+job so slowly that it takes M minutes. The seed chooses random pushes. Up to a tenth of
+a second after each, the program kills the process of a worker or of the server
+(``SIGKILL``). The server saves itself every two seconds. At the end the program
+compares its own counts with those of the server and of the optimizer, and with the
+checkpoints. It exits with 1 if anything is unaccounted for. ``--without`` makes the
 same run without deaths. With ``--server-processes N`` the server is N processes, and
-any of them dies; every leaf that has as many rows is cut over all.
+any of them may die. Every leaf with at least N rows is cut over all of them.
 """
 
 import argparse
@@ -33,7 +33,7 @@ GOAL = 0.96
 
 
 def kill(actor):
-    """Kills the process of an actor; False if it was just dying by itself."""
+    """Kills the process of an actor; False if it was already dying by itself."""
     try:
         os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), 9)
     except (ray.exceptions.RayActorError, ProcessLookupError):
@@ -49,7 +49,7 @@ def schedule(rng, pushes, workers, server):
 
 
 def train(job, folder, deaths, rng, processes=1):
-    """Runs the job, and whoever is to die dies; the run's end, and all its pushes."""
+    """Runs the job and kills the victims; returns the run's end and all its pushes."""
 
     def cut(path, shape):
         return P("server") if shape and shape[0] >= processes else P()
@@ -73,7 +73,7 @@ def train(job, folder, deaths, rng, processes=1):
                         )
                 if who is not None and kill(who):
                     return
-                time.sleep(0.1)  # Between two lives: the next, then.
+                time.sleep(0.1)  # Between two lives: then the next one.
 
         for push in run.pushes:
             pushes.append(push)
@@ -91,9 +91,9 @@ def train(job, folder, deaths, rng, processes=1):
 
 
 def resumed(job, folder):
-    """What another run, on another engine, finds in the last checkpoint."""
+    """The last checkpoint, as another run on another engine reads it."""
     with engines.simulated(job, checkpoint=folder) as run:
-        assert list(run.pushes) == []  # It is through.
+        assert list(run.pushes) == []  # It is finished.
         return run.server.state()
 
 
@@ -112,7 +112,7 @@ def same(tree, other):
 
 
 def account(pushes, counts, stats, state, folder):
-    """What must hold, each with whether it does."""
+    """All that must hold, and for each whether it does."""
     state = state["state"]
     known = {(push.worker, push.number) for push in pushes}
     lives = {}
@@ -138,10 +138,8 @@ def account(pushes, counts, stats, state, folder):
             int(state.stale_count),
         )
         == (stats.accepted, stats.dropped),
-        "what came twice had been lost": len(pushes) - len(known) == counts.lost,
-        "no number is missing but those unheard": len(known)
-        + counts.pushed
-        - len(pushes)
+        "only lost pushes came twice": len(pushes) - len(known) == counts.lost,
+        "only unheard numbers are missing": len(known) + counts.pushed - len(pushes)
         == stats.accepted + stats.dropped,
         "lives = deaths of the server + 1": len(lives) == counts.server_deaths + 1,
         "a life begins at a checkpoint": {*began} <= {0, *saved_steps(folder)},
@@ -152,13 +150,13 @@ def account(pushes, counts, stats, state, folder):
 
 
 def main():
-    """Prints what happened, and what holds."""
+    """Prints the counts, and which checks hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=0.5, help="at least")
-    parser.add_argument("--seed", type=int, default=0, help="of moments and victims")
+    parser.add_argument("--minutes", type=float, default=0.5, help="lowest time")
+    parser.add_argument("--seed", type=int, default=0, help="for random victims")
     parser.add_argument("--server-processes", type=int, default=1)
-    parser.add_argument("--server-deaths", type=int, help="how many, of the server")
-    parser.add_argument("--goal", type=float, default=GOAL, help="of the accuracy")
+    parser.add_argument("--server-deaths", type=int, help="number of these")
+    parser.add_argument("--goal", type=float, default=GOAL, help="test accuracy")
     parser.add_argument("--without", action="store_true", help="nobody is killed")
     options = parser.parse_args()
     pushes = round(60 * RATE * options.minutes)

@@ -1,19 +1,19 @@
-"""What the first step costs the host, and each step after it, by the number of leaves.
+"""Costs of the first step and of later steps on the host, by the number of leaves.
 
 ``python -m benchmarks.compile --model gpt2_small 148 1000 2000 --dtype bfloat16`` takes
-models by their names, and trees of so many leaves of 256 numbers each, here or where
-there is a GPU. Every chain makes its first step anew in each round, all in turn, with
-JAX's caches cleared before. Minima over the rounds, in seconds of all cores together
-but for the last column:
+models by their names. A number stands for a tree of so many leaves with 256 numbers
+each. It runs on the CPU, or on a GPU if there is one. In each round every chain makes
+its first step again, all in turn, after JAX's caches were cleared. The figures are
+minima over the rounds, in seconds of all cores together except for the last column:
 
-- ``equations``: of the traced step, those of inner functions at each of their calls.
+- ``equations``: of the traced step. Those of an inner function count at each call.
 - ``trace s``, ``compile s``: of the donated step; lowering counts as compiling.
-- ``first s``: from ``tx.init`` to the end of the first step, all of it.
-- ``step ms``: a step by the clock, minimum of 40. On small leaves it is not bound by
-  memory: most of it is the host handing buffers in and out, which the first row does
-  alone.
+- ``first s``: everything from ``tx.init`` to the end of the first step.
+- ``step ms``: a step by the clock, the minimum of 40. On small leaves memory does not
+  limit it: for most of the time the host hands buffers in and out. The first row does
+  only that.
 
-``x`` columns are the time of the chain ``against`` which it is held, by its own.
+``x`` columns are the time of the reference chain divided by the chain's own.
 """
 
 import functools
@@ -45,7 +45,7 @@ def no_step(tx, params, state, grads):
 
 
 NOVOGRAD = gx.novograd(0.1, global_clipnorm=1.0)
-# How the step is written, the chain, and the name of its reference.
+# The way in which the step is written, the chain, and the name of its reference.
 CHAINS = {
     "buffers in and out": (no_step, gx.adagrad(0.1), None),
     "optax clip + adagrad": (optax_step, OPTAX_ADAGRAD, None),
@@ -65,7 +65,7 @@ CHAINS = {
 
 
 def equations(jaxpr):
-    """How many there are, with those of each inner jaxpr."""
+    """The number of equations, with those of each inner jaxpr."""
     parameters = jax.tree.leaves([eqn.params for eqn in jaxpr.eqns])
     inner = [x for x in parameters if hasattr(x, "eqns")]
     return len(jaxpr.eqns) + sum(map(equations, inner))

@@ -1,29 +1,30 @@
-"""What the TPU compiler makes of the donated step on GPT-2-small, without a TPU.
+"""The TPU compiler's figures for the donated step on GPT-2-small, without a TPU.
 
 ``python -m benchmarks.compilers --topology v5e:2x2 v5p:2x2x1 v6e:2x2 v5e:16x16`` needs
 libtpu, in an environment of its own (with it installed, JAX looks for a TPU):
-``pip install "jax[tpu]" -e .``. Whatever topology libtpu knows will do; ``v4:2x2x1``
+``pip install "jax[tpu]" -e .``. It takes every topology that libtpu knows: ``v4:2x2x1``
 and ``tpu7x:2x2x1`` are two more.
 
-A topology of up to 8 chips stands for one of them. On a larger one, parameters, state
-and gradients are sharded over all chips, each array along the largest dimension that
-they divide; other arrays are replicated. There, ``bytes`` counts the padding of thin
-shards as well.
+A topology of up to 8 chips stands for one chip. On a larger one, parameters, state and
+gradients are sharded over all chips. Each array is cut along the largest dimension that
+the number of chips divides; other arrays are replicated. There, ``bytes`` also counts
+the padding of thin shards.
 
 All figures are exact, in units of N, the parameters' bytes on one chip:
 
 - temp: temporary HBM, from ``memory_analysis()``. Beside arrays it holds 32 kB for each
   of some hundred instructions: tens of MB in all, less on wider models.
-- bytes: ``cost_analysis()["bytes accessed"]``. What is copied between HBM and VMEM
-  ahead of its use, or after it, it charges beside that use: three times where the array
-  is copied in slices, four times where it is copied whole.
-- own: operands and results of everything but these copies, wherever they lie. At the
-  least 6 for a clip and one array of state: gradients twice, the rest in and out once.
-- prefetched, written back: what these copies bring into VMEM, and out of it.
-- hbm: what is read from HBM and written to it, each of these copies counted once.
+- bytes: ``cost_analysis()["bytes accessed"]``. The compiler copies arrays between HBM
+  and VMEM before or after their use. This count adds each copy to the use: three times
+  if the array is copied in slices, four times if it is copied whole.
+- own: operands and results of everything except these copies, in any memory. The least
+  is 6 for a clip and one array of state: gradients twice, the rest in and out once.
+- prefetched, written back: the bytes that these copies bring into VMEM, and out of it.
+- hbm: all that is read from HBM and written to it, each of these copies counted once.
 
-The last four are read off the compiled program. An operand counts in full there, even
-if only a part of it is read; of a conditional, the branch that moves more counts.
+The last four are read from the text of the compiled program. There an operand counts in
+full, even if only a part of it is read. Of a conditional, the branch that moves more
+counts.
 """
 
 import functools
@@ -73,19 +74,19 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "
 
 
 def mesh(topology):
-    """The chips of a topology that is not there: one of up to 8, else all of them."""
-    # What libtpu would ask of a machine with a TPU; read when it is loaded.
+    """The chips of a topology that is not there: one if it has up to 8, else all."""
+    # libtpu would ask a machine with a TPU for these; it reads them when it is loaded.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # Whatever is asked.
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # Other processes' too.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # In others, too.
     jax.config.update("jax_platforms", "cpu")  # Nothing here runs on a TPU.
     devices = topologies.get_topology_desc(topology, platform="tpu").devices
     return Mesh(np.array(devices if len(devices) > 8 else devices[:1]), "chips")
 
 
 def placed(tree, mesh):
-    """Shapes as they lie on the mesh."""
+    """Shapes with their placement on the mesh."""
 
     def place(x):
         divisible = [d for d in range(x.ndim) if x.shape[d] % mesh.size == 0]
@@ -170,7 +171,7 @@ def traffic(hlo):
 
 
 def count(hlo, opcode):
-    """How many instructions of a kind the program's text holds."""
+    """The number of instructions of a kind in the program's text."""
     return hlo.count(f" {opcode}(") + hlo.count(f" {opcode}-start(")
 
 
@@ -205,7 +206,7 @@ def main():
     parser = arguments(__doc__, rounds=1)
     parser.add_argument("--topology", nargs="+", default=["v5e:2x2"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--only", default="", help="chains whose names hold this word")
+    parser.add_argument("--only", default="", help="chains with this in their name")
     parser.add_argument("--hlo", type=pathlib.Path, help="write the programs here")
     options = parser.parse_args()
     rows = []

@@ -1,28 +1,30 @@
-"""Every chain, dtype, loop and compiler: a step that is nowhere worse than optax's.
+"""Compares each step with optax's, for every chain, dtype, loop and compiler.
 
 ``python -m benchmarks.grid --targets cpu v5e:2x2 v5p:2x2x1 v6e:2x2 v5e:16x16`` compiles
-the donated step, gradients to parameters, and runs nothing. All targets but ``cpu``
-need libtpu, as ``benchmarks.compilers`` does, where it is said what a topology stands
-for. The model is a GPT-2-small of two blocks: 28 leaves, of every kind that it has.
+the donated step, gradients to parameters, and runs nothing. All targets except
+``cpu`` need libtpu, as ``benchmarks.compilers`` does, which also explains what a
+topology stands for. The model is a GPT-2-small with two blocks: 28 leaves, with every
+kind that the whole model has.
 
-Columns, in N, the parameters' bytes on one device, and exact: ours, and behind the bar
-those of optax's chain in the same dtypes, with ``optax.apply_updates``.
+The columns are exact, in N, the parameters' bytes on one device. Each has our figure,
+then a bar, then the figure of optax's chain in the same dtypes, with
+``optax.apply_updates``.
 
 - temp: temporary memory.
-- moved: on CPU what the loops of the program read and write, as the compiler counts it;
-  on TPU ``own``, operands and results, wherever they lie.
-- hbm: on TPU what is read from HBM and written to it.
-- worse: what is above 1.02 of optax's; of temporaries, what is also more than 0.03 N
-  above, and on TPU 3 MB: for each instruction that compiler keeps 32 kB, which on 256
-  chips, of 0.4 to 0.8 MB of parameters each, is most of all temporaries.
+- moved: on CPU the bytes that the loops of the program read and write, by the
+  compiler's count; on TPU ``own``, operands and results in any memory.
+- hbm: on TPU the bytes that are read from HBM and written to it.
+- worse: the columns above 1.02 times optax's. Temporaries must also be more than 0.03 N
+  above, and 3 MB on TPU: that compiler keeps 32 kB for each instruction, and on 256
+  chips, with 0.4 to 0.8 MB of parameters each, this is most of all temporaries.
 
 Loops: ``gx`` is ``gx.apply_gradients``; ``optax`` is ``tx.update`` and
-``optax.apply_updates``, to which ``nnx.Optimizer.update`` and Flax's
-``TrainState.apply_gradients`` come down.
+``optax.apply_updates``. ``nnx.Optimizer.update`` and Flax's
+``TrainState.apply_gradients`` use the second one inside.
 
-``wide`` is float32 state of bfloat16 parameters. optax's chain, which has no argument
-for it, casts gradients and parameters in front of all there; so do its own optimizers
-behind our clip.
+``wide`` means bfloat16 parameters with float32 state. optax's chain has no argument for
+it. There, gradients and parameters are cast in front of the whole chain. The same is
+done for optax's optimizers behind our clip.
 """
 
 import sys
@@ -128,7 +130,7 @@ def figures(tx, dtypes, loop, target):
 
 
 def worse(ours, theirs, kept=0):
-    """The names of the columns in which ours is worse; ``kept`` is no temporary."""
+    """The names of the columns where ours is worse; ``kept`` is no temporary."""
     slack = {"temp": max(0.03, kept)}
     return [k for k in ours if ours[k] > 1.02 * theirs[k] + slack.get(k, 0)]
 
@@ -142,7 +144,7 @@ def rows(target, dtypes, only=""):
     for name, (tx, theirs) in chains(dtypes).items():
         if only not in name:
             continue
-        if theirs not in known:  # Two of ours are held against one of optax's.
+        if theirs not in known:  # Two of ours are compared with one of optax's.
             known[theirs] = figures(theirs, dtypes, "optax", target)
         its = known[theirs]
         for loop in LOOPS:
@@ -155,11 +157,11 @@ def rows(target, dtypes, only=""):
 
 
 def main():
-    """Prints the tables, and ends with code 1 where a cell is worse than optax's."""
+    """Prints the tables, and ends with code 1 if a cell is worse than optax's."""
     parser = arguments(__doc__)
     parser.add_argument("--targets", nargs="+", default=["cpu"])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--only", default="", help="chains whose names hold this word")
+    parser.add_argument("--only", default="", help="chains with this in their name")
     options = parser.parse_args()
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     table = [

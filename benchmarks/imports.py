@@ -1,7 +1,8 @@
-"""How long a process takes that imports gradxform, and one that imports optax alone.
+"""The time of a process that imports gradxform, and of one that imports only optax.
 
-``python -m benchmarks.imports``. JAX is most of both. After optax, the package itself
-takes 7 ms; a full garbage collection of JAX's objects then falls due in it.
+``python -m benchmarks.imports``. JAX takes most of both. After optax, the package
+itself takes 7 ms, with a full garbage collection of JAX's objects that comes at that
+time.
 """
 
 import os
@@ -12,7 +13,7 @@ from benchmarks.measure import arguments, interleaved, report, times
 
 
 def importing(package):
-    """A run of a process that imports this and nothing else, compiled before."""
+    """A run of a process that imports this module alone; its bytecode is there."""
     compiled = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
     return lambda: subprocess.run(
         [sys.executable, "-c", f"import {package}"], check=True, env=compiled

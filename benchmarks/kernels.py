@@ -1,16 +1,16 @@
-"""How long a GPU works on the donated step, ours against optax's, by JAX's profiler.
+"""A GPU's working time on the donated step, ours and optax's, by JAX's profiler.
 
 ``python -m benchmarks.kernels --model gpt2_small`` takes those rows of
-``benchmarks.step`` that run on JAX. By the clock a step alone is bound by the host,
-which hands many buffers in and out. A program that computes the gradients too has that
-time anyway. So this asks what the device did in one step:
+``benchmarks.step`` that run on JAX. By the clock, the host limits a single step,
+because it hands many buffers in and out. A program that computes the gradients too
+takes that time anyway. So this measures the work of the device in one step:
 
 - ``kernels``: kernels and copies that it ran.
 - ``device ms``: the time that they took, all together.
 - ``speed``: that time of the group's first row, divided by this one's.
 
-XLA records kernels as graphs, and the profiler sees each graph as one event. Set
-``XLA_FLAGS=--xla_gpu_enable_command_buffer=``, and it sees the kernels.
+XLA records kernels as graphs, and the profiler sees each graph as one event. With
+``XLA_FLAGS=--xla_gpu_enable_command_buffer=`` it sees the kernels.
 """
 
 import pathlib
@@ -49,7 +49,7 @@ def measure(rows, grads):
     first = None
     for row in rows:
         step = row.build(shapes, grads)
-        step.run()  # Once before, so that all is there.
+        step.run()  # A first run, so that everything is loaded.
         seconds = on_device(step.run)
         total = sum(seconds) / STEPS
         first = first or total
@@ -66,10 +66,10 @@ def main():
     parser = arguments(__doc__)
     parser.add_argument("--model", default="gpt2_small")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--only", default="", help="rows whose names hold this word")
+    parser.add_argument("--only", default="", help="rows with this in their name")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
-        raise SystemExit("This asks a GPU, and JAX has none here.")
+        raise SystemExit("This measures a GPU, and JAX has none here.")
     grads, lines = draw(tree(options.model, options.dtype), 0), []
     for group in chosen(options.only):
         by_jax = [row for row in group if row.name.split()[0] in ("optax", "gx")]

@@ -1,14 +1,15 @@
-"""Runs of the main job ended by signals at random moments, and what they leave behind.
+"""Ends runs of the main job by signals at random moments, and checks what is left.
 
 ``python -m benchmarks.kills`` (extras ``demo``, ``ray`` and ``checkpoint``; Linux)
-starts the main job, which saves itself five times a second, and ends it by a signal:
-three of four times up to two seconds after its first checkpoint, and once at any moment
-of its start. Ctrl-C (``INT``) reaches the whole process group, as a terminal sends it;
-the others reach the process alone. Then it looks for processes and files left behind,
-and has a run go on from what was saved. A row counts what all those of a signal left;
-below it stands what is wrong, and the program exits with 1 if anything is: an exit
-code, a process that lives on, a checkpoint that does not load or is not the last one.
-What Ray logs, it leaves in its temporary folder, however it ends; that is not counted.
+starts the main job, which saves itself five times a second, and ends it by a signal.
+Three of four times the signal comes up to two seconds after the first checkpoint, and
+once at any moment of the start. Ctrl-C (``INT``) reaches the whole process group, as
+from a terminal; the other signals reach only the process. Then the program looks for
+processes and files that are left, and lets a run go on from the last checkpoint. A row
+counts what all runs with one signal have left. Faults are listed below the row: a wrong
+exit code, a process that lives on, a checkpoint that does not load or is not the last
+one. If there is any, the program exits with 1. Ray always leaves its logs in its
+temporary folder; they are not counted.
 """
 
 import argparse
@@ -30,19 +31,19 @@ import numpy as np
 from gradxform import __main__ as main_job
 from gradxform import engines
 
-# With what of the command line each is started. In a group the server is two processes.
+# The options with which each is started. In a group the server is two processes.
 ENGINES = {name: (name,) for name in main_job.ENGINES}
 ENGINES["group"] = "ray", "--server-processes", "2"
 JOB = "--steps", "1000000", "--workers", "2"
 SAVING = "--checkpoint-every", "0.2"
 CODES = {"TERM": 143, "INT": 130, "KILL": -signal.SIGKILL}
-# Before it has taken signals over, it ends as Python does: with 1 while that starts.
+# Until it handles signals, it ends as Python does: with 1 while Python starts.
 BEFORE = {"TERM": {-signal.SIGTERM}, "INT": {-signal.SIGINT, 1}, "KILL": set()}
 AFTER = 2.0  # Seconds from the first checkpoint to the signal, at most.
-# Seconds to its end, and from there to that of the processes that it has started: two
-# of Ray's notice after a minute that their cluster was killed.
+# Seconds to its end, and from there to the end of the processes that it has started:
+# two of Ray's notice after a minute that their cluster was killed.
 LIMIT, GRACE = 60.0, 90.0
-# Who is killed may leave half of a file: it reads what others compiled, and adds none.
+# A killed process may leave half of a file. So it reads the cache, but adds nothing.
 COMPILED = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 TEMPORARY = "*.orbax-checkpoint-tmp*"
 
@@ -53,36 +54,36 @@ class End(NamedTuple):
     code: int | None  # None if it had to be killed.
     seconds: float  # From the signal to the end.
     after: float  # Seconds from then to the end of the last of its processes.
-    processes: list[str]  # That live on.
-    folders: list[str]  # Of checkpoints half written.
+    processes: list[str]  # Those that live on.
+    folders: list[str]  # Half-written checkpoints.
     files: list[str]  # In its temporary folder.
     faults: list[str]
 
 
 def saved(folder):
-    """How many pushes each of the checkpoints holds, in order."""
+    """The number of pushes in each checkpoint, in order."""
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
 
 
 def processes_of(folder):
-    """By process id, the names of all others whose environment or files name it.
+    """Names of all other processes whose environment or files name the folder, by id.
 
-    Ray's write their titles over their environments.
+    The processes of Ray write their titles over their environments.
     """
     found, mark = {}, str(folder)
     for path in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # It has ended, or is another user's.
+        with contextlib.suppress(OSError):  # It has ended, or belongs to another user.
             if mark.encode() in (path / "environ").read_bytes() or any(
                 mark in os.readlink(link) for link in (path / "fd").iterdir()
             ):
                 found[int(path.name)] = (path / "comm").read_text().strip()
-    found.pop(os.getpid(), None)  # It reads what they say.
+    found.pop(os.getpid(), None)  # This process reads their output.
     return found
 
 
 @contextlib.contextmanager
 def started(engine, folder, cache, **environ):
-    """The main job, in a session of its own; the folder's name marks all it starts."""
+    """The main job in its own session; the folder's name marks all that it starts."""
     for name in ("run", "tmp"):
         (folder / name).mkdir()
     environ = {
@@ -116,7 +117,7 @@ def started(engine, folder, cache, **environ):
 
 
 def train(process, folder):
-    """Waits for the first checkpoint, or an end before it; seconds."""
+    """Waits for the first checkpoint, or for an earlier end; returns the seconds."""
     start = time.monotonic()
     while process.poll() is None and not saved(folder / "run"):
         time.sleep(0.02)
@@ -124,9 +125,9 @@ def train(process, folder):
 
 
 def strike(process, name, folder):
-    """Sends the signal; exit code, seconds to it, seconds after it, who lives on."""
+    """Sends the signal; returns exit code, seconds to it and after it, who lives on."""
     start = time.monotonic()
-    if process.poll() is None:  # Or it has failed, and its number may be another's.
+    if process.poll() is None:  # If it has failed, another process may have its id.
         number = getattr(signal, f"SIG{name}")
         (os.killpg if name == "INT" else os.kill)(process.pid, number)
     try:
@@ -142,7 +143,7 @@ def strike(process, name, folder):
 
 
 def take_up(job, folder):
-    """The pushes and the step that a run goes on from; and it does go on."""
+    """The pushes and the step from which a run goes on; and it does go on."""
     with engines.simulated(job, checkpoint=folder) as run:
         pushes = run.counts().pushed
         assert np.isfinite(next(run.pushes).loss)
@@ -150,14 +151,14 @@ def take_up(job, folder):
 
 
 def wrong(name, code, seen, folder, job):
-    """What should not be, of exit code, message and checkpoints."""
+    """The faults in exit code, message and checkpoints."""
     stderr = (folder / "stderr").read_text()
     pythons = not seen and code in BEFORE[name]
     if code == 1 and not stderr.endswith("KeyboardInterrupt\n"):
         pythons = False
     if code != CODES[name] and not pythons:
         yield f"exit code {code}"
-    # Of an exception that it drops Python says so first.
+    # If Python drops an exception, it says so first.
     if "Traceback" in stderr.partition("Exception ignored")[0] and not pythons:
         yield "a traceback"
     if code == 130 and not stderr.endswith("python -m gradxform: interrupted\n"):
@@ -170,7 +171,7 @@ def wrong(name, code, seen, folder, job):
         yield f"the checkpoint of {seen[-1]} pushes is gone"
     try:
         pushes, step = take_up(job, folder / "run")
-    except Exception as error:  # Whatever it is, this is where it is told.
+    except Exception as error:  # Whatever it is, it is reported here.
         yield f"does not load: {error!r}"
         return
     if pushes != (there[-1] if there else 0):
@@ -182,7 +183,7 @@ def wrong(name, code, seen, folder, job):
 
 
 def kill(engine, name, moment, cache, job):
-    """One run and its end; ``moment`` waits for when it is to come."""
+    """One run and its end; ``moment`` waits until the end should come."""
     with tempfile.TemporaryDirectory(
         prefix="kill-", ignore_cleanup_errors=True
     ) as temporary:
@@ -202,8 +203,8 @@ def kill(engine, name, moment, cache, job):
 
 
 def kills(engine, name, times, rng, cache, job):
-    """The ends of so many runs; every fourth is interrupted while it starts."""
-    took = 0.0  # Seconds to its first checkpoint, of the last run that came so far.
+    """The ends of this many runs; every fourth is interrupted while it starts."""
+    took = 0.0  # Seconds to its first checkpoint, of the last run that reached one.
 
     def training(process, folder):
         nonlocal took
@@ -223,7 +224,7 @@ def kills(engine, name, times, rng, cache, job):
 
 
 def compile_all(cache):
-    """Fills the cache with all that a run compiles; they compile the same."""
+    """Fills the cache with all that a run compiles; all runs compile the same."""
     with tempfile.TemporaryDirectory(prefix="kill-") as temporary:
         folder = pathlib.Path(temporary)
         with started("threads", folder, cache, **{COMPILED: "0"}) as process:
@@ -269,18 +270,19 @@ def table(pairs, times, seed):
 
 
 def main():
-    """Prints what each signal has left of each engine."""
+    """Prints what is left of each engine after each signal."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     several = {"nargs": "+", "metavar": "NAME"}
-    parser.add_argument("--times", type=int, default=20, help="each, on each engine")
+    parser.add_argument("--times", type=int, default=20, help="runs for each pair")
     for option, names in (("engines", ENGINES), ("signals", CODES)):
         text = f"by default {', '.join(names)}"
         parser.add_argument(
             f"--{option}", choices=names, default=[*names], help=text, **several
         )
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="for random moments")
     options = parser.parse_args()
-    # What a shell starts in the background ignores Ctrl-C, and so would what it starts.
+    # A process that a shell starts in the background ignores Ctrl-C. So would its own
+    # processes.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     pairs = itertools.product(options.engines, options.signals)

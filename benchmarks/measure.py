@@ -1,4 +1,4 @@
-"""What benchmarks share: interleaved timing, bandwidth, drawn models, the report."""
+"""The common parts of benchmarks: interleaved timing, bandwidth, models, the report."""
 
 import argparse
 import datetime
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 
 def arguments(description, rounds=None):
-    """The options that every benchmark has, and ``--rounds`` of those that repeat."""
+    """The options of every benchmark, and ``--rounds`` for those that repeat."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     if rounds is not None:
         how = "runs of each row"
@@ -31,8 +31,8 @@ def interleaved(runs, rounds):
       runs: functions without arguments that return when their work is done, by name.
       rounds: how often each of them runs.
 
-    Each round runs all of them in an order of its own: what a run takes depends on what
-    ran before it, and a noisy machine is as noisy for one as for the other.
+    Each round runs all of them in a new order: the time of a run depends on what ran
+    before it, and a noisy machine is equally noisy for all.
     """
     seconds = {name: [] for name in runs}
     order = random.Random(0)
@@ -66,7 +66,7 @@ def bandwidth(nbytes):
 
 
 def times(seconds, against=None):
-    """Minimum and median in ms, and the ratios of another's to them."""
+    """Minimum and median in ms, and the ratios of a reference to them."""
     columns = {
         "min ms": round(min(seconds) * 1e3, 3),
         "median ms": round(statistics.median(seconds) * 1e3, 3),

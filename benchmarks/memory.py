@@ -1,7 +1,7 @@
 """Bytes of optimizer state per parameter of GPT-2-small, in float32 and in bfloat16.
 
-``python -m benchmarks.memory`` makes no array: the shapes and dtypes that ``tx.init``
-would return say it all, scalars such as counts included.
+``python -m benchmarks.memory`` makes no array. It takes the shapes and dtypes that
+``tx.init`` would return, with scalars such as counts.
 """
 
 import jax

@@ -24,7 +24,7 @@ def gpt2_small(dtype=jnp.float32):
 
 
 def gpt2_short(dtype=jnp.float32):
-    """GPT-2-small with two of its twelve blocks: each kind of leaf, and fewer."""
+    """GPT-2-small with two of its twelve blocks: every kind of leaf, but fewer."""
     kept = ("wte", "wpe", "0", "1", "norm")
     leaves = gpt2_small(dtype)
     return {name: x for name, x in leaves.items() if name.split("/")[0] in kept}
@@ -55,7 +55,7 @@ def resnet50(dtype=jnp.float32):
 
 
 def small_leaves(n=2000, size=256, dtype=jnp.float32):
-    """Many small leaves: what a step costs beside the memory it moves."""
+    """Many small leaves: they show what a step costs beside moving memory."""
     return _leaves({f"{i}": (size,) for i in range(n)}, dtype)
 
 
@@ -67,7 +67,7 @@ MODELS = {
 
 
 def tree(name, dtype=jnp.float32):
-    """The model of this name; where it is a number, so many small leaves."""
+    """The model of this name; a number stands for so many small leaves."""
     if name in MODELS:
         return MODELS[name](dtype=dtype)
     return small_leaves(int(name), dtype=dtype)

@@ -1,11 +1,11 @@
-"""The memory of each process of a server that holds a large table, and who is near it.
+"""The memory of each process around a server that holds a large table in parts.
 
 ``python -m benchmarks.parts`` (extra ``ray``) trains on rows of a table of 64 float32
 numbers a row, with row-wise Adagrad, behind a server of several processes. A function
-makes the table, so no process ever has all of it. It prints what memory each process
-has for itself at the end and had at most, beside an empty server's. ``--limit`` bounds
-the data of each process to so many gigabytes (``RLIMIT_DATA``): one process that may
-not hold the table alone is seen to fail with ``--server-processes 1``.
+makes the table, so no process ever has all of it. It prints the memory that each
+process has for itself at the end, and the most that it had, beside those of an empty
+server. ``--limit`` bounds the data of each process to so many gigabytes
+(``RLIMIT_DATA``). With a limit below the table's size, ``--server-processes 1`` fails.
 """
 
 import argparse
@@ -26,7 +26,7 @@ WIDTH, ROWS = 64, 8192
 
 
 def memory():
-    """Megabytes that this process has for itself, and had in all at most."""
+    """Megabytes that this process has for itself now, and its largest total so far."""
     with open("/proc/self/status") as file:
         text = file.read()
     return [
@@ -36,7 +36,7 @@ def memory():
 
 
 def bounded(gigabytes):
-    """In a process of the server: it may have so much, and no more."""
+    """Called in a process of the server, which may have no more than this."""
     limit = int(gigabytes * (1 << 30))
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
@@ -82,7 +82,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--height", type=int, default=16_000_000)
     parser.add_argument("--pushes", type=int, default=20)
-    parser.add_argument("--limit", type=float, help="gigabytes of each process")
+    parser.add_argument("--limit", type=float, help="gigabytes for each process")
     parser.add_argument("--server-processes", type=int, default=4)
     options = parser.parse_args()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -94,7 +94,7 @@ def main():
         **quiet,
     )
     n = options.server_processes
-    # Large enough to be cut, and nothing beside.
+    # Just large enough to be cut.
     _, empty, _ = measured(5000 * n, options.pushes, n)
     losses, server, driver = measured(options.height, options.pushes, n, options.limit)
     part = options.height * WIDTH * 4 / n / (1 << 20)

@@ -1,10 +1,10 @@
-"""Draws what ``benchmarks.step --json`` wrote: speed against optax, chain by chain.
+"""Draws the output of ``benchmarks.step --json``: speed against optax, by chain.
 
 ``python -m benchmarks.plot gpt2.json resnet.json --out benchmarks/results/step`` gives
 each file a panel, one below the other, and writes two pictures: ``step-light.svg`` for
-light pages, ``step-dark.svg`` for dark ones. They are 700 pixels wide, as a README is.
-A bar is the ratio of the medians, the tick on it that of the minima; 1 is optax. Rows
-whose reference is not optax's are left out; ``--only NAME …`` draws these rows alone.
+light pages, ``step-dark.svg`` for dark ones. They are 700 pixels wide, like a README. A
+bar is the ratio of the medians. The tick on it is the ratio of the minima. 1 is optax.
+Rows that have no optax reference are left out. ``--only NAME …`` draws these alone.
 """
 
 import argparse
@@ -12,7 +12,8 @@ import json
 import pathlib
 
 WIDTH = 7.3  # inches; at CSS's 96 pixels an inch, 700 pixels.
-# Okabe and Ito's: apart in grey and to the colour-blind too; in the dark, lighter.
+# Okabe and Ito's colours: they differ in grey and for the colour-blind too. Those for
+# dark pages are lighter.
 THEMES = {
     "light": {
         **{"gx": "#0072b2", "keras": "#b36b00", "torch": "#b0558a"},
@@ -27,7 +28,7 @@ NAMES = {"gx": "gradxform", "keras": "Keras 3 on JAX", "torch": "torch"}
 
 
 def save(draw, out):
-    """Writes what ``draw(theme)`` gives, for light pages and for dark ones."""
+    """Writes the figures of ``draw(theme)``, for light pages and for dark ones."""
     import matplotlib as mpl
 
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +54,7 @@ def lines_of(results, only):
 
 
 def draw(files, theme, only=()):
-    """The figure of some files' results, a panel each."""
+    """The figure of the results in some files, with a panel for each."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -92,7 +93,7 @@ def draw(files, theme, only=()):
 
 
 def layout(keys):
-    """Where each bar stands, from the top, and what is written where."""
+    """The place of each bar, from the top, and the labels with their places."""
     places, labels, place, before = {}, {}, 0.0, None
     for against, name in keys:
         if against != before:
@@ -116,7 +117,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=pathlib.Path, nargs="+", help="JSON files")
     parser.add_argument(
-        "--out", type=pathlib.Path, required=True, help="without ending"
+        "--out", type=pathlib.Path, required=True, help="path without suffix"
     )
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="rows")
     options = parser.parse_args()

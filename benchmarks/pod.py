@@ -1,23 +1,24 @@
-"""What the TPU compiler makes of a whole train step on a pod, without a pod.
+"""The TPU compiler's figures for a whole train step on a pod, without a pod.
 
-``python -m benchmarks.pod`` compiles, for 16 to 512 chips, the step of a decoder-only
-transformer from loss to parameters; like ``benchmarks.compilers`` it needs libtpu. The
+``python -m benchmarks.pod`` compiles the step of a decoder-only transformer, from loss
+to parameters, for 16 to 512 chips. Like ``benchmarks.compilers`` it needs libtpu. The
 layers run under ``lax.scan``, rematerialized. Parameters, gradients and optimizer state
-are sharded over all chips (FSDP): a layer's weights are gathered in bfloat16 for the
-time of their use, and their gradients summed and scattered. One sequence a chip.
+are sharded over all chips (FSDP). The weights of a layer are gathered in bfloat16 for
+the time of their use, and their gradients are summed and scattered. Each chip has one
+sequence.
 
-The model is mapped over the chips by hand, so that its collectives are the same under
-every optimizer; how the optimizer is divided is left to the compiler, as its users
-leave it. What a chain is held against is plain SGD, which needs no collective.
+The model is mapped over the chips by hand, so that its collectives are the same with
+every optimizer. The compiler divides the optimizer, as it does for users. Each chain is
+compared with plain SGD, which needs no collective.
 
-- collectives: of the whole program, one of a loop's body counted once. Gathers and
-  scatters of small arrays the compiler turns into all-reduces.
-- new: those that SGD's program does not have. Where the compiler joins the optimizer's
-  sums with that of the loss, the joined one is new, and SGD's is "gone".
+- collectives: of the whole program; those in the body of a loop count once. The
+  compiler turns gathers and scatters of small arrays into all-reduces.
+- new: those that SGD's program does not have. If the compiler joins the optimizer's
+  sums with the sum of the loss, the joined one is new, and SGD's is "gone".
 - added B: bytes that each chip contributes to collectives, beyond SGD's.
 - temp: temporary HBM on one chip; the gradients are in it.
 - arguments: parameters, state and tokens on one chip, shards padded to whole tiles.
-- compile s: CPU time of all threads, on whatever machine it was.
+- compile s: CPU time of all threads, on the machine that ran it.
 """
 
 import functools
@@ -63,7 +64,7 @@ class Model(NamedTuple):
     length: int = 256
 
 
-# What is compiled: the first case in full, and more chips, layers and parameters.
+# The cases: all chains for the first, then more chips, layers and parameters.
 CASES = [
     ("v5e:16x16", Model(), CHAINS),
     ("v5p:8x8x8", Model(), GROWING),
@@ -99,9 +100,9 @@ def shapes(model):
 
 
 def specs(tree):
-    """All arrays of layers along the first axis of the layer, scalars everywhere.
+    """Cuts arrays of layers along the first axis of the layer; scalars are everywhere.
 
-    The rows of the matrices, then: what lies along the last axis is padded to 128.
+    So the rows of matrices are divided. The last axis would be padded to 128.
     """
 
     def spec(path, x):
@@ -112,7 +113,7 @@ def specs(tree):
 
 
 def placed(tree, mesh):
-    """Shapes of parameters or state as they lie on the mesh."""
+    """Shapes of parameters or state with their placement on the mesh."""
     return jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
@@ -123,7 +124,7 @@ def placed(tree, mesh):
 
 
 def gathered(shard):
-    """The whole of a sharded array; its gradient comes back summed and scattered."""
+    """A sharded array as a whole; its gradient comes back summed and scattered."""
     return jax.lax.all_gather(shard.astype(jnp.bfloat16), "chips", tiled=True)
 
 
@@ -203,10 +204,10 @@ def compiled(name, topology, model):
 
 
 def collectives(hlo):
-    """How often each collective occurs, by its kind and the types of its results.
+    """The number of each collective, by its kind and the types of its results.
 
-    The compiler cuts some in pieces to hide them behind other work, and gives all
-    pieces of a chain one number.
+    The compiler cuts some in pieces to hide them behind other work. It gives all
+    pieces of a chain the same number.
     """
     found = {}
     for name, result, opcode, _, rest in INSTRUCTION.findall(hlo):
@@ -267,7 +268,7 @@ def lines(topology, model, chains):
 def main():
     """Prints the table."""
     parser = arguments(__doc__)
-    parser.add_argument("--only", default="", help="cases whose names hold this word")
+    parser.add_argument("--only", default="", help="cases with this in their name")
     options = parser.parse_args()
     rows = []
     for topology, model, chains in CASES:

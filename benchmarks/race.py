@@ -6,11 +6,12 @@ others, on the virtual clock of :func:`gradxform.engines.simulated`:
 
 - synchronous: a step takes the mean of all eight gradients, and waits for the slowest;
 - asynchronous: each gradient acts as it arrives, on average seven steps late;
-- ``drop_stale``: the same, but what is more than one step late is dropped.
+- ``drop_stale``: the same, but gradients more than one step late are dropped.
 
-All three have one rate, at which late gradients do harm; the table has smaller ones as
-well. A curve is the median of five seeds. Nothing depends on the machine's speed, so
-the same releases give the same pictures: ``race-light.svg`` and ``race-dark.svg``.
+All three have the same rate, at which late gradients do harm. The table also has a
+smaller one. A curve is the median of five seeds. Nothing depends on the machine's
+speed, so the same releases give the same pictures: ``race-light.svg`` and
+``race-dark.svg``.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from gradxform import engines
 WORKERS, SLOW, SECONDS, SEEDS, RATE, LIMIT = 8, 5.0, 60, 5, 0.3, 1
 METHODS = {
     "synchronous": lambda tx: gx.conditional_accumulator(tx, WORKERS),
-    "asynchronous": lambda tx: gx.drop_stale(tx, np.inf),  # It counts, and drops none.
+    "asynchronous": lambda tx: gx.drop_stale(tx, np.inf),  # It only counts.
     "drop_stale": lambda tx: gx.drop_stale(tx, LIMIT),
 }
 STYLES = [("keras", "--"), ("torch", ":"), ("gx", "-")]
@@ -39,7 +40,7 @@ def rng(*seeds):
 
 
 def digits():
-    """All 1,797 images, and what they show."""
+    """All 1,797 images and their labels."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -66,7 +67,7 @@ GRADIENT, LOSS = jax.jit(jax.value_and_grad(loss)), jax.jit(loss)
 
 
 def worker(index, seed, data):
-    """Minibatches of 32, each in about a second; in about five by the last worker."""
+    """Minibatches of 32, each in about a second; the last worker takes about five."""
     seconds = SLOW if index == WORKERS - 1 else 1.0
 
     def batch(number):
@@ -85,7 +86,7 @@ def curve(method, rate, seed, data):
         net(seed),
         METHODS[method](gx.adagrad(rate, global_clipnorm=1.0)),
         [worker(index, seed, data) for index in range(WORKERS)],
-        pushes=2 * WORKERS * SECONDS,  # More than there is time for.
+        pushes=2 * WORKERS * SECONDS,  # More than the time allows.
         required=WORKERS if method == "synchronous" else None,
     )
     losses, late, pushes = [], 0, 0
@@ -124,7 +125,7 @@ def draw(curves, theme):
 def main():
     """Trains, prints the table and writes the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="the pictures, without ending")
+    parser.add_argument("--out", type=pathlib.Path, help="pictures, without suffix")
     options = parser.parse_args()
     data, curves, shown = digits(), {}, range(10, SECONDS + 1, 10)
     print("the loss after s", *(f"{second:5}" for second in shown), "  dropped")

@@ -1,11 +1,11 @@
-"""A recommender with tables of 10 million rows, trained late by workers that hold none.
+"""Trains a recommender with tables of 10 million rows; no worker holds the tables.
 
-``python -m benchmarks.recommender`` makes clicks of users on items, both drawn by a
-long tail as in Criteo's logs (Zipf; seeded), and trains two towers on them: a row of a
-user and one of an item, each with its popularity, go through a dense layer each, and
-what their product says is the chance of a click. Four threads pull the rows that their
-batch reads, compute, and push late to one ``ParameterServer``: clip, then row-wise
-Adagrad for the tables and AdamW for the rest.
+``python -m benchmarks.recommender`` makes clicks of users on items. Both are drawn from
+a long tail as in Criteo's logs (Zipf; seeded). It trains two towers on them: the row of
+a user and the row of an item, each with its popularity, go through a dense layer each.
+Their product gives the chance of a click. Four threads pull the rows that their batch
+reads, compute, and push late to one ``ParameterServer``: clip, then row-wise Adagrad
+for the tables and AdamW for the rest.
 """
 
 import concurrent.futures
@@ -27,7 +27,7 @@ TABLES = ("items", "users")
 
 
 def make_tx(max_staleness):
-    """The recipe that everyone uses: Adagrad by row for tables, AdamW for the rest."""
+    """The common recipe: Adagrad by row for tables, AdamW for the rest."""
 
     def kind(path, _):
         return "table" if path[0].key in TABLES else "rest"
@@ -74,7 +74,7 @@ def tail(rng, height, count):
 
 
 def tastes(ids, salt):
-    """What somebody likes, or something is: a few signs that hang on the id alone."""
+    """The taste of a user or the kind of an item: a few signs that depend on the id."""
     bits = (ids.astype(np.uint64) + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15)
     signs = (bits[:, None] >> np.arange(40, 40 + TASTES, dtype=np.uint64)) & np.uint64(
         1
@@ -83,7 +83,7 @@ def tastes(ids, salt):
 
 
 def chance(users, items):
-    """Of a click: the greater, the more of their tastes agree."""
+    """The chance of a click, which grows with the number of tastes that agree."""
     agree = np.mean(tastes(users, 1) * tastes(items, 2), axis=1)
     return 1 / (1 + np.exp(2 - 4 * agree))
 
@@ -103,12 +103,12 @@ def batches(heights, seed):
 
 
 def rows_of(batch):
-    """Which rows a worker pulls for it."""
+    """The rows that a worker pulls for a batch."""
     return {name: batch[name] for name in TABLES}
 
 
 def train(server, heights, workers, pushes):
-    """Pushes from that many threads; returns the losses, in no order."""
+    """Pushes from this many threads; returns the losses, in no order."""
     turns = itertools.count()
 
     def work(index):
@@ -126,7 +126,7 @@ def train(server, heights, workers, pushes):
 
 
 def evaluate(server, heights, count=20):
-    """Losses [nat] on new clicks: of the model, of one number for all, of the truth."""
+    """Losses [nat] on new clicks: of the model, of a constant, of the true chances."""
     some = list(itertools.islice(batches(heights, seed=1), count))
     losses = []
     for batch in some:
@@ -168,7 +168,7 @@ def main():
         "pulled [MB]": round(sum(x.nbytes for x in jax.tree.leaves(part)) / 1e6, 2),
         "peak [MB]": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
     }
-    report("two towers on made clicks", [row], options.json)
+    report("two towers on simulated clicks", [row], options.json)
 
 
 if __name__ == "__main__":

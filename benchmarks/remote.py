@@ -1,11 +1,12 @@
 """The parameter server over Ray: whole models, and rows of a large table.
 
 ``python -m benchmarks.remote`` (extra ``ray``) pulls and pushes models of float32
-numbers from one worker, each in a process of its own, interleaved with ``ray.put`` and
-``ray.get`` of the same arrays as NumPy's. Then a worker that reads 8,192 rows of a
-table of 64 numbers a row: pull of the rows, gradient, push, beside a server in its own
-process. Bytes are counted: those in Ray's messages, and those beside them.
-``--server-processes 1 2 4`` does the last alone, with servers of so many processes.
+numbers from one worker. Worker and server have a process each. ``ray.put`` and
+``ray.get`` of the same arrays in NumPy run in turn with them. Then a worker reads 8,192
+rows of a table with 64 numbers in a row: it pulls the rows, computes the gradient and
+pushes, over Ray and to a server in its own process. Bytes are counted, in Ray's
+messages and beside them. ``--server-processes 1 2 4`` does only the second part, with
+servers of so many processes.
 """
 
 import contextlib
@@ -30,10 +31,10 @@ SGD = optax.sgd(0.1)
 
 
 class Server(gx.ParameterServer):
-    """A server that also tells how much memory its process has for itself."""
+    """A server that also says how much memory its process has for itself."""
 
     def memory(self):
-        """Bytes that are its own; Ray's object store is not, whoever looks at it."""
+        """Bytes of its own; Ray's object store does not count, even if it is mapped."""
         with open("/proc/self/status") as file:
             kb = re.search(r"^RssAnon:\s+(\d+) kB", file.read(), re.M)
         return 1024 * int(kb[1])
@@ -58,7 +59,7 @@ def models(numbers, rounds):
     params = {k: np.ones(shape, np.float32) for k, shape in shapes.items()}
     idle = ray.get(start({"w": np.ones(1)}, SGD).memory.remote())
     server, near = start(params, SGD), gx.ParameterServer(params, SGD)
-    pulled, _ = ray.get(server.pull.remote())  # From here on arrays travel well.
+    pulled, _ = ray.get(server.pull.remote())  # From here on arrays travel as buffers.
     grads = jax.block_until_ready(jax.tree.map(lambda x: 1e-3 * x, pulled))
     in_message, _ = sent(grads)
     del pulled
@@ -66,7 +67,7 @@ def models(numbers, rounds):
     def pull():
         jax.block_until_ready(ray.get(server.pull.remote()))
 
-    runs = {  # In this order: the first pull is that of a new version.
+    runs = {  # The order matters: the first pull gets a new version.
         "ray.put and ray.get": lambda: ray.get(ray.put(params)),
         "the step, in process": lambda: near.push(grads, 0),
         "push": lambda: ray.get(server.push.remote(grads, 0)),
@@ -93,7 +94,7 @@ def models(numbers, rounds):
 
 
 def loss_fn(params, ids):
-    """Of rows that are looked up, whatever there is of the table."""
+    """The loss of looked-up rows, from a whole table or a part."""
     rows = gx.lookup(params["table"], ids)
     return jnp.mean((rows @ params["w"] - 1) ** 2)
 
@@ -160,7 +161,7 @@ def groups(processes, height, rounds):
     with contextlib.ExitStack() as stack:
         for n in processes:
             run = stack.enter_context(engines.ray(job, server_processes=n))
-            server = run.server  # Its worker never begins: this process is one.
+            server = run.server  # This process is its worker.
             rng = np.random.default_rng(0)
             step = functools.partial(
                 step_on_rows, server.pull, server.push, rng, height

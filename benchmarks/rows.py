@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.rows`` takes tables of 100,000, 1,000,000 and 10,000,000 rows of
 64 float32 numbers, and times one step from the rows' gradients to the new parameters.
-optax's has to make the dense gradient first, as ``jax.grad`` of a lookup does; it is
-left out for the largest table. torch is ``torch.optim.Adagrad`` on a sparse gradient
+optax's step has to make the dense gradient first, as ``jax.grad`` of a lookup does. It
+is left out for the largest table. torch is ``torch.optim.Adagrad`` on a sparse gradient
 (extra ``benchmarks``).
 """
 
@@ -26,7 +26,7 @@ CHAINS = {
 
 
 def stepper(tx, height, grads):
-    """A run of the donated step, and what the compiler says of it."""
+    """A run of the donated step, and the compiler's figures for it."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, grads):

@@ -1,9 +1,9 @@
-"""What checkpoints and TensorBoard cost: pushes a second with them, and without.
+"""The cost of checkpoints and TensorBoard: pushes a second with and without them.
 
 ``python -m benchmarks.saving`` (extras ``demo``, ``checkpoint`` and ``tensorboard``)
-runs the workers of the main job on threads as fast as they go, in turns without
-anything and saved every five seconds and logged every second. ``--numbers N`` gives the
-server a model of so many float32 numbers more, which workers leave alone.
+runs the workers of the main job on threads at full speed. One run saves every five
+seconds and logs every second, the next does neither, in turns. ``--numbers N`` adds so
+many float32 numbers to the server's model; the workers do not use them.
 """
 
 import argparse
@@ -22,7 +22,7 @@ EVERY = 5.0
 
 
 def rate(job, seconds, folder):
-    """Pushes a second from the first one on; saved and logged if there is a folder."""
+    """Pushes a second from the first one on; with a folder, saves and logs there."""
     checkpoint = folder and engines.Checkpoint(f"{folder}/run", every_seconds=EVERY)
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(engines.threads(job, checkpoint=checkpoint))
@@ -42,9 +42,9 @@ def rate(job, seconds, folder):
 def main():
     """Prints the rates, and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each turn")
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of a run")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--numbers", type=int, default=0, help="of a larger model")
+    parser.add_argument("--numbers", type=int, default=0, help="added to the model")
     options = parser.parse_args()
     model, digits = main_job.build_model(0), main_job.load_digits()
     args = main_job.make_parser().parse_args(["--work", "0.001"])

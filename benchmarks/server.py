@@ -1,9 +1,10 @@
-"""What the parameter server costs: pushes per second against the bare jitted step.
+"""The cost of the parameter server: pushes per second against the bare jitted step.
 
 ``python -m benchmarks.server`` pushes the same gradients of a model of 1M parameters,
-clip and Adagrad behind ``drop_stale``: in a loop over the compiled step, through a
-server, and through a server that is pulled from before every push. Then what others
-cost a worker: one whose gradients take 0.3 s, and many that wait for a step to come.
+with clip and Adagrad behind ``drop_stale``. It does so in a loop over the compiled
+step, through a server, and through a server with a pull before every push. Then it
+measures what others cost a worker: another worker whose gradients take 0.3 s, and many
+that wait for a step.
 """
 
 import argparse
@@ -31,7 +32,7 @@ def bare_step(params, state, grads, local_step):
 
 
 def bare(params, grads, pushes):
-    """Pushes in a loop; waits for the last one alone."""
+    """Pushes in a loop; waits only for the last one."""
     params = jax.tree.map(jnp.copy, params)
     state = TX.init(params)
     start = time.perf_counter()
@@ -42,7 +43,7 @@ def bare(params, grads, pushes):
 
 
 def served(params, grads, pushes, pull):
-    """Pushes to a server, each with a result that says what became of it."""
+    """Pushes to a server; each push returns a result."""
     server = gx.ParameterServer(params, TX)
     start = None
     for number in range(pushes + 1):
@@ -54,21 +55,21 @@ def served(params, grads, pushes, pull):
 
 
 def on_a_thread(way):
-    """As workers push; the main thread hands its pushes over, for signals' sake."""
+    """Pushes from a thread, as workers do; the main thread would hand them over."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(way).result()
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def slow_gradient(grads, loops):
-    """The same gradients, after a computation that one core is busy with."""
+    """The same gradients, after a computation that keeps one core busy."""
     work = jnp.ones((100, 100)) * grads["bias"][0]
     work = jax.lax.fori_loop(0, loops, lambda _, x: jnp.tanh(x @ x), work)
     return jax.tree.map(lambda g: g + 0 * work[0, 0], grads)
 
 
 def loops_of(grads, seconds):
-    """How many loops of the slow gradient take about so long."""
+    """The number of loops with which the slow gradient takes about this long."""
     trial = 2000
     jax.block_until_ready(slow_gradient(grads, trial))
     start = time.perf_counter()
@@ -77,7 +78,7 @@ def loops_of(grads, seconds):
 
 
 def beside_straggler(params, grads, seconds, loops, wait_first):
-    """Pushes a second of a fast worker beside a slow one, which waits or does not."""
+    """Pushes a second of a fast worker beside a slow one, which may wait or not."""
     server = gx.ParameterServer(params, gx.adagrad(0.1))  # No gate: nothing is late.
     server.push(jax.block_until_ready(slow_gradient(grads, loops)), 0)
     stop = threading.Event()
@@ -123,7 +124,7 @@ def beside_waiting(params, grads, pushes, waiting):
 
 
 def report(title, rates, reference):
-    """Prints pushes a second, and what share of the reference they are."""
+    """Prints pushes a second, and their share of the reference."""
     print(f"{title:34}{'best':>8}{'median':>8}{f'of {reference}: best, median':>30}")
     for name, measured in rates.items():
         best, median = max(measured), statistics.median(measured)
@@ -135,7 +136,7 @@ def report(title, rates, reference):
 
 
 def measure(ways, rounds):
-    """Runs each way as often, one after the other, and again."""
+    """Runs all ways in turn, each equally often."""
     rates = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
@@ -148,7 +149,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--pushes", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=2.0, help="beside a straggler")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a slow worker")
     options = parser.parse_args()
     params = {k: jnp.ones(s) for k, s in SHAPES.items()}
     grads = {k: jnp.full(s, 1e-3) for k, s in SHAPES.items()}

@@ -1,27 +1,28 @@
 """The donated step, gradients to parameters: ours against optax's, Keras's and torch's.
 
 ``python -m benchmarks.step --model gpt2_small --dtype float32`` takes the chains group
-by group. A group's rows are interleaved in one run, together with an addition that
-reads and writes 512 MB and so measures the bandwidth; then its memory is freed (at most
-21 N are alive at a time, 10.5 GB for GPT-2-small). Columns, N being the model's bytes:
+by group. A group's rows are interleaved in one run. An addition that reads and writes
+512 MB runs with them and measures the bandwidth. Then the group's memory is freed (at
+most 21 N are alive at a time, 10.5 GB for GPT-2-small). N is the model's bytes. The
+columns are:
 
-- ``temp/N``, ``bytes/N``: temporaries, and bytes that the loops of the program read and
-  write, as the compiler counts them: exact. Of a conditional it counts both sides.
-- ``least/N``: what any program must move: the gradients as often as they have to be
-  read (twice where a norm comes first), parameters and state in and out once.
+- ``temp/N``, ``bytes/N``: the compiler's exact counts of temporaries, and of bytes that
+  the loops of the program read and write. It counts both sides of a conditional.
+- ``least/N``: the bytes that any program must move: the gradients as often as they have
+  to be read (twice if a norm comes first), parameters and state in and out once.
 - ``speed``: the time of the group's first row divided by this one's, by the minima and
   by the medians. On a shared machine only these ratios count.
 - ``x bytes``, ``x least``: the fastest round, in units of the time that ``bytes/N`` and
   ``least/N`` take at the measured bandwidth.
 
 optax's rows end in ``optax.apply_updates``, ours are ``gx.apply_gradients``. Keras runs
-on JAX, its step jitted and donated as ours. torch runs on the device that JAX has, by
-itself (which takes a loop over the leaves), and with ``foreach`` and ``fused``, which
-its Adagrad has on CPU alone. Where either is missing its rows are left out.
+on JAX, and its step is jitted and donated like ours. torch runs on the device that JAX
+has: by default (a loop over the leaves), with ``foreach``, and with ``fused``, which
+its Adagrad has only on CPU. If one of them is not installed, its rows are left out.
 
 ``python -m benchmarks.step --model gpt2_small 1000 2000 --dtype bfloat16`` measures one
-model after the other, the numbers being so many leaves of 256 numbers each: the command
-for a GPU. 2,000 leaves take minutes to compile.
+model after the other. A number stands for so many leaves with 256 numbers each. This is
+the command for a GPU. 2,000 leaves take minutes to compile.
 """
 
 import functools
@@ -47,14 +48,14 @@ from benchmarks.measure import (
 from benchmarks.models import size, tree
 
 ADDED = 2**29  # Bytes of the array that measures the bandwidth.
-FRESH, STALE = 2**30, -(2**30)  # Local steps ahead of all, and behind all.
+FRESH, STALE = 2**30, -(2**30)  # Local steps that are always fresh, and always stale.
 
 
 class Built(NamedTuple):
     """A step that is ready to be timed."""
 
     run: Callable[[], None]
-    state: Any  # Its shapes.
+    state: Any  # The model's shapes.
     compiled: jax.stages.Compiled | None = None
 
 
@@ -64,7 +65,7 @@ class Row(NamedTuple):
     name: str
     build: Callable[[Any, Any], Built]  # From the model's shapes and gradients.
     reads: int = 2  # How often the gradients have to be read.
-    # What of parameters and state has to be read and written.
+    # The parts of parameters and state that must be read and written.
     touches: Callable[[Any, Any], Any] = lambda params, state: (params, state)
 
 
@@ -78,24 +79,24 @@ def donated(step, shapes, state, grads, **extra):
 
 
 def optax_step(tx, params, state, grads):
-    """As optax's users write it."""
+    """As users of optax write it."""
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
 
 def gx_step(tx, params, state, grads, **extra):
-    """As ours do."""
+    """As users of gradxform write it."""
     return gx.apply_gradients(tx, grads, state, params, **extra)
 
 
 def by_optax(tx):
-    """The step of optax's users."""
+    """The step that users of optax write."""
     step = functools.partial(optax_step, tx)
     return lambda shapes, grads: donated(step, shapes, tx.init(grads), grads)
 
 
 def by_gx(tx, **extra):
-    """The step of ours, at a local step where there is a gate."""
+    """Our step; if there is a gate, at this local step."""
     step = functools.partial(gx_step, tx)
     return lambda shapes, grads: donated(
         step, shapes, tx.init(grads), grads, **jax.tree.map(jnp.int32, extra)
@@ -123,11 +124,11 @@ def by_keras(shapes, grads):
 
 
 def by_torch(**kind):
-    """Adagrad of torch, of one kind; its clip scales the gradients in place."""
+    """Torch's Adagrad in one of its forms; its clip scales the gradients in place."""
 
     def build(shapes, grads):
         # Threads that spin while they wait for each other take cores from XLA and from
-        # one another: on a busy machine that made these steps tens of times as slow.
+        # one another. On a busy machine this made these steps tens of times as slow.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
 
@@ -161,9 +162,9 @@ OPTAX_ADAGRAD = optax.chain(OPTAX_CLIP, optax.adagrad(0.1))
 OPTAX_NOVOGRAD = optax.chain(OPTAX_CLIP, optax.novograd(0.1))
 CLIP = gx.clip_by_global_norm(1.0)
 ADAGRAD = gx.adagrad(0.1, global_clipnorm=1.0)
-NEVER = 2**20  # Pushes that are not reached: sums that are never full.
+NEVER = 2**20  # A number of pushes that is never reached, so the sum is never complete.
 
-# The first row of a group is what its others are held against.
+# The first row of a group is the reference for the others.
 GROUPS = {
     "clip + adagrad": [
         Row("optax clip + adagrad", by_optax(OPTAX_ADAGRAD)),
@@ -203,7 +204,7 @@ GROUPS = {
         Row(
             "gx accumulator, acting",
             by_gx(gx.conditional_accumulator(ADAGRAD, 1), local_step=FRESH),
-            reads=3,  # The sum has to be read twice as well, once to be clipped.
+            reads=3,  # The sum has to be read twice as well, once for the clip.
         ),
     ],
     "added pushes": [
@@ -224,7 +225,7 @@ GROUPS = {
 
 
 def available(row):
-    """Whether the row can be built here; says so where it cannot."""
+    """Whether the row can be built here; prints it if not."""
     library, backend = row.name.split()[0], jax.default_backend()
     why = None
     if library in ("keras", "torch") and not importlib.util.find_spec(library):
@@ -239,7 +240,7 @@ def available(row):
 
 
 def least_bytes(row, shapes, state):
-    """What any program for this row must read and write."""
+    """The bytes that any program for this row must read and write."""
     touched = row.touches(shapes, state)
     return row.reads * size(shapes) + 2 * size(touched)
 
@@ -275,7 +276,7 @@ def measure(rows, grads, rounds, added=ADDED):
 
 
 def chosen(word=""):
-    """Groups of the rows whose names hold the word; a group's first row always."""
+    """Groups of the rows whose names contain the word; always with the first row."""
     for group, (first, *others) in GROUPS.items():
         named = [row for row in others if word in f"{group}: {row.name}"]
         if named or word in f"{group}: {first.name}":
@@ -287,7 +288,7 @@ def main():
     parser = arguments(__doc__, rounds=12)
     parser.add_argument("--model", nargs="+", default=["gpt2_small"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--only", default="", help="rows whose names hold this word")
+    parser.add_argument("--only", default="", help="rows with this in their name")
     options = parser.parse_args()
     for model in options.model:
         shapes = tree(model, options.dtype)

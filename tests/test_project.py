@@ -12,7 +12,8 @@ import yaml
 import gradxform as gx
 
 ROOT = pathlib.Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 ADDRESS = PROJECT["urls"]["Repository"]
 PYTHONS = re.findall(r":: (3\.\d+)", str(PROJECT["classifiers"]))
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -55,6 +56,23 @@ def test_one_file_defines_the_address_and_all_others_repeat_it():
         assert (name, ADDRESS.removeprefix("https://")) in found
     wrong = {(name, link) for name, link in found if link not in ADDRESS}
     assert not wrong, wrong
+
+
+def test_on_pypi_every_link_of_the_readme_leads_to_a_file_of_the_release():
+    hook = PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    (fragment,) = hook["fragments"]
+    shown = (ROOT / fragment["path"]).read_text()
+    for rule in hook["substitutions"]:
+        shown = re.sub(rule["pattern"], rule["replacement"], shown)
+    links = re.findall(r'(?:\]\(|src="|srcset=")([^)"\s]+)', shown)
+    files = [link for link in links if link.startswith(ADDRESS + "/")]
+    assert len(files) > 40
+    assert all(re.match("https://", link) for link in {*links} - {*files})
+    for link in files:
+        kind, tag, name = link.removeprefix(ADDRESS + "/").split("/", 2)
+        assert kind == ("raw" if name.endswith(".svg") else "blob")
+        assert tag == "v$HFPR_VERSION"
+        assert (ROOT / name.partition("#")[0]).is_file()
 
 
 def test_what_runs_before_a_commit_has_the_versions_of_the_project():
