@@ -190,6 +190,7 @@ def test_rows_are_chosen_by_a_word():
     ]
 
 
+@pytest.mark.slow
 def test_compiling_is_measured(monkeypatch):
     monkeypatch.setattr(compile_benchmark, "STEPS", 2)
     lines = list(compile_benchmark.measure("three", tree("3"), rounds=1))
@@ -232,6 +233,7 @@ def test_equations_of_inner_functions_count_at_each_call():
     assert compile_benchmark.equations(traced) == 2 * 3 + 3 + 1 + 3
 
 
+@pytest.mark.slow
 def test_bytes_of_state():
     leaves, rows = 148, 50257 + 1024 + 12 * (768 * 3 + 3072)
     vectors = 12 * (3 * 768 + 768 + 4 * 768 + 768 + 4 * 768) + 2 * 768
@@ -290,6 +292,7 @@ def test_a_picture_has_a_bar_a_row_and_a_panel_a_file(tmp_path, monkeypatch):
         plot.main()
 
 
+@pytest.mark.slow
 def test_the_race_waits_in_one_method_and_drops_in_another(monkeypatch):
     monkeypatch.setattr(race, "SECONDS", 7)
     data = race.digits()

@@ -179,6 +179,7 @@ def test_a_sharded_run_resumes_on_its_own_mesh_and_on_others(rows, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_an_accumulator_resumes_half_full(tmp_path):
     tx = gx.conditional_accumulator(optax.sgd(1.0), 2, reduction="row_mean")
     table = jnp.zeros((3, 1))

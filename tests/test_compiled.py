@@ -168,6 +168,7 @@ def test_momentum_look_ahead_reads_the_old_momentum_once(
     assert memory.alias_size_in_bytes >= 2 * n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "passes"), [("all", 15), ("latest", 13), ("ringleader", 15)]
 )
@@ -413,6 +414,7 @@ MICRO_BATCHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", MICRO_BATCHES)
 def test_micro_batches_need_no_room_but_their_sum(name):
@@ -448,6 +450,7 @@ def test_micro_batches_in_half_precision(inner, copies, passes):
     assert step.cost_analysis()["bytes accessed"] < passes * size(shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "passes"), [("float32", 3), ("bfloat16", 5)])
 def test_a_push_that_is_added_is_one_pass_over_sum_and_gradient(dtype, passes):
     """On the whole GPT-2-small; the sum is float32 for both dtypes."""
@@ -461,6 +464,7 @@ def test_a_push_that_is_added_is_one_pass_over_sum_and_gradient(dtype, passes):
     assert passes <= accessed < passes + 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_optaxs_micro_batches_need_two_copies():
     """The yardstick: if this fails, optax has caught up, and our pages are wrong."""
@@ -496,6 +500,7 @@ def test_micro_batches_on_a_mesh_need_no_room_either():
     assert "all-to-all" not in text
 
 
+@pytest.mark.slow
 def test_where_others_hold_the_gate_updates_are_all_that_is_made():
     """``optax.partition`` is one: it brings the updates out of the conditional."""
     tx = optax.partition(

@@ -194,6 +194,7 @@ step = gx.minimize(f, tx, tables=[""], donate=False)""",
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", FIRST_PROGRAMS.values(), ids=FIRST_PROGRAMS)
 def test_the_first_program_of_a_process_is_traced_once(program):
     """An import during the trace can change what the trace depends on."""

@@ -70,6 +70,7 @@ def test_every_block_has_a_test():
     assert list(BLOCKS.values()) == REST
 
 
+@pytest.mark.slow
 def test_trains_as_with_dense_gradients(name):
     _, start = run(name, 0)
     before = table_of(start)

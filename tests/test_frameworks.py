@@ -144,6 +144,7 @@ HIDDEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")  # Haiku's layers need it.
 @pytest.mark.parametrize("name", AVERAGES)
 def test_what_layers_keep_is_carried(name):
@@ -164,6 +165,7 @@ def test_what_layers_keep_is_carried(name):
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.slow
 def test_keras_carries_the_seed_of_its_dropout(request, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     request.getfixturevalue("standard_promotion")
@@ -212,6 +214,7 @@ def late():
     return gx.drop_stale(gx.novograd(0.1), max_staleness=0)
 
 
+@pytest.mark.slow
 def test_a_schedule_around_micro_batches_is_as_long_as_its_steps():
     """With the page's line, the last batch meets the last rate."""
     (line,) = re.findall(r"`(rate = .*?)`", PAGE)
@@ -351,6 +354,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ROWS)
 def test_what_keeps_several_of_a_parameter_names_its_mesh_axes_too(field):
     init = linen.with_partitioning(linen.initializers.lecun_normal(), ("x", None))
@@ -413,6 +417,7 @@ def test_linens_subclass_forwards_and_skips_the_whole_step():
     assert (after.step, gx.global_step(after.opt_state)) == (2, 1)
 
 
+@pytest.mark.slow
 def test_equinoxs_leaves_without_gradient_are_none():
     model = eqx.nn.MLP(64, 10, width_size=8, depth=1, key=jax.random.key(0))
     # Here the first layer is frozen as well, behind a gate and under weight decay.
@@ -517,6 +522,7 @@ def test_functions_that_are_trees_are_called():
     assert optax.tree.get(tx.init(model), "nu").w.shape == (2,)
 
 
+@pytest.mark.slow
 def test_the_loop_leaves_what_tensorflow_left():
     theirs, ours, _, unprocessed, _, gated = re.findall(BLOCK, LOOP, re.DOTALL)
     assert "compute_gradients" in theirs
@@ -548,6 +554,7 @@ def test_the_loop_leaves_what_tensorflow_left():
     assert late[1].stale_count == 1
 
 
+@pytest.mark.slow
 def test_jaspers_config_trains_by_its_formulas():
     page = (DOCS / "coming_from/novograd.md").read_text()
     (code,) = re.findall(BLOCK, page, re.DOTALL)

@@ -297,6 +297,7 @@ def test_the_defaults_of_mode_local_learn():
     assert float(done.stdout.split()[-1]) >= 0.96
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "steps", "dropped"),
     [(["--mode", "sync"], 15, 0), (["--mode", "backup", "--straggler", "9"], 19, 2)],
@@ -347,6 +348,7 @@ def check_a_pipe(done):
     assert re.fullmatch(r"test accuracy 0\.\d{3}", done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_no_control_characters(short):
     check_a_pipe(short)
 
@@ -361,6 +363,7 @@ def results(done):
     return re.sub(r"\x1b\[[\d;]*m|[━╸╺ ]|seconds .*", "", done.stdout)
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_result(short):
     again, other = call(*SHORT, "--seed", "0"), call(*SHORT, "--seed", "1")
     assert "staleness 1 " in short.stdout
@@ -374,6 +377,7 @@ def test_a_seed_gives_the_same_result_in_every_process(piped, shown):
     assert results(piped) == results(shown)
 
 
+@pytest.mark.slow
 def test_the_optimizer_is_the_given_one(short):
     done = call(*SHORT, "--optimizer", "adagrad")
     assert done.stdout.startswith("async on simulated, adagrad, workers 4, seed 0")
@@ -382,6 +386,7 @@ def test_the_optimizer_is_the_given_one(short):
     assert row(done.stdout, norm) != row(short.stdout, norm)
 
 
+@pytest.mark.slow
 def test_the_limit_is_the_given_one():
     stdout = call(*SHORT, "--workers", "3", "--max-staleness", "1").stdout
     assert stdout.startswith("async on simulated, novograd, workers 3, seed 0")
@@ -389,6 +394,7 @@ def test_the_limit_is_the_given_one():
     assert {low for low, *_, late in histogram(stdout) if not late} == {0, 1}
 
 
+@pytest.mark.slow
 def test_the_bars_are_few_however_late_a_push_is():
     # The last worker is slower. So bars have several steps, and one has both kinds of
     # push.
@@ -489,6 +495,7 @@ def test_a_bad_option_gets_one_line(options, words):
     check_one_line(call(*options), words)
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_where_it_was(tmp_path, short):
     """In the end its counts are those of a run without a stop."""
     folder = str(tmp_path / "new" / "checkpoints")
@@ -511,6 +518,7 @@ def test_the_same_command_goes_on_where_it_was(tmp_path, short):
     assert not (tmp_path / "none.png").exists()
 
 
+@pytest.mark.slow
 def test_other_settings_are_told_where_a_run_goes_on(tmp_path, caplog):
     options = [*SHORT, "--checkpoint", str(tmp_path)]
     assert call(*options).returncode == 0
@@ -532,6 +540,7 @@ def test_settings_are_what_decides_what_is_trained(mode):
     assert {*settings_of(arguments("--mode", mode))} == known | more[mode]
 
 
+@pytest.mark.slow
 def test_a_home_is_found_where_no_shell_has_looked_for_it(tmp_path):
     plot, home = tmp_path / "plot.png", {"HOME": str(tmp_path)}
     done = call(*SHORT, "--plot=~/plot.png", "--logdir=~/a", "--checkpoint=~/b", **home)
@@ -648,6 +657,7 @@ def test_without_orbax_a_checkpoint_gets_one_line(monkeypatch):
     check_one_line(call("--checkpoint", "here"), ["'gradxform[checkpoint]'"])
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_before_it_is_known_to_be_there(tmp_path):
     for package in PACKAGES:
         lose(package, tmp_path)
@@ -658,6 +668,7 @@ def test_nothing_is_imported_before_it_is_known_to_be_there(tmp_path):
 INTERRUPTED = "python -m gradxform: interrupted\n"
 
 
+@pytest.mark.slow
 def test_an_interrupt_during_the_imports_gets_one_line(tmp_path):
     interrupting = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT)"
     swallowing = (

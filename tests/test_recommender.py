@@ -29,6 +29,7 @@ def test_clicks_have_a_long_tail_and_a_truth():
     assert abs(gap) < 4 * 0.5 / recommender.BATCH**0.5
 
 
+@pytest.mark.slow
 def test_rows_train_as_tables_do():
     """Four workers take turns, so each is three steps late. Another server is dense."""
     params = recommender.make_params(HEIGHTS)
@@ -54,6 +55,7 @@ def test_rows_train_as_tables_do():
     assert 0 < np.mean(untouched) < 1
 
 
+@pytest.mark.slow
 def test_four_threads_learn():
     server = gx.ParameterServer(
         recommender.make_params(HEIGHTS), recommender.make_tx(8)

@@ -1040,6 +1040,7 @@ def test_keys_of_keras_that_change_no_number():
     assert gx.get_config(gx.from_config(again)) == plain
 
 
+@pytest.mark.slow
 def test_reading_what_they_write_needs_none_of_them():
     code = "import sys, gradxform; print({*sys.argv} & sys.modules.keys() or 'none')"
     names = ["keras", "yaml", "ml_collections", "tensorflow"]

@@ -40,6 +40,7 @@ def places(config):
             yield from places(entry)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_spoiled_configs_are_refused_or_built(seed):
     rng, refused = random.Random(seed), []

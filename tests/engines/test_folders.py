@@ -66,6 +66,7 @@ def told(caplog):
 # Two at once.
 
 
+@pytest.mark.slow
 def test_runs_beside_each_other_save_themselves(tmp_path, caplog):
     """orbax's managers share what they use to write in the background."""
     ends = {}
@@ -112,6 +113,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_on_one_folder(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "PATIENCE", 0.2)
     before = files_in(tmp_path)
@@ -240,6 +242,7 @@ def test_a_broken_one_is_told_once(saved, tmp_path, caplog):
         assert manager.latest_step() == 25
 
 
+@pytest.mark.slow
 def test_several_may_be_broken_and_again(tmp_path, caplog):
     for _ in range(2):
         save(tmp_path, max_to_keep=None)
@@ -362,6 +365,7 @@ def test_a_directory_is_a_path(tmp_path, monkeypatch):
             ended(engines.simulated, make_job(3), checkpoint=given)
 
 
+@pytest.mark.slow
 def test_other_settings_are_told(tmp_path, caplog):
     engine = engines.simulated
     first = engines.Checkpoint(tmp_path, settings={"seed": 0, "sizes": (1, 2)})

@@ -216,6 +216,7 @@ def test_it_is_saved_at_multiples_of_a_step_and_the_newest_are_kept(tmp_path):
     assert len(steps_in(tmp_path / "few")) == 2
 
 
+@pytest.mark.slow
 def test_it_is_saved_as_time_goes_by_while_workers_go_on(tmp_path):
     checkpoint = engines.Checkpoint(tmp_path, every_seconds=0.0, max_to_keep=None)
     with engines.threads(make_job(10**6), checkpoint=checkpoint) as run:
@@ -262,6 +263,7 @@ def test_a_run_that_fails_is_not_saved(engine, error, tmp_path):
     assert all(step % 5 == 0 for step in steps_in(tmp_path).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
     engine, tmp_path, monkeypatch, caplog

@@ -187,6 +187,7 @@ def test_any_number_is_a_loss(engine, loss):
 # Devices.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", LOCAL)
 def test_every_device_computes_and_the_parameters_stay(engine):
     devices = jax.local_devices()

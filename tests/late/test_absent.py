@@ -181,6 +181,7 @@ def test_some_leaves_now_and_others_then():
         chex.assert_trees_all_close(params, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_line_search_sees_all_parameters():
     def loss_fn(params):
         return jnp.sum((params["w"] - params["frozen"]["v"]) ** 2)

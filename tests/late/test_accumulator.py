@@ -189,6 +189,7 @@ def test_a_mean_in_double_precision():
         assert updates == np.float64(1) / 3
 
 
+@pytest.mark.slow
 def test_what_multi_steps_does(standard_promotion):
     """For every mix of dtypes the sum is the one that optax makes."""
     rng = np.random.default_rng(0)

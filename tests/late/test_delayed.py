@@ -91,6 +91,7 @@ TREE = {"stages": [{"w": (2, 2)}, {"w": (3,), "b": ()}], "head": (2,)}
 map_shapes = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, tuple))
 
 
+@pytest.mark.slow
 def test_a_tree_of_delays_is_a_list_a_leaf():
     numbers = [(2, 1, 0), (0, 3, 1), (1, 1, 2), (0, 0, 4)]
     txs = {
@@ -283,6 +284,7 @@ def _of_schedule(path, _):
     return any("ScaleByScheduleState" in str(key) for key in path)
 
 
+@pytest.mark.slow
 def test_inside_and_around_other_gates():
     def play(tx, pushes):
         params, trace = jnp.zeros(()), []

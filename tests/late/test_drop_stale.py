@@ -119,6 +119,7 @@ def test_a_local_step_ahead_is_fresh():
     chex.assert_trees_all_equal(params["w"], PARAMS["w"] - GRADS["w"])
 
 
+@pytest.mark.slow
 def test_the_step_equals_update_and_apply():
     tx = gx.drop_stale(INNER, 1)
     state = other_state = tx.init(PARAMS)
@@ -189,6 +190,7 @@ def first_pushes(gate, param, grad):
 
 
 # optax multiplies mixed dtypes.
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def step_of(n, method):
     return tx, step
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
     n=st.integers(1, 4),
@@ -65,6 +66,7 @@ def test_equals_lists_of_all_pushes(n, method, pushes):
         assert (state.global_step, state.stale_count) == (global_step, stale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_update_and_the_whole_step_are_the_same(method):
     tx, step = step_of(3, method)
@@ -134,6 +136,7 @@ def test_what_a_row_held_before_does_not_come_back(method):
     np.testing.assert_array_equal(params, -0.5 * np.ones((2, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("named", [False, True], ids=["bare", "set_mesh"])
@@ -164,6 +167,7 @@ def played(tx, step, params, lay):
     assert plain_state.global_step > 0
 
 
+@pytest.mark.slow
 def test_a_leaf_without_gradient_adds_nothing_to_its_row():
     tx = gx.worker_mean(optax.sgd(1.0), 2, method="all")
     params = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
@@ -245,6 +249,7 @@ def test_through_a_server(method):
     assert not server.push(jnp.ones(2), server.pull()[1], worker=7).applied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["latest", "ringleader"])
 def test_behind_drop_stale_what_is_too_late_reaches_no_table(method):
     """The oracle sees only the pushes that are not too late."""

@@ -174,6 +174,7 @@ threading.Event().wait()  # As in a collective that nobody else will join.
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_ends_when_its_leader_dies():
     orders = Orders("127.0.0.1", KEY, Ends())
     with subprocess.Popen(

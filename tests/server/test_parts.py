@@ -42,6 +42,7 @@ def rows(step):
     return {"table": gx.IndexedSlices(ids, values, TABLE.shape), "bias": None}
 
 
+@pytest.mark.slow
 def test_any_number_reads_what_any_number_has_written(tmp_path):
     alone = gx.ParameterServer(PARAMS, TX)
     step = 0

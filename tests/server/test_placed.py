@@ -106,6 +106,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("height", [40, 41], ids=["even", "padded"])
 @pytest.mark.parametrize("case", CASES)
@@ -119,6 +120,7 @@ def test_it_trains_as_one_that_is_whole(case, height):
     both.check()
 
 
+@pytest.mark.slow
 def test_extra_arguments_are_taken_apart_too():
     tx = optax.chain(gx.compensate_delay(0.5), gx.adagrad(0.1, row_wise=True))
     both = Parts(tx, 41)
@@ -131,6 +133,7 @@ def test_extra_arguments_are_taken_apart_too():
     both.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["table", "wide"])
 def test_leaves_without_a_gradient_stay(missing):
     both = Parts(gx.adagrad(0.1), 41)
@@ -139,6 +142,7 @@ def test_leaves_without_a_gradient_stay(missing):
     both.check()
 
 
+@pytest.mark.slow
 def test_state_that_fits_the_shapes_of_users_alone_is_trained_as_theirs():
     """The padding of a table would change the state, so the table comes without it."""
 
@@ -219,6 +223,7 @@ def collectives(step):
 TABLES = {"whole": gx.adagrad(0.1), "row_wise": gx.adagrad(0.1, row_wise=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tables", TABLES)
 def test_rows_of_a_push_cost_no_pass_over_the_table(tables):
     tx = optax.chain(CLIP, TABLES[tables])

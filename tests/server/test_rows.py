@@ -42,6 +42,7 @@ def rows_of(server, ids):
 CLIPPED = optax.chain(gx.clip_by_global_norm(0.5), gx.adagrad(0.1, row_wise=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -138,6 +139,7 @@ def compiled(caplog, f):
     return sum("Finished XLA compilation" in r.getMessage() for r in caplog.records)
 
 
+@pytest.mark.slow
 def test_a_hundred_numbers_of_rows_take_few_programs(caplog):
     """Sizes are powers of two, for pulls and for pushes; nothing else is compiled."""
     server = server_of()
@@ -161,6 +163,7 @@ def test_a_hundred_numbers_of_rows_take_few_programs(caplog):
     assert compiled(caplog, lambda: [server.push(g, 0) for g in made]) == 1
 
 
+@pytest.mark.slow
 def test_padding_of_a_push_counts_for_nothing():
     """Compared with the same rows as one dense gradient."""
     tx = optax.chain(gx.clip_by_global_norm(0.1), gx.adagrad(0.1))
@@ -209,6 +212,7 @@ def test_who_compiles_holds_up_nobody(monkeypatch):
         assert late[1].result().indices.tolist() == [1, 2]
 
 
+@pytest.mark.slow
 def test_parts_come_from_tables_on_any_devices():
     device = jax.devices()[3]
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -238,6 +242,7 @@ def test_parts_come_from_tables_on_any_devices():
         assert table.sharding == params["emb"]["table"].sharding
 
 
+@pytest.mark.slow
 def test_readers_of_rows_and_pushers_of_rows_meet():
     """Eight threads. Each adds one to rows of its own, and reads half of them."""
     server = server_of(optax.identity(), {"t": jnp.zeros((64, 2))})

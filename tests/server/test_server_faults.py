@@ -151,6 +151,7 @@ def test_a_nan_that_the_debugger_stops_changes_nothing(donate):
 # Workers.
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_the_gradient_of_a_straggler():
     @jax.jit
     def slow(x):  # The result is x.

@@ -258,6 +258,7 @@ def test_each_leaf_has_a_cosine_of_its_own():
     np.testing.assert_allclose(alone["s"], -2 * 7 / 8, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_stacked_layers_are_layers():
     m, g = draw(3, 4, 2), draw(3, 4, 2, seed=1)
     alone = jnp.stack([corrected(g[i], m[i]) for i in range(3)])
@@ -268,6 +269,7 @@ def test_stacked_layers_are_layers():
         gx.scale_by_momentum_look_ahead(alignment=ALIGN, stacked_axes=4).init(g)
 
 
+@pytest.mark.slow
 def test_a_leaf_without_gradient_keeps_its_momentum():
     tx = gx.momentum_look_ahead(0.1, 0.5, alignment=ALIGN)
     grads = draw(8, 6)
@@ -329,6 +331,7 @@ def test_where_squares_overflow_gradients_stay_as_they_are():
 # Where leaves are sharded.
 
 
+@pytest.mark.slow
 def test_norms_are_of_whole_leaves_on_a_mesh():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     places = {"rows": P("x"), "all": P()}

@@ -48,6 +48,7 @@ def test_it_stands_for_the_sum_of_its_rows(indices, wrap):
 
 
 # Each length takes a compilation.
+@pytest.mark.slow
 @hypothesis.given(
     st.sampled_from([0, 1, 3, 16]).flatmap(
         lambda n: st.lists(st.integers(0, 7), min_size=n, max_size=n)

@@ -47,6 +47,7 @@ def test_each_of_many_leaves_is_clipped_by_its_own_norm():
         np.testing.assert_allclose(np.float64(updates[k]), expected, rtol=rtol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [{}, {"global_clipnorm": 1.0}, {"clipnorm": 0.5}])
 def test_novograd_of_many_layers(clip):
     steps = [{k: g.astype("f4") for k, g in draw(seed).items()} for seed in (2, 3, 4)]
@@ -63,6 +64,7 @@ def test_novograd_of_many_layers(clip):
             np.testing.assert_allclose(params[k], value, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_layer_without_gradient_keeps_its_norm_among_many():
     params = draw(6)
     tx = gx.scale_by_novograd()

@@ -74,6 +74,7 @@ def taken_through(f, x):
     }
 
 
+@pytest.mark.slow
 def test_it_goes_wherever_a_cast_goes():
     x = jnp.array([1.0, 1 / 3, -2.7])
     got = taken_through(lambda x: narrow(2 * x, "bfloat16"), x)

@@ -123,6 +123,7 @@ def test_ids_on_the_axis_that_cuts_the_table(mesh, spec, batch, in_context):
     np.testing.assert_array_equal(rows, draw(8, 8)[::-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(
     ("spec", "batch"), [(P(), None), (P(), P("x")), (P("x", None), None)], ids=str
@@ -388,6 +389,7 @@ SOME_SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(data=st.data())
 def test_any_ids_and_shapes(data):
@@ -409,6 +411,7 @@ EMB = {"w": PARAMS["w"], "emb": PARAMS["emb"]}
 SPARSE = gx.value_and_grad(LOSS, tables=["emb"])
 
 
+@pytest.mark.slow
 def test_under_scan_over_steps():
     tx = optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1))
     batches = jnp.array([IDS, IDS[::-1], [2, 2, 2, 2, 3]])

@@ -407,6 +407,7 @@ def mesh(axis_type):
     return jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
 
 
+@pytest.mark.slow
 def test_shard_map_over_rows():
     def loss(params, ids):
         # Each device brings the rows that it has. All others are padding to it: zeros.
@@ -461,6 +462,7 @@ def test_shard_map_over_the_batch(manual):
     check_training(jax.jit(step), TALL, chain().init(TALL))
 
 
+@pytest.mark.slow
 def test_gradients_of_parts_of_a_batch_lie_side_by_side():
     def gradients(params, ids):
         return gx.value_and_grad(tall_loss, tables=["emb"])(params, ids)[1]

@@ -296,6 +296,7 @@ def test_a_leaf_may_come_dense_and_sparse():
     np.testing.assert_allclose(params[:, 0], [-1, -2.5, -1])
 
 
+@pytest.mark.slow
 def test_a_stale_push_of_rows_reaches_nothing():
     params = jnp.ones((4, 2))
     bad = gx.IndexedSlices([1, 1], jnp.full((2, 2), jnp.nan), (4, 2))
