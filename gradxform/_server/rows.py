@@ -91,7 +91,7 @@ class RowPrograms:
             if number is None or not self._types[number].shape:
                 tables = [p for p, i in self._numbers.items() if self._types[i].shape]
                 raise ValueError(
-                    f"rows must name tables of params, got {path!r}; the tables are "
+                    f"rows must name tables of params, got {path!r}; there are "
                     f"{', '.join(map(repr, tables))}."
                 )
             height = self._types[number].shape[0]
