@@ -157,10 +157,10 @@ def make_parser() -> Parser:
         allow_abbrev=False,
     )
     many = 2**31 - 1  # Steps are int32 on the device.
-    how = "async: each gradient that is not too late makes a step; sync: a step waits "
-    how += "for a gradient of every worker and takes their mean; backup: as sync, but "
-    how += "no step waits for the slowest; local: workers train on their own and push "
-    how += "the change of their parameters, as in async (default: %(default)s)"
+    how = "in async each gradient that is not too late makes a step; in sync a step "
+    how += "waits for a gradient of every worker and takes their mean; backup is sync, "
+    how += "but no step waits for the slowest; in local workers train on their own and "
+    how += "push the change of their parameters, as in async (default: %(default)s)"
     parser.add_argument("--mode", choices=MODES, default="async", help=how)
     how = "where workers run: threads of this process, processes of a local Ray "
     how += "cluster, or simulated, on a virtual clock (default: %(default)s)"
