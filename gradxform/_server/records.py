@@ -51,7 +51,7 @@ class ServerClosedError(RuntimeError):
     """A call to a server that was closed, or that has lost its parameters.
 
     The message says which of the two. A closed server tells workers this way that the
-    run is over. A server that lost its parameters gets new ones by
+    run is over. A server that lost its parameters works again after
     :meth:`ParameterServer.restore`.
     """
 

@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """The state of a server's counts at the beginning or the end of its life."""
+    """A server's counts at the beginning or the end of a life (until it dies)."""
 
     life: str
     global_step: int

@@ -20,7 +20,7 @@ logger = logging.getLogger("gradxform")
 def ending(run: Crew, checkpoint: Checkpoint | None) -> Iterator[None]:
     """Saves a run that is done, or that is ended by ``stop`` or ``SIGTERM``.
 
-    A run that ends by a worker's error is not saved: its state may be the cause.
+    A run that ends by any other exception is not saved: its state may be the cause.
 
     Args:
       run: the run; its server is saved.
