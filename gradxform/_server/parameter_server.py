@@ -42,7 +42,7 @@ class ParameterServer:
     machines: its ``max_concurrency`` must be above the number of workers, as some wait.
 
     A pull gives the worker a copy of its own, which stays valid and may be donated.
-    Gradients may come from any device. They move to the parameters, which never move.
+    Gradients may come from any device. The server moves them, never the parameters.
 
     A push that raises changes nothing, and harms only the worker that pushed. Errors in
     a gradient show before its step begins. An exception may interrupt a method at any
