@@ -1,15 +1,15 @@
 """The main job: a digit classifier trained by workers that share a parameter server.
 
-Workers pull the parameters of a small convolutional net, compute a gradient each on a
-minibatch of its own, and push it to a ``ParameterServer``, whose transformation ends in
-``chain(clip_by_global_norm, novograd)``. In front of it, ``drop_stale`` drops gradients
-that come too late, or ``conditional_accumulator`` adds up those of several workers. In
-mode ``local`` each worker has such a chain for its ``local_steps``, and
-``delayed_nesterov`` takes their pushes.
+Each worker pulls the parameters of a small convolutional net, computes a gradient on a
+minibatch of its own, and pushes it to a ``ParameterServer``. The server's
+transformation ends in ``chain(clip_by_global_norm, novograd)``. In front of it,
+``drop_stale`` drops gradients that come too late, or ``conditional_accumulator`` adds
+up the gradients of several workers. In mode ``local`` each worker has such a chain for
+its ``local_steps``, and ``delayed_nesterov`` takes their pushes.
 
-From top to bottom: workers, transformation, job, Ctrl-C, and all of it together.
-``engines`` runs the workers. Options, data and model, and output have rooms of their
-own in ``_demo``.
+This file makes, from top to bottom: workers, transformation, job, Ctrl-C, and all of it
+together. ``engines`` runs the workers. Options, data and model, and output have modules
+of their own in ``_demo``.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ BATCH_SIZE = 64
 MAX_NORM = 1.0
 JITTER = 0.25  # Standard deviation of the logarithm of a duration.
 
-# For mode local: rate and decay of the outer optimizer; here, too, lateness acts as
-# momentum. And how many local steps are compiled one by one: a convolution in a loop is
-# slow on CPU, and so is compiling many of them.
+# For mode local: rate and decay of the outer optimizer; here, too, lateness acts like
+# momentum. UNROLLED is how many local steps are compiled without a loop: a convolution
+# in a loop is slow on CPU, and to compile many of them is slow, too.
 OUTER = 1.0, 0.5
 UNROLLED = 20
 
@@ -58,9 +58,9 @@ def make_worker(
 ) -> engines.Worker:
     """A worker that draws random digits, each shifted by at most one pixel.
 
-    A minibatch of them, or an array of minibatches of the shape ``batches``. Its
-    durations scatter around ``mean_duration``, in seconds, log-normally. Both are
-    functions of the gradient's number, and of the seed.
+    It draws a minibatch, or an array of minibatches with the shape ``batches``. Its
+    durations are log-normal around ``mean_duration``, in seconds. Both are functions of
+    the gradient's number and of the seed.
     """
     # windows[digit, down, right] is one of nine shifted images; a view, no copies.
     padded = np.pad(digits.images, ((0, 0), (1, 1), (1, 1)))
@@ -86,8 +86,8 @@ def make_local(
 ) -> Callable[[], Model]:
     """Makes models that train by themselves, each with an optimizer of its own.
 
-    Their gradient belongs to an array of minibatches: how far training on them moves
-    the parameters. Their loss is that of the first minibatch.
+    A model's gradient takes an array of minibatches. It is how far training on them
+    moves the parameters. Its loss is that of the first minibatch.
     """
     steps = gx.local_steps(model.loss, tx, unroll=unroll)
 
@@ -101,7 +101,7 @@ def make_local(
 
         def gradient(params: optax.Params, *batches: jax.Array) -> Any:
             nonlocal state
-            if state is None:  # In the worker's own process, where it stays.
+            if state is None:  # Made here, in the worker's own process.
                 state = tx.init(params)
             result, state = train(params, state, *batches)
             return result
@@ -122,9 +122,11 @@ def make_optimizer(
       batches: how many minibatches make a step.
     """
     scale, peak = OPTIMIZERS[optimizer]
-    # A mean of n has 1/n of the variance and n times fewer steps: a higher rate pays.
+    # A mean of n gradients has 1/n of the variance, and there are n times fewer steps:
+    # so a higher rate is better.
     peak *= batches**0.5
-    # With many workers the first gradients, large and late, would diverge at the peak.
+    # With many workers the first gradients are large and late: at the peak rate the
+    # training would diverge.
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps)
     return optax.chain(gx.clip_by_global_norm(MAX_NORM), scale(rate))
 
@@ -164,10 +166,10 @@ def make_job(args: argparse.Namespace, model: Model, digits: Digits) -> engines.
 
 
 def end(*_: object) -> NoReturn:
-    """Ends the process as Ctrl-C does: in one line, with exit code 130.
+    """Ends the process at once, as Ctrl-C does: with one line and exit code 130.
 
-    At once: an exception would be lost in an import or a destructor, and the
-    interpreter's own end crashes while XLA is still at work.
+    An exception could be lost in an import or a destructor. The interpreter's own end
+    crashes while XLA is still at work.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.write(sys.stderr.fileno(), b"python -m gradxform: interrupted\n")
@@ -178,9 +180,9 @@ def end(*_: object) -> NoReturn:
 def interruptible() -> Iterator[Callable[[], None]]:
     """Lets contexts inside end what they started, before Ctrl-C ends the process.
 
-    A second Ctrl-C does not wait for them. This gives a function that raises the first
-    one again: Python drops a handler's exception in a destructor, or while JAX collects
-    garbage.
+    A second Ctrl-C does not wait for them. The context gives a function that raises the
+    first one again: Python drops a handler's exception in a destructor, or while JAX
+    collects garbage.
     """
     interrupted = False
 
@@ -226,17 +228,17 @@ def make_run(
 
 
 def cut(processes: int, path: str, shape: tuple[int, ...]) -> PartitionSpec:
-    """Which leaves lie in parts: all that can, small as the model is."""
+    """Cuts each leaf that can be cut, although the model is small."""
     parts = shape and shape[0] >= processes
     return PartitionSpec("server") if parts else PartitionSpec()
 
 
 @contextlib.contextmanager
 def printing(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Ends the process with one line if nothing more can be printed.
+    """Ends the process with one line if the results cannot be printed.
 
-    If nobody reads on, as with ``head``, then without a line and with exit code 141, as
-    every other program.
+    If the reader has gone, as with ``head``, it prints no line and gives exit code 141,
+    as other programs do.
     """
     try:
         try:
@@ -245,7 +247,7 @@ def printing(parser: argparse.ArgumentParser) -> Iterator[None]:
             if sys.stdout is not None:  # A shell may have closed it.
                 sys.stdout.flush()
     except OSError as error:
-        # Python tries again as it ends, and would say so.
+        # Python flushes again as it ends, and would print another error.
         with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
@@ -256,7 +258,7 @@ def printing(parser: argparse.ArgumentParser) -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line, ``sys.argv`` by default."""
     parser = make_parser()
-    with printing(parser):  # It may be for help.
+    with printing(parser):  # `--help` prints, too.
         args = parser.parse_args(argv)
     try:
         needed = ("rich",) if args.list else ("flax", "matplotlib", "rich", "sklearn")
@@ -286,11 +288,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             if args.logdir:
                 board = stack.enter_context(engines.TensorBoard(args.logdir, run))
         except (OSError, ValueError) as error:
-            # No cluster, or no folder, where there should be one; one of another job.
-            # An error that Ray passes on from another process has its traceback in its
-            # text.
+            # There is no cluster or no folder, or the folder holds another job. Ray
+            # puts a traceback into the text of an error from another process: print its
+            # cause.
             parser.error(str(getattr(error, "cause", error)))
-        check()  # From here on the run does.
+        check()  # From here on the run itself raises a missed Ctrl-C.
         pushes = []
         for push in track(run, args.steps):
             pushes.append(push)
@@ -301,7 +303,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     title = f"{args.mode} on {args.engine}, {args.optimizer}, workers {args.workers}, "
     title += f"seed {args.seed}"
-    untold = None  # First, as the reader of the results may not read to their end.
+    # The plot comes first, as the reader of the results may be gone before their end.
+    untold = None
     if args.plot and pushes:
         limit = args.max_staleness if job.required is None else 0
         try:
@@ -316,7 +319,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"argument --plot: {untold}")
     if args.plot and not pushes:
         print(
-            "argument --plot: it was through before, nothing to draw", file=sys.stderr
+            "argument --plot: the run had ended before, so there is nothing to draw",
+            file=sys.stderr,
         )
 
 

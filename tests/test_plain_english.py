@@ -21,10 +21,15 @@ TEXTS = sorted(
     for path in ROOT.glob(pattern)
     if "_build" not in path.parts
 )
+# Where a sentence begins: after another one, in a docstring, in a comment behind code.
+BEGIN = r'(?:(?<=[.:;] )|(?<=""")|(?<=[^#] # ))'
 TWISTED = re.compile(
     r'(?<!")\b(?:(?<!each )(?<!some )(?<!none )of which|of what)\b'
     r"|\b(?:is|are|was|were|be|it|can|will|now) no more\b(?! than)"
-    r"|\bno more (?:\w+ed|reads|needs|knows|waits)\b",
+    r"|\bno more (?:\w+ed|reads|needs|knows|waits)\b"
+    # "Should", "make sure", "otherwise", and a noun with its verb.
+    r"|\bshall\b|\bsee(?:s|n)? to it\b"
+    rf"|{BEGIN}(?-i:Else\b|Who\b[^.?!]*\.)",
     re.IGNORECASE,
 )
 # Between the words of a sentence there may be an end of a line, in a comment too, and
@@ -63,6 +68,10 @@ def test_no_sentence_is_twisted(path):
         ("Tables of which a batch reads a few rows.", True),
         ("The sum of\n    # what was pushed.", True),
         ('"It is no "\n    f"more read."', True),
+        ('"""Who pulls gets a\n    copy."""', True),
+        ("x = 1  # Else nobody\n    # would wait.", True),
+        ("The server sees to it that nothing shall be lost.", True),
+        ("## Who waits\n\nWho waits? The server, or else a worker.", False),
         ("It takes no more pushes, and no more than one pass.", False),
         ("Two kernels, each of which reads what it needs.", False),
     ],

@@ -1,8 +1,8 @@
-"""Transformations as plain dicts: built from them, and given back.
+"""Transformations as plain dicts: ``from_config`` and ``get_config``.
 
-A dict with a ``"name"`` stands for a call of the function of that name; the other
-entries are its arguments. A config that Keras wrote is first translated. The functions'
-own signatures say which keys there are, which are needed and what they hold.
+A dict with a ``"name"`` stands for a call of the function with that name; the other
+entries are its arguments. A config that Keras wrote is translated first. The function's
+own signature says which keys are allowed, which are needed and which values they take.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradxform._config import hints, keras, schedules
 
 _KEPT = "_gradxform_config"  # The attribute that keeps the config.
 
-# Limits, which never act where they are infinite. All other numbers are finite.
+# Limits may be infinite: then they never act. All other numbers must be finite.
 _LIMITS = (
     *("clipnorm", "clipvalue", "global_clipnorm"),
     *("max_delta", "max_norm", "max_staleness"),
@@ -32,7 +32,7 @@ _LIMITS = (
 
 _LARGEST = float(np.finfo(np.float32).max)
 
-# Transformations of optax whose annotations do not say that they are.
+# Optax's transformations whose annotations do not say that they are transformations.
 _UNANNOTATED = (
     optax.scale_by_factored_rms,
     optax.contrib.dog,
@@ -54,11 +54,11 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
       ``"linear_cosine_decay"`` and ``"at_last_push"``, a rate that counts
       micro-batches.
 
-    Dtypes are strings, and trees of arguments (``mask``, ``stacked_axes``) lie in the
-    dict as they are. Any mapping works, also a ``ConfigDict`` of ml_collections.
+    Write dtypes as strings. Arguments that are trees (``mask``, ``stacked_axes``) go
+    into the dict as they are. Any mapping works, also ml_collections' ``ConfigDict``.
 
     It reads the results of ``optimizer.get_config()`` and
-    ``keras.optimizers.serialize`` of Keras 3 and of TensorFlow 1.15 to 2.x:
+    ``keras.optimizers.serialize`` from Keras 3 and from TensorFlow 1.15 to 2.x:
     ``Adagrad``, TensorFlow Addons' ``NovoGrad``, and the schedules
     ``ExponentialDecay``, ``InverseTimeDecay``, ``CosineDecay``,
     ``CosineDecayRestarts``, ``LinearCosineDecay``, ``PiecewiseConstantDecay`` and
@@ -68,14 +68,15 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
       config: a mapping that JSON can hold; it is not changed.
 
     Returns:
-      The transformation, which :func:`get_config` knows.
+      The transformation; :func:`get_config` gives its config back.
 
     Raises:
       ValueError: a key or a name is unknown, or a key is missing; an argument is out of
-        its range, NaN, or infinite without being a limit; Keras was asked for an option
-        that is not offered here (``use_ema=True``). The message says where in the
-        config, and what to do instead.
-      TypeError: an argument is of the wrong type, such as ``1e-3`` from YAML, a string.
+        its range, NaN, or infinite without being a limit; a config of Keras has an
+        option that is not offered here (``use_ema=True``). The message names the place
+        in the config, and says what to do instead.
+      TypeError: an argument has the wrong type: YAML, for example, reads ``1e-3`` as a
+        string.
 
     Source: ``tf.keras.optimizers.deserialize``, for optax.
 
@@ -121,7 +122,7 @@ def get_config(tx: optax.GradientTransformation) -> dict[str, Any]:
 
     Returns:
       A new dict that JSON can hold. :func:`from_config` builds the same transformation
-      from it. A config of Keras comes back in the words of this library.
+      from it. A config of Keras comes back translated to the names of this library.
 
     Raises:
       TypeError: ``tx`` was not built by :func:`from_config`.
@@ -137,14 +138,14 @@ def get_config(tx: optax.GradientTransformation) -> dict[str, Any]:
     if config is None:
         raise TypeError(
             "get_config knows the transformations that from_config built, got a "
-            f"{type(tx).__name__} made otherwise, whose arguments cannot be read back. "
-            "Build it by from_config, wrappers and chains around it too."
+            f"{type(tx).__name__} made otherwise: its arguments cannot be read back. "
+            "Build it by from_config, with its wrappers and chains."
         )
     return copy.deepcopy(config)
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy with only what JSON can hold; its numbers are finite."""
+    """A copy, checked to hold only values of JSON and finite numbers."""
     if hasattr(value, "to_dict"):  # ml_collections' ConfigDict is no Mapping.
         value = value.to_dict()
     if isinstance(value, Mapping):
@@ -172,9 +173,9 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _made(config: Any, where: str, kind: str) -> Any:
-    """The ``"transformation"`` or ``"schedule"`` that a dict with a name is.
+    """Makes a ``"transformation"`` or a ``"schedule"`` from a dict with a name.
 
-    A config of Keras is translated, in the dict itself.
+    It translates a config of Keras in place.
     """
     if isinstance(config, dict):
         _translate(config, where)
@@ -185,7 +186,7 @@ def _made(config: Any, where: str, kind: str) -> Any:
     given = dict(config)
     name = given.pop("name")
     make = _function(name, f"{where}['name']", kind)
-    if _kind(make) != kind:  # Known before anything is called.
+    if _kind(make) != kind:  # Checked before anything is called.
         raise TypeError(f"{where} must be a {kind}, which {name!r} does not make.")
     return _call(make, _arguments(make, given, where), where)
 
@@ -194,7 +195,7 @@ def _translate(config: dict[str, Any], where: str) -> None:
     written = keras.find_reader(config, where)
     if written is not None:
         reader, given, where = written
-        _arguments(reader, given, where)  # Translates and checks deeper entries.
+        _arguments(reader, given, where)  # Also translates the dicts in it, in place.
         words = _call(reader, given, where)
         config.clear()
         config.update(words)
@@ -208,7 +209,7 @@ def _signature(make: Callable[..., Any]) -> inspect.Signature:
     signature = inspect.signature(make, eval_str=True)
     if not hasattr(make, "_fields"):
         return signature
-    known = typing.get_type_hints(make)  # Of a named tuple they are still strings.
+    known = typing.get_type_hints(make)  # A named tuple's annotations are strings.
     fields = signature.parameters.values()
     return signature.replace(
         parameters=[field.replace(annotation=known[field.name]) for field in fields]
@@ -233,7 +234,7 @@ def _arguments(
     """The arguments of a function, from the entries of a config."""
     parameters = _signature(make).parameters
     _check_keys(parameters, given, where)
-    # Schedules divide by their steps, which need not be whole.
+    # Schedules divide by numbers of steps, so these need not be integers.
     whole = _kind(make) == "transformation"
     return {
         key: _argument(value, f"{where}[{key!r}]", parameters[key], whole)
@@ -244,11 +245,11 @@ def _arguments(
 def _check_keys(
     parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any], where: str
 ) -> None:
-    """Raises unless these keys are arguments with which a function can be called."""
+    """Raises unless the function can be called with these keys as its arguments."""
     if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
         raise ValueError(
-            f"{where}: a dict cannot hold arguments that have no names. A chain is "
-            "{'name': 'chain', 'transforms': [...]}."
+            f"{where}: a dict cannot hold arguments that have no names. Write a chain "
+            "as {'name': 'chain', 'transforms': [...]}."
         )
     allowed = f"Allowed are {', '.join(parameters) or 'none'}."
     for key in given:
@@ -262,7 +263,7 @@ def _check_keys(
 
 
 def _call(make: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
-    """Calls a function; its errors say where in the config."""
+    """Calls a function; adds the place in the config to its errors."""
     try:
         return make(**arguments)
     except Exception as error:  # Optax divides by zero, and asserts.
@@ -271,7 +272,7 @@ def _call(make: Callable[..., Any], arguments: Mapping[str, Any], where: str) ->
 
 
 def _argument(value: Any, where: str, parameter: inspect.Parameter, whole: bool) -> Any:
-    """One argument of a function, from an entry of a config, by its annotation."""
+    """Makes one argument of a function from an entry of a config."""
     hint = parameter.annotation
     if hint is parameter.empty and isinstance(parameter.default, int | float):
         hint = type(parameter.default)
@@ -293,7 +294,7 @@ def _argument(value: Any, where: str, parameter: inspect.Parameter, whole: bool)
     if words.startswith("a number") and isinstance(value, str) and _is_number(value):
         raise TypeError(
             f"{where} must be a number, got the string {value!r}. YAML reads 1e-3 as a "
-            "string: write 1.0e-3, with the point."
+            "string: write 1.0e-3 with a point."
         )
     raise TypeError(f"{where} must be {words}, got {value!r}.")
 
@@ -311,7 +312,7 @@ def _integer(key: Any) -> Any:
 
 
 def _transformations(value: Any, where: str, annotation: str) -> Any:
-    """One transformation, or several in a list or under labels, by the annotation."""
+    """One transformation, or a list or dict of them, as the annotation says."""
     kind = re.search("list|dict|Mapping", annotation)
     if kind is None:
         return _made(value, where, "transformation")
@@ -329,7 +330,7 @@ def _transformations(value: Any, where: str, annotation: str) -> Any:
 
 
 def _with_schedules(value: Any, where: str) -> Any:
-    """The value, or the items of the list, with dicts made schedules."""
+    """The value, or the list of values, with schedules made from dicts."""
     if isinstance(value, list | tuple):
         return [_with_schedules(v, f"{where}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, dict) and {"name", "class_name"} & value.keys():
@@ -355,7 +356,7 @@ def _transformation_makers() -> dict[str, Callable[..., Any]]:
 
 
 def _function(name: str, where: str, kind: str) -> Callable[..., Any]:
-    """The function of this name, whatever it makes."""
+    """The function with this name, whether it makes ``kind`` or not."""
     makers = {
         "transformation": _transformation_makers(),
         "schedule": schedules.makers(),
@@ -373,12 +374,12 @@ def _function(name: str, where: str, kind: str) -> Callable[..., Any]:
         meant = _did_you_mean(name, [*makers[kind], *of_optax_too])
     raise ValueError(
         f"{where}: unknown name {name!r}{meant} A {kind} is one of "
-        f"{', '.join(sorted(makers[kind]))}, or optax's own, as 'optax.adamw'."
+        f"{', '.join(sorted(makers[kind]))}, or one of optax's, such as 'optax.adamw'."
     )
 
 
 def _of_optax(path: str) -> Callable[..., Any] | None:
-    """A public function of optax, as ``adamw`` or ``contrib.muon``."""
+    """A public function of optax, such as ``adamw`` or ``contrib.muon``."""
     value: Any = optax
     for part in path.split("."):
         value = None if part.startswith("_") else getattr(value, part, None)
@@ -388,6 +389,6 @@ def _of_optax(path: str) -> Callable[..., Any] | None:
 
 
 def _did_you_mean(word: Any, known: Iterable[str]) -> str:
-    spelt = re.sub(r"^beta_?(?=\d$)", "b", str(word))  # Most others say beta_1.
+    spelt = re.sub(r"^beta_?(?=\d$)", "b", str(word))  # Other libraries say beta_1.
     close = difflib.get_close_matches(spelt, known, n=1)
     return f", did you mean {close[0]!r}?" if close else "."

@@ -1,4 +1,4 @@
-"""The values that a config may hold, by the type annotation of the argument."""
+"""The values that a config may hold for an argument, by its type annotation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-Alternative = tuple[str, Callable[[Any], bool]]  # In words, and whether a value is one.
+Alternative = tuple[str, Callable[[Any], bool]]  # Its words, and a test of a value.
 
 _NUMBERS = (float, complex, jax.Array, np.ndarray, np.number)
 
@@ -22,12 +22,13 @@ def alternatives(hint: Any, whole: bool = True) -> list[Alternative]:
 
     Args:
       hint: the annotation, not a string.
-      whole: whether an ``int`` has to be one, or may be any number; keys always have.
+      whole: whether an ``int`` must be an integer, or may be any number. A dict's keys
+        must always be integers.
     """
     origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if any(arg in _NUMBERS for arg in args):
-            # An ``ArrayLike`` may be a bool as well; this leaves the numbers.
+            # An ``ArrayLike`` may also be a bool; in a config it is a number.
             args = tuple(arg for arg in args if arg not in (int, bool, np.bool))
         return [each for arg in args for each in alternatives(arg, whole)]
     if hint in (None, type(None)):
@@ -60,18 +61,18 @@ def alternatives(hint: Any, whole: bool = True) -> list[Alternative]:
 
 
 def record(hint: Any) -> Any:
-    """The named tuple that may stand there, as a dict in a config, or None."""
+    """The named tuple that the annotation allows, or None. In a config it is a dict."""
     kinds = typing.get_args(hint) or (hint,)
     return next((kind for kind in kinds if hasattr(kind, "_fields")), None)
 
 
 def holds_schedules(hint: Any) -> bool:
-    """Whether a schedule may stand there, or a list of them."""
+    """Whether the annotation allows a schedule, or a list of schedules."""
     return any("schedule" in words for words, _ in alternatives(hint))
 
 
 def dtype() -> Alternative:
-    """The name of a dtype that an optimizer can compute in, or none."""
+    """The name of a dtype that an optimizer can compute in, or null."""
 
     def fits(value: Any) -> bool:
         if not isinstance(value, str):
@@ -93,7 +94,7 @@ def _any(allowed: list[Alternative], value: Any) -> bool:
 
 
 def words(allowed: list[Alternative]) -> str:
-    """All of them, for a message."""
+    """All alternatives in words, for a message."""
     return ", or ".join(dict.fromkeys(words for words, _ in allowed))
 
 

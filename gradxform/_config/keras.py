@@ -1,9 +1,9 @@
-"""Translates configs that Keras and TensorFlow Addons wrote of their optimizers.
+"""Translates configs that Keras and TensorFlow Addons wrote for their optimizers.
 
-Each function below reads one class. Its parameters are the keys that Keras writes;
-Keras always writes those without a default. Its result is the config of
-:func:`gradxform.from_config` that computes the same. Parameters that a function does
-not use are keys that change no number.
+Each function below reads the config of one class. Its parameters are the keys that
+Keras writes. Keras always writes the keys that have no default here. The result is the
+config for :func:`gradxform.from_config` that computes the same. A parameter that the
+function does not use is a key that changes no number.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ def _adagrad(
     if loss_scale_factor is not None:
         raise ValueError(
             f"loss_scale_factor={loss_scale_factor!r} is only half of loss scaling. "
-            "Write null, and do not scale the loss: sums are float32 here whatever the "
-            "gradients are."
+            "Write null, and do not scale the loss: sums are float32 here for every "
+            "dtype of the gradients."
         )
     if gradient_accumulation_steps:
-        # Its rates count pushes: a step takes the rate of its last push.
+        # Keras's rates count micro-batches: a step takes the rate of its last one.
         learning_rate = _at_last_push(learning_rate, gradient_accumulation_steps)
     clips = _clips(clipnorm, clipvalue, global_clipnorm)
-    clips = {key: norm for key, norm in clips.items() if norm > 0}  # 0 is none there.
+    # In Keras 3 a limit of 0 means no clip.
+    clips = {key: norm for key, norm in clips.items() if norm > 0}
     scaled = {
         "initial_accumulator_value": initial_accumulator_value,
         "eps": epsilon,
@@ -69,7 +70,8 @@ def _adagrad(
     }
     config = {"name": "adagrad", "learning_rate": learning_rate, **scaled, **clips}
     if weight_decay:
-        # w ← w - learning_rate · (u + weight_decay · w): decoupled, times the rate.
+        # w ← w - learning_rate · (u + weight_decay · w): the decay is decoupled, but
+        # the rate scales it.
         transforms = [
             *({"name": _CLIP[key][0], _CLIP[key][1]: clips[key]} for key in clips),
             {"name": "scale_by_adagrad", **scaled},
@@ -77,7 +79,7 @@ def _adagrad(
             {"name": "scale_by_learning_rate", "learning_rate": learning_rate},
         ]
         config = {"name": "chain", "transforms": transforms}
-    if not gradient_accumulation_steps:  # 0 is none there.
+    if not gradient_accumulation_steps:  # In Keras 0 means none, too.
         return config
     steps = gradient_accumulation_steps
     return {"name": "accumulate", "inner": config, "num_required": steps}
@@ -94,7 +96,7 @@ def _legacy_adagrad(
     is_legacy_optimizer: Any = None,
     name: Any = None,
 ) -> Config:
-    """``tf.keras.optimizers.Adagrad`` up to TensorFlow 2.10, later in ``legacy``."""
+    """``tf.keras.optimizers.Adagrad`` up to TensorFlow 2.10; then in ``legacy``."""
     return {
         "name": "adagrad",
         "learning_rate": _decayed(learning_rate, decay),
@@ -120,12 +122,12 @@ def _novograd(
     is_legacy_optimizer: Any = None,
     name: Any = None,
 ) -> Config:
-    """``tfa.optimizers.NovoGrad``, a legacy optimizer with every TensorFlow."""
+    """``tfa.optimizers.NovoGrad``, which is a legacy optimizer in every TensorFlow."""
     if amsgrad:
         raise ValueError("amsgrad=True is not offered: write amsgrad=False.")
     if grad_averaging:
         raise ValueError(
-            "grad_averaging=True: TensorFlow Addons skips it at the first step, which "
+            "grad_averaging=True: TensorFlow Addons skips it at the first step. That "
             'is not offered. {"name": "novograd", "grad_averaging": true, …} averages '
             "from the first step on, as the paper does."
         )
@@ -160,8 +162,8 @@ def _decayed(learning_rate: Any, decay: float) -> Any:
         return learning_rate
     if isinstance(learning_rate, Mapping):
         raise ValueError(
-            f"decay={decay!r} beside a schedule is not offered: write decay=0.0, and "
-            "the schedule that you mean."
+            f"decay={decay!r} together with a schedule is not offered: write decay=0.0 "
+            "and one schedule that does both."
         )
     return {
         "name": "inverse_time_decay",
@@ -181,7 +183,7 @@ def _decay(ours: str) -> Reader:
         staircase: bool,
         name: Any = None,
     ) -> Config:
-        if ours == "exponential_decay" and decay_rate == 0:  # For optax, no decay.
+        if ours == "exponential_decay" and decay_rate == 0:  # Optax would not decay.
             raise ValueError("decay_rate=0 is not offered: the rate is 0 from step 1.")
         return {
             "name": ours,
@@ -225,11 +227,11 @@ def _piecewise_constant_decay(
 ) -> Config:
     if len(values) != len(boundaries) + 1:
         raise ValueError(
-            "values must be one more than boundaries, got "
+            "values must have one entry more than boundaries, got "
             f"{len(values)} values and {len(boundaries)} boundaries."
         )
     constants = [{"name": "constant_schedule", "value": value} for value in values]
-    # A boundary still has the old value there; in optax it has the new one.
+    # At a boundary Keras still takes the old value; optax takes the new one.
     return _join(constants, [int(boundary) + 1 for boundary in boundaries])
 
 
@@ -303,7 +305,7 @@ _READERS: dict[str, Reader] = {
     "PolynomialDecay": _polynomial_decay,
 }
 
-# What stands around a config that Keras serialized, and whose classes we know.
+# The keys around a config that Keras serialized, and the packages that are read.
 _ENVELOPE = {"class_name", "config", "module", "registered_name", "build_config"}
 _PACKAGES = ("keras", "tf_keras", "tensorflow_addons")
 
@@ -328,7 +330,7 @@ def find_reader(
     if name not in _READERS or package not in _PACKAGES:
         raise ValueError(
             f"{where}: the class {config['class_name']!r} of {config.get('module')} is "
-            f"not read; of Keras's these are: {', '.join(_READERS)}."
+            f"not read. These classes of Keras are: {', '.join(_READERS)}."
         )
     unknown = ", ".join(repr(key) for key in config if key not in _ENVELOPE)
     if unknown or not isinstance(config.get("config"), Mapping):
@@ -351,7 +353,7 @@ def _reader_of_get_config(
             return None
         raise ValueError(
             f"{where} has the key 'use_ema', so Keras wrote it, but it is no whole "
-            "config of an optimizer that is read: Adagrad, NovoGrad."
+            "config of Adagrad or NovoGrad. Only these are read."
         )
     if not re.fullmatch(rf"{name}(_\d+)?", str(config.get("name")), re.IGNORECASE):
         raise ValueError(
@@ -362,7 +364,7 @@ def _reader_of_get_config(
 
 
 def _generation(name: str, config: Mapping[str, Any]) -> Reader:
-    """Legacy optimizers are those that write a ``decay``."""
+    """The reader of a class: only legacy optimizers write a ``decay``."""
     legacy = name == "Adagrad" and "decay" in config
     return _legacy_adagrad if legacy else _READERS[name]
 

@@ -20,7 +20,7 @@ def inverse_time_decay(
     decay_rate: float,
     staircase: bool = False,
 ) -> optax.Schedule:
-    r"""A rate that falls as one over the time: Keras's ``InverseTimeDecay``.
+    r"""A rate that falls like one over the time: Keras's ``InverseTimeDecay``.
 
     .. math:: init\_value / (1 + decay\_rate \cdot count / transition\_steps)
 
@@ -28,7 +28,7 @@ def inverse_time_decay(
       init_value: the rate at count 0.
       transition_steps: the unit of time, > 0.
       decay_rate: how much one unit of time adds to the divisor.
-      staircase: only whole units of time count.
+      staircase: whether only whole units of time count.
 
     >>> rate = inverse_time_decay(0.3, transition_steps=4, decay_rate=2.0)
     >>> assert rate(0) == 0.3 and abs(rate(4) - 0.1) < 1e-7
@@ -51,10 +51,10 @@ def polynomial_decay(
     transition_steps: float,
     cycle: bool = False,
 ) -> optax.Schedule:
-    r"""A rate that falls as a power of the time left: Keras's ``PolynomialDecay``.
+    r"""A rate that falls like a power of the time left: Keras's ``PolynomialDecay``.
 
-    ``optax.polynomial_schedule`` cannot start again, and compiled it may be NaN at the
-    end for a ``power`` such as 0.5: 1 - 6 · (1/6) is negative.
+    ``optax.polynomial_schedule`` cannot start again. Compiled, it may be NaN at the end
+    for a ``power`` such as 0.5: 1 - 6 · (1/6) is negative.
 
     .. math::
 
@@ -92,8 +92,8 @@ def cosine_decay_restarts(
 ) -> optax.Schedule:
     r"""Cosines one after the other: Keras's ``CosineDecayRestarts``.
 
-    Each falls for ``t_mul`` times as long as the one before, from ``m_mul`` times its
-    height. With n the last one that has started:
+    Each cosine takes ``t_mul`` times as long as the one before, and starts ``m_mul``
+    times as high. If n is the last one that has started:
 
     .. math::
 
@@ -105,9 +105,9 @@ def cosine_decay_restarts(
     Args:
       init_value: the rate at count 0.
       first_decay_steps: how long the first cosine takes, > 0.
-      t_mul: how many times as long each next one takes, ≥ 1.
-      m_mul: how many times as high each next one starts.
-      alpha: what all fall to, as a fraction of ``init_value``.
+      t_mul: how many times as long as the one before each cosine takes, ≥ 1.
+      m_mul: how many times as high as the one before each cosine starts.
+      alpha: the rate at the end of each, as a fraction of ``init_value``.
 
     Source: SGDR (Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983).
 
@@ -119,7 +119,7 @@ def cosine_decay_restarts(
     checks.in_range("first_decay_steps", first_decay_steps, "(0, inf)")
     checks.in_range("t_mul", t_mul, "[1, inf)")
 
-    def start(n: jax.Array) -> jax.Array:  # In first_decay_steps.
+    def start(n: jax.Array) -> jax.Array:  # In units of first_decay_steps.
         if t_mul == 1:
             return n
         return jnp.expm1(n * math.log(t_mul)) / (t_mul - 1)
@@ -156,11 +156,11 @@ def linear_cosine_decay(
           (1 + \cos(2 \pi \, num\_periods (1 - left))) / 2 + beta\right)
 
     Args:
-      init_value: the rate at count 0, without alpha and beta.
+      init_value: the rate at count 0, if alpha and beta are 0.
       decay_steps: how long it takes, > 0.
       num_periods: how many periods the cosine goes through.
-      alpha: what is added to the line.
-      beta: what is added in the end.
+      alpha: the number added to the line.
+      beta: the number added to the product.
 
     Source: Bello et al. 2017, https://arxiv.org/abs/1709.07417.
 
@@ -179,14 +179,14 @@ def linear_cosine_decay(
 
 
 def at_last_push(schedule: optax.Schedule, num_required: int) -> optax.Schedule:
-    r"""A rate that counts pushes, where only every so many of them make a step.
+    r"""A rate that counts pushes, when ``num_required`` of them make a step.
 
     .. math:: schedule(num\_required \cdot (count + 1) - 1)
 
-    Keras's own schedules do so with ``gradient_accumulation_steps``.
+    Keras's own schedules count this way with ``gradient_accumulation_steps``.
 
     Args:
-      schedule: the rate, by the number of pushes before this one.
+      schedule: the rate as a function of the number of pushes before this one.
       num_required: how many pushes make a step, in [1, 2³¹ - 1].
 
     >>> rate = at_last_push(inverse_time_decay(1.0, 1, 1.0), num_required=2)

@@ -1,10 +1,10 @@
-"""The main job's rooms: its options, its data and model, and its output.
+"""The main job's rooms (modules): its options, its data and model, and its output.
 
-``python -m gradxform`` is ``gradxform/__main__.py``: workers, transformation, job. It
-goes through these rooms in this order: ``command_line`` checks the options before
-anything is loaded; ``digits`` gives the data and the model; ``report`` shows the
-progress and the results. With ``--list`` there is no run: ``listing`` prints the public
-names.
+``python -m gradxform`` runs ``gradxform/__main__.py``, which makes workers,
+transformation and job. It uses these rooms in this order: ``command_line`` checks the
+options before anything is loaded; ``digits`` gives the data and the model; ``report``
+shows the progress and the results. With ``--list`` there is no run: ``listing`` prints
+the public names.
 
 - ``command_line``: every option, with its default and range.
 - ``digits``: the data and the model. It imports nothing of the package.

@@ -17,8 +17,8 @@ import gradxform as gx
 from gradxform import engines
 from gradxform._server.folder import is_remote
 
-# Peak learning rates. Late gradients act as momentum by themselves (Mitliagkas et al.
-# 2016, https://arxiv.org/abs/1605.09774): novograd wants less of its own than usual.
+# With peak learning rates. Late gradients act like momentum (Mitliagkas et al. 2016,
+# https://arxiv.org/abs/1605.09774), so novograd needs less momentum than usual.
 OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float]] = {
     "novograd": (functools.partial(gx.novograd, b1=0.9), 0.015),
     "adagrad": (gx.adagrad, 0.2),
@@ -46,20 +46,20 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Exits with code 2."""
+        """Prints the line and exits with code 2."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.splitlines())}\n")
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: None = None
     ) -> argparse.Namespace:
-        """The options; some depend on others."""
+        """The options; checks those that depend on each other."""
         parsed = super().parse_args(args, namespace)
         mode, workers, backups = parsed.mode, parsed.workers, parsed.backups
         if parsed.address is not None and parsed.engine != "ray":
             self.error(f"argument --address: needs --engine ray, not {parsed.engine}")
         if parsed.server_processes > 1 and parsed.engine != "ray":
             self.error(
-                f"argument --server-processes: more than 1 need --engine ray, not "
+                f"argument --server-processes: more than 1 needs --engine ray, not "
                 f"{parsed.engine}"
             )
         if mode == "backup" and backups >= workers:
@@ -78,9 +78,10 @@ class Parser(argparse.ArgumentParser):
         help: str,
         shown: str = "%(default)s",
     ) -> None:
-        """Adds an option with a value in [low, high]: an integer if its default is.
+        """Adds an option with a value in [low, high].
 
-        Or if it has none, because the default depends on other options.
+        The value is an integer if the default is one, or if the default is None because
+        it depends on other options.
         """
         kind = int if default is None else type(default)
 
@@ -98,7 +99,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def expanded(path: str) -> str:
-    """With the user's home for ``~``, which no shell replaces in ``--plot=~/x``.
+    """Replaces ``~`` by the user's home: a shell leaves it in ``--plot=~/x``.
 
     Raises:
       ArgumentTypeError: it is empty, for example from a variable that is not set.
@@ -115,7 +116,7 @@ def writable_png(path: str) -> str:
         raise argparse.ArgumentTypeError(f"must end in .png, got {path!r}")
     existed = os.path.lexists(path)
     try:
-        open(path, "ab").close()  # Only trying tells, and appending spoils nothing.
+        open(path, "ab").close()  # The only sure test; appending changes nothing.
     except OSError as error:
         message = f"must be a file that can be written, got {path!r}: {error.strerror}"
         raise argparse.ArgumentTypeError(message) from error
@@ -134,7 +135,7 @@ def writable_folder(path: str) -> str:
     while not os.path.lexists(above):
         above = os.path.dirname(above)
     try:
-        tempfile.TemporaryFile(dir=above).close()  # Only trying tells.
+        tempfile.TemporaryFile(dir=above).close()  # The only sure test.
     except OSError as error:
         message = f"must be a folder to write to, got {path!r}: {error.strerror}"
         raise argparse.ArgumentTypeError(message) from error
@@ -146,33 +147,34 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="python -m gradxform",
         description="Trains a digit classifier with workers that pull parameters from "
-        "a server and push gradients to it. Prints what became of the pushes, and the "
-        "accuracy on test digits as its last line.",
-        epilog="What lateness costs: --workers 16 --max-staleness 30, then 6. What a "
-        "slow worker costs: --straggler 5 --mode sync, then backup. With "
-        "--checkpoint DIR the same command goes on where it was killed: Ctrl-C ends it "
-        "at once, with exit code 130, and SIGTERM saves it first, exit code 143.",
+        "a server and push gradients to it. Prints how many pushes were accepted and "
+        "dropped, and the accuracy on test digits as its last line.",
+        epilog="To see the cost of lateness: --workers 16 --max-staleness 30, then 6. "
+        "To see the cost of a slow worker: --straggler 5 --mode sync, then backup. "
+        "With --checkpoint DIR the same command goes on where it was killed. Ctrl-C "
+        "ends it at once, with exit code 130. SIGTERM saves it first and gives exit "
+        "code 143.",
         allow_abbrev=False,
     )
-    many = 2**31 - 1  # They are int32 on the device.
-    how = "async makes a step of each gradient that is not too late; in sync a step "
-    how += "waits for a gradient of every worker and takes their mean; backup is sync "
-    how += "without waiting for the slowest; in local workers train on their own and "
-    how += "push how far they have come, as in async (default: %(default)s)"
+    many = 2**31 - 1  # Steps are int32 on the device.
+    how = "in async each gradient that is not too late makes a step; in sync a step "
+    how += "waits for a gradient of every worker and takes their mean; backup is sync, "
+    how += "but no step waits for the slowest; in local workers train on their own and "
+    how += "push the change of their parameters, as in async (default: %(default)s)"
     parser.add_argument("--mode", choices=MODES, default="async", help=how)
     how = "where workers run: threads of this process, processes of a local Ray "
     how += "cluster, or simulated, on a virtual clock (default: %(default)s)"
     parser.add_argument("--engine", choices=ENGINES, default="threads", help=how)
-    how = "what scales the clipped gradients (default: %(default)s)"
+    how = "the optimizer that scales the clipped gradients (default: %(default)s)"
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="novograd", help=how)
-    how = "how many push gradients"
+    how = "the number of workers that push gradients"
     parser.add_number("--workers", 4, 1, 1000, how)
-    how = "in mode backup, how many of the workers a step does not wait for"
+    how = "in mode backup, the number of slowest workers that a step does not wait for"
     parser.add_number("--backups", 1, 1, 999, how)
     how = "in mode local, how many gradients make a push"
     parser.add_number("--local-steps", 10, 1, 1000, how)
-    how = "in modes async and local, drop what a worker pushes that pulled more than "
-    how += "N steps ago"
+    how = "in modes async and local, drop a push whose worker pulled more than N steps "
+    how += "ago"
     parser.add_number("--max-staleness", 4, 0, many, how)
     how = "in every mode, how many pushes reach the server, accepted and dropped ones "
     how += "together"
@@ -181,31 +183,29 @@ def make_parser() -> Parser:
     how = (
         "how many seconds a gradient takes, on average: a worker sleeps for the rest, "
     )
-    how += "in place of a heavier model"
+    how += "as if the model were heavier"
     parser.add_number("--work", 0.01, 0.001, 60.0, how)
-    how = "how many times as long the last worker takes"
+    how = "the last worker takes this many times as long as the others"
     parser.add_number("--straggler", 1.0, 1.0, 1000.0, how)
-    how = (
-        "of weights, minibatches and durations; repeats a run exactly with simulated, "
-    )
-    how += "not with threads and ray, whose order is the machine's"
+    how = "the seed of weights, minibatches and durations; with simulated it repeats a "
+    how += "run exactly, but with threads and ray the order of pushes may differ"
     parser.add_number("--seed", 0, 0, 2**31 - 1, how)
-    how = "save the training to DIR while it goes on, and go on from what is there; on "
-    how += "Ray its server may then die, too"
+    how = "save the training to DIR while it runs, and go on from a training that is "
+    how += "saved there; on Ray its server may then die, too"
     parser.add_argument("--checkpoint", type=writable_folder, metavar="DIR", help=how)
     how = "save it every X seconds"
     parser.add_number("--checkpoint-every", 5.0, 0.0, math.inf, how)
     how = "write event files for TensorBoard to DIR, to watch the training with"
     parser.add_argument("--logdir", type=writable_folder, metavar="DIR", help=how)
-    how = "of the Ray cluster to run on, as host:6379, or auto for the one of this "
-    how += "machine (default: a cluster of its own)"
+    how = "the address of the Ray cluster to run on, as host:6379, or auto for the "
+    how += "cluster of this machine (default: a cluster of its own)"
     parser.add_argument("--address", metavar="ADDRESS", help=how)
-    how = "of how many processes the server is made, each with a part of the model"
+    how = "the number of processes of the server, each with a part of the model"
     parser.add_number("--server-processes", 1, 1, 64, how)
-    how = "how many seconds that cluster may take to answer"
+    how = "how many seconds the Ray cluster may take to answer"
     parser.add_number("--connect-timeout", 30.0, 0.001, math.inf, how)
     how = "write loss, staleness and gradient norm over the pushes to FILE, a .png"
     parser.add_argument("--plot", type=writable_png, metavar="FILE", help=how)
-    how = "print what the package has: names, what they do, state, extra arguments"
+    how = "print all public names: what they do, their state and extra arguments"
     parser.add_argument("--list", action="store_true", help=how)
     return parser

@@ -49,7 +49,7 @@ def build_model(seed: int) -> Model:
     rngs = nnx.Rngs(seed)
     net = nnx.Sequential(
         nnx.Conv(1, 16, (3, 3), rngs=rngs),
-        nnx.leaky_relu,  # A unit that one wild step switches off can come back.
+        nnx.leaky_relu,  # Not relu: a wild step could switch a unit off for good.
         nnx.Conv(16, 32, (3, 3), strides=2, rngs=rngs),
         nnx.leaky_relu,
         lambda x: x.reshape(len(x), -1),

@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
 
 def rows() -> Iterator[Row]:
-    """All public functions and classes by name; a state belongs to its maker."""
+    """All public functions and classes by name; states have no row of their own."""
     for name in sorted(vars(gx)):
         value = getattr(gx, name)
         if name.startswith("_") or name.endswith("State") or not callable(value):
@@ -59,13 +59,13 @@ def print_table() -> None:
             if names:
                 lines.append(f"{title}: {', '.join(names)}")
         cells = row.name, "\n".join(lines)
-        table.add_row(*map(escape, cells))  # Brackets are no markup.
-    # Where a terminal is narrower, it breaks lines by itself.
+        table.add_row(*map(escape, cells))  # Brackets in them are no markup.
+    # A narrower terminal breaks the lines by itself.
     show(table, Console(width=max(Console().width, WIDTH)))
 
 
 def show(table: Any, screen: Any) -> None:
-    """Prints it with ``print``, which raises Python's own errors."""
+    """Prints a table with ``print``, which raises Python's own errors."""
     with screen.capture() as text:
         screen.print(table)
     print(text.get(), end="")

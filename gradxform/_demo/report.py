@@ -19,7 +19,7 @@ def track(run: engines.Run, total: int) -> Iterator[engines.Push]:
     """Passes pushes through, with a progress bar if someone can see it."""
     from rich import console, progress
 
-    screen = console.Console(stderr=True)  # So that a pipe gets the results alone.
+    screen = console.Console(stderr=True)  # So that a pipe gets only the results.
     if not screen.is_terminal:
         yield from run.pushes
         return
@@ -77,11 +77,11 @@ def print_report(
 
 
 def add_bars(report: Any, results: Sequence[gx.PushResult]) -> None:
-    """How many pushes came how late, as bars in a few rows."""
+    """Adds a bar for each staleness, or for each range: the number of such pushes."""
     from rich import progress_bar
 
     applied, staleness, _ = map(np.array, zip(*results, strict=True))
-    width = 1 + staleness.max() // 20  # Few rows, however many workers there are.
+    width = 1 + staleness.max() // 20  # At most 20 rows, even with many workers.
     counts = np.bincount(staleness // width).tolist()
     for row, count in enumerate(counts):
         low, high = row * width, (row + 1) * width - 1
@@ -105,7 +105,7 @@ def save_plot(
 ) -> None:
     """Draws loss, staleness and gradient norm, push by push, as a PNG.
 
-    The norm is that of each single push, as its worker computed it.
+    Each point of the norm belongs to one push, as its worker computed it.
     """
     from matplotlib.figure import Figure
 
@@ -117,7 +117,8 @@ def save_plot(
     figure: Any = Figure(figsize=(7, 8), dpi=200, layout="constrained")
     figure.suptitle(title)
     above, middle, below = axes = figure.subplots(3, sharex=True)
-    blue, orange = "#0072B2", "#D55E00"  # Apart to every eye; in grey, markers tell.
+    # Color-blind readers can tell them apart. In grey the markers differ.
+    blue, orange = "#0072B2", "#D55E00"
     dots = {"s": 6, "linewidths": 0, "alpha": 0.4, "color": blue}
     cross = {"s": 12, "marker": "x", "color": orange}
     limit = {"linestyle": "--", "color": orange}
@@ -142,12 +143,12 @@ def save_plot(
     for ax in axes:
         ax.margins(x=0.01)
         ax.grid(alpha=0.25)
-        # Above the axes, where it hides no point.
+        # The legend lies above the axes, where it hides no point.
         spot = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3}
         legend = ax.legend(**spot, frameon=False, markerscale=2)
         for handle in legend.legend_handles:
             handle.set_alpha(1)
     png = io.BytesIO()
     figure.savefig(png, format="png")
-    with open(path, "wb") as file:  # At once, so that none is left half done.
+    with open(path, "wb") as file:  # All at once: an error before leaves no half file.
         file.write(png.getbuffer())

@@ -1,11 +1,11 @@
 """Leaves without a gradient take no part in a step.
 
 ``None`` for a leaf says that the loss gave it no gradient: it stays as it is, and so
-does its state. Transformations of this library know ``None``. Others need not: optax's
-own fail on it, or forget the leaf's state. So they see nodes without leaves in these
-places, as with ``optax.masked``, and the leaves that they do not see stay. Their
-``init`` says which parts of a state belong to a leaf: it gets such a node instead of
-the leaf, and that node appears wherever the leaf's state would be.
+does its state. Transformations of this library know ``None``. Others may not: optax's
+own fail on it, or forget the leaf's state. So they get a node without leaves in the
+place of each such leaf, as with ``optax.masked``, and these leaves stay as they are.
+Their ``init`` shows which parts of a state belong to a leaf: it gets such a node
+instead of the leaf, and the node appears wherever the leaf's state would be.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def update(
     params: optax.Params | None,
     **extra: Any,
 ) -> tuple[optax.Updates, optax.OptState]:
-    """``tx.update`` for which leaves without a gradient take no part.
+    """``tx.update`` without the leaves that have no gradient.
 
     Extra arguments that are trees like the parameters lose these leaves too. A function
     among them, for a line search, gets all leaves.
@@ -63,7 +63,7 @@ def update(
     missing = _missing(updates)
     if not missing:
         return tx.update(updates, state, params, **extra)
-    # Sums of pushes ask each leaf who pushed.
+    # Sums of pushes count by themselves which pushes had a gradient for a leaf.
     part = None if _adds_up(state) else _Part.of(tx, state, updates, params)
     if part is None:
         try:
@@ -73,7 +73,7 @@ def update(
                 f"The gradients have None at {checks.place(missing[0])}, and this "
                 "transformation does not keep its state leaf by leaf, or has an "
                 "accumulator inside of it, so a leaf cannot be left out. Pass zeros "
-                "there, or put the accumulator around all of it."
+                "there, or put the accumulator around the whole transformation."
             )
             raise
     if not part.leaves:  # Parameters are None there as well.
@@ -98,11 +98,11 @@ def keep(
     old: optax.OptState,
     like: optax.Params,
 ) -> optax.OptState:
-    """The new state of ``tx``; for leaves that have not acted the old one.
+    """The new state of ``tx``, with the old state of leaves that have not acted.
 
     Args:
       tx: the transformation whose state it is.
-      acted: for each leaf a bool[], or None if it surely has.
+      acted: for each leaf a bool[], or None if it has acted for sure.
       new: the state after a step.
       old: the state before it.
       like: the parameters, or a tree of their shapes and dtypes.
@@ -130,7 +130,7 @@ class _Part:
     Attributes:
       leaves: the absent leaves, by number.
       tree: the parameters, or a tree like them, without the absent leaves.
-      marks: a state, of ``init``, of the same.
+      marks: the state that ``init`` makes from ``tree``.
     """
 
     def __init__(self, leaves: list[Any], tree: Any, marks: Any, whole: Any) -> None:
@@ -139,7 +139,7 @@ class _Part:
 
     @classmethod
     def of(cls, tx: Any, state: Any, updates: Any, params: Any | None) -> _Part | None:
-        """None if the state is not kept leaf by leaf, so that nobody can tell."""
+        """Finds them; None if ``init`` shows no state that is kept leaf by leaf."""
         like = jax.tree.map(_described, updates, is_leaf=maps.is_leaf)
         whole = like if params is None else params
         leaves: list[Any] = []
@@ -160,18 +160,18 @@ class _Part:
                 state,
                 is_leaf=_is_absent,
             )
-        except Exception:  # This init has never seen such a node.
+        except Exception:  # This init does not accept such a node.
             return None
         return part if all(jax.tree.leaves(same)) else None
 
     def of_tree(self, tree: Any) -> Any:
-        """Of a tree like the parameters."""
+        """The part of a tree like the parameters."""
         return jax.tree.map(
             lambda p, x: p if _is_absent(p) else x, self.tree, tree, is_leaf=_is_leaf
         )
 
     def of_state(self, state: Any) -> Any:
-        """Of a state."""
+        """The part of a state."""
         return jax.tree.map(
             lambda mark, s: mark if _is_absent(mark) else s,
             self.marks,
@@ -180,7 +180,7 @@ class _Part:
         )
 
     def whole_state(self, new: Any, old: Any) -> Any:
-        """A state of all leaves again, for the absent ones the old one."""
+        """The state of all leaves again, with the old state of absent ones."""
         return jax.tree.map(
             lambda mark, n, o: o if _is_absent(mark) else n,
             self.marks,
@@ -190,7 +190,7 @@ class _Part:
         )
 
     def extra(self, value: Any) -> Any:
-        """An extra argument."""
+        """The part of an extra argument."""
         if callable(value):
             return lambda *args, **kwargs: value(*self._filled(args), **kwargs)
         structure: Any = jax.tree.structure(value, is_leaf=_none)
@@ -210,7 +210,7 @@ def _none(node: Any) -> bool:
 
 
 def _missing(updates: Any) -> list[Any]:
-    """The paths at which there is no gradient."""
+    """The paths without a gradient."""
     flat = jax.tree.leaves_with_path(updates, is_leaf=maps.is_leaf)
     return [path for path, u in flat if u is None]
 

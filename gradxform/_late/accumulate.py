@@ -116,8 +116,9 @@ def accumulate(
         **extra: Any,
     ) -> tuple[Any, AccumulateState]:
         count = state.nonfinite_count
-        # Always; but the compiler does not know, and keeps a conditional. The sum comes
-        # out of it in its own buffer. Without it the step is made from a copy.
+        # Always true, but the compiler does not know that, and keeps a conditional. The
+        # sum comes out of it in its own buffer. Without the conditional the step would
+        # read a copy of it.
         taken = state.num_accumulated >= 0
         if skip_nonfinite:
             taken = _all_finite(updates, state.global_step)

@@ -75,8 +75,8 @@ def compensate_delay(
             now, then = (
                 dtypes.widen(jnp.asarray(x)).astype(wide.dtype) for x in (w, w_worker)
             )
-            # λ and the distance come first: if either is 0, so is the product, though
-            # g⊙g may overflow.
+            # λ and the distance are multiplied first: if one of them is 0, the product
+            # is 0, although g⊙g may overflow.
             correction = arithmetic.scale(now - then, variance_control)
             for _ in range(2):
                 correction = arithmetic.scale(correction, jnp.abs(wide))

@@ -1,4 +1,4 @@
-"""Reads the counters of a gate, wherever in a state they lie."""
+"""Reads the counters of a gate from any place in a state."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def staleness_fraction(state: optax.OptState) -> jax.Array:
 
 
 def outermost(state: optax.OptState, field: str) -> jax.Array:
-    """A field of the state of the outermost gate with that field."""
+    """A field of the outermost gate whose state has this field."""
     value: jax.Array = getattr(_outermost(state, field), field)
     return value
 
 
 def dropped(state: optax.OptState) -> jax.Array:
-    """How many pushes the outermost gate has left out, for whatever reason."""
+    """How many pushes the outermost gate has left out, for any reason."""
     own = _outermost(state, "global_step")
     count: jax.Array
     count = own.stale_count if hasattr(own, "stale_count") else own.nonfinite_count

@@ -16,7 +16,7 @@ from gradxform._trees import boxes, checks, constants, dtypes, maps
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.rounding import narrow
 
-_DELAYS = f"[0, {2**30}]"  # Twice as much is still an int32.
+_DELAYS = f"[0, {2**30}]"  # Counters go up to twice a delay, and are int32.
 
 
 class DelayedState(NamedTuple):
@@ -158,8 +158,8 @@ def delayed(
         # Each leaf that has a gradient has an old one to act on.
         full = jnp.all((count >= delays) | ~moves)
         outcome, (inner_state, acted) = gate.either(full, step, wait)
-        # Nothing is taken for it, but the compiler does not know: it writes the new
-        # gradient after the old one has been read, in its place, and keeps no copy.
+        # `never` is always false, but the compiler does not know that. So it writes the
+        # new gradient only after the step has read the old one, and needs no copy.
         known = acted.astype(jnp.float32)
         never = (known != known) & (known == known)
 
@@ -183,12 +183,12 @@ def delayed(
 
 
 def _delay(ring: Any) -> int:
-    """The delay of a leaf: for how many gradients its ring has room."""
+    """The delay of a leaf: the number of gradients in its ring."""
     return ring.shape[0] if ring is not None and ring.ndim else 0
 
 
 def _oldest(g: Any, ring: Any, place: jax.Array) -> Any:
-    """The gradient that today's will replace; today's without a delay."""
+    """The oldest gradient, which the new one will replace; the new one if d = 0."""
     if g is None or not (delay := _delay(ring)):
         return g
     at = place if delay > 1 else 0
@@ -200,8 +200,8 @@ def _check_numbers(num_steps: Any) -> None:
     numbers = jax.tree.leaves_with_path(num_steps)
     if not numbers:
         raise TypeError(
-            f"num_steps must be an int, or a tree with an int for each leaf of params "
-            f"or for a part of them, got {num_steps!r}."
+            f"num_steps must be an int, or a tree with an int for each leaf or branch "
+            f"of params, got {num_steps!r}."
         )
     for path, number in numbers:
         name = f"num_steps{jax.tree_util.keystr(path)}"
@@ -215,11 +215,11 @@ def _check_numbers(num_steps: Any) -> None:
 
 
 def _delays(num_steps: Any, params: Any) -> Any:
-    """The number of each leaf: the one given at its path, or for a part around it."""
+    """The number of each leaf: the one given for it, or for a branch around it."""
     given = dict(jax.tree.leaves_with_path(boxes.bare(num_steps)))
     cure = (
-        "Pass an int, or a tree of ints with the keys of params, in which one int may "
-        "stand for all of a part."
+        "Pass an int, or a tree of ints with the keys of params, where one int may "
+        "stand for a whole branch."
     )
 
     def find(path: Any, _: Any) -> int:
@@ -246,7 +246,7 @@ def _delays(num_steps: Any, params: Any) -> Any:
 
 
 def _check_updates(updates: Any, ring: Any) -> None:
-    """Raises ``TypeError`` where a gradient does not fit into its ring."""
+    """Raises ``TypeError`` if a gradient does not fit into its ring."""
 
     def room(r: Any) -> Any:
         return jax.core.ShapedArray(r.shape[1:], r.dtype) if _delay(r) else None
@@ -259,9 +259,9 @@ def _check_updates(updates: Any, ring: Any) -> None:
             rows = jax.typeof(g.values).str_short()
             raise TypeError(
                 "delayed makes room for gradients in init, which knows no number of "
-                f"rows, so it takes dense ones, got IndexedSlices of {rows} at "
-                f"{checks.place(path)}. Put gradxform.densify() in front of it, at the "
-                "price of a ring of whole tables, or give this leaf a delay of 0."
+                f"rows, so it takes dense gradients, got IndexedSlices of {rows} at "
+                f"{checks.place(path)}. Put gradxform.densify() in front of it, which "
+                "needs a ring of whole tables, or give this leaf a delay of 0."
             )
 
     jax.tree.map_with_path(check, updates, ring, is_leaf=maps.is_leaf)

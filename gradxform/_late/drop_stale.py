@@ -131,7 +131,7 @@ def drop_stale(
         staleness = state.global_step - jnp.maximum(local_step, earliest)
 
         def fresh() -> tuple[Any, DropStaleState]:
-            # A gate inside this one judges by the same local_step.
+            # A gate inside this one needs the same local_step.
             passed_on = {**extra, "local_step": local_step, "staleness": staleness}
             passed_on = gate.taken(inner, passed_on)
             outcome, inner_state = act(

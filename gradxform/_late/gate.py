@@ -1,11 +1,11 @@
 """Gates: wrappers that decide, push by push, whether a gradient may act at all.
 
-A gate is written once, as a `guard`: one conditional around "act" and "rest", which
-leaves open what those two produce. `update` fills in updates, and none where it rests;
-`apply_gradients` fills in new parameters, and the old ones. So the whole step, update
-and apply, lies inside one conditional. A push that may not act reads and writes no
-array of the model's size, and the conditional hands buffers through. If updates had to
-come out of it, it would copy them.
+A gate is written once, as a `guard`: one conditional around "act" and "rest". The guard
+leaves open what these two produce. In `update` acting gives updates, and resting gives
+none; in `apply_gradients` acting gives new parameters, and resting gives the old ones.
+So the whole step, update and apply, lies inside one conditional. A push that may not
+act reads and writes no array of the model's size, as the conditional passes the buffers
+through. If updates had to come out of it, it would copy them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Guard(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class _GatedUpdate:
-    """An ``update`` that carries its gate, wherever it is put."""
+    """An ``update`` that carries its gate, also into another transformation."""
 
     update: Callable[..., tuple[Any, Any]]
     guard: Guard
@@ -56,8 +56,9 @@ class _GatedUpdate:
 class GatedTransformation(optax.GradientTransformationExtraArgs):
     """A ``GradientTransformation`` that can also run its whole step behind its gate.
 
-    A pair of functions, as any other; the gate goes with ``update``. So a pair rebuilt
-    from the two, by ``jax.tree.unflatten`` or as a field of a module, is gated too.
+    It is a pair of functions, as any other, and ``update`` carries the gate. So a pair
+    that is rebuilt from the two, by ``jax.tree.unflatten`` or as a field of a module,
+    has the gate, too.
 
     Attributes:
       init: as in any ``GradientTransformation``.
@@ -68,7 +69,7 @@ class GatedTransformation(optax.GradientTransformationExtraArgs):
     def __new__(
         cls, init: Any, update: Any, guard: Guard | None = None
     ) -> GatedTransformation:
-        """Of ``init`` and ``update``, to which ``guard`` is attached if it is given."""
+        """A pair of ``init`` and ``update``; attaches ``guard`` if it is given."""
         if guard is not None:
             update = _GatedUpdate(update, guard)
         return super().__new__(cls, init, update)
@@ -124,9 +125,9 @@ def either(
     """``lax.cond(pred, acts, rests)`` whose sides need not agree in type.
 
     Both return ``(outcome, state)``. Resting returns the old values and so sets the
-    types: parameters and state have the same dtypes after a push as before it, and lie
-    on the same devices, for gradients of any type. Where resting gives None, as for
-    updates, acting sets the type, and resting gives zeros of it.
+    types: parameters and state keep their dtypes and devices for gradients of any type.
+    If resting gives None, as for updates, acting sets the type, and resting gives zeros
+    of that type.
     """
     rested, before = _traced(rests)
 
@@ -153,7 +154,7 @@ def either(
 
 
 def _traced(f: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
-    """The same function, now run and no longer traced, and its result's types.
+    """Traces a function; returns a function that runs the trace, and the result types.
 
     ``jax.eval_shape`` knows neither shardings nor the axes over which arrays vary.
     """
@@ -164,7 +165,7 @@ def _traced(f: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
 
     def run() -> Any:
         leaves = jax.extend.core.jaxpr_as_fun(jaxpr)()
-        # Constants come as numbers.
+        # Constants come back as Python numbers.
         arrays = [
             jnp.asarray(x, t.dtype) if np.isscalar(x) else x
             for x, t in zip(leaves, types, strict=True)
@@ -175,7 +176,7 @@ def _traced(f: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
 
 
 def _as_type(x: jax.Array, like: Any) -> jax.Array:
-    """``x`` in a dtype, on explicit mesh axes, and varying as that type does."""
+    """``x`` with the dtype, the explicit sharding and the varying axes of a type."""
     if x.dtype != like.dtype:
         x = x.astype(like.dtype)
     if like.sharding.mesh.explicit_axes and jax.typeof(x).sharding != like.sharding:
@@ -202,7 +203,7 @@ def _zeros(types: Any) -> Any:
 def taken(tx: optax.GradientTransformation, extra: dict[str, Any]) -> dict[str, Any]:
     """The extra arguments that ``tx.update`` takes.
 
-    Most take all and ignore unknown ones; ``optax.contrib.sam`` does not.
+    Most transformations ignore unknown ones; ``optax.contrib.sam`` does not.
     """
     parameters = inspect.signature(tx.update).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

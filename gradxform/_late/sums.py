@@ -1,6 +1,6 @@
 """The sum of several pushes, and the one step that follows from it.
 
-A gate around it says which pushes it takes in; the rest is the same for all of them.
+A gate around it says which pushes it takes; all else is the same for each gate.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Sums:
                 params,
                 **gate.taken(self._inner, extra),
             )
-            # This push has a gradient for all leaves but these.
+            # None: this push has a gradient for the leaf, so it acts.
             acted = jax.tree.unflatten(
                 treedef,
                 [pushed[i] if g is None else None for i, g in enumerate(leaves)],
@@ -126,9 +126,9 @@ class Sums:
             return rest(params), (state.inner_state, jnp.array(False))
 
         outcome, (inner_state, stepped) = gate.either(full, step, wait)
-        # The sum starts again in its own buffer, once the step no longer reads it: that
-        # `stepped` comes out of the conditional tells the compiler when, and saves the
-        # copy that it would make otherwise.
+        # The sum starts again in its own buffer, once the step no longer reads it. The
+        # compiler knows this moment, as `stepped` comes out of the conditional. That
+        # saves a copy.
         (accumulated, row_counts), _ = gate.either(
             ~stepped, lambda: ((total, row_counts), ()), lambda: (None, ())
         )
@@ -151,14 +151,14 @@ class Sums:
         )
         if jnp.issubdtype(jnp.result_type(required), jnp.integer):
             return count >= dtypes.saturated(required)
-        # Schedules of optax give real numbers.
+        # Optax's schedules give real numbers.
         return count.astype(jnp.float32) >= jnp.asarray(required, jnp.float32)
 
     def _added(
         self, updates: optax.Updates, state: Any, count: jax.Array, full: jax.Array
     ) -> tuple[Any, Any]:
-        """Sums and counts of rows with this push, divided if it is the last."""
-        # sum + g and n + 1, in a table only for the rows that the push holds
+        """Sums and row counts with this push; divides the sums if it is the last."""
+        # sum + g and n + 1; in a table only for the rows that the push holds
         pushed = maps.sum_duplicates(updates)
         by_row = self._reduction == "row_mean"
         row_counts = state.row_counts
@@ -184,8 +184,8 @@ def _map(f: Callable[..., Any], *trees: Any) -> Any:
 
 def _divide(full: jax.Array) -> Callable[..., Any]:
     def divide(g: Any, total: Any, n: Any) -> Any:
-        # sum / n with the last push, in the sum's own buffer, where inner can read it
-        # as often as it likes
+        # sum / n with the last push, in the sum's own buffer: inner may read it more
+        # than once
         if total is None:
             return None
 
@@ -202,9 +202,9 @@ def _divide(full: jax.Array) -> Callable[..., Any]:
 
 
 def _reduced(g: Any, total: Any, like: Any) -> Any:
-    """The input of ``inner``, in the dtype of the gradient, else of the parameter.
+    """The input of ``inner``, in the dtype of the gradient, or of the parameter.
 
-    None stays only if there is never a gradient, as for a parameter of integers.
+    It is None only if there can never be a gradient, as for a parameter of integers.
     """
     if g is not None:
         return narrow(total, maps.dtype_of(g))
@@ -214,5 +214,5 @@ def _reduced(g: Any, total: Any, like: Any) -> Any:
 
 
 def _if_pushed(acted: Any, new: Any, old: Any = 0) -> Any:
-    """The old leaf if nobody had a gradient; None stands for the last push."""
+    """The old leaf if no push had a gradient for it; ``acted=None`` means one had."""
     return new if acted is None or new is None else jnp.where(acted, new, old)

@@ -203,7 +203,7 @@ def worker_mean(
 
         counts = state.counts.at[i].set(one_more(state.counts[i]))
         complete = jnp.all(counts > 0) | jnp.any(state.stepped)
-        ahead = state.stepped[i]  # In this cycle, so the push belongs to the next one.
+        ahead = state.stepped[i]  # It has stepped: the push belongs to the next cycle.
         row = jnp.where(ahead, 1 - state.turn, state.turn)
         if method == "latest":
             complete = jnp.all(state.counts > 0)
@@ -231,8 +231,8 @@ def worker_mean(
         def wait() -> tuple[Any, Any]:
             return rest(params), (state.inner_state, jnp.array(False))
 
-        # That `acted` comes out of the conditional tells the compiler when the mean is
-        # read no longer, and saves a copy of it.
+        # As `acted` comes out of the conditional, the compiler knows when the mean is
+        # no longer read. That saves a copy.
         outcome, (inner_state, acted) = gate.either(full, step, wait)
 
         stepped, turn, over = state.stepped, state.turn, acted
@@ -271,7 +271,7 @@ def worker_mean(
 
 
 def _worker(worker: Any, n: int) -> tuple[jax.Array, jax.Array]:
-    """Whether there is such a worker, and its row."""
+    """Whether this worker exists, and its row."""
     if worker is None:
         raise TypeError(
             "worker_mean needs worker: pass update(..., worker=i), the index of the "
@@ -310,7 +310,8 @@ def _added(
         means = means.at[row].add(
             narrow(share, means.dtype), out_sharding=explicit_sharding(means)
         )
-        # The mean is known first, so the compiler need not copy the row that it reads.
+        # `known` is always false, but the compiler does not know that. So it computes
+        # the mean first, and need not copy the row that the mean reads.
         known = _row(means, row)
         known = (known != known) & (known == known)
         new = jnp.where(known, 0, old + delta)

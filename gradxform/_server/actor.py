@@ -1,4 +1,4 @@
-"""How a server differs if it is a Ray actor."""
+"""How a server differs when it is a Ray actor."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from gradxform._server.records import Version
 
 
 class Publisher:
-    """Puts parameters into Ray's object store, each version once for all who pull it.
+    """Puts parameters into Ray's object store, each version once for all its readers.
 
-    Who pulls gets a reference, and there, without another call, what it refers to.
+    A pull returns a reference. On the worker it turns into the parameters, without
+    another call.
     """
 
     def __init__(self) -> None:
         wire.register()
-        # The step that was put there last, and by the tables that are left out of it
-        # the references. It is replaced whole: who reads it needs no lock.
+        # The step that was published last, and its references, keyed by the tables
+        # that they leave out. The pair is replaced as a whole, so readers need no lock.
         self._last: tuple[Any, dict[frozenset[int], Any]] = None, {}
 
     def find(self, version: Version, tables: frozenset[int]) -> Any:
-        """The reference to its parameters but some tables; None before it is there."""
+        """The reference to its parameters without these tables; None if not there."""
         last, refs = self._last
         return refs.get(tables) if last == _step(version) else None
 
     def publish(self, version: Version, tables: frozenset[int], params: Any) -> Any:
-        """The reference to ``params``, in which numbers stand for those tables."""
+        """The reference to ``params``, where numbers stand for these tables."""
         ref = self.find(version, tables)
         if ref is None:
             if self._last[0] != _step(version):
@@ -43,21 +44,21 @@ class Publisher:
         return sys.modules["ray"].put(params)
 
     def deliver(self, ref: Any, parts: dict[int, Any]) -> Any:
-        """The answer to a worker: stored leaves, and parts of the tables left out."""
+        """The answer to a worker: the stored leaves, and rows of the other tables."""
         return Published(ref, parts)
 
     def forget(self) -> None:
-        """The stored leaves may no longer be the parameters."""
+        """Drops the references: the parameters may have changed since."""
         self._last = None, {}
 
 
 def _step(version: Version) -> tuple[str, int]:
-    """What its parameters belong to: a push that a gate leaves out changes none."""
+    """Identifies its parameters: they change only where the global step does."""
     return version.life, version.global_step
 
 
 class Published:
-    """Parameters that are on their way to a worker; what arrives is their tree."""
+    """Parameters on their way to a worker. They arrive as their tree."""
 
     def __init__(self, ref: Any, parts: dict[int, Any]) -> None:
         self._ref, self._parts = ref, parts
@@ -73,12 +74,12 @@ def _fetch(ref: Any, parts: dict[int, Any]) -> Any:
 
 
 def is_actor(server: Any) -> bool:
-    """Whether this object is what a Ray actor consists of."""
+    """Whether this object is the inside of a Ray actor."""
     return hasattr(type(server), "__ray_actor_class__")
 
 
 def was_restarted(server: Any) -> bool:
-    """Whether Ray has started this very actor again after its process died."""
+    """Whether Ray has started this actor again after its process died."""
     if not is_actor(server):
         return False
     context = sys.modules["ray"].get_runtime_context()

@@ -1,8 +1,9 @@
-"""Messages between the processes of one server: orders, and that one has died.
+"""Messages between the processes of one server: commands, and news of a death.
 
-The leader has a connection to each follower. Orders go one way, in one order. Where a
-connection ends, a process has: then all others end as well, at once. Nobody is left
-behind in a collective that the dead one will never join.
+The leader has a connection to each follower. It sends its orders (commands) over them,
+to all followers in the same sequence. A connection that closes means that a process has
+ended. Then all others end as well, at once, so that none waits in a collective that the
+dead process will never join.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-# Seconds of silence after which a machine is asked whether it is there, seconds between
-# two such questions, and how many may go unanswered.
+# TCP keepalive: seconds of silence before the first probe, seconds between two probes,
+# and how many of them may stay unanswered.
 SILENCE, BETWEEN, UNANSWERED = 5, 2, 3
-PATIENCE = 5.0  # Seconds in which what fails in one process fails in all, or in one.
+PATIENCE = 5.0  # A step fails in all processes within these seconds, or only in one.
 
 
 def end_process(why: str) -> None:
-    """Ends this process, whatever its threads are at."""
+    """Ends this process, whatever its threads are doing."""
     print(f"gradxform: {why}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 class Orders:
-    """The leader's end: tells each order to all followers.
+    """The leader's end: sends each order to all followers.
 
     Args:
       host: the address of this machine, as the others know it.
-      key: what the others must know, too.
-      end: what ends this process.
+      key: the secret that the others must know, too.
+      end: the function that ends this process.
     """
 
     def __init__(
@@ -48,15 +49,15 @@ class Orders:
         self.address: tuple[str, int] = self._listener.address  # type: ignore[assignment]
         self._end = end
         self._connections: list[Connection[Any, Any]] = []
-        self._lock = threading.Lock()  # Two orders go one after the other.
+        self._lock = threading.Lock()  # For one order at a time.
         self._failed = threading.Event()
         self._others_failed = threading.Semaphore(0)
 
     def accept(self, followers: int) -> None:
-        """Waits until so many followers are connected."""
+        """Waits until this number of followers is connected."""
         found: dict[int, Connection[Any, Any]] = {}
         while len(found) < followers:
-            # Somebody else, who looks for open ports, is no follower.
+            # A stranger who scans for open ports is no follower.
             with contextlib.suppress(AuthenticationError, EOFError, OSError):
                 connection = self._listener.accept()
                 found[connection.recv()] = connection
@@ -67,7 +68,7 @@ class Orders:
             _start(self._watch, connection)
 
     def tell(self, name: str, *args: Any, each: list[Any] | None = None) -> None:
-        """Has all followers do ``name``, or those for whom ``each`` has something."""
+        """Tells all followers to do ``name``, or those with an entry in ``each``."""
         order = pickle.dumps((name, *args), -1)
         try:
             with self._lock:
@@ -81,9 +82,9 @@ class Orders:
             self._end(f"a process of the server is gone, {error}")
 
     def failed(self, why: str) -> None:
-        """Returns if all followers have failed as well, or else ends this process.
+        """Returns if all followers have failed as well; otherwise ends this process.
 
-        What fails everywhere is nobody's death: who asked is told why.
+        A failure in every process kills none of them: the caller is told its cause.
         """
         self._failed.set()
         deadline = time.monotonic() + PATIENCE
@@ -103,13 +104,13 @@ class Orders:
 
 
 class Followed:
-    """A follower's end: what it is told, in order.
+    """A follower's end: receives the orders and obeys them in their sequence.
 
     Args:
       address: of the leader.
-      key: what it knows, too.
+      key: the secret that the leader knows, too.
       number: of this follower.
-      end: what ends this process.
+      end: the function that ends this process.
     """
 
     def __init__(
@@ -127,14 +128,14 @@ class Followed:
         _start(self._hear)
 
     def _hear(self) -> None:
-        # Beside the thread that does what it is told, which may be in a collective.
+        # On a thread of its own: the thread that obeys may be in a collective.
         with contextlib.suppress(EOFError, OSError):
             while True:
                 self._orders.put(self._connection.recv())
         self._end("the leader of the server has died, and this process ends with it")
 
     def serve(self, obey: Callable[..., None], failure: Callable[..., str]) -> None:
-        """Does what it is told, for good; what fails is told to the leader."""
+        """Obeys until an order fails, and tells the leader of that failure."""
         while True:
             name, *args = self._orders.get()
             try:
@@ -142,7 +143,7 @@ class Followed:
             except BaseException as error:
                 self._connection.send(failure(error))
                 return  # The leader ends the server.
-            del args  # Nothing of it lives on while the next is waited for.
+            del args  # Keeps no array alive while it waits for the next order.
 
 
 def _start(function: Callable[..., None], *args: Any) -> None:
@@ -150,7 +151,7 @@ def _start(function: Callable[..., None], *args: Any) -> None:
 
 
 def _tune(connection: Connection[Any, Any]) -> None:
-    """Sends each order at once, and notices when the machine there has vanished."""
+    """Sends each order at once, and notices when the other machine has vanished."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

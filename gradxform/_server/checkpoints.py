@@ -28,29 +28,29 @@ class Checkpoint(NamedTuple):
     """Where a run is saved, how often, and how many of its checkpoints are kept.
 
     A checkpoint holds parameters, optimizer state, and each worker's last answers, all
-    of one moment: right after a step. It is written by orbax's ``CheckpointManager``,
-    by the side of the run; one that is due while the last is still being written is
-    left out. Its name is the number of pushes that it holds. A run that ends, or is
-    told to by ``SIGTERM``, is saved once more. Until it is written it takes the memory
-    of a second model and optimizer state.
+    of one moment: right after a step. Orbax's ``CheckpointManager`` writes it while the
+    run goes on. A checkpoint that falls due while the last one is still being written
+    is skipped. Its name is the number of pushes that it holds. A run that ends, or
+    receives ``SIGTERM``, is saved once more. Until a checkpoint is written, it takes
+    the memory of a second model and optimizer state.
 
-    The directory belongs to one run at a time: a second one is told who has it.
-    Checksums lie beside what was written. Where the newest checkpoint has changed,
-    lacks parts or cannot be read, the run goes on from the newest whole one, with a
-    warning, and the broken one gets another name, as ``40.broken``.
+    The directory belongs to one run at a time: a second run gets an error that names
+    the first. Each checkpoint holds checksums of its files. If the newest checkpoint
+    has changed, lacks parts or cannot be read, the run goes on from the newest complete
+    one, with a warning, and renames the broken one, for example to ``40.broken``.
 
     Attributes:
-      directory: of checkpoints, a path; on Ray one that the server's machine and the
-        one that takes its place both have.
+      directory: the path of the checkpoints' folder. On Ray, the server's machine and
+        any machine that takes its place must both have it.
       every_steps: saves whenever the global step is a multiple of it; None for never.
-      every_seconds: saves after the first step that ends so many seconds after the last
+      every_seconds: saves after a step if this many seconds have passed since the last
         checkpoint was begun; None for never.
       max_to_keep: how many of the newest are kept; None for all.
-      resume: whether to go on from the newest one, if there is any. Without, it is an
-        error that there is one: nothing is ever overwritten.
-      settings: what the run depends on beside its job, by name, such as
-        ``{"seed": 0}``: anything that JSON holds. It is saved, too, and a run that goes
-        on with other settings says so.
+      resume: whether to go on from the newest checkpoint, if there is one. If False, an
+        existing checkpoint is an error: nothing is ever overwritten.
+      settings: what the run depends on besides its job, by name, such as
+        ``{"seed": 0}``: any JSON value. They are saved, too, and a run that goes on
+        with other settings says so.
     """
 
     directory: str | os.PathLike[str]
@@ -72,7 +72,7 @@ class Checkpoint(NamedTuple):
                 checks.in_range(name, getattr(self, name), "[1, inf)")
         if self.every_seconds is not None:
             checks.in_range("every_seconds", self.every_seconds, "[0, inf]")
-        try:  # As it comes back.
+        try:  # The form in which a checkpoint gives them back.
             settings = json.loads(json.dumps(dict(self.settings)))
         except (TypeError, ValueError) as error:
             raise TypeError(
@@ -83,25 +83,25 @@ class Checkpoint(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """All that a server needs to go on, of one moment."""
+    """All that a server needs to go on, taken at one moment."""
 
-    pushes: int  # That it has answered.
+    pushes: int  # How many it has answered.
     state: dict[str, Any]
     counters: dict[str, Any]
 
 
 class OtherJobError(ValueError):
-    """A checkpoint is whole, and of another job."""
+    """A checkpoint is complete, but belongs to another job."""
 
 
 class Saver:
     """Writes snapshots on a thread of its own, and reads the newest.
 
-    Where the arrays lie over several processes, each has one. The first process alone
-    opens the directory and reads the newest; in the others :meth:`read` is called with
-    what it has chosen, and none waits for another. All write together, each its parts
-    of the same snapshots: they wait for each other by JAX's coordination service, never
-    by a collective, which would come between those of the steps.
+    Where the arrays lie over several processes, each process has a saver. Only the
+    first one opens the directory and chooses the newest checkpoint. The others call
+    :meth:`read` with its choice, and no process waits for another. All write together,
+    each its parts of the same snapshots. They wait for each other through JAX's
+    coordination service, never in a collective: it could come between those of a step.
 
     Args:
       checkpoint: where, and how often.
@@ -118,7 +118,7 @@ class Saver:
         self._several = jax.process_count() > 1
         self._is_first = jax.process_index() == 0
         self._turns = itertools.count()  # The same in all processes.
-        self._held: int | None = None  # The pushes that the newest one holds.
+        self._held: int | None = None  # How many pushes the newest one holds.
         self._folder = Folder(os.fspath(checkpoint.directory))
         self._manager: Any = None
         self._idle = threading.Event()
@@ -134,7 +134,7 @@ class Saver:
         """Takes the directory.
 
         Raises:
-          OSError: another run writes there; or it cannot be written to.
+          OSError: another run writes there, or the directory is not writable.
           ValueError: it holds something else.
         """
         if self._manager is not None:
@@ -151,7 +151,7 @@ class Saver:
         self._manager = self._made(clean=self._is_first)
 
     def _made(self, *, clean: bool = False, together: str | None = None) -> Any:
-        """A manager of this process alone, or of those that write ``together``."""
+        """A manager for this process alone, or for all that write ``together``."""
         ocp, several = self._orbax, {}
         if self._several:
             here = jax.process_index()
@@ -166,17 +166,17 @@ class Saver:
             options=ocp.CheckpointManagerOptions(
                 **several,
                 max_to_keep=self.checkpoint.max_to_keep,
-                # A killed process left it half done.
+                # Removes the half-written ones of a killed process.
                 cleanup_tmp_directories=clean,
-                # This thread waits for it. Those that write beside a process tell
-                # each other by a number that all managers of the process share, and
-                # where two do so at once, both may wait in vain.
+                # This thread waits anyway. Asynchronous writers find each other by a
+                # number that all managers of a process share, and two that write at
+                # once may wait for each other forever.
                 enable_async_checkpointing=False,
             ),
         )
 
     def is_due(self, global_step: int) -> bool:
-        """Whether the state after this step is to be saved."""
+        """Whether the state after this step should be saved."""
         _, steps, seconds, *_ = self.checkpoint
         if not self._idle.is_set():
             return False
@@ -185,7 +185,7 @@ class Saver:
         return seconds is not None and time.monotonic() - self._begun >= seconds
 
     def rest(self) -> None:
-        """From now on none is due."""
+        """No checkpoint is due from now on."""
         self.checkpoint = self.checkpoint._replace(every_steps=None, every_seconds=None)
 
     def start(self, snapshot: Snapshot) -> None:
@@ -202,7 +202,7 @@ class Saver:
             raise error
 
     def wait(self) -> None:
-        """Waits for what is being written."""
+        """Waits until nothing is being written."""
         self._idle.wait()
 
     def _serve(self) -> None:
@@ -212,7 +212,7 @@ class Saver:
                 self._save(snapshot)
             except Exception as raised:
                 error = raised
-                if done is None:  # The run goes on, and the next may be better off.
+                if done is None:  # The run goes on, and the next one may succeed.
                     logger.error("no checkpoint was written: %s", summary(error))
             self._idle.set()
             if done is not None:
@@ -220,7 +220,7 @@ class Saver:
 
     def _save(self, snapshot: Snapshot) -> None:
         if snapshot.pushes == self._held:
-            return  # A run that has come to its end is not saved again.
+            return  # It is saved already.
         args, manager = self._orbax.args, self._manager
         counters = {
             **snapshot.counters,
@@ -228,7 +228,7 @@ class Saver:
             "settings": self.checkpoint.settings,
         }
         try:
-            if self._several:  # Under a name of its own, whatever became of the last.
+            if self._several:  # A new name: the last one may have failed halfway.
                 manager = self._made(together=f"checkpoint {next(self._turns)}")
             saved = manager.save(
                 snapshot.pushes,
@@ -240,15 +240,16 @@ class Saver:
         except BaseException:
             if self._is_first:
                 with contextlib.suppress(Exception):
-                    self._manage()  # It removes what is half written.
+                    self._manage()  # Removes the half-written checkpoint.
             raise
         finally:
             if manager is not self._manager:
                 manager.close()
         if not saved:
             raise OSError(
-                f"{self.checkpoint.directory} holds a checkpoint of more pushes than "
-                f"{snapshot.pushes}: another run writes there. Give it one of its own."
+                f"{self.checkpoint.directory} holds a checkpoint of more than "
+                f"{snapshot.pushes} pushes: another run writes there. Give each run a "
+                "directory of its own."
             )
         self._held = snapshot.pushes
         if self._is_first:
@@ -262,17 +263,18 @@ class Saver:
     def read_newest(
         self, like: dict[str, Any], read: Callable[[int], Snapshot] | None = None
     ) -> tuple[Snapshot, list[str]]:
-        """The newest whole one, its arrays placed as those of ``like``.
+        """The newest complete one, its arrays placed as those of ``like``; and notes.
 
-        Those before it in line get another name. What is to be said of it comes along.
+        Newer ones, which are broken, are renamed. The notes tell the user of them, and
+        of changed settings.
 
         Args:
-          like: parameters and state, or what describes them.
+          like: parameters and state, or their descriptions.
           read: reads one, by its number of pushes, in all processes; by default
-            :meth:`read` in this one.
+            :meth:`read` in this process.
 
         Raises:
-          ValueError: it is of another job, or none is whole.
+          ValueError: it belongs to another job, or none is complete.
         """
         faults: dict[int, str] = {}
         for pushes in sorted(self._manager.all_steps(), reverse=True):
@@ -306,7 +308,7 @@ class Saver:
         return f"{self.checkpoint.directory}/{pushes}"
 
     def _changed(self, pushes: int, counters: dict[str, Any]) -> list[str]:
-        """Its settings, and those with which the run goes on."""
+        """One line for each setting that differs from the run's."""
         before, now = counters.get("settings", {}), self.checkpoint.settings
         changes = [
             f"{name}={before[name]!r}, and the run goes on with {now[name]!r}"
@@ -316,12 +318,12 @@ class Saver:
         return [f"checkpoint: {self._where(pushes)} has {each}" for each in changes]
 
     def read(self, pushes: int, like: dict[str, Any]) -> Snapshot:
-        """One of them, its arrays placed as those of ``like``; of those the parts here.
+        """One checkpoint, its arrays placed as those of ``like``: the parts here.
 
         Raises:
-          ValueError: it is of another job.
+          ValueError: it belongs to another job.
         """
-        if self._manager is None:  # Not in the first process.
+        if self._manager is None:  # A follower has none yet.
             self._manage()
         where, args = self._where(pushes), self._orbax.args
         read = self._manager.restore
@@ -335,14 +337,15 @@ class Saver:
                     f"{wanted.get(path, 'nothing')}. Give another directory."
                 )
         target = jax.tree.map(self._orbax.utils.to_shape_dtype_struct, like)
-        # Other numbers of processes have other padding; what users see of it does fit.
+        # Another number of processes has another padding. The shapes that users see
+        # are equal, as checked above.
         restore = args.StandardRestore(target, strict=False)
         state = read(pushes, args=args.Composite(state=restore))
         self._held = pushes
         return Snapshot(pushes, state["state"], counters["counters"])
 
     def close(self) -> None:
-        """Ends when what was begun is written."""
+        """Finishes the checkpoint that was begun, then ends."""
         self._orders.put(None)
         self._thread.join()
         if self._manager is not None:

@@ -10,7 +10,7 @@ def require(package: str, extra: str) -> Any:
     """Imports a package that not every user needs.
 
     Raises:
-      ImportError: in one line, with the command that installs it.
+      ImportError: one line with the command that installs it.
     """
     try:
         return importlib.import_module(package)

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: its one writer, and which ones are whole."""
+"""The folder of a run's checkpoints: its one writer, and which ones are complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 try:
     import fcntl
-except ImportError:  # Windows has none: there only runs of one process are told apart.
+except ImportError:  # Windows: there only runs of the same process exclude each other.
     fcntl = None  # type: ignore[assignment]
 
 LOCK = "gradxform.lock"
@@ -26,11 +26,11 @@ PATIENCE = 5.0  # Seconds for a process that has died, or is about to end.
 
 
 def path_of(name: str, given: Any) -> str:
-    """A path that a caller gave: absolute, with the user's home in place of ``~``.
+    """A caller's path made absolute, with the user's home in the place of ``~``.
 
     Raises:
       TypeError: it is no path.
-      ValueError: it is empty, which would be the working directory.
+      ValueError: it is empty, which would mean the working directory.
     """
     try:
         path = os.fsdecode(given)
@@ -44,19 +44,19 @@ def path_of(name: str, given: Any) -> str:
 
 
 def is_remote(path: str) -> bool:
-    """Whether it is in a cloud's bucket."""
+    """Whether it is a cloud's bucket."""
     return "://" in path
 
 
 class Folder:
-    """A folder of one run at a time.
+    """A folder that belongs to one run at a time.
 
-    Each checkpoint is a folder in it, named by a number. Beside orbax's files lie
-    checksums of all of them: orbax does not notice changed bytes. In a bucket there are
+    Each checkpoint is a folder in it, named by a number. Beside orbax's files lies a
+    file with their checksums, as orbax does not notice changed bytes. A bucket has
     neither locks nor checksums.
     """
 
-    # All that runs of this process write to, by device and inode.
+    # All folders that runs of this process write to, by device and inode.
     _mine: ClassVar[set[tuple[int, int]]] = set()
     _lock = threading.Lock()
 
@@ -67,10 +67,10 @@ class Folder:
         self._identity: tuple[int, int] | None = None
 
     def take(self) -> None:
-        """Keeps other runs out, until this process ends at the latest.
+        """Locks the folder for this run, until :meth:`release` or this process's end.
 
         Raises:
-          OSError: another run writes there; or it cannot be written to.
+          OSError: another run writes there, or the folder is not writable.
         """
         if self._path is None:
             return
@@ -84,7 +84,7 @@ class Folder:
         self._identity = identity
         if fcntl is None:
             return
-        # The lock of a process ends with it, and children that outlive it have none.
+        # This lock ends with the process, and child processes do not inherit it.
         self._file = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         deadline = time.monotonic() + PATIENCE
         while not self._locked():
@@ -93,7 +93,7 @@ class Folder:
                 self.release()
                 raise self._taken(owner or "another process")
             time.sleep(0.05)
-        with contextlib.suppress(OSError):  # A full disk: then nobody can be named.
+        with contextlib.suppress(OSError):  # A full disk: later errors lack the name.
             os.ftruncate(self._file, 0)
             owner = f"process {os.getpid()} on {socket.gethostname()}"
             os.pwrite(self._file, owner.encode(), 0)
@@ -104,18 +104,18 @@ class Folder:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return False
-        except OSError:  # There are file systems without locks.
+        except OSError:  # Some file systems have no locks.
             pass
         return True
 
     def _taken(self, owner: str) -> OSError:
         return OSError(
-            f"checkpoint: {owner} saves a run in {self.directory}: wait for its end, "
+            f"checkpoint: {owner} saves a run in {self.directory}: wait until it ends, "
             "or give another directory."
         )
 
     def release(self) -> None:
-        """Lets others in."""
+        """Unlocks the folder for other runs."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -124,11 +124,11 @@ class Folder:
         self._identity = None
 
     def check(self) -> None:
-        """Looks for entries that runs do not make.
+        """Looks for entries that no run has made.
 
         Raises:
-          ValueError: among the checkpoints there is something else. It would be read,
-            or removed in its turn.
+          ValueError: an entry has the name of a checkpoint but is none. A run would
+            read it, or remove it as an old one.
         """
         if self._path is None:
             return
@@ -144,12 +144,12 @@ class Folder:
                 )
 
     def seal(self, number: int) -> None:
-        """Remembers the files of a checkpoint."""
+        """Writes the checksums of a checkpoint's files."""
         if self._path is None:
             return
         where = self._path / f"{number}"
         half = where / f"{SUMS}.tmp"
-        # If the disk is full there are none; it can be read all the same.
+        # A full disk leaves it without checksums; it can still be read.
         with contextlib.suppress(OSError):
             with open(half, "w") as file:
                 json.dump(_sums(where), file)
@@ -169,9 +169,9 @@ class Folder:
             return f"it has no {COUNTERS}"
         except KeyError as error:
             return f"{COUNTERS} has no {error}"
-        except (OSError, TypeError, ValueError) as error:  # As that of json and UTF-8.
+        except (OSError, TypeError, ValueError) as error:  # Also of json and of UTF-8.
             return f"{COUNTERS}: {error}"
-        if not (where / SUMS).exists():  # One from before there were any.
+        if not (where / SUMS).exists():  # Of an older version, or of a full disk.
             return None
         try:
             sums = json.loads((where / SUMS).read_bytes())
@@ -185,7 +185,7 @@ class Folder:
         return None
 
     def set_aside(self, number: int) -> str:
-        """Gives a broken one another name, to free its number; returns the name."""
+        """Renames a broken checkpoint, which frees its number; returns the new name."""
         if self._path is None:
             raise ValueError(f"checkpoint: move {self.directory}/{number} away.")
         new = self._path / f"{number}.broken"
@@ -196,7 +196,7 @@ class Folder:
 
 
 def _sums(where: pathlib.Path) -> dict[str, list[int]]:
-    """Size and CRC-32 of each file that makes a checkpoint."""
+    """Size and CRC-32 of each file of a checkpoint."""
     files = [path for item in ITEMS for path in (where / item).rglob("*")]
     return {str(x.relative_to(where)): _sum(x) for x in files if x.is_file()}
 

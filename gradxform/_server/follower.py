@@ -1,4 +1,4 @@
-"""A process of a server that does what its leader tells it."""
+"""A process of a server: it does what its leader tells it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from gradxform._server.recoverable import RecoverableServer
 
 
 class Follower:
-    """The parts of the arrays that one process has, and what it is told to do to them.
+    """One process's parts of the arrays, and the orders that it obeys.
 
     Args:
       number: of this process, from 1.
-      key: what all processes of the server know.
-      processes: how many they are.
+      key: the secret of the server's processes.
+      processes: how many there are.
     """
 
     def __init__(self, number: int, key: bytes, processes: int) -> None:
         self._number, self._key, self._processes = number, key, processes
         self._prepared: dict[int, tuple[Any, list[Any]]] = {}
-        # What became of an order, for whoever takes it, who may be there first.
+        # The result of each order, in a queue: its taker may come before it is there.
         self._done: dict[int, queue.SimpleQueue[Any]] = {}
 
     def join(
@@ -45,7 +45,7 @@ class Follower:
         followed = Followed(address, self._key, self._number)
         mesh = enter(coordinator, self._number, self._processes)
         params, tx = sys.modules["ray"].get(given)
-        # Nobody calls its `begin`: it is told which checkpoint to read, or write, when.
+        # Nobody calls its `begin`: the leader says when to read or write a checkpoint.
         self._server = RecoverableServer(
             Spread(params, layout, mesh), tx, *checkpoint, **options
         )
@@ -61,18 +61,18 @@ class Follower:
     def _params(self) -> list[Any]:
         return self._programs.leaves_of_params(self._server._version.leaves)
 
-    # What is asked of it outside of the order, by Ray's calls.
+    # Ray's calls: these may come in any sequence.
 
     def prepare(self, key: int, parcel: Parcel) -> None:
-        """Makes ready for a push what does not need the order."""
+        """Does what a push needs before its turn."""
         self._prepared[key] = self._programs.prepare(*parcel.open())
 
     def ready(self, number: int, size: int) -> None:
-        """Compiles the program that reads so many rows of that leaf."""
+        """Compiles the program that reads ``size`` rows of a leaf."""
         self._rows.ready(number, size)
 
     def resume(self, pushes: int) -> None:
-        """Goes on from a checkpoint: with its part of it."""
+        """Goes on from this process's part of a checkpoint."""
         server = self._server
         assert server._saver is not None
         like = self._programs.like(server._version.leaves)
@@ -81,7 +81,7 @@ class Follower:
         server._thread.run(server._resume, version, snapshot.counters)
 
     def take(self, key: int) -> Any:
-        """What became of an order; once."""
+        """The result of an order, to be asked for once."""
         done = self._box(key).get()
         del self._done[key]
         return done() if callable(done) else done
@@ -89,7 +89,7 @@ class Follower:
     def _box(self, key: int) -> queue.SimpleQueue[Any]:
         return self._done.setdefault(key, queue.SimpleQueue())
 
-    # The order.
+    # The leader's orders, obeyed in its sequence.
 
     def _obey(self, name: str, *args: Any) -> None:
         self._server._thread.run(getattr(self, f"_{name}"), *args)

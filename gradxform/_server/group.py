@@ -1,10 +1,11 @@
 """One server in several processes: a leader, and followers that do as it does.
 
-All processes hold one mesh, each a part of the arrays on it, and run the same compiled
-steps in the same order. The leader is the server: it answers workers, remembers what it
-has answered, and decides. What it does to the arrays in its turn it first tells the
-followers, so the order of its turns is the order of all. Nothing but the order happens
-in a turn: a push is prepared by all processes before, each with its own part of it.
+All processes share one mesh. Each holds its part of the arrays, and all run the same
+compiled steps in the same sequence. The leader is the server: it answers workers,
+remembers its answers, and decides. A turn is the time in which it changes or reads the
+arrays, one call after the other. In each turn it first tells the followers, so all
+processes have the same sequence of turns. Turns are short: all processes prepare a push
+before its turn, each its own part.
 """
 
 from __future__ import annotations
@@ -44,24 +45,25 @@ def host() -> str:
 
 
 def enter(coordinator: str, process: int, processes: int) -> Mesh:
-    """Makes this process one of several; the mesh of one device of each.
+    """Makes this process one of several; returns the mesh of one device of each.
 
-    Before anything touches JAX's devices in this process.
+    It must come before anything touches JAX's devices in this process.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    with contextlib.suppress(AttributeError):  # Before JAX 0.8 it cannot be switched.
-        # It would take SIGTERM away from Ray.
+    with contextlib.suppress(AttributeError):  # JAX has this option since 0.8.
+        # The service would take SIGTERM away from Ray.
         jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator,
         processes,
         process,
         cluster_detection_method="deactivate",  # This is no job of Slurm's.
-        initialization_timeout=HOUR,  # Who starts them knows when one has died.
+        initialization_timeout=HOUR,  # The engine notices before when one has died.
     )
     devices = [jax.local_devices(process_index=k)[0] for k in range(processes)]
     mesh = Mesh(np.array(devices), (AXIS,))
-    # Now that all are here: for the first collective they wait half a minute.
+    # The first collective waits only half a minute for all processes: do it now, while
+    # all are here.
     everywhere = NamedSharding(mesh, P())
     meet = jax.jit(jnp.sum, out_shardings=everywhere)
     meet(
@@ -73,18 +75,18 @@ def enter(coordinator: str, process: int, processes: int) -> Mesh:
 
 
 class Leader(RecoverableServer):
-    """The server, as all others see it.
+    """The server, as workers and engines see it.
 
-    It is made in two steps, as its followers must know where it is.
+    It is made in two steps, as its followers must know its address first.
 
     Args:
-      key: what all processes of the server know.
-      processes: how many they are.
+      key: the secret of the server's processes.
+      processes: how many there are.
     """
 
     def __init__(self, key: bytes, processes: int) -> None:
         self._orders = Orders(host(), key)
-        # The coordinator binds to this port, too. Until then nobody else is given it.
+        # Holds the port until the coordinator binds to it, too.
         self._reserved = socket.socket()
         if hasattr(socket, "SO_REUSEPORT"):
             self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -92,7 +94,7 @@ class Leader(RecoverableServer):
         self._processes = processes
 
     def where(self) -> tuple[str, tuple[str, int]]:
-        """Where the coordinator of the processes is, and the channel."""
+        """The addresses of JAX's coordinator and of the channel."""
         address, port, *_ = self._reserved.getsockname()
         return f"{address}:{port}", self._orders.address
 
@@ -104,14 +106,14 @@ class Leader(RecoverableServer):
         *checkpoint: Any,
         **options: Any,
     ) -> None:
-        """Becomes one of the processes, and takes its part.
+        """Becomes one of the processes, and takes its part of the parameters.
 
         Args:
           followers: the actors.
-          given: references to its parameters, and to the transformation.
+          given: references to its parameters and to the transformation.
           layout: of the parameters.
-          checkpoint: and what follows in :class:`RecoverableServer`.
-          options: those of :class:`RecoverableServer`.
+          checkpoint: the argument of :class:`RecoverableServer`, and those after it.
+          options: the keyword arguments of :class:`RecoverableServer`.
         """
         self._orders.accept(len(followers))
         mesh = enter(self.where()[0], 0, self._processes)
@@ -121,7 +123,7 @@ class Leader(RecoverableServer):
         params, tx = self._ray.get(given)
         super().__init__(Spread(params, layout, mesh), tx, *checkpoint, **options)
         self._keys = itertools.count()
-        self._prepared: set[int] = set()  # Pushes that have no place in the order yet.
+        self._prepared: set[int] = set()  # Pushes whose turn has not come yet.
         self._publisher = _Parts(self)
         params, _ = self._trees()
         self._programs.rows = _Rows(self, params, layout)
@@ -158,7 +160,7 @@ class Leader(RecoverableServer):
             try:
                 return jax.block_until_ready(step(leaves, pushed, local_step))
             except BaseException as error:
-                # Where it fails because another process died, this one ends here.
+                # If it failed because another process died, this one ends here.
                 self._orders.failed(summary(error))
                 self._lost = f"a step failed, {summary(error)}"
                 self._wake()
@@ -177,11 +179,11 @@ class Leader(RecoverableServer):
         return self._programs.trees(self._version.leaves)
 
     def gather(self, tree: Any) -> Pulled:
-        """In a turn: what all processes have of the current version, on its way.
+        """In a turn: collects a tree from the parts that all processes hold.
 
         Args:
-          tree: whose leaves are those of the version in their order, from its first
-            one on, or a number in the place of one that is not wanted.
+          tree: its leaves are the first leaves of the current version, in their
+            sequence, or a number in the place of each one that is not wanted.
         """
         leaves, structure = jax.tree.flatten(tree)
         spread = self._programs.spread
@@ -207,12 +209,13 @@ class Leader(RecoverableServer):
         return Pulled(Stowed.of(whole, _copied), cut, parts, {})
 
     def order(self, name: str, *args: Any, each: list[Any] | None = None) -> list[Any]:
-        """In a turn: has followers do that; references to what will come of it.
+        """In a turn: gives followers an order; returns references to their results.
 
         Args:
           name: of the order.
           args: for all of them.
-          each: one more for each; for whom it is None there is no order.
+          each: one more argument for each follower; where it is None, that follower
+            gets no order.
         """
         key = next(self._keys)
         self._orders.tell(name, key, *args, each=each)
@@ -227,9 +230,9 @@ class Leader(RecoverableServer):
     def asked(
         self, name: str, *args: Any, each: list[Any] | None = None
     ) -> Iterator[None]:
-        """Calls a method of all followers meanwhile, outside of the order.
+        """Calls a method of all followers while the body of the ``with`` runs.
 
-        An error of theirs is raised, if there is none here.
+        It needs no turn. If the body raises no error, an error of theirs is raised.
         """
         own = [()] * len(self._followers) if each is None else [(x,) for x in each]
         asked = [
@@ -238,7 +241,7 @@ class Leader(RecoverableServer):
         ]
         try:
             yield
-        finally:  # Nobody is left behind who would begin later.
+        finally:  # No call of it may begin later.
             self._ray.wait(asked, num_returns=len(asked))
         try:
             self._ray.get(asked)
@@ -248,9 +251,9 @@ class Leader(RecoverableServer):
     # Checkpoints.
 
     def restore(self, state: dict[str, Any]) -> NoReturn:
-        """Not done: what it would need lies nowhere whole."""
+        """Not supported: no process holds a whole state."""
         raise NotImplementedError(
-            "a server of several processes goes back to a checkpoint alone: give the "
+            "a server of several processes can only go back to a checkpoint: give the "
             "engine one."
         )
 
@@ -265,7 +268,7 @@ class Leader(RecoverableServer):
 
 
 def parts_of(version: Version, at: list[int]) -> Stowed:
-    """The parts of some leaves in this process, for others to take."""
+    """The parts of some leaves in this process, ready to be sent."""
     parts = [np.asarray(version.leaves[i].addressable_data(0)) for i in at]
     return Stowed.of(packed(parts), copy=lambda _: packed(map(np.array, parts)))
 
@@ -275,7 +278,7 @@ def _copied(tree: Any) -> Any:
 
 
 class _Parts(Publisher):
-    """Has all processes publish their parts, each version once."""
+    """Lets all processes publish their parts, each version once."""
 
     def __init__(self, leader: Leader) -> None:
         super().__init__()
@@ -289,7 +292,7 @@ class _Parts(Publisher):
 
 
 class _Rows(RowPrograms):
-    """Has all processes read the rows that they have, of the same version."""
+    """Lets all processes read the rows that they hold, of the same version."""
 
     def __init__(self, leader: Leader, params: Any, layout: Layout) -> None:
         super().__init__(layout.types, Place(params))
@@ -319,7 +322,7 @@ class _Rows(RowPrograms):
         return Wanted(given, each, functools.partial(self._read, number, size))
 
     def _read(self, number: int, size: int, table: jax.Array, each: Any) -> Any:
-        """In a turn; what each process has of them, or will have."""
+        """In a turn: the rows of each process, as a function or references."""
         parts = self._leader.order("read", number, size, each=each[1:])
         own = self._local.read(table, number, size, each[0])
         return [own, *parts]
@@ -341,19 +344,19 @@ class LocalRows:
         self._programs = RowPrograms(types, place)
 
     def ready(self, number: int, size: int) -> None:
-        """Compiles the program that reads so many rows of that leaf."""
+        """Compiles the program that reads ``size`` rows of a leaf."""
         self._programs.program(number, size)
 
     def read(
         self, table: jax.Array, number: int, size: int, ids: np.ndarray[Any, Any]
     ) -> Callable[[], list[Any]]:
-        """Begins to read rows; what it returns gives them, in a list of one array.
+        """Begins to read rows; returns a function that gives them as a list of one.
 
         Args:
-          table: the leaf, of the mesh.
+          table: the leaf, an array of the mesh.
           number: of the leaf.
-          size: one that is ready, for that many ids.
-          ids: ascending, each once, of this part of the table.
+          size: how many rows the compiled program reads; at least as many as ids.
+          ids: ascending, each once, counted from the start of this part of the table.
         """
         part = table.addressable_data(0)
         given = in_order(ids, size, self._heights[number])

@@ -1,10 +1,10 @@
 """Which part of each array lies in which process of a server.
 
-A description alone: it holds no array and no device, and goes over the wire.
+A layout is only a description. It holds no array and no device, so it can be sent.
 
-An array is cut along one axis into equal pieces, process k has the k-th. Where the
-length does not divide, what lies in the processes is padded at the end of that axis,
-and everybody else sees the shapes that the user gave.
+An array is cut along one axis into equal pieces, and process k has the k-th. If the
+length of the axis does not divide, the processes pad its end. Users see only the shapes
+that they gave.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec as P
 from gradxform._trees import checks, maps
 from gradxform._trees.indexed_slices import IndexedSlices
 
-AXIS = "server"  # Of the mesh.
-LARGE = 1 << 20  # Bytes: what is larger is cut, if nobody says otherwise.
+AXIS = "server"  # The name of the mesh's axis.
+LARGE = 1 << 20  # Bytes: a larger array is cut, unless the user says otherwise.
 
 
 class Part:
-    """In the place of a leaf: what one process has of it."""
+    """Stands for a leaf: the part of it that one process has."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -36,8 +36,8 @@ class Layout(NamedTuple):
 
     Attributes:
       types: the tree as users see it, of ``jax.ShapeDtypeStruct``.
-      cuts: of each leaf the axis along which it is cut, None where each process has all
-        of it.
+      cuts: for each leaf the axis along which it is cut, or None if each process has
+        the whole leaf.
       processes: how many there are.
     """
 
@@ -47,22 +47,22 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, params: Any, processes: int, shardings: Any = None) -> Layout:
-        """How parameters lie.
+        """The layout of parameters.
 
         Args:
-          params: arrays, or what describes them.
+          params: arrays, or their descriptions.
           processes: how many there are.
-          shardings: a tree like ``params``, or the beginning of one, of
-            ``PartitionSpec`` over the axis ``"server"``; or a function ``(path, shape)
-            -> PartitionSpec``, with paths such as ``"encoder/emb"``. Where it has
-            ``None``, and without it, a leaf of more than a megabyte is cut along its
-            first axis, unless it has fewer rows than there are processes, and any other
-            leaf is whole in each process.
+          shardings: a tree like ``params``, or a prefix of one, of ``PartitionSpec``
+            over the axis ``"server"``; or a function ``(path, shape) ->
+            PartitionSpec``, with paths such as ``"encoder/emb"``. The default, also for
+            a leaf with ``None``: a leaf of more than a megabyte is cut along its first
+            axis, unless it has fewer rows than there are processes. Any other leaf is
+            whole in each process.
 
         Raises:
           TypeError: ``processes`` is no integer; ``shardings`` holds something else.
-          ValueError: ``processes`` is below 1; ``shardings`` does not lie over
-            ``params``, or says of a leaf what cannot be, with its path.
+          ValueError: ``processes`` is below 1; ``shardings`` is no prefix of
+            ``params``, or asks for an impossible cut, with the leaf's path.
         """
         checks.integer_scalar("server_processes", processes)
         checks.in_range("server_processes", processes, checks.COUNTS)
@@ -80,11 +80,11 @@ class Layout(NamedTuple):
 
     @property
     def padded(self) -> Any:
-        """The tree as it lies in the processes together."""
+        """The tree with padding, as all processes hold it together."""
         return self._map(lambda x, cut: _stretched(x, cut, self.length(x.shape, cut)))
 
     def length(self, shape: Sequence[int], cut: int | None) -> int:
-        """How long the cut axis of an array is in the processes together."""
+        """The length of an array's cut axis, with padding."""
         return 0 if cut is None else -(-shape[cut] // self.processes) * self.processes
 
     def shardings(self, mesh: Mesh) -> Any:
@@ -92,10 +92,10 @@ class Layout(NamedTuple):
         return self._map(lambda _, cut: NamedSharding(mesh, spec(cut)))
 
     def span(self, number: int, process: int) -> tuple[int, int]:
-        """Where, along its cut axis, a leaf's part in a process begins and ends.
+        """Where a process's part of a leaf begins and ends, along the cut axis.
 
-        In numbers of the user's array: the last parts may be shorter, or empty. The
-        leaf is named by its number, and it is one that is cut.
+        Both count positions in the user's array, without padding: the last parts may be
+        shorter, or empty. ``number`` is that of the leaf, which must be a cut one.
         """
         shape, cut = jax.tree.leaves(self.types)[number].shape, self.cuts[number]
         assert cut is not None
@@ -103,17 +103,17 @@ class Layout(NamedTuple):
         return min(process * each, shape[cut]), min((process + 1) * each, shape[cut])
 
     def check(self, grads: Any, name: str = "grads") -> None:
-        """Raises ``TypeError`` where a tree has other shapes or dtypes, with the path.
+        """Raises ``TypeError`` if shapes or dtypes differ, and names the path.
 
-        Its leaves may be descriptions.
+        The leaves of ``grads`` may be descriptions.
         """
         checks.same_shapes(name, grads, "params", self.types)
         checks.same_dtypes(name, grads, "params", self.types)
 
     def cut_of(self, path: tuple[Any, ...], leaf: Any) -> int | None:
-        """Along which axis a leaf of a push is cut: as the parameter there.
+        """The axis along which a leaf of a push is cut: that of its parameter.
 
-        A leaf of another shape is whole, and so are the rows of a table.
+        A leaf of another shape is not cut, nor are the rows of a table.
         """
         if leaf is None or isinstance(leaf, IndexedSlices):
             return None
@@ -123,14 +123,14 @@ class Layout(NamedTuple):
     def part(self, tree: Any, process: int, depth: int = 0) -> Any:
         """A process's share of a tree like this one: padded parts, or whole leaves.
 
-        Parts are arrays of the host, views where they can be. Row-sparse leaves stay as
-        they are.
+        Parts are NumPy arrays, and views if possible. Row-sparse leaves stay as they
+        are.
 
         Args:
           tree: arrays, row-sparse gradients and ``None``.
           process: from 0.
-          depth: how many keys stand in front of each path: 1 for the extra arguments of
-            a push, by their names, some of which are trees like this one.
+          depth: how many keys precede each path: 1 for the extra arguments of a push,
+            a dict by name, whose values may be trees like this one.
         """
         known = self._by_path()
 
@@ -155,9 +155,9 @@ class Layout(NamedTuple):
         return part
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """The tree as users see it, of those of all processes, in their order.
+        """The tree as users see it, from the shares of all processes in sequence.
 
-        Leaves that are cut become new arrays of the host; of others it takes the first.
+        A cut leaf becomes a new NumPy array; of any other leaf it takes the first.
         """
         assert len(parts) == self.processes
         leaves = zip(*map(jax.tree.leaves, parts), strict=True)
@@ -169,11 +169,11 @@ class Layout(NamedTuple):
         return jax.tree.unflatten(structure, joined)
 
     def of_state(self, init: Callable[[Any], Any]) -> Layout:
-        """How the optimizer state lies: as the parameters it belongs to.
+        """The layout of the optimizer state: each leaf is cut like its parameter.
 
-        Its ``types`` are those of the user's shapes. Which axis follows a parameter's
-        cut one is asked of ``init`` itself: it is the one that grows with it. So it may
-        have another place than in the parameter, or the leaf fewer axes.
+        Its ``types`` have the user's shapes. To find the axis to cut, it calls ``init``
+        with longer parameters: the axis of the state that grows is the one. So the axis
+        may have another number than in the parameter, and the leaf may have fewer axes.
 
         Args:
           init: that of a transformation.
@@ -198,7 +198,7 @@ class Layout(NamedTuple):
         for axis, (now, then) in enumerate(zip(lies.shape, grown.shape, strict=False)):
             if now == then:
                 continue
-            # What is made of a parameter in a more intricate way is whole everywhere.
+            # A leaf that is made in a more intricate way is whole in each process.
             if len(grown.shape) == lies.ndim == seen.ndim:
                 like = _stretched(seen, axis, self.length(seen.shape, axis))
                 if like.shape == lies.shape:
@@ -246,7 +246,7 @@ def _joined(type_: Any, cut: int, parts: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 def _aligned(type_: Any) -> np.ndarray[Any, Any]:
-    """Memory that JAX on CPU looks at without another copy: it begins at 64 bytes."""
+    """An array aligned to 64 bytes, which JAX on CPU takes over without a copy."""
     size = type_.size * np.dtype(type_.dtype).itemsize
     room = np.empty(size + 63, np.uint8)
     begin = -room.ctypes.data % 64
@@ -263,7 +263,7 @@ def _is_spec(node: Any) -> bool:
 
 
 def _spread(shardings: Any, structure: Any) -> list[Any]:
-    """Of each leaf what the tree says of it, or of the branch that it hangs on."""
+    """The entry of ``shardings`` for each leaf: its own, or its branch's."""
     if shardings is None:
         return [None] * structure.num_leaves
     for path, node in jax.tree.leaves_with_path(shardings, is_leaf=_is_spec):
@@ -283,7 +283,7 @@ def _spread(shardings: Any, structure: Any) -> list[Any]:
         )
     except ValueError as error:
         raise ValueError(
-            "server_shardings must be a tree like params, or the beginning of one, "
+            "server_shardings must be a tree like params, or a prefix of one, "
             f"with a PartitionSpec for each leaf or branch: {error}"
         ) from error
     specs = jax.tree.leaves(shardings, is_leaf=_is_spec)
@@ -311,7 +311,7 @@ def _cut(path: Any, x: Any, given: Any, processes: int) -> int | None:
             )
     if len(names) > 1:
         raise ValueError(
-            f"{where} cuts along two axes: name {AXIS!r} once, and None for the rest."
+            f"{where} cuts along two axes: give {AXIS!r} once, and None for the others."
         )
     if len(given) > x.ndim:
         raise ValueError(f"{where} has more axes than the leaf, {shape}.")
@@ -320,7 +320,7 @@ def _cut(path: Any, x: Any, given: Any, processes: int) -> int | None:
     axis = names[0][0]
     if x.shape[axis] < processes:
         raise ValueError(
-            f"{where} cuts axis {axis} {shape} into {processes} parts, more than it is "
-            "long: take fewer processes, or P() to have it whole in each."
+            f"{where} cuts axis {axis} {shape} into {processes} parts, but the axis is "
+            "shorter: take fewer processes, or P() to have it whole in each."
         )
     return axis

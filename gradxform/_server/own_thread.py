@@ -14,14 +14,13 @@ from typing import Any
 class OwnThread:
     """Runs calls one after the other, where no signal handler interrupts them.
 
-    Python runs signal handlers on the main thread alone, between any two of its
+    Python runs signal handlers only on the main thread, between any two of its
     instructions, and raises their exceptions there. So the main thread hands its calls
-    to a thread of their own: a call that has begun ends, and an interrupted caller only
-    stops waiting for it. As the main thread holds no lock meanwhile, a handler may call
-    :meth:`run` wherever it interrupts, in the middle of :meth:`run` as well.
-    ``queue.SimpleQueue`` is made for that; a condition or an executor would wait for
-    the very thread that it has interrupted. All other threads run their calls
-    themselves, which saves the way there and back.
+    to another thread. A call that has begun runs to its end; an interrupted caller only
+    stops waiting for it. Meanwhile the main thread holds no lock, so a handler may call
+    :meth:`run` anywhere, even while it interrupts :meth:`run`. ``queue.SimpleQueue``
+    allows this; a condition or an executor would wait for the thread that the handler
+    has interrupted. All other threads run their calls themselves, which is faster.
 
     Args:
       name: of the thread.
@@ -30,8 +29,8 @@ class OwnThread:
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._turn = _Turn()
-        # A daemon, or Python would wait for it before it comes to `_finish`. It knows
-        # queue and turn alone, so that it does not keep alive what it works for.
+        # A daemon: Python would wait for any other thread before it calls `_finish`. It
+        # knows only queue and turn, so it keeps no server alive.
         self._thread = threading.Thread(
             target=_serve, args=(self._calls, self._turn), name=name, daemon=True
         )
@@ -44,8 +43,8 @@ class OwnThread:
         """Waits for ``function(*args)``; returns its result or raises its error.
 
         Raises:
-          RuntimeError: nobody would answer: the call comes from a call that still runs,
-            from a forked process, or after the end of the interpreter.
+          RuntimeError: it would wait forever, as the caller is a call that still runs
+            here, or a forked process, or the interpreter is about to end.
         """
         if threading.current_thread() is not threading.main_thread():
             return self._turn.take(function, *args)
@@ -55,10 +54,10 @@ class OwnThread:
         try:
             raise error
         finally:
-            del error  # It holds this frame, and this frame it.
+            del error  # The error and this frame refer to each other.
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """Does not wait for a thread's turn longer than it must, nor for an answer."""
+        """Starts ``function(*args)``; on the main thread it does not wait for it."""
         if threading.current_thread() is not threading.main_thread():
             self._turn.take(function, *args)
         else:
@@ -66,7 +65,7 @@ class OwnThread:
 
     def _hand_over(self, function: Callable[..., Any], *args: Any) -> Any:
         """Returns the queue that will hold ``(result, error)``."""
-        # Not `is_alive`: interrupted, it takes the thread for dead.
+        # Not `is_alive`: it may call the thread dead after an interrupt.
         if self._process != os.getpid():
             raise RuntimeError(
                 f"the thread {self._thread.name} is gone: this process is a fork of "
@@ -87,8 +86,8 @@ class _Turn:
     def take(self, function: Callable[..., Any], *args: Any) -> Any:
         if self._owner == threading.get_ident():
             raise RuntimeError(
-                "a call from inside of another one, which waits for it: a callback of "
-                "tx cannot ask the server that runs it."
+                "this call comes from inside of another one, which waits for it: a "
+                "callback of tx cannot ask the server that runs it."
             )
         with self._lock:
             self._owner = threading.get_ident()
@@ -99,7 +98,7 @@ class _Turn:
 
 
 def _serve(calls: queue.SimpleQueue[Any], turn: _Turn) -> None:
-    # Between two calls no variable here holds anything of the last one alive.
+    # A function of its own for each call: no variable here keeps the last one alive.
     while _answer(calls.get(), turn):
         pass
 
@@ -120,8 +119,8 @@ _alive: weakref.WeakSet[OwnThread] = weakref.WeakSet()
 
 @atexit.register
 def _finish() -> None:
-    # A daemon that comes back from compiled code when the interpreter is gone takes the
-    # process down with it, so what has begun ends before.
+    # A daemon crashes the process if it returns from compiled code after the end of the
+    # interpreter. So calls that have begun are finished before.
     for own in list(_alive):
         own._process = None
         own._calls.put(None)

@@ -1,4 +1,4 @@
-"""The one class with a memory of its own: parameters that many workers share."""
+"""The one class with state of its own: parameters that many workers share."""
 
 from __future__ import annotations
 
@@ -37,13 +37,12 @@ class ParameterServer:
     """Parameters and optimizer state that workers on many threads pull and push to.
 
     Every push is one compiled :func:`apply_gradients`, one push after the other. All
-    methods may be called from any thread, and from signal handlers; none but
-    :meth:`wait` waits for another worker. ``ray.remote(gx.ParameterServer)`` is the
-    same on many machines: give the actor a ``max_concurrency`` above its number of
-    workers, because some wait.
+    methods may be called from any thread, and from signal handlers. Only :meth:`wait`
+    waits for another worker. ``ray.remote(gx.ParameterServer)`` is the same on many
+    machines: its ``max_concurrency`` must be above the number of workers, as some wait.
 
     A pull gives the worker a copy of its own, which stays valid and may be donated.
-    Gradients come from any device and are brought to the parameters, which never move.
+    Gradients may come from any device. The server moves them, never the parameters.
 
     A push that raises changes nothing, and harms only the worker that pushed. Errors in
     a gradient show before its step begins. An exception may interrupt a method at any
@@ -51,11 +50,11 @@ class ParameterServer:
     survive one while it traces the first push of a kind, on the pushing thread.)
 
     There is one exception. The server updates its arrays in place, so a step that fails
-    while it runs, out of memory or in a callback, destroys them. Then every call raises
-    :class:`ServerClosedError`, which names the cause, until :meth:`restore` brings back
-    an earlier :meth:`state`. With ``donate=False`` such a failure changes nothing
-    either, but a step needs memory for a second model and optimizer state. A Ray actor
-    that was started again (``max_restarts``) has lost its parameters, too.
+    while it runs (out of memory, or in a callback) destroys them. Every call then
+    raises :class:`ServerClosedError`, which names the cause, until :meth:`restore`
+    brings back an earlier :meth:`state`. With ``donate=False`` such a failure changes
+    nothing either, but a step needs memory for a second model and optimizer state. A
+    Ray actor that was started again (``max_restarts``) has lost its parameters, too.
 
     Args:
       params: the initial parameters; they are copied.
@@ -99,7 +98,7 @@ class ParameterServer:
         spread = params if isinstance(params, Spread) else None
         tx, params, state = spread.settle(tx) if spread else settle(tx, params)
         self._programs = PushPrograms(tx, params, state, donate, require_finite, spread)
-        # All that follows is written on the own thread alone.
+        # Only calls on `_thread` write what follows.
         self._version = Version.of(params, state)
         self._answered: dict[Hashable, tuple[int, PushResult]] = {}  # By worker.
         self._waiters = Waiters()
@@ -117,14 +116,15 @@ class ParameterServer:
         """The parameters and the global step they belong to: the next ``local_step``.
 
         The arrays are the caller's own. The step is an integer that also knows its
-        server's life, so that a push after a :meth:`restore` is told apart.
+        server's life: the time until the next :meth:`restore` or restart. So the server
+        recognizes gradients from before.
 
         Args:
           rows: the ids that the worker will read, integers of any shape, for tables
             named by their paths (as ``"encoder/emb"``). Each such table is replaced by
-            that part of it, an :class:`IndexedSlices` with as many rows as ids:
-            ascending, each once, and padding after them. :func:`lookup` reads from it
-            as from the table, and the gradients can be pushed as they are.
+            these rows, an :class:`IndexedSlices` with as many rows as ids: ascending,
+            each once, and padding after them. :func:`lookup` reads from it as from the
+            table, and the gradients can be pushed as they are.
 
         Raises:
           TypeError: ids are no integers.
@@ -134,7 +134,7 @@ class ParameterServer:
         wanted = self._programs.rows.prepare({} if rows is None else rows)
         read: dict[int, Any] = {}
         others = None
-        if self._publisher and not wanted:  # Then nobody waits for a step that runs.
+        if self._publisher and not wanted:  # What is published needs no turn.
             self._check_usable()
             version = self._version
             others, seen = self._publisher.find(version, frozenset()), version.step()
@@ -147,7 +147,7 @@ class ParameterServer:
         return self._programs.params([leaves[i] for i in range(len(leaves))]), seen
 
     def _pull(self, wanted: dict[int, Wanted]) -> tuple[dict[int, Any], Any, int]:
-        """Rows that are wanted, and all other leaves, by their numbers."""
+        """The wanted rows, and all other leaves, by their numbers."""
         self._check_usable()
         version = self._version
         leaves = self._programs.leaves_of_params(version.leaves)
@@ -171,30 +171,30 @@ class ParameterServer:
     ) -> PushResult:
         """Applies gradients, adds them to a sum, or drops them, as ``tx`` decides.
 
-        A push that raises changes nothing; see the class for what happens where a step
-        fails while it runs. An exception of a signal handler only ends the wait: the
-        push itself goes on, and may be repeated with its ``push_id``.
+        A push that raises changes nothing, unless its step fails while it runs: see the
+        class. An exception of a signal handler only ends the wait: the push itself goes
+        on, and may be repeated with its ``push_id``.
 
         Args:
-          grads: gradients of the structure, shapes and dtypes of the parameters;
-            ``None`` where there is none. They may still be in computation: then only
-            this push waits.
+          grads: gradients with the structure, shapes and dtypes of the parameters;
+            ``None`` where there is none. If they are still being computed, only this
+            push waits.
           local_step: the global step that :meth:`pull` gave with the parameters.
-          push_id: ``(worker, number)``, the number ascending with each push of that
-            worker. A push that comes again, because its answer was lost, acts once: it
-            gets the answer of the first. The server remembers one push a worker.
+          push_id: ``(worker, number)``; the number grows with each push of that worker.
+            A worker may repeat a push whose answer was lost. It acts only once, and
+            gets the first answer again. The server remembers one push a worker.
           **extra: extra arguments for ``tx``, such as ``worker_params``.
 
         Raises:
-          TypeError: naming the first path at which structure, shape or dtype differ
-            from the parameters'; or ``local_step`` is no integer, or ``push_id`` no
-            such pair.
+          TypeError: structure, shape or dtype differ from the parameters', and the
+            error names the first such path; or ``local_step`` is no integer, or
+            ``push_id`` no such pair.
           ValueError: ``local_step`` is negative, ahead of the server, or from before a
             :meth:`restore`; ``push_id`` is below the last one of its worker; no leaf
             has a gradient; a leaf is not finite although ``require_finite`` is set.
           ServerClosedError: the server is closed, or has lost its parameters.
         """
-        # From cheap to dear: an early failure costs little, and others nothing.
+        # The cheap checks come first, and none of them delays other workers.
         local_step = as_step("local_step", local_step)
         if push_id is not None:
             check_push_id(push_id)
@@ -230,13 +230,13 @@ class ParameterServer:
         old = self._version
         try:
             leaves, counters = step(old.leaves, pushed, np.int32(local_step))
-            if self._programs.devices > 1:  # The counters are read on one of them.
+            if self._programs.devices > 1:  # The counters come from one device alone.
                 jax.block_until_ready(leaves)
             counters = np.asarray(counters)
             global_step, dropped = map(int, counters[:2])
         except BaseException as error:
             if any(x.is_deleted() for x in old.leaves):
-                self._lost = f"a step failed that had taken them, {summary(error)}"
+                self._lost = f"a step failed after it had taken them, {summary(error)}"
                 self._wake()
                 error.add_note(str(self._unusable()))
             raise
@@ -256,10 +256,10 @@ class ParameterServer:
     def wait(self, global_step: int, timeout: float | None = None) -> int:
         """Blocks until the server has passed a step; returns its global step then.
 
-        A step that was pulled before a :meth:`restore` has passed.
+        A step from before a :meth:`restore` counts as passed.
 
         Args:
-          global_step: the step to be passed, as a rule the one just pulled.
+          global_step: the step to pass, usually the one that was just pulled.
           timeout: seconds to wait at most; ``None`` or inf waits without end.
 
         Raises:
@@ -285,7 +285,7 @@ class ParameterServer:
                     f"passed global_step={global_step} within timeout={timeout} "
                     "seconds."
                 ) from None
-            finally:  # After an interrupt, too.
+            finally:  # Also after an interrupt.
                 self._thread.start(self._waiters.remove, global_step, woken)
         if isinstance(answer, ServerClosedError):
             raise answer
@@ -309,12 +309,12 @@ class ParameterServer:
             woken.put(answer)
 
     def _wake(self) -> None:
-        """All who no longer have anything to wait for."""
+        """Wakes all waiters whose answer has come."""
         for global_step, woken in self._waiters.take_all():
             self._wait(global_step, woken)
 
     def stats(self) -> ServerStats:
-        """What the server has done so far; at any time."""
+        """What the server has done so far. It may be called at any time."""
         stats: ServerStats = self._thread.run(self._stats)
         return stats
 
@@ -324,7 +324,7 @@ class ParameterServer:
     def state(self) -> dict[str, Any]:
         """A copy of parameters and optimizer state, a tree that orbax can save.
 
-        Also after :meth:`close`.
+        It still answers after :meth:`close`.
 
         Raises:
           ServerClosedError: the server has lost its parameters.
@@ -344,15 +344,15 @@ class ParameterServer:
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from an earlier :meth:`state`; the statistics go on as well.
 
-        A new life: workers must pull again. The server recognizes a push or a wait with
-        an older step. A server that has lost its parameters is well again.
+        A new life begins: workers must pull again. The server recognizes a push or a
+        wait with an older step. A server that has lost its parameters is well again.
 
         Args:
-          state: a tree of the paths, shapes and dtypes of :meth:`state`, on any device;
-            orbax gives it where a server's ``state()`` is the target of the restore.
+          state: a tree with the paths, shapes and dtypes of :meth:`state`, on any
+            device. Orbax gives one if a server's ``state()`` is the restore's target.
 
         Raises:
-          TypeError: naming the first path at which it differs; nothing is changed.
+          TypeError: it differs, at the path that the error names; nothing is changed.
           ServerClosedError: the server is closed.
         """
         if self._closed:
@@ -368,7 +368,7 @@ class ParameterServer:
         self._wake()
 
     def close(self) -> None:
-        """Ends the service: workers that wait wake, and their calls raise from now on.
+        """Ends the service: waiting workers wake, and their calls raise from now on.
 
         :meth:`state` and :meth:`stats` still answer.
         """
@@ -390,7 +390,7 @@ class ParameterServer:
         if self._lost is not None:
             return ServerClosedError(
                 f"the parameter server has lost its parameters: {self._lost}. Call "
-                "restore(state) with what state() gave before."
+                "restore(state) with an earlier state()."
             )
         return None
 

@@ -1,7 +1,7 @@
-"""Messages between a worker and a server of several processes, in parts.
+"""Parcels: messages between a worker and a server of several processes, in parts.
 
-What is cut goes to each process, or comes from it, as its part alone. All else goes
-once: it lies in the object store, if it is large, or in the message.
+Each process sends and receives only its own parts of the arrays that are cut. All else
+is sent once: in Ray's object store if it is large, otherwise in the message.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from gradxform._server.layout import Layout, Part
 from gradxform._trees import maps
 from gradxform._trees.indexed_slices import IndexedSlices, ascending
 
-SMALL = 1 << 15  # Bytes: what is smaller travels in the message itself.
+SMALL = 1 << 15  # Bytes: anything smaller travels in the message itself.
 
 
 class Cut:
-    """In the place of a leaf: which of those it is that are cut."""
+    """Stands for a leaf that is cut, by its number among the cut leaves."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 class Stowed(NamedTuple):
-    """Something in the object store, or as it is."""
+    """Something to send: a reference into the object store, or the value itself."""
 
     ref: Any
     value: Any
 
     @classmethod
     def of(cls, tree: Any, copy: Callable[[Any], Any] = lambda tree: tree) -> Stowed:
-        """In the store, if it is large; else a copy of it."""
+        """Puts a large tree into the store, and copies a small one."""
         leaves = jax.tree.leaves(tree, is_leaf=maps.is_leaf)
         size = sum(getattr(getattr(x, "values", x), "nbytes", 0) for x in leaves)
         if size < SMALL:
@@ -44,14 +44,14 @@ class Stowed(NamedTuple):
         return cls(sys.modules["ray"].put(tree), None)
 
     def take(self, get: Callable[[Any], Any] | None = None) -> Any:
-        """What it is."""
+        """The value."""
         if self.ref is None:
             return self.value
         return (get or sys.modules["ray"].get)(self.ref)
 
 
 def packed(arrays: Iterable[Any]) -> list[Any]:
-    """Arrays of NumPy's on their way, without a copy in the message."""
+    """NumPy arrays ready to be sent, without a copy in the message."""
     return list(map(wire.Bytes, arrays))
 
 
@@ -60,7 +60,7 @@ class Parcel(NamedTuple):
 
     Attributes:
       whole: the tree of both, with a :class:`Cut` for each leaf that is cut.
-      parts: of each process those of the leaves that are cut.
+      parts: for each process its parts of the cut leaves.
     """
 
     whole: Stowed
@@ -68,10 +68,10 @@ class Parcel(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, grads: Any, extra: dict[str, Any]) -> Parcel:
-        """From a worker's push.
+        """Packs a worker's push.
 
         Raises:
-          TypeError: ``grads`` does not fit, naming the first path.
+          TypeError: ``grads`` does not fit; the error names the first path.
         """
         wire.register()
         layout.check(grads)
@@ -79,7 +79,7 @@ class Parcel(NamedTuple):
         cuts: list[int] = []
 
         def take(path: Any, x: Any) -> Any:
-            # Each extra argument is a tree of its own, which may be like the gradients.
+            # Each extra argument is a tree of its own, and may be like the gradients.
             cut = layout.cut_of(path[1 if path[0].idx == 0 else 2 :], x)
             if cut is None:
                 return x
@@ -93,11 +93,11 @@ class Parcel(NamedTuple):
         return cls(Stowed.of(whole), [Stowed.of(packed(part)) for part in parts])
 
     def of_process(self, process: int) -> Parcel:
-        """The share of one of them."""
+        """The share of one process."""
         return Parcel(self.whole, [self.parts[process]])
 
     def open(self) -> tuple[Any, dict[str, Any]]:
-        """Gradients and extra arguments; of cut leaves this process's part."""
+        """Gradients and extra arguments, with this process's part of each cut leaf."""
         (parts,) = (part.take() for part in self.parts)
         grads, extra = jax.tree.map_with_path(
             lambda path, x: (
@@ -114,13 +114,13 @@ class Parcel(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a table that are on their way, from each process those that it has.
+    """Rows of a table on their way; each process sends those that it has.
 
     Attributes:
       indices: int32, as many as were asked for; each once, then padding.
       shape: of the table.
-      axis: along which their parts follow one another.
-      parts: of each process; a reference to a list of one array, or that.
+      axis: the axis along which the parts are joined.
+      parts: for each process a list of one array, or a reference to it.
     """
 
     indices: np.ndarray[Any, Any]
@@ -129,7 +129,7 @@ class Rows(NamedTuple):
     parts: list[Any]
 
     def join(self, get: Callable[[Any], Any]) -> IndexedSlices:
-        """The part of the table that they are."""
+        """Joins them to a part of the table."""
         (first, *rest) = [x for part in self.parts for x in get(part)]
         rows = np.concatenate([first, *rest], self.axis) if rest else first
         values = np.zeros((len(self.indices), *self.shape[1:]), rows.dtype)
@@ -146,8 +146,8 @@ class Pulled(NamedTuple):
       whole: the tree, with a :class:`Cut` for each leaf that is cut, and a number for
         each table with rows.
       layout: of the leaves that are cut.
-      parts: of each process a reference to something :class:`Stowed`, or that.
-      rows: by those numbers.
+      parts: for each process a :class:`Stowed`, or a reference to one.
+      rows: by the numbers in ``whole``.
     """
 
     whole: Stowed
@@ -156,7 +156,7 @@ class Pulled(NamedTuple):
     rows: dict[int, Rows]
 
     def join(self, get: Callable[[Any], Any]) -> Any:
-        """The tree; ``get`` gives what a reference refers to, and all else as it is."""
+        """The tree; ``get`` follows a reference, and returns all else as it is."""
         wire.register()
         joined = []
         if self.layout.cuts:

@@ -1,8 +1,8 @@
 """Parameters and state that lie over all processes of a server.
 
-Each process runs the same programs on the same mesh, whose axis ``"server"`` they are.
-What comes to it from outside are parts; they become arrays of the mesh here, and no
-process asks another for that.
+The processes form a mesh with the one axis ``"server"``, and all run the same programs
+on it. Each process receives its own parts from outside. Here they become arrays of the
+mesh, and no process needs another for that.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from gradxform._trees.indexed_slices import IndexedSlices
 
 
 class Spread:
-    """Replaces the parameters when a server starts in one of its processes.
+    """Stands for the parameters when a server starts in one of its processes.
 
     Args:
       params: this process's part of the parameters, as :meth:`Layout.part` gives it; or
-        a function without arguments that gives all of them. That is compiled, so that
-        no process ever holds the whole.
+        a function without arguments that gives all of them. The function is compiled,
+        so no process ever holds the whole.
       layout: of the parameters.
       mesh: of one device of each process, along ``"server"``.
 
@@ -51,7 +51,7 @@ class Spread:
     ) -> tuple[optax.GradientTransformation, Any, Any]:
         """A transformation with a gate, and parameters and state where they will stay.
 
-        In all processes at once.
+        All processes must call it together.
         """
         (layout,) = self.layouts
         if not gate.states(jax.eval_shape(tx.init, layout.types)):
@@ -68,14 +68,14 @@ class Spread:
         return tx, params, init(params)
 
     def _made(self, make: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
-        """What ``make`` gives, each process its parts; nothing lies there twice."""
+        """Compiles ``make``, so that each process gets only its parts of the result."""
         return jax.jit(
             lambda *args: _fitted(make(*args), layout.padded),
             out_shardings=layout.shardings(self.mesh),
         )
 
     def own(self, tree: Any, of: int = 0) -> Any:
-        """As :meth:`bring`, in memory that steps may take."""
+        """As :meth:`bring`, in memory that a step may donate."""
 
         def copied(x: Any) -> Any:
             return x if self._lies_here(x) else np.array(x)
@@ -83,16 +83,15 @@ class Spread:
         return self.bring(jax.tree.map(copied, tree), of=of)
 
     def bring(self, tree: Any, depth: int = 0, of: int = 0) -> Any:
-        """Parts as arrays of the mesh; what is no part is whole in each process.
+        """Makes arrays of the mesh: from parts, or from whole leaves for each process.
 
-        Row-sparse gradients get one of few sizes. What lies there stays there.
+        Row-sparse gradients get one of few sizes. Arrays of the mesh stay as they are.
 
         Args:
-          tree: what :meth:`Layout.part` has given. Of the extra arguments of a push
-            those leaves alone are parts that a :class:`Part` says so of: another may
-            have the same shape.
-          depth: as there.
-          of: 0 for what is like the parameters, 1 for what is like the state.
+          tree: a result of :meth:`Layout.part`. Among the extra arguments of a push
+            only a :class:`Part` is a part, as other leaves may have the same shape.
+          depth: as in :meth:`Layout.part`.
+          of: 0 for a tree like the parameters, 1 for one like the state.
         """
         layout = self.layouts[of]
         flat = jax.tree.leaves_with_path(layout.padded)
@@ -116,7 +115,7 @@ class Spread:
         return jax.tree.map_with_path(bring, tree, is_leaf=maps.is_leaf)
 
     def _array(self, x: Any, cut: int | None = None) -> jax.Array:
-        """An array of the mesh: of a part along the cut axis, or whole everywhere."""
+        """An array of the mesh, from a part along the cut axis or from a whole leaf."""
         if self._lies_here(x):
             return x
         here, shape = self._here, list(np.shape(x))
@@ -137,12 +136,12 @@ class Spread:
     def entered(
         self, init: Callable[[Any], Any], arrays: Any, grads: Any, extra: Any
     ) -> tuple[Any, Any, Any]:
-        """What a step works on, within its program, by what lies there.
+        """Within a step's program: removes the padding from the step's arguments.
 
-        Without padding, so that whatever looks at the number of rows sees the right
-        one: the compiler makes masks of it. For a table that gets a row-sparse
-        gradient or none, a mask would be a pass over it, and the only one: such a table
-        comes with its padding, and the gradient as one of so many rows.
+        The transformation may look at the number of rows, and must see the right one.
+        The compiler turns the removal into masks. A table with a row-sparse gradient,
+        or with none, keeps its padding: a mask would be the only pass over the whole
+        table. Its gradient then counts the padding among the table's rows.
         """
         layout, of_state = self.layouts
         if layout.types == layout.padded and of_state.types == of_state.padded:
@@ -161,11 +160,11 @@ class Spread:
         return arrays, self._like(seen, grads, 0), self._like(seen, extra, 1)
 
     def left(self, arrays: Any) -> Any:
-        """What a step has made of parameters and state, as it lies there."""
+        """New parameters and state with their padding, as the processes hold them."""
         return _fitted(arrays, tuple(layout.padded for layout in self.layouts))
 
     def _like(self, seen: Any, tree: Any, depth: int) -> Any:
-        """What is like the parameters, as they are seen."""
+        """Gives the leaves that are like parameters the shapes in ``seen``."""
         layout = self.layouts[0]
         trees = layout.types, layout.padded, seen
         flat = [dict(jax.tree.leaves_with_path(each)) for each in trees]
@@ -186,7 +185,7 @@ def _fitted(tree: Any, like: Any) -> Any:
 
 
 def _fitted_array(x: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Without its padding, or with it."""
+    """Removes padding or adds it."""
     x = jnp.asarray(x)
     if x.shape == shape:
         return x
@@ -195,7 +194,7 @@ def _fitted_array(x: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _can_be(types: Any, padded: Any) -> bool:
-    """Whether padding, or its removal, makes each leaf of the other tree's."""
+    """Whether padding alone makes the leaves of ``padded`` from those of ``types``."""
     pairs = zip(jax.tree.leaves(types), jax.tree.leaves(padded), strict=True)
     return all(
         x.ndim == lies.ndim and all(map(operator.le, x.shape, lies.shape))

@@ -1,4 +1,4 @@
-"""Where the arrays of a server lie, and how others come there."""
+"""The devices that hold a server's arrays, and how other arrays get there."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gradxform._late.drop_stale import drop_stale
 
 
 def copy(tree: Any) -> Any:
-    """The same on memory of its own, on the same devices, committed to them or not.
+    """A copy in memory of its own, on the same devices, committed or not as before.
 
-    The runtime copies: no program has to be compiled for it.
+    The runtime copies, so no program has to be compiled.
     """
     tree = jax.tree.map(_own, tree)
     if all(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(tree)):
@@ -27,23 +27,23 @@ def copy(tree: Any) -> Any:
 
 
 def _copy_of_shards(x: jax.Array) -> jax.Array:
-    """Of an array that other processes have parts of: these do not take part."""
+    """Copies this process's parts of an array; the other processes take no part."""
     parts = jax.device_put([s.data for s in x.addressable_shards], may_alias=False)
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
 def _own(x: Any) -> Any:
-    # Whatever it is told, JAX looks at the memory of NumPy's arrays where it can.
+    # JAX may share the memory of a NumPy array, even with `may_alias=False`.
     return np.array(x) if isinstance(x, np.ndarray) else x
 
 
 def is_function(params: Any) -> bool:
-    """Whether it makes parameters. A module may be called as well, and is a tree."""
+    """Whether it makes parameters. A module is callable too, but it is a tree."""
     return callable(params) and jax.tree_util.all_leaves([params])
 
 
 def made(params: Any) -> Any:
-    """The parameters, where a function gives them."""
+    """The parameters, from a function if it is one."""
     return params() if is_function(params) else params
 
 
@@ -52,9 +52,9 @@ def settle(
 ) -> tuple[optax.GradientTransformation, Any, Any]:
     """A transformation with a gate, and parameters and state where they will stay.
 
-    Where the caller has committed the parameters to devices, the state is committed to
-    them, too. Else all is uncommitted, so that JAX lets workers on other devices
-    calculate with what they pull.
+    If the caller has committed the parameters to devices, the state is committed to
+    them, too. Otherwise all is uncommitted, so that workers on other devices can
+    calculate with the arrays that they pull.
     """
     params = copy(made(params))
     state = tx.init(params)
@@ -74,7 +74,7 @@ class Place:
     """The devices of some arrays.
 
     Attributes:
-      committed: whether one of the arrays is bound to its devices.
+      committed: whether one of the arrays is committed (bound) to its devices.
       everywhere: the sharding that puts the whole of an array on each of the devices.
     """
 
@@ -88,7 +88,7 @@ class Place:
         )
 
     def abstract(self, type_: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
-        """For lowering: bound to where it lies, if the arrays here are."""
+        """A description for lowering, with a sharding if the arrays are committed."""
         return jax.ShapeDtypeStruct(
             type_.shape,
             type_.dtype,
@@ -97,19 +97,19 @@ class Place:
         )
 
     def default_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Makes what is bound to no device come here."""
+        """Sends uncommitted arrays to this place, if it is uncommitted itself."""
         if self.committed:
             return contextlib.nullcontext()
         return jax.default_device(next(iter(self.everywhere.device_set)))
 
     def put(self, x: np.ndarray[Any, Any]) -> jax.Array:
-        """Brings an array of the host here whole, bound if the arrays here are."""
+        """Brings a whole NumPy array here, committed if the arrays here are."""
         with self.default_device():
             return jax.device_put(x, self.everywhere if self.committed else None)
 
 
 def bring(x: Any, sharding: Sharding) -> jax.Array:
-    """Brings a pushed array where a program takes it."""
+    """Brings a pushed array to the place where a program needs it."""
     there = getattr(x, "sharding", None)
     if there == sharding or (there and there.is_equivalent_to(sharding, x.ndim)):
         return x

@@ -1,4 +1,4 @@
-"""The compiled steps of a server, and where its arrays lie."""
+"""The compiled steps of a server, and the places of its arrays."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes firs
 class Program(NamedTuple):
     """The program for pushes of one signature."""
 
-    # Of trees it sees the leaves alone: of 1M parameters in 16 that saves a tenth.
-    # (those of (params, state), those of (grads, extra), local_step)
-    # -> (those of (params, state), counters)
+    # It takes leaves, not trees: with 1M parameters in 16 leaves that saves a tenth.
+    # (leaves of (params, state), leaves of (grads, extra), local_step)
+    # -> (leaves of (params, state), counters)
     step: Callable[..., tuple[list[jax.Array], jax.Array]]
-    shardings: list[Sharding]  # Where it takes each leaf of (grads, extra).
+    shardings: list[Sharding]  # The place where it needs each leaf of (grads, extra).
 
 
 class Refusal(NamedTuple):
-    """The error of a signature that the transformation does not take."""
+    """The error for a signature that the transformation does not accept."""
 
     kind: type[Exception]
     message: str
@@ -45,23 +45,23 @@ class Refusal(NamedTuple):
 class PushPrograms:
     """The step of a server, compiled once for each signature of a push.
 
-    It is compiled on the thread that pushes, under that thread's configuration of JAX
-    and while other pushes go on; what is compiled runs on any thread.
+    It is compiled on the thread that pushes, under that thread's configuration of JAX,
+    while other pushes go on. The compiled step runs on any thread.
 
     Args:
       tx: a transformation behind a gate.
       params: the parameters, settled.
       state: the state of ``tx``, settled.
       donate: whether a step takes the memory of parameters and state.
-      require_finite: whether gradients must be.
-      spread: how they lie over several processes, where there are. Then a push brings
-        the parts of one of them.
+      require_finite: whether gradients must be finite.
+      spread: how the arrays lie over several processes; None for one process. With it,
+        a push brings the parts of this process.
 
     Attributes:
       devices: how many hold the parameters.
-      gated: whether parameters change only where the global step does: a gate that
-        lies within another transformation leaves what that one does.
-      rows: what reads rows of them.
+      gated: whether parameters change only where the global step does. If a gate lies
+        inside another transformation, that one may still change them.
+      rows: the programs that read rows of the parameters.
       spread: as given.
     """
 
@@ -94,14 +94,14 @@ class PushPrograms:
         self._compiling = threading.RLock()  # A signal handler may push, too.
 
     def trees(self, leaves: list[Any]) -> tuple[Any, Any]:
-        """Parameters and state of these leaves."""
+        """Parameters and state from these leaves."""
         trees: tuple[Any, Any] = jax.tree.unflatten(self._structure, leaves)
         return trees
 
     def like(self, leaves: list[Any]) -> dict[str, Any]:
-        """The description of a state with these leaves replaced.
+        """Describes the parameters and state that will replace these leaves.
 
-        Where they lie over several processes, they make room for it.
+        If they lie over several processes, they are deleted, to make room.
         """
         trees = self.trees(leaves)
         if self.spread:
@@ -111,19 +111,19 @@ class PushPrograms:
         return dict(zip(("params", "state"), trees, strict=True))
 
     def leaves_of_params(self, leaves: list[Any]) -> list[Any]:
-        """Those of a version's leaves that are parameters."""
+        """The leaves of a version that are parameters."""
         return leaves[: self._params_structure.num_leaves]
 
     def params(self, leaves: list[Any]) -> Any:
-        """The parameters of these leaves."""
+        """The parameters from these leaves."""
         return jax.tree.unflatten(self._params_structure, leaves)
 
     def prepare(self, grads: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """The compiled step for a push, with its leaves, ready and at their place.
+        """The compiled step for a push, and its leaves, computed and at their places.
 
         Raises:
-          TypeError: ``grads`` does not fit, or the transformation says so.
-          ValueError: the transformation says so.
+          TypeError: ``grads`` does not fit, or the transformation raises it.
+          ValueError: the transformation raises it.
         """
         if self.spread:
             return self._prepare_parts(self.spread, grads, extra)
@@ -135,7 +135,8 @@ class PushPrograms:
         program = self._program(leaves, tree, grads, extra)
         if [getattr(x, "sharding", None) for x in leaves] != program.shardings:
             leaves = list(map(bring, leaves, program.shardings))
-        # A worker whose computation takes long, or fails, holds up and harms no other.
+        # Here, not under the lock: a worker whose computation takes long or fails does
+        # not hold up the others.
         jax.block_until_ready(leaves)
         if self._require_finite:
             _check_finite(jax.tree.unflatten(tree, leaves)[0])
@@ -144,8 +145,8 @@ class PushPrograms:
     def _prepare_parts(
         self, spread: Spread, grads: Any, extra: dict[str, Any]
     ) -> tuple[Any, list[Any]]:
-        """The same for what one of several processes got; none asks another."""
-        if self._require_finite:  # Only what is here: an array of all asks all.
+        """The same for the parts of one of several processes, without the others."""
+        if self._require_finite:  # Before `bring`: an array of the mesh asks everybody.
             _check_finite(grads)
         grads, extra = spread.bring(grads), spread.bring(extra, depth=1)
         leaves, tree = jax.tree.flatten((grads, extra))
@@ -164,24 +165,24 @@ class PushPrograms:
         return program
 
     def place(self, state: dict[str, Any]) -> tuple[Any, Any]:
-        """Parameters and state from arrays of any device, lying as the server's do.
+        """Parameters and state from any device, brought where the server's lie.
 
         Raises:
-          TypeError: naming the first path at which they differ from the server's.
+          TypeError: they differ from the server's; the error names the first path.
         """
-        # By path, into the server's own structure: a loader may have made lists of
-        # tuples, or dicts with their keys in another order.
+        # By path, into the server's own structure: a loader may have turned tuples into
+        # lists, or sorted the keys of a dict.
         own = dict(zip(("params", "state"), self._arrays, strict=True))
-        if self.spread:  # Parts, or what lies there already.
+        if self.spread:  # Parts, or arrays of the mesh.
             names = enumerate(own)
             state = {k: self.spread.own(state[k], of=i) for i, k in names}
         leaves = _leaves_like("state", state, "the server's state", own)
         if self.spread:
             return jax.block_until_ready(self.trees(leaves))
-        # A copy first: on its way to other devices JAX takes the caller's own memory
-        # for the part that stays, whatever it is told.
+        # A copy first: JAX may share the caller's memory with the part that stays on
+        # its device, even with `may_alias=False`.
         placed = jax.device_put(copy(self.trees(leaves)), self._shardings)
-        if not self._place.committed:  # Placed arrays are.
+        if not self._place.committed:  # `placed` is committed; this frees it.
             with self._place.default_device():
                 free = jax.jit(lambda arrays: arrays, donate_argnums=0)
                 placed = free.lower(self._arrays).compile()(placed)
@@ -191,13 +192,13 @@ class PushPrograms:
     def _compile(
         self, signature: Any, grads: Any, extra: dict[str, Any]
     ) -> Program | Refusal:
-        # First what is cheap to find: a push that does not fit never costs a trace.
-        if self.spread is None:  # Else it was found before the push was taken apart.
+        # The cheap checks come first: a push that does not fit never costs a trace.
+        if self.spread is None:  # Otherwise `Parcel.of` has checked it.
             checks.same_shapes("grads", grads, "params", self._arrays[0])
             checks.same_dtypes("grads", grads, "params", self._arrays[0])
         with self._compiling:
             known = self._programs.get(signature)
-            if known is not None:  # Somebody else has compiled it meanwhile.
+            if known is not None:  # Another thread has compiled it meanwhile.
                 return known
             while len(self._programs) >= MAX_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
@@ -240,7 +241,7 @@ class PushPrograms:
         compiled = jax.jit(
             step,
             donate_argnums=0 if self._donate else (),
-            # The compiler may lay automatic axes otherwise.
+            # Along automatic axes the compiler may choose other shardings.
             out_shardings=(jax.tree.leaves(self._shardings), self._place.everywhere)
             if self._place.committed
             else None,
@@ -251,7 +252,7 @@ class PushPrograms:
             return Program(lowered.compile(), shardings)
 
     def _shardings_of(self, tree: Any, depth: int) -> Iterator[Sharding]:
-        """A leaf like a parameter lies as that does; others are whole everywhere."""
+        """A leaf like a parameter has its sharding; others are whole on each device."""
         for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=maps.is_leaf):
             if isinstance(leaf, IndexedSlices):
                 yield from [self._place.everywhere] * 2  # Values and indices.
@@ -261,13 +262,13 @@ class PushPrograms:
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """A float32 as an int32, to travel with others."""
+    """The bits of a float32 as an int32, to travel in an array of int32."""
     return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _types(leaves: list[Any]) -> tuple[Any, ...]:
     """The key by which jit tells arrays apart."""
-    try:  # Of arrays of JAX, which is faster than to ask each what it is.
+    try:  # For JAX's arrays this is faster than `jax.typeof`.
         return tuple([x.aval for x in leaves])
     except AttributeError:
         return tuple([jax.typeof(x) for x in leaves])
@@ -276,7 +277,7 @@ def _types(leaves: list[Any]) -> tuple[Any, ...]:
 def _leaves_like(
     name: str, tree: Any, reference_name: str, reference: Any
 ) -> list[Any]:
-    """The leaves of ``tree`` in the order in which ``reference`` has their paths."""
+    """The leaves of ``tree``, sorted by path into the order of ``reference``."""
     checks.same_shapes(name, tree, reference_name, reference, nodes=False)
     checks.same_dtypes(name, tree, reference_name, reference)
     given = dict(jax.tree.leaves_with_path(tree))

@@ -1,4 +1,4 @@
-"""The records that a parameter server holds, answers and takes."""
+"""The records that a parameter server keeps, returns and accepts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class PushResult(_PushResult):
     """The result of one push: a tuple of three.
 
     Attributes:
-      applied: False where it was dropped as stale.
+      applied: False if it was dropped as stale.
       staleness: steps taken since the worker's local step.
       global_step: after the push.
-      cosine: of the last gradient that acted with the one before it, if the
-        transformation has a :func:`measure_cosine`; else None. It is not part of the
-        tuple.
+      cosine: the cosine between the last two gradients that acted, if the
+        transformation has a :func:`measure_cosine`; otherwise None. It is not part of
+        the tuple.
     """
 
     cosine: float | None = None
@@ -50,8 +50,9 @@ class PushResult(_PushResult):
 class ServerClosedError(RuntimeError):
     """A call to a server that was closed, or that has lost its parameters.
 
-    The message says which of the two. By the first, workers learn of the end. The
-    second ends with :meth:`ParameterServer.restore`.
+    The message says which of the two. A closed server tells workers this way that the
+    run is over. A server that lost its parameters works again after
+    :meth:`ParameterServer.restore`.
     """
 
 
@@ -59,10 +60,10 @@ class ServerStats(NamedTuple):
     """What a server has done since it was made.
 
     Attributes:
-      accepted: pushes that were applied or added; an accumulator takes several to a
+      accepted: pushes that were applied or added; an accumulator takes several for one
         step.
       dropped: pushes that came too late.
-      staleness: how many pushes came how late, by steps.
+      staleness: the number of pushes for each staleness, in steps.
       pushes_per_second: from the first push to the last; 0 before the second.
       global_step: steps taken.
       lost: why the server has lost its parameters and needs
@@ -78,15 +79,15 @@ class ServerStats(NamedTuple):
 
 
 class Tally:
-    """Counts of the pushes so far, including those of an earlier life."""
+    """Counts of the pushes so far, including those before a restart."""
 
     def __init__(
         self, applied: int = 0, staleness: Mapping[int, int] | None = None
     ) -> None:
         self._applied = applied
         self._staleness = collections.Counter(staleness)
-        self._before = self._staleness.total()  # The rate is that of this life.
-        self._first = self._last = 0.0  # When they came.
+        self._before = self._staleness.total()  # The rate leaves these out.
+        self._first = self._last = 0.0  # When the first and the last push came.
 
     def count(self, applied: bool, staleness: int) -> None:
         """One more push."""
@@ -96,7 +97,7 @@ class Tally:
         self._first = self._first or self._last
 
     def stats(self, global_step: int, lost: str | None) -> ServerStats:
-        """The numbers, for whoever asks."""
+        """The counts as :class:`ServerStats`."""
         pushes, seconds = self._staleness.total(), self._last - self._first
         counted = pushes - self._before
         return ServerStats(
@@ -110,9 +111,9 @@ class Tally:
 
 
 class GlobalStep(int):
-    """A global step that knows its server, and in which of its lives it was counted.
+    """A global step that knows its server, and the server's life at that time.
 
-    A server's life ends where it is restored, or dies: after that the same number means
+    A server's life ends when it is restored, or dies. After that the same number means
     other parameters. Arithmetic makes it a plain integer.
     """
 
@@ -137,19 +138,19 @@ class Version(NamedTuple):
 
     @classmethod
     def of(cls, params: Any, state: Any) -> Version:
-        """The first of a life."""
+        """The first version of a new life."""
         leaves = jax.tree.leaves((params, state))
         global_step, count = int(outermost(state, "global_step")), int(dropped(state))
         return cls(leaves, global_step, count, secrets.token_hex(8))
 
     def step(self) -> GlobalStep:
-        """The step that a worker sees who pulls it."""
+        """The step that a worker gets when it pulls this version."""
         return GlobalStep(self.global_step, self.life)
 
 
 def as_step(name: str, value: Any) -> int:
-    """A step that a caller gave as an integer; one of a server's stays what it is."""
-    if type(value) not in (int, GlobalStep):  # The checks are slower than this.
+    """A caller's step, checked, as an integer; a :class:`GlobalStep` stays one."""
+    if type(value) not in (int, GlobalStep):  # Faster than the checks.
         checks.integer_scalar(name, value)
         value = operator.index(value)
     step: int = value
@@ -157,16 +158,16 @@ def as_step(name: str, value: Any) -> int:
 
 
 def is_past(step: int, life: str) -> bool:
-    """Whether a step is known to be of another life than this."""
+    """Whether a step is known to come from another life."""
     return isinstance(step, GlobalStep) and step.life != life
 
 
 def check_step(local_step: int, version: Version) -> None:
-    """Raises ``ValueError`` unless that version, or one before it, was at the step."""
+    """Raises ``ValueError`` unless this version, or an earlier one, had that step."""
     if is_past(local_step, version.life):
         raise ValueError(
             f"local_step={local_step} was pulled before the server was restored, "
-            "or from another one: pull again."
+            "or from another server: pull again."
         )
     if not 0 <= local_step <= version.global_step:
         checks.in_range("local_step", local_step, f"[0, {version.global_step}]")
@@ -181,8 +182,8 @@ def check_push_id(push_id: Any) -> None:
 
 
 def summary(error: BaseException) -> str:
-    """The first line of an error and, where a traceback follows, its last one."""
-    # Behind that JAX may list places of its own (``JAX_TRACEBACK_FILTERING=off``).
+    """The first and the last line of an error: a long one may hold a traceback."""
+    # JAX may append places of its own (``JAX_TRACEBACK_FILTERING=off``).
     text, _, _ = str(error).partition("=== Source Location Trace")
     lines = text.strip().splitlines()
     ends = " ... ".join(dict.fromkeys(lines[:1] + lines[-1:]))

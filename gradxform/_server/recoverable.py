@@ -1,4 +1,4 @@
-"""A server that goes on where it was: parameters, counts and answers of one moment."""
+"""A server that recovers parameters, counts and answers as of one moment."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ logger = logging.getLogger("gradxform")
 
 
 class TakesNoMoreError(RuntimeError):
-    """Workers have made as many pushes as they should."""
+    """The workers have made all pushes that the server takes."""
 
 
 class Answer(NamedTuple):
     """The last answer to a worker."""
 
     number: int  # Of its push.
-    local_step: int  # That it came with.
+    local_step: int  # Of its push.
     result: PushResult
 
 
 class Standing(NamedTuple):
-    """Where a server stands: where its life begins, or ends."""
+    """A server's counts at the beginning or the end of a life (until it dies)."""
 
     life: str
     global_step: int
@@ -38,23 +38,23 @@ class Standing(NamedTuple):
     dropped: int
     answers: dict[int, Answer]  # By worker.
     found: bool  # Whether it goes on from a checkpoint.
-    notes: tuple[str, ...] = ()  # What its user has to know of that.
+    notes: tuple[str, ...] = ()  # What the user must know about that checkpoint.
 
 
 def tell(standing: Standing) -> None:
-    """Says what is to be known of the checkpoint that a life begins with."""
+    """Logs the notes about the checkpoint from which a life begins."""
     for note in standing.notes:
         logger.warning("%s", note)
 
 
 class RecoverableServer(ParameterServer):
-    """A server that saves itself, and begins where the newest checkpoint is.
+    """A server that saves itself, and starts from the newest checkpoint.
 
     Args:
       params: the initial parameters, which are copied, or a function that gives them.
       tx: any transformation.
       checkpoint: where and how often; without it nothing is saved.
-      pushes: how many it takes that have a ``push_id``.
+      pushes: how many pushes with a ``push_id`` it takes.
       options: those of :class:`ParameterServer`.
     """
 
@@ -67,33 +67,33 @@ class RecoverableServer(ParameterServer):
         **options: bool,
     ) -> None:
         super().__init__(params, tx, **options)
-        self._takes = pushes  # That many more.
+        self._takes = pushes  # How many more it takes.
         self._local_steps: dict[Hashable, int] = {}  # Last answered, by worker.
         spread = self._programs.spread
         self._saver = None if checkpoint is None else Saver(checkpoint, spread)
         self._standing: Standing | None = None
 
     def begin(self) -> Standing:
-        """Goes on from the newest checkpoint, if there is one; says from where.
+        """Goes on from the newest checkpoint, if there is one; returns where it stands.
 
-        Once: after that it tells where this life began.
+        Only the first call does so. Later ones return where this life began.
 
         Raises:
-          OSError: another run saves itself there; or it cannot be written to.
-          ValueError: the checkpoint is of another job, or not whole, or there should be
-            none; or something else lies there.
+          OSError: another run saves itself there, or the directory is not writable.
+          ValueError: the checkpoint belongs to another job, or is not complete, or
+            exists with ``resume=False``; or the directory holds something else.
         """
         if self._standing is None:
             taken = None if self._saver is None else self._take_up(self._saver)
             found, notes = taken is not None, tuple(taken or ())
             self._standing = self._thread.run(self._stand, found, notes)
-            if not is_actor(self):  # Else nobody would hear it.
+            if not is_actor(self):  # An actor's engine does it, where the user sees it.
                 tell(self._standing)
         standing: Standing = self._standing
         return standing
 
     def _take_up(self, saver: Saver) -> list[str] | None:
-        """Goes on from what is there; what is to be said of it, None without."""
+        """Goes on from the newest checkpoint; returns its notes, None without one."""
         saver.open()
         newest = saver.newest()
         if newest is None:
@@ -150,12 +150,12 @@ class RecoverableServer(ParameterServer):
         if push_id is not None and self._takes <= 0 and not self._knows(*push_id):
             raise TakesNoMoreError("the server takes no more pushes of workers.")
         result = super()._push(step, pushed, local_step, push_id)
-        if self._version is before:  # It was answered from memory.
+        if self._version is before:  # A repeated push: it got its first answer.
             return result
         if push_id is not None:
             self._local_steps[push_id[0]] = int(local_step)
             self._takes -= 1
-        # Right after a step no sum is half done.
+        # Right after a step no sum of pushes is half done.
         stepped = result.global_step > before.global_step
         saver = self._saver if self._standing is not None else None
         if stepped and saver and saver.is_due(result.global_step):
@@ -163,15 +163,15 @@ class RecoverableServer(ParameterServer):
         return result
 
     def _knows(self, worker: Hashable, number: int) -> bool:
-        """Whether it is a push that was answered before."""
+        """Whether this push was answered before."""
         return worker in self._answered and number <= self._answered[worker][0]
 
     def global_step(self) -> int:
-        """Steps taken so far; nobody has to wait for the answer."""
+        """Steps taken so far; the call waits for nothing."""
         return self._version.global_step
 
     def rest(self) -> Standing:
-        """From now on takes no push that has a ``push_id``; says where it stands."""
+        """Takes no push with a ``push_id`` from now on; returns where it stands."""
         standing: Standing = self._thread.run(self._rest)
         return standing
 
@@ -194,9 +194,9 @@ class RecoverableServer(ParameterServer):
         return Snapshot(stats.accepted + stats.dropped, self._copies(), counters)
 
     def save(self) -> int | None:
-        """Writes the last checkpoint, of now; the global step it is of, None without.
+        """Writes the last checkpoint now; returns its global step, or None without one.
 
-        What is pushed after it is in no checkpoint.
+        Later pushes are in no checkpoint.
         """
         if self._saver is None or self._standing is None:  # Nothing has begun.
             return None
@@ -207,12 +207,12 @@ class RecoverableServer(ParameterServer):
         return step
 
     def flush(self) -> None:
-        """Waits for a checkpoint that is being written."""
+        """Waits until the checkpoint that is being written is done."""
         if self._saver is not None:
             self._saver.wait()
 
     def close(self) -> None:
-        """As :meth:`ParameterServer.close`; a checkpoint that was begun is written."""
+        """As :meth:`ParameterServer.close`; finishes a checkpoint that was begun."""
         super().close()
         if self._saver is not None:
             self._saver.close()

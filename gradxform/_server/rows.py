@@ -16,12 +16,12 @@ from gradxform._trees.rows import rows_of, take_summed
 
 
 def size_for(length: int) -> int:
-    """The next power of two: of n lengths there are about log n sizes."""
+    """The next power of two: lengths up to n have only about log n sizes."""
     return 1 << max(length - 1, 0).bit_length()
 
 
 def in_sizes(leaf: Any) -> Any:
-    """A row-sparse gradient padded to such a size; every other leaf as it is."""
+    """Pads a row-sparse gradient to such a size; returns every other leaf as it is."""
     if not isinstance(leaf, IndexedSlices) or leaf.values.ndim != leaf.ndim:
         return leaf
     length = len(leaf.values)
@@ -32,7 +32,7 @@ def in_sizes(leaf: Any) -> Any:
 
 
 def in_order(ids: Any, size: int, height: int) -> np.ndarray[Any, Any]:
-    """Each of them once, ascending, and padding up to that size."""
+    """Each id once, ascending, then padding up to that size."""
     once = np.unique(ids)
     given = np.full(size, height, np.int32)
     given[: len(once)] = once
@@ -51,7 +51,7 @@ class RowPrograms:
     """Reads rows of a server's tables, compiled once for each table and size.
 
     Args:
-      params: the parameters as described for lowering.
+      params: descriptions of the parameters, for lowering.
       place: where they lie.
     """
 
@@ -64,11 +64,11 @@ class RowPrograms:
         self._compiling = threading.RLock()  # A signal handler may pull, too.
 
     def prepare(self, rows: Mapping[str, jax.typing.ArrayLike]) -> dict[int, Wanted]:
-        """The rows to read of each table, by the number of that leaf.
+        """The rows to read from each table, by the number of its leaf.
 
         Raises:
           TypeError: ids are no integers, or ``rows`` is no mapping.
-          ValueError: a path is not that of a table, or an id lies outside of it.
+          ValueError: no table has the path, or an id lies outside of the table.
         """
         return {
             number: self._wanted(number, asked) for number, asked in self._asked(rows)
@@ -99,7 +99,7 @@ class RowPrograms:
             yield number, asked.ravel()
 
     def part(self, number: int, wanted: Wanted, rows: jax.Array) -> IndexedSlices:
-        """A part of that table; ``rows`` is what the program has read."""
+        """The wanted rows as a part of the table; the program has read ``rows``."""
         length = len(wanted.indices)
         if length != len(rows):
             rows = self._place.put(np.array(np.asarray(rows)[:length]))
@@ -107,9 +107,9 @@ class RowPrograms:
         return ascending(indices, rows, self._types[number].shape)
 
     def program(self, number: int, size: int) -> Callable[..., jax.Array]:
-        """Reads so many rows of that table, ``(table, ids) -> rows``."""
+        """The program that reads ``size`` rows of a table: ``(table, ids) -> rows``."""
         if (number, size) not in self._programs:
-            with self._compiling:  # Somebody else may have compiled it meanwhile.
+            with self._compiling:  # Another thread may have compiled it meanwhile.
                 if (number, size) not in self._programs:
                     self._programs[number, size] = self._compiled(number, size)
         return self._programs[number, size]

@@ -1,8 +1,8 @@
-"""Arrays of JAX on their way through Ray: as bytes beside the message.
+"""JAX's arrays on their way through Ray: as bytes beside the message.
 
-JAX pickles an array into the message itself, which each side then copies once more. As
-a buffer out of band Ray copies it into its object store, once, and whoever receives it
-looks at it there: on CPU as an array of JAX's, without another copy.
+JAX pickles an array into the message itself, which each side then copies once more.
+Here the array is an out-of-band buffer: Ray copies it into its object store once, and
+the receiver reads it there. On CPU it becomes a JAX array without another copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 @functools.cache  # Once a process is enough.
 def register() -> None:
-    """Lets arrays of JAX travel so, in all that this process sends through Ray."""
+    """Makes JAX's arrays travel this way in all that this process sends through Ray."""
     array_type = type(jnp.zeros(()))
     sys.modules["ray"].util.register_serializer(
         array_type, serializer=_leave, deserializer=_arrive
@@ -28,7 +28,7 @@ def register() -> None:
 
 def _leave(x: jax.Array) -> Any:
     if x.weak_type or not x.is_fully_addressable:
-        return x.__reduce__()  # As JAX sends it; what it cannot, it refuses.
+        return x.__reduce__()  # JAX's own way, or its own error.
     return Bytes(np.asarray(x))
 
 
@@ -41,9 +41,9 @@ def _arrive(sent: Any) -> jax.Array:
 
 
 class Bytes:
-    """An array of NumPy's that pickle takes out of band, whatever its dtype.
+    """Wraps a NumPy array of any dtype, so that pickle takes it out of band.
 
-    What arrives is the array.
+    The receiver gets the array itself.
     """
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:

@@ -8,11 +8,11 @@ the line that computes it.
   puts Keras's clip arguments in front of an optimizer and hands it the norms.
 - ``adagrad`` and ``novograd``: they take those norms and read the gradients once less.
 - ``delayed_nesterov``: momentum for gradients that arrive one by one, and late.
-- ``momentum_look_ahead``: for these too; it steps ahead along the momentum, and with
-  ``alignment`` it corrects gradients that do not point where the momentum does.
-- ``measure_cosine``: how far each gradient points where the one before it did.
+- ``momentum_look_ahead``: also for such gradients; it steps ahead along the momentum.
+  With ``alignment`` it corrects gradients that do not point along the momentum.
+- ``measure_cosine``: the cosine between each gradient and the one before it.
 - ``learning_rate``: the last link of every alias.
-- ``densify``: for the place in front of a link that must change every row.
+- ``densify``: makes row-sparse gradients dense, for a link that must change every row.
 
 Imports ``_trees``.
 """

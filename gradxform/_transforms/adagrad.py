@@ -116,7 +116,7 @@ def scale_by_adagrad(
         # acc ← acc + |g|², a row's mean of squares if row_wise
         return dtypes.widen(acc).astype(square.dtype) + square
 
-    @jax.jit  # Traced once a shape, not once a leaf.
+    @jax.jit  # Traced once for each shape, not for each leaf.
     def divide(g: jax.Array, acc: jax.Array) -> jax.Array:
         # u = g / sqrt(acc + eps), or g / (sqrt(acc) + eps)
         factor = arithmetic.inverse_sqrt(dtypes.widen(acc), eps, eps_in_sqrt)
@@ -130,7 +130,7 @@ def scale_by_adagrad(
         squared_rows: optax.Updates | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, ScaleByAdagradState]:
-        # This extra argument is how `adagrad` shares the clip's sums.
+        # The extra argument brings the clip's sums, which `adagrad` shares.
         del extra
         if row_wise and params is not None:  # The accumulators know only the rows.
             checks.same_shapes("updates", updates, "params", params)
@@ -152,7 +152,7 @@ def scale_by_adagrad(
                 squared_rows = norms.squared_rows(updates)
             squares = maps.map_updates(mean, squared_rows, updates)
         sums = maps.map_state(add, squares, touched)
-        # Rounded first: updates of the unrounded sum would need a pass of their own.
+        # Rounded first: updates from the unrounded sum would need a pass of their own.
         sums = maps.cast_like(sums, touched)
         new_updates = maps.map_updates(divide, updates, sums)
         sums = maps.put_rows(updates, before, sums)

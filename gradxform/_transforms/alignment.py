@@ -53,7 +53,7 @@ _RANGES = {
 
 
 def checked(alignment: Any) -> MomentumAlignment:
-    """With real numbers that are in their ranges; raises where one is not."""
+    """Checks all numbers; raises if one is not real or not in its range."""
     if not isinstance(alignment, MomentumAlignment):
         raise TypeError(
             f"alignment must be a gradxform.MomentumAlignment or None, got "
@@ -90,7 +90,7 @@ def aligned(
     lengths, _ = norms.squared_norms(held, **where)
     dots, _ = norms.products(updates, held, **where)
 
-    @jax.jit  # Traced once a shape, not once a layer.
+    @jax.jit  # Traced once for each shape, not for each layer.
     def shares(gg: jax.Array, mm: jax.Array, gm: jax.Array) -> Shares:
         numbers = (jnp.asarray(x, gg.dtype) for x in alignment)
         agrees, opposed, confidence, rotation, shrinkage, most, eps = numbers
@@ -113,8 +113,8 @@ def aligned(
         mixed = arithmetic.safe_sqrt(mixed)
         size = g / (mixed + eps)
         opposes, short = c < 0, (g < eps) | (m < eps) | (g * m == 0)
-        # Unchanged if either is short, nothing is left of the mixture, or squares
-        # overflow: entries that are not finite then stay where they are.
+        # Unchanged if g or m is short, if the mixture is almost 0, or if squares
+        # overflow: then entries that are not finite stay where they are.
         as_it_is = short | (c >= agrees) | (~opposes & (mixed < eps))
         as_it_is |= ~jnp.isfinite(gg + mm)
         a = jnp.where(as_it_is | opposes, 1, of_g * size)

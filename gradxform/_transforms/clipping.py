@@ -139,7 +139,7 @@ def clip_by_global_norm(
         if use_norm is not None:
             checks.real_scalar("use_norm", use_norm)
         else:
-            updates = maps.sum_duplicates(updates)  # Once, for all that follows too.
+            updates = maps.sum_duplicates(updates)  # Once, also for all later links.
             use_norm = global_norm(updates, axis_name=axis_name)
         factor = _factor(use_norm, max_norm)
         updates = maps.map_updates(lambda g: arithmetic.scale(g, factor), updates)
@@ -263,11 +263,11 @@ def clip_before(
                     return factor
                 return _factor(arithmetic.safe_sqrt(square), clipnorm)
 
-            # Half precision stays wide on its way to inner: rounded values that two
-            # kernels need are written to memory, and others computed in both.
+            # Half precision stays wide on its way to inner. If two kernels need rounded
+            # values, these go to memory; unrounded ones are computed in both kernels.
             factors = maps.map_updates(factor_of, squares)
             updates = _scale_layers(maps.map_updates(dtypes.widen, updates), factors)
-            if row_wise:  # Twice by the factor: its square could underflow.
+            if row_wise:  # Scaled twice, as the square of a factor could underflow.
                 rows = _scale_layers(_scale_layers(rows, factors), factors)
                 extra["squared_rows"] = rows
             else:
@@ -297,7 +297,7 @@ def _scale_layers(updates: Any, factors: Any) -> Any:
 
 
 def _clamp(g: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:
-    # Wide at the end, like the scaled gradients: see clip_before.
+    # The result stays wide, like the scaled gradients: see clip_before.
     limit = dtypes.widen(jnp.asarray(limit, g.dtype))
     return jnp.clip(dtypes.widen(g), -limit, limit)
 

@@ -145,9 +145,8 @@ def scale_by_delayed_nesterov(
             return jnp.where(moves(t), 0, t)
 
         def add(g: jax.Array, total: jax.Array, count: jax.Array) -> jax.Array:
-            # Δ_t = Δ_{t-1} + g_t. It starts again from 0 with the first gradient, and
-            # not with the last: so the momentum reads only the new sum, which replaces
-            # the old one.
+            # Δ_t = Δ_{t-1} + g_t. The first gradient resets it to 0, not the last: so
+            # the momentum reads only the new sum, which replaces the old one.
             total = jnp.where(count == 0, 0, total)
             return arithmetic.wide_sum(g, total).astype(total.dtype)
 
@@ -166,7 +165,7 @@ def scale_by_delayed_nesterov(
             c, n, decay = (jnp.asarray(x, dtypes.compute_dtype(g)) for x in numbers)
             share = jnp.where(moves(t), 1 - c * n + c, c)
             g = dtypes.widen(g)
-            if mu.dtype.itemsize < 4:  # Or it would be computed again for the step.
+            if mu.dtype.itemsize < 4:  # Otherwise the step would compute it again.
                 mu = barrier.apart(mu)
             mu = mu.astype(g.dtype)
             return arithmetic.scale(mu, share * decay) + arithmetic.scale(g, 1 / n)

@@ -104,7 +104,8 @@ def measure_cosine(
         length = arithmetic.safe_sqrt(square) * arithmetic.safe_sqrt(norms.total(held))
         cosine = dot / jnp.where(length < jnp.finfo(length.dtype).tiny, 1, length)
 
-        # The product is known first, so the compiler need not copy its inputs.
+        # `known` is always false, but the compiler does not know that. So it computes
+        # the product first, and need not copy its inputs.
         known = (dot != dot) & (dot == dot)
 
         def keep(g: jax.Array, old: jax.Array) -> jax.Array:

@@ -155,15 +155,15 @@ def scale_by_momentum_look_ahead(
             return (moved + _scale(g, rest * a)).astype(mu.dtype)
 
         def step(g: jax.Array, mu: jax.Array, shares: Shares) -> jax.Array:
-            # u_t = a·g + b·m_{t-1} + b1·m_t. The share of m_{t-1} in m_t stands for it:
-            # so m_t replaces m_{t-1}, which nobody else has to read.
+            # u_t = a·g + b·m_{t-1} + b1·m_t. It computes m_{t-1} back from m_t, so m_t
+            # can replace m_{t-1}: nothing reads that any longer.
             decay, rest, a, b = factors(g, shares)
             kept = decay + rest * b
-            none = kept == 0  # Then b1 is 0, and b: u_t is m_t.
+            none = kept == 0  # Then b1 and b are 0, and u_t is m_t.
             kept = jnp.where(none, 1, kept)
             back = jnp.where(none, 1, b / kept)
             g = dtypes.widen(g)
-            if mu.dtype.itemsize < 4:  # Or it would be computed again for the step.
+            if mu.dtype.itemsize < 4:  # Otherwise the step would compute it again.
                 mu = barrier.apart(mu)
             mu = dtypes.widen(mu).astype(g.dtype)
             return _scale(g, a * (decay / kept)) + _scale(mu, back + decay)
@@ -314,7 +314,7 @@ def worker_start(
     if len(found) > 1:
         paths = ", ".join(checks.place(path) for path, _ in found)
         raise ValueError(f"the state holds several momenta, at {paths}: pass one part.")
-    mu = boxes.as_in(params, found[0][1])  # Flax boxes state otherwise than parameters.
+    mu = boxes.as_in(params, found[0][1])  # Flax has other boxes around state.
     checks.dense("worker_start", params)
     checks.same_shapes("the momentum", mu, "params", params)
     ahead = -jnp.asarray(learning_rate) * b1

@@ -151,7 +151,7 @@ def scale_by_novograd(
         step_size_in_momentum: jax.typing.ArrayLike | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
-        # These extra arguments are how `novograd` shares the clip's norms and puts the
+        # By these extra arguments `novograd` shares the clip's norms and puts the
         # learning rate inside the momentum.
         del extra
         checks.dense("novograd", updates)
@@ -161,16 +161,17 @@ def scale_by_novograd(
                 updates, axis_name=axis_name, stacked_axes=stacked_axes
             )
 
-        @jax.jit  # Traced once a shape, not once a layer.
+        @jax.jit  # Traced once for each shape, not for each layer.
         def average(square: jax.Array, nu: jax.Array) -> jax.Array:
             # nu_1 = ‖g_1‖², nu_t = b2·nu_{t-1} + (1-b2)·‖g_t‖²
-            if clip_factor is not None:  # One at a time: its square could underflow.
+            if clip_factor is not None:  # Twice, as its square could underflow.
                 factor = clip_factor(square).astype(square.dtype)
                 square = square * factor * factor
             square = square.astype(nu.dtype)
             averaged = arithmetic.scale(nu, b2) + arithmetic.scale(square, 1 - b2)
-            # The first gradient may come late, where there was None before. The sign of
-            # a zero tells it from a norm of 0; states of optax begin with a 0.0.
+            # A layer's first gradient may come late, after some None. Until then nu is
+            # -0.0, and the sign tells it from a norm of 0. Optax's states begin with
+            # 0.0.
             first = (state.count == 0) | ((nu == 0) & jnp.signbit(nu))
             return jnp.where(first, square, averaged)
 

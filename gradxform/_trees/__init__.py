@@ -1,26 +1,26 @@
 """The leaves that a gradient tree may hold, and the operations on them.
 
 A leaf is an array, ``None`` where the loss gave no gradient, or the few rows of a table
-that a batch has touched. The maps here take every kind of leaf, in any dtype, wherever
-it lies, so a transformation need not know about the kinds.
+that a batch has touched. The maps here take every kind of leaf, in any dtype, on any
+device, so a transformation need not know about the kinds.
 
-- ``rows``: row numbers of tables, and the rows that they stand for.
-- ``indexed_slices``: the row-sparse leaf, and part of a table.
-- ``opaque``: row indices as leaves with which JAX does not calculate.
+- ``rows``: row numbers of tables; reads and writes of rows.
+- ``indexed_slices``: the row-sparse gradient; it also stands for part of a table.
+- ``opaque``: row indices as leaves that JAX refuses to calculate with.
 - ``maps``: maps over trees, ``f(values)`` or ``f(values, state)``.
-- ``boxes``: trees with and without the boxes in which Flax names mesh axes.
+- ``boxes``: trees with and without boxes, Flax's wrappers that name mesh axes.
 - ``dtypes``: dtypes to calculate in, and numbers in them.
 - ``arithmetic``: sums, products and roots that are rounded once, from at least float32.
 - ``constants``: zeros and other constants, which lie where the parameters lie.
-- ``linear``: linear operations that CPU programs do in another way.
+- ``linear``: linear operations with another implementation on CPU.
 - ``rounding``: a cast to half precision that costs no copy of its result.
 - ``barrier``: keeps the compiler from sharing values that are cheaper to compute twice.
 - ``norms``: sums of squares of layers, rows and whole trees in one pass.
-- ``mesh``: the parts of a sum on other devices, inside ``shard_map``.
+- ``mesh``: sums over devices, inside ``shard_map``.
 - ``versions``: names that JAX changes from one version to the next.
 - ``checks``: errors that name the argument, the path, what was given and what to do.
 
-Then a transformation without state is one line of arithmetic and this one:
+With these, a transformation without state is one line of arithmetic and one map:
 
 >>> import jax.numpy as jnp
 >>> from gradxform._trees import arithmetic, maps

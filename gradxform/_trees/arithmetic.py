@@ -32,8 +32,8 @@ def wide_sum(x: jax.Array, total: jax.Array) -> jax.Array:
 def integer_sum(x: jax.Array, total: jax.Array) -> jax.Array:
     """``total + x`` of integers, exactly; any other ``x`` is truncated first.
 
-    In the dtype of ``total``. If that is unsigned it has no negative numbers, so the
-    size of a negative ``x`` is subtracted.
+    The result has the dtype of ``total``. An unsigned dtype has no negative numbers, so
+    the absolute value of a negative ``x`` is subtracted.
     """
     if jnp.issubdtype(x.dtype, jnp.integer):
         return total + x.astype(total.dtype)
@@ -46,8 +46,8 @@ def added(u: jax.Array, p: jax.Array) -> jax.Array:
     if jnp.issubdtype(p.dtype, jnp.integer):
         return integer_sum(u, p)
     if u.dtype == p.dtype:
-        # The sum of two numbers in half precision is rounded once as it is, and
-        # compilers for TPU fuse it, but not a sum in float32.
+        # A sum in half precision is rounded only once anyway. Compilers for TPU fuse
+        # it, but they do not fuse a sum in float32.
         return p + u
     return wide_sum(u, p).astype(p.dtype)
 
@@ -77,13 +77,13 @@ def inverse_sqrt(
     The caller multiplies a gradient by it, and ``x`` contains the gradient's square. So
     where the divisor is 0, the gradient is 0, and the quotient should be 0 too.
     """
-    # If eps is known to be above 0 in this dtype, so is the divisor.
+    # If eps is known and positive in this dtype, the divisor is positive, too.
     tiny = np.finfo(x.dtype).tiny
     may_be_0 = isinstance(eps, jax.core.Tracer) or np.asarray(eps, x.dtype) < tiny
     eps = jnp.asarray(eps, x.dtype)
     divisor = x + eps if eps_in_sqrt else safe_sqrt(x) + eps
     if may_be_0:
-        # A GPU compares what lies below, and then takes it for 0 in the quotient.
+        # Not `divisor == 0`: a GPU compares smaller numbers, but divides by 0 instead.
         divisor = jnp.where(divisor < tiny, 1, divisor)
     return jax.lax.rsqrt(divisor) if eps_in_sqrt else 1 / divisor
 

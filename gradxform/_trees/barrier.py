@@ -8,12 +8,12 @@ from gradxform._trees.linear import linear
 
 
 def apart(x: jax.Array) -> jax.Array:
-    """``x``, whose results here the compiler does not share with other users.
+    """``x``, so that the compiler does not share results of it with other users.
 
-    On CPU a sum of squares may share its widening of half precision with an update, or
-    with its clip. Then it is no longer fused with it, and a copy goes to memory.
-    Elsewhere there is no copy, and a barrier would make one if ``x`` itself is not
-    computed yet.
+    On CPU a sum of squares may share the cast of ``x`` to float32 with an update, or
+    with its clip. Then the cast is no longer fused, and its result goes to memory.
+    Other platforms make no such copy; there a barrier would make one if ``x`` itself is
+    not computed yet.
     """
     return _apart(x)
 

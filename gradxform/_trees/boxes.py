@@ -1,4 +1,4 @@
-"""Trees with and without the boxes in which Flax names the mesh axes of an array."""
+"""Trees with and without boxes: Flax's wrappers that name an array's mesh axes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gradxform._trees.maps import is_leaf
 
 
 def bare(params: Any) -> Any:
-    """Parameters without the boxes in which Flax names the mesh axes of an array.
+    """Parameters without their boxes.
 
-    State of fewer axes than its parameter must not inherit them: Flax would lay it out
-    by the names of axes that it does not have.
+    State with fewer axes than its parameter must not inherit the box: Flax would shard
+    it by the names of axes that it does not have.
     """
 
     def content(node: Any) -> Any:
@@ -25,10 +25,10 @@ def bare(params: Any) -> Any:
 
 
 def boxed(params: Any, state: Any) -> Any:
-    """Bare state with an axis in front of those of its parameters, in their boxes.
+    """Puts state that has one more axis, in front, into the boxes of its parameters.
 
-    Without the names in them Flax would lay all of it on every device. Boxes of
-    ``flax.linen`` alone know how to take a further axis, which here has no name.
+    Without the names in the boxes, Flax would put all of it on every device. The new
+    axis has no name. Only boxes of ``flax.linen`` can take another axis.
     """
 
     def box(p: Any, s: Any) -> Any:
@@ -55,7 +55,7 @@ def as_in(like: Any, tree: Any) -> Any:
     def nodes(tree: Any) -> Any:
         return jax.tree.structure(tree, is_leaf=is_leaf)
 
-    # Usually there are no boxes, and nothing to take apart and compare.
+    # Usually there are no boxes, and the first comparison is enough.
     wanted = nodes(like)
     if nodes(tree) == wanted or nodes(bare(tree)) != nodes(bare(like)):
         return tree

@@ -17,7 +17,7 @@ import optax
 from gradxform._trees import dtypes
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 
-COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # How many, on the device an int32.
+COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # For counts, which are int32 on devices.
 _REAL = (jnp.floating, jnp.integer)
 
 
@@ -53,16 +53,17 @@ def in_range(name: str, value: Any, interval: str) -> Any:
 def scheduled(
     name: str, schedule: Callable[..., Any], global_step: jax.Array, interval: str
 ) -> Any:
-    """The number of a schedule for a global step; raises as :func:`in_range`."""
+    """A schedule's number for a global step; raises like :func:`in_range`."""
     name, value = f"{name}(global_step)", schedule(global_step)
     real_scalar(name, value)
     return in_range(name, value, interval)
 
 
 def real(value: Any) -> Any:
-    """A number as it is; the real part of a complex one that is real, or traced.
+    """The real part of a complex number that is traced or has no imaginary part.
 
-    ``optax.inject_hyperparams`` makes all numbers complex if parameters are.
+    Any other value is returned as it is. ``optax.inject_hyperparams`` makes all numbers
+    complex if parameters are complex.
     """
     dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
     if not jnp.issubdtype(dtype, jnp.complexfloating):
@@ -72,7 +73,7 @@ def real(value: Any) -> Any:
 
 
 def at_most_one(**arguments: Any) -> None:
-    """Raises ``ValueError`` where more than one of the arguments is not None."""
+    """Raises ``ValueError`` if more than one of the arguments is not None."""
     given = {name: value for name, value in arguments.items() if value is not None}
     if len(given) > 1:
         raise ValueError(
@@ -97,7 +98,7 @@ def local_step(wrapper: str, value: Any) -> jax.Array:
             "step that the worker saw before it computed these gradients."
         )
     integer_scalar("local_step", value)
-    if not isinstance(value, jax.Array):  # One may still be computed: nobody waits.
+    if not isinstance(value, jax.Array):  # To check an array may mean to wait for it.
         in_range("local_step", value, f"[0, {np.iinfo(np.int32).max}]")
     return dtypes.saturated(value)
 
@@ -112,7 +113,7 @@ def transformation(name: str, value: Any) -> None:
 
 
 def no_lookahead(params: Any, state: Any) -> None:
-    """Raises ``TypeError`` where ``optax.lookahead`` keeps two copies of parameters."""
+    """Raises ``TypeError`` if ``optax.lookahead`` keeps two copies of parameters."""
     kinds = optax.LookaheadParams, optax.LookaheadState
 
     def is_one(node: Any) -> bool:
@@ -121,8 +122,8 @@ def no_lookahead(params: Any, state: Any) -> None:
     if any(map(is_one, jax.tree.leaves((params, state), is_leaf=is_one))):
         raise TypeError(
             "optax.lookahead keeps two copies of the parameters, LookaheadParams, and "
-            "takes the gradients of one, params.fast: call tx.update(grads, state, "
-            "params), and gradxform.apply_updates(params, updates)."
+            "takes the gradients of only one, params.fast: call tx.update(grads, "
+            "state, params), and gradxform.apply_updates(params, updates)."
         )
 
 
@@ -137,7 +138,7 @@ def real_scalar(name: str, value: Any) -> None:
 
 
 def _scalar(name: str, value: Any, kind: str, kinds: tuple[Any, ...]) -> None:
-    if type(value) is int:  # Of any size: NumPy's integers are bounded.
+    if type(value) is int:  # Of any size: NumPy could not hold all of them.
         return
     dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
     if np.shape(value) or not any(jnp.issubdtype(dtype, k) for k in kinds):
@@ -159,7 +160,7 @@ def state_dtype(name: str, dtype: Any, *, complex_too: bool = False) -> None:
         return
     allowed = jnp.inexact if complex_too else jnp.floating
     try:
-        # An array has a dtype and is none.
+        # NumPy would take an array for its dtype.
         is_array = isinstance(dtype, jax.Array)
         if not is_array and jnp.issubdtype(jnp.dtype(dtype), allowed):
             return
@@ -173,9 +174,9 @@ def state_dtype(name: str, dtype: Any, *, complex_too: bool = False) -> None:
 
 
 def of_same_kind(name: str, dtype: Any, params: Any) -> None:
-    """Raises ``TypeError`` unless ``dtype`` is complex where parameters are, else real.
+    """Raises ``TypeError`` unless all parameters and ``dtype`` are complex, or none is.
 
-    The imaginary parts of the others would be lost.
+    Otherwise imaginary parts would be lost.
     """
     if dtype is None:
         return
@@ -184,14 +185,15 @@ def of_same_kind(name: str, dtype: Any, params: Any) -> None:
         if jnp.issubdtype(_dtype(p), jnp.complexfloating) != is_complex:
             raise TypeError(
                 f"{name}={jnp.dtype(dtype)} does not fit {place(path)}, which is "
-                f"{_dtype(p)}: real leaves need a real dtype, complex ones a complex."
+                f"{_dtype(p)}: real leaves need a real dtype, complex ones a complex "
+                "dtype."
             )
 
 
 def bools(name: str, values: Any, params: Any) -> None:
     """Raises ``TypeError`` unless ``values`` has one bool for each leaf of ``params``.
 
-    They decide what is computed, so none of them is traced.
+    None may be traced, as they decide what is computed.
     """
 
     def check(path: Any, _: Any, value: Any) -> None:
@@ -211,7 +213,7 @@ def place(path: Any) -> str:
 
 
 def slashed(path: Any) -> str:
-    """How users name a leaf: the keys on the way to it, with slashes between."""
+    """The name of a leaf for users: its keys with slashes between them."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -233,24 +235,24 @@ def same_shapes(
     nodes: bool = True,
     none_takes_all: bool = False,
 ) -> None:
-    """Raises where ``tree`` does not lie leaf by leaf over ``reference``.
+    """Raises unless ``tree`` fits ``reference``, leaf by leaf.
 
-    ``None`` in ``tree`` (no gradient for this leaf) lies over anything. Shapes are
-    known while tracing, so the check costs nothing in a compiled step, and without
-    it a gradient of shape (3, 1) for a parameter of shape (3,) would broadcast.
+    ``None`` in ``tree`` (no gradient for this leaf) fits anything. Shapes are known
+    while tracing, so the check costs nothing in a compiled step. Without it a gradient
+    of shape (3, 1) for a parameter of shape (3,) would broadcast.
 
     Args:
       name: the name of ``tree`` in the message.
       tree: the tree to check.
       reference_name: the name of ``reference`` in the message.
       reference: the tree it must match.
-      expected: gives, from a leaf of ``tree``, the shape its reference must have.
-      nodes: whether the nodes must be of the same kinds, as for ``jax.tree.map``, and
-        not only lead to their leaves by the same paths.
-      none_takes_all: whether ``None`` in ``reference`` lies under any leaf.
+      expected: maps a leaf of ``tree`` to the shape that its reference must have.
+      nodes: whether the nodes must be of the same kinds, as for ``jax.tree.map``. If
+        False, the same paths to the leaves are enough.
+      none_takes_all: whether any leaf fits a ``None`` in ``reference``.
 
     Raises:
-      TypeError: naming the first path at which the two differ.
+      TypeError: the two differ; the error names the first such path.
     """
     flat, structure = _flat(tree)
     flat_reference, wanted_structure = _flat(reference)
@@ -258,8 +260,8 @@ def same_shapes(
     def fail(path: Any, given: str, wanted: str) -> None:
         raise TypeError(
             f"{name} and {reference_name} differ at {place(path)}: {name} has {given}, "
-            f"{reference_name} has {wanted}. Pass {name} of the structure and shapes "
-            f"of {reference_name}, with None where there is none."
+            f"{reference_name} has {wanted}. Pass {name} with the structure and shapes "
+            f"of {reference_name}, and None where there is none."
         )
 
     for path, reference_leaf in flat_reference.items():
@@ -285,7 +287,7 @@ def _flat(tree: Any) -> tuple[dict[Any, Any], Any]:
 
 
 def _other_node(tree: Any, reference: Any) -> tuple[Any, str, str]:
-    """The first path at which two trees of the same leaves have two kinds of node."""
+    """The first path where two trees with the same leaves have different nodes."""
 
     def top(node: Any) -> Any:
         return jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
@@ -297,7 +299,7 @@ def _other_node(tree: Any, reference: Any) -> tuple[Any, str, str]:
                 path, *kinds = _other_node(part, wanted_part)
                 return key + path, *kinds
     names = [f"{type(x).__module__}.{type(x).__qualname__}" for x in (tree, reference)]
-    if len(set(names)) == 1:  # Two of one kind, with other keys or static fields.
+    if len(set(names)) == 1:  # One kind, but with other keys or static fields.
         names = [str(node), str(wanted)]
     given, expected = (name.removeprefix("builtins.") for name in names)
     return (), f"a node {given}", f"a node {expected}"
@@ -316,13 +318,13 @@ def same_dtypes(name: str, tree: Any, reference_name: str, reference: Any) -> No
 
 
 def dense(transformation: str, updates: Any) -> None:
-    """Raises ``TypeError`` where a gradient is row-sparse."""
+    """Raises ``TypeError`` if a gradient is row-sparse."""
     for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=_is_leaf):
         if isinstance(leaf, IndexedSlices):
             raise TypeError(
                 f"{transformation} changes every row at every step, so it takes dense "
                 f"gradients, got {_describe(leaf)} at {place(path)}. Put "
-                "gradxform.densify() in front of it, at the price of work on the whole "
+                "gradxform.densify() in front of it, which costs work on the whole "
                 "table, or use adagrad for this leaf."
             )
 

@@ -1,4 +1,4 @@
-"""Zeros and other constants, which lie on the devices where the parameters lie."""
+"""Zeros and other constants, on the devices of the parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradxform._trees.maps import param
 
 
 def zeros_of_type(x_type: Any) -> jax.Array:
-    """Zeros of a type that ``jax.typeof`` gave: sharded, and varying, as that says."""
+    """Zeros of a type from ``jax.typeof``, with its sharding and its varying axes."""
     sharding = x_type.sharding if x_type.sharding.mesh.explicit_axes else None
     zeros = jnp.zeros(x_type.shape, x_type.dtype, out_sharding=sharding)
     return versions.to_varying(zeros, versions.varying_axes(x_type))
@@ -28,16 +28,16 @@ def full_like(
     *,
     axes: int | None = None,
 ) -> jax.Array:
-    """``value`` in the shape of ``p``, or of its first ``axes`` axes, sharded as these.
+    """``value`` in the shape and sharding of ``p``, or of its first ``axes`` axes.
 
-    So state lies where its parameters lie, also when it is made under ``jit``: there
-    the compiler puts a constant on all devices, but results computed from ``p`` where
-    ``p`` is.
+    So state lies where its parameters lie, also when it is made under ``jit``. There
+    the compiler would put a constant on all devices, but it puts results that are
+    computed from ``p`` where ``p`` is.
     """
     if isinstance(p, jax.core.Tracer):
         if axes == 0:
             return jnp.full((), value, dtype)
-        # Less 0, and not plus 0, which would turn a -0.0 into a 0.0.
+        # Minus 0, as plus 0 would turn a -0.0 into a 0.0.
         return jnp.asarray(value, dtype) - _false(p, axes).astype(dtype)
     sharding = None
     if isinstance(p.sharding, NamedSharding):
@@ -46,14 +46,14 @@ def full_like(
 
 
 def stacked(x: jax.Array, n: int) -> jax.Array:
-    """``n`` times the same, each lying as ``x`` does."""
+    """``n`` copies of ``x``, each with its sharding."""
     copies = jnp.broadcast_to(x, (n, *x.shape))
     if isinstance(x, jax.core.Tracer) or not x.ndim:
-        return copies  # A number lies whole on each device, and so do its copies.
+        return copies  # A number is whole on each device, and so are its copies.
     if isinstance(x.sharding, NamedSharding):
         spec = P(None, *x.sharding.spec)
         if not (any(spec) or x.sharding.mesh.explicit_axes):
-            spec = P()  # JAX writes it so for what it computes on automatic axes.
+            spec = P()  # JAX's own form for results on automatic axes.
         copies = jax.device_put(copies, x.sharding.update(spec=spec))
     return copies
 
@@ -65,7 +65,7 @@ def zero(params: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
         return jnp.zeros((), dtype)
     p = param(min(numbers, key=np.size))
     if isinstance(p, jax.core.Tracer) and not jax.typeof(p).sharding.mesh.manual_axes:
-        # jit forgets an argument that is not used, and on which devices it was.
+        # jit drops an unused argument, and with it the devices that it was on.
         return _false(p, 0).astype(dtype)
     return full_like(p, 0, dtype, axes=0)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 
 def compute_dtype(x: jax.Array) -> np.dtype[Any]:
-    """Real dtype for arithmetic on ``x``: float32, float64 where ``x`` is double."""
+    """Real dtype for arithmetic on ``x``: float64 if ``x`` is double, else float32."""
     double = x.dtype in (jnp.float64, jnp.complex128)
     return jnp.dtype(jnp.float64 if double else jnp.float32)
 
@@ -23,7 +23,7 @@ def wide_dtype(x: jax.Array) -> np.dtype[Any]:
 
 
 def inexact_dtype(x: jax.Array) -> np.dtype[Any]:
-    """The dtype of ``x`` if it can hold a momentum, else :func:`compute_dtype`."""
+    """The dtype of ``x`` if it is inexact (for a momentum), or `compute_dtype`."""
     return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else compute_dtype(x)
 
 
@@ -33,7 +33,7 @@ def widen(x: jax.Array) -> jax.Array:
 
 
 def saturated(x: Any) -> jax.Array:
-    """An integer, or inf, as int32; a number that does not fit becomes the nearest."""
+    """An integer, or inf, as int32; a number out of range becomes the nearest one."""
     low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     if isinstance(x, jax.Array):
         own = np.iinfo(x.dtype)

@@ -29,7 +29,7 @@ from gradxform._trees.rows import (
 
 
 class _NamesCure(type):
-    """Names the cure wherever an error names the class, as in jax.tree.map."""
+    """Tells the user what to do, wherever an error names the class."""
 
     def __repr__(cls) -> str:
         return f"<class 'gradxform.{cls.__name__}': {_SHORT_CURE}>"
@@ -91,10 +91,10 @@ class IndexedSlices(metaclass=_NamesCure):
     values: jax.Array  # [n, *dense_shape[1:]]
     dense_shape: tuple[int, ...]
     # Whether the indices ascend without repetition, up to the padding at their end.
-    # It belongs to this object and not to the pytree: the result of a conditional, or
+    # It belongs to this object and not to the pytree. The result of a conditional, or
     # the argument of a jitted function, has lost it and is sorted again.
     _summed: bool
-    _indices: Any  # int32[n], or the dtype of leaves of pytrees.
+    _indices: Any  # int32[n], or of the opaque dtype, as in a pytree's leaves.
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class IndexedSlices(metaclass=_NamesCure):
                 f"got {list(given.shape)} and {list(rows.shape)} for dense_shape "
                 f"{shape}."
             )
-        # Sorting takes all rows of a gradient, so explicit mesh axes all get them.
+        # Sorting needs all rows of a gradient, so each device gets all of them.
         self._indices = replicated(to_jax(rows_of("indices", given, shape[0])))
         self.values = replicated(to_jax(rows))
         if not is_known(given) or np.any(np.asarray(given) == shape[0]):
@@ -134,7 +134,7 @@ class IndexedSlices(metaclass=_NamesCure):
             return given
         if isinstance(given, jax.Array):
             return from_leaf(given)
-        return given.update(dtype=jnp.dtype(jnp.int32))  # Only described.
+        return given.update(dtype=jnp.dtype(jnp.int32))  # A description.
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -171,15 +171,15 @@ class IndexedSlices(metaclass=_NamesCure):
         Rows are added up in at least float32 and in the order in which they were given,
         as in :meth:`densify`: the two agree to the bit.
         """
-        if self._summed:  # Then one number may stand for each row, as its square does.
+        if self._summed:  # Comes first: then `values` may be one number for each row.
             return self
         self._check_single()
         if not self.values.shape[0]:
             return self._make(self._indices, self.values, self.dense_shape, True)
         indices, height = self.indices, self.dense_shape[0]
         n = len(indices)
-        # Only the keys are sorted, and each row then looks up its place: on CPU sorting
-        # pairs of keys and positions takes six times as long.
+        # Only the keys are sorted, and then each row looks up its place. On CPU a sort
+        # of pairs of keys and positions takes six times as long.
         ordered = jax.lax.sort(jnp.asarray(indices))
         is_first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
         place = jnp.cumsum(is_first, dtype=jnp.int32) - 1
@@ -191,7 +191,7 @@ class IndexedSlices(metaclass=_NamesCure):
     def _sum_at(
         self, places: jax.Array, length: int, out_sharding: NamedSharding | None = None
     ) -> jax.Array:
-        """Zeros with each of the values added at its place, if that is inside."""
+        """Zeros, with each value added at its place if that is inside."""
         wide = np.promote_types(self.dtype, np.float32)
         if jnp.issubdtype(self.dtype, jnp.integer):
             wide = self.dtype
@@ -228,8 +228,8 @@ class IndexedSlices(metaclass=_NamesCure):
     __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = _refuse
     __getitem__ = __array__ = _refuse
 
-    # Values come first: optax.inject_hyperparams takes the dtype of its numbers from
-    # the first leaf that it finds.
+    # Values come first: optax.inject_hyperparams gives its numbers the dtype of the
+    # first leaf.
     def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, ...]]:
         """Children and static data."""
         given = self._indices
@@ -245,21 +245,21 @@ class IndexedSlices(metaclass=_NamesCure):
 
     @classmethod
     def tree_unflatten(cls, dense_shape: tuple[int, ...], children: Any) -> Any:
-        """From anything that JAX puts in the place of arrays; only numbers are checked.
+        """From any children, as JAX also uses other objects than arrays.
 
         Raises:
-          TypeError: numbers were calculated in the place of the indices.
+          TypeError: the indices are plain numbers, so something has calculated them.
         """
         values, indices = children
         if isinstance(values, bool):
-            # A mask for the values holds for both, so that it lies over the dense table
-            # too. Equinox joins again the leaves that it has split.
+            # A mask for the values holds for both leaves, so that it also fits the
+            # dense table. Equinox needs both: it joins the leaves that it has split.
             if not _is_filtered():
                 return values
             indices = values
         elif isinstance(indices, jax.Array | np.ndarray):
             if indices.dtype == "uint32" and indices.shape[-1:] == (1,):
-                indices = indices[..., 0].view("int32")  # Host callbacks get them so.
+                indices = indices[..., 0].view("int32")  # The form in host callbacks.
             elif jnp.issubdtype(indices.dtype, np.number):
                 raise TypeError(_CURE)
         return cls._make(indices, values, dense_shape, summed=False)
@@ -272,7 +272,7 @@ class IndexedSlices(metaclass=_NamesCure):
 
     def __reduce__(self) -> tuple[Any, ...]:
         indices: Any = self._host_indices()
-        if isinstance(self.values, jax.Array):  # They shall arrive alike.
+        if isinstance(self.values, jax.Array):  # Both arrive as JAX's arrays.
             indices = jax.device_put(indices)
         return self._make, (indices, self.values, self.dense_shape, self._summed)
 
@@ -287,21 +287,21 @@ class IndexedSlices(metaclass=_NamesCure):
 
 
 def is_sparse(node: Any) -> bool:
-    """Whether it is one; maps over trees that take it whole stop there."""
+    """Whether it is an ``IndexedSlices``; maps with this ``is_leaf`` take it whole."""
     return isinstance(node, IndexedSlices)
 
 
 def ascending(
     indices: jax.Array, values: jax.Array, dense_shape: tuple[int, ...]
 ) -> IndexedSlices:
-    """Of int32 that ascend, each but the padding at their end once, unchecked."""
+    """From indices that ascend without repetition up to the padding; unchecked."""
     return IndexedSlices._make(indices, values, dense_shape, summed=True)
 
 
 def padded(rows: IndexedSlices, length: int) -> IndexedSlices:
     """The same gradient with padding at its end, in the memory of the host.
 
-    By NumPy, so that no program is compiled for the number of rows that there are.
+    It uses NumPy, so that no program is compiled for each number of rows.
     """
     n, shape = len(rows.values), rows.dense_shape
     values = np.zeros((length, *shape[1:]), rows.dtype)
@@ -315,7 +315,7 @@ def add_rows(table: jax.Array, rows: IndexedSlices) -> jax.Array:
     """A table with the rows of a gradient added, in its dtype, and rounded once."""
     rows = rows.sum_duplicates()
     if wide_dtype(table) == table.dtype:
-        # The sum needs no rounding, so one pass, which is in place.
+        # The sum needs no rounding to another dtype: one pass, in place.
         add = table.at[rows.indices].add
         return add(rows.values.astype(table.dtype), **summed(table))
     new = added(rows.values, take_summed(table, rows.indices))
@@ -326,19 +326,19 @@ _CURE = (
     "a row-sparse gradient (gradxform.IndexedSlices) was given to a function for dense "
     "ones, which would change its row indices along with its values. gradxform's own "
     "clips, adagrad, scale_by_learning_rate, apply_updates and wrappers take it as "
-    "it is; for this one put gradxform.densify() in front, or map with "
+    "it is. For this function put gradxform.densify() in front, or map with "
     "jax.tree.map(..., is_leaf=lambda x: isinstance(x, gradxform.IndexedSlices))."
 )
 
 
 @contextlib.contextmanager
 def cured() -> Iterator[None]:
-    """Names the cure if a function for dense gradients met a row-sparse one."""
+    """Names the cure if a function for dense gradients got a row-sparse one."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
-        # Its indices' dtype; its class, if JAX looked for an array; and a method that
-        # an array of such a dtype lacks.
+        # Such an error names the indices' dtype, or the class if JAX wanted an array,
+        # or a method that an array of that dtype lacks.
         signs = TAG, repr(IndexedSlices), "Cannot call abstract method"
         if any(sign in str(error) for sign in signs):
             raise TypeError(_CURE) from error
@@ -346,7 +346,7 @@ def cured() -> Iterator[None]:
 
 
 def _is_filtered() -> bool:
-    """Whether it is Equinox that maps a function over leaves."""
+    """Whether Equinox maps a function over leaves now."""
     frame: Any = sys._getframe(2)
     while frame is not None and _package(frame) == "jax":
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Linear operations that CPU programs do in another way."""
+"""Linear operations with another implementation on CPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def linear(
     *,
     cpu: Callable[[jax.Array], jax.Array],
 ) -> Callable[[jax.Array], jax.Array]:
-    """``f``, elementwise and linear, which a program for CPU does as ``cpu``.
+    """``f``, which is elementwise and linear; programs for CPU use ``cpu`` instead.
 
-    Bits and barriers have no derivative, or no transpose, or no Taylor series. So they
-    come in when a program is made for a platform, after all of JAX's own work.
+    ``cpu`` may work on bits or use a barrier, which have no derivative, transpose or
+    Taylor series. So it replaces ``f`` only when a program is lowered for a platform,
+    after JAX has transformed it.
     """
     operation = versions.Primitive(f"gradxform_{name}")
 
@@ -39,11 +40,11 @@ def linear(
         mlir.register_lowering(operation, lowered, platform=platform)
 
     once: Callable[[jax.Array], jax.Array]
-    once = jax.jit(operation.bind)  # Traced once a shape, not once a leaf.
+    once = jax.jit(operation.bind)  # Traced once for each shape, not for each leaf.
     operation.def_impl(once)
 
     def apply(x: jax.Array) -> jax.Array:
-        # Code that wants a Taylor series has imported this; nothing else needs it.
+        # Only code that takes a Taylor series needs it, and has imported it.
         if jet := sys.modules.get("jax.experimental.jet"):
             jet.deflinear(operation)
         return once(x)

@@ -29,7 +29,7 @@ from gradxform._trees.rows import places, take_rows, take_summed, write_summed
 
 
 def is_leaf(node: Any) -> bool:
-    """The nodes at which the maps here stop, beside arrays."""
+    """Whether the maps here stop at this node, although it is no array."""
     return node is None or isinstance(node, IndexedSlices)
 
 
@@ -51,8 +51,8 @@ def all_finite(g: Any) -> jax.Array:
     if isinstance(g, IndexedSlices):
         held = arithmetic.expand(g.indices < g.dense_shape[0], x)
     parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
-    # By the largest number, which NaN spoils as inf does. That is one pass; with
-    # `isfinite` the compiler for CPU writes a result for each entry.
+    # The largest number is NaN or inf if any entry is. That takes one pass; with
+    # `isfinite` on each entry the compiler for CPU writes all results to memory.
     largest = [jnp.max(jnp.abs(part), initial=0, where=held) for part in parts]
     return jnp.all(jnp.isfinite(jnp.stack(largest)))
 
@@ -90,7 +90,7 @@ def sum_duplicates(updates: Any) -> Any:
 
 
 def rows(updates: Any, state: Any) -> Any:
-    """State; of tables only the rows that summed row-sparse updates touch.
+    """State, with only those rows of tables that summed row-sparse updates touch.
 
     Padding reads zeros, and so do rows that a part of a table lacks.
     """
@@ -107,9 +107,9 @@ def rows(updates: Any, state: Any) -> Any:
 
 
 def put_rows(updates: Any, state: Any, new: Any) -> Any:
-    """``state`` with the rows that summed updates touch from ``new``, else ``new``.
+    """Writes the rows in ``new`` into their tables; other leaves are those of ``new``.
 
-    A donated table is written in place, and no other row of it is read or written.
+    A donated table is written in place, and its other rows are not read or written.
     """
 
     def put(g: Any, table: Any, rows: Any) -> Any:
@@ -131,14 +131,14 @@ def added(update: Any, p: jax.Array) -> jax.Array:
 def map_params(f: Callable[..., Any], params: Any, *rest: Any) -> Any:
     """``jax.tree.map`` over parameters, which may be Python or NumPy numbers.
 
-    Or only described, as in ``jax.eval_shape``: then ``f`` sees a
-    ``jax.ShapeDtypeStruct``. Of a part of a table it sees the rows.
+    They may also be descriptions, as in ``jax.eval_shape``: then ``f`` sees a
+    ``jax.ShapeDtypeStruct``. From a part of a table it sees the rows.
     """
     return jax.tree.map(lambda p, *r: f(param(p), *r), held(params), *rest)
 
 
 def held(params: Any) -> Any:
-    """The same; a part of a table becomes a table of its own, with its rows."""
+    """The same parameters, where a part of a table is a table of its rows."""
     return jax.tree.map(
         lambda p: p.sum_duplicates().values if isinstance(p, IndexedSlices) else p,
         params,
@@ -147,7 +147,7 @@ def held(params: Any) -> Any:
 
 
 def param(p: Any) -> Any:
-    """A parameter as an array, or only described."""
+    """A parameter as an array; a description stays as it is."""
     return p if isinstance(p, jax.ShapeDtypeStruct) else jnp.asarray(p)
 
 
@@ -168,7 +168,7 @@ def broadcast(prefix: Any, tree: Any) -> Any:
 
 
 def _is_function(prefix: Any) -> bool:
-    """Whether to call it; an Equinox module is a tree whose root can be called."""
+    """Whether to call it. An Equinox module is callable too, but it is a tree."""
     is_partial = isinstance(prefix, functools.partial)  # jax.tree_util's is a node too.
     return callable(prefix) and (is_partial or jax.tree_util.all_leaves([prefix]))
 

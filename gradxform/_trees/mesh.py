@@ -14,19 +14,20 @@ from gradxform._trees import checks, maps, versions
 # One axis, several, or a prefix tree of PartitionSpecs; None outside of shard_map.
 AxisName = str | Sequence[str] | Any
 
-# The mesh axes across which the stacked layers of a leaf lie, and those of each layer.
+# The mesh axes over which a leaf's stacked layers are sharded, and over which each
+# layer's entries are.
 _Axes = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def sums(
     layers: Any, axis_name: AxisName, stacked: list[int]
 ) -> tuple[Any, list[jax.Array]]:
-    """The whole sum of each layer, and that of all layers of each leaf.
+    """The sum of each layer over all devices, and the sum of each leaf's layers.
 
     Args:
-      layers: for each leaf the sums of its layers, of the entries on this device.
-      axis_name: names of mesh axes: a leaf is sharded on those over which it varies; or
-        a prefix tree of ``PartitionSpec``, which names them.
+      layers: for each leaf the sums of its layers over the entries on this device.
+      axis_name: names of mesh axes (a leaf is sharded over those over which it varies),
+        or a prefix tree of ``PartitionSpec``, which names them for each leaf.
       stacked: for each leaf how many of its axes stack layers.
     """
     flat, treedef = jax.tree.flatten_with_path(layers)
@@ -49,8 +50,8 @@ def _varying_axes(
             raise ValueError(
                 f"axis_name={names!r}: axis {name!r} does not track which arrays vary "
                 "over it, so a sharded leaf cannot be told from a replicated one. Use "
-                "jax.shard_map with check_vma=True (its default), or say which leaf is "
-                f"sharded how: axis_name={{'w': PartitionSpec({name!r}), …}}."
+                "jax.shard_map with check_vma=True (its default), or give the sharding "
+                f"of each leaf: axis_name={{'w': PartitionSpec({name!r}), …}}."
             )
     axes: list[_Axes] = []
     for (path, x), depth in zip(flat, stacked, strict=True):
@@ -58,8 +59,8 @@ def _varying_axes(
         if depth and varying:
             raise ValueError(
                 f"axis_name={names!r}: {checks.place(path)} stacks layers, and over "
-                f"{', '.join(varying)} they or their entries are sharded. Say which: "
-                "axis_name={'w': PartitionSpec(None, 'x'), …}."
+                f"{', '.join(varying)} the layers or their entries are sharded. Say "
+                "which of them: axis_name={'w': PartitionSpec(None, 'x'), …}."
             )
         axes.append(((), varying))
     return axes
@@ -77,7 +78,7 @@ def _sharded_axes(flat: list[Any], specs: list[Any], stacked: list[int]) -> list
             if _is_tracked(name) and name not in _varying(x):
                 raise ValueError(
                     f"axis_name says {spec} at {checks.place(path)}, which does not "
-                    f"vary over {name!r}: pass the specs with which it is sharded."
+                    f"vary over {name!r}: pass the specs that it is sharded by."
                 )
         axes.append((_names(spec[:depth]), _names(spec[depth:])))
     return axes
@@ -90,9 +91,9 @@ def _names(entries: Iterable[Any]) -> tuple[str, ...]:
 
 
 def _psum(leaves: list[jax.Array], axes: list[tuple[str, ...]]) -> list[jax.Array]:
-    """Each leaf summed over its mesh axes, in one collective a set of axes."""
+    """Each leaf summed over its mesh axes, with one collective for each set of axes."""
     leaves = list(leaves)
-    # A set's order may differ from process to process, and all must run one program.
+    # Not a `set`: its order may differ between processes, which must run one program.
     for names in dict.fromkeys(axes):
         members = [i for i, given in enumerate(axes) if given == names]
         if names:
@@ -103,7 +104,7 @@ def _psum(leaves: list[jax.Array], axes: list[tuple[str, ...]]) -> list[jax.Arra
 
 
 def _is_tracked(name: str) -> bool:
-    """Whether types say which arrays vary over this axis."""
+    """Whether types tell if an array varies over this axis."""
     return name in _varying(jax.lax.axis_index(name))
 
 

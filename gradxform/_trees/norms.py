@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from gradxform._trees import arithmetic, barrier, checks, dtypes, maps, mesh
 from gradxform._trees.mesh import AxisName
 
-# Arrays of at most this many entries are handled together, up to so many at once. Every
-# kernel takes milliseconds to compile and microseconds to start; beyond that number the
-# operands take longer to compile than the kernels.
+# Arrays of at most _SMALL entries are handled together, up to _TOGETHER in one kernel.
+# Every kernel takes milliseconds to compile and microseconds to start. With more arrays
+# in one kernel its operands would take longer to compile than more kernels do.
 _SMALL, _TOGETHER = 4096, 32
 
 
 def check_stacked(stacked_axes: Any, params: Any) -> Any:
-    """How many axes stack layers, leaf by leaf; raises where a leaf has not so many.
+    """How many axes stack layers, leaf by leaf; raises if a leaf has fewer axes.
 
     Raises:
       TypeError: it does not hold ints.
@@ -56,8 +56,8 @@ def squared_norms(
 
     A layer is a leaf, or one slice of a leaf's first ``stacked_axes`` axes (an int, or
     a prefix tree of ints; by default none). A leaf that varies over some of the mesh
-    axes in ``axis_name`` is sharded there, and its sum runs over them as well. The
-    updates may be ``squared`` already.
+    axes in ``axis_name`` is sharded there, and its sum runs over them, too. ``squared``
+    says that the updates are squares already.
     """
     sums = functools.partial(_sum_of_squares, squared=squared)
     leaves, treedef = jax.tree.flatten(
@@ -112,9 +112,10 @@ def products(
 def squared_rows(updates: Any, *, limit: jax.typing.ArrayLike | None = None) -> Any:
     """``Σ min(|g|, limit)²`` of each row, over all axes but the first.
 
-    On CPU all of it is kept apart from the clip of the updates. Otherwise it would read
-    the clip's results from memory; a clamp is not fused with a sum at all. The results
-    are kept apart as well, because XLA turns a sum of sums into one sum of all entries.
+    On CPU, barriers keep all of it apart from the clip of the updates. Otherwise it
+    would read the clip's results from memory; a clamp is not fused with a sum at all.
+    The results have a barrier, too, because XLA turns a sum of sums into one sum of all
+    entries.
     """
 
     def sums(g: jax.Array) -> jax.Array:
@@ -132,9 +133,9 @@ def map_layers(
 ) -> Any:
     """New state ``f(square, s)``, elementwise; a layer without gradient keeps its own.
 
-    On GPU a kernel takes longer to start than to work on a number, so there all layers
-    share one. On CPU a kernel that reads one number among many is compiled for each
-    anew.
+    On GPU a kernel for one number takes longer to start than to run, so all layers
+    share one kernel. On CPU that is no help: kernels that take the results out of the
+    shared array would be compiled for each layer anew.
     """
 
     def together(squares: list[jax.Array], states: list[jax.Array]) -> list[jax.Array]:
@@ -173,7 +174,7 @@ def _sum(x: jax.Array, stacked: int) -> jax.Array:
 
 
 def _is_small(x: jax.Array) -> bool:
-    """Whether it has few entries on one device; sharded arrays stay where they are."""
+    """Whether it has few entries, on one device; sharded arrays do not count."""
     mesh = jax.typeof(x).sharding.mesh
     return x.size <= _SMALL and (mesh.empty or mesh.size == 1)
 
@@ -181,10 +182,10 @@ def _is_small(x: jax.Array) -> bool:
 def _together(
     sums: Callable[..., jax.Array], arrays: dict[int, jax.Array]
 ) -> Iterator[tuple[list[int], jax.Array]]:
-    """The sum of each of the arrays, those of one type side by side."""
+    """The sum of each of the arrays; arrays of one type share a kernel."""
 
     def grouped(*members: jax.Array) -> jax.Array:
-        # Without the barrier every user of one sum would compute them all.
+        # Without the barrier every reader of one sum would compute them all again.
         stacked = jnp.stack(members)
         return jax.lax.optimization_barrier(sums(stacked, stacked=1))
 
@@ -197,7 +198,7 @@ def _together(
     for members in groups.values():
         for start in range(0, len(members), _TOGETHER):
             batch = members[start : start + _TOGETHER]
-            # On TPU small arrays are fetched ahead of their use one by one, at no cost.
+            # A TPU prefetches small arrays one by one, at no cost.
             yield (
                 batch,
                 jax.lax.platform_dependent(

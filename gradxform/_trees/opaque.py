@@ -1,8 +1,7 @@
-"""Row indices as leaves of a pytree, in a dtype with which JAX does not calculate.
+"""Row indices as leaves of a pytree, in a dtype that JAX refuses to calculate with.
 
-JAX moves, gathers and chooses among such leaves, but refuses to calculate with them. It
-would add up or multiply plain numbers like all others, and the result would be the
-index of another row.
+JAX can still move, gather and select such leaves. It would add and multiply plain
+numbers as it does gradients, and the result would be the index of another row.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ TAG = "indices of a row-sparse gradient: put gradxform.densify() in front"
 
 @functools.cache
 def _opaque() -> Any:
-    import jax.extend.random  # Takes 60 ms, which only users of this pay.
+    import jax.extend.random  # Takes 60 ms, so it is imported only here.
 
     return jax.extend.random.define_prng_impl(
         key_shape=(1,),
@@ -38,18 +37,18 @@ def _no_generator(*_: Any) -> Any:
 
 @functools.partial(jax.jit, inline=True)
 def to_leaf(indices: jax.Array) -> jax.Array:
-    """Numbers, int32, as an array of that dtype."""
+    """Indices, int32, as an array of the opaque dtype."""
     bits = jax.lax.bitcast_convert_type(indices, jnp.uint32)
     return jax.random.wrap_key_data(bits[..., None], impl=_opaque())
 
 
 @functools.partial(jax.jit, inline=True)
 def from_leaf(leaf: jax.Array) -> jax.Array:
-    """The numbers again, int32."""
+    """The indices again, int32."""
     bits = jax.random.key_data(leaf).squeeze(-1)
     return jax.lax.bitcast_convert_type(bits, jnp.int32)
 
 
 def is_opaque(dtype: Any) -> bool:
-    """Whether it is that dtype, or a random key's."""
+    """Whether it is the opaque dtype, or a random key's."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -1,4 +1,4 @@
-"""Rounding to half precision where the result is read, and not in memory."""
+"""Rounding to half precision at each reader, instead of a rounded copy in memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gradxform._trees.linear import linear
 def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """``x.astype(dtype)``, without a copy if the result is read twice.
 
-    XLA for CPU finds the conversion of float32 to bfloat16 too costly to repeat in each
-    fusion that reads the result, and writes it to memory. It does repeat the same
-    rounding by integer operations.
+    XLA for CPU considers a conversion from float32 to bfloat16 too costly to repeat in
+    each fusion that reads its result, so it writes the result to memory. It does repeat
+    integer operations that round the same way.
     """
     if x.dtype == jnp.float32 and jnp.dtype(dtype) == jnp.bfloat16:
         return _to_bfloat16(x)
@@ -25,7 +25,7 @@ def _converted(x: jax.Array) -> jax.Array:
 
 
 def _upper_half(x: jax.Array) -> jax.Array:
-    # A NaN may differ from inf in the lower half alone.
+    # Without its lower half a NaN may look like inf.
     nan = jnp.full_like(x, jnp.nan)
     x = jax.lax.select(x != x, nan, jax.lax.reduce_precision(x, 8, 7))
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 16

@@ -1,4 +1,4 @@
-"""Rows of tables: their numbers, and how to read and write them."""
+"""Rows of tables: their indices, and how to read and write them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gradxform._trees import versions
 
 
 def rows_of(name: str, indices: Any, height: int) -> Any:
-    """Indices as int32 in [0, height], those outside of the table as padding.
+    """Indices as int32 in [0, height]; ``height`` stands for those outside (padding).
 
-    NumPy's stay NumPy's: with JAX each length would be a program of its own.
+    NumPy arrays stay NumPy arrays: JAX would compile a program for each length.
 
     Raises:
       TypeError: they are not integers.
-      ValueError: one lies outside of [0, height], if it can be checked: a traced one
-        has no value yet, and no process sees those of other processes.
+      ValueError: one lies outside of [0, height]. Traced indices, which have no value
+        yet, and indices in other processes are not checked.
     """
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         if indices.size:
@@ -42,9 +42,9 @@ def rows_of(name: str, indices: Any, height: int) -> Any:
 
 
 def inside_or_padding(indices: Any, height: int) -> Any:
-    """Integers as int32 in [0, height], those outside of the table as padding."""
-    # Compare before narrowing: the uint32 for -1 is not -1. Compare after widening: the
-    # height may be more than an int8 can count.
+    """Integers as int32 in [0, height]; ``height`` stands for those outside."""
+    # Compare before narrowing: a large uint32 would become negative. Compare after
+    # widening: the height may be more than an int8 can count.
     if indices.dtype.itemsize < 4:
         indices = indices.astype(np.int32)
     inside = indices < height
@@ -55,7 +55,7 @@ def inside_or_padding(indices: Any, height: int) -> Any:
 
 
 def is_known(indices: Any) -> bool:
-    """Whether the value of each of them is known."""
+    """Whether all values are known in this process."""
     return isinstance(indices, np.ndarray) or (
         not isinstance(indices, jax.core.Tracer) and indices.is_fully_addressable
     )
@@ -63,14 +63,14 @@ def is_known(indices: Any) -> bool:
 
 def take_rows(table: jax.Array, indices: jax.Array, **how: Any) -> jax.Array:
     """The rows of a table with these indices; padding reads zeros."""
-    if not table.shape[0]:  # JAX gathers nothing from it, not even padding.
+    if not table.shape[0]:  # JAX cannot gather from an empty table, even padding.
         shape = indices.shape + table.shape[1:]
         return jnp.zeros(shape, table.dtype, out_sharding=how.get("out_sharding"))
     return table.at[indices].get(mode="fill", fill_value=0, **how)
 
 
 def take_summed(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """The rows with these indices, each but padding given once; padding reads zeros."""
+    """The rows with these ascending, unique indices; padding reads zeros."""
     explicit = explicit_sharding(table)
     return take_rows(
         table,
@@ -82,7 +82,7 @@ def take_summed(table: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def summed(table: jax.Array) -> dict[str, Any]:
-    """How to write rows, each given once; padding lies outside."""
+    """Arguments to write rows with ascending, unique indices; padding is dropped."""
     return {
         "mode": "drop",
         "indices_are_sorted": True,
@@ -92,7 +92,7 @@ def summed(table: jax.Array) -> dict[str, Any]:
 
 
 def write_summed(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """The table with these rows, each but padding given once; in place if donated."""
+    """The table with new rows at unique indices; in place if it is donated."""
     narrow = versions.scatter_copies(table.dtype)
     return (_write_narrow if narrow else _scatter)(table, indices, rows)
 
@@ -117,8 +117,8 @@ def _write_narrow_jvp(primals: Any, tangents: Any) -> Any:  # Bits have no deriv
 def _choose(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """The result of ``_scatter``, in one pass over the table and without a copy of it.
 
-    If the compiler cannot scatter into such a dtype, it makes a wider table, scatters
-    into that, and makes a narrow one again.
+    A compiler that cannot scatter into such a dtype makes a wider copy of the table,
+    scatters into that, and narrows it again.
     """
     how, n = summed(table), len(indices)
     if not n:
@@ -126,13 +126,13 @@ def _choose(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     of_table, bits = how["out_sharding"], f"uint{8 * table.dtype.itemsize}"
     of_height = of_table and NamedSharding(of_table.mesh, P(*of_table.spec[:1]))
     each = jnp.arange(n, dtype=jnp.uint16 if n < 1 << 16 else jnp.uint32)
-    # As bits, which need no conversion on processors without such numbers.
+    # Bits need no conversion on processors without such numbers.
     old, new = (jax.lax.bitcast_convert_type(x, bits) for x in (table, rows))
-    # From memory; only a scatter surely puts them there. Computed in the loop that
-    # writes the table, the new rows would be read from overwritten memory, so the
-    # compiler would make a copy.
+    # The new rows must be in memory first, and only a scatter surely puts them there.
+    # The compiler could compute them in the loop that writes the table. They would read
+    # overwritten memory, so it would make a copy.
     new = jnp.zeros_like(new).at[each].set(new, unique_indices=True)
-    # For each row of the table the place of its new one, or n if it has none.
+    # For each row of the table the place of its new row, or n if it has none.
     place = jnp.zeros(table.shape[0], each.dtype, out_sharding=of_height)
     place = (
         (place + np.asarray(n, each.dtype))
@@ -145,9 +145,9 @@ def _choose(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """The rows of a table for ids of any shape; on explicit axes they lie as these."""
+    """The rows of a table for ids of any shape; on explicit axes sharded like ids."""
     explicit = explicit_sharding(table)
-    if explicit is not None:  # The rows lie as their ids do.
+    if explicit is not None:
         of_ids = jax.typeof(ids).sharding.spec
         taken = _mesh_axes(*of_ids)
         of_row = (None if _mesh_axes(i) & taken else i for i in explicit.spec[1:])
@@ -156,13 +156,14 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _mesh_axes(*spec: Any) -> set[str]:
-    """The mesh axes that cut an array somewhere, one or several an axis."""
+    """The mesh axes in these entries of a spec; an entry may have several."""
     return {a for i in spec for a in (i if isinstance(i, tuple) else (i,)) if a}
 
 
 def find(x: jax.Array, ascending: jax.Array) -> jax.Array:
     """The first place of each of ``x`` in an array that holds them all."""
-    # jnp.searchsorted knows no mesh axes of two kinds. All lower places hold less.
+    # Not jnp.searchsorted, which fails on mesh axes of two kinds. All entries before
+    # `place` are less than x.
     place = jnp.zeros_like(x)
     for bit in reversed(range((len(ascending) - 1).bit_length())):
         later = place + (1 << bit)
@@ -172,7 +173,7 @@ def find(x: jax.Array, ascending: jax.Array) -> jax.Array:
 
 
 def places(indices: jax.Array, ascending: jax.Array) -> jax.Array:
-    """Where each of the indices stands in an array; its length for those not in it."""
+    """The place of each index in an array; the array's length if it is not there."""
     length = len(ascending)
     if not length:
         return jnp.zeros_like(indices)
@@ -182,42 +183,42 @@ def places(indices: jax.Array, ascending: jax.Array) -> jax.Array:
 
 
 def as_array(x: Any) -> Any:
-    """Arrays as they are; other values become NumPy's, which keeps every integer."""
+    """Arrays as they are; other values as NumPy arrays, which keep every integer."""
     return x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x)
 
 
 def to_jax(x: Any) -> jax.Array:
-    """An array of NumPy's as a new one of JAX's; one of JAX's as it is.
+    """A NumPy array as a new JAX array; a JAX array as it is.
 
-    By a copy: ``jnp.asarray`` compiles a program for each shape since JAX 0.10.
+    It makes a copy: since JAX 0.10 ``jnp.asarray`` compiles a program for each shape.
     """
     return jax.device_put(np.array(x)) if isinstance(x, np.ndarray) else x
 
 
 def explicit_sharding(x: jax.Array) -> NamedSharding | None:
-    """How ``x`` lies on mesh axes of type Explicit; None where there are none."""
+    """The sharding of ``x`` if its mesh has explicit axes; otherwise None."""
     sharding = jax.typeof(x).sharding
     return sharding if sharding.mesh.explicit_axes else None
 
 
 def replicated(x: jax.Array, mesh: Any = None) -> jax.Array:
-    """``x`` whole on each device of these mesh axes, its own explicit ones by default.
+    """``x`` whole on each device of a mesh, by default of its own.
 
-    An array on no mesh stays as it is, and so does, by default, one on automatic axes
-    alone.
+    An array on no mesh stays as it is. By default, so does an array without explicit
+    axes.
     """
     there = jax.typeof(x).sharding.mesh
     if there.empty or (mesh is None and not there.explicit_axes):
         return x
-    # For a bare spec JAX asks for the mesh, which only `jax.set_mesh` would give.
+    # A bare spec would need `jax.set_mesh`.
     return jax.sharding.reshard(x, NamedSharding(mesh or there, P()))
 
 
 def mesh_context(arrays: Iterable[jax.Array]) -> contextlib.AbstractContextManager[Any]:
-    """The mesh on whose explicit axes arrays lie, where no mesh is in context.
+    """A context with the mesh of arrays on explicit axes, if none is set.
 
-    Without it JAX cannot differentiate such arrays eagerly: it starts from a 1 and asks
-    a context for its devices.
+    Without it JAX cannot differentiate such arrays eagerly: it starts from a 1, whose
+    devices it takes from the context.
     """
     if jax.sharding.get_abstract_mesh().empty:
         for x in arrays:

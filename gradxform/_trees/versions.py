@@ -1,4 +1,4 @@
-"""Names that JAX changes from one version to the next: only this room asks."""
+"""Names that JAX changes from one version to the next: only this module looks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# The one of jax.extend.core, whose import takes a tenth of a second.
+# The class of jax.extend.core, whose import takes a tenth of a second.
 Primitive: Any = type(jax.lax.convert_element_type_p)
 
 
@@ -20,7 +20,7 @@ def varying_axes(x_type: Any) -> frozenset[str]:
 
 
 def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """``x`` of a type that differs by device over these axes as well."""
+    """``x`` with a type that also varies over these axes."""
     if not (axes := tuple(axes)):
         return x
     if hasattr(jax.lax, "pcast"):  # From JAX 0.8.2 on.
@@ -35,18 +35,18 @@ def scatter_copies(dtype: Any) -> bool:
 
 
 def before_tracing() -> None:
-    """Imports what gates and tables need, before anything is traced.
+    """Imports a module that gates and tables need, before anything is traced.
 
-    It takes a tenth of a second, which only their users pay. Since JAX 0.12 it brings
-    settings on which every trace depends: running traces would be repeated.
+    The import takes a tenth of a second, so it happens only for their users. Since JAX
+    0.12 it adds settings that every trace depends on: running traces would be repeated.
     """
     import jax.extend.core  # noqa: F401
 
 
 def evaluate(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """One equation of a jaxpr, under the names and settings that it was traced with.
+    """Evaluates one equation of a jaxpr, with its names and settings from the trace.
 
-    Like ``jax.core.eval_jaxpr``, which takes only whole jaxprs.
+    ``jax.core.eval_jaxpr`` does the same, but takes only whole jaxprs.
     """
     from jax.extend import source_info_util
 

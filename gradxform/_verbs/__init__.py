@@ -2,11 +2,12 @@
 
 - ``lookup``: the function of that name reads rows of a table, and ``value_and_grad``
   gives a gradient for these rows alone.
-- ``readings``: finds which rows of its tables a loss reads, in whatever code.
-- ``apply``: ``apply_updates``, ``apply_gradients``, which leads a gate around the whole
-  step, and ``minimize``, which makes all of it one compiled function.
+- ``readings``: finds out which rows of its tables a loss reads, in any code.
+- ``apply``: ``apply_updates``; ``apply_gradients``, which puts a gate around the whole
+  step; and ``minimize``, which makes all of it one compiled function.
 - ``donation``: copies shared arrays before they are donated.
-- ``local_steps``: many of those steps, and how far they came as a pseudo-gradient.
+- ``local_steps``: many such steps of one worker, and their total change of the
+  parameters as a pseudo-gradient.
 
 Imports ``_trees`` and ``_late``.
 """

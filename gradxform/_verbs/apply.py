@@ -233,7 +233,7 @@ def learning_part(
 
 
 def _numbered(grads: optax.Updates, params: optax.Params) -> optax.Updates:
-    """The same; in a part of a table, rows are numbered by their place in it."""
+    """The same gradients; for a part of a table, its rows count from 0."""
 
     def number(path: Any, p: Any, g: Any) -> Any:
         if not isinstance(p, IndexedSlices) or g is None:
@@ -241,7 +241,7 @@ def _numbered(grads: optax.Updates, params: optax.Params) -> optax.Updates:
         if not isinstance(g, IndexedSlices):
             raise TypeError(
                 f"grads must be row-sparse at {checks.place(path)}, where params hold "
-                f"a part of a table alone, got {jax.typeof(g).str_short()}."
+                f"only a part of a table, got {jax.typeof(g).str_short()}."
             )
         part = p.sum_duplicates()
         at = places(g.indices, part.indices)
@@ -251,7 +251,7 @@ def _numbered(grads: optax.Updates, params: optax.Params) -> optax.Updates:
 
 
 def _put_back(rows: optax.Params, params: optax.Params) -> optax.Params:
-    """Parts of tables again, with these rows."""
+    """Puts new rows back into the parts of tables."""
 
     def put(p: Any, new: Any) -> Any:
         if not isinstance(p, IndexedSlices):
@@ -276,9 +276,9 @@ def _step(
 
 
 def _as_before(new: Any, old: Any) -> Any:
-    """A new state in the dtypes of the old one; the old one where the new one is None.
+    """A new state in the dtypes of the old one; a leaf that is None stays the old one.
 
-    A leaf that has become complex, or another tree, stays as it is.
+    A leaf that has become complex keeps its dtype, and so does another tree.
     """
 
     def cast(x: Any, before: Any) -> Any:

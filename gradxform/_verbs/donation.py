@@ -13,13 +13,13 @@ from gradxform._trees import maps
 
 
 class Donating:
-    """A jitted ``step(params, state, *batch, **extra)`` that takes arrays' memory.
+    """A jitted ``step(params, state, *batch, **extra)`` that takes its arrays' memory.
 
-    Memory can be taken once, and only if nobody else needs it. The states of some
-    optimizers begin with the parameters' own arrays: D-adaptation measures how far they
-    have come. Others begin with an array that the caller gave as a hyperparameter, and
-    then the states of all workers share it. Such arrays are copied before the step. The
-    step returns new arrays, so this happens once.
+    Memory can be taken once, and only if nobody else needs it. The state of some
+    optimizers begins with the parameters' own arrays: D-adaptation measures how far
+    they have moved. Other states begin with an array that the caller gave as a
+    hyperparameter, and the states of all workers share it. Such arrays are copied
+    before the step. The step returns new arrays, so this happens only once.
 
     Args:
       step: the function, jitted, with these arguments donated.
@@ -36,12 +36,13 @@ class Donating:
     ) -> None:
         functools.update_wrapper(self, step)
         self._step, self._tx, self._params_too = step, tx, params_too
-        for name in ("lower", "trace", "eval_shape"):  # So it is a jax.stages.Wrapped.
+        # These make it a jax.stages.Wrapped.
+        for name in ("lower", "trace", "eval_shape"):
             setattr(self, name, getattr(step, name))
         self._captured: list[Any] | None = None
 
     def __call__(self, params: Any, state: Any, *batch: Any, **extra: Any) -> Any:
-        """The step, with nobody else's arrays."""
+        """Runs the step; copies arrays that anybody else holds."""
         donated: Any = (params, state) if self._params_too else state
         kept: Any = (batch, extra) if self._params_too else (params, batch, extra)
         leaves, structure = jax.tree.flatten(donated)
@@ -52,7 +53,7 @@ class Donating:
         if len(mine) < len(leaves) or not mine.isdisjoint(held):
             for i, x in enumerate(leaves):
                 if id(x) in held and _has_memory(x):
-                    # The runtime copies: no program has to be compiled for it.
+                    # The runtime copies, so no program has to be compiled.
                     leaves[i] = jax.device_put(x, may_alias=False)
                 held.add(id(x))
             donated = jax.tree.unflatten(structure, leaves)
@@ -64,7 +65,7 @@ class Donating:
         return getattr(self._step, name)
 
     def __reduce__(self) -> Any:
-        """It goes to other processes wherever the jitted function does."""
+        """It can be pickled if the jitted function can."""
         make = functools.partial(Donating, params_too=self._params_too)
         return make, (self._step, self._tx)
 
@@ -74,9 +75,9 @@ def _has_memory(x: Any) -> bool:
 
 
 def _captured(tx: optax.GradientTransformation, params: Any) -> list[Any]:
-    """The arrays of others with which a state of ``tx`` begins."""
+    """Arrays that ``tx.init`` holds, and that a new state may begin with."""
     try:
         traced = jax.make_jaxpr(tx.init)(maps.held(params))
-    except Exception:  # An init that cannot be traced makes only new arrays.
+    except Exception:  # An init that cannot be traced is taken to make new arrays.
         return []
     return list(traced.consts)

@@ -1,4 +1,4 @@
-"""Local steps: a worker trains on its own, and says how far it has come."""
+"""Local steps: a worker trains on its own, and pushes its total change."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def local_steps(
         (trained, state), result = jax.lax.scan(
             one_step, (params, state), each, unroll=unroll
         )
-        # g = w - w_H, for what learns
+        # g = w - w_H, for trainable parameters
         learning = learning_part(trainable, params)
         grads = maps.map_updates(_difference, learning, trained)
         return grads, state, *result
@@ -147,9 +147,9 @@ def _check_dense(params: optax.Params) -> None:
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=maps.is_leaf):
         if isinstance(leaf, IndexedSlices):
             raise TypeError(
-                "local_steps changes the parameters that it is given, got rows of a "
-                f"table, IndexedSlices, at {checks.place(path)}. Pull the whole table, "
-                "or push the gradients of its rows at each step."
+                "local_steps trains whole parameters, got rows of a table, "
+                f"IndexedSlices, at {checks.place(path)}. Pull the whole table, or "
+                "push the gradients of its rows at each step."
             )
 
 
@@ -169,11 +169,11 @@ def _length(batches: tuple[Any, ...]) -> int:
         if length in ((), (0,)):
             had = "no axes" if length == () else "a first axis of length 0"
             raise ValueError(
-                f"{where} must have an entry for each of at least one step, got {had}."
+                f"{where} must have an entry for each step, at least one, got {had}."
             )
         if length != wanted:
             raise ValueError(
                 f"{where} has entries for {length[0]} steps, {first} for {wanted[0]}: "
-                "the first axis of all batches must be as long."
+                "the first axes of all batches must have one length."
             )
     return wanted[0]

@@ -139,8 +139,8 @@ def value_and_grad(
             value = loss_fn(jax.tree.unflatten(treedef, mixed), *batch, **kwargs)
             return value if has_aux else (value, None)
 
-        # Each reading is tapped: zeros, which need no memory, are taken to be added to
-        # the rows, and their gradient is that of the rows.
+        # Each reading has a tap: zeros that count as added to the rows, without memory
+        # for them. Their gradient is the gradient of the rows.
         run, types = readings.trace(loss, dense, named, paths)
 
         def tapped(
@@ -196,10 +196,10 @@ def _select(tables: Tables, paths: list[str], leaves: dict[int, Any]) -> dict[in
 
 
 def _slices(ids: list[jax.Array], rows: list[jax.Array], table: Any) -> IndexedSlices:
-    """The gradient of a table that was read at ``ids``, where ``rows`` is theirs."""
+    """The gradient of a table; ``rows`` are the gradients of the rows at ``ids``."""
     row = table.shape[1:]
-    # On explicit mesh axes each device gets all, also what a gather had there on
-    # automatic ones.
+    # On explicit mesh axes each device gets all rows, even if a gather of them was on
+    # automatic axes.
     known = map(explicit_sharding, [maps.values(table), *ids, *rows])
     mesh = next((s.mesh for s in known if s is not None), None)
     flat_ids = [replicated(i, mesh).ravel() for i in ids]

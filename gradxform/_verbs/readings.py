@@ -2,12 +2,12 @@
 
 A table is a variable of the jaxpr, and every use of it is an equation. A ``gather`` of
 whole rows is a reading: ``gx.lookup``, ``jnp.take``, ``table[ids]`` and every
-framework's embedding layer come down to it. So is a slice of rows, ``table[0]`` or
-``table[:n]``. A cast of the table is put off until its rows are there, and a ``jit`` is
-searched too.
+framework's embedding layer become one. A slice of rows, ``table[0]`` or ``table[:n]``,
+is a reading, too. A cast of the table is applied later, to the rows. The inside of a
+``jit`` is searched, too.
 
-So the table itself need not be there. With a part of it, the rows that a server gave,
-the loss sees the shape of the whole, and reads from the part.
+So the whole table is not needed. If there is only a part of it, the rows that a server
+gave, the loss sees the shape of the whole table and reads from the part.
 """
 
 from __future__ import annotations
@@ -25,29 +25,27 @@ from gradxform._trees import arithmetic, versions
 from gradxform._trees.indexed_slices import IndexedSlices, ascending
 from gradxform._trees.rows import inside_or_padding, is_known, places, read_rows
 
-# From the number of a table, the ids of a reading and its rows to the rows that the
-# loss goes on with.
+# (number of a table, ids of a reading, its rows) -> the rows that the loss gets
 Tap = Callable[[int, jax.Array, jax.Array], jax.Array]
 
 
 class _Table(NamedTuple):
-    """The table for which a variable stands."""
+    """A variable's table."""
 
     number: int
     array: Any  # Or the IndexedSlices with a part of it.
-    casts: tuple[Any, ...] = ()  # The dtypes to which it was cast, one after another.
+    casts: tuple[Any, ...] = ()  # The dtypes that it was cast to, one after another.
 
 
-# These leave the numbers of a table as they are, and make no copy by themselves.
+# These keep the values of a table, and make no copy by themselves.
 _SAME = {"pvary", "pcast", "reshard", "sharding_constraint"}
 
 _HOW = (
-    "{0!r} is one of tables, so the loss can read rows of it alone, through "
-    "gradxform.lookup(table, ids) or as jnp.take(table, ids, axis=0), table[ids], "
-    "table[:n] and the embedding layers do, and outside of scan, cond, checkpoint and "
-    "the like; it "
-    "was {1}. Look the rows up first, for ids of any shape, or leave {0!r} out of "
-    "tables: its gradient then is a dense one."
+    "{0!r} is one of tables, so the loss can only read rows of it, by "
+    "gradxform.lookup(table, ids), jnp.take(table, ids, axis=0), table[ids], table[:n] "
+    "or an embedding layer, and only outside of scan, cond, checkpoint and the like; "
+    "it was {1}. Look the rows up first, for ids of any shape, or leave {0!r} out of "
+    "tables: then its gradient is dense."
 )
 
 
@@ -60,7 +58,7 @@ def trace(
     """``loss_fn(dense, tables)`` as a function of ``dense`` and a tap; types of rows.
 
     Raises:
-      TypeError: a table is used in any other way.
+      TypeError: a table is used in another way than to read its rows.
     """
     returned: list[Any] = []
 
@@ -138,7 +136,7 @@ class _Reader(NamedTuple):
         if is_part and name == "reshard":
             return [table._replace(array=_moved(eqn, table.array))]
         if name == "copy" or (is_part and name in _SAME):
-            return [table]  # No one can see which it is.
+            return [table]  # Here it makes no difference.
         if name in _SAME:
             return [table._replace(array=versions.evaluate(eqn, [table.array])[0])]
         with eqn.ctx.manager:  # It may have made explicit mesh axes automatic.
@@ -151,7 +149,7 @@ class _Reader(NamedTuple):
         by = f"by {name!r} {where}".rstrip()
         how = f"used {by}"
         if table.casts and jnp.issubdtype(table.casts[-1], jnp.integer):
-            # Indices are first compared with 0.
+            # Indexing by an array first compares it with 0.
             kind = "as indices, " if name == "lt" else ""
             how = f"used {kind}cast to {table.casts[-1]}, {by}"
         self.refuse(table, how)
@@ -170,7 +168,7 @@ class _Reader(NamedTuple):
         fill = eqn.params.get("fill_value")
         if isinstance(part, IndexedSlices):
             rows, held = of_part(part, taken)
-            # An axis of length 1 may be left where a single row was sliced out.
+            # A slice of a single row may keep an axis of length 1.
             rows = rows.reshape(eqn.outvars[0].aval.shape)
             ids = jnp.where(held == height, height, ids)
         else:
@@ -195,8 +193,8 @@ def _reading(
 ) -> tuple[jax.Array, jax.Array] | None:
     """The rows that get a gradient in a reading, and the rows that it reads.
 
-    Padding stands for what lies outside of the table. None if it does anything else
-    than read whole rows.
+    Padding stands for ids outside of the table. It returns None if the equation does
+    anything but read whole rows.
     """
     height, *row = shape = table.array.shape
     name, params = eqn.primitive.name, eqn.params
@@ -215,7 +213,7 @@ def _reading(
     length, *sizes = params["slice_sizes"]
     if sizes != row:
         return None
-    if name == "dynamic_slice":  # As x[i] of a single i, which clips.
+    if name == "dynamic_slice":  # x[i] with a single i becomes one. It clips.
         first = jnp.clip(_wide(jnp.asarray(inputs[1])), 0, height - length)
         ids = first.astype(np.int32) + jnp.arange(length, dtype=np.int32)
         return ids, ids
@@ -228,7 +226,7 @@ def _reading(
         or 0 not in dims.start_index_map
         or dims.operand_batching_dims
         or dims.offset_dims != row_axes
-        # The other indices belong to axes that are taken whole: they can only be 0.
+        # The other indices belong to axes that are taken whole, so they must be 0.
         or (fills and len(dims.start_index_map) > 1)
     ):
         return None
@@ -236,14 +234,14 @@ def _reading(
     ids = inside_or_padding(given, height)
     if fills:
         return ids, ids
-    # An id that was promised to lie inside is read as if clipped, but gets no gradient.
+    # With a promise that ids are inside, an id outside is clipped but has no gradient.
     taken = inside_or_padding(jnp.clip(given, 0, height - 1), height)
     clips = mode == jax.lax.GatherScatterMode.CLIP
     return (taken if clips else ids), taken
 
 
 def _wide(ids: jax.Array) -> jax.Array:
-    """Narrower integers may not be able to count the rows."""
+    """Widens small integers, which may be too narrow to count the rows."""
     return ids.astype(np.int32) if ids.dtype.itemsize < 4 else ids
 
 
@@ -261,17 +259,17 @@ def _filling(fill: Any, dtype: Any) -> jax.Array:
 
 
 def _moved(eqn: Any, part: IndexedSlices) -> IndexedSlices:
-    """A part of a table that goes to other mesh axes: whole, as parts are."""
+    """A part of a table on other mesh axes, whole on each device as parts are."""
     there = NamedSharding(eqn.outvars[0].aval.sharding.mesh, P())
     indices, values = jax.sharding.reshard((part.indices, part.values), there)
     return ascending(indices, values, part.shape)
 
 
 def of_part(part: IndexedSlices, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rows of a part of a table, and their ids: padding where it does not hold them.
+    """Rows of a part of a table, and their ids: padding for rows that it lacks.
 
     Raises:
-      ValueError: it does not hold one that can be looked at.
+      ValueError: it lacks a row whose id is known now.
     """
     part = part.sum_duplicates()
     at = places(ids, part.indices)
@@ -291,7 +289,7 @@ def _whole(table: Any) -> Any:
     """The table as the loss sees it."""
     if not isinstance(table, IndexedSlices):
         return table
-    # Its rows may differ by device, or lie on mesh axes; then the table does too.
+    # If its rows vary by device, or lie on mesh axes, the table does so, too.
     return jax.eval_shape(
         lambda rows: jnp.broadcast_to(rows.sum(0), table.shape), table.values
     )

@@ -1,21 +1,21 @@
 """Asynchronous training in one call: workers, a server, and what happens when they die.
 
 An engine is a context manager ``engine(job, checkpoint=...)`` that gives a
-:class:`Run`: the pushes, one by one as they are answered, and the server to ask for
-parameters and state. What workers compute, the :class:`Job` says; how they come to run,
-the engine:
+:class:`Run`: the pushes, one by one as they are answered, and the server, which gives
+parameters and state. The :class:`Job` says what workers compute. The engine decides how
+they run:
 
 - :func:`simulated`: one after the other, by a virtual clock. A run repeats exactly.
-- :func:`threads`: one thread each, on a device each where they are told so.
-- :func:`ray`: one process each, on as many machines as the Ray cluster has.
+- :func:`threads`: each on a thread, and on a device of its own if the job says so.
+- :func:`ray`: each in a process, on as many machines as the Ray cluster has.
 
-The rooms: ``_job`` has what an engine runs and what it tells; ``_work`` one gradient of
-a worker; ``_stops`` when it is given up; ``_streams`` who draws its minibatches from
-where; ``_ledger`` what became of the pushes; ``_crew`` what all runs have in common;
-``_ending`` how they end; ``_simulated``, ``_threads`` and ``_ray`` the engines;
-``_reach`` whether there is a Ray cluster; ``_servers`` the server on it, as others see
-it, ``_group`` one of several processes; ``_tensorboard`` what one can watch a run
-with.
+The rooms (modules): ``_job`` has the job and the records of its run; ``_work`` computes
+one gradient; ``_stops`` decides when a gradient is given up; ``_streams`` checks that
+workers share no stream of minibatches; ``_ledger`` counts the pushes; ``_crew`` is the
+common part of all runs; ``_ending`` ends them; ``_simulated``, ``_threads`` and
+``_ray`` are the engines. On Ray, ``_reach`` looks for the cluster, ``_servers`` is the
+server as other processes see it, and ``_group`` starts a server of several processes.
+``_tensorboard`` writes a run's curves.
 """
 
 from gradxform._server.checkpoints import Checkpoint as Checkpoint

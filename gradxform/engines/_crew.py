@@ -1,4 +1,4 @@
-"""The common part of all engines' runs: workers, answers, the end."""
+"""The crew of workers: the common part of the runs of all engines."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gradxform.engines._ledger import Ledger
 from gradxform.engines._stops import GivenUpError, Stops
 from gradxform.engines._work import RefusedError, StreamEndedError
 
-LOOK = 0.5  # Seconds after which a wait for an answer looks at who computes.
+LOOK = 0.5  # Seconds after which a wait for an answer checks the workers again.
 
 
 class Stopped(Exception):
-    """Somebody has called ``stop``."""
+    """The run ends early, without an error: ``stop``, or nobody has more to do."""
 
 
 class Terminated(SystemExit):
@@ -36,16 +36,16 @@ class SavedServer(Server, Protocol):
     """The server of every engine."""
 
     def rest(self) -> Standing:
-        """From now on takes no more pushes of workers; says where it stands."""
+        """Takes no pushes of workers from now on; returns where it stands."""
         ...
 
     def save(self) -> int | None:
-        """Writes a last checkpoint; the global step it is of, if anything has begun."""
+        """Writes a last checkpoint; returns its global step, None without one."""
         ...
 
 
 def server_options(job: Job) -> dict[str, Any]:
-    """What the server of a job is told beside what it holds."""
+    """The options of a job's server, besides parameters and transformation."""
     return {
         "pushes": job.pushes,
         "donate": job.donate,
@@ -56,8 +56,8 @@ def server_options(job: Job) -> dict[str, Any]:
 class Crew(Run):
     """A run whose workers come and go.
 
-    Who iterates ``pushes`` tells each worker to compute, one gradient at a time: while
-    nobody iterates, the workers end what they are at, and rest.
+    The iteration over ``pushes`` tells each worker to compute, one gradient at a time.
+    While nobody iterates, the workers finish their present gradients, and rest.
     """
 
     server: SavedServer
@@ -79,23 +79,23 @@ class Crew(Run):
             )
         _streams.check_shared(self._members)
         self._indices = itertools.count(len(self._members))
-        self._busy: dict[int, Any] = {}  # Who computes; the engine's word for what.
-        self._since: dict[int, float] = {}  # When they were told to.
-        self._longest = 0.0  # Seconds that any gradient took.
-        self._refused: set[int] = set()  # Whose pushes the server did not take.
+        self._busy: dict[int, Any] = {}  # Workers that compute, with `_start`'s result.
+        self._since: dict[int, float] = {}  # When each was told to compute.
+        self._longest = 0.0  # Seconds of the slowest gradient so far.
+        self._refused: set[int] = set()  # Workers whose pushes the server refused.
         self._last_word: BaseException | None = None
         self._begun = self._over = False
-        self.failed = False  # By what a worker has raised, or a death too many.
+        self.failed = False  # A worker has raised an error, or died too often.
         self.pushes = _Pushes(self._check_open, self._until_stopped())
 
     def _member(self, worker: Worker) -> Worker:
-        """A worker whose gradient may be begun anew: on the same minibatch."""
+        """A worker that can compute a gradient again, on the same minibatch."""
         if not self._stops.ends:
             return worker
         return worker._replace(batch=functools.lru_cache(maxsize=1)(worker.batch))
 
     def _begin(self, standing: Standing) -> None:
-        """Takes the run up where the server stands."""
+        """Starts the run where the server stands."""
         self._ledger = Ledger(standing)
         self._waits = Waits(self._job, self._ledger)
         self.resumed = standing.global_step if standing.found else None
@@ -126,17 +126,17 @@ class Crew(Run):
         """The next answer, or none yet."""
         raise NotImplementedError
 
-    # Who computes.
+    # The workers that compute.
 
     def _start(self, index: int, worker: Worker, number: int) -> Any:
-        """Tells a worker to compute that gradient; what it is busy with."""
+        """Tells a worker to compute a gradient; returns the engine's handle of it."""
         raise NotImplementedError
 
     def _dismiss(self, index: int) -> None:
-        """Lets somebody go who is not busy, and no longer a member."""
+        """Lets a worker go that is not busy, and no longer a member."""
 
     def _hand_out(self) -> None:
-        """A gradient each to workers that have nothing to wait for."""
+        """Gives a gradient to each worker that has nothing to wait for."""
         members = self._members
         for index in self.workers.keys() - members.keys() - self._busy.keys():
             self._dismiss(index)
@@ -153,18 +153,18 @@ class Crew(Run):
                 self._leave(index)
 
     def _awaited(self) -> int:
-        """How many of those who compute are sure to push.
+        """How many busy workers are expected to push.
 
-        Not who has taken far longer than ever anybody has: it may never come back.
-        Others may push in its place, and the server takes those that come first.
+        A worker that takes far longer than any gradient so far is left out, as it may
+        never come back. Another may push in its place, and the server takes the first.
         """
         if self._ledger.stands + len(self._busy) < self._job.pushes:
-            return len(self._busy)  # There is room for all.
+            return len(self._busy)  # The job needs them all.
         limit = time.monotonic() - LOOK - 2 * self._longest
         return sum(self._since[index] > limit for index in self._busy)
 
     def _check_somebody_works(self) -> None:
-        """Where nobody computes, the run ends, or would wait for good."""
+        """Ends the run if nobody computes: it would wait forever."""
         if self._busy:
             return
         members = self._members
@@ -172,19 +172,20 @@ class Crew(Run):
             raise Stopped  # Their streams have ended, or the server takes no more.
         raise ValueError(
             f"required={self._job.required}: all {len(members)} workers have pushed "
-            f"for a step and wait for it, and tx needs more pushes to make it. Let "
-            "required be the num_required of the accumulator, and have as many workers."
+            f"for a step and wait for it, but tx needs more pushes to make it. Let "
+            "required be the num_required of the accumulator, and have at least as "
+            "many workers."
         )
 
     def _take(self, index: int, outcome: Any) -> Iterator[Push]:
-        """Notes what a worker comes with; passes an answer on."""
+        """Takes note of a worker's outcome; passes a push on."""
         self._busy.pop(index, None)
         if isinstance(outcome, StreamEndedError):
             self._leave(index)
         elif isinstance(outcome, GivenUpError):
-            self._ledger.given_up += 1  # Whoever has nothing to do gets its number.
+            self._ledger.given_up += 1  # `_hand_out` starts this number again.
         elif isinstance(outcome, RefusedError):
-            if outcome.args == (self._ledger.life,):  # Else by a server that is gone.
+            if outcome.args == (self._ledger.life,):  # Not by a server that has died.
                 self._refused.add(index)
         elif isinstance(outcome, BaseException):
             self._raise(index, outcome)
@@ -196,30 +197,30 @@ class Crew(Run):
             yield outcome
 
     def _raise(self, index: int, error: BaseException) -> NoReturn:
-        """The error of a worker."""
-        if isinstance(error, StopIteration):  # Which generators cannot pass on.
+        """Raises the error of a worker."""
+        if isinstance(error, StopIteration):  # A generator cannot pass it on.
             error = RuntimeError(
-                "a stream has ended, though not in batch, where that means that the "
-                "worker has no more to do."
+                "a stream has ended, though not in batch. Only there an end means that "
+                "the worker has nothing left to do."
             ).with_traceback(error.__traceback__)
         number = self._ledger.next(index)
         error.add_note(f"Raised by worker {index}, for its gradient {number}.")
         raise error
 
     def _leave(self, index: int) -> None:
-        """Lets a member go that has no more to do."""
+        """Removes a member that has nothing left to do."""
         with self._lock:
             self._members = {i: w for i, w in self._members.items() if i != index}
 
     # The end.
 
     def rest(self) -> None:
-        """From now on nobody pushes; what was answered and not given counts, too."""
+        """Ends all pushing; counts the answers that ``pushes`` has not given, too."""
         if self._begun:
             self._ledger.settle(self.server.rest())
 
     def close(self) -> None:
-        """The context ends."""
+        """Marks the run as over, at the end of its context."""
         self._over = True
         self._wake()
 
@@ -230,13 +231,13 @@ class Crew(Run):
             )
 
     def check(self) -> None:
-        """Raises what shall end the run."""
+        """Raises the error that should end the run, if there is one."""
         self._check_open()
         if self._last_word is not None:
             raise self._last_word
 
     def _wake(self) -> None:
-        """Ends a wait for the next answer, where there is one."""
+        """Ends a wait for the next answer, if one is going on."""
 
     def end(self, error: BaseException) -> None:
         """Makes ``pushes`` raise an error."""
@@ -264,15 +265,15 @@ class Crew(Run):
                 raise ValueError(f"index: there is no worker {index!r}.")
             if len(members) == self._at_least:
                 raise ValueError(
-                    f"index: without worker {index} fewer than the {self._at_least} "
-                    "that a step needs would be left."
+                    f"index: removing worker {index} would leave fewer than the "
+                    f"{self._at_least} that a step needs."
                 )
             del members[index]
             self._members = members
 
 
 class _Pushes(Iterator[Push]):
-    """An iterator that raises, whatever it has given, once its context is over."""
+    """The iterator over the pushes, which raises once its context is over."""
 
     def __init__(self, check: Callable[[], None], pushes: Iterator[Push]) -> None:
         self._check, self._pushes = check, pushes
@@ -283,18 +284,18 @@ class _Pushes(Iterator[Push]):
 
 
 class Waits:
-    """Who waits for which step to pass, where pushes add up to a step."""
+    """Which workers wait for which step, when several pushes make one step."""
 
     def __init__(self, job: Job, ledger: Ledger) -> None:
         self._job, self._ledger = job, ledger
         self.reset()
 
     def reset(self) -> None:
-        """As it is where the server begins."""
+        """Starts anew, from the beginning of the server's life."""
         self._step, self._for = self._ledger.began_at, self._ledger.in_sum()
 
     def add(self, push: Push) -> None:
-        """It is answered."""
+        """Takes note of an answered push."""
         self._step = max(self._step, push.result.global_step)
         self._for[push.worker] = push.local_step
 

@@ -1,4 +1,4 @@
-"""How a run ends: at its end, by a signal, or by an exception."""
+"""How a run ends: when it is done, by a signal, or by an exception."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ logger = logging.getLogger("gradxform")
 
 @contextlib.contextmanager
 def ending(run: Crew, checkpoint: Checkpoint | None) -> Iterator[None]:
-    """Saves a run that is through, that is stopped, or that ``SIGTERM`` ends.
+    """Saves a run that is done, or that is ended by ``stop`` or ``SIGTERM``.
 
-    One that ends by any other exception is not saved: it may be what is wrong.
+    A run that ends by any other exception is not saved: its state may be the cause.
 
     Args:
-      run: what ends; its server is saved.
+      run: the run; its server is saved.
       checkpoint: where to.
     """
     told = False
@@ -34,7 +34,7 @@ def ending(run: Crew, checkpoint: Checkpoint | None) -> Iterator[None]:
         run.end(Terminated())
 
     def interrupt(before: Callable[..., object], *signalled: object) -> None:
-        # Python drops what a handler raises while a destructor runs.
+        # Python drops a handler's exception if it interrupts a destructor.
         run.end(KeyboardInterrupt())
         before(*signalled)
 
@@ -51,7 +51,7 @@ def ending(run: Crew, checkpoint: Checkpoint | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def starting(checkpoint: Checkpoint | None) -> Iterator[None]:
-    """Hears ``SIGTERM`` where there is no run yet that it could end.
+    """Handles ``SIGTERM`` before there is a run that it could end.
 
     Args:
       checkpoint: where the run would have been saved.
@@ -61,7 +61,7 @@ def starting(checkpoint: Checkpoint | None) -> Iterator[None]:
 
 
 def terminated(step: int | None, checkpoint: Checkpoint | None) -> NoReturn:
-    """Ends the process, and says what is saved."""
+    """Ends the process, and logs what is saved."""
     logger.warning("terminated: %s", _outcome(step, checkpoint))
     raise Terminated
 
@@ -76,16 +76,17 @@ def _outcome(step: int | None, checkpoint: Checkpoint | None) -> str:
 
 @contextlib.contextmanager
 def _sigterm(handler: Callable[..., None]) -> Iterator[None]:
-    """Takes it over, unless the program has a handler of its own."""
+    """Handles ``SIGTERM``, unless the program has a handler of its own."""
     before = signal.getsignal(signal.SIGTERM)
-    rays = getattr(before, "__module__", "").startswith("ray.")  # It knows no better.
+    # Ray's handler would end the process without saving the run.
+    rays = getattr(before, "__module__", "").startswith("ray.")
     with _handled(signal.SIGTERM, handler, before is signal.SIG_DFL or rays):
         yield
 
 
 @contextlib.contextmanager
 def _sigint(handler: Callable[..., None]) -> Iterator[None]:
-    """Goes before whatever the program does then, if it does not ignore it."""
+    """Calls the handler before the program's own one, unless that is to ignore it."""
     before = signal.getsignal(signal.SIGINT)
     first = functools.partial(handler, before)
     with _handled(signal.SIGINT, first, callable(before)):
@@ -94,7 +95,7 @@ def _sigint(handler: Callable[..., None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled(number: int, handler: Callable[..., None], wanted: bool) -> Iterator[None]:
-    """Another thread than the main one never gets a signal."""
+    """Handles a signal, if wanted; only the main thread ever gets signals."""
     if not wanted or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -102,12 +103,12 @@ def _handled(number: int, handler: Callable[..., None], wanted: bool) -> Iterato
     try:
         yield
     finally:
-        if signal.getsignal(number) is handler:  # Else it was changed meanwhile.
+        if signal.getsignal(number) is handler:  # Nobody has changed it meanwhile.
             signal.signal(number, before)
 
 
 def uninterrupted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Puts Ctrl-C off until the function has done all that it does."""
+    """Delays Ctrl-C until the function has returned."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A server of several processes, each a Ray actor: how they start, and end together."""
+"""A server of several Ray actors (processes): they start and end together."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from gradxform._server.places import is_function
 from gradxform.engines._crew import LOOK, server_options
 from gradxform.engines._job import Job
 
-GONE = 10.0  # Seconds that the end of a process that was killed may take.
-# What Ray calls a strategy of a placement group, and knows for no single actor.
+GONE = 10.0  # Seconds that a killed process may take to end.
+# These are strategies of Ray's placement groups; a single actor cannot have them.
 TOGETHER = "PACK", "STRICT_PACK", "STRICT_SPREAD"
 
 
 def layout_of(job: Job, processes: int, shardings: Any) -> Layout | None:
-    """Where the parameters of a job lie; None in one process.
+    """The layout of a job's parameters over several processes; None for one process.
 
     Raises:
-      TypeError: one of the arguments is of another type.
-      ValueError: they cannot lie so.
+      TypeError: one of the arguments has another type.
+      ValueError: such a layout is impossible.
     """
     if processes == 1 and shardings is None:
         return None
@@ -41,7 +41,7 @@ class Group:
     """A server in several processes; see :class:`Processes`.
 
     Args:
-      job: what it is to hold.
+      job: its parameters and transformation are the server's.
       layout: of its parameters.
       options: Ray's, for the actor of each.
     """
@@ -53,7 +53,7 @@ class Group:
             if machines < layout.processes:
                 raise ValueError(
                     f"server_processes={layout.processes}: with STRICT_SPREAD each has "
-                    f"a machine of its own, and the cluster has {machines}."
+                    f"a machine of its own, but the cluster has only {machines}."
                 )
         self.layout: Layout | None = layout
         self._layout = layout
@@ -67,11 +67,11 @@ class Group:
             params = [ray.put(layout.part(job.params, k)) for k in parts]
         self._given = [[each, tx] for each in params]
         self._actors: list[Any] = []
-        self._place: Any = None  # Ray's placement group, where there is one.
+        self._place: Any = None  # Ray's placement group, if there is one.
 
     def start(self, checkpoint: Checkpoint | None, check: Callable[[], object]) -> Any:
         """See :class:`Processes`."""
-        # They bring `multiprocessing`, which nobody else needs.
+        # Imported here, as they import `multiprocessing`, which nobody else needs.
         from gradxform._server.follower import Follower
         from gradxform._server.group import Leader
 
@@ -93,12 +93,12 @@ class Group:
             each.join.remote(where, given, *what, **self._server_options)
             for each, given in zip(followers, self._given[1:], strict=True)
         ]
-        # Whoever dies meanwhile is waited for by the others in vain, so look at each.
+        # If one dies meanwhile, the others wait for it in vain: so look at each.
         self._all(joining, check)
         return leader
 
     def _all(self, asked: list[Any], check: Callable[[], object]) -> list[Any]:
-        """Their answers; raises as soon as one of them does."""
+        """Their answers; raises as soon as one of them has raised."""
         left = asked
         while left:
             check()
@@ -109,8 +109,8 @@ class Group:
 
     def _placed(self, check: Callable[[], object]) -> list[dict[str, Any]]:
         """The options of each actor."""
-        # One that Ray starts again by itself is none of the group, and two of a name
-        # cannot be.
+        # An actor that Ray starts again by itself would not belong to the group. Two
+        # actors cannot have one name.
         each = {**self._options, "max_restarts": 0, "max_task_retries": 0}
         options = [{**each} for _ in range(self._layout.processes)]
         for of_follower in options[1:]:
@@ -147,7 +147,7 @@ class Group:
 
 
 def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
-    """The needs of an actor with these options, from its machine."""
+    """The resources that an actor with these options needs on its machine."""
     needs = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     bundle = {name: options.get(option) for name, option in needs.items()}
     bundle |= options.get("resources") or {}

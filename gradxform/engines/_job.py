@@ -27,18 +27,19 @@ class Worker(NamedTuple):
     Attributes:
       gradient: the loss, a scalar, and the gradients of the parameters on a minibatch,
         ``gradient(params, *batch) -> (loss, grads)``: as a rule
-        ``jax.jit(jax.value_and_grad(loss))``. A generator function yields where it can
-        be given up, between micro-batches or local steps, and returns the two.
-      batch: the minibatch of a number, ``batch(number) -> (x, y)``: any arrays; it is
-        drawn before the parameters are pulled. A stream of data gives
-        ``lambda _: next(stream)``, a stream for each worker: when it ends, the worker
-        leaves, as by :meth:`Run.remove`. It is not a function of the number: a resumed
-        run goes on where the new stream begins, and on Ray it is refused. By default a
-        gradient needs no minibatch.
-      duration: the seconds that a number takes, ``duration(number) -> float``: on a
-        virtual clock; elsewhere a worker that is done earlier sleeps for the rest. By
-        default a gradient takes 1 second of a virtual clock, and elsewhere its real
-        time.
+        ``jax.jit(jax.value_and_grad(loss))``. A generator function yields where the
+        gradient can be given up, between micro-batches or local steps, and returns the
+        two.
+      batch: the minibatch of a number, ``batch(number) -> (x, y)``: any arrays. It is
+        drawn before the parameters are pulled. A stream of data is used with
+        ``lambda _: next(stream)``, and each worker needs its own. When the stream ends,
+        the worker leaves, as by :meth:`Run.remove`. A stream is not a function of the
+        number: a resumed run goes on where the new stream begins, and Ray refuses it.
+        By default a gradient needs no minibatch.
+      duration: the seconds that a gradient takes, ``duration(number) -> float``. On
+        :func:`simulated` they are virtual; elsewhere a worker that is done earlier
+        sleeps for the rest. By default a gradient takes 1 virtual second, and elsewhere
+        its real time.
       rows: the rows of tables that the gradient on a minibatch reads,
         ``rows(*batch) -> {"path/to/table": ids}``, for
         :meth:`~gradxform.ParameterServer.pull`. By default tables are pulled whole.
@@ -48,7 +49,7 @@ class Worker(NamedTuple):
         of the worker, unless one is given here.
       device: the device for parameters and minibatch, and JAX's default device while
         the gradient is computed; by default all stay where they are. On Ray a worker is
-        a process of its own: give that its devices, with ``worker_options``.
+        a process of its own, which gets its devices by ``worker_options``.
     """
 
     gradient: Callable[..., tuple[Any, optax.Updates]]
@@ -64,22 +65,24 @@ class Job(NamedTuple):
 
     Attributes:
       params: the initial parameters; or a function without arguments that gives them,
-        which is called where the server is. Over several processes it is compiled, so
-        that each makes its parts alone: what it calculates with JAX lies nowhere whole.
-      tx: any transformation; a gate in it decides what is dropped.
-      workers: one by one; more may be added to a run.
+        which is called where the server is. Over several processes the function is
+        compiled, so that each process makes only its parts, and arrays that it
+        calculates with JAX are never whole in one place.
+      tx: any transformation. A gate in it (:func:`~gradxform.drop_stale`, for example)
+        decides which pushes are dropped.
+      workers: one for each index; more may be added to a run.
       pushes: how many reach the server, accepted or dropped. Pushes before a resumed
-        run count, those lost in a death do not.
-      required: how many pushes make a step; workers that pushed wait for the step, as
-        :func:`~gradxform.conditional_accumulator` with this ``num_required`` needs it.
-        With None every push may be a step of its own, and nobody waits. If all wait for
-        a step that needs more of them, the run ends with a ``ValueError``.
+        run count; pushes lost in a death do not.
+      required: how many pushes make a step. A worker that has pushed waits for the
+        step, as :func:`~gradxform.conditional_accumulator` with this ``num_required``
+        needs it. With None every push may be a step of its own, and nobody waits. If
+        all wait for a step that needs more of them, the run ends with a ``ValueError``.
       max_staleness: how late a gradient may become while it is computed, ≥ 0 or inf, or
-        a schedule of the global step. After each step, a gradient for which
-        ``global_step - local_step`` is larger is given up. Its number begins again, on
-        the same minibatch, with today's parameters. On :func:`simulated` that happens
-        at the step; on :func:`threads` and :func:`ray` between the pieces of a gradient
-        that is a generator, and before any push. By default none is given up.
+        a schedule of the global step. After each step, a gradient is given up if its
+        ``global_step - local_step`` is larger. Its number begins again, on the same
+        minibatch, with the newest parameters. On :func:`simulated` that happens at the
+        step. On :func:`threads` and :func:`ray` it happens between the pieces of a
+        generator's gradient, and before any push. By default none is given up.
       require_finite: whether a push that holds NaN or inf ends the run with an error,
         before it has changed anything: see :class:`~gradxform.ParameterServer`.
       donate: whether steps update the server's own arrays in place; see there.
@@ -121,12 +124,12 @@ class Counts(NamedTuple):
     """Counts of all pushes so far; ``accepted + dropped + lost == pushed``.
 
     Attributes:
-      pushed: pushes that the server has answered, also those before a resumed run. If
-        the server died before its answer arrived, the push counts if it is in the
+      pushed: pushes that the server has answered, including those before a resumed run.
+        If the server died before its answer arrived, the push counts if it is in the
         checkpoint; otherwise it is pushed again as if for the first time.
-      accepted: of these, those that were applied or added.
-      dropped: those that came too late.
-      lost: those whose effect died with the server, after its last checkpoint. They
+      accepted: pushes among these that were applied or added.
+      dropped: pushes that came too late.
+      lost: pushes whose effect died with the server, after its last checkpoint. They
         are computed and pushed again.
       worker_deaths: processes of workers that died and were replaced.
       server_deaths: processes of the server that died and were replaced.
@@ -169,14 +172,14 @@ class Run(abc.ABC):
     """A job under way; nothing happens before ``pushes`` is iterated.
 
     Attributes:
-      pushes: the pushes as they are answered, an iterator; it ends with the job, or
-        when the streams of all workers have ended. A worker's error is raised there.
-        While nobody asks for the next one, each worker ends its present gradient, and
+      pushes: an iterator over the pushes as they are answered. It ends with the job, or
+        when the streams of all workers have ended. It raises a worker's error. While
+        nobody asks for the next push, each worker finishes its present gradient, and
         rests.
       server: may be asked for parameters and state at any time, also after the last
         push.
-      workers: by their indices, the threads or Ray actors that run them, without those
-        who have left.
+      workers: the threads or Ray actors of the workers, by index. Workers that have
+        left are not in it.
       resumed: the global step of the checkpoint that the run goes on from, or None.
     """
 
@@ -189,18 +192,18 @@ class Run(abc.ABC):
     def counts(self) -> Counts:
         """Counts of the pushes that ``pushes`` has given so far.
 
-        After the end of ``pushes``, or of the context: of all pushes that the server
-        has answered, also those that ``stop``, ``break`` or a signal cut off. The last
-        checkpoint has the same counts.
+        After the end of ``pushes``, or of the context, they count all pushes that the
+        server has answered, also those that ``stop``, ``break`` or a signal cut off.
+        The last checkpoint has the same counts.
         """
 
     @abc.abstractmethod
     def add(self, worker: Worker) -> int:
-        """One more worker; returns its index. From any thread."""
+        """Adds a worker; returns its index. Any thread may call it."""
 
     @abc.abstractmethod
     def remove(self, index: int) -> None:
-        """Lets a worker go after the answer to its present push. From any thread.
+        """Lets a worker go after its present push. Any thread may call it.
 
         Raises:
           ValueError: there is no such worker, or too few would be left for a step.
@@ -210,6 +213,6 @@ class Run(abc.ABC):
     def stop(self) -> None:
         """Ends ``pushes`` early, and the training with it.
 
-        What workers compute then is not pushed; a resumed run computes it again. From
-        any thread, and from signal handlers.
+        Gradients under way are not pushed; a resumed run computes them again. Any
+        thread may call it, and signal handlers, too.
         """

@@ -8,13 +8,13 @@ from gradxform.engines._job import Counts, Push
 
 
 class Ledger:
-    """Counts answers; knows who pushes what next.
+    """Counts answers; knows the number of each worker's next push.
 
-    A push is known by its worker and number. Answered pushes stand in the server's
-    memory, and so in its checkpoints: a server that dies goes back to the numbers of
-    its last one. Later pushes are lost, and are pushed again. A push in the checkpoint
-    counts as answered, even if its answer was still on its way. A push that never
-    reached the server keeps its number.
+    A push is known by its worker and number. The server remembers the answered pushes,
+    and saves them in its checkpoints. A server that dies goes back to the numbers in
+    its last checkpoint. Later pushes are lost, and are pushed again. A push in the
+    checkpoint counts as answered, even if its answer was still on its way. A push that
+    never reached the server keeps its number.
     """
 
     def __init__(self, standing: Standing) -> None:
@@ -31,7 +31,7 @@ class Ledger:
 
     @property
     def counts(self) -> Counts:
-        """The numbers, for whoever asks."""
+        """The counts as :class:`Counts`."""
         return Counts(
             self._pushed,
             self._accepted,
@@ -48,7 +48,7 @@ class Ledger:
 
     @property
     def life(self) -> str:
-        """That of the server, in which answers count."""
+        """The present life of the server; only its answers count."""
         return self._standing.life
 
     @property
@@ -57,15 +57,15 @@ class Ledger:
         return self._standing.global_step
 
     def in_sum(self) -> dict[int, int]:
-        """The step for which each worker had pushed when this life began.
+        """The local step of each worker's last push before this life began.
 
-        Where that is the step at which it began, the push is in a sum that is still to
-        become a step.
+        If it equals the step at which this life began, that push is in a sum that has
+        not become a step yet.
         """
         return {w: answer.local_step for w, answer in self._standing.answers.items()}
 
     def add(self, push: Push) -> bool:
-        """One more answer; whether it stands."""
+        """Counts an answer; returns whether it belongs to this life of the server."""
         if is_past(push.local_step, self.life):  # On its way when the server died.
             saved = self._standing.answers.get(push.worker)
             if saved is None or push.number > saved.number:
@@ -86,7 +86,10 @@ class Ledger:
             self._last[worker] = answer.number
 
     def go_back(self, standing: Standing) -> int | None:
-        """How many answers died with the server's last life; None if it still lives."""
+        """Goes back to this life's beginning; returns how many answers were lost.
+
+        None if that life has begun already.
+        """
         if standing.life == self.life:
             return None
         saved = {worker: x.number for worker, x in standing.answers.items()}

@@ -52,44 +52,46 @@ def ray(
 ) -> Iterator[Run]:
     """Runs the server and each worker as a Ray actor, a process of its own.
 
-    On the cluster that ``ray.init`` has connected to, or that of ``address``; without
-    either, on a local cluster that lasts as long as the context.
+    They run on the cluster that ``ray.init`` has connected to, or on that of
+    ``address``. Without either, they run on a local cluster that lasts as long as the
+    context.
 
-    A worker whose process dies is replaced by one with the same index, which computes
-    again what that was at. A server whose process dies is started again from its last
-    checkpoint, the workers pull anew, and the run goes on; what it had answered since
-    is counted as lost and pushed again. What a worker raises is raised where the pushes
-    are iterated, as its class and as ``ray.exceptions.RayTaskError``.
+    If a worker's process dies, a new one with the same index replaces it and computes
+    its gradient again. If the server's process dies, it is started again from its last
+    checkpoint, the workers pull anew, and the run goes on. Pushes that it had answered
+    since that checkpoint are counted as lost and pushed again. The iteration over the
+    pushes raises a worker's error, as its class and as ``ray.exceptions.RayTaskError``.
 
     Args:
       job: what to run; its workers are pickled.
       checkpoint: where it is saved, and goes on from: a directory, or a
         :class:`Checkpoint`. Without it, the run dies with its server.
       address: of a cluster to connect to, as ``ray.init`` takes it.
-      connect_timeout: how many seconds it may take until that answers, in (0, inf].
+      connect_timeout: how many seconds the cluster may take to answer, in (0, inf].
       max_deaths: how often each worker, and the server, may die.
       worker_options: Ray's options for the workers' actors, as ``{"num_gpus": 1}``.
-      server_options: those for the server's; of several processes, for the actor of
-        each. As a ``scheduling_strategy`` of theirs the names of Ray's placement groups
-        are known, too: with ``"STRICT_SPREAD"`` each is on a machine of its own.
-      server_processes: how many processes the server is made of, each with a part of
-        the parameters and of the state, where one machine has not the memory for all of
-        it. They run the same steps in the same order, so the numbers are those of one
-        process. If one dies, all are started again from the last checkpoint.
+      server_options: Ray's options for the server's actor, or for each of its actors.
+        With several processes, ``scheduling_strategy`` may also be the strategy of a
+        Ray placement group: ``"STRICT_SPREAD"`` puts each on a machine of its own.
+      server_processes: how many processes the server is made of. Each has a part of the
+        parameters and of the state, for models that one machine has no memory for. They
+        run the same steps in the same order, so the numbers are those of one process.
+        If one dies, all are started again from the last checkpoint.
       server_shardings: which leaves of the parameters are cut, and along which axis: a
-        tree like the parameters, or the beginning of one, of ``PartitionSpec`` over the
-        axis ``"server"``, or a function ``(path, shape) -> PartitionSpec``, with paths
-        as ``"encoder/emb"``. Where it says None, and by default, leaves of more than a
-        megabyte are cut along their first axis, and each process has all of the others.
+        tree like the parameters, or a prefix of one, of ``PartitionSpec`` over the axis
+        ``"server"``; or a function ``(path, shape) -> PartitionSpec``, with paths such
+        as ``"encoder/emb"``. By default, and where it says None, leaves of more than a
+        megabyte are cut along their first axis, and each process has all other leaves
+        whole.
 
     Raises:
       ConnectionError: no cluster has answered at ``address``.
       ImportError: Ray is not installed.
       ray.exceptions.RayActorError: a worker, or the server, has died too often.
       ValueError: too few workers for a step; a checkpoint of another job; a worker with
-        a device, or with a stream; no process for the server; shardings that cannot be;
-        fewer machines than processes where each is to have one.
-      SystemExit: as the context ends, where ``SIGTERM`` has ended the run.
+        a device, or with a stream; no process for the server; impossible shardings;
+        fewer machines than processes if each needs one of its own.
+      SystemExit: as the context ends, if ``SIGTERM`` has ended the run.
     """
     ray = require("ray", "ray")
     given = Checkpoint.of(checkpoint)
@@ -109,9 +111,9 @@ def ray(
                 )
             except SystemExit:  # Ray's own answer to ``SIGTERM``, while it starts.
                 terminated(None, given)
-        # For all workers at once, and for whoever asks beside them.
+        # For all workers at once, and some for other callers.
         options = {"max_concurrency": len(job.workers) + 8, **(server_options or {})}
-        # So early, as until then ``SIGTERM`` meets a handler of Ray's that aborts.
+        # As early as possible: until then Ray's handler aborts at ``SIGTERM``.
         with ending(run, given):
             processes: Processes = (
                 One(job, options) if layout is None else Group(job, layout, options)
@@ -134,17 +136,18 @@ def _cluster(num_cpus: int, address: str | None) -> Iterator[None]:
     finally:
         uninterrupted(ray.shutdown)()
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)  # Ray has one of its own.
+            signal.signal(signal.SIGTERM, before)  # Ray has set a handler of its own.
 
 
-@uninterrupted  # Processes of half a cluster would live on.
+@uninterrupted  # An interrupt would leave processes of half a cluster behind.
 def _connect(num_cpus: int, address: str | None) -> None:
     ray = require("ray", "ray")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # It would report home.
-    # Without an address Ray would look for a cluster that somebody else has started.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Sends no usage reports.
+    # With "local" Ray does not look for a cluster that somebody else has started.
     own = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     with warnings.catch_warnings():
-        # Ray forks to start its processes. JAX warns about that; they exec at once.
+        # Ray forks to start its processes, and JAX warns about that. The forks are
+        # harmless, as they call exec at once.
         warnings.filterwarnings("ignore", r"os\.fork\(\)", RuntimeWarning)
         ray.init(
             **({"address": address} if address else own),
@@ -163,19 +166,19 @@ class _RayWorker:
         self._layout = layout
 
     def work(self, number: int, actor: Any) -> Push | Exception:
-        """One gradient, from its minibatch to the answer, or why there is none."""
+        """One gradient, from its minibatch to the answer, or the reason for none."""
         server = WorkersServer(actor, self._layout)
         reasons = ServerDiedError, StreamEndedError, RefusedError, GivenUpError
 
         def is_over(local_step: int) -> bool:
-            # Who never gives up need not ask.
+            # Asks the server only if gradients are ever given up.
             stops = self._stops
             return stops.ends and stops.is_over(server.global_step(), local_step)
 
         try:
             return work(self._index, number, self._worker, server, time.sleep, is_over)
         except reasons as reason:
-            return type(reason)(*reason.args)  # Without what led to it.
+            return type(reason)(*reason.args)  # Without its cause and traceback.
 
 
 class _Ray(Crew):
@@ -197,13 +200,13 @@ class _Ray(Crew):
         self.workers = {}
 
     def _member(self, worker: Worker) -> Worker:
-        return worker  # Here a minibatch is a function of its number.
+        return worker  # On Ray a minibatch is always a function of its number.
 
     def begin(self, server: RayServer) -> None:
-        """With this server, as it stands."""
+        """Begins with this server, where it stands."""
         self.server = server
         standing = server.begin(self.check)
-        tell(standing)  # Its process cannot.
+        tell(standing)  # Here, as the user does not see the server's log.
         self._begin(standing)
 
     def _next(self) -> Iterator[Push]:
@@ -215,7 +218,7 @@ class _Ray(Crew):
             try:
                 outcome = ray.get(done)
             except ray.exceptions.RayTaskError as error:
-                outcome = error  # From the worker's code: the process is well.
+                outcome = error  # The worker's code has raised; its process lives.
             except ray.exceptions.RayActorError as error:
                 self._bury(index, error)
                 continue
@@ -224,7 +227,7 @@ class _Ray(Crew):
                 self._go_back()
                 continue
             for push in self._take(index, outcome):
-                self._hand_out()  # Before the consumer takes its time.
+                self._hand_out()  # Before the consumer works on this push.
                 yield push
 
     def _start(self, index: int, worker: Worker, number: int) -> Any:
@@ -238,8 +241,8 @@ class _Ray(Crew):
         self._ray.kill(self.workers.pop(index))
 
     def _bury(self, index: int, error: Exception) -> None:
-        """Another takes the place of a worker that has died."""
-        with contextlib.suppress(Exception):  # Where only the way to it is gone.
+        """Replaces a worker that has died."""
+        with contextlib.suppress(Exception):  # If only the connection is lost.
             self._ray.kill(self.workers[index])
         del self.workers[index], self._busy[index]
         self._ledger.worker_deaths += 1
@@ -253,14 +256,14 @@ class _Ray(Crew):
         logger.warning("worker %s died and is replaced", index)
 
     def _go_back(self) -> None:
-        """To where the server's life begins, if it is another one."""
+        """Goes back to the beginning of the server's new life, if it has one."""
         standing = self.server.begin(self.check)
         lost = self._ledger.go_back(standing)
-        if lost is None:  # Another worker has noticed before.
+        if lost is None:  # Another worker has noticed it before.
             return
         self._waits.reset()
         self._refused.clear()
-        tell(standing)  # Its process cannot.
+        tell(standing)
         logger.warning(
             "the server died and goes on from step %s; pushes to be done again: %s",
             standing.global_step,
@@ -272,10 +275,11 @@ class _Ray(Crew):
         return super().add(worker)
 
     def rest(self) -> None:
-        """See :meth:`Crew.rest`; a server that has died goes back before."""
+        """See :meth:`Crew.rest`; a server that has died is started again before."""
         if not self._begun:
             return
-        with contextlib.suppress(self._ray.exceptions.RayActorError):  # For good.
+        # The error means that the server has died too often.
+        with contextlib.suppress(self._ray.exceptions.RayActorError):
             while (standing := self.server.rest()).life != self._ledger.life:
                 self._go_back()
             self._ledger.settle(standing)

@@ -1,4 +1,4 @@
-"""Whether there is a Ray cluster, before anything waits for it."""
+"""Checks that a Ray cluster answers, before anything else waits for it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 import subprocess
 import sys
 
-# Ray tries for minutes, in code that hears no signal. So a process of its own tries
-# first, which can be ended; what ends it at last ends Ray, too.
+# Ray tries for minutes, in code that reacts to no signal. So a process of its own tries
+# first, as it can be killed. The alarm ends it even if this process is gone.
 TRY = """
 import logging, signal, sys
 if hasattr(signal, "alarm"):
@@ -23,14 +23,14 @@ DAY = 86400.0
 
 
 def reach(address: str, timeout: float) -> None:
-    """Returns when a cluster has answered; signals are heard meanwhile.
+    """Returns when a cluster has answered; signals are handled meanwhile.
 
     Args:
       address: as ``ray.init`` takes it.
       timeout: in seconds.
 
     Raises:
-      ConnectionError: none has answered within the timeout, or Ray says why none will.
+      ConnectionError: none has answered within the timeout, or Ray says why not.
     """
     seconds = min(timeout, DAY)
     command = [sys.executable, "-c", TRY, address, f"{math.ceil(seconds) + 1}"]
@@ -50,7 +50,7 @@ def reach(address: str, timeout: float) -> None:
             ) from None
         finally:
             process.kill()
-            process.wait()  # After Ctrl-C nobody else would.
+            process.wait()  # After Ctrl-C `communicate` has not waited for its end.
     if process.returncode:
         last = said.strip() or f"the exit code was {process.returncode}"
         raise ConnectionError(f"address: no Ray cluster at {address!r}. {last}")

@@ -1,4 +1,4 @@
-"""The server as other processes see it: who runs the job, and workers."""
+"""The server as other processes see it: the driver, which runs the job, and workers."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from gradxform._server.recoverable import RecoverableServer, Standing
 from gradxform.engines._crew import LOOK, server_options
 from gradxform.engines._job import Job
 
-AGAIN = 0.1  # Seconds until an actor that is being started again is asked again.
+AGAIN = 0.1  # Seconds between two questions to an actor that does not answer yet.
 
 
 class Processes(Protocol):
-    """The parts of the server.
+    """The processes that make up the server.
 
-    ``layout`` is that of the parameters over several processes, and None in one.
+    ``layout`` says how the parameters lie over several processes; None for one.
     """
 
     layout: Layout | None
 
     def start(self, checkpoint: Checkpoint | None, check: Callable[[], object]) -> Any:
-        """Starts them; the actor that answers for them."""
+        """Starts them; returns the actor that answers for them."""
         ...
 
     def kill(self) -> None:
-        """Ends those that there are."""
+        """Ends them."""
         ...
 
 
@@ -63,10 +63,10 @@ class One:
 
 
 class RayServer:
-    """The server as the process sees it that runs the job; each call waits.
+    """The server for the driver; each call waits for its answer.
 
-    ``actor`` is the actor that answers for it, until it dies: another one takes its
-    place as soon as somebody asks.
+    ``actor`` is the actor that answers for it. If it has died, the next call replaces
+    it.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class RayServer:
         self.layout = processes.layout
         self._checkpoint = checkpoint
         self._deaths_left = max_deaths if checkpoint else 0
-        self._lock = threading.Lock()  # That of two who find it dead one replaces it.
+        self._lock = threading.Lock()  # Only one of two threads replaces a dead actor.
         self.actor: Any = None
 
     def begin(self, check: Callable[[], object]) -> Standing:
-        """Where its life began: at first, and after it has died.
+        """Starts it if necessary; returns where its life began.
 
-        ``check`` may raise what ends the wait for it.
+        ``check`` is called while it waits, and may end the wait by raising.
         """
         if self.actor is None:
             try:
@@ -103,7 +103,7 @@ class RayServer:
                 answer = self._answer(getattr(actor, name).remote(*args), check)
                 return received(answer)
             except (exceptions.ActorUnavailableError, exceptions.ObjectLostError):
-                time.sleep(AGAIN)  # It may yet turn out to be alive.
+                time.sleep(AGAIN)  # It may still be alive.
             except exceptions.RayActorError as error:
                 self._replace(actor, error, check)
 
@@ -115,21 +115,21 @@ class RayServer:
     def _replace(
         self, dead: Any, error: Exception, check: Callable[[], object]
     ) -> None:
-        """Starts another from the last checkpoint, once for all who find it dead."""
+        """Starts another from the last checkpoint, once for all threads."""
         with self._lock:
             while self.actor is dead:
                 if self._checkpoint is None:
-                    error.add_note("The run was not saved: see checkpoint.")
+                    error.add_note("The run was not saved: give it a checkpoint.")
                     raise error
                 if self._deaths_left == 0:
                     error.add_note("The server has died more than max_deaths times.")
                     raise error
                 self._deaths_left -= 1
-                # This run's own ones are there, too.
+                # Even with `resume=False` it must go on from this run's own ones.
                 known = self._checkpoint._replace(resume=True)
                 try:
                     actor = self._processes.start(known, check)
-                    # Before anybody else asks it.
+                    # It must begin before anybody else can call it.
                     self._answer(actor.begin.remote(), check)
                 except self._ray.exceptions.RayActorError as again:
                     error = again
@@ -144,7 +144,7 @@ class RayServer:
         return pulled
 
     def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
-        """See :meth:`ParameterServer.push`; one that meets a death raises."""
+        """See :meth:`ParameterServer.push`; raises if the server dies meanwhile."""
         grads, extra = sent(self.layout, grads, extra)
         pushed = self.actor.push.remote(grads, local_step, **extra)
         result: PushResult = self._ray.get(pushed)
@@ -178,11 +178,11 @@ class RayServer:
 
 
 class ServerDiedError(Exception):
-    """The server died under a worker that pulls or pushes; the driver sees to it."""
+    """The server died while a worker pulled or pushed; the driver starts another."""
 
 
 class WorkersServer:
-    """The server as a worker sees it: one actor, in its only life."""
+    """The server for a worker: one actor, which is never replaced."""
 
     def __init__(self, actor: Any, layout: Layout | None) -> None:
         self._actor, self._layout = actor, layout
@@ -194,7 +194,7 @@ class WorkersServer:
             asked = getattr(self._actor, name).remote(*args, **extra)
             return received(self._ray.get(asked))
         except exceptions.RayTaskError:
-            raise  # The server itself has raised it.
+            raise  # The server has raised it, so it is alive.
         except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
             raise ServerDiedError from error
 
@@ -212,7 +212,7 @@ class WorkersServer:
 def sent(
     layout: Layout | None, grads: Any, extra: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Gradients and extra arguments as the server takes them."""
+    """Gradients and extra arguments in the form that the server takes."""
     if layout is None:
         return grads, extra
     push_id = extra.pop("push_id", None)
@@ -220,10 +220,10 @@ def sent(
 
 
 def received(answer: Any) -> Any:
-    """What the server has answered, where it comes in parts put together."""
+    """The server's answer; its parts, if it has any, are joined."""
     if isinstance(answer, Pulled):
         return answer.join(_got)
-    if type(answer) is tuple:  # Of a pull.
+    if type(answer) is tuple:  # A pull gives the tree and the step.
         return tuple(map(received, answer))
     return answer
 

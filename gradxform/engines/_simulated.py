@@ -23,10 +23,10 @@ def simulated(
 ) -> Iterator[Run]:
     """Runs workers one after the other, ordered by a virtual clock.
 
-    Every worker pulls, takes its duration, pushes, waits where the job says so, and
-    pulls again. If pushes arrive at once, the lower index goes first. A run that goes
-    on from a checkpoint repeats exactly, too: the workers pull anew. If each step needs
-    every worker, a resumed run equals one that never stopped, to the bit.
+    Every worker pulls, takes its duration, pushes, waits if the job says so, and pulls
+    again. If pushes arrive at the same time, the lower index goes first. A run that
+    goes on from a checkpoint repeats exactly, too; its workers pull anew. If each step
+    needs every worker, a resumed run equals an uninterrupted one, to the bit.
 
     Args:
       job: what to run.
@@ -36,7 +36,7 @@ def simulated(
     Raises:
       ValueError: too few workers for a step; a checkpoint of another job; a stream that
         two workers draw from.
-      SystemExit: as the context ends, where ``SIGTERM`` has ended the run.
+      SystemExit: as the context ends, if ``SIGTERM`` has ended the run.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax
     >>> from gradxform import engines
@@ -69,7 +69,7 @@ class _Simulated(Crew):
     server: RecoverableServer
 
     def begin(self, server: RecoverableServer) -> None:
-        """With this server, as it stands."""
+        """Begins with this server, where it stands."""
         self.server = server
         self._begin(server.begin())
         self._now = 0.0
@@ -80,7 +80,7 @@ class _Simulated(Crew):
         return dict.fromkeys(self._members)
 
     def _awaited(self) -> int:
-        return 0  # Here a wasted gradient costs nobody time.
+        return 0  # By a virtual clock a wasted gradient costs no time.
 
     def _start(self, index: int, worker: Worker, number: int) -> Gradient:
         try:
@@ -97,7 +97,7 @@ class _Simulated(Crew):
         return self._now
 
     def _hand_out(self) -> None:
-        """Gives up late gradients, and begins them anew with all others."""
+        """Gives up late gradients; starts them again, and those of idle workers."""
         step = self.server.global_step()
         over = {
             index
@@ -113,7 +113,7 @@ class _Simulated(Crew):
 
     def _next(self) -> Iterator[Push]:
         time, index = heapq.heappop(self._arrivals)
-        if time == math.inf:  # None of the others ever comes.
+        if time == math.inf:  # Then all others never arrive, either.
             raise Stopped
         self._now = time
         outcome: Push | Exception
@@ -121,5 +121,5 @@ class _Simulated(Crew):
             outcome = self._busy[index].push()
         except Exception as error:
             outcome = error
-        self.server.flush()  # So that the set of checkpoints repeats, too.
+        self.server.flush()  # So that a repeated run writes the same checkpoints.
         yield from self._take(index, outcome)

@@ -1,4 +1,4 @@
-"""When a gradient under way is given up, because it has become too late."""
+"""When a gradient under way is given up because it has become too late."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradxform._trees import checks
 
 
 class GivenUpError(Exception):
-    """The gradient has become too late while it was computed; it was not pushed."""
+    """The gradient became too late while it was computed, and was not pushed."""
 
 
 class Stops:
@@ -28,7 +28,8 @@ class Stops:
         if max_staleness is not None and not callable(max_staleness):
             checks.in_range("max_staleness", max_staleness, "[0, inf]")
         self._max_staleness = max_staleness
-        # As in `drop_stale`: the schedule is one of JAX. Many ask for one step.
+        # As in `drop_stale`, the schedule calculates with JAX. All workers ask for the
+        # same step, so its limit is kept.
         self._at = functools.lru_cache(maxsize=1)(self._limit)
 
     def __reduce__(self) -> Any:
@@ -40,7 +41,7 @@ class Stops:
         return self._max_staleness is not None
 
     def is_over(self, global_step: int, local_step: int) -> bool:
-        """Whether a gradient of that local step is too late at this global step."""
+        """Whether a gradient with this local step is too late at this global step."""
         return self.ends and global_step - local_step > self._at(int(global_step))
 
     def _limit(self, global_step: int) -> float:
@@ -53,10 +54,10 @@ class Stops:
 
 
 def in_pieces(given: Any, is_over: Callable[[], bool]) -> Any:
-    """The result of a gradient function; of a generator, piece by piece.
+    """The result of a gradient function; a generator is run piece by piece.
 
     Raises:
-      GivenUpError: it is over, after one of the pieces.
+      GivenUpError: after one of the pieces, ``is_over`` said so.
     """
     if not isinstance(given, types.GeneratorType):
         return given

@@ -12,10 +12,9 @@ from gradxform.engines._job import Worker
 
 
 def check_shared(workers: Mapping[int, Worker]) -> None:
-    """Raises ``ValueError`` where two workers draw from one stream.
+    """Raises ``ValueError`` if two workers draw from one stream.
 
-    Threads that do so at the same time get "generator already executing", or lose
-    minibatches, now and then.
+    Threads that do so sometimes get "generator already executing", or lose minibatches.
     """
     owners: dict[int, int] = {}
     for index, worker in workers.items():
@@ -24,28 +23,27 @@ def check_shared(workers: Mapping[int, Worker]) -> None:
             if owner != index:
                 raise ValueError(
                     f"workers: {owner} and {index} draw from one stream, a "
-                    f"{type(stream).__name__}: give each one of its own. Where they "
-                    "shall share it, let batch call a function that draws from it "
-                    "under a lock."
+                    f"{type(stream).__name__}: give each one of its own. To share it, "
+                    "let batch call a function that draws from it under a lock."
                 )
 
 
 def check_none(index: object, worker: Worker) -> None:
-    """Raises ``ValueError`` where a worker would take a stream to another process."""
+    """Raises ``ValueError`` if a worker would take a stream to another process."""
     for stream in streams(worker.batch):
         raise ValueError(
             f"workers: worker {index} draws from a stream, a {type(stream).__name__}. "
-            "On Ray it works in another process, which cannot share it, and which "
-            "another one replaces if it dies: let batch be a function of the number, "
-            "or let it make the stream when it is first called."
+            "On Ray it works in another process, which cannot share the stream, and "
+            "which is replaced if it dies: let batch be a function of the number, or "
+            "let it make the stream when it is first called."
         )
 
 
 def streams(batch: Callable[..., Any]) -> list[Iterator[Any]]:
-    """The iterators that a function names: it draws from them, as a rule.
+    """The iterators that a function refers to, as it probably draws from them.
 
-    Not those of the functions that it calls, which may see to it that nobody else
-    draws at the same time.
+    Iterators of the functions that it calls do not count: such a function may hold a
+    lock while it draws.
     """
     held: list[Any] = []
     batch = inspect.unwrap(batch)
@@ -58,7 +56,7 @@ def streams(batch: Callable[..., Any]) -> list[Iterator[Any]]:
     )
     if not inspect.isroutine(batch):  # An object that can be called.
         owner, function = batch, type(batch).__call__
-    if not isinstance(owner, types.ModuleType):  # In which what is built in lives.
+    if not isinstance(owner, types.ModuleType):  # The owner of a built-in function.
         held += [owner, *getattr(owner, "__dict__", {}).values()]
     if isinstance(function, types.FunctionType):
         names, known = function.__code__.co_names, function.__globals__

@@ -20,42 +20,43 @@ from gradxform.engines._job import Push, Run
 class TensorBoard:
     """Writes the numbers of a run's pushes as event files, for TensorBoard to show.
 
-    Call it with each push, where they are iterated: workers and server have nothing to
-    do with it. It gathers, and at most every ``every_seconds``, once the global step
-    has moved, it writes at that step, of the pushes since the last time,
+    Call it with each push in the loop over them; workers and server are not involved.
+    It collects pushes and writes at most every ``every_seconds``, once the global step
+    has moved. A point at that step describes the pushes since the last point:
 
     - ``loss`` and ``gradient norm``: their means; the norm is from before any clip;
     - ``gradient cosine``: its mean, if the transformation has a
-      :func:`~gradxform.measure_cosine`: near 1 it warns that the training may diverge;
+      :func:`~gradxform.measure_cosine`; a value near 1 warns that the training may
+      diverge;
     - ``staleness``: a histogram of how many steps late they were, one bucket a step;
     - ``pushes a second``, ``steps a second``: by the wall clock, with waiting and
-      compiling; no point for less than ``every_seconds``;
+      compiling; no point for less than ``every_seconds``.
 
-    and, of all pushes so far,
+    These curves describe all pushes so far:
 
-    - ``accepted``, ``dropped``, ``lost``: as :class:`Counts` has them;
+    - ``accepted``, ``dropped``, ``lost``: as in :class:`Counts`;
     - ``Gradient_staleness_percentage``: TensorFlow's fraction, ``dropped / (global_step
       + 1)``, under the name that TensorFlow 1.15 gave it.
 
-    A folder shows one run. A run that begins anew hides the older files. A run that
-    goes on from a checkpoint hides later points; so does one whose server died and went
-    back, which begins another file. Nothing is ever deleted.
+    A folder shows one run. A new run hides the older files. A run that goes on from a
+    checkpoint hides later points. A run whose server died and went back does so, too,
+    and begins another file. Nothing is ever deleted.
 
-    The files are written by ``tensorboardX``, on a thread of its own. ``clu``'s writers
-    would need TensorFlow or PyTorch. When the disk is full the run goes on, and a
-    warning at the end says that curves are not complete.
+    ``tensorboardX`` writes the files, on a thread of its own. ``clu``'s writers would
+    need TensorFlow or PyTorch. If the disk is full the run goes on, and a warning at
+    the end says that curves are not complete.
 
     Args:
-      logdir: the folder; it is made where there is none.
+      logdir: the folder; it is made if it does not exist.
       run: the run of these pushes.
-      every_seconds: how long to gather at least, in [0, inf).
+      every_seconds: the shortest time between two points, in [0, inf).
 
     Raises:
       ImportError: tensorboardX is not installed.
       TypeError: ``logdir`` is no path, or ``every_seconds`` no number.
       ValueError: ``logdir`` is empty, ``every_seconds`` is out of range, or a push
         comes after ``close``.
-      OSError: the folder cannot be made, or not be written.
+      OSError: the folder cannot be made, or is not writable.
 
     Source: the fraction is that of ``tf.contrib.opt.DropStaleGradientOptimizer``.
 
@@ -95,31 +96,31 @@ class TensorBoard:
         self._run = run
         self._every_seconds = every_seconds
         self._gathered: list[Push] = []
-        # The server's, that were seen; the last one is its present.
+        # The lives of the server so far; the last one is the present one.
         self._lives: list[str | None] = []
-        self._reached = 0  # The largest step of that one.
+        self._reached = 0  # The largest step of the present life.
         self._time, self._step = time.monotonic(), 0  # Of the last point.
         self._file: Any = None  # Made for the first push: no push, no file.
-        # The thread that writes. That of tensorboardX's own writers ends where the disk
-        # is full, and whoever calls them after that waits without end.
+        # The thread that writes. If the disk is full, the thread of tensorboardX's own
+        # writers ends, and the next call waits forever.
         self._disk = concurrent.futures.ThreadPoolExecutor(1, "tensorboard")
         self._error: OSError | None = None
         self._closed = False
 
     def __call__(self, push: Push) -> None:
-        """Takes a push; every now and then, writes."""
+        """Takes a push, and writes a point when one is due."""
         if self._closed:
-            raise ValueError("this TensorBoard was closed: make another for more.")
+            raise ValueError("this TensorBoard was closed: make another one.")
         self._gathered.append(push)
-        # A global step of a server knows in which of its lives it was counted.
+        # A server's step knows the server's life: a restart begins a new one.
         life = getattr(push.local_step, "life", None)
         begins = life not in self._lives
         if begins:
             self._begin(push)
             self._lives.append(life)
-        if life == self._lives[-1]:  # Else it was answered before the server died.
+        if life == self._lives[-1]:  # Not a late answer of a server that has died.
             self._reached = max(self._reached, push.result.global_step)
-        # Of two points at one step TensorBoard may show the later one alone.
+        # If two points have one step, TensorBoard may show only the later one.
         due = time.monotonic() - self._time >= self._every_seconds
         if begins or (due and self._reached > self._step):
             self._write()
@@ -136,7 +137,7 @@ class TensorBoard:
             if self._file is not None:
                 self._disk.submit(self._file.close)
             self._disk.shutdown()
-        if self._error is not None:  # No reason to lose what was trained.
+        if self._error is not None:  # A warning, as an error would end the training.
             message = f"the curves in {self._logdir} are not complete: {self._error}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
@@ -145,11 +146,11 @@ class TensorBoard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes, whatever has happened."""
+        """Closes, also after an error."""
         self.close()
 
     def _write(self) -> None:
-        """A point of every curve, of the pushes gathered."""
+        """Writes a point of every curve from the collected pushes."""
         pushes, self._gathered = self._gathered, []
         counts, now, step = self._run.counts(), time.monotonic(), self._reached
         scalars = {
@@ -158,7 +159,7 @@ class TensorBoard:
             "accepted": counts.accepted,
             "dropped": counts.dropped,
             "lost": counts.lost,
-            # TensorFlow says "Gradient staleness percentage", and writes this.
+            # TensorFlow calls it "Gradient staleness percentage", and writes this tag.
             "Gradient_staleness_percentage": counts.dropped / (step + 1),
         }
         cosines = [p.result.cosine for p in pushes if p.result.cosine is not None]
@@ -178,7 +179,7 @@ class TensorBoard:
         self._time, self._step = now, step
 
     def _begin(self, push: Push) -> None:
-        """Begins a file, which hides what others have from where its life began on."""
+        """Begins a file, which hides points of other files after its life's start."""
         if self._file is None:
             began = self._run.resumed
         else:
@@ -188,20 +189,20 @@ class TensorBoard:
         path = os.path.join(self._logdir, f"events.out.tfevents.{time.time_ns()}")
         self._file = self._tensorboardx.RecordWriter(path)
         self._save(file_version="brain.Event:2")
-        # In the first file, too: TensorBoard heeds the second start and later ones.
+        # Also in the first file: TensorBoard ignores the first start that it reads.
         log = self._tensorboardx.proto.event_pb2.SessionLog
         hidden = 0 if began is None else min(began + 1, push.result.global_step)
         self._save(step=hidden, session_log=log(status=log.START))
         self._reached = self._step = began or 0
 
     def _save(self, **fields: Any) -> None:
-        """Has an event appended to the file."""
+        """Lets the writing thread append an event to the file."""
         event = self._tensorboardx.proto.event_pb2.Event
         record = event(wall_time=time.time(), **fields).SerializeToString()
         self._disk.submit(self._append, self._file, record)
 
     def _append(self, file: Any, record: bytes) -> None:
-        if self._error is None:  # Behind half a record nothing is read.
+        if self._error is None:  # TensorBoard reads nothing after half a record.
             try:
                 file.write(record)
                 file.flush()
@@ -210,14 +211,14 @@ class TensorBoard:
 
 
 def _writable(logdir: str | os.PathLike[str]) -> str:
-    """The path of a folder that exists, in which a file has been made, and is gone."""
-    # Absolute in any case, as tensorboardX takes "s3:x" for no file.
+    """The folder's absolute path; makes the folder, and tries to write a file there."""
+    # Absolute, as tensorboardX takes a name like "s3:x" for a bucket.
     path = os.path.abspath(path_of("logdir", logdir))
     try:
         os.makedirs(path, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()  # Only trying tells.
+        tempfile.TemporaryFile(dir=path).close()  # Permissions alone do not tell.
     except OSError as error:
-        message = f"logdir must be a folder that can be written, got {path!r}"
+        message = f"logdir must be a folder that is writable, got {path!r}"
         raise OSError(error.errno, f"{message}: {error.strerror}.") from error
     return path
 
@@ -225,7 +226,7 @@ def _writable(logdir: str | os.PathLike[str]) -> str:
 def _histogram(values: Sequence[int]) -> dict[str, Any]:
     """The fields of a ``HistogramProto`` in which each integer has its own bucket.
 
-    ``n`` lies in ``[n, n + 1)``; what is not there makes, together, an empty one.
+    ``n`` lies in ``[n, n + 1)``. Absent integers between two others share an empty one.
     """
     limits: list[int] = []  # Where each bucket ends, and the next one begins.
     counts: list[int] = []
@@ -237,7 +238,7 @@ def _histogram(values: Sequence[int]) -> dict[str, Any]:
         counts.append(count)
     return {
         "min": min(values),
-        "max": limits[-1],  # To TensorBoard the end of the last bucket.
+        "max": limits[-1],  # TensorBoard takes it as the end of the last bucket.
         "num": len(values),
         "sum": sum(values),
         "sum_squares": sum(value**2 for value in values),

@@ -30,22 +30,22 @@ def threads(
 ) -> Iterator[Run]:
     """Runs each worker on a thread of its own, and on its own device if it names one.
 
-    A worker's error is raised where the pushes are iterated. At the end of the context,
-    with an exception or without, all threads end, also those that sleep or wait. A
-    worker that blocks, as on a queue or a file, does not: a warning names it, and its
-    thread is left behind, until the process ends.
+    The iteration over the pushes raises a worker's error. At the end of the context,
+    with an exception or without, all threads end, also those that sleep or wait. Only a
+    worker that blocks, for example on a queue or a file, does not end: a warning names
+    it, and its thread is left behind until the process ends.
 
     Args:
       job: what to run.
       checkpoint: where it is saved, and goes on from: a directory, or a
         :class:`Checkpoint`.
-      join_timeout: seconds that the end of the context waits for workers that are busy,
-        in [0, inf].
+      join_timeout: how many seconds the end of the context waits for busy workers, in
+        [0, inf].
 
     Raises:
       ValueError: too few workers for a step; a checkpoint of another job; a stream that
         two workers draw from.
-      SystemExit: as the context ends, where ``SIGTERM`` has ended the run.
+      SystemExit: as the context ends, if ``SIGTERM`` has ended the run.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax
     >>> from gradxform import engines
@@ -93,7 +93,7 @@ class _Threads(Crew):
         self._arrived = queue.SimpleQueue()
 
     def begin(self, server: RecoverableServer) -> None:
-        """With this server, as it stands."""
+        """Begins with this server, where it stands."""
         self.server = server
         self._begin(server.begin())
 
@@ -105,11 +105,11 @@ class _Threads(Crew):
         if arrival is None:
             return
         for push in self._take(*arrival):
-            self._hand_out()  # Before the consumer takes its time.
+            self._hand_out()  # Before the consumer works on this push.
             yield push
 
     def _patience(self) -> float | None:
-        """How long to wait for an answer before somebody else may compute for it."""
+        """How long to wait for an answer before another worker may take its place."""
         scarce = self._ledger.stands + len(self._busy) >= self._job.pushes
         return LOOK if scarce else None
 
@@ -120,7 +120,7 @@ class _Threads(Crew):
                 target=self._work,
                 args=(index, worker, orders),
                 name=f"worker-{index}",
-                daemon=True,  # The process ends whatever they do.
+                daemon=True,  # They do not keep the process alive.
             )
             thread.start()
         self._orders[index].put(number)
@@ -135,7 +135,7 @@ class _Threads(Crew):
                 )
                 self._arrived.put((index, push))
             except BaseException as error:
-                self._arrived.put((index, error))  # Perhaps nobody reads it any longer.
+                self._arrived.put((index, error))  # After the end nobody reads it.
 
     def _is_over(self, local_step: int) -> bool:
         return self._stops.is_over(self.server.global_step(), local_step)
@@ -154,16 +154,17 @@ class _Threads(Crew):
 
     def rest(self) -> None:
         super().rest()
-        self._halt.set()  # Sleepers need not sleep on.
+        self._halt.set()  # Wakes the workers that sleep.
         for orders in self._orders.values():
             orders.put(None)
 
     def close(self) -> None:
-        """Ends all threads, or leaves behind those that do not end."""
+        """Ends all threads; leaves those behind that do not end in time."""
         super().close()
         self.rest()
         self.server.close()
-        wait = min(float(self._join_timeout), threading.TIMEOUT_MAX / 2)  # Not inf.
+        # `join` takes no inf.
+        wait = min(float(self._join_timeout), threading.TIMEOUT_MAX / 2)
         deadline = time.monotonic() + wait
         for thread in self.workers.values():
             if thread.ident is not None:  # An interrupt may come before it starts.
@@ -171,7 +172,7 @@ class _Threads(Crew):
         busy = [str(i) for i, thread in self.workers.items() if thread.is_alive()]
         if busy:
             logger.warning(
-                "worker %s: still busy after join_timeout=%s seconds, and left behind",
+                "worker %s: still busy after join_timeout=%s seconds, so left behind",
                 ", ".join(busy),
                 self._join_timeout,
             )

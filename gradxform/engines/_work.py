@@ -25,11 +25,11 @@ class StreamEndedError(Exception):
 
 
 class RefusedError(Exception):
-    """The server takes no more pushes; its argument is the life in which it said so."""
+    """The server takes no more pushes; the argument is its life when it said so."""
 
 
 class Gradient:
-    """The gradient of a number, of parameters that are pulled when it is made."""
+    """One gradient, by its number; it pulls its parameters when it is made."""
 
     def __init__(self, index: int, number: int, worker: Worker, server: Any) -> None:
         self._push_id = index, number
@@ -38,9 +38,9 @@ class Gradient:
             self._batch = worker.batch(number)
         except StopIteration as end:
             raise StreamEndedError from end
-        if not isinstance(self._batch, tuple | list):  # An array would be unpacked.
+        if not isinstance(self._batch, tuple | list):  # `*` would unpack an array.
             raise TypeError(
-                "batch: it must give a tuple, the arguments of gradient behind the "
+                "batch: it must give a tuple, the arguments of gradient after the "
                 f"parameters, got {type(self._batch).__name__}: return (x,)."
             )
         rows = {} if worker.rows is None else worker.rows(*self._batch)
@@ -54,7 +54,7 @@ class Gradient:
         """Computes it, waits until it is ``ready``, and pushes it.
 
         Raises:
-          GivenUpError: it ``is_over``, as far as its local step goes.
+          GivenUpError: it became too late, as ``is_over(local_step)`` says.
         """
 
         def over() -> bool:
@@ -85,11 +85,12 @@ class Gradient:
 
 
 def _pair(given: Any) -> tuple[Any, Any]:
-    """Loss and gradients, where it is these two."""
+    """Checks the result of a gradient function; returns loss and gradients."""
     must = "gradient: it must give (loss, grads), as jax.value_and_grad does, "
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise TypeError(
-            f"{must}got {_described(given)}: what jax.grad makes leaves the loss out."
+            f"{must}got {_described(given)}: a function from jax.grad leaves the loss "
+            "out."
         )
     loss, grads = given
     if isinstance(loss, tuple):
@@ -97,7 +98,7 @@ def _pair(given: Any) -> tuple[Any, Any]:
     if not _is_real_scalar(loss):
         raise TypeError(
             f"{must}the loss a scalar, got {_described(loss)} as the loss: take its "
-            "mean. What jax.grad makes leaves the loss out."
+            "mean. A function from jax.grad leaves the loss out."
         )
     return loss, grads
 
@@ -116,7 +117,7 @@ def _described(x: Any) -> str:
 
 
 def _moved(tree: Any, device: jax.Device) -> Any:
-    """The same with all arrays on the device."""
+    """The same tree with all arrays on the device."""
     return jax.tree.map(
         lambda x: (
             jax.device_put(x, device) if isinstance(x, (jax.Array, np.ndarray)) else x
@@ -133,12 +134,12 @@ def work(
     sleep: Callable[[float], object],
     is_over: Callable[[int], bool],
 ) -> Push:
-    """A gradient in the time that it shall take.
+    """Computes and pushes a gradient, in the time that ``duration`` says.
 
     Raises:
       StreamEndedError: there is no minibatch for it.
       RefusedError: the server does not take it.
-      GivenUpError: it is over, as far as its local step goes, before it was pushed.
+      GivenUpError: it became too late before it was pushed.
     """
     gradient = Gradient(index, number, worker, server)
     if worker.duration is None:

@@ -917,7 +917,7 @@ WRONG_OF_KERAS = [
     ),
     (
         {**LEGACY, "decay": 0.5, "learning_rate": EXPONENTIAL},
-        "config: decay=0.5 beside a schedule is not offered",
+        "config: decay=0.5 together with a schedule is not offered",
     ),
     (
         serialized({**KERAS3, "use_emma": True}),
@@ -934,11 +934,11 @@ WRONG_OF_KERAS = [
     ),
     (
         serialized(KERAS3, class_name="Adam"),
-        "config: the class 'Adam' of None is not read; of Keras's these are: Adagrad",
+        "config: the class 'Adam' of None is not read. These classes of Keras are: ",
     ),
     (
         serialized(KERAS3, module="my.optimizers"),
-        "config: the class 'Adagrad' of my.optimizers is not read; of Keras's these",
+        "config: the class 'Adagrad' of my.optimizers is not read. These classes",
     ),
     (
         {
@@ -946,9 +946,9 @@ WRONG_OF_KERAS = [
             "learning_rate": {**EXPONENTIAL, "class_name": "NoisyLinearCosineDecay"},
         },
         "config['learning_rate']: the class 'NoisyLinearCosineDecay' of None is not "
-        "read; of Keras's these are: Adagrad, NovoGrad, ExponentialDecay, InverseTimeDe"
-        "cay, CosineDecay, CosineDecayRestarts, LinearCosineDecay, PiecewiseConstantDec"
-        "ay, PolynomialDecay.",
+        "read. These classes of Keras are: Adagrad, NovoGrad, ExponentialDecay, Inverse"
+        "TimeDecay, CosineDecay, CosineDecayRestarts, LinearCosineDecay, PiecewiseConst"
+        "antDecay, PolynomialDecay.",
     ),
     (
         serialized(
@@ -967,7 +967,7 @@ WRONG_OF_KERAS = [
     ),
     (
         serialized({"boundaries": [1], "values": [1.0]}, "PiecewiseConstantDecay"),
-        "config['config']: values must be one more than boundaries, got 1 values and 1",
+        "config['config']: values must have one entry more than boundaries, got 1 val",
     ),
     (EXPONENTIAL, "must be a transformation, which 'exponential_decay' does not make."),
     (

@@ -486,7 +486,7 @@ def test_a_death_while_the_group_starts_is_one_of_the_servers(tmp_path):
         engines.ray(job, **OF_TWO),
     ):
         pass
-    assert "see checkpoint" in raised.value.__notes__[0]
+    assert "give it a checkpoint" in raised.value.__notes__[0]
     (tmp_path / "flag").unlink()
     with engines.ray(job, checkpoint=tmp_path / "run", **OF_TWO) as run:
         assert len(list(run.pushes)) == 20

@@ -217,7 +217,7 @@ def test_without_a_checkpoint_a_server_that_dies_ends_the_run():
         kill(run.server.actor)
         with pytest.raises(ray.exceptions.RayActorError) as raised:
             list(run.pushes)
-        assert "see checkpoint" in raised.value.__notes__[0]
+        assert "give it a checkpoint" in raised.value.__notes__[0]
 
 
 # The end.

@@ -144,9 +144,12 @@ def test_what_a_worker_gives_is_looked_at(engine):
 
 
 LOSSES = {
-    "nothing": (lambda p: None, r"got a NoneType: what jax\.grad"),
-    "three": (lambda p: (0.0, None, p), r"got a tuple of 3: what jax\.grad"),
-    "a dict of two": (lambda p: {"a": 0.0, "b": p}, r"got a dict of 2: what jax\.grad"),
+    "nothing": (lambda p: None, r"got a NoneType: a function from jax\.grad"),
+    "three": (lambda p: (0.0, None, p), r"got a tuple of 3: a function from jax\.grad"),
+    "a dict of two": (
+        lambda p: {"a": 0.0, "b": p},
+        r"got a dict of 2: a function from jax\.grad",
+    ),
     "a vector": (lambda p: (jnp.ones(3), p), r"got float32\[3\] as the loss: take its"),
     "one of NumPy's": (lambda p: (np.ones(1), p), r"got float64\[1\] as the loss"),
     "a complex loss": (lambda p: (jnp.complex64(1j), p), r"got complex64\[\] as the"),
@@ -173,7 +176,7 @@ def test_grad_in_the_place_of_value_and_grad_is_told(engine, params):
         return sum(map(jnp.sum, jax.tree.leaves(params)))
 
     worker = engines.Worker(jax.grad(loss))
-    with pytest.raises(TypeError, match=r"What jax\.grad|what jax\.grad"):
+    with pytest.raises(TypeError, match=r"[Aa] function from jax\.grad"):
         list_all(engine, make_job([worker])._replace(params=params))
 
 
