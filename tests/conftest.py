@@ -66,7 +66,7 @@ def pytest_xdist_auto_num_workers(config):
     return (os.cpu_count() or 1) + 1
 
 
-CASES = 4  # Of one test function, which the quick part runs.
+CASES = 2  # Of one test function, which the quick part runs.
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest leaves out what `-m` does not name.
