@@ -112,6 +112,10 @@ _trees/maps.py: what is not finite in an imaginary part is not seen
 - (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
 + (x.real,)
 
+_trees/maps.py: the gradient of integers is calculated with
+- return getattr(g, "dtype", None) != jax.dtypes.float0
++ return True
+
 _trees/linear.py: what is transposed keeps the precision of the result
 - return [cotangent.astype(x.aval.dtype)]
 + return [cotangent]
@@ -305,6 +309,14 @@ _late/compensate_delay.py: a delay is compensated the wrong way round
 _late/compensate_delay.py: repeated rows are corrected one by one
 - updates = maps.sum_duplicates(updates)
 + pass
+
+_late/compensate_delay.py: a worker's parameters do not fit masked gradients
+- worker_params = maps.masked_like(updates, worker_params)
++ pass
+
+_late/sums.py: a parameter that is None shifts the marks of those after it
+- pushed[i] if maps.has_gradient(total) and not holds[i] else None
++ None if holds[i] else pushed[i]
 
 _late/accumulator.py: a push of the step itself is late
 - fresh = local_step >= state.global_step

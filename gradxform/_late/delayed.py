@@ -140,7 +140,7 @@ def delayed(
         leaves, treedef = jax.tree.flatten(updates, is_leaf=maps.is_leaf)
         rings = jax.tree.leaves(ring, is_leaf=maps.is_leaf)
         delays = np.array(list(map(_delay, rings)), np.int32)
-        moves = np.array([g is not None for g in leaves], bool) & (delays > 0)
+        moves = np.array(list(map(maps.has_gradient, leaves)), bool) & (delays > 0)
         count = state.count
         place = jnp.where(count < delays, count, count - delays)  # count mod d
 
@@ -164,7 +164,7 @@ def delayed(
         never = (known != known) & (known == known)
 
         def put(g: Any, ring: Any, place: jax.Array) -> Any:
-            if g is None or not (delay := _delay(ring)):
+            if not maps.has_gradient(g) or not (delay := _delay(ring)):
                 return ring
             new = jnp.where(never, 0, narrow(jnp.asarray(g), ring.dtype))[None]
             if delay == 1:
@@ -184,12 +184,12 @@ def delayed(
 
 def _delay(ring: Any) -> int:
     """The delay of a leaf: for how many gradients its ring has room."""
-    return ring.shape[0] if ring is not None and ring.ndim else 0
+    return ring.shape[0] if maps.has_gradient(ring) and ring.ndim else 0
 
 
 def _oldest(g: Any, ring: Any, place: jax.Array) -> Any:
     """The gradient that today's will replace; today's without a delay."""
-    if g is None or not (delay := _delay(ring)):
+    if not maps.has_gradient(g) or not (delay := _delay(ring)):
         return g
     at = place if delay > 1 else 0
     old = jax.lax.dynamic_index_in_dim(ring, at, keepdims=False)

@@ -132,7 +132,7 @@ def either(
 
     def acts_like() -> Any:
         return jax.tree.map(
-            lambda old, new: new if old is None else _as_type(new, old),
+            lambda old, new: _as_type(new, old) if maps.has_gradient(old) else new,
             before,
             acts(),
             is_leaf=maps.is_leaf,
@@ -142,7 +142,9 @@ def either(
 
     def rests_like() -> Any:
         return jax.tree.map(
-            lambda old, new: _zeros(new) if old is None else _as_type(old, new),
+            lambda old, new: (
+                _as_type(old, new) if maps.has_gradient(old) else _zeros(new)
+            ),
             rested(),
             after,
             is_leaf=maps.is_leaf,
@@ -188,8 +190,8 @@ def _zeros(types: Any) -> Any:
     """Updates of these types that change nothing."""
 
     def nothing(leaf: Any) -> Any:
-        if leaf is None:
-            return None
+        if not maps.has_gradient(leaf):
+            return leaf
         if not isinstance(leaf, IndexedSlices):
             return constants.zeros_of_type(leaf)
         padding = constants.zeros_of_type(leaf.indices) + np.int32(leaf.dense_shape[0])

@@ -95,7 +95,8 @@ class Sums:
             lambda: (None, (state.accumulated, state.row_counts)),
         )
         leaves, treedef = jax.tree.flatten(updates, is_leaf=maps.is_leaf)
-        holds = np.array([g is not None for g in leaves], bool)
+        totals = jax.tree.leaves(state.accumulated, is_leaf=maps.is_leaf)
+        holds = np.array(list(map(maps.has_gradient, leaves)), bool)
         pushed = state.pushed | (taken & holds)
 
         def step() -> tuple[Any, Any]:
@@ -109,10 +110,14 @@ class Sums:
                 params,
                 **gate.taken(self._inner, extra),
             )
-            # This push has a gradient for all leaves but these.
+            # This push has a gradient for all leaves but these; a leaf without a sum
+            # is no parameter.
             acted = jax.tree.unflatten(
                 treedef,
-                [pushed[i] if g is None else None for i, g in enumerate(leaves)],
+                [
+                    pushed[i] if maps.has_gradient(total) and not holds[i] else None
+                    for i, total in enumerate(totals)
+                ],
             )
             rested = rest(params)
             before = () if rested is None else (rested,)
@@ -186,8 +191,8 @@ def _divide(full: jax.Array) -> Callable[..., Any]:
     def divide(g: Any, total: Any, n: Any) -> Any:
         # sum / n with the last push, in the sum's own buffer, where inner can read it
         # as often as it likes
-        if total is None:
-            return None
+        if not maps.has_gradient(total):
+            return total
 
         def quotient() -> jax.Array:
             one = jnp.ones((), dtypes.compute_dtype(total))
@@ -206,13 +211,17 @@ def _reduced(g: Any, total: Any, like: Any) -> Any:
 
     None stays only if there is never a gradient, as for a parameter of integers.
     """
-    if g is not None:
+    if maps.has_gradient(g):
         return narrow(total, maps.dtype_of(g))
-    if total is None or not jnp.issubdtype(jnp.result_type(like), jnp.inexact):
+    if not maps.has_gradient(total):
+        return total
+    if not jnp.issubdtype(jnp.result_type(like), jnp.inexact):
         return None
     return narrow(total, jnp.result_type(like))
 
 
 def _if_pushed(acted: Any, new: Any, old: Any = 0) -> Any:
     """The old leaf if nobody had a gradient; None stands for the last push."""
-    return new if acted is None or new is None else jnp.where(acted, new, old)
+    if acted is None or not maps.has_gradient(new):
+        return new
+    return jnp.where(acted, new, old)

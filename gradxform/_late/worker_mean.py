@@ -299,7 +299,7 @@ def _added(
     """Table, its counts and the means with this push in row ``i`` and mean ``row``."""
 
     def change(g: Any, table: Any, counts: Any, means: Any) -> tuple[Any, Any, Any]:
-        if g is None:
+        if not maps.has_gradient(g):
             return table, counts, means
         held, count = dtypes.widen(_row(table, i)), one_more(counts[i])
         old = jnp.where(counts[i] == 0, 0, held)

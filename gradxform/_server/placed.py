@@ -100,7 +100,7 @@ class Spread:
         lie = {path: (x.shape, cut) for (path, x), cut in pairs}
 
         def bring(path: Any, x: Any) -> Any:
-            if x is None:
+            if not maps.has_gradient(x):
                 return x
             if isinstance(x, IndexedSlices):
                 return jax.tree.map(self._array, in_sizes(x))
@@ -171,7 +171,7 @@ class Spread:
         flat = [dict(jax.tree.leaves_with_path(each)) for each in trees]
 
         def as_seen(path: Any, x: Any) -> Any:
-            if x is None or (path := path[depth:]) not in flat[0]:
+            if not maps.has_gradient(x) or (path := path[depth:]) not in flat[0]:
                 return x
             users, lies, shape = (each[path].shape for each in flat)
             if isinstance(x, IndexedSlices):

@@ -111,7 +111,7 @@ def measure_cosine(
             return jnp.where(known, 0, g).astype(old.dtype)
 
         squares = maps.map_state(lambda s, old: s.astype(old.dtype), squares, before)
-        return updates, MeasureCosineState(
+        return maps.without_float0(updates), MeasureCosineState(
             cosine=jnp.clip(cosine, -1, 1).astype(jnp.float32),
             previous=maps.map_state(keep, updates, state.previous),
             squares=boxes.as_in(state.squares, squares),

@@ -316,22 +316,18 @@ def worker_start(
         raise ValueError(f"the state holds several momenta, at {paths}: pass one part.")
     mu = boxes.as_in(params, found[0][1])  # Flax boxes state otherwise than parameters.
     checks.dense("worker_start", params)
-    checks.same_shapes("the momentum", mu, "params", params)
+    checks.same_shapes("the momentum", mu, "params", maps.masked_like(mu, params))
     ahead = -jnp.asarray(learning_rate) * b1
 
-    def start(m: Any, w: jax.Array) -> jax.Array:
+    def start(m: Any, w: Any) -> Any:
         # w - learning_rate·b1·m
-        w = jnp.asarray(w)
-        if _is_masked(m):
-            return w
-        return arithmetic.added(arithmetic.scale(dtypes.widen(m), ahead), w)
+        if not maps.has_gradient(m):
+            return jax.tree.map(jnp.asarray, w)
+        m = dtypes.widen(m)
+        return arithmetic.added(arithmetic.scale(m, ahead), jnp.asarray(w))
 
-    return jax.tree.map(start, mu, params, is_leaf=_is_masked)
+    return jax.tree.map(start, mu, params, is_leaf=maps.is_leaf)
 
 
 def _scale(x: jax.Array, factor: Any) -> jax.Array:
     return arithmetic.scale(x, arithmetic.expand(jnp.asarray(factor), x))
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)

@@ -68,7 +68,7 @@ def squared_norms(
     squares: list[Any] = [None] * len(leaves)
     small: dict[int, jax.Array] = {}
     for i, g in enumerate(leaves):
-        if g is None:
+        if not maps.has_gradient(g):
             continue
         x, axes = maps.values(g), next(depths)
         if axes or not _is_small(x):
