@@ -465,6 +465,10 @@ _server/rows.py: a part has as many rows as its size, not as its ids
 - if length != len(rows):
 + if length > len(rows):
 
+_server/places.py: a server of which no push can fit begins
+- checks.no_lookahead(params, state, LOOKAHEAD)
++ pass
+
 _server/places.py: the server looks at the memory of NumPy's arrays
 - return np.array(x) if isinstance(x, np.ndarray) else x
 + return x

@@ -112,6 +112,8 @@ def delayed(
     def init_fn(params: optax.Params) -> DelayedState:
         checks.of_same_kind("ring_dtype", ring_dtype, params)
         params = maps.held(params)
+        inner_state = inner.init(params)
+        checks.no_lookahead(params, inner_state, gate.LOOKAHEAD)
         leaves = boxes.bare(params)
 
         def zeros(p: jax.Array, delay: int) -> jax.Array:
@@ -125,7 +127,7 @@ def delayed(
             # One array for all leaves: on GPU each array costs the start of a kernel.
             count=constants.stacked(constants.zero(params, jnp.int32), number),
             ring=boxes.boxed(params, ring),
-            inner_state=inner.init(params),
+            inner_state=inner_state,
         )
 
     def guard(

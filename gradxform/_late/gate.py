@@ -29,6 +29,12 @@ Act = Callable[..., tuple[Any, Any]]
 # params -> outcome, None where there is none
 Rest = Callable[[Any], Any]
 
+# Of gates that keep gradients, and make room for them by the parameters.
+LOOKAHEAD = (
+    "put it around this transformation, optax.lookahead(gradxform.accumulate(...), "
+    "...). It passes on no extra arguments, so what needs one cannot be inside."
+)
+
 
 class Guard(Protocol):
     """The body of a gate; see :func:`gate`."""

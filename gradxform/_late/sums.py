@@ -57,6 +57,8 @@ class Sums:
             dtype = dtypes.wide_dtype(p) if self._dtype is None else self._dtype
             return constants.full_like(p, 0, dtype)
 
+        inner_state = self._inner.init(params)
+        checks.no_lookahead(params, inner_state, gate.LOOKAHEAD)
         leaves = jax.tree.leaves(params, is_leaf=maps.is_leaf)
         bare = boxes.bare(params)
         # Two counters, not one twice: a buffer can be donated only once.
@@ -67,7 +69,7 @@ class Sums:
             # One array for all leaves: on GPU each array costs the start of a kernel.
             "pushed": constants.stacked(constants.zero(params, bool), len(leaves)),
             "row_counts": maps.map_params(no_rows, bare) if by_row else (),
-            "inner_state": self._inner.init(params),
+            "inner_state": inner_state,
         }
 
     def push(

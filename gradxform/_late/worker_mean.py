@@ -151,6 +151,8 @@ def worker_mean(
 
     def init_fn(params: optax.Params) -> WorkerMeanState:
         checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
+        inner_state = inner.init(params)
+        checks.no_lookahead(params, inner_state, gate.LOOKAHEAD)
 
         def rows(number: int) -> Any:
             def zeros(p: jax.Array) -> jax.Array:
@@ -171,7 +173,7 @@ def worker_mean(
             row_counts=maps.map_params(none, boxes.bare(params)),
             means=rows(2 if ringleader else 1),
             turn=constants.zero(params, jnp.int32),
-            inner_state=inner.init(params),
+            inner_state=inner_state,
         )
 
     def guard(

@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding
 from gradxform._late import gate
 from gradxform._late.drop_stale import drop_stale
 from gradxform._server.layout import Layout, Part, spec
-from gradxform._server.places import is_function
+from gradxform._server.places import LOOKAHEAD, is_function
 from gradxform._server.rows import in_sizes
-from gradxform._trees import maps
+from gradxform._trees import checks, maps
 from gradxform._trees.indexed_slices import IndexedSlices
 
 
@@ -54,7 +54,9 @@ class Spread:
         In all processes at once.
         """
         (layout,) = self.layouts
-        if not gate.states(jax.eval_shape(tx.init, layout.types)):
+        state = jax.eval_shape(tx.init, layout.types)
+        checks.no_lookahead(layout.types, state, LOOKAHEAD)
+        if not gate.states(state):
             tx = drop_stale(tx, np.iinfo(np.int32).max)  # A gate that is always open.
         self.layouts = layout, layout.of_state(tx.init)
         given, self._params = self._params, None

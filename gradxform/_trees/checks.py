@@ -111,8 +111,19 @@ def transformation(name: str, value: Any) -> None:
         )
 
 
-def no_lookahead(params: Any, state: Any) -> None:
-    """Raises ``TypeError`` where ``optax.lookahead`` keeps two copies of parameters."""
+def no_lookahead(
+    params: Any,
+    state: Any,
+    cure: str = "call tx.update(grads, state, params), and "
+    "gradxform.apply_updates(params, updates).",
+) -> None:
+    """Raises ``TypeError`` where ``optax.lookahead`` keeps two copies of parameters.
+
+    Args:
+      params: the parameters.
+      state: their state, or a part of it.
+      cure: what to do, for the message.
+    """
     kinds = optax.LookaheadParams, optax.LookaheadState
 
     def is_one(node: Any) -> bool:
@@ -121,8 +132,7 @@ def no_lookahead(params: Any, state: Any) -> None:
     if any(map(is_one, jax.tree.leaves((params, state), is_leaf=is_one))):
         raise TypeError(
             "optax.lookahead keeps two copies of the parameters, LookaheadParams, and "
-            "takes the gradients of one, params.fast: call tx.update(grads, state, "
-            "params), and gradxform.apply_updates(params, updates)."
+            f"takes the gradients of one, params.fast: {cure}"
         )
 
 
