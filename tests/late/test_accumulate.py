@@ -323,7 +323,7 @@ def test_what_is_late_to_a_gate_around_it_is_counted_there():
 def test_lookahead_goes_around_what_keeps_gradients(around):
     """As it takes those of ``params.fast`` alone, there is no room for them."""
     pair = optax.LookaheadParams.init_synced({"w": jnp.zeros(2)})
-    with pytest.raises(TypeError, match="put it around this transformation, optax.loo"):
+    with pytest.raises(TypeError, match="put it around this transformation"):
         around(optax.lookahead(optax.sgd(1.0), 2, 0.5)).init(pair)
 
 

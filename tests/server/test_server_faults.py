@@ -474,5 +474,5 @@ def test_lookahead_is_refused_at_once(paired):
     params = {"w": jnp.ones(2)}
     pair = optax.LookaheadParams.init_synced(params)
     tx = gx.drop_stale(optax.lookahead(optax.sgd(0.1), 2, 0.5), 1)
-    with pytest.raises(TypeError, match="Give it params.fast and the optimizer with"):
+    with pytest.raises(TypeError, match="the optimizer without lookahead"):
         gx.ParameterServer(pair if paired else params, tx)
