@@ -196,6 +196,14 @@ _transforms/delayed_nesterov.py: a part of the momentum is added, and not moved 
 - jnp.where(moves(t), 1 - c * n + c, c)
 + jnp.where(moves(t), 1, c)
 
+_transforms/momentum.py: the momentum of integers is one of integers
+- dtype = dtypes.inexact_dtype(p) if mu_dtype is None else mu_dtype
++ dtype = p.dtype if mu_dtype is None else mu_dtype
+
+_transforms/momentum.py: a momentum in half precision is computed twice
+- mu = barrier.apart(mu)
++ pass
+
 _transforms/momentum_look_ahead.py: the update looks ahead along the momentum of before
 - return _scale(g, a * (decay / kept)) + _scale(mu, back + decay)
 + return _scale(g, a * (decay / kept)) + _scale(mu, decay)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._transforms import momentum
 from gradxform._transforms.alignment import (
     MomentumAlignment,
     Shares,
@@ -16,16 +17,7 @@ from gradxform._transforms.alignment import (
     checked,
 )
 from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
-from gradxform._trees import (
-    arithmetic,
-    barrier,
-    boxes,
-    checks,
-    constants,
-    dtypes,
-    maps,
-    norms,
-)
+from gradxform._trees import arithmetic, boxes, checks, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
 
 
@@ -123,14 +115,8 @@ def scale_by_momentum_look_ahead(
     alignment = None if alignment is None else checked(alignment)
 
     def init_fn(params: optax.Params) -> ScaleByMomentumLookAheadState:
-        checks.of_same_kind("mu_dtype", mu_dtype, params)
         norms.check_stacked(stacked_axes, params)
-
-        def zero(p: jax.Array) -> jax.Array:
-            dtype = dtypes.inexact_dtype(p) if mu_dtype is None else mu_dtype
-            return constants.full_like(p, 0, dtype)
-
-        return ScaleByMomentumLookAheadState(mu=maps.map_params(zero, params))
+        return ScaleByMomentumLookAheadState(mu=momentum.zeros(params, mu_dtype))
 
     def update_fn(
         updates: optax.Updates,
@@ -139,8 +125,7 @@ def scale_by_momentum_look_ahead(
         **extra: Any,
     ) -> tuple[optax.Updates, ScaleByMomentumLookAheadState]:
         del params, extra
-        checks.dense("momentum_look_ahead", updates)
-        checks.same_shapes("updates", updates, "mu", state.mu)
+        momentum.check("momentum_look_ahead", updates, state.mu)
 
         def factors(g: jax.Array, shares: Shares) -> Iterator[jax.Array]:
             """b1, 1 - b1, and the shares, in the dtype of the arithmetic."""
@@ -163,9 +148,7 @@ def scale_by_momentum_look_ahead(
             kept = jnp.where(none, 1, kept)
             back = jnp.where(none, 1, b / kept)
             g = dtypes.widen(g)
-            if mu.dtype.itemsize < 4:  # Or it would be computed again for the step.
-                mu = barrier.apart(mu)
-            mu = dtypes.widen(mu).astype(g.dtype)
+            mu = momentum.for_step(mu, g)
             return _scale(g, a * (decay / kept)) + _scale(mu, back + decay)
 
         if alignment is None:
