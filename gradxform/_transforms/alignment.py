@@ -88,7 +88,10 @@ def aligned(
     held = maps.map_updates(lambda _, m: m, updates, mu)
     squares, _ = norms.squared_norms(updates, **where)
     lengths, _ = norms.squared_norms(held, **where)
-    dots, _ = norms.products(updates, held, **where)
+    both = maps.map_updates(
+        lambda _, gg, mm: gg + mm.astype(gg.dtype), updates, squares, lengths
+    )
+    dots, _ = norms.products(updates, held, both, **where)
 
     @jax.jit  # Traced once a shape, not once a layer.
     def shares(gg: jax.Array, mm: jax.Array, gm: jax.Array) -> Shares:

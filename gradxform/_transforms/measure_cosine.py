@@ -98,7 +98,7 @@ def measure_cosine(
         checks.same_shapes("updates", updates, "previous", state.previous)
         before = boxes.as_in(updates, state.squares)
         squares, square = norms.squared_norms(updates, axis_name=axis_name)
-        _, dot = norms.products(updates, state.previous, axis_name=axis_name)
+        _, dot = norms.products(updates, state.previous, squares, axis_name=axis_name)
         held = jax.tree.leaves(maps.map_updates(lambda _, s: s, updates, before))
         # ⟨g, g'⟩ / (‖g‖ · ‖g'‖)
         length = arithmetic.safe_sqrt(square) * arithmetic.safe_sqrt(norms.total(held))
