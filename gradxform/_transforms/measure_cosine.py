@@ -99,9 +99,10 @@ def measure_cosine(
         before = boxes.as_in(updates, state.squares)
         squares, square = norms.squared_norms(updates, axis_name=axis_name)
         _, dot = norms.products(updates, state.previous, squares, axis_name=axis_name)
-        held = jax.tree.leaves(maps.map_updates(lambda _, s: s, updates, before))
+        held = maps.map_updates(lambda _, s: s.astype(dot.dtype), updates, before)
         # ⟨g, g'⟩ / (‖g‖ · ‖g'‖)
-        length = arithmetic.safe_sqrt(square) * arithmetic.safe_sqrt(norms.total(held))
+        old = norms.total(jax.tree.leaves(held))
+        length = arithmetic.safe_sqrt(square) * arithmetic.safe_sqrt(old)
         cosine = dot / jnp.where(length < jnp.finfo(length.dtype).tiny, 1, length)
 
         # The product is known first, so the compiler need not copy its inputs.
