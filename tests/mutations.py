@@ -275,8 +275,8 @@ _late/scale_by_staleness.py: a gradient ahead of its time has a weight of its ow
 + s = dtypes.saturated(staleness)
 
 _transforms/measure_cosine.py: a leaf without gradient is in the norm of the one before
-- maps.map_updates(lambda _, s: s, updates, before)
-+ before
+- old = norms.total(jax.tree.leaves(held))
++ old = norms.total(jax.tree.leaves(before))
 
 _late/worker_mean.py: a worker that has stepped in this cycle steps again
 - full = taken & complete & ~ahead
