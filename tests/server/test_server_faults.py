@@ -467,3 +467,13 @@ def test_who_waited_for_the_compiler_takes_what_it_made(bounded, monkeypatch):
         pushes = [pool.submit(server.push, ONES, 0) for _ in range(2)]
         assert all(push.result().applied for push in pushes)
     assert len(traced) == 2 * alone
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_lookahead_is_refused_at_once(paired):
+    """And not by the first push, whose worker cannot help it."""
+    params = {"w": jnp.ones(2)}
+    pair = optax.LookaheadParams.init_synced(params)
+    tx = gx.drop_stale(optax.lookahead(optax.sgd(0.1), 2, 0.5), 1)
+    with pytest.raises(TypeError, match="the optimizer without lookahead"):
+        gx.ParameterServer(pair if paired else params, tx)
