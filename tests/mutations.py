@@ -156,6 +156,10 @@ _transforms/clipping.py: zero gradients under a limit of 0 are 0/0
 - outside = norm > max_norm
 + outside = norm >= max_norm
 
+_transforms/clipping.py: a norm computed elsewhere is not used
+- if use_norm is not None:
++ if False:
+
 _transforms/clipping.py: the sums of clipped rows are multiplied by the factor once
 - rows = _scale_layers(_scale_layers(rows, factors), factors)
 + rows = _scale_layers(rows, factors)
@@ -576,6 +580,10 @@ engines/_threads.py: a worker that blocks is waited for
 engines/_streams.py: two workers draw from one stream that is an argument
 - held += [*batch.args, *batch.keywords.values()]
 + pass
+
+engines/_work.py: a gradient without pieces is pushed however late it is
+- if over():
++ if False:
 
 engines/_work.py: a vector is taken for a loss
 - return x.shape == () and
