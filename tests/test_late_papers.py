@@ -198,6 +198,12 @@ def test_the_traces_have_what_is_hard():
     # Ties: several workers push at once.
     times = [e["time"] for e in events["ringmaster-3-equal"] if "given_up" not in e]
     assert len(set(times)) < len(times)
+    # And a worker gives up a gradient at the very time at which it would push it.
+    assert any(
+        e["time"] == e["number"] + 1.0  # Each number takes a second.
+        for e in events["ringmaster-3-equal"]
+        if "given_up" in e
+    )
     # A worker whose gradients are late enough to be weighed down.
     assert max(map(late, events["delay-adaptive-cubes"])) > 5
     assert max(e["staleness"] for e in events["fedasync-hinge"]) > 5
