@@ -248,7 +248,7 @@ def test_what_was_answered_and_not_given_counts_and_is_saved(leave, tmp_path):
         assert len(list(run.pushes)) == 9
 
 
-def test_a_worker_that_blocks_does_not_keep_the_last_push(tmp_path):
+def test_a_worker_that_blocks_does_not_keep_the_last_push():
     def blocked(params):
         time.sleep(3600)
 
