@@ -12,20 +12,9 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
+from tests.engines.test_endings import LOCAL, make_job, ones
 
 pytestmark = pytest.mark.usefixtures("bounded")
-
-LOCAL = [engines.simulated, engines.threads]
-
-
-def ones(params, *batch):
-    return jnp.sum(params), jnp.ones_like(params)
-
-
-def make_job(workers, pushes=20, tx=None, required=None):
-    tx = gx.drop_stale(optax.sgd(1.0), 10**6) if tx is None else tx
-    return engines.Job(jnp.float32(0.0), tx, workers, pushes, required)
-
 
 # Minibatches, rows, extra arguments.
 
