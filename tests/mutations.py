@@ -617,6 +617,10 @@ _server/layout.py: no state is cut
 - return seen, axis
 + return seen, None
 
+_server/placed.py: parameters in parts stay in the memory that was given
+- return x if self._lies_here(x) else np.array(x)
++ return x
+
 _server/placed.py: a step sees the padding of dense arrays
 - lambda path, x, padded: padded if path in rows else x,
 + lambda path, x, padded: padded,
