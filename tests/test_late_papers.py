@@ -82,7 +82,7 @@ def build(ours, settings=None):
         return optax.contrib.scale_by_muon(**ours)
     if name == "scale_by_staleness":
         weight = WEIGHTS[ours["weight"]]
-        ours["weight"] = lambda s: weight(jnp.float64(s))  # Else it is float32.
+        ours["weight"] = lambda s: weight(jnp.float64(s))  # Not float32.
     if ours.get("max_staleness") == AGNOSTIC:
         ours["max_staleness"] = root_of_the_step_before
     return getattr(optax if name == "sgd" else gx, name)(**ours)
