@@ -164,6 +164,10 @@ _transforms/clipping.py: zero gradients under a limit of 0 are 0/0
 - outside = norm > max_norm
 + outside = norm >= max_norm
 
+_transforms/clipping.py: a norm computed elsewhere is not used
+- if use_norm is not None:
++ if False:
+
 _transforms/clipping.py: the sums of clipped rows are multiplied by the factor once
 - rows = _scale_layers(_scale_layers(rows, factors), factors)
 + rows = _scale_layers(rows, factors)
@@ -609,6 +613,10 @@ engines/_streams.py: two workers draw from one stream that is an argument
 - held += [*batch.args, *batch.keywords.values()]
 + pass
 
+engines/_work.py: a gradient without pieces is pushed however late it is
+- if over():
++ if False:
+
 engines/_work.py: a vector is taken for a loss
 - return x.shape == () and
 + return
@@ -640,6 +648,10 @@ _server/layout.py: the last part has rows that do not exist
 _server/layout.py: no state is cut
 - return seen, axis
 + return seen, None
+
+_server/placed.py: parameters in parts stay in the memory that was given
+- return x if self._lies_here(x) else np.array(x)
++ return x
 
 _server/placed.py: a step sees the padding of dense arrays
 - lambda path, x, padded: padded if path in rows else x,
