@@ -657,6 +657,10 @@ engines/_group.py: Ray starts one of a group again by itself
 - each = {**self._options, "max_restarts": 0, "max_task_retries": 0}
 + each = {**self._options}
 
+engines/_group.py: a place that names other needs has no CPU
+- if bundle["CPU"] is None:  # Ray asks for one, whatever else there is.
++ if False:
+
 engines/_reach.py: a cluster is waited for without an end
 - said, _ = process.communicate(timeout=seconds)
 + said, _ = process.communicate()

@@ -150,5 +150,9 @@ def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
     """The needs of an actor with these options, from its machine."""
     needs = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     bundle = {name: options.get(option) for name, option in needs.items()}
+    if bundle["CPU"] is None:  # Ray asks for one, whatever else there is.
+        bundle["CPU"] = 1.0
+    if accelerator := options.get("accelerator_type"):  # Ray's own name and amount.
+        bundle[f"accelerator_type:{accelerator}"] = 0.001
     bundle |= options.get("resources") or {}
     return {name: x for name, x in bundle.items() if x} or {"CPU": 1.0}
