@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +19,9 @@ from gradxform._server.places import is_function
 from gradxform.engines._crew import LOOK, server_options
 from gradxform.engines._job import Job
 
+logger = logging.getLogger("gradxform")
+
+ROOM = 20.0  # Seconds without room after which that is said.
 GONE = 10.0  # Seconds that the end of a process that was killed may take.
 # What Ray calls a strategy of a placement group, and knows for no single actor.
 TOGETHER = "PACK", "STRICT_PACK", "STRICT_SPREAD"
@@ -120,8 +125,17 @@ class Group:
         bundles = [_bundle(each) for _ in options]
         strategy = each["scheduling_strategy"]
         self._place = place = self._ray.util.placement_group(bundles, strategy)
+        late = time.monotonic() + ROOM
         while not place.wait(LOOK):
             check()
+            if time.monotonic() > late:
+                late = math.inf  # Once is enough.
+                logger.warning(
+                    "the server waits for machines with room: %s times %s, %s",
+                    len(bundles),
+                    bundles[0],
+                    strategy,
+                )
         strategies = self._ray.util.scheduling_strategies
         for number, of_one in enumerate(options):
             of_one["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(
