@@ -172,6 +172,7 @@ def main():
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--server-processes", type=int, default=1)
     parser.add_argument("--server-deaths", type=int, help="how many, of the server")
+    parser.add_argument("--worker-deaths", type=int, help="how many, of the workers")
     parser.add_argument("--goal", type=float, default=GOAL, help="of the accuracy")
     parser.add_argument("--without", action="store_true", help="nobody is killed")
     options = parser.parse_args()
@@ -181,7 +182,7 @@ def main():
     model, digits = main_job.build_model(0), main_job.load_digits()
     job = main_job.make_job(main_job.make_parser().parse_args(arguments), model, digits)
     rng = np.random.default_rng(options.seed)
-    workers = max(2, round(2 * options.minutes))
+    workers = options.worker_deaths or max(2, round(2 * options.minutes))
     server = options.server_deaths or max(1, round(0.5 * options.minutes))
     deaths = schedule(rng, pushes, options.workers, workers, server)
 

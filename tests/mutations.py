@@ -637,6 +637,10 @@ _server/group.py: a push that fails in a follower has a place in the order
 - raise error.cause from None
 + pass
 
+_server/group.py: nobody waits for the coordinator
+- time.sleep(0.02)
++ return
+
 _server/group.py: followers are not told of checkpoints
 - self._orders.tell("snapshot", taken.pushes, taken.counters)
 + pass

@@ -14,6 +14,7 @@ import functools
 import itertools
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -52,6 +53,8 @@ def enter(coordinator: str, process: int, processes: int) -> Mesh:
     with contextlib.suppress(AttributeError):  # Before JAX 0.8 it cannot be switched.
         # It would take SIGTERM away from Ray.
         jax.config.update("jax_enable_preemption_service", False)
+    if process:
+        await_answer(coordinator)
     jax.distributed.initialize(
         coordinator,
         processes,
@@ -70,6 +73,18 @@ def enter(coordinator: str, process: int, processes: int) -> Mesh:
         )
     ).block_until_ready()
     return mesh
+
+
+def await_answer(address: str) -> None:
+    """Returns when somebody listens there: JAX would try again only after a second."""
+    host, _, port = address.rpartition(":")
+    while True:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host, int(port)), HOUR),
+        ):
+            return
+        time.sleep(0.02)
 
 
 class Leader(RecoverableServer):
