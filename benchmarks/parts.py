@@ -1,4 +1,4 @@
-"""A recommender on tables that one process may not hold, and the memory of each process.
+"""A recommender on tables that one process may not hold, and memory of each process.
 
 ``python -m benchmarks.parts`` (extra ``ray``) trains the two towers of
 ``benchmarks.recommender`` with rows of 64 float32 numbers, behind a server of several
@@ -41,13 +41,13 @@ def memory():
 
 
 def bounded(gigabytes):
-    """This process may have so much data, and no more."""
+    """From now on the process may have so much data, and no more."""
     limit = int(gigabytes * (1 << 30))
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def table(seed, height):
-    """Small numbers, made column by column: a whole of them needs four times as much."""
+    """Small numbers, by columns: made at once, they need four times the memory."""
 
     def column(number, made):
         key = jax.random.fold_in(jax.random.key(seed), number)

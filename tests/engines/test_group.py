@@ -307,8 +307,8 @@ def test_who_waits_for_machines_says_so(monkeypatch, caplog):
     options = group._placed(lambda: None)
     # Ray gives none of them a place without the CPU that it asks for beside.
     assert asked == [([{"CPU": 1.0, "GPU": 1}] * 2, "STRICT_SPREAD")]
-    numbers = [x["scheduling_strategy"]["placement_group_bundle_index"] for x in options]
-    assert numbers == [0, 1]
+    places = [x["scheduling_strategy"] for x in options]
+    assert places == [{"placement_group_bundle_index": number} for number in (0, 1)]
     (said,) = caplog.messages
     assert said.startswith("the server waits for machines with room: 2 times {")
 

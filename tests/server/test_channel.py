@@ -192,6 +192,7 @@ def test_a_process_that_hangs_ends_when_its_leader_dies():
         finally:
             process.send_signal(signal.SIGKILL)
 
+
 def test_who_waits_for_an_answer_goes_on_once_somebody_listens():
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))  # Nobody listens there yet.
