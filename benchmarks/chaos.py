@@ -7,7 +7,8 @@ a second after each, the program kills the process of a worker or of the server
 compares its own counts with those of the server and of the optimizer, and with the
 checkpoints. It exits with 1 if anything is unaccounted for. ``--without`` makes the
 same run without deaths. With ``--server-processes N`` the server is N processes, and
-any of them may die. Every leaf with at least N rows is cut over all of them.
+any of them may die. Every leaf with at least N rows is cut over all of them. At the
+end the program compares the copies of what is not cut.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from benchmarks.kills import saved
 from gradxform import __main__ as main_job
 from gradxform import engines
 
-WORKERS, RATE, EVERY = 4, 50, 2.0  # Pushes a second, seconds between checkpoints.
+RATE, EVERY = 50, 2.0  # Pushes a second, seconds between checkpoints.
 GOAL = 0.96
 
 
@@ -41,15 +42,19 @@ def kill(actor):
     return True
 
 
-def schedule(rng, pushes, workers, server):
+def schedule(rng, pushes, crew, workers, server):
     """The victims by the push after which they die: a worker's index, or None."""
     moments = rng.choice(np.arange(pushes // 20, pushes * 19 // 20), workers + server)
-    victims = [*rng.integers(WORKERS, size=workers).tolist(), *[None] * server]
+    victims = [*rng.integers(crew, size=workers).tolist(), *[None] * server]
     return sorted(zip(moments.tolist(), victims, strict=True), key=lambda pair: pair[0])
 
 
 def train(job, folder, deaths, rng, processes=1):
-    """Runs the job and kills the victims; returns the run's end and all its pushes."""
+    """Runs the job and kills the victims.
+
+    Returns the run's end, all its pushes, and whether all processes of the server hold
+    the same copies.
+    """
 
     def cut(path, shape):
         return P("server") if shape and shape[0] >= processes else P()
@@ -87,7 +92,16 @@ def train(job, folder, deaths, rng, processes=1):
                     break
         for killer in killers:
             killer.join()
-        return pushes, run.counts(), run.server.stats(), run.server.state()
+        ended = pushes, run.counts(), run.server.stats(), run.server.state()
+        actors = getattr(run.server._processes, "_actors", [])
+        held = ray.get([actor.__ray_call__.remote(copies) for actor in actors])
+        return ended, all(each == held[0] for each in held)
+
+
+def copies(process):
+    """In a process of the server: the bytes of what each of them has whole."""
+    leaves = getattr(process, "_server", process)._version.leaves
+    return [bytes(x.addressable_data(0)) for x in leaves if x.is_fully_replicated]
 
 
 def resumed(job, folder):
@@ -111,7 +125,7 @@ def same(tree, other):
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in leaves)
 
 
-def account(pushes, counts, stats, state, folder):
+def account(pushes, counts, stats, state, folder, crew):
     """All that must hold, and for each whether it does."""
     state = state["state"]
     known = {(push.worker, push.number) for push in pushes}
@@ -130,7 +144,7 @@ def account(pushes, counts, stats, state, folder):
         == counts.pushed,
         "unheard answers were on their way at a death": 0
         <= counts.pushed - len(pushes)
-        <= WORKERS * counts.server_deaths,
+        <= crew * counts.server_deaths,
         "the server counts as its users do": (stats.accepted, stats.dropped)
         == (counts.accepted, counts.dropped),
         "the optimizer counts as the server does": (
@@ -154,27 +168,30 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=0.5, help="lowest time")
     parser.add_argument("--seed", type=int, default=0, help="for random victims")
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--server-processes", type=int, default=1)
     parser.add_argument("--server-deaths", type=int, help="number of these")
+    parser.add_argument("--worker-deaths", type=int, help="number of these")
     parser.add_argument("--goal", type=float, default=GOAL, help="test accuracy")
     parser.add_argument("--without", action="store_true", help="nobody is killed")
     options = parser.parse_args()
     pushes = round(60 * RATE * options.minutes)
-    arguments = ["--steps", str(pushes), "--work", str(WORKERS / RATE)]
-    arguments += ["--workers", str(WORKERS)]
+    arguments = ["--steps", str(pushes), "--work", str(options.workers / RATE)]
+    arguments += ["--workers", str(options.workers)]
     model, digits = main_job.build_model(0), main_job.load_digits()
     job = main_job.make_job(main_job.make_parser().parse_args(arguments), model, digits)
     rng = np.random.default_rng(options.seed)
-    workers = max(2, round(2 * options.minutes))
+    workers = options.worker_deaths or max(2, round(2 * options.minutes))
     server = options.server_deaths or max(1, round(0.5 * options.minutes))
-    deaths = schedule(rng, pushes, workers, server)
+    deaths = schedule(rng, pushes, options.workers, workers, server)
 
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         victims = [] if options.without else deaths
-        ended = train(job, folder, victims, rng, options.server_processes)
+        ended, alike = train(job, folder, victims, rng, options.server_processes)
         seconds = time.perf_counter() - start
-        checks = account(*ended, folder)
+        checks = account(*ended, folder, options.workers)
+        checks["the processes hold the same copies"] = alike
         *_, counts, _, state = ended
         checks["resumed, it has the same bits"] = same(resumed(job, folder), state)
     labels = np.argmax(model.logits(state["params"], digits.test_images), axis=-1)

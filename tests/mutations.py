@@ -681,6 +681,10 @@ _server/group.py: a push that fails in a follower has a place in the order
 - raise error.cause from None
 + pass
 
+_server/group.py: nobody waits for the coordinator
+- time.sleep(0.02)
++ return
+
 _server/group.py: followers are not told of checkpoints
 - self._orders.tell("snapshot", taken.pushes, taken.counters)
 + pass
@@ -700,6 +704,10 @@ engines/_group.py: a process that dies as a group starts is waited for
 engines/_group.py: Ray starts one of a group again by itself
 - each = {**self._options, "max_restarts": 0, "max_task_retries": 0}
 + each = {**self._options}
+
+engines/_group.py: a place that names other needs has no CPU
+- if bundle["CPU"] is None:  # Ray asks for one, whatever else there is.
++ if False:
 
 engines/_reach.py: a cluster is waited for without an end
 - said, _ = process.communicate(timeout=seconds)

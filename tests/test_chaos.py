@@ -37,5 +37,5 @@ def test_nothing_is_unaccounted_for(processes, pushes, goal):
     assert counts["accepted"] + counts["dropped"] + counts["lost"] == counts["pushed"]
     assert counts["worker_deaths"] >= 2
     assert counts["server_deaths"] >= 1
-    assert len(re.findall("^yes ", done.stdout, re.M)) == 11
+    assert len(re.findall("^yes ", done.stdout, re.M)) == 12
     assert "NO" not in done.stdout

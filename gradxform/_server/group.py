@@ -15,6 +15,7 @@ import functools
 import itertools
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -53,6 +54,8 @@ def enter(coordinator: str, process: int, processes: int) -> Mesh:
     with contextlib.suppress(AttributeError):  # JAX has this option since 0.8.
         # The service would take SIGTERM away from Ray.
         jax.config.update("jax_enable_preemption_service", False)
+    if process:
+        await_answer(coordinator)
     jax.distributed.initialize(
         coordinator,
         processes,
@@ -72,6 +75,18 @@ def enter(coordinator: str, process: int, processes: int) -> Mesh:
         )
     ).block_until_ready()
     return mesh
+
+
+def await_answer(address: str) -> None:
+    """Returns when somebody listens there: JAX would try again only after a second."""
+    host, _, port = address.rpartition(":")
+    while True:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host, int(port)), HOUR),
+        ):
+            return
+        time.sleep(0.02)
 
 
 class Leader(RecoverableServer):

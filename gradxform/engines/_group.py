@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +19,9 @@ from gradxform._server.places import is_function
 from gradxform.engines._crew import LOOK, server_options
 from gradxform.engines._job import Job
 
+logger = logging.getLogger("gradxform")
+
+ROOM = 20.0  # Seconds without room, after which a message says so.
 GONE = 10.0  # Seconds that a killed process may take to end.
 # These are strategies of Ray's placement groups; a single actor cannot have them.
 TOGETHER = "PACK", "STRICT_PACK", "STRICT_SPREAD"
@@ -120,8 +125,17 @@ class Group:
         bundles = [_bundle(each) for _ in options]
         strategy = each["scheduling_strategy"]
         self._place = place = self._ray.util.placement_group(bundles, strategy)
+        late = time.monotonic() + ROOM
         while not place.wait(LOOK):
             check()
+            if time.monotonic() > late:
+                late = math.inf  # Once is enough.
+                logger.warning(
+                    "the server waits for machines with room: %s times %s, %s",
+                    len(bundles),
+                    bundles[0],
+                    strategy,
+                )
         strategies = self._ray.util.scheduling_strategies
         for number, of_one in enumerate(options):
             of_one["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(
@@ -150,5 +164,9 @@ def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
     """The resources that an actor with these options needs on its machine."""
     needs = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     bundle = {name: options.get(option) for name, option in needs.items()}
+    if bundle["CPU"] is None:  # Ray asks for one, whatever else there is.
+        bundle["CPU"] = 1.0
+    if accelerator := options.get("accelerator_type"):  # Ray's own name and amount.
+        bundle[f"accelerator_type:{accelerator}"] = 0.001
     bundle |= options.get("resources") or {}
     return {name: x for name, x in bundle.items() if x} or {"CPU": 1.0}

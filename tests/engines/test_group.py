@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform import engines
+from gradxform.engines import _group
 from tests.conftest import ON_RAY
 from tests.engines.test_ray import assert_counted
 
@@ -283,6 +285,32 @@ def test_the_processes_lie_where_the_options_say():
         assert len(list(run.pushes)) == 4
     (place,) = ray.util.placement_group_table().values()
     assert place["state"] == "REMOVED"
+
+
+def test_who_waits_for_machines_says_so(monkeypatch, caplog):
+    looks = iter([False, False, True])
+    place = types.SimpleNamespace(wait=lambda _: next(looks))
+    strategies = types.SimpleNamespace(
+        PlacementGroupSchedulingStrategy=lambda place, **bundle: bundle
+    )
+    asked = []
+    group = object.__new__(_group.Group)
+    group._layout = types.SimpleNamespace(processes=2)
+    group._options = {"scheduling_strategy": "STRICT_SPREAD", "num_gpus": 1}
+    group._ray = types.SimpleNamespace(
+        util=types.SimpleNamespace(
+            placement_group=lambda *args: asked.append(args) or place,
+            scheduling_strategies=strategies,
+        )
+    )
+    monkeypatch.setattr(_group, "ROOM", 0.0)
+    options = group._placed(lambda: None)
+    # Ray places none of them without a CPU as well.
+    assert asked == [([{"CPU": 1.0, "GPU": 1}] * 2, "STRICT_SPREAD")]
+    places = [x["scheduling_strategy"] for x in options]
+    assert places == [{"placement_group_bundle_index": number} for number in (0, 1)]
+    (said,) = caplog.messages
+    assert said.startswith("the server waits for machines with room: 2 times {")
 
 
 # Deaths. The job is slow enough that they happen while it runs.

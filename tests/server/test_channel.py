@@ -12,6 +12,7 @@ from multiprocessing import AuthenticationError
 import pytest
 
 from gradxform._server.channel import Followed, Orders
+from gradxform._server.group import await_answer
 
 KEY = b"known to both"
 SECONDS = 30
@@ -191,3 +192,16 @@ def test_a_process_that_hangs_ends_when_its_leader_dies():
             assert "the leader of the server has died" in process.stderr.read()
         finally:
             process.send_signal(signal.SIGKILL)
+
+
+def test_who_waits_for_an_answer_goes_on_once_somebody_listens():
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))  # Nobody listens there yet.
+        port = reserved.getsockname()[1]
+        waits = threading.Thread(target=await_answer, args=(f"127.0.0.1:{port}",))
+        waits.start()
+        waits.join(0.2)
+        assert waits.is_alive()
+        reserved.listen()
+        waits.join(60)
+        assert not waits.is_alive()

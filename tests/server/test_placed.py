@@ -259,3 +259,31 @@ def test_a_dense_push_moves_the_norm_alone(height):
     memory = step.memory_analysis()
     assert memory.temp_size_in_bytes < 1.01 * part
     assert memory.alias_size_in_bytes >= 2 * part
+
+
+def by_columns(height):
+    """As the page of large tables makes one."""
+
+    def column(number, table):
+        drawn = jax.random.normal(jax.random.fold_in(key, number), (height, 1))
+        return jax.lax.dynamic_update_slice(table, drawn, (0, number))
+
+    key = jax.random.key(0)
+    return jax.lax.fori_loop(0, 64, column, jnp.zeros((height, 64)))
+
+
+@pytest.mark.parametrize(("height", "most"), [(80_000, 0.1), (80_001, 1.1)])
+def test_random_numbers_by_columns_need_little_beside_the_part(height, most):
+    mesh = Mesh(np.array(jax.devices()[:COUNT]), ("server",))
+
+    def make():
+        return {"table": by_columns(height)}
+
+    layout = Layout.of(jax.eval_shape(make), COUNT)
+    compiled = Spread(make, layout, mesh)._made(make, layout).lower().compile()
+    part = -(-height // COUNT) * 64 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < most * part
+    assert collectives(compiled) == {}
+    table = np.asarray(compiled()["table"])
+    np.testing.assert_array_equal(table[:height], by_columns(height))
+    assert not table[height:].any()

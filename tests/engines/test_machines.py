@@ -1,0 +1,88 @@
+"""A server of several processes on machines of their own, one of which vanishes."""
+
+import contextlib
+import logging
+import signal
+import tempfile
+import warnings
+
+import numpy as np
+import pytest
+
+from gradxform import engines
+from tests.conftest import ON_RAY, xla_flags
+from tests.engines.test_group import OF_TWO, gone, on_group, pids, slow, wait_until
+from tests.engines.test_ray import assert_counted
+
+ray = pytest.importorskip("ray")
+# Not the cluster of the other tests: here it has several nodes.
+pytestmark = [mark for mark in ON_RAY if mark.name != "usefixtures"]
+pytestmark.append(pytest.mark.usefixtures("bounded"))
+
+
+@contextlib.contextmanager
+def machines(count):
+    """A cluster of so many nodes that may hold a process of the server each."""
+    from ray.cluster_utils import Cluster
+
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        warnings.catch_warnings(),
+        # A cluster says there where it is, for all who look for one. A path of Ray's
+        # sockets has at most 107 letters.
+        tempfile.TemporaryDirectory(
+            prefix="r", dir="/tmp", ignore_cleanup_errors=True
+        ) as folder,
+    ):
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "inf")
+        patch.setenv("XLA_FLAGS", xla_flags(level=1))
+        warnings.simplefilter("ignore")  # That JAX and Ray's forks do not get along.
+        each = {"num_cpus": 2, "resources": {"table": 1}, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=each)
+        try:
+            for _ in range(count - 1):
+                cluster.add_node(**each)
+            ray.init(
+                address=cluster.address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+            signal.signal(signal.SIGTERM, before)  # Ray has one of its own.
+
+
+def test_each_process_has_its_machine_and_one_may_vanish(tmp_path):
+    def where(run):
+        return on_group(lambda *_: ray.get_runtime_context().get_node_id(), run)
+
+    job, pushes, killed = slow(100), [], []
+    checkpoint = engines.Checkpoint(tmp_path, every_steps=20)
+    options = {"scheduling_strategy": "STRICT_SPREAD", "resources": {"table": 1}}
+    with (
+        machines(3) as cluster,
+        engines.ray(
+            job, checkpoint=checkpoint, server_options=options, **OF_TWO
+        ) as run,
+    ):
+        before = where(run)
+        assert len({*before}) == 2
+        for push in run.pushes:
+            pushes.append(push)
+            if push.result.global_step == 50 and not killed:
+                killed = pids(run)
+                # The driver's own node cannot go.
+                node, *_ = [x for x in cluster.worker_nodes if x.node_id in before]
+                cluster.remove_node(node, allow_graceful=False)
+        assert_counted(run, pushes, job)
+        assert run.counts().server_deaths == 1
+        assert len({*where(run)} - {node.node_id}) == 2
+        table = run.server.state()["params"]["table"]
+        steps = run.server.stats().global_step
+        np.testing.assert_array_equal(table, np.full((10, 3), -steps, np.float32))
+        killed += pids(run)
+    wait_until(lambda: all(map(gone, killed)))
