@@ -8,7 +8,7 @@ compares its own counts with those of the server and of the optimizer, and with 
 checkpoints. It exits with 1 if anything is unaccounted for. ``--without`` makes the
 same run without deaths. With ``--server-processes N`` the server is N processes, and
 any of them may die. Every leaf with at least N rows is cut over all of them. At the
-end the program compares the copies of what is not cut.
+end the program compares the copies of the other leaves.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def train(job, folder, deaths, rng, processes=1):
 
 
 def copies(process):
-    """In a process of the server: the bytes of what each of them has whole."""
+    """Runs in a process of the server: the bytes of the leaves that are not cut."""
     leaves = getattr(process, "_server", process)._version.leaves
     return [bytes(x.addressable_data(0)) for x in leaves if x.is_fully_replicated]
 

@@ -1,4 +1,4 @@
-"""A server of several processes on machines of their own, one of which vanishes."""
+"""A server of several processes, each on its own machine; then a machine vanishes."""
 
 import contextlib
 import logging
@@ -29,8 +29,8 @@ def machines(count):
     with (
         pytest.MonkeyPatch.context() as patch,
         warnings.catch_warnings(),
-        # A cluster says there where it is, for all who look for one. A path of Ray's
-        # sockets has at most 107 letters.
+        # Ray writes the cluster's address there, for each program that looks for one. A
+        # path of Ray's sockets has at most 107 letters.
         tempfile.TemporaryDirectory(
             prefix="r", dir="/tmp", ignore_cleanup_errors=True
         ) as folder,
