@@ -47,7 +47,7 @@ class ParameterServer:
     A push that raises changes nothing, and harms only the worker that pushed. Errors in
     a gradient show before its step begins. An exception may interrupt a method at any
     moment: the server is then at the old step or the new one. (JAX itself may not
-    survive an exception while it traces the first push of a kind, on the same thread.)
+    survive an exception in the pushing thread while that traces the first of a kind.)
 
     There is one limit. The server updates its arrays in place, so a step that fails
     while it runs (out of memory, or in a callback) destroys them. Every call then
