@@ -29,8 +29,8 @@ class MomentumAlignment(NamedTuple):
       shrinkage: how much of the part against the momentum is removed if c is below 0, ≥
         0.
       max_shrinkage: the largest share of that part that is removed, in [0, 1).
-      eps: a gradient or momentum shorter than this changes nothing, > 0. It is also
-        added to each divisor.
+      eps: nothing is corrected if the gradient or the momentum is shorter than this,
+        > 0. It is also added to each divisor.
     """
 
     aligned: jax.typing.ArrayLike = 0.2

@@ -262,9 +262,9 @@ def novograd(
       grad_averaging: whether to multiply by ``1 - b1`` before the momentum.
       nesterov: Nesterov momentum.
       eps_in_sqrt: whether ``eps`` is inside the root.
-      lr_in_momentum: whether to put the learning rate inside the momentum, ``mu = b1·mu
-        + learning_rate·(…)``, ``w -= mu``, as in TensorFlow Addons. The numbers differ
-        only while a schedule moves the rate.
+      lr_in_momentum: whether to put the learning rate inside the momentum, as in
+        TensorFlow Addons: ``mu = b1·mu + learning_rate·(…)``, ``w -= mu``. The numbers
+        differ only while a schedule moves the rate.
       mu_dtype: dtype of the momentum.
       axis_name: mesh axes over which layers may be sharded.
       stacked_axes: how many leading axes stack layers; ``clipnorm`` clips each slice.

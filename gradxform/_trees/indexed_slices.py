@@ -58,8 +58,8 @@ class IndexedSlices(metaclass=_NamesCure):
     not know this dtype, so give ``(grads.indices, grads.values)`` to
     ``multihost_utils.process_allgather``. Code that leaves the indices alone, as
     ``optax.centralize`` does, is not refused: it acts on the rows as they were given,
-    before repeated ones are summed. ``optax.apply_updates`` computes ``table +
-    updates`` at the end of a step: that is the table with the rows added.
+    before repeated ones are summed. At the end of a step, ``optax.apply_updates``
+    computes ``table + updates``: the table with the rows added.
 
     In ``optax.partition`` and ``optax.masked`` a mask for ``values`` holds for both
     leaves, and their path ends in ``.values``. If your function for the labels looks at
