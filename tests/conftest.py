@@ -40,6 +40,10 @@ def xla_flags(level):
     return os.environ.get("XLA_FLAGS", flags)
 
 
+# For processes that a test kills. Such a process may leave half of a file, so it reads
+# what others compiled and adds nothing.
+KILLED = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "inf"}
+
 # Programs here run a few times on a few numbers: nearly all the time goes into making
 # them fast. What a test starts in a process of its own is compiled as a user's is,
 # unless the test says otherwise.
@@ -140,9 +144,8 @@ def cluster():
     import ray
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # An actor that is killed may leave half of a file: it reads what others
-        # compiled, and adds none.
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "inf")
+        for name, value in KILLED.items():  # Tests kill actors.
+            patch.setenv(name, value)
         patch.setenv("XLA_FLAGS", xla_flags(level=1))
         warnings.simplefilter("ignore")  # That JAX and Ray's forks do not get along.
         before = signal.getsignal(signal.SIGTERM)

@@ -92,6 +92,10 @@ _trees/boxes.py: state that stacks several of a parameter lies whole on every de
 - return p.replace_boxed(s).add_axis(0, {"partition_name": None})
 + return s
 
+_trees/barrier.py: sums of one array share its widening
+- cpu=lambda x, known: jax.lax.optimization_barrier((x, known))[0],
++ cpu=lambda x, known: jax.lax.optimization_barrier(x),
+
 _trees/barrier.py: a sum of squares shares its widening with the update
 - cpu=jax.lax.optimization_barrier
 + cpu=lambda x: x
@@ -112,9 +116,13 @@ _trees/maps.py: an imaginary part that is not finite is not seen
 - (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
 + (x.real,)
 
+_trees/maps.py: the gradient of integers is calculated with
+- return getattr(g, "dtype", None) != jax.dtypes.float0
++ return True
+
 _trees/linear.py: the transpose keeps the precision of the result
-- return [cotangent.astype(x.aval.dtype)]
-+ return [cotangent]
+- ad.Zero(x.aval) if number else cotangent.astype(x.aval.dtype)
++ ad.Zero(x.aval) if number else cotangent
 
 _trees/rounding.py: a NaN becomes inf where bits are cut off
 - jax.lax.select(x != x, nan, jax.lax.reduce_precision(x, 8, 7))
@@ -156,6 +164,10 @@ _transforms/clipping.py: zero gradients under a limit of 0 are 0/0
 - outside = norm > max_norm
 + outside = norm >= max_norm
 
+_transforms/clipping.py: a norm computed elsewhere is not used
+- if use_norm is not None:
++ if False:
+
 _transforms/clipping.py: the sums of clipped rows are multiplied by the factor once
 - rows = _scale_layers(_scale_layers(rows, factors), factors)
 + rows = _scale_layers(rows, factors)
@@ -192,6 +204,14 @@ _transforms/delayed_nesterov.py: a part of the momentum is added, and not moved 
 - jnp.where(moves(t), 1 - c * n + c, c)
 + jnp.where(moves(t), 1, c)
 
+_transforms/momentum.py: the momentum of integers is one of integers
+- dtype = dtypes.inexact_dtype(p) if mu_dtype is None else mu_dtype
++ dtype = p.dtype if mu_dtype is None else mu_dtype
+
+_transforms/momentum.py: a momentum in half precision is computed twice
+- mu = barrier.apart(mu)
++ pass
+
 _transforms/momentum_look_ahead.py: the update looks ahead along the momentum of before
 - return _scale(g, a * (decay / kept)) + _scale(mu, back + decay)
 + return _scale(g, a * (decay / kept)) + _scale(mu, decay)
@@ -219,6 +239,10 @@ _transforms/alignment.py: the turn jumps where a gradient begins to agree
 _trees/norms.py: the layers that a leaf stacks have one product
 - return _sum(g * h, stacked)
 + return _sum(g * h, 0)
+
+_transforms/learning_rate.py: an array of rates is one of each column
+- rate = checks.real(rate)
++ return checks.real(rate)
 
 _transforms/learning_rate.py: the count of steps overflows
 - count = optax.safe_increment(state.count)
@@ -255,8 +279,8 @@ _late/scale_by_staleness.py: a gradient ahead of its time has a weight of its ow
 + s = dtypes.saturated(staleness)
 
 _transforms/measure_cosine.py: a leaf without a gradient counts in the last norm
-- maps.map_updates(lambda _, s: s, updates, before)
-+ before
+- old = norms.total(jax.tree.leaves(held))
++ old = norms.total(jax.tree.leaves(before))
 
 _late/worker_mean.py: a worker that has stepped in this cycle steps again
 - full = taken & complete & ~ahead
@@ -305,6 +329,14 @@ _late/compensate_delay.py: a delay is compensated the wrong way round
 _late/compensate_delay.py: repeated rows are corrected one by one
 - updates = maps.sum_duplicates(updates)
 + pass
+
+_late/compensate_delay.py: a worker's parameters do not fit masked gradients
+- worker_params = maps.masked_like(updates, worker_params)
++ pass
+
+_late/sums.py: a parameter that is None shifts the marks of those after it
+- pushed[i] if maps.has_gradient(total) and not holds[i] else None
++ None if holds[i] else pushed[i]
 
 _late/accumulator.py: a push of the step itself is late
 - fresh = local_step >= state.global_step
@@ -453,6 +485,10 @@ _server/rows.py: a part has as many rows as its size, not as its ids
 - if length != len(rows):
 + if length > len(rows):
 
+_server/places.py: a server of which no push can fit begins
+- checks.no_lookahead(params, state, LOOKAHEAD)
++ pass
+
 _server/places.py: the server looks at the memory of NumPy's arrays
 - return np.array(x) if isinstance(x, np.ndarray) else x
 + return x
@@ -577,6 +613,10 @@ engines/_streams.py: two workers draw from one stream that is an argument
 - held += [*batch.args, *batch.keywords.values()]
 + pass
 
+engines/_work.py: a gradient without pieces is pushed however late it is
+- if over():
++ if False:
+
 engines/_work.py: a vector is taken for a loss
 - return x.shape == () and
 + return
@@ -608,6 +648,10 @@ _server/layout.py: the last part has rows that do not exist
 _server/layout.py: no state is cut
 - return seen, axis
 + return seen, None
+
+_server/placed.py: parameters in parts stay in the memory that was given
+- return x if self._lies_here(x) else np.array(x)
++ return x
 
 _server/placed.py: a step sees the padding of dense arrays
 - lambda path, x, padded: padded if path in rows else x,

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.conftest import xla_flags
+from tests.conftest import KILLED, xla_flags
 
 pytest.importorskip("ray")
 
@@ -24,12 +24,7 @@ def test_nothing_is_unaccounted_for(processes, pushes, goal):
     done = subprocess.run(
         [*chaos, "--server-processes", f"{processes}"],
         capture_output=True,
-        # A killed process may leave half of a file, so it reads what others compiled.
-        env={
-            **os.environ,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "inf",
-            "XLA_FLAGS": xla_flags(level=1),
-        },
+        env={**os.environ, **KILLED, "XLA_FLAGS": xla_flags(level=1)},
         text=True,
         check=False,
     )

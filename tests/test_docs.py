@@ -83,14 +83,18 @@ def test_listed_state_and_extra_arguments_are_the_real_ones(row):
 
 
 def test_every_listed_extra_argument_does_something():
-    params = jnp.ones((2, 2))
+    params, seen = jnp.ones((2, 2)), set()
     for row in DESCRIPTORS:
         tx, known = row.make(), ROWS[row.name].extra
         extra = row.extra(params)
         for name in {*known} & {*extra}:
+            seen.add((row.name, name))
             others = {k: v for k, v in extra.items() if k != name}
             with pytest.raises((TypeError, ValueError), match=name):
                 tx.update(params, tx.init(params), params, **others)
-    assert {n for row in ROWS.values() for n in row.extra} == {
-        *("local_step", "staleness", "worker", "worker_params", "use_norm")
-    }
+    # The one that may be left out. Without it the norm of the updates is 2.
+    tx = gx.clip_by_global_norm(1.0)
+    updates, _ = tx.update(params, tx.init(params), use_norm=4.0)
+    assert updates.tolist() == (params / 4).tolist()
+    seen.add(("clip_by_global_norm", "use_norm"))
+    assert seen == {(row.name, name) for row in ROWS.values() for name in row.extra}

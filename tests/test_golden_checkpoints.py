@@ -53,7 +53,7 @@ def test_a_run_goes_on(name, tmp_path):
     row = KEPT[name]
     expected = unpacked(name, tmp_path)
     like = golden.begin(row)
-    assert golden.arrays(like) == expected["arrays"]  # Else orbax would cast them.
+    assert golden.arrays(like) == expected["arrays"]  # Or orbax would cast them.
     with ocp.CheckpointManager(tmp_path) as manager:
         step = manager.latest_step()
         saved = manager.restore(step, args=ocp.args.StandardRestore(like))

@@ -82,7 +82,7 @@ def build(ours, settings=None):
         return optax.contrib.scale_by_muon(**ours)
     if name == "scale_by_staleness":
         weight = WEIGHTS[ours["weight"]]
-        ours["weight"] = lambda s: weight(jnp.float64(s))  # Else it is float32.
+        ours["weight"] = lambda s: weight(jnp.float64(s))  # Not float32.
     if ours.get("max_staleness") == AGNOSTIC:
         ours["max_staleness"] = root_of_the_step_before
     return getattr(optax if name == "sgd" else gx, name)(**ours)
@@ -198,6 +198,12 @@ def test_the_traces_have_what_is_hard():
     # Ties: several workers push at once.
     times = [e["time"] for e in events["ringmaster-3-equal"] if "given_up" not in e]
     assert len(set(times)) < len(times)
+    # And a worker gives up a gradient at the very time at which it would push it.
+    assert any(
+        e["time"] == e["number"] + 1.0  # Each number takes a second.
+        for e in events["ringmaster-3-equal"]
+        if "given_up" in e
+    )
     # A worker whose gradients are late enough to be weighed down.
     assert max(map(late, events["delay-adaptive-cubes"])) > 5
     assert max(e["staleness"] for e in events["fedasync-hinge"]) > 5

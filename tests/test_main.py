@@ -23,15 +23,12 @@ from benchmarks.kills import processes_of
 from gradxform import __main__ as job
 from gradxform import engines
 from gradxform._demo.command_line import ENGINES, MODES, settings_of, writable_png
-from tests.conftest import promotion, xla_flags
+from tests.conftest import KILLED, promotion, xla_flags
 
 SHORT = ("--steps", "60", "--engine", "simulated")
 OUTCOMES = ("accepted", "dropped")
 COLOR = re.compile(r"\x1b\[[\d;]*(?:3|9)[0-7]m")
 TERMINAL = {"FORCE_COLOR": "1", "TERM": "xterm"}
-# A killed process may leave half of a file, so it reads what others compiled and adds
-# nothing.
-KILLED = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "inf"}
 
 
 def environment(**changes):
@@ -496,8 +493,8 @@ def test_a_bad_option_gets_one_line(options, words):
 
 
 @pytest.mark.slow
-def test_the_same_command_goes_on_where_it_was(tmp_path, short):
-    """In the end its counts are those of a run without a stop."""
+def test_the_same_command_goes_on_where_it_was(tmp_path):
+    """In the end its counts are those of a run without a stop: 80 pushes by four."""
     folder = str(tmp_path / "new" / "checkpoints")
     options = ["--engine", "simulated", "--mode", "sync", "--checkpoint", folder]
     assert call(*options, "--steps", "40").returncode == 0

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from tests import process_worker as worker
+from tests.conftest import KILLED
 
 ROOT = pathlib.Path(__file__).parents[1]
-# A killed process may leave half of a file, so it reads what others compiled and adds
-# nothing.
-KILLED = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "inf"}
 
 
 @contextlib.contextmanager

@@ -1,11 +1,12 @@
 """Leaves without a gradient take no part in a step.
 
 ``None`` for a leaf says that the loss gave it no gradient: it stays as it is, and so
-does its state. Transformations of this library know ``None``. Others may not: optax's
-own fail on it, or forget the leaf's state. So they get a node without leaves in the
-place of each such leaf, as with ``optax.masked``, and these leaves stay as they are.
-Their ``init`` shows which parts of a state belong to a leaf: it gets such a node
-instead of the leaf, and the node appears wherever the leaf's state would be.
+does its state. A ``float0`` says the same, and so does a masked node where parameters
+have a leaf. Transformations of this library know ``None``. Others may not: optax's own
+fail on it, or forget the leaf's state. So they get a node without leaves in the place
+of each such leaf, as with ``optax.masked``, and these leaves stay as they are. Their
+``init`` shows which parts of a state belong to a leaf: it gets such a node instead of
+the leaf, and the node appears wherever the leaf's state would be.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ from gradxform._trees.indexed_slices import IndexedSlices
 
 
 @jax.tree_util.register_pytree_node_class
-class Absent:
+class Absent(optax.MaskedNode):
     """A node without leaves that replaces the leaf of this number."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    number: int
+
+    def __new__(cls, number: int) -> Absent:
+        """A masked node that says which one it is."""
+        node = super().__new__(cls)
+        node.number = number
+        return node
 
     def tree_flatten(self) -> tuple[tuple[()], int]:
         """No children, and the number."""
@@ -43,10 +49,6 @@ def _is_absent(node: Any) -> bool:
     return isinstance(node, Absent)
 
 
-def _is_leaf(node: Any) -> bool:
-    return _is_absent(node) or maps.is_leaf(node)
-
-
 def update(
     tx: optax.GradientTransformation,
     updates: optax.Updates,
@@ -60,6 +62,7 @@ def update(
     among them, for a line search, gets all leaves.
     """
     tx = optax.with_extra_args_support(tx)
+    updates = _unmasked(maps.without_float0(updates), params)
     missing = _missing(updates)
     if not missing:
         return tx.update(updates, state, params, **extra)
@@ -86,7 +89,7 @@ def update(
         **shown,
     )
     new_updates = jax.tree.map(
-        lambda u: None if _is_absent(u) else u, new_updates, is_leaf=_is_leaf
+        lambda u: None if _is_absent(u) else u, new_updates, is_leaf=maps.is_leaf
     )
     return new_updates, part.whole_state(new_state, state)
 
@@ -124,6 +127,19 @@ def keep(
     return kept
 
 
+def _unmasked(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+    """None for each leaf of the parameters that is masked in the updates alone."""
+
+    def unmask(u: Any, p: Any) -> Any:
+        is_masked = isinstance(u, optax.MaskedNode) and jax.tree.leaves(p)
+        return jax.tree.map(lambda _: None, p) if is_masked else u
+
+    try:
+        return jax.tree.map(unmask, updates, params, is_leaf=maps.is_leaf)
+    except ValueError:  # No parameters, or others: the transformation may say so.
+        return updates
+
+
 class _Part:
     """The leaves that have a gradient, and their part of a state.
 
@@ -135,7 +151,7 @@ class _Part:
 
     def __init__(self, leaves: list[Any], tree: Any, marks: Any, whole: Any) -> None:
         self.leaves, self.tree, self.marks = leaves, tree, marks
-        self._structure = jax.tree.structure(whole, is_leaf=_none)
+        self._structure = jax.tree.structure(whole, is_leaf=maps.is_leaf)
 
     @classmethod
     def of(cls, tx: Any, state: Any, updates: Any, params: Any | None) -> _Part | None:
@@ -166,9 +182,7 @@ class _Part:
 
     def of_tree(self, tree: Any) -> Any:
         """The part of a tree like the parameters."""
-        return jax.tree.map(
-            lambda p, x: p if _is_absent(p) else x, self.tree, tree, is_leaf=_is_leaf
-        )
+        return maps.masked_like(self.tree, tree)
 
     def of_state(self, state: Any) -> Any:
         """The part of a state."""
@@ -193,7 +207,7 @@ class _Part:
         """The part of an extra argument."""
         if callable(value):
             return lambda *args, **kwargs: value(*self._filled(args), **kwargs)
-        structure: Any = jax.tree.structure(value, is_leaf=_none)
+        structure: Any = jax.tree.structure(value, is_leaf=maps.is_leaf)
         is_like_params = structure == self._structure and structure.num_nodes > 1
         return self.of_tree(value) if is_like_params else value
 

@@ -134,7 +134,7 @@ def accumulate(
 def _all_finite(updates: optax.Updates, global_step: jax.Array) -> jax.Array:
     """Whether a push is finite, on all devices that count their steps together."""
     leaves = jax.tree.leaves(updates, is_leaf=maps.is_leaf)
-    finite = [maps.all_finite(g) for g in leaves if g is not None]
+    finite = [maps.all_finite(g) for g in leaves if maps.has_gradient(g)]
     every = functools.reduce(jnp.logical_and, finite, jnp.array(True))
     varying = versions.varying_axes
     axes = varying(jax.typeof(every)) - varying(jax.typeof(global_step))

@@ -27,7 +27,8 @@ def compensate_delay(
         as for a mean over a minibatch, only a far larger number matters.
 
     Extra arguments of update:
-      worker_params: the parameters at which the worker computed the gradient.
+      worker_params: the parameters at which the worker computed the gradient. Where
+        there is no gradient they are not looked at.
 
     Returns:
       A transformation without state. Updates keep their shapes and dtypes.
@@ -67,6 +68,7 @@ def compensate_delay(
                 "gradients."
             )
         checks.same_shapes("updates", updates, "params", params)
+        worker_params = maps.masked_like(updates, worker_params)
         checks.same_shapes("updates", updates, "worker_params", worker_params)
 
         def compensate(g: jax.Array, w: jax.Array, w_worker: jax.Array) -> jax.Array:

@@ -116,6 +116,8 @@ def delayed(
     def init_fn(params: optax.Params) -> DelayedState:
         checks.of_same_kind("ring_dtype", ring_dtype, params)
         params = maps.held(params)
+        inner_state = inner.init(params)
+        checks.no_lookahead(params, inner_state, gate.LOOKAHEAD)
         leaves = boxes.bare(params)
 
         def zeros(p: jax.Array, delay: int) -> jax.Array:
@@ -129,7 +131,7 @@ def delayed(
             # One array for all leaves: on GPU each array costs the start of a kernel.
             count=constants.stacked(constants.zero(params, jnp.int32), number),
             ring=boxes.boxed(params, ring),
-            inner_state=inner.init(params),
+            inner_state=inner_state,
         )
 
     def guard(
@@ -144,7 +146,7 @@ def delayed(
         leaves, treedef = jax.tree.flatten(updates, is_leaf=maps.is_leaf)
         rings = jax.tree.leaves(ring, is_leaf=maps.is_leaf)
         delays = np.array(list(map(_delay, rings)), np.int32)
-        moves = np.array([g is not None for g in leaves], bool) & (delays > 0)
+        moves = np.array(list(map(maps.has_gradient, leaves)), bool) & (delays > 0)
         count = state.count
         place = jnp.where(count < delays, count, count - delays)  # count mod d
 
@@ -168,7 +170,7 @@ def delayed(
         never = (known != known) & (known == known)
 
         def put(g: Any, ring: Any, place: jax.Array) -> Any:
-            if g is None or not (delay := _delay(ring)):
+            if not maps.has_gradient(g) or not (delay := _delay(ring)):
                 return ring
             new = jnp.where(never, 0, narrow(jnp.asarray(g), ring.dtype))[None]
             if delay == 1:
@@ -188,12 +190,12 @@ def delayed(
 
 def _delay(ring: Any) -> int:
     """The delay of a leaf: the number of gradients in its ring."""
-    return ring.shape[0] if ring is not None and ring.ndim else 0
+    return ring.shape[0] if maps.has_gradient(ring) and ring.ndim else 0
 
 
 def _oldest(g: Any, ring: Any, place: jax.Array) -> Any:
     """The oldest gradient, which the new one will replace; the new one if d = 0."""
-    if g is None or not (delay := _delay(ring)):
+    if not maps.has_gradient(g) or not (delay := _delay(ring)):
         return g
     at = place if delay > 1 else 0
     old = jax.lax.dynamic_index_in_dim(ring, at, keepdims=False)

@@ -29,6 +29,12 @@ Act = Callable[..., tuple[Any, Any]]
 # params -> outcome, None where there is none
 Rest = Callable[[Any], Any]
 
+# Of gates that keep gradients, and make room for them by the parameters.
+LOOKAHEAD = (
+    "put it around this transformation, optax.lookahead(gradxform.accumulate(...), "
+    "...). It passes on no extra arguments, so what needs one cannot be inside."
+)
+
 
 class Guard(Protocol):
     """The body of a gate; see :func:`gate`."""
@@ -134,7 +140,7 @@ def either(
 
     def acts_like() -> Any:
         return jax.tree.map(
-            lambda old, new: new if old is None else _as_type(new, old),
+            lambda old, new: _as_type(new, old) if maps.has_gradient(old) else new,
             before,
             acts(),
             is_leaf=maps.is_leaf,
@@ -144,7 +150,9 @@ def either(
 
     def rests_like() -> Any:
         return jax.tree.map(
-            lambda old, new: _zeros(new) if old is None else _as_type(old, new),
+            lambda old, new: (
+                _as_type(old, new) if maps.has_gradient(old) else _zeros(new)
+            ),
             rested(),
             after,
             is_leaf=maps.is_leaf,
@@ -190,8 +198,8 @@ def _zeros(types: Any) -> Any:
     """Updates of these types that change nothing."""
 
     def nothing(leaf: Any) -> Any:
-        if leaf is None:
-            return None
+        if not maps.has_gradient(leaf):
+            return leaf
         if not isinstance(leaf, IndexedSlices):
             return constants.zeros_of_type(leaf)
         padding = constants.zeros_of_type(leaf.indices) + np.int32(leaf.dense_shape[0])

@@ -57,6 +57,8 @@ class Sums:
             dtype = dtypes.wide_dtype(p) if self._dtype is None else self._dtype
             return constants.full_like(p, 0, dtype)
 
+        inner_state = self._inner.init(params)
+        checks.no_lookahead(params, inner_state, gate.LOOKAHEAD)
         leaves = jax.tree.leaves(params, is_leaf=maps.is_leaf)
         bare = boxes.bare(params)
         # Two counters, not one twice: a buffer can be donated only once.
@@ -67,7 +69,7 @@ class Sums:
             # One array for all leaves: on GPU each array costs the start of a kernel.
             "pushed": constants.stacked(constants.zero(params, bool), len(leaves)),
             "row_counts": maps.map_params(no_rows, bare) if by_row else (),
-            "inner_state": self._inner.init(params),
+            "inner_state": inner_state,
         }
 
     def push(
@@ -95,7 +97,8 @@ class Sums:
             lambda: (None, (state.accumulated, state.row_counts)),
         )
         leaves, treedef = jax.tree.flatten(updates, is_leaf=maps.is_leaf)
-        holds = np.array([g is not None for g in leaves], bool)
+        totals = jax.tree.leaves(state.accumulated, is_leaf=maps.is_leaf)
+        holds = np.array(list(map(maps.has_gradient, leaves)), bool)
         pushed = state.pushed | (taken & holds)
 
         def step() -> tuple[Any, Any]:
@@ -109,10 +112,14 @@ class Sums:
                 params,
                 **gate.taken(self._inner, extra),
             )
-            # None: this push has a gradient for the leaf, so it acts.
+            # None: this push has a gradient for the leaf, so it acts. Or the leaf has no
+            # sum, because it is no parameter.
             acted = jax.tree.unflatten(
                 treedef,
-                [pushed[i] if g is None else None for i, g in enumerate(leaves)],
+                [
+                    pushed[i] if maps.has_gradient(total) and not holds[i] else None
+                    for i, total in enumerate(totals)
+                ],
             )
             rested = rest(params)
             before = () if rested is None else (rested,)
@@ -186,8 +193,8 @@ def _divide(full: jax.Array) -> Callable[..., Any]:
     def divide(g: Any, total: Any, n: Any) -> Any:
         # sum / n with the last push, in the sum's own buffer: inner may read it more
         # than once
-        if total is None:
-            return None
+        if not maps.has_gradient(total):
+            return total
 
         def quotient() -> jax.Array:
             one = jnp.ones((), dtypes.compute_dtype(total))
@@ -206,13 +213,17 @@ def _reduced(g: Any, total: Any, like: Any) -> Any:
 
     It is None only if there can never be a gradient, as for a parameter of integers.
     """
-    if g is not None:
+    if maps.has_gradient(g):
         return narrow(total, maps.dtype_of(g))
-    if total is None or not jnp.issubdtype(jnp.result_type(like), jnp.inexact):
+    if not maps.has_gradient(total):
+        return total
+    if not jnp.issubdtype(jnp.result_type(like), jnp.inexact):
         return None
     return narrow(total, jnp.result_type(like))
 
 
 def _if_pushed(acted: Any, new: Any, old: Any = 0) -> Any:
     """The old leaf if no push had a gradient for it; ``acted=None`` means one had."""
-    return new if acted is None or new is None else jnp.where(acted, new, old)
+    if acted is None or not maps.has_gradient(new):
+        return new
+    return jnp.where(acted, new, old)

@@ -151,6 +151,8 @@ def worker_mean(
 
     def init_fn(params: optax.Params) -> WorkerMeanState:
         checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
+        inner_state = inner.init(params)
+        checks.no_lookahead(params, inner_state, gate.LOOKAHEAD)
 
         def rows(number: int) -> Any:
             def zeros(p: jax.Array) -> jax.Array:
@@ -171,7 +173,7 @@ def worker_mean(
             row_counts=maps.map_params(none, boxes.bare(params)),
             means=rows(2 if ringleader else 1),
             turn=constants.zero(params, jnp.int32),
-            inner_state=inner.init(params),
+            inner_state=inner_state,
         )
 
     def guard(
@@ -299,7 +301,7 @@ def _added(
     """Table, its counts and the means with this push in row ``i`` and mean ``row``."""
 
     def change(g: Any, table: Any, counts: Any, means: Any) -> tuple[Any, Any, Any]:
-        if g is None:
+        if not maps.has_gradient(g):
             return table, counts, means
         held, count = dtypes.widen(_row(table, i)), one_more(counts[i])
         old = jnp.where(counts[i] == 0, 0, held)

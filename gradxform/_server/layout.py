@@ -115,7 +115,7 @@ class Layout(NamedTuple):
 
         A leaf of another shape is not cut, nor are the rows of a table.
         """
-        if leaf is None or isinstance(leaf, IndexedSlices):
+        if not maps.has_gradient(leaf) or isinstance(leaf, IndexedSlices):
             return None
         shape, cut = self._by_path().get(path, (None, None))
         return cut if shape == np.shape(leaf) else None
@@ -136,7 +136,7 @@ class Layout(NamedTuple):
 
         def take(path: Any, x: Any) -> Any:
             shape, cut = known.get(path[depth:], (None, None))
-            if x is None or isinstance(x, IndexedSlices) or cut is None:
+            if cut is None or maps.is_leaf(x):
                 return x
             return self._slice(np.asarray(x), cut, process) if shape == x.shape else x
 

@@ -58,10 +58,10 @@ class ParameterServer:
 
     Args:
       params: the initial parameters; they are copied.
-      tx: any ``optax.GradientTransformation``. A gate in it (:func:`drop_stale`,
-        :func:`conditional_accumulator`) decides what is dropped; without one, or with
-        :func:`accumulate`, nothing is too late. It receives ``local_step`` and all
-        extra arguments of :meth:`push`.
+      tx: any ``optax.GradientTransformation`` but ``optax.lookahead``. A gate in it
+        (:func:`drop_stale`, :func:`conditional_accumulator`) decides what is dropped;
+        without one, or with :func:`accumulate`, nothing is too late. It receives
+        ``local_step`` and all extra arguments of :meth:`push`.
       donate: whether steps update the server's own arrays in place.
       require_finite: whether gradients that hold NaN or inf are refused with an error,
         at the price of one more pass over them. Padding of :class:`IndexedSlices`

@@ -74,6 +74,7 @@ class Parcel(NamedTuple):
           TypeError: ``grads`` does not fit; the error names the first path.
         """
         wire.register()
+        grads = maps.without_float0(grads)
         layout.check(grads)
         arrays: list[Any] = []
         cuts: list[int] = []

@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding
 from gradxform._late import gate
 from gradxform._late.drop_stale import drop_stale
 from gradxform._server.layout import Layout, Part, spec
-from gradxform._server.places import is_function
+from gradxform._server.places import LOOKAHEAD, is_function
 from gradxform._server.rows import in_sizes
-from gradxform._trees import maps
+from gradxform._trees import checks, maps
 from gradxform._trees.indexed_slices import IndexedSlices
 
 
@@ -54,7 +54,9 @@ class Spread:
         All processes must call it together.
         """
         (layout,) = self.layouts
-        if not gate.states(jax.eval_shape(tx.init, layout.types)):
+        state = jax.eval_shape(tx.init, layout.types)
+        checks.no_lookahead(layout.types, state, LOOKAHEAD)
+        if not gate.states(state):
             tx = drop_stale(tx, np.iinfo(np.int32).max)  # A gate that is always open.
         self.layouts = layout, layout.of_state(tx.init)
         given, self._params = self._params, None
@@ -99,7 +101,7 @@ class Spread:
         lie = {path: (x.shape, cut) for (path, x), cut in pairs}
 
         def bring(path: Any, x: Any) -> Any:
-            if x is None:
+            if not maps.has_gradient(x):
                 return x
             if isinstance(x, IndexedSlices):
                 return jax.tree.map(self._array, in_sizes(x))
@@ -170,7 +172,7 @@ class Spread:
         flat = [dict(jax.tree.leaves_with_path(each)) for each in trees]
 
         def as_seen(path: Any, x: Any) -> Any:
-            if x is None or (path := path[depth:]) not in flat[0]:
+            if not maps.has_gradient(x) or (path := path[depth:]) not in flat[0]:
                 return x
             users, lies, shape = (each[path].shape for each in flat)
             if isinstance(x, IndexedSlices):

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradxform._late import gate
 from gradxform._late.drop_stale import drop_stale
+from gradxform._trees import checks
 
 
 def copy(tree: Any) -> Any:
@@ -47,6 +48,12 @@ def made(params: Any) -> Any:
     return params() if is_function(params) else params
 
 
+LOOKAHEAD = (
+    "a server applies what workers push to all that it keeps. Give it params.fast and "
+    "the optimizer without lookahead."
+)
+
+
 def settle(
     tx: optax.GradientTransformation, params: Any
 ) -> tuple[optax.GradientTransformation, Any, Any]:
@@ -58,6 +65,7 @@ def settle(
     """
     params = copy(made(params))
     state = tx.init(params)
+    checks.no_lookahead(params, state, LOOKAHEAD)
     if not gate.states(state):
         tx = drop_stale(tx, np.iinfo(np.int32).max)  # A gate that is always open.
         state = tx.init(params)

@@ -127,6 +127,7 @@ class PushPrograms:
         """
         if self.spread:
             return self._prepare_parts(self.spread, grads, extra)
+        grads = maps.without_float0(grads)
         leaves, tree = jax.tree.flatten((grads, extra), is_leaf=is_sparse)
         if IndexedSlices in map(type, leaves):
             sized = map(in_sizes, leaves)
@@ -256,7 +257,7 @@ class PushPrograms:
         for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=maps.is_leaf):
             if isinstance(leaf, IndexedSlices):
                 yield from [self._place.everywhere] * 2  # Values and indices.
-            elif leaf is not None:
+            elif maps.has_gradient(leaf):
                 shape, sharding = self._params.get(path[depth:], (None, None))
                 yield sharding if shape == np.shape(leaf) else self._place.everywhere
 
@@ -294,7 +295,7 @@ def _leaves_like(
 
 def _check_finite(grads: optax.Updates) -> None:
     flat = jax.tree.leaves_with_path(grads, is_leaf=maps.is_leaf)
-    flat = [(path, leaf) for path, leaf in flat if leaf is not None]
+    flat = [(path, leaf) for path, leaf in flat if maps.has_gradient(leaf)]
     finite = np.asarray(_all_finite([leaf for _, leaf in flat]))
     for (path, _), is_finite in zip(flat, finite, strict=True):
         if not is_finite:

@@ -7,6 +7,7 @@ the line that computes it.
 - ``clipping``: by the global norm, by the norm of each leaf, and ``clip_before``, which
   puts Keras's clip arguments in front of an optimizer and hands it the norms.
 - ``adagrad`` and ``novograd``: they take those norms and read the gradients once less.
+- ``momentum``: how the momentum of these and the next two begins, and is read.
 - ``delayed_nesterov``: momentum for gradients that arrive one by one, and late.
 - ``momentum_look_ahead``: also for such gradients; it steps ahead along the momentum.
   With ``alignment`` it corrects gradients that do not point along the momentum.

@@ -89,18 +89,17 @@ def aligned(
     held = maps.map_updates(lambda _, m: m, updates, mu)
     squares, _ = norms.squared_norms(updates, **where)
     lengths, _ = norms.squared_norms(held, **where)
-    dots, _ = norms.products(updates, held, **where)
+    both = maps.map_updates(
+        lambda _, gg, mm: gg + mm.astype(gg.dtype), updates, squares, lengths
+    )
+    dots, _ = norms.products(updates, held, both, **where)
 
     @jax.jit  # Traced once for each shape, not for each layer.
     def shares(gg: jax.Array, mm: jax.Array, gm: jax.Array) -> Shares:
         numbers = (jnp.asarray(x, gg.dtype) for x in alignment)
         agrees, opposed, confidence, rotation, shrinkage, most, eps = numbers
-        g, m, gm = (
-            arithmetic.safe_sqrt(gg),
-            arithmetic.safe_sqrt(mm),
-            gm.astype(gg.dtype),
-        )
-        m = m.astype(gg.dtype)
+        mm, gm = (x.astype(gg.dtype) for x in (mm, gm))
+        g, m = arithmetic.safe_sqrt(gg), arithmetic.safe_sqrt(mm)
         c = jnp.clip(gm / (g * m + eps), -1, 1)
         sure = g / (g + confidence * m + eps)
         # g - β·(g·m̂)·m̂, β = min(shrinkage·(-c)·κ, max_shrinkage)

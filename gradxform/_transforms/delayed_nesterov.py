@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._transforms import momentum
 from gradxform._transforms.learning_rate import scale_by_learning_rate
-from gradxform._trees import arithmetic, barrier, boxes, checks, constants, dtypes, maps
+from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 
 
 class ScaleByDelayedNesterovState(NamedTuple):
@@ -97,20 +98,14 @@ def scale_by_delayed_nesterov(
     given = getattr(checks.real(activation), "dtype", np.float64)
     most = max(most, float(np.asarray(most, given)))
     activation = checks.in_range("activation", activation, f"[0, {most}]")
-    given = {"mu_dtype": mu_dtype, "accumulator_dtype": accumulator_dtype}
-    for name, dtype in given.items():
-        checks.state_dtype(name, dtype, complex_too=True)
+    checks.state_dtype("mu_dtype", mu_dtype, complex_too=True)
+    checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
 
     def init_fn(params: optax.Params) -> ScaleByDelayedNesterovState:
-        for name, dtype in given.items():
-            checks.of_same_kind(name, dtype, params)
+        checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
 
         def no_gradients(p: jax.Array) -> jax.Array:
             return constants.full_like(p, 0, jnp.int32, axes=0)
-
-        def zero_momentum(p: jax.Array) -> jax.Array:
-            dtype = dtypes.inexact_dtype(p) if mu_dtype is None else mu_dtype
-            return constants.full_like(p, 0, dtype)
 
         def zero_sum(p: jax.Array) -> jax.Array:
             dtype = accumulator_dtype
@@ -120,7 +115,7 @@ def scale_by_delayed_nesterov(
 
         return ScaleByDelayedNesterovState(
             count=maps.map_params(no_gradients, boxes.bare(params)),
-            mu=maps.map_params(zero_momentum, params),
+            mu=momentum.zeros(params, mu_dtype),
             accumulated=maps.map_params(zero_sum, params),
         )
 
@@ -131,8 +126,7 @@ def scale_by_delayed_nesterov(
         **extra: Any,
     ) -> tuple[optax.Updates, ScaleByDelayedNesterovState]:
         del params, extra
-        checks.dense("delayed_nesterov", updates)
-        checks.same_shapes("updates", updates, "mu", state.mu)
+        momentum.check("delayed_nesterov", updates, state.mu)
         before = boxes.as_in(updates, state.count)
 
         def number(_: jax.Array, count: jax.Array) -> jax.Array:
@@ -165,9 +159,7 @@ def scale_by_delayed_nesterov(
             c, n, decay = (jnp.asarray(x, dtypes.compute_dtype(g)) for x in numbers)
             share = jnp.where(moves(t), 1 - c * n + c, c)
             g = dtypes.widen(g)
-            if mu.dtype.itemsize < 4:  # Otherwise the step would compute it again.
-                mu = barrier.apart(mu)
-            mu = mu.astype(g.dtype)
+            mu = momentum.for_step(mu, g)
             return arithmetic.scale(mu, share * decay) + arithmetic.scale(g, 1 / n)
 
         count = maps.map_state(number, updates, before)

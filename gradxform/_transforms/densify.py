@@ -51,6 +51,7 @@ def densify() -> optax.GradientTransformationExtraArgs:
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del extra
         like = () if params is None else (params,)
+        updates = maps.without_float0(updates)
         return jax.tree.map(dense, updates, *like, is_leaf=maps.is_leaf), state
 
     return optax.GradientTransformationExtraArgs(

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gradxform._trees import arithmetic, checks, constants, maps
@@ -32,7 +33,7 @@ def scale_by_learning_rate(
       schedule. Updates keep their shapes and dtypes.
 
     Raises:
-      TypeError: the rate has an imaginary part.
+      TypeError: the rate is an array of several, or has an imaginary part.
 
     Source: ``optax.scale_by_learning_rate``; ``tf.train.GradientDescentOptimizer``.
 
@@ -65,10 +66,17 @@ def scale_by_learning_rate(
 
 
 def checked_rate(rate: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
-    """The learning rate of a step; ``TypeError`` if it is not real."""
+    """The learning rate of a step; ``TypeError`` if it is not one real number.
+
+    An array would be a rate for each column of some leaves, and fit others not at all.
+    """
     rate = checks.real(rate)
-    if jnp.iscomplexobj(rate):
-        raise TypeError(f"learning_rate must be real, got {rate!r}.")
+    if np.shape(rate):
+        raise TypeError(
+            f"learning_rate must be a real scalar, got {rate!r}. For leaves with rates "
+            "of their own use optax.partition, for several runs at once jax.vmap."
+        )
+    checks.real_scalar("learning_rate", rate)
     return rate
 
 

@@ -98,10 +98,11 @@ def measure_cosine(
         checks.same_shapes("updates", updates, "previous", state.previous)
         before = boxes.as_in(updates, state.squares)
         squares, square = norms.squared_norms(updates, axis_name=axis_name)
-        _, dot = norms.products(updates, state.previous, axis_name=axis_name)
-        held = jax.tree.leaves(maps.map_updates(lambda _, s: s, updates, before))
+        _, dot = norms.products(updates, state.previous, squares, axis_name=axis_name)
+        held = maps.map_updates(lambda _, s: s.astype(dot.dtype), updates, before)
         # ⟨g, g'⟩ / (‖g‖ · ‖g'‖)
-        length = arithmetic.safe_sqrt(square) * arithmetic.safe_sqrt(norms.total(held))
+        old = norms.total(jax.tree.leaves(held))
+        length = arithmetic.safe_sqrt(square) * arithmetic.safe_sqrt(old)
         cosine = dot / jnp.where(length < jnp.finfo(length.dtype).tiny, 1, length)
 
         # `known` is always false, but the compiler does not know that. So it computes
@@ -112,7 +113,7 @@ def measure_cosine(
             return jnp.where(known, 0, g).astype(old.dtype)
 
         squares = maps.map_state(lambda s, old: s.astype(old.dtype), squares, before)
-        return updates, MeasureCosineState(
+        return maps.without_float0(updates), MeasureCosineState(
             cosine=jnp.clip(cosine, -1, 1).astype(jnp.float32),
             previous=maps.map_state(keep, updates, state.previous),
             squares=boxes.as_in(state.squares, squares),

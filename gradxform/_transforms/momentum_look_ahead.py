@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._transforms import momentum
 from gradxform._transforms.alignment import (
     MomentumAlignment,
     Shares,
@@ -16,16 +17,7 @@ from gradxform._transforms.alignment import (
     checked,
 )
 from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
-from gradxform._trees import (
-    arithmetic,
-    barrier,
-    boxes,
-    checks,
-    constants,
-    dtypes,
-    maps,
-    norms,
-)
+from gradxform._trees import arithmetic, boxes, checks, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
 
 
@@ -123,14 +115,8 @@ def scale_by_momentum_look_ahead(
     alignment = None if alignment is None else checked(alignment)
 
     def init_fn(params: optax.Params) -> ScaleByMomentumLookAheadState:
-        checks.of_same_kind("mu_dtype", mu_dtype, params)
         norms.check_stacked(stacked_axes, params)
-
-        def zero(p: jax.Array) -> jax.Array:
-            dtype = dtypes.inexact_dtype(p) if mu_dtype is None else mu_dtype
-            return constants.full_like(p, 0, dtype)
-
-        return ScaleByMomentumLookAheadState(mu=maps.map_params(zero, params))
+        return ScaleByMomentumLookAheadState(mu=momentum.zeros(params, mu_dtype))
 
     def update_fn(
         updates: optax.Updates,
@@ -139,8 +125,7 @@ def scale_by_momentum_look_ahead(
         **extra: Any,
     ) -> tuple[optax.Updates, ScaleByMomentumLookAheadState]:
         del params, extra
-        checks.dense("momentum_look_ahead", updates)
-        checks.same_shapes("updates", updates, "mu", state.mu)
+        momentum.check("momentum_look_ahead", updates, state.mu)
 
         def factors(g: jax.Array, shares: Shares) -> Iterator[jax.Array]:
             """b1, 1 - b1, and the shares, in the dtype of the arithmetic."""
@@ -163,9 +148,7 @@ def scale_by_momentum_look_ahead(
             kept = jnp.where(none, 1, kept)
             back = jnp.where(none, 1, b / kept)
             g = dtypes.widen(g)
-            if mu.dtype.itemsize < 4:  # Otherwise the step would compute it again.
-                mu = barrier.apart(mu)
-            mu = dtypes.widen(mu).astype(g.dtype)
+            mu = momentum.for_step(mu, g)
             return _scale(g, a * (decay / kept)) + _scale(mu, back + decay)
 
         if alignment is None:
@@ -296,7 +279,6 @@ def worker_start(
             "for this step, schedule(gradxform.global_step(state))."
         )
     learning_rate = checked_rate(learning_rate)
-    checks.real_scalar("learning_rate", learning_rate)
 
     def is_one(node: Any) -> bool:
         return isinstance(node, ScaleByMomentumLookAheadState)
@@ -316,22 +298,18 @@ def worker_start(
         raise ValueError(f"the state holds several momenta, at {paths}: pass one part.")
     mu = boxes.as_in(params, found[0][1])  # Flax has other boxes around state.
     checks.dense("worker_start", params)
-    checks.same_shapes("the momentum", mu, "params", params)
+    checks.same_shapes("the momentum", mu, "params", maps.masked_like(mu, params))
     ahead = -jnp.asarray(learning_rate) * b1
 
-    def start(m: Any, w: jax.Array) -> jax.Array:
+    def start(m: Any, w: Any) -> Any:
         # w - learning_rate·b1·m
-        w = jnp.asarray(w)
-        if _is_masked(m):
-            return w
-        return arithmetic.added(arithmetic.scale(dtypes.widen(m), ahead), w)
+        if not maps.has_gradient(m):
+            return jax.tree.map(jnp.asarray, w)
+        m = dtypes.widen(m)
+        return arithmetic.added(arithmetic.scale(m, ahead), jnp.asarray(w))
 
-    return jax.tree.map(start, mu, params, is_leaf=_is_masked)
+    return jax.tree.map(start, mu, params, is_leaf=maps.is_leaf)
 
 
 def _scale(x: jax.Array, factor: Any) -> jax.Array:
     return arithmetic.scale(x, arithmetic.expand(jnp.asarray(factor), x))
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._transforms import clipping
+from gradxform._transforms import clipping, momentum
 from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
@@ -126,19 +126,14 @@ def scale_by_novograd(
 
     def init_fn(params: optax.Params) -> ScaleByNovogradState:
         axes = norms.check_stacked(stacked_axes, params)
-        checks.of_same_kind("mu_dtype", mu_dtype, params)
         decayed(params)
-
-        def zero_momentum(p: jax.Array) -> jax.Array:
-            dtype = dtypes.inexact_dtype(p) if mu_dtype is None else mu_dtype
-            return constants.full_like(p, 0, dtype)
 
         def zero_norms(p: jax.Array, stacked: int) -> jax.Array:
             return constants.full_like(p, -0.0, dtypes.compute_dtype(p), axes=stacked)
 
         return ScaleByNovogradState(
             count=constants.zero(params, jnp.int32),
-            mu=maps.map_params(zero_momentum, params),
+            mu=momentum.zeros(params, mu_dtype),
             nu=maps.map_params(zero_norms, boxes.bare(params), boxes.bare(axes)),
         )
 
@@ -155,8 +150,7 @@ def scale_by_novograd(
         # By these extra arguments `novograd` shares the clip's norms and puts the
         # learning rate inside the momentum.
         del extra
-        checks.dense("novograd", updates)
-        checks.same_shapes("updates", updates, "mu", state.mu)
+        momentum.check("novograd", updates, state.mu)
         if squared_norms is None:
             squared_norms, _ = norms.squared_norms(
                 updates, axis_name=axis_name, stacked_axes=stacked_axes

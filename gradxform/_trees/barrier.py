@@ -18,4 +18,18 @@ def apart(x: jax.Array) -> jax.Array:
     return _apart(x)
 
 
+def after(x: jax.Array, known: jax.Array) -> jax.Array:
+    """``x``, with which the compiler for CPU does nothing before ``known`` is known.
+
+    Two barriers around one array are one for the compiler, and their users share what
+    they compute. These two are not.
+    """
+    return _after(x, known)
+
+
 _apart = linear("apart", lambda x: x, cpu=jax.lax.optimization_barrier)
+_after = linear(
+    "after",
+    lambda x, known: x,
+    cpu=lambda x, known: jax.lax.optimization_barrier((x, known))[0],
+)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._trees import dtypes
+from gradxform._trees import dtypes, maps
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 
 COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # For counts, which are int32 on devices.
@@ -112,8 +112,19 @@ def transformation(name: str, value: Any) -> None:
         )
 
 
-def no_lookahead(params: Any, state: Any) -> None:
-    """Raises ``TypeError`` if ``optax.lookahead`` keeps two copies of parameters."""
+def no_lookahead(
+    params: Any,
+    state: Any,
+    cure: str = "call tx.update(grads, state, params), and "
+    "gradxform.apply_updates(params, updates).",
+) -> None:
+    """Raises ``TypeError`` if ``optax.lookahead`` keeps two copies of parameters.
+
+    Args:
+      params: the parameters.
+      state: their state, or a part of it.
+      cure: what to do, for the message.
+    """
     kinds = optax.LookaheadParams, optax.LookaheadState
 
     def is_one(node: Any) -> bool:
@@ -122,8 +133,7 @@ def no_lookahead(params: Any, state: Any) -> None:
     if any(map(is_one, jax.tree.leaves((params, state), is_leaf=is_one))):
         raise TypeError(
             "optax.lookahead keeps two copies of the parameters, LookaheadParams, and "
-            "takes the gradients of only one, params.fast: call tx.update(grads, "
-            "state, params), and gradxform.apply_updates(params, updates)."
+            f"takes the gradients of only one, params.fast: {cure}"
         )
 
 
@@ -217,14 +227,6 @@ def slashed(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _has_no_gradient(node: Any) -> bool:
-    return node is None or isinstance(node, optax.MaskedNode)
-
-
-def _is_leaf(node: Any) -> bool:
-    return _has_no_gradient(node) or isinstance(node, IndexedSlices)
-
-
 def same_shapes(
     name: str,
     tree: Any,
@@ -268,10 +270,10 @@ def same_shapes(
         if path not in flat:
             fail(path, "no leaf", _describe(reference_leaf))
         leaf = flat[path]
-        if _has_no_gradient(leaf) or (none_takes_all and reference_leaf is None):
+        if not maps.has_gradient(leaf) or (none_takes_all and reference_leaf is None):
             continue
         wanted = np.shape(reference_leaf)
-        if _has_no_gradient(reference_leaf) or expected(leaf) != wanted:
+        if not maps.has_gradient(reference_leaf) or expected(leaf) != wanted:
             fail(path, _describe(leaf), _describe(reference_leaf))
     for path, leaf in flat.items():
         if path not in flat_reference:
@@ -282,7 +284,7 @@ def same_shapes(
 
 def _flat(tree: Any) -> tuple[dict[Any, Any], Any]:
     """The leaves by their paths, and the structure."""
-    leaves, structure = jax.tree.flatten_with_path(tree, is_leaf=_is_leaf)
+    leaves, structure = jax.tree.flatten_with_path(tree, is_leaf=maps.is_leaf)
     return dict(leaves), structure
 
 
@@ -308,8 +310,8 @@ def _other_node(tree: Any, reference: Any) -> tuple[Any, str, str]:
 def same_dtypes(name: str, tree: Any, reference_name: str, reference: Any) -> None:
     """Raises ``TypeError`` at the first path where two like trees differ in dtype."""
     flat = dict(jax.tree.leaves_with_path(reference))
-    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_leaf):
-        if not _has_no_gradient(leaf) and _dtype(leaf) != flat[path].dtype:
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=maps.is_leaf):
+        if maps.has_gradient(leaf) and _dtype(leaf) != flat[path].dtype:
             raise TypeError(
                 f"{name} and {reference_name} differ in dtype at {place(path)}: {name} "
                 f"has {_describe(leaf)}, {reference_name} has {_describe(flat[path])}. "
@@ -319,7 +321,7 @@ def same_dtypes(name: str, tree: Any, reference_name: str, reference: Any) -> No
 
 def dense(transformation: str, updates: Any) -> None:
     """Raises ``TypeError`` if a gradient is row-sparse."""
-    for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=_is_leaf):
+    for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=maps.is_leaf):
         if isinstance(leaf, IndexedSlices):
             raise TypeError(
                 f"{transformation} changes every row at every step, so it takes dense "
@@ -334,7 +336,7 @@ def _dtype(leaf: Any) -> Any:
 
 
 def _describe(leaf: Any) -> str:
-    if _has_no_gradient(leaf):
+    if leaf is None or isinstance(leaf, optax.MaskedNode):
         return repr(leaf)
     if isinstance(leaf, IndexedSlices):
         rows = _describe(leaf.values)

@@ -14,11 +14,13 @@ from gradxform._trees import versions
 
 def linear(
     name: str,
-    f: Callable[[jax.Array], jax.Array],
+    f: Callable[..., jax.Array],
     *,
-    cpu: Callable[[jax.Array], jax.Array],
-) -> Callable[[jax.Array], jax.Array]:
+    cpu: Callable[..., jax.Array],
+) -> Callable[..., jax.Array]:
     """``f``, which is elementwise and linear; programs for CPU use ``cpu`` instead.
+
+    Operands after the first do not change the result. They are computed before it.
 
     ``cpu`` may work on bits or use a barrier, which have no derivative, transpose or
     Taylor series. So it replaces ``f`` only when a program is lowered for a platform,
@@ -26,27 +28,35 @@ def linear(
     """
     operation = versions.Primitive(f"gradxform_{name}")
 
-    def type_of(x: Any) -> Any:
-        return x.update(dtype=jax.eval_shape(f, x).dtype, weak_type=False)
+    def type_of(x: Any, *before: Any) -> Any:
+        return x.update(dtype=jax.eval_shape(f, x, *before).dtype, weak_type=False)
 
-    def transposed(cotangent: Any, x: Any) -> list[Any]:
-        return [cotangent.astype(x.aval.dtype)]
+    def transposed(cotangent: Any, *operands: Any) -> list[Any]:
+        def of(number: int, x: Any) -> Any:
+            if not ad.is_undefined_primal(x):
+                return None
+            return ad.Zero(x.aval) if number else cotangent.astype(x.aval.dtype)
+
+        return [of(number, x) for number, x in enumerate(operands)]
+
+    def batched(operands: Any, axes: Any) -> tuple[Any, Any]:
+        return operation.bind(*operands), axes[0]
 
     operation.def_abstract_eval(type_of)
     ad.deflinear2(operation, transposed)
-    batching.defvectorized(operation)
+    batching.primitive_batchers[operation] = batched
     for how, platform in ((f, None), (cpu, "cpu")):
         lowered = mlir.lower_fun(how, multiple_results=False)
         mlir.register_lowering(operation, lowered, platform=platform)
 
-    once: Callable[[jax.Array], jax.Array]
+    once: Callable[..., jax.Array]
     once = jax.jit(operation.bind)  # Traced once for each shape, not for each leaf.
     operation.def_impl(once)
 
-    def apply(x: jax.Array) -> jax.Array:
+    def apply(*operands: jax.Array) -> jax.Array:
         # Only code that takes a Taylor series needs it, and has imported it.
         if jet := sys.modules.get("jax.experimental.jet"):
             jet.deflinear(operation)
-        return once(x)
+        return once(*operands)
 
     return apply

@@ -1,9 +1,10 @@
 """Maps over trees that know every kind of leaf a gradient tree may hold.
 
-A leaf of a gradient tree is an array, an ``IndexedSlices``, or ``None`` where the loss
-gave no gradient. The maps here show a function only the values of an ``IndexedSlices``.
-``None`` stays ``None`` in updates, and its state stays as it was. ``optax.MaskedNode``
-is a node without leaves and passes through by itself.
+A leaf of a gradient tree is an array, an ``IndexedSlices``, or says that there is no
+gradient: ``None``, an ``optax.MaskedNode``, or the ``float0`` that JAX gives for
+integers. The maps here show a function only the values of an ``IndexedSlices``. Where
+there is no gradient, the leaf stays in updates, a ``float0`` as ``None``, its state
+stays as it was, and whatever other trees hold there is not looked at.
 
 A function that is not linear in the gradient needs repeated rows summed first. A
 function that also reads state or parameters needs the rows that the gradient touches::
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from gradxform._trees import arithmetic
 from gradxform._trees.indexed_slices import IndexedSlices, add_rows, is_sparse
@@ -30,7 +32,39 @@ from gradxform._trees.rows import places, take_rows, take_summed, write_summed
 
 def is_leaf(node: Any) -> bool:
     """Whether the maps here stop at this node, although it is no array."""
-    return node is None or isinstance(node, IndexedSlices)
+    return node is None or isinstance(node, IndexedSlices | optax.MaskedNode)
+
+
+def has_gradient(g: Any) -> bool:
+    """Whether a leaf holds a gradient."""
+    if g is None or isinstance(g, optax.MaskedNode):
+        return False
+    return getattr(g, "dtype", None) != jax.dtypes.float0
+
+
+def without_float0(updates: Any) -> Any:
+    """The same updates, with ``None`` for each ``float0``, which JAX gives integers."""
+    return jax.tree.map(_without_float0, updates, is_leaf=is_leaf)
+
+
+def _without_float0(g: Any) -> Any:
+    is_leaf_of_integers = getattr(g, "dtype", None) == jax.dtypes.float0
+    return None if is_leaf_of_integers else g
+
+
+def masked_like(updates: Any, tree: Any) -> Any:
+    """The tree, masked where the updates are; ``optax.masked`` does not do that.
+
+    A tree of another structure comes back as it is.
+    """
+
+    def mask(g: Any, x: Any) -> Any:
+        return g if isinstance(g, optax.MaskedNode) else x
+
+    try:
+        return jax.tree.map(mask, updates, tree, is_leaf=is_leaf)
+    except ValueError:
+        return tree
 
 
 def values(g: Any) -> jax.Array:
@@ -58,11 +92,11 @@ def all_finite(g: Any) -> jax.Array:
 
 
 def map_updates(f: Callable[..., Any], updates: Any, *rest: Any) -> Any:
-    """``f`` of each gradient, or of its values if it is row-sparse; ``None`` stays."""
+    """``f`` of each gradient, or of its values if it is row-sparse."""
 
     def update(g: Any, *r: Any) -> Any:
-        if g is None:
-            return None
+        if not has_gradient(g):
+            return _without_float0(g)
         new = f(values(g), *r)
         return g.with_values(new) if isinstance(g, IndexedSlices) else new
 
@@ -72,7 +106,7 @@ def map_updates(f: Callable[..., Any], updates: Any, *rest: Any) -> Any:
 def map_state(f: Callable[..., Any], updates: Any, state: Any, *rest: Any) -> Any:
     """New state leaves ``f(g, s, ...)``; a leaf without gradient keeps its state."""
     return jax.tree.map(
-        lambda g, s, *r: s if g is None else f(values(g), jnp.asarray(s), *r),
+        lambda g, s, *r: f(values(g), jnp.asarray(s), *r) if has_gradient(g) else s,
         updates,
         state,
         *rest,
@@ -161,7 +195,9 @@ def broadcast(prefix: Any, tree: Any) -> Any:
         return tree
 
     def fill(value: Any, part: Any) -> Any:
-        return jax.tree.map(lambda _: value, part, is_leaf=is_sparse)
+        return jax.tree.map(
+            lambda x: value if has_gradient(x) else None, part, is_leaf=is_sparse
+        )
 
     prefix = prefix(tree) if _is_function(prefix) else prefix
     return jax.tree.map(fill, prefix, tree, is_leaf=is_leaf)

@@ -68,7 +68,7 @@ def squared_norms(
     squares: list[Any] = [None] * len(leaves)
     small: dict[int, jax.Array] = {}
     for i, g in enumerate(leaves):
-        if g is None:
+        if not maps.has_gradient(g):
             continue
         x, axes = maps.values(g), next(depths)
         if axes or not _is_small(x):
@@ -87,26 +87,42 @@ def squared_norms(
 
 
 def products(
-    updates: Any, others: Any, *, axis_name: AxisName = None, stacked_axes: Any = None
+    updates: Any,
+    others: Any,
+    squares: Any,
+    *,
+    axis_name: AxisName = None,
+    stacked_axes: Any = None,
 ) -> tuple[Any, jax.Array]:
-    """``Re⟨g, h⟩`` of each layer, and of all together; as :func:`squared_norms`."""
+    """``Re⟨g, h⟩`` of each layer, and of all together; as :func:`squared_norms`.
 
-    def product(g: jax.Array, h: Any, stacked: int) -> jax.Array:
-        g, h = (
-            dtypes.widen(barrier.apart(x) if x.dtype.itemsize < 4 else x)
-            for x in (g, jnp.asarray(h))
-        )
+    ``squares`` are those of the layers, which others have computed: they come first.
+    """
+
+    def product(g: jax.Array, h: Any, stacked: int, square: jax.Array) -> jax.Array:
+        g, h = (_read_again(x, square) for x in (g, jnp.asarray(h)))
         h = h.astype(g.dtype)
         if jnp.iscomplexobj(g):
             return _sum(g.real * h.real + g.imag * h.imag, stacked)
         return _sum(g * h, stacked)
 
     depths = maps.broadcast(stacked_axes or 0, updates)
-    layers = maps.map_updates(product, updates, others, depths)
+    layers = maps.map_updates(product, updates, others, depths, squares)
     parts = jax.tree.leaves(layers)
     if axis_name is not None:
         layers, parts = mesh.sums(layers, axis_name, jax.tree.leaves(depths))
     return layers, total(parts)
+
+
+def _read_again(x: jax.Array, square: jax.Array) -> jax.Array:
+    """A widened array of which a sum of squares is known.
+
+    A bfloat16 is widened within each sum. For sums of float16, the compiler for CPU
+    writes a widened copy, which they had better share.
+    """
+    if x.dtype == jnp.bfloat16:
+        return dtypes.widen(barrier.after(x, square))
+    return dtypes.widen(barrier.apart(x) if x.dtype.itemsize < 4 else x)
 
 
 def squared_rows(updates: Any, *, limit: jax.typing.ArrayLike | None = None) -> Any:

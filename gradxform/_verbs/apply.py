@@ -46,12 +46,12 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     """
     checks.same_shapes("updates", updates, "params", params, none_takes_all=True)
 
-    return jax.tree.map(
-        lambda u, p: p if u is None or p is None else maps.added(u, jnp.asarray(p)),
-        updates,
-        params,
-        is_leaf=maps.is_leaf,
-    )
+    def added(u: Any, p: Any) -> Any:
+        if p is None or not maps.has_gradient(u):
+            return p
+        return maps.added(u, jnp.asarray(p))
+
+    return jax.tree.map(added, updates, params, is_leaf=maps.is_leaf)
 
 
 def apply_gradients(
@@ -75,8 +75,9 @@ def apply_gradients(
 
     Args:
       tx: any ``optax.GradientTransformation``.
-      grads: gradients of the structure and shapes of ``params``; ``None`` leaves a
-        parameter and its state as they are.
+      grads: gradients of the structure and shapes of ``params``. ``None`` leaves a
+        parameter and its state as they are; so does the ``float0`` that ``jax.grad``
+        with ``allow_int=True`` gives for integers, and an ``optax.MaskedNode``.
       state: the state of ``tx``.
       params: the parameters. A part of a table, from
         ``ParameterServer.pull(rows=...)``, is a table of its own here, and its state is
@@ -109,7 +110,7 @@ def apply_gradients(
     """
     checks.no_lookahead(params, state)
     checks.same_shapes("grads", grads, "params", params)
-    if not jax.tree.leaves(grads):
+    if not any(map(maps.has_gradient, jax.tree.leaves(grads))):
         raise ValueError(
             "grads has no gradient for any leaf of params; differentiate a loss that "
             "depends on at least one of them."
@@ -236,7 +237,7 @@ def _numbered(grads: optax.Updates, params: optax.Params) -> optax.Updates:
     """The same gradients; for a part of a table, its rows count from 0."""
 
     def number(path: Any, p: Any, g: Any) -> Any:
-        if not isinstance(p, IndexedSlices) or g is None:
+        if not isinstance(p, IndexedSlices) or not maps.has_gradient(g):
             return g
         if not isinstance(g, IndexedSlices):
             raise TypeError(

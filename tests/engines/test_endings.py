@@ -530,7 +530,7 @@ def test_a_step_that_needs_more_pushes_than_required_is_an_error(engine):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_require_finite_ends_a_run_before_nan_has_done_anything(engine, tmp_path):
+def test_require_finite_ends_a_run_before_nan_has_done_anything(engine):
     def spoiled(params):
         loss, grads = ones(params)
         return loss, grads * jnp.where(params <= -3, jnp.nan, 1.0)

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import signal
 import threading
-import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import pytest
 import gradxform as gx
 from gradxform import engines
 from gradxform._server.extras import require
-from gradxform.engines._work import work
+from gradxform.engines import _work
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -197,18 +197,22 @@ def test_a_refused_push_ends_the_run(engine):
 def test_threads_end_with_the_context():
     with engines.threads(make_job("async", [1e-3] * 3, 10**6)) as running:
         next(running.pushes)
-        assert all(thread.is_alive() for thread in running.workers.values())
-        assert len({thread.ident for thread in running.workers.values()}) == 3
-    assert not any(thread.is_alive() for thread in running.workers.values())
+        threads = [*running.workers.values()]
+        assert all(thread.is_alive() for thread in threads)
+        assert len({thread.ident for thread in threads}) == 3
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_threads_push_no_more_than_they_should():
     with engines.threads(make_job("async", [1e-3] * 3)) as running:
         pushes = list(running.pushes)
-        for thread in running.workers.values():
-            thread.join(10)
-        assert not any(thread.is_alive() for thread in running.workers.values())
-        assert running.server.pull()[1] <= len(pushes) == 40
+        threads = [*running.workers.values()]
+        for thread in threads:
+            thread.join(60)
+        assert len(threads) == 3
+        assert not any(thread.is_alive() for thread in threads)
+        stats = running.server.stats()
+        assert stats.accepted + stats.dropped == len(pushes) == 40
 
 
 def test_threads_do_not_start_before_pushes_are_wanted():
@@ -240,12 +244,18 @@ def test_an_interrupt_wakes_threads_that_sleep():
         with pytest.raises(KeyboardInterrupt):
             next(running.pushes)
         woken.set()
-    assert not any(thread.is_alive() for thread in running.workers.values())
+        threads = [*running.workers.values()]
+    assert len(threads) == 3
+    assert not any(thread.is_alive() for thread in threads)
 
 
-def test_a_worker_sleeps_for_the_rest_of_its_duration():
+def test_a_worker_sleeps_for_the_rest_of_its_duration(monkeypatch):
+    now = [100.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(_work, "time", clock)
+
     def slow(params):
-        time.sleep(0.1)
+        now[0] += 0.125
         return gradient(params)
 
     job = make_job("async", [0.5, 0.0], gradient=slow)
@@ -256,10 +266,9 @@ def test_a_worker_sleeps_for_the_rest_of_its_duration():
             def never(local_step):
                 return False
 
-            push = work(index, 7, worker, server, rests.append, never)
+            push = _work.work(index, 7, worker, server, rests.append, never)
             assert push[:-1] == (index, 7, index, -index, 1.0, (True, 0, index + 1))
-    assert 0.0 < rests[0] <= 0.4
-    assert rests[1] == 0.0
+    assert rests == [0.375, 0.0]
 
 
 # Simulated.

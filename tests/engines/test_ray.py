@@ -160,6 +160,8 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(
                 lives.append(push.local_step.life)
             # Twice: in each of its first two lives, after its next checkpoint.
             if len(pushes) in (75, 120):
+                while not any(path.name.isdigit() for path in tmp_path.iterdir()):
+                    time.sleep(0.05)  # `bounded` ends it.
                 kill(run.server.actor)
         assert_counted(run, pushes, job)
         assert run.counts().server_deaths == len(lives) - 1 == 2
@@ -170,7 +172,7 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(
     ]
     assert began[0] == 0
     assert all(step % 20 == 0 for step in began)
-    assert began[2] >= began[1]
+    assert began[2] >= began[1] > 0
     said = [m for m in caplog.messages if "the server died and goes on" in m]
     assert len(said) == 2
     assert f"from step {began[1]};" in said[0]
@@ -248,7 +250,7 @@ def test_what_was_answered_and_not_given_counts_and_is_saved(leave, tmp_path):
         assert len(list(run.pushes)) == 9
 
 
-def test_a_worker_that_blocks_does_not_keep_the_last_push(tmp_path):
+def test_a_worker_that_blocks_does_not_keep_the_last_push():
     def blocked(params):
         time.sleep(3600)
 
@@ -275,7 +277,7 @@ def test_a_stream_that_is_made_in_the_worker_ends_there():
     job = make_job()._replace(workers=[make_worker(3), make_worker(5)])
     with engines.ray(job) as run:
         losses = [(push.worker, push.loss) for push in run.pushes]
-        assert run.workers.keys() <= {0, 1}
+        assert not run.workers
         assert run.counts() == (8, 8, 0, 0, 0, 0, 0)
     expected = [*((0, x) for x in range(3)), *((1, x) for x in range(5))]
     assert sorted(losses) == expected
@@ -331,8 +333,12 @@ def test_a_checkpoint_of_another_job_is_refused_as_it_is_elsewhere(tmp_path):
     ):
         pass
     with engines.ray(make_job(pushes=5), checkpoint=tmp_path) as run:
-        assert [push.number for push in run.pushes] <= [2, 2]
+        pushes = list(run.pushes)
         assert run.counts().pushed == 5
+    assert len(pushes) == 2
+    for worker, first in (0, 2), (1, 1):  # The simulated ones were 0, 1 and 0.
+        numbers = [push.number for push in pushes if push.worker == worker]
+        assert numbers == [*range(first, first + len(numbers))]
 
 
 def test_a_worker_has_no_device_of_another_process():

@@ -12,20 +12,9 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
+from tests.engines.test_endings import LOCAL, make_job, ones
 
 pytestmark = pytest.mark.usefixtures("bounded")
-
-LOCAL = [engines.simulated, engines.threads]
-
-
-def ones(params, *batch):
-    return jnp.sum(params), jnp.ones_like(params)
-
-
-def make_job(workers, pushes=20, tx=None, required=None):
-    tx = gx.drop_stale(optax.sgd(1.0), 10**6) if tx is None else tx
-    return engines.Job(jnp.float32(0.0), tx, workers, pushes, required)
-
 
 # Minibatches, rows, extra arguments.
 
@@ -118,6 +107,7 @@ def test_any_optimizer_and_any_tree_will_do(engine, standard_promotion):
         losses = [push.loss for push in run.pushes]
         assert run.counts() == (5, 5, 0, 0, 0, 0, 0)
         assert run.server.stats().accepted == 5
+    assert len({*losses}) == 5
     assert losses == sorted(losses, reverse=True)
 
 
@@ -350,7 +340,9 @@ def test_a_run_can_be_stopped(engine):
         assert 5 <= run.counts().pushed <= 7
         assert list(run.pushes) == []
         assert run.server.state()["params"] <= -5
-    assert not any(thread.is_alive() for thread in threading_workers(run))
+        threads = threading_workers(run)
+    assert len(threads) == (2 if engine is engines.threads else 0)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def threading_workers(run):

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from tests.descriptors import DESCRIPTORS
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -93,6 +94,7 @@ def test_it_stays_and_the_others_do_not_notice(inner, gate, how):
     assert before.keys() == after.keys()
     # One array says for all leaves who pushed; each entry is False again.
     flags = [after.pop(path) for path in before if path.endswith("pushed")]
+    assert len(flags) == (gate not in ("none", "drop_stale"))
     assert not any(flag.any() for flag in flags)
     wanted_state = by_path(expected_state)
     for path in [path for path in wanted_state if path.endswith("pushed")]:
@@ -121,8 +123,8 @@ def test_a_sum_of_zero_is_not_nobody(gate, pushes, moves):
     trace = optax.tree.get(state, "trace")["w"]
     assert trace.tolist() == [0.5 if moves else 1.0] * 2
     assert params["w"].tolist() == [-0.5 if moves else 0.0] * 2
-    flags = optax.tree.get_all_with_path(state, "pushed")
-    assert not any(flag.any() for _, flag in flags)
+    ((_, flags),) = optax.tree.get_all_with_path(state, "pushed")
+    assert flags.tolist() == [False, False]
 
 
 def test_a_dropped_push_is_nobodys():
@@ -293,3 +295,158 @@ def test_what_knows_none_by_itself_is_asked_as_it_is():
     params, state = gx.apply_gradients(tx, grads(0), init(start()), start())
     assert state.tolist() == [9.0, 11.0]
     np.testing.assert_allclose(params["w"], start()["w"] - grads(0)["w"], rtol=1e-6)
+
+
+# What says in another way that there is no gradient: JAX gives a `float0` for integers,
+# with which nothing can be calculated, and optax masks with a node.
+def without(how, shape):
+    return optax.MaskedNode() if how == "masked" else np.zeros(shape, jax.dtypes.float0)
+
+
+def with_integers():
+    return {"frozen": jnp.array([1, 2]), "w": jnp.array([[1.0, -2.0], [0.5, 3.0]])}
+
+
+@pytest.mark.parametrize("how", ["float0", "masked"])
+@pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
+def test_it_is_as_none(row, how):
+    params = with_integers()
+    extra, tx = row.extra(params), row.make()
+
+    def trained(nothing, how):
+        step = functools.partial(gx.apply_gradients, tx)
+        if how == "update":
+
+            def step(grads, state, params, **extra):
+                updates, state = tx.update(grads, state, params, **extra)
+                return gx.apply_updates(params, updates), state
+
+        p, state = params, tx.init(params)
+        for t in range(2):
+            g = {"w": jnp.cos(t + params["w"]), "frozen": nothing}
+            p, state = step(g, state, p, **extra)
+        return p, state
+
+    for step in ("apply_gradients", "update"):
+        got = trained(without(how, (2,)), step)
+        chex.assert_trees_all_equal(got, trained(None, step))
+        chex.assert_trees_all_equal(got[0]["frozen"], params["frozen"])
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_optaxs_own_take_a_gradient_of_integers(inner):
+    """Which they do not where they are called alone."""
+    tx, params = INNER[inner](), with_integers()
+
+    @jax.jit
+    def step(params, state):
+        grads = jax.grad(
+            lambda p: jnp.sum(p["w"] ** 2 * jnp.sum(p["frozen"])), allow_int=True
+        )(params)
+        return gx.apply_gradients(tx, grads, state, params)
+
+    got, _ = step(params, tx.init(params))
+    g = {"w": 6 * params["w"], "frozen": None}
+    expected, _ = gx.apply_gradients(tx, g, tx.init(params), params)
+    chex.assert_trees_all_equal(got["frozen"], params["frozen"])
+    np.testing.assert_allclose(got["w"], expected["w"], rtol=1e-6)
+
+
+def test_a_gradient_of_integers_alone_is_none_at_all():
+    params = with_integers()
+    tx = gx.adagrad(0.1)
+    grads = {"frozen": without("float0", (2,)), "w": None}
+    with pytest.raises(ValueError, match="grads has no gradient for any leaf"):
+        gx.apply_gradients(tx, grads, tx.init(params), params)
+
+
+@pytest.mark.parametrize("how", ["float0", "masked"])
+def test_it_may_be_pushed(how):
+    params = with_integers()
+    server = gx.ParameterServer(
+        params, gx.drop_stale(gx.adagrad(0.1), 1), require_finite=True
+    )
+    g = {"w": jnp.ones((2, 2)), "frozen": without(how, (2,))}
+    assert server.push(g, 0).applied
+    got, step = server.pull()
+    assert step == 1
+    chex.assert_trees_all_equal(got["frozen"], params["frozen"])
+    tx = gx.adagrad(0.1)
+    updates, _ = tx.update({"w": g["w"]}, tx.init({"w": params["w"]}))
+    np.testing.assert_allclose(got["w"], params["w"] + updates["w"], rtol=1e-6)
+
+
+MASK = {"w": True, "frozen": False}
+
+
+@pytest.mark.parametrize("hidden", ["masked", "partition", "None"])
+@pytest.mark.parametrize("gradient", [True, False], ids=["of all", "of one"])
+def test_a_worker_may_send_all_of_its_parameters(hidden, gradient):
+    """``optax.masked`` hides leaves of the gradients, and of no extra argument."""
+    inner = optax.chain(gx.compensate_delay(0.5), optax.adam(0.1))
+    labels = {"w": "outer", "frozen": "none"}
+    tx = {
+        "masked": lambda: optax.masked(inner, MASK),
+        "partition": lambda: optax.partition(
+            {"outer": inner, "none": optax.set_to_zero()}, labels
+        ),
+        "None": lambda: inner,
+    }[hidden]()
+    params = {"w": start()["w"], "frozen": {"v": jnp.ones(2)}}
+    frozen = {"v": jnp.zeros(2) if gradient and hidden != "None" else None}
+    worker = jax.tree.map(lambda p: p - 1, params)
+    got, _ = gx.apply_gradients(
+        tx,
+        {"w": grads(0)["w"], "frozen": frozen},
+        tx.init(params),
+        params,
+        worker_params=worker,
+    )
+    chex.assert_trees_all_equal(got["frozen"], params["frozen"])
+    w, g = params["w"], grads(0)["w"]
+    expected = adam(0.1, g + 0.5 * g**2)  # w - worker is 1.
+    np.testing.assert_allclose(got["w"], w + expected, rtol=1e-5)
+
+
+def adam(rate, g):
+    """The first step of optax's, in float64."""
+    g = np.asarray(g, np.float64)
+    return -rate * g / (np.abs(g) + 1e-8)
+
+
+def test_a_part_of_a_table_beside_a_leaf_without_a_gradient():
+    """The trees beside it hold rows there, and lose the leaf as well."""
+    tx = optax.chain(gx.compensate_delay(0.5), gx.scale_by_learning_rate(1.0))
+    params = {"table": jnp.ones((4, 1)), "frozen": jnp.ones(2)}
+    part = gx.IndexedSlices([0, 2], jnp.zeros((2, 1)), (4, 1))
+    rows = gx.IndexedSlices([2], jnp.ones((1, 1)), (4, 1))
+    got, _ = gx.apply_gradients(
+        tx,
+        {"table": rows, "frozen": None},
+        tx.init(params),
+        params,
+        worker_params={"table": part, "frozen": jnp.zeros(2)},
+    )
+    assert got["table"].ravel().tolist() == [1.0, 1.0, 1.0 - (1 + 0.5), 1.0]
+    assert got["frozen"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("gate", [g for g in GATES if "accumul" in g or g == "both"])
+def test_a_parameter_that_is_none_does_not_hide_that_another_has_acted(gate):
+    """One leaf has no gradient in the last push of two, but it had one in the first."""
+    around, extra = GATES[gate]
+    tx = around(optax.sgd(1.0, momentum=0.5))
+
+    def trained(nothing):
+        params = {**nothing, "b": jnp.zeros(1), "z": jnp.zeros(1)}
+        state = tx.init(params)
+        for b in (jnp.ones(1), None, jnp.ones(1), None):
+            g = {**nothing, "b": b, "z": jnp.ones(1)}
+            params, state = gx.apply_gradients(tx, g, state, params, **extra)
+        return params
+
+    # Each mean is 1/2 for b and 1 for z, and the second step is half longer.
+    for nothing in ({}, {"a": None}, {"a": optax.MaskedNode()}):
+        got = trained(nothing)
+        assert got["b"].tolist() == [-1.25]
+        assert got["z"].tolist() == [-2.5]

@@ -307,3 +307,33 @@ def test_what_is_late_to_a_gate_around_it_is_counted_there():
     alone = gx.accumulate(optax.sgd(1.0), 1).init(jnp.zeros(()))
     with pytest.raises(ValueError, match="the state holds no stale_count"):
         gx.staleness_fraction(alone)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: gx.accumulate(tx, 2),
+        lambda tx: gx.conditional_accumulator(tx, 2),
+        lambda tx: gx.worker_mean(tx, 2, method="latest"),
+        lambda tx: gx.delayed(tx, 1),
+    ],
+    ids=["accumulate", "conditional_accumulator", "worker_mean", "delayed"],
+)
+def test_lookahead_goes_around_what_keeps_gradients(around):
+    """As it takes those of ``params.fast`` alone, there is no room for them."""
+    pair = optax.LookaheadParams.init_synced({"w": jnp.zeros(2)})
+    with pytest.raises(TypeError, match="put it around this transformation"):
+        around(optax.lookahead(optax.sgd(1.0), 2, 0.5)).init(pair)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_lookahead_around_micro_batches():
+    tx = optax.lookahead(gx.accumulate(optax.sgd(1.0), 2), 4, 0.5)
+    pair = optax.LookaheadParams.init_synced(jnp.zeros(2))
+    state = tx.init(pair)
+    for _ in range(4):
+        updates, state = tx.update(jnp.ones(2), state, pair)
+        pair = gx.apply_updates(pair, updates)
+    # Two steps of 1, half of which the slow parameters go.
+    assert pair.slow.tolist() == pair.fast.tolist() == [-1.0, -1.0]

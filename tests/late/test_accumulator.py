@@ -93,13 +93,14 @@ def test_whatever_a_dropped_gradient_holds_reaches_nothing(poison, how):
 def test_an_accepted_nan_spoils_its_own_round_alone():
     tx = gx.conditional_accumulator(optax.sgd(1.0), 2)
     params = jnp.zeros(2)
-    state = tx.init(params)
+    state, counts = tx.init(params), []
     for grad, local_step in ((jnp.nan, 0), (1.0, 0), (1.0, 1), (3.0, 1)):
         updates, state = tx.update(
             jnp.full(2, grad), state, params, local_step=local_step
         )
-        if local_step == 0:
-            assert state.num_accumulated in (0, 1)
+        counts.append(int(state.num_accumulated))
+        assert np.isnan(updates).all() == (len(counts) == 2)
+    assert counts == [1, 0, 1, 0]
     assert updates.tolist() == [-2.0, -2.0]
     assert state.accumulated.tolist() == [0.0, 0.0]
 

@@ -69,9 +69,7 @@ def test_thousands_of_pushes_of_eight_threads_equal_a_serial_replay(each):
             log.append((result, (index, number)))
         return log
 
-    began = time.monotonic()
     log = [entry for part in on_threads(threads, work) for entry in part]
-    assert time.monotonic() - began < 120
     accepted = [(r.global_step, seed) for r, seed in log if r.applied]
     stats = server.stats()
     assert stats.accepted == len(accepted) == stats.global_step

@@ -61,7 +61,7 @@ def test_an_argument_that_looks_like_a_part_is_none(layout):
         assert extra["other"]["table"] is like["table"]
 
 
-def test_no_process_gets_what_is_for_another(layout):
+def test_no_process_gets_what_is_for_another():
     large = {**PARAMS, "table": np.zeros((1000, 3), np.float32)}
     parcel = Parcel.of(Layout.of(large, 2, SPECS), large, {})
     assert len(pickle.dumps(parcel.of_process(0), 5)) < 0.55 * large["table"].nbytes

@@ -15,6 +15,7 @@ import gradxform as gx
 from gradxform._server.layout import Layout, Part
 from gradxform._server.placed import Spread
 from gradxform._trees import maps
+from tests.server.test_rows import aligned
 
 COUNT = 4
 SHARDINGS = {"table": P("server"), "wide": P(None, "server"), "bias": None}
@@ -33,8 +34,9 @@ class Parts:
         self.params = params_of(height)
         mesh = Mesh(np.array(jax.devices()[:COUNT]), ("server",))
         self.layout = Layout.of(self.params, COUNT, SHARDINGS)
-        given = (lambda: dict(self.params)) if as_function else self.lying(self.params)
+        self.given = jax.tree.map(aligned, self.lying(self.params))
         self.whole = gx.ParameterServer(self.params, tx)
+        given = (lambda: dict(self.params)) if as_function else self.given
         self.spread = Spread(given, self.layout, mesh)
         self.cut = gx.ParameterServer(self.spread, tx)
         self.rng = np.random.default_rng(1)
@@ -161,11 +163,18 @@ def test_state_that_fits_the_shapes_of_users_alone_is_trained_as_theirs():
 
 def test_the_memory_that_was_given_is_not_taken():
     both = Parts(gx.drop_stale(optax.sgd(1.0), 4), 40)
-    before = jax.tree.map(np.copy, both.params)
+    before = jax.tree.map(np.copy, (both.params, both.given))
     for step in range(3):
         both.push(both.grads(rows=False), step)
-    for x, y in zip(*map(jax.tree.leaves, (before, both.params)), strict=True):
+    after = both.params, both.given
+    for x, y in zip(*map(jax.tree.leaves, (before, after)), strict=True):
         np.testing.assert_array_equal(x, y)
+    # Nor does the server see what its owner does with it later.
+    both = Parts(gx.drop_stale(optax.sgd(1.0), 4), 40)
+    for x in jax.tree.leaves(both.given):
+        x[...] = 7
+    both.push(both.grads(rows=False), 0)
+    both.check()
 
 
 def test_what_is_not_finite_is_found_in_a_part():
@@ -193,7 +202,9 @@ def test_what_was_saved_is_restored_to_its_place():
     both.whole.restore(whole)
     both.push(both.grads(rows=True), 1)
     both.check()
-    for x in both.cut._programs.leaves_of_params(both.cut._version.leaves):
+    leaves = both.cut._programs.leaves_of_params(both.cut._version.leaves)
+    assert len(leaves) == len(both.params)
+    for x in leaves:
         assert x.sharding.mesh == both.spread.mesh
 
 

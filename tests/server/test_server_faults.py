@@ -140,7 +140,7 @@ def test_a_nan_that_the_debugger_stops_changes_nothing(donate):
     nan = {"w": jnp.full(3, jnp.nan)}
     jax.config.update("jax_debug_nans", True)
     try:
-        with pytest.raises(Exception, match="nan"):
+        with pytest.raises(Exception, match="nan"):  # JAX's own, without a public name.
             server.push(nan, 0)
     finally:
         jax.config.update("jax_debug_nans", False)
@@ -390,8 +390,8 @@ def test_sixteen_threads_and_failures_of_every_kind(gate, donate, require_finite
     nan = {"w": jnp.full(3, jnp.nan)}
     step = gx.minimize(lambda p: jnp.sum(p["w"]), optax.sgd(1.0))
 
-    def refused(error, grads, seen):
-        with pytest.raises(error):
+    def refused(error, match, grads, seen):
+        with pytest.raises(error, match=match):
             server.push(grads, seen)
         return []
 
@@ -406,17 +406,20 @@ def test_sixteen_threads_and_failures_of_every_kind(gate, donate, require_finite
         return [server.push(ONES, seen)]
 
     def wrong(params, seen, index):
-        return refused(TypeError, {"w": np.ones(3, np.float16)}, seen)
+        half = {"w": np.ones(3, np.float16)}
+        return refused(TypeError, "differ in dtype", half, seen)
 
     def not_a_number(params, seen, index):
-        return refused(ValueError, nan, seen) if require_finite else []
+        if not require_finite:
+            return []
+        return refused(ValueError, "grads must be finite", nan, seen)
 
     def fails(params, seen, index):
         if donate:  # The step does not fail; the pushed array is gone.
             gone = jax.tree.map(jnp.copy, ONES)
             gone["w"].delete()
-            return refused(RuntimeError, gone, seen)
-        return refused(jax.errors.JaxRuntimeError, UNLUCKY, seen)
+            return refused(RuntimeError, "deleted", gone, seen)
+        return refused(jax.errors.JaxRuntimeError, "unlucky", UNLUCKY, seen)
 
     kinds = [good, elsewhere, careless, wrong, not_a_number, fails]
 
@@ -467,3 +470,13 @@ def test_who_waited_for_the_compiler_takes_what_it_made(bounded, monkeypatch):
         pushes = [pool.submit(server.push, ONES, 0) for _ in range(2)]
         assert all(push.result().applied for push in pushes)
     assert len(traced) == 2 * alone
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_lookahead_is_refused_at_once(paired):
+    """And not by the first push, whose worker cannot help it."""
+    params = {"w": jnp.ones(2)}
+    pair = optax.LookaheadParams.init_synced(params)
+    tx = gx.drop_stale(optax.lookahead(optax.sgd(0.1), 2, 0.5), 1)
+    with pytest.raises(TypeError, match="the optimizer without lookahead"):
+        gx.ParameterServer(pair if paired else params, tx)

@@ -438,12 +438,49 @@ def test_numbers_that_inject_hyperparams_made_complex(name):
         (lambda x: gx.adagrad(0.1, eps=x), "eps must be a real scalar"),
         (gx.clip_by_norm, "max_norm must be a real scalar"),
         (lambda x: gx.scale_by_learning_rate(x).update(jnp.ones(2), None),
-         r"learning_rate must be real, got \(0.5\+0.25j\)"),
+         r"learning_rate must be a real scalar, got \(0.5\+0.25j\)"),
         (lambda x: gx.novograd(lambda _: x, lr_in_momentum=True).update(
             jnp.ones(2), gx.novograd(0.1).init(jnp.ones(2))),
-         r"learning_rate must be real, got \(0.5\+0.25j\)"),
+         r"learning_rate must be a real scalar, got \(0.5\+0.25j\)"),
     ],
 )  # fmt: skip
 def test_numbers_with_an_imaginary_part(make, message):
     with pytest.raises(TypeError, match=message):
         make(0.5 + 0.25j)
+
+
+@pytest.mark.parametrize("rate", [np.ones(1), jnp.ones(2), lambda _: jnp.ones(2)])
+@pytest.mark.parametrize("how", ["eager", "jit", "in momentum", "a worker's start"])
+def test_several_rates_are_no_rate_of_each_column(how, rate):
+    """optax multiplies by them, if they happen to fit."""
+    params = jnp.ones(2)
+
+    def step(rate):
+        if how == "a worker's start":
+            state = gx.momentum_look_ahead(0.1).init(params)
+            one = rate(0) if callable(rate) else rate
+            return gx.worker_start(params, state, one, 0.9)
+        make = gx.adagrad
+        if how == "in momentum":
+            make = functools.partial(gx.novograd, lr_in_momentum=True)
+        tx = make(rate)
+        return tx.update(params, tx.init(params), params)
+
+    if how == "jit" and not callable(rate):
+        step = jax.jit(step)
+    with pytest.raises(TypeError, match="learning_rate must be a real scalar, got "):
+        step(rate)
+
+
+def test_rates_of_several_runs_at_once():
+    params = jnp.ones(2)
+
+    @jax.vmap
+    def step(rate):
+        tx = gx.momentum_look_ahead(rate, 0.5)
+        updates, state = tx.update(params, tx.init(params), params)
+        return updates, gx.worker_start(params, state, rate, 0.5)
+
+    updates, start = step(jnp.array([0.0, 1.0]))
+    assert updates.tolist() == [[0.0, 0.0], [-1.25, -1.25]]  # m is 1/2, u is 1 + 1/4.
+    assert start.tolist() == [[1.0, 1.0], [0.75, 0.75]]

@@ -134,3 +134,23 @@ def test_rows_and_other_shapes_are_refused():
         tx.update({**draw(0), "w": rows}, state)
     with pytest.raises(TypeError, match="updates and previous differ at"):
         tx.update({**draw(0), "b": jnp.ones(3)}, state)
+
+
+@pytest.mark.parametrize("dtypes", [("float64", "bfloat16"), ("float32", "float64")])
+def test_gradients_in_another_precision_than_the_parameters(dtypes):
+    """And with the correction that is computed from the same sums."""
+    with jax.enable_x64(True):
+        of_grads, of_params = dtypes
+        first, second = (
+            jax.tree.map(lambda x: x.astype(of_grads), draw(t)) for t in (0, 1)
+        )
+        params = jax.tree.map(lambda x: x.astype(of_params), first)
+        tx = gx.measure_cosine()
+        _, state = tx.update(first, tx.init(params), params)
+        _, state = tx.update(second, state, params)
+        np.testing.assert_allclose(state.cosine, cosine(first, second), rtol=1e-2)
+        tx = gx.scale_by_momentum_look_ahead(alignment=gx.MomentumAlignment())
+        _, state = tx.update(first, tx.init(params), params)
+        updates, state = tx.update(second, state, params)
+        assert updates["w"].dtype == of_grads
+        assert state.mu["w"].dtype == of_params

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from tests import oracles
+from tests.transforms.test_delayed_nesterov import draw
 
 ALIGN = gx.MomentumAlignment()
 TRACES = pathlib.Path(__file__).parents[1] / "golden" / "heloco.json"
@@ -26,15 +27,6 @@ RATES = 0.1 * 0.98 ** np.arange(STEPS, dtype=np.float32)
 
 def schedule(count):
     return jnp.asarray(RATES)[count]
-
-
-def draw(*shape, dtype="float32", seed=0):
-    """Random numbers that the dtype holds, as an array of it."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal(shape)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        x = x + 1j * rng.standard_normal(shape)
-    return jnp.asarray(np.asarray(x, jnp.dtype(dtype)))
 
 
 def at_an_angle(m, cosine, length, seed=0):

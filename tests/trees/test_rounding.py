@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._trees import barrier
 from gradxform._trees.rounding import narrow
 
 # Each sign, exponent and upper half of a mantissa; below, at and above the middle.
@@ -85,6 +86,45 @@ def test_it_goes_wherever_a_cast_goes():
     half = x.astype(jnp.bfloat16)
     got = taken_through(lambda g: tx.update(g, tx.init(g))[0], half)
     chex.assert_trees_all_equal(got, taken_through(lambda g: g * -0.5, half))
+
+
+def test_an_order_goes_wherever_a_value_goes():
+    x = jnp.array([1.0, 1 / 3, -2.7], jnp.bfloat16)
+    got = taken_through(lambda x: barrier.after(2 * x, jnp.sum(x)), x)
+    expected = taken_through(lambda x: 2 * x, x)
+    chex.assert_trees_all_equal(got, expected)
+    chex.assert_trees_all_equal_dtypes(got, expected)
+    # No derivative comes by way of what is only to be known first.
+    known = jnp.ones(())
+    for how in (jax.grad, jax.jacfwd):
+        assert how(lambda known: jnp.sum(barrier.after(x, known)))(known) == 0
+    batched = jax.vmap(lambda known: barrier.after(x, known), out_axes=None)
+    np.testing.assert_array_equal(batched(jnp.ones(2)), x)
+
+
+@pytest.mark.parametrize("tx", [
+    gx.scale_by_momentum_look_ahead(alignment=gx.MomentumAlignment()),
+    gx.measure_cosine(),
+], ids=["heloco", "cosine"])  # fmt: skip
+def test_derivatives_of_ordered_sums(tx):
+    """In half precision, where they are ordered, nearly those of single precision."""
+
+    def measured(scale, dtype):
+        grads = {"w": jnp.array([[1.0, 3.0], [-2.0, 0.5]], dtype)}
+        _, state = tx.update(grads, tx.init(grads))
+        second = {"w": (scale * jnp.array([[1.0, -2.5], [1.0, 1.0]])).astype(dtype)}
+        second["w"] += jnp.array([[0.5, 0.5], [0.5, -1.0]], dtype)
+        updates, state = tx.update(second, state)
+        sums = [jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(updates)]
+        return sum(sums) + getattr(state, "cosine", 0)
+
+    for how in (jax.grad, jax.jacfwd, lambda f: jax.jit(jax.grad(f))):
+        wide, half = (how(lambda s, d=d: measured(s, d))(1.0) for d in DTYPES)
+        assert wide != 0
+        np.testing.assert_allclose(half, wide, rtol=0.05)
+
+
+DTYPES = jnp.float32, jnp.bfloat16
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
