@@ -112,8 +112,8 @@ class Sums:
                 params,
                 **gate.taken(self._inner, extra),
             )
-            # None: this push has a gradient for the leaf, so it acts. Or the leaf has no
-            # sum, because it is no parameter.
+            # None: this push has a gradient for the leaf, so it acts. Or the leaf has
+            # no sum, because it is no parameter.
             acted = jax.tree.unflatten(
                 treedef,
                 [

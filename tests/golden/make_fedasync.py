@@ -14,7 +14,7 @@ from appfl.algorithm.aggregator import FedAsyncAggregator, FedBuffAggregator
 from omegaconf import OmegaConf
 
 ORDER = [0, 1, 0, 0, 2, 0, 0, 1, 0, 0, 0, 3, 1, 2]
-"""The clients that push. Each pulls at the start, and again as soon as it has pushed."""
+"""The clients that push. Each pulls at the start, and again after each push."""
 
 LEAVES = ("b", "s")
 HINGE = {"staleness_fn": "hinge", "staleness_fn_kwargs": {"a": 10, "b": 4}}
