@@ -485,7 +485,7 @@ _server/rows.py: a part has as many rows as its size, not as its ids
 - if length != len(rows):
 + if length > len(rows):
 
-_server/places.py: a server of which no push can fit begins
+_server/places.py: a server begins that no push can fit
 - checks.no_lookahead(params, state, LOOKAHEAD)
 + pass
 
@@ -534,7 +534,7 @@ _server/checkpoints.py: a checkpoint of another job is read
 + if False:
 
 _server/checkpoints.py: nobody is told that one was not written
-- if done is None:  # The run goes on, and the next may be better off.
+- if done is None:  # The run goes on, and the next one may succeed.
 + if done:
 
 _server/checkpoints.py: two runs of a process wait for each other
@@ -542,7 +542,7 @@ _server/checkpoints.py: two runs of a process wait for each other
 + enable_async_checkpointing=True,
 
 _server/checkpoints.py: a checkpoint that could not be written is left half written
-- self._manage()  # It removes what is half written.
+- self._manage()  # Removes the half-written checkpoint.
 + pass
 
 _server/checkpoints.py: a run goes on with other settings, and does not say so
@@ -570,8 +570,8 @@ _server/folder.py: an empty path is the working directory
 + if path is None:
 
 _server/recoverable.py: a push that is answered from memory is saved as pushed again
-- if self._version is before:  # It was answered from memory.
-+ if self._version is None:  # It was answered from memory.
+- if self._version is before:  # A repeated push: it got its first answer.
++ if self._version is None:  # A repeated push: it got its first answer.
 
 _server/recoverable.py: a run that should not go on does
 - if not saver.checkpoint.resume:

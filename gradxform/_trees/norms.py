@@ -115,10 +115,10 @@ def products(
 
 
 def _read_again(x: jax.Array, square: jax.Array) -> jax.Array:
-    """A widened array of which a sum of squares is known.
+    """The widened array, read once more after its sum of squares is known.
 
-    A bfloat16 is widened within each sum. For sums of float16, the compiler for CPU
-    writes a widened copy, which they had better share.
+    A bfloat16 array is widened within each sum. For sums of a float16 array, the
+    compiler for CPU writes a widened copy, so the sums should share one.
     """
     if x.dtype == jnp.bfloat16:
         return dtypes.widen(barrier.after(x, square))

@@ -335,5 +335,5 @@ def test_lookahead_around_micro_batches():
     for _ in range(4):
         updates, state = tx.update(jnp.ones(2), state, pair)
         pair = gx.apply_updates(pair, updates)
-    # Two steps of 1, half of which the slow parameters go.
+    # Two steps of 1. The slow parameters go half of the way.
     assert pair.slow.tolist() == pair.fast.tolist() == [-1.0, -1.0]

@@ -94,7 +94,7 @@ def test_an_order_goes_wherever_a_value_goes():
     expected = taken_through(lambda x: 2 * x, x)
     chex.assert_trees_all_equal(got, expected)
     chex.assert_trees_all_equal_dtypes(got, expected)
-    # No derivative comes by way of what is only to be known first.
+    # A value that only has to be computed earlier gives no derivative.
     known = jnp.ones(())
     for how in (jax.grad, jax.jacfwd):
         assert how(lambda known: jnp.sum(barrier.after(x, known)))(known) == 0
