@@ -8,7 +8,7 @@ The flow, left to right::
                      drop_stale · conditional_accumulator · accumulate
                      (they carry the global step)
 
-Everything in it is a pure ``optax.GradientTransformation`` and composes with optax:
+Each part of it is a pure ``optax.GradientTransformation`` and composes with optax:
 
 >>> import gradxform as gx, jax, jax.numpy as jnp, optax
 >>> tx = gx.drop_stale(
@@ -30,9 +30,9 @@ Everything in it is a pure ``optax.GradientTransformation`` and composes with op
 >>> assert jnp.linalg.norm(params["w"]) < 0.5
 >>> assert gx.global_step(state) == 60 and gx.staleness_fraction(state) == 0.0
 
-One class stands outside the flow and drives it: :class:`ParameterServer`, which workers
-on many threads, or many machines through Ray, pull from and push to.
-:mod:`gradxform.engines` runs such workers.
+One class stands outside the flow and drives it: :class:`ParameterServer`. Workers on
+many threads, or on many machines through Ray, pull parameters from it and push
+gradients to it. :mod:`gradxform.engines` runs such workers.
 """
 
 from gradxform import engines as engines

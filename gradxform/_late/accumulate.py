@@ -19,13 +19,14 @@ class AccumulateState(NamedTuple):
     """State of :func:`accumulate`.
 
     Attributes:
-      global_step: int32[], times the inner transformation ran; saturates.
+      global_step: int32[], how many times the inner transformation has run; saturates.
       num_accumulated: int32[], pushes in the sum.
       nonfinite_count: int32[], pushes left out so far; saturates.
       accumulated: the sum, like params, in at least float32 by default.
-      pushed: bool[leaves], whether any of these pushes had a gradient for that leaf.
-      row_counts: int32[rows] a leaf, pushes that held a row; for ``row_mean`` only.
-      inner_state: of the transformation behind the gate.
+      pushed: bool[leaves], whether any push in the sum had a gradient for the leaf.
+      row_counts: int32[rows] for each leaf, how many pushes in the sum held each row;
+        only for ``row_mean``.
+      inner_state: the state of the transformation behind the gate.
     """
 
     global_step: jax.Array
@@ -52,32 +53,33 @@ def accumulate(
         sum &\leftarrow sum + g, \quad n \leftarrow n + 1 \\
         g_{inner} &= sum / n \quad\text{once } n \ge num\_required(global\_step)
 
-    :func:`conditional_accumulator` for one process, where nothing is late: there is no
-    ``local_step``. With the last of ``num_required`` pushes ``inner`` runs once on
-    their mean, ``global_step`` grows by 1, and sum and count start again from 0. Until
-    then the updates are zero and the inner state, with the count of every schedule in
-    it, stays bit-identical. ``None`` leaves, row-sparse gradients and the types of
-    updates and state are as there.
+    This is :func:`conditional_accumulator` for a single process. There no gradient
+    comes late, so ``update`` takes no ``local_step``. When the last of ``num_required``
+    pushes arrives, ``inner`` runs once on their mean, ``global_step`` grows by 1, and
+    sum and count start again from 0. Until then the updates are zero, and the inner
+    state stays bit-identical, with the count of every schedule in it. ``None`` leaves,
+    row-sparse gradients and the types of updates and state follow the rules of
+    :func:`conditional_accumulator`.
 
-    Use :func:`apply_gradients`, or ``minimize``: a push that is only added then costs
-    one pass over sum and gradient, and no copy of the model is made. Loops that call
-    ``update`` and apply its updates, as ``nnx.Optimizer`` and Flax's ``TrainState`` do,
-    get the same numbers; they make updates of zeros and add them.
+    Use :func:`apply_gradients` or ``minimize``. Then a push that is only added costs
+    one pass over sum and gradient, and no copy of the model is made. ``nnx.Optimizer``
+    and Flax's ``TrainState`` call ``update`` and apply its updates. Such loops get the
+    same numbers, but they make updates of zeros and add them.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
-      num_required: how many pushes make a step, in [1, 2³¹ - 1]; or a schedule, which
-        says it for each ``global_step``. The numbers of a schedule cannot be checked
-        under ``jit``; below 1 they count as 1.
+      num_required: how many pushes make a step, in [1, 2³¹ - 1]; or a schedule that
+        gives this number for each ``global_step``. The numbers of a schedule cannot be
+        checked under ``jit``; a number below 1 counts as 1.
       reduction: ``"mean"``, ``"sum"`` or ``"row_mean"``, as in
         :func:`conditional_accumulator`.
       accumulator_dtype: dtype of the sum, by default that of the parameters but at
         least float32.
-      skip_nonfinite: whether to leave out a push with NaN or inf in any leaf: then only
-        ``nonfinite_count`` changes. That is one more pass over each gradient. Inside
-        ``shard_map`` all devices that share a step leave it out together. Where JAX
-        does not track what varies (``pmap``, ``check_vma=False``) each device judges
-        alone, so sum the gradients first.
+      skip_nonfinite: whether to leave out a push with NaN or inf in any leaf. Such a
+        push changes only ``nonfinite_count``. The check is one more pass over each
+        gradient. Inside ``shard_map`` all devices that share a step leave the push out
+        together. Under ``pmap`` or ``check_vma=False`` JAX does not track which values
+        vary, so each device decides alone: sum the gradients first.
 
     Returns:
       A transformation with state :class:`AccumulateState`.

@@ -18,13 +18,14 @@ class ConditionalAccumulatorState(NamedTuple):
     """State of :func:`conditional_accumulator`.
 
     Attributes:
-      global_step: int32[], times the inner transformation ran; saturates.
+      global_step: int32[], how many times the inner transformation has run; saturates.
       num_accumulated: int32[], pushes in the sum.
       stale_count: int32[], pushes dropped so far; saturates.
       accumulated: the sum, like params, in at least float32 by default.
-      pushed: bool[leaves], whether any of these pushes had a gradient for that leaf.
-      row_counts: int32[rows] a leaf, pushes that held a row; for ``row_mean`` only.
-      inner_state: of the transformation behind the gate.
+      pushed: bool[leaves], whether any push in the sum had a gradient for the leaf.
+      row_counts: int32[rows] for each leaf, how many pushes in the sum held each row;
+        only for ``row_mean``.
+      inner_state: the state of the transformation behind the gate.
     """
 
     global_step: jax.Array
@@ -52,38 +53,41 @@ def conditional_accumulator(
         g_{inner} &= sum / n \quad\text{once } n \ge num\_required
 
     A push whose ``local_step`` is behind ``global_step`` is dropped, and
-    ``stale_count`` grows by 1; any other is added, all-zero gradients too. With the
-    last of ``num_required`` pushes ``inner`` runs once on their mean, ``global_step``
-    grows by 1, and sum and count start again from 0. Until then the updates are zero
-    and the inner state stays bit-identical. Whatever a dropped gradient holds, NaN or
-    inf, reaches nothing. Updates and state have the types that :func:`drop_stale` says.
+    ``stale_count`` grows by 1. Every other push is added, even one of zeros. When the
+    last of ``num_required`` pushes arrives, ``inner`` runs once on their mean,
+    ``global_step`` grows by 1, and sum and count start again from 0. Until then the
+    updates are zero, and the inner state stays bit-identical. NaN or inf in a dropped
+    gradient reaches nothing. The types of updates and state are described in
+    :func:`drop_stale`.
 
-    A push with ``None`` for a leaf adds nothing to its sum, as zeros would. ``inner``
-    receives the mean over all pushes, even if the last one has ``None`` for that leaf.
-    If no push has a gradient for a leaf, it keeps its parameter and its state, as
-    ``minimize(trainable=...)`` needs it: ``inner`` sees zeros there, and its result,
-    such as weight decay, is left out. So updates of such a leaf are zeros here, and not
-    ``None``.
+    ``None`` for a leaf adds nothing to its sum, just as zeros would. ``inner`` receives
+    the mean over all pushes, even if the last one has ``None`` for that leaf. If no
+    push has a gradient for a leaf, its parameter and its state stay as they are, which
+    ``minimize(trainable=...)`` needs. ``inner`` sees zeros there, and its result for
+    the leaf, such as weight decay, is left out. So the updates of such a leaf are
+    zeros, not ``None``.
 
-    With as many workers as ``num_required`` this is synchronous training without a
-    barrier in the program. More workers make the extra ones **backup workers**: a step
-    waits for the fastest, and the later pushes of the slowest are dropped.
+    If there are ``num_required`` workers, this is synchronous training without a
+    barrier in the program. If there are more, the extra ones are **backup workers**: a
+    step waits for the fastest, and the later pushes of the slowest are dropped.
 
-    Use :func:`apply_gradients`: a push that is only added then costs one pass over sum
-    and gradient, no copy of the model is made, and a dropped one costs next to nothing.
+    Use :func:`apply_gradients`. Then a push that is only added costs one pass over sum
+    and gradient, a dropped push costs next to nothing, and no copy of the model is
+    made.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
-      num_required: how many pushes make a step, in [1, 2³¹ - 1]; or a schedule, which
-        says it for each ``global_step``.
-      reduction: what ``inner`` receives: ``"mean"``, ``"sum"``, or ``"row_mean"``: each
-        row (index of the first axis) is divided by the number of pushes that held it,
-        as TensorFlow does with row-sparse gradients. A dense gradient holds every row.
+      num_required: how many pushes make a step, in [1, 2³¹ - 1]; or a schedule that
+        gives this number for each ``global_step``.
+      reduction: what ``inner`` receives: ``"mean"``, ``"sum"`` or ``"row_mean"``. With
+        the last one each row (index of the first axis) is divided by the number of
+        pushes that held it, as TensorFlow does with row-sparse gradients. A dense
+        gradient holds every row.
       accumulator_dtype: dtype of the sum, by default that of the parameters but at
         least float32: a sum in half precision loses small additions.
 
     Extra arguments of update:
-      local_step: as in :func:`drop_stale`; passed on to ``inner``.
+      local_step: as in :func:`drop_stale`; ``inner`` receives it, too.
 
     Returns:
       A transformation with state :class:`ConditionalAccumulatorState`.

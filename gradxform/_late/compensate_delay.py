@@ -18,13 +18,14 @@ def compensate_delay(
 
     .. math:: g \leftarrow g + \lambda \, g \odot g \odot (w - w_{worker})
 
-    A first-order Taylor step from the worker's parameters to today's, with
-    :math:`g \odot g` for the Hessian: DC-ASGD. ``update`` takes today's ``params``.
+    This is DC-ASGD: a first-order Taylor step from the worker's parameters to the
+    current ones, with :math:`g \odot g` in the place of the Hessian. ``update`` needs
+    the current ``params``.
 
     Args:
       variance_control: :math:`\lambda` ≥ 0; 0 changes nothing. The default is the
         paper's. Its effect grows with the square of the gradients: if they are small,
-        as for a mean over a minibatch, only a far larger number matters.
+        as for a mean over a minibatch, only a far larger number has an effect.
 
     Extra arguments of update:
       worker_params: the parameters at which the worker computed the gradient. Where

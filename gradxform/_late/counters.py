@@ -12,17 +12,17 @@ from gradxform._late import gate
 
 
 def global_step(state: optax.OptState) -> jax.Array:
-    """The number of updates accepted so far, from a state at any depth.
+    """The number of updates accepted so far, found at any depth of a state.
 
     Args:
-      state: a state that holds one of :func:`drop_stale`,
-        :func:`conditional_accumulator` or :func:`accumulate`, inside ``optax.chain``,
-        ``optax.inject_hyperparams`` or other wrappers as well. With nested gates the
-        outermost counts.
+      state: a state that holds the state of :func:`drop_stale`,
+        :func:`conditional_accumulator` or :func:`accumulate`, also inside
+        ``optax.chain``, ``optax.inject_hyperparams`` or other wrappers. If gates are
+        nested, the outermost one counts.
 
     Returns:
-      int32 scalar, a copy, which stays valid when the state is donated to the next
-      step.
+      An int32 scalar. It is a copy, so it stays valid when the state is donated to the
+      next step.
 
     Raises:
       ValueError: the state holds no global step, or several side by side.
@@ -41,13 +41,15 @@ def staleness_fraction(state: optax.OptState) -> jax.Array:
 
     .. math:: stale\_count / (global\_step + 1)
 
-    Dropped updates against accepted ones. It is not a share of all and may exceed 1.
+    It compares dropped updates with accepted ones. It is not a share of all updates, so
+    it may exceed 1.
 
     Args:
-      state: as for :func:`global_step`; nothing is late for :func:`accumulate` alone.
+      state: as for :func:`global_step`, but not that of :func:`accumulate` alone, which
+        counts no late gradients.
 
     Returns:
-      float32 scalar.
+      A float32 scalar.
 
     Raises:
       ValueError: as :func:`global_step`.

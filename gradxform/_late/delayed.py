@@ -24,10 +24,11 @@ class DelayedState(NamedTuple):
 
     Attributes:
       count: int32[leaves], how many gradients of each leaf have been put into its ring;
-        after d = ``num_steps`` of them it stays in [d, 2d), in a circle.
+        after d = ``num_steps`` of them it goes round in [d, 2d).
       ring: the last d gradients of each leaf, like params with an axis of length d in
-        front; the next one is put at ``count mod d``. A single 0 for a leaf with d = 0.
-      inner_state: of the transformation on which they act.
+        front; the next one is put at ``count mod d``. For a leaf with d = 0 it is a
+        single 0.
+      inner_state: the state of the transformation on which the gradients act.
     """
 
     count: jax.Array  # type: ignore[assignment]  # A tuple's method of that name.
@@ -47,23 +48,24 @@ def delayed(
 
         g_{inner} = g_{t - d} \quad\text{at step } t \ge d
 
-    with d = ``num_steps``. This puts a delay into an ordinary loop of one process: that
-    of a pipeline that does not wait for its bubbles, or of a worker whose gradients are
-    always d steps late. Until there are gradients of d steps ago ``inner`` rests:
-    updates are zero, and its state, with the count of every schedule in it, stays
-    bit-identical. With d = 0 the result is ``inner`` itself.
+    with d = ``num_steps``. This puts a delay into an ordinary loop of one process. It
+    is the delay of a pipeline that does not wait for its bubbles, or of a worker whose
+    gradients are always d steps late. Until there are gradients from d steps ago,
+    ``inner`` rests: updates are zero, and its state stays bit-identical, with the count
+    of every schedule in it. With d = 0 the result is ``inner`` itself.
 
-    With a tree of numbers each leaf has its own delay, like the stages of a pipeline,
-    and ``inner`` rests until the longest of them is over. ``inner`` sees the parameters
-    and the extra arguments of today.
+    With a tree of numbers each leaf has its own delay, like the stages of a pipeline.
+    Then ``inner`` rests until the longest delay is over. It sees the current parameters
+    and extra arguments.
 
-    Each push counts and acts, only later, so there is no ``global_step`` in this state:
+    Every push counts and acts, only later. So this state has no ``global_step``, and
     :func:`global_step` finds that of a gate inside or around it. Inside
-    :func:`accumulate` the delay counts steps, around it micro-batches. Inside
-    :func:`drop_stale` a dropped gradient never gets into the ring.
+    :func:`accumulate` the delay counts steps; around :func:`accumulate` it counts
+    micro-batches. Inside :func:`drop_stale` a dropped gradient never gets into the
+    ring.
 
-    The ring is as large as d models, and lies as its parameters do. A step reads one
-    gradient from it, and writes one. Use :func:`apply_gradients`, or ``minimize``:
+    The ring is as large as d models, and is placed like the parameters. A step reads
+    one gradient from it, and writes one. Use :func:`apply_gradients` or ``minimize``:
     ``update`` alone must bring updates and state out of a conditional, which copies
     them.
 
@@ -73,19 +75,21 @@ def delayed(
         it cannot be traced. Under ``optax.inject_hyperparams`` name it in
         ``static_args``.
       ring_dtype: dtype of the ring, by default that of the parameters. Gradients of
-        another are rounded to it, and come out of the ring in the dtype of today's.
+        another dtype are rounded to it, and come out of the ring in the dtype of the
+        current gradient.
 
     Returns:
-      A transformation with state :class:`DelayedState`; ``inner`` where no number is
-      above 0. ``None`` for a leaf leaves its ring as it was, and ``inner`` sees
-      ``None`` there: the delay of a leaf counts its own gradients. If a leaf joins
-      later, ``inner`` rests again until it has enough of them.
+      A transformation with state :class:`DelayedState`; ``inner`` itself if no number
+      is above 0. ``None`` for a leaf leaves its ring as it was, and ``inner`` sees
+      ``None`` there: the delay of a leaf counts its own gradients. If a leaf gets its
+      first gradient later, ``inner`` rests again until the leaf has enough of them.
 
     Raises:
       ValueError: a number is out of its range.
-      TypeError: ``inner`` is no transformation; ``num_steps`` holds something else than
-        ints, or does not fit the parameters; ``ring_dtype`` does not fit them; updates
-        do not have their structure or shapes; a gradient for the ring is row-sparse.
+      TypeError: ``inner`` is no transformation; ``num_steps`` holds something other
+        than ints, or does not fit the parameters; ``ring_dtype`` does not fit them;
+        updates do not have their structure or shapes; a gradient for the ring is
+        row-sparse.
 
     Source: Narayanan et al., 2021, "Memory-efficient pipeline-parallel DNN training",
     https://arxiv.org/abs/2006.09503, whose PipeDream-2BW is ``num_steps=1`` in all

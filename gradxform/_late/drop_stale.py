@@ -20,8 +20,8 @@ class DropStaleState(NamedTuple):
     Attributes:
       global_step: int32[], updates accepted so far; saturates.
       stale_count: int32[], updates dropped so far; saturates.
-      staleness: int32[], of the last update, accepted or not.
-      inner_state: of the transformation behind the gate.
+      staleness: int32[], that of the last update, accepted or not.
+      inner_state: the state of the transformation behind the gate.
     """
 
     global_step: jax.Array
@@ -41,15 +41,15 @@ def drop_stale(
         staleness &= global\_step - local\_step \\
         fresh &\iff staleness \le max\_staleness(global\_step)
 
-    Fresh: ``inner`` runs and ``global_step`` grows by 1. Stale: the updates are zero,
-    the inner state comes back bit-identical, and ``stale_count`` grows by 1; whatever a
-    stale gradient holds, NaN or inf, reaches nothing. A ``local_step`` ahead of
-    ``global_step`` is fresh.
+    If a gradient is fresh, ``inner`` runs and ``global_step`` grows by 1. If it is
+    stale, the updates are zero, the inner state comes back bit-identical, and
+    ``stale_count`` grows by 1. NaN or inf in a stale gradient reaches nothing. A
+    gradient with a ``local_step`` ahead of ``global_step`` is fresh.
 
-    A fresh gradient gets the updates of ``inner``, in the dtypes of ``inner``. The
-    state keeps the types that ``init`` gave it, so that one conditional, or one
-    ``scan``, holds every push: ``optax.adam`` of bfloat16 parameters keeps its bfloat16
-    moments, though float32 gradients alone would make them float32. Ask for
+    For a fresh gradient the updates are those of ``inner``, in its dtypes. The state
+    keeps the types that ``init`` gave it, so one conditional, or one ``scan``, can hold
+    every push. For example, ``optax.adam`` of bfloat16 parameters keeps bfloat16
+    moments. Without the gate, float32 gradients would make them float32: ask for
     ``mu_dtype="float32"`` if you want that.
 
     ``inner`` receives ``local_step`` and ``staleness`` as extra arguments. After a
@@ -63,10 +63,10 @@ def drop_stale(
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
-      max_staleness: how many steps late a gradient may be, an integer ≥ 0, or inf: none
-        is too late. Or a schedule, which gives it for each ``global_step`` and may give
-        fractions. Name a schedule in ``static_args`` of ``optax.inject_hyperparams``,
-        which otherwise asks it for each push.
+      max_staleness: how many steps late a gradient may be: an integer ≥ 0; or inf, so
+        that none is too late; or a schedule that gives this number for each
+        ``global_step``, also as a fraction. Under ``optax.inject_hyperparams`` name a
+        schedule in ``static_args``. Otherwise optax evaluates it for each push.
 
     Extra arguments of update:
       local_step: the global step that the worker saw **before** it computed these

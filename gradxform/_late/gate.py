@@ -62,14 +62,14 @@ class _GatedUpdate:
 class GatedTransformation(optax.GradientTransformationExtraArgs):
     """A ``GradientTransformation`` that can also run its whole step behind its gate.
 
-    It is a pair of functions, as any other, and ``update`` carries the gate. So a pair
-    that is rebuilt from the two, by ``jax.tree.unflatten`` or as a field of a module,
-    has the gate, too.
+    Like any transformation it is a pair of functions, and ``update`` carries the gate.
+    So the gate survives if the pair is rebuilt from them, by ``jax.tree.unflatten`` or
+    as a field of a module.
 
     Attributes:
       init: as in any ``GradientTransformation``.
       update: as in any ``GradientTransformationExtraArgs``.
-      guard: the gate, for :func:`apply_gradients`; None where ``update`` has none.
+      guard: the gate, for :func:`apply_gradients`; None if ``update`` has none.
     """
 
     def __new__(
@@ -99,8 +99,9 @@ def gate(init: optax.TransformInitFn, guard: Guard) -> GatedTransformation:
       init: as in any ``GradientTransformation``.
       guard: ``guard(act, rest, updates, state, params, **extra)`` returns the outcome
         and the new state. If the push may act, it calls ``act(inner, updates,
-        inner_state, params, **extra)`` for both, else ``rest(params)`` for the outcome
-        alone. :func:`either` is the conditional between the two.
+        inner_state, params, **extra)``, which gives both. Otherwise it calls
+        ``rest(params)``, which gives the outcome alone. :func:`either` is the
+        conditional between the two.
     """
     versions.before_tracing()
 
@@ -128,7 +129,7 @@ def either(
     acts: Callable[[], tuple[Any, Any]],
     rests: Callable[[], tuple[Any, Any]],
 ) -> tuple[Any, Any]:
-    """``lax.cond(pred, acts, rests)`` whose sides need not agree in type.
+    """``lax.cond(pred, acts, rests)`` with two sides that may differ in type.
 
     Both return ``(outcome, state)``. Resting returns the old values and so sets the
     types: parameters and state keep their dtypes and devices for gradients of any type.

@@ -30,10 +30,10 @@ def scale_by_staleness(
 
     Args:
       power: how fast the weight falls with staleness, ≥ 0; 0 changes nothing.
-      weight: the factor for a staleness, any function of an int32 scalar, traced; then
-        ``power`` is not read. It gives a real scalar ≥ 0. A gradient ahead of its time
-        has staleness 0 here. :ref:`The page on late gradients <weights>` has the
-        published ones.
+      weight: a function that takes the staleness, a traced int32 scalar, and returns
+        the factor, a real scalar ≥ 0. If it is given, ``power`` is not read. A gradient
+        ahead of its time has staleness 0 here. :ref:`The page on late gradients
+        <weights>` has the published weights.
 
     Extra arguments of update:
       staleness: how many steps late these gradients are.

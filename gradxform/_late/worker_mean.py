@@ -24,17 +24,17 @@ class WorkerMeanState(NamedTuple):
     """State of :func:`worker_mean`, for n workers.
 
     Attributes:
-      global_step: int32[], times the inner transformation ran; saturates.
+      global_step: int32[], how many times the inner transformation has run; saturates.
       stale_count: int32[], pushes dropped so far; saturates.
       counts: int32[n], how many pushes of each worker are in the table.
       stepped: bool[n], which workers have stepped in this cycle of ``"ringleader"``.
-      table: n rows a leaf, like params: the mean of each worker's pushes.
-      row_counts: int32[n] a leaf, how many of them had a gradient for it; a row with
-        the count 0 stands for zeros, whatever it holds.
-      means: the mean over workers of their rows, a leaf with 1 row; with
-        ``"ringleader"`` 2, for this cycle and the next, in turn.
+      table: n rows for each leaf, like params: the mean of each worker's pushes.
+      row_counts: int32[n] for each leaf, how many of these pushes had a gradient for
+        it; a row with the count 0 stands for zeros, whatever it holds.
+      means: the mean over the workers' rows. Each leaf has 1 row; with ``"ringleader"``
+        it has 2, for this cycle and the next, in turn.
       turn: int32[], the row of ``means`` that belongs to this cycle.
-      inner_state: of the transformation behind the gate.
+      inner_state: the state of the transformation behind the gate.
     """
 
     global_step: jax.Array
@@ -55,57 +55,57 @@ def worker_mean(
     method: Method,
     accumulator_dtype: jax.typing.DTypeLike | None = None,
 ) -> GatedTransformation:
-    r"""Lets ``inner`` act on the mean over workers of the means of their gradients.
+    r"""Lets ``inner`` act on the mean of all workers' mean gradients.
 
     .. math::
 
         c_i \leftarrow c_i + 1, \quad m_i \leftarrow m_i + (g - m_i) / c_i, \quad
         g_{inner} = \tfrac{1}{n} \textstyle\sum_{i=1}^{n} m_i
 
-    for a push of worker i. Where the data of the workers differ, the fastest worker
-    would otherwise pull the parameters towards its own. ``method`` says which pushes
+    for a push of worker i. Without this, if the workers' data differ, the fastest
+    worker would pull the parameters towards its own data. ``method`` says which pushes
     are in the mean, and which of them make a step:
 
     - ``"all"``, Malenia SGD: the pushes of this global step. Once each worker has
-      pushed at least once, that makes the step, and all starts again from nothing. A
+      pushed at least once, the step is made, and everything starts again from zero. A
       push whose ``local_step`` is behind ``global_step`` is dropped, and
       ``stale_count`` grows by 1.
     - ``"latest"``, incremental aggregated gradients: the newest push of each worker,
-      however late (:math:`c_i = 1`). Once each worker has pushed, every further push is
-      a step.
-    - ``"ringleader"``, Ringleader ASGD: in the first phase of a cycle the pushes are
-      gathered until each worker has pushed; the push that completes them is the first
-      of n steps. In the second phase a push is added and makes a step if its worker has
-      not stepped yet in this cycle. Otherwise it goes to the next cycle. After n steps
-      the next cycle begins, with the pushes that are already in it.
+      however late (:math:`c_i = 1`). Once each worker has pushed, every further push
+      makes a step.
+    - ``"ringleader"``, Ringleader ASGD: in the first phase of a cycle, pushes are
+      gathered until each worker has pushed. The push that completes them makes the
+      first of n steps. In the second phase, a push is added and makes a step if its
+      worker has not stepped yet in this cycle. Otherwise it goes to the next cycle.
+      After n steps the next cycle begins, with the pushes that are already in it.
 
-    Whatever a dropped gradient holds, NaN or inf, reaches nothing. Updates of a push
-    that makes no step are zero, and the inner state stays bit-identical. Updates and
-    state have the types that :func:`drop_stale` says.
+    NaN or inf in a dropped gradient reaches nothing. If a push makes no step, its
+    updates are zero, and the inner state stays bit-identical. The types of updates and
+    state are described in :func:`drop_stale`.
 
-    The table is as large as n models, and one mean comes on top, two for
+    The table is as large as n models. One mean comes on top, or two for
     ``"ringleader"``. The cost of a push does not grow with n: it reads and writes one
-    row of the table and one mean. With ``"latest"`` each push moves the mean, and it is
-    never computed anew, so it carries the rounding of all pushes.
+    row of the table and one mean. With ``"latest"`` each push moves the mean. It is
+    never computed anew, so it carries the rounding errors of all pushes.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
-      num_workers: n, how many there are, in [1, 2³¹ - 1]; it is a shape, so it cannot
-        be traced. Under ``optax.inject_hyperparams`` name it in ``static_args``.
+      num_workers: n, the number of workers, in [1, 2³¹ - 1]; it is a shape, so it
+        cannot be traced. Under ``optax.inject_hyperparams`` name it in ``static_args``.
       method: ``"all"``, ``"latest"`` or ``"ringleader"``.
       accumulator_dtype: dtype of table and means, by default that of the parameters but
         at least float32.
 
     Extra arguments of update:
-      worker: whose gradient it is, an integer in [0, n). A push with a traced one
-        outside is dropped, and counts as stale.
-      local_step: as in :func:`drop_stale`; ``"all"`` needs it, the other two pass it on
-        to ``inner``.
+      worker: the worker that computed the gradient, an integer in [0, n). If a traced
+        one is outside of that, the push is dropped and counts as stale.
+      local_step: as in :func:`drop_stale`; ``"all"`` needs it; the other two only pass
+        it on to ``inner``.
 
     Returns:
       A transformation with state :class:`WorkerMeanState`. ``None`` for a leaf leaves
       its row as it was. If such a push makes a step, ``inner`` sees ``None`` there. A
-      worker without a gradient for a leaf counts as one of zeros.
+      worker without a gradient for a leaf counts as a worker with zeros there.
 
     Raises:
       ValueError: ``num_workers`` is out of range, or ``method`` is unknown; a
@@ -118,8 +118,8 @@ def worker_mean(
     Source: Tyurin and Richtárik, 2023, "Optimal time complexities of parallel
     stochastic optimization methods", https://arxiv.org/abs/2305.12387 (Malenia);
     Maranjyan and Richtárik, 2025, "Ringleader ASGD", https://arxiv.org/abs/2509.22860,
-    and its authors' code. For ``"latest"`` it begins to step with the push after the
-    one that completes the table.
+    and its authors' code. With ``"latest"`` the first step is that of the push after
+    the one that completes the table.
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = gx.worker_mean(optax.sgd(1.0), num_workers=2, method="all")

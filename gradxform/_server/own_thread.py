@@ -8,7 +8,9 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class OwnThread:
@@ -39,7 +41,7 @@ class OwnThread:
         weakref.finalize(self, self._calls.put, None).atexit = False
         _alive.add(self)
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def run(self, function: Callable[..., T], *args: Any) -> T:
         """Waits for ``function(*args)``; returns its result or raises its error.
 
         Raises:
@@ -48,6 +50,7 @@ class OwnThread:
         """
         if threading.current_thread() is not threading.main_thread():
             return self._turn.take(function, *args)
+        result: T
         result, error = self._hand_over(function, *args).get()
         if error is None:
             return result
@@ -83,7 +86,7 @@ class _Turn:
         self._lock = threading.Lock()
         self._owner: int | None = None
 
-    def take(self, function: Callable[..., Any], *args: Any) -> Any:
+    def take(self, function: Callable[..., T], *args: Any) -> T:
         if self._owner == threading.get_ident():
             raise RuntimeError(
                 "this call comes from inside of another one, which waits for it: a "

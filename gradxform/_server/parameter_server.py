@@ -38,8 +38,8 @@ class ParameterServer:
 
     Every push is one compiled :func:`apply_gradients`, one push after the other. All
     methods may be called from any thread, and from signal handlers. Only :meth:`wait`
-    waits for another worker. ``ray.remote(gx.ParameterServer)`` is the same on many
-    machines: its ``max_concurrency`` must be above the number of workers, as some wait.
+    waits for another worker. ``ray.remote(gx.ParameterServer)`` does the same on many
+    machines. Its ``max_concurrency`` must exceed the number of workers, as some wait.
 
     A pull gives the worker a copy of its own, which stays valid and may be donated.
     Gradients may come from any device. The server moves them, never the parameters.
@@ -47,9 +47,9 @@ class ParameterServer:
     A push that raises changes nothing, and harms only the worker that pushed. Errors in
     a gradient show before its step begins. An exception may interrupt a method at any
     moment: the server is then at the old step or the new one. (JAX itself may not
-    survive one while it traces the first push of a kind, on the pushing thread.)
+    survive an exception in the pushing thread while that traces the first of a kind.)
 
-    There is one exception. The server updates its arrays in place, so a step that fails
+    There is one limit. The server updates its arrays in place, so a step that fails
     while it runs (out of memory, or in a callback) destroys them. Every call then
     raises :class:`ServerClosedError`, which names the cause, until :meth:`restore`
     brings back an earlier :meth:`state`. With ``donate=False`` such a failure changes
@@ -117,14 +117,14 @@ class ParameterServer:
 
         The arrays are the caller's own. The step is an integer that also knows its
         server's life: the time until the next :meth:`restore` or restart. So the server
-        recognizes gradients from before.
+        recognizes gradients from an earlier life.
 
         Args:
           rows: the ids that the worker will read, integers of any shape, for tables
             named by their paths (as ``"encoder/emb"``). Each such table is replaced by
-            these rows, an :class:`IndexedSlices` with as many rows as ids: ascending,
-            each once, and padding after them. :func:`lookup` reads from it as from the
-            table, and the gradients can be pushed as they are.
+            these rows, an :class:`IndexedSlices` with as many rows as ids: in ascending
+            order, each once, and padding after them. :func:`lookup` reads from it as
+            from the table, and the gradients can be pushed as they are.
 
         Raises:
           TypeError: ids are no integers.
@@ -133,6 +133,7 @@ class ParameterServer:
         """
         wanted = self._programs.rows.prepare({} if rows is None else rows)
         read: dict[int, Any] = {}
+        seen: int
         others = None
         if self._publisher and not wanted:  # What is published needs no turn.
             self._check_usable()
@@ -182,7 +183,7 @@ class ParameterServer:
           local_step: the global step that :meth:`pull` gave with the parameters.
           push_id: ``(worker, number)``; the number grows with each push of that worker.
             A worker may repeat a push whose answer was lost. It acts only once, and
-            gets the first answer again. The server remembers one push a worker.
+            gets the first answer again. The server remembers one push for each worker.
           **extra: extra arguments for ``tx``, such as ``worker_params``.
 
         Raises:
@@ -201,10 +202,7 @@ class ParameterServer:
         self._check_usable()
         check_step(local_step, self._version)
         step, pushed = self._prepare(grads, extra)
-        result: PushResult = self._thread.run(
-            self._push, step, pushed, local_step, push_id
-        )
-        return result
+        return self._thread.run(self._push, step, pushed, local_step, push_id)
 
     def _prepare(self, grads: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
         return self._programs.prepare(grads, extra)
@@ -315,8 +313,7 @@ class ParameterServer:
 
     def stats(self) -> ServerStats:
         """What the server has done so far. It may be called at any time."""
-        stats: ServerStats = self._thread.run(self._stats)
-        return stats
+        return self._thread.run(self._stats)
 
     def _stats(self) -> ServerStats:
         return self._tally.stats(self._version.global_step, self._lost)
@@ -329,8 +326,7 @@ class ParameterServer:
         Raises:
           ServerClosedError: the server has lost its parameters.
         """
-        state: dict[str, Any] = self._thread.run(self._state)
-        return state
+        return self._thread.run(self._state)
 
     def _state(self) -> dict[str, Any]:
         return self._copies()
@@ -352,7 +348,8 @@ class ParameterServer:
             device. Orbax gives one if a server's ``state()`` is the restore's target.
 
         Raises:
-          TypeError: it differs, at the path that the error names; nothing is changed.
+          TypeError: it differs from :meth:`state`, and the error names the path;
+            nothing is changed.
           ServerClosedError: the server is closed.
         """
         if self._closed:

@@ -172,8 +172,7 @@ class RecoverableServer(ParameterServer):
 
     def rest(self) -> Standing:
         """Takes no push with a ``push_id`` from now on; returns where it stands."""
-        standing: Standing = self._thread.run(self._rest)
-        return standing
+        return self._thread.run(self._rest)
 
     def _rest(self) -> Standing:
         self._takes = 0
@@ -201,7 +200,7 @@ class RecoverableServer(ParameterServer):
         if self._saver is None or self._standing is None:  # Nothing has begun.
             return None
         self._saver.rest()
-        snapshot: Snapshot = self._thread.run(self._snapshot)
+        snapshot = self._thread.run(self._snapshot)
         self._saver.write(snapshot)
         step: int = snapshot.counters["global_step"]
         return step

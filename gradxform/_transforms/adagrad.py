@@ -19,8 +19,8 @@ class ScaleByAdagradState(NamedTuple):
     """State of :func:`scale_by_adagrad`.
 
     Attributes:
-      sum_of_squares: ``acc``, like params, in at least float32 by default; one number a
-        row with ``row_wise``.
+      sum_of_squares: ``acc``, like params, in at least float32 by default; with
+        ``row_wise`` one number for each row.
     """
 
     sum_of_squares: optax.Updates
@@ -57,10 +57,10 @@ def scale_by_adagrad(
         double parameters: half-precision parameters get float32 sums, because a sum
         that only grows soon stalls in half precision. If it is narrower, ``u`` is
         computed from the rounded ``acc``, which the state holds.
-      row_wise: one accumulator a row, the mean of the squares over all axes but the
-        first. It saves nearly all state of an embedding table. Dense gradients are read
-        twice: for the mean and for the division. Inside ``jax.shard_map`` a row has to
-        be whole on its device.
+      row_wise: whether to keep one accumulator for each row, for the mean of the
+        squares over all axes but the first. That saves nearly all state of an embedding
+        table. Dense gradients are read twice: for the mean and for the division. Inside
+        ``jax.shard_map`` a row has to be whole on its device.
 
     Returns:
       A transformation with state :class:`ScaleByAdagradState`. Updates keep their
@@ -182,8 +182,8 @@ def adagrad(
         acc &\leftarrow acc + \lvert g \rvert^2 \\
         w &\leftarrow w - learning\_rate \cdot g / \sqrt{acc + eps}
 
-    :func:`scale_by_adagrad` followed by the learning rate, and preceded by at most one
-    clip with Keras's meaning.
+    At most one clip with Keras's meaning, then :func:`scale_by_adagrad`, then the
+    learning rate.
 
     Args:
       learning_rate: a scalar, or a schedule ``count -> scalar``.
@@ -197,12 +197,12 @@ def adagrad(
       clipnorm: the norm of each leaf is clipped to this.
       clipvalue: each entry is clipped to ± this.
       global_clipnorm: the norm of all leaves together is clipped to this; the norm
-        before clipping is ``optax.tree.get(state, "global_norm")``. If that norm is
-        not finite, all becomes NaN: see :func:`clip_by_global_norm`.
+        before clipping is ``optax.tree.get(state, "global_norm")``. If that norm is not
+        finite, all updates become NaN: see :func:`clip_by_global_norm`.
 
     Returns:
-      A transformation whose state holds :class:`ScaleByAdagradState`, and with
-      ``global_clipnorm`` :class:`ClipByGlobalNormState`; its updates are to be added to
+      A transformation. Its state holds :class:`ScaleByAdagradState`, and with
+      ``global_clipnorm`` also :class:`ClipByGlobalNormState`. Its updates are added to
       the parameters.
 
     Raises:

@@ -15,21 +15,22 @@ from gradxform._trees.mesh import AxisName
 class MomentumAlignment(NamedTuple):
     """How :func:`scale_by_momentum_look_ahead` corrects the direction of gradients.
 
-    With c the cosine of a gradient with the momentum, and its confidence
-    ``|g| / (|g| + confidence·|m| + eps)``. Any of the numbers may be traced.
+    Here c is the cosine of a gradient with the momentum, and the confidence in a
+    gradient is ``|g| / (|g| + confidence·|m| + eps)``. Any of the numbers may be
+    traced.
 
     Attributes:
-      aligned: from this c on, in [-1, 1], a gradient stays as it is.
-      opposed: where the ramp of the rotation begins, below ``aligned``. Gradients with
-        a c below 0 are shrunk, so only the part of the ramp above 0 is in use.
+      aligned: a gradient with this c or more stays as it is; in [-1, 1].
+      opposed: the c where the ramp of the rotation begins, below ``aligned``. Gradients
+        with a c below 0 are shrunk, so only the part of the ramp above 0 is used.
       confidence: how much the length of the momentum counts against that of the
         gradient, ≥ 0.
       rotation: how far a gradient with a c between 0 and ``aligned`` turns, ≥ 0.
       shrinkage: how much of the part against the momentum is removed if c is below 0, ≥
         0.
-      max_shrinkage: the most of it, in [0, 1).
-      eps: shorter gradients and momenta correct nothing, > 0. It is added to each
-        divisor as well.
+      max_shrinkage: the largest share of that part that is removed, in [0, 1).
+      eps: nothing is corrected if the gradient or the momentum is shorter than this,
+        > 0. It is also added to each divisor.
     """
 
     aligned: jax.typing.ArrayLike = 0.2

@@ -21,17 +21,17 @@ def global_norm(tree: Any, *, axis_name: AxisName = None) -> jax.Array:
       tree: arrays of any shape and of any floating or complex dtype; ``None`` counts as
         nothing.
       axis_name: mesh axes over which leaves may be sharded, inside ``jax.shard_map``;
-        elsewhere there is nothing to pass. A leaf that does not vary over an axis is
-        replicated there and counts once. In two cases pass a prefix tree of
-        ``PartitionSpec`` as for ``shard_map``, which says over which axes each leaf is
-        sharded: where JAX does not track the axes (``check_vma=False``, ``pmap``), and
-        where stacked layers are sharded.
+        elsewhere pass nothing. A leaf that does not vary over an axis is replicated
+        there and counts once. In two cases pass a prefix tree of ``PartitionSpec``, as
+        for ``shard_map``, to say over which axes each leaf is sharded: if JAX does not
+        track the axes (``check_vma=False``, ``pmap``), or if stacked layers are
+        sharded.
 
     Returns:
-      A scalar, float32 (float64 where the tree holds doubles). The squares are summed
-      in that precision for any dtype of the leaves; in float32, entries above 1e19
-      overflow it and entries below 1e-19 count as 0. Its derivative at an all-zero tree
-      is 0.
+      A scalar, float32 (float64 if the tree holds doubles). The squares are summed in
+      that precision for any dtype of the leaves. In float32, the squares of entries
+      above 1e19 overflow, and entries below 1e-19 count as 0. The derivative at an
+      all-zero tree is 0.
 
     Raises:
       ValueError: ``axis_name`` leaves open which leaves are sharded, or contradicts
@@ -73,8 +73,8 @@ def clip_by_global_norm(
     XLA flushes to 0 in any arithmetic on CPU and TPU). The derivative through the clip
     is finite everywhere, at zero gradients too.
 
-    A norm that is not finite makes every entry NaN, as in TensorFlow. The norm of
-    finite entries is infinite as well if the square of one overflows, in float32 above
+    A norm that is not finite makes every entry NaN, as in TensorFlow. Finite entries
+    have an infinite norm, too, if the square of one overflows; in float32 it does above
     1e19. ``optax.apply_if_finite`` looks at its input and not at its output, so the
     clip belongs in front: ``optax.chain(clip_by_global_norm(c),
     optax.apply_if_finite(rest, n))`` skips every such step.
@@ -97,7 +97,7 @@ def clip_by_global_norm(
       axis_name: as in :func:`global_norm`.
 
     Extra arguments of update:
-      use_norm: a norm computed elsewhere, in place of its own; optional.
+      use_norm: a norm computed elsewhere, which replaces that of the updates; optional.
 
     Returns:
       A transformation with state :class:`ClipByGlobalNormState`. Updates keep their
@@ -155,8 +155,9 @@ def clip_by_norm(
 
     .. math:: g_l \leftarrow g_l \cdot \min(1, \text{max\_norm} / \lVert g_l \rVert)
 
-    Like :func:`clip_by_global_norm`, leaf by leaf: a leaf inside the ball comes out
-    bit-identical, a leaf of non-finite norm becomes NaN, a zero leaf stays zero.
+    This is :func:`clip_by_global_norm` leaf by leaf: a leaf inside the ball comes out
+    bit-identical, a leaf whose norm is not finite becomes NaN, and a zero leaf stays
+    zero.
 
     Args:
       max_norm: the largest norm of a leaf let through, ≥ 0.

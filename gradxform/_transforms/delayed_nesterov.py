@@ -18,10 +18,11 @@ class ScaleByDelayedNesterovState(NamedTuple):
     """State of :func:`scale_by_delayed_nesterov`.
 
     Attributes:
-      count: int32[] a leaf, gradients since its momentum has moved, in [0, num_delay).
+      count: int32[] for each leaf, how many gradients it has had since its momentum
+        moved, in [0, num_delay).
       mu: the momentum, like params.
-      accumulated: the sum of those gradients, like params, in at least float32 by
-        default; while ``count`` is 0, still the sum that moved the momentum.
+      accumulated: the sum of these gradients, like params, in at least float32 by
+        default; while ``count`` is 0, it is still the sum that moved the momentum.
     """
 
     count: optax.Updates  # type: ignore[assignment]  # A tuple's method of that name.
@@ -62,8 +63,8 @@ def scale_by_delayed_nesterov(
       num_delay: how many gradients move the momentum once, in [1, 2³¹ - 1]; as a rule
         the number of workers.
       activation: the part of the momentum that acts with every gradient, in
-        [0, 1/num_delay]: with 0 all of it acts when it moves, with ``1/num_delay`` the
-        same part at each step.
+        [0, 1/num_delay]. With 0, all of it acts when it moves; with ``1/num_delay``,
+        the same part acts at each step.
       mu_dtype: dtype of ``mu``, by default that of the parameters, as in optax.
       accumulator_dtype: dtype of the sum, by default that of the parameters but at
         least float32: a sum in half precision loses small additions.
@@ -204,8 +205,8 @@ def delayed_nesterov(
       accumulator_dtype: dtype of the sum.
 
     Returns:
-      A transformation whose state holds :class:`ScaleByDelayedNesterovState`; its
-      updates are to be added to the parameters.
+      A transformation. Its state holds :class:`ScaleByDelayedNesterovState`. Its
+      updates are added to the parameters.
 
     Raises:
       ValueError: an argument is out of its range.

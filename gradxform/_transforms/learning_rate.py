@@ -19,10 +19,10 @@ def scale_by_learning_rate(
 
     .. math:: u \leftarrow -learning\_rate \cdot u
 
-    ``optax.scale_by_learning_rate``, with the same states and two differences. It takes
-    :class:`IndexedSlices`, so alone it is gradient descent on the touched rows. It
-    multiplies in at least float32 and keeps the dtype of each leaf, also when the rate
-    is a traced float32 scalar and the leaf half precision.
+    It has the states of ``optax.scale_by_learning_rate``, and differs from it in two
+    ways. It takes :class:`IndexedSlices`, so alone it is gradient descent on the
+    touched rows. It multiplies in at least float32 and keeps the dtype of each leaf,
+    even if the rate is a traced float32 scalar and the leaf has half precision.
 
     Args:
       learning_rate: a scalar, or a schedule ``count -> scalar`` of the 0-based count

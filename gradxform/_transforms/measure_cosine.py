@@ -16,9 +16,9 @@ class MeasureCosineState(NamedTuple):
     """State of :func:`measure_cosine`.
 
     Attributes:
-      cosine: float32[], of the last gradient with the one before it, in [-1, 1].
+      cosine: float32[], that of the last gradient with the one before it, in [-1, 1].
       previous: the last gradient, like params.
-      squares: float32[] a leaf, the squared norm of ``previous``.
+      squares: float32[] for each leaf, the squared norm of ``previous``.
     """
 
     cosine: jax.Array
@@ -29,23 +29,23 @@ class MeasureCosineState(NamedTuple):
 def measure_cosine(
     *, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Measures how far each gradient points where the one before it did.
+    r"""Measures the cosine of each gradient with the one before it.
 
     .. math::
 
         cosine_t = \frac{\langle g_t, g_{t-1} \rangle}
           {\lVert g_t \rVert \, \lVert g_{t-1} \rVert}
 
-    This link changes no gradient. For gradients that are in time the cosine is small
-    and has both signs. If it stays near 1, one gradient after the other is computed at
-    about the same parameters, none sees the steps of the others, and their steps add
-    up. With late gradients that comes before the loss diverges. Read the cosine from
-    the state: ``optax.tree.get(state, "cosine")``. A :class:`ParameterServer` returns
-    it with each push, and TensorBoard shows it.
+    This link changes no gradient. If gradients are not late, the cosine is small and
+    has both signs. If it stays near 1, successive gradients are computed at about the
+    same parameters: none sees the steps of the others, and their steps add up. With
+    late gradients this shows before the loss diverges. Read the cosine from the state:
+    ``optax.tree.get(state, "cosine")``. A :class:`ParameterServer` returns it with each
+    push, and TensorBoard shows it.
 
-    It costs one gradient of memory, written once and read once, and one more pass over
-    the gradients if the compiler does not take all sums at once. Behind a gate it
-    measures the pushes that act, not the dropped ones.
+    It needs memory for one gradient, which is written once and read once. If the
+    compiler does not take all sums at once, it also costs one more pass over the
+    gradients. Behind a gate it measures the pushes that act, not the dropped ones.
 
     Args:
       axis_name: as in :func:`global_norm`.

@@ -39,7 +39,7 @@ def scale_by_momentum_look_ahead(
     axis_name: AxisName = None,
     stacked_axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Descends along each gradient and along where the momentum goes next.
+    r"""Descends along each gradient, and along the next step of the momentum.
 
     .. math::
 
@@ -47,9 +47,9 @@ def scale_by_momentum_look_ahead(
         u_t &= g_t + b_1\,m_t
 
     With ``alignment`` this is HeLoCo: before the momentum moves, the gradient of each
-    layer is corrected by its cosine with it. With :math:`\hat g` and :math:`\hat m` of
-    length 1, :math:`c = \hat g \cdot \hat m` and :math:`\kappa = \lVert g \rVert /
-    (\lVert g \rVert + confidence\,\lVert m \rVert)`,
+    layer is corrected by its cosine with the momentum. With :math:`\hat g` and
+    :math:`\hat m` of length 1, :math:`c = \hat g \cdot \hat m` and :math:`\kappa =
+    \lVert g \rVert / (\lVert g \rVert + confidence\,\lVert m \rVert)`,
 
     .. math::
 
@@ -63,16 +63,17 @@ def scale_by_momentum_look_ahead(
           \frac{aligned - c}{aligned - opposed}\,\kappa,\; 1\right)
           \quad\text{where } 0 \le c < aligned
 
-    So a late gradient loses a part of its component against the others' steps. A
-    gradient that is nearly perpendicular turns toward them, and one that agrees stays
-    as it is. Without a momentum, or without a gradient, nothing is corrected.
+    So a late gradient that points against the others' steps loses a part of that
+    component. A gradient that is nearly perpendicular to these steps turns toward them,
+    and one that agrees with them stays as it is. Without a momentum, or without a
+    gradient, nothing is corrected.
 
-    A layer is a leaf. ``None`` for it leaves its momentum as it was. Where the squares
-    of a layer are not finite, nothing of it is corrected.
+    A layer is a leaf. ``None`` for it leaves its momentum as it was. If the squares of
+    a layer are not finite, the layer is not corrected.
 
-    λ is that of the authors' code, where it goes to 0 as c comes to ``aligned``. Their
-    paper has ``rotation·(1 - c)·κ``, which jumps there; the code says that the paper
-    will be changed.
+    λ is that of the authors' code: it goes to 0 as c approaches ``aligned``. Their
+    paper has ``rotation·(1 - c)·κ``, which jumps at ``aligned``; the code says that the
+    paper will be changed.
 
     Args:
       b1: decay of the momentum, in [0, 1).
@@ -192,8 +193,8 @@ def momentum_look_ahead(
       stacked_axes: how many leading axes stack layers.
 
     Returns:
-      A transformation whose state holds :class:`ScaleByMomentumLookAheadState`; its
-      updates are to be added to the parameters.
+      A transformation. Its state holds :class:`ScaleByMomentumLookAheadState`. Its
+      updates are added to the parameters.
 
     Raises:
       ValueError: an argument is out of its range.
@@ -235,19 +236,19 @@ def worker_start(
     learning_rate: jax.typing.ArrayLike,
     b1: jax.typing.ArrayLike,
 ) -> optax.Params:
-    r"""The start of a worker that looks ahead: where the momentum alone would go next.
+    r"""The start of a worker that looks ahead: one step along the momentum.
 
     .. math:: w - learning\_rate \cdot b_1\,m
 
-    HeLoCo's look-ahead dispatch. A worker trains from there, and pushes how far it has
-    come from there. ``state()`` of a :class:`ParameterServer` has both parameters and
-    state: ``worker_start(**server.state(), learning_rate=0.7, b1=0.9)``.
+    This is HeLoCo's look-ahead dispatch. A worker trains from this start, and pushes
+    how far it has come from it. ``state()`` of a :class:`ParameterServer` has both
+    parameters and state: ``worker_start(**server.state(), learning_rate=0.7, b1=0.9)``.
 
     Args:
       params: the server's parameters.
-      state: the server's state, which holds one of
-        :func:`scale_by_momentum_look_ahead` at any depth. Where this is masked,
-        parameters stay as they are.
+      state: the server's state, which holds the state of
+        :func:`scale_by_momentum_look_ahead` at any depth. Parameters that are masked
+        there stay as they are.
       learning_rate: that of the optimizer; with a schedule its value for this step,
         ``schedule(gx.global_step(state))``.
       b1: that of the optimizer.

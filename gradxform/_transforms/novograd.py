@@ -21,8 +21,8 @@ class ScaleByNovogradState(NamedTuple):
     Attributes:
       count: int32[], updates so far; saturates.
       mu: the momentum, like params.
-      nu: float32[] a layer, the moving average of its squared norm; -0.0 until the
-        layer has had a gradient.
+      nu: float32[] for each layer, the moving average of its squared norm; -0.0 until
+        the layer has had a gradient.
     """
 
     count: jax.Array  # type: ignore[assignment]  # A tuple's method of that name.
@@ -58,24 +58,25 @@ def scale_by_novograd(
         u_t &= \mu_t \quad\text{or, with nesterov,}\quad d_t + b_1\,\mu_t
 
     A layer is a leaf, and its ``g_1`` is the first gradient that it gets. ``None``
-    leaves its parameter and state as they were. A zero gradient counts, so ``nu`` does
-    not start again "when nu is 0". A layer whose gradient has been zero from the start
-    gets a zero normalized gradient, never NaN. Half of Adam's state: one array like the
-    parameters and one scalar a layer.
+    leaves its parameter and state as they were. A zero gradient counts as well, so
+    ``nu`` does not start again because it is 0. A layer whose gradient has been zero
+    from the start gets a zero normalized gradient, never NaN. The state is half of
+    Adam's: one array like the parameters, and one scalar for each layer.
 
     Args:
       b1: decay of the momentum, in [0, 1).
       b2: decay of the squared norms, in [0, 1).
       eps: keeps the divisor from 0, ≥ 0; added in at least float32.
-      weight_decay: decoupled from the normalization: added to the normalized gradient,
-        ≥ 0. If it is not 0, ``update`` needs ``params``.
+      weight_decay: the weight decay, ≥ 0. It is added to the normalized gradient, so
+        the norms do not contain it. If it is not 0, ``update`` needs ``params``.
       mask: which parameters decay: a tree of bools, a prefix of the parameters' tree,
-        or a function ``params -> tree``; by default all. Name a function in
-        ``static_args`` of ``optax.inject_hyperparams``, which otherwise takes it for a
-        schedule.
+        or a function ``params -> tree``; by default all. Under
+        ``optax.inject_hyperparams`` name a function in ``static_args``. Otherwise optax
+        takes it for a schedule.
       grad_averaging: whether to multiply by ``1 - b1`` before the momentum.
       nesterov: Nesterov momentum as in TensorFlow's ``MomentumOptimizer``.
-      eps_in_sqrt: where ``eps`` stands; False as in TensorFlow Addons and MONAI.
+      eps_in_sqrt: whether ``eps`` is inside the root; False as in TensorFlow Addons and
+        MONAI.
       mu_dtype: dtype of ``mu``, by default that of the parameters, as in optax. Half
         precision loses additions that are small beside ``mu``: with a constant gradient
         and ``b1=0.95``, ``mu`` should reach 20, but stalls at 18.75 in bfloat16.
@@ -240,10 +241,10 @@ def novograd(
 
     .. math:: w \leftarrow w - learning\_rate \cdot u
 
-    with ``u`` from :func:`scale_by_novograd`, preceded by at most one clip with Keras's
-    meaning. The clip and the layers share one pass over the gradients for their norms.
-    ``optax.chain(clip_by_global_norm(c), novograd(lr))`` computes the same with two
-    passes.
+    with ``u`` from :func:`scale_by_novograd`. At most one clip with Keras's meaning
+    comes before it. The clip and the layers share one pass over the gradients for their
+    norms. ``optax.chain(clip_by_global_norm(c), novograd(lr))`` computes the same with
+    two passes.
 
     Args:
       learning_rate: a scalar, or a schedule ``count -> scalar``.
@@ -254,22 +255,22 @@ def novograd(
       mask: which parameters decay.
       grad_averaging: whether to multiply by ``1 - b1`` before the momentum.
       nesterov: Nesterov momentum.
-      eps_in_sqrt: where ``eps`` stands.
-      lr_in_momentum: puts the learning rate inside the momentum,
-        ``mu = b1·mu + learning_rate·(…)``, ``w -= mu``, as in TensorFlow Addons;
-        differs only while a schedule moves the rate.
+      eps_in_sqrt: whether ``eps`` is inside the root.
+      lr_in_momentum: whether to put the learning rate inside the momentum, as in
+        TensorFlow Addons: ``mu = b1·mu + learning_rate·(…)``, ``w -= mu``. The numbers
+        differ only while a schedule moves the rate.
       mu_dtype: dtype of the momentum.
       axis_name: mesh axes over which layers may be sharded.
       stacked_axes: how many leading axes stack layers; ``clipnorm`` clips each slice.
       clipnorm: the norm of each layer is clipped to this.
       clipvalue: each entry is clipped to ± this.
       global_clipnorm: the norm of all layers together is clipped to this; the norm
-        before clipping is ``optax.tree.get(state, "global_norm")``. If that norm is
-        not finite, all becomes NaN: see :func:`clip_by_global_norm`.
+        before clipping is ``optax.tree.get(state, "global_norm")``. If that norm is not
+        finite, all updates become NaN: see :func:`clip_by_global_norm`.
 
     Returns:
-      A transformation whose state holds :class:`ScaleByNovogradState`, and with
-      ``global_clipnorm`` :class:`ClipByGlobalNormState`; its updates are to be added to
+      A transformation. Its state holds :class:`ScaleByNovogradState`, and with
+      ``global_clipnorm`` also :class:`ClipByGlobalNormState`. Its updates are added to
       the parameters.
 
     Raises:

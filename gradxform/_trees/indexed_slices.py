@@ -45,37 +45,38 @@ class IndexedSlices(metaclass=_NamesCure):
     .. math:: G_r = \sum_{i:\ indices_i = r} values_i
 
     It stands for the dense ``G`` of shape ``dense_shape``, and everything here treats
-    it as that: repeated indices add up before anything else is done with them. An
-    index equal to ``dense_shape[0]`` is padding: its values count for nothing, and are
-    zeroed, so that they fail no test for finite numbers.
+    it as ``G``: the rows of a repeated index are summed before anything else is done
+    with them. An index equal to ``dense_shape[0]`` is padding. Its values count for
+    nothing; they are set to zero, so that they fail no test for finite numbers.
 
     It is a pytree node, so it goes through ``jit``, ``lax.cond``, ``vmap``,
     ``all_gather`` and across processes. Code that multiplies or adds up the leaves of
-    gradients would do the same to the indices. So these have a dtype with which JAX
-    itself refuses to calculate: ``optax.scale`` and ``jax.lax.psum`` raise a
+    gradients would do the same to the indices. So the indices have a dtype that JAX
+    itself refuses to calculate with: ``optax.scale`` and ``jax.lax.psum`` raise a
     ``TypeError``, however they get at the leaves. To use them, put :func:`densify` in
     front, or map with ``is_leaf=lambda x: isinstance(x, gx.IndexedSlices)``. NumPy does
-    not know that dtype either: give ``(grads.indices, grads.values)`` to
+    not know this dtype, so give ``(grads.indices, grads.values)`` to
     ``multihost_utils.process_allgather``. Code that leaves the indices alone, as
     ``optax.centralize`` does, is not refused: it acts on the rows as they were given,
-    before repeated ones are summed. ``table + updates``, with which
-    ``optax.apply_updates`` ends a step, is the table with the rows added.
+    before repeated ones are summed. At the end of a step, ``optax.apply_updates``
+    computes ``table + updates``: the table with the rows added.
 
-    A mask for ``values`` holds for both leaves, as in ``optax.partition`` and
-    ``optax.masked``. There a path ends in ``.values``. If a function looks at the end
-    of a path, let it label the parameters once: ``optax.partition(txs,
+    In ``optax.partition`` and ``optax.masked`` a mask for ``values`` holds for both
+    leaves, and their path ends in ``.values``. If your function for the labels looks at
+    the end of a path, call it once, on the parameters: ``optax.partition(txs,
     labels(params))``.
 
     Args:
-      indices: integers of shape [n], in any order, of any integer dtype; int32 inside.
+      indices: integers of shape [n], in any order, of any integer dtype; they are kept
+        as int32.
       values: the rows, of shape [n, \*dense_shape[1:]] and of the table's dtype.
       dense_shape: the shape of the table, at most 2³¹ - 1 rows.
 
     Raises:
       TypeError: ``indices`` are not integers.
       ValueError: shapes do not fit; an index lies outside of [0, dense_shape[0]]. A
-        traced index cannot be checked: outside, it counts as padding, and a negative
-        one does not count from the end.
+        traced index cannot be checked. If it lies outside, it counts as padding; a
+        negative index does not count from the end.
 
     Source: ``tf.IndexedSlices``.
 
@@ -154,8 +155,8 @@ class IndexedSlices(metaclass=_NamesCure):
     def densify(self, *, out_sharding: NamedSharding | None = None) -> jax.Array:
         """The dense gradient it stands for, an array of the table's size.
 
-        On explicit mesh axes it lies as ``out_sharding`` says, by default whole on each
-        device.
+        On explicit mesh axes ``out_sharding`` says where it lies; by default it is
+        whole on each device.
         """
         self._check_single()
         return self._sum_at(self.indices, self.dense_shape[0], out_sharding)
@@ -165,7 +166,7 @@ class IndexedSlices(metaclass=_NamesCure):
         return self._make(self._indices, values, self.dense_shape, self._summed)
 
     def sum_duplicates(self) -> IndexedSlices:
-        """The same gradient, with ascending indices, each but the padding given once.
+        """The same gradient, with ascending indices that occur once, except padding.
 
         The number of rows stays n; the rest is padding, at the end, with zero values.
         Rows are added up in at least float32 and in the order in which they were given,

@@ -30,12 +30,12 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
 
     Returns:
       The new parameters, in the dtypes of ``params``; the sum is rounded once, from at
-      least float32. Integers are added as integers; other updates of integers are
-      truncated first.
+      least float32. Integer updates of integers are added as integers; other updates of
+      integers are truncated first.
 
     Raises:
-      TypeError: structures or shapes differ, where ``optax.apply_updates`` would
-        broadcast; the message names the first such path.
+      TypeError: structures or shapes differ. The message names the first such path.
+        (``optax.apply_updates`` would broadcast.)
 
     Source: ``optax.apply_updates``.
 
@@ -63,9 +63,9 @@ def apply_gradients(
 ) -> tuple[optax.Params, optax.OptState]:
     """The whole step: gradients through ``tx``, its updates onto the parameters.
 
-    Equal to ``tx.update`` followed by :func:`apply_updates`. Where ``tx`` is a gate,
-    such as :func:`drop_stale`, one conditional guards both together: a push that may
-    not act costs next to nothing, and no copy of the model is made.
+    The result is that of ``tx.update`` followed by :func:`apply_updates`. If ``tx`` is
+    a gate, such as :func:`drop_stale`, one conditional guards both together: a push
+    that may not act costs next to nothing, and no copy of the model is made.
 
     Jit it and donate ``params`` and ``state``, in this order, to update them in place:
     JAX pairs donated buffers with results by shape and order, and the other order costs
@@ -89,8 +89,8 @@ def apply_gradients(
 
     Raises:
       TypeError: ``grads`` and ``params`` differ in structure or shape (the message
-        names the first such path); or ``tx`` has an ``optax.lookahead``, whose
-        parameters have another structure than the gradients.
+        names the first such path); or ``tx`` has an ``optax.lookahead``: its parameters
+        have another structure than the gradients.
       ValueError: no leaf has a gradient.
 
     Source: ``tf.train.Optimizer.apply_gradients``.

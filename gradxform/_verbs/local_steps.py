@@ -32,43 +32,46 @@ def local_steps(
         w_0 &= w, \qquad w_h, s_h = tx(\nabla L(w_{h-1}, batch_h), s_{h-1}, w_{h-1}) \\
         g &= w - w_H
 
-    The steps of :func:`minimize` one after the other, in one program. ``g`` is the
-    pseudo-gradient. An outer optimizer on the server, such as :func:`delayed_nesterov`,
-    takes it for a gradient at the parameters that were pulled. With plain SGD at a
-    learning rate of 1 and a single worker, the server would arrive where the worker is.
-    So workers talk to the server once in H steps: local SGD, or federated averaging, or
-    DiLoCo.
+    These are the steps of :func:`minimize`, one after the other, in one program. ``g``
+    is the pseudo-gradient. An outer optimizer on the server, such as
+    :func:`delayed_nesterov`, takes it for a gradient at the parameters that were
+    pulled. With plain SGD at a learning rate of 1 and a single worker, the server would
+    arrive where the worker is. Workers talk to the server only once in H steps: this is
+    local SGD, federated averaging, or DiLoCo.
 
     The local optimizer's state is the worker's own and goes on from one call to the
     next. The pulled parameters stay valid.
 
     Args:
-      loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)`` where
+      loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)`` if
         ``has_aux`` is set.
       tx: the local optimizer, any ``optax.GradientTransformation``.
       has_aux: as in ``jax.value_and_grad``.
       trainable: which parameters learn, as in :func:`minimize`. The pseudo-gradient of
         the others is ``None``.
-      unroll: as in ``jax.lax.scan``. On CPU a convolution inside a loop takes ten times
-        as long as outside: there True, for all H steps, is worth the longer compile.
+      unroll: as in ``jax.lax.scan``. On CPU a convolution takes ten times as long
+        inside a loop as outside: there it is worth the longer compile to unroll all H
+        steps with True.
       donate: whether the memory of ``state`` may be reused. Then do not use it again.
         The memory of ``params`` is never reused.
 
     Returns:
       ``steps(params, state, *batches, num_steps=None, **extra) -> (grads, state,
       losses[, aux])``, jitted. ``params`` are the pulled parameters, and ``state``
-      begins as ``tx.init(params)``. Each leaf of ``batches`` has an axis in front, of
-      H, and ``loss_fn`` sees one entry of it a step; ``losses``, and ``aux``, have it
-      too. ``grads`` has the shapes and dtypes of ``params``, and is the difference in
-      at least float32, rounded once. ``extra`` is as in :func:`minimize`.
+      begins as ``tx.init(params)``. Each leaf of ``batches`` has a first axis of length
+      H, and ``loss_fn`` sees one entry of it at each step. ``losses`` and ``aux`` have
+      this axis, too. ``grads`` has the shapes and dtypes of ``params``. The difference
+      is computed in at least float32, and rounded once. ``extra`` is as in
+      :func:`minimize`.
 
-      Another H is another program. If it changes often, use ``num_steps``, an int32
-      scalar: how many of the H steps to take. The batches after them are ignored, and
-      their losses and ``aux`` are 0. Above H it means H, below 0 it means 0.
+      Each H needs a program of its own. If H changes often, use ``num_steps`` instead,
+      an int32 scalar. It says how many of the H steps to take. The batches after them
+      are ignored, and their losses and ``aux`` are 0. Above H it means H, below 0 it
+      means 0.
 
     Raises:
-      ValueError: there are no batches, a leaf of them has no entry or not as many as
-        the others; or no parameter is trainable.
+      ValueError: there are no batches; a leaf of them has no entry, or not as many as
+        the others; no parameter is trainable.
       TypeError: ``params`` holds :class:`IndexedSlices`; ``num_steps`` is not an
         integer; ``tx`` is not a transformation.
 

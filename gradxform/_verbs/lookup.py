@@ -34,17 +34,17 @@ def lookup(table: Any, ids: jax.typing.ArrayLike) -> jax.Array:
     Args:
       table: of shape [rows, \*row]; or a part of such a table, the rows that
         ``ParameterServer.pull(rows=...)`` gave, as an :class:`IndexedSlices`.
-      ids: integers of any shape and integer dtype, in [0, rows]. ``rows`` is padding:
-        it reads zeros and gets no gradient.
+      ids: integers of any shape and integer dtype, in [0, rows]. The id ``rows`` is
+        padding: it reads zeros and gets no gradient.
 
     Returns:
       An array of shape [\*ids.shape, \*row], of the dtype of the table.
 
     Raises:
       TypeError: ``ids`` are not integers.
-      ValueError: an id lies outside of [0, rows]. A traced id cannot be checked:
-        outside, it counts as padding, and a negative one does not count from the end.
-        The same holds for an id whose row a part of a table lacks.
+      ValueError: an id lies outside of [0, rows]. A traced id cannot be checked. If it
+        lies outside, it counts as padding; a negative id does not count from the end.
+        The same holds for an id if ``table`` is a part that lacks its row.
 
     Source: ``tf.nn.embedding_lookup``, ``tf.gather``.
 
@@ -66,24 +66,23 @@ def lookup(table: Any, ids: jax.typing.ArrayLike) -> jax.Array:
 def value_and_grad(
     loss_fn: Callable[..., Any], *, tables: Tables = (), has_aux: bool = False
 ) -> Callable[..., Any]:
-    r"""``jax.value_and_grad``, with row-sparse gradients for the tables named.
+    r"""``jax.value_and_grad``, with row-sparse gradients for the named tables.
 
     .. math:: \partial L / \partial table_r = \sum_{i:\ ids_i = r} \partial L / \partial
         rows_i
 
-    The loss reads rows of each of those tables, as often as it likes, through
-    :func:`lookup`, ``jnp.take(table, ids, axis=0)``, ``table[ids]``, ``table[0]`` or
-    ``table[:n]``, in an embedding layer of any framework, under ``jit`` or ``vmap``.
-    The gradient then consists of the rows that were read. No array of the table's size
-    is made, even if the loss casts the table first. All other parameters get JAX's own
-    gradients.
+    The loss may read rows of these tables as often as it likes, through :func:`lookup`,
+    ``jnp.take(table, ids, axis=0)``, ``table[ids]``, ``table[0]`` or ``table[:n]``, in
+    an embedding layer of any framework, under ``jit`` or ``vmap``. The gradient then
+    consists of the rows that were read. No array of the table's size is made, even if
+    the loss casts the table first. All other parameters get JAX's own gradients.
 
     A parameter may be a part of a table, from ``ParameterServer.pull(rows=...)``: the
     loss sees a table, and can read only those rows. It need not be named.
 
     Args:
       loss_fn: ``loss_fn(params, *batch, **kwargs)`` returns a scalar, or ``(scalar,
-        aux)`` where ``has_aux`` is set. With ``tables`` it is traced, also without
+        aux)`` if ``has_aux`` is set. With ``tables`` it is traced, also without
         ``jit``, and its jaxpr is searched for the rows that it reads.
       tables: paths of leaves of ``params``, with slashes, as ``"encoder/emb"``; or a
         predicate on such a path.
@@ -98,13 +97,13 @@ def value_and_grad(
       ValueError: ``tables`` names no leaf of ``params``, or one that is not a table of
         floating-point rows.
       TypeError: the loss uses a named table in any other way, such as a product with
-        all of it; or reads it inside a ``scan``, ``cond``, ``checkpoint`` or the like,
-        which its rows cannot leave.
+        all of it; or reads it inside a ``scan``, ``cond``, ``checkpoint`` or the like:
+        the rows cannot get out of there.
 
-    Inside ``jax.shard_map``, where each device has a part of the batch and a table of
-    its own, ``jax.lax.all_gather(grads["emb"], axis, tiled=True, to="invarying")``
-    (before JAX 0.8.2 ``all_gather_invariant``, without ``to``) gives all devices the
-    rows of all, and the tables stay alike.
+    Inside ``jax.shard_map`` each device has a part of the batch and a table of its own.
+    There ``jax.lax.all_gather(grads["emb"], axis, tiled=True, to="invarying")`` gives
+    every device the rows of all devices, so the tables stay alike. Before JAX 0.8.2 it
+    is ``all_gather_invariant``, without ``to``.
 
     Source: ``tf.gradients`` through ``tf.gather``.
 

@@ -19,17 +19,17 @@ def _nothing(number: int) -> tuple[Any, ...]:
 class Worker(NamedTuple):
     """What one worker does, again and again: a minibatch, a pull, a gradient, a push.
 
-    Its gradients are numbered from 0. If its worker or the server dies before the
-    answer, a gradient is computed again, under its number. A resumed run goes on with
-    the numbers that its checkpoint lacks. So no minibatch is lost and none acts twice,
-    as long as ``batch`` is a function of the number.
+    Its gradients are numbered from 0. If the worker or the server dies before a
+    gradient is answered, the gradient is computed again, under the same number. A
+    resumed run goes on with the numbers that its checkpoint lacks. So no minibatch is
+    lost and none acts twice, as long as ``batch`` is a function of the number.
 
     Attributes:
       gradient: the loss, a scalar, and the gradients of the parameters on a minibatch,
         ``gradient(params, *batch) -> (loss, grads)``: as a rule
-        ``jax.jit(jax.value_and_grad(loss))``. A generator function yields where the
-        gradient can be given up, between micro-batches or local steps, and returns the
-        two.
+        ``jax.jit(jax.value_and_grad(loss))``. It may also be a generator function. It
+        yields where the gradient can be given up, between micro-batches or local steps,
+        and returns loss and gradients.
       batch: the minibatch of a number, ``batch(number) -> (x, y)``: any arrays. It is
         drawn before the parameters are pulled. A stream of data is used with
         ``lambda _: next(stream)``, and each worker needs its own. When the stream ends,
@@ -64,19 +64,20 @@ class Job(NamedTuple):
     """What an engine runs.
 
     Attributes:
-      params: the initial parameters; or a function without arguments that gives them,
-        which is called where the server is. Over several processes the function is
+      params: the initial parameters; or a function without arguments that gives them.
+        It is called where the server is. Over several processes the function is
         compiled, so that each process makes only its parts, and arrays that it
         calculates with JAX are never whole in one place.
       tx: any transformation. A gate in it (:func:`~gradxform.drop_stale`, for example)
         decides which pushes are dropped.
-      workers: one for each index; more may be added to a run.
-      pushes: how many reach the server, accepted or dropped. Pushes before a resumed
-        run count; pushes lost in a death do not.
+      workers: the workers, by index; more may be added to a run.
+      pushes: how many pushes reach the server, accepted or dropped. Pushes before a
+        resumed run count; pushes lost in a death do not.
       required: how many pushes make a step. A worker that has pushed waits for the
         step, as :func:`~gradxform.conditional_accumulator` with this ``num_required``
         needs it. With None every push may be a step of its own, and nobody waits. If
-        all wait for a step that needs more of them, the run ends with a ``ValueError``.
+        all workers wait for a step that needs more pushes, the run ends with a
+        ``ValueError``.
       max_staleness: how late a gradient may become while it is computed, ≥ 0 or inf, or
         a schedule of the global step. After each step, a gradient is given up if its
         ``global_step - local_step`` is larger. Its number begins again, on the same
@@ -85,7 +86,8 @@ class Job(NamedTuple):
         generator's gradient, and before any push. By default none is given up.
       require_finite: whether a push that holds NaN or inf ends the run with an error,
         before it has changed anything: see :class:`~gradxform.ParameterServer`.
-      donate: whether steps update the server's own arrays in place; see there.
+      donate: whether steps update the server's own arrays in place: see
+        :class:`~gradxform.ParameterServer`.
     """
 
     params: optax.Params | Callable[[], optax.Params]
@@ -102,10 +104,10 @@ class Push(NamedTuple):
     """One push that was answered.
 
     Attributes:
-      worker: its index.
-      number: of that worker's gradients, from 0.
+      worker: the index of its worker.
+      number: which of that worker's gradients it is, from 0.
       local_step: the global step that the worker saw before it computed.
-      loss: of its minibatch, at the parameters it had pulled.
+      loss: the loss of its minibatch, at the parameters that the worker had pulled.
       norm: the global norm of its gradients, before any clip.
       result: the server's answer.
       time: seconds since the run began; virtual ones on :func:`simulated`.

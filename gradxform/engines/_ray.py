@@ -52,7 +52,7 @@ def ray(
 ) -> Iterator[Run]:
     """Runs the server and each worker as a Ray actor, a process of its own.
 
-    They run on the cluster that ``ray.init`` has connected to, or on that of
+    They run on the cluster that ``ray.init`` has connected to, or on the one at
     ``address``. Without either, they run on a local cluster that lasts as long as the
     context.
 
@@ -64,19 +64,20 @@ def ray(
 
     Args:
       job: what to run; its workers are pickled.
-      checkpoint: where it is saved, and goes on from: a directory, or a
-        :class:`Checkpoint`. Without it, the run dies with its server.
-      address: of a cluster to connect to, as ``ray.init`` takes it.
+      checkpoint: where the run is saved, and from where it goes on: a directory, or a
+        :class:`Checkpoint`. Without one, the run dies with its server.
+      address: the address of a cluster to connect to, as ``ray.init`` takes it.
       connect_timeout: how many seconds the cluster may take to answer, in (0, inf].
       max_deaths: how often each worker, and the server, may die.
       worker_options: Ray's options for the workers' actors, as ``{"num_gpus": 1}``.
       server_options: Ray's options for the server's actor, or for each of its actors.
         With several processes, ``scheduling_strategy`` may also be the strategy of a
         Ray placement group: ``"STRICT_SPREAD"`` puts each on a machine of its own.
-      server_processes: how many processes the server is made of. Each has a part of the
-        parameters and of the state, for models that one machine has no memory for. They
-        run the same steps in the same order, so the numbers are those of one process.
-        If one dies, all are started again from the last checkpoint.
+      server_processes: how many processes make up the server. Each has a part of the
+        parameters and of the state. This is for models that do not fit into the memory
+        of one machine. The processes run the same steps in the same order, so the
+        numbers are those of one process. If one dies, all are started again from the
+        last checkpoint.
       server_shardings: which leaves of the parameters are cut, and along which axis: a
         tree like the parameters, or a prefix of one, of ``PartitionSpec`` over the axis
         ``"server"``; or a function ``(path, shape) -> PartitionSpec``, with paths such
@@ -91,7 +92,7 @@ def ray(
       ValueError: too few workers for a step; a checkpoint of another job; a worker with
         a device, or with a stream; no process for the server; impossible shardings;
         fewer machines than processes if each needs one of its own.
-      SystemExit: as the context ends, if ``SIGTERM`` has ended the run.
+      SystemExit: at the end of the context, if ``SIGTERM`` has ended the run.
     """
     ray = require("ray", "ray")
     given = Checkpoint.of(checkpoint)

@@ -30,13 +30,13 @@ def simulated(
 
     Args:
       job: what to run.
-      checkpoint: where it is saved, and goes on from: a directory, or a
+      checkpoint: where the run is saved, and from where it goes on: a directory, or a
         :class:`Checkpoint`.
 
     Raises:
       ValueError: too few workers for a step; a checkpoint of another job; a stream that
         two workers draw from.
-      SystemExit: as the context ends, if ``SIGTERM`` has ended the run.
+      SystemExit: at the end of the context, if ``SIGTERM`` has ended the run.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax
     >>> from gradxform import engines

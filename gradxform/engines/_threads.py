@@ -31,13 +31,13 @@ def threads(
     """Runs each worker on a thread of its own, and on its own device if it names one.
 
     The iteration over the pushes raises a worker's error. At the end of the context,
-    with an exception or without, all threads end, also those that sleep or wait. Only a
-    worker that blocks, for example on a queue or a file, does not end: a warning names
-    it, and its thread is left behind until the process ends.
+    with an exception or without, all threads end, also those that sleep or wait. The
+    one exception is a worker that blocks, for example on a queue or a file: a warning
+    names it, and its thread stays until the process ends.
 
     Args:
       job: what to run.
-      checkpoint: where it is saved, and goes on from: a directory, or a
+      checkpoint: where the run is saved, and from where it goes on: a directory, or a
         :class:`Checkpoint`.
       join_timeout: how many seconds the end of the context waits for busy workers, in
         [0, inf].
@@ -45,7 +45,7 @@ def threads(
     Raises:
       ValueError: too few workers for a step; a checkpoint of another job; a stream that
         two workers draw from.
-      SystemExit: as the context ends, if ``SIGTERM`` has ended the run.
+      SystemExit: at the end of the context, if ``SIGTERM`` has ended the run.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax
     >>> from gradxform import engines
