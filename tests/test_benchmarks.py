@@ -203,6 +203,7 @@ def test_compiling_is_measured(monkeypatch):
     assert lines[0]["equations"] == 0 < lines[1]["equations"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_steps_of_several_models_in_one_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(step, "bandwidth", lambda _: measure.bandwidth(2**16))

@@ -85,6 +85,7 @@ def test_trains_as_with_dense_gradients(name):
     np.testing.assert_array_equal(table_of(params)[rest], before[rest])
 
 
+@pytest.mark.slow
 def test_nnx_keeps_what_its_layers_keep():
     """As under ``nnx.value_and_grad``, which carries the state of layers by itself."""
     left, _ = run("NNX's Embed", 3)
@@ -104,6 +105,7 @@ def test_nnx_keeps_what_its_layers_keep():
     chex.assert_trees_all_close(kept, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_gx_apply_updates_takes_the_place_of_equinoxs():
     layer = eqx.nn.MLP(5, 2, 3, 1, key=jax.random.key(0))
     updates = eqx.filter(jax.tree.map(lambda _: None, layer), False)
@@ -144,6 +146,7 @@ def temporaries(name, tables, height):
     return stats.temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_no_step_makes_anything_of_the_tables_size(name):
     assert temporaries(name, True, 100_000) == temporaries(name, True, HEIGHT)
     assert temporaries(name, False, HEIGHT) > HEIGHT * 16 * 4

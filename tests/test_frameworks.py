@@ -103,14 +103,8 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("Flax NNX", "Flax Linen"),
-        pytest.param("Haiku", marks=pytest.mark.slow),
-        pytest.param("Equinox", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Flax NNX", "Flax Linen", "Haiku", "Equinox"])
 def test_micro_batches_train_as_their_batches_do(name):
     """Two whole batches, and the same two in halves."""
     rng = np.random.default_rng(0)
@@ -274,6 +268,7 @@ def arrays(variables):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", SHORT)
 def test_nnx_under_sharding_metadata(field):
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("x", None))

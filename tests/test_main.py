@@ -412,6 +412,7 @@ def check_a_terminal(done, colors):
     assert re.fullmatch(r"test accuracy 0\.\d{3}", done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [{}, {"NO_COLOR": "1"}])
 def test_a_terminal_gets_a_progress_bar_and_colors(setting):
     check_a_terminal(call(*SHORT, **TERMINAL, **setting), colors=not setting)
@@ -547,6 +548,7 @@ def test_a_home_is_found_where_no_shell_has_looked_for_it(tmp_path):
     assert (tmp_path / "b" / "60").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [SHORT, ["--list"]])
 @pytest.mark.parametrize(
     ("number", "code", "says"),

@@ -260,6 +260,7 @@ def draw_stacked(seed):
     return {k: jnp.float32(rng.standard_normal(s)) for k, s in shapes.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("clip", [{}, {"clipnorm": 0.5}, {"global_clipnorm": 0.5}])
 def test_specs_say_whether_layers_or_their_entries_are_sharded(clip, check_vma):

@@ -158,6 +158,7 @@ def test_backup_drops_what_the_slow_worker_pushes_late(engine):
     assert all(len(set(ws)) == len(ws) for ws in by_step(pushes).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("mode", ["sync", "backup"])
 def test_a_step_that_is_never_completed_does_not_hang(engine, mode):

@@ -205,6 +205,7 @@ def test_nothing_is_saved_after_the_last_word(tmp_path):
 # When a run is saved.
 
 
+@pytest.mark.slow
 def test_it_is_saved_at_multiples_of_a_step_and_the_newest_are_kept(tmp_path):
     checkpoint = engines.Checkpoint(
         tmp_path, every_steps=4, every_seconds=None, max_to_keep=None

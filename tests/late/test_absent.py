@@ -414,6 +414,7 @@ def adam(rate, g):
     return -rate * g / (np.abs(g) + 1e-8)
 
 
+@pytest.mark.slow
 def test_a_part_of_a_table_beside_a_leaf_without_a_gradient():
     """The trees beside it hold rows there, and lose the leaf as well."""
     tx = optax.chain(gx.compensate_delay(0.5), gx.scale_by_learning_rate(1.0))

@@ -180,6 +180,7 @@ def test_a_leaf_that_joins_later_or_comes_and_goes():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("named", [False, True], ids=["bare", "set_mesh"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])

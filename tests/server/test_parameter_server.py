@@ -432,6 +432,7 @@ def test_uncommitted_parameters_stay_so(donate):
     assert (pulled["w"] + there).devices() == {jax.devices()[3]}
 
 
+@pytest.mark.slow
 def test_committed_and_sharded_parameters_stay_where_they_are():
     tx = gx.drop_stale(gx.adagrad(0.1), 9)
     committed = jax.device_put(PARAMS, jax.devices()[2])

@@ -192,6 +192,7 @@ def test_what_is_not_finite_is_found_in_a_part():
     assert server.stats().accepted == 0
 
 
+@pytest.mark.slow
 def test_what_was_saved_is_restored_to_its_place():
     both = Parts(gx.adagrad(0.1), 41)
     both.push(both.grads(rows=True), 0)

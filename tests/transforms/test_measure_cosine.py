@@ -136,6 +136,7 @@ def test_rows_and_other_shapes_are_refused():
         tx.update({**draw(0), "b": jnp.ones(3)}, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtypes", [("float64", "bfloat16"), ("float32", "float64")])
 def test_gradients_in_another_precision_than_the_parameters(dtypes):
     """And with the correction that is computed from the same sums."""

@@ -124,6 +124,7 @@ def test_shape_and_dtype_are_those_of_the_dense_gradient():
 # What JAX does with a pytree.
 
 
+@pytest.mark.slow
 def test_it_goes_through_jit_cond_scan_vmap_and_pickle():
     grads = slices([4, 0, 4])
     expected = grads.densify()
@@ -154,6 +155,7 @@ def test_that_it_is_summed_is_not_believed_of_other_rows():
     assert jitted(repeated) == 2.0  # the same treedef, so the same compiled function
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("spec", [P(), P("x")], ids=str)
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])

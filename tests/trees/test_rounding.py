@@ -88,6 +88,7 @@ def test_it_goes_wherever_a_cast_goes():
     chex.assert_trees_all_equal(got, taken_through(lambda g: g * -0.5, half))
 
 
+@pytest.mark.slow
 def test_an_order_goes_wherever_a_value_goes():
     x = jnp.array([1.0, 1 / 3, -2.7], jnp.bfloat16)
     got = taken_through(lambda x: barrier.after(2 * x, jnp.sum(x)), x)
@@ -102,6 +103,7 @@ def test_an_order_goes_wherever_a_value_goes():
     np.testing.assert_array_equal(batched(jnp.ones(2)), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tx", [
     gx.scale_by_momentum_look_ahead(alignment=gx.MomentumAlignment()),
     gx.measure_cosine(),

@@ -635,6 +635,7 @@ def test_a_table_of_indices_is_told_from_one_that_is_compared(use, how):
         gx.value_and_grad(loss, tables=["emb"])(EMB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [False, True], ids=["table", "part"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_what_fills_a_read_outside_is_of_the_dtype_that_is_read(dtype, part):

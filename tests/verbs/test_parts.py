@@ -118,6 +118,7 @@ def get_whole(table, ids):
     return table.at[ids].get(out_sharding=WHOLE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("batch", [P(), P("d")])
 @pytest.mark.parametrize(
@@ -230,6 +231,7 @@ def test_a_row_that_is_read_and_not_there_is_an_error(read, where):
         gx.value_and_grad(lambda p: jnp.sum(read(p["table"])))(model(part()))
 
 
+@pytest.mark.slow
 def test_half_precision_stays():
     half = part(dtype="bfloat16")
     _, grads = gx.value_and_grad(loss_fn)(model(half), IDS)
