@@ -120,6 +120,7 @@ INSTALLED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("group", step.GROUPS)
 def test_a_step_is_measured(group, capsys, monkeypatch):

@@ -267,6 +267,7 @@ def train(tx, now, steps, half="float32"):
     return updates, (params, state)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")  # For optax's own code.
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)

@@ -512,6 +512,7 @@ def reductions(tx, params):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adagrad", "novograd-global_clipnorm"])
 def test_small_leaves_are_summed_together(name):
     # 32 leaves share a sum, and each sum over them is summed once more.

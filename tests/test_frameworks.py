@@ -171,6 +171,7 @@ def test_keras_carries_the_seed_of_its_dropout(request, monkeypatch):
     assert left["loss_fn"](params, after, x, labels)[0] != first
 
 
+@pytest.mark.slow
 def test_nnxs_own_gradients_carry_what_layers_keep():
     """As the page says. JAX's own gradient of the whole model does not carry it."""
 
@@ -229,6 +230,7 @@ def test_a_schedule_around_micro_batches_is_as_long_as_its_steps():
     assert optax.tree.get(state, "count") == 3
 
 
+@pytest.mark.slow
 def test_nnx_forwards_extra_arguments():
     model = nnx.Linear(64, 10, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, late(), wrt=nnx.Param)

@@ -161,6 +161,7 @@ def test_workers_that_train_by_themselves_have_optimizers_of_their_own():
         assert loss == 7.0
 
 
+@pytest.mark.slow
 def test_a_seed_decides_the_weights():
     first, again, other = (
         np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(model.params)])
@@ -610,6 +611,7 @@ def test_a_cluster_that_is_not_there_gets_one_line():
     check_one_line(done, ["address:", address, "connect_timeout=0.5 seconds"])
 
 
+@pytest.mark.slow
 def test_a_run_can_be_watched(tmp_path):
     from tensorboard.backend.event_processing import event_accumulator
 
@@ -751,6 +753,7 @@ def test_trying_the_plot_leaves_files_as_they_are(tmp_path):
     assert not new.exists()
 
 
+@pytest.mark.slow
 def test_a_plot_that_fails_in_the_end_gets_one_line(tmp_path, monkeypatch):
     def save_plot(*_):
         raise OSError(28, "No space left on device")

@@ -277,6 +277,7 @@ def test_what_forwards_no_extra_arguments_fails_aloud():
         lookahead(ROWS[-1])
 
 
+@pytest.mark.slow
 def test_a_gate_around_schedule_free_keeps_late_pushes_from_the_average():
     def at_late_pushes(tx):
         trace = train(tx)

@@ -48,6 +48,7 @@ def commands():
     return [line for step in steps for line in step.get("run", "").splitlines()]
 
 
+@pytest.mark.slow
 def test_one_file_defines_the_address_and_all_others_repeat_it():
     """The address may be on any forge, as pip and git take it."""
     address = re.compile(r"[\w.-]+\.(?:com|org|io|dev)[:/][\w.-]+/gradxform(?![\w-])")

@@ -222,6 +222,7 @@ def test_nested(through):
     assert through_json(gx.get_config(tx)) == through_json(NESTED)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")  # optax's schedule needs it.
 def test_a_schedule_of_how_many_make_a_step():
     required = {

@@ -135,6 +135,7 @@ def test_two_processes_on_one_folder(saved, tmp_path, monkeypatch):
     assert not half.exists()
 
 
+@pytest.mark.slow
 def test_who_holds_a_folder_may_be_about_to_end(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, folder.__file__, str(tmp_path)],
@@ -317,6 +318,7 @@ def test_checkpoints_of_another_program_are_refused(named, tmp_path):
 
 
 # orbax's failed write has an end that nobody waits for.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_could_not_be_written_does_not_pile_up(tmp_path, caplog):
     params = {"w": jnp.asarray(np.random.default_rng(0).standard_normal(20_000))}

@@ -81,6 +81,7 @@ def steps_in(folder):
 # Where a run goes on.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [12, 13, 14, 29])
 def test_a_run_that_went_on_is_the_run_that_never_stopped(stop, tmp_path):
     """It stops at a step, in a half-done sum, or before its last push."""
@@ -113,6 +114,7 @@ def test_threads_wait_for_a_step_that_their_gradients_are_part_of(tmp_path):
     assert state["state"].global_step == 10
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_twice_does_the_same_twice(tmp_path):
     with engines.simulated(make_job(60), checkpoint=tmp_path / "one") as run:
         first = [next(run.pushes) for _ in range(25)]

@@ -42,6 +42,7 @@ def test_each_number_is_drawn_once_and_in_order(engine):
         assert drawn[worker][: len(given)] == given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", LOCAL)
 def test_rows_of_a_table_are_trained_as_the_whole_table_is(engine):
     table = np.random.default_rng(0).standard_normal((50, 4)).astype(np.float32)

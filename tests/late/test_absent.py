@@ -226,6 +226,7 @@ def start_of_zeros(params):
     return jax.tree.map(jnp.zeros_like, params)
 
 
+@pytest.mark.slow
 def test_an_accumulator_inside_of_a_chain_hears_of_none():
     tx = optax.chain(gx.clip_by_global_norm(1e9), gx.accumulate(optax.adam(0.1), 2))
     params = start()
@@ -432,6 +433,7 @@ def test_a_part_of_a_table_beside_a_leaf_without_a_gradient():
     assert got["frozen"].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", [g for g in GATES if "accumul" in g or g == "both"])
 def test_a_parameter_that_is_none_does_not_hide_that_another_has_acted(gate):
     """One leaf has no gradient in the last push of two, but it had one in the first."""

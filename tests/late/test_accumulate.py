@@ -140,6 +140,7 @@ def test_whatever_is_left_out_reaches_nothing(bad, how):
     )
 
 
+@pytest.mark.slow
 def test_without_being_asked_nothing_is_left_out():
     tx = gx.accumulate(optax.sgd(1.0), 2)
     params = jnp.zeros(2)

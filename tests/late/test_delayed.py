@@ -59,6 +59,7 @@ def looped(tx, grads, params, extra, delays):
         yield delay, trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
 def test_every_row_a_fixed_number_of_steps_late(row):
     tx, params = row.make(), draw(0)

@@ -90,6 +90,7 @@ def test_a_part_holds_each_row_once_in_order_and_then_padding(ids, dtype):
     np.testing.assert_array_equal(part.values, np.asarray(scaled)[wanted])
 
 
+@pytest.mark.slow
 def test_what_is_not_named_comes_whole_and_all_is_the_callers_own():
     server = server_of()
     params, seen = server.pull(rows={PATH: [1, 2, 5]})

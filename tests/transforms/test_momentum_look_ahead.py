@@ -239,6 +239,7 @@ def test_gradients_that_agree_are_not_touched():
         chex.assert_trees_all_equal((got, other), (updates, state))
 
 
+@pytest.mark.slow
 def test_each_leaf_has_a_cosine_of_its_own():
     m = {"a": draw(8), "b": draw(8, seed=1), "s": jnp.float32(2.0)}
     g = {"a": 2 * m["a"], "b": -m["b"], "s": jnp.float32(-2.0)}
@@ -314,6 +315,7 @@ def test_what_is_not_finite_stays_where_it_is(wild):
     np.testing.assert_array_equal(new[1:], g[1:])
 
 
+@pytest.mark.slow
 def test_where_squares_overflow_gradients_stay_as_they_are():
     large, m = jnp.full(4, -1e20), draw(4)
     for g, held in ((large, m), (m, large), (large, -large)):

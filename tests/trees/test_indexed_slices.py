@@ -61,6 +61,7 @@ def test_summed_and_dense_agree_to_the_bit(indices, seed):
     np.testing.assert_array_equal(grads.sum_duplicates().densify(), grads.densify())
 
 
+@pytest.mark.slow
 def test_half_precision_rows_are_summed_in_float32():
     grads = slices([1] * 4096).with_values(jnp.ones((4096, 2), jnp.bfloat16))
     for dense in (grads.densify(), grads.sum_duplicates().densify()):
@@ -392,6 +393,7 @@ def test_functions_that_label_or_mask(label):
             np.testing.assert_allclose(params[name], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_is_skipped():
     tx = optax.apply_if_finite(gx.adagrad(0.1), max_consecutive_errors=3)
     state = tx.init(PARAMS)

@@ -513,6 +513,7 @@ def test_a_table_sharded_by_rows_is_not_gathered():
     assert "f32[64,4]" not in text  # and the whole nowhere.
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_takes_no_value(standard_promotion):
     """``minimize`` offers it the loss, a gate the local step. It asked for neither."""
     sam = optax.contrib.sam(optax.sgd(0.5), optax.sgd(0.1), sync_period=2)

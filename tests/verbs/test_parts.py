@@ -186,6 +186,7 @@ def test_what_lies_outside_of_the_table_reads_as_it_does_there():
     np.testing.assert_allclose(sums, [TABLE[3].sum(), np.nan], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     "read",

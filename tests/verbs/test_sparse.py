@@ -376,6 +376,7 @@ def compile_step(tx, height, rows=256, width=16, **extra):
     return lowered.compile().memory_analysis()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "extra"),
     [
