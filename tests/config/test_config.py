@@ -471,7 +471,7 @@ WRONG = [
     ),
     (
         {"name": "optax.chain", "args": [ADAGRAD]},
-        "config: a dict cannot hold arguments that have no names. Write a chain as {'name'",
+        "config: a dict cannot hold arguments that have no names. Write a chain as",
     ),
     (
         {"name": "drop_stale", "inner": None, "max_staleness": 1},
