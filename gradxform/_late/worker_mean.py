@@ -86,7 +86,9 @@ def worker_mean(
     The table is as large as n models. One mean comes on top, or two for
     ``"ringleader"``. The cost of a push does not grow with n: it reads and writes one
     row of the table and one mean. With ``"latest"`` each push moves the mean. It is
-    never computed anew, so it carries the rounding errors of all pushes.
+    never computed anew, so it carries the rounding errors of all pushes, and NaN or inf
+    in one push stays in it. ``ParameterServer(require_finite=True)`` refuses such a
+    push.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
