@@ -16,7 +16,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# Ray gives its processes the lowest priority: beside tests that compute they hardly run.
+# Ray gives its processes a low priority: beside tests that compute they hardly run.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # Who called what, in each line of a program, takes a sixth of the time that tests take.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
