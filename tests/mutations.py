@@ -240,10 +240,6 @@ _trees/norms.py: the layers that a leaf stacks have one product
 - return _sum(g * h, stacked)
 + return _sum(g * h, 0)
 
-_transforms/learning_rate.py: an array of rates is one of each column
-- rate = checks.real(rate)
-+ return checks.real(rate)
-
 _transforms/learning_rate.py: the count of steps overflows
 - count = optax.safe_increment(state.count)
 + count = state.count + 1

@@ -280,6 +280,7 @@ def worker_start(
             "for this step, schedule(gradxform.global_step(state))."
         )
     learning_rate = checked_rate(learning_rate)
+    checks.real_scalar("learning_rate", learning_rate)
 
     def is_one(node: Any) -> bool:
         return isinstance(node, ScaleByMomentumLookAheadState)
