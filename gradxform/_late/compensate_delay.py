@@ -19,7 +19,7 @@ def compensate_delay(
     .. math:: g \leftarrow g + \lambda \, g \odot g \odot (w - w_{worker})
 
     This is DC-ASGD: a first-order Taylor step from the worker's parameters to the
-    current ones, with :math:`g \odot g` in the place of the Hessian. ``update`` needs
+    current ones, with :math:`g \odot g` instead of the Hessian. ``update`` needs
     the current ``params``.
 
     Args:

@@ -26,7 +26,7 @@ PATIENCE = 5.0  # Seconds for a process that has died, or is about to end.
 
 
 def path_of(name: str, given: Any) -> str:
-    """A caller's path made absolute, with the user's home in the place of ``~``.
+    """A caller's path made absolute, with the user's home instead of ``~``.
 
     Raises:
       TypeError: it is no path.

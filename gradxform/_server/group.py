@@ -198,7 +198,7 @@ class Leader(RecoverableServer):
 
         Args:
           tree: its leaves are the first leaves of the current version, in their
-            sequence, or a number in the place of each one that is not wanted.
+            sequence, or a number instead of each one that is not wanted.
         """
         leaves, structure = jax.tree.flatten(tree)
         spread = self._programs.spread

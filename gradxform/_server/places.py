@@ -49,8 +49,8 @@ def made(params: Any) -> Any:
 
 
 LOOKAHEAD = (
-    "a server applies what workers push to all that it keeps. Give it params.fast and "
-    "the optimizer without lookahead."
+    "a server applies pushes to all its parameters. Give it params.fast, and the "
+    "optimizer without lookahead."
 )
 
 

@@ -38,7 +38,7 @@ class Standing(NamedTuple):
     dropped: int
     answers: dict[int, Answer]  # By worker.
     found: bool  # Whether it goes on from a checkpoint.
-    notes: tuple[str, ...] = ()  # What the user must know about that checkpoint.
+    notes: tuple[str, ...] = ()  # For the user, about that checkpoint.
 
 
 def tell(standing: Standing) -> None:
