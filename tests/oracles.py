@@ -127,7 +127,7 @@ def delayed_nesterov(
 
 
 def momentum_look_ahead(params, sequence, learning_rate, b1=0.9, *, alignment=None):
-    """Yields ``(params, m)`` after each step, with HeLoCo's G in the place of g."""
+    """Yields ``(params, m)`` after each step, with HeLoCo's G instead of g."""
     m = {k: np.zeros_like(p) for k, p in params.items()}
     for t, given in enumerate(sequence):
         lr = float(learning_rate(t)) if callable(learning_rate) else learning_rate

@@ -204,7 +204,7 @@ DELAYS = [1, 2, 8, {"0": 2, "1": 1, "2": 0}]
     ids=["sgd", "adagrad", "adam"],
 )
 def test_a_delay_costs_one_read_and_one_write_of_a_gradient(inner, passes, num_steps):
-    """However long it is: a step uses the old gradient in the place of today's.
+    """However long it is: a step uses the old gradient instead of today's.
 
     Beyond that it reads today's gradient and writes it into the ring.
     """

@@ -116,8 +116,7 @@ def delayed(
     def init_fn(params: optax.Params) -> DelayedState:
         checks.of_same_kind("ring_dtype", ring_dtype, params)
         params = maps.held(params)
-        inner_state = inner.init(params)
-        checks.no_lookahead(params, inner_state, gate.LOOKAHEAD)
+        inner_state = gate.inner_state(inner, params)
         leaves = boxes.bare(params)
 
         def zeros(p: jax.Array, delay: int) -> jax.Array:

@@ -21,19 +21,13 @@ import numpy as np
 import optax
 
 from gradxform._late import absent
-from gradxform._trees import constants, maps, versions
+from gradxform._trees import checks, constants, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
 
 # (inner, updates, inner_state, params, **extra) -> (outcome, inner_state)
 Act = Callable[..., tuple[Any, Any]]
 # params -> outcome, None where there is none
 Rest = Callable[[Any], Any]
-
-# Of gates that keep gradients, and make room for them by the parameters.
-LOOKAHEAD = (
-    "put it around this transformation, optax.lookahead(gradxform.accumulate(...), "
-    "...). It passes on no extra arguments, so what needs one cannot be inside."
-)
 
 
 class Guard(Protocol):
@@ -122,6 +116,24 @@ def gate(init: optax.TransformInitFn, guard: Guard) -> GatedTransformation:
         return guard(act, rest, updates, state, params, **extra)
 
     return GatedTransformation(init, update_fn, guard)
+
+
+def inner_state(
+    inner: optax.GradientTransformation, params: optax.Params
+) -> optax.OptState:
+    """The first state of ``inner``, for a gate with room for one gradient a parameter.
+
+    Raises:
+      TypeError: ``optax.lookahead`` is inside, which takes gradients of half of them.
+    """
+    state = inner.init(params)
+    checks.no_lookahead(
+        params,
+        state,
+        "put it around this transformation, optax.lookahead(gradxform.accumulate(...), "
+        "...). It passes on no extra arguments, so what needs one cannot be inside.",
+    )
+    return state
 
 
 def either(

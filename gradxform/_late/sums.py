@@ -57,8 +57,7 @@ class Sums:
             dtype = dtypes.wide_dtype(p) if self._dtype is None else self._dtype
             return constants.full_like(p, 0, dtype)
 
-        inner_state = self._inner.init(params)
-        checks.no_lookahead(params, inner_state, gate.LOOKAHEAD)
+        inner_state = gate.inner_state(self._inner, params)
         leaves = jax.tree.leaves(params, is_leaf=maps.is_leaf)
         bare = boxes.bare(params)
         # Two counters, not one twice: a buffer can be donated only once.

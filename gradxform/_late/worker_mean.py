@@ -153,8 +153,7 @@ def worker_mean(
 
     def init_fn(params: optax.Params) -> WorkerMeanState:
         checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
-        inner_state = inner.init(params)
-        checks.no_lookahead(params, inner_state, gate.LOOKAHEAD)
+        inner_state = gate.inner_state(inner, params)
 
         def rows(number: int) -> Any:
             def zeros(p: jax.Array) -> jax.Array:

@@ -298,8 +298,8 @@ def test_what_knows_none_by_itself_is_asked_as_it_is():
     np.testing.assert_allclose(params["w"], start()["w"] - grads(0)["w"], rtol=1e-6)
 
 
-# What says in another way that there is no gradient: JAX gives a `float0` for integers,
-# with which nothing can be calculated, and optax masks with a node.
+# There are other signs for no gradient: JAX gives a `float0` for integers, which no
+# operation takes, and optax masks with a node.
 def without(how, shape):
     return optax.MaskedNode() if how == "masked" else np.zeros(shape, jax.dtypes.float0)
 

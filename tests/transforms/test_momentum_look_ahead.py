@@ -40,7 +40,7 @@ def at_an_angle(m, cosine, length, seed=0):
 
 
 def corrected(g, m, alignment=ALIGN, **kwargs):
-    """What acts in the place of g. With b1=0 that is the update."""
+    """HeLoCo's G, which acts instead of g. With b1=0 it is the update."""
     tx = gx.scale_by_momentum_look_ahead(0.0, alignment=alignment, **kwargs)
     state = tx.init(g)._replace(mu=m)
     updates, _ = jax.jit(tx.update)(g, state)
