@@ -42,9 +42,15 @@ def xla_flags(level):
     return os.environ.get("XLA_FLAGS", flags)
 
 
-# For processes that a test kills. Such a process may leave half of a file, so it reads
-# what others compiled and adds nothing.
+# For processes that a test kills. Such a process may leave half of a file, which makes
+# later ones warn, so it reads what others compiled and adds nothing.
 KILLED = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "inf"}
+# Nobody hears warnings of Ray's processes. They have a folder of their own.
+RAYS_CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": os.path.join(
+        os.environ["JAX_COMPILATION_CACHE_DIR"], "of-ray"
+    )
+}
 
 # Programs here run a few times on a few numbers: nearly all the time goes into making
 # them fast. What a test starts in a process of its own is compiled as a user's is,
@@ -146,9 +152,8 @@ def cluster():
     import ray
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        for name, value in KILLED.items():  # Tests kill actors.
+        for name, value in {**RAYS_CACHE, "XLA_FLAGS": xla_flags(level=1)}.items():
             patch.setenv(name, value)
-        patch.setenv("XLA_FLAGS", xla_flags(level=1))
         warnings.simplefilter("ignore")  # That JAX and Ray's forks do not get along.
         before = signal.getsignal(signal.SIGTERM)
         ray.init(

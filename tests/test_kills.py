@@ -21,8 +21,9 @@ PAIRS += (("group", "TERM"),)
 CODES = {"TERM": "143:", "KILL": "-9:"}
 
 
-def test_a_signal_leaves_no_process_and_a_checkpoint_that_loads(capsys):
+def test_a_signal_leaves_no_process_and_a_checkpoint_that_loads(capsys, monkeypatch):
     pytest.importorskip("ray")
+    monkeypatch.setattr(kills, "AFTER", 0.5)
     with promotion():
         faults = kills.table(PAIRS, times=1, seed=0)
     printed = capsys.readouterr().out

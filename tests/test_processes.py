@@ -98,10 +98,9 @@ def test_processes_agree_with_one(count, alone, tmp_path):
 
 # Process 0 coordinates the others.
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "killed"), [(2, 0), (4, 2)])
-def test_a_process_that_is_killed_ends_the_others_with_an_error(
-    count, killed, tmp_path
-):
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_that_is_killed_ends_the_others_with_an_error(killed, tmp_path):
+    count = 2
     with processes(count, tmp_path, *worker.CASES[0]) as started:
         signs = [tmp_path / str(rank) for rank in range(count)]
 

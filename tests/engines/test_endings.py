@@ -222,10 +222,11 @@ def blocked():
 
     def gradient(params):
         if params <= -3 or gradient.at_once:
+            gradient.blocks.set()
             waits.get()
         return ones(params)
 
-    gradient.at_once = False
+    gradient.at_once, gradient.blocks = False, threading.Event()
     yield gradient
     for _ in range(10):
         waits.put(None)
@@ -248,6 +249,7 @@ def test_a_worker_that_blocks_is_named_and_left_behind(
         ) as run:
             for push in run.pushes:
                 if push.result.global_step == 20:
+                    assert blocked.blocks.wait(60)
                     if leave == "error":
                         raise ValueError("enough")
                     if leave == "break":
@@ -272,6 +274,7 @@ def test_a_worker_that_blocks_does_not_keep_sigterm(blocked, caplog, tmp_path):
         ) as run:
             for push in run.pushes:
                 if push.result.global_step == 20:
+                    assert blocked.blocks.wait(60)
                     os.kill(os.getpid(), signal.SIGTERM)
 
     with (

@@ -161,11 +161,11 @@ def marked(test):
 )
 def test_processes_train_as_one_does(gate, count, standard_promotion):
     alone = gx.ParameterServer(make_params(), GATES[gate]())
-    expected = train(alone, 200)
+    expected = train(alone, 100)
     job = idle(GATES[gate]())
     options = {"server_processes": count, "server_shardings": cut_tables}
     with engines.ray(job, **options) as run:
-        got = train(run.server, 200)
+        got = train(run.server, 100)
         close(run.server.state(), alone.state())
         close(run.server.pull()[0], alone.pull()[0])
         assert run.server.stats()[:3] == alone.stats()[:3]
@@ -243,7 +243,7 @@ def test_a_group_takes_and_refuses_what_one_process_does():
 
 @marked
 def test_many_workers_are_counted_and_all_processes_agree(standard_promotion):
-    job = idle(GATES["drop_stale"](), count=16, pushes=160)
+    job = idle(GATES["drop_stale"](), count=8, pushes=80)
     options = {"server_processes": 2, "server_shardings": cut_tables}
     with engines.ray(job, **options) as run:
         pushes = list(run.pushes)
@@ -257,12 +257,12 @@ def test_many_workers_are_counted_and_all_processes_agree(standard_promotion):
             ],
             run,
         )
-    assert len(pushes) == 160 == counts.pushed == counts.accepted + counts.dropped
+    assert len(pushes) == 80 == counts.pushed == counts.accepted + counts.dropped
     assert (stats.accepted, stats.dropped) == (counts.accepted, counts.dropped)
     assert (int(state.global_step), int(state.stale_count)) == stats[:2]
-    assert sum(stats.staleness.values()) == 160
+    assert sum(stats.staleness.values()) == 80
     numbers = sorted((push.worker, push.number) for push in pushes)
-    assert len({*numbers}) == 160
+    assert len({*numbers}) == 80
     assert len(copies[0]) > 5
     assert copies[0] == copies[1]
 
@@ -320,7 +320,7 @@ def ones(params, *data):
     return 0.0, jax.tree.map(jnp.ones_like, params)
 
 
-def slow(pushes, tx=None, workers=2):
+def slow(pushes, tx=None, workers=1):
     worker = engines.Worker(ones, duration=lambda _: 0.02)
     tx = tx or gx.drop_stale(optax.sgd(1.0), 10)
     params = {"table": np.zeros((10, 3), np.float32), "rest": np.float32(0)}
@@ -358,7 +358,7 @@ OF_TWO = {"server_processes": 2, "server_shardings": cut_table}
 
 @marked
 def test_whoever_dies_the_group_begins_anew_at_its_checkpoint(tmp_path):
-    job = slow(200)
+    job = slow(200, workers=2)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=20, max_to_keep=None)
     pushes, killed = [], []
     with engines.ray(job, checkpoint=checkpoint, max_deaths=4, **OF_TWO) as run:
