@@ -23,7 +23,7 @@ from benchmarks.kills import processes_of
 from gradxform import __main__ as job
 from gradxform import engines
 from gradxform._demo.command_line import ENGINES, MODES, settings_of, writable_png
-from tests.conftest import KILLED, promotion, xla_flags
+from tests.conftest import KILLED, RAYS_CACHE, promotion, xla_flags
 
 SHORT = ("--steps", "60", "--engine", "simulated")
 OUTCOMES = ("accepted", "dropped")
@@ -315,7 +315,7 @@ def test_ray_trains_in_silence():
     # However late one of the two workers is, nothing is dropped.
     options += ["--local-steps", "2", "--max-staleness", "30"]
     # Its workers are killed in the end.
-    done = run(*options, **KILLED, XLA_FLAGS=xla_flags(level=1))
+    done = run(*options, **RAYS_CACHE, **KILLED, XLA_FLAGS=xla_flags(level=1))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("local on ray, novograd, workers 2, seed 0")
     assert row(done.stdout, "steps") == "30"

@@ -157,7 +157,7 @@ def marked(test):
 @marked
 @pytest.mark.parametrize(
     ("gate", "count"),
-    [("drop_stale", 2), ("accumulator", 2), ("accumulate", 2), ("drop_stale", 4)],
+    [("drop_stale", 2), ("accumulator", 4), ("accumulate", 2)],
 )
 def test_processes_train_as_one_does(gate, count, standard_promotion):
     alone = gx.ParameterServer(make_params(), GATES[gate]())
