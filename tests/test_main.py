@@ -719,9 +719,10 @@ def test_an_interrupt_ends_every_engine(engine, tmp_path):
     mark, plot, flags = str(tmp_path), tmp_path / "plot.png", xla_flags(level=1)
     command = [sys.executable, "-m", "gradxform", "--steps", "1000000"]
     command += ["--workers", "2"]
+    settings = {**TERMINAL, **RAYS_CACHE, **KILLED}
     with subprocess.Popen(
         [*command, "--engine", engine, "--plot", str(plot)],
-        env=environment(**TERMINAL, **KILLED, COLUMNS="80", MARK=mark, XLA_FLAGS=flags),
+        env=environment(**settings, COLUMNS="80", MARK=mark, XLA_FLAGS=flags),
         start_new_session=True,  # A terminal interrupts a whole group.
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
