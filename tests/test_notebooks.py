@@ -90,8 +90,7 @@ def test_there_are_notebooks():
 def test_notebook_runs(path, tmp_path, monkeypatch):
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    if not re.match("04|06", path.stem):  # Those train for longer than they compile.
-        monkeypatch.setenv("XLA_FLAGS", xla_flags(level=1))
+    monkeypatch.setenv("XLA_FLAGS", xla_flags(level=1))
     folder = tmp_path / "run"
     folder.mkdir()
     notebook = read(path)
