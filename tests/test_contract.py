@@ -307,8 +307,6 @@ def test_traced_float32_hyperparameters_keep_the_gradient_dtype(row, compiled):
 
 def test_masked_and_partition_run_each_part_on_its_own(row):
     params, grads, tx = draw(0), draw(1), row.make()
-    # Each part on its own is the same program, which is compiled once.
-    tx = optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
     mask = {"w": True, "nested": [None, {"b": False}]}
     labels = {"w": "a", "nested": "b"}
     ways = {
@@ -318,11 +316,15 @@ def test_masked_and_partition_run_each_part_on_its_own(row):
         ),
     }
 
-    def updates(tx, grads, params):
-        return tx.update(grads, tx.init(params), params, **row.extra(params))[0]
+    @jax.jit
+    def update(grads, params):
+        def updates(tx, grads, params):
+            return tx.update(grads, tx.init(params), params, **row.extra(params))[0]
 
-    alone = updates(tx, {"w": grads["w"]}, {"w": params["w"]})
-    updates = {way: updates(tx, grads, params) for way, tx in ways.items()}
+        alone = updates(tx, {"w": grads["w"]}, {"w": params["w"]})
+        return alone, {k: updates(tx, grads, params) for k, tx in ways.items()}
+
+    alone, updates = update(grads, params)
     grad = grads["nested"][1]["b"]
     for way, rest in {"masked": grad, "partition": -grad}.items():
         expected = alone | {"nested": [None, {"b": rest}]}
