@@ -33,9 +33,14 @@ def compiled_step(tx, model, **extra):
     return step.lower(params, state, params, **extra).compile()
 
 
+def leaves(dtype, number=2):
+    """Two show what one leaf costs, and whether it waits for another one."""
+    return {f"{i}": jax.ShapeDtypeStruct((512, 512), dtype) for i in range(number)}
+
+
 def check_figures(tx, dtype, copies, passes):
     """Of a donated step: copies and passes, in models, and all of it in place."""
-    shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), dtype) for i in range(3)}
+    shapes = leaves(dtype)
     local_step = jax.ShapeDtypeStruct((), jnp.int32)
     step = compiled_step(tx, lambda: shapes, local_step=local_step)
     n, memory = size(shapes), step.memory_analysis()
@@ -117,7 +122,7 @@ def test_passes_over_memory(name):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("write", [gx_step, optax_step], ids=["ours", "optax"])
 def test_no_copy_in_half_precision_either(tx, passes, write):
-    shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.bfloat16) for i in range(3)}
+    shapes = leaves(jnp.bfloat16)
     step = jax.jit(functools.partial(write, tx), donate_argnums=(0, 1))
     compiled = step.lower(shapes, jax.eval_shape(tx.init, shapes), shapes).compile()
     n = size(shapes)
@@ -134,7 +139,7 @@ def test_delayed_nesterov_reads_and_writes_what_it_keeps_once(
     activation, apply_updates
 ):
     """On CPU a fusion has one result, so gradient and new slots are read again."""
-    shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(3)}
+    shapes = leaves(jnp.float32)
     tx = gx.delayed_nesterov(0.1, num_delay=4, activation=activation)
 
     def step(params, state, grads):
@@ -176,7 +181,7 @@ def test_momentum_look_ahead_reads_the_old_momentum_once(
 )
 def test_a_push_to_the_mean_over_workers_costs_the_same_for_all_of_them(method, passes):
     """The figures include the step. The CPU compiler keeps the table's old row: 1 N."""
-    shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(3)}
+    shapes = leaves(jnp.float32)
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     for workers in (2, 16):
         tx = gx.worker_mean(gx.scale_by_learning_rate(0.1), workers, method=method)
@@ -208,7 +213,7 @@ def test_a_delay_costs_one_read_and_one_write_of_a_gradient(inner, passes, num_s
 
     Beyond that it reads today's gradient and writes it into the ring.
     """
-    shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(3)}
+    shapes = leaves(jnp.float32, 3)
     step = compiled_step(gx.delayed(inner, num_steps), lambda: shapes)
     without = compiled_step(inner, lambda: shapes)
     n, memory = size(shapes), step.memory_analysis()
@@ -238,7 +243,7 @@ def test_a_delay_costs_one_read_and_one_write_of_a_gradient(inner, passes, num_s
     ids=["norm", "gate"],
 )
 def test_a_norm_or_a_gate_behind_a_delay_reads_a_copy(inner, passes, num_steps, copies):
-    shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(3)}
+    shapes = leaves(jnp.float32)
     local_step = jax.ShapeDtypeStruct((), jnp.int32)
     tx = gx.delayed(inner, num_steps)
     step = compiled_step(tx, lambda: shapes, local_step=local_step)
@@ -249,7 +254,7 @@ def test_a_norm_or_a_gate_behind_a_delay_reads_a_copy(inner, passes, num_steps, 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 8])
 def test_a_ring_in_half_precision_needs_no_room_either(num_steps):
-    shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.bfloat16) for i in range(3)}
+    shapes = leaves(jnp.bfloat16)
     tx = gx.delayed(gx.scale_by_learning_rate(0.1), num_steps)
     step = compiled_step(tx, lambda: shapes)
     n, memory = size(shapes), step.memory_analysis()
@@ -263,7 +268,7 @@ def test_a_ring_in_half_precision_needs_no_room_either(num_steps):
 
 
 def test_without_a_delay_there_is_no_ring():
-    shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(3)}
+    shapes = leaves(jnp.float32)
     inner = gx.adagrad(0.1)
     texts = [
         compiled_step(tx, lambda: shapes).as_text()
@@ -362,7 +367,7 @@ def test_a_gate_around_the_step_makes_none_either(gate):
 )
 def test_a_push_that_does_not_act_costs_nothing_in_any_dtype(gate, param, grad):
     params, grads = (
-        {f"{i}": jax.ShapeDtypeStruct((512, 512), dtype) for i in range(3)}
+        leaves(dtype)
         for dtype in (param, grad)
     )
     tx = gate(gx.adagrad(0.1))
@@ -431,7 +436,7 @@ def test_micro_batches_need_no_room_but_their_sum(name):
 def test_micro_batches_in_half_precision(inner, copies, passes):
     """Their sum is float32, which is 2 N."""
     tx = gx.accumulate(inner, 2)
-    shapes = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.bfloat16) for i in range(3)}
+    shapes = leaves(jnp.bfloat16)
     step = jax.jit(functools.partial(gx_step, tx), donate_argnums=(0, 1))
     step = step.lower(shapes, jax.eval_shape(tx.init, shapes), shapes).compile()
     found = step.memory_analysis().temp_size_in_bytes / size(shapes)
