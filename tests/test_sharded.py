@@ -72,7 +72,9 @@ def of_described(init):
 def test_state_lies_where_parameters_lie(factory, mode, init):
     rows = FACTORIES[factory]
     txs = {name: make(row, mode)[0] for name, row in rows.items()}
-    _, specs, place = make(next(iter(rows.values())), mode)  # They are the same for all.
+    _, specs, place = make(
+        next(iter(rows.values())), mode
+    )  # They are the same for all.
 
     @init
     def begin(params):
