@@ -225,7 +225,7 @@ assert len(traces) == once
 
 
 def test_state_and_params_can_be_donated(row):
-    """The lowered program says what it writes in place; JAX warns of what it cannot."""
+    """The lowered program says so. JAX warns where it cannot use a donated array."""
     tx = row.make()
     params = draw(0)
     state = tx.init(params)
