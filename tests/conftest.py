@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -130,6 +131,16 @@ def standard_promotion():
 def in_context(request):
     """A mesh as JAX's own pages set it, and one that is known from the arrays alone."""
     return jax.set_mesh if request.param else contextlib.nullcontext
+
+
+def half(*factors):
+    """Every second case of a product of parameters.
+
+    For all values of all parameters but one, whichever that is, a case is there.
+    """
+    indices = itertools.product(*(range(len(values)) for values in factors))
+    cases = zip(indices, itertools.product(*factors), strict=True)
+    return [case for index, case in cases if sum(index) % 2 == 0]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import re
 import subprocess
 import sys
 
@@ -47,6 +48,15 @@ class Compiled:
     def run(self, grads, params, steps=3):
         return run(self.row, grads, params, self.update, steps)
 
+    def as_one(self):
+        """The row, whose update runs compiled where jit is disabled."""
+
+        def update(grads, state, params, **extra):
+            with jax.disable_jit(False):
+                return self.update(grads, state, params, **extra)
+
+        return optax.GradientTransformationExtraArgs(self.tx.init, update)
+
 
 @pytest.fixture(scope="module")
 def compiled(row):
@@ -85,13 +95,13 @@ def types(tree):
     return jax.tree.map(jax.typeof, tree)
 
 
-def run(row, grads, params, update=None, steps=3):
+def run(row, grads, params, update=None, steps=3, **unknown):
     tx = row.make()
     update = update or tx.update
     state = tx.init(params)
     trace = []
     for _ in range(steps):
-        updates, state = update(grads, state, params, **row.extra(params))
+        updates, state = update(grads, state, params, **row.extra(params), **unknown)
         trace.append((updates, state))
     return trace
 
@@ -127,7 +137,7 @@ def test_types_are_stable(row, dtype):
 def test_eager_equals_jit(row, compiled):
     with jax.enable_x64(True):
         params, grads = draw_of_two_kinds(row, 0), draw_of_two_kinds(row, 1)
-        eager = run(row, grads, params)
+        eager = run(row, grads, params, value=1.0)  # Which no row knows.
         jitted = compiled.run(grads, params)
         for updates, state in eager + jitted:
             assert types(updates) == types(grads)
@@ -215,24 +225,30 @@ assert len(traces) == once
 
 
 def test_state_and_params_can_be_donated(row):
+    """The lowered program says so. JAX warns where it cannot use a donated array."""
     tx = row.make()
     params = draw(0)
     state = tx.init(params)
-    step = jax.jit(
-        lambda g, s, p: gx.apply_gradients(tx, g, s, p, **row.extra(p)),
-        donate_argnums=(1, 2),
-    )
-    for _ in range(3):
-        before = jax.tree.leaves(params)
-        params, state = step(draw(1), state, params)
-    assert all(leaf.is_deleted() for leaf in before)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        after = gx.apply_gradients(tx, grads, state, params, **row.extra(params))
+        assert types(after) == types((params, state))  # The next step takes it, too.
+        return after
+
+    lowered = step.lower(params, state, draw(1))
+    in_place = re.findall(r"tf.aliasing_output = (\d+)", lowered.as_text())
+    assert set(map(int, in_place)) >= set(range(len(jax.tree.leaves(params))))
+    # One buffer cannot be donated twice.
+    buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state))]
+    assert len(buffers) == len(set(buffers))
 
 
 def test_unknown_extra_arguments_are_ignored(row, compiled):
-    params, tx = draw(0), row.make()
-    updates, _ = tx.update(
-        draw(1), tx.init(params), params, value=1.0, **row.extra(params)
-    )
+    """Under jit here; ``test_eager_equals_jit`` passes one to both."""
+    params = draw(0)
+    args = draw(1), compiled.tx.init(params), params
+    updates, _ = compiled.update(*args, value=1.0, **row.extra(params))
     chex.assert_trees_all_close(updates, compiled.trace[0][0], rtol=2e-6)
 
 
@@ -315,13 +331,26 @@ def test_masked_and_partition_run_each_part_on_its_own(row):
         chex.assert_trees_all_close(updates[way], expected, rtol=2e-6)
 
 
+def check_traced_types(row, tx, grads, params):
+    """optax's conditionals are traced with the row in them. Nothing is compiled."""
+
+    @functools.partial(jax.eval_shape, grads=grads, params=params)
+    def _(grads, params):
+        state = tx.init(params)
+        updates, after = tx.update(grads, state, params, **row.extra(params))
+        assert types(updates) == types(grads)
+        assert types(after) == types(state)
+
+
 def test_multi_steps_acts_once_on_the_mean(row, compiled, standard_promotion):
     params, grads = draw(0), draw(1)
     multi = optax.MultiSteps(row.make(), every_k_schedule=2)
+    check_traced_types(row, multi, grads, params)
+    multi = optax.MultiSteps(compiled.as_one(), every_k_schedule=2)
     state = multi.init(params)
-    update = jax.jit(multi.update)
-    first, state = update(grads, state, params, **row.extra(params))
-    second, state = update(grads, state, params, **row.extra(params))
+    with jax.disable_jit():  # Its conditional runs one branch.
+        first, state = multi.update(grads, state, params, **row.extra(params))
+        second, state = multi.update(grads, state, params, **row.extra(params))
     chex.assert_trees_all_equal(first, jax.tree.map(np.zeros_like, grads))
     chex.assert_trees_all_close(second, compiled.trace[0][0], rtol=1e-5)
 
@@ -332,10 +361,11 @@ def test_apply_if_finite_refuses_nan_and_inf(row):
     params = draw(0)
     tx = optax.apply_if_finite(row.make(), max_consecutive_errors=5)
     state = tx.init(params)
-    update = jax.jit(tx.update)
+    check_traced_types(row, tx, draw(1), params)
     for bad in (np.nan, np.inf):
         grads = draw(1) | {"nested": [None, {"b": jnp.float32(bad)}]}
-        updates, state = update(grads, state, params, **row.extra(params))
+        with jax.disable_jit():  # Its conditional runs one branch.
+            updates, state = tx.update(grads, state, params, **row.extra(params))
         chex.assert_trees_all_equal(updates, jax.tree.map(np.zeros_like, grads))
     assert state.total_notfinite == 2
     chex.assert_trees_all_equal(state.inner_state, row.make().init(params))

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from tests.conftest import half
 
 HEIGHT = 6
 TABLE = np.random.default_rng(0).standard_normal((HEIGHT, 3)).astype(np.float32)
@@ -105,17 +106,26 @@ def names(*types):
     return jax.make_mesh((4, 2), ("x", "y"), axis_types=types)
 
 
+TYPES = {
+    "explicit": (AxisType.Explicit, AxisType.Explicit),
+    "automatic": (AxisType.Auto, AxisType.Auto),
+    "both": (AxisType.Auto, AxisType.Explicit),
+}
+
+
 @pytest.mark.parametrize(
-    "mesh",
-    [
-        names(AxisType.Explicit, AxisType.Explicit),
-        names(AxisType.Auto, AxisType.Explicit),
-    ],
-    ids=["explicit", "both"],
+    ("types", "spec", "batch", "in_context"),
+    half(
+        ["explicit", "both"],
+        [P(None, ("x", "y")), P("x", "y"), P(("x", "y"))],
+        [P("x"), P(("x", "y"))],
+        [False, True],
+    ),
+    indirect=["in_context"],
+    ids=str,
 )
-@pytest.mark.parametrize("spec", [P(None, ("x", "y")), P("x", "y"), P(("x", "y"))])
-@pytest.mark.parametrize("batch", [P("x"), P(("x", "y"))])
-def test_ids_on_the_axis_that_cuts_the_table(mesh, spec, batch, in_context):
+def test_ids_on_the_axis_that_cuts_the_table(types, spec, batch, in_context):
+    mesh = names(*TYPES[types])
     with in_context(mesh):
         table = jax.device_put(draw(8, 8), NamedSharding(mesh, spec))
         ids = jax.device_put(jnp.arange(8)[::-1], NamedSharding(mesh, batch))
@@ -124,22 +134,21 @@ def test_ids_on_the_axis_that_cuts_the_table(mesh, spec, batch, in_context):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(
-    ("spec", "batch"), [(P(), None), (P(), P("x")), (P("x", None), None)], ids=str
+    ("types", "specs", "compiled", "in_context"),
+    half(
+        TYPES,
+        [(P(), None), (P(), P("x")), (P("x", None), None)],
+        [False, True],
+        [False, True],
+    ),
+    indirect=["in_context"],
+    ids=str,
 )
-@pytest.mark.parametrize(
-    "types",
-    [
-        (AxisType.Explicit,) * 2,
-        (AxisType.Auto,) * 2,
-        (AxisType.Auto, AxisType.Explicit),
-    ],
-    ids=["explicit", "automatic", "both"],
-)
-def test_gradients_and_steps_on_a_mesh(types, spec, batch, how, in_context):
+def test_gradients_and_steps_on_a_mesh(types, specs, compiled, in_context):
     """As on one device, wherever ids and tables lie. Some ids are on no mesh."""
-    mesh = names(*types)
+    mesh, (spec, batch) = names(*TYPES[types]), specs
+    how = jax.jit if compiled else lambda f: f
     ids = np.array([4, 0, 4, 8, 1, 7, 7, 2], np.int32)
 
     def loss(params, ids):
@@ -161,8 +170,12 @@ def test_gradients_and_steps_on_a_mesh(types, spec, batch, how, in_context):
             ids = jax.device_put(ids, NamedSharding(mesh, batch))
         value, grads = how(gx.value_and_grad(loss, tables=["emb"]))(params, ids)
         tx = gx.adagrad(0.1, global_clipnorm=1.0)
-        step = how(functools.partial(gx.apply_gradients, tx))
-        after, _ = step(grads, how(tx.init)(params), params)
+
+        @how
+        def step(grads, params):
+            return gx.apply_gradients(tx, grads, tx.init(params), params)
+
+        after, _ = step(grads, params)
     wanted = np.sum(np.log1p(rows**2) @ values[1])
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     np.testing.assert_allclose(densify(grads["emb"]), slopes, rtol=1e-5, atol=1e-6)
@@ -171,7 +184,7 @@ def test_gradients_and_steps_on_a_mesh(types, spec, batch, how, in_context):
     expected = values[0] - 0.1 * clipped / np.sqrt(0.1 + clipped**2 + 1e-7)
     np.testing.assert_allclose(after["emb"], expected, rtol=1e-5)
     assert after["emb"].sharding.is_equivalent_to(on[0], 2) or (
-        AxisType.Auto in types and how is jax.jit
+        types != "explicit" and compiled
     )
 
 
@@ -501,12 +514,9 @@ t.astype("float16").astype("float32").at[o].get(mode="fill", fill_value=-1e9) * 
 """
 
 
-@pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize(
-    "expression", WAYS.strip().replace("\n", " | ").split(" | "), ids=str
-)
-def test_whoever_reads_rows(expression, how):
-    """Compared with JAX's own gradient, which is dense."""
+@functools.cache
+def gradients(expression):
+    """Eager and compiled ones, and JAX's own, which are dense."""
 
     def loss(params, ids):
         names = {"t": params["emb"], "i": ids, "n": ids[1], "o": ids * 5 - 7}
@@ -516,9 +526,19 @@ def test_whoever_reads_rows(expression, how):
             for rows in jax.tree.leaves(eval(expression, globals() | names))
         )
 
-    params, ids = EMB | {"emb": draw(6, 3) + 0.1}, jnp.array([4, 0, 4, 1, 3])
-    value, grads = how(gx.value_and_grad(loss, tables=["emb"]))(params, ids)
-    expected_value, expected = how(jax.value_and_grad(loss))(params, ids)
+    args = EMB | {"emb": draw(6, 3) + 0.1}, jnp.array([4, 0, 4, 1, 3])
+    sparse, dense = gx.value_and_grad(loss, tables=["emb"]), jax.value_and_grad(loss)
+    compiled, expected = jax.jit(lambda *args: (sparse(*args), dense(*args)))(*args)
+    return {"eager": lambda: sparse(*args), "jit": lambda: compiled}, expected
+
+
+@pytest.mark.parametrize("how", ["eager", "jit"])
+@pytest.mark.parametrize(
+    "expression", WAYS.strip().replace("\n", " | ").split(" | "), ids=str
+)
+def test_whoever_reads_rows(expression, how):
+    found, (expected_value, expected) = gradients(expression)
+    value, grads = found[how]()
     np.testing.assert_allclose(value, expected_value, rtol=1e-6)
     assert is_sparse(grads["emb"])
     chex.assert_trees_all_close(densify(grads), expected, rtol=1e-6, atol=1e-6)
