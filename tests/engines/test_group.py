@@ -242,32 +242,6 @@ def test_a_group_takes_and_refuses_what_one_process_does():
 
 
 @marked
-def test_many_workers_are_counted_and_all_processes_agree(standard_promotion):
-    job = idle(GATES["drop_stale"](), count=8, pushes=80)
-    options = {"server_processes": 2, "server_shardings": cut_tables}
-    with engines.ray(job, **options) as run:
-        pushes = list(run.pushes)
-        counts, stats = run.counts(), run.server.stats()
-        state = run.server.state()["state"]
-        copies = on_group(
-            lambda server, _: [
-                (x.shape, bytes(x.addressable_data(0)))
-                for x in server._version.leaves
-                if x.is_fully_replicated
-            ],
-            run,
-        )
-    assert len(pushes) == 80 == counts.pushed == counts.accepted + counts.dropped
-    assert (stats.accepted, stats.dropped) == (counts.accepted, counts.dropped)
-    assert (int(state.global_step), int(state.stale_count)) == stats[:2]
-    assert sum(stats.staleness.values()) == 80
-    numbers = sorted((push.worker, push.number) for push in pushes)
-    assert len({*numbers}) == 80
-    assert len(copies[0]) > 5
-    assert copies[0] == copies[1]
-
-
-@marked
 def test_the_processes_lie_where_the_options_say():
     ray = pytest.importorskip("ray")
     options = {"scheduling_strategy": "STRICT_SPREAD"}

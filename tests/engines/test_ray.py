@@ -13,7 +13,6 @@ import optax
 import pytest
 
 import gradxform as gx
-from gradxform import __main__ as main_job
 from gradxform import engines
 from tests.conftest import ON_RAY
 
@@ -91,22 +90,6 @@ def test_what_is_too_late_is_given_up():
     assert counts.accepted + counts.dropped == 40
     times = [push.time for push in pushes]
     assert times == sorted(times)
-
-
-def test_three_workers_learn_the_digits(standard_promotion):
-    options = ["--workers", "3", "--steps", "300", "--work", "0.001"]
-    model, digits = main_job.build_model(0), main_job.load_digits()
-    args = main_job.make_parser().parse_args(options)
-    job = main_job.make_job(args, model, digits)
-    with engines.ray(job) as run:
-        pushes = list(run.pushes)
-        params, state = run.server.state().values()
-        assert_counted(run, pushes, job)
-    accepted = sum(push.result.applied for push in pushes)
-    assert accepted + state.stale_count == len(pushes) == 300
-    assert {push.worker for push in pushes} == {0, 1, 2}
-    labels = np.argmax(model.logits(params, digits.test_images), axis=-1)
-    assert np.mean(labels == digits.test_labels) >= 0.9
 
 
 def test_sync_steps_once_for_every_worker():
