@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from benchmarks.models import gpt2_small, size, small_leaves
+from benchmarks.models import gpt2_short, gpt2_small, size, small_leaves
 from benchmarks.step import CLIP, gx_step, optax_step
 from tests.descriptors import DESCRIPTORS
 
@@ -20,10 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def one_block():
-    """GPT-2-small with one of its twelve blocks: every kind of leaf, but fewer."""
-    others = tuple(f"{i}/" for i in range(1, 12))
-    return {k: x for k, x in gpt2_small().items() if not k.startswith(others)}
+one_block = functools.partial(gpt2_short, blocks=1)
 
 
 @functools.cache

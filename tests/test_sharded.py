@@ -72,9 +72,8 @@ def of_described(init):
 def test_state_lies_where_parameters_lie(factory, mode, init):
     rows = FACTORIES[factory]
     txs = {name: make(row, mode)[0] for name, row in rows.items()}
-    _, specs, place = make(
-        next(iter(rows.values())), mode
-    )  # They are the same for all.
+    first, *_ = rows.values()
+    _, specs, place = make(first, mode)  # They are the same for all.
 
     @init
     def begin(params):
