@@ -47,10 +47,11 @@ def xla_flags(level):
 # later ones warn, so it reads what others compiled and adds nothing.
 KILLED = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "inf"}
 # Nobody hears warnings of Ray's processes. They have a folder of their own.
-RAYS_CACHE = {
+OF_RAY = {
     "JAX_COMPILATION_CACHE_DIR": os.path.join(
         os.environ["JAX_COMPILATION_CACHE_DIR"], "of-ray"
-    )
+    ),
+    "XLA_FLAGS": xla_flags(level=1),
 }
 
 # Programs here run a few times on a few numbers: nearly all the time goes into making
@@ -163,7 +164,7 @@ def cluster():
     import ray
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        for name, value in {**RAYS_CACHE, "XLA_FLAGS": xla_flags(level=1)}.items():
+        for name, value in OF_RAY.items():
             patch.setenv(name, value)
         warnings.simplefilter("ignore")  # That JAX and Ray's forks do not get along.
         before = signal.getsignal(signal.SIGTERM)

@@ -23,7 +23,7 @@ from benchmarks.kills import processes_of
 from gradxform import __main__ as job
 from gradxform import engines
 from gradxform._demo.command_line import ENGINES, MODES, settings_of, writable_png
-from tests.conftest import KILLED, RAYS_CACHE, promotion, xla_flags
+from tests.conftest import KILLED, OF_RAY, promotion
 
 SHORT = ("--steps", "60", "--engine", "simulated")
 OUTCOMES = ("accepted", "dropped")
@@ -315,7 +315,7 @@ def test_ray_trains_in_silence():
     # However late one of the two workers is, nothing is dropped.
     options += ["--local-steps", "2", "--max-staleness", "30"]
     # Its workers are killed in the end.
-    done = run(*options, **RAYS_CACHE, **KILLED, XLA_FLAGS=xla_flags(level=1))
+    done = run(*options, **OF_RAY, **KILLED)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("local on ray, novograd, workers 2, seed 0")
     assert row(done.stdout, "steps") == "30"
@@ -716,13 +716,12 @@ main_job.main(["--engine", "simulated", "--steps", "60"])
 def test_an_interrupt_ends_every_engine(engine, tmp_path):
     if engine == "ray":
         pytest.importorskip("ray")
-    mark, plot, flags = str(tmp_path), tmp_path / "plot.png", xla_flags(level=1)
+    mark, plot = str(tmp_path), tmp_path / "plot.png"
     command = [sys.executable, "-m", "gradxform", "--steps", "1000000"]
     command += ["--workers", "2"]
-    settings = {**TERMINAL, **RAYS_CACHE, **KILLED}
     with subprocess.Popen(
         [*command, "--engine", engine, "--plot", str(plot)],
-        env=environment(**settings, COLUMNS="80", MARK=mark, XLA_FLAGS=flags),
+        env=environment(**TERMINAL, **OF_RAY, **KILLED, COLUMNS="80", MARK=mark),
         start_new_session=True,  # A terminal interrupts a whole group.
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -169,6 +169,7 @@ def test_processes_train_as_one_does(gate, count, standard_promotion):
         close(run.server.state(), alone.state())
         close(run.server.pull()[0], alone.pull()[0])
         assert run.server.stats()[:3] == alone.stats()[:3]
+        assert run.server.stats().staleness == alone.stats().staleness
         assert [tuple(x) for x in got] == [tuple(x) for x in expected]
         shapes = on_group(
             lambda _, leaves: [x.addressable_data(0).shape for x in leaves], run

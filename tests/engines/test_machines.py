@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gradxform import engines
-from tests.conftest import ON_RAY, RAYS_CACHE, xla_flags
+from tests.conftest import OF_RAY, ON_RAY
 from tests.engines.test_group import OF_TWO, gone, on_group, pids, slow, wait_until
 from tests.engines.test_ray import assert_counted
 
@@ -36,7 +36,7 @@ def machines(count):
         ) as folder,
     ):
         patch.setenv("RAY_TMPDIR", folder)
-        for name, value in {**RAYS_CACHE, "XLA_FLAGS": xla_flags(level=1)}.items():
+        for name, value in OF_RAY.items():
             patch.setenv(name, value)
         warnings.simplefilter("ignore")  # That JAX and Ray's forks do not get along.
         each = {"num_cpus": 2, "resources": {"table": 1}, "include_dashboard": False}
