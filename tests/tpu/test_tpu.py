@@ -1,8 +1,9 @@
 """Exact figures from the TPU compiler; no TPU is needed.
 
 They run where libtpu is installed, in an environment of its own (``.[tpu]``), and are
-skipped elsewhere. All steps are on the whole GPT-2-small, because the compiler's
-prefetches depend on everything that it has to do.
+skipped elsewhere. The compiler's prefetches depend on everything that it has to do, so
+one step is on the whole GPT-2-small. The others have fewer of its blocks: there the
+bounds are as sharp, and a program compiles in a fraction of the time.
 """
 
 import contextlib
@@ -30,17 +31,25 @@ from benchmarks.compilers import (
     size_on_a_chip,
     traffic,
 )
-from benchmarks.models import gpt2_small
+from benchmarks.models import gpt2_short, gpt2_small
 from benchmarks.step import CLIP, optax_step
 
 OURS = [name for name in CHAINS if not name.startswith("optax")]
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
+def model(name, dtype):
+    """The parameters on which the step of a chain is compiled."""
+    blocks = {"float32": 2, "bfloat16": 0}[dtype]  # No figure of the second is tested.
+    if "novograd" in name:
+        blocks = 4
+    return placed(gpt2_short(jnp.dtype(dtype), blocks), mesh("v5e:2x2"))
+
+
 @functools.cache
-def compiled(name, dtype="float32", topology="v5e:2x2"):
+def compiled(name, dtype="float32"):
     """The donated step of a chain; optax's own code promotes dtypes and ranks."""
-    params = placed(gpt2_small(jnp.dtype(dtype)), mesh(topology))
+    params = model(name, dtype)
     if not name.startswith("optax"):
         return lower_step(CHAINS[name], params).compile()
     with contextlib.ExitStack() as stack:
@@ -52,8 +61,12 @@ def compiled(name, dtype="float32", topology="v5e:2x2"):
 @functools.cache
 def figures(name, dtype="float32"):
     """Temporaries and what the step moves, in units of the parameters' size."""
-    step = compiled(name, dtype)
-    n = size_on_a_chip(placed(gpt2_small(jnp.dtype(dtype)), mesh("v5e:2x2")))
+    return figures_of(compiled(name, dtype), model(name, dtype))
+
+
+def figures_of(step, params):
+    """The same of any compiled step on these parameters."""
+    n = size_on_a_chip(params)
     in_bytes = {
         "temp": step.memory_analysis().temp_size_in_bytes,
         "bytes": step.cost_analysis()["bytes accessed"],
@@ -68,7 +81,8 @@ NEWER = jax.__version_info__ >= (0, 11)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bound"), [("float32", 0.68), ("bfloat16", 0.67 if NEWER else 0.54)]
+    ("dtype", "bound"),
+    [("float32", 0.58 if NEWER else 0.5), ("bfloat16", 0.59 if NEWER else 0.44)],
 )
 def test_novograd_accesses_fewer_bytes_than_optax(dtype, bound):
     ours = min(
@@ -78,26 +92,39 @@ def test_novograd_accesses_fewer_bytes_than_optax(dtype, bound):
     assert ours <= bound * figures("optax clip + novograd", dtype)["bytes"]
 
 
-@DTYPES
-def test_novograd_reads_and_writes_no_array_twice(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    [("float32", 0.6 if NEWER else 0.55), ("bfloat16", 0.71 if NEWER else 0.54)],
+)
+def test_novograd_reads_and_writes_no_array_twice(dtype, bound):
     """Except the gradients: once for the norms of all layers, once for the update."""
     assert figures("novograd(global_clipnorm)", dtype)["own"] <= 6.01
     assert figures("clip + novograd", dtype)["own"] <= 7.01  # The norms after the clip.
     theirs = figures("optax clip + novograd", dtype)
-    bound = 0.61 if NEWER else 0.55
     assert figures("novograd(global_clipnorm)", dtype)["hbm"] <= bound * theirs["hbm"]
+
+
+def test_novograd_on_the_whole_model():
+    """The page on costs has these figures, and optax's."""
+    params = placed(gpt2_small(), mesh("v5e:2x2"))
+    tx = CHAINS["novograd(global_clipnorm)"]
+    found = figures_of(lower_step(tx, params).compile(), params)
+    assert found["own"] <= 6.01
+    assert found["hbm"] <= 5.78
+    assert found["bytes"] <= 17
+    assert found["temp"] <= (0.1 if NEWER else 0.01)
 
 
 @DTYPES
 @pytest.mark.parametrize("name", ["clip + novograd", "novograd(global_clipnorm)"])
 def test_clip_and_novograd_need_no_temporary_memory(name, dtype):
-    assert figures(name, dtype)["temp"] <= (0.22 if NEWER else 0.05)
+    assert figures(name, dtype)["temp"] <= (0.16 if NEWER else 0.01)
 
 
 @pytest.mark.parametrize(
     ("key", "bound"),
     # The bytes count copies ahead of use several times over, and these vary a little.
-    [("temp", 1.001), ("hbm", 1.001), ("bytes", 1.03)],
+    [("temp", 1.001), ("own", 1.001), ("hbm", 1.001), ("bytes", 1.03)],
 )
 @pytest.mark.parametrize("name", ["clip + adagrad", "adagrad(global_clipnorm)"])
 def test_adagrad_costs_no_more_than_optax(name, key, bound):
@@ -107,16 +134,22 @@ def test_adagrad_costs_no_more_than_optax(name, key, bound):
 def test_adagrad_with_narrow_sums_costs_no_more_in_optaxs_loop_either():
     """In bfloat16 optax's sums are bfloat16; ours are, if a user asks for that."""
     tx = optax.chain(CLIP, gx.adagrad(0.1, accumulator_dtype="bfloat16"))
-    params = placed(gpt2_small(jnp.dtype("bfloat16")), mesh("v5e:2x2"))
+    params = placed(gpt2_short(jnp.dtype("bfloat16")), mesh("v5e:2x2"))
     moved = traffic(lower_step(tx, params, optax_step).compile().as_text())
     n = size_on_a_chip(params)
     assert moved["own"] <= 6.01 * n
-    assert moved["hbm"] <= 5.6 * n
+    assert moved["hbm"] <= 5.73 * n
+
+
+def matrices(dtype):
+    """Three of 32 MB show what one costs, and need few prefetches."""
+    return {f"{i}": jax.ShapeDtypeStruct((4096, 4096), dtype) for i in range(3)}
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_lion_behind_the_clip_costs_no_more_in_either_loop():
+def test_lion_behind_the_clip_costs_no_more_in_either_loop(monkeypatch):
     """With a sum in float32, `gx.apply_updates` took a pass of its own: 8 N."""
+    monkeypatch.setattr(grid, "gpt2_short", matrices)
     rows = list(grid.rows("v5e:2x2", "bfloat16", only="lion"))
     assert [row["moved"] for row in rows] == ["6.00 | 6.00"] * 2
     assert not [row for row in rows if row["worse"]]
@@ -130,7 +163,7 @@ def test_no_array_of_doubles_even_where_they_are_allowed(name, dtype):
     A Python number is a double there until it meets an array.
     """
     with jax.enable_x64(True):
-        params = placed(gpt2_small(jnp.dtype(dtype)), mesh("v5e:2x2"))
+        params = placed(gpt2_short(jnp.dtype(dtype)), mesh("v5e:2x2"))
         text = lower_step(CHAINS[name], params).as_text()
     assert "xf32>" in text
     assert "xf64>" not in text
@@ -150,7 +183,8 @@ def test_nothing_of_the_host(name, dtype):
 
 @pytest.mark.parametrize("name", ["clip + adagrad", "novograd(global_clipnorm)"])
 def test_one_collective_on_256_chips(name):
-    text = compiled(name, topology="v5e:16x16").as_text()
+    params = placed(gpt2_short(), mesh("v5e:16x16"))
+    text = lower_step(CHAINS[name], params).compile().as_text()
     assert {k: count(text, k) for k in COLLECTIVES if count(text, k)} == {
         "all-reduce": 1
     }
@@ -158,7 +192,7 @@ def test_one_collective_on_256_chips(name):
 
 @functools.cache
 def row_sparse_step(height):
-    """The step, from a loss that reads 8,192 rows of a table to the new parameters."""
+    """The step, from a loss that reads 1,024 rows of a table to the new parameters."""
     tx = optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1))
     shapes = {
         "table": jax.ShapeDtypeStruct((height, 128), jnp.float32),
@@ -166,7 +200,7 @@ def row_sparse_step(height):
     }
     chip = mesh("v5e:2x2")
     params = placed(shapes, chip)
-    ids = placed(jax.ShapeDtypeStruct((8192,), jnp.int32), chip)
+    ids = placed(jax.ShapeDtypeStruct((1024,), jnp.int32), chip)
 
     def loss_fn(params, ids):
         return jnp.mean((gx.lookup(params["table"], ids) @ params["w"] - 1) ** 2)
