@@ -350,7 +350,7 @@ def test_workers_come_and_go(tmp_path):
         assert len(pushes) <= run.counts().pushed <= len(pushes) + 2
     # What was answered and not given before the stop is saved as well.
     saved = [path.name for path in tmp_path.iterdir() if path.name.isdigit()]
-    assert max(map(int, saved)) == run.counts().pushed
+    assert str(run.counts().pushed) in saved
 
 
 def test_sigterm_saves_the_run_and_ends_it(tmp_path, caplog):
