@@ -343,7 +343,7 @@ def test_whoever_dies_the_group_begins_anew_at_its_checkpoint(tmp_path):
             os.kill(leader_and_follower[who], signal.SIGKILL)
             killed.extend(leader_and_follower)
 
-        # A process also dies, and the other one waits for it, in the tests below.
+        # The other one dies alone in the test of a checkpoint below.
         deaths = {30: (0, False), 70: (1, True), 110: (0, True)}
         for push in run.pushes:
             pushes.append(push)
