@@ -68,15 +68,21 @@ def assert_counted(run, pushes, job):
     assert 0 <= job.pushes - len(numbers) <= counts.server_deaths * len(run.workers)
 
 
-def in_pieces(params):
-    for _ in range(10_000):  # Until a step makes it too late.
-        time.sleep(0.01)
-        yield
-    raise AssertionError("it goes on though it is too late")
+def test_what_is_too_late_is_given_up(tmp_path):
+    def in_pieces(params):
+        (tmp_path / f"{time.monotonic_ns()}").touch()
+        for _ in range(10_000):  # Until a step makes it too late.
+            time.sleep(0.01)
+            yield
+        raise AssertionError("it goes on though it is too late")
 
+    def patient(params):
+        # Before the first step the slow one has begun, and before the next one again.
+        while len([*tmp_path.iterdir()]) < min(1 - int(params), 2):
+            time.sleep(0.01)  # `bounded` ends it.
+        return 0.0, jnp.ones_like(params)
 
-def test_what_is_too_late_is_given_up():
-    job = make_job(count=1, pushes=40)
+    job = make_job(count=1, pushes=40, gradient=patient)
     slow = engines.Worker(in_pieces)
     # One step late is too late, and a step always comes before the slow one is done.
     job = job._replace(workers=[*job.workers, slow], max_staleness=0)
