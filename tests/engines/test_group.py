@@ -19,7 +19,7 @@ from gradxform.engines import _group
 from tests.conftest import ON_RAY
 from tests.engines.test_ray import assert_counted
 
-ROWS, DIM = 301, 4  # Neither 2 nor 4 divides ROWS.
+ROWS, DIM = 301, 4  # Neither 2 nor 3 divides ROWS.
 
 
 def make_params():
@@ -157,15 +157,15 @@ def marked(test):
 @marked
 @pytest.mark.parametrize(
     ("gate", "count"),
-    [("drop_stale", 2), ("accumulator", 4), ("accumulate", 2)],
+    [("drop_stale", 2), ("accumulator", 3), ("accumulate", 2)],
 )
 def test_processes_train_as_one_does(gate, count, standard_promotion):
     alone = gx.ParameterServer(make_params(), GATES[gate]())
-    expected = train(alone, 100)
+    expected = train(alone, 40)
     job = idle(GATES[gate]())
     options = {"server_processes": count, "server_shardings": cut_tables}
     with engines.ray(job, **options) as run:
-        got = train(run.server, 100)
+        got = train(run.server, 40)
         close(run.server.state(), alone.state())
         close(run.server.pull()[0], alone.pull()[0])
         assert run.server.stats()[:3] == alone.stats()[:3]
@@ -174,11 +174,8 @@ def test_processes_train_as_one_does(gate, count, standard_promotion):
         shapes = on_group(
             lambda _, leaves: [x.addressable_data(0).shape for x in leaves], run
         )
-    each = -(-ROWS // count)
-    assert (
-        shapes
-        == [[(DIM, -(-6 // count)), (each, DIM), (6,), (64 // count, DIM)]] * count
-    )
+    columns, items, users = (-(-size // count) for size in (6, ROWS, 64))
+    assert shapes == [[(DIM, columns), (items, DIM), (6,), (users, DIM)]] * count
 
 
 @marked
@@ -333,10 +330,10 @@ OF_TWO = {"server_processes": 2, "server_shardings": cut_table}
 
 @marked
 def test_whoever_dies_the_group_begins_anew_at_its_checkpoint(tmp_path):
-    job = slow(200, workers=2)
+    job = slow(150, workers=2)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=20, max_to_keep=None)
     pushes, killed = [], []
-    with engines.ray(job, checkpoint=checkpoint, max_deaths=4, **OF_TWO) as run:
+    with engines.ray(job, checkpoint=checkpoint, max_deaths=3, **OF_TWO) as run:
 
         def kill(who, hang=False):
             leader_and_follower = pids(run)
@@ -346,7 +343,8 @@ def test_whoever_dies_the_group_begins_anew_at_its_checkpoint(tmp_path):
             os.kill(leader_and_follower[who], signal.SIGKILL)
             killed.extend(leader_and_follower)
 
-        deaths = {30: (0, False), 60: (1, False), 100: (1, True), 140: (0, True)}
+        # The other one dies alone in the test of a checkpoint below.
+        deaths = {30: (0, False), 70: (1, True), 110: (0, True)}
         for push in run.pushes:
             pushes.append(push)
             counts = run.counts()
@@ -356,21 +354,21 @@ def test_whoever_dies_the_group_begins_anew_at_its_checkpoint(tmp_path):
         assert not deaths
         assert_counted(run, pushes, job)
         counts, state = run.counts(), run.server.state()
-        assert counts.server_deaths == 4
+        assert counts.server_deaths == 3
         lives = {}
         for push in pushes:
             lives.setdefault(push.local_step.life, []).append(push.local_step)
         began, *again = [min(steps) for steps in lives.values()]
         assert began == 0
         assert all(step > 0 and step % 20 == 0 for step in again)
-        assert len(again) == 4
+        assert len(again) == 3
         table = np.full((10, 3), -run.server.stats().global_step, np.float32)
         np.testing.assert_array_equal(state["params"]["table"], table)
         killed.extend(pids(run))
     wait_until(lambda: all(map(gone, killed)))
     # One process goes on from what several have saved, and the other way round.
     with engines.simulated(job, checkpoint=tmp_path) as run:
-        assert run.counts().pushed == 200
+        assert run.counts().pushed == 150
         np.testing.assert_array_equal(run.server.state()["params"]["table"], table)
 
 
@@ -486,15 +484,9 @@ def dies_once(flag):
 
 @marked
 def test_a_death_while_the_group_starts_is_one_of_the_servers(tmp_path):
-    ray = pytest.importorskip("ray")
     job = slow(20, dies_once(str(tmp_path / "flag")))
-    with (
-        pytest.raises(ray.exceptions.RayActorError) as raised,
-        engines.ray(job, **OF_TWO),
-    ):
-        pass
-    assert "give it a checkpoint" in raised.value.__notes__[0]
-    (tmp_path / "flag").unlink()
     with engines.ray(job, checkpoint=tmp_path / "run", **OF_TWO) as run:
         assert len(list(run.pushes)) == 20
         assert run.server.stats().global_step == 20
+        # This death counts as any other. Without a checkpoint it would end the run.
+        assert run.server._deaths_left == 2
