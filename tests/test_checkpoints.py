@@ -5,7 +5,6 @@ began goes on with ours.
 """
 
 import functools
-import math
 
 import chex
 import jax
@@ -138,7 +137,7 @@ def a_run(request, tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_run_resumed_after_any_step_is_bit_identical(a_run):
-    """Orbax writes one of the steps; what it keeps for the others are NumPy's arrays."""
+    """Orbax writes one of the steps; the others are kept as arrays of NumPy."""
     begin, step = program(a_run.rows)
     fresh = begin(draw_on(HERE, 0))
     places = jax.tree.map(lambda x: x.sharding, fresh)
