@@ -53,6 +53,8 @@ NEEDS = {
     "optax.contrib.dpsgd": "a gradient for each example",
     "optax.contrib.scale_by_muon": "matrices alone; muon itself is tested",
 }
+# Its update takes no other arguments.
+WITHOUT_VALUE = {"optax.contrib.sam"}
 # Its state is one vector of all leaves.
 NOT_BY_LEAF = {"optax.flatten"}
 # They draw a key for each leaf, and without the frozen ones there are fewer leaves.
@@ -100,6 +102,27 @@ def loss_fn(params, x):
     return jnp.mean(error**2)
 
 
+@jax.jit
+@jax.value_and_grad
+def loss_alone(params, x):
+    return loss_fn({**params, "frozen": start()["frozen"]}, x)
+
+
+def by_hand(name):
+    """A step as optax's pages show it. Its operations are compiled one by one."""
+    tx = FOUND[name]
+    update = optax.with_extra_args_support(tx).update
+
+    def step(params, state, x):
+        loss, grads = loss_alone(params, x)
+        with jax.disable_jit():
+            extra = {} if name in WITHOUT_VALUE else {"value": loss}
+            updates, state = update(grads, state, params, **extra)
+            return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
 def trained(step, params, state):
     for _ in range(3):
         params, state, _ = step(params, state, X)
@@ -120,16 +143,10 @@ def test_what_is_frozen_is_as_if_it_were_not_there(name):
     params, state = trained(step, params, state)
     chex.assert_trees_all_equal(params["frozen"], start()["frozen"])
     alone = {k: x for k, x in start().items() if k != "frozen"}
-
-    def loss_alone(params, x):
-        return loss_fn({**params, "frozen": start()["frozen"]}, x)
-
-    expected, expected_state = trained(
-        gx.minimize(loss_alone, tx), alone, tx.init(alone)
-    )
+    expected, expected_state = trained(by_hand(name), alone, tx.init(alone))
     if name not in KEYS_BY_LEAF:
         learned = {k: params[k] for k in alone}
-        chex.assert_trees_all_close(learned, expected, rtol=1e-5, atol=1e-6)
+        chex.assert_trees_all_close(learned, expected, rtol=1e-5, atol=1e-5)
     before, after, without = map(by_path, (before, state, expected_state))
     assert after.keys() == before.keys()
     for path in before.keys() - without.keys():

@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from tests.conftest import half
 from tests.descriptors import DESCRIPTORS, UNGATED
 
 SPECS = {"rows": P("x"), "both": P("y", "x"), "columns": P(None, "y"), "all": P()}
@@ -158,17 +157,19 @@ def on_one_device(factory):
 
 
 MODES = "automatic", "explicit", "shard_map"
-# These differ from another row of their factory in the arithmetic of each entry alone.
-# No device asks another one about that, so they take turns: each has one of the modes.
-ENTRYWISE = ["tf1", "clipvalue", "bf16", "schedule", "weight_decay", "grad_averaging"]
-ENTRYWISE += ["nesterov", "eps_outside", "lr_in_momentum"]
+# These differ from another row of their factory in the arithmetic of each entry alone,
+# or in when a gate acts, which no device asks another one. So they take turns: each has
+# one of the modes. ``test_worker_mean.py`` has its methods on each kind of mesh.
+TURNS = ["tf1", "clipvalue", "bf16", "schedule", "weight_decay", "grad_averaging"]
+TURNS += ["nesterov", "eps_outside", "lr_in_momentum", "nested", "waiting", "two"]
+TURNS += ["all", "latest", "ringleader"]
 
 
 def rows_in(mode, factory):
     def has(row):
-        if row.variant not in ENTRYWISE:
+        if row.variant not in TURNS:
             return True
-        return MODES[ENTRYWISE.index(row.variant) % len(MODES)] == mode
+        return MODES[TURNS.index(row.variant) % len(MODES)] == mode
 
     return {name: row for name, row in FACTORIES[factory].items() if has(row)}
 
@@ -218,7 +219,12 @@ WRAPPED = {
 
 @pytest.mark.parametrize(
     ("axes", "spec", "compiled", "in_context"),
-    half(AXES, [P("x", "y"), P("x"), P()], [False, True], [False, True]),
+    # Any two of these meet in some case.
+    [
+        (axes, spec, (i + j) % 2 == 1, (j + i // 2) % 2 == 1)
+        for i, axes in enumerate(AXES)
+        for j, spec in enumerate([P("x", "y"), P("x"), P()])
+    ],
     indirect=["in_context"],
     ids=str,
 )

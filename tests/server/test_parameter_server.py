@@ -52,7 +52,7 @@ def replay(tx, pushes):
     return params
 
 
-@pytest.mark.parametrize("each", [125, pytest.param(1250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("each", [125, pytest.param(500, marks=pytest.mark.slow)])
 def test_thousands_of_pushes_of_eight_threads_equal_a_serial_replay(each):
     threads = 8
     server = gx.ParameterServer(PARAMS, late_sgd())

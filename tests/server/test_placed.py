@@ -110,8 +110,12 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("height", [40, 41], ids=["even", "padded"])
-@pytest.mark.parametrize("case", CASES)
+# What takes the same way through padding has one height.
+@pytest.mark.parametrize(
+    ("case", "height"),
+    [(case, 41) for case in CASES if case != "dense"]
+    + [(case, 40) for case in ("dense", "adafactor", "rows")],
+)
 def test_it_trains_as_one_that_is_whole(case, height):
     tx, rows = CASES[case]
     both = Parts(tx, height, as_function=case == "rows")

@@ -183,9 +183,9 @@ def agree(got, expected):
 BOTH = {"weight_decay": 0.1, "clipnorm": 0.2}  # This clips some layers and not others.
 CASES = [
     (train_linen, (2, 2), BOTH),
-    pytest.param(train_linen, (3,), {"weight_decay": 0.1}, marks=pytest.mark.slow),
-    pytest.param(train_linen, (3,), {"global_clipnorm": 1.0}, marks=pytest.mark.slow),
-    pytest.param(train_nnx, (3,), BOTH, marks=pytest.mark.slow),
+    pytest.param(train_linen, (2, 2), {"weight_decay": 0.1}, marks=pytest.mark.slow),
+    pytest.param(train_linen, (2, 2), {"global_clipnorm": 1.0}, marks=pytest.mark.slow),
+    pytest.param(train_nnx, (2,), BOTH, marks=pytest.mark.slow),
 ]
 
 
@@ -206,12 +206,12 @@ def test_scanned_blocks_train_as_looped_ones(train, lengths, options):
 
 @pytest.mark.slow
 def test_scanned_blocks_under_one_norm_train_otherwise():
-    tx = gx.novograd(0.01, stacked_axes={"embed": 0, "blocks": 1, "head": 0})
-    _, initial, (apart, *_) = train_linen(tx, (3,))
-    _, _, (together, *_) = train_linen(gx.novograd(0.01), (3,))
+    tx = gx.novograd(0.01, stacked_axes={"embed": 0, "blocks": 2, "head": 0})
+    _, initial, (apart, *_) = train_linen(tx, (2, 2))
+    _, _, (together, *_) = train_linen(gx.novograd(0.01), (2, 2))
 
     def differ(x, y, start):
-        # The steps of three layers under one norm are shorter by sqrt(3) or so.
+        # The steps of four layers under one norm are shorter by 2 or so.
         assert jnp.linalg.norm(x - y) > 0.3 * jnp.linalg.norm(x - start)
 
     jax.tree.map(differ, *(tree["blocks"] for tree in (apart, together, initial)))
