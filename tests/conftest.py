@@ -69,17 +69,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 gc.freeze()
 
 
-AUTO = "PYTEST_XDIST_AUTO_NUM_WORKERS"  # xdist's own way to say it.
-
-
-@pytest.hookimpl(optionalhook=True)  # Of xdist, which is not everywhere.
-def pytest_xdist_auto_num_workers(config):
-    """One more than there are cores, where some wait for processes of their own."""
-    if "not slow" in config.option.markexpr or AUTO in os.environ:
-        return None
-    return (os.cpu_count() or 1) + 1
-
-
 CASES = 2  # Of one test function, which the quick part runs.
 
 

@@ -116,8 +116,8 @@ class Place:
             return jax.device_put(x, self.everywhere if self.committed else None)
 
 
-def bring(x: Any, sharding: Sharding) -> jax.Array:
-    """Brings a pushed array to the place where a program needs it."""
+def bring(x: Any, sharding: Sharding) -> jax.Array | float:
+    """Brings a pushed array to the place where a program needs it; a number stays."""
     if isinstance(x, (bool, int, float)):  # The program itself takes these faster.
         return x
     there = getattr(x, "sharding", None)
