@@ -50,8 +50,8 @@ GATES = {
     "drop_stale": (drop_stale, (0, 0, 0, 2, 1, 3, 4)),
     "accumulator": (accumulator, (0, 0, 0, 1, 1, 1, 2, 2, 3)),
 }
-# One gate with the partitioner's collectives, and one with those written here, which
-# novograd needs, too. ``test_sharded`` has both kinds for each, in one process.
+# One gate has the partitioner's collectives. The other has those written here, and so
+# has its novograd. ``test_sharded`` has both kinds for each gate, in one process.
 CASES = [("accumulator", "jit"), ("drop_stale", "shard_map")]
 
 
@@ -159,7 +159,7 @@ def main(port, count, rank, folder, *endless):
         for step, _ in enumerate(train(*endless, mesh, itertools.count())):
             if step == 3:
                 pathlib.Path(folder, rank).touch()
-            time.sleep(0.05)  # Who notices a death late does not keep a core busy.
+            time.sleep(0.05)  # Or it would keep a core busy until it hears of a death.
     for gate, how in CASES:
         file = pathlib.Path(folder, f"{rank}.{gate}.{how}.npz")
         np.savez(file, **outcome(gate, how, mesh))
