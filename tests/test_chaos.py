@@ -15,9 +15,9 @@ pytest.importorskip("ray")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     # A push to a server of two processes waits for both, which here share the cores.
-    # After so few pushes the accuracy varies between 0.88 and 0.93.
+    # After so few pushes the accuracy is about 0.94, with four workers 0.88 to 0.93.
     ("processes", "workers", "pushes", "goal"),
-    [(1, 4, 1000, 0.95), (2, 2, 300, 0.8)],
+    [(1, 4, 1000, 0.96), (2, 2, 300, 0.8)],
 )
 def test_nothing_is_unaccounted_for(processes, workers, pushes, goal):
     chaos = [sys.executable, "-m", "benchmarks.chaos", "--seed", "1"]
