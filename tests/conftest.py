@@ -133,6 +133,12 @@ def half(*factors):
     return [case for index, case in cases if sum(index) % 2 == 0]
 
 
+def pairwise(first, second):
+    """All cases of two parameters, with two switches; any two values meet in one."""
+    cases = itertools.product(enumerate(first), enumerate(second))
+    return [(x, y, (i + j) % 2 == 1, (j + i // 2) % 2 == 1) for (i, x), (j, y) in cases]
+
+
 @pytest.fixture
 def bounded():
     """A test that hangs fails."""

@@ -293,11 +293,11 @@ def test_inject_hyperparams(row, compiled, standard_promotion):
         numbers = [x for x in state.hyperparams.values() if x.dtype != jnp.int32]
         assert all(x.dtype == jnp.float32 for x in numbers)
         assert types(updates) == types(grads)
-        got, ours = (updates, state.inner_state), expected
-        chex.assert_trees_all_close(wide(got), wide(ours), rtol=1e-2, atol=1e-6)
+        got = updates, state.inner_state
+        chex.assert_trees_all_close(wide(got), wide(expected), rtol=1e-2, atol=1e-6)
         # What is in single precision all the way.
-        got, ours = updates["nested"], expected[0]["nested"]
-        chex.assert_trees_all_close(got, ours, rtol=1e-5)
+        single = updates["nested"], expected[0]["nested"]
+        chex.assert_trees_all_close(*single, rtol=1e-5)
 
 
 def test_masked_and_partition_run_each_part_on_its_own(row):

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from tests.conftest import pairwise
 from tests.descriptors import DESCRIPTORS, UNGATED
 
 SPECS = {"rows": P("x"), "both": P("y", "x"), "columns": P(None, "y"), "all": P()}
@@ -219,12 +220,7 @@ WRAPPED = {
 
 @pytest.mark.parametrize(
     ("axes", "spec", "compiled", "in_context"),
-    # Any two of these meet in some case.
-    [
-        (axes, spec, (i + j) % 2 == 1, (j + i // 2) % 2 == 1)
-        for i, axes in enumerate(AXES)
-        for j, spec in enumerate([P("x", "y"), P("x"), P()])
-    ],
+    pairwise(AXES, [P("x", "y"), P("x"), P()]),
     indirect=["in_context"],
     ids=str,
 )

@@ -118,7 +118,7 @@ class Place:
 
 def bring(x: Any, sharding: Sharding) -> jax.Array | float:
     """Brings a pushed array to the place where a program needs it; a number stays."""
-    if isinstance(x, (bool, int, float)):  # The program itself takes these faster.
+    if isinstance(x, (int, float)):  # The program itself takes these faster.
         return x
     there = getattr(x, "sharding", None)
     if there == sharding or (there and there.is_equivalent_to(sharding, x.ndim)):

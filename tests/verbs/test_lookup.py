@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from tests.conftest import half
+from tests.conftest import half, pairwise
 
 HEIGHT = 6
 TABLE = np.random.default_rng(0).standard_normal((HEIGHT, 3)).astype(np.float32)
@@ -136,12 +136,7 @@ def test_ids_on_the_axis_that_cuts_the_table(types, spec, batch, in_context):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("types", "specs", "compiled", "in_context"),
-    # Any two of these meet in some case.
-    [
-        (types, specs, (i + j) % 2 == 1, (j + i // 2) % 2 == 1)
-        for i, types in enumerate(TYPES)
-        for j, specs in enumerate([(P(), None), (P(), P("x")), (P("x", None), None)])
-    ],
+    pairwise(TYPES, [(P(), None), (P(), P("x")), (P("x", None), None)]),
     indirect=["in_context"],
     ids=str,
 )
