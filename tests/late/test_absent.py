@@ -313,7 +313,7 @@ def test_it_is_as_none(row):
     params = with_integers()
     extra, tx = row.extra(params), row.make()
 
-    def trained(nothing, how, params):
+    def trained(nothing, how):
         step = functools.partial(gx.apply_gradients, tx)
         if how == "update":
 
@@ -328,15 +328,11 @@ def test_it_is_as_none(row):
         return p, state
 
     for step in ("apply_gradients", "update"):
-        train = functools.partial(trained, None, step)
-        program = str(jax.make_jaxpr(train)(params))
+        expected = trained(None, step)
+        chex.assert_trees_all_equal(expected[0]["frozen"], params["frozen"])
         for how in ("float0", "masked"):
-            got = functools.partial(trained, without(how, (2,)), step)
-            # What one program computes is equal.
-            if str(jax.make_jaxpr(got)(params)) != program:
-                chex.assert_trees_all_equal(got(params), train(params))
-    after, _ = trained(None, "apply_gradients", params)
-    chex.assert_trees_all_equal(after["frozen"], params["frozen"])
+            got = trained(without(how, (2,)), step)
+            chex.assert_trees_all_equal(got, expected)
 
 
 @pytest.mark.parametrize("inner", INNER)
