@@ -214,8 +214,10 @@ def _zeros(types: Any) -> Any:
             return leaf
         if not isinstance(leaf, IndexedSlices):
             return constants.zeros_of_type(leaf)
-        padding = constants.zeros_of_type(leaf.indices) + np.int32(leaf.dense_shape[0])
-        values = constants.zeros_of_type(leaf.values)
+        indices: Any = leaf.indices  # It is a type, and so are the values.
+        values: Any = leaf.values
+        padding = constants.zeros_of_type(indices) + np.int32(leaf.dense_shape[0])
+        values = constants.zeros_of_type(values)
         return IndexedSlices(padding, values, leaf.dense_shape)
 
     return jax.tree.map(nothing, types, is_leaf=maps.is_leaf)

@@ -7,6 +7,7 @@ device, so a transformation need not know about the kinds.
 - ``rows``: row numbers of tables; reads and writes of rows.
 - ``indexed_slices``: the row-sparse gradient; it also stands for part of a table.
 - ``opaque``: row indices as leaves that JAX refuses to calculate with.
+- ``types``: names for what a gradient tree holds, for annotations.
 - ``maps``: maps over trees, ``f(values)`` or ``f(values, state)``.
 - ``boxes``: trees with and without boxes, Flax's wrappers that name mesh axes.
 - ``dtypes``: dtypes to calculate in, and numbers in them.

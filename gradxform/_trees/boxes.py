@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from gradxform._trees.maps import is_leaf
+from gradxform._trees.types import PyTree, T
 
 
-def bare(params: Any) -> Any:
+def bare(params: PyTree[T]) -> PyTree[T]:
     """Parameters without their boxes.
 
     State with fewer axes than its parameter must not inherit the box: Flax would shard
     it by the names of axes that it does not have.
     """
 
-    def content(node: Any) -> Any:
+    def content(node: PyTree[T]) -> PyTree[T]:
         return _content(node) if isinstance(node, _boxes()) else node
 
     return jax.tree.map(content, params, is_leaf=lambda x: isinstance(x, _boxes()))
 
 
-def boxed(params: Any, state: Any) -> Any:
+def boxed(params: optax.Params, state: PyTree[T]) -> PyTree[T]:
     """Puts state that has one more axis, in front, into the boxes of its parameters.
 
     Without the names in the boxes, Flax would put all of it on every device. The new
     axis has no name. Only boxes of ``flax.linen`` can take another axis.
     """
 
-    def box(p: Any, s: Any) -> Any:
+    def box(p: PyTree[object], s: jax.Array) -> PyTree[jax.Array]:
         if not hasattr(p, "replace_boxed") or np.ndim(s) <= np.ndim(_content(p)):
             return s
         return p.replace_boxed(s).add_axis(0, {"partition_name": None})
@@ -45,14 +46,15 @@ def _boxes() -> tuple[type, ...]:
     return tuple(getattr(module, known[name]) for name, module in modules.items())
 
 
-def _content(box: Any) -> Any:
-    return jax.tree.leaves(box, is_leaf=lambda x: x is not box)[0]
+def _content(box: PyTree[T]) -> T:
+    content: T = jax.tree.leaves(box, is_leaf=lambda x: x is not box)[0]
+    return content
 
 
-def as_in(like: Any, tree: Any) -> Any:
+def as_in(like: PyTree[object], tree: PyTree[T]) -> PyTree[T]:
     """The leaves of a tree in the nodes of ``like``; the two differ only in boxes."""
 
-    def nodes(tree: Any) -> Any:
+    def nodes(tree: PyTree[object]) -> jax.tree_util.PyTreeDef:
         return jax.tree.structure(tree, is_leaf=is_leaf)
 
     # Usually there are no boxes, and the first comparison is enough.

@@ -7,7 +7,7 @@ Only concrete values are checked. A traced value (a hyperparameter under ``jit``
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,13 @@ import optax
 
 from gradxform._trees import dtypes, maps
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
+from gradxform._trees.types import Gradient, Leaf, Path, PyTree, T
 
 COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # For counts, which are int32 on devices.
 _REAL = (jnp.floating, jnp.integer)
 
 
-def in_range(name: str, value: Any, interval: str) -> Any:
+def in_range(name: str, value: T, interval: str) -> T:
     """Raises unless ``value`` is a real scalar inside ``interval``, and returns it.
 
     A complex number without an imaginary part is real, see :func:`real`.
@@ -51,15 +52,16 @@ def in_range(name: str, value: Any, interval: str) -> Any:
 
 
 def scheduled(
-    name: str, schedule: Callable[..., Any], global_step: jax.Array, interval: str
-) -> Any:
+    name: str, schedule: optax.Schedule, global_step: jax.Array, interval: str
+) -> jax.typing.ArrayLike:
     """A schedule's number for a global step; raises like :func:`in_range`."""
-    name, value = f"{name}(global_step)", schedule(global_step)
+    name = f"{name}(global_step)"
+    value: jax.typing.ArrayLike = schedule(global_step)
     real_scalar(name, value)
     return in_range(name, value, interval)
 
 
-def real(value: Any) -> Any:
+def real(value: T) -> T:
     """The real part of a complex number that is traced or has no imaginary part.
 
     Any other value is returned as it is. ``optax.inject_hyperparams`` makes all numbers
@@ -69,10 +71,11 @@ def real(value: Any) -> Any:
     if not jnp.issubdtype(dtype, jnp.complexfloating):
         return value
     known = not isinstance(value, jax.core.Tracer)
-    return value if known and np.any(np.imag(value) != 0) else value.real
+    part: T = value.real  # type: ignore[attr-defined]  # Its dtype is complex.
+    return value if known and np.any(np.asarray(value).imag != 0) else part
 
 
-def at_most_one(**arguments: Any) -> None:
+def at_most_one(**arguments: object) -> None:
     """Raises ``ValueError`` if more than one of the arguments is not None."""
     given = {name: value for name, value in arguments.items() if value is not None}
     if len(given) > 1:
@@ -83,14 +86,14 @@ def at_most_one(**arguments: Any) -> None:
         )
 
 
-def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raises ``ValueError`` unless ``value`` is one of the allowed words."""
     if value not in allowed:
         words = ", ".join(map(repr, allowed))
         raise ValueError(f"{name} must be one of {words}, got {value!r}.")
 
 
-def local_step(wrapper: str, value: Any) -> jax.Array:
+def local_step(wrapper: str, value: jax.typing.ArrayLike | None) -> jax.Array:
     """The local step of a push as an int32 scalar; ``TypeError`` if it is not one."""
     if value is None:
         raise TypeError(
@@ -103,7 +106,7 @@ def local_step(wrapper: str, value: Any) -> jax.Array:
     return dtypes.saturated(value)
 
 
-def transformation(name: str, value: Any) -> None:
+def transformation(name: str, value: object) -> None:
     """Raises ``TypeError`` unless ``value`` has ``init`` and ``update``."""
     if not all(callable(getattr(value, f, None)) for f in ("init", "update")):
         raise TypeError(
@@ -113,8 +116,8 @@ def transformation(name: str, value: Any) -> None:
 
 
 def no_lookahead(
-    params: Any,
-    state: Any,
+    params: optax.Params,
+    state: optax.OptState,
     cure: str = "call tx.update(grads, state, params), and "
     "gradxform.apply_updates(params, updates).",
 ) -> None:
@@ -127,7 +130,7 @@ def no_lookahead(
     """
     kinds = optax.LookaheadParams, optax.LookaheadState
 
-    def is_one(node: Any) -> bool:
+    def is_one(node: object) -> bool:
         return isinstance(node, kinds)
 
     if any(map(is_one, jax.tree.leaves((params, state), is_leaf=is_one))):
@@ -137,17 +140,22 @@ def no_lookahead(
         )
 
 
-def integer_scalar(name: str, value: Any) -> None:
+def integer_scalar(name: str, value: jax.typing.ArrayLike) -> None:
     """Raises ``TypeError`` unless ``value`` is an integer scalar, traced or not."""
     _scalar(name, value, "an integer", (jnp.integer,))
 
 
-def real_scalar(name: str, value: Any) -> None:
+def real_scalar(name: str, value: jax.typing.ArrayLike) -> None:
     """Raises ``TypeError`` unless ``value`` is a real scalar, traced or not."""
     _scalar(name, value, "a real", _REAL)
 
 
-def _scalar(name: str, value: Any, kind: str, kinds: tuple[Any, ...]) -> None:
+def _scalar(
+    name: str,
+    value: jax.typing.ArrayLike,
+    kind: str,
+    kinds: tuple[type[np.generic], ...],
+) -> None:
     if type(value) is int:  # Of any size: NumPy could not hold all of them.
         return
     dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
@@ -155,7 +163,9 @@ def _scalar(name: str, value: Any, kind: str, kinds: tuple[Any, ...]) -> None:
         raise TypeError(f"{name} must be {kind} scalar, got {value!r}.")
 
 
-def state_dtype(name: str, dtype: Any, *, complex_too: bool = False) -> None:
+def state_dtype(
+    name: str, dtype: jax.typing.DTypeLike | None, *, complex_too: bool = False
+) -> None:
     """Raises unless ``dtype`` is None or one in which state can be kept.
 
     Args:
@@ -172,7 +182,7 @@ def state_dtype(name: str, dtype: Any, *, complex_too: bool = False) -> None:
     try:
         # NumPy would take an array for its dtype.
         is_array = isinstance(dtype, jax.Array)
-        if not is_array and jnp.issubdtype(jnp.dtype(dtype), allowed):
+        if not is_array and jnp.issubdtype(np.dtype(dtype), allowed):
             return
     except TypeError:  # NumPy knows no such dtype.
         pass
@@ -183,7 +193,9 @@ def state_dtype(name: str, dtype: Any, *, complex_too: bool = False) -> None:
     )
 
 
-def of_same_kind(name: str, dtype: Any, params: Any) -> None:
+def of_same_kind(
+    name: str, dtype: jax.typing.DTypeLike | None, params: optax.Params
+) -> None:
     """Raises ``TypeError`` unless all parameters and ``dtype`` are complex, or none is.
 
     Otherwise imaginary parts would be lost.
@@ -200,13 +212,13 @@ def of_same_kind(name: str, dtype: Any, params: Any) -> None:
             )
 
 
-def bools(name: str, values: Any, params: Any) -> None:
+def bools(name: str, values: PyTree[bool], params: optax.Params) -> None:
     """Raises ``TypeError`` unless ``values`` has one bool for each leaf of ``params``.
 
     None may be traced, as they decide what is computed.
     """
 
-    def check(path: Any, _: Any, value: Any) -> None:
+    def check(path: Path, _: object, value: jax.typing.ArrayLike) -> None:
         traced = isinstance(value, jax.core.Tracer)
         if traced or np.shape(value) or np.asarray(value).dtype != bool:
             raise TypeError(
@@ -217,22 +229,26 @@ def bools(name: str, values: Any, params: Any) -> None:
     jax.tree.map_with_path(check, params, values, is_leaf=is_sparse)
 
 
-def place(path: Any) -> str:
+def place(path: Path) -> str:
     """The name of the leaf at this path of a tree, for messages."""
     return jax.tree_util.keystr(path) or "the root"
 
 
-def slashed(path: Any) -> str:
+def slashed(path: Path) -> str:
     """The name of a leaf for users: its keys with slashes between them."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def _shape(leaf: Gradient) -> tuple[int, ...]:
+    return np.shape(leaf)
+
+
 def same_shapes(
     name: str,
-    tree: Any,
+    tree: PyTree[Leaf],
     reference_name: str,
-    reference: Any,
-    expected: Callable[[Any], tuple[int, ...]] = np.shape,
+    reference: PyTree[Leaf],
+    expected: Callable[[Gradient], tuple[int, ...]] = _shape,
     *,
     nodes: bool = True,
     none_takes_all: bool = False,
@@ -259,7 +275,7 @@ def same_shapes(
     flat, structure = _flat(tree)
     flat_reference, wanted_structure = _flat(reference)
 
-    def fail(path: Any, given: str, wanted: str) -> None:
+    def fail(path: Path, given: str, wanted: str) -> NoReturn:
         raise TypeError(
             f"{name} and {reference_name} differ at {place(path)}: {name} has {given}, "
             f"{reference_name} has {wanted}. Pass {name} with the structure and shapes "
@@ -272,8 +288,10 @@ def same_shapes(
         leaf = flat[path]
         if not maps.has_gradient(leaf) or (none_takes_all and reference_leaf is None):
             continue
-        wanted = np.shape(reference_leaf)
-        if not maps.has_gradient(reference_leaf) or expected(leaf) != wanted:
+        fits = False
+        if maps.has_gradient(reference_leaf):
+            fits = expected(leaf) == _shape(reference_leaf)
+        if not fits:
             fail(path, _describe(leaf), _describe(reference_leaf))
     for path, leaf in flat.items():
         if path not in flat_reference:
@@ -282,24 +300,26 @@ def same_shapes(
         fail(*_other_node(tree, reference))
 
 
-def _flat(tree: Any) -> tuple[dict[Any, Any], Any]:
+def _flat(tree: PyTree[Leaf]) -> tuple[dict[Path, Leaf], jax.tree_util.PyTreeDef]:
     """The leaves by their paths, and the structure."""
     leaves, structure = jax.tree.flatten_with_path(tree, is_leaf=maps.is_leaf)
     return dict(leaves), structure
 
 
-def _other_node(tree: Any, reference: Any) -> tuple[Any, str, str]:
+def _other_node(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> tuple[Path, str, str]:
     """The first path where two trees with the same leaves have different nodes."""
 
-    def top(node: Any) -> Any:
+    def top(
+        node: PyTree[Leaf],
+    ) -> tuple[list[tuple[Path, PyTree[Leaf]]], jax.tree_util.PyTreeDef]:
         return jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
 
     (parts, node), (wanted_parts, wanted) = top(tree), top(reference)
     if node == wanted:
         for (key, part), (_, wanted_part) in zip(parts, wanted_parts, strict=True):
             if _flat(part)[1] != _flat(wanted_part)[1]:
-                path, *kinds = _other_node(part, wanted_part)
-                return key + path, *kinds
+                path, given, expected = _other_node(part, wanted_part)
+                return (*key, *path), given, expected
     names = [f"{type(x).__module__}.{type(x).__qualname__}" for x in (tree, reference)]
     if len(set(names)) == 1:  # One kind, but with other keys or static fields.
         names = [str(node), str(wanted)]
@@ -307,7 +327,9 @@ def _other_node(tree: Any, reference: Any) -> tuple[Any, str, str]:
     return (), f"a node {given}", f"a node {expected}"
 
 
-def same_dtypes(name: str, tree: Any, reference_name: str, reference: Any) -> None:
+def same_dtypes(
+    name: str, tree: PyTree[Leaf], reference_name: str, reference: PyTree[jax.Array]
+) -> None:
     """Raises ``TypeError`` at the first path where two like trees differ in dtype."""
     flat = dict(jax.tree.leaves_with_path(reference))
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=maps.is_leaf):
@@ -319,7 +341,7 @@ def same_dtypes(name: str, tree: Any, reference_name: str, reference: Any) -> No
             )
 
 
-def dense(transformation: str, updates: Any) -> None:
+def dense(transformation: str, updates: optax.Updates) -> None:
     """Raises ``TypeError`` if a gradient is row-sparse."""
     for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=maps.is_leaf):
         if isinstance(leaf, IndexedSlices):
@@ -331,11 +353,11 @@ def dense(transformation: str, updates: Any) -> None:
             )
 
 
-def _dtype(leaf: Any) -> Any:
+def _dtype(leaf: object) -> jax.typing.DTypeLike:
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
-def _describe(leaf: Any) -> str:
+def _describe(leaf: object) -> str:
     if leaf is None or isinstance(leaf, optax.MaskedNode):
         return repr(leaf)
     if isinstance(leaf, IndexedSlices):

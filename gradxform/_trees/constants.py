@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import versions
 from gradxform._trees.maps import param
+from gradxform._trees.types import Param
 
 
-def zeros_of_type(x_type: Any) -> jax.Array:
+def zeros_of_type(x_type: jax.core.ShapedArray) -> jax.Array:
     """Zeros of a type from ``jax.typeof``, with its sharding and its varying axes."""
     sharding = x_type.sharding if x_type.sharding.mesh.explicit_axes else None
     zeros = jnp.zeros(x_type.shape, x_type.dtype, out_sharding=sharding)
@@ -22,7 +22,7 @@ def zeros_of_type(x_type: Any) -> jax.Array:
 
 
 def full_like(
-    p: jax.Array,
+    p: Param,
     value: jax.typing.ArrayLike,
     dtype: jax.typing.DTypeLike,
     *,
@@ -58,7 +58,7 @@ def stacked(x: jax.Array, n: int) -> jax.Array:
     return copies
 
 
-def zero(params: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
+def zero(params: optax.Params, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A scalar 0 on all devices of the parameters."""
     numbers = list(filter(_is_number, jax.tree.leaves(params)))
     if not numbers:
@@ -76,6 +76,6 @@ def _false(p: jax.Array, axes: int | None) -> jax.Array:
     return never if axes is None else jnp.any(never, axis=tuple(range(axes, p.ndim)))
 
 
-def _is_number(p: Any) -> bool:
+def _is_number(p: jax.typing.ArrayLike) -> bool:
     dtype = p.dtype if hasattr(p, "dtype") else np.result_type(p)
     return bool(jnp.issubdtype(dtype, jnp.number))

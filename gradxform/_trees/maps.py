@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -28,37 +28,38 @@ import optax
 from gradxform._trees import arithmetic
 from gradxform._trees.indexed_slices import IndexedSlices, add_rows, is_sparse
 from gradxform._trees.rows import places, take_rows, take_summed, write_summed
+from gradxform._trees.types import Gradient, Leaf, Param, Prefix, PyTree, T
 
 
-def is_leaf(node: Any) -> bool:
+def is_leaf(node: object) -> bool:
     """Whether the maps here stop at this node, although it is no array."""
     return node is None or isinstance(node, IndexedSlices | optax.MaskedNode)
 
 
-def has_gradient(g: Any) -> bool:
+def has_gradient(g: T | None) -> TypeGuard[T]:
     """Whether a leaf holds a gradient."""
     if g is None or isinstance(g, optax.MaskedNode):
         return False
     return getattr(g, "dtype", None) != jax.dtypes.float0
 
 
-def without_float0(updates: Any) -> Any:
+def without_float0(updates: optax.Updates) -> optax.Updates:
     """The same updates, with ``None`` for each ``float0``, which JAX gives integers."""
     return jax.tree.map(_without_float0, updates, is_leaf=is_leaf)
 
 
-def _without_float0(g: Any) -> Any:
+def _without_float0(g: Leaf) -> Leaf:
     is_leaf_of_integers = getattr(g, "dtype", None) == jax.dtypes.float0
     return None if is_leaf_of_integers else g
 
 
-def masked_like(updates: Any, tree: Any) -> Any:
+def masked_like(updates: optax.Updates, tree: PyTree[T]) -> PyTree[T]:
     """The tree, masked where the updates are; ``optax.masked`` does not do that.
 
     A tree of another structure comes back as it is.
     """
 
-    def mask(g: Any, x: Any) -> Any:
+    def mask(g: Leaf, x: T) -> T | optax.MaskedNode:
         return g if isinstance(g, optax.MaskedNode) else x
 
     try:
@@ -67,17 +68,17 @@ def masked_like(updates: Any, tree: Any) -> Any:
         return tree
 
 
-def values(g: Any) -> jax.Array:
+def values(g: Gradient) -> jax.Array:
     """The stored entries of a gradient, as an array."""
     return jnp.asarray(g.values if isinstance(g, IndexedSlices) else g)
 
 
-def dtype_of(g: Any) -> np.dtype[Any]:
+def dtype_of(g: Gradient) -> np.dtype[np.generic]:
     """The dtype of a gradient's entries, for any kind of leaf."""
     return values(g).dtype
 
 
-def all_finite(g: Any) -> jax.Array:
+def all_finite(g: Gradient) -> jax.Array:
     """bool[], whether a gradient holds neither NaN nor inf; padding does not count."""
     x, held = values(g), None
     if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -91,19 +92,26 @@ def all_finite(g: Any) -> jax.Array:
     return jnp.all(jnp.isfinite(jnp.stack(largest)))
 
 
-def map_updates(f: Callable[..., Any], updates: Any, *rest: Any) -> Any:
+def map_updates(
+    f: Callable[..., PyTree[jax.Array]], updates: optax.Updates, *rest: PyTree[object]
+) -> optax.Updates:
     """``f`` of each gradient, or of its values if it is row-sparse."""
 
-    def update(g: Any, *r: Any) -> Any:
+    def update(g: Leaf, *r: object) -> PyTree[Leaf]:
         if not has_gradient(g):
             return _without_float0(g)
-        new = f(values(g), *r)
+        new: Any = f(values(g), *r)  # For rows it is an array.
         return g.with_values(new) if isinstance(g, IndexedSlices) else new
 
     return jax.tree.map(update, updates, *rest, is_leaf=is_leaf)
 
 
-def map_state(f: Callable[..., Any], updates: Any, state: Any, *rest: Any) -> Any:
+def map_state(
+    f: Callable[..., jax.Array],
+    updates: optax.Updates,
+    state: PyTree[Leaf],
+    *rest: PyTree[Leaf],
+) -> PyTree[Leaf]:
     """New state leaves ``f(g, s, ...)``; a leaf without gradient keeps its state."""
     return jax.tree.map(
         lambda g, s, *r: f(values(g), jnp.asarray(s), *r) if has_gradient(g) else s,
@@ -114,7 +122,7 @@ def map_state(f: Callable[..., Any], updates: Any, state: Any, *rest: Any) -> An
     )
 
 
-def sum_duplicates(updates: Any) -> Any:
+def sum_duplicates(updates: optax.Updates) -> optax.Updates:
     """The same updates, with repeated rows summed."""
     return jax.tree.map(
         lambda g: g.sum_duplicates() if isinstance(g, IndexedSlices) else g,
@@ -123,13 +131,13 @@ def sum_duplicates(updates: Any) -> Any:
     )
 
 
-def rows(updates: Any, state: Any) -> Any:
+def rows(updates: optax.Updates, state: PyTree[Leaf]) -> PyTree[Leaf]:
     """State, with only those rows of tables that summed row-sparse updates touch.
 
     Padding reads zeros, and so do rows that a part of a table lacks.
     """
 
-    def take(g: Any, table: Any) -> Any:
+    def take(g: Leaf, table: Gradient) -> Leaf:
         if not isinstance(g, IndexedSlices):
             return table
         if not isinstance(table, IndexedSlices):
@@ -140,13 +148,15 @@ def rows(updates: Any, state: Any) -> Any:
     return jax.tree.map(take, updates, state, is_leaf=is_leaf)
 
 
-def put_rows(updates: Any, state: Any, new: Any) -> Any:
+def put_rows(
+    updates: optax.Updates, state: PyTree[Leaf], new: PyTree[Leaf]
+) -> PyTree[Leaf]:
     """Writes the rows in ``new`` into their tables; other leaves are those of ``new``.
 
     A donated table is written in place, and its other rows are not read or written.
     """
 
-    def put(g: Any, table: Any, rows: Any) -> Any:
+    def put(g: Leaf, table: jax.typing.ArrayLike, rows: jax.Array) -> jax.Array:
         if not isinstance(g, IndexedSlices):
             return rows
         table = jnp.asarray(table)
@@ -155,14 +165,16 @@ def put_rows(updates: Any, state: Any, new: Any) -> Any:
     return jax.tree.map(put, updates, state, new, is_leaf=is_leaf)
 
 
-def added(update: Any, p: jax.Array) -> jax.Array:
+def added(update: Gradient, p: jax.Array) -> jax.Array:
     """A parameter with its update added, in its dtype, and rounded once."""
     if isinstance(update, IndexedSlices):
         return add_rows(p, update)
     return arithmetic.added(jnp.asarray(update), p)
 
 
-def map_params(f: Callable[..., Any], params: Any, *rest: Any) -> Any:
+def map_params(
+    f: Callable[..., T], params: optax.Params, *rest: PyTree[object]
+) -> PyTree[T]:
     """``jax.tree.map`` over parameters, which may be Python or NumPy numbers.
 
     They may also be descriptions, as in ``jax.eval_shape``: then ``f`` sees a
@@ -171,7 +183,7 @@ def map_params(f: Callable[..., Any], params: Any, *rest: Any) -> Any:
     return jax.tree.map(lambda p, *r: f(param(p), *r), held(params), *rest)
 
 
-def held(params: Any) -> Any:
+def held(params: optax.Params) -> optax.Params:
     """The same parameters, where a part of a table is a table of its rows."""
     return jax.tree.map(
         lambda p: p.sum_duplicates().values if isinstance(p, IndexedSlices) else p,
@@ -180,12 +192,12 @@ def held(params: Any) -> Any:
     )
 
 
-def param(p: Any) -> Any:
+def param(p: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> Param:
     """A parameter as an array; a description stays as it is."""
     return p if isinstance(p, jax.ShapeDtypeStruct) else jnp.asarray(p)
 
 
-def broadcast(prefix: Any, tree: Any) -> Any:
+def broadcast(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
     """One value of the prefix tree for each leaf of ``tree``; ``None`` stays.
 
     The prefix may be a function of ``tree``. A tree without leaves comes back
@@ -194,7 +206,7 @@ def broadcast(prefix: Any, tree: Any) -> Any:
     if not jax.tree.leaves(tree):
         return tree
 
-    def fill(value: Any, part: Any) -> Any:
+    def fill(value: T, part: PyTree[Leaf]) -> PyTree[T]:
         return jax.tree.map(
             lambda x: value if has_gradient(x) else None, part, is_leaf=is_sparse
         )
@@ -203,12 +215,14 @@ def broadcast(prefix: Any, tree: Any) -> Any:
     return jax.tree.map(fill, prefix, tree, is_leaf=is_leaf)
 
 
-def _is_function(prefix: Any) -> bool:
+def _is_function(
+    prefix: Prefix[T],
+) -> TypeGuard[Callable[[optax.Params], PyTree[T]]]:
     """Whether to call it. An Equinox module is callable too, but it is a tree."""
     is_partial = isinstance(prefix, functools.partial)  # jax.tree_util's is a node too.
     return callable(prefix) and (is_partial or jax.tree_util.all_leaves([prefix]))
 
 
-def cast_like(tree: Any, reference: Any) -> Any:
+def cast_like(tree: optax.Updates, reference: PyTree[Gradient]) -> optax.Updates:
     """Each leaf in the dtype of its reference; ``None`` stays."""
     return map_updates(lambda x, r: x.astype(dtype_of(r)), tree, reference)

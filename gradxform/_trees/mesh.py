@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from gradxform._trees import checks, maps, versions
+from gradxform._trees.types import Path, Prefix, PyTree
 
 # One axis, several, or a prefix tree of PartitionSpecs; None outside of shard_map.
-AxisName = str | Sequence[str] | Any
+AxisName: TypeAlias = str | Sequence[str] | Prefix[PartitionSpec] | None
 
 # The mesh axes over which a leaf's stacked layers are sharded, and over which each
 # layer's entries are.
-_Axes = tuple[tuple[str, ...], tuple[str, ...]]
+_Axes: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
+_Named: TypeAlias = tuple[Path, jax.Array]  # A leaf and the path to it.
 
 
 def sums(
-    layers: Any, axis_name: AxisName, stacked: list[int]
-) -> tuple[Any, list[jax.Array]]:
+    layers: PyTree[jax.Array], axis_name: AxisName, stacked: list[int]
+) -> tuple[PyTree[jax.Array], list[jax.Array]]:
     """The sum of each layer over all devices, and the sum of each leaf's layers.
 
     Args:
@@ -43,7 +45,7 @@ def sums(
 
 
 def _varying_axes(
-    flat: list[Any], names: tuple[str, ...], stacked: list[int]
+    flat: list[_Named], names: tuple[str, ...], stacked: list[int]
 ) -> list[_Axes]:
     for name in names:
         if not _is_tracked(name):
@@ -66,7 +68,9 @@ def _varying_axes(
     return axes
 
 
-def _sharded_axes(flat: list[Any], specs: list[Any], stacked: list[int]) -> list[_Axes]:
+def _sharded_axes(
+    flat: list[_Named], specs: list[object], stacked: list[int]
+) -> list[_Axes]:
     axes: list[_Axes] = []
     for (path, x), spec, depth in zip(flat, specs, stacked, strict=True):
         if not isinstance(spec, PartitionSpec):
@@ -84,7 +88,7 @@ def _sharded_axes(flat: list[Any], specs: list[Any], stacked: list[int]) -> list
     return axes
 
 
-def _names(entries: Iterable[Any]) -> tuple[str, ...]:
+def _names(entries: Iterable[str | tuple[str, ...] | None]) -> tuple[str, ...]:
     """The mesh axes in a part of a PartitionSpec."""
     several = (e if isinstance(e, tuple) else (e,) for e in entries)
     return tuple(name for names in several for name in names if name is not None)

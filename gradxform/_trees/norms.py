@@ -5,13 +5,20 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from gradxform._trees import arithmetic, barrier, checks, dtypes, maps, mesh
 from gradxform._trees.mesh import AxisName
+from gradxform._trees.types import Path, Prefix, PyTree
+
+# How many leading axes of a leaf stack layers.
+StackedAxes: TypeAlias = Prefix[int] | None
+# An array for each leaf, with one number for each of its layers.
+Layers: TypeAlias = PyTree[jax.Array]
 
 # Arrays of at most _SMALL entries are handled together, up to _TOGETHER in one kernel.
 # Every kernel takes milliseconds to compile and microseconds to start. With more arrays
@@ -19,7 +26,7 @@ from gradxform._trees.mesh import AxisName
 _SMALL, _TOGETHER = 4096, 32
 
 
-def check_stacked(stacked_axes: Any, params: Any) -> Any:
+def check_stacked(stacked_axes: StackedAxes, params: optax.Params) -> PyTree[int]:
     """How many axes stack layers, leaf by leaf; raises if a leaf has fewer axes.
 
     Raises:
@@ -27,7 +34,7 @@ def check_stacked(stacked_axes: Any, params: Any) -> Any:
       ValueError: a leaf has fewer axes.
     """
 
-    def check(path: Any, p: Any, stacked: Any) -> None:
+    def check(path: Path, p: jax.typing.ArrayLike, stacked: object) -> None:
         if isinstance(stacked, bool) or not isinstance(stacked, int):
             raise TypeError(
                 f"stacked_axes must hold ints, got {stacked!r}; under "
@@ -46,12 +53,12 @@ def check_stacked(stacked_axes: Any, params: Any) -> Any:
 
 
 def squared_norms(
-    updates: Any,
+    updates: optax.Updates,
     *,
     axis_name: AxisName = None,
-    stacked_axes: Any = None,
+    stacked_axes: StackedAxes = None,
     squared: bool = False,
-) -> tuple[Any, jax.Array]:
+) -> tuple[Layers, jax.Array]:
     """``Σ|g|²`` of each layer, and of all together; real, in at least float32.
 
     A layer is a leaf, or one slice of a leaf's first ``stacked_axes`` axes (an int, or
@@ -65,7 +72,7 @@ def squared_norms(
     )
     stacked = jax.tree.leaves(maps.broadcast(stacked_axes or 0, updates))
     depths = iter(stacked)
-    squares: list[Any] = [None] * len(leaves)
+    squares: list[jax.Array | None] = [None] * len(leaves)
     small: dict[int, jax.Array] = {}
     for i, g in enumerate(leaves):
         if not maps.has_gradient(g):
@@ -87,19 +94,21 @@ def squared_norms(
 
 
 def products(
-    updates: Any,
-    others: Any,
-    squares: Any,
+    updates: optax.Updates,
+    others: optax.Updates,
+    squares: Layers,
     *,
     axis_name: AxisName = None,
-    stacked_axes: Any = None,
-) -> tuple[Any, jax.Array]:
+    stacked_axes: StackedAxes = None,
+) -> tuple[Layers, jax.Array]:
     """``Re⟨g, h⟩`` of each layer, and of all together; as :func:`squared_norms`.
 
     ``squares`` are those of the layers, which others have computed: they come first.
     """
 
-    def product(g: jax.Array, h: Any, stacked: int, square: jax.Array) -> jax.Array:
+    def product(
+        g: jax.Array, h: jax.typing.ArrayLike, stacked: int, square: jax.Array
+    ) -> jax.Array:
         g, h = (_read_again(x, square) for x in (g, jnp.asarray(h)))
         h = h.astype(g.dtype)
         if jnp.iscomplexobj(g):
@@ -125,7 +134,9 @@ def _read_again(x: jax.Array, square: jax.Array) -> jax.Array:
     return dtypes.widen(barrier.apart(x) if x.dtype.itemsize < 4 else x)
 
 
-def squared_rows(updates: Any, *, limit: jax.typing.ArrayLike | None = None) -> Any:
+def squared_rows(
+    updates: optax.Updates, *, limit: jax.typing.ArrayLike | None = None
+) -> optax.Updates:
     """``Σ min(|g|, limit)²`` of each row, over all axes but the first.
 
     On CPU, barriers keep all of it apart from the clip of the updates. Otherwise it
@@ -145,8 +156,8 @@ def squared_rows(updates: Any, *, limit: jax.typing.ArrayLike | None = None) -> 
 
 
 def map_layers(
-    f: Callable[[jax.Array, jax.Array], jax.Array], squares: Any, state: Any
-) -> Any:
+    f: Callable[[jax.Array, jax.Array], jax.Array], squares: Layers, state: Layers
+) -> Layers:
     """New state ``f(square, s)``, elementwise; a layer without gradient keeps its own.
 
     On GPU a kernel for one number takes longer to start than to run, so all layers
@@ -157,7 +168,9 @@ def map_layers(
     def together(squares: list[jax.Array], states: list[jax.Array]) -> list[jax.Array]:
         return list(f(jnp.stack(squares), jnp.stack(states)))
 
-    def one_by_one(squares: list[jax.Array], states: list[jax.Array]) -> Any:
+    def one_by_one(
+        squares: list[jax.Array], states: list[jax.Array]
+    ) -> list[jax.Array]:
         return list(map(f, squares, states))
 
     leaves = jax.tree.leaves(squares, is_leaf=maps.is_leaf)

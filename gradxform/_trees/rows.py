@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import versions
 
+Array: TypeAlias = jax.Array | np.ndarray[Any, Any]
+A = TypeVar("A", bound=Array)
+_Write: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]  # Table, indices, rows.
 
-def rows_of(name: str, indices: Any, height: int) -> Any:
+
+def rows_of(name: str, indices: A, height: int) -> A:
     """Indices as int32 in [0, height]; ``height`` stands for those outside (padding).
 
     NumPy arrays stay NumPy arrays: JAX would compile a program for each length.
@@ -28,7 +32,8 @@ def rows_of(name: str, indices: Any, height: int) -> Any:
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         if indices.size:
             raise TypeError(f"{name} must be integers, got {indices.dtype}.")
-        indices = indices.astype(np.int32)  # An empty list is a list of floats.
+        # An empty list is a list of floats.
+        indices = indices.astype(np.int32)  # type: ignore[assignment]
     if is_known(indices) and indices.size:
         known = np.asarray(indices)
         outside = (known < 0) | (known > height)
@@ -41,12 +46,12 @@ def rows_of(name: str, indices: Any, height: int) -> Any:
     return inside_or_padding(indices, height)
 
 
-def inside_or_padding(indices: Any, height: int) -> Any:
+def inside_or_padding(indices: A, height: int) -> A:
     """Integers as int32 in [0, height]; ``height`` stands for those outside."""
     # Compare before narrowing: a large uint32 would become negative. Compare after
     # widening: the height may be more than an int8 can count.
     if indices.dtype.itemsize < 4:
-        indices = indices.astype(np.int32)
+        indices = indices.astype(np.int32)  # type: ignore[assignment]
     inside = indices < height
     if jnp.issubdtype(indices.dtype, jnp.signedinteger):
         inside &= indices >= 0
@@ -54,7 +59,7 @@ def inside_or_padding(indices: Any, height: int) -> Any:
     return where(inside, indices.astype(np.int32), np.int32(height))
 
 
-def is_known(indices: Any) -> bool:
+def is_known(indices: Array) -> bool:
     """Whether all values are known in this process."""
     return isinstance(indices, np.ndarray) or (
         not isinstance(indices, jax.core.Tracer) and indices.is_fully_addressable
@@ -109,7 +114,9 @@ def _write_narrow(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.
 
 
 @_write_narrow.defjvp
-def _write_narrow_jvp(primals: Any, tangents: Any) -> Any:  # Bits have no derivative.
+def _write_narrow_jvp(  # Bits have no derivative.
+    primals: _Write, tangents: _Write
+) -> tuple[jax.Array, jax.Array]:
     of_table, _, of_rows = tangents
     return _write_narrow(*primals), _scatter(of_table, primals[1], of_rows)
 
@@ -155,7 +162,7 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     return take_rows(table, ids, out_sharding=explicit)
 
 
-def _mesh_axes(*spec: Any) -> set[str]:
+def _mesh_axes(*spec: str | tuple[str, ...] | None) -> set[str]:
     """The mesh axes in these entries of a spec; an entry may have several."""
     return {a for i in spec for a in (i if isinstance(i, tuple) else (i,)) if a}
 
@@ -182,12 +189,12 @@ def places(indices: jax.Array, ascending: jax.Array) -> jax.Array:
     return jnp.where(found == indices, place, length)
 
 
-def as_array(x: Any) -> Any:
+def as_array(x: object) -> Array:
     """Arrays as they are; other values as NumPy arrays, which keep every integer."""
     return x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x)
 
 
-def to_jax(x: Any) -> jax.Array:
+def to_jax(x: Array) -> jax.Array:
     """A NumPy array as a new JAX array; a JAX array as it is.
 
     It makes a copy: since JAX 0.10 ``jnp.asarray`` compiles a program for each shape.
@@ -201,7 +208,9 @@ def explicit_sharding(x: jax.Array) -> NamedSharding | None:
     return sharding if sharding.mesh.explicit_axes else None
 
 
-def replicated(x: jax.Array, mesh: Any = None) -> jax.Array:
+def replicated(
+    x: jax.Array, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
+) -> jax.Array:
     """``x`` whole on each device of a mesh, by default of its own.
 
     An array on no mesh stays as it is. By default, so does an array without explicit

@@ -1,0 +1,31 @@
+"""Types of what a gradient tree holds, for annotations.
+
+Python cannot describe a pytree: to a type checker ``PyTree[X]`` is an ``X``, or a
+container of any kind. The name says which leaves are in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import numpy as np
+import optax
+
+from gradxform._trees.indexed_slices import IndexedSlices
+
+T = TypeVar("T")
+
+PyTree: TypeAlias = T | Any
+# What a tree has in common with other trees of its structure, or starts with.
+Prefix: TypeAlias = PyTree[T] | Callable[[optax.Params], PyTree[T]]
+
+Array: TypeAlias = jax.Array | np.ndarray[Any, Any]
+# A parameter, or its description, as in ``jax.eval_shape``.
+Param: TypeAlias = jax.Array | jax.ShapeDtypeStruct
+Gradient: TypeAlias = jax.typing.ArrayLike | IndexedSlices
+# A leaf of a gradient tree. ``None``, a masked node and a ``float0`` are no gradient.
+Leaf: TypeAlias = Gradient | optax.MaskedNode | None
+# The keys that lead to a leaf, from the root.
+Path: TypeAlias = tuple[Hashable, ...]
