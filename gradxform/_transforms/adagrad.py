@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from gradxform._transforms import clipping
 from gradxform._transforms.learning_rate import scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
+from gradxform._trees.types import Gradient
 
 
 class ScaleByAdagradState(NamedTuple):
@@ -91,7 +92,7 @@ def scale_by_adagrad(
     eps = checks.in_range("eps", eps, "[0, inf)")
     checks.state_dtype("accumulator_dtype", accumulator_dtype)
 
-    def accumulator_shape(leaf: Any) -> tuple[int, ...]:
+    def accumulator_shape(leaf: Gradient) -> tuple[int, ...]:
         return np.shape(leaf)[:1] if row_wise else np.shape(leaf)
 
     def init_fn(params: optax.Params) -> ScaleByAdagradState:
@@ -108,7 +109,7 @@ def scale_by_adagrad(
             params = boxes.bare(params)
         return ScaleByAdagradState(sum_of_squares=maps.map_params(accumulator, params))
 
-    def mean(row: jax.Array, g: Any) -> jax.Array:
+    def mean(row: jax.Array, g: jax.Array) -> jax.Array:
         # The mean of a row without entries is 0, not 0 / 0.
         return row / max(1, math.prod(np.shape(g)[1:]))
 
@@ -128,7 +129,7 @@ def scale_by_adagrad(
         params: optax.Params | None = None,
         *,
         squared_rows: optax.Updates | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[optax.Updates, ScaleByAdagradState]:
         # The extra argument brings the clip's sums, which `adagrad` shares.
         del extra

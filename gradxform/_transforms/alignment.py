@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from gradxform._trees import arithmetic, checks, maps, norms
 from gradxform._trees.mesh import AxisName
+from gradxform._trees.norms import StackedAxes
+from gradxform._trees.types import PyTree
 
 
 class MomentumAlignment(NamedTuple):
@@ -53,7 +57,7 @@ _RANGES = {
 }
 
 
-def checked(alignment: Any) -> MomentumAlignment:
+def checked(alignment: object) -> MomentumAlignment:
     """Checks all numbers; raises if one is not real or not in its range."""
     if not isinstance(alignment, MomentumAlignment):
         raise TypeError(
@@ -78,21 +82,25 @@ Shares = tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]  # a and b of a·g + 
 
 
 def aligned(
-    updates: Any,
-    mu: Any,
+    updates: optax.Updates,
+    mu: optax.Updates,
     alignment: MomentumAlignment,
     axis_name: AxisName,
-    stacked_axes: Any,
-) -> Any:
+    stacked_axes: StackedAxes,
+) -> PyTree[Shares]:
     """The shares of gradient and momentum in the corrected gradient of each layer."""
-    where = {"axis_name": axis_name, "stacked_axes": stacked_axes}
+    squared = functools.partial(
+        norms.squared_norms, axis_name=axis_name, stacked_axes=stacked_axes
+    )
     held = maps.map_updates(lambda _, m: m, updates, mu)
-    squares, _ = norms.squared_norms(updates, **where)
-    lengths, _ = norms.squared_norms(held, **where)
+    squares, _ = squared(updates)
+    lengths, _ = squared(held)
     both = maps.map_updates(
         lambda _, gg, mm: gg + mm.astype(gg.dtype), updates, squares, lengths
     )
-    dots, _ = norms.products(updates, held, both, **where)
+    dots, _ = norms.products(
+        updates, held, both, axis_name=axis_name, stacked_axes=stacked_axes
+    )
 
     @jax.jit  # Traced once for each shape, not for each layer.
     def shares(gg: jax.Array, mm: jax.Array, gm: jax.Array) -> Shares:

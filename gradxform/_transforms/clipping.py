@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,10 @@ import optax
 
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
+from gradxform._trees.norms import Layers, StackedAxes
 
 
-def global_norm(tree: Any, *, axis_name: AxisName = None) -> jax.Array:
+def global_norm(tree: optax.Updates, *, axis_name: AxisName = None) -> jax.Array:
     r"""The Euclidean norm of all entries of a tree.
 
     .. math:: \lVert t \rVert = \sqrt{\textstyle\sum_i \lvert t_i \rvert^2}
@@ -133,7 +134,7 @@ def clip_by_global_norm(
         params: optax.Params | None = None,
         *,
         use_norm: jax.typing.ArrayLike | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del state, params, extra
         if use_norm is not None:
@@ -183,7 +184,7 @@ def clip_by_norm(
         updates: optax.Updates,
         state: optax.EmptyState,
         params: optax.Params | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params, extra
         updates = maps.sum_duplicates(updates)
@@ -198,6 +199,10 @@ def clip_by_norm(
     )
 
 
+# That of the clip, and that of what follows.
+_States: TypeAlias = tuple[ClipByGlobalNormState | optax.EmptyState, optax.OptState]
+
+
 def clip_before(
     inner: optax.GradientTransformation,
     *,
@@ -205,7 +210,7 @@ def clip_before(
     clipvalue: jax.typing.ArrayLike | None,
     global_clipnorm: jax.typing.ArrayLike | None,
     axis_name: AxisName = None,
-    stacked_axes: Any = None,
+    stacked_axes: StackedAxes = None,
     row_wise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Keras's three clip arguments in front of ``inner``, with one pass for the norms.
@@ -230,17 +235,17 @@ def clip_before(
     if clipnorm is clipvalue is global_clipnorm is None:
         return inner
 
-    def init_fn(params: optax.Params) -> tuple[Any, Any]:
+    def init_fn(params: optax.Params) -> _States:
         clips_all = global_clipnorm is not None
         clip_state = _no_norm(params) if clips_all else optax.EmptyState()
         return clip_state, inner.init(params)
 
     def update_fn(
         updates: optax.Updates,
-        state: tuple[Any, Any],
+        state: _States,
         params: optax.Params | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, tuple[Any, Any]]:
+        **extra: object,
+    ) -> tuple[optax.Updates, _States]:
         clip_state, inner_state = state
         given = updates = maps.sum_duplicates(updates)
         if clipvalue is not None:
@@ -291,7 +296,7 @@ def _factor(norm: jax.typing.ArrayLike, max_norm: jax.typing.ArrayLike) -> jax.A
     return numerator / jnp.where(outside, norm, 1)
 
 
-def _scale_layers(updates: Any, factors: Any) -> Any:
+def _scale_layers(updates: optax.Updates, factors: Layers) -> optax.Updates:
     return maps.map_updates(
         lambda g, f: arithmetic.scale(g, arithmetic.expand(f, g)), updates, factors
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +124,7 @@ def scale_by_delayed_nesterov(
         updates: optax.Updates,
         state: ScaleByDelayedNesterovState,
         params: optax.Params | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[optax.Updates, ScaleByDelayedNesterovState]:
         del params, extra
         momentum.check("delayed_nesterov", updates, state.mu)

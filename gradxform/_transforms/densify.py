@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,6 +9,7 @@ import optax
 from gradxform._trees import maps
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.rows import explicit_sharding
+from gradxform._trees.types import Leaf
 
 
 def densify() -> optax.GradientTransformationExtraArgs:
@@ -38,16 +37,19 @@ def densify() -> optax.GradientTransformationExtraArgs:
     >>> assert updates.ravel().tolist() == [0.0, 0.0, -1.0]  # momentum goes on
     """
 
-    def dense(g: Any, *p: Any) -> Any:
+    def dense(g: Leaf, p: jax.typing.ArrayLike | None = None) -> Leaf:
         if not isinstance(g, IndexedSlices):
             return g
-        return g.densify(out_sharding=explicit_sharding(jnp.asarray(*p)) if p else None)
+        known = p is not None
+        return g.densify(
+            out_sharding=explicit_sharding(jnp.asarray(p)) if known else None
+        )
 
     def update_fn(
         updates: optax.Updates,
         state: optax.EmptyState,
         params: optax.Params | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del extra
         like = () if params is None else (params,)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from gradxform._trees import arithmetic, checks, constants, maps
+
+_State: TypeAlias = optax.ScaleByScheduleState | optax.EmptyState
 
 
 def scale_by_learning_rate(
@@ -44,17 +46,17 @@ def scale_by_learning_rate(
     >>> assert updates.densify().ravel().tolist() == [0.0, 0.0, -2.0]
     """
 
-    def init_fn(params: optax.Params) -> Any:
+    def init_fn(params: optax.Params) -> _State:
         if callable(learning_rate):
             return optax.ScaleByScheduleState(count=constants.zero(params, jnp.int32))
         return optax.EmptyState()
 
     def update_fn(
         updates: optax.Updates,
-        state: Any,
+        state: _State,
         params: optax.Params | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, Any]:
+        **extra: object,
+    ) -> tuple[optax.Updates, _State]:
         del params, extra
         if not callable(learning_rate):
             return _descend(updates, learning_rate), state
@@ -73,6 +75,8 @@ def checked_rate(rate: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     return rate
 
 
-def _descend(updates: Any, learning_rate: jax.typing.ArrayLike) -> Any:
+def _descend(
+    updates: optax.Updates, learning_rate: jax.typing.ArrayLike
+) -> optax.Updates:
     descent = -jnp.asarray(checked_rate(learning_rate))
     return maps.map_updates(lambda u: arithmetic.scale(u, descent), updates)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ def measure_cosine(
         updates: optax.Updates,
         state: MeasureCosineState,
         params: optax.Params | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[optax.Updates, MeasureCosineState]:
         del params, extra
         checks.dense("measure_cosine", updates)
@@ -125,7 +125,7 @@ def measure_cosine(
 def cosines(state: optax.OptState) -> list[jax.Array]:
     """The last measurements of the links in a state, from left to right."""
 
-    def measured(node: Any) -> bool:
+    def measured(node: object) -> bool:
         return isinstance(node, MeasureCosineState)
 
     return [s.cosine for s in jax.tree.leaves(state, is_leaf=measured) if measured(s)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from gradxform._transforms.alignment import (
 from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
+from gradxform._trees.norms import StackedAxes
+from gradxform._trees.types import Leaf
 
 
 class ScaleByMomentumLookAheadState(NamedTuple):
@@ -37,7 +39,7 @@ def scale_by_momentum_look_ahead(
     alignment: MomentumAlignment | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
     axis_name: AxisName = None,
-    stacked_axes: Any = None,
+    stacked_axes: StackedAxes = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Descends along each gradient, and along the next step of the momentum.
 
@@ -123,7 +125,7 @@ def scale_by_momentum_look_ahead(
         updates: optax.Updates,
         state: ScaleByMomentumLookAheadState,
         params: optax.Params | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[optax.Updates, ScaleByMomentumLookAheadState]:
         del params, extra
         momentum.check("momentum_look_ahead", updates, state.mu)
@@ -171,7 +173,7 @@ def momentum_look_ahead(
     alignment: MomentumAlignment | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
     axis_name: AxisName = None,
-    stacked_axes: Any = None,
+    stacked_axes: StackedAxes = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""An outer optimizer for workers that are far apart; with ``alignment``, HeLoCo.
 
@@ -282,7 +284,7 @@ def worker_start(
     learning_rate = checked_rate(learning_rate)
     checks.real_scalar("learning_rate", learning_rate)
 
-    def is_one(node: Any) -> bool:
+    def is_one(node: object) -> bool:
         return isinstance(node, ScaleByMomentumLookAheadState)
 
     found = [
@@ -303,7 +305,7 @@ def worker_start(
     checks.same_shapes("the momentum", mu, "params", maps.masked_like(mu, params))
     ahead = -jnp.asarray(learning_rate) * b1
 
-    def start(m: Any, w: Any) -> Any:
+    def start(m: Leaf, w: Leaf) -> Leaf:
         # w - learning_rate·b1·m
         if not maps.has_gradient(m):
             return jax.tree.map(jnp.asarray, w)
@@ -313,5 +315,5 @@ def worker_start(
     return jax.tree.map(start, mu, params, is_leaf=maps.is_leaf)
 
 
-def _scale(x: jax.Array, factor: Any) -> jax.Array:
+def _scale(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
     return arithmetic.scale(x, arithmetic.expand(jnp.asarray(factor), x))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from gradxform._transforms import clipping, momentum
 from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
+from gradxform._trees.norms import Layers, StackedAxes
+from gradxform._trees.types import Prefix, PyTree
 
 
 class ScaleByNovogradState(NamedTuple):
@@ -36,13 +38,13 @@ def scale_by_novograd(
     eps: jax.typing.ArrayLike = 1e-8,
     *,
     weight_decay: jax.typing.ArrayLike = 0.0,
-    mask: Any | Callable[[optax.Params], Any] | None = None,
+    mask: Prefix[bool] | None = None,
     grad_averaging: bool = False,
     nesterov: bool = False,
     eps_in_sqrt: bool = True,
     mu_dtype: jax.typing.DTypeLike | None = None,
     axis_name: AxisName = None,
-    stacked_axes: Any = None,
+    stacked_axes: StackedAxes = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Normalizes each layer's gradient by its running norm, then adds momentum.
 
@@ -118,7 +120,7 @@ def scale_by_novograd(
     checks.state_dtype("mu_dtype", mu_dtype, complex_too=True)
     decays = isinstance(weight_decay, jax.core.Tracer) or weight_decay != 0
 
-    def decayed(params: optax.Params) -> Any:
+    def decayed(params: optax.Params) -> PyTree[bool]:
         prefix = True if mask is None else mask
         which = maps.broadcast(prefix, params)
         checks.bools("mask", which, params)
@@ -142,10 +144,10 @@ def scale_by_novograd(
         state: ScaleByNovogradState,
         params: optax.Params | None = None,
         *,
-        squared_norms: Any = None,
+        squared_norms: Layers | None = None,
         clip_factor: Callable[[jax.Array], jax.Array] | None = None,
         step_size_in_momentum: jax.typing.ArrayLike | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
         # By these extra arguments `novograd` shares the clip's norms and puts the
         # learning rate inside the momentum.
@@ -225,14 +227,14 @@ def novograd(
     eps: jax.typing.ArrayLike = 1e-8,
     weight_decay: jax.typing.ArrayLike = 0.0,
     *,
-    mask: Any | Callable[[optax.Params], Any] | None = None,
+    mask: Prefix[bool] | None = None,
     grad_averaging: bool = False,
     nesterov: bool = False,
     eps_in_sqrt: bool = True,
     lr_in_momentum: bool = False,
     mu_dtype: jax.typing.DTypeLike | None = None,
     axis_name: AxisName = None,
-    stacked_axes: Any = None,
+    stacked_axes: StackedAxes = None,
     clipnorm: jax.typing.ArrayLike | None = None,
     clipvalue: jax.typing.ArrayLike | None = None,
     global_clipnorm: jax.typing.ArrayLike | None = None,
@@ -330,7 +332,7 @@ def _inside_momentum(
         updates: optax.Updates,
         state: ScaleByNovogradState,
         params: optax.Params | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         extra["step_size_in_momentum"] = checked_rate(rate)

@@ -32,10 +32,10 @@ def widen(x: jax.Array) -> jax.Array:
     return x.astype(wide_dtype(x))
 
 
-def saturated(x: Any) -> jax.Array:
+def saturated(x: jax.typing.ArrayLike) -> jax.Array:
     """An integer, or inf, as int32; a number out of range becomes the nearest one."""
     low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     if isinstance(x, jax.Array):
         own = np.iinfo(x.dtype)
         return jnp.clip(x, max(own.min, low), min(own.max, high)).astype(jnp.int32)
-    return jnp.asarray(min(max(x, low), high), jnp.int32)
+    return jnp.asarray(min(max(np.asarray(x).item(), low), high), jnp.int32)

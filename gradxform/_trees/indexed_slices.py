@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -218,12 +219,13 @@ class IndexedSlices(metaclass=_NamesCure):
             f"dense_shape={self.dense_shape!r})"
         )
 
-    def _refuse(self, *_: Any) -> Any:
+    def _refuse(self, *_: object) -> NoReturn:
         raise TypeError(_CURE)
 
-    def __radd__(self, table: Any) -> jax.Array:  # For optax.apply_updates.
-        fits = isinstance(table, jax.Array) and table.shape == self.shape
-        return add_rows(table, self) if fits else self._refuse()
+    def __radd__(self, table: object) -> jax.Array:  # For optax.apply_updates.
+        if isinstance(table, jax.Array) and table.shape == self.shape:
+            return add_rows(table, self)
+        self._refuse()
 
     __add__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
     __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = _refuse
@@ -287,7 +289,7 @@ class IndexedSlices(metaclass=_NamesCure):
         return self
 
 
-def is_sparse(node: Any) -> bool:
+def is_sparse(node: object) -> bool:
     """Whether it is an ``IndexedSlices``; maps with this ``is_leaf`` take it whole."""
     return isinstance(node, IndexedSlices)
 
@@ -348,11 +350,11 @@ def cured() -> Iterator[None]:
 
 def _is_filtered() -> bool:
     """Whether Equinox maps a function over leaves now."""
-    frame: Any = sys._getframe(2)
+    frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and _package(frame) == "jax":
         frame = frame.f_back
     return frame is not None and _package(frame) == "equinox"
 
 
-def _package(frame: Any) -> str:
+def _package(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]

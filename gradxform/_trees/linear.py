@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 from jax.interpreters import ad, batching, mlir
 
 from gradxform._trees import versions
+
+# Unknown, if the cotangent is for it.
+_Operand: TypeAlias = jax.Array | ad.UndefinedPrimal
 
 
 def linear(
@@ -28,18 +31,24 @@ def linear(
     """
     operation = versions.Primitive(f"gradxform_{name}")
 
-    def type_of(x: Any, *before: Any) -> Any:
+    def type_of(
+        x: jax.core.ShapedArray, *before: jax.core.ShapedArray
+    ) -> jax.core.ShapedArray:
         return x.update(dtype=jax.eval_shape(f, x, *before).dtype, weak_type=False)
 
-    def transposed(cotangent: Any, *operands: Any) -> list[Any]:
-        def of(number: int, x: Any) -> Any:
+    def transposed(
+        cotangent: jax.Array, *operands: _Operand
+    ) -> list[jax.Array | ad.Zero | None]:
+        def of(number: int, x: _Operand) -> jax.Array | ad.Zero | None:
             if not ad.is_undefined_primal(x):
                 return None
             return ad.Zero(x.aval) if number else cotangent.astype(x.aval.dtype)
 
         return [of(number, x) for number, x in enumerate(operands)]
 
-    def batched(operands: Any, axes: Any) -> tuple[Any, Any]:
+    def batched(
+        operands: Sequence[jax.Array], axes: Sequence[int | None]
+    ) -> tuple[jax.Array, int | None]:
         return operation.bind(*operands), axes[0]
 
     operation.def_abstract_eval(type_of)

@@ -7,7 +7,7 @@ numbers as it does gradients, and the result would be the index of another row.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ TAG = "indices of a row-sparse gradient: put gradxform.densify() in front"
 
 
 @functools.cache
-def _opaque() -> Any:
+def _opaque() -> object:
     import jax.extend.random  # Takes 60 ms, so it is imported only here.
 
     return jax.extend.random.define_prng_impl(
@@ -31,7 +31,7 @@ def _opaque() -> Any:
     )
 
 
-def _no_generator(*_: Any) -> Any:
+def _no_generator(*_: object) -> NoReturn:
     raise TypeError("Row indices make no random numbers.")
 
 
@@ -49,6 +49,6 @@ def from_leaf(leaf: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.int32)
 
 
-def is_opaque(dtype: Any) -> bool:
+def is_opaque(dtype: jax.typing.DTypeLike) -> bool:
     """Whether it is the opaque dtype, or a random key's."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)

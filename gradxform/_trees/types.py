@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias, TypeVar
 
 import jax
-import numpy as np
 import optax
 
 from gradxform._trees.indexed_slices import IndexedSlices
@@ -21,7 +20,6 @@ PyTree: TypeAlias = T | Any
 # What a tree has in common with other trees of its structure, or starts with.
 Prefix: TypeAlias = PyTree[T] | Callable[[optax.Params], PyTree[T]]
 
-Array: TypeAlias = jax.Array | np.ndarray[Any, Any]
 # A parameter, or its description, as in ``jax.eval_shape``.
 Param: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 Gradient: TypeAlias = jax.typing.ArrayLike | IndexedSlices

@@ -7,16 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # The class of jax.extend.core, whose import takes a tenth of a second.
 Primitive: Any = type(jax.lax.convert_element_type_p)
 
 
-def varying_axes(x_type: Any) -> frozenset[str]:
+def varying_axes(x_type: jax.core.ShapedArray) -> frozenset[str]:
     """The manual mesh axes over which an array of this type differs by device."""
     if hasattr(x_type, "manual_axis_type"):  # From JAX 0.10 on.
         return x_type.manual_axis_type.varying
-    return x_type.vma
+    return getattr(x_type, "vma")  # noqa: B009
 
 
 def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
@@ -28,7 +29,7 @@ def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return getattr(jax.lax, "pvary")(x, axes)  # noqa: B009
 
 
-def scatter_copies(dtype: Any) -> bool:
+def scatter_copies(dtype: np.dtype[Any]) -> bool:
     """Whether the compiler for CPU scatters into a wider copy of such an array."""
     is_float8 = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
     return is_float8 or (dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12))
@@ -43,7 +44,9 @@ def before_tracing() -> None:
     import jax.extend.core  # noqa: F401
 
 
-def evaluate(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+def evaluate(
+    eqn: jax.extend.core.JaxprEqn, inputs: Sequence[jax.Array]
+) -> list[jax.Array]:
     """Evaluates one equation of a jaxpr, with its names and settings from the trace.
 
     ``jax.core.eval_jaxpr`` does the same, but takes only whole jaxprs.
