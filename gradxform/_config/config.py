@@ -14,13 +14,18 @@ import math
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import optax
 
 import gradxform as gx
 from gradxform._config import hints, keras, schedules
+from gradxform._config.keras import Config
+from gradxform._trees.types import T
+
+# It makes a transformation, a schedule, a record, or the config of one.
+Maker: TypeAlias = Callable[..., Any]
 
 _KEPT = "_gradxform_config"  # The attribute that keeps the config.
 
@@ -144,7 +149,7 @@ def get_config(tx: optax.GradientTransformation) -> dict[str, Any]:
     return copy.deepcopy(config)
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: object, where: str) -> Any:
     """A copy, checked to hold only values of JSON and finite numbers."""
     if hasattr(value, "to_dict"):  # ml_collections' ConfigDict is no Mapping.
         value = value.to_dict()
@@ -172,7 +177,7 @@ def _plain(value: Any, where: str) -> Any:
     return value
 
 
-def _made(config: Any, where: str, kind: str) -> Any:
+def _made(config: object, where: str, kind: str) -> Any:
     """Makes a ``"transformation"`` or a ``"schedule"`` from a dict with a name.
 
     It translates a config of Keras in place.
@@ -191,7 +196,7 @@ def _made(config: Any, where: str, kind: str) -> Any:
     return _call(make, _arguments(make, given, where), where)
 
 
-def _translate(config: dict[str, Any], where: str) -> None:
+def _translate(config: Config, where: str) -> None:
     written = keras.find_reader(config, where)
     if written is not None:
         reader, given, where = written
@@ -201,11 +206,11 @@ def _translate(config: dict[str, Any], where: str) -> None:
         config.update(words)
 
 
-def _is_named(value: Any) -> bool:
+def _is_named(value: object) -> TypeGuard[Config]:
     return isinstance(value, dict) and isinstance(value.get("name"), str)
 
 
-def _signature(make: Callable[..., Any]) -> inspect.Signature:
+def _signature(make: Maker) -> inspect.Signature:
     signature = inspect.signature(make, eval_str=True)
     if not hasattr(make, "_fields"):
         return signature
@@ -216,7 +221,7 @@ def _signature(make: Callable[..., Any]) -> inspect.Signature:
     )
 
 
-def _kind(make: Callable[..., Any]) -> str | None:
+def _kind(make: Maker) -> str | None:
     """The kind of object that a function makes, by its annotation."""
     if inspect.isclass(make):
         return None
@@ -228,9 +233,7 @@ def _kind(make: Callable[..., Any]) -> str | None:
     return "schedule" if made == optax.Schedule else None
 
 
-def _arguments(
-    make: Callable[..., Any], given: Mapping[str, Any], where: str
-) -> dict[str, Any]:
+def _arguments(make: Maker, given: Mapping[str, object], where: str) -> Config:
     """The arguments of a function, from the entries of a config."""
     parameters = _signature(make).parameters
     _check_keys(parameters, given, where)
@@ -243,7 +246,7 @@ def _arguments(
 
 
 def _check_keys(
-    parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any], where: str
+    parameters: Mapping[str, inspect.Parameter], given: Mapping[str, object], where: str
 ) -> None:
     """Raises unless the function can be called with these keys as its arguments."""
     if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
@@ -262,7 +265,7 @@ def _check_keys(
         raise ValueError(f"{where}: missing {missing}. {allowed}")
 
 
-def _call(make: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
+def _call(make: Callable[..., T], arguments: Mapping[str, object], where: str) -> T:
     """Calls a function; adds the place in the config to its errors."""
     try:
         return make(**arguments)
@@ -271,7 +274,9 @@ def _call(make: Callable[..., Any], arguments: Mapping[str, Any], where: str) ->
         raise kind(f"{where}: {error}") from error
 
 
-def _argument(value: Any, where: str, parameter: inspect.Parameter, whole: bool) -> Any:
+def _argument(
+    value: object, where: str, parameter: inspect.Parameter, whole: bool
+) -> object:
     """Makes one argument of a function from an entry of a config."""
     hint = parameter.annotation
     if hint is parameter.empty and isinstance(parameter.default, int | float):
@@ -307,11 +312,11 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _integer(key: Any) -> Any:
+def _integer(key: object) -> object:
     return int(key) if isinstance(key, str) and re.fullmatch(r"\d{1,9}", key) else key
 
 
-def _transformations(value: Any, where: str, annotation: str) -> Any:
+def _transformations(value: object, where: str, annotation: str) -> object:
     """One transformation, or a list or dict of them, as the annotation says."""
     kind = re.search("list|dict|Mapping", annotation)
     if kind is None:
@@ -329,7 +334,7 @@ def _transformations(value: Any, where: str, annotation: str) -> Any:
     raise TypeError(f"{where} must be a {kind[0]} of transformations, got {value!r}.")
 
 
-def _with_schedules(value: Any, where: str) -> Any:
+def _with_schedules(value: object, where: str) -> object:
     """The value, or the list of values, with schedules made from dicts."""
     if isinstance(value, list | tuple):
         return [_with_schedules(v, f"{where}[{i}]") for i, v in enumerate(value)]
@@ -344,7 +349,7 @@ def _chain(
     return optax.chain(*transforms)
 
 
-def _transformation_makers() -> dict[str, Callable[..., Any]]:
+def _transformation_makers() -> dict[str, Maker]:
     """The public functions that make transformations, and the chain."""
     makers = {
         name: value
@@ -355,7 +360,7 @@ def _transformation_makers() -> dict[str, Callable[..., Any]]:
     return makers | {"chain": _chain}
 
 
-def _function(name: str, where: str, kind: str) -> Callable[..., Any]:
+def _function(name: str, where: str, kind: str) -> Maker:
     """The function with this name, whether it makes ``kind`` or not."""
     makers = {
         "transformation": _transformation_makers(),
@@ -378,7 +383,7 @@ def _function(name: str, where: str, kind: str) -> Callable[..., Any]:
     )
 
 
-def _of_optax(path: str) -> Callable[..., Any] | None:
+def _of_optax(path: str) -> Maker | None:
     """A public function of optax, such as ``adamw`` or ``contrib.muon``."""
     value: Any = optax
     for part in path.split("."):
@@ -388,7 +393,7 @@ def _of_optax(path: str) -> Callable[..., Any] | None:
     return value if callable(value) and is_optax else None
 
 
-def _did_you_mean(word: Any, known: Iterable[str]) -> str:
+def _did_you_mean(word: object, known: Iterable[str]) -> str:
     spelt = re.sub(r"^beta_?(?=\d$)", "b", str(word))  # Other libraries say beta_1.
     close = difflib.get_close_matches(spelt, known, n=1)
     return f", did you mean {close[0]!r}?" if close else "."

@@ -5,19 +5,18 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-Alternative = tuple[str, Callable[[Any], bool]]  # Its words, and a test of a value.
+Alternative = tuple[str, Callable[[object], bool]]  # Its words, and a test of a value.
 
 _NUMBERS = (float, complex, jax.Array, np.ndarray, np.number)
 
 
-def alternatives(hint: Any, whole: bool = True) -> list[Alternative]:
+def alternatives(hint: object, whole: bool = True) -> list[Alternative]:
     """The alternatives that an annotation allows.
 
     Args:
@@ -43,7 +42,7 @@ def alternatives(hint: Any, whole: bool = True) -> list[Alternative]:
         return [("an integer", lambda value: _is(value, int))]
     if hint == optax.Schedule:
         return [("a schedule, a dict with its 'name'", callable)]
-    if hasattr(hint, "_fields"):
+    if isinstance(hint, type) and hasattr(hint, "_fields"):
         fields = ", ".join(hint._fields)
         return [(f"a dict of {fields}", lambda value: isinstance(value, hint))]
     if origin is typing.Literal:
@@ -60,13 +59,13 @@ def alternatives(hint: Any, whole: bool = True) -> list[Alternative]:
     return [("anything", lambda _: True)]
 
 
-def record(hint: Any) -> Any:
+def record(hint: object) -> type[tuple[object, ...]] | None:
     """The named tuple that the annotation allows, or None. In a config it is a dict."""
     kinds = typing.get_args(hint) or (hint,)
     return next((kind for kind in kinds if hasattr(kind, "_fields")), None)
 
 
-def holds_schedules(hint: Any) -> bool:
+def holds_schedules(hint: object) -> bool:
     """Whether the annotation allows a schedule, or a list of schedules."""
     return any("schedule" in words for words, _ in alternatives(hint))
 
@@ -74,7 +73,7 @@ def holds_schedules(hint: Any) -> bool:
 def dtype() -> Alternative:
     """The name of a dtype that an optimizer can compute in, or null."""
 
-    def fits(value: Any) -> bool:
+    def fits(value: object) -> bool:
         if not isinstance(value, str):
             return value is None
         try:
@@ -85,11 +84,11 @@ def dtype() -> Alternative:
     return "a floating dtype", fits
 
 
-def _is(value: Any, kinds: Any) -> bool:
+def _is(value: object, kinds: type | types.UnionType) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _any(allowed: list[Alternative], value: Any) -> bool:
+def _any(allowed: list[Alternative], value: object) -> bool:
     return any(fits(value) for _, fits in allowed)
 
 
@@ -99,7 +98,7 @@ def words(allowed: list[Alternative]) -> str:
 
 
 def _list(each: list[Alternative]) -> Alternative:
-    def fits(value: Any) -> bool:
+    def fits(value: object) -> bool:
         # A list of numbers may be empty; any other empty list would do nothing.
         return (
             isinstance(value, list | tuple)
@@ -111,7 +110,7 @@ def _list(each: list[Alternative]) -> Alternative:
 
 
 def _tuple(each: list[list[Alternative]]) -> Alternative:
-    def fits(value: Any) -> bool:
+    def fits(value: object) -> bool:
         return (
             isinstance(value, list | tuple)
             and len(value) == len(each)
@@ -122,7 +121,7 @@ def _tuple(each: list[list[Alternative]]) -> Alternative:
 
 
 def _dict(keys: list[Alternative], values: list[Alternative]) -> Alternative:
-    def fits(value: Any) -> bool:
+    def fits(value: object) -> bool:
         return isinstance(value, dict) and all(
             _any(keys, key) and _any(values, entry) for key, entry in value.items()
         )

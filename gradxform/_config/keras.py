@@ -40,9 +40,9 @@ def _adagrad(
     ema_overwrite_frequency: float | None = None,
     loss_scale_factor: float | None = None,
     gradient_accumulation_steps: int | None = None,
-    jit_compile: Any = None,
-    is_legacy_optimizer: Any = None,
-    name: Any = None,
+    jit_compile: object = None,
+    is_legacy_optimizer: object = None,
+    name: object = None,
 ) -> Config:
     """``keras.optimizers.Adagrad`` of Keras 3 and of TensorFlow from 2.11 on."""
     if use_ema:
@@ -93,8 +93,8 @@ def _legacy_adagrad(
     clipnorm: float | None = None,
     clipvalue: float | None = None,
     global_clipnorm: float | None = None,
-    is_legacy_optimizer: Any = None,
-    name: Any = None,
+    is_legacy_optimizer: object = None,
+    name: object = None,
 ) -> Config:
     """``tf.keras.optimizers.Adagrad`` up to TensorFlow 2.10; then in ``legacy``."""
     return {
@@ -119,8 +119,8 @@ def _novograd(
     clipnorm: float | None = None,
     clipvalue: float | None = None,
     global_clipnorm: float | None = None,
-    is_legacy_optimizer: Any = None,
-    name: Any = None,
+    is_legacy_optimizer: object = None,
+    name: object = None,
 ) -> Config:
     """``tfa.optimizers.NovoGrad``, which is a legacy optimizer in every TensorFlow."""
     if amsgrad:
@@ -144,20 +144,20 @@ def _novograd(
     }
 
 
-def _at_last_push(learning_rate: Any, num_required: int) -> Any:
+def _at_last_push(learning_rate: object, num_required: int) -> object:
     if not isinstance(learning_rate, Mapping):
         return learning_rate
     schedule = {"schedule": learning_rate, "num_required": num_required}
     return {"name": "at_last_push", **schedule}
 
 
-def _clips(*limits: Any) -> Config:
+def _clips(*limits: float | None) -> Config:
     clips = dict(zip(_CLIP, limits, strict=True))
     checks.at_most_one(**clips)
     return {key: limit for key, limit in clips.items() if limit is not None}
 
 
-def _decayed(learning_rate: Any, decay: float) -> Any:
+def _decayed(learning_rate: object, decay: float) -> object:
     if not decay:
         return learning_rate
     if isinstance(learning_rate, Mapping):
@@ -181,7 +181,7 @@ def _decay(ours: str) -> Reader:
         decay_steps: float,
         decay_rate: float,
         staircase: bool,
-        name: Any = None,
+        name: object = None,
     ) -> Config:
         if ours == "exponential_decay" and decay_rate == 0:  # Optax would not decay.
             raise ValueError("decay_rate=0 is not offered: the rate is 0 from step 1.")
@@ -202,7 +202,7 @@ def _cosine_decay(
     alpha: float,
     warmup_target: float | None = None,
     warmup_steps: float = 0,
-    name: Any = None,
+    name: object = None,
 ) -> Config:
     peak = initial_learning_rate if warmup_target is None else warmup_target
     cosine = {
@@ -223,7 +223,7 @@ def _cosine_decay(
 
 
 def _piecewise_constant_decay(
-    boundaries: list[float], values: list[float], name: Any = None
+    boundaries: list[float], values: list[float], name: object = None
 ) -> Config:
     if len(values) != len(boundaries) + 1:
         raise ValueError(
@@ -235,7 +235,7 @@ def _piecewise_constant_decay(
     return _join(constants, [int(boundary) + 1 for boundary in boundaries])
 
 
-def _join(schedules: list[Config], boundaries: list[Any]) -> Config:
+def _join(schedules: list[Config], boundaries: list[float]) -> Config:
     return {"name": "join_schedules", "schedules": schedules, "boundaries": boundaries}
 
 
@@ -245,7 +245,7 @@ def _cosine_decay_restarts(
     t_mul: float,
     m_mul: float,
     alpha: float,
-    name: Any = None,
+    name: object = None,
 ) -> Config:
     return {
         "name": "cosine_decay_restarts",
@@ -263,7 +263,7 @@ def _linear_cosine_decay(
     num_periods: float,
     alpha: float,
     beta: float,
-    name: Any = None,
+    name: object = None,
 ) -> Config:
     return {
         "name": "linear_cosine_decay",
@@ -281,7 +281,7 @@ def _polynomial_decay(
     end_learning_rate: float,
     power: float,
     cycle: bool,
-    name: Any = None,
+    name: object = None,
 ) -> Config:
     return {
         "name": "polynomial_decay",
@@ -311,8 +311,8 @@ _PACKAGES = ("keras", "tf_keras", "tensorflow_addons")
 
 
 def find_reader(
-    config: Mapping[str, Any], where: str
-) -> tuple[Reader, Mapping[str, Any], str] | None:
+    config: Mapping[str, object], where: str
+) -> tuple[Reader, Mapping[str, object], str] | None:
     """The reader of a config of Keras; None for a config that Keras did not write.
 
     Args:
@@ -323,27 +323,29 @@ def find_reader(
     Returns:
       The reader, the keywords to call it with, and their names in messages.
     """
-    if not isinstance(config.get("class_name"), str):
+    class_name = config.get("class_name")
+    if not isinstance(class_name, str):
         return _reader_of_get_config(config, where)
-    name = config["class_name"].split(">")[-1]  # "Custom>Adagrad" of TF 2.11
+    name = class_name.split(">")[-1]  # "Custom>Adagrad" of TF 2.11
     package = str(config.get("module", "keras")).split(".")[0]
     if name not in _READERS or package not in _PACKAGES:
         raise ValueError(
-            f"{where}: the class {config['class_name']!r} of {config.get('module')} is "
+            f"{where}: the class {class_name!r} of {config.get('module')} is "
             f"not read. These classes of Keras are: {', '.join(_READERS)}."
         )
     unknown = ", ".join(repr(key) for key in config if key not in _ENVELOPE)
-    if unknown or not isinstance(config.get("config"), Mapping):
+    given = config.get("config")
+    if unknown or not isinstance(given, Mapping):
         raise ValueError(
             f"{where} must be serialized by Keras, a dict with 'class_name' "
             f"and a dict 'config'" + (f", and without {unknown}." if unknown else ".")
         )
-    return _generation(name, config["config"]), config["config"], f"{where}['config']"
+    return _generation(name, given), given, f"{where}['config']"
 
 
 def _reader_of_get_config(
-    config: Mapping[str, Any], where: str
-) -> tuple[Reader, Mapping[str, Any], str] | None:
+    config: Mapping[str, object], where: str
+) -> tuple[Reader, Mapping[str, object], str] | None:
     for name in ("Adagrad", "NovoGrad"):
         reader = _generation(name, config)
         if _always_written(reader) <= config.keys():
@@ -363,7 +365,7 @@ def _reader_of_get_config(
     return reader, config, where
 
 
-def _generation(name: str, config: Mapping[str, Any]) -> Reader:
+def _generation(name: str, config: Mapping[str, object]) -> Reader:
     """The reader of a class: only legacy optimizers write a ``decay``."""
     legacy = name == "Adagrad" and "decay" in config
     return _legacy_adagrad if legacy else _READERS[name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -196,7 +195,7 @@ def at_last_push(schedule: optax.Schedule, num_required: int) -> optax.Schedule:
     return lambda count: schedule(num_required * (count + 1) - 1)
 
 
-def makers() -> dict[str, Callable[..., Any]]:
+def makers() -> dict[str, Callable[..., optax.Schedule]]:
     """The functions that make schedules, by name: optax's, and those above."""
     return {
         name: value
