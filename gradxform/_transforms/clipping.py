@@ -11,9 +11,10 @@ import optax
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import Layers, StackedAxes
+from gradxform._trees.types import Leaf, PyTree
 
 
-def global_norm(tree: optax.Updates, *, axis_name: AxisName = None) -> jax.Array:
+def global_norm(tree: PyTree[Leaf], *, axis_name: AxisName = None) -> jax.Array:
     r"""The Euclidean norm of all entries of a tree.
 
     .. math:: \lVert t \rVert = \sqrt{\textstyle\sum_i \lvert t_i \rvert^2}
