@@ -1,6 +1,7 @@
 """The public surface changes only if somebody means it to, and the change says so."""
 
 import difflib
+import inspect
 import pathlib
 import re
 
@@ -25,6 +26,19 @@ def test_the_public_surface_is_what_is_written_down():
     then = WRITTEN.read_text().splitlines()
     changes = difflib.unified_diff(then, now, WRITTEN.name, "today", n=1, lineterm="")
     assert now == then, HOW + "\n".join(changes)
+
+
+def test_an_alias_has_the_defaults_of_its_transformation():
+    compared = set()
+    for name, make in vars(gx).items():
+        alias = getattr(gx, name.removeprefix("scale_by_"), None)
+        if inspect.isfunction(make) and alias not in (None, make):
+            for parameter in inspect.signature(make).parameters.values():
+                same = inspect.signature(alias).parameters[parameter.name]
+                assert same.default == parameter.default, parameter
+                assert same.annotation == parameter.annotation
+                compared.add((name, parameter.name))
+    assert len(compared) > 20
 
 
 def test_the_changelog_names_whatever_is_public():

@@ -16,9 +16,9 @@ def global_step(state: optax.OptState) -> jax.Array:
 
     Args:
       state: a state that holds the state of :func:`drop_stale`,
-        :func:`conditional_accumulator` or :func:`accumulate`, also inside
-        ``optax.chain``, ``optax.inject_hyperparams`` or other wrappers. If gates are
-        nested, the outermost one counts.
+        :func:`conditional_accumulator`, :func:`worker_mean` or :func:`accumulate`, also
+        inside ``optax.chain``, ``optax.inject_hyperparams`` or other wrappers. If gates
+        are nested, the outermost one counts.
 
     Returns:
       An int32 scalar. It is a copy, so it stays valid when the state is donated to the
@@ -88,8 +88,8 @@ def _outermost(state: optax.OptState, field: str) -> Any:
     found = gate.states(state, field)
     if not found:
         raise ValueError(
-            f"the state holds no {field}: wrap the transformation in drop_stale or "
-            "conditional_accumulator."
+            f"the state holds no {field}: wrap the transformation in drop_stale, "
+            "conditional_accumulator or worker_mean."
         )
     if len(found) > 1:
         paths = ", ".join(f"{jax.tree_util.keystr(path)}.{field}" for path, _ in found)

@@ -22,7 +22,8 @@ class ScaleByDelayedNesterovState(NamedTuple):
         moved, in [0, num_delay).
       mu: the momentum, like params.
       accumulated: the sum of these gradients, like params, in at least float32 by
-        default; while ``count`` is 0, it is still the sum that moved the momentum.
+        default. When the momentum moves, ``count`` becomes 0 and the old sum stays. The
+        next gradient replaces it.
     """
 
     count: optax.Updates  # type: ignore[assignment]  # A tuple's method of that name.
