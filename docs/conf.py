@@ -88,8 +88,8 @@ SITES = {
 def resolve(app, env, node, contnode):
     """A link to a name of another package. A name that is misspelt is still found.
 
-    A package of `SITES` need not be installed. Read the Docs has no Ray, so it takes the
-    names of Ray as they are. `.ci/oldest` builds the site where Ray is installed.
+    A package of `SITES` need not be installed: Read the Docs has no Ray, and takes its
+    names as they are. `.ci/oldest` builds the site where Ray is installed.
     """
     name = node["reftarget"]
     if node.get("refdomain") != "py" or name.startswith("gradxform"):

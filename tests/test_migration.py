@@ -643,7 +643,9 @@ CHECKS = {
     "gx.ScaleByAdagradState._fields": gives(("sum_of_squares",)),
     "jax.tree.leaves(state)": equals([ACC["b"], ACC["w"]]),
     "optax.tree.set(tx.init(trained), sum_of_squares="
-    "[v.value for v in model.optimizer.variables[-len(trained):]])": check_goes_on_as_keras,
+    "[v.value for v in model.optimizer.variables[-len(trained):]])": (
+        check_goes_on_as_keras
+    ),
     "jax.tree.unflatten(jax.tree.structure(state), weights)": (
         lambda state: equals({"b": 7.0, "w": 8.0})(
             optax.tree.get(state, "sum_of_squares")

@@ -813,7 +813,8 @@ TF2 = {
     "initial_accumulator_value": 0.1,
     "epsilon": 1e-07,
 }
-# The same, by tf.keras 1.14.0 and 1.15.5 and by tf.keras.optimizers.legacy of TensorFlow 2.11.0.
+# The same, by tf.keras 1.14.0 and 1.15.5, and by tf.keras.optimizers.legacy of
+# TensorFlow 2.11.0.
 LEGACY = {
     "name": "Adagrad",
     "learning_rate": 0.1,
