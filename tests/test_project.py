@@ -28,6 +28,10 @@ def read(name):
     return yaml.safe_load((ROOT / name).read_text())
 
 
+def read_text(name):
+    return (ROOT / name).read_text()
+
+
 def texts():
     """Every text of the checkout that git keeps, by its path."""
     command = ["git", "ls-files", "-z"]
@@ -104,6 +108,18 @@ def test_workflows_run_what_ci_runs():
     assert called == SCRIPTS - {".ci/run"}
     entry = (ROOT / ".ci/run").read_text()
     assert all(re.search(rf"(?m)(^|\s){script}\b", entry) for script in called)
+
+
+def test_the_site_is_built_as_read_the_docs_builds_it():
+    config = read(".readthedocs.yaml")
+    assert config["build"]["tools"]["python"] == PYTHONS[-1]  # .ci/run has the newest.
+    assert config["sphinx"]["configuration"] == "docs/conf.py"
+    (install,) = config["python"]["install"]
+    assert (install.pop("method"), install.pop("path")) == ("pip", ".")
+    (command,) = re.findall(r"extras=\$\((.*)\)$", read_text(".ci/site"), re.M)
+    found = subprocess.check_output(command, shell=True, cwd=ROOT, text=True)
+    assert found.replace(",", " ").split() == install.pop("extra_requirements")
+    assert not install
 
 
 def test_workflows_run_on_every_python_that_is_supported():
