@@ -326,6 +326,29 @@ def test_masked_and_partition_run_each_part_on_its_own(row):
         chex.assert_trees_all_close(updates[way], expected, rtol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_without_jit_the_numbers_are_the_same(row, dtype):
+    """In float32 the next tests compare them."""
+    params, grads, tx = draw(0, dtype), draw(1, dtype), row.make()
+    expected = run(row, grads, params, jax.jit(tx.update), steps=1)
+    with jax.disable_jit():
+        got = run(row, grads, params, steps=1)
+    chex.assert_trees_all_close(wide(got), wide(expected), rtol=1e-2, atol=1e-4)
+
+
+def test_no_step_transfers_anything(row):
+    params, grads, tx = draw(0), draw(1), row.make()
+    arguments = (grads, params, jax.tree.map(jnp.asarray, row.extra(params)))
+
+    @jax.jit
+    def step(grads, params, extra):
+        return gx.apply_gradients(tx, grads, tx.init(params), params, **extra)
+
+    with jax.transfer_guard("disallow"):
+        new, _ = step(*arguments)
+    assert types(new) == types(params)
+
+
 def check_traced_types(row, tx, grads, params):
     """optax's conditionals are traced with the row in them. Nothing is compiled."""
 

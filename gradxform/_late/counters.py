@@ -65,9 +65,9 @@ def staleness_fraction(state: optax.OptState) -> jax.Array:
     >>> assert abs(gx.staleness_fraction(state) - 2 / 3) < 1e-6
     """
     own = _outermost(state, "stale_count")
-    return own.stale_count.astype(jnp.float32) / (
-        own.global_step.astype(jnp.float32) + 1
-    )
+    with jax.transfer_guard_host_to_device("allow"):
+        steps = own.global_step.astype(jnp.float32) + 1
+    return own.stale_count.astype(jnp.float32) / steps
 
 
 def outermost(state: optax.OptState, field: str) -> jax.Array:

@@ -158,6 +158,12 @@ def either(
             is_leaf=maps.is_leaf,
         )
 
+    if jax.config.jax_disable_jit and not isinstance(pred, jax.core.Tracer):
+        # Nothing is traced, so whoever debugs `inner` sees its numbers.
+        if pred:
+            return acts_like()
+        if before[0] is not None:
+            return rests()
     acted, after = _traced(acts_like)
 
     def rests_like() -> Any:

@@ -287,6 +287,16 @@ def _worker(worker: Any, n: int) -> tuple[jax.Array, jax.Array]:
     return (i >= 0) & (i < n), jnp.clip(i, 0, n - 1)
 
 
+def num_workers_of(state: optax.OptState) -> int | None:
+    """How many workers have a row in each table of a state; None without a table."""
+
+    def has_table(node: Any) -> bool:
+        return isinstance(node, WorkerMeanState)
+
+    found = filter(has_table, jax.tree.leaves(state, is_leaf=has_table))
+    return min((own.counts.shape[0] for own in found), default=None)
+
+
 def _row(x: jax.Array, i: jax.Array) -> jax.Array:
     row: jax.Array = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
     return row

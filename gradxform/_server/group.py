@@ -316,7 +316,8 @@ class _Rows(RowPrograms):
         self._ready: set[tuple[int, int]] = set()  # In all processes.
 
     def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> Wanted:
-        height, cut = self._types[number].shape[0], self._layout.cuts[number]
+        shape, cut = self._types[number].shape, self._layout.cuts[number]
+        height = shape[0]
         each: list[Any]
         given = in_order(asked, len(asked), height)
         ids = given[given < height]
@@ -324,7 +325,7 @@ class _Rows(RowPrograms):
         if cut is None:
             each = [ids, *[None] * (processes - 1)]
         elif cut == 0:
-            spans = [self._layout.span(number, k) for k in range(processes)]
+            spans = [self._layout.span(shape, 0, k) for k in range(processes)]
             each = [ids[(a <= ids) & (ids < b)] - a for a, b in spans]
             each[1:] = [own if len(own) else None for own in each[1:]]
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Hashable, Mapping
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import jax
 import numpy as np
@@ -192,7 +192,8 @@ class ParameterServer:
             ``push_id`` no such pair.
           ValueError: ``local_step`` is negative, ahead of the server, or from before a
             :meth:`restore`; ``push_id`` is below the last one of its worker; no leaf
-            has a gradient; a leaf is not finite although ``require_finite`` is set.
+            has a gradient; a leaf is not finite although ``require_finite`` is set;
+            ``worker`` has no row in a :func:`worker_mean`.
           ServerClosedError: the server is closed, or has lost its parameters.
         """
         # The cheap checks come first, and none of them delays other workers.
@@ -230,7 +231,7 @@ class ParameterServer:
             leaves, counters = step(old.leaves, pushed, np.int32(local_step))
             if self._programs.devices > 1:  # The counters come from one device alone.
                 jax.block_until_ready(leaves)
-            counters = np.asarray(counters)
+            counters = jax.device_get(counters)
             global_step, dropped = map(int, counters[:2])
         except BaseException as error:
             if any(x.is_deleted() for x in old.leaves):
@@ -374,6 +375,26 @@ class ParameterServer:
     def _close(self) -> None:
         self._closed = True
         self._wake()
+
+    def __repr__(self) -> str:
+        version = getattr(self, "_version", None)
+        if version is None:  # It is still being made.
+            return f"{type(self).__name__}()"
+        leaves = self._programs.leaves_of_params(version.leaves)
+        said = f"parameters={sum(x.size for x in leaves)}, arrays={len(leaves)}"
+        if self._closed:
+            said += ", closed"
+        elif self._lost is not None:
+            said += ", lost"
+        return f"{type(self).__name__}(global_step={version.global_step}, {said})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """A copy would be another server, of which no worker knows."""
+        raise TypeError(
+            "a ParameterServer can be neither copied nor pickled: make another one "
+            "with the same params and tx, and restore(server.state()) there. If other "
+            "processes need it, make it an actor with ray.remote(ParameterServer)."
+        )
 
     def __enter__(self) -> Self:
         return self

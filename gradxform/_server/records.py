@@ -15,36 +15,21 @@ from gradxform._late.counters import dropped, outermost
 from gradxform._trees import checks
 
 
-class _PushResult(NamedTuple):
-    applied: bool
-    staleness: int
-    global_step: int
-
-
-class PushResult(_PushResult):
-    """The result of one push: a tuple of three.
+class PushResult(NamedTuple):
+    """The result of one push.
 
     Attributes:
       applied: False if it was dropped as stale.
       staleness: steps taken since the worker's local step.
       global_step: after the push.
       cosine: the cosine between the last two gradients that acted, if the
-        transformation has a :func:`measure_cosine`; otherwise None. It is not part of
-        the tuple.
+        transformation has a :func:`measure_cosine`; otherwise None.
     """
 
+    applied: bool
+    staleness: int
+    global_step: int
     cosine: float | None = None
-
-    def __new__(
-        cls,
-        applied: bool,
-        staleness: int,
-        global_step: int,
-        cosine: float | None = None,
-    ) -> PushResult:
-        self = super().__new__(cls, applied, staleness, global_step)
-        self.cosine = cosine
-        return self
 
 
 class ServerClosedError(RuntimeError):
@@ -140,7 +125,8 @@ class Version(NamedTuple):
     def of(cls, params: Any, state: Any) -> Version:
         """The first version of a new life."""
         leaves = jax.tree.leaves((params, state))
-        global_step, count = int(outermost(state, "global_step")), int(dropped(state))
+        counters = outermost(state, "global_step"), dropped(state)
+        global_step, count = map(int, jax.device_get(counters))
         return cls(leaves, global_step, count, secrets.token_hex(8))
 
     def step(self) -> GlobalStep:

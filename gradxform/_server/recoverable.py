@@ -39,6 +39,7 @@ class Standing(NamedTuple):
     answers: dict[int, Answer]  # By worker.
     found: bool  # Whether it goes on from a checkpoint.
     notes: tuple[str, ...] = ()  # For the user, about that checkpoint.
+    num_workers: int | None = None  # Those that have a row in a `worker_mean`.
 
 
 def tell(standing: Standing) -> None:
@@ -137,6 +138,7 @@ class RecoverableServer(ParameterServer):
             answers,  # type: ignore[arg-type]  # Engines name workers by integers.
             found,
             notes,
+            self._programs.num_workers,
         )
 
     def _push(

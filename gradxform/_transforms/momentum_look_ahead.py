@@ -301,7 +301,6 @@ def worker_start(
     mu = boxes.as_in(params, found[0][1])  # Flax has other boxes around state.
     checks.dense("worker_start", params)
     checks.same_shapes("the momentum", mu, "params", maps.masked_like(mu, params))
-    ahead = -jnp.asarray(learning_rate) * b1
 
     def start(m: Any, w: Any) -> Any:
         # w - learning_rate·b1·m
@@ -310,7 +309,9 @@ def worker_start(
         m = dtypes.widen(m)
         return arithmetic.added(arithmetic.scale(m, ahead), jnp.asarray(w))
 
-    return jax.tree.map(start, mu, params, is_leaf=maps.is_leaf)
+    with jax.transfer_guard_host_to_device("allow"):
+        ahead = -jnp.asarray(learning_rate) * b1
+        return jax.tree.map(start, mu, params, is_leaf=maps.is_leaf)
 
 
 def _scale(x: jax.Array, factor: Any) -> jax.Array:

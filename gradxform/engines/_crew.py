@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import signal
 import threading
 import time
@@ -96,11 +97,23 @@ class Crew(Run):
 
     def _begin(self, standing: Standing) -> None:
         """Starts the run where the server stands."""
+        self._num_workers = standing.num_workers
+        for index, worker in self._members.items():
+            self._check_row(index, worker)
         self._ledger = Ledger(standing)
         self._waits = Waits(self._job, self._ledger)
         self.resumed = standing.global_step if standing.found else None
         self._began_at = time.monotonic()
         self._begun = True
+
+    def _check_row(self, index: int, worker: Worker) -> None:
+        """Raises ``ValueError`` if no push of this worker could act."""
+        if worker.extra is None and index >= (self._num_workers or math.inf):
+            raise ValueError(
+                f"workers: worker {index} has no row in the worker_mean of tx. Let "
+                f"num_workers be more than {index}, it is {self._num_workers}; or "
+                "give the worker's row by extra."
+            )
 
     def _clock(self) -> float:
         """Seconds since the run began."""
@@ -253,6 +266,7 @@ class Crew(Run):
     def add(self, worker: Worker) -> int:
         with self._lock:
             index = next(self._indices)
+            self._check_row(index, worker)
             members = {**self._members, index: self._member(worker)}
             _streams.check_shared(members)
             self._members = members

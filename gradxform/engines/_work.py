@@ -68,9 +68,10 @@ class Gradient:
         with where:
             given = worker.gradient(params, *batch)
             loss, grads = _pair(in_pieces(given, over))
-            norm = _norm(grads)
+            with jax.transfer_guard_host_to_device("allow"):
+                norm = _norm(grads)
             extra = {} if worker.extra is None else worker.extra(params, *batch)
-        loss, norm = float(loss), float(norm)  # Waits until they are computed.
+        loss, norm = map(float, jax.device_get((loss, norm)))  # Waits for them.
         ready()
         if over():
             raise GivenUpError

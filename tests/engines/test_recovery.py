@@ -444,3 +444,26 @@ def test_another_thread_can_run_it():
     thread.start()
     thread.join()
     assert len(ends[0][0]) == 9
+
+
+def test_a_repeated_push_of_a_resumed_run_has_its_cosine(tmp_path):
+    grads = {"w": jnp.array([3.0, 4.0])}
+
+    def make():
+        tx = optax.chain(gx.measure_cosine(), optax.sgd(0.1))
+        directory = engines.Checkpoint(tmp_path)
+        return RecoverableServer({"w": jnp.zeros(2)}, tx, directory)
+
+    with make() as server:
+        server.begin()
+        server.push(grads, 0, push_id=(0, 0))
+        answer = server.push({"w": jnp.array([4.0, 3.0])}, 1, push_id=(0, 1))
+        unknown = server.push({"w": jnp.array([jnp.nan, 3.0])}, 2, push_id=(1, 0))
+        server.save()
+    assert answer.cosine == pytest.approx(24 / 25)
+    with make() as server:
+        server.begin()
+        assert server.push(grads, server.pull()[1], push_id=(0, 1)) == answer
+        again = server.push(grads, server.pull()[1], push_id=(1, 0))
+    assert again[:3] == unknown[:3]
+    assert np.isnan([again.cosine, unknown.cosine]).all()

@@ -260,7 +260,8 @@ def test_through_a_server(method):
     assert steps == {
         "all": [0, 1, 1, 2], "latest": [0, 0, 1, 2], "ringleader": [0, 1, 2, 2]
     }[method]  # fmt: skip
-    assert not server.push(jnp.ones(2), server.pull()[1], worker=7).applied
+    with pytest.raises(ValueError, match=r"worker must be in \[0, 2\), got 7"):
+        server.push(jnp.ones(2), server.pull()[1], worker=7)
 
 
 @pytest.mark.slow

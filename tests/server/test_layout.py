@@ -68,8 +68,10 @@ def test_spans_are_those_of_the_rows_that_there_are():
     layout = layout_of()
     assert layout.cuts == (None, 0, 1)
     # 9 rows in pieces of 3, and 7 columns in pieces of 2.
-    assert [layout.span(1, k) for k in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 9)]
-    assert [layout.span(2, k) for k in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 7)]
+    rows = [layout.span((9, 3), 0, k) for k in range(4)]
+    assert rows == [(0, 3), (3, 6), (6, 9), (9, 9)]
+    columns = [layout.span((2, 7), 1, k) for k in range(4)]
+    assert columns == [(0, 2), (2, 4), (4, 6), (6, 7)]
 
 
 def test_a_layout_goes_over_the_wire_and_holds_no_array():

@@ -1,6 +1,7 @@
 """What travels between workers and the processes of a server: everything, and once."""
 
 import pickle
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -125,3 +126,24 @@ def test_what_is_large_goes_to_the_store_once(monkeypatch):
     assert Stowed.of(gx.IndexedSlices(np.arange(len(rows)), rows, rows.shape)).ref
     assert Stowed.of(packed([large])).ref
     assert len(put) == 3
+
+
+def calls_to_pack(leaves):
+    """How many Python functions are called to pack a push with so many leaves."""
+    params = {f"{i}": np.ones((4, 1), np.float32) for i in range(leaves)}
+    layout, calls = Layout.of(params, 2, P("server")), 0
+
+    def count(_frame, event, _arg):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        Parcel.of(layout, params, {"like": params})
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_work_to_pack_a_push_is_linear_in_the_number_of_leaves():
+    assert calls_to_pack(400) < 6 * calls_to_pack(100)

@@ -45,7 +45,7 @@ class Parts:
         """The tree with padding, as the parts of all processes together are."""
 
         def pad(path, x):
-            cut = self.layout.cut_of(path[depth:], x)
+            cut = self.layout.cut_of()(path[depth:], x)
             if cut is None:
                 return x
             widths = [(0, 0)] * x.ndim

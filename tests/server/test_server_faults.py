@@ -53,7 +53,7 @@ def server_of(tx=FAILING, params=ONES, **options):
 def assert_goes_on(server):
     """The next step gives the numbers that it should give."""
     params, seen = server.pull()
-    assert server.push(ONES, seen) == (True, 0, seen + 1)
+    assert server.push(ONES, seen)[:3] == (True, 0, seen + 1)
     chex.assert_trees_all_close(server.pull()[0]["w"], params["w"] - 0.1, rtol=1e-6)
 
 
@@ -237,10 +237,11 @@ def test_a_push_that_comes_again_acts_once():
     first = server.push(ONES, 0, push_id=("a", 1))
     server.push(ONES, 1, push_id=("b", 1))
     before = server.state()
-    assert server.push(ONES, 0, push_id=("a", 1)) == first == (True, 0, 1)
+    assert server.push(ONES, 0, push_id=("a", 1)) == first
+    assert first[:3] == (True, 0, 1)
     chex.assert_trees_all_equal(server.state(), before)
     assert server.stats().accepted == 2
-    assert server.push(ONES, 1, push_id=("a", 2)) == (True, 1, 3)
+    assert server.push(ONES, 1, push_id=("a", 2))[:3] == (True, 1, 3)
     with pytest.raises(ValueError, match=r"push_id=\('a', 1\) comes after \('a', 2\)"):
         server.push(ONES, 0, push_id=("a", 1))
     for bad in ("a", ("a",), ("a", 0.5), ([], 1), ["a", 1]):
@@ -325,7 +326,7 @@ def push_interrupted(count, params, **options):
             push = functools.partial(server.push, grads, pushes, push_id=("me", pushes))
             result = interrupted.until_done(push)
             pushes += 1
-            assert result == (True, 0, pushes)
+            assert result[:3] == (True, 0, pushes)
     state, stats = server.state()["state"], server.stats()
     assert pushes == int(state.global_step) == stats.global_step == stats.accepted
     assert (int(state.stale_count), stats.lost) == (0, None)
