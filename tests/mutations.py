@@ -605,10 +605,6 @@ engines/_threads.py: a worker that blocks is waited for
 - thread.join(max(0.0, deadline - time.monotonic()))
 + thread.join()
 
-engines/_streams.py: two workers draw from one stream that is an argument
-- held += [*batch.args, *batch.keywords.values()]
-+ pass
-
 engines/_work.py: a gradient without pieces is pushed however late it is
 - if over():
 + if False:

@@ -12,7 +12,6 @@ from typing import Any, NoReturn, Protocol
 
 from gradxform._server.recoverable import Standing
 from gradxform._trees import checks
-from gradxform.engines import _streams
 from gradxform.engines._job import Counts, Job, Push, Run, Server, Worker
 from gradxform.engines._ledger import Ledger
 from gradxform.engines._stops import GivenUpError, Stops
@@ -77,7 +76,6 @@ class Crew(Run):
             raise ValueError(
                 f"workers: a step needs {self._at_least}, got {len(self._members)}."
             )
-        _streams.check_shared(self._members)
         self._indices = itertools.count(len(self._members))
         self._busy: dict[int, Any] = {}  # Workers that compute, with `_start`'s result.
         self._since: dict[int, float] = {}  # When each was told to compute.
@@ -253,9 +251,7 @@ class Crew(Run):
     def add(self, worker: Worker) -> int:
         with self._lock:
             index = next(self._indices)
-            members = {**self._members, index: self._member(worker)}
-            _streams.check_shared(members)
-            self._members = members
+            self._members = {**self._members, index: self._member(worker)}
         return index
 
     def remove(self, index: int) -> None:

@@ -32,14 +32,15 @@ class Worker(NamedTuple):
         and returns loss and gradients.
       batch: the minibatch of a number, ``batch(number) -> (x, y)``: any arrays. It is
         drawn before the parameters are pulled. A stream of data is used with
-        ``lambda _: next(stream)``, and each worker needs its own. When the stream ends,
-        the worker leaves, as by :meth:`Run.remove`. A stream is not a function of the
-        number: a resumed run goes on where the new stream begins, and Ray refuses it.
-        By default a gradient needs no minibatch.
-      duration: the seconds that a gradient takes, ``duration(number) -> float``. On
-        :func:`simulated` they are virtual; elsewhere a worker that is done earlier
-        sleeps for the rest. By default a gradient takes 1 virtual second, and elsewhere
-        its real time.
+        ``lambda _: next(stream)``, as a rule one for each worker: several may share one
+        if they draw under a lock. When the stream ends, the worker leaves, as by
+        :meth:`Run.remove`. A stream is not a function of the number: a resumed run goes
+        on where the new stream begins. A worker on Ray makes its stream itself, when
+        ``batch`` is first called. By default a gradient needs no minibatch.
+      duration: the seconds that a gradient takes, ``duration(number) -> float`` in
+        [0, inf]. On :func:`simulated` they are virtual; elsewhere a worker that is done
+        earlier sleeps for the rest. By default a gradient takes 1 virtual second, and
+        elsewhere its real time.
       rows: the rows of tables that the gradient on a minibatch reads,
         ``rows(*batch) -> {"path/to/table": ids}``, for
         :meth:`~gradxform.ParameterServer.pull`. By default tables are pulled whole.

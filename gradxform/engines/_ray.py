@@ -31,7 +31,6 @@ from gradxform.engines._servers import (
     WorkersServer,
 )
 from gradxform.engines._stops import GivenUpError, Stops
-from gradxform.engines._streams import check_none
 from gradxform.engines._work import RefusedError, StreamEndedError, work
 
 logger = logging.getLogger("gradxform")
@@ -90,8 +89,8 @@ def ray(
       ImportError: Ray is not installed.
       ray.exceptions.RayActorError: a worker, or the server, has died too often.
       ValueError: too few workers for a step; a checkpoint of another job; a worker with
-        a device, or with a stream; no process for the server; impossible shardings;
-        fewer machines than processes if each needs one of its own.
+        a device; no process for the server; impossible shardings; fewer machines than
+        processes if each needs one of its own.
       SystemExit: at the end of the context, if ``SIGTERM`` has ended the run.
     """
     ray = require("ray", "ray")
@@ -233,9 +232,16 @@ class _Ray(Crew):
 
     def _start(self, index: int, worker: Worker, number: int) -> Any:
         if index not in self.workers:
-            self.workers[index] = self._start_actor(
-                index, worker, self._stops, self.server.layout
-            )
+            try:
+                self.workers[index] = self._start_actor(
+                    index, worker, self._stops, self.server.layout
+                )
+            except TypeError as error:  # It cannot be pickled.
+                error.add_note(
+                    f"Worker {index} is sent to a process of its own. A stream cannot "
+                    "go there: let batch make it when it is first called."
+                )
+                raise
         return self.workers[index].work.remote(number, self.server.actor)
 
     def _dismiss(self, index: int) -> None:
@@ -293,7 +299,6 @@ class _Ray(Crew):
 
 
 def _check(index: object, worker: Worker) -> None:
-    check_none(index, worker)
     if worker.device is not None:
         raise ValueError(
             f"workers: on Ray worker {index} is a process of its own and cannot have "

@@ -261,6 +261,21 @@ def test_a_stream_that_is_made_in_the_worker_ends_there():
     assert sorted(losses) == expected
 
 
+def test_a_stream_that_cannot_be_sent_to_a_worker_is_told():
+    stream = (() for _ in range(9))
+    job = make_job()
+    streaming = job.workers[1]._replace(batch=lambda _: next(stream))
+    job = job._replace(workers=[job.workers[0], streaming])
+    with (
+        engines.ray(job) as run,
+        pytest.raises(TypeError, match="cannot pickle 'generator'") as raised,
+    ):
+        list(run.pushes)
+    (note,) = raised.value.__notes__
+    assert note.startswith("Worker 1 is sent to a process of its own.")
+    assert note.endswith("let batch make it when it is first called.")
+
+
 def test_a_step_that_needs_more_pushes_than_required_is_an_error():
     tx = gx.conditional_accumulator(optax.sgd(1.0), 3)
     job = make_job(required=1, count=1)._replace(tx=tx)
