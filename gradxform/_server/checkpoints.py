@@ -30,9 +30,10 @@ class Checkpoint(NamedTuple):
     A checkpoint holds parameters, optimizer state, and each worker's last answers, all
     of one moment: right after a step. Orbax's ``CheckpointManager`` writes it while the
     run goes on. A checkpoint that falls due while the last one is still being written
-    is skipped. Its name is the number of pushes that it holds. A run that ends, or
-    receives ``SIGTERM``, is saved once more. Until a checkpoint is written, it takes
-    the memory of a second model and optimizer state.
+    is skipped. Its name is the number of pushes that it holds. A run is saved once more
+    at its end, also if ``SIGTERM`` or an exception ends it; but not after Ctrl-C, nor
+    after a failed step of the server. Until a checkpoint is written, it takes the
+    memory of a second model and optimizer state.
 
     The directory belongs to one run at a time: a second run gets an error that names
     the first. Each checkpoint holds checksums of its files. If the newest checkpoint

@@ -83,7 +83,6 @@ class Crew(Run):
         self._refused: set[int] = set()  # Workers whose pushes the server refused.
         self._last_word: BaseException | None = None
         self._begun = self._over = False
-        self.failed = False  # A worker has raised an error, or died too often.
         self.pushes = _Pushes(self._check_open, self._until_stopped())
 
     def _member(self, worker: Worker) -> Worker:
@@ -113,11 +112,6 @@ class Crew(Run):
                 yield from self._next()
         except Stopped:
             pass
-        except Terminated:
-            raise
-        except BaseException:
-            self.failed = True
-            raise
         self.rest()
 
     def _next(self) -> Iterator[Push]:
@@ -216,6 +210,10 @@ class Crew(Run):
         """Ends all pushing; counts the answers that ``pushes`` has not given, too."""
         if self._begun:
             self._ledger.settle(self.server.rest())
+
+    def save(self) -> int | None:
+        """Writes a last checkpoint; returns its global step, None without one."""
+        return self.server.save() if self._begun else None
 
     def close(self) -> None:
         """Marks the run as over, at the end of its context."""

@@ -176,9 +176,9 @@ class Run(abc.ABC):
 
     Attributes:
       pushes: an iterator over the pushes as they are answered. It ends with the job, or
-        when the streams of all workers have ended. It raises a worker's error. While
-        nobody asks for the next push, each worker finishes its present gradient, and
-        rests.
+        when the streams of all workers have ended. It raises a worker's error; the run
+        is saved all the same. While nobody asks for the next push, each worker finishes
+        its present gradient, and rests.
       server: may be asked for parameters and state at any time, also after the last
         push.
       workers: the threads or Ray actors of the workers, by index. Workers that have
@@ -197,7 +197,8 @@ class Run(abc.ABC):
 
         After the end of ``pushes``, or of the context, they count all pushes that the
         server has answered, also those that ``stop``, ``break`` or a signal cut off.
-        The last checkpoint has the same counts.
+        The last checkpoint has the same counts, unless Ctrl-C or a failed step of the
+        server has ended the run.
         """
 
     @abc.abstractmethod

@@ -167,8 +167,6 @@ class RayServer:
 
     def save(self) -> int | None:
         """See :meth:`RecoverableServer.save`."""
-        if self.actor is None:  # Nothing has begun.
-            return None
         step: int | None = self._ask("save")
         return step
 

@@ -245,8 +245,7 @@ def test_a_worker_that_blocks_is_named_and_left_behind(
             blocking_job(blocked), checkpoint=tmp_path, join_timeout=0.2
         ) as run:
             for push in run.pushes:
-                if push.result.global_step == 20:
-                    assert blocked.blocks.wait(60)
+                if push.result.global_step >= 20 and blocked.blocks.is_set():
                     if leave == "error":
                         raise ValueError("enough")
                     if leave == "break":
@@ -270,8 +269,7 @@ def test_a_worker_that_blocks_does_not_keep_sigterm(blocked, caplog, tmp_path):
             blocking_job(blocked), checkpoint=tmp_path, join_timeout=0.1
         ) as run:
             for push in run.pushes:
-                if push.result.global_step == 20:
-                    assert blocked.blocks.wait(60)
+                if push.result.global_step >= 20 and blocked.blocks.is_set():
                     os.kill(os.getpid(), signal.SIGTERM)
 
     with (
