@@ -222,6 +222,16 @@ class Saver:
     def _save(self, snapshot: Snapshot) -> None:
         if snapshot.pushes == self._held:
             return  # It is saved already.
+        turn = next(self._turns)
+        if self._is_first and self._folder.retake():
+            self._manage()  # It forgets the checkpoints that are gone.
+            if self.newest() not in (None, self._held):
+                self._folder.release()
+                raise OSError(
+                    f"{self.checkpoint.directory} was deleted or moved during the run, "
+                    "and another run has saved itself there: give each run a directory "
+                    "of its own."
+                )
         args, manager = self._orbax.args, self._manager
         counters = {
             **snapshot.counters,
@@ -230,7 +240,7 @@ class Saver:
         }
         try:
             if self._several:  # A new name: the last one may have failed halfway.
-                manager = self._made(together=f"checkpoint {next(self._turns)}")
+                manager = self._made(together=f"checkpoint {turn}")
             saved = manager.save(
                 snapshot.pushes,
                 args=args.Composite(

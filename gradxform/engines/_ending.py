@@ -52,7 +52,8 @@ def ending(run: Crew, checkpoint: Checkpoint | None) -> Iterator[None]:
                 run.rest()
                 step = run.save() if checkpoint else None
             except Exception as another:  # The user needs the first one.
-                logger.error("no checkpoint was written: %s", summary(another))
+                if checkpoint:
+                    logger.error("no checkpoint was written: %s", summary(another))
             else:
                 if step is not None:
                     error.add_note(f"{_outcome(step, checkpoint)}.")

@@ -135,7 +135,8 @@ class Counts(NamedTuple):
       lost: pushes whose effect died with the server, after its last checkpoint. They
         are computed and pushed again.
       worker_deaths: processes of workers that died and were replaced.
-      server_deaths: processes of the server that died and were replaced.
+      server_deaths: deaths of the server after which it was started again, also while
+        it started. A server of several processes dies as one.
       given_up: gradients that became too late while they were computed, and so were
         never pushed: see ``max_staleness`` of :class:`Job`.
     """

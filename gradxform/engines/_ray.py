@@ -22,7 +22,7 @@ from gradxform.engines._crew import LOOK, Crew
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
 from gradxform.engines._group import Group, layout_of
 from gradxform.engines._job import Job, Push, Run, Worker
-from gradxform.engines._reach import reach
+from gradxform.engines._reach import Connection, reach
 from gradxform.engines._servers import (
     One,
     Processes,
@@ -88,6 +88,7 @@ def ray(
       ConnectionError: no cluster has answered at ``address``.
       ImportError: Ray is not installed.
       ray.exceptions.RayActorError: a worker, or the server, has died too often.
+      RuntimeError: ``ray.shutdown()`` was called during the run.
       ValueError: too few workers for a step; a checkpoint of another job; a worker with
         a device; no process for the server; impossible shardings; fewer machines than
         processes if each needs one of its own.
@@ -118,10 +119,11 @@ def ray(
             processes: Processes = (
                 One(job, options) if layout is None else Group(job, layout, options)
             )
-            server = RayServer(processes, given, max_deaths)
+            connection = Connection(ray)
+            server = RayServer(processes, given, max_deaths, connection)
             stack.callback(server.kill)
             stack.callback(run.close)
-            run.begin(server)
+            run.begin(server, connection)
             yield run
 
 
@@ -130,11 +132,14 @@ def _cluster(num_cpus: int, address: str | None) -> Iterator[None]:
     """A connection to a cluster, or a local one with a CPU for each actor."""
     ray = require("ray", "ray")
     before = signal.getsignal(signal.SIGTERM)
+    connection = None
     try:
         _connect(num_cpus, address)
+        connection = Connection(ray)
         yield
     finally:
-        uninterrupted(ray.shutdown)()
+        if connection is None or not connection.lost:
+            uninterrupted(ray.shutdown)()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray has set a handler of its own.
 
@@ -197,17 +202,23 @@ class _Ray(Crew):
         start = ray.remote(_RayWorker)
         self._start_actor = start.options(**options).remote if options else start.remote
         self._deaths: collections.Counter[int] = collections.Counter()
+        self._gone = False  # The loop knows that the server has died too often.
         self.workers = {}
 
     def _member(self, worker: Worker) -> Worker:
         return worker  # On Ray a minibatch is always a function of its number.
 
-    def begin(self, server: RayServer) -> None:
+    def begin(self, server: RayServer, connection: Connection) -> None:
         """Begins with this server, where it stands."""
-        self.server = server
+        self.server, self._connection = server, connection
         standing = server.begin(self.check)
         tell(standing)  # Here, as the user does not see the server's log.
         self._begin(standing)
+        self._ledger.server_deaths = server.deaths
+
+    def check(self) -> None:
+        self._connection.check()
+        super().check()
 
     def _next(self) -> Iterator[Push]:
         ray, of = self._ray, {push: index for index, push in self._busy.items()}
@@ -224,7 +235,11 @@ class _Ray(Crew):
                 continue
             if isinstance(outcome, ServerDiedError):
                 del self._busy[index]
-                self._go_back()
+                try:
+                    self._go_back()
+                except ray.exceptions.RayActorError:
+                    self._gone = True
+                    raise
                 continue
             for push in self._take(index, outcome):
                 self._hand_out()  # Before the consumer works on this push.
@@ -268,6 +283,7 @@ class _Ray(Crew):
         lost = self._ledger.go_back(standing)
         if lost is None:  # Another worker has noticed it before.
             return
+        self._ledger.server_deaths = self.server.deaths
         self._waits.reset()
         self._refused.clear()
         tell(standing)
@@ -291,11 +307,16 @@ class _Ray(Crew):
                 self._go_back()
             self._ledger.settle(standing)
 
+    def save(self) -> int | None:
+        """See :meth:`Crew.save`."""
+        return None if self._gone else super().save()
+
     def close(self) -> None:
         """Ends all workers."""
         super().close()
-        for each in self.workers.values():
-            self._ray.kill(each)
+        if self.workers and not self._connection.lost:
+            for each in self.workers.values():
+                self._ray.kill(each)
 
 
 def _check(index: object, worker: Worker) -> None:
