@@ -550,12 +550,14 @@ _server/folder.py: a broken checkpoint is read
 + if name not in found:
 
 _server/folder.py: a folder is of two runs of one process
-- if identity in Folder._mine:
-+ if identity in ():
+- if other is not None and other._is_there():
++ if False:
 
 _server/folder.py: a folder is of two processes
-- return False
-+ return True
+- except (BlockingIOError, PermissionError):
+-             return False
++ except (BlockingIOError, PermissionError):
++             return True
 
 _server/folder.py: among checkpoints there may be anything
 - if names and (not names & {*ITEMS} or names & {"", "default"}):
@@ -605,9 +607,23 @@ engines/_threads.py: a worker that blocks is waited for
 - thread.join(max(0.0, deadline - time.monotonic()))
 + thread.join()
 
-engines/_streams.py: two workers draw from one stream that is an argument
-- held += [*batch.args, *batch.keywords.values()]
-+ pass
+engines/_work.py: a duration may be anything
+- return float(checks.in_range(name, worker.duration(number), "[0, inf]"))
++ return worker.duration(number)
+
+engines/_ending.py: an exception loses what was answered before it
+- step = run.save() if checkpoint else None
+-             except
++ step = None
++             except
+
+_server/recoverable.py: a server saves itself after a step that has failed
+- if self._failed is self._version or not
++ if not
+
+_server/folder.py: a folder that was deleted is made anew without its lock
+- if self._path is None or self._is_there():
++ if True:
 
 engines/_work.py: a gradient without pieces is pushed however late it is
 - if over():
@@ -626,8 +642,8 @@ _server/recoverable.py: a run that goes on takes all its pushes once more
 + pass
 
 engines/_servers.py: a server that dies too often is replaced
-- if self._deaths_left == 0:
-+ if self._deaths_left is None:
+- if self.deaths == self._max_deaths:
++ if self.deaths is None:
 
 _server/channel.py: a process that hangs in a collective outlives the leader
 - self._end("the leader of the server has died, and this process ends with it")

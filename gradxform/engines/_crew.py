@@ -13,7 +13,6 @@ from typing import Any, NoReturn, Protocol
 
 from gradxform._server.recoverable import Standing
 from gradxform._trees import checks
-from gradxform.engines import _streams
 from gradxform.engines._job import Counts, Job, Push, Run, Server, Worker
 from gradxform.engines._ledger import Ledger
 from gradxform.engines._stops import GivenUpError, Stops
@@ -78,7 +77,6 @@ class Crew(Run):
             raise ValueError(
                 f"workers: a step needs {self._at_least}, got {len(self._members)}."
             )
-        _streams.check_shared(self._members)
         self._indices = itertools.count(len(self._members))
         self._busy: dict[int, Any] = {}  # Workers that compute, with `_start`'s result.
         self._since: dict[int, float] = {}  # When each was told to compute.
@@ -86,7 +84,6 @@ class Crew(Run):
         self._refused: set[int] = set()  # Workers whose pushes the server refused.
         self._last_word: BaseException | None = None
         self._begun = self._over = False
-        self.failed = False  # A worker has raised an error, or died too often.
         self.pushes = _Pushes(self._check_open, self._until_stopped())
 
     def _member(self, worker: Worker) -> Worker:
@@ -128,11 +125,6 @@ class Crew(Run):
                 yield from self._next()
         except Stopped:
             pass
-        except Terminated:
-            raise
-        except BaseException:
-            self.failed = True
-            raise
         self.rest()
 
     def _next(self) -> Iterator[Push]:
@@ -232,6 +224,10 @@ class Crew(Run):
         if self._begun:
             self._ledger.settle(self.server.rest())
 
+    def save(self) -> int | None:
+        """Writes a last checkpoint; returns its global step, None without one."""
+        return self.server.save() if self._begun else None
+
     def close(self) -> None:
         """Marks the run as over, at the end of its context."""
         self._over = True
@@ -267,9 +263,7 @@ class Crew(Run):
         with self._lock:
             index = next(self._indices)
             self._check_row(index, worker)
-            members = {**self._members, index: self._member(worker)}
-            _streams.check_shared(members)
-            self._members = members
+            self._members = {**self._members, index: self._member(worker)}
         return index
 
     def remove(self, index: int) -> None:

@@ -3,7 +3,9 @@
 import gc
 import json
 import logging
+import os
 import pathlib
+import re
 import resource
 import shutil
 import subprocess
@@ -146,6 +148,87 @@ def test_who_holds_a_folder_may_be_about_to_end(tmp_path):
         threading.Timer(0.3, other.stdin.close).start()
         save(tmp_path)
     assert max(steps_in(tmp_path)) == 20
+
+
+def remove(directory, tmp_path):
+    shutil.rmtree(directory)  # A new folder may get its inode.
+
+
+def move(directory, tmp_path):
+    directory.rename(tmp_path / "moved")
+
+
+def remove_lock(directory, tmp_path):
+    (directory / folder.LOCK).unlink()
+
+
+def next_checkpoint(run, directory):
+    before = steps_in(directory)
+    while steps_in(directory).keys() <= before.keys():
+        next(run.pushes)
+
+
+@pytest.mark.parametrize("change", [remove, move, remove_lock])
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_folder_that_vanishes_during_a_run_is_taken_again(engine, change, tmp_path):
+    directory = tmp_path / "run"
+    checkpoint = engines.Checkpoint(directory, 5, None, max_to_keep=None)
+    with engine(make_job(10**6), checkpoint=checkpoint) as run:
+        next_checkpoint(run, directory)
+        run.server.flush()  # Nothing is being written.
+        change(directory, tmp_path)
+        next_checkpoint(run, directory)
+        with pytest.raises(OSError, match="another run of this process saves a run in"):
+            ended(engine, make_job(30), checkpoint=directory)
+        run.server.flush()
+        with subprocess.Popen(
+            [sys.executable, "-c", HOLDER, folder.__file__, str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as other:
+            _, error = other.communicate()
+        assert f"process {os.getpid()} on " in error.decode()
+        run.stop()
+    assert max(steps_in(directory)) == run.counts().pushed
+    assert folder.Folder._mine == {}
+
+
+def test_a_folder_that_vanishes_may_get_another_owner(tmp_path, monkeypatch, caplog):
+    engine = engines.simulated
+    monkeypatch.setattr(folder, "PATIENCE", 0.2)
+    directory = tmp_path / "run"
+    checkpoint = engines.Checkpoint(directory, 5, None)
+    job = make_job(30, required=1, count=1)
+
+    def go():
+        with engine(job, checkpoint=checkpoint) as run:
+            next_checkpoint(run, directory)
+            run.server.flush()
+            remove(directory, tmp_path)
+            ended(engine, job._replace(pushes=9), checkpoint=directory)  # It may.
+            with subprocess.Popen(
+                [sys.executable, "-c", HOLDER, folder.__file__, str(directory)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            ) as other:
+                assert other.stdout.readline() == b"taken\n"
+                before.update(files_in(directory))
+                for push in run.pushes:
+                    if push.result.global_step == 20:  # It is no longer there.
+                        run.server.flush()
+                        other.stdin.close()
+
+    before = {}
+    with (
+        caplog.at_level(logging.ERROR, "gradxform"),
+        pytest.raises(OSError, match="another run has saved itself there"),
+    ):
+        go()
+    assert files_in(directory) == before
+    assert {*steps_in(directory)} == {9}
+    held = [re.search(r"process \d+ on .* saves a run in", x) for x in caplog.messages]
+    assert [*map(bool, held)] == [True, True, True, False, False]  # Until step 30.
 
 
 # Broken ones.

@@ -2,6 +2,7 @@
 
 import collections
 import threading
+import time
 
 import chex
 import jax
@@ -176,6 +177,50 @@ def test_grad_in_the_place_of_value_and_grad_is_told(engine, params):
 def test_any_number_is_a_loss(engine, loss):
     worker = engines.Worker(lambda params: [loss, jnp.ones_like(params)])
     assert [push.loss for push in list_all(engine, make_job([worker], 2))] == [loss] * 2
+
+
+# Durations.
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (-5, ValueError),
+        (float("nan"), ValueError),
+        (jnp.float32(-0.5), ValueError),
+        ("2", TypeError),
+        (None, TypeError),
+        (np.ones(2), TypeError),
+        (1j, TypeError),
+    ],
+)
+def test_an_impossible_duration_is_an_error(engine, given, error):
+    worker = engines.Worker(ones)
+    durations = worker._replace(duration=lambda n: 1e-3 if n < 3 else given)
+    match = r"^duration\(3\) of worker 1, .* must be .*\[0, inf\], got "
+    job = make_job([worker._replace(duration=lambda _: 1e-3), durations], 50)
+    with pytest.raises(error, match=match) as raised:
+        list_all(engine, job)
+    assert raised.value.__notes__ == ["Raised by worker 1, for its gradient 3."]
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("kind", [int, np.float32, jnp.float32, jnp.bfloat16, np.array])
+def test_a_duration_may_be_any_real_number(engine, kind):
+    worker = engines.Worker(ones, duration=lambda n: kind(n % 2))
+    pushes = list_all(engine, make_job([worker], 4))
+    assert {type(push.time) for push in pushes} == {float}
+    if engine is engines.simulated:
+        assert [push.time for push in pushes] == [0.0, 1.0, 1.0, 2.0]
+
+
+def test_a_gradient_of_endless_duration_is_waited_for_and_never_comes():
+    endless = engines.Worker(ones, duration=lambda _: float("inf"))
+    with engines.threads(make_job([engines.Worker(ones), endless], 10**6)) as run:
+        assert {next(run.pushes).worker for _ in range(20)} == {0}
+        time.sleep(0.1)  # Perhaps the other one has begun only now.
+        assert {next(run.pushes).worker for _ in range(20)} == {0}
 
 
 # Devices.
