@@ -342,6 +342,10 @@ _late/accumulator.py: a push of the step itself is late
 - fresh = local_step >= state.global_step
 + fresh = local_step > state.global_step
 
+_late/gate.py: a gate in a sum is not told which leaves have a gradient
+- if absent.gates(state):
++ if False:
+
 _late/accumulate.py: one device alone leaves out a push that is not finite
 - if not axes:
 + if axes:
