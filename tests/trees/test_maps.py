@@ -86,3 +86,10 @@ def test_the_check_is_one_pass_over_the_gradients(dtype, temporaries, passes):
     found = check.memory_analysis().temp_size_in_bytes / n
     assert temporaries <= found < temporaries + 0.01
     assert passes <= check.cost_analysis()["bytes accessed"] / n < passes + 0.01
+
+
+@pytest.mark.parametrize("rate", [np.uint8(2), jnp.uint4(2), jnp.uint32(2), 2, 2.0])
+def test_a_rate_without_a_sign_descends(rate):
+    tx = gx.scale_by_learning_rate(rate)
+    updates, _ = tx.update(jnp.array([1.0]), tx.init(None))
+    assert updates.tolist() == [-2.0]
