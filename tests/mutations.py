@@ -81,8 +81,8 @@ _trees/opaque.py: a function for dense gradients sees row indices as numbers
 + return indices
 
 _trees/dtypes.py: a step that an int32 does not hold turns negative
-- return jnp.clip(x, max(own.min, low), min(own.max, high)).astype(jnp.int32)
-+ return x.astype(jnp.int32)
+- if own.bits >= 32:
++ if own.bits < 32:
 
 _trees/boxes.py: a sum of squares a row is laid out as its table is
 - return _content(node) if isinstance(node, _boxes()) else node
@@ -113,8 +113,12 @@ _trees/arithmetic.py: an eps that is flushed to 0 lets the divisor be 0
 + np.asarray(eps, x.dtype) == 0
 
 _trees/maps.py: an imaginary part that is not finite is not seen
-- (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
-+ (x.real,)
+- jnp.all(jnp.isfinite(x), where=held)
++ jnp.all(jnp.isfinite(x.real), where=held)
+
+_trees/maps.py: the compiler for CPU drops NaN from a large leaf
+- jnp.sum(x - x)
++ jnp.max(jnp.abs(x), initial=0)
 
 _trees/maps.py: the gradient of integers is calculated with
 - return getattr(g, "dtype", None) != jax.dtypes.float0
@@ -217,8 +221,8 @@ _transforms/momentum_look_ahead.py: the update looks ahead along the momentum of
 + return _scale(g, a * (decay / kept)) + _scale(mu, decay)
 
 _transforms/momentum_look_ahead.py: the momentum moves with the gradient as it came
-- return (moved + _scale(g, rest * a)).astype(mu.dtype)
-+ return (moved + _scale(g, rest)).astype(mu.dtype)
+- return moved + _scale(g, rest * a)
++ return moved + _scale(g, rest)
 
 _transforms/momentum_look_ahead.py: a worker begins where the momentum comes from
 - ahead = -jnp.asarray(learning_rate) * b1
@@ -331,12 +335,16 @@ _late/compensate_delay.py: a worker's parameters do not fit masked gradients
 + pass
 
 _late/sums.py: a parameter that is None shifts the marks of those after it
-- pushed[i] if maps.has_gradient(total) and not holds[i] else None
-+ None if holds[i] else pushed[i]
+- flags[name] = pushed[i]
++ flags[name] = pushed[len(flags)]
 
 _late/accumulator.py: a push of the step itself is late
 - fresh = local_step >= state.global_step
 + fresh = local_step > state.global_step
+
+_late/gate.py: a gate in a sum is not told which leaves have a gradient
+- if absent.gates(state):
++ if False:
 
 _late/accumulate.py: one device alone leaves out a push that is not finite
 - if not axes:
@@ -363,7 +371,7 @@ _late/absent.py: the state of a leaf that nobody pushed for moves
 + return new
 
 _late/absent.py: a gate that adds up does not hear of a leaf without a gradient
-- part = None if _adds_up(state) else
+- part = None if gates(state, "row_counts") else
 + part =
 
 _late/absent.py: trees beside the gradients keep the leaf

@@ -79,7 +79,9 @@ def scale_by_momentum_look_ahead(
       b1: decay of the momentum, in [0, 1).
       alignment: a :class:`MomentumAlignment`, for HeLoCo; by default nothing is
         corrected.
-      mu_dtype: dtype of ``mu``, by default that of the parameters, as in optax.
+      mu_dtype: dtype of ``mu``, by default that of the parameters, as in optax. If it
+        is narrower than that of the gradients, ``u`` is computed from the momentum
+        before it is rounded. Then a step copies the momentum once.
       axis_name: for ``alignment``: mesh axes over which layers may be sharded, inside
         ``jax.shard_map``, or a prefix tree of ``PartitionSpec``; see
         :func:`global_norm`.
@@ -138,9 +140,11 @@ def scale_by_momentum_look_ahead(
             decay, rest, a, b = factors(g, shares)
             g = dtypes.widen(g)
             moved = _scale(dtypes.widen(mu).astype(g.dtype), decay + rest * b)
-            return (moved + _scale(g, rest * a)).astype(mu.dtype)
+            return moved + _scale(g, rest * a)
 
-        def step(g: jax.Array, mu: jax.Array, shares: Shares) -> jax.Array:
+        def step(
+            g: jax.Array, mu: jax.Array, moved: jax.Array, shares: Shares
+        ) -> jax.Array:
             # u_t = a·g + b·m_{t-1} + b1·m_t. It computes m_{t-1} back from m_t, so m_t
             # can replace m_{t-1}: nothing reads that any longer.
             decay, rest, a, b = factors(g, shares)
@@ -148,16 +152,17 @@ def scale_by_momentum_look_ahead(
             none = kept == 0  # Then b1 and b are 0, and u_t is m_t.
             kept = jnp.where(none, 1, kept)
             back = jnp.where(none, 1, b / kept)
+            mu = momentum.for_step(g, mu, moved)
             g = dtypes.widen(g)
-            mu = momentum.for_step(mu, g)
             return _scale(g, a * (decay / kept)) + _scale(mu, back + decay)
 
         if alignment is None:
             shares = maps.map_updates(lambda _: (1.0, 0.0), updates)
         else:
             shares = aligned(updates, state.mu, alignment, axis_name, stacked_axes)
-        mu = maps.map_state(move, updates, state.mu, shares)
-        stepped = maps.map_updates(step, updates, mu, shares)
+        moved = maps.map_updates(move, updates, state.mu, shares)
+        mu = momentum.stored(updates, moved, state.mu)
+        stepped = maps.map_updates(step, updates, mu, moved, shares)
         new_state = ScaleByMomentumLookAheadState(mu=mu)
         return maps.cast_like(stepped, updates), new_state
 

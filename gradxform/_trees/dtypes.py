@@ -36,6 +36,9 @@ def saturated(x: Any) -> jax.Array:
     """An integer, or inf, as int32; a number out of range becomes the nearest one."""
     low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     if isinstance(x, jax.Array):
-        own = np.iinfo(x.dtype)
-        return jnp.clip(x, max(own.min, low), min(own.max, high)).astype(jnp.int32)
+        own = jnp.iinfo(x.dtype)
+        if own.bits >= 32:
+            x = jnp.clip(x, max(own.min, low), min(own.max, high))
+        return x.astype(jnp.int32)
+    x = x.item() if hasattr(x, "item") else x
     return jnp.asarray(min(max(x, low), high), jnp.int32)

@@ -289,3 +289,16 @@ def test_behind_drop_stale_what_is_too_late_reaches_no_table(method):
         assert state.global_step == accepted
         assert state.inner_state.global_step == steps
     assert state.stale_count == 2
+
+
+def test_a_mean_in_double_precision():
+    """In float32 a third would be 1e-8 off."""
+    with jax.enable_x64(True):
+        tx = gx.worker_mean(optax.sgd(1.0), 2, method="all")
+        params = jnp.zeros(())
+        state = tx.init(params)
+        for worker, grad in ((0, 0.1), (0, 0.2), (0, 0.4), (1, 0.0)):
+            params, state = gx.apply_gradients(
+                tx, jnp.array(grad), state, params, worker=worker, local_step=0
+            )
+        np.testing.assert_allclose(params, -(0.1 + 0.2 + 0.4) / 3 / 2, rtol=1e-15)

@@ -155,3 +155,15 @@ def test_gradients_in_another_precision_than_the_parameters(dtypes):
         updates, state = tx.update(second, state, params)
         assert updates["w"].dtype == of_grads
         assert state.mu["w"].dtype == of_params
+
+
+@pytest.mark.parametrize(
+    ("length", "cosine"),
+    [(1e-20, 0.0), (1e-18, 0.8), (1.0, 0.8), (1e18, 0.8), (1e20, np.nan)],
+)
+def test_squares_end_where_the_docstring_says(length, cosine):
+    tx = gx.measure_cosine()
+    state = tx.init(jnp.zeros(2))
+    for grads in ([3.0, 0.0], [4.0, 3.0]):
+        _, state = tx.update(jnp.array(grads) * np.float32(length), state)
+    np.testing.assert_allclose(state.cosine, cosine, rtol=1e-5)

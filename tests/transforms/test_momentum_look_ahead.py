@@ -478,3 +478,20 @@ def test_bad_arguments(kwargs, error, message):
 def test_bad_numbers(numbers, message):
     with pytest.raises(ValueError, match=message):
         gx.momentum_look_ahead(0.1, alignment=gx.MomentumAlignment(**numbers))
+
+
+@pytest.mark.parametrize("mu_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("b1", [0.0, 0.9])
+def test_only_the_state_is_rounded(b1, mu_dtype):
+    """Each step of NumPy's begins with the rounded momentum, and acts before it is.
+
+    With b1 = 0 the gradient itself would be rounded.
+    """
+    tx = gx.scale_by_momentum_look_ahead(b1, mu_dtype=mu_dtype)
+    state, mu = tx.init(jnp.zeros(3)), np.zeros(3)
+    for g in np.random.default_rng(0).standard_normal((4, 3)):
+        updates, state = jax.jit(tx.update)(jnp.float32(g), state)
+        mu = b1 * mu + (1 - b1) * g
+        np.testing.assert_allclose(updates, g + b1 * mu, rtol=2e-6, atol=1e-6)
+        np.testing.assert_allclose(state.mu.astype("float32"), mu, rtol=1e-2)
+        mu = np.asarray(state.mu.astype("float32"), float)

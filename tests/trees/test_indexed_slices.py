@@ -348,6 +348,17 @@ def test_host_callbacks_equinox_and_pickle_get_it_whole():
     assert (indices.shape, indices.dtype) == ((3,), jnp.int32)
 
 
+def test_bools_keep_the_structure():
+    """Only optax gets one bool for a table: it maps such a mask over parameters too."""
+    for chosen in (True, False):
+        mask = jax.tree.map(lambda _, chosen=chosen: chosen, GRADS)
+        assert jax.tree.structure(mask) == jax.tree.structure(GRADS)
+        kept = jax.tree.map(lambda g, keep: g if keep else None, GRADS, mask)
+        assert len(jax.tree.leaves(kept)) == (3 if chosen else 0)
+    has_two_axes = jax.tree.map(lambda x: x.ndim == 2, GRADS["table"])
+    assert jax.tree.leaves(has_two_axes) == [True, False]
+
+
 def by_key(params):
     return jax.tree.map_with_path(
         lambda path, _: "table" if path[0].key == "table" else "rest", params
