@@ -73,9 +73,10 @@ def value_and_grad(
 
     The loss may read rows of these tables as often as it likes, through :func:`lookup`,
     ``jnp.take(table, ids, axis=0)``, ``table[ids]``, ``table[0]`` or ``table[:n]``, in
-    an embedding layer of any framework, under ``jit`` or ``vmap``. The gradient then
-    consists of the rows that were read. No array of the table's size is made, even if
-    the loss casts the table first. All other parameters get JAX's own gradients.
+    an embedding layer of any framework, under ``jit``, ``vmap`` or ``checkpoint``. The
+    gradient then consists of the rows that were read. No array of the table's size is
+    made, even if the loss casts the table first. Rows of ``stop_gradient(table)`` are
+    not among them. All other parameters get JAX's own gradients.
 
     A parameter may be a part of a table, from ``ParameterServer.pull(rows=...)``: the
     loss sees a table, and can read only those rows. It need not be named.
@@ -97,8 +98,8 @@ def value_and_grad(
       ValueError: ``tables`` names no leaf of ``params``, or one that is not a table of
         floating-point rows.
       TypeError: the loss uses a named table in any other way, such as a product with
-        all of it; or reads it inside a ``scan``, ``cond``, ``checkpoint`` or the like:
-        the rows cannot get out of there.
+        all of it; or reads it inside a ``scan``, ``cond`` or the like: the rows cannot
+        get out of there.
 
     Inside ``jax.shard_map`` each device has a part of the batch and a table of its own.
     There ``jax.lax.all_gather(grads["emb"], axis, tiled=True, to="invarying")`` gives
@@ -145,18 +146,17 @@ def value_and_grad(
         def tapped(
             dense: dict[int, Any], taps: dict[int, list[jax.Array]]
         ) -> tuple[jax.Array, Any]:
-            read: dict[int, list[jax.Array]] = {i: [] for i in named}
+            following = {i: iter(zeros) for i, zeros in taps.items()}
 
-            def tap(i: int, ids: jax.Array, rows: jax.Array) -> jax.Array:
-                read[i].append(ids)
-                zeros = taps[i][len(read[i]) - 1]
+            def tap(i: int, rows: jax.Array) -> jax.Array:
+                zeros = next(following[i])
                 there = jax.typeof(rows).sharding
                 if jax.typeof(zeros).sharding.mesh != there.mesh:
                     zeros = jax.sharding.reshard(zeros, there)
                 return _tap(rows, zeros)
 
-            value, aux = run(dense, tap)
-            return value, (aux, read)
+            (value, aux), ids = run(dense, tap)
+            return value, (aux, ids)
 
         both = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
         with mesh_context(maps.values(x) for x in leaves.values()):
