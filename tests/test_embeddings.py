@@ -198,7 +198,10 @@ def haikus_checkpoint(height):
             rows = jnp.sin(hk.Linear(16)(rows))
         return jnp.sum(rows)
 
-    whole = hk.without_apply_rng(hk.transform(lambda ids: hk.remat(model)(ids)))
+    def again(ids):
+        return hk.remat(model)(ids)
+
+    whole = hk.without_apply_rng(hk.transform(again))
     return whole.apply, whole.init(jax.random.key(0), IDS)
 
 
@@ -294,7 +297,7 @@ def test_a_whole_model_may_be_computed_again_in_the_backward_pass(make):
 
 def test_a_vmap_of_nnxs_layers_is_refused():
     make = nnx.vmap(lambda rngs: nnx.Embed(5, 2, rngs=rngs))
-    graph, params = nnx.split(make(nnx.Rngs(0).fork(split=3)), nnx.Param)
+    graph, params = nnx.split(make(nnx.Rngs(0).split(3)), nnx.Param)
 
     def loss(params):
         read = nnx.vmap(lambda layer, ids: layer(ids), in_axes=(0, None))

@@ -671,7 +671,7 @@ OTHER_WAYS = {
     "scatter": "t.at[i].set(0)",
     "scan": "jax.lax.scan(lambda c, i: (c, gx.lookup(t, i)), 0, i)",
     "cond": "jax.lax.cond(i[0] > 0, lambda: gx.lookup(t, i), lambda: x[:1])",
-    "mul|dot_general": "jax.checkpoint(lambda t: t * 2)(t) | jax.checkpoint(t.dot)(x[0])",
+    "mul|neg": "jax.checkpoint(lambda t: t * 2)(t) | jax.checkpoint(lambda: -t)()",
     "custom_jvp_call": "jax.nn.relu(t) | t[i][0, 0] * jax.nn.relu(t)",
     "": "t | t.astype(int) | jax.jit(lambda t: t)(t) | {'model': [t]}",
 }
