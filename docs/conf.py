@@ -86,12 +86,12 @@ SITES = {
 def resolve(app, env, node, contnode):
     """A name of another package, if that has it: so what is misspelt is still found."""
     name = node["reftarget"]
-    if node.get("refdomain") != "py" or name.startswith("gradxform"):
+    if node.get("refdomain") != "py" or re.match(r"gradxform(?!\._)", name):
         return None
     if not hasattr(builtins, name) and pydoc.locate(name) is None:
         return None
     site = SITES.get(name.split(".")[0])
-    if site is None:  # Python's own: everybody knows what an int is.
+    if site is None:  # Everybody knows Python's int; a type variable has no page.
         return contnode
     return nodes.reference("", "", contnode, internal=False, refuri=site + name)
 

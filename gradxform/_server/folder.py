@@ -120,7 +120,7 @@ class Folder:
             os.close(self._file)
             self._file = None
         with Folder._lock:
-            Folder._mine.discard(self._identity)  # type: ignore[arg-type]
+            Folder._mine.discard(self._identity)
         self._identity = None
 
     def check(self) -> None:

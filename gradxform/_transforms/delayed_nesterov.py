@@ -25,7 +25,7 @@ class ScaleByDelayedNesterovState(NamedTuple):
         default; while ``count`` is 0, it is still the sum that moved the momentum.
     """
 
-    count: optax.Updates  # type: ignore[assignment]  # A tuple's method of that name.
+    count: optax.Updates  # A tuple's method of that name.
     mu: optax.Updates
     accumulated: optax.Updates
 

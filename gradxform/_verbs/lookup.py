@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,22 @@ from gradxform._trees.rows import (
     replicated,
     rows_of,
 )
+from gradxform._trees.types import Params
 from gradxform._verbs import readings
 
 # Which tables get row-sparse gradients: their paths, or a predicate on the path.
 Tables = Sequence[str] | Callable[[str], bool]
+
+Value = TypeVar("Value")
+Value_co = TypeVar("Value_co", covariant=True)
+
+
+class ValueAndGrad(Protocol[Value_co]):
+    """What :func:`value_and_grad` returns without tables."""
+
+    def __call__(
+        self, params: Params, *batch: Any, **kwargs: Any
+    ) -> tuple[Value_co, Params]: ...
 
 
 def lookup(table: Any, ids: jax.typing.ArrayLike) -> jax.Array:
@@ -63,9 +75,17 @@ def lookup(table: Any, ids: jax.typing.ArrayLike) -> jax.Array:
     return read_rows(table, ids)
 
 
+@overload
+def value_and_grad(
+    loss_fn: Callable[..., Value], *, tables: tuple[()] = (), has_aux: bool = False
+) -> ValueAndGrad[Value]: ...
+@overload
+def value_and_grad(
+    loss_fn: Callable[..., Value], *, tables: Tables, has_aux: bool = False
+) -> Callable[..., tuple[Value, Any]]: ...
 def value_and_grad(
     loss_fn: Callable[..., Any], *, tables: Tables = (), has_aux: bool = False
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[Any, Any]]:
     r"""``jax.value_and_grad``, with row-sparse gradients for the named tables.
 
     .. math:: \partial L / \partial table_r = \sum_{i:\ ids_i = r} \partial L / \partial

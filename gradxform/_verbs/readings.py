@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -123,11 +122,12 @@ class _Reader(NamedTuple):
     ids: Ids
 
     def run(self, closed: Any, args: Sequence[Any]) -> list[Any]:
+        return self.evaluate(closed.jaxpr, [*closed.consts, *args])
+
+    def evaluate(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         from jax.extend.core import Literal
 
-        jaxpr = closed.jaxpr
-        variables = [*jaxpr.constvars, *jaxpr.invars]
-        env = dict(zip(variables, [*closed.consts, *args], strict=True))
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
 
         def values(atoms: Sequence[Any]) -> list[Any]:
             return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
@@ -185,12 +185,10 @@ class _Reader(NamedTuple):
 
     def checkpoint(self, eqn: Any, inputs: list[Any]) -> list[Any]:
         """The results of ``jax.checkpoint``, whose inside reads tables."""
-        from jax.extend.core import ClosedJaxpr
 
         def inside(*inputs: Any) -> tuple[list[Any], Ids]:
             reader = self._replace(ids={i: [] for i in self.ids})
-            jaxpr = ClosedJaxpr(eqn.params["jaxpr"], ())
-            return reader.run(jaxpr, inputs), reader.ids
+            return reader.evaluate(eqn.params["jaxpr"], inputs), reader.ids
 
         how = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
         results, read = jax.checkpoint(inside, **how)(*inputs)
@@ -226,6 +224,8 @@ class _Reader(NamedTuple):
         for dtype in table.casts:
             rows = rows.astype(dtype)
         for name in table.names:
+            from jax.ad_checkpoint import checkpoint_name
+
             rows = checkpoint_name(rows, name)
         if fills:  # After the casts: the table's dtype may not hold this number.
             outside = arithmetic.expand(taken == height, rows)
