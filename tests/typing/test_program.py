@@ -25,6 +25,6 @@ def test_another_mistake_is_found(tool, tmp_path):
         pytest.skip("it is part of the extra dev")
     text = PROGRAM.read_text()
     path = tmp_path / "program.py"
-    path.write_text(text + "    params = loss\n")
+    path.write_text(text + "    params = x\n")
     found, _ = tool(path)
     assert found == {*mistakes(PROGRAM), len(text.splitlines()) + 1}
