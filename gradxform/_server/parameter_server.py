@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any, Generic, Self, overload
 
 import jax
@@ -31,7 +31,7 @@ from gradxform._server.records import (
 from gradxform._server.rows import Wanted
 from gradxform._server.waiters import Waiters
 from gradxform._trees import checks
-from gradxform._trees.types import Params
+from gradxform._trees.types import Params, Rows
 
 
 class ParameterServer(Generic[Params]):
@@ -114,12 +114,8 @@ class ParameterServer(Generic[Params]):
     @overload
     def pull(self, rows: None = None) -> tuple[Params, int]: ...
     @overload
-    def pull(
-        self, rows: Mapping[str, jax.typing.ArrayLike] | None = None
-    ) -> tuple[Any, int]: ...
-    def pull(
-        self, rows: Mapping[str, jax.typing.ArrayLike] | None = None
-    ) -> tuple[Any, int]:
+    def pull(self, rows: Rows | None = None) -> tuple[Any, int]: ...
+    def pull(self, rows: Rows | None = None) -> tuple[Any, int]:
         """The parameters and the global step they belong to: the next ``local_step``.
 
         The arrays are the caller's own. The step is an integer that also knows its
