@@ -92,14 +92,14 @@ def resolve(app, env, node, contnode):
     names as they are. `.ci/oldest` builds the site where Ray is installed.
     """
     name = node["reftarget"]
-    if node.get("refdomain") != "py" or name.startswith("gradxform"):
+    if node.get("refdomain") != "py" or re.match(r"gradxform(?!\._)", name):
         return None
     package = name.split(".")[0]
     unknown = package in SITES and find_spec(package) is None
     if not unknown and not hasattr(builtins, name) and pydoc.locate(name) is None:
         return None
     site = SITES.get(package)
-    if site is None:  # Python's own: everybody knows what an int is.
+    if site is None:  # Everybody knows Python's int; a type variable has no page.
         return contnode
     return nodes.reference("", "", contnode, internal=False, refuri=site + name)
 

@@ -1,6 +1,8 @@
 """What every transformation promises, for every row of the descriptor table."""
 
 import contextlib
+import copy
+import cProfile
 import functools
 import inspect
 import re
@@ -15,7 +17,8 @@ import optax
 import pytest
 
 import gradxform as gx
-from tests.descriptors import DESCRIPTORS
+from gradxform._late import gate
+from tests.descriptors import DESCRIPTORS, UNGATED
 
 REAL = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
@@ -118,6 +121,46 @@ def test_every_public_transformation_has_a_row():
     }
     public.remove("from_config")  # It makes one of the others.
     assert public == {row.name for row in DESCRIPTORS}
+
+
+@pytest.mark.parametrize(("part", "first"), [("init", "params"), ("update", "updates")])
+def test_init_and_update_tell_what_functions_tell(row, part, first):
+    """Tools that wrap a function, or show it, ask for these."""
+    function = getattr(row.make(), part)
+    assert function.__name__ in (f"{part}_fn", "<lambda>")
+    assert function.__qualname__.endswith(f".<locals>.{function.__name__}")
+    assert sys.modules[function.__module__].__name__.startswith(("gradxform", "optax"))
+    assert next(iter(inspect.signature(function).parameters)) in (first, "_")
+    wrapped = functools.wraps(function)(lambda: None)
+    assert inspect.signature(wrapped) == inspect.signature(function)
+    for name in ("__name__", "__qualname__", "__doc__", "__module__"):
+        assert getattr(wrapped, name) == getattr(function, name)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in DESCRIPTORS if row not in UNGATED], ids=str
+)
+def test_a_gates_update_can_be_wrapped_named_timed_and_sent(row):
+    cloudpickle = pytest.importorskip("cloudpickle")
+    tx, params = row.make(), {"w": jnp.arange(6.0).reshape(2, 3)}
+    given, extra = (params, tx.init(params), params), row.extra(params)
+    expected = jax.jit(tx.update)(*given, **extra)
+    profile = cProfile.Profile()
+    sent = cloudpickle.loads(cloudpickle.dumps(tx.update))
+    for again in (
+        jax.named_call(tx.update),
+        jax.profiler.annotate_function(tx.update),
+        functools.partial(profile.runcall, tx.update),
+        copy.deepcopy(tx.update),
+        sent,
+    ):
+        got = jax.jit(again)(*given, **extra)
+        chex.assert_trees_all_close(got, expected, rtol=1e-6)
+    codes = (getattr(entry.code, "co_name", "") for entry in profile.getstats())
+    assert tx.update.__name__ in codes
+    lowered = jax.jit(jax.named_call(tx.update)).lower(*given, **extra)
+    assert f"/{tx.update.__name__}/" in lowered.as_text(debug_info=True)
+    assert gate.guard_of(tx._replace(update=sent)) is not None
 
 
 @pytest.mark.parametrize("dtype", REAL + COMPLEX)

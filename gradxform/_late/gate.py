@@ -11,6 +11,7 @@ through. If updates had to come out of it, it would copy them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -42,12 +43,16 @@ class Guard(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(unsafe_hash=True)
 class _GatedUpdate:
     """An ``update`` that carries its gate, also into another transformation."""
 
     update: Callable[..., tuple[Any, Any]]
     guard: Guard
+
+    def __post_init__(self) -> None:
+        # Profilers and `jax.named_call` ask a function for its name.
+        functools.update_wrapper(self, self.update)
 
     def __call__(
         self, updates: Any, state: Any, params: Any = None, **extra: Any

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Hashable, Mapping
-from typing import Any, NoReturn, Self
+from collections.abc import Hashable
+from typing import Any, Generic, NoReturn, Self, overload
 
 import jax
 import numpy as np
@@ -31,9 +31,10 @@ from gradxform._server.records import (
 from gradxform._server.rows import Wanted
 from gradxform._server.waiters import Waiters
 from gradxform._trees import checks
+from gradxform._trees.types import Params, Rows
 
 
-class ParameterServer:
+class ParameterServer(Generic[Params]):
     """Parameters and optimizer state that workers on many threads pull and push to.
 
     Every push is one compiled :func:`apply_gradients`, one push after the other. All
@@ -89,7 +90,7 @@ class ParameterServer:
 
     def __init__(
         self,
-        params: optax.Params,
+        params: Params,
         tx: optax.GradientTransformation,
         *,
         donate: bool = True,
@@ -110,9 +111,11 @@ class ParameterServer:
             self._lost = "its Ray actor has died and was started again"
         self._thread = OwnThread("parameter-server")
 
-    def pull(
-        self, rows: Mapping[str, jax.typing.ArrayLike] | None = None
-    ) -> tuple[optax.Params, int]:
+    @overload
+    def pull(self, rows: None = None) -> tuple[Params, int]: ...
+    @overload
+    def pull(self, rows: Rows | None = None) -> tuple[Any, int]: ...
+    def pull(self, rows: Rows | None = None) -> tuple[Any, int]:
         """The parameters and the global step they belong to: the next ``local_step``.
 
         The arrays are the caller's own. The step is an integer that also knows its
@@ -164,7 +167,7 @@ class ParameterServer:
 
     def push(
         self,
-        grads: optax.Updates,
+        grads: Any,
         local_step: int,
         *,
         push_id: tuple[Hashable, int] | None = None,

@@ -48,7 +48,7 @@ def tell(standing: Standing) -> None:
         logger.warning("%s", note)
 
 
-class RecoverableServer(ParameterServer):
+class RecoverableServer(ParameterServer[Any]):
     """A server that saves itself, and starts from the newest checkpoint.
 
     Args:

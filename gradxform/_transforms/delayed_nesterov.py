@@ -26,7 +26,7 @@ class ScaleByDelayedNesterovState(NamedTuple):
         next gradient replaces it.
     """
 
-    count: optax.Updates  # type: ignore[assignment]  # A tuple's method of that name.
+    count: optax.Updates  # A tuple's method of that name.
     mu: optax.Updates
     accumulated: optax.Updates
 

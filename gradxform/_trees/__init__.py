@@ -17,6 +17,7 @@ device, so a transformation need not know about the kinds.
 - ``barrier``: keeps the compiler from sharing values that are cheaper to compute twice.
 - ``norms``: sums of squares of layers, rows and whole trees in one pass.
 - ``mesh``: sums over devices, inside ``shard_map``.
+- ``types``: type variables for trees that come out as they came in.
 - ``versions``: names that JAX changes from one version to the next.
 - ``checks``: errors that name the argument, the path, what was given and what to do.
 

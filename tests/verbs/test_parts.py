@@ -85,6 +85,9 @@ READINGS = {
     "cast": lambda table, ids: jnp.take(table.astype("float16"), ids, axis=0),
     "jit": lambda table, ids: jax.jit(lambda t: t[ids])(table),
     "vmap": lambda table, ids: jax.vmap(lambda i: table[i])(ids),
+    "checkpoint": lambda table, ids: jax.checkpoint(lambda t: t[ids])(table),
+    "checkpointed table": lambda table, ids: jax.checkpoint(lambda t: t)(table)[ids],
+    "stopped": lambda table, ids: jax.lax.stop_gradient(table)[ids],
 }
 
 
@@ -123,8 +126,8 @@ def get_whole(table, ids):
 @pytest.mark.parametrize("batch", [P(), P("d")])
 @pytest.mark.parametrize(
     "read",
-    [gx.lookup, get_whole],
-    ids=["lookup", "get"],
+    [gx.lookup, get_whole, jax.checkpoint(gx.lookup)],
+    ids=["lookup", "get", "checkpoint"],
 )
 def test_a_part_on_explicit_mesh_axes(read, batch, compiled, in_context):
     mesh = ON_FOUR
