@@ -173,7 +173,7 @@ def run_equals(case, tx, expected, max_staleness=None, atol=1e-9):
 def test_the_equations_are_what_the_authors_code_does(name):
     pairs = list(simulator.replayed(CASES[name]))
     assert len(pairs) == len(CASES[name]["events"]) >= 10
-    assert max(simulator.distance(*pair) for pair in pairs) < 1e-9
+    assert np.max([simulator.distance(*pair) for pair in pairs]) < 1e-9
     moved = [event["params"] for event, _ in pairs if "params" in event]
     assert len(moved) >= 2
     assert all(a != b for a, b in itertools.pairwise(moved))

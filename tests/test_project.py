@@ -151,3 +151,35 @@ def test_the_command_for_the_versions_prints_them(capsys):
     (command,) = {*re.findall(r'python -c "(.*?)"', " ".join(texts))}
     exec(command)
     assert gx.__version__ in capsys.readouterr().out
+
+
+# XLA's maximum on CPU drops NaN from 4,096 numbers on, and Python's drops it unless it
+# comes first. Then `< tolerance` holds.
+MAXIMUM_WITHOUT_NAN = re.compile(
+    r"(?:jnp\.max\(|jnp\.abs\(.*\)\.max\(|(?<![\w.])max\(.*\babs\(.*\bfor\b).*<"
+)
+
+
+def test_no_comparison_passes_on_nan():
+    found = [
+        f"{name}: {line.strip()}: use np.max or allclose"
+        for name, text in texts()
+        for line in text.splitlines()
+        if MAXIMUM_WITHOUT_NAN.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("assert jnp.max(jnp.abs(a - b)) ~ 1e-6", True),
+        ("assert jnp.abs(a - b).max() ~ 1e-6", True),
+        ("assert max(abs(a - b).max() for a, b in pairs) ~ 1e-6", True),
+        ("assert np.max(np.abs(a - b)) ~ 1e-6", False),
+        ("assert np.max([np.abs(a - b) for a, b in pairs]) ~ 1e-6", False),
+        ("clip = jnp.maximum(x, 0) ~ 1", False),
+    ],
+)
+def test_such_comparisons_are_found(line, found):
+    assert bool(MAXIMUM_WITHOUT_NAN.search(line.replace("~", "<"))) == found

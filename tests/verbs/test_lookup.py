@@ -609,7 +609,7 @@ def test_a_table_that_is_cast_is_not_cast_whole(twice):
     sparse = gx.value_and_grad(loss, tables=["emb"])
     value, grads = jax.jit(sparse)(EMB, jnp.array([4, 0, 1]))
     expected_value, expected = jax.value_and_grad(loss)(EMB, jnp.array([4, 0, 1]))
-    assert value == expected_value
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
     assert grads["emb"].dtype == jnp.float32
     chex.assert_trees_all_close(densify(grads), expected, rtol=1e-6)
     assert "f16[6,3]" not in str(jax.make_jaxpr(sparse)(EMB, jnp.array([4, 0, 1])))
