@@ -141,9 +141,7 @@ CLIPS = [None, "global_clipnorm", "clipnorm", "clipvalue"]
 
 @pytest.mark.parametrize("apply_updates", [gx.apply_updates, optax.apply_updates])
 @pytest.mark.parametrize("activation", [0.0, 0.25])
-def test_delayed_nesterov_reads_and_writes_what_it_keeps_once(
-    activation, apply_updates
-):
+def test_delayed_nesterov_reads_and_writes_its_state_once(activation, apply_updates):
     """On CPU a fusion has one result, so gradient and new slots are read again."""
     shapes = leaves(jnp.float32)
     tx = gx.delayed_nesterov(0.1, num_delay=4, activation=activation)
@@ -537,7 +535,7 @@ def test_micro_batches_on_a_mesh_need_no_room_either():
 
 
 @pytest.mark.slow
-def test_where_others_hold_the_gate_updates_are_all_that_is_made():
+def test_a_gate_inside_a_wrapper_makes_only_updates():
     """``optax.partition`` is one: it brings the updates out of the conditional."""
     tx = optax.partition(
         {"gated": gx.conditional_accumulator(gx.adagrad(0.1), 2)}, lambda _: "gated"

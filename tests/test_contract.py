@@ -202,7 +202,7 @@ def test_eager_equals_jit(row, compiled):
         )
 
 
-def test_state_is_strongly_typed_whatever_the_params(row):
+def test_state_is_strongly_typed_for_all_params(row):
     def update(weak):
         assert jax.typeof(weak).weak_type
         assert types(tx.init(weak)) == types(state)

@@ -86,7 +86,7 @@ def test_trains_as_with_dense_gradients(name):
 
 
 @pytest.mark.slow
-def test_nnx_keeps_what_its_layers_keep():
+def test_nnx_keeps_the_state_of_its_layers():
     """As under ``nnx.value_and_grad``, which carries the state of layers by itself."""
     left, _ = run("NNX's Embed", 3)
     again, _ = run("NNX's Embed", 0)

@@ -141,7 +141,7 @@ HIDDEN = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")  # Haiku's layers need it.
 @pytest.mark.parametrize("name", AVERAGES)
-def test_what_layers_keep_is_carried(name):
+def test_the_state_of_layers_is_carried(name):
     rng = np.random.default_rng(0)
     images = rng.standard_normal((2, 16, 64)).astype(np.float32)
     batches = list(zip(images, rng.integers(0, 10, (2, 16)), strict=True))
@@ -172,7 +172,7 @@ def test_keras_carries_the_seed_of_its_dropout(request, monkeypatch):
 
 
 @pytest.mark.slow
-def test_nnxs_own_gradients_carry_what_layers_keep():
+def test_nnxs_own_gradients_carry_the_state_of_layers():
     """As the page says. JAX's own gradient of the whole model does not carry it."""
 
     class Net(nnx.Module):
@@ -353,7 +353,7 @@ ROWS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("field", ROWS)
-def test_what_keeps_several_of_a_parameter_names_its_mesh_axes_too(field):
+def test_rings_and_tables_name_the_mesh_axes_of_their_parameter(field):
     init = linen.with_partitioning(linen.initializers.lecun_normal(), ("x", None))
     model, tx = linen.Dense(10, kernel_init=init), ROWS[field]
     boxed = model.init(jax.random.key(0), X)["params"]
@@ -558,7 +558,7 @@ def test_functions_that_are_trees_are_called():
 
 
 @pytest.mark.slow
-def test_the_loop_leaves_what_tensorflow_left():
+def test_the_loop_leaves_the_parameters_of_tensorflow():
     theirs, ours, _, unprocessed, _, gated = re.findall(BLOCK, LOOP, re.DOTALL)
     assert "compute_gradients" in theirs
     link = "tx = optax.chain(clip, tx)"

@@ -202,7 +202,7 @@ def test_clipping(name):
         )
 
 
-def test_what_is_not_ours_says_why():
+def test_cases_that_are_not_ours_give_a_reason():
     assert all(CASES[n].get("why_not") for n in CASES.keys() - OURS.keys())
     assert len(OPTIMIZERS) >= 224
     assert len(CLIPS) >= 47

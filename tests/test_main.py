@@ -238,7 +238,9 @@ def test_in_mode_local_a_push_stands_for_many_gradients():
         (["--mode", "backup", "--backups", "3"], 2),
     ],
 )
-def test_a_step_requires_what_the_mode_says(options, required, standard_promotion):
+def test_the_mode_says_how_many_pushes_a_step_requires(
+    options, required, standard_promotion
+):
     made = make_job("--workers", "5", *options)
     assert made.required == required
     params, state = made.params, made.tx.init(made.params)
@@ -299,7 +301,7 @@ def test_the_defaults_of_mode_local_learn():
     ("options", "steps", "dropped"),
     [(["--mode", "sync"], 15, 0), (["--mode", "backup", "--straggler", "9"], 19, 2)],
 )
-def test_threads_wait_for_those_they_require(options, steps, dropped):
+def test_threads_wait_for_the_pushes_that_a_step_requires(options, steps, dropped):
     done = call("--steps", "60", *options)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{options[1]} on threads, novograd, workers 4")
@@ -526,7 +528,7 @@ def test_the_same_command_goes_on_where_it_was(tmp_path):
 
 
 @pytest.mark.slow
-def test_other_settings_are_told_where_a_run_goes_on(tmp_path, caplog):
+def test_a_resumed_run_warns_of_changed_settings(tmp_path, caplog):
     options = [*SHORT, "--checkpoint", str(tmp_path)]
     assert call(*options).returncode == 0
     assert call(*options, "--steps", "70").returncode == 0
@@ -540,7 +542,7 @@ def test_other_settings_are_told_where_a_run_goes_on(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_settings_are_what_decides_what_is_trained(mode):
+def test_settings_hold_every_option_that_changes_the_training(mode):
     known = {"mode", "optimizer", "workers", "seed"}
     more = {"sync": set(), "backup": {"backups"}, "async": {"max_staleness"}}
     more["local"] = {"local_steps", "max_staleness"}
@@ -595,7 +597,7 @@ def test_a_full_device_gets_one_line():
 
 
 @pytest.mark.slow
-def test_nobody_has_to_read_on():
+def test_a_closed_pipe_ends_in_silence():
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -666,7 +668,7 @@ def test_without_orbax_a_checkpoint_gets_one_line(monkeypatch):
 
 
 @pytest.mark.slow
-def test_nothing_is_imported_before_it_is_known_to_be_there(tmp_path):
+def test_packages_are_looked_for_before_imports(tmp_path):
     for package in PACKAGES:
         lose(package, tmp_path)
     done = run(PYTHONPATH=str(tmp_path))

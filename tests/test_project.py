@@ -80,7 +80,7 @@ def test_on_pypi_every_link_of_the_readme_leads_to_a_file_of_the_release():
         assert (ROOT / name.partition("#")[0]).is_file()
 
 
-def test_what_runs_before_a_commit_has_the_versions_of_the_project():
+def test_pre_commit_has_the_versions_of_the_project():
     extras = PROJECT["optional-dependencies"]
     said = {*PROJECT["dependencies"], *(line for e in extras.values() for line in e)}
     (hooks,) = [repo["hooks"] for repo in read(".pre-commit-config.yaml")["repos"]]
@@ -100,7 +100,7 @@ def test_the_citation_is_of_this_version():
     assert citation["keywords"] == PROJECT["keywords"]
 
 
-def test_workflows_run_what_ci_runs():
+def test_workflows_run_the_scripts_of_ci():
     """Workflows and .ci/run call each script of .ci, and workflows run little else."""
     beside = [line for line in commands() if line.split()[0] not in SCRIPTS]
     assert all(re.match(r"python -m pip install |test -f ", line) for line in beside)

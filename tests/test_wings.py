@@ -49,7 +49,7 @@ def test_the_table_has_every_wing():
 
 
 @pytest.mark.parametrize("wing", MAY_IMPORT)
-def test_a_wing_imports_those_above_it(wing):
+def test_a_wing_imports_only_wings_above_it(wing):
     imports = {
         w for path in (PACKAGE / wing).glob("*.py") for w in imported_wings(path)
     }

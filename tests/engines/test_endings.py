@@ -111,7 +111,7 @@ def test_workers_do_not_run_ahead_of_a_slow_loop():
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_what_is_in_a_checkpoint_counts_where_a_run_fails(error, tmp_path):
+def test_a_failed_run_counts_the_pushes_of_its_checkpoint(error, tmp_path):
     checkpoint = engines.Checkpoint(tmp_path, every_steps=1, max_to_keep=None)
     job, runs = make_job([engines.Worker(ones)] * 3, 10**6), []
 
@@ -130,7 +130,7 @@ def test_what_is_in_a_checkpoint_counts_where_a_run_fails(error, tmp_path):
     assert run.counts().accepted == run.server.stats().accepted
 
 
-def test_sigterm_counts_what_it_saves(tmp_path):
+def test_sigterm_counts_the_pushes_that_it_saves(tmp_path):
     job, runs = make_job([engines.Worker(ones)] * 3, 10**6), []
 
     def go():
@@ -187,7 +187,7 @@ def test_pushes_after_the_context_are_an_error(engine, given):
     assert run.counts().pushed >= given
 
 
-def test_whoever_waits_for_a_push_hears_that_the_context_is_over():
+def test_the_end_of_the_context_wakes_callers_that_wait():
     heard, waits = [], threading.Event()
 
     def blocked(params):
@@ -291,7 +291,7 @@ def test_a_worker_that_blocks_does_not_keep_the_last_push(blocked):
     assert run.counts() == (5, 5, 0, 0, 0, 0, 0)
 
 
-def test_who_computes_for_another_does_not_push_once_too_often():
+def test_a_gradient_computed_twice_is_pushed_once():
     """The second is so slow that the first takes its place. Then both are done."""
     both = threading.Barrier(2, timeout=60)
 
@@ -306,7 +306,7 @@ def test_who_computes_for_another_does_not_push_once_too_often():
     assert run.server.stats().accepted == 1
 
 
-def test_nobody_computes_for_another_who_is_quick(monkeypatch):
+def test_no_worker_computes_for_a_quick_one(monkeypatch):
     monkeypatch.setattr(_crew, "LOOK", 1000.0)  # No gradient takes that long.
     begun = []
 
@@ -417,7 +417,7 @@ def test_a_run_whose_streams_have_ended_goes_on_with_new_ones(engine, tmp_path):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_a_stream_that_ends_elsewhere_than_in_batch_is_an_error(engine):
+def test_a_stream_may_end_only_in_batch(engine):
     stream = iter([1.0])
     worker = engines.Worker(lambda params: (next(stream), jnp.ones_like(params)))
     with pytest.raises(RuntimeError, match="a stream has ended, though not in batch"):

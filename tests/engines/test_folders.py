@@ -138,7 +138,7 @@ def test_two_processes_on_one_folder(saved, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_who_holds_a_folder_may_be_about_to_end(tmp_path):
+def test_a_run_waits_for_a_folder_that_is_about_to_be_free(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, folder.__file__, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -341,7 +341,7 @@ def test_several_may_be_broken_and_again(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_where_none_is_whole_nothing_begins(engine, saved, tmp_path):
+def test_a_run_does_not_begin_without_a_whole_checkpoint(engine, saved, tmp_path):
     garble(tmp_path / "10")
     lose_counters(tmp_path / "20")
     before = files_in(tmp_path)
@@ -403,7 +403,7 @@ def test_checkpoints_of_another_program_are_refused(named, tmp_path):
 # orbax's failed write has an end that nobody waits for.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_what_could_not_be_written_does_not_pile_up(tmp_path, caplog):
+def test_failed_checkpoints_do_not_pile_up(tmp_path, caplog):
     params = {"w": jnp.asarray(np.random.default_rng(0).standard_normal(20_000))}
     gradient = jax.jit(jax.value_and_grad(lambda p: jnp.sum(p["w"] ** 2)))
     job = engines.Job(params, optax.sgd(0.01), [engines.Worker(gradient)], 5)
@@ -451,7 +451,7 @@ def test_a_directory_is_a_path(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_other_settings_are_told(tmp_path, caplog):
+def test_a_warning_names_changed_settings(tmp_path, caplog):
     engine = engines.simulated
     first = engines.Checkpoint(tmp_path, settings={"seed": 0, "sizes": (1, 2)})
     ended(engine, make_job(10), checkpoint=first)
@@ -470,7 +470,7 @@ def test_other_settings_are_told(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("settings", [{"seed": np.int32(3)}, 3, {(1, 2): 3}])
-def test_settings_are_what_json_holds(settings, tmp_path):
+def test_settings_are_json_values(settings, tmp_path):
     checkpoint = engines.Checkpoint(tmp_path / "new", settings=settings)
     with pytest.raises(TypeError, match="settings must be JSON values, got"):
         ended(engines.simulated, make_job(3), checkpoint=checkpoint)

@@ -181,7 +181,7 @@ def test_processes_train_as_one_does(gate, count, standard_promotion):
 
 
 @marked
-def test_a_group_takes_and_refuses_what_one_process_does():
+def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
     ray = pytest.importorskip("ray")
 
     def make():
@@ -261,7 +261,7 @@ def test_the_processes_lie_where_the_options_say():
     assert place["state"] == "REMOVED"
 
 
-def test_who_waits_for_machines_says_so(monkeypatch, caplog):
+def test_a_group_that_waits_for_machines_warns(monkeypatch, caplog):
     looks = iter([False, False, True])
     place = types.SimpleNamespace(wait=lambda _: next(looks))
     strategies = types.SimpleNamespace(
@@ -331,7 +331,7 @@ OF_TWO = {"server_processes": 2, "server_shardings": cut_table}
 
 
 @marked
-def test_whoever_dies_the_group_begins_anew_at_its_checkpoint(tmp_path):
+def test_a_death_of_any_process_restarts_the_group_at_its_checkpoint(tmp_path):
     job = slow(150, workers=2)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=20, max_to_keep=None)
     pushes, killed = [], []
@@ -442,7 +442,7 @@ def test_a_death_while_a_checkpoint_is_written_costs_that_one(tmp_path):
 
 
 @marked
-def test_what_fails_in_one_process_is_a_death_and_in_all_an_error(tmp_path):
+def test_an_error_in_one_process_is_a_death_and_in_all_an_error(tmp_path):
     ray = pytest.importorskip("ray")
 
     def fail_in(which):

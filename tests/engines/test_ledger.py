@@ -117,7 +117,7 @@ def assert_accounts(ledger, world, goal):
     assert sum(a.number + 1 for a in world.answers.values()) == goal
 
 
-def test_who_waits_is_known_from_the_checkpoint():
+def test_the_checkpoint_names_waiting_workers():
     world = World()
     world.push(2, 0)
     world.save()

@@ -71,7 +71,7 @@ def assert_counted(run, pushes, job):
     assert 0 <= job.pushes - len(numbers) <= counts.server_deaths * len(run.workers)
 
 
-def test_what_is_too_late_is_given_up(tmp_path):
+def test_late_gradients_are_given_up(tmp_path):
     def in_pieces(params):
         (tmp_path / f"{time.monotonic_ns()}").touch()
         for _ in range(10_000):  # Until a step makes it too late.
@@ -210,7 +210,7 @@ def test_without_a_checkpoint_a_server_that_dies_ends_the_run():
 # The end.
 
 
-def test_what_was_answered_and_not_given_counts_and_is_saved(tmp_path):
+def test_answered_pushes_count_and_are_saved_before_they_are_given(tmp_path):
     def gradient(params):
         return 0.0, jnp.ones_like(params)
 
@@ -287,7 +287,7 @@ def test_a_step_that_needs_more_pushes_than_required_is_an_error():
         list(run.pushes)
 
 
-def test_what_the_server_is_told_reaches_it():
+def test_options_reach_the_server():
     def spoiled(params):
         return 0.0, params * jnp.nan
 
@@ -352,7 +352,7 @@ for ask in (lambda run: next(run.pushes), lambda run: run.server.state()):
 # Errors of workers, and jobs that are refused.
 
 
-def test_what_a_worker_raises_ends_the_run():
+def test_an_error_of_a_worker_ends_the_run():
     def failing(params):
         raise ValueError("a bad batch")
 

@@ -191,7 +191,7 @@ def test_an_answer_from_memory_changes_nothing_that_is_saved(tmp_path):
     assert {worker: x.local_step for worker, x in answers.items()} == {0: 0, 1: 1, 2: 2}
 
 
-def test_nothing_is_saved_after_the_last_word(tmp_path):
+def test_no_checkpoint_follows_the_last_save(tmp_path):
     job = make_job(9)
     checkpoint = engines.Checkpoint(str(tmp_path), every_steps=1, max_to_keep=None)
     with RecoverableServer(job.params, job.tx, checkpoint) as server:
@@ -437,7 +437,7 @@ def test_a_checkpoint_of_another_job_is_refused(engine, tmp_path):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_what_is_there_is_not_overwritten(engine, tmp_path):
+def test_existing_checkpoints_are_not_overwritten(engine, tmp_path):
     fresh = engines.Checkpoint(tmp_path, resume=False)
     ended(engine, make_job(6), checkpoint=fresh)
     with pytest.raises(ValueError, match=r"holds a run of 6 pushes: let resume be"):

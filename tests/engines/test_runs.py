@@ -126,7 +126,7 @@ def test_the_norm_is_that_of_the_gradients_before_a_clip(engine):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_what_a_worker_gives_is_looked_at(engine):
+def test_the_results_of_a_worker_are_checked(engine):
     with_aux = jax.value_and_grad(lambda w: (w**2, w), has_aux=True)
     with pytest.raises(TypeError, match="leave has_aux out"):
         list_all(engine, make_job([engines.Worker(with_aux)]))
@@ -151,7 +151,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_is_no_loss_with_gradients_is_told(engine, name):
+def test_a_result_without_loss_and_gradients_is_an_error(engine, name):
     gradient, match = LOSSES[name]
     with pytest.raises(TypeError, match=rf"^gradient: it must give .*{match}"):
         list_all(engine, make_job([engines.Worker(gradient)]))
@@ -163,7 +163,7 @@ def test_what_is_no_loss_with_gradients_is_told(engine, name):
     [jnp.ones(3), jnp.ones(()), {"w": jnp.ones(3)}, (jnp.ones(3), jnp.ones(3))],
     ids=["array", "scalar", "one", "two"],
 )
-def test_grad_in_the_place_of_value_and_grad_is_told(engine, params):
+def test_grad_instead_of_value_and_grad_is_an_error(engine, params):
     def loss(params):
         return sum(map(jnp.sum, jax.tree.leaves(params)))
 
@@ -323,7 +323,7 @@ def test_workers_come_and_go(engine):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_who_has_left_is_no_longer_among_the_workers(engine):
+def test_workers_lacks_those_that_have_left(engine):
     worker = engines.Worker(ones)
     with engine(make_job([worker] * 3, 10**6)) as run:
         next(run.pushes)

@@ -102,7 +102,7 @@ def one_of_a_batch(f):
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
 @pytest.mark.parametrize("how", ["update", "apply", "vmap"])
-def test_whatever_a_stale_gradient_holds_reaches_nothing(poison, how):
+def test_no_entry_of_a_stale_gradient_reaches_anything(poison, how):
     (params, state), hows = pushes_to_poison()
     bad = jax.tree.map(lambda g: np.full_like(g, poison), GRADS)
     got, after = hows[how](bad, state, params)
@@ -380,7 +380,7 @@ def test_wide_counts_saturate():
         assert (late.staleness, late.stale_count) == (2**31 - 1, 1)
 
 
-def test_a_parameter_called_global_step_is_none():
+def test_a_parameter_called_global_step_is_no_counter():
     params = {"global_step": jnp.float32(5), "stale_count": jnp.float32(7)}
     state = gx.drop_stale(optax.adam(0.1), 0).init(params)
     assert gx.global_step(state) == 0
@@ -407,7 +407,7 @@ def test_a_schedule_that_gives_no_threshold(schedule, error, message):
         tx.update(GRADS, tx.init(PARAMS), PARAMS, local_step=0)
 
 
-def test_a_threshold_that_is_traced_and_no_number_lets_nothing_late_in():
+def test_a_traced_nan_threshold_drops_every_late_push():
     tx = gx.drop_stale(optax.sgd(0.1), lambda step: jnp.nan * jnp.sqrt(step))
     state = tx.init(PARAMS)._replace(global_step=jnp.int32(1))
     _, state = jax.jit(tx.update)(GRADS, state, PARAMS, local_step=0)

@@ -107,7 +107,7 @@ def test_synchronous_training_equals_the_means():
 
 
 @pytest.mark.parametrize("donate", [True, False])
-def test_what_was_pulled_stays_what_it_was(donate):
+def test_pulled_arrays_keep_their_values(donate):
     server = gx.ParameterServer(PARAMS, optax.sgd(0.1), donate=donate)
     pulled = [server.pull()[0]]
     for number in range(5):
@@ -201,7 +201,7 @@ def test_wait_takes_steps_and_seconds():
     assert server.wait(np.int32(-1)) == 0
 
 
-def test_a_push_looks_at_those_alone_who_wait_for_its_step():
+def test_a_push_wakes_only_the_waiters_of_its_step():
     waiting = [queue.SimpleQueue() for _ in range(4)]
     waiters = Waiters()
     for step, woken in enumerate(waiting):
@@ -214,7 +214,7 @@ def test_a_push_looks_at_those_alone_who_wait_for_its_step():
     assert waiters.take_all() == []
 
 
-def test_who_waits_no_longer_is_forgotten():
+def test_a_waiter_that_gives_up_is_forgotten():
     server = gx.ParameterServer(PARAMS, late_sgd())
     for _ in range(3):
         with pytest.raises(TimeoutError):
@@ -223,7 +223,7 @@ def test_who_waits_no_longer_is_forgotten():
     assert server._waiters.take_all() == []
 
 
-def test_a_server_that_nobody_holds_leaves_nothing():
+def test_a_deleted_server_leaves_nothing():
     server = gx.ParameterServer(PARAMS, late_sgd())
     server.push(draw(0), server.pull()[1])
     thread, server = server._thread._thread, weakref.ref(server)
@@ -233,7 +233,7 @@ def test_a_server_that_nobody_holds_leaves_nothing():
     assert not thread.is_alive()
 
 
-def test_close_wakes_those_that_wait_and_ends_the_service():
+def test_close_wakes_waiters_and_ends_the_service():
     server = gx.ParameterServer(PARAMS, late_sgd())
     with concurrent.futures.ThreadPoolExecutor(1) as pool, server:
         waiting = pool.submit(server.wait, 0)
@@ -302,7 +302,7 @@ def test_an_error_of_the_transformation_changes_nothing():
     chex.assert_trees_all_equal(server.state(), before)
 
 
-def test_a_nan_is_let_through_where_nobody_asked_to_refuse_it():
+def test_a_nan_acts_without_require_finite():
     server = gx.ParameterServer(PARAMS, optax.sgd(0.1))
     assert server.push(BAD | {"b": BAD["b"] * np.nan}, 0).applied
 
@@ -323,7 +323,7 @@ def test_a_checkpoint_goes_on_bit_identically(tmp_path):
     chex.assert_trees_all_equal(other.state(), server.state())
 
 
-def test_restore_refuses_what_does_not_fit_and_wakes_those_that_wait():
+def test_restore_refuses_a_misfit_and_wakes_waiters():
     server = gx.ParameterServer(PARAMS, late_sgd())
     server.push(draw(0), 0)
     saved = server.state()
@@ -377,7 +377,7 @@ def test_a_push_of_before_a_restore_is_refused():
     assert type(new + 1) is int
 
 
-def test_who_waits_in_a_life_wakes_when_it_ends():
+def test_a_restore_wakes_the_waiters_of_the_old_life():
     server = gx.ParameterServer(PARAMS, late_sgd())
     _, seen = server.pull()
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -54,7 +54,7 @@ def test_each_process_gets_its_parts_and_all_else(layout):
         assert got["number"] == 2.5
 
 
-def test_an_argument_that_looks_like_a_part_is_none(layout):
+def test_an_argument_that_looks_like_a_part_is_sent_whole(layout):
     like = {"table": np.zeros((3, 3), np.float32)}
     parcel = Parcel.of(layout, PARAMS, {"other": like})
     for process in range(2):
@@ -62,13 +62,13 @@ def test_an_argument_that_looks_like_a_part_is_none(layout):
         assert extra["other"]["table"] is like["table"]
 
 
-def test_no_process_gets_what_is_for_another():
+def test_no_process_gets_the_part_of_another():
     large = {**PARAMS, "table": np.zeros((1000, 3), np.float32)}
     parcel = Parcel.of(Layout.of(large, 2, SPECS), large, {})
     assert len(pickle.dumps(parcel.of_process(0), 5)) < 0.55 * large["table"].nbytes
 
 
-def test_what_does_not_fit_is_told_before_it_is_sent(layout):
+def test_a_misfit_is_an_error_before_it_is_sent(layout):
     with pytest.raises(TypeError, match="table"):
         Parcel.of(layout, {**PARAMS, "table": ROWS[1:]}, {})
 
@@ -109,7 +109,7 @@ def test_a_tree_is_put_together_from_its_parts(layout):
     np.testing.assert_array_equal(got["c"].values, ROWS[[2]])
 
 
-def test_what_is_large_goes_to_the_store_once(monkeypatch):
+def test_large_messages_go_to_the_store_once(monkeypatch):
     put = []
 
     class Store:

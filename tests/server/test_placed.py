@@ -149,7 +149,7 @@ def test_leaves_without_a_gradient_stay(missing):
 
 
 @pytest.mark.slow
-def test_state_that_fits_the_shapes_of_users_alone_is_trained_as_theirs():
+def test_state_that_fits_only_users_shapes_is_trained_in_these():
     """The padding of a table would change the state, so the table comes without it."""
 
     def init(params):
@@ -181,7 +181,7 @@ def test_the_memory_that_was_given_is_not_taken():
     both.check()
 
 
-def test_what_is_not_finite_is_found_in_a_part():
+def test_a_nan_in_one_part_is_found():
     params = params_of(41)
     mesh = Mesh(np.array(jax.devices()[:COUNT]), ("server",))
     layout = Layout.of(params, COUNT, SHARDINGS)
@@ -197,7 +197,7 @@ def test_what_is_not_finite_is_found_in_a_part():
 
 
 @pytest.mark.slow
-def test_what_was_saved_is_restored_to_its_place():
+def test_saved_arrays_are_restored_to_their_place():
     both = Parts(gx.adagrad(0.1), 41)
     both.push(both.grads(rows=True), 0)
     saved = jax.tree.map(np.asarray, both.cut.state())

@@ -106,7 +106,7 @@ def test_a_server_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
     assert_identical(ray.get(second.state.remote()), gone)
 
 
-def test_an_actor_that_was_started_again_says_what_it_has_lost():
+def test_a_restarted_actor_counts_its_lost_pushes():
     make = ray.remote(gx.ParameterServer).options(max_concurrency=4, max_restarts=1)
     server = make.remote({"w": jnp.ones(2)}, gx.drop_stale(optax.sgd(0.5), 4))
     params, seen = ray.get(server.pull.remote())
@@ -150,7 +150,7 @@ def test_a_push_that_comes_again_acts_once(server):
     assert ray.get(server.stats.remote()).accepted == accepted + 1
 
 
-def test_those_who_wait_leave_room_for_a_push(server):
+def test_waiting_calls_leave_room_for_a_push(server):
     _, seen = ray.get(server.pull.remote())
     waiting = [server.wait.remote(seen) for _ in range(3)]
     assert not ray.wait(waiting, timeout=0.2)[0]

@@ -92,7 +92,7 @@ def test_with_one_worker_it_is_nesterov_momentum(standard_promotion):
         chex.assert_trees_all_equal(got, expected)
 
 
-def test_what_the_last_period_held_reaches_no_other():
+def test_a_period_forgets_the_one_before():
     """While the momentum has not moved yet, a NaN has not reached it either."""
     tx = gx.scale_by_delayed_nesterov(num_delay=3)
     grads = jnp.ones(2)

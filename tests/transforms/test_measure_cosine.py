@@ -75,7 +75,7 @@ def test_a_leaf_without_gradient_counts_for_nothing_and_keeps_its_own():
     np.testing.assert_allclose(state.cosine, cosine(c, before), atol=1e-6)
 
 
-def test_what_is_not_finite_is_seen_and_forgotten():
+def test_a_nan_shows_in_two_cosines_and_is_forgotten():
     tx = gx.measure_cosine()
     a, b, c = draw(0), draw(1), draw(2)
     state = tx.init(a)
@@ -129,7 +129,7 @@ def test_inside_shard_map():
     np.testing.assert_allclose(got, cosine(draw(1), draw(0)), atol=1e-6)
 
 
-def test_behind_a_gate_it_measures_what_acts():
+def test_behind_a_gate_it_measures_gradients_that_act():
     tx = gx.drop_stale(optax.chain(gx.measure_cosine(), optax.sgd(0.1)), 0)
     params = draw(9)
     state = tx.init(params)

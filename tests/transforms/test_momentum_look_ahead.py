@@ -308,7 +308,7 @@ def test_dtypes_of_the_state():
 
 
 @pytest.mark.parametrize("wild", [np.nan, np.inf])
-def test_what_is_not_finite_stays_where_it_is(wild):
+def test_a_nan_stays_in_its_leaf(wild):
     m, g = draw(4), -draw(4)
     new = corrected(g.at[0].set(wild), m)
     assert np.isfinite(new).tolist() == [False, True, True, True]
@@ -316,7 +316,7 @@ def test_what_is_not_finite_stays_where_it_is(wild):
 
 
 @pytest.mark.slow
-def test_where_squares_overflow_gradients_stay_as_they_are():
+def test_gradients_whose_squares_overflow_stay_unchanged():
     large, m = jnp.full(4, -1e20), draw(4)
     for g, held in ((large, m), (m, large), (large, -large)):
         chex.assert_trees_all_equal(corrected(g, held), g)
@@ -385,7 +385,7 @@ def test_without_momentum_yet_a_worker_begins_at_the_parameters():
     chex.assert_trees_all_equal(start, params)
 
 
-def test_what_has_another_optimizer_begins_where_it_is():
+def test_workers_with_another_optimizer_start_at_the_parameters():
     labels = {"w": "outer", "table": "rows"}
     outer = {"outer": gx.momentum_look_ahead(0.5, 0.5), "rows": gx.adagrad(0.1)}
     tx = optax.partition(outer, labels)

@@ -543,7 +543,7 @@ def gradients(expression):
 @pytest.mark.parametrize(
     "expression", WAYS.strip().replace("\n", " | ").split(" | "), ids=str
 )
-def test_whoever_reads_rows(expression, how):
+def test_layers_and_functions_that_read_rows(expression, how):
     found, (expected_value, expected) = gradients(expression)
     value, grads = found[how]()
     np.testing.assert_allclose(value, expected_value, rtol=1e-6)
@@ -712,7 +712,7 @@ def test_a_table_of_indices_is_told_from_one_that_is_compared(use, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [False, True], ids=["table", "part"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_what_fills_a_read_outside_is_of_the_dtype_that_is_read(dtype, part):
+def test_a_fill_value_has_the_dtype_of_the_read(dtype, part):
     """JAX has a value for such rows: the one that is given, or its default."""
     table = jnp.arange(1.0, 13.0).reshape(6, 2).astype(dtype)
     ids = jnp.array([4, 6, 0, 90])
@@ -751,7 +751,7 @@ def test_the_line_that_uses_a_table_is_named():
         gx.value_and_grad(loss, tables=["emb"])(EMB, jnp.array([1]))
 
 
-def test_what_a_named_table_tells():
+def test_a_named_table_gives_its_shape_and_dtype():
     def loss(params):
         table = params["emb"]
         assert (table.shape, table.dtype, table.ndim) == ((6, 3), jnp.float32, 2)

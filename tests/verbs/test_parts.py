@@ -175,7 +175,7 @@ def test_a_part_that_differs_by_device_where_the_ids_do_not():
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
-def test_what_lies_outside_of_the_table_reads_as_it_does_there():
+def test_ids_outside_read_the_same_in_a_part_and_in_the_table():
     ids = jnp.array([3, HEIGHT + 5])
 
     def rows(params):
@@ -203,7 +203,7 @@ def test_what_lies_outside_of_the_table_reads_as_it_does_there():
     ],
     ids=["index", "clip", "promise", "static", "slice", "dynamic"],
 )
-def test_ids_outside_of_the_table_read_what_it_has_for_them(read, compiled):
+def test_ids_beyond_the_table_read_its_last_row(read, compiled):
     """They read the last row. A part gets a gradient of it only where a table does."""
     ids = jnp.array([3, HEIGHT + 5])
 
