@@ -231,7 +231,8 @@ class ParameterServer:
             leaves, counters = step(old.leaves, pushed, np.int32(local_step))
             if self._programs.devices > 1:  # The counters come from one device alone.
                 jax.block_until_ready(leaves)
-            counters = jax.device_get(counters)
+            with jax.transfer_guard_device_to_host("allow"):
+                counters = np.asarray(counters)  # `jax.device_get` takes longer.
             global_step, dropped = map(int, counters[:2])
         except BaseException as error:
             if any(x.is_deleted() for x in old.leaves):
