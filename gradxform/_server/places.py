@@ -56,6 +56,12 @@ def _run(program: Callable[..., Any], *args: Any) -> Any:
         return program(*args)
 
 
+def on_host(x: jax.Array) -> np.ndarray[Any, Any]:
+    """``jax.device_get`` of one array, which takes longer."""
+    with jax.transfer_guard_device_to_host("allow"):
+        return np.asarray(x)
+
+
 def is_function(params: Any) -> bool:
     """Whether it makes parameters. A module is callable too, but it is a tree."""
     return callable(params) and jax.tree_util.all_leaves([params])
