@@ -58,7 +58,7 @@ def assert_identical(tree, other):
 
 
 def test_a_bad_push_raises_at_the_caller_and_changes_nothing(server):
-    *_, seen = push_some(server, 3)
+    seen = push_some(server, 3).global_step
     before = ray.get(server.state.remote())
     params = before["params"]
     bad = [
