@@ -146,7 +146,7 @@ def test_a_push_that_comes_again_acts_once(server):
     params, seen = ray.get(server.pull.remote())
     accepted = ray.get(server.stats.remote()).accepted
     push = [server.push.remote(params, seen, push_id=("a", 7)) for _ in range(5)]
-    assert ray.get(push) == [(True, 0, seen + 1)] * 5
+    assert ray.get(push) == [(True, 0, seen + 1, None)] * 5
     assert ray.get(server.stats.remote()).accepted == accepted + 1
 
 
