@@ -14,9 +14,10 @@ import optax
 from gradxform._server.actor import Publisher, is_actor, was_restarted
 from gradxform._server.own_thread import OwnThread
 from gradxform._server.placed import Spread
-from gradxform._server.places import copy, settle
+from gradxform._server.places import copy, on_host, settle
 from gradxform._server.programs import PushPrograms
 from gradxform._server.records import (
+    NO_COPY,
     PushResult,
     ServerClosedError,
     ServerStats,
@@ -27,6 +28,7 @@ from gradxform._server.records import (
     check_step,
     is_past,
     summary,
+    unusable,
 )
 from gradxform._server.rows import Wanted
 from gradxform._server.waiters import Waiters
@@ -234,7 +236,7 @@ class ParameterServer(Generic[Params]):
             leaves, counters = step(old.leaves, pushed, np.int32(local_step))
             if self._programs.devices > 1:  # The counters come from one device alone.
                 jax.block_until_ready(leaves)
-            counters = jax.device_get(counters)
+            counters = on_host(counters)
             global_step, dropped = map(int, counters[:2])
         except BaseException as error:
             if any(x.is_deleted() for x in old.leaves):
@@ -295,17 +297,15 @@ class ParameterServer(Generic[Params]):
 
     def _outcome(self, global_step: int) -> int | ServerClosedError | None:
         """The answer to a wait; None if it still has to wait."""
-        unusable, version = self._unusable(), self._version
-        if unusable is not None:
-            return unusable
-        passed = version.global_step > global_step
-        if passed or is_past(global_step, version.life):
+        error, version = self._unusable(), self._version
+        if error is not None:
+            return error
+        if version.global_step > global_step or is_past(global_step, version.life):
             return version.global_step
         return None
 
     def _wait(self, global_step: int, woken: queue.SimpleQueue[Any]) -> None:
-        answer = self._outcome(global_step)
-        if answer is None:
+        if (answer := self._outcome(global_step)) is None:
             self._waiters.add(global_step, woken)
         else:
             woken.put(answer)
@@ -380,24 +380,14 @@ class ParameterServer(Generic[Params]):
         self._wake()
 
     def __repr__(self) -> str:
-        version = getattr(self, "_version", None)
+        name, version = type(self).__name__, getattr(self, "_version", None)
         if version is None:  # It is still being made.
-            return f"{type(self).__name__}()"
+            return f"{name}()"
         leaves = self._programs.leaves_of_params(version.leaves)
-        said = f"parameters={sum(x.size for x in leaves)}, arrays={len(leaves)}"
-        if self._closed:
-            said += ", closed"
-        elif self._lost is not None:
-            said += ", lost"
-        return f"{type(self).__name__}(global_step={version.global_step}, {said})"
+        return f"{name}({version.described(leaves, self._unusable())})"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """A copy would be another server, of which no worker knows."""
-        raise TypeError(
-            "a ParameterServer can be neither copied nor pickled: make another one "
-            "with the same params and tx, and restore(server.state()) there. If other "
-            "processes need it, make it an actor with ray.remote(ParameterServer)."
-        )
+        raise TypeError(NO_COPY)
 
     def __enter__(self) -> Self:
         return self
@@ -406,16 +396,8 @@ class ParameterServer(Generic[Params]):
         self.close()
 
     def _unusable(self) -> ServerClosedError | None:
-        if self._closed:
-            return ServerClosedError("the parameter server is closed.")
-        if self._lost is not None:
-            return ServerClosedError(
-                f"the parameter server has lost its parameters: {self._lost}. Call "
-                "restore(state) with an earlier state()."
-            )
-        return None
+        return unusable(self._closed, self._lost)
 
     def _check_usable(self) -> None:
-        unusable = self._unusable()
-        if unusable is not None:
-            raise unusable
+        if (error := self._unusable()) is not None:
+            raise error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,12 +48,18 @@ def compiled(f: Callable[..., Any], *args: Any, **options: Any) -> Callable[...,
     """
     with jax.disable_jit(False):
         program = jax.jit(f, **options).lower(*args).compile()
+    return functools.partial(_run, program)
 
-    def run(*args: Any) -> Any:
-        with jax.transfer_guard_host_to_device("allow"), jax.disable_jit(False):
-            return program(*args)
 
-    return run
+def _run(program: Callable[..., Any], *args: Any) -> Any:
+    with jax.transfer_guard_host_to_device("allow"), jax.disable_jit(False):
+        return program(*args)
+
+
+def on_host(x: jax.Array) -> np.ndarray[Any, Any]:
+    """``jax.device_get`` of one array, which takes longer."""
+    with jax.transfer_guard_device_to_host("allow"):
+        return np.asarray(x)
 
 
 def is_function(params: Any) -> bool:

@@ -32,6 +32,13 @@ class PushResult(NamedTuple):
     cosine: float | None = None
 
 
+NO_COPY = (
+    "a ParameterServer can be neither copied nor pickled: make another one with the "
+    "same params and tx, and restore(server.state()) there. If other processes need "
+    "it, make it an actor with ray.remote(ParameterServer)."
+)
+
+
 class ServerClosedError(RuntimeError):
     """A call to a server that was closed, or that has lost its parameters.
 
@@ -39,6 +46,18 @@ class ServerClosedError(RuntimeError):
     run is over. A server that lost its parameters works again after
     :meth:`ParameterServer.restore`.
     """
+
+
+def unusable(closed: bool, lost: str | None) -> ServerClosedError | None:
+    """The error of each call to such a server; None while it serves."""
+    if closed:
+        return ServerClosedError("the parameter server is closed.")
+    if lost is not None:
+        return ServerClosedError(
+            f"the parameter server has lost its parameters: {lost}. Call "
+            "restore(state) with an earlier state()."
+        )
+    return None
 
 
 class ServerStats(NamedTuple):
@@ -128,6 +147,12 @@ class Version(NamedTuple):
         counters = outermost(state, "global_step"), dropped(state)
         global_step, count = map(int, jax.device_get(counters))
         return cls(leaves, global_step, count, secrets.token_hex(8))
+
+    def described(self, params: list[jax.Array], ended: object) -> str:
+        """Its step, the size of these parameters, and whether service has ended."""
+        size = sum(x.size for x in params)
+        said = f"global_step={self.global_step}, parameters={size}"
+        return f"{said}, arrays={len(params)}{', ended' if ended else ''}"
 
     def step(self) -> GlobalStep:
         """The step that a worker gets when it pulls this version."""

@@ -80,7 +80,8 @@ class Gradient:
             with jax.transfer_guard_host_to_device("allow"):
                 norm = _norm(grads)
             extra = {} if worker.extra is None else worker.extra(params, *batch)
-        loss, norm = map(float, jax.device_get((loss, norm)))  # Waits for them.
+        with jax.transfer_guard_device_to_host("allow"):
+            loss, norm = float(loss), float(norm)  # Waits until they are computed.
         ready()
         if over():
             raise GivenUpError

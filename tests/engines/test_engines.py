@@ -123,7 +123,7 @@ def test_async_drops_exactly_above_max_staleness(engine):
 @pytest.mark.parametrize("engine", LOCAL)
 def test_one_worker_is_never_late(engine):
     pushes, *_ = run(engine, make_job("async", [1e-3], max_staleness=0))
-    assert [p.result for p in pushes] == [(True, 0, step) for step in range(1, 41)]
+    assert [p.result[:3] for p in pushes] == [(True, 0, step) for step in range(1, 41)]
 
 
 @pytest.mark.parametrize("engine", LOCAL)

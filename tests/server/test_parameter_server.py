@@ -549,7 +549,7 @@ def test_its_representation_says_where_it_stands():
     server.push(draw(0), 0)
     assert repr(server) == "ParameterServer(global_step=1, parameters=15, arrays=2)"
     server.close()
-    assert repr(server).endswith("arrays=2, closed)")
+    assert repr(server).endswith("arrays=2, ended)")
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])

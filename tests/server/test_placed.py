@@ -226,7 +226,7 @@ def compiled(height, rows, tx):
         values = np.zeros((rows, 64), np.float32)
         grads = gx.IndexedSlices(np.arange(rows), values, table.shape)
     step, _ = server._programs.prepare({"table": grads}, {})
-    return step, grads.shape[0] // COUNT * 64 * 4
+    return step.args[0], grads.shape[0] // COUNT * 64 * 4
 
 
 def collectives(step):

@@ -58,7 +58,7 @@ def assert_identical(tree, other):
 
 
 def test_a_bad_push_raises_at_the_caller_and_changes_nothing(server):
-    *_, seen = push_some(server, 3)
+    seen = push_some(server, 3).global_step
     before = ray.get(server.state.remote())
     params = before["params"]
     bad = [
@@ -146,7 +146,7 @@ def test_a_push_that_comes_again_acts_once(server):
     params, seen = ray.get(server.pull.remote())
     accepted = ray.get(server.stats.remote()).accepted
     push = [server.push.remote(params, seen, push_id=("a", 7)) for _ in range(5)]
-    assert ray.get(push) == [(True, 0, seen + 1)] * 5
+    assert ray.get(push) == [(True, 0, seen + 1, None)] * 5
     assert ray.get(server.stats.remote()).accepted == accepted + 1
 
 
