@@ -168,6 +168,7 @@ def next_checkpoint(run, directory):
         next(run.pushes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [remove, move, remove_lock])
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_folder_that_vanishes_during_a_run_is_taken_again(engine, change, tmp_path):
@@ -194,6 +195,7 @@ def test_a_folder_that_vanishes_during_a_run_is_taken_again(engine, change, tmp_
     assert folder.Folder._mine == {}
 
 
+@pytest.mark.slow
 def test_a_folder_that_vanishes_may_get_another_owner(tmp_path, monkeypatch, caplog):
     engine = engines.simulated
     monkeypatch.setattr(folder, "PATIENCE", 0.2)
