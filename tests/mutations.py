@@ -258,6 +258,10 @@ _late/gate.py: both sides are computed and one of them is taken
 +     lambda a, r: jnp.where(pred, a, r), acted(), rests_like()
 + )
 
+_late/gate.py: a gate's update has no name
+- functools.update_wrapper(self, self.update)
++ pass
+
 _late/gate.py: extra arguments are lost where update names none of them
 - p.kind is p.VAR_KEYWORD
 + p.kind is p.VAR_POSITIONAL
@@ -425,6 +429,14 @@ _verbs/readings.py: a reading of single numbers is one of rows
 _verbs/readings.py: a jit that reads a table is not looked into
 - if name == "jit":
 + if name == "jitted":
+
+_verbs/readings.py: a checkpoint that reads a table saves all that it computes
+- results, read = jax.checkpoint(inside, **how)(*inputs)
++ results, read = inside(*inputs)
+
+_verbs/readings.py: rows of a stopped table get a gradient
+- if not table.stopped:
++ if True:
 
 _verbs/readings.py: the number that fills a read has the table's dtype
 - fills = fills and bool(table.casts)
