@@ -81,8 +81,8 @@ _trees/opaque.py: a function for dense gradients sees row indices as numbers
 + return indices
 
 _trees/dtypes.py: a step that an int32 does not hold turns negative
-- return jnp.clip(x, max(own.min, low), min(own.max, high)).astype(jnp.int32)
-+ return x.astype(jnp.int32)
+- if own.bits >= 32:
++ if own.bits < 32:
 
 _trees/boxes.py: a sum of squares a row is laid out as its table is
 - return _content(node) if isinstance(node, _boxes()) else node
@@ -113,8 +113,12 @@ _trees/arithmetic.py: an eps that is flushed to 0 lets the divisor be 0
 + np.asarray(eps, x.dtype) == 0
 
 _trees/maps.py: an imaginary part that is not finite is not seen
-- (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
-+ (x.real,)
+- jnp.all(jnp.isfinite(x), where=held)
++ jnp.all(jnp.isfinite(x.real), where=held)
+
+_trees/maps.py: the compiler for CPU drops NaN from a large leaf
+- jnp.sum(x - x)
++ jnp.max(jnp.abs(x), initial=0)
 
 _trees/maps.py: the gradient of integers is calculated with
 - return getattr(g, "dtype", None) != jax.dtypes.float0
@@ -217,8 +221,8 @@ _transforms/momentum_look_ahead.py: the update looks ahead along the momentum of
 + return _scale(g, a * (decay / kept)) + _scale(mu, decay)
 
 _transforms/momentum_look_ahead.py: the momentum moves with the gradient as it came
-- return (moved + _scale(g, rest * a)).astype(mu.dtype)
-+ return (moved + _scale(g, rest)).astype(mu.dtype)
+- return moved + _scale(g, rest * a)
++ return moved + _scale(g, rest)
 
 _transforms/momentum_look_ahead.py: a worker begins where the momentum comes from
 - ahead = -jnp.asarray(learning_rate) * b1
@@ -253,6 +257,10 @@ _late/gate.py: both sides are computed and one of them is taken
 + jax.tree.map(
 +     lambda a, r: jnp.where(pred, a, r), acted(), rests_like()
 + )
+
+_late/gate.py: a gate's update has no name
+- functools.update_wrapper(self, self.update)
++ pass
 
 _late/gate.py: extra arguments are lost where update names none of them
 - p.kind is p.VAR_KEYWORD
@@ -331,12 +339,16 @@ _late/compensate_delay.py: a worker's parameters do not fit masked gradients
 + pass
 
 _late/sums.py: a parameter that is None shifts the marks of those after it
-- pushed[i] if maps.has_gradient(total) and not holds[i] else None
-+ None if holds[i] else pushed[i]
+- flags[name] = pushed[i]
++ flags[name] = pushed[len(flags)]
 
 _late/accumulator.py: a push of the step itself is late
 - fresh = local_step >= state.global_step
 + fresh = local_step > state.global_step
+
+_late/gate.py: a gate in a sum is not told which leaves have a gradient
+- if absent.gates(state):
++ if False:
 
 _late/accumulate.py: one device alone leaves out a push that is not finite
 - if not axes:
@@ -363,7 +375,7 @@ _late/absent.py: the state of a leaf that nobody pushed for moves
 + return new
 
 _late/absent.py: a gate that adds up does not hear of a leaf without a gradient
-- part = None if _adds_up(state) else
+- part = None if gates(state, "row_counts") else
 + part =
 
 _late/absent.py: trees beside the gradients keep the leaf
@@ -417,6 +429,14 @@ _verbs/readings.py: a reading of single numbers is one of rows
 _verbs/readings.py: a jit that reads a table is not looked into
 - if name == "jit":
 + if name == "jitted":
+
+_verbs/readings.py: a checkpoint that reads a table saves all that it computes
+- results, read = jax.checkpoint(inside, **how)(*inputs)
++ results, read = inside(*inputs)
+
+_verbs/readings.py: rows of a stopped table get a gradient
+- if not table.stopped:
++ if True:
 
 _verbs/readings.py: the number that fills a read has the table's dtype
 - fills = fills and bool(table.casts)
@@ -550,12 +570,14 @@ _server/folder.py: a broken checkpoint is read
 + if name not in found:
 
 _server/folder.py: a folder is of two runs of one process
-- if identity in Folder._mine:
-+ if identity in ():
+- if other is not None and other._is_there():
++ if False:
 
 _server/folder.py: a folder is of two processes
-- return False
-+ return True
+- except (BlockingIOError, PermissionError):
+-             return False
++ except (BlockingIOError, PermissionError):
++             return True
 
 _server/folder.py: among checkpoints there may be anything
 - if names and (not names & {*ITEMS} or names & {"", "default"}):
@@ -605,9 +627,23 @@ engines/_threads.py: a worker that blocks is waited for
 - thread.join(max(0.0, deadline - time.monotonic()))
 + thread.join()
 
-engines/_streams.py: two workers draw from one stream that is an argument
-- held += [*batch.args, *batch.keywords.values()]
-+ pass
+engines/_work.py: a duration may be anything
+- return float(checks.in_range(name, worker.duration(number), "[0, inf]"))
++ return worker.duration(number)
+
+engines/_ending.py: an exception loses what was answered before it
+- step = run.save() if checkpoint else None
+-             except
++ step = None
++             except
+
+_server/recoverable.py: a server saves itself after a step that has failed
+- if self._failed is self._version or not
++ if not
+
+_server/folder.py: a folder that was deleted is made anew without its lock
+- if self._path is None or self._is_there():
++ if True:
 
 engines/_work.py: a gradient without pieces is pushed however late it is
 - if over():
@@ -626,8 +662,8 @@ _server/recoverable.py: a run that goes on takes all its pushes once more
 + pass
 
 engines/_servers.py: a server that dies too often is replaced
-- if self._deaths_left == 0:
-+ if self._deaths_left is None:
+- if self.deaths == self._max_deaths:
++ if self.deaths is None:
 
 _server/channel.py: a process that hangs in a collective outlives the leader
 - self._end("the leader of the server has died, and this process ends with it")

@@ -10,6 +10,8 @@ def global_norm(grads):
 def clip_by_global_norm(grads, max_norm):
     norm = global_norm(grads)
     factor = max_norm / norm if norm > max_norm else 1.0
+    if not np.isfinite(norm):
+        factor = np.nan
     return {k: g * factor for k, g in grads.items()}
 
 
@@ -141,9 +143,10 @@ def momentum_look_ahead(params, sequence, learning_rate, b1=0.9, *, alignment=No
 
 def kind(g, m, *, aligned, eps, **_):
     """The case that a gradient is to HeLoCo."""
-    if min(np.linalg.norm(g), np.linalg.norm(m)) < eps:
+    lengths = np.linalg.norm(g), np.linalg.norm(m)
+    if min(lengths) < eps or not np.isfinite(lengths).all():
         return "short"
-    cosine = np.vdot(m, g).real / (np.linalg.norm(g) * np.linalg.norm(m) + eps)
+    cosine = np.vdot(m, g).real / (lengths[0] * lengths[1] + eps)
     return "aligned" if cosine >= aligned else "opposed" if cosine < 0 else "between"
 
 

@@ -141,9 +141,7 @@ CLIPS = [None, "global_clipnorm", "clipnorm", "clipvalue"]
 
 @pytest.mark.parametrize("apply_updates", [gx.apply_updates, optax.apply_updates])
 @pytest.mark.parametrize("activation", [0.0, 0.25])
-def test_delayed_nesterov_reads_and_writes_what_it_keeps_once(
-    activation, apply_updates
-):
+def test_delayed_nesterov_reads_and_writes_its_state_once(activation, apply_updates):
     """On CPU a fusion has one result, so gradient and new slots are read again."""
     shapes = leaves(jnp.float32)
     tx = gx.delayed_nesterov(0.1, num_delay=4, activation=activation)
@@ -183,21 +181,46 @@ def test_momentum_look_ahead_reads_the_old_momentum_once(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "passes"), [("all", 15), ("latest", 13), ("ringleader", 15)]
+    ("dtype", "accumulator_dtype", "method", "passes"),
+    [
+        ("float32", None, "all", 15),
+        ("float32", None, "latest", 13),
+        ("float32", None, "ringleader", 15),
+        ("bfloat16", None, "all", 26),
+        ("bfloat16", None, "latest", 22),
+        ("bfloat16", None, "ringleader", 26),
+        ("bfloat16", "bfloat16", "all", 15),
+        ("bfloat16", "bfloat16", "latest", 13),
+        ("bfloat16", "bfloat16", "ringleader", 15),
+    ],
 )
-def test_a_push_to_the_mean_over_workers_costs_the_same_for_all_of_them(method, passes):
-    """The figures include the step. The CPU compiler keeps the table's old row: 1 N."""
-    shapes = leaves(jnp.float32)
+def test_a_push_to_the_mean_over_workers_costs_the_same_for_all_of_them(
+    dtype, accumulator_dtype, method, passes
+):
+    """The figures include the step. The CPU compiler keeps the table's old row.
+
+    That is 1 N, or 2 N where the row is float32 and the model bfloat16.
+    """
+    if accumulator_dtype and jax.__version_info__ < (0, 12):
+        pytest.skip("its CPU compiler passes over the whole table to write one row")
+    shapes = leaves(dtype)
+    copies = jnp.dtype(accumulator_dtype or "float32").itemsize
+    copies /= jnp.dtype(dtype).itemsize
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     for workers in (2, 16):
-        tx = gx.worker_mean(gx.scale_by_learning_rate(0.1), workers, method=method)
+        tx = gx.worker_mean(
+            gx.scale_by_learning_rate(0.1),
+            workers,
+            method=method,
+            accumulator_dtype=accumulator_dtype,
+        )
         step = compiled_step(tx, lambda: shapes, worker=scalar, local_step=scalar)
         n, memory = size(shapes), step.memory_analysis()
         accessed = step.cost_analysis()["bytes accessed"]
         assert passes * n <= accessed < (passes + 0.01) * n
-        assert n <= memory.temp_size_in_bytes < 1.01 * n
+        assert copies * n <= memory.temp_size_in_bytes < (copies + 0.01) * n
         # Parameters, table and means.
-        assert memory.alias_size_in_bytes > (workers + 2) * n
+        assert memory.alias_size_in_bytes > (1 + copies * (workers + 1)) * n
 
 
 DELAYED = {
@@ -512,7 +535,7 @@ def test_micro_batches_on_a_mesh_need_no_room_either():
 
 
 @pytest.mark.slow
-def test_where_others_hold_the_gate_updates_are_all_that_is_made():
+def test_a_gate_inside_a_wrapper_makes_only_updates():
     """``optax.partition`` is one: it brings the updates out of the conditional."""
     tx = optax.partition(
         {"gated": gx.conditional_accumulator(gx.adagrad(0.1), 2)}, lambda _: "gated"

@@ -1,6 +1,8 @@
 """What every transformation promises, for every row of the descriptor table."""
 
 import contextlib
+import copy
+import cProfile
 import functools
 import inspect
 import re
@@ -15,7 +17,8 @@ import optax
 import pytest
 
 import gradxform as gx
-from tests.descriptors import DESCRIPTORS
+from gradxform._late import gate
+from tests.descriptors import DESCRIPTORS, UNGATED
 
 REAL = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
@@ -120,6 +123,46 @@ def test_every_public_transformation_has_a_row():
     assert public == {row.name for row in DESCRIPTORS}
 
 
+@pytest.mark.parametrize(("part", "first"), [("init", "params"), ("update", "updates")])
+def test_init_and_update_tell_what_functions_tell(row, part, first):
+    """Tools that wrap a function, or show it, ask for these."""
+    function = getattr(row.make(), part)
+    assert function.__name__ in (f"{part}_fn", "<lambda>")
+    assert function.__qualname__.endswith(f".<locals>.{function.__name__}")
+    assert sys.modules[function.__module__].__name__.startswith(("gradxform", "optax"))
+    assert next(iter(inspect.signature(function).parameters)) in (first, "_")
+    wrapped = functools.wraps(function)(lambda: None)
+    assert inspect.signature(wrapped) == inspect.signature(function)
+    for name in ("__name__", "__qualname__", "__doc__", "__module__"):
+        assert getattr(wrapped, name) == getattr(function, name)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in DESCRIPTORS if row not in UNGATED], ids=str
+)
+def test_a_gates_update_can_be_wrapped_named_timed_and_sent(row):
+    cloudpickle = pytest.importorskip("cloudpickle")
+    tx, params = row.make(), {"w": jnp.arange(6.0).reshape(2, 3)}
+    given, extra = (params, tx.init(params), params), row.extra(params)
+    expected = jax.jit(tx.update)(*given, **extra)
+    profile = cProfile.Profile()
+    sent = cloudpickle.loads(cloudpickle.dumps(tx.update))
+    for again in (
+        jax.named_call(tx.update),
+        jax.profiler.annotate_function(tx.update),
+        functools.partial(profile.runcall, tx.update),
+        copy.deepcopy(tx.update),
+        sent,
+    ):
+        got = jax.jit(again)(*given, **extra)
+        chex.assert_trees_all_close(got, expected, rtol=1e-6)
+    codes = (getattr(entry.code, "co_name", "") for entry in profile.getstats())
+    assert tx.update.__name__ in codes
+    lowered = jax.jit(jax.named_call(tx.update)).lower(*given, **extra)
+    assert f"/{tx.update.__name__}/" in lowered.as_text(debug_info=True)
+    assert gate.guard_of(tx._replace(update=sent)) is not None
+
+
 @pytest.mark.parametrize("dtype", REAL + COMPLEX)
 def test_types_are_stable(row, dtype):
     if row.real_only and dtype in COMPLEX:
@@ -159,7 +202,7 @@ def test_eager_equals_jit(row, compiled):
         )
 
 
-def test_state_is_strongly_typed_whatever_the_params(row):
+def test_state_is_strongly_typed_for_all_params(row):
     def update(weak):
         assert jax.typeof(weak).weak_type
         assert types(tx.init(weak)) == types(state)
@@ -324,6 +367,29 @@ def test_masked_and_partition_run_each_part_on_its_own(row):
     for way, rest in {"masked": grad, "partition": -grad}.items():
         expected = alone | {"nested": [None, {"b": rest}]}
         chex.assert_trees_all_close(updates[way], expected, rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_without_jit_the_numbers_are_the_same(row, dtype):
+    """In float32 the next tests compare them."""
+    params, grads, tx = draw(0, dtype), draw(1, dtype), row.make()
+    expected = run(row, grads, params, jax.jit(tx.update), steps=1)
+    with jax.disable_jit():
+        got = run(row, grads, params, steps=1)
+    chex.assert_trees_all_close(wide(got), wide(expected), rtol=1e-2, atol=1e-4)
+
+
+def test_no_step_transfers_anything(row):
+    params, grads, tx = draw(0), draw(1), row.make()
+    arguments = (grads, params, jax.tree.map(jnp.asarray, row.extra(params)))
+
+    @jax.jit
+    def step(grads, params, extra):
+        return gx.apply_gradients(tx, grads, tx.init(params), params, **extra)
+
+    with jax.transfer_guard("disallow"):
+        new, _ = step(*arguments)
+    assert types(new) == types(params)
 
 
 def check_traced_types(row, tx, grads, params):

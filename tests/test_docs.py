@@ -1,6 +1,8 @@
 """Docstrings hold what a user looks for, and ``--list`` shows what there is."""
 
+import doctest
 import inspect
+import pathlib
 import re
 
 import jax
@@ -53,6 +55,26 @@ def test_docstring_explains_every_field(name):
         assert re.search(rf"^  {field}: ", doc, re.M), field
 
 
+@pytest.mark.parametrize(
+    ("called", "field"),
+    [(gx.global_step, "global_step"), (gx.staleness_fraction, "stale_count")],
+)
+def test_the_reader_of_a_counter_names_each_gate_that_has_it(called, field):
+    gates = [name for name in {*ROWS} & {*CALLED} if field in own_fields(name)]
+    assert len(gates) >= 3
+    said = inspect.getdoc(gx.global_step)
+    assert all(f":func:`{gate}`" in said for gate in gates)
+    with pytest.raises(ValueError, match=field) as raised:
+        called(())
+    assert all(gate in str(raised.value) for gate in gates if gate != "accumulate")
+
+
+def own_fields(name):
+    """The fields of the state that has the name of a transformation."""
+    state = name.title().replace("_", "") + "State"
+    return getattr(getattr(gx, state, None), "_fields", ())
+
+
 @pytest.mark.parametrize("columns", [None, 40, 80, 200])
 def test_list_prints_every_public_name_but_states(columns, capsys, monkeypatch):
     for name in ("COLUMNS", "LINES", "FORCE_COLOR"):
@@ -98,3 +120,18 @@ def test_every_listed_extra_argument_does_something():
     assert updates.tolist() == (params / 4).tolist()
     seen.add(("clip_by_global_norm", "use_norm"))
     assert seen == {(row.name, name) for row in ROWS.values() for name in row.extra}
+
+
+@pytest.mark.parametrize(
+    "random_numbers",
+    [
+        lambda: jax.default_prng_impl("rbg"),
+        lambda: jax.threefry_partitionable(False),
+    ],
+    ids=["rbg", "threefry as it was"],
+)
+def test_the_readme_holds_for_other_random_numbers(random_numbers):
+    readme = pathlib.Path(__file__).parents[1] / "README.md"
+    with random_numbers():
+        failed, attempted = doctest.testfile(str(readme), module_relative=False)
+    assert failed == 0 < attempted

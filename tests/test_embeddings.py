@@ -86,7 +86,7 @@ def test_trains_as_with_dense_gradients(name):
 
 
 @pytest.mark.slow
-def test_nnx_keeps_what_its_layers_keep():
+def test_nnx_keeps_the_state_of_its_layers():
     """As under ``nnx.value_and_grad``, which carries the state of layers by itself."""
     left, _ = run("NNX's Embed", 3)
     again, _ = run("NNX's Embed", 0)
@@ -153,6 +153,158 @@ def test_no_step_makes_anything_of_the_tables_size(name):
 
 
 IDS = jnp.array([3, 0, 3])
+
+
+def nnxs_checkpoint(height):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(height, 16, rngs=rngs)
+            self.layers = nnx.List(nnx.Linear(16, 16, rngs=rngs) for _ in range(3))
+
+        def __call__(self, ids):
+            rows = self.embed(ids)
+            for layer in self.layers:
+                rows = jnp.sin(layer(rows))
+            return jnp.sum(rows)
+
+    graph, params = nnx.split(Model(nnx.Rngs(0)), nnx.Param)
+
+    def loss(params, ids):
+        call = nnx.remat(lambda model, ids: model(ids))
+        return call(nnx.merge(graph, params), ids)
+
+    return loss, params
+
+
+def linens_checkpoint(height):
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, ids):
+            rows = linen.Embed(height, 16)(ids)
+            for _ in range(3):
+                rows = jnp.sin(linen.Dense(16)(rows))
+            return jnp.sum(rows)
+
+    model = linen.remat(Model)()
+    return model.apply, model.init(jax.random.key(0), IDS)
+
+
+def haikus_checkpoint(height):
+    import haiku as hk
+
+    def model(ids):
+        rows = hk.Embed(height, 16)(ids)
+        for _ in range(3):
+            rows = jnp.sin(hk.Linear(16)(rows))
+        return jnp.sum(rows)
+
+    def again(ids):
+        return hk.remat(model)(ids)
+
+    whole = hk.without_apply_rng(hk.transform(again))
+    return whole.apply, whole.init(jax.random.key(0), IDS)
+
+
+def equinoxs_checkpoint(height):
+    keys = jax.random.split(jax.random.key(0), 4)
+    model = eqx.nn.Sequential(
+        [eqx.nn.Embedding(height, 16, key=keys[0])]
+        + 3 * [eqx.nn.Linear(16, 16, key=keys[1]), eqx.nn.Lambda(jnp.sin)]
+    )
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, ids):
+        model = eqx.combine(params, static)
+        return jnp.sum(jax.vmap(eqx.filter_checkpoint(model))(ids))
+
+    return loss, params
+
+
+def jaxs_checkpoint(height):
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = [jax.random.normal(keys[0], (height, 16)), jnp.eye(16) / 2]
+
+    @jax.checkpoint
+    def loss(params, ids):
+        rows = params[0][ids]
+        for _ in range(3):
+            rows = jnp.sin(rows @ params[1])
+        return jnp.sum(rows)
+
+    return loss, params
+
+
+def checkpoints(jaxpr):
+    """The equations of a program that compute again what was not saved."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "remat2" and eqn.params["differentiated"]:
+            yield eqn
+        for inner in eqn.params.values():
+            if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
+                yield from checkpoints(inner)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        jaxs_checkpoint,
+        nnxs_checkpoint,
+        linens_checkpoint,
+        haikus_checkpoint,
+        equinoxs_checkpoint,
+    ],
+)
+def test_a_whole_model_may_be_computed_again_in_the_backward_pass(make):
+    batch = 1000
+
+    def program(height):
+        loss, params = make(height)
+        is_table = {
+            jax.tree_util.keystr(path, simple=True, separator="/"): x.shape[0] == height
+            for path, x in jax.tree.leaves_with_path(params)
+        }
+        return gx.value_and_grad(loss, tables=is_table.get), loss, params
+
+    sparse, loss, params = program(50)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 50, batch), jnp.int32)
+    value, grads = jax.jit(sparse)(params, ids)
+    expected_value, expected = jax.jit(jax.value_and_grad(loss))(params, ids)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    leaves = jax.tree.leaves(grads, is_leaf=lambda x: isinstance(x, gx.IndexedSlices))
+    tables = [g for g in leaves if isinstance(g, gx.IndexedSlices)]
+    assert [g.indices.tolist() for g in tables] == [ids.tolist()]
+    dense = [g.densify() if isinstance(g, gx.IndexedSlices) else g for g in leaves]
+    chex.assert_trees_all_close(dense, jax.tree.leaves(expected), rtol=1e-4, atol=1e-4)
+
+    # What is computed again begins with the same arrays as under JAX's own gradient.
+    ours, jaxs = (
+        checkpoints(jax.make_jaxpr(f)(params, ids).jaxpr)
+        for f in (sparse, jax.value_and_grad(loss))
+    )
+    (ours,), (jaxs,) = ours, jaxs
+    assert [eqn.primitive.name for eqn in ours.params["jaxpr"].eqns].count("sin") >= 2
+    assert sorted(x.aval.shape for x in ours.invars) == sorted(
+        x.aval.shape for x in jaxs.invars
+    )
+
+    def temporaries(height):
+        sparse, _, params = program(height)
+        lowered = jax.jit(sparse).lower(jax.eval_shape(lambda: params), ids)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(20_000) == temporaries(200_000)
+
+
+def test_a_vmap_of_nnxs_layers_is_refused():
+    make = nnx.vmap(lambda rngs: nnx.Embed(5, 2, rngs=rngs))
+    graph, params = nnx.split(make(nnx.Rngs(0).split(3)), nnx.Param)
+
+    def loss(params):
+        read = nnx.vmap(lambda layer, ids: layer(ids), in_axes=(0, None))
+        return jnp.sum(read(nnx.merge(graph, params), IDS) ** 2)
+
+    with pytest.raises(TypeError, match=r"'embedding.*used by 'gather'"):
+        gx.value_and_grad(loss, tables=lambda _: True)(params)
 
 
 def attend(layer):

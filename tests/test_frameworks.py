@@ -141,7 +141,7 @@ HIDDEN = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")  # Haiku's layers need it.
 @pytest.mark.parametrize("name", AVERAGES)
-def test_what_layers_keep_is_carried(name):
+def test_the_state_of_layers_is_carried(name):
     rng = np.random.default_rng(0)
     images = rng.standard_normal((2, 16, 64)).astype(np.float32)
     batches = list(zip(images, rng.integers(0, 10, (2, 16)), strict=True))
@@ -172,7 +172,7 @@ def test_keras_carries_the_seed_of_its_dropout(request, monkeypatch):
 
 
 @pytest.mark.slow
-def test_nnxs_own_gradients_carry_what_layers_keep():
+def test_nnxs_own_gradients_carry_the_state_of_layers():
     """As the page says. JAX's own gradient of the whole model does not carry it."""
 
     class Net(nnx.Module):
@@ -353,7 +353,7 @@ ROWS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("field", ROWS)
-def test_what_keeps_several_of_a_parameter_names_its_mesh_axes_too(field):
+def test_rings_and_tables_name_the_mesh_axes_of_their_parameter(field):
     init = linen.with_partitioning(linen.initializers.lecun_normal(), ("x", None))
     model, tx = linen.Dense(10, kernel_init=init), ROWS[field]
     boxed = model.init(jax.random.key(0), X)["params"]
@@ -375,6 +375,44 @@ def test_what_keeps_several_of_a_parameter_names_its_mesh_axes_too(field):
     plain = linen.unbox(boxed)
     chex.assert_trees_all_close(trained(boxed), trained(plain), rtol=1e-6)
     assert not np.allclose(trained(plain)[1], plain["kernel"])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "programs"),
+    [(0, 1, 1), (jnp.int32(0), jnp.int32(1), 1), (jnp.int32(0), 1, 2)],
+    ids=["ints", "arrays", "both"],
+)
+def test_a_local_step_of_another_type_compiles_the_step_again(first, second, programs):
+    """The page on late gradients says so."""
+    traced, tx, params = [], gx.drop_stale(optax.sgd(0.1), 0), jnp.ones(3)
+
+    @jax.jit
+    def step(params, state, local_step):
+        traced.append(local_step)
+        return gx.apply_gradients(tx, params, state, params, local_step=local_step)
+
+    state = tx.init(params)
+    for local_step in (first, second):
+        params, state = step(params, state, local_step)
+    assert len(traced) == programs
+    assert gx.global_step(state) == 2
+
+
+@pytest.mark.parametrize(("rate", "programs"), [(jnp.float32(0.5), 1), (0.5, 2)])
+def test_a_rate_that_is_a_python_float_compiles_the_step_again(rate, programs):
+    """The page on Keras says so."""
+    tx, traced = optax.inject_hyperparams(gx.adagrad)(0.1), []
+
+    @jax.jit
+    def step(grads, state):
+        traced.append(grads)
+        return tx.update(grads, state)
+
+    _, state = step(jnp.ones(3), tx.init(jnp.ones(3)))
+    state.hyperparams["learning_rate"] = rate
+    updates, _ = step(jnp.ones(3), state)
+    assert len(traced) == programs
+    np.testing.assert_allclose(updates, -0.5 / np.sqrt(2.1), rtol=1e-5)
 
 
 def test_linens_own_train_state_forwards_nothing():
@@ -520,7 +558,7 @@ def test_functions_that_are_trees_are_called():
 
 
 @pytest.mark.slow
-def test_the_loop_leaves_what_tensorflow_left():
+def test_the_loop_leaves_the_parameters_of_tensorflow():
     theirs, ours, _, unprocessed, _, gated = re.findall(BLOCK, LOOP, re.DOTALL)
     assert "compute_gradients" in theirs
     link = "tx = optax.chain(clip, tx)"
@@ -576,3 +614,37 @@ def test_jaspers_config_trains_by_its_formulas():
             mu[k] = 0.95 * mu[k] + normalized + 0.001 * w
             expected[k] = w - rate * mu[k]
         chex.assert_trees_all_close(params, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_required", [1, 3])
+def test_kauldrons_step_names_the_update_of_a_gate(num_required, standard_promotion):
+    """As `kauldron.train.train_step` calls a transformation, in its own words."""
+
+    def train(optimizer):
+        @jax.jit
+        def step(params, opt_state, x, y):
+            def forward_with_loss(params):
+                return jnp.mean((x @ params["w"] - y) ** 2)
+
+            grad_fn = jax.named_call(jax.value_and_grad(forward_with_loss), name="grad")
+            loss, params_grads = grad_fn(params)
+            updates, new_opt_state = jax.named_call(optimizer.update)(
+                params_grads, opt_state, params
+            )
+            new_params = jax.named_call(optax.apply_updates)(params, updates)
+            return new_params, new_opt_state, loss
+
+        rng = np.random.default_rng(0)
+        params = {"w": jnp.zeros(3)}
+        opt_state, losses = optimizer.init(params), []
+        for _ in range(12):
+            x = rng.standard_normal((8, 3)).astype(np.float32)
+            y = x @ np.float32([1, -2, 0.5])
+            params, opt_state, loss = step(params, opt_state, x, y)
+            losses.append(float(loss))
+        return losses
+
+    losses = train(gx.accumulate(optax.sgd(0.1, momentum=0.9), num_required))
+    multi_steps = optax.MultiSteps(optax.sgd(0.1, momentum=0.9), num_required)
+    np.testing.assert_allclose(losses, train(multi_steps), rtol=1e-5)
+    assert losses[-1] < losses[0] / 2

@@ -33,7 +33,7 @@ def test_no_cell_on_cpu_is_worse(dtypes, monkeypatch):
     assert not [row for row in rows if row["worse"]]
 
 
-def test_what_is_worse_is_said():
+def test_the_page_names_worse_cells():
     theirs = {"temp": 0.0, "moved": 8.0, "hbm": 5.0, "collectives": 1}
     assert grid.worse(theirs, theirs) == []
     assert grid.worse({**theirs, "moved": 8.15, "hbm": 5.11}, theirs) == ["hbm"]

@@ -62,7 +62,7 @@ def test_out_of_range(factory, kwargs):
 
 
 @pytest.mark.parametrize("value", [None, "1", [1.0, 2.0], 1j])
-def test_what_is_no_number(value):
+def test_bad_numbers_are_errors(value):
     with pytest.raises(TypeError, match=r"^max_norm must be a real scalar"):
         gx.clip_by_global_norm(value)
 
@@ -142,7 +142,7 @@ def test_max_staleness_that_is_no_integer(max_staleness):
         ("tx", lambda tx: gx.minimize(lambda p: p, tx)),
     ],
 )
-def test_what_is_no_transformation(name, wrap, inner):
+def test_bad_transformations_are_errors(name, wrap, inner):
     with pytest.raises(TypeError, match=f"^{name} must be an optax.GradientTransform"):
         wrap(inner)
 

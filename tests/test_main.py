@@ -223,23 +223,25 @@ def test_in_mode_local_a_push_stands_for_many_gradients():
     assert made.pushes == 3000 / 20
     means = [np.mean([*map(w.duration, range(4000))]) for w in made.workers]
     np.testing.assert_allclose(means, 20 * 0.1, rtol=0.03)
-    # In other modes it means nothing; and a number of pushes that is given stays.
-    assert make_job("--local-steps", "20").pushes == 3000
+    # In other modes a push is one gradient; and a number of pushes that is given stays.
+    assert make_job().pushes == 3000
     assert make_job("--mode", "local", "--steps", "7").pushes == 7
 
 
 @pytest.mark.parametrize(
     ("options", "required"),
     [
-        (["--mode", "async"], None),
-        (["--mode", "local"], None),
+        (["--mode", "async", "--max-staleness", "0"], None),
+        (["--mode", "local", "--max-staleness", "0"], None),
         (["--mode", "sync"], 5),
         (["--mode", "backup"], 4),
         (["--mode", "backup", "--backups", "3"], 2),
     ],
 )
-def test_a_step_requires_what_the_mode_says(options, required, standard_promotion):
-    made = make_job("--workers", "5", "--max-staleness", "0", *options)
+def test_the_mode_says_how_many_pushes_a_step_requires(
+    options, required, standard_promotion
+):
+    made = make_job("--workers", "5", *options)
     assert made.required == required
     params, state = made.params, made.tx.init(made.params)
     grads, step = jnp.ones(1), jax.jit(functools.partial(gx.apply_gradients, made.tx))
@@ -252,7 +254,8 @@ def test_a_step_requires_what_the_mode_says(options, required, standard_promotio
 @pytest.mark.parametrize(("mode", "optimizer"), half(MODES, job.OPTIMIZERS))
 def test_a_few_steps_lower_the_loss(optimizer, mode, standard_promotion):
     options = ["--mode", mode, "--optimizer", optimizer, "--steps", "120"]
-    options += ["--local-steps", "2"]  # Each number is compiled.
+    if mode == "local":
+        options += ["--local-steps", "2"]  # Each number is compiled.
     made = job.make_job(arguments(*options), build_model(0), job.load_digits())
     with engines.simulated(made) as run:
         losses = [push.loss for push in run.pushes]
@@ -298,7 +301,7 @@ def test_the_defaults_of_mode_local_learn():
     ("options", "steps", "dropped"),
     [(["--mode", "sync"], 15, 0), (["--mode", "backup", "--straggler", "9"], 19, 2)],
 )
-def test_threads_wait_for_those_they_require(options, steps, dropped):
+def test_threads_wait_for_the_pushes_that_a_step_requires(options, steps, dropped):
     done = call("--steps", "60", *options)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{options[1]} on threads, novograd, workers 4")
@@ -480,6 +483,16 @@ def test_help_explains_every_option():
         (["--checkpoint-every", "-1"], ["--checkpoint-every", "[0, inf]", "'-1'"]),
         (["--address", "auto"], ["--address", "--engine ray", "threads"]),
         (["--server-processes", "2"], ["--server-processes", "--engine ray"]),
+        (["--connect-timeout", "9"], ["--connect-timeout: needs --engine ray, not"]),
+        (["--checkpoint-every", "9"], ["--checkpoint-every: needs --checkpoint"]),
+        (["--backups", "1"], ["--backups: needs --mode backup, not async"]),
+        (["--local-steps", "10"], ["--local-steps: needs --mode local, not async"]),
+        (["--mode", "sync", "--backups", "1"], ["--backups: needs", ", not sync"]),
+        (
+            ["--mode", "sync", "--max-staleness", "4"],  # The default, but it is given.
+            ["--max-staleness: needs --mode async or local, not sync"],
+        ),
+        (["--mode", "backup", "--max-staleness", "9"], ["--max-staleness: needs"]),
         (["--server-processes", "0"], ["--server-processes", "[1, 64]", "'0'"]),
         (["--connect-timeout", "0"], ["--connect-timeout", "[0.001, inf]", "'0'"]),
         (["--checkpoint", ""], ["--checkpoint", "must not be empty"]),
@@ -515,7 +528,7 @@ def test_the_same_command_goes_on_where_it_was(tmp_path):
 
 
 @pytest.mark.slow
-def test_other_settings_are_told_where_a_run_goes_on(tmp_path, caplog):
+def test_a_resumed_run_warns_of_changed_settings(tmp_path, caplog):
     options = [*SHORT, "--checkpoint", str(tmp_path)]
     assert call(*options).returncode == 0
     assert call(*options, "--steps", "70").returncode == 0
@@ -529,7 +542,7 @@ def test_other_settings_are_told_where_a_run_goes_on(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_settings_are_what_decides_what_is_trained(mode):
+def test_settings_hold_every_option_that_changes_the_training(mode):
     known = {"mode", "optimizer", "workers", "seed"}
     more = {"sync": set(), "backup": {"backups"}, "async": {"max_staleness"}}
     more["local"] = {"local_steps", "max_staleness"}
@@ -584,7 +597,7 @@ def test_a_full_device_gets_one_line():
 
 
 @pytest.mark.slow
-def test_nobody_has_to_read_on():
+def test_a_closed_pipe_ends_in_silence():
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -655,7 +668,7 @@ def test_without_orbax_a_checkpoint_gets_one_line(monkeypatch):
 
 
 @pytest.mark.slow
-def test_nothing_is_imported_before_it_is_known_to_be_there(tmp_path):
+def test_packages_are_looked_for_before_imports(tmp_path):
     for package in PACKAGES:
         lose(package, tmp_path)
     done = run(PYTHONPATH=str(tmp_path))

@@ -5,6 +5,7 @@ hides behind rounding. The check that ``CHECKS`` has for it receives the result.
 asserts that every row with code has a check and that no check is left over.
 """
 
+import contextlib
 import functools
 import pathlib
 import re
@@ -18,7 +19,9 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
+from gradxform._server.layout import Layout
 from tests import oracles
+from tests.conftest import ON_RAY
 
 PAGES = pathlib.Path(__file__).parents[1] / "docs/coming_from"
 TABLES = "\n".join(
@@ -36,8 +39,8 @@ def code_of_the_rows():
                 yield here.strip("`")
 
 
-def loss_fn(params):
-    return 0.2 * jnp.sum(params["w"] ** 2) + 0.6 * params["b"]
+def loss_fn(params, scale=1.0):
+    return scale * (0.2 * jnp.sum(params["w"] ** 2) + 0.6 * params["b"])
 
 
 PARAMS = {"w": np.array([1.0, -2.0, 3.0]), "b": np.array(0.5)}
@@ -102,15 +105,68 @@ def namespace():
 OF_ENGINES = re.compile(r"\b(engines|job|run)\b")
 
 
+@contextlib.contextmanager
 def namespace_of_engines(folder):
     """The names of such code. Three of the job's four pushes are in ``folder``."""
-    params = jax.tree.map(np.float32, PARAMS)
-    worker = engines.Worker(jax.value_and_grad(loss_fn))
-    job = engines.Job(params, gx.adagrad(0.1), [worker], 4)
+    params, tx = jax.tree.map(np.float32, PARAMS), gx.adagrad(0.1)
+    step_fn = jax.jit(jax.value_and_grad(loss_fn))
+    job = engines.Job(params, tx, [engines.Worker(step_fn)], 4)
     with engines.simulated(job._replace(pushes=3), checkpoint=folder / "run") as run:
         list(run.pushes)
-    paths = {"folder": folder / "run", "logs": folder / "logs"}
-    return {"engines": engines, "job": job, "run": run, **paths}
+    with engines.simulated(job) as run:
+        yield {
+            **{"gx": gx, "jax": jax, "engines": engines, "job": job, "run": run},
+            **{"params": params, "tx": tx, "step_fn": step_fn},
+            "dataset_fn": lambda index: lambda number: (np.float32(index + number),),
+            **{"folder": folder / "run", "logs": folder / "logs"},
+        }
+
+
+# Code with a model of Keras, which computes in float32.
+OF_KERAS = re.compile(r"\bmodel\b")
+
+
+def namespace_of_keras(folder, rate=0.1):
+    """The names of such code. The model has been trained, saved and loaded."""
+    import keras
+
+    if not isinstance(rate, float):
+        rate = keras.optimizers.schedules.ExponentialDecay(*rate)
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    model.compile(keras.optimizers.Adagrad(rate, global_clipnorm=0.5), "mse")
+    for seed in range(5):
+        model.train_on_batch(*keras_batch(seed))
+    model.save(folder / "model.keras")
+    model = keras.models.load_model(folder / "model.keras")
+    trained = [v.value for v in model.trainable_variables]
+    tx = gx.from_config(keras.optimizers.serialize(model.optimizer))
+    return {"optax": optax, "model": model, "trained": trained, "tx": tx}
+
+
+def keras_batch(seed):
+    x = np.random.default_rng(seed).standard_normal((16, 3)).astype(np.float32)
+    return x, np.sin(x.sum(axis=1, keepdims=True))
+
+
+def check_goes_on_as_keras(named, state):
+    """10 further steps here, and 10 of the model itself."""
+    model, params = named["model"], named["trained"]
+    rest = [v.value for v in model.non_trainable_variables]
+
+    def loss_fn(params, x, y):
+        return jnp.mean((model.stateless_call(params, rest, x)[0] - y) ** 2)
+
+    step = gx.minimize(loss_fn, named["tx"], donate=False)
+    before = model.get_weights()
+    for seed in range(5, 15):
+        params, state, loss = step(params, state, *keras_batch(seed))
+        expected = model.train_on_batch(*keras_batch(seed))
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for ours, theirs, was in zip(params, model.get_weights(), before, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+        assert np.abs(theirs - was).max() > 1e-3
 
 
 def equals(expected, rtol=1e-9):
@@ -161,6 +217,44 @@ def check_resumes(engine):
     with engine as run:
         assert run.resumed == 3
         assert len(list(run.pushes)) == 1
+
+
+# What TensorFlow 2.21 computed in a cluster of processes with one worker: the losses of
+# four calls of `schedule`, and the parameters after `join`.
+SCHEDULED_LOSSES = [3.1, 2.829936, 2.641124, 2.4903982]
+SCHEDULED = {"w": np.array([0.77351534, -1.7403494, 2.7316749]), "b": 0.2416921}
+
+
+def check_scheduled(engine):
+    """The engine makes the losses and leaves the parameters that TensorFlow did."""
+    with engine as run:
+        losses = [push.loss for push in run.pushes]
+        trained = jax.tree.map(np.asarray, run.server.pull()[0])
+    np.testing.assert_allclose(losses, SCHEDULED_LOSSES, rtol=1e-5)
+    equals(SCHEDULED, rtol=1e-5)(jax.tree.map(np.float64, trained))
+
+
+def takes_late_gradients(server):
+    for global_step in (1, 2):
+        assert server.push(GRADS, 0).global_step == global_step  # The second is late.
+    *_, (wanted, *_) = oracles.adagrad(PARAMS, [GRADS, GRADS], learning_rate=0.1)
+    equals(wanted)(server.pull()[0])
+
+
+def draw_minibatches_of_their_own(workers):
+    drawn = [worker.batch(number) for worker in workers for number in (0, 1)]
+    assert drawn == [(0.0,), (1.0,), (1.0,), (2.0,)]
+    losses = [worker.gradient(PARAMS, *worker.batch(3))[0] for worker in workers]
+    np.testing.assert_allclose(losses, [3 * 3.1, 4 * 3.1], rtol=1e-6)
+
+
+def trains_through_epochs(job):
+    with engines.simulated(job) as run:
+        pushes = list(run.pushes)
+    assert [push.number for push in pushes] == [*range(6)]
+    # The minibatch of number 0 makes the loss 0; from then on it falls for each scale.
+    falls = [push.loss / push.number for push in pushes[1:]]
+    assert falls == sorted(falls, reverse=True)
 
 
 def refuses_nan(server):
@@ -432,6 +526,32 @@ CHECKS = {
     "engines.TensorBoard(logs, run, every_seconds=120.0)": lambda board: board.close(),
     "gx.ParameterServer(params, tx, require_finite=True)": refuses_nan,
     "run.stop()": gives(None),
+    # ParameterServerStrategy
+    "gx.ParameterServer(params, tx)": takes_late_gradients,
+    "engines.threads(job)": check_scheduled,
+    "engines.Job(params, tx, [engines.Worker(step_fn)], pushes=4)": (
+        lambda job: check_scheduled(engines.simulated(job))
+    ),
+    "list(run.pushes)": lambda pushes: gives([1, 2, 3, 4])(
+        [push.result.global_step for push in pushes]
+    ),
+    "[push.loss for push in run.pushes]": equals(SCHEDULED_LOSSES, rtol=1e-5),
+    "run.counts().pushed == job.pushes": gives(False),  # Nothing has run yet.
+    "[engines.Worker(step_fn, dataset_fn(index)) for index in range(2)]": (
+        draw_minibatches_of_their_own
+    ),
+    "engines.ray(job, server_processes=2, server_shardings={"
+    '"w": jax.sharding.PartitionSpec("server"), "b": None})': check_scheduled,
+    'lambda path, shape: jax.sharding.PartitionSpec("server") '
+    "if shape and shape[0] > 2 else None": lambda shardings: gives((None, 0))(
+        Layout.of(PARAMS, 2, shardings).cuts  # Of b, and of the three entries of w.
+    ),
+    "engines.Job(params, tx, [engines.Worker(step_fn, dataset_fn(0))], pushes=2 * 3)": (
+        trains_through_epochs
+    ),
+    "run.server.pull()[0]": lambda params: equals(PARAMS)(
+        jax.tree.map(np.float64, params)
+    ),
     'gx.apply_gradients(summing, {"w": params["b"], "b": params["b"]}, summing_state, '
     "params, local_step=0)": says(TypeError, r"differ at \['w'\]"),
     "gx.conditional_accumulator(tx, num_required=0)": says(
@@ -522,6 +642,10 @@ CHECKS = {
     'optax.tree.get(state, "sum_of_squares")["w"]': equals(ACC["w"]),
     "gx.ScaleByAdagradState._fields": gives(("sum_of_squares",)),
     "jax.tree.leaves(state)": equals([ACC["b"], ACC["w"]]),
+    "optax.tree.set(tx.init(trained), sum_of_squares="
+    "[v.value for v in model.optimizer.variables[-len(trained):]])": (
+        check_goes_on_as_keras
+    ),
     "jax.tree.unflatten(jax.tree.structure(state), weights)": (
         lambda state: equals({"b": 7.0, "w": 8.0})(
             optax.tree.get(state, "sum_of_squares")
@@ -645,6 +769,13 @@ MEMBERS = {
     "`tf.IndexedSlices`": """values indices dense_shape dtype device graph name op
         consumers apply_grad apply_indexed_slices_grad take_grad
         take_indexed_slices_grad""",
+    "`tf.distribute.ParameterServerStrategy`": """cluster_resolver
+        variable_partitioner distribute_datasets_from_function
+        experimental_distribute_dataset experimental_distribute_values_from_function
+        experimental_local_results extended gather num_replicas_in_sync reduce run scope
+        strategy create_per_worker_dataset done fetch join schedule get num_shards
+        min_shard_bytes max_shards bytes_per_string max_shard_bytes dataset_fn
+        input_options experimental_get_current_worker_index""",
     "`tf.keras.optimizers.Adagrad`": """learning_rate initial_accumulator_value epsilon
         decay clipnorm clipvalue global_clipnorm weight_decay use_ema ema_momentum
         ema_overwrite_frequency loss_scale_factor gradient_accumulation_steps
@@ -680,13 +811,50 @@ def test_every_row_with_code_has_a_check():
     assert set(code_of_the_rows()) == {*CHECKS}
 
 
+ROWS_ON_RAY = [code for code in CHECKS if "engines.ray(" in code]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("code", CHECKS)
-def test_row(code, tmp_path):
+@pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")  # Keras's.
+@pytest.mark.parametrize("code", [code for code in CHECKS if code not in ROWS_ON_RAY])
+def test_row(code, tmp_path, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    execute(code, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
+def test_a_model_of_keras_goes_on_with_its_schedule(tmp_path, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    named = namespace_of_keras(tmp_path, rate=(0.1, 4, 0.5))
+    (code,) = (code for code in CHECKS if OF_KERAS.search(code))
+    more = "count=model.optimizer.iterations.value"
+    assert f"`{more}`" in TABLES
+    check_goes_on_as_keras(named, eval(f"{code[:-1]}, {more})", named))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("code", ROWS_ON_RAY)
+def test_row_on_ray(code, tmp_path):
+    execute(code, tmp_path)
+
+
+for mark in ON_RAY:
+    test_row_on_ray = mark(test_row_on_ray)
+
+
+def execute(code, tmp_path):
+    """Runs the code of a row and checks the result."""
     check = CHECKS[code]
     if OF_ENGINES.search(code):
-        check(eval(code, namespace_of_engines(tmp_path)))
+        with namespace_of_engines(tmp_path) as named:
+            check(eval(code, named))
+        return
+    if OF_KERAS.search(code):
+        named = namespace_of_keras(tmp_path)
+        check(named, eval(code, named))
         return
     with jax.enable_x64(True):
         if isinstance(check, tuple):

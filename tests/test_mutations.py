@@ -33,4 +33,4 @@ def test_there_are_many_and_in_every_room_that_computes():
         *(path.parent.name for path in PACKAGE.glob("*/__init__.py")),
     }
     rooms = {f"{p.parent.name}/{p.name}" for p in PACKAGE.glob("_*/[!_]*.py")}
-    assert rooms <= {m.file for m in MUTATIONS}
+    assert rooms - {"_trees/types.py"} <= {m.file for m in MUTATIONS}

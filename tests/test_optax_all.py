@@ -130,7 +130,7 @@ def trained(step, params, state):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_frozen_is_as_if_it_were_not_there(name):
+def test_frozen_leaves_act_as_if_they_were_absent(name):
     """The step donates the memory of everything, whoever held it at first."""
     tx, params = FOUND[name], start()
     step = gx.minimize(loss_fn, tx, trainable={"w": True, "b": True, "frozen": False})

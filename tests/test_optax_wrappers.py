@@ -267,7 +267,7 @@ def test_map_params_finds_the_state_of_stacked_layers(stacked_axes):
     assert optax.tree.get(names, "nu") == {"w": "w", "b": "b"}
 
 
-def test_what_forwards_no_extra_arguments_fails_aloud():
+def test_wrappers_that_forward_no_extra_arguments_raise():
     late = gx.drop_stale(novograd(0.1), 0)
     with pytest.raises(TypeError, match="drop_stale needs local_step"):
         train(optax.MultiSteps(late, 3).gradient_transformation())

@@ -5,6 +5,9 @@ drops a push, the mean of two micro-batches. If the extra ``programs`` is not in
 the tests that need it are skipped.
 """
 
+import doctest
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,15 +26,18 @@ pytestmark = [
 STEPS = 10
 
 
-def never_late(tx):
-    """In a gate that knows its own step, since programs give no ``local_step``."""
-    gate = gx.drop_stale(tx, max_staleness=0)
+def examples(heading):
+    """The names that the examples under a heading of the page on frameworks define."""
+    page = pathlib.Path(__file__).parents[1] / "docs/frameworks.md"
+    _, _, rest = page.read_text().partition(f"\n## {heading}\n")
+    named = {}
+    for example in doctest.DocTestParser().get_examples(rest.partition("\n## ")[0]):
+        exec(example.source, named)
+    return named
 
-    def update(grads, state, params=None, **extra):
-        now = gx.global_step(state)
-        return gate.update(grads, state, params, local_step=now, **extra)
 
-    return optax.GradientTransformationExtraArgs(gate.init, update)
+# Programs give no ``local_step``: the page's wrapper does.
+never_late = examples("Trainers of others")["never_late"]
 
 
 def theirs(rate):
@@ -49,7 +55,10 @@ PAIRS = {
         lambda: gx.adagrad(0.1, global_clipnorm=0.5),
         lambda: optax.chain(optax.clip_by_global_norm(0.5), theirs(0.1)),
     ),
-    "gate": (lambda: never_late(optax.adam(0.02)), lambda: optax.adam(0.02)),
+    "gate": (
+        lambda: never_late(gx.drop_stale(optax.adam(0.02), max_staleness=0)),
+        lambda: optax.adam(0.02),
+    ),
     "micro": (
         lambda: gx.accumulate(optax.adam(0.02), 2),
         lambda: optax_micro(optax.adam(0.02)),

@@ -28,6 +28,10 @@ def read(name):
     return yaml.safe_load((ROOT / name).read_text())
 
 
+def read_text(name):
+    return (ROOT / name).read_text()
+
+
 def texts():
     """Every text of the checkout that git keeps, by its path."""
     command = ["git", "ls-files", "-z"]
@@ -76,7 +80,7 @@ def test_on_pypi_every_link_of_the_readme_leads_to_a_file_of_the_release():
         assert (ROOT / name.partition("#")[0]).is_file()
 
 
-def test_what_runs_before_a_commit_has_the_versions_of_the_project():
+def test_pre_commit_has_the_versions_of_the_project():
     extras = PROJECT["optional-dependencies"]
     said = {*PROJECT["dependencies"], *(line for e in extras.values() for line in e)}
     (hooks,) = [repo["hooks"] for repo in read(".pre-commit-config.yaml")["repos"]]
@@ -96,7 +100,7 @@ def test_the_citation_is_of_this_version():
     assert citation["keywords"] == PROJECT["keywords"]
 
 
-def test_workflows_run_what_ci_runs():
+def test_workflows_run_the_scripts_of_ci():
     """Workflows and .ci/run call each script of .ci, and workflows run little else."""
     beside = [line for line in commands() if line.split()[0] not in SCRIPTS]
     assert all(re.match(r"python -m pip install |test -f ", line) for line in beside)
@@ -104,6 +108,18 @@ def test_workflows_run_what_ci_runs():
     assert called == SCRIPTS - {".ci/run"}
     entry = (ROOT / ".ci/run").read_text()
     assert all(re.search(rf"(?m)(^|\s){script}\b", entry) for script in called)
+
+
+def test_the_site_is_built_as_read_the_docs_builds_it():
+    config = read(".readthedocs.yaml")
+    assert config["build"]["tools"]["python"] == PYTHONS[-1]  # .ci/run has the newest.
+    assert config["sphinx"]["configuration"] == "docs/conf.py"
+    (install,) = config["python"]["install"]
+    assert (install.pop("method"), install.pop("path")) == ("pip", ".")
+    (command,) = re.findall(r"extras=\$\((.*)\)$", read_text(".ci/site"), re.M)
+    found = subprocess.check_output(command, shell=True, cwd=ROOT, text=True)
+    assert found.replace(",", " ").split() == install.pop("extra_requirements")
+    assert not install
 
 
 def test_workflows_run_on_every_python_that_is_supported():
@@ -135,3 +151,35 @@ def test_the_command_for_the_versions_prints_them(capsys):
     (command,) = {*re.findall(r'python -c "(.*?)"', " ".join(texts))}
     exec(command)
     assert gx.__version__ in capsys.readouterr().out
+
+
+# XLA's maximum on CPU drops NaN from 4,096 numbers on, and Python's drops it unless it
+# comes first. Then `< tolerance` holds.
+MAXIMUM_WITHOUT_NAN = re.compile(
+    r"(?:jnp\.max\(|jnp\.abs\(.*\)\.max\(|(?<![\w.])max\(.*\babs\(.*\bfor\b).*<"
+)
+
+
+def test_no_comparison_passes_on_nan():
+    found = [
+        f"{name}: {line.strip()}: use np.max or allclose"
+        for name, text in texts()
+        for line in text.splitlines()
+        if MAXIMUM_WITHOUT_NAN.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("assert jnp.max(jnp.abs(a - b)) ~ 1e-6", True),
+        ("assert jnp.abs(a - b).max() ~ 1e-6", True),
+        ("assert max(abs(a - b).max() for a, b in pairs) ~ 1e-6", True),
+        ("assert np.max(np.abs(a - b)) ~ 1e-6", False),
+        ("assert np.max([np.abs(a - b) for a, b in pairs]) ~ 1e-6", False),
+        ("clip = jnp.maximum(x, 0) ~ 1", False),
+    ],
+)
+def test_such_comparisons_are_found(line, found):
+    assert bool(MAXIMUM_WITHOUT_NAN.search(line.replace("~", "<"))) == found

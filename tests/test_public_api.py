@@ -1,6 +1,7 @@
 """The public surface changes only if somebody means it to, and the change says so."""
 
 import difflib
+import inspect
 import pathlib
 import re
 
@@ -20,14 +21,27 @@ From 1.0 on a line with a minus needs a deprecation first: docs/versions.md says
 """
 
 
-def test_the_public_surface_is_what_is_written_down():
+def test_the_public_surface_equals_its_list():
     now = "\n".join(public_api.entries()).splitlines()
     then = WRITTEN.read_text().splitlines()
     changes = difflib.unified_diff(then, now, WRITTEN.name, "today", n=1, lineterm="")
     assert now == then, HOW + "\n".join(changes)
 
 
-def test_the_changelog_names_whatever_is_public():
+def test_an_alias_has_the_defaults_of_its_transformation():
+    compared = set()
+    for name, make in vars(gx).items():
+        alias = getattr(gx, name.removeprefix("scale_by_"), None)
+        if inspect.isfunction(make) and alias not in (None, make):
+            for parameter in inspect.signature(make).parameters.values():
+                same = inspect.signature(alias).parameters[parameter.name]
+                assert same.default == parameter.default, parameter
+                assert same.annotation == parameter.annotation
+                compared.add((name, parameter.name))
+    assert len(compared) > 20
+
+
+def test_the_changelog_names_every_public_name():
     told = set(re.findall(r"\w+", (ROOT / "CHANGELOG.md").read_text()))
     names = {name for name in [*vars(gx), *vars(gx.engines)] if name[0] != "_"}
     # The name of a state follows from the name of its transformation.

@@ -224,9 +224,7 @@ WRAPPED = {
     indirect=["in_context"],
     ids=str,
 )
-def test_gates_keep_what_init_gave_wherever_gradients_lie(
-    axes, spec, compiled, in_context
-):
+def test_gates_keep_the_placement_that_init_gave(axes, spec, compiled, in_context):
     """As optax tests its own gates, and in half precision, too."""
     on = jax.make_mesh((4, 2), ("x", "y"), axis_types=AXES[axes])
     txs = {gate: wrap(gx.adagrad(0.1)) for gate, wrap in WRAPPED.items()}

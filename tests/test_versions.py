@@ -18,6 +18,13 @@ def test_pages_name_the_floors(page):
     assert set(said) == {(name, FLOORS[name]) for name in ("jax", "optax")}
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/versions.md"])
+def test_pages_name_the_oldest_flax_that_the_demo_takes(page):
+    (line,) = (x for x in PROJECT["optional-dependencies"]["demo"] if "flax" in x)
+    said = re.findall(r"\bFlax ≥ ([\d.]*\d)", (ROOT / page).read_text())
+    assert set(said) == {line.removeprefix("flax>=")}
+
+
 def test_one_room_asks_which_version_runs():
     package = ROOT / "gradxform"
     rooms = {

@@ -38,11 +38,10 @@ _LIMITS = (
 _LARGEST = float(np.finfo(np.float32).max)
 
 # Optax's transformations whose annotations do not say that they are transformations.
-_UNANNOTATED = (
-    optax.scale_by_factored_rms,
-    optax.contrib.dog,
-    optax.contrib.dowg,
-)
+_UNANNOTATED = {
+    *("dog", "dowg", "hutchinson_estimator_diag_hessian"),
+    *("monitor", "scale_by_factored_rms"),
+}
 
 
 def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
@@ -63,7 +62,7 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     into the dict as they are. Any mapping works, also ml_collections' ``ConfigDict``.
 
     It reads the results of ``optimizer.get_config()`` and
-    ``keras.optimizers.serialize`` from Keras 3 and from TensorFlow 1.15 to 2.x:
+    ``keras.optimizers.serialize`` from Keras 3 and from TensorFlow 1.14 to 2.x:
     ``Adagrad``, TensorFlow Addons' ``NovoGrad``, and the schedules
     ``ExponentialDecay``, ``InverseTimeDecay``, ``CosineDecay``,
     ``CosineDecayRestarts``, ``LinearCosineDecay``, ``PiecewiseConstantDecay`` and
@@ -228,7 +227,7 @@ def _kind(make: Maker) -> str | None:
     made = _signature(make).return_annotation
     if inspect.isclass(made) and issubclass(made, optax.GradientTransformation):
         return "transformation"
-    if make in _UNANNOTATED:
+    if make.__module__.startswith("optax.") and make.__name__ in _UNANNOTATED:
         return "transformation"
     return "schedule" if made == optax.Schedule else None
 

@@ -32,6 +32,17 @@ ENGINES: dict[str, Callable[..., Any]] = {
 MODES = ("async", "backup", "local", "sync")
 GRADIENTS = 3000  # Of all workers together, by default.
 
+# Options that have an effect only with another one, and with which of its values.
+NEEDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "address": ("engine", ("ray",)),
+    "backups": ("mode", ("backup",)),
+    "checkpoint_every": ("checkpoint", ()),  # With any value.
+    "connect_timeout": ("engine", ("ray",)),
+    "local_steps": ("mode", ("local",)),
+    "max_staleness": ("mode", ("async", "local")),
+    "server_processes": ("engine", ("ray",)),
+}
+
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The options that decide what is trained, for checkpoints to remember."""
@@ -53,15 +64,18 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: None = None
     ) -> argparse.Namespace:
         """The options; checks those that depend on each other."""
-        parsed = super().parse_args(args, namespace)
+        not_given = argparse.Namespace(**dict.fromkeys(NEEDS))
+        parsed = super().parse_args(args, not_given)
+        for name, (other, values) in NEEDS.items():
+            present = getattr(parsed, other)
+            if getattr(parsed, name) is None:
+                setattr(parsed, name, self.get_default(name))
+            elif present is None or (values and present not in values):
+                needs = " ".join([f"--{other}", " or ".join(values)]).rstrip()
+                but = f", not {present}" if values else ""
+                option = name.replace("_", "-")
+                self.error(f"argument --{option}: needs {needs}{but}")
         mode, workers, backups = parsed.mode, parsed.workers, parsed.backups
-        if parsed.address is not None and parsed.engine != "ray":
-            self.error(f"argument --address: needs --engine ray, not {parsed.engine}")
-        if parsed.server_processes > 1 and parsed.engine != "ray":
-            self.error(
-                f"argument --server-processes: more than 1 needs --engine ray, not "
-                f"{parsed.engine}"
-            )
         if mode == "backup" and backups >= workers:
             self.error(f"argument --backups: must be below --workers, got {backups}")
         if parsed.steps is None:

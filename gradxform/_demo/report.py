@@ -80,7 +80,7 @@ def add_bars(report: Any, results: Sequence[gx.PushResult]) -> None:
     """Adds a bar for each staleness, or for each range: the number of such pushes."""
     from rich import progress_bar
 
-    applied, staleness, _ = map(np.array, zip(*results, strict=True))
+    applied, staleness, *_ = map(np.array, zip(*results, strict=True))
     width = 1 + staleness.max() // 20  # At most 20 rows, even with many workers.
     counts = np.bincount(staleness // width).tolist()
     for row, count in enumerate(counts):

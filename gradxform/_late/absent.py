@@ -67,7 +67,7 @@ def update(
     if not missing:
         return tx.update(updates, state, params, **extra)
     # Sums of pushes count by themselves which pushes had a gradient for a leaf.
-    part = None if _adds_up(state) else _Part.of(tx, state, updates, params)
+    part = None if gates(state, "row_counts") else _Part.of(tx, state, updates, params)
     if part is None:
         try:
             return tx.update(updates, state, params, **extra)
@@ -103,6 +103,8 @@ def keep(
 ) -> optax.OptState:
     """The new state of ``tx``, with the old state of leaves that have not acted.
 
+    The gates in it know which leaves have acted, so their states are the new ones.
+
     Args:
       tx: the transformation whose state it is.
       acted: for each leaf a bool[], or None if it has acted for sure.
@@ -123,8 +125,25 @@ def keep(
         return jax.tree.map(lambda n, o: jnp.where(has_acted, n, o), new, old)
 
     kept: optax.OptState
-    kept = jax.tree.map(choose, part.marks, new, old, is_leaf=_is_absent)
+    kept = jax.tree.map(
+        choose, part.marks, new, old, is_leaf=lambda x: _is_absent(x) or _is_gate(x)
+    )
     return kept
+
+
+def gates(state: optax.OptState, field: str = "inner_state") -> bool:
+    """Whether a state holds that of a gate, with this field."""
+
+    def found(node: Any) -> bool:
+        return _is_gate(node) and hasattr(node, field)
+
+    return any(map(found, jax.tree.leaves(state, is_leaf=found)))
+
+
+def _is_gate(node: Any) -> bool:
+    """Whether it is the state of a gate of this subpackage."""
+    fields = {*getattr(type(node), "_fields", ())}
+    return "inner_state" in fields and not fields.isdisjoint(("global_step", "ring"))
 
 
 def _unmasked(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
@@ -234,12 +253,3 @@ def _described(u: Any) -> Any:
     if not isinstance(u, IndexedSlices):
         return u
     return jax.ShapeDtypeStruct(u.dense_shape, u.dtype)
-
-
-def _adds_up(state: Any) -> bool:
-    """Whether the state holds sums of pushes: of :mod:`gradxform._late.sums`."""
-
-    def has_sums(node: Any) -> bool:
-        return hasattr(node, "num_accumulated")
-
-    return any(map(has_sums, jax.tree.leaves(state, is_leaf=has_sums)))

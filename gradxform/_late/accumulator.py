@@ -65,7 +65,7 @@ def conditional_accumulator(
     push has a gradient for a leaf, its parameter and its state stay as they are, which
     ``minimize(trainable=...)`` needs. ``inner`` sees zeros there, and its result for
     the leaf, such as weight decay, is left out. So the updates of such a leaf are
-    zeros, not ``None``.
+    zeros, not ``None``. A gate inside treats the leaf as if it were ``None``.
 
     If there are ``num_required`` workers, this is synchronous training without a
     barrier in the program. If there are more, the extra ones are **backup workers**: a

@@ -16,9 +16,9 @@ def global_step(state: optax.OptState) -> jax.Array:
 
     Args:
       state: a state that holds the state of :func:`drop_stale`,
-        :func:`conditional_accumulator` or :func:`accumulate`, also inside
-        ``optax.chain``, ``optax.inject_hyperparams`` or other wrappers. If gates are
-        nested, the outermost one counts.
+        :func:`conditional_accumulator`, :func:`worker_mean` or :func:`accumulate`, also
+        inside ``optax.chain``, ``optax.inject_hyperparams`` or other wrappers. If gates
+        are nested, the outermost one counts.
 
     Returns:
       An int32 scalar. It is a copy, so it stays valid when the state is donated to the
@@ -65,9 +65,9 @@ def staleness_fraction(state: optax.OptState) -> jax.Array:
     >>> assert abs(gx.staleness_fraction(state) - 2 / 3) < 1e-6
     """
     own = _outermost(state, "stale_count")
-    return own.stale_count.astype(jnp.float32) / (
-        own.global_step.astype(jnp.float32) + 1
-    )
+    with jax.transfer_guard_host_to_device("allow"):
+        steps = own.global_step.astype(jnp.float32) + 1
+    return own.stale_count.astype(jnp.float32) / steps
 
 
 def outermost(state: optax.OptState, field: str) -> jax.Array:
@@ -88,8 +88,8 @@ def _outermost(state: optax.OptState, field: str) -> Any:
     found = gate.states(state, field)
     if not found:
         raise ValueError(
-            f"the state holds no {field}: wrap the transformation in drop_stale or "
-            "conditional_accumulator."
+            f"the state holds no {field}: wrap the transformation in drop_stale, "
+            "conditional_accumulator or worker_mean."
         )
     if len(found) > 1:
         paths = ", ".join(f"{jax.tree_util.keystr(path)}.{field}" for path, _ in found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -11,12 +10,12 @@ import numpy as np
 import optax
 
 from gradxform._late import gate
-from gradxform._late.gate import Act, Rest
+from gradxform._late.gate import Act, LeafFlags, Rest
 from gradxform._trees import boxes, checks, constants, dtypes, maps
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.rounding import narrow
 
-_DELAYS = f"[0, {2**30}]"  # Counters go up to twice a delay, and are int32.
+_DELAYS = f"[0, {2**30 - 1}]"  # Counters go up to twice a delay, and are int32.
 
 
 class DelayedState(NamedTuple):
@@ -71,8 +70,8 @@ def delayed(
 
     Args:
       inner: the transformation on which the gradients act, a whole optimizer as a rule.
-      num_steps: d, an int in [0, 2³⁰], or a prefix tree of such ints; it is a shape, so
-        it cannot be traced. Under ``optax.inject_hyperparams`` name it in
+      num_steps: d, an int in [0, 2³⁰ - 1], or a prefix tree of such ints; it is a
+        shape, so it cannot be traced. Under ``optax.inject_hyperparams`` name it in
         ``static_args``.
       ring_dtype: dtype of the ring, by default that of the parameters. Gradients of
         another dtype are rounded to it, and come out of the ring in the dtype of the
@@ -139,21 +138,23 @@ def delayed(
         updates: optax.Updates,
         state: DelayedState,
         params: optax.Params | None,
+        *,
+        leaf_flags: LeafFlags | None = None,
         **extra: Any,
     ) -> tuple[Any, DelayedState]:
         _check_updates(updates, ring := boxes.as_in(updates, state.ring))
         leaves, treedef = jax.tree.flatten(updates, is_leaf=maps.is_leaf)
         rings = jax.tree.leaves(ring, is_leaf=maps.is_leaf)
         delays = np.array(list(map(_delay, rings)), np.int32)
-        moves = np.array(list(map(maps.has_gradient, leaves)), bool) & (delays > 0)
+        moves = gate.holds(updates, leaf_flags) & (delays > 0)
         count = state.count
         place = jnp.where(count < delays, count, count - delays)  # count mod d
 
         def step() -> tuple[Any, Any]:
             # g_{t - d}
             late = jax.tree.unflatten(treedef, map(_oldest, leaves, rings, place))
-            outcome, inner_state = act(
-                inner, late, state.inner_state, params, **gate.taken(inner, extra)
+            outcome, inner_state = gate.acted(
+                act, rest, inner, late, state.inner_state, params, leaf_flags, **extra
             )
             return outcome, (inner_state, jnp.array(True))
 
@@ -168,15 +169,19 @@ def delayed(
         known = acted.astype(jnp.float32)
         never = (known != known) & (known == known)
 
-        def put(g: Any, ring: Any, place: jax.Array) -> Any:
+        def put(g: Any, ring: Any, place: jax.Array, flag: Any) -> Any:
             if not maps.has_gradient(g) or not (delay := _delay(ring)):
                 return ring
+            if flag is not None:
+                g = jnp.where(flag, g, _oldest(g, ring, place))
             new = jnp.where(never, 0, narrow(jnp.asarray(g), ring.dtype))[None]
             if delay == 1:
                 return new
             return jax.lax.dynamic_update_slice_in_dim(ring, new, place, 0)
 
-        ring = jax.tree.unflatten(treedef, map(put, leaves, rings, place))
+        flags = gate.flags_of(updates, leaf_flags)
+        flags = jax.tree.leaves(flags, is_leaf=maps.is_leaf)
+        ring = jax.tree.unflatten(treedef, map(put, leaves, rings, place, flags))
         one_more = jnp.where(count + 1 < 2 * delays, count + 1, delays)
         return outcome, DelayedState(
             count=jnp.where(moves, one_more, count),
@@ -230,7 +235,7 @@ def _delays(num_steps: Any, params: Any) -> Any:
     def find(path: Any, _: Any) -> int:
         for end in range(len(path) + 1):
             if path[:end] in given:
-                return operator.index(given[path[:end]])
+                return int(given[path[:end]])
         raise TypeError(f"num_steps has no int for params{place(path)}. {cure}")
 
     def place(path: Any) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from gradxform._late import gate
-from gradxform._late.gate import Act, GatedTransformation, Rest
+from gradxform._late.gate import Act, GatedTransformation, LeafFlags, Rest
 from gradxform._trees import checks, constants, dtypes
 
 
@@ -101,9 +101,11 @@ def drop_stale(
     """
     checks.transformation("inner", inner)
     if not callable(max_staleness):
-        max_staleness = checks.in_range("max_staleness", max_staleness, "[0, inf]")
-        if not isinstance(max_staleness, jax.core.Tracer) and max_staleness != np.inf:
-            checks.integer_scalar("max_staleness", max_staleness)
+        given = max_staleness
+        max_staleness = checks.in_range("max_staleness", given, "[0, inf]")
+        known = not isinstance(max_staleness, jax.core.Tracer)
+        if known and not np.isinf(float(max_staleness)):
+            checks.integer_scalar("max_staleness", given)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> DropStaleState:
@@ -123,6 +125,7 @@ def drop_stale(
         params: optax.Params | None,
         *,
         local_step: jax.typing.ArrayLike | None = None,
+        leaf_flags: LeafFlags | None = None,
         **extra: Any,
     ) -> tuple[Any, DropStaleState]:
         local_step = checks.local_step("drop_stale", local_step)
@@ -133,9 +136,15 @@ def drop_stale(
         def fresh() -> tuple[Any, DropStaleState]:
             # A gate inside this one needs the same local_step.
             passed_on = {**extra, "local_step": local_step, "staleness": staleness}
-            passed_on = gate.taken(inner, passed_on)
-            outcome, inner_state = act(
-                inner, updates, state.inner_state, params, **passed_on
+            outcome, inner_state = gate.acted(
+                act,
+                rest,
+                inner,
+                updates,
+                state.inner_state,
+                params,
+                leaf_flags,
+                **passed_on,
             )
             global_step = optax.safe_increment(state.global_step)
             return outcome, state._replace(

@@ -11,6 +11,7 @@ through. If updates had to come out of it, it would copy them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -28,6 +29,8 @@ from gradxform._trees.indexed_slices import IndexedSlices
 Act = Callable[..., tuple[Any, Any]]
 # params -> outcome, None where there is none
 Rest = Callable[[Any], Any]
+# For leaves by their paths, whether they have a gradient, where only the step knows it.
+LeafFlags = dict[str, jax.Array]
 
 
 class Guard(Protocol):
@@ -40,12 +43,16 @@ class Guard(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(unsafe_hash=True)
 class _GatedUpdate:
     """An ``update`` that carries its gate, also into another transformation."""
 
     update: Callable[..., tuple[Any, Any]]
     guard: Guard
+
+    def __post_init__(self) -> None:
+        # Profilers and `jax.named_call` ask a function for its name.
+        functools.update_wrapper(self, self.update)
 
     def __call__(
         self, updates: Any, state: Any, params: Any = None, **extra: Any
@@ -95,13 +102,16 @@ def gate(init: optax.TransformInitFn, guard: Guard) -> GatedTransformation:
         and the new state. If the push may act, it calls ``act(inner, updates,
         inner_state, params, **extra)``, which gives both. Otherwise it calls
         ``rest(params)``, which gives the outcome alone. :func:`either` is the
-        conditional between the two.
+        conditional between the two. Inside of a sum it also gets ``leaf_flags``, see
+        :func:`acted`.
     """
     versions.before_tracing()
 
     def act(
         inner: Any, updates: Any, inner_state: Any, params: Any, **extra: Any
     ) -> tuple[Any, Any]:
+        if guard_of(inner) is not None:  # A gate knows leaves without a gradient.
+            return inner.update(updates, inner_state, params, **extra)
         return absent.update(inner, updates, inner_state, params, **extra)
 
     def rest(params: Any) -> None:
@@ -136,6 +146,68 @@ def inner_state(
     return state
 
 
+def acted(
+    act: Act,
+    rest: Rest,
+    inner: optax.GradientTransformation,
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
+    leaf_flags: LeafFlags | None,
+    **extra: Any,
+) -> tuple[Any, Any]:
+    """``act``, where a leaf stays as it is if ``leaf_flags`` says it has no gradient.
+
+    A sum knows only in its step which leaves have had a gradient, so it gives ``inner``
+    zeros for the others. A gate inside gets ``leaf_flags``, and treats such a leaf like
+    ``None``. From the result of any other transformation the leaf is left out.
+    """
+    extra = taken(inner, extra)
+    if not leaf_flags:
+        return act(inner, updates, state, params, **extra)
+    if absent.gates(state):
+        extra["leaf_flags"] = leaf_flags
+    outcome, new_state = act(inner, updates, state, params, **extra)
+    if guard_of(inner) is not None:
+        return outcome, new_state
+    flags = flags_of(updates, leaf_flags)
+    if not absent.gates(state, "pushed"):  # The gradients of a sum may be older ones.
+        outcome = chosen(flags, outcome, rest(params))
+    like = updates if params is None else params
+    return outcome, absent.keep(inner, flags, new_state, state, like)
+
+
+def flags_of(updates: optax.Updates, leaf_flags: LeafFlags | None) -> Any:
+    """A tree with what is known of each leaf; None if the leaf itself says it."""
+    return jax.tree.map_with_path(
+        lambda path, _: (leaf_flags or {}).get(jax.tree_util.keystr(path)),
+        updates,
+        is_leaf=maps.is_leaf,
+    )
+
+
+def holds(updates: optax.Updates, leaf_flags: LeafFlags | None) -> Any:
+    """bool[leaves], which leaves have a gradient; in NumPy if the leaves say it."""
+    leaves = jax.tree.leaves(updates, is_leaf=maps.is_leaf)
+    holds = np.array(list(map(maps.has_gradient, leaves)), bool)
+    if not leaf_flags:
+        return holds
+    flags = jax.tree.leaves(flags_of(updates, leaf_flags), is_leaf=maps.is_leaf)
+    return holds & jnp.stack([jnp.array(True) if f is None else f for f in flags])
+
+
+def chosen(flags: Any, new: Any, old: Any = None) -> Any:
+    """The new leaves, but the old ones, or zeros, where a flag is False."""
+
+    def choose(flag: Any, new: Any, *old: Any) -> Any:
+        if flag is None or not maps.has_gradient(new):
+            return new
+        return jnp.where(flag, new, *old or (0,))
+
+    trees = (flags, new) if old is None else (flags, new, old)
+    return jax.tree.map(choose, *trees, is_leaf=maps.is_leaf)
+
+
 def either(
     pred: jax.Array,
     acts: Callable[[], tuple[Any, Any]],
@@ -158,6 +230,12 @@ def either(
             is_leaf=maps.is_leaf,
         )
 
+    if jax.config.jax_disable_jit and not isinstance(pred, jax.core.Tracer):
+        # Nothing is traced, so whoever debugs `inner` sees its numbers.
+        if pred:
+            return acts_like()
+        if before[0] is not None:
+            return rests()
     acted, after = _traced(acts_like)
 
     def rests_like() -> Any:

@@ -86,7 +86,7 @@ def scale_by_staleness(
         if weight is not None:
             factor = weight(s)
             checks.real_scalar("weight(staleness)", factor)
-            checks.in_range("weight(staleness)", factor, "[0, inf)")
+            factor = checks.in_range("weight(staleness)", factor, "[0, inf)")
 
         # g · weight(s), or g / max(1, s)^power
         def weigh(g: jax.Array) -> jax.Array:

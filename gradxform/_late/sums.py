@@ -10,11 +10,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from gradxform._late import absent, gate
-from gradxform._late.gate import Act, Rest
+from gradxform._late import gate
+from gradxform._late.gate import Act, LeafFlags, Rest
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.rounding import narrow
 
@@ -79,6 +78,8 @@ class Sums:
         state: Any,
         params: optax.Params | None,
         taken: jax.Array,
+        *,
+        leaf_flags: LeafFlags | None = None,
         **extra: Any,
     ) -> tuple[Any, dict[str, Any]]:
         """A guard's outcome, and the new fields of :meth:`init`.
@@ -92,39 +93,24 @@ class Sums:
 
         _, (total, row_counts) = gate.either(
             taken,
-            lambda: (None, self._added(updates, state, count, full)),
+            lambda: (None, self._added(updates, leaf_flags, state, count, full)),
             lambda: (None, (state.accumulated, state.row_counts)),
         )
-        leaves, treedef = jax.tree.flatten(updates, is_leaf=maps.is_leaf)
-        totals = jax.tree.leaves(state.accumulated, is_leaf=maps.is_leaf)
-        holds = np.array(list(map(maps.has_gradient, leaves)), bool)
-        pushed = state.pushed | (taken & holds)
+        pushed = state.pushed | (taken & gate.holds(updates, leaf_flags))
 
         def step() -> tuple[Any, Any]:
             # From here on all is dense: inner gets every row that any push held.
             like = state.accumulated if params is None else params
             reduced = _map(_reduced, updates, total, like)
-            outcome, inner_state = act(
+            outcome, inner_state = gate.acted(
+                act,
+                rest,
                 self._inner,
                 reduced,
                 state.inner_state,
                 params,
-                **gate.taken(self._inner, extra),
-            )
-            # None: this push has a gradient for the leaf, so it acts. Or the leaf has
-            # no sum, because it is no parameter.
-            acted = jax.tree.unflatten(
-                treedef,
-                [
-                    pushed[i] if maps.has_gradient(total) and not holds[i] else None
-                    for i, total in enumerate(totals)
-                ],
-            )
-            rested = rest(params)
-            before = () if rested is None else (rested,)
-            outcome = _map(_if_pushed, acted, outcome, *before)
-            inner_state = absent.keep(
-                self._inner, acted, inner_state, state.inner_state, like
+                _flags(updates, total, pushed, leaf_flags),
+                **extra,
             )
             return outcome, (inner_state, jnp.array(True))
 
@@ -161,17 +147,26 @@ class Sums:
         return count.astype(jnp.float32) >= jnp.asarray(required, jnp.float32)
 
     def _added(
-        self, updates: optax.Updates, state: Any, count: jax.Array, full: jax.Array
+        self,
+        updates: optax.Updates,
+        leaf_flags: LeafFlags | None,
+        state: Any,
+        count: jax.Array,
+        full: jax.Array,
     ) -> tuple[Any, Any]:
         """Sums and row counts with this push; divides the sums if it is the last."""
         # sum + g and n + 1; in a table only for the rows that the push holds
-        pushed = maps.sum_duplicates(updates)
+        flags = gate.flags_of(updates, leaf_flags)
+        pushed = maps.sum_duplicates(gate.chosen(flags, updates))
         by_row = self._reduction == "row_mean"
         row_counts = state.row_counts
         if by_row:
             row_counts = boxes.as_in(updates, row_counts)
             counts = maps.map_state(
-                lambda _, n: n + 1, pushed, maps.rows(pushed, row_counts)
+                lambda _, n, flag: n + (1 if flag is None else flag.astype(n.dtype)),
+                pushed,
+                maps.rows(pushed, row_counts),
+                flags,
             )
             row_counts = maps.put_rows(pushed, row_counts, counts)
         sums = maps.map_state(
@@ -221,8 +216,16 @@ def _reduced(g: Any, total: Any, like: Any) -> Any:
     return narrow(total, jnp.result_type(like))
 
 
-def _if_pushed(acted: Any, new: Any, old: Any = 0) -> Any:
-    """The old leaf if no push had a gradient for it; ``acted=None`` means one had."""
-    if acted is None or not maps.has_gradient(new):
-        return new
-    return jnp.where(acted, new, old)
+def _flags(
+    updates: Any, total: Any, pushed: jax.Array, leaf_flags: LeafFlags | None
+) -> LeafFlags:
+    """Which leaves act. No flag says that one does, or that it is no parameter."""
+    flags = {}
+    totals = jax.tree.leaves(total, is_leaf=maps.is_leaf)
+    flat = jax.tree.leaves_with_path(updates, is_leaf=maps.is_leaf)
+    for i, (path, g) in enumerate(flat):
+        name = jax.tree_util.keystr(path)
+        is_sure = maps.has_gradient(g) and name not in (leaf_flags or {})
+        if maps.has_gradient(totals[i]) and not is_sure:
+            flags[name] = pushed[i]
+    return flags

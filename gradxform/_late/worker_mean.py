@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -12,7 +11,7 @@ import numpy as np
 import optax
 
 from gradxform._late import gate
-from gradxform._late.gate import Act, GatedTransformation, Rest
+from gradxform._late.gate import Act, GatedTransformation, LeafFlags, Rest
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.rounding import narrow
 from gradxform._trees.rows import explicit_sharding
@@ -88,7 +87,8 @@ def worker_mean(
     row of the table and one mean. With ``"latest"`` each push moves the mean. It is
     never computed anew, so it carries the rounding errors of all pushes, and NaN or inf
     in one push stays in it. ``ParameterServer(require_finite=True)`` refuses such a
-    push.
+    push. The difference of two pushes of one worker must be finite too: after 3e38, a
+    push of -3e38 in float32 makes the mean infinite, and then NaN for ever.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
@@ -144,7 +144,7 @@ def worker_mean(
     checks.in_range("num_workers", num_workers, checks.COUNTS)
     checks.one_of("method", method, get_args(Method))
     checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
-    n, inner = operator.index(num_workers), optax.with_extra_args_support(inner)
+    n, inner = int(num_workers), optax.with_extra_args_support(inner)
     ringleader = method == "ringleader"
 
     def one_more(count: jax.Array) -> jax.Array:
@@ -186,6 +186,7 @@ def worker_mean(
         *,
         worker: jax.typing.ArrayLike | None = None,
         local_step: jax.typing.ArrayLike | None = None,
+        leaf_flags: LeafFlags | None = None,
         **extra: Any,
     ) -> tuple[Any, WorkerMeanState]:
         checks.dense("worker_mean", updates)
@@ -213,7 +214,8 @@ def worker_mean(
         full = taken & complete & ~ahead
 
         def added() -> tuple[Any, Any]:
-            return None, _added(updates, state, i, row, one_more)
+            flags = gate.flags_of(updates, leaf_flags)
+            return None, _added(flags, updates, state, i, row, one_more)
 
         before = state.table, state.row_counts, state.means
         _, (table, row_counts, means) = gate.either(
@@ -226,8 +228,8 @@ def worker_mean(
                 updates,
                 boxes.as_in(updates, means),
             )
-            outcome, inner_state = act(
-                inner, mean, state.inner_state, params, **gate.taken(inner, extra)
+            outcome, inner_state = gate.acted(
+                act, rest, inner, mean, state.inner_state, params, leaf_flags, **extra
             )
             return outcome, (inner_state, jnp.array(True))
 
@@ -287,12 +289,23 @@ def _worker(worker: Any, n: int) -> tuple[jax.Array, jax.Array]:
     return (i >= 0) & (i < n), jnp.clip(i, 0, n - 1)
 
 
+def num_workers_of(state: optax.OptState) -> int | None:
+    """How many workers have a row in each table of a state; None without a table."""
+
+    def has_table(node: Any) -> bool:
+        return isinstance(node, WorkerMeanState)
+
+    found = filter(has_table, jax.tree.leaves(state, is_leaf=has_table))
+    return min((own.counts.shape[0] for own in found), default=None)
+
+
 def _row(x: jax.Array, i: jax.Array) -> jax.Array:
     row: jax.Array = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
     return row
 
 
 def _added(
+    flags: Any,
     updates: optax.Updates,
     state: WorkerMeanState,
     i: jax.Array,
@@ -301,14 +314,19 @@ def _added(
 ) -> tuple[Any, Any, Any]:
     """Table, its counts and the means with this push in row ``i`` and mean ``row``."""
 
-    def change(g: Any, table: Any, counts: Any, means: Any) -> tuple[Any, Any, Any]:
+    def change(
+        flag: Any, g: Any, table: Any, counts: Any, means: Any
+    ) -> tuple[Any, Any, Any]:
         if not maps.has_gradient(g):
             return table, counts, means
         held, count = dtypes.widen(_row(table, i)), one_more(counts[i])
         old = jnp.where(counts[i] == 0, 0, held)
         # (g - m_i) / c_i
         g = jnp.asarray(g).astype(held.dtype)
-        delta = arithmetic.scale(g - old, 1 / count)
+        delta = arithmetic.scale(g - old, 1 / count.astype(dtypes.compute_dtype(g)))
+        if flag is not None:
+            delta = jnp.where(flag, delta, 0)
+            count = jnp.where(flag, count, counts[i])
         share = arithmetic.scale(delta, 1 / table.shape[0])
         means = means.at[row].add(
             narrow(share, means.dtype), out_sharding=explicit_sharding(means)
@@ -324,7 +342,9 @@ def _added(
         return table, counts.at[i].set(count), means
 
     trees = state.table, state.row_counts, state.means
-    leaves = [jax.tree.leaves(tree, is_leaf=maps.is_leaf) for tree in (updates, *trees)]
+    leaves = [
+        jax.tree.leaves(tree, is_leaf=maps.is_leaf) for tree in (flags, updates, *trees)
+    ]
     changed = list(map(change, *leaves))
     table, counts, means = (
         jax.tree.unflatten(

@@ -46,7 +46,7 @@ class Orders:
         self, host: str, key: bytes, end: Callable[[str], None] = end_process
     ) -> None:
         self._listener = Listener((host, 0), backlog=128, authkey=key)
-        self.address: tuple[str, int] = self._listener.address  # type: ignore[assignment]
+        self.address: tuple[str, int] = self._listener.address
         self._end = end
         self._connections: list[Connection[Any, Any]] = []
         self._lock = threading.Lock()  # For one order at a time.

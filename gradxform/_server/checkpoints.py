@@ -30,9 +30,10 @@ class Checkpoint(NamedTuple):
     A checkpoint holds parameters, optimizer state, and each worker's last answers, all
     of one moment: right after a step. Orbax's ``CheckpointManager`` writes it while the
     run goes on. A checkpoint that falls due while the last one is still being written
-    is skipped. Its name is the number of pushes that it holds. A run that ends, or
-    receives ``SIGTERM``, is saved once more. Until a checkpoint is written, it takes
-    the memory of a second model and optimizer state.
+    is skipped. Its name is the number of pushes that it holds. A run is saved once more
+    at its end, also if ``SIGTERM`` or an exception ends it; but not after Ctrl-C, nor
+    after a failed step of the server. Until a checkpoint is written, it takes the
+    memory of a second model and optimizer state.
 
     The directory belongs to one run at a time: a second run gets an error that names
     the first. Each checkpoint holds checksums of its files. If the newest checkpoint
@@ -221,6 +222,16 @@ class Saver:
     def _save(self, snapshot: Snapshot) -> None:
         if snapshot.pushes == self._held:
             return  # It is saved already.
+        turn = next(self._turns)
+        if self._is_first and self._folder.retake():
+            self._manage()  # It forgets the checkpoints that are gone.
+            if self.newest() not in (None, self._held):
+                self._folder.release()
+                raise OSError(
+                    f"{self.checkpoint.directory} was deleted or moved during the run, "
+                    "and another run has saved itself there: give each run a directory "
+                    "of its own."
+                )
         args, manager = self._orbax.args, self._manager
         counters = {
             **snapshot.counters,
@@ -229,7 +240,7 @@ class Saver:
         }
         try:
             if self._several:  # A new name: the last one may have failed halfway.
-                manager = self._made(together=f"checkpoint {next(self._turns)}")
+                manager = self._made(together=f"checkpoint {turn}")
             saved = manager.save(
                 snapshot.pushes,
                 args=args.Composite(

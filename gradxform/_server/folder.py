@@ -57,7 +57,7 @@ class Folder:
     """
 
     # All folders that runs of this process write to, by device and inode.
-    _mine: ClassVar[set[tuple[int, int]]] = set()
+    _mine: ClassVar[dict[tuple[int, int], Folder]] = {}
     _lock = threading.Lock()
 
     def __init__(self, directory: str) -> None:
@@ -78,10 +78,11 @@ class Folder:
         stat = os.stat(self._path)
         identity = stat.st_dev, stat.st_ino
         with Folder._lock:
-            if identity in Folder._mine:
+            other = Folder._mine.get(identity)
+            if other is not None and other._is_there():
                 raise self._taken("another run of this process")
-            Folder._mine.add(identity)
-        self._identity = identity
+            Folder._mine[identity] = self
+            self._identity = identity
         if fcntl is None:
             return
         # This lock ends with the process, and child processes do not inherit it.
@@ -97,6 +98,30 @@ class Folder:
             os.ftruncate(self._file, 0)
             owner = f"process {os.getpid()} on {socket.gethostname()}"
             os.pwrite(self._file, owner.encode(), 0)
+
+    def retake(self) -> bool:
+        """Takes the folder again if it was deleted or moved; returns whether it was.
+
+        Raises:
+          OSError: as :meth:`take`. Another run may have begun there meanwhile.
+        """
+        if self._path is None or self._is_there():
+            return False
+        self.release()
+        self.take()
+        return True
+
+    def _is_there(self) -> bool:
+        """Whether the folder that this run has taken is still at its path."""
+        assert self._path is not None
+        try:
+            if self._file is None:
+                stat = os.stat(self._path)
+                return (stat.st_dev, stat.st_ino) == self._identity
+            # A new folder may get the inode of the old one. An open file keeps its own.
+            return os.path.samestat(os.stat(self._path / LOCK), os.fstat(self._file))
+        except FileNotFoundError:
+            return False
 
     def _locked(self) -> bool:
         assert self._file is not None
@@ -120,8 +145,9 @@ class Folder:
             os.close(self._file)
             self._file = None
         with Folder._lock:
-            Folder._mine.discard(self._identity)  # type: ignore[arg-type]
-        self._identity = None
+            if self._identity and Folder._mine.get(self._identity) is self:
+                del Folder._mine[self._identity]
+            self._identity = None
 
     def check(self) -> None:
         """Looks for entries that no run has made.

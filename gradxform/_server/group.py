@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import queue
 import socket
 import sys
 import time
@@ -26,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._server.actor import Publisher
-from gradxform._server.channel import Orders
+from gradxform._server.channel import Orders, end_process
 from gradxform._server.checkpoints import Saver, Snapshot
 from gradxform._server.layout import AXIS, Layout
 from gradxform._server.parcels import Cut, Parcel, Pulled, Rows, Stowed, packed
@@ -37,6 +38,7 @@ from gradxform._server.recoverable import RecoverableServer
 from gradxform._server.rows import RowPrograms, Wanted, in_order, size_for
 
 HOUR = 3600
+LAST_WORD = 0.5  # Seconds in which the engine gets the cause of a death.
 
 
 def host() -> str:
@@ -100,7 +102,8 @@ class Leader(RecoverableServer):
     """
 
     def __init__(self, key: bytes, processes: int) -> None:
-        self._orders = Orders(host(), key)
+        self._cause: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._orders = Orders(host(), key, self._end)
         # Holds the port until the coordinator binds to it, too.
         self._reserved = socket.socket()
         if hasattr(socket, "SO_REUSEPORT"):
@@ -112,6 +115,15 @@ class Leader(RecoverableServer):
         """The addresses of JAX's coordinator and of the channel."""
         address, port, *_ = self._reserved.getsockname()
         return f"{address}:{port}", self._orders.address
+
+    def cause(self) -> str:
+        """Waits until this process has to end; returns why."""
+        return self._cause.get()
+
+    def _end(self, why: str) -> None:
+        self._cause.put(why)
+        time.sleep(LAST_WORD)
+        end_process(why)
 
     def join(
         self,
@@ -316,7 +328,8 @@ class _Rows(RowPrograms):
         self._ready: set[tuple[int, int]] = set()  # In all processes.
 
     def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> Wanted:
-        height, cut = self._types[number].shape[0], self._layout.cuts[number]
+        shape, cut = self._types[number].shape, self._layout.cuts[number]
+        height = shape[0]
         each: list[Any]
         given = in_order(asked, len(asked), height)
         ids = given[given < height]
@@ -324,7 +337,7 @@ class _Rows(RowPrograms):
         if cut is None:
             each = [ids, *[None] * (processes - 1)]
         elif cut == 0:
-            spans = [self._layout.span(number, k) for k in range(processes)]
+            spans = [self._layout.span(shape, 0, k) for k in range(processes)]
             each = [ids[(a <= ids) & (ids < b)] - a for a, b in spans]
             each[1:] = [own if len(own) else None for own in each[1:]]
         else:

@@ -91,14 +91,12 @@ class Layout(NamedTuple):
         """The tree of shardings over a mesh with the axis ``"server"``."""
         return self._map(lambda _, cut: NamedSharding(mesh, spec(cut)))
 
-    def span(self, number: int, process: int) -> tuple[int, int]:
-        """Where a process's part of a leaf begins and ends, along the cut axis.
+    def span(self, shape: Sequence[int], cut: int, process: int) -> tuple[int, int]:
+        """Where a process's part of an array begins and ends, along its cut axis.
 
         Both count positions in the user's array, without padding: the last parts may be
-        shorter, or empty. ``number`` is that of the leaf, which must be a cut one.
+        shorter, or empty.
         """
-        shape, cut = jax.tree.leaves(self.types)[number].shape, self.cuts[number]
-        assert cut is not None
         each = self.length(shape, cut) // self.processes
         return min(process * each, shape[cut]), min((process + 1) * each, shape[cut])
 
@@ -110,15 +108,24 @@ class Layout(NamedTuple):
         checks.same_shapes(name, grads, "params", self.types)
         checks.same_dtypes(name, grads, "params", self.types)
 
-    def cut_of(self, path: tuple[Any, ...], leaf: Any) -> int | None:
-        """The axis along which a leaf of a push is cut: that of its parameter.
+    def cut_of(self) -> Callable[[tuple[Any, ...], Any], int | None]:
+        """A function of a path and a leaf: the axis along which the leaf is cut.
 
-        A leaf of another shape is not cut, nor are the rows of a table.
+        It is that of the parameter with this path. A leaf of another shape is not cut,
+        nor are the rows of a table.
         """
-        if not maps.has_gradient(leaf) or isinstance(leaf, IndexedSlices):
-            return None
-        shape, cut = self._by_path().get(path, (None, None))
-        return cut if shape == np.shape(leaf) else None
+        flat = jax.tree.leaves_with_path(self.types)
+        known = {
+            path: (x.shape, cut) for (path, x), cut in zip(flat, self.cuts, strict=True)
+        }
+
+        def cut_of(path: tuple[Any, ...], leaf: Any) -> int | None:
+            if not maps.has_gradient(leaf) or isinstance(leaf, IndexedSlices):
+                return None
+            shape, cut = known.get(path, (None, None))
+            return cut if shape == np.shape(leaf) else None
+
+        return cut_of
 
     def part(self, tree: Any, process: int, depth: int = 0) -> Any:
         """A process's share of a tree like this one: padded parts, or whole leaves.
@@ -132,13 +139,11 @@ class Layout(NamedTuple):
           depth: how many keys precede each path: 1 for the extra arguments of a push,
             a dict by name, whose values may be trees like this one.
         """
-        known = self._by_path()
+        cut_of = self.cut_of()
 
         def take(path: Any, x: Any) -> Any:
-            shape, cut = known.get(path[depth:], (None, None))
-            if cut is None or maps.is_leaf(x):
-                return x
-            return self._slice(np.asarray(x), cut, process) if shape == x.shape else x
+            cut = cut_of(path[depth:], x)
+            return x if cut is None else self._slice(np.asarray(x), cut, process)
 
         return jax.tree.map_with_path(take, tree, is_leaf=maps.is_leaf)
 
@@ -205,12 +210,6 @@ class Layout(NamedTuple):
                     return seen, axis
             break
         return seen, None
-
-    def _by_path(self) -> dict[Any, tuple[tuple[int, ...], int | None]]:
-        flat = jax.tree.leaves_with_path(self.types)
-        return {
-            path: (x.shape, cut) for (path, x), cut in zip(flat, self.cuts, strict=True)
-        }
 
     def _map(self, f: Callable[[Any, int | None], Any]) -> Any:
         leaves, structure = jax.tree.flatten(self.types)

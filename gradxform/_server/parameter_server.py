@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Hashable, Mapping
-from typing import Any, Self
+from collections.abc import Hashable
+from typing import Any, Generic, NoReturn, Self, overload
 
 import jax
 import numpy as np
@@ -14,9 +14,10 @@ import optax
 from gradxform._server.actor import Publisher, is_actor, was_restarted
 from gradxform._server.own_thread import OwnThread
 from gradxform._server.placed import Spread
-from gradxform._server.places import copy, settle
+from gradxform._server.places import copy, on_host, settle
 from gradxform._server.programs import PushPrograms
 from gradxform._server.records import (
+    NO_COPY,
     PushResult,
     ServerClosedError,
     ServerStats,
@@ -27,13 +28,15 @@ from gradxform._server.records import (
     check_step,
     is_past,
     summary,
+    unusable,
 )
 from gradxform._server.rows import Wanted
 from gradxform._server.waiters import Waiters
 from gradxform._trees import checks
+from gradxform._trees.types import Params, Rows
 
 
-class ParameterServer:
+class ParameterServer(Generic[Params]):
     """Parameters and optimizer state that workers on many threads pull and push to.
 
     Every push is one compiled :func:`apply_gradients`, one push after the other. All
@@ -81,7 +84,7 @@ class ParameterServer:
     >>> for thread in threads: thread.start()
     >>> for thread in threads: thread.join()
     >>> params, global_step = server.pull()
-    >>> assert jnp.abs(params["w"]).max() < 1e-3
+    >>> assert jnp.allclose(params["w"], 0, atol=1e-3)
     >>> stats = server.stats()
     >>> assert stats.accepted + stats.dropped == 200
     >>> assert stats.accepted == global_step
@@ -89,7 +92,7 @@ class ParameterServer:
 
     def __init__(
         self,
-        params: optax.Params,
+        params: Params,
         tx: optax.GradientTransformation,
         *,
         donate: bool = True,
@@ -110,9 +113,11 @@ class ParameterServer:
             self._lost = "its Ray actor has died and was started again"
         self._thread = OwnThread("parameter-server")
 
-    def pull(
-        self, rows: Mapping[str, jax.typing.ArrayLike] | None = None
-    ) -> tuple[optax.Params, int]:
+    @overload
+    def pull(self, rows: None = None) -> tuple[Params, int]: ...
+    @overload
+    def pull(self, rows: Rows | None = None) -> tuple[Any, int]: ...
+    def pull(self, rows: Rows | None = None) -> tuple[Any, int]:
         """The parameters and the global step they belong to: the next ``local_step``.
 
         The arrays are the caller's own. The step is an integer that also knows its
@@ -164,7 +169,7 @@ class ParameterServer:
 
     def push(
         self,
-        grads: optax.Updates,
+        grads: Any,
         local_step: int,
         *,
         push_id: tuple[Hashable, int] | None = None,
@@ -192,7 +197,8 @@ class ParameterServer:
             ``push_id`` no such pair.
           ValueError: ``local_step`` is negative, ahead of the server, or from before a
             :meth:`restore`; ``push_id`` is below the last one of its worker; no leaf
-            has a gradient; a leaf is not finite although ``require_finite`` is set.
+            has a gradient; a leaf is not finite although ``require_finite`` is set;
+            ``worker`` has no row in a :func:`worker_mean`.
           ServerClosedError: the server is closed, or has lost its parameters.
         """
         # The cheap checks come first, and none of them delays other workers.
@@ -230,7 +236,7 @@ class ParameterServer:
             leaves, counters = step(old.leaves, pushed, np.int32(local_step))
             if self._programs.devices > 1:  # The counters come from one device alone.
                 jax.block_until_ready(leaves)
-            counters = np.asarray(counters)
+            counters = on_host(counters)
             global_step, dropped = map(int, counters[:2])
         except BaseException as error:
             if any(x.is_deleted() for x in old.leaves):
@@ -291,17 +297,15 @@ class ParameterServer:
 
     def _outcome(self, global_step: int) -> int | ServerClosedError | None:
         """The answer to a wait; None if it still has to wait."""
-        unusable, version = self._unusable(), self._version
-        if unusable is not None:
-            return unusable
-        passed = version.global_step > global_step
-        if passed or is_past(global_step, version.life):
+        error, version = self._unusable(), self._version
+        if error is not None:
+            return error
+        if version.global_step > global_step or is_past(global_step, version.life):
             return version.global_step
         return None
 
     def _wait(self, global_step: int, woken: queue.SimpleQueue[Any]) -> None:
-        answer = self._outcome(global_step)
-        if answer is None:
+        if (answer := self._outcome(global_step)) is None:
             self._waiters.add(global_step, woken)
         else:
             woken.put(answer)
@@ -375,6 +379,16 @@ class ParameterServer:
         self._closed = True
         self._wake()
 
+    def __repr__(self) -> str:
+        name, version = type(self).__name__, getattr(self, "_version", None)
+        if version is None:  # It is still being made.
+            return f"{name}()"
+        leaves = self._programs.leaves_of_params(version.leaves)
+        return f"{name}({version.described(leaves, self._unusable())})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(NO_COPY)
+
     def __enter__(self) -> Self:
         return self
 
@@ -382,16 +396,8 @@ class ParameterServer:
         self.close()
 
     def _unusable(self) -> ServerClosedError | None:
-        if self._closed:
-            return ServerClosedError("the parameter server is closed.")
-        if self._lost is not None:
-            return ServerClosedError(
-                f"the parameter server has lost its parameters: {self._lost}. Call "
-                "restore(state) with an earlier state()."
-            )
-        return None
+        return unusable(self._closed, self._lost)
 
     def _check_usable(self) -> None:
-        unusable = self._unusable()
-        if unusable is not None:
-            raise unusable
+        if (error := self._unusable()) is not None:
+            raise error

@@ -78,10 +78,11 @@ class Parcel(NamedTuple):
         layout.check(grads)
         arrays: list[Any] = []
         cuts: list[int] = []
+        cut_of = layout.cut_of()
 
         def take(path: Any, x: Any) -> Any:
             # Each extra argument is a tree of its own, and may be like the gradients.
-            cut = layout.cut_of(path[1 if path[0].idx == 0 else 2 :], x)
+            cut = cut_of(path[1 if path[0].idx == 0 else 2 :], x)
             if cut is None:
                 return x
             arrays.append(np.asarray(x))

@@ -60,14 +60,15 @@ class Spread:
             tx = drop_stale(tx, np.iinfo(np.int32).max)  # A gate that is always open.
         self.layouts = layout, layout.of_state(tx.init)
         given, self._params = self._params, None
-        if is_function(given):
-            params = self._made(given, layout)()
-        else:
-            params = jax.block_until_ready(self.own(given))
         init = self._made(
             lambda params: tx.init(_fitted(params, layout.types)), self.layouts[1]
         )
-        return tx, params, init(params)
+        with jax.disable_jit(False):  # The compiler puts the parts where they belong.
+            if is_function(given):
+                params = self._made(given, layout)()
+            else:
+                params = jax.block_until_ready(self.own(given))
+            return tx, params, init(params)
 
     def _made(self, make: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
         """Compiles ``make``, so that each process gets only its parts of the result."""

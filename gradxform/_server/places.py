@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,6 +40,28 @@ def _own(x: Any) -> Any:
     return np.array(x) if isinstance(x, np.ndarray) else x
 
 
+def compiled(f: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
+    """Compiles ``f`` for such arguments, with these options of ``jax.jit``.
+
+    The program takes numbers of the host, also under ``jax_transfer_guard``. It runs
+    under ``jax_disable_jit`` as well.
+    """
+    with jax.disable_jit(False):
+        program = jax.jit(f, **options).lower(*args).compile()
+    return functools.partial(_run, program)
+
+
+def _run(program: Callable[..., Any], *args: Any) -> Any:
+    with jax.transfer_guard_host_to_device("allow"), jax.disable_jit(False):
+        return program(*args)
+
+
+def on_host(x: jax.Array) -> np.ndarray[Any, Any]:
+    """``jax.device_get`` of one array, which takes longer."""
+    with jax.transfer_guard_device_to_host("allow"):
+        return np.asarray(x)
+
+
 def is_function(params: Any) -> bool:
     """Whether it makes parameters. A module is callable too, but it is a tree."""
     return callable(params) and jax.tree_util.all_leaves([params])
@@ -63,12 +87,13 @@ def settle(
     them, too. Otherwise all is uncommitted, so that workers on other devices can
     calculate with the arrays that they pull.
     """
-    params = copy(made(params))
-    state = tx.init(params)
-    checks.no_lookahead(params, state, LOOKAHEAD)
-    if not gate.states(state):
-        tx = drop_stale(tx, np.iinfo(np.int32).max)  # A gate that is always open.
+    with jax.transfer_guard("allow"):  # Every zero in a first state is a transfer.
+        params = copy(made(params))
         state = tx.init(params)
+        checks.no_lookahead(params, state, LOOKAHEAD)
+        if not gate.states(state):
+            tx = drop_stale(tx, np.iinfo(np.int32).max)  # A gate that is always open.
+            state = tx.init(params)
     arrays = params, copy(state)  # It may hold the parameters themselves.
     place = Place(arrays)
     if place.committed:

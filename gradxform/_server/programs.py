@@ -14,8 +14,9 @@ from jax.sharding import Sharding
 
 from gradxform._late import gate
 from gradxform._late.counters import dropped, outermost
+from gradxform._late.worker_mean import num_workers_of
 from gradxform._server.placed import Spread
-from gradxform._server.places import Place, bring, copy
+from gradxform._server.places import Place, bring, compiled, copy
 from gradxform._server.rows import RowPrograms, in_sizes
 from gradxform._transforms.measure_cosine import cosines
 from gradxform._trees import checks, maps
@@ -61,6 +62,8 @@ class PushPrograms:
       devices: how many hold the parameters.
       gated: whether parameters change only where the global step does. If a gate lies
         inside another transformation, that one may still change them.
+      num_workers: for how many workers a :func:`worker_mean` in ``tx`` has a row; None
+        without one.
       rows: the programs that read rows of the parameters.
       spread: as given.
     """
@@ -86,6 +89,7 @@ class PushPrograms:
         )
         self._structure = jax.tree.structure(arrays)
         self._params_structure: Any = jax.tree.structure(params)
+        self.num_workers = num_workers_of(state)
         self.rows = RowPrograms(self._arrays[0], place)
         self._params = {
             path: (x.shape, x.sharding) for path, x in jax.tree.leaves_with_path(params)
@@ -123,16 +127,21 @@ class PushPrograms:
 
         Raises:
           TypeError: ``grads`` does not fit, or the transformation raises it.
-          ValueError: the transformation raises it.
+          ValueError: the transformation raises it, or it has no row for ``worker``.
         """
+        worker, n = extra.get("worker"), self.num_workers
+        if n is not None and worker is not None:
+            # In the compiled step it is traced, and `worker_mean` would drop the push.
+            checks.integer_scalar("worker", worker)
+            checks.in_range("worker", jax.device_get(worker), f"[0, {n})")
         if self.spread:
             return self._prepare_parts(self.spread, grads, extra)
         grads = maps.without_float0(grads)
         leaves, tree = jax.tree.flatten((grads, extra), is_leaf=is_sparse)
         if IndexedSlices in map(type, leaves):
-            sized = map(in_sizes, leaves)
-            grads, extra = jax.tree.unflatten(tree, sized)
-            leaves, tree = jax.tree.flatten((grads, extra))
+            with jax.transfer_guard("allow"):
+                grads, extra = jax.tree.unflatten(tree, map(in_sizes, leaves))
+                leaves, tree = jax.tree.flatten((grads, extra))
         program = self._program(leaves, tree, grads, extra)
         if [getattr(x, "sharding", None) for x in leaves] != program.shardings:
             leaves = list(map(bring, leaves, program.shardings))
@@ -157,7 +166,9 @@ class PushPrograms:
     def _program(
         self, leaves: list[Any], tree: Any, grads: Any, extra: dict[str, Any]
     ) -> Program:
-        signature = tree, _types(leaves)
+        of_grads = tree.children()[0].num_leaves
+        types = _types(leaves, of_grads)
+        signature = tree, types, jax.config.jax_disable_jit
         program = self._programs.get(signature)
         if program is None:
             program = self._compile(signature, grads, extra)
@@ -182,13 +193,16 @@ class PushPrograms:
             return jax.block_until_ready(self.trees(leaves))
         # A copy first: JAX may share the caller's memory with the part that stays on
         # its device, even with `may_alias=False`.
-        placed = jax.device_put(copy(self.trees(leaves)), self._shardings)
+        params, state = self._placed(copy(self.trees(leaves)))
+        return params, state
+
+    def _placed(self, arrays: Any) -> Any:
+        placed = jax.device_put(arrays, self._shardings)
         if not self._place.committed:  # `placed` is committed; this frees it.
             with self._place.default_device():
-                free = jax.jit(lambda arrays: arrays, donate_argnums=0)
-                placed = free.lower(self._arrays).compile()(placed)
-        params, state = jax.block_until_ready(placed)
-        return params, state
+                free = compiled(lambda arrays: arrays, self._arrays, donate_argnums=0)
+            placed = free(placed)
+        return jax.block_until_ready(placed)
 
     def _compile(
         self, signature: Any, grads: Any, extra: dict[str, Any]
@@ -213,7 +227,7 @@ class PushPrograms:
             return program
 
     def _compiled(self, signature: Any, grads: Any, extra: dict[str, Any]) -> Program:
-        tree, types = signature
+        tree, types, by_hand = signature
         shardings = [
             *self._shardings_of(grads, 0),
             *self._shardings_of(extra, 1),  # Each argument is a tree of its own.
@@ -239,18 +253,27 @@ class PushPrograms:
                 params, state = self.spread.left((params, state))
             return jax.tree.leaves((params, state)), jnp.stack(counters)
 
-        compiled = jax.jit(
-            step,
-            donate_argnums=0 if self._donate else (),
-            # Along automatic axes the compiler may choose other shardings.
-            out_shardings=(jax.tree.leaves(self._shardings), self._place.everywhere)
-            if self._place.committed
-            else None,
-        )
+        def step_by_hand(*args: Any) -> tuple[Any, jax.Array]:
+            with jax.disable_jit(), jax.transfer_guard("allow"):
+                with self._place.default_device():
+                    leaves, counters = step(*args)
+                return jax.tree.leaves(self._placed(self.trees(leaves))), counters
+
+        if by_hand and not self.spread:
+            return Program(step_by_hand, shardings)
         with self._place.default_device():
-            arrays = jax.tree.leaves(self._arrays)
-            lowered = compiled.lower(arrays, pushed, np.int32(0))
-            return Program(lowered.compile(), shardings)
+            program = compiled(
+                step,
+                jax.tree.leaves(self._arrays),
+                pushed,
+                np.int32(0),
+                donate_argnums=0 if self._donate else (),
+                # Along automatic axes the compiler may choose other shardings.
+                out_shardings=(jax.tree.leaves(self._shardings), self._place.everywhere)
+                if self._place.committed
+                else None,
+            )
+            return Program(program, shardings)
 
     def _shardings_of(self, tree: Any, depth: int) -> Iterator[Sharding]:
         """A leaf like a parameter has its sharding; others are whole on each device."""
@@ -267,12 +290,16 @@ def as_bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
-def _types(leaves: list[Any]) -> tuple[Any, ...]:
-    """The key by which jit tells arrays apart."""
+def _types(leaves: list[Any], of_grads: int) -> tuple[Any, ...]:
+    """The key by which jit tells arrays apart, but no gradient has a weak type."""
     try:  # For JAX's arrays this is faster than `jax.typeof`.
-        return tuple([x.aval for x in leaves])
+        types = [x.aval for x in leaves]
     except AttributeError:
-        return tuple([jax.typeof(x) for x in leaves])
+        types = [jax.typeof(x) for x in leaves]
+    for i, x in enumerate(types[:of_grads]):
+        if x.weak_type:
+            types[i] = x.update(weak_type=False)
+    return tuple(types)
 
 
 def _leaves_like(
@@ -296,7 +323,8 @@ def _leaves_like(
 def _check_finite(grads: optax.Updates) -> None:
     flat = jax.tree.leaves_with_path(grads, is_leaf=maps.is_leaf)
     flat = [(path, leaf) for path, leaf in flat if maps.has_gradient(leaf)]
-    finite = np.asarray(_all_finite([leaf for _, leaf in flat]))
+    with jax.transfer_guard("allow"):  # Some may be numbers of the host.
+        finite = np.asarray(_all_finite([leaf for _, leaf in flat]))
     for (path, _), is_finite in zip(flat, finite, strict=True):
         if not is_finite:
             where = checks.place(path)

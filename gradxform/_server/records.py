@@ -15,36 +15,28 @@ from gradxform._late.counters import dropped, outermost
 from gradxform._trees import checks
 
 
-class _PushResult(NamedTuple):
-    applied: bool
-    staleness: int
-    global_step: int
-
-
-class PushResult(_PushResult):
-    """The result of one push: a tuple of three.
+class PushResult(NamedTuple):
+    """The result of one push.
 
     Attributes:
       applied: False if it was dropped as stale.
       staleness: steps taken since the worker's local step.
       global_step: after the push.
       cosine: the cosine between the last two gradients that acted, if the
-        transformation has a :func:`measure_cosine`; otherwise None. It is not part of
-        the tuple.
+        transformation has a :func:`measure_cosine`; otherwise None.
     """
 
+    applied: bool
+    staleness: int
+    global_step: int
     cosine: float | None = None
 
-    def __new__(
-        cls,
-        applied: bool,
-        staleness: int,
-        global_step: int,
-        cosine: float | None = None,
-    ) -> PushResult:
-        self = super().__new__(cls, applied, staleness, global_step)
-        self.cosine = cosine
-        return self
+
+NO_COPY = (
+    "a ParameterServer can be neither copied nor pickled: make another one with the "
+    "same params and tx, and restore(server.state()) there. If other processes need "
+    "it, make it an actor with ray.remote(ParameterServer)."
+)
 
 
 class ServerClosedError(RuntimeError):
@@ -54,6 +46,18 @@ class ServerClosedError(RuntimeError):
     run is over. A server that lost its parameters works again after
     :meth:`ParameterServer.restore`.
     """
+
+
+def unusable(closed: bool, lost: str | None) -> ServerClosedError | None:
+    """The error of each call to such a server; None while it serves."""
+    if closed:
+        return ServerClosedError("the parameter server is closed.")
+    if lost is not None:
+        return ServerClosedError(
+            f"the parameter server has lost its parameters: {lost}. Call "
+            "restore(state) with an earlier state()."
+        )
+    return None
 
 
 class ServerStats(NamedTuple):
@@ -140,8 +144,15 @@ class Version(NamedTuple):
     def of(cls, params: Any, state: Any) -> Version:
         """The first version of a new life."""
         leaves = jax.tree.leaves((params, state))
-        global_step, count = int(outermost(state, "global_step")), int(dropped(state))
+        counters = outermost(state, "global_step"), dropped(state)
+        global_step, count = map(int, jax.device_get(counters))
         return cls(leaves, global_step, count, secrets.token_hex(8))
+
+    def described(self, params: list[jax.Array], ended: object) -> str:
+        """Its step, the size of these parameters, and whether service has ended."""
+        size = sum(x.size for x in params)
+        said = f"global_step={self.global_step}, parameters={size}"
+        return f"{said}, arrays={len(params)}{', ended' if ended else ''}"
 
     def step(self) -> GlobalStep:
         """The step that a worker gets when it pulls this version."""

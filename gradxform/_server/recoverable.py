@@ -39,6 +39,7 @@ class Standing(NamedTuple):
     answers: dict[int, Answer]  # By worker.
     found: bool  # Whether it goes on from a checkpoint.
     notes: tuple[str, ...] = ()  # For the user, about that checkpoint.
+    num_workers: int | None = None  # Those that have a row in a `worker_mean`.
 
 
 def tell(standing: Standing) -> None:
@@ -47,7 +48,7 @@ def tell(standing: Standing) -> None:
         logger.warning("%s", note)
 
 
-class RecoverableServer(ParameterServer):
+class RecoverableServer(ParameterServer[Any]):
     """A server that saves itself, and starts from the newest checkpoint.
 
     Args:
@@ -72,6 +73,7 @@ class RecoverableServer(ParameterServer):
         spread = self._programs.spread
         self._saver = None if checkpoint is None else Saver(checkpoint, spread)
         self._standing: Standing | None = None
+        self._failed: Version | None = None  # Where a step has raised an error.
 
     def begin(self) -> Standing:
         """Goes on from the newest checkpoint, if there is one; returns where it stands.
@@ -137,6 +139,7 @@ class RecoverableServer(ParameterServer):
             answers,  # type: ignore[arg-type]  # Engines name workers by integers.
             found,
             notes,
+            self._programs.num_workers,
         )
 
     def _push(
@@ -149,9 +152,15 @@ class RecoverableServer(ParameterServer):
         before = self._version
         if push_id is not None and self._takes <= 0 and not self._knows(*push_id):
             raise TakesNoMoreError("the server takes no more pushes of workers.")
-        result = super()._push(step, pushed, local_step, push_id)
+
+        def watched(*args: Any) -> Any:
+            self._failed = before  # Until the step is done.
+            return step(*args)
+
+        result = super()._push(watched, pushed, local_step, push_id)
         if self._version is before:  # A repeated push: it got its first answer.
             return result
+        self._failed = None
         if push_id is not None:
             self._local_steps[push_id[0]] = int(local_step)
             self._takes -= 1
@@ -195,15 +204,24 @@ class RecoverableServer(ParameterServer):
     def save(self) -> int | None:
         """Writes the last checkpoint now; returns its global step, or None without one.
 
-        Later pushes are in no checkpoint.
+        Later pushes are in no checkpoint. None is written before the first push, nor
+        after a step that has failed: the parameters or the state may be the cause.
         """
         if self._saver is None or self._standing is None:  # Nothing has begun.
             return None
         self._saver.rest()
-        snapshot = self._thread.run(self._snapshot)
+        snapshot = self._thread.run(self._last_snapshot)
+        if snapshot is None:
+            return None
         self._saver.write(snapshot)
         step: int = snapshot.counters["global_step"]
         return step
+
+    def _last_snapshot(self) -> Snapshot | None:
+        stats = self._stats()
+        if self._failed is self._version or not stats.accepted + stats.dropped:
+            return None
+        return self._snapshot()
 
     def flush(self) -> None:
         """Waits until the checkpoint that is being written is done."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gradxform._server.places import Place
+from gradxform._server.places import Place, compiled
 from gradxform._trees import checks
 from gradxform._trees.indexed_slices import IndexedSlices, ascending, padded
 from gradxform._trees.rows import rows_of, take_summed
@@ -102,7 +102,7 @@ class RowPrograms:
         """The wanted rows as a part of the table; the program has read ``rows``."""
         length = len(wanted.indices)
         if length != len(rows):
-            rows = self._place.put(np.array(np.asarray(rows)[:length]))
+            rows = self._place.put(np.array(jax.device_get(rows)[:length]))
         indices = self._place.put(wanted.indices)
         return ascending(indices, rows, self._types[number].shape)
 
@@ -117,9 +117,10 @@ class RowPrograms:
     def _compiled(self, number: int, size: int) -> Callable[..., jax.Array]:
         place = self._place
         indices = jax.typeof(np.empty(size, np.int32))
-        read = jax.jit(
-            take_summed, out_shardings=place.everywhere if place.committed else None
-        )
         with place.default_device():
-            given = place.abstract(indices, place.everywhere)
-            return read.lower(self._types[number], given).compile()
+            return compiled(
+                take_summed,
+                self._types[number],
+                place.abstract(indices, place.everywhere),
+                out_shardings=place.everywhere if place.committed else None,
+            )

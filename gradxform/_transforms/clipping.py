@@ -45,8 +45,9 @@ def global_norm(tree: PyTree[Leaf], *, axis_name: AxisName = None) -> jax.Array:
     >>> norm = gx.global_norm({"w": jnp.full((300, 300), 1.0, jnp.float16), "b": None})
     >>> assert norm == 300.0 and norm.dtype == jnp.float32  # float16 ends at 65504
     """
-    _, total = norms.squared_norms(tree, axis_name=axis_name)
-    return arithmetic.safe_sqrt(total)
+    with jax.transfer_guard_host_to_device("allow"):
+        _, total = norms.squared_norms(tree, axis_name=axis_name)
+        return arithmetic.safe_sqrt(total)
 
 
 class ClipByGlobalNormState(NamedTuple):

@@ -72,6 +72,11 @@ def checked_rate(rate: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     rate = checks.real(rate)
     if jnp.iscomplexobj(rate):
         raise TypeError(f"learning_rate must be real, got {rate!r}.")
+    if type(rate) is int:
+        return float(rate)
+    # Minus an unsigned number would be a large one.
+    if jnp.issubdtype(jnp.asarray(rate).dtype, jnp.unsignedinteger):
+        return jnp.asarray(rate, jnp.float32)
     return rate
 
 

@@ -53,8 +53,12 @@ def measure_cosine(
     Returns:
       A transformation with state :class:`MeasureCosineState`. The cosine of the first
       gradient, and of an all-zero one, is 0; if an entry is not finite it is NaN.
+      Squares in float32 end at lengths of about 1e-19 and 1e19: the cosine of a shorter
+      gradient is 0, and that of a longer one NaN. Scale such gradients before.
       ``None`` for a leaf leaves its state as it was, and counts for nothing. The
-      arithmetic is done in at least float32.
+      arithmetic is done in at least float32. The cosine is right to about 1e-6. The
+      number of devices changes the order of the sums, and so the last digits. If the
+      cosine is near 0, they may be a large part of it.
 
     Raises:
       TypeError: updates do not have the structure or shapes of the parameters, or are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 import optax
 
 from gradxform._trees import barrier, checks, constants, dtypes, maps
@@ -29,8 +30,27 @@ def check(transformation: str, updates: optax.Updates, mu: optax.Updates) -> Non
     checks.same_shapes("updates", updates, "mu", mu)
 
 
-def for_step(mu: jax.Array, g: jax.Array) -> jax.Array:
-    """A new momentum in the dtype of a wide gradient, for the step."""
+def for_step(g: jax.Array, mu: jax.Array, moved: jax.Array) -> jax.Array:
+    """A new momentum for the step: as it was calculated, in the dtype of ``moved``.
+
+    If the dtype of the state holds every number of the gradient's, it is read from
+    there. Then the state can be written in place of the old one, which the step need
+    not read.
+
+    Args:
+      g: the gradient.
+      mu: the new momentum, in the dtype of the state.
+      moved: the new momentum as it was calculated.
+    """
+    if not np.can_cast(g.dtype, mu.dtype):
+        return moved
     if mu.dtype.itemsize < 4:  # Or it would be computed again for the step.
         mu = barrier.apart(mu)
-    return dtypes.widen(mu).astype(g.dtype)
+    return dtypes.widen(mu).astype(moved.dtype)
+
+
+def stored(
+    updates: optax.Updates, moved: optax.Updates, mu: optax.Updates
+) -> optax.Updates:
+    """New momenta in the dtypes of the old ones; no gradient leaves the old one."""
+    return maps.map_state(lambda _, old, new: new.astype(old.dtype), updates, mu, moved)

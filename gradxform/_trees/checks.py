@@ -6,8 +6,9 @@ Only concrete values are checked. A traced value (a hyperparameter under ``jit``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,11 @@ COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # For counts, which are int32 on devi
 _REAL = (jnp.floating, jnp.integer)
 
 
-def in_range(name: str, value: T, interval: str) -> T:
+def in_range(name: str, value: Any, interval: str) -> Any:  # Any kind of number.
     """Raises unless ``value`` is a real scalar inside ``interval``, and returns it.
 
-    A complex number without an imaginary part is real, see :func:`real`.
+    A complex number without an imaginary part is real, see :func:`real`. An int that
+    no int32 holds comes back as a float, which JAX takes.
 
     Args:
       name: the argument's name, for the message.
@@ -39,6 +41,12 @@ def in_range(name: str, value: T, interval: str) -> T:
     value = real(value)
     if isinstance(value, jax.core.Tracer):
         return value
+    given = value
+    if type(value) is int and abs(value) > np.iinfo(np.int32).max:
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf if value > 0 else -math.inf
     array = np.asarray(value)
     if array.shape or not any(jnp.issubdtype(array.dtype, kind) for kind in _REAL):
         raise TypeError(f"{name} must be a real scalar in {interval}, got {value!r}.")
@@ -47,7 +55,8 @@ def in_range(name: str, value: T, interval: str) -> T:
     above = low < number if interval.startswith("(") else low <= number
     below = number < high if interval.endswith(")") else number <= high
     if not (above and below):  # NaN compares false with everything and ends here.
-        raise ValueError(f"{name} must be in {interval}, got {number!r}.")
+        shown = given if type(given) is int else number
+        raise ValueError(f"{name} must be in {interval}, got {shown!r}.")
     return value
 
 

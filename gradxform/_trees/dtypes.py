@@ -36,6 +36,9 @@ def saturated(x: jax.typing.ArrayLike) -> jax.Array:
     """An integer, or inf, as int32; a number out of range becomes the nearest one."""
     low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     if isinstance(x, jax.Array):
-        own = np.iinfo(x.dtype)
-        return jnp.clip(x, max(own.min, low), min(own.max, high)).astype(jnp.int32)
-    return jnp.asarray(min(max(np.asarray(x).item(), low), high), jnp.int32)
+        own = jnp.iinfo(x.dtype)
+        if own.bits >= 32:
+            x = jnp.clip(x, max(own.min, low), min(own.max, high))
+        return x.astype(jnp.int32)
+    number: Any = x.item() if isinstance(x, np.ndarray | np.generic) else x
+    return jnp.asarray(min(max(number, low), high), jnp.int32)

@@ -255,11 +255,10 @@ class IndexedSlices(metaclass=_NamesCure):
         """
         values, indices = children
         if isinstance(values, bool):
-            # A mask for the values holds for both leaves, so that it also fits the
-            # dense table. Equinox needs both: it joins the leaves that it has split.
-            if not _is_filtered():
+            # Optax maps a mask of gradients over parameters too. So one bool stands for
+            # the table there. Anywhere else the structure stays as it was.
+            if _is_mask_of_optax():
                 return values
-            indices = values
         elif isinstance(indices, jax.Array | np.ndarray):
             if indices.dtype == "uint32" and indices.shape[-1:] == (1,):
                 indices = indices[..., 0].view("int32")  # The form in host callbacks.
@@ -348,13 +347,11 @@ def cured() -> Iterator[None]:
         raise
 
 
-def _is_filtered() -> bool:
-    """Whether Equinox maps a function over leaves now."""
+def _is_mask_of_optax() -> bool:
+    """Whether a function of optax, such as ``masked``, has called for this tree."""
     frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and _package(frame) == "jax":
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == "optax":
+            return True
         frame = frame.f_back
-    return frame is not None and _package(frame) == "equinox"
-
-
-def _package(frame: types.FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return False

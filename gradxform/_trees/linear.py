@@ -51,6 +51,7 @@ def linear(
     ) -> tuple[jax.Array, int | None]:
         return operation.bind(*operands), axes[0]
 
+    operation.def_impl(f)  # For calls without jit, as under `jax.disable_jit`.
     operation.def_abstract_eval(type_of)
     ad.deflinear2(operation, transposed)
     batching.primitive_batchers[operation] = batched
@@ -60,7 +61,6 @@ def linear(
 
     once: Callable[..., jax.Array]
     once = jax.jit(operation.bind)  # Traced once for each shape, not for each leaf.
-    operation.def_impl(once)
 
     def apply(*operands: jax.Array) -> jax.Array:
         # Only code that takes a Taylor series needs it, and has imported it.

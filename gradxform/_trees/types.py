@@ -6,7 +6,7 @@ container of any kind. The name says which leaves are in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -15,6 +15,9 @@ import optax
 from gradxform._trees.indexed_slices import IndexedSlices
 
 T = TypeVar("T")
+# Trees that come out in the type in which they came in.
+Params = TypeVar("Params")
+State = TypeVar("State")
 
 PyTree: TypeAlias = T | Any
 # What a tree has in common with other trees of its structure, or starts with.
@@ -27,3 +30,5 @@ Gradient: TypeAlias = jax.typing.ArrayLike | IndexedSlices
 Leaf: TypeAlias = Gradient | optax.MaskedNode | None
 # The keys that lead to a leaf, from the root.
 Path: TypeAlias = tuple[Hashable, ...]
+# Ids of rows, by the path of their table.
+Rows: TypeAlias = Mapping[str, jax.typing.ArrayLike]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,23 @@ from gradxform._trees import checks, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices, cured
 from gradxform._trees.rounding import narrow
 from gradxform._trees.rows import places
+from gradxform._trees.types import Params, State
 from gradxform._verbs.donation import Donating
 from gradxform._verbs.lookup import Tables, value_and_grad
 
 
-def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+class Step(Protocol):
+    """What :func:`minimize` returns."""
+
+    def __call__(
+        self, params: Params, state: State, *batch: Any, **extra: Any
+    ) -> tuple[Params, State, jax.Array, *tuple[Any, ...]]: ...
+
+    @property
+    def lower(self) -> Callable[..., jax.stages.Lowered]: ...
+
+
+def apply_updates(params: Params, updates: Any) -> Params:
     r"""Adds updates to parameters.
 
     .. math:: w \leftarrow w + u
@@ -51,16 +63,17 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
             return p
         return maps.added(u, jnp.asarray(p))
 
-    return jax.tree.map(added, updates, params, is_leaf=maps.is_leaf)
+    new: Params = jax.tree.map(added, updates, params, is_leaf=maps.is_leaf)
+    return new
 
 
 def apply_gradients(
     tx: optax.GradientTransformation,
-    grads: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params,
+    grads: Any,
+    state: State,
+    params: Params,
     **extra: Any,
-) -> tuple[optax.Params, optax.OptState]:
+) -> tuple[Params, State]:
     """The whole step: gradients through ``tx``, its updates onto the parameters.
 
     The result is that of ``tx.update`` followed by :func:`apply_updates`. If ``tx`` is
@@ -128,7 +141,7 @@ def minimize(
     trainable: Any | Callable[[optax.Params], Any] | None = None,
     tables: Tables = (),
     donate: bool = True,
-) -> Callable[..., Any]:
+) -> Step:
     r"""A compiled training step: the gradients of a loss, and their application.
 
     .. math:: g = \nabla_w L(w, batch), \qquad w, s \leftarrow tx(g, s, w)
@@ -180,7 +193,7 @@ def minimize(
         loss_fn, tx, has_aux=has_aux, trainable=trainable, tables=tables
     )
     if not donate:
-        return jax.jit(step)
+        return cast(Step, jax.jit(step))
     return Donating(jax.jit(step, donate_argnums=(0, 1)), tx, params_too=True)
 
 

@@ -27,6 +27,8 @@ class Donating:
       params_too: whether ``params`` are donated, or only the state.
     """
 
+    lower: Callable[..., jax.stages.Lowered]
+
     def __init__(
         self,
         step: Callable[..., Any],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
@@ -12,8 +12,25 @@ import optax
 from gradxform._late import gate
 from gradxform._trees import checks, dtypes, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.types import Params, State
 from gradxform._verbs.apply import learning_part, training_step
 from gradxform._verbs.donation import Donating
+
+
+class Steps(Protocol):
+    """What :func:`local_steps` returns."""
+
+    def __call__(
+        self,
+        params: Params,
+        state: State,
+        *batches: Any,
+        num_steps: jax.typing.ArrayLike | None = None,
+        **extra: Any,
+    ) -> tuple[Params, State, jax.Array, *tuple[Any, ...]]: ...
+
+    @property
+    def lower(self) -> Callable[..., jax.stages.Lowered]: ...
 
 
 def local_steps(
@@ -24,7 +41,7 @@ def local_steps(
     trainable: Any | Callable[[optax.Params], Any] | None = None,
     unroll: int | bool = 1,
     donate: bool = True,
-) -> Callable[..., Any]:
+) -> Steps:
     r"""Many compiled training steps of one worker, and what to push after them.
 
     .. math::
@@ -114,19 +131,21 @@ def local_steps(
             trained, state, *result = step(*carry, *batch, **extra)
             return (trained, state), result
 
-        def train_or_rest(carry: Any, numbered: Any) -> Any:
-            number, batch = numbered
-            result, carry = gate.either(
-                number < dtypes.saturated(num_steps),
-                lambda: train(carry, batch)[::-1],
-                lambda: (None, carry),
-            )
-            return carry, result
-
         one_step: Callable[..., Any] = train
         each: Any = batches
         if num_steps is not None:
             checks.integer_scalar("num_steps", num_steps)
+            wanted = dtypes.saturated(num_steps)
+
+            def train_or_rest(carry: Any, numbered: Any) -> Any:
+                number, batch = numbered
+                result, carry = gate.either(
+                    number < wanted,
+                    lambda: train(carry, batch)[::-1],
+                    lambda: (None, carry),
+                )
+                return carry, result
+
             numbers = np.arange(length, dtype=np.int32)
             one_step, each = train_or_rest, (numbers, batches)
         (trained, state), result = jax.lax.scan(
@@ -138,7 +157,7 @@ def local_steps(
         return grads, state, *result
 
     if not donate:
-        return jax.jit(steps)
+        return cast(Steps, jax.jit(steps))
     return Donating(jax.jit(steps, donate_argnums=(1,)), tx, params_too=False)
 
 

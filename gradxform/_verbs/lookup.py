@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,22 @@ from gradxform._trees.rows import (
     replicated,
     rows_of,
 )
+from gradxform._trees.types import Params
 from gradxform._verbs import readings
 
 # Which tables get row-sparse gradients: their paths, or a predicate on the path.
 Tables = Sequence[str] | Callable[[str], bool]
+
+Value = TypeVar("Value")
+Value_co = TypeVar("Value_co", covariant=True)
+
+
+class ValueAndGrad(Protocol[Value_co]):
+    """What :func:`value_and_grad` returns without tables."""
+
+    def __call__(
+        self, params: Params, *batch: Any, **kwargs: Any
+    ) -> tuple[Value_co, Params]: ...
 
 
 def lookup(table: Any, ids: jax.typing.ArrayLike) -> jax.Array:
@@ -63,9 +75,17 @@ def lookup(table: Any, ids: jax.typing.ArrayLike) -> jax.Array:
     return read_rows(table, ids)
 
 
+@overload
+def value_and_grad(
+    loss_fn: Callable[..., Value], *, tables: tuple[()] = (), has_aux: bool = False
+) -> ValueAndGrad[Value]: ...
+@overload
+def value_and_grad(
+    loss_fn: Callable[..., Value], *, tables: Tables, has_aux: bool = False
+) -> Callable[..., tuple[Value, Any]]: ...
 def value_and_grad(
     loss_fn: Callable[..., Any], *, tables: Tables = (), has_aux: bool = False
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[Any, Any]]:
     r"""``jax.value_and_grad``, with row-sparse gradients for the named tables.
 
     .. math:: \partial L / \partial table_r = \sum_{i:\ ids_i = r} \partial L / \partial
@@ -73,9 +93,10 @@ def value_and_grad(
 
     The loss may read rows of these tables as often as it likes, through :func:`lookup`,
     ``jnp.take(table, ids, axis=0)``, ``table[ids]``, ``table[0]`` or ``table[:n]``, in
-    an embedding layer of any framework, under ``jit`` or ``vmap``. The gradient then
-    consists of the rows that were read. No array of the table's size is made, even if
-    the loss casts the table first. All other parameters get JAX's own gradients.
+    an embedding layer of any framework, under ``jit``, ``vmap`` or ``checkpoint``. The
+    gradient then consists of the rows that were read. No array of the table's size is
+    made, even if the loss casts the table first. Rows of ``stop_gradient(table)`` are
+    not among them. All other parameters get JAX's own gradients.
 
     A parameter may be a part of a table, from ``ParameterServer.pull(rows=...)``: the
     loss sees a table, and can read only those rows. It need not be named.
@@ -97,8 +118,8 @@ def value_and_grad(
       ValueError: ``tables`` names no leaf of ``params``, or one that is not a table of
         floating-point rows.
       TypeError: the loss uses a named table in any other way, such as a product with
-        all of it; or reads it inside a ``scan``, ``cond``, ``checkpoint`` or the like:
-        the rows cannot get out of there.
+        all of it; or reads it inside a ``scan``, ``cond`` or the like: the rows cannot
+        get out of there.
 
     Inside ``jax.shard_map`` each device has a part of the batch and a table of its own.
     There ``jax.lax.all_gather(grads["emb"], axis, tiled=True, to="invarying")`` gives
@@ -145,18 +166,17 @@ def value_and_grad(
         def tapped(
             dense: dict[int, Any], taps: dict[int, list[jax.Array]]
         ) -> tuple[jax.Array, Any]:
-            read: dict[int, list[jax.Array]] = {i: [] for i in named}
+            following = {i: iter(zeros) for i, zeros in taps.items()}
 
-            def tap(i: int, ids: jax.Array, rows: jax.Array) -> jax.Array:
-                read[i].append(ids)
-                zeros = taps[i][len(read[i]) - 1]
+            def tap(i: int, rows: jax.Array) -> jax.Array:
+                zeros = next(following[i])
                 there = jax.typeof(rows).sharding
                 if jax.typeof(zeros).sharding.mesh != there.mesh:
                     zeros = jax.sharding.reshard(zeros, there)
                 return _tap(rows, zeros)
 
-            value, aux = run(dense, tap)
-            return value, (aux, read)
+            (value, aux), ids = run(dense, tap)
+            return value, (aux, ids)
 
         both = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
         with mesh_context(maps.values(x) for x in leaves.values()):

@@ -4,7 +4,8 @@ A table is a variable of the jaxpr, and every use of it is an equation. A ``gath
 whole rows is a reading: ``gx.lookup``, ``jnp.take``, ``table[ids]`` and every
 framework's embedding layer become one. A slice of rows, ``table[0]`` or ``table[:n]``,
 is a reading, too. A cast of the table is applied later, to the rows. The inside of a
-``jit`` is searched, too.
+``jit`` is searched, too. A ``jax.checkpoint`` is made again, around an inside that also
+returns the ids of its readings.
 
 So the whole table is not needed. If there is only a part of it, the rows that a server
 gave, the loss sees the shape of the whole table and reads from the part.
@@ -12,6 +13,8 @@ gave, the loss sees the shape of the whole table and reads from the part.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,16 +28,26 @@ from gradxform._trees import arithmetic, versions
 from gradxform._trees.indexed_slices import IndexedSlices, ascending
 from gradxform._trees.rows import inside_or_padding, is_known, places, read_rows
 
-# (number of a table, ids of a reading, its rows) -> the rows that the loss gets
-Tap = Callable[[int, jax.Array, jax.Array], jax.Array]
+# (number of a table, rows of a reading) -> the rows that the loss gets
+Tap = Callable[[int, jax.Array], jax.Array]
+# The ids of all readings of each table, by its number.
+Ids = dict[int, list[jax.Array]]
 
 
-class _Table(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["array"],
+    meta_fields=["number", "casts", "names", "stopped"],
+)
+@dataclasses.dataclass(frozen=True)
+class _Table:
     """A variable's table."""
 
     number: int
     array: Any  # Or the IndexedSlices with a part of it.
     casts: tuple[Any, ...] = ()  # The dtypes that it was cast to, one after another.
+    names: tuple[str, ...] = ()  # Those that `checkpoint_name` gave it.
+    stopped: bool = False  # Whether `stop_gradient` was applied.
 
 
 # These keep the values of a table, and make no copy by themselves.
@@ -43,9 +56,9 @@ _SAME = {"pvary", "pcast", "reshard", "sharding_constraint"}
 _HOW = (
     "{0!r} is one of tables, so the loss can only read rows of it, by "
     "gradxform.lookup(table, ids), jnp.take(table, ids, axis=0), table[ids], table[:n] "
-    "or an embedding layer, and only outside of scan, cond, checkpoint and the like; "
-    "it was {1}. Look the rows up first, for ids of any shape, or leave {0!r} out of "
-    "tables: then its gradient is dense."
+    "or an embedding layer, and only outside of scan, cond and the like; it was {1}. "
+    "Look the rows up first, for ids of any shape, or leave {0!r} out of tables: then "
+    "its gradient is dense."
 )
 
 
@@ -54,8 +67,10 @@ def trace(
     dense: dict[int, Any],
     tables: dict[int, Any],
     paths: Sequence[str],
-) -> tuple[Callable[[dict[int, Any], Tap], Any], dict[int, list[Any]]]:
+) -> tuple[Callable[[dict[int, Any], Tap], tuple[Any, Ids]], dict[int, list[Any]]]:
     """``loss_fn(dense, tables)`` as a function of ``dense`` and a tap; types of rows.
+
+    The function also returns the ids of the rows.
 
     Raises:
       TypeError: a table is used in another way than to read its rows.
@@ -73,9 +88,9 @@ def trace(
     closed = jax.make_jaxpr(arrays)(dense, {i: _whole(x) for i, x in tables.items()})
     treedef, is_traced, rest = returned
 
-    def run(dense: dict[int, Any], tap: Tap) -> Any:
+    def run(dense: dict[int, Any], tap: Tap) -> tuple[Any, Ids]:
         stand_ins = [_Table(i, table) for i, table in sorted(tables.items())]
-        reader = _Reader(paths, tap)
+        reader = _Reader(paths, tap, {i: [] for i in tables})
         results = reader.run(closed, [*jax.tree.leaves(dense), *stand_ins])
         for x in results:
             if isinstance(x, _Table):
@@ -84,11 +99,11 @@ def trace(
         leaves = [
             next(traced) if t else x for t, x in zip(is_traced, rest, strict=True)
         ]
-        return jax.tree.unflatten(treedef, leaves)
+        return jax.tree.unflatten(treedef, leaves), reader.ids
 
     types: dict[int, list[Any]] = {i: [] for i in tables}
 
-    def note(i: int, _: jax.Array, rows: jax.Array) -> jax.Array:
+    def note(i: int, rows: jax.Array) -> jax.Array:
         types[i].append(jax.typeof(rows))
         return rows
 
@@ -104,13 +119,15 @@ class _Reader(NamedTuple):
 
     paths: Sequence[str]
     tap: Tap
+    ids: Ids
 
     def run(self, closed: Any, args: Sequence[Any]) -> list[Any]:
+        return self.evaluate(closed.jaxpr, [*closed.consts, *args])
+
+    def evaluate(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         from jax.extend.core import Literal
 
-        jaxpr = closed.jaxpr
-        variables = [*jaxpr.constvars, *jaxpr.invars]
-        env = dict(zip(variables, [*closed.consts, *args], strict=True))
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
 
         def values(atoms: Sequence[Any]) -> list[Any]:
             return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
@@ -130,15 +147,27 @@ class _Reader(NamedTuple):
         name = eqn.primitive.name
         if name == "jit":
             return self.run(eqn.params["jaxpr"], inputs)
+        if name == "unstack" and eqn.params["axis"] == 0:  # From JAX 0.12 on.
+            rows = jax.make_jaxpr(lambda x: [x[i] for i in range(len(x))])
+            return self.run(rows(eqn.invars[0].aval), inputs)
+        if name == "remat2":
+            return self.checkpoint(eqn, inputs)
         if name == "convert_element_type":
-            return [table._replace(casts=(*table.casts, eqn.outvars[0].aval.dtype))]
+            casts = *table.casts, eqn.outvars[0].aval.dtype
+            return [dataclasses.replace(table, casts=casts)]
+        if name == "name":
+            names = *table.names, eqn.params["name"]
+            return [dataclasses.replace(table, names=names)]
+        if name == "stop_gradient":
+            return [dataclasses.replace(table, stopped=True)]
         is_part = isinstance(table.array, IndexedSlices)
         if is_part and name == "reshard":
-            return [table._replace(array=_moved(eqn, table.array))]
+            return [dataclasses.replace(table, array=_moved(eqn, table.array))]
         if name == "copy" or (is_part and name in _SAME):
             return [table]  # Here it makes no difference.
         if name in _SAME:
-            return [table._replace(array=versions.evaluate(eqn, [table.array])[0])]
+            (array,) = versions.evaluate(eqn, [table.array])
+            return [dataclasses.replace(table, array=array)]
         with eqn.ctx.manager:  # It may have made explicit mesh axes automatic.
             reading = _reading(eqn, table, inputs)
             if reading is not None:
@@ -153,6 +182,19 @@ class _Reader(NamedTuple):
             kind = "as indices, " if name == "lt" else ""
             how = f"used {kind}cast to {table.casts[-1]}, {by}"
         self.refuse(table, how)
+
+    def checkpoint(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+        """The results of ``jax.checkpoint``, whose inside reads tables."""
+
+        def inside(*inputs: Any) -> tuple[list[Any], Ids]:
+            reader = self._replace(ids={i: [] for i in self.ids})
+            return reader.evaluate(eqn.params["jaxpr"], inputs), reader.ids
+
+        how = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
+        results, read = jax.checkpoint(inside, **how)(*inputs)
+        for i, ids in read.items():
+            self.ids[i].extend(ids)
+        return results
 
     def read(
         self,
@@ -176,9 +218,15 @@ class _Reader(NamedTuple):
                 eqn = eqn.replace(params=eqn.params | {"fill_value": 0})
             (rows,) = versions.evaluate(eqn, [table.array, *inputs[1:]])
             fills = fills and bool(table.casts)
-        rows = self.tap(table.number, ids, rows)
+        if not table.stopped:
+            self.ids[table.number].append(ids)
+            rows = self.tap(table.number, rows)
         for dtype in table.casts:
             rows = rows.astype(dtype)
+        for name in table.names:
+            from jax.ad_checkpoint import checkpoint_name
+
+            rows = checkpoint_name(rows, name)
         if fills:  # After the casts: the table's dtype may not hold this number.
             outside = arithmetic.expand(taken == height, rows)
             rows = jnp.where(outside, _filling(fill, rows.dtype), rows)

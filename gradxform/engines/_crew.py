@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import signal
 import threading
 import time
@@ -12,7 +13,6 @@ from typing import Any, NoReturn, Protocol
 
 from gradxform._server.recoverable import Standing
 from gradxform._trees import checks
-from gradxform.engines import _streams
 from gradxform.engines._job import Counts, Job, Push, Run, Server, Worker
 from gradxform.engines._ledger import Ledger
 from gradxform.engines._stops import GivenUpError, Stops
@@ -77,7 +77,6 @@ class Crew(Run):
             raise ValueError(
                 f"workers: a step needs {self._at_least}, got {len(self._members)}."
             )
-        _streams.check_shared(self._members)
         self._indices = itertools.count(len(self._members))
         self._busy: dict[int, Any] = {}  # Workers that compute, with `_start`'s result.
         self._since: dict[int, float] = {}  # When each was told to compute.
@@ -85,7 +84,6 @@ class Crew(Run):
         self._refused: set[int] = set()  # Workers whose pushes the server refused.
         self._last_word: BaseException | None = None
         self._begun = self._over = False
-        self.failed = False  # A worker has raised an error, or died too often.
         self.pushes = _Pushes(self._check_open, self._until_stopped())
 
     def _member(self, worker: Worker) -> Worker:
@@ -96,11 +94,23 @@ class Crew(Run):
 
     def _begin(self, standing: Standing) -> None:
         """Starts the run where the server stands."""
+        self._num_workers = standing.num_workers
+        for index, worker in self._members.items():
+            self._check_row(index, worker)
         self._ledger = Ledger(standing)
         self._waits = Waits(self._job, self._ledger)
         self.resumed = standing.global_step if standing.found else None
         self._began_at = time.monotonic()
         self._begun = True
+
+    def _check_row(self, index: int, worker: Worker) -> None:
+        """Raises ``ValueError`` if no push of this worker could act."""
+        if worker.extra is None and index >= (self._num_workers or math.inf):
+            raise ValueError(
+                f"workers: worker {index} has no row in the worker_mean of tx. Let "
+                f"num_workers be more than {index}, it is {self._num_workers}; or "
+                "give the worker's row by extra."
+            )
 
     def _clock(self) -> float:
         """Seconds since the run began."""
@@ -115,11 +125,6 @@ class Crew(Run):
                 yield from self._next()
         except Stopped:
             pass
-        except Terminated:
-            raise
-        except BaseException:
-            self.failed = True
-            raise
         self.rest()
 
     def _next(self) -> Iterator[Push]:
@@ -219,6 +224,10 @@ class Crew(Run):
         if self._begun:
             self._ledger.settle(self.server.rest())
 
+    def save(self) -> int | None:
+        """Writes a last checkpoint; returns its global step, None without one."""
+        return self.server.save() if self._begun else None
+
     def close(self) -> None:
         """Marks the run as over, at the end of its context."""
         self._over = True
@@ -253,9 +262,8 @@ class Crew(Run):
     def add(self, worker: Worker) -> int:
         with self._lock:
             index = next(self._indices)
-            members = {**self._members, index: self._member(worker)}
-            _streams.check_shared(members)
-            self._members = members
+            self._check_row(index, worker)
+            self._members = {**self._members, index: self._member(worker)}
         return index
 
     def remove(self, index: int) -> None:

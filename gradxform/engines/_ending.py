@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from gradxform._server.checkpoints import Checkpoint
+from gradxform._server.records import summary
 from gradxform.engines._crew import Crew, Terminated
 
 logger = logging.getLogger("gradxform")
@@ -18,9 +19,10 @@ logger = logging.getLogger("gradxform")
 
 @contextlib.contextmanager
 def ending(run: Crew, checkpoint: Checkpoint | None) -> Iterator[None]:
-    """Saves a run that is done, or that is ended by ``stop`` or ``SIGTERM``.
+    """Saves a run at its end, also if an exception ends it.
 
-    A run that ends by any other exception is not saved: its state may be the cause.
+    Two ends are not saved: Ctrl-C, as it ends the run at once, and a failed step of the
+    server, as the server's state may be the cause.
 
     Args:
       run: the run; its server is saved.
@@ -43,8 +45,21 @@ def ending(run: Crew, checkpoint: Checkpoint | None) -> Iterator[None]:
             yield
         except Terminated:
             told = True
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            try:
+                run.rest()
+                step = run.save() if checkpoint else None
+            except Exception as another:  # The user needs the first one.
+                if checkpoint:
+                    logger.error("no checkpoint was written: %s", summary(another))
+            else:
+                if step is not None:
+                    error.add_note(f"{_outcome(step, checkpoint)}.")
+            raise
         run.rest()
-        step = run.server.save() if checkpoint and not run.failed else None
+        step = run.save() if checkpoint else None
         if told:
             terminated(step, checkpoint)
 

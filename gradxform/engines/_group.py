@@ -72,6 +72,7 @@ class Group:
             params = [ray.put(layout.part(job.params, k)) for k in parts]
         self._given = [[each, tx] for each in params]
         self._actors: list[Any] = []
+        self._cause: Any = None  # The leader's last word.
         self._place: Any = None  # Ray's placement group, if there is one.
 
     def start(self, checkpoint: Checkpoint | None, check: Callable[[], object]) -> Any:
@@ -85,6 +86,7 @@ class Group:
         options = self._placed(check)
         leader = ray.remote(Leader).options(**options[0]).remote(key, layout.processes)
         self._actors = [leader]
+        self._cause = leader.cause.remote()
         for number in range(1, layout.processes):
             start = ray.remote(Follower).options(**options[number]).remote
             self._actors.append(start(number, key, layout.processes))
@@ -101,6 +103,14 @@ class Group:
         # If one dies meanwhile, the others wait for it in vain: so look at each.
         self._all(joining, check)
         return leader
+
+    def cause(self) -> str | None:
+        """See :class:`Processes`."""
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            if self._ray.wait([self._cause], timeout=0.0)[0]:
+                said: str = self._ray.get(self._cause)
+                return said
+        return None
 
     def _all(self, asked: list[Any], check: Callable[[], object]) -> list[Any]:
         """Their answers; raises as soon as one of them has raised."""

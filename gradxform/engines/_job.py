@@ -32,14 +32,15 @@ class Worker(NamedTuple):
         and returns loss and gradients.
       batch: the minibatch of a number, ``batch(number) -> (x, y)``: any arrays. It is
         drawn before the parameters are pulled. A stream of data is used with
-        ``lambda _: next(stream)``, and each worker needs its own. When the stream ends,
-        the worker leaves, as by :meth:`Run.remove`. A stream is not a function of the
-        number: a resumed run goes on where the new stream begins, and Ray refuses it.
-        By default a gradient needs no minibatch.
-      duration: the seconds that a gradient takes, ``duration(number) -> float``. On
-        :func:`simulated` they are virtual; elsewhere a worker that is done earlier
-        sleeps for the rest. By default a gradient takes 1 virtual second, and elsewhere
-        its real time.
+        ``lambda _: next(stream)``, as a rule one for each worker: several may share one
+        if they draw under a lock. When the stream ends, the worker leaves, as by
+        :meth:`Run.remove`. A stream is not a function of the number: a resumed run goes
+        on where the new stream begins. A worker on Ray makes its stream itself, when
+        ``batch`` is first called. By default a gradient needs no minibatch.
+      duration: the seconds that a gradient takes, ``duration(number) -> float`` in
+        [0, inf]. On :func:`simulated` they are virtual; elsewhere a worker that is done
+        earlier sleeps for the rest. By default a gradient takes 1 virtual second, and
+        elsewhere its real time.
       rows: the rows of tables that the gradient on a minibatch reads,
         ``rows(*batch) -> {"path/to/table": ids}``, for
         :meth:`~gradxform.ParameterServer.pull`. By default tables are pulled whole.
@@ -134,7 +135,8 @@ class Counts(NamedTuple):
       lost: pushes whose effect died with the server, after its last checkpoint. They
         are computed and pushed again.
       worker_deaths: processes of workers that died and were replaced.
-      server_deaths: processes of the server that died and were replaced.
+      server_deaths: deaths of the server after which it was started again, also while
+        it started. A server of several processes dies as one.
       given_up: gradients that became too late while they were computed, and so were
         never pushed: see ``max_staleness`` of :class:`Job`.
     """
@@ -175,9 +177,9 @@ class Run(abc.ABC):
 
     Attributes:
       pushes: an iterator over the pushes as they are answered. It ends with the job, or
-        when the streams of all workers have ended. It raises a worker's error. While
-        nobody asks for the next push, each worker finishes its present gradient, and
-        rests.
+        when the streams of all workers have ended. It raises a worker's error; the run
+        is saved all the same. While nobody asks for the next push, each worker finishes
+        its present gradient, and rests.
       server: may be asked for parameters and state at any time, also after the last
         push.
       workers: the threads or Ray actors of the workers, by index. Workers that have
@@ -196,7 +198,8 @@ class Run(abc.ABC):
 
         After the end of ``pushes``, or of the context, they count all pushes that the
         server has answered, also those that ``stop``, ``break`` or a signal cut off.
-        The last checkpoint has the same counts.
+        The last checkpoint has the same counts, unless Ctrl-C or a failed step of the
+        server has ended the run.
         """
 
     @abc.abstractmethod

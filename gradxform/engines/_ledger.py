@@ -21,7 +21,6 @@ class Ledger:
         self._standing = standing
         self._last = {worker: x.number for worker, x in standing.answers.items()}
         self._accepted, self._dropped = standing.accepted, standing.dropped
-        self._pushed = self._accepted + self._dropped
         self._lost = self.worker_deaths = self.server_deaths = self.given_up = 0
 
     @property
@@ -33,7 +32,7 @@ class Ledger:
     def counts(self) -> Counts:
         """The counts as :class:`Counts`."""
         return Counts(
-            self._pushed,
+            self.stands + self._lost,
             self._accepted,
             self._dropped,
             self._lost,
@@ -69,10 +68,8 @@ class Ledger:
         if is_past(push.local_step, self.life):  # On its way when the server died.
             saved = self._standing.answers.get(push.worker)
             if saved is None or push.number > saved.number:
-                self._pushed += 1
                 self._lost += 1
             return False
-        self._pushed += 1
         self._last[push.worker] = push.number
         self._accepted += push.result.applied
         self._dropped += not push.result.applied
@@ -81,7 +78,6 @@ class Ledger:
     def settle(self, standing: Standing) -> None:
         """Takes over all answers of the server, received or not."""
         self._accepted, self._dropped = standing.accepted, standing.dropped
-        self._pushed = self._accepted + self._dropped + self._lost
         for worker, answer in standing.answers.items():
             self._last[worker] = answer.number
 
@@ -93,12 +89,10 @@ class Ledger:
         if standing.life == self.life:
             return None
         saved = {worker: x.number for worker, x in standing.answers.items()}
-        ahead = [
-            self._last.get(worker, -1) - saved.get(worker, -1)
-            for worker in {**self._last, **saved}
-        ]
-        lost = sum(number for number in ahead if number > 0)
-        self._pushed -= sum(number for number in ahead if number < 0)
+        lost = sum(
+            max(0, number - saved.get(worker, -1))
+            for worker, number in self._last.items()
+        )
         self._lost += lost
         self.server_deaths += 1
         self._standing, self._last = standing, saved

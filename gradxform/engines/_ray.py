@@ -22,7 +22,7 @@ from gradxform.engines._crew import LOOK, Crew
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
 from gradxform.engines._group import Group, layout_of
 from gradxform.engines._job import Job, Push, Run, Worker
-from gradxform.engines._reach import reach
+from gradxform.engines._reach import Connection, reach
 from gradxform.engines._servers import (
     One,
     Processes,
@@ -31,7 +31,6 @@ from gradxform.engines._servers import (
     WorkersServer,
 )
 from gradxform.engines._stops import GivenUpError, Stops
-from gradxform.engines._streams import check_none
 from gradxform.engines._work import RefusedError, StreamEndedError, work
 
 logger = logging.getLogger("gradxform")
@@ -89,9 +88,10 @@ def ray(
       ConnectionError: no cluster has answered at ``address``.
       ImportError: Ray is not installed.
       ray.exceptions.RayActorError: a worker, or the server, has died too often.
+      RuntimeError: ``ray.shutdown()`` was called during the run.
       ValueError: too few workers for a step; a checkpoint of another job; a worker with
-        a device, or with a stream; no process for the server; impossible shardings;
-        fewer machines than processes if each needs one of its own.
+        a device; no process for the server; impossible shardings; fewer machines than
+        processes if each needs one of its own.
       SystemExit: at the end of the context, if ``SIGTERM`` has ended the run.
     """
     ray = require("ray", "ray")
@@ -119,10 +119,11 @@ def ray(
             processes: Processes = (
                 One(job, options) if layout is None else Group(job, layout, options)
             )
-            server = RayServer(processes, given, max_deaths)
+            connection = Connection(ray)
+            server = RayServer(processes, given, max_deaths, connection)
             stack.callback(server.kill)
             stack.callback(run.close)
-            run.begin(server)
+            run.begin(server, connection)
             yield run
 
 
@@ -131,11 +132,14 @@ def _cluster(num_cpus: int, address: str | None) -> Iterator[None]:
     """A connection to a cluster, or a local one with a CPU for each actor."""
     ray = require("ray", "ray")
     before = signal.getsignal(signal.SIGTERM)
+    connection = None
     try:
         _connect(num_cpus, address)
+        connection = Connection(ray)
         yield
     finally:
-        uninterrupted(ray.shutdown)()
+        if connection is None or not connection.lost:
+            uninterrupted(ray.shutdown)()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray has set a handler of its own.
 
@@ -198,17 +202,23 @@ class _Ray(Crew):
         start = ray.remote(_RayWorker)
         self._start_actor = start.options(**options).remote if options else start.remote
         self._deaths: collections.Counter[int] = collections.Counter()
+        self._gone = False  # The loop knows that the server has died too often.
         self.workers = {}
 
     def _member(self, worker: Worker) -> Worker:
         return worker  # On Ray a minibatch is always a function of its number.
 
-    def begin(self, server: RayServer) -> None:
+    def begin(self, server: RayServer, connection: Connection) -> None:
         """Begins with this server, where it stands."""
-        self.server = server
+        self.server, self._connection = server, connection
         standing = server.begin(self.check)
         tell(standing)  # Here, as the user does not see the server's log.
         self._begin(standing)
+        self._ledger.server_deaths = server.deaths
+
+    def check(self) -> None:
+        self._connection.check()
+        super().check()
 
     def _next(self) -> Iterator[Push]:
         ray, of = self._ray, {push: index for index, push in self._busy.items()}
@@ -225,7 +235,11 @@ class _Ray(Crew):
                 continue
             if isinstance(outcome, ServerDiedError):
                 del self._busy[index]
-                self._go_back()
+                try:
+                    self._go_back()
+                except ray.exceptions.RayActorError:
+                    self._gone = True
+                    raise
                 continue
             for push in self._take(index, outcome):
                 self._hand_out()  # Before the consumer works on this push.
@@ -233,9 +247,16 @@ class _Ray(Crew):
 
     def _start(self, index: int, worker: Worker, number: int) -> Any:
         if index not in self.workers:
-            self.workers[index] = self._start_actor(
-                index, worker, self._stops, self.server.layout
-            )
+            try:
+                self.workers[index] = self._start_actor(
+                    index, worker, self._stops, self.server.layout
+                )
+            except TypeError as error:  # It cannot be pickled.
+                error.add_note(
+                    f"Worker {index} is sent to a process of its own. A stream cannot "
+                    "go there: let batch make it when it is first called."
+                )
+                raise
         return self.workers[index].work.remote(number, self.server.actor)
 
     def _dismiss(self, index: int) -> None:
@@ -262,6 +283,7 @@ class _Ray(Crew):
         lost = self._ledger.go_back(standing)
         if lost is None:  # Another worker has noticed it before.
             return
+        self._ledger.server_deaths = self.server.deaths
         self._waits.reset()
         self._refused.clear()
         tell(standing)
@@ -285,15 +307,19 @@ class _Ray(Crew):
                 self._go_back()
             self._ledger.settle(standing)
 
+    def save(self) -> int | None:
+        """See :meth:`Crew.save`."""
+        return None if self._gone else super().save()
+
     def close(self) -> None:
         """Ends all workers."""
         super().close()
-        for each in self.workers.values():
-            self._ray.kill(each)
+        if self.workers and not self._connection.lost:
+            for each in self.workers.values():
+                self._ray.kill(each)
 
 
 def _check(index: object, worker: Worker) -> None:
-    check_none(index, worker)
     if worker.device is not None:
         raise ValueError(
             f"workers: on Ray worker {index} is a process of its own and cannot have "

@@ -1,10 +1,11 @@
-"""Checks that a Ray cluster answers, before anything else waits for it."""
+"""Checks that a Ray cluster answers, and that it stays the same one."""
 
 from __future__ import annotations
 
 import math
 import subprocess
 import sys
+from typing import Any
 
 # Ray tries for minutes, in code that reacts to no signal. So a process of its own tries
 # first, as it can be killed. The alarm ends it even if this process is gone.
@@ -54,3 +55,31 @@ def reach(address: str, timeout: float) -> None:
     if process.returncode:
         last = said.strip() or f"the exit code was {process.returncode}"
         raise ConnectionError(f"address: no Ray cluster at {address!r}. {last}")
+
+
+class Connection:
+    """The connection of this process to a Ray cluster, as it is now."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._known = self._present()
+
+    def _present(self) -> tuple[str, str] | None:
+        if not self._ray.is_initialized():
+            return None
+        context = self._ray.get_runtime_context()
+        return context.get_job_id(), context.get_node_id()
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has been closed. Then each call of Ray would start a cluster."""
+        return self._present() != self._known
+
+    def check(self) -> None:
+        """Raises ``RuntimeError`` if it has been closed."""
+        if self.lost:
+            raise RuntimeError(
+                "the connection to Ray is closed, by ray.shutdown() or by the end of "
+                "the engine's context. With it the server and the workers have ended: "
+                "call ray.shutdown() after the context, and ask the server before."
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,9 @@ from gradxform._server.records import PushResult, ServerStats
 from gradxform._server.recoverable import RecoverableServer, Standing
 from gradxform.engines._crew import LOOK, server_options
 from gradxform.engines._job import Job
+from gradxform.engines._reach import Connection
+
+logger = logging.getLogger("gradxform")
 
 AGAIN = 0.1  # Seconds between two questions to an actor that does not answer yet.
 
@@ -29,6 +33,10 @@ class Processes(Protocol):
     """
 
     layout: Layout | None
+
+    def cause(self) -> str | None:
+        """Why they have died, if they have said so."""
+        ...
 
     def start(self, checkpoint: Checkpoint | None, check: Callable[[], object]) -> Any:
         """Starts them; returns the actor that answers for them."""
@@ -51,6 +59,9 @@ class One:
         self._options = server_options(job)
         self._actor: Any = None
 
+    def cause(self) -> None:
+        """See :class:`Processes`."""
+
     def start(self, checkpoint: Checkpoint | None, check: Callable[[], object]) -> Any:
         """See :class:`Processes`."""
         self._actor = self._start(*self._begun_with, checkpoint, **self._options)
@@ -66,17 +77,22 @@ class RayServer:
     """The server for the driver; each call waits for its answer.
 
     ``actor`` is the actor that answers for it. If it has died, the next call replaces
-    it.
+    it. ``deaths`` says how often that has happened.
     """
 
     def __init__(
-        self, processes: Processes, checkpoint: Checkpoint | None, max_deaths: int
+        self,
+        processes: Processes,
+        checkpoint: Checkpoint | None,
+        max_deaths: int,
+        connection: Connection,
     ) -> None:
         self._ray = require("ray", "ray")
         self._processes = processes
         self.layout = processes.layout
         self._checkpoint = checkpoint
-        self._deaths_left = max_deaths if checkpoint else 0
+        self._max_deaths, self._connection = max_deaths, connection
+        self.deaths = 0
         self._lock = threading.Lock()  # Only one of two threads replaces a dead actor.
         self.actor: Any = None
 
@@ -98,6 +114,7 @@ class RayServer:
     ) -> Any:
         exceptions = self._ray.exceptions
         while True:
+            self._connection.check()
             actor = self.actor
             try:
                 answer = self._answer(getattr(actor, name).remote(*args), check)
@@ -109,6 +126,7 @@ class RayServer:
 
     def _answer(self, asked: Any, check: Callable[[], object]) -> Any:
         while not self._ray.wait([asked], timeout=LOOK)[0]:
+            self._connection.check()
             check()
         return self._ray.get(asked)
 
@@ -118,13 +136,17 @@ class RayServer:
         """Starts another from the last checkpoint, once for all threads."""
         with self._lock:
             while self.actor is dead:
+                if (cause := self._processes.cause()) is not None:
+                    error.add_note(f"The server has ended: {cause}.")
                 if self._checkpoint is None:
                     error.add_note("The run was not saved: give it a checkpoint.")
                     raise error
-                if self._deaths_left == 0:
+                if self.deaths == self._max_deaths:
                     error.add_note("The server has died more than max_deaths times.")
                     raise error
-                self._deaths_left -= 1
+                self.deaths += 1
+                if cause is not None:
+                    logger.warning("the server has ended: %s", cause)
                 # Even with `resume=False` it must go on from this run's own ones.
                 known = self._checkpoint._replace(resume=True)
                 try:
@@ -167,14 +189,13 @@ class RayServer:
 
     def save(self) -> int | None:
         """See :meth:`RecoverableServer.save`."""
-        if self.actor is None:  # Nothing has begun.
-            return None
         step: int | None = self._ask("save")
         return step
 
     def kill(self) -> None:
-        """Ends its processes."""
-        self._processes.kill()
+        """Ends its processes, unless they have ended with the cluster."""
+        if not self._connection.lost:
+            self._processes.kill()
 
 
 class ServerDiedError(Exception):

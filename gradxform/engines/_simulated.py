@@ -14,7 +14,7 @@ from gradxform.engines._crew import Crew, Stopped, server_options
 from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._stops import GivenUpError
-from gradxform.engines._work import Gradient, StreamEndedError
+from gradxform.engines._work import Gradient, StreamEndedError, duration
 
 
 @contextlib.contextmanager
@@ -34,8 +34,7 @@ def simulated(
         :class:`Checkpoint`.
 
     Raises:
-      ValueError: too few workers for a step; a checkpoint of another job; a stream that
-        two workers draw from.
+      ValueError: too few workers for a step; a checkpoint of another job.
       SystemExit: at the end of the context, if ``SIGTERM`` has ended the run.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax
@@ -85,12 +84,13 @@ class _Simulated(Crew):
     def _start(self, index: int, worker: Worker, number: int) -> Gradient:
         try:
             gradient = Gradient(index, number, worker, self.server)
-            seconds = 1.0 if worker.duration is None else worker.duration(number)
+            seconds = duration(index, number, worker)
         except StreamEndedError:
             raise
         except Exception as error:
             self._raise(index, error)
-        heapq.heappush(self._arrivals, (self._now + seconds, index))
+        took = 1.0 if seconds is None else seconds
+        heapq.heappush(self._arrivals, (self._now + took, index))
         return gradient
 
     def _clock(self) -> float:

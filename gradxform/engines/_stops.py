@@ -46,10 +46,11 @@ class Stops:
 
     def _limit(self, global_step: int) -> float:
         limit: Any = self._max_staleness
-        if callable(limit):
-            step = jnp.asarray(min(global_step, np.iinfo(np.int32).max), jnp.int32)
-            limit = checks.scheduled("max_staleness", limit, step, "[0, inf]")
-        number = float(limit)
+        with jax.transfer_guard("allow"):
+            if callable(limit):
+                step = jnp.asarray(min(global_step, np.iinfo(np.int32).max), jnp.int32)
+                limit = checks.scheduled("max_staleness", limit, step, "[0, inf]")
+            number = float(limit)
         return number if math.isinf(number) else math.floor(number)
 
 

@@ -43,8 +43,7 @@ def threads(
         [0, inf].
 
     Raises:
-      ValueError: too few workers for a step; a checkpoint of another job; a stream that
-        two workers draw from.
+      ValueError: too few workers for a step; a checkpoint of another job.
       SystemExit: at the end of the context, if ``SIGTERM`` has ended the run.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, SupportsFloat
@@ -13,6 +14,7 @@ import numpy as np
 
 from gradxform._server.recoverable import TakesNoMoreError
 from gradxform._transforms.clipping import global_norm
+from gradxform._trees import checks
 from gradxform.engines._job import Push, Worker
 from gradxform.engines._stops import GivenUpError, in_pieces
 
@@ -38,6 +40,13 @@ class Gradient:
             self._batch = worker.batch(number)
         except StopIteration as end:
             raise StreamEndedError from end
+        except ValueError as error:
+            if str(error) == "generator already executing":
+                error.add_note(
+                    "Two workers draw from one stream at once: give each a stream of "
+                    "its own, or let batch draw under a lock."
+                )
+            raise
         if not isinstance(self._batch, tuple | list):  # `*` would unpack an array.
             raise TypeError(
                 "batch: it must give a tuple, the arguments of gradient after the "
@@ -68,9 +77,11 @@ class Gradient:
         with where:
             given = worker.gradient(params, *batch)
             loss, grads = _pair(in_pieces(given, over))
-            norm = _norm(grads)
+            with jax.transfer_guard_host_to_device("allow"):
+                norm = _norm(grads)
             extra = {} if worker.extra is None else worker.extra(params, *batch)
-        loss, norm = float(loss), float(norm)  # Waits until they are computed.
+        with jax.transfer_guard_device_to_host("allow"):
+            loss, norm = float(loss), float(norm)  # Waits until they are computed.
         ready()
         if over():
             raise GivenUpError
@@ -126,6 +137,14 @@ def _moved(tree: Any, device: jax.Device) -> Any:
     )
 
 
+def duration(index: int, number: int, worker: Worker) -> float | None:
+    """The seconds that a gradient should take; None if the worker does not say."""
+    if worker.duration is None:
+        return None
+    name = f"duration({number}) of worker {index}, the seconds that its gradient takes,"
+    return float(checks.in_range(name, worker.duration(number), "[0, inf]"))
+
+
 def work(
     index: int,
     number: int,
@@ -142,7 +161,9 @@ def work(
       GivenUpError: it became too late before it was pushed.
     """
     gradient = Gradient(index, number, worker, server)
-    if worker.duration is None:
+    seconds = duration(index, number, worker)
+    if seconds is None:
         return gradient.push(is_over=is_over)
-    end = time.monotonic() + worker.duration(number)
+    # No sleep takes longer.
+    end = min(time.monotonic() + seconds, threading.TIMEOUT_MAX)
     return gradient.push(lambda: sleep(max(0.0, end - time.monotonic())), is_over)

@@ -100,7 +100,7 @@ def make_job(count=1):
         ),
     ],
 )
-def test_what_was_started_is_ended_where_something_cannot_be_pickled(
+def test_a_job_that_cannot_be_pickled_leaves_no_process(
     unpicklable, calls, monkeypatch
 ):
     notes = Notes(unpicklable)
@@ -169,7 +169,7 @@ def connect(address, timeout):
         pytest.fail("there is none")
 
 
-def test_a_cluster_that_does_not_answer_is_waited_for_as_long_as_it_is_said(nobody):
+def test_a_run_waits_for_a_silent_cluster_until_its_timeout(nobody):
     text = f"address: no Ray cluster has answered at '{nobody}' within connect_timeout"
     with pytest.raises(ConnectionError, match=f"^{re.escape(text)}=0.5 seconds"):
         connect(nobody, 0.5)
@@ -191,7 +191,7 @@ def test_signals_are_heard_while_a_cluster_is_waited_for(number, nobody, caplog)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_what_ray_says_of_an_address_is_passed_on(tmp_path, monkeypatch):
+def test_an_error_of_ray_about_an_address_is_passed_on(tmp_path, monkeypatch):
     (tmp_path / "ray.py").write_text(
         "def init(address, **_):\n    raise RuntimeError(f'not\\n{address}')\n"
     )

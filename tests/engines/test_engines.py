@@ -123,7 +123,7 @@ def test_async_drops_exactly_above_max_staleness(engine):
 @pytest.mark.parametrize("engine", LOCAL)
 def test_one_worker_is_never_late(engine):
     pushes, *_ = run(engine, make_job("async", [1e-3], max_staleness=0))
-    assert [p.result for p in pushes] == [(True, 0, step) for step in range(1, 41)]
+    assert [p.result[:3] for p in pushes] == [(True, 0, step) for step in range(1, 41)]
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -148,7 +148,7 @@ def test_sync_makes_all_wait_for_the_straggler_and_backup_does_not(engine):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_backup_drops_what_the_slow_worker_pushes_late(engine):
+def test_backup_drops_late_pushes_of_the_slow_worker(engine):
     pushes, *_ = run(engine, make_job("backup", [4e-3, 4e-3, 4e-3, 40e-3], 80))
     dropped = [push.worker for push in pushes if not push.result.applied]
     accepted = [push.worker for push in pushes if push.result.applied]
@@ -168,7 +168,7 @@ def test_a_step_that_is_never_completed_does_not_hang(engine, mode):
 
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_what_a_worker_raises_ends_the_run(engine, mode):
+def test_an_error_of_a_worker_ends_the_run(engine, mode):
     seen = []
 
     def failing(params):

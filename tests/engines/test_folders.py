@@ -3,7 +3,9 @@
 import gc
 import json
 import logging
+import os
 import pathlib
+import re
 import resource
 import shutil
 import subprocess
@@ -136,7 +138,7 @@ def test_two_processes_on_one_folder(saved, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_who_holds_a_folder_may_be_about_to_end(tmp_path):
+def test_a_run_waits_for_a_folder_that_is_about_to_be_free(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, folder.__file__, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -146,6 +148,89 @@ def test_who_holds_a_folder_may_be_about_to_end(tmp_path):
         threading.Timer(0.3, other.stdin.close).start()
         save(tmp_path)
     assert max(steps_in(tmp_path)) == 20
+
+
+def remove(directory, tmp_path):
+    shutil.rmtree(directory)  # A new folder may get its inode.
+
+
+def move(directory, tmp_path):
+    directory.rename(tmp_path / "moved")
+
+
+def remove_lock(directory, tmp_path):
+    (directory / folder.LOCK).unlink()
+
+
+def next_checkpoint(run, directory):
+    before = steps_in(directory)
+    while steps_in(directory).keys() <= before.keys():
+        next(run.pushes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [remove, move, remove_lock])
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_folder_that_vanishes_during_a_run_is_taken_again(engine, change, tmp_path):
+    directory = tmp_path / "run"
+    checkpoint = engines.Checkpoint(directory, 5, None, max_to_keep=None)
+    with engine(make_job(10**6), checkpoint=checkpoint) as run:
+        next_checkpoint(run, directory)
+        run.server.flush()  # Nothing is being written.
+        change(directory, tmp_path)
+        next_checkpoint(run, directory)
+        with pytest.raises(OSError, match="another run of this process saves a run in"):
+            ended(engine, make_job(30), checkpoint=directory)
+        run.server.flush()
+        with subprocess.Popen(
+            [sys.executable, "-c", HOLDER, folder.__file__, str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as other:
+            _, error = other.communicate()
+        assert f"process {os.getpid()} on " in error.decode()
+        run.stop()
+    assert max(steps_in(directory)) == run.counts().pushed
+    assert folder.Folder._mine == {}
+
+
+@pytest.mark.slow
+def test_a_folder_that_vanishes_may_get_another_owner(tmp_path, monkeypatch, caplog):
+    engine = engines.simulated
+    monkeypatch.setattr(folder, "PATIENCE", 0.2)
+    directory = tmp_path / "run"
+    checkpoint = engines.Checkpoint(directory, 5, None)
+    job = make_job(30, required=1, count=1)
+
+    def go():
+        with engine(job, checkpoint=checkpoint) as run:
+            next_checkpoint(run, directory)
+            run.server.flush()
+            remove(directory, tmp_path)
+            ended(engine, job._replace(pushes=9), checkpoint=directory)  # It may.
+            with subprocess.Popen(
+                [sys.executable, "-c", HOLDER, folder.__file__, str(directory)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            ) as other:
+                assert other.stdout.readline() == b"taken\n"
+                before.update(files_in(directory))
+                for push in run.pushes:
+                    if push.result.global_step == 20:  # It is no longer there.
+                        run.server.flush()
+                        other.stdin.close()
+
+    before = {}
+    with (
+        caplog.at_level(logging.ERROR, "gradxform"),
+        pytest.raises(OSError, match="another run has saved itself there"),
+    ):
+        go()
+    assert files_in(directory) == before
+    assert {*steps_in(directory)} == {9}
+    held = [re.search(r"process \d+ on .* saves a run in", x) for x in caplog.messages]
+    assert [*map(bool, held)] == [True, True, True, False, False]  # Until step 30.
 
 
 # Broken ones.
@@ -258,7 +343,7 @@ def test_several_may_be_broken_and_again(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_where_none_is_whole_nothing_begins(engine, saved, tmp_path):
+def test_a_run_does_not_begin_without_a_whole_checkpoint(engine, saved, tmp_path):
     garble(tmp_path / "10")
     lose_counters(tmp_path / "20")
     before = files_in(tmp_path)
@@ -320,7 +405,7 @@ def test_checkpoints_of_another_program_are_refused(named, tmp_path):
 # orbax's failed write has an end that nobody waits for.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_what_could_not_be_written_does_not_pile_up(tmp_path, caplog):
+def test_failed_checkpoints_do_not_pile_up(tmp_path, caplog):
     params = {"w": jnp.asarray(np.random.default_rng(0).standard_normal(20_000))}
     gradient = jax.jit(jax.value_and_grad(lambda p: jnp.sum(p["w"] ** 2)))
     job = engines.Job(params, optax.sgd(0.01), [engines.Worker(gradient)], 5)
@@ -368,7 +453,7 @@ def test_a_directory_is_a_path(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_other_settings_are_told(tmp_path, caplog):
+def test_a_warning_names_changed_settings(tmp_path, caplog):
     engine = engines.simulated
     first = engines.Checkpoint(tmp_path, settings={"seed": 0, "sizes": (1, 2)})
     ended(engine, make_job(10), checkpoint=first)
@@ -387,7 +472,7 @@ def test_other_settings_are_told(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("settings", [{"seed": np.int32(3)}, 3, {(1, 2): 3}])
-def test_settings_are_what_json_holds(settings, tmp_path):
+def test_settings_are_json_values(settings, tmp_path):
     checkpoint = engines.Checkpoint(tmp_path / "new", settings=settings)
     with pytest.raises(TypeError, match="settings must be JSON values, got"):
         ended(engines.simulated, make_job(3), checkpoint=checkpoint)

@@ -1,6 +1,7 @@
 """A server of several processes gives the same numbers, and ends the same, as one."""
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ from gradxform import engines
 from gradxform.engines import _group
 from tests.conftest import ON_RAY
 from tests.engines.test_ray import assert_counted
+from tests.engines.test_recovery import stop_at
 
 ROWS, DIM = 301, 4  # Neither 2 nor 3 divides ROWS.
 
@@ -179,7 +181,7 @@ def test_processes_train_as_one_does(gate, count, standard_promotion):
 
 
 @marked
-def test_a_group_takes_and_refuses_what_one_process_does():
+def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
     ray = pytest.importorskip("ray")
 
     def make():
@@ -259,7 +261,7 @@ def test_the_processes_lie_where_the_options_say():
     assert place["state"] == "REMOVED"
 
 
-def test_who_waits_for_machines_says_so(monkeypatch, caplog):
+def test_a_group_that_waits_for_machines_warns(monkeypatch, caplog):
     looks = iter([False, False, True])
     place = types.SimpleNamespace(wait=lambda _: next(looks))
     strategies = types.SimpleNamespace(
@@ -329,7 +331,7 @@ OF_TWO = {"server_processes": 2, "server_shardings": cut_table}
 
 
 @marked
-def test_whoever_dies_the_group_begins_anew_at_its_checkpoint(tmp_path):
+def test_a_death_of_any_process_restarts_the_group_at_its_checkpoint(tmp_path):
     job = slow(150, workers=2)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=20, max_to_keep=None)
     pushes, killed = [], []
@@ -440,7 +442,7 @@ def test_a_death_while_a_checkpoint_is_written_costs_that_one(tmp_path):
 
 
 @marked
-def test_what_fails_in_one_process_is_a_death_and_in_all_an_error(tmp_path):
+def test_an_error_in_one_process_is_a_death_and_in_all_an_error(tmp_path):
     ray = pytest.importorskip("ray")
 
     def fail_in(which):
@@ -469,6 +471,78 @@ def test_what_fails_in_one_process_is_a_death_and_in_all_an_error(tmp_path):
         assert run.counts().server_deaths == 2
 
 
+@marked
+def test_the_cause_of_a_death_comes_along(tmp_path, caplog):
+    ray = pytest.importorskip("ray")
+
+    def fail(count):
+        if count == 8:
+            raise FloatingPointError("in the middle of a step")
+
+    def update(grads, state, params=None):  # Only the leader runs the callback.
+        jax.debug.callback(fail, state)
+        return grads, state + 1
+
+    tx = optax.GradientTransformation(lambda _: jnp.int32(0), update)
+    checkpoint = engines.Checkpoint(tmp_path, 5, None)
+    job = slow(40, gx.drop_stale(tx, 10))
+    options = {"checkpoint": checkpoint, "max_deaths": 1, **OF_TWO}
+    with (
+        caplog.at_level(logging.WARNING, "gradxform"),
+        engines.ray(job, **options) as run,
+    ):
+        with pytest.raises(ray.exceptions.RayActorError) as raised:
+            list(run.pushes)
+        assert run.counts().server_deaths == 1
+    cause = "in the middle of a step"
+    assert any(cause in note for note in raised.value.__notes__)
+    assert [cause in said for said in caplog.messages if "has ended" in said] == [True]
+    assert {x.name for x in tmp_path.iterdir() if x.name.isdigit()} == {"5"}
+
+
+@marked
+@pytest.mark.parametrize("where", ["the loop", "a worker"])
+def test_an_exception_saves_a_group(where, tmp_path):
+    def gradient(params):
+        if where == "a worker" and params["rest"] <= -8:
+            raise ValueError("enough")
+        return ones(params)
+
+    worker = engines.Worker(gradient, duration=lambda _: 0.02)
+    job = slow(40)
+    with (
+        pytest.raises(ValueError, match="enough"),
+        engines.ray(
+            job._replace(workers=[worker]), checkpoint=tmp_path, **OF_TWO
+        ) as run,
+    ):
+        stop_at(run, ValueError("enough"), 8 if where == "the loop" else 40)
+    saved = [int(x.name) for x in tmp_path.iterdir() if x.name.isdigit()]
+    assert saved == [run.counts().pushed]
+    assert saved[0] >= 8
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        assert len(list(run.pushes)) == 40 - saved[0]
+
+
+@marked
+def test_a_group_takes_a_folder_again_that_was_deleted(tmp_path):
+    checkpoint = engines.Checkpoint(tmp_path / "run", 5, None, max_to_keep=None)
+    found = lambda: {x.name for x in checkpoint.directory.glob("[0-9]*")}  # noqa: E731
+    with engines.ray(slow(10**6), checkpoint=checkpoint, **OF_TWO) as run:
+        while "5" not in found():
+            next(run.pushes)
+        checkpoint.directory.rename(tmp_path / "moved")
+        while not [name for name in found() if name.isdigit()]:
+            next(run.pushes)
+        with (
+            pytest.raises(OSError, match="saves a run in"),
+            engines.simulated(slow(40), checkpoint=checkpoint),
+        ):
+            pass
+        run.stop()
+    assert f"{run.counts().pushed}" in found()
+
+
 def dies_once(flag):
     """A transformation whose ``init`` kills the first process that calls it."""
 
@@ -489,4 +563,4 @@ def test_a_death_while_the_group_starts_is_one_of_the_servers(tmp_path):
         assert len(list(run.pushes)) == 20
         assert run.server.stats().global_step == 20
         # This death counts as any other. Without a checkpoint it would end the run.
-        assert run.server._deaths_left == 2
+        assert run.counts().server_deaths == 1

@@ -117,7 +117,7 @@ def assert_accounts(ledger, world, goal):
     assert sum(a.number + 1 for a in world.answers.values()) == goal
 
 
-def test_who_waits_is_known_from_the_checkpoint():
+def test_the_checkpoint_names_waiting_workers():
     world = World()
     world.push(2, 0)
     world.save()
@@ -128,3 +128,21 @@ def test_who_waits_is_known_from_the_checkpoint():
         *(1, 1, 1),
         0,
     )
+
+
+def test_pushes_of_nobody_in_a_checkpoint_are_accounted_for():
+    """A push without ``push_id`` is counted by the server, and has no number."""
+    world = World()
+    ledger = Ledger(world.standing)
+    for number in range(4):
+        ledger.add(world.push(0, number))
+    world.save()
+    world.begin()
+    # Meanwhile three pushes without a name were applied, and saved with the others.
+    accepted = world.standing.accepted + 3
+    ledger.go_back(world.standing._replace(accepted=accepted))
+    counts = ledger.counts
+    assert counts.accepted + counts.dropped + counts.lost == counts.pushed == 7
+    ledger.add(world.push(0, 4))
+    counts = ledger.counts
+    assert counts.accepted + counts.dropped + counts.lost == counts.pushed == 8

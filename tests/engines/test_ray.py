@@ -4,6 +4,8 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import jax
@@ -14,7 +16,8 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
-from tests.conftest import ON_RAY
+from tests.conftest import OF_RAY, ON_RAY
+from tests.engines.test_recovery import stop_at
 
 ray = pytest.importorskip("ray")
 pytestmark = ON_RAY
@@ -68,7 +71,7 @@ def assert_counted(run, pushes, job):
     assert 0 <= job.pushes - len(numbers) <= counts.server_deaths * len(run.workers)
 
 
-def test_what_is_too_late_is_given_up(tmp_path):
+def test_late_gradients_are_given_up(tmp_path):
     def in_pieces(params):
         (tmp_path / f"{time.monotonic_ns()}").touch()
         for _ in range(10_000):  # Until a step makes it too late.
@@ -207,7 +210,7 @@ def test_without_a_checkpoint_a_server_that_dies_ends_the_run():
 # The end.
 
 
-def test_what_was_answered_and_not_given_counts_and_is_saved(tmp_path):
+def test_answered_pushes_count_and_are_saved_before_they_are_given(tmp_path):
     def gradient(params):
         return 0.0, jnp.ones_like(params)
 
@@ -261,6 +264,21 @@ def test_a_stream_that_is_made_in_the_worker_ends_there():
     assert sorted(losses) == expected
 
 
+def test_a_stream_that_cannot_be_sent_to_a_worker_is_told():
+    stream = (() for _ in range(9))
+    job = make_job()
+    streaming = job.workers[1]._replace(batch=lambda _: next(stream))
+    job = job._replace(workers=[job.workers[0], streaming])
+    with (
+        engines.ray(job) as run,
+        pytest.raises(TypeError, match="cannot pickle 'generator'") as raised,
+    ):
+        list(run.pushes)
+    (note,) = raised.value.__notes__
+    assert note.startswith("Worker 1 is sent to a process of its own.")
+    assert note.endswith("let batch make it when it is first called.")
+
+
 def test_a_step_that_needs_more_pushes_than_required_is_an_error():
     tx = gx.conditional_accumulator(optax.sgd(1.0), 3)
     job = make_job(required=1, count=1)._replace(tx=tx)
@@ -269,7 +287,7 @@ def test_a_step_that_needs_more_pushes_than_required_is_an_error():
         list(run.pushes)
 
 
-def test_what_the_server_is_told_reaches_it():
+def test_options_reach_the_server():
     def spoiled(params):
         return 0.0, params * jnp.nan
 
@@ -281,10 +299,60 @@ def test_what_the_server_is_told_reaches_it():
     assert raised.value.__notes__[0].startswith("Raised by worker")
 
 
+def test_an_exception_in_the_loop_saves_what_was_answered(tmp_path):
+    job = make_job(pushes=100)
+    with (
+        pytest.raises(ValueError, match="enough") as raised,
+        engines.ray(job, checkpoint=tmp_path) as run,
+    ):
+        stop_at(run, ValueError("enough"))
+    counts = run.counts()
+    (saved,) = [path.name for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert counts.accepted + counts.dropped == counts.pushed == int(saved) >= 8
+    assert f"is saved in {tmp_path}" in raised.value.__notes__[0]
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        assert len(list(run.pushes)) == 100 - counts.pushed
+
+
+def test_ray_shutdown_in_the_loop_is_named(tmp_path):
+    # A process of its own, as the cluster of these tests has to stay.
+    code = """
+import ray, sys
+from gradxform import engines
+from tests.engines.test_ray import make_job
+
+checkpoint = engines.Checkpoint(sys.argv[1], every_steps=5, every_seconds=None)
+for ask in (lambda run: next(run.pushes), lambda run: run.server.state()):
+    with engines.ray(make_job(count=1, pushes=10**6), checkpoint=checkpoint) as run:
+        try:
+            for push in run.pushes:
+                if push.result.global_step % 5 == 3:
+                    ray.shutdown()
+                    ask(run)
+        except RuntimeError as error:
+            print(error)
+            raise KeyError("another") from None
+"""
+    code = code.replace("with engines", "with contextlib.suppress(KeyError), engines")
+    done = subprocess.run(
+        [sys.executable, "-c", "import contextlib" + code, str(tmp_path)],
+        capture_output=True,
+        check=False,
+        env=os.environ | OF_RAY,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line[:23] for line in done.stdout.splitlines()] == [
+        "the connection to Ray i"
+    ] * 2
+    assert done.stdout.count("ray.shutdown()") == 4
+    assert done.stderr.count("no checkpoint was written: RuntimeError") == 2
+
+
 # Errors of workers, and jobs that are refused.
 
 
-def test_what_a_worker_raises_ends_the_run():
+def test_an_error_of_a_worker_ends_the_run():
     def failing(params):
         raise ValueError("a bad batch")
 

@@ -1,5 +1,6 @@
 """Runs that are saved, that end, and that go on: on this machine."""
 
+import contextlib
 import json
 import logging
 import os
@@ -190,7 +191,7 @@ def test_an_answer_from_memory_changes_nothing_that_is_saved(tmp_path):
     assert {worker: x.local_step for worker, x in answers.items()} == {0: 0, 1: 1, 2: 2}
 
 
-def test_nothing_is_saved_after_the_last_word(tmp_path):
+def test_no_checkpoint_follows_the_last_save(tmp_path):
     job = make_job(9)
     checkpoint = engines.Checkpoint(str(tmp_path), every_steps=1, max_to_keep=None)
     with RecoverableServer(job.params, job.tx, checkpoint) as server:
@@ -250,22 +251,144 @@ def test_without_intervals_it_is_saved_at_its_end(tmp_path):
     assert [*steps_in(tmp_path)] == [9]
 
 
+def stop_at(run, error, step=8):
+    for push in run.pushes:
+        if push.result.global_step >= step:
+            raise error
+
+
 @pytest.mark.parametrize("engine", LOCAL)
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_run_that_fails_is_not_saved(engine, error, tmp_path):
+def test_ctrl_c_ends_a_run_and_saves_nothing(engine, tmp_path):
     checkpoint = engines.Checkpoint(tmp_path, 5, None, None)
-
-    def fail():
-        with engine(make_job(40), checkpoint=checkpoint) as run:
-            for push in run.pushes:
-                if push.result.global_step >= 8:
-                    raise error
-
-    with pytest.raises(error):
-        fail()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        engine(make_job(40), checkpoint=checkpoint) as run,
+    ):
+        stop_at(run, KeyboardInterrupt)
     steps = [*steps_in(tmp_path).values()]
     assert steps
     assert all(step % 5 == 0 for step in steps)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("error", [ValueError, SystemExit, GeneratorExit])
+def test_a_run_that_an_exception_ends_is_saved(engine, error, tmp_path):
+    job = make_job(40)
+    with pytest.raises(error) as raised, engine(job, checkpoint=tmp_path) as run:
+        stop_at(run, error)
+    ((pushes, step),) = steps_in(tmp_path).items()
+    counts, stats = run.counts(), run.server.stats()
+    assert counts.pushed == stats.accepted + stats.dropped == pushes
+    assert counts.accepted == stats.accepted == step >= 8
+    (note,) = raised.value.__notes__
+    assert note == f"step {step} is saved in {tmp_path}; the same job goes on there."
+    rest, _, run = ended(engine, job, checkpoint=tmp_path)
+    assert run.resumed == step
+    assert len(rest) == 40 - pushes
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("caught", [False, True])
+def test_a_run_that_a_worker_s_error_ends_is_saved(engine, caught, tmp_path):
+    job = make_job(40, count=2)
+    bad = job.workers[1]
+
+    def batch(number):
+        if number == 5:
+            raise ValueError("a bad batch")
+        return bad.batch(number)
+
+    broken = job._replace(workers=[job.workers[0], bad._replace(batch=batch)])
+    with contextlib.ExitStack() as stack:
+        if not caught:
+            raised = stack.enter_context(pytest.raises(ValueError, match="a bad batch"))
+        run = stack.enter_context(engine(broken, checkpoint=tmp_path))
+        if caught:
+            raised = stack.enter_context(pytest.raises(ValueError, match="a bad batch"))
+        list(run.pushes)
+    assert raised.value.__notes__[0] == "Raised by worker 1, for its gradient 5."
+    (pushes,) = steps_in(tmp_path)
+    with engine(job, checkpoint=tmp_path) as run:  # The user has mended it.
+        rest = list(run.pushes)
+        assert run.counts().pushed == 40 == pushes + len(rest)
+    assert [p.number for p in rest if p.worker == 1][:1] == [5]
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_failed_step_of_the_server_is_not_saved(engine, donate, tmp_path):
+    def check(count):
+        if count == 8:
+            raise FloatingPointError("in the middle of a step")
+
+    def update(grads, state, params=None):
+        jax.debug.callback(check, state)
+        return grads, state + 1
+
+    tx = optax.GradientTransformation(lambda _: jnp.int32(0), update)
+    job = make_job(40)._replace(tx=gx.drop_stale(tx, 100), donate=donate)
+    checkpoint = engines.Checkpoint(tmp_path, 5, None, None)
+    with (
+        pytest.raises(Exception, match="in the middle of a step"),
+        engine(job, checkpoint=checkpoint) as run,
+    ):
+        list(run.pushes)
+    assert [*steps_in(tmp_path).values()] == [5]
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_push_that_is_refused_is_an_error_of_its_worker(engine, tmp_path):
+    def spoiled(params, x):
+        loss, grads = value_and_grad(params, x)
+        return loss, jax.tree.map(lambda g: g * jnp.nan, grads)
+
+    job = make_job(40, count=1)._replace(require_finite=True)
+    (worker,) = job.workers
+    bad = worker._replace(
+        gradient=lambda params, x: (
+            value_and_grad if (params["w"] == 0).all() else spoiled
+        )(params, x)
+    )
+    with (
+        pytest.raises(ValueError, match="grads must be finite"),
+        engine(job._replace(workers=[bad]), checkpoint=tmp_path) as run,
+    ):
+        list(run.pushes)
+    assert steps_in(tmp_path) == {1: 1}
+    with engine(job, checkpoint=tmp_path) as run:
+        assert np.isfinite(run.server.state()["params"]["w"]).all()
+        run.stop()
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_before_the_first_push_there_is_nothing_to_save(engine, tmp_path):
+    checkpoint = engines.Checkpoint(tmp_path, resume=False)
+    for _ in range(2):  # The second one finds no run that it could overwrite.
+        with (
+            pytest.raises(ValueError, match="a typo"),
+            engine(make_job(9), checkpoint=checkpoint),
+        ):
+            raise ValueError("a typo")
+    assert not steps_in(tmp_path)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_an_error_while_saving_does_not_hide_the_one_before(
+    engine, tmp_path, monkeypatch, caplog
+):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Saver, "_save", fail)
+    with (
+        caplog.at_level(logging.ERROR, "gradxform"),
+        pytest.raises(ValueError, match=r"^enough$") as raised,
+        engine(make_job(40), checkpoint=tmp_path) as run,
+    ):
+        stop_at(run, ValueError("enough"))
+    assert not hasattr(raised.value, "__notes__")
+    (said,) = caplog.messages
+    assert said.startswith("no checkpoint was written: OSError: ")
 
 
 @pytest.mark.slow
@@ -314,7 +437,7 @@ def test_a_checkpoint_of_another_job_is_refused(engine, tmp_path):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_what_is_there_is_not_overwritten(engine, tmp_path):
+def test_existing_checkpoints_are_not_overwritten(engine, tmp_path):
     fresh = engines.Checkpoint(tmp_path, resume=False)
     ended(engine, make_job(6), checkpoint=fresh)
     with pytest.raises(ValueError, match=r"holds a run of 6 pushes: let resume be"):
@@ -444,3 +567,26 @@ def test_another_thread_can_run_it():
     thread.start()
     thread.join()
     assert len(ends[0][0]) == 9
+
+
+def test_a_repeated_push_of_a_resumed_run_has_its_cosine(tmp_path):
+    grads = {"w": jnp.array([3.0, 4.0])}
+
+    def make():
+        tx = optax.chain(gx.measure_cosine(), optax.sgd(0.1))
+        directory = engines.Checkpoint(tmp_path)
+        return RecoverableServer({"w": jnp.zeros(2)}, tx, directory)
+
+    with make() as server:
+        server.begin()
+        server.push(grads, 0, push_id=(0, 0))
+        answer = server.push({"w": jnp.array([4.0, 3.0])}, 1, push_id=(0, 1))
+        unknown = server.push({"w": jnp.array([jnp.nan, 3.0])}, 2, push_id=(1, 0))
+        server.save()
+    assert answer.cosine == pytest.approx(24 / 25)
+    with make() as server:
+        server.begin()
+        assert server.push(grads, server.pull()[1], push_id=(0, 1)) == answer
+        again = server.push(grads, server.pull()[1], push_id=(1, 0))
+    assert again[:3] == unknown[:3]
+    assert np.isnan([again.cosine, unknown.cosine]).all()

@@ -2,6 +2,7 @@
 
 import collections
 import threading
+import time
 
 import chex
 import jax
@@ -125,7 +126,7 @@ def test_the_norm_is_that_of_the_gradients_before_a_clip(engine):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_what_a_worker_gives_is_looked_at(engine):
+def test_the_results_of_a_worker_are_checked(engine):
     with_aux = jax.value_and_grad(lambda w: (w**2, w), has_aux=True)
     with pytest.raises(TypeError, match="leave has_aux out"):
         list_all(engine, make_job([engines.Worker(with_aux)]))
@@ -150,7 +151,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_is_no_loss_with_gradients_is_told(engine, name):
+def test_a_result_without_loss_and_gradients_is_an_error(engine, name):
     gradient, match = LOSSES[name]
     with pytest.raises(TypeError, match=rf"^gradient: it must give .*{match}"):
         list_all(engine, make_job([engines.Worker(gradient)]))
@@ -162,7 +163,7 @@ def test_what_is_no_loss_with_gradients_is_told(engine, name):
     [jnp.ones(3), jnp.ones(()), {"w": jnp.ones(3)}, (jnp.ones(3), jnp.ones(3))],
     ids=["array", "scalar", "one", "two"],
 )
-def test_grad_in_the_place_of_value_and_grad_is_told(engine, params):
+def test_grad_instead_of_value_and_grad_is_an_error(engine, params):
     def loss(params):
         return sum(map(jnp.sum, jax.tree.leaves(params)))
 
@@ -176,6 +177,50 @@ def test_grad_in_the_place_of_value_and_grad_is_told(engine, params):
 def test_any_number_is_a_loss(engine, loss):
     worker = engines.Worker(lambda params: [loss, jnp.ones_like(params)])
     assert [push.loss for push in list_all(engine, make_job([worker], 2))] == [loss] * 2
+
+
+# Durations.
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (-5, ValueError),
+        (float("nan"), ValueError),
+        (jnp.float32(-0.5), ValueError),
+        ("2", TypeError),
+        (None, TypeError),
+        (np.ones(2), TypeError),
+        (1j, TypeError),
+    ],
+)
+def test_an_impossible_duration_is_an_error(engine, given, error):
+    worker = engines.Worker(ones)
+    durations = worker._replace(duration=lambda n: 1e-3 if n < 3 else given)
+    match = r"^duration\(3\) of worker 1, .* must be .*\[0, inf\], got "
+    job = make_job([worker._replace(duration=lambda _: 1e-3), durations], 50)
+    with pytest.raises(error, match=match) as raised:
+        list_all(engine, job)
+    assert raised.value.__notes__ == ["Raised by worker 1, for its gradient 3."]
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("kind", [int, np.float32, jnp.float32, jnp.bfloat16, np.array])
+def test_a_duration_may_be_any_real_number(engine, kind):
+    worker = engines.Worker(ones, duration=lambda n: kind(n % 2))
+    pushes = list_all(engine, make_job([worker], 4))
+    assert {type(push.time) for push in pushes} == {float}
+    if engine is engines.simulated:
+        assert [push.time for push in pushes] == [0.0, 1.0, 1.0, 2.0]
+
+
+def test_a_gradient_of_endless_duration_is_waited_for_and_never_comes():
+    endless = engines.Worker(ones, duration=lambda _: float("inf"))
+    with engines.threads(make_job([engines.Worker(ones), endless], 10**6)) as run:
+        assert {next(run.pushes).worker for _ in range(20)} == {0}
+        time.sleep(0.1)  # Perhaps the other one has begun only now.
+        assert {next(run.pushes).worker for _ in range(20)} == {0}
 
 
 # Devices.
@@ -278,7 +323,7 @@ def test_workers_come_and_go(engine):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_who_has_left_is_no_longer_among_the_workers(engine):
+def test_workers_lacks_those_that_have_left(engine):
     worker = engines.Worker(ones)
     with engine(make_job([worker] * 3, 10**6)) as run:
         next(run.pushes)
@@ -315,6 +360,27 @@ def test_too_few_workers_are_refused(engine):
         with pytest.raises(ValueError, match="no worker 1"):
             run.remove(1)
         assert {push.worker for push in list(run.pushes)[-8:]} == {0, 2}
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_worker_without_a_row_is_refused_before_it_begins(engine):
+    drawn = []
+
+    def batch(number):
+        drawn.append(number)
+        return ()
+
+    worker = engines.Worker(ones, batch)
+    tx = gx.worker_mean(optax.sgd(1.0), 2, method="latest")
+    with pytest.raises(ValueError, match=r"worker 2 has no row.*more than 2"):
+        list_all(engine, make_job([worker] * 3, tx=tx))
+    assert not drawn
+    shares = worker._replace(extra=lambda params: {"worker": 1})
+    with engine(make_job([worker, worker, shares], tx=tx)) as run:
+        with pytest.raises(ValueError, match="workers: worker 3 has no row"):
+            run.add(worker)
+        assert run.add(shares) == 4
+        assert all(push.result.applied for push in run.pushes)
 
 
 @pytest.mark.parametrize("engine", LOCAL)

@@ -41,7 +41,7 @@ def played(job):
         return list(run.pushes), run.counts()
 
 
-def test_who_is_too_late_begins_anew_at_the_step():
+def test_a_late_worker_begins_again_at_the_step():
     """The second takes 2.5 seconds. Only one step is allowed, so it is never done."""
     pushes, counts = played(job([1.0, 2.5], 10, max_staleness=1))
     assert [(p.worker, p.number, p.time) for p in pushes] == [
@@ -52,7 +52,7 @@ def test_who_is_too_late_begins_anew_at_the_step():
     assert counts.accepted == counts.pushed == 10
 
 
-def test_who_is_just_in_time_is_heard():
+def test_a_gradient_just_in_time_is_pushed():
     pushes, counts = played(job([1.0, 2.25], 12, max_staleness=2))
     late = [p for p in pushes if p.worker == 1]
     assert [(p.number, p.local_step, p.time) for p in late] == [
@@ -102,7 +102,7 @@ def test_a_worker_whose_gradients_never_come():
     assert counts.given_up == 4
 
 
-def test_nobody_ever_comes():
+def test_a_run_without_gradients_in_time_ends():
     pushes, counts = played(job([np.inf, np.inf], 5, max_staleness=0))
     assert pushes == []
     assert counts.pushed == 0
@@ -164,7 +164,7 @@ def test_threads_give_up_between_pieces():
     assert counts.accepted == counts.pushed == len(first + rest) == 30
 
 
-def test_what_is_too_late_is_not_pushed():
+def test_late_gradients_are_not_pushed():
     """This gradient has no pieces; the engine looks before the push."""
     begun, late, anew = threading.Event(), threading.Event(), threading.Event()
 
@@ -213,14 +213,14 @@ def test_a_number_that_is_given_up_is_not_left_out():
         assert numbers == list(range(len(numbers)))
 
 
-def test_each_push_says_whose_it_is():
+def test_each_push_names_its_worker():
     tx = gx.worker_mean(optax.sgd(1.0), 2, method="all")
     pushes, _ = played(job([1.0, 2.0], 6, None, tx))
     assert [p.worker for p in pushes] == [0, 0, 1, 0, 0, 1]
     assert [p.result.global_step for p in pushes] == [0, 0, 1, 1, 1, 2]
 
 
-def test_a_worker_may_say_itself_whose_push_it_is():
+def test_a_worker_may_name_another_worker():
     tx = gx.worker_mean(optax.sgd(1.0), 1, method="all")
     made = job([1.0, 2.0], 4, None, tx)
     workers = [w._replace(extra=lambda *_: {"worker": 0}) for w in made.workers]
@@ -238,7 +238,7 @@ def test_a_worker_may_say_itself_whose_push_it_is():
         (lambda k: jnp.ones(2), TypeError, r"max_staleness\(global_step\) must be a"),
     ],
 )
-def test_what_is_no_threshold(value, error, message):
+def test_bad_thresholds_are_errors(value, error, message):
     with pytest.raises(error, match="^" + message):
         played(job([1.0, 1.0], 4, value))
 

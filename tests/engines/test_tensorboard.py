@@ -87,7 +87,7 @@ def clock(monkeypatch):
 # What is written.
 
 
-def test_every_curve_is_what_the_pushes_say(tmp_path, clock):
+def test_every_curve_equals_the_pushes(tmp_path, clock):
     rng, run, step = np.random.default_rng(0), Run(), 0
     # The first push is written at once, the last ones when the board is closed.
     sizes = [1, *rng.integers(1, 40, size=20), 5]
@@ -202,7 +202,7 @@ def test_rates_count_from_the_checkpoint_and_need_time(tmp_path, clock):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_written_as_it_is(tmp_path, bad, caplog):
+def test_nan_and_inf_are_written_as_they_are(tmp_path, bad, caplog):
     with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
         for step, loss in enumerate([1.0, bad, 1.0], 1):
             board(push(step, loss, norm=1e300))
@@ -264,7 +264,7 @@ READERS = [steps, legacy, pytest.param(fast, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("shown", READERS)
-def test_a_run_that_goes_on_hides_what_its_checkpoint_lacks(tmp_path, shown):
+def test_a_resumed_run_hides_points_after_its_checkpoint(tmp_path, shown):
     train(tmp_path, Run(), range(1, 31), loss=1.0)
     train(tmp_path, Run(resumed=20), [21, 25, 28], loss=2.0)
     assert shown(tmp_path) == [*range(1, 21), 21, 25, 28]
@@ -273,14 +273,14 @@ def test_a_run_that_goes_on_hides_what_its_checkpoint_lacks(tmp_path, shown):
 
 
 @pytest.mark.parametrize("shown", READERS)
-def test_a_run_that_begins_anew_hides_the_one_before(tmp_path, shown):
+def test_a_new_run_hides_the_one_before(tmp_path, shown):
     train(tmp_path, Run(), range(1, 31), loss=1.0)
     train(tmp_path, Run(), [1, 5], loss=2.0)
     assert shown(tmp_path) == [1, 5]
 
 
 @pytest.mark.parametrize("shown", READERS)
-def test_a_server_that_went_back_hides_what_died_with_it(tmp_path, shown):
+def test_a_restarted_server_hides_its_lost_points(tmp_path, shown):
     with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
         for step in range(1, 31):
             board(push(step))
@@ -292,7 +292,7 @@ def test_a_server_that_went_back_hides_what_died_with_it(tmp_path, shown):
     assert all(0 <= rate < np.inf for rate in rates)
 
 
-def test_where_a_life_began_its_first_push_has_seen(tmp_path):
+def test_the_first_push_of_a_life_tells_where_it_began(tmp_path):
     with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
         for step in range(1, 31):
             board(push(step))
@@ -301,7 +301,7 @@ def test_where_a_life_began_its_first_push_has_seen(tmp_path):
     assert steps(tmp_path) == [*range(1, 21), 23, 25]
 
 
-def test_what_was_on_its_way_when_the_server_died_leads_no_curve_ahead(tmp_path):
+def test_pushes_under_way_at_a_death_lead_no_curve_ahead(tmp_path):
     with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
         for step, loss, life in [
             (30, 0.0, "first"),
@@ -356,7 +356,7 @@ def test_an_interrupt_loses_nothing(tmp_path):
     assert steps(tmp_path) == [1, 3]
 
 
-def test_nobody_waits_for_the_disk(tmp_path, monkeypatch):
+def test_no_push_waits_for_the_disk(tmp_path, monkeypatch):
     going, write = threading.Event(), tensorboardX.RecordWriter.write
 
     def slow(file, record):
@@ -371,7 +371,7 @@ def test_nobody_waits_for_the_disk(tmp_path, monkeypatch):
     assert steps(tmp_path) == [*range(1, 101)]
 
 
-def test_what_is_written_can_be_read_at_once(tmp_path):
+def test_written_events_can_be_read_at_once(tmp_path):
     with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
         board(push(1))
         end = time.monotonic() + 60

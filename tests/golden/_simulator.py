@@ -310,4 +310,4 @@ def distance(event, expected):
     if not isinstance(theirs, dict):
         theirs, ours = {"": theirs}, {"": ours if theirs else []}
     pairs = [(np.array(theirs[name]), ours[name]) for name in theirs]
-    return max(np.max(np.abs(a - b), initial=0.0) for a, b in pairs)
+    return np.max([np.max(np.abs(a - b), initial=0.0) for a, b in pairs])

@@ -110,7 +110,7 @@ def test_it_stays_and_the_others_do_not_notice(inner, gate, how):
      ([1.0, -1.0], True), ([None, None], False)],
 )  # fmt: skip
 @pytest.mark.parametrize("gate", ["accumulate", "conditional_accumulator", "both"])
-def test_a_sum_of_zero_is_not_nobody(gate, pushes, moves):
+def test_gradients_whose_sum_is_zero_are_gradients(gate, pushes, moves):
     """The momentum moves each leaf with a push. The decay takes it from 1 to 1/2."""
     around, extra = GATES[gate]
     tx = around(optax.sgd(1.0, momentum=0.5))
@@ -227,7 +227,7 @@ def start_of_zeros(params):
 
 
 @pytest.mark.slow
-def test_an_accumulator_inside_of_a_chain_hears_of_none():
+def test_an_accumulator_inside_a_chain_gets_none():
     tx = optax.chain(gx.clip_by_global_norm(1e9), gx.accumulate(optax.adam(0.1), 2))
     params = start()
     state = tx.init(params)
@@ -265,7 +265,7 @@ def test_inside_of_shard_map():
     assert frozen.tolist() == list(range(2, 18, 2))
 
 
-def test_where_every_leaf_has_a_gradient_init_is_not_asked():
+def test_init_is_not_called_if_every_leaf_has_a_gradient():
     adam = optax.adam(0.1)
     params = {"w": jnp.ones(2), "none": None}
     state = adam.init(params)
@@ -282,7 +282,7 @@ def test_where_every_leaf_has_a_gradient_init_is_not_asked():
     )
 
 
-def test_what_knows_none_by_itself_is_asked_as_it_is():
+def test_transformations_that_handle_none_are_called_unchanged():
     """Its ``init`` reads the parameters by their names, so it takes no other tree."""
 
     def init(params):
@@ -309,7 +309,7 @@ def with_integers():
 
 
 @pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
-def test_it_is_as_none(row):
+def test_a_gradient_of_integers_equals_none(row):
     params = with_integers()
     extra, tx = row.extra(params), row.make()
 

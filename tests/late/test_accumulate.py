@@ -117,7 +117,7 @@ def test_rows_equal_a_plain_loop(reduction):
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf, complex(1, np.inf), 3e38 + 3e38j])
 @pytest.mark.parametrize("how", ["update", "apply"])
-def test_whatever_is_left_out_reaches_nothing(bad, how):
+def test_a_skipped_push_reaches_nothing(bad, how):
     tx = gx.accumulate(optax.sgd(1.0, momentum=0.9), 2, skip_nonfinite=True)
     dtype = jnp.complex64 if isinstance(bad, complex) else jnp.float32
     params = {"w": jnp.ones(3, dtype), "v": jnp.ones((), dtype)}
@@ -141,7 +141,7 @@ def test_whatever_is_left_out_reaches_nothing(bad, how):
 
 
 @pytest.mark.slow
-def test_without_being_asked_nothing_is_left_out():
+def test_by_default_no_push_is_skipped():
     tx = gx.accumulate(optax.sgd(1.0), 2)
     params = jnp.zeros(2)
     state, trace = tx.init(params), []
@@ -277,21 +277,21 @@ def test_a_server_counts_the_steps_and_not_the_pushes():
     with pytest.raises(TimeoutError):
         server.wait(0, timeout=0)
     # The pushes: one is added, one left out, one steps, and one is added although late.
-    assert server.push(one, 0) == (True, 0, 0)
-    assert server.push(bad, 0) == (False, 0, 0)
+    assert server.push(one, 0)[:3] == (True, 0, 0)
+    assert server.push(bad, 0)[:3] == (False, 0, 0)
     kept = server.state()
-    assert server.push({"w": 3 * one["w"]}, 0) == (True, 0, 1)
+    assert server.push({"w": 3 * one["w"]}, 0)[:3] == (True, 0, 1)
     assert server.wait(0) == 1
-    assert server.push(one, 0) == (True, 1, 1)
+    assert server.push(one, 0)[:3] == (True, 1, 1)
     assert server.pull()[0]["w"].tolist() == [-2.0, -2.0]
     stats = server.stats()
     assert (stats.accepted, stats.dropped, stats.global_step) == (3, 1, 1)
     server.restore(kept)
-    assert server.push(one, 0) == (True, 0, 1)
+    assert server.push(one, 0)[:3] == (True, 0, 1)
     assert server.pull()[0]["w"].tolist() == [-1.0, -1.0]
 
 
-def test_what_is_late_to_a_gate_around_it_is_counted_there():
+def test_the_outer_gate_counts_its_late_pushes():
     tx = gx.drop_stale(gx.accumulate(optax.sgd(1.0), 2), 0)
     state = tx.init(jnp.zeros(()))
     for _ in range(2):
@@ -321,7 +321,7 @@ def test_what_is_late_to_a_gate_around_it_is_counted_there():
     ],
     ids=["accumulate", "conditional_accumulator", "worker_mean", "delayed"],
 )
-def test_lookahead_goes_around_what_keeps_gradients(around):
+def test_lookahead_goes_around_gates_that_keep_gradients(around):
     """As it takes those of ``params.fast`` alone, there is no room for them."""
     pair = optax.LookaheadParams.init_synced({"w": jnp.zeros(2)})
     with pytest.raises(TypeError, match="put it around this transformation"):

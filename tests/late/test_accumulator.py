@@ -80,7 +80,7 @@ def pushes_to_poison():
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("how", ["update", "apply", "vmap"])
-def test_whatever_a_dropped_gradient_holds_reaches_nothing(poison, how):
+def test_no_entry_of_a_dropped_gradient_reaches_anything(poison, how):
     params, state, hows = pushes_to_poison()
     bad = jax.tree.map(lambda g: np.full_like(g, poison), GRADS)
     got, after = hows[how](bad, state, params, local_step=jnp.int32(0))
@@ -161,7 +161,7 @@ def test_a_push_without_gradient_adds_nothing_and_loses_nothing(how):
     np.testing.assert_array_equal(params["ids"], np.arange(3))
 
 
-def test_what_is_frozen_stays_under_weight_decay(standard_promotion):
+def test_frozen_leaves_stay_under_weight_decay(standard_promotion):
     tx = gx.conditional_accumulator(optax.adamw(0.1, weight_decay=0.5), 2)
     step = gx.minimize(
         lambda p: jnp.sum(p["w"] * p["frozen"]),
@@ -191,7 +191,7 @@ def test_a_mean_in_double_precision():
 
 
 @pytest.mark.slow
-def test_what_multi_steps_does(standard_promotion):
+def test_the_mean_equals_that_of_multi_steps(standard_promotion):
     """For every mix of dtypes the sum is the one that optax makes."""
     rng = np.random.default_rng(0)
     for param, grad in (("bfloat16", "float32"), ("float32", "float16")):

@@ -356,10 +356,11 @@ def made(num_steps, **options):
     ("make", "error", "message"),
     [
         (lambda: made(-1), ValueError,
-         r"num_steps must be in \[0, 1073741824\], got -1."),
+         r"num_steps must be in \[0, 1073741823\], got -1."),
         (lambda: made({"a": 0, "b": -2}), ValueError,
-         r"num_steps\['b'\] must be in \[0, 1073741824\], got -2"),
+         r"num_steps\['b'\] must be in \[0, 1073741823\], got -2"),
         (lambda: made(2**31), ValueError, "num_steps must be in"),
+        (lambda: made(2**30), ValueError, "num_steps must be in"),
         (lambda: made(True), TypeError,
          "num_steps must be an integer scalar, got True"),
         (lambda: made({"a": 1, "b": {"c": 0.5}}), TypeError,
@@ -410,3 +411,10 @@ def test_a_traced_number_under_inject_hyperparams_says_what_to_do():
     make = optax.inject_hyperparams(gx.delayed, static_args=["inner"])
     with pytest.raises(TypeError, match="num_steps in static_args"):
         jax.jit(lambda p: make(optax.sgd(1.0), 2).init(p))(jnp.zeros(2))
+
+
+def test_twice_the_largest_delay_is_an_int32():
+    tx = gx.delayed(optax.sgd(1.0), 2**30 - 1)
+    state = jax.eval_shape(tx.init, jnp.zeros(()))
+    (delay,) = state.ring.shape
+    assert 2 * delay <= jnp.iinfo(state.count.dtype).max

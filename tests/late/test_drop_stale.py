@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import re
 import sys
 
 import chex
@@ -101,7 +102,7 @@ def one_of_a_batch(f):
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
 @pytest.mark.parametrize("how", ["update", "apply", "vmap"])
-def test_whatever_a_stale_gradient_holds_reaches_nothing(poison, how):
+def test_no_entry_of_a_stale_gradient_reaches_anything(poison, how):
     (params, state), hows = pushes_to_poison()
     bad = jax.tree.map(lambda g: np.full_like(g, poison), GRADS)
     got, after = hows[how](bad, state, params)
@@ -379,7 +380,7 @@ def test_wide_counts_saturate():
         assert (late.staleness, late.stale_count) == (2**31 - 1, 1)
 
 
-def test_a_parameter_called_global_step_is_none():
+def test_a_parameter_called_global_step_is_no_counter():
     params = {"global_step": jnp.float32(5), "stale_count": jnp.float32(7)}
     state = gx.drop_stale(optax.adam(0.1), 0).init(params)
     assert gx.global_step(state) == 0
@@ -396,6 +397,8 @@ def test_a_parameter_called_global_step_is_none():
         (lambda step: jnp.ones(2), TypeError, r"must be a real scalar, got Array\("),
         (lambda step: -1, ValueError, r"must be in \[0, inf\], got -1"),
         (lambda step: np.nan, ValueError, r"must be in \[0, inf\], got nan"),
+        (lambda step: -(2**100), ValueError, r"must be in \[0, inf\], got -1267650600"),
+        (lambda step: 1 + 0j, TypeError, r"must be a real scalar, got \(1\+0j\)"),
     ],
 )
 def test_a_schedule_that_gives_no_threshold(schedule, error, message):
@@ -404,7 +407,7 @@ def test_a_schedule_that_gives_no_threshold(schedule, error, message):
         tx.update(GRADS, tx.init(PARAMS), PARAMS, local_step=0)
 
 
-def test_a_threshold_that_is_traced_and_no_number_lets_nothing_late_in():
+def test_a_traced_nan_threshold_drops_every_late_push():
     tx = gx.drop_stale(optax.sgd(0.1), lambda step: jnp.nan * jnp.sqrt(step))
     state = tx.init(PARAMS)._replace(global_step=jnp.int32(1))
     _, state = jax.jit(tx.update)(GRADS, state, PARAMS, local_step=0)
@@ -433,3 +436,28 @@ def test_a_schedule_sees_accepted_updates_alone():
         _, state = tx.update(GRADS, state, PARAMS, local_step=local_step)
     jax.effects_barrier()
     assert seen == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "limit", [2**100, 10**400, 2**31, np.uint64(2**63), jnp.int4(7), jnp.uint4(7)]
+)
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_threshold_of_any_size_and_width(limit, scheduled):
+    tx = gx.drop_stale(optax.sgd(1.0), (lambda _: limit) if scheduled else limit)
+    state = tx.init(PARAMS)._replace(global_step=jnp.int32(7))
+    for step in (tx.update, jax.jit(tx.update)):
+        for local_step in (0, jnp.int4(0)):
+            _, after = step(GRADS, state, PARAMS, local_step=local_step)
+            assert (after.global_step, after.stale_count) == (8, 0)
+    if isinstance(limit, jax.Array):
+        late = state._replace(global_step=jnp.int32(8))
+        _, after = tx.update(GRADS, late, PARAMS, local_step=0)
+        assert after.stale_count == 1
+
+
+@pytest.mark.parametrize("given", [1 + 0j, np.complex64(1), 1.0, True])
+def test_an_error_shows_the_threshold_that_was_given(given):
+    with pytest.raises(
+        TypeError, match=r"^max_staleness must be .* got " + re.escape(repr(given))
+    ):
+        gx.drop_stale(optax.sgd(1.0), given)

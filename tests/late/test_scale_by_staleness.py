@@ -87,7 +87,7 @@ def test_inside_a_gate_it_weighs_by_how_late_the_push_is():
         (lambda s: np.nan, ValueError, r"weight\(staleness\) must be in \[0, inf\)"),
     ],
 )
-def test_what_is_no_weight(weight, error, message):
+def test_bad_weights_are_errors(weight, error, message):
     with pytest.raises(error, match="^" + message):
         gx.scale_by_staleness(weight=weight).update(jnp.ones(2), (), staleness=1)
 

@@ -98,7 +98,7 @@ def test_a_worker_that_does_not_exist_reaches_nothing(method, poison):
     chex.assert_trees_all_equal((params, state._replace(stale_count=0)), kept)
 
 
-def test_what_is_late_reaches_nothing():
+def test_a_late_push_reaches_nothing():
     tx, step = step_of(1, "all")
     params = jnp.ones((2, 3))
     state = tx.init(params)
@@ -111,7 +111,7 @@ def test_what_is_late_reaches_nothing():
 
 
 @pytest.mark.parametrize("method", ["all", "ringleader"])
-def test_what_a_row_held_before_does_not_come_back(method):
+def test_a_row_forgets_its_old_gradient(method):
     """Not even if it was not finite."""
     tx, step = step_of(2, method)
     params = jnp.zeros((2, 3))
@@ -134,7 +134,7 @@ def test_what_a_row_held_before_does_not_come_back(method):
     np.testing.assert_array_equal(params, -0.5 * np.ones((2, 3)))
 
 
-def test_the_newest_pushes_have_a_mean_that_keeps_what_is_not_finite():
+def test_the_mean_of_the_newest_pushes_keeps_nan_and_inf():
     """Each push moves it, and it is never computed anew."""
     tx, step = step_of(2, "latest")
     params = jnp.zeros((2, 3))
@@ -198,7 +198,7 @@ def test_a_leaf_without_gradient_adds_nothing_to_its_row():
     np.testing.assert_array_equal(params["b"], -np.full(2, (4 + 1) / 2))
 
 
-def test_inner_is_told_whose_push_it_is():
+def test_inner_gets_the_worker_of_a_push():
     seen = {}
 
     def update(updates, state, params=None, **extra):
@@ -260,12 +260,13 @@ def test_through_a_server(method):
     assert steps == {
         "all": [0, 1, 1, 2], "latest": [0, 0, 1, 2], "ringleader": [0, 1, 2, 2]
     }[method]  # fmt: skip
-    assert not server.push(jnp.ones(2), server.pull()[1], worker=7).applied
+    with pytest.raises(ValueError, match=r"worker must be in \[0, 2\), got 7"):
+        server.push(jnp.ones(2), server.pull()[1], worker=7)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["latest", "ringleader"])
-def test_behind_drop_stale_what_is_too_late_reaches_no_table(method):
+def test_behind_drop_stale_a_late_push_reaches_no_table(method):
     """The oracle sees only the pushes that are not too late."""
     tx = gx.drop_stale(gx.worker_mean(INNER, 2, method=method), max_staleness=1)
     params, expected = jnp.zeros((2, 3)), np.zeros((2, 3))
@@ -288,3 +289,16 @@ def test_behind_drop_stale_what_is_too_late_reaches_no_table(method):
         assert state.global_step == accepted
         assert state.inner_state.global_step == steps
     assert state.stale_count == 2
+
+
+def test_a_mean_in_double_precision():
+    """In float32 a third would be 1e-8 off."""
+    with jax.enable_x64(True):
+        tx = gx.worker_mean(optax.sgd(1.0), 2, method="all")
+        params = jnp.zeros(())
+        state = tx.init(params)
+        for worker, grad in ((0, 0.1), (0, 0.2), (0, 0.4), (1, 0.0)):
+            params, state = gx.apply_gradients(
+                tx, jnp.array(grad), state, params, worker=worker, local_step=0
+            )
+        np.testing.assert_allclose(params, -(0.1 + 0.2 + 0.4) / 3 / 2, rtol=1e-15)

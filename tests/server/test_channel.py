@@ -122,7 +122,7 @@ def test_a_follower_that_fails_alone_ends_the_leader(pair, monkeypatch):
     assert ends[0].wait() == "a process of the server has failed, because no room"
 
 
-def test_what_fails_everywhere_ends_nobody(pair, monkeypatch):
+def test_an_error_in_every_process_ends_none(pair, monkeypatch):
     monkeypatch.setattr("gradxform._server.channel.PATIENCE", 0.5)
     orders, followed, ends = pair
 
@@ -144,7 +144,7 @@ def test_a_leader_that_fails_alone_ends(pair, monkeypatch):
     assert ends[0].wait() == "the leader of the server has failed, no room"
 
 
-def test_nobody_without_the_key_is_a_follower():
+def test_a_process_without_the_key_is_no_follower():
     ends = Ends()
     orders = Orders("127.0.0.1", KEY, ends)
     accepted = threading.Thread(target=orders.accept, args=(1,))
@@ -194,7 +194,7 @@ def test_a_process_that_hangs_ends_when_its_leader_dies():
             process.send_signal(signal.SIGKILL)
 
 
-def test_who_waits_for_an_answer_goes_on_once_somebody_listens():
+def test_an_answer_waits_for_its_listener():
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))  # Nobody listens there yet.
         port = reserved.getsockname()[1]

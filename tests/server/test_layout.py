@@ -64,12 +64,14 @@ def test_a_part_along_the_first_axis_is_no_copy_and_the_whole_is_one():
     assert not any(np.shares_memory(joined, part) for part in parts)
 
 
-def test_spans_are_those_of_the_rows_that_there_are():
+def test_spans_cover_only_real_rows():
     layout = layout_of()
     assert layout.cuts == (None, 0, 1)
     # 9 rows in pieces of 3, and 7 columns in pieces of 2.
-    assert [layout.span(1, k) for k in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 9)]
-    assert [layout.span(2, k) for k in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 7)]
+    rows = [layout.span((9, 3), 0, k) for k in range(4)]
+    assert rows == [(0, 3), (3, 6), (6, 9), (9, 9)]
+    columns = [layout.span((2, 7), 1, k) for k in range(4)]
+    assert columns == [(0, 2), (2, 4), (4, 6), (6, 7)]
 
 
 def test_a_layout_goes_over_the_wire_and_holds_no_array():
@@ -154,7 +156,7 @@ def test_state_follows_the_parameters(tx, wanted):
         assert {k: v for k, v in found[name].items() if k in cuts} == cuts
 
 
-def test_state_that_is_made_otherwise_is_whole_in_each_process():
+def test_state_of_other_shapes_is_whole_in_each_process():
     def init(params):
         leaves = jax.tree.leaves(params)
         height = len(params["emb"]["table"])

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import copy
 import functools
 import gc
 import pickle
@@ -106,7 +107,7 @@ def test_synchronous_training_equals_the_means():
 
 
 @pytest.mark.parametrize("donate", [True, False])
-def test_what_was_pulled_stays_what_it_was(donate):
+def test_pulled_arrays_keep_their_values(donate):
     server = gx.ParameterServer(PARAMS, optax.sgd(0.1), donate=donate)
     pulled = [server.pull()[0]]
     for number in range(5):
@@ -125,14 +126,14 @@ def test_a_gate_inside_a_chain_is_obeyed_and_its_outside_too():
     server = gx.ParameterServer({"w": jnp.ones(2)}, tx)
     server.push({"w": jnp.zeros(2)}, 0)
     assert server.pull()[0]["w"].tolist() == [1.5, 1.5]
-    assert server.push({"w": jnp.zeros(2)}, 0) == (False, 1, 1)
+    assert server.push({"w": jnp.zeros(2)}, 0)[:3] == (False, 1, 1)
     assert server.pull()[0]["w"].tolist() == [2.25, 2.25]
 
 
 def test_without_a_gate_every_push_is_accepted():
     server = gx.ParameterServer(PARAMS, gx.adagrad(0.1))
     for number in range(3):
-        assert server.push(draw(number), 0) == (True, number, number + 1)
+        assert server.push(draw(number), 0)[:3] == (True, number, number + 1)
     assert server.stats().staleness == {0: 1, 1: 1, 2: 1}
 
 
@@ -140,12 +141,12 @@ def test_without_a_gate_every_push_is_accepted():
 def test_a_parameter_may_bear_the_name_of_a_counter(name):
     params = {name: jnp.ones(2), "w": jnp.ones(2)}
     server = gx.ParameterServer(params, gx.adagrad(0.5))
-    assert server.push(params, 0) == (True, 0, 1)
+    assert server.push(params, 0)[:3] == (True, 0, 1)
     expected = 1 - 0.5 / np.sqrt(0.1 + 1)
     np.testing.assert_allclose(server.pull()[0][name], expected, rtol=1e-6)
     gated = gx.ParameterServer(params, gx.drop_stale(gx.adagrad(0.5), 0))
     gated.push(params, 0)
-    assert gated.push(params, 0) == (False, 1, 1)
+    assert gated.push(params, 0)[:3] == (False, 1, 1)
 
 
 def test_parameters_change_where_the_global_step_cannot_grow():
@@ -156,7 +157,7 @@ def test_parameters_change_where_the_global_step_cannot_grow():
     server.restore(state)
     for number in range(2):
         assert server.pull() == ({"w": -number}, last)
-        assert server.push({"w": jnp.ones(())}, last) == (True, 0, last)
+        assert server.push({"w": jnp.ones(())}, last)[:3] == (True, 0, last)
 
 
 def test_extra_arguments_reach_the_transformation():
@@ -200,7 +201,7 @@ def test_wait_takes_steps_and_seconds():
     assert server.wait(np.int32(-1)) == 0
 
 
-def test_a_push_looks_at_those_alone_who_wait_for_its_step():
+def test_a_push_wakes_only_the_waiters_of_its_step():
     waiting = [queue.SimpleQueue() for _ in range(4)]
     waiters = Waiters()
     for step, woken in enumerate(waiting):
@@ -213,7 +214,7 @@ def test_a_push_looks_at_those_alone_who_wait_for_its_step():
     assert waiters.take_all() == []
 
 
-def test_who_waits_no_longer_is_forgotten():
+def test_a_waiter_that_gives_up_is_forgotten():
     server = gx.ParameterServer(PARAMS, late_sgd())
     for _ in range(3):
         with pytest.raises(TimeoutError):
@@ -222,7 +223,7 @@ def test_who_waits_no_longer_is_forgotten():
     assert server._waiters.take_all() == []
 
 
-def test_a_server_that_nobody_holds_leaves_nothing():
+def test_a_deleted_server_leaves_nothing():
     server = gx.ParameterServer(PARAMS, late_sgd())
     server.push(draw(0), server.pull()[1])
     thread, server = server._thread._thread, weakref.ref(server)
@@ -232,7 +233,7 @@ def test_a_server_that_nobody_holds_leaves_nothing():
     assert not thread.is_alive()
 
 
-def test_close_wakes_those_that_wait_and_ends_the_service():
+def test_close_wakes_waiters_and_ends_the_service():
     server = gx.ParameterServer(PARAMS, late_sgd())
     with concurrent.futures.ThreadPoolExecutor(1) as pool, server:
         waiting = pool.submit(server.wait, 0)
@@ -301,7 +302,7 @@ def test_an_error_of_the_transformation_changes_nothing():
     chex.assert_trees_all_equal(server.state(), before)
 
 
-def test_a_nan_is_let_through_where_nobody_asked_to_refuse_it():
+def test_a_nan_acts_without_require_finite():
     server = gx.ParameterServer(PARAMS, optax.sgd(0.1))
     assert server.push(BAD | {"b": BAD["b"] * np.nan}, 0).applied
 
@@ -322,7 +323,7 @@ def test_a_checkpoint_goes_on_bit_identically(tmp_path):
     chex.assert_trees_all_equal(other.state(), server.state())
 
 
-def test_restore_refuses_what_does_not_fit_and_wakes_those_that_wait():
+def test_restore_refuses_a_misfit_and_wakes_waiters():
     server = gx.ParameterServer(PARAMS, late_sgd())
     server.push(draw(0), 0)
     saved = server.state()
@@ -376,7 +377,7 @@ def test_a_push_of_before_a_restore_is_refused():
     assert type(new + 1) is int
 
 
-def test_who_waits_in_a_life_wakes_when_it_ends():
+def test_a_restore_wakes_the_waiters_of_the_old_life():
     server = gx.ParameterServer(PARAMS, late_sgd())
     _, seen = server.pull()
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -492,8 +493,81 @@ def test_a_restore_forgets_the_pushes_of_before():
     server = gx.ParameterServer(PARAMS, late_sgd())
     saved = server.state()
     for _ in range(2):
-        assert server.push(draw(0), 0, push_id=("a", 1)) == (True, 0, 1)
+        assert server.push(draw(0), 0, push_id=("a", 1))[:3] == (True, 0, 1)
         assert server.pull()[1] == 1
         server.restore(saved)
         assert server.pull()[1] == 0
     assert server.stats().accepted == 2
+
+
+def test_weak_types_of_gradients_compile_nothing_again():
+    compiled = []
+    sgd = optax.sgd(1.0)
+
+    def update(updates, state, params=None):
+        compiled.append(jax.tree.map(jax.typeof, updates))
+        return sgd.update(updates, state, params)
+
+    server = gx.ParameterServer(
+        {"w": jnp.ones(3), "b": jnp.ones(())},
+        optax.GradientTransformation(sgd.init, update),
+    )
+    weak = {"w": jnp.full(3, 1.0), "b": jnp.asarray(1.0)}
+    strong = jax.tree.map(jnp.float32, jax.tree.map(np.asarray, weak))
+    assert all(x.weak_type for x in jax.tree.leaves(weak))
+    assert not any(x.weak_type for x in jax.tree.leaves(strong))
+    server.push(strong, 0)
+    once = len(compiled)
+    for grads in (weak, strong | {"b": 1.0}, strong):
+        server.push(grads, 0)
+    assert len(compiled) == once > 0
+    chex.assert_trees_all_equal(server.pull()[0], {"w": np.full(3, -3.0), "b": -3.0})
+
+
+@pytest.mark.parametrize("worker", [7, -1, 2, np.int32(7), jnp.int32(2)], ids=repr)
+def test_a_worker_without_a_row_is_refused(worker):
+    tx = optax.chain(gx.worker_mean(optax.sgd(1.0), 2, method="all"), optax.scale(1.0))
+    server = gx.ParameterServer({"w": jnp.ones(2)}, tx)
+    grads = {"w": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"worker must be in \[0, 2\), got -?\d"):
+        server.push(grads, 0, worker=worker)
+    with pytest.raises(TypeError, match=r"worker must be an integer scalar, got 1\.5"):
+        server.push(grads, 0, worker=1.5)
+    stats = server.stats()
+    assert (stats.accepted, stats.dropped) == (0, 0)
+    server.push(grads, 0, worker=np.int32(1))
+    assert server.push(grads, 0, worker=jnp.int32(0)).global_step == 1
+
+
+def test_a_server_without_workers_takes_any():
+    server = gx.ParameterServer(PARAMS, optax.sgd(1.0))
+    assert server.push(draw(0), 0, worker=7).applied
+
+
+def test_its_representation_says_where_it_stands():
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    server.push(draw(0), 0)
+    assert repr(server) == "ParameterServer(global_step=1, parameters=15, arrays=2)"
+    server.close()
+    assert repr(server).endswith("arrays=2, ended)")
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_server_is_not_copied(duplicate):
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    with pytest.raises(TypeError, match=r"restore\(server\.state\(\)\).*ray\.remote"):
+        duplicate(server)
+
+
+def test_a_result_is_one_plain_tuple():
+    server = gx.ParameterServer(PARAMS, optax.chain(gx.measure_cosine(), late_sgd()))
+    grads = draw(0)
+    server.push(grads, 0)
+    result = server.push(grads, 1)
+    applied, staleness, global_step, cosine = result
+    assert (applied, staleness, global_step) == (True, 0, 2)
+    assert result.cosine == cosine == pytest.approx(1.0)
+    assert result._replace(staleness=1).cosine == cosine
+    assert result != result._replace(cosine=0.5)
+    assert pickle.loads(pickle.dumps(result)) == copy.deepcopy(result) == result
+    assert gx.PushResult(True, 0, 2) == (True, 0, 2, None)

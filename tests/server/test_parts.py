@@ -43,7 +43,7 @@ def rows(step):
 
 
 @pytest.mark.slow
-def test_any_number_reads_what_any_number_has_written(tmp_path):
+def test_any_number_of_processes_reads_the_checkpoint_of_any_other(tmp_path):
     alone = gx.ParameterServer(PARAMS, TX)
     step = 0
     for life, count in enumerate((0, 4, 3, 0, 2)):

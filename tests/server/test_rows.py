@@ -52,7 +52,7 @@ CLIPPED = optax.chain(gx.clip_by_global_norm(0.5), gx.adagrad(0.1, row_wise=True
     ],
     ids=["drop_stale", "compensate_delay", "row_mean"],
 )
-def test_who_pulls_rows_trains_as_who_pulls_tables(make):
+def test_pulled_rows_train_as_pulled_tables(make):
     by_rows, by_tables = server_of(make()), server_of(make())
     rng = np.random.default_rng(1)
     held = []  # Three workers, each two pushes late.
@@ -91,7 +91,7 @@ def test_a_part_holds_each_row_once_in_order_and_then_padding(ids, dtype):
 
 
 @pytest.mark.slow
-def test_what_is_not_named_comes_whole_and_all_is_the_callers_own():
+def test_unnamed_tables_come_whole_and_callers_own_all_arrays():
     server = server_of()
     params, seen = server.pull(rows={PATH: [1, 2, 5]})
     assert jax.tree.structure(params["w"]) == jax.tree.structure(PARAMS["w"])
@@ -181,7 +181,7 @@ def test_padding_of_a_push_counts_for_nothing():
     chex.assert_trees_all_close(by_rows.state(), by_tables.state(), rtol=1e-6)
 
 
-def test_who_compiles_holds_up_nobody(monkeypatch):
+def test_compiling_holds_up_no_other_call(monkeypatch):
     """A pull and a push of new sizes compile; those of known sizes go on meanwhile."""
     server = server_of()
     known = gx.IndexedSlices([1], np.ones((1, WIDTH), np.float32), TABLE.shape)
@@ -296,7 +296,7 @@ def test_parameters_given_as_numpys_are_copied():
         saved["params"]["emb"]["table"][:] = TABLE
 
 
-def test_what_was_restored_stays_the_callers_own():
+def test_callers_still_own_restored_arrays():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     whole = NamedSharding(mesh, P())
     server = server_of(params=jax.device_put(PARAMS, whole))

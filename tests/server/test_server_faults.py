@@ -53,7 +53,7 @@ def server_of(tx=FAILING, params=ONES, **options):
 def assert_goes_on(server):
     """The next step gives the numbers that it should give."""
     params, seen = server.pull()
-    assert server.push(ONES, seen) == (True, 0, seen + 1)
+    assert server.push(ONES, seen)[:3] == (True, 0, seen + 1)
     chex.assert_trees_all_close(server.pull()[0]["w"], params["w"] - 0.1, rtol=1e-6)
 
 
@@ -123,7 +123,7 @@ def test_with_donation_a_failing_step_is_told_to_all_until_a_restore():
     assert_goes_on(server)
 
 
-def test_a_cause_is_told_whatever_jax_shows_behind_it():
+def test_an_error_names_its_cause_under_unfiltered_tracebacks():
     """As JAX 0.12 writes it where ``JAX_TRACEBACK_FILTERING`` is off."""
     error = RuntimeError(
         "INTERNAL: CpuCallback error calling callback: Traceback (most recent call "
@@ -152,7 +152,7 @@ def test_a_nan_that_the_debugger_stops_changes_nothing(donate):
 
 
 @pytest.mark.slow
-def test_nobody_waits_for_the_gradient_of_a_straggler():
+def test_no_push_waits_for_the_gradient_of_a_straggler():
     @jax.jit
     def slow(x):  # The result is x.
         for_long = jnp.ones((400, 400)) * x[0]
@@ -175,7 +175,7 @@ def test_nobody_waits_for_the_gradient_of_a_straggler():
 
 
 @BOTH
-def test_what_was_pulled_may_be_donated(donate):
+def test_pulled_arrays_may_be_donated(donate):
     server = server_of(optax.sgd(0.1), donate=donate)
     mine, seen = server.pull()
     others, _ = server.pull()
@@ -188,7 +188,7 @@ def test_what_was_pulled_may_be_donated(donate):
     assert server.push(others, seen).applied
 
 
-def test_what_does_not_fit_is_never_traced_and_what_fails_is_traced_once():
+def test_a_misfit_is_never_traced_and_a_failing_step_is_traced_once():
     traced = []
 
     def update(updates, state, params=None, *, wanted=None, **extra):
@@ -237,10 +237,11 @@ def test_a_push_that_comes_again_acts_once():
     first = server.push(ONES, 0, push_id=("a", 1))
     server.push(ONES, 1, push_id=("b", 1))
     before = server.state()
-    assert server.push(ONES, 0, push_id=("a", 1)) == first == (True, 0, 1)
+    assert server.push(ONES, 0, push_id=("a", 1)) == first
+    assert first[:3] == (True, 0, 1)
     chex.assert_trees_all_equal(server.state(), before)
     assert server.stats().accepted == 2
-    assert server.push(ONES, 1, push_id=("a", 2)) == (True, 1, 3)
+    assert server.push(ONES, 1, push_id=("a", 2))[:3] == (True, 1, 3)
     with pytest.raises(ValueError, match=r"push_id=\('a', 1\) comes after \('a', 2\)"):
         server.push(ONES, 0, push_id=("a", 1))
     for bad in ("a", ("a",), ("a", 0.5), ([], 1), ["a", 1]):
@@ -325,7 +326,7 @@ def push_interrupted(count, params, **options):
             push = functools.partial(server.push, grads, pushes, push_id=("me", pushes))
             result = interrupted.until_done(push)
             pushes += 1
-            assert result == (True, 0, pushes)
+            assert result[:3] == (True, 0, pushes)
     state, stats = server.state()["state"], server.stats()
     assert pushes == int(state.global_step) == stats.global_step == stats.accepted
     assert (int(state.stale_count), stats.lost) == (0, None)
@@ -455,7 +456,7 @@ def test_sixteen_threads_and_failures_of_every_kind(gate, donate, require_finite
     assert stats.lost is None
 
 
-def test_who_waited_for_the_compiler_takes_what_it_made(bounded, monkeypatch):
+def test_pushes_that_wait_for_the_compiler_use_its_program(bounded, monkeypatch):
     traced, both = [], threading.Barrier(2)
 
     def update(updates, _):

@@ -36,7 +36,7 @@ def test_an_array_of_any_dtype_travels_beside_the_message(shape, dtype):
     np.testing.assert_array_equal(arrived, x)
 
 
-def test_what_is_weakly_typed_or_cut_over_devices_arrives_as_it_was():
+def test_weakly_typed_and_sharded_arrays_arrive_unchanged():
     weak = jnp.asarray(2.0)
     arrived, _, _ = sent(weak)
     assert arrived.weak_type
@@ -105,7 +105,7 @@ def test_a_version_is_put_once_for_each_set_of_tables(store):
         assert publisher.find(version(), none) is None  # The old one may be forgotten.
 
 
-def test_what_arrives_is_filled_with_the_parts(store):
+def test_the_message_is_filled_with_the_parts(store):
     class Actor(gx.ParameterServer):
         __ray_actor_class__ = gx.ParameterServer  # Ray marks it so.
 
@@ -138,7 +138,7 @@ def test_what_arrives_is_filled_with_the_parts(store):
         server.pull()
 
 
-def test_what_is_put_around_a_gate_goes_on_where_it_drops(store):
+def test_a_wrapper_around_a_gate_acts_on_dropped_pushes(store):
     class Actor(gx.ParameterServer):
         __ray_actor_class__ = gx.ParameterServer
 

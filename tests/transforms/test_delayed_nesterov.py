@@ -92,7 +92,7 @@ def test_with_one_worker_it_is_nesterov_momentum(standard_promotion):
         chex.assert_trees_all_equal(got, expected)
 
 
-def test_what_the_last_period_held_reaches_no_other():
+def test_a_period_forgets_the_one_before():
     """While the momentum has not moved yet, a NaN has not reached it either."""
     tx = gx.scale_by_delayed_nesterov(num_delay=3)
     grads = jnp.ones(2)
@@ -191,3 +191,16 @@ def test_the_largest_activation_under_inject_hyperparams():
         np.testing.assert_allclose(
             np.float32(total), expected * np.array([1, -2]), rtol=tolerance
         )
+
+
+@pytest.mark.parametrize("mu_dtype", ["bfloat16", "float16"])
+def test_only_the_state_is_rounded(mu_dtype):
+    """Each step of NumPy's begins with the rounded momentum, and acts before it is."""
+    tx = gx.scale_by_delayed_nesterov(0.9, num_delay=1, mu_dtype=mu_dtype)
+    state, mu = tx.init(jnp.zeros(3)), np.zeros(3)
+    for g in np.random.default_rng(0).standard_normal((4, 3)):
+        updates, state = jax.jit(tx.update)(jnp.float32(g), state)
+        mu = 0.9 * mu + g
+        np.testing.assert_allclose(updates, g + 0.9 * mu, rtol=2e-6, atol=1e-6)
+        np.testing.assert_allclose(state.mu.astype("float32"), mu, rtol=1e-2)
+        mu = np.asarray(state.mu.astype("float32"), float)

@@ -360,7 +360,7 @@ def test_a_row_without_entries_has_no_square():
 
 
 @pytest.mark.parametrize("clip", ["clipnorm", "clipvalue", "global_clipnorm"])
-def test_row_wise_adagrad_sums_the_squares_of_what_is_clipped(clip):
+def test_row_wise_adagrad_sums_the_squares_of_clipped_gradients(clip):
     grads = {"w": np.float32([[3.0, -4.0], [-0.5, 0.25]])}
     options = {"learning_rate": 0.1, "row_wise": True, clip: 0.75}
     ((params, acc),) = oracles.adagrad(grads, [grads], **options)

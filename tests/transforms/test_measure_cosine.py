@@ -75,7 +75,7 @@ def test_a_leaf_without_gradient_counts_for_nothing_and_keeps_its_own():
     np.testing.assert_allclose(state.cosine, cosine(c, before), atol=1e-6)
 
 
-def test_what_is_not_finite_is_seen_and_forgotten():
+def test_a_nan_shows_in_two_cosines_and_is_forgotten():
     tx = gx.measure_cosine()
     a, b, c = draw(0), draw(1), draw(2)
     state = tx.init(a)
@@ -99,6 +99,21 @@ def test_sharded_leaves_have_the_cosine_of_the_whole(kind):
     assert state.previous["w"].sharding.is_equivalent_to(lay["w"], 2)
 
 
+def test_devices_change_the_last_digits_alone():
+    """Relative to a cosine near 0 they may be much, so the tolerance is absolute."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    rng = np.random.default_rng(0)
+    tx = gx.measure_cosine()
+    update = jax.jit(tx.update)
+    for _ in range(10):
+        g, h = rng.standard_normal((2, 64, 8)).astype(np.float32)
+        for lay in (jax.devices()[0], NamedSharding(mesh, P("x"))):
+            state = tx.init(jax.device_put(g, lay))
+            for grads in (g, h):
+                _, state = update(jax.device_put(grads, lay), state)
+            np.testing.assert_allclose(state.cosine, cosine(g, h), rtol=0, atol=1e-6)
+
+
 def test_inside_shard_map():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     tx = gx.measure_cosine(axis_name="x")
@@ -114,7 +129,7 @@ def test_inside_shard_map():
     np.testing.assert_allclose(got, cosine(draw(1), draw(0)), atol=1e-6)
 
 
-def test_behind_a_gate_it_measures_what_acts():
+def test_behind_a_gate_it_measures_gradients_that_act():
     tx = gx.drop_stale(optax.chain(gx.measure_cosine(), optax.sgd(0.1)), 0)
     params = draw(9)
     state = tx.init(params)
@@ -155,3 +170,15 @@ def test_gradients_in_another_precision_than_the_parameters(dtypes):
         updates, state = tx.update(second, state, params)
         assert updates["w"].dtype == of_grads
         assert state.mu["w"].dtype == of_params
+
+
+@pytest.mark.parametrize(
+    ("length", "cosine"),
+    [(1e-20, 0.0), (1e-18, 0.8), (1.0, 0.8), (1e18, 0.8), (1e20, np.nan)],
+)
+def test_squares_end_where_the_docstring_says(length, cosine):
+    tx = gx.measure_cosine()
+    state = tx.init(jnp.zeros(2))
+    for grads in ([3.0, 0.0], [4.0, 3.0]):
+        _, state = tx.update(jnp.array(grads) * np.float32(length), state)
+    np.testing.assert_allclose(state.cosine, cosine, rtol=1e-5)

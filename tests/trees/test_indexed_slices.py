@@ -142,7 +142,7 @@ def test_it_goes_through_jit_cond_scan_vmap_and_pickle():
     np.testing.assert_allclose(dense, jnp.stack([expected, 2 * expected]), rtol=1e-6)
 
 
-def test_that_it_is_summed_is_not_believed_of_other_rows():
+def test_other_rows_do_not_count_as_summed():
     summed = slices([1, 3]).sum_duplicates()
     _, ones = jax.tree.leaves(slices([1, 1]))
     repeated = jax.tree.unflatten(jax.tree.structure(summed), [jnp.ones((2, 2)), ones])
@@ -184,7 +184,7 @@ def test_rows_that_lie_on_a_mesh(axis_type, spec, wrap, in_context):
     assert once.tolist() == [0, 3, 5, 5]
 
 
-def test_explicit_axes_are_what_make_mesh_gives():
+def test_make_mesh_gives_explicit_axes():
     """So the tests with these axes test code as users write it."""
     if jax.__version_info__ < (0, 9):
         pytest.skip("There they are automatic.")
@@ -304,14 +304,14 @@ def over_two_numbers(f):
     ],
     ids=["psum", "pmean", "psum_scatter", "tree.map"],
 )
-def test_what_adds_up_over_devices_is_refused(over, wrap, f):
+def test_sums_over_devices_are_refused(over, wrap, f):
     # Two devices have the rows 1 and 2 of a table. The sums of their indices would be
     # the rows 2 and 4.
     with pytest.raises(TypeError, match="row-sparse gradient"):
         wrap(over(f))(slices([1, 2, 1, 2]))
 
 
-def test_what_moves_it_or_looks_at_it_is_not_refused():
+def test_functions_that_move_or_inspect_rows_are_allowed():
     for moved in (
         jax.device_get(GRADS),
         jax.device_put(GRADS),
@@ -346,6 +346,17 @@ def test_host_callbacks_equinox_and_pickle_get_it_whole():
         np.testing.assert_array_equal(got.values, GRADS["table"].values)
     indices = jax.eval_shape(lambda: GRADS["table"]).indices
     assert (indices.shape, indices.dtype) == ((3,), jnp.int32)
+
+
+def test_bools_keep_the_structure():
+    """Only optax gets one bool for a table: it maps such a mask over parameters too."""
+    for chosen in (True, False):
+        mask = jax.tree.map(lambda _, chosen=chosen: chosen, GRADS)
+        assert jax.tree.structure(mask) == jax.tree.structure(GRADS)
+        kept = jax.tree.map(lambda g, keep: g if keep else None, GRADS, mask)
+        assert len(jax.tree.leaves(kept)) == (3 if chosen else 0)
+    has_two_axes = jax.tree.map(lambda x: x.ndim == 2, GRADS["table"])
+    assert jax.tree.leaves(has_two_axes) == [True, False]
 
 
 def by_key(params):

@@ -78,7 +78,7 @@ def taken_through(f, x):
 
 
 @pytest.mark.slow
-def test_it_goes_wherever_a_cast_goes():
+def test_rounding_works_under_every_jax_transformation():
     x = jnp.array([1.0, 1 / 3, -2.7])
     got = taken_through(lambda x: narrow(2 * x, "bfloat16"), x)
     expected = taken_through(lambda x: (2 * x).astype("bfloat16"), x)
@@ -91,7 +91,7 @@ def test_it_goes_wherever_a_cast_goes():
 
 
 @pytest.mark.slow
-def test_an_order_goes_wherever_a_value_goes():
+def test_ordered_sums_work_under_every_jax_transformation():
     x = jnp.array([1.0, 1 / 3, -2.7], jnp.bfloat16)
     got = taken_through(lambda x: barrier.after(2 * x, jnp.sum(x)), x)
     expected = taken_through(lambda x: 2 * x, x)
@@ -136,7 +136,7 @@ DTYPES = jnp.float32, jnp.bfloat16
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_what_is_sharded_stays_so(axis_type):
+def test_sharded_arrays_stay_sharded(axis_type):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     x = jax.device_put(jnp.arange(16.0) / 3, NamedSharding(mesh, P("x")))
 

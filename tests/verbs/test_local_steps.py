@@ -126,7 +126,7 @@ def test_keys_are_batches_too():
 
 
 @pytest.mark.parametrize("donate", [True, False])
-def test_what_was_pulled_stays_valid(donate):
+def test_pulled_arrays_stay_valid(donate):
     tx = gx.adagrad(0.1)
     params, state = start(), tx.init(start())
     steps = gx.local_steps(loss_fn, tx, trainable=LEARNING, donate=donate)
@@ -141,7 +141,7 @@ def test_what_was_pulled_stays_valid(donate):
     [optax.contrib.prodigy, lambda: optax.inject_hyperparams(optax.sgd)(RATE)],
     ids=["prodigy", "injected"],
 )
-def test_workers_share_what_is_not_theirs(make):
+def test_workers_share_pulled_arrays_and_rates(make):
     """They share the pulled arrays, which a state may begin with, and one rate."""
     tx = masked(make())
     pulled = start()

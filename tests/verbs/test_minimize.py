@@ -108,7 +108,7 @@ TREE = learning(False, {"w": False, "b": True})
     ],
     ids=["tree", "function", "prefix", "function-to-prefix"],
 )
-def test_only_what_is_trainable_changes(trainable, learned):
+def test_only_trainable_leaves_change(trainable, learned):
     tx = gx.adagrad(0.1)
     step = gx.minimize(model_loss, tx, trainable=trainable)
     params, state, _ = step(model(), tx.init(model()), IDS)
@@ -189,7 +189,7 @@ SHARED = {
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", SHARED)
-def test_what_somebody_else_holds_too_is_not_taken(name):
+def test_shared_arrays_are_not_donated(name):
     """Two states share the caller's rate; a state holds the parameters' own arrays."""
     rate = jnp.float32(0.1)
     tx = SHARED[name](rate)
@@ -264,7 +264,7 @@ def test_a_state_keeps_its_dtypes(verb):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("synced", [True, False])
-def test_lookahead_says_what_to_call(synced):
+def test_the_error_for_lookahead_names_the_cure(synced):
     tx = optax.lookahead(optax.sgd(0.1), 2, 0.5)
     pair = optax.LookaheadParams.init_synced(start())
     params, state = (pair if synced else start()), tx.init(pair)

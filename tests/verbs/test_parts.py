@@ -85,6 +85,9 @@ READINGS = {
     "cast": lambda table, ids: jnp.take(table.astype("float16"), ids, axis=0),
     "jit": lambda table, ids: jax.jit(lambda t: t[ids])(table),
     "vmap": lambda table, ids: jax.vmap(lambda i: table[i])(ids),
+    "checkpoint": lambda table, ids: jax.checkpoint(lambda t: t[ids])(table),
+    "checkpointed table": lambda table, ids: jax.checkpoint(lambda t: t)(table)[ids],
+    "stopped": lambda table, ids: jax.lax.stop_gradient(table)[ids],
 }
 
 
@@ -123,8 +126,8 @@ def get_whole(table, ids):
 @pytest.mark.parametrize("batch", [P(), P("d")])
 @pytest.mark.parametrize(
     "read",
-    [gx.lookup, get_whole],
-    ids=["lookup", "get"],
+    [gx.lookup, get_whole, jax.checkpoint(gx.lookup)],
+    ids=["lookup", "get", "checkpoint"],
 )
 def test_a_part_on_explicit_mesh_axes(read, batch, compiled, in_context):
     mesh = ON_FOUR
@@ -172,7 +175,7 @@ def test_a_part_that_differs_by_device_where_the_ids_do_not():
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
-def test_what_lies_outside_of_the_table_reads_as_it_does_there():
+def test_ids_outside_read_the_same_in_a_part_and_in_the_table():
     ids = jnp.array([3, HEIGHT + 5])
 
     def rows(params):
@@ -200,7 +203,7 @@ def test_what_lies_outside_of_the_table_reads_as_it_does_there():
     ],
     ids=["index", "clip", "promise", "static", "slice", "dynamic"],
 )
-def test_ids_outside_of_the_table_read_what_it_has_for_them(read, compiled):
+def test_ids_beyond_the_table_read_its_last_row(read, compiled):
     """They read the last row. A part gets a gradient of it only where a table does."""
     ids = jnp.array([3, HEIGHT + 5])
 

@@ -109,7 +109,7 @@ def test_sparse_updates_with_each_clip_are_the_dense_ones(row, clip, indices):
 
 @pytest.mark.parametrize("name", ["scale_by_novograd", "novograd"])
 @pytest.mark.parametrize("options", [{}, {"global_clipnorm": 1.0}])
-def test_what_must_change_every_row_says_so(name, options):
+def test_transformations_of_every_row_refuse_sparse_gradients(name, options):
     if name.startswith("scale") and options:
         pytest.skip("it has no clip")
     tx = getattr(gx, name)(*([0.1] if name == "novograd" else []), **options)
@@ -228,7 +228,7 @@ def test_repeated_rows_are_summed_before_the_norm_and_the_square():
     assert params.tolist() == [[-1, 0], [0, 0], [0, -1], [0, 0]]
 
 
-def test_a_clip_counts_neither_padding_nor_what_it_holds():
+def test_a_clip_ignores_padding():
     grads = gx.IndexedSlices([1, 4], jnp.array([[3.0, 4.0], [9.0, jnp.nan]]), (4, 2))
     updates, state = jax.jit(gx.clip_by_global_norm(1.0).update)(grads, None)
     assert state.global_norm == 5.0

@@ -1,0 +1,172 @@
+"""Calls from the host under JAX's settings: without jit, and without hidden transfers.
+
+In a step that is compiled nothing may be transferred: ``test_contract.py`` tests that.
+Outside of one, JAX itself refuses ``x * 2`` under ``jax_transfer_guard="disallow"``.
+"""
+
+import concurrent.futures
+import contextlib
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+from gradxform import engines
+
+NAMES = {"jax_disable_jit": True, "jax_transfer_guard": "disallow"}
+
+
+@contextlib.contextmanager
+def everywhere(name):
+    """A setting of the whole process, as of an environment variable."""
+    before = getattr(jax.config, name)
+    jax.config.update(name, NAMES[name])
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+SETTINGS = {
+    "disable_jit here": jax.disable_jit,
+    "transfer_guard here": lambda: jax.transfer_guard("disallow"),
+    **{f"{name} everywhere": lambda name=name: everywhere(name) for name in NAMES},
+}
+settings = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+
+TX = gx.drop_stale(optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1)), 2)
+
+
+def params():
+    half = jnp.ones(5, jnp.bfloat16)
+    return {"table": jnp.ones((8, 2)), "w": jnp.ones(3), "half": half}
+
+
+def slices(kind):
+    return gx.IndexedSlices(kind([1, 3, 1]), kind(np.ones((3, 2), np.float32)), (8, 2))
+
+
+def gradients():
+    """Dense and row-sparse, from a device and from the host."""
+    dense = params()
+    host = jax.tree.map(np.asarray, dense)
+    return [
+        dense,
+        host,
+        dense | {"table": slices(jnp.asarray)},
+        host | {"table": slices(np.asarray)},
+        dense | {"w": None},
+    ]
+
+
+def use(pushes, start):
+    """Every method of a server; returns what they give."""
+    with gx.ParameterServer(start, TX, require_finite=True) as server:
+        given = [server.push(grads, n) for n, grads in enumerate(pushes[:2])]
+        server.restore(server.state())
+        _, seen = server.pull()
+        given += [server.push(grads, seen) for grads in pushes[2:]]
+        given += [server.push(pushes[0], seen), server.wait(0), server.stats()[:3]]
+        given += [server.pull(rows={"table": np.array([1, 2, 2])})[0]["table"].values]
+        return given, server.state()
+
+
+@settings
+@pytest.mark.parametrize("main", [True, False], ids=["main thread", "other thread"])
+def test_a_server_works(setting, main):
+    pushes, start = gradients(), params()
+
+    def under():
+        with setting():
+            return use(pushes, start)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        got = under() if main else pool.submit(under).result()
+    wanted = use(pushes, start)
+    assert [x.applied for x in got[0][:6]] == [True] * 5 + [False]
+    chex.assert_trees_all_close(got, wanted, rtol=1e-6)
+    assert jax.tree.map(jax.typeof, got[1]) == jax.tree.map(jax.typeof, wanted[1])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_without_jit_whoever_debugs_an_optimizer_sees_its_numbers(gated):
+    seen = []
+
+    def update(updates, state, params=None):
+        seen.append(float(updates["w"].sum()))  # An error where it is traced.
+        return updates, state
+
+    tx = optax.chain(
+        optax.GradientTransformation(optax.init_empty_state, update), optax.sgd(1.0)
+    )
+    server = gx.ParameterServer(params(), gx.accumulate(tx, 2) if gated else tx)
+    with jax.disable_jit():
+        server.push(params(), 0)
+        server.push(params(), 0)
+    assert seen == ([3.0] if gated else [3.0, 3.0])
+    with pytest.raises(jax.errors.ConcretizationTypeError):
+        server.push(params(), 0)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_without_jit_arrays_stay_where_they_are(cut):
+    start = {"table": jnp.ones((8, 2)), "w": jnp.ones(3)}
+    if cut:
+        mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        start["table"] = jax.device_put(start["table"], NamedSharding(mesh, P("x")))
+    grads = jax.device_put(jax.tree.map(np.asarray, start), jax.devices()[2])
+    server = gx.ParameterServer(start, TX)
+
+    def lie():
+        leaves = jax.tree.leaves(server.state())
+        return [(x.sharding, x.committed, jax.typeof(x)) for x in leaves]
+
+    before = lie()
+    assert [committed for _, committed, _ in before] == [cut] * len(before)
+    with jax.disable_jit():
+        server.push(grads, 0)
+    assert lie() == before
+    assert server.push(grads, 0).global_step == 2
+    assert lie() == before
+
+
+@settings
+@pytest.mark.parametrize("engine", [engines.simulated, engines.threads])
+def test_an_engine_works(setting, engine):
+    gradient = jax.jit(jax.value_and_grad(lambda w, x: jnp.mean((w - x) ** 2)))
+    start, x = jnp.zeros(3), jnp.ones(3)
+    job = engines.Job(
+        start,
+        gx.worker_mean(optax.sgd(0.1), 2, method="latest"),
+        [engines.Worker(gradient, lambda _: (x,))] * 2,
+        pushes=9,
+        max_staleness=lambda step: 8 + 0 * step,
+    )
+    with setting(), engine(job) as run:
+        pushes = list(run.pushes)
+    assert len(pushes) == run.counts().accepted == 9
+    np.testing.assert_allclose([pushes[0].loss, pushes[0].norm], [1, 2 / 3**0.5], 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_numbers_for_the_host_need_no_transfer_of_the_caller(dtype):
+    tree = {"w": jnp.full((300, 300), 1.0, dtype), "table": slices(jnp.asarray)}
+    tx = gx.drop_stale(gx.momentum_look_ahead(0.5, 0.5), 2)
+    w = {"w": jnp.ones(2, dtype)}
+    state = tx.init(w)
+    for each in SETTINGS.values():
+        with each():
+            # The rows 1, 1 and 3 hold ones: 2² + 2² + 1² + 1².
+            norm = gx.global_norm(tree)
+            fraction, step = gx.staleness_fraction(state), gx.global_step(state)
+            start = gx.worker_start(w, state, learning_rate=0.5, b1=0.5)
+        np.testing.assert_allclose(norm, np.sqrt(90_010), 1e-6)
+        assert (fraction, step) == (0, 0)
+        assert start["w"].dtype == dtype
+        np.testing.assert_array_equal(start["w"], np.ones(2))

@@ -1,0 +1,273 @@
+"""The numbers of every row of the table on large leaves, compiled as users compile.
+
+The other tests compile with flags of ours, and nearly all of their leaves are small. A
+compiler has other code for large ones: XLA's maximum on CPU drops NaN in float32 from
+4,096 entries on. `.ci/large` runs this module, without those flags.
+"""
+
+import itertools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from tests import oracles
+from tests.descriptors import DESCRIPTORS
+
+if "XLA_FLAGS" not in os.environ:  # Then conftest.py has set some.
+    pytest.skip("run by .ci/large", allow_module_level=True)
+
+SHAPES = {"square": (64, 64), "one row": (1, 65_537), "flat": (1_000_003,)}
+PLACES = ("front", "middle", "end")
+VALUES = (np.nan, np.inf, -np.inf)
+PUSHES = 3  # The gates of the table let some of three pushes act.
+REAL, COMPLEX = ("float32", "bfloat16", "float16"), ("complex64",)
+RTOL = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3, "complex64": 1e-6}
+
+
+def tree_map(f, *trees):
+    return {k: f(*(tree[k] for tree in trees)) for k in trees[0]}
+
+
+def total(trees):
+    return tree_map(lambda *x: sum(x), *trees)
+
+
+def draw(seed, is_complex):
+    """Numbers that float32, bfloat16 and float16 hold exactly, in double precision."""
+    rng = np.random.default_rng(seed)
+
+    def number(shape):
+        x = rng.standard_normal(shape, np.float32)
+        return x.astype(jnp.bfloat16).astype(np.float16).astype(np.float64)
+
+    return {
+        k: number(shape) + 1j * number(shape) if is_complex else number(shape)
+        for k, shape in SHAPES.items()
+    }
+
+
+def cast(tree, dtype):
+    return tree_map(lambda x: x.astype(jnp.dtype(dtype)), tree)
+
+
+def spoil(grads, leaf, place, value):
+    """The same gradients, with this value in one place of one leaf."""
+    spoiled = grads[leaf].copy()
+    spoiled.flat[{"front": 0, "middle": spoiled.size // 2, "end": -1}[place]] = value
+    return grads | {leaf: spoiled}
+
+
+def spoiled(pushes, case):
+    if case is None:
+        return pushes
+    push, *where = case
+    return [spoil(g, *where) if t == push else g for t, g in enumerate(pushes)]
+
+
+def acting(row, pushes, local_step):
+    """The gradients that a gate gives to its inner transformation, one by one."""
+    options = row.kwargs
+    if row.name == "drop_stale":
+        played = oracles.drop_stale(
+            [],
+            [(grads, local_step) for grads in pushes],
+            options["max_staleness"],
+            lambda acted, grads: [*acted, grads],
+        )
+        return list(played)[-1][0]
+    if row.name == "delayed":
+        played = oracles.delayed(pushes, options["num_steps"])
+    elif row.name == "worker_mean":
+        played = mean_of_one_worker(pushes, local_step, options["method"])
+    else:
+        played = sums(pushes, local_step, **options)
+    return [grads for grads in played if grads is not None]
+
+
+def mean_of_one_worker(pushes, local_step, method):
+    if method == "latest":  # It moves its mean, so NaN and inf stay in that.
+        before = [total(pushes[: t + 1]) for t in range(PUSHES)]
+        both = zip(pushes, before, strict=True)
+        pushes = [tree_map(lambda g, b: g + 0 * b, *x) for x in both]
+    played = (
+        oracles.worker_mean([(g[k], 0, local_step) for g in pushes], 1, method)
+        for k in SHAPES
+    )
+    for leaves in zip(*played, strict=True):
+        means = [mean for mean, *_ in leaves]
+        yield None if means[0] is None else dict(zip(SHAPES, means, strict=True))
+
+
+def sums(
+    pushes, local_step, inner, num_required, reduction="mean", skip_nonfinite=False, **_
+):
+    held, step = [], 0
+    for grads in pushes:
+        late = local_step is not None and step > local_step
+        finite = all(np.isfinite(g).all() for g in grads.values())
+        if not late and (finite or not skip_nonfinite):
+            held.append(grads)
+        if len(held) == num_required:
+            divisor = num_required if reduction == "mean" else 1
+            yield tree_map(lambda g, n=divisor: g / n, total(held))
+            held, step = [], step + 1
+
+
+AT_ONCE = {
+    "densify": lambda g: g,
+    "measure_cosine": lambda g: g,
+    "clip_by_global_norm": oracles.clip_by_global_norm,
+    "clip_by_norm": oracles.clip_by_norm,
+    "scale_by_learning_rate": lambda g, learning_rate: tree_map(
+        lambda x: -learning_rate * x, g
+    ),
+    "scale_by_staleness": lambda g, power=1, weight=lambda s: s**-0.5: tree_map(
+        lambda x: x * weight(3), g
+    ),
+    # Each parameter of the worker is smaller by 1.
+    "compensate_delay": lambda g, variance_control: tree_map(
+        lambda x: x + variance_control * np.abs(x) ** 2, g
+    ),
+}
+
+
+def expected(row, params, pushes, local_step):
+    """The sum of all updates, by the formulas in float64."""
+    options = dict(row.kwargs)
+    if "inner" in options:
+        acted = acting(row, pushes, local_step)
+        return expected(options["inner"], params, acted, local_step)
+    if not pushes:
+        return tree_map(np.zeros_like, params)
+    if row.name in AT_ONCE:
+        return total([AT_ONCE[row.name](grads, **options) for grads in pushes])
+    for dtype in ("mu_dtype", "accumulator_dtype"):
+        options.pop(dtype, None)
+    if "alignment" in options:
+        options["alignment"] = options["alignment"]._asdict()
+    oracle = getattr(oracles, row.name.removeprefix("scale_by_"))
+    *_, last = oracle(params, pushes, **{"learning_rate": -1.0} | options)
+    return tree_map(np.subtract, last[0], params)
+
+
+class Compiled:
+    """A row's compiled update."""
+
+    def __init__(self, row, params):
+        self.params, self.tx = params, row.make()
+        self.state = self.tx.init(params)
+
+        @jax.jit
+        def step(grads, state, params):
+            updates, state = self.tx.update(grads, state, params, **row.extra(params))
+            return updates, state, gx.apply_updates(params, updates)
+
+        self.step = step
+
+    def play(self, pushes):
+        """The sum of all updates, in single precision."""
+        params, state, trace = self.params, self.state, []
+        for grads in pushes:
+            updates, state, params = self.step(grads, state, params)
+            trace.append(tree_map(np.asarray, updates))
+        is_complex = np.iscomplexobj(trace[0]["flat"])
+        return total([cast(x, COMPLEX[0] if is_complex else REAL[0]) for x in trace])
+
+
+def agree(got, wanted, dtype, rtol, case):
+    """They agree up to that part of the largest number in their leaf."""
+    for k in SHAPES:
+        finite = np.isfinite(wanted[k])
+        assert np.array_equal(np.isfinite(got[k]), finite), (*case, k)
+        if finite.any():
+            error = np.abs(got[k] - wanted[k])[finite].max()
+            least = PUSHES * float(jnp.finfo(dtype).smallest_subnormal)
+            assert error <= rtol * np.abs(wanted[k])[finite].max() + least, (*case, k)
+
+
+class Draw:
+    """Parameters and pushes in double precision, and the same in each dtype."""
+
+    def __init__(self, dtypes):
+        self.dtypes = dtypes
+        trees = [draw(seed, dtypes is COMPLEX) for seed in range(PUSHES + 1)]
+        self.wide, *self.of_dtype = (
+            [tree if dtype is None else cast(tree, dtype) for tree in trees]
+            for dtype in (None, *dtypes)
+        )
+
+
+@pytest.fixture(scope="module", params=[REAL, COMPLEX], ids=["real", "complex"])
+def drawn(request):
+    return Draw(request.param)
+
+
+def cases(row):
+    """No spoiled push, then one for each leaf. Over all rows, everything meets."""
+    number = DESCRIPTORS.index(row)
+    yield None
+    for i, leaf in enumerate(SHAPES):
+        push, place, value = (
+            choices[(i + number // every) % 3]
+            for every, choices in ((1, range(PUSHES)), (3, PLACES), (9, VALUES))
+        )
+        yield push, leaf, place, value
+
+
+@pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
+def test_numbers(row, drawn):
+    if row.real_only and drawn.dtypes is COMPLEX:
+        pytest.skip("it is for real gradients")
+    compiled = [Compiled(row, params) for params, *_ in drawn.of_dtype]
+    for case in cases(row):
+        params, *pushes = drawn.wide
+        with np.errstate(invalid="ignore"):
+            wanted = expected(row, params, spoiled(pushes, case), row.local_step)
+            for dtype, one, (_, *pushes) in zip(
+                drawn.dtypes, compiled, drawn.of_dtype, strict=True
+            ):
+                rtol = RTOL["bfloat16" if row.variant == "bf16" else dtype]
+                got = one.play(spoiled(pushes, case))
+                agree(got, wanted, dtype, rtol, (dtype, case))
+
+
+@pytest.fixture(scope="module", params=REAL + COMPLEX)
+def gradients(request):
+    return cast(draw(0, request.param in COMPLEX), request.param)
+
+
+def by_the_row(grads):
+    """The same gradients row by row, and a padded row of NaN, which counts nowhere."""
+    return tree_map(
+        lambda g: gx.IndexedSlices(
+            np.arange(len(g) + 1),
+            np.concatenate([g, np.full_like(g[:1], np.nan)]),
+            g.shape,
+        ),
+        grads,
+    )
+
+
+@pytest.mark.parametrize("given", [dict, by_the_row], ids=["dense", "by the row"])
+def test_nan_and_inf_are_found_wherever_they_are(gradients, given):
+    tx = gx.accumulate(optax.identity(), PUSHES, skip_nonfinite=True)
+    state = tx.init(gradients)
+    update = jax.jit(tx.update)
+    server = gx.ParameterServer(
+        tree_map(jnp.asarray, gradients), gx.densify(), require_finite=True
+    )
+    assert update(given(gradients), state)[1].nonfinite_count == 0
+    assert server.push(given(gradients), 0).applied
+    places = itertools.product(SHAPES, PLACES)
+    for where in zip(places, itertools.cycle((*VALUES, np.inf)), strict=False):
+        (leaf, place), value = where
+        grads = given(spoil(gradients, leaf, place, value))
+        assert update(grads, state)[1].nonfinite_count == 1, where
+        with pytest.raises(ValueError, match=leaf):
+            server.push(grads, 0)
+    assert server.pull()[1] == 1

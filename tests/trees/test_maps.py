@@ -1,0 +1,95 @@
+"""The maps over trees: which gradients are finite."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from benchmarks.models import size
+from gradxform._trees import maps
+
+SIZES = [1, 4095, 4096, 4097, 65_537, 1_000_003]
+DTYPES = ["float32", "bfloat16", "float16", "complex64", "float64"]
+FIGURES = [  # temporaries and bytes accessed, in gradients
+    ("float32", 0, 1),
+    ("bfloat16", 0, 1),
+    ("float16", 0.5, 2),  # a bool for each entry, written and read
+    ("complex64", 0.125, 1.25),
+]
+
+
+def all_finite(grads):
+    return jax.jit(lambda g: list(map(maps.all_finite, g)))(grads)
+
+
+def spoiled(x, bad):
+    """The array with one bad entry: at its front, in the middle, at its end."""
+    return [x.at[place].set(bad) for place in (0, len(x) // 2, -1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", SIZES)
+def test_one_entry_that_is_not_finite_is_found(n, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        largest = jnp.full(n, jnp.finfo(dtype).max, dtype)
+        bad = [np.nan, np.inf, -np.inf, *[1j * np.inf] * (dtype == "complex64")]
+        grads = [g for number in bad for g in spoiled(largest, number)]
+        if dtype == "complex64":
+            grads += spoiled(largest, complex(0, np.nan))
+        assert all_finite([largest, -largest, largest[:0]]) == [True] * 3
+        assert all_finite(grads) == [False] * len(grads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:-1])
+def test_padding_may_hold_anything(dtype):
+    rows = jnp.ones((128, 64), dtype)
+    indices = jnp.arange(128).at[100:].set(1000)
+    grads = gx.IndexedSlices(indices, rows, (1000, 64))
+    padding, row = (grads.with_values(rows.at[i, 3].set(jnp.nan)) for i in (100, 99))
+    assert all_finite([grads, padding, row]) == [True, True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:-1])
+def test_each_gradient_of_a_stack_is_judged_alone(dtype):
+    grads = jnp.ones((3, 64, 64), dtype).at[1, 63, 63].set(jnp.nan)
+    finite = jax.jit(jax.vmap(maps.all_finite))(grads)
+    assert finite.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:-1])
+def test_a_large_leaf_with_nan_does_not_act(dtype):
+    params = {"a": jnp.zeros(8, dtype), "b": jnp.zeros((64, 64), dtype)}
+    grads = {"a": jnp.ones(8, dtype), "b": jnp.ones((64, 64), dtype)}
+    bad = {**grads, "b": grads["b"].at[-1, -1].set(jnp.nan)}
+    tx = gx.accumulate(optax.sgd(1.0), 1, skip_nonfinite=True)
+    new, state = gx.apply_gradients(tx, bad, tx.init(params), params)
+    assert state.nonfinite_count == 1
+    assert not new["b"].any()
+
+    server = gx.ParameterServer(
+        params, gx.drop_stale(optax.sgd(1.0), 0), require_finite=True
+    )
+    with pytest.raises(ValueError, match=r"NaN or inf at \['b'\]"):
+        server.push(bad, 0)
+    assert server.push(grads, 0).applied
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="its compiler is another")
+@pytest.mark.parametrize(("dtype", "temporaries", "passes"), FIGURES)
+def test_the_check_is_one_pass_over_the_gradients(dtype, temporaries, passes):
+    grads = [jax.ShapeDtypeStruct((512, 512), dtype)] * 3
+    check = jax.jit(lambda g: jnp.stack(list(map(maps.all_finite, g))))
+    check = check.lower(grads).compile()
+    n = size(grads)
+    found = check.memory_analysis().temp_size_in_bytes / n
+    assert temporaries <= found < temporaries + 0.01
+    assert passes <= check.cost_analysis()["bytes accessed"] / n < passes + 0.01
+
+
+@pytest.mark.parametrize("rate", [np.uint8(2), jnp.uint4(2), jnp.uint32(2), 2, 2.0])
+def test_a_rate_without_a_sign_descends(rate):
+    tx = gx.scale_by_learning_rate(rate)
+    updates, _ = tx.update(jnp.array([1.0]), tx.init(None))
+    assert updates.tolist() == [-2.0]
