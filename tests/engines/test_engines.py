@@ -268,7 +268,8 @@ def test_a_worker_sleeps_for_the_rest_of_its_duration(monkeypatch):
                 return False
 
             push = _work.work(index, 7, worker, server, rests.append, never)
-            assert push[:-1] == (index, 7, index, -index, 1.0, (True, 0, index + 1, None))
+            result = gx.PushResult(True, 0, index + 1)
+            assert push[:-1] == (index, 7, index, -index, 1.0, result)
     assert rests == [0.375, 0.0]
 
 
