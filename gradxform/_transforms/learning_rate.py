@@ -75,7 +75,7 @@ def checked_rate(rate: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     if type(rate) is int:
         return float(rate)
     # Minus an unsigned number would be a large one.
-    if jnp.issubdtype(jnp.asarray(rate).dtype, jnp.unsignedinteger):
+    if jnp.issubdtype(jnp.result_type(rate), jnp.unsignedinteger):
         return jnp.asarray(rate, jnp.float32)
     return rate
 
