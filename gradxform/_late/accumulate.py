@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate
-from gradxform._late.gate import Act, GatedTransformation, Outcome, Rest
+from gradxform._late.gate import ActIf, GatedTransformation, Outcome
 from gradxform._late.sums import Reduction, Sums
 from gradxform._trees import constants, maps, versions
 
@@ -110,9 +110,8 @@ def accumulate(
             **sums.init(params)._asdict(),
         )
 
-    def guard(
-        act: Act,
-        rest: Rest,
+    def push_fn(
+        act_if: ActIf,
         updates: optax.Updates,
         state: AccumulateState,
         params: optax.Params | None,
@@ -126,10 +125,10 @@ def accumulate(
         if skip_nonfinite:
             taken = _all_finite(updates, state.global_step)
             count = jnp.where(taken, count, optax.safe_increment(count))
-        outcome, new = sums.push(act, rest, updates, state, params, taken, **extra)
+        outcome, new = sums.push(act_if, updates, state, params, taken, **extra)
         return outcome, AccumulateState(nonfinite_count=count, **new._asdict())
 
-    return gate.gate(init_fn, guard)
+    return gate.gate(init_fn, inner, push_fn)
 
 
 def _all_finite(updates: optax.Updates, global_step: jax.Array) -> jax.Array:

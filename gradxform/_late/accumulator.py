@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate
-from gradxform._late.gate import Act, GatedTransformation, Outcome, Rest
+from gradxform._late.gate import ActIf, GatedTransformation, Outcome
 from gradxform._late.sums import Reduction, Sums
 from gradxform._trees import checks, constants
 
@@ -121,9 +121,8 @@ def conditional_accumulator(
             stale_count=constants.zero(params, jnp.int32), **sums.init(params)._asdict()
         )
 
-    def guard(
-        act: Act,
-        rest: Rest,
+    def push_fn(
+        act_if: ActIf,
         updates: optax.Updates,
         state: ConditionalAccumulatorState,
         params: optax.Params | None,
@@ -135,7 +134,7 @@ def conditional_accumulator(
         # fresh iff local_step >= global_step
         fresh = local_step >= state.global_step
         outcome, new = sums.push(
-            act, rest, updates, state, params, fresh, local_step=local_step, **extra
+            act_if, updates, state, params, fresh, local_step=local_step, **extra
         )
         stale_count = jnp.where(
             fresh, state.stale_count, optax.safe_increment(state.stale_count)
@@ -144,4 +143,4 @@ def conditional_accumulator(
             stale_count=stale_count, **new._asdict()
         )
 
-    return gate.gate(init_fn, guard)
+    return gate.gate(init_fn, inner, push_fn)

@@ -11,7 +11,7 @@ import optax
 
 from gradxform._late import absent, gate
 from gradxform._late.absent import LeafFlags
-from gradxform._late.gate import Act, Outcome, Rest
+from gradxform._late.gate import ActIf, Outcome
 from gradxform._trees import boxes, checks, constants, dtypes, maps
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.rounding import narrow
@@ -134,9 +134,8 @@ def delayed(
             inner_state=inner_state,
         )
 
-    def guard(
-        act: Act,
-        rest: Rest,
+    def push_fn(
+        act_if: ActIf,
         updates: optax.Updates,
         state: DelayedState,
         params: optax.Params | None,
@@ -158,16 +157,8 @@ def delayed(
 
         # Each leaf that has a gradient has an old one to act on.
         full = jnp.all((count >= delays) | ~moves)
-        outcome, inner_state, acted = gate.act_if(
-            full,
-            act,
-            rest,
-            inner,
-            late,
-            state.inner_state,
-            params,
-            leaf_flags,
-            **extra,
+        outcome, inner_state, acted = act_if(
+            full, late, state.inner_state, leaf_flags, **extra
         )
         # The new gradient is written after the step has read the old one. So the ring
         # needs no copy.
@@ -195,7 +186,7 @@ def delayed(
             inner_state=inner_state,
         )
 
-    return gate.gate(init_fn, guard)
+    return gate.gate(init_fn, inner, push_fn)
 
 
 def _delay(ring: Leaf) -> int:

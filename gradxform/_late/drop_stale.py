@@ -11,7 +11,7 @@ import optax
 
 from gradxform._late import gate
 from gradxform._late.absent import LeafFlags
-from gradxform._late.gate import Act, GatedTransformation, Outcome, Rest
+from gradxform._late.gate import ActIf, GatedTransformation, Outcome
 from gradxform._trees import checks, constants, dtypes
 
 
@@ -107,7 +107,6 @@ def drop_stale(
         known = not isinstance(max_staleness, jax.core.Tracer)
         if known and not np.isinf(float(max_staleness)):
             checks.integer_scalar("max_staleness", given)
-    inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> DropStaleState:
         # Three arrays, not one three times: a buffer can be donated only once.
@@ -118,9 +117,8 @@ def drop_stale(
             inner_state=inner.init(params),
         )
 
-    def guard(
-        act: Act,
-        rest: Rest,
+    def push_fn(
+        act_if: ActIf,
         updates: optax.Updates,
         state: DropStaleState,
         params: optax.Params | None,
@@ -143,16 +141,8 @@ def drop_stale(
         fresh = _at_most(staleness, limit)
         # A gate inside this one needs the same local_step.
         extra |= {"local_step": local_step, "staleness": staleness}
-        outcome, inner_state, _ = gate.act_if(
-            fresh,
-            act,
-            rest,
-            inner,
-            lambda: updates,
-            state.inner_state,
-            params,
-            leaf_flags,
-            **extra,
+        outcome, inner_state, _ = act_if(
+            fresh, lambda: updates, state.inner_state, leaf_flags, **extra
         )
         steps, stale = state.global_step, state.stale_count
         return outcome, DropStaleState(
@@ -162,7 +152,7 @@ def drop_stale(
             inner_state=inner_state,
         )
 
-    return gate.gate(init_fn, guard)
+    return gate.gate(init_fn, inner, push_fn)
 
 
 def _at_most(staleness: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:

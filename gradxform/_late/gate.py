@@ -1,8 +1,9 @@
 """Gates: wrappers that decide, push by push, whether a gradient may act at all.
 
-A gate is written once, as a `guard`: one conditional around "act" and "rest". The guard
-leaves open what these two produce. In `update` acting gives updates, and resting gives
-none; in `apply_gradients` acting gives new parameters, and resting gives the old ones.
+A gate is written once, as a function of a push. It says when ``inner`` may act, and
+:class:`ActIf` is the one conditional between "act" and "rest". What these two produce
+is left open. In `update` acting gives updates, and resting gives none; in
+`apply_gradients` acting gives new parameters, and resting gives the old ones.
 So the whole step, update and apply, lies inside one conditional. A push that may not
 act reads and writes no array of the model's size, as the conditional passes the buffers
 through. If updates had to come out of it, it would copy them.
@@ -32,21 +33,46 @@ Outcome: TypeAlias = optax.Updates | optax.Params | None
 Rest: TypeAlias = Callable[[optax.Params | None], Outcome]
 # (inner, updates, inner_state, params, **extra) -> (outcome, inner_state)
 Act: TypeAlias = Callable[..., tuple[Outcome, optax.OptState]]
+# (act_if, updates, state, params, **extra) -> (outcome, state)
+Push: TypeAlias = Callable[..., tuple[Outcome, optax.OptState]]
 
 
 class Guard(Protocol):
-    """The body of a gate; see :func:`gate`."""
+    """A whole step behind a gate; what acting and resting produce is left open."""
 
     def __call__(
         self,
         act: Act,
         rest: Rest,
         updates: optax.Updates,
-        state: Any,  # Each gate has a type of its own.
+        state: optax.OptState,
         params: optax.Params | None,
+        /,
         **extra: Any,  # Each gate names those that it reads.
     ) -> tuple[Outcome, optax.OptState]:
         """Returns ``(outcome, state)``, the outcome from ``act`` or from ``rest``."""
+        ...
+
+
+class ActIf(Protocol):
+    """The conditional of a gate: ``inner`` acts if ``pred``, and rests otherwise."""
+
+    def __call__(
+        self,
+        pred: jax.Array,
+        updates: Callable[[], optax.Updates],
+        inner_state: optax.OptState,
+        leaf_flags: LeafFlags | None,
+        /,
+        **extra: object,
+    ) -> tuple[Outcome, optax.OptState, jax.Array]:
+        """Returns ``(outcome, inner_state, acted)``.
+
+        ``updates`` is called where ``inner`` acts. ``acted`` is ``pred`` as it comes
+        out of the conditional. The compiler does not know that they are equal, so it
+        computes with ``acted`` only after the step. By then the step has read its
+        gradients, and their memory can be written in place.
+        """
         ...
 
 
@@ -106,33 +132,51 @@ def guard_of(tx: optax.GradientTransformation) -> Guard | None:
     return tx.update.guard if isinstance(tx.update, _GatedUpdate) else None
 
 
-def gate(init: optax.TransformInitFn, guard: Guard) -> GatedTransformation:
-    """Makes a transformation from the body of a gate.
+def gate(
+    init: optax.TransformInitFn, inner: optax.GradientTransformation, push: Push
+) -> GatedTransformation:
+    """Makes a transformation from what a gate does with a push.
 
     Args:
       init: as in any ``GradientTransformation``.
-      guard: ``guard(act, rest, updates, state, params, **extra)`` returns the outcome
-        and the new state. If the push may act, it calls ``act(inner, updates,
-        inner_state, params, **extra)``, which gives both. Otherwise it calls
-        ``rest(params)``, which gives the outcome alone. :func:`act_if` is the
-        conditional between the two. Inside of a sum the guard also gets
+      inner: the transformation behind the gate.
+      push: ``push(act_if, updates, state, params, **extra)`` returns the outcome and
+        the new state. It calls ``act_if``, see :class:`ActIf`, which gives both the
+        outcome and the new state of ``inner``. Inside of a sum it also gets
         ``leaf_flags``, see ``absent``.
     """
     versions.before_tracing()
+    inner = optax.with_extra_args_support(inner)
 
-    def act(
-        inner: optax.GradientTransformation,
+    def guard(
+        act: Act,
+        rest: Rest,
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None,
-        **extra: object,
+        /,
+        **extra: Any,
     ) -> tuple[Outcome, optax.OptState]:
-        if guard_of(inner) is not None:  # A gate knows leaves without a gradient.
-            return inner.update(updates, state, params, **extra)
-        return absent.update(inner, updates, state, params, **extra)
+        def act_if(
+            pred: jax.Array,
+            updates: Callable[[], optax.Updates],
+            inner_state: optax.OptState,
+            flags: LeafFlags | None,
+            /,
+            **extra: object,
+        ) -> tuple[Outcome, optax.OptState, jax.Array]:
+            def acts() -> tuple[Outcome, optax.OptState, jax.Array]:
+                outcome, new_state = _act(
+                    act, rest, inner, updates(), inner_state, params, flags, **extra
+                )
+                return outcome, new_state, jnp.array(True)
 
-    def rest(params: optax.Params | None) -> None:
-        del params
+            def rests() -> tuple[Outcome, optax.OptState, jax.Array]:
+                return rest(params), inner_state, jnp.array(False)
+
+            return either(pred, acts, rests)
+
+        return push(act_if, updates, state, params, **extra)
 
     def update_fn(
         updates: optax.Updates,
@@ -140,9 +184,21 @@ def gate(init: optax.TransformInitFn, guard: Guard) -> GatedTransformation:
         params: optax.Params | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, optax.OptState]:
-        return guard(act, rest, updates, state, params, **extra)
+        return guard(_update, lambda _: None, updates, state, params, **extra)
 
     return GatedTransformation(init, update_fn, guard)
+
+
+def _update(
+    inner: optax.GradientTransformation,
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
+    **extra: object,
+) -> tuple[optax.Updates, optax.OptState]:
+    if guard_of(inner) is not None:  # A gate knows leaves without a gradient.
+        return inner.update(updates, state, params, **extra)
+    return absent.update(inner, updates, state, params, **extra)
 
 
 def inner_state(
@@ -161,39 +217,6 @@ def inner_state(
         "...). It passes on no extra arguments, so what needs one cannot be inside.",
     )
     return state
-
-
-def act_if(
-    pred: jax.Array,
-    act: Act,
-    rest: Rest,
-    inner: optax.GradientTransformation,
-    updates: Callable[[], optax.Updates],
-    state: optax.OptState,
-    params: optax.Params | None,
-    leaf_flags: LeafFlags | None,
-    /,
-    **extra: object,
-) -> tuple[Outcome, optax.OptState, jax.Array]:
-    """One conditional: ``inner`` acts on ``updates()`` where ``pred`` holds, or rests.
-
-    Returns:
-      ``(outcome, state, acted)``. ``acted`` is ``pred`` as it comes out of the
-      conditional. The compiler does not know that they are equal, so it computes with
-      ``acted`` only after the step. By then the step has read its gradients, and their
-      memory can be written in place.
-    """
-
-    def acts() -> tuple[Outcome, optax.OptState, jax.Array]:
-        outcome, new_state = _act(
-            act, rest, inner, updates(), state, params, leaf_flags, **extra
-        )
-        return outcome, new_state, jnp.array(True)
-
-    def rests() -> tuple[Outcome, optax.OptState, jax.Array]:
-        return rest(params), state, jnp.array(False)
-
-    return either(pred, acts, rests)
 
 
 def _act(

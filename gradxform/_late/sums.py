@@ -15,7 +15,7 @@ import optax
 from gradxform._late import absent, gate
 from gradxform._late.absent import LeafFlags
 from gradxform._late.conditional import either
-from gradxform._late.gate import Act, Outcome, Rest
+from gradxform._late.gate import ActIf, Outcome
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.rounding import narrow
 from gradxform._trees.types import Leaf, PyTree
@@ -53,7 +53,7 @@ class Sums:
             checks.in_range("num_required", num_required, checks.COUNTS)
         checks.one_of("reduction", reduction, ("mean", "sum", "row_mean"))
         checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
-        self._inner = optax.with_extra_args_support(inner)
+        self._inner = inner
         self._num_required = num_required
         self._reduction = reduction
         self._dtype = accumulator_dtype
@@ -86,8 +86,7 @@ class Sums:
 
     def push(
         self,
-        act: Act,
-        rest: Rest,
+        act_if: ActIf,
         updates: optax.Updates,
         state: Any,  # It has the fields of a `Sum`.
         params: optax.Params | None,
@@ -96,7 +95,7 @@ class Sums:
         leaf_flags: LeafFlags | None = None,
         **extra: object,
     ) -> tuple[Outcome, Sum]:
-        """A guard's outcome, and the new sum.
+        """The outcome, and the new sum.
 
         A push that is ``taken`` is added, and makes the step if it is the last one
         needed; any other changes nothing.
@@ -105,7 +104,7 @@ class Sums:
         count = state.num_accumulated + taken.astype(jnp.int32)
         full = taken & self._is_enough(count, state.global_step)
 
-        accumulated, row_counts = either(
+        total, row_counts = either(
             taken,
             lambda: self._added(updates, leaf_flags, state, count, full),
             lambda: (state.accumulated, state.row_counts),
@@ -115,21 +114,14 @@ class Sums:
         def reduced() -> optax.Updates:
             # From here on all is dense: inner gets every row that any push held.
             like = state.accumulated if params is None else params
-            return _map(_reduced, updates, accumulated, like)
+            return _map(_reduced, updates, total, like)
 
-        outcome, inner_state, stepped = gate.act_if(
-            full,
-            act,
-            rest,
-            self._inner,
-            reduced,
-            state.inner_state,
-            params,
-            _flags(updates, accumulated, pushed, leaf_flags),
-            **extra,
+        flags = _flags(updates, total, pushed, leaf_flags)
+        outcome, inner_state, stepped = act_if(
+            full, reduced, state.inner_state, flags, **extra
         )
         # After the step the sum starts again from 0, in its own buffer.
-        accumulated, row_counts = _zeros_if(stepped, (accumulated, row_counts))
+        accumulated, row_counts = _zeros_if(stepped, (total, row_counts))
         steps = state.global_step
         return outcome, Sum(
             global_step=jnp.where(full, optax.safe_increment(steps), steps),

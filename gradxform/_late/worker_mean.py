@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -13,7 +12,7 @@ import optax
 from gradxform._late import absent, gate
 from gradxform._late.absent import LeafFlags
 from gradxform._late.conditional import either
-from gradxform._late.gate import Act, GatedTransformation, Outcome, Rest
+from gradxform._late.gate import ActIf, GatedTransformation, Outcome
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.rounding import narrow
 from gradxform._trees.rows import explicit_sharding
@@ -147,7 +146,7 @@ def worker_mean(
     checks.in_range("num_workers", num_workers, checks.COUNTS)
     checks.one_of("method", method, get_args(Method))
     checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
-    n, inner = int(num_workers), optax.with_extra_args_support(inner)
+    n = int(num_workers)
 
     def init_fn(params: optax.Params) -> WorkerMeanState:
         checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
@@ -175,9 +174,8 @@ def worker_mean(
             inner_state=inner_state,
         )
 
-    def guard(
-        act: Act,
-        rest: Rest,
+    def push_fn(
+        act_if: ActIf,
         updates: optax.Updates,
         state: WorkerMeanState,
         params: optax.Params | None,
@@ -203,22 +201,13 @@ def worker_mean(
             # fresh iff local_step >= global_step
             taken &= extra["local_step"] >= state.global_step
 
-        def act_if(
-            full: jax.Array,
-            mean: Callable[[], optax.Updates],
-            inner_state: optax.OptState,
-        ) -> tuple[Outcome, optax.OptState, jax.Array]:
-            return gate.act_if(
-                full, act, rest, inner, mean, inner_state, params, leaf_flags, **extra
-            )
-
-        push = _Push(i, taken, updates, leaf_flags, act_if)
+        push = _Push(i, taken, updates, leaf_flags, act_if, extra)
         outcome, new = _METHODS[method](push, state)
         stale = state.stale_count
         stale = jnp.where(taken, stale, optax.safe_increment(stale))
         return outcome, new._replace(stale_count=stale)
 
-    return gate.gate(init_fn, guard)
+    return gate.gate(init_fn, inner, push_fn)
 
 
 def _worker(worker: jax.typing.ArrayLike | None, n: int) -> tuple[jax.Array, jax.Array]:
@@ -253,17 +242,16 @@ class _Push(NamedTuple):
       taken: bool[], whether the push counts; any other leaves the table as it is.
       updates: its gradients.
       leaf_flags: which leaves have a gradient, where only the step knows it.
-      act_if: ``act_if(full, mean, inner_state)``, as :func:`gate.act_if`.
+      act_if: the conditional between acting and resting.
+      extra: extra arguments for the transformation behind the gate.
     """
 
     worker: jax.Array
     taken: jax.Array
     updates: optax.Updates
     leaf_flags: LeafFlags | None
-    act_if: Callable[
-        [jax.Array, Callable[[], optax.Updates], optax.OptState],
-        tuple[Outcome, optax.OptState, jax.Array],
-    ]
+    act_if: ActIf
+    extra: dict[str, object]
 
     def added(
         self, state: WorkerMeanState, row: jax.Array, *, newest_only: bool = False
@@ -286,22 +274,20 @@ class _Push(NamedTuple):
         self, full: jax.Array, state: WorkerMeanState, row: jax.Array
     ) -> tuple[Outcome, WorkerMeanState, jax.Array]:
         """Lets ``inner`` act on this row of the means if ``full``."""
+        means = boxes.as_in(self.updates, state.means)
 
         def mean() -> optax.Updates:
             return maps.map_updates(
-                lambda g, m: narrow(_row(m, row), maps.dtype_of(g)),
-                self.updates,
-                boxes.as_in(self.updates, state.means),
+                lambda g, m: narrow(_row(m, row), maps.dtype_of(g)), self.updates, means
             )
 
-        outcome, inner_state, acted = self.act_if(full, mean, state.inner_state)
+        outcome, inner_state, acted = self.act_if(
+            full, mean, state.inner_state, self.leaf_flags, **self.extra
+        )
         steps = state.global_step
         steps = jnp.where(full, optax.safe_increment(steps), steps)
-        return (
-            outcome,
-            state._replace(global_step=steps, inner_state=inner_state),
-            acted,
-        )
+        state = state._replace(global_step=steps, inner_state=inner_state)
+        return outcome, state, acted
 
 
 def _one_more(count: jax.Array, newest_only: bool) -> jax.Array:
