@@ -143,6 +143,7 @@ def delayed(
         leaf_flags: LeafFlags | None = None,
         **extra: Any,
     ) -> tuple[Outcome, DelayedState]:
+        del params
         _check_updates(updates, ring := boxes.as_in(updates, state.ring))
         leaves, treedef = jax.tree.flatten(updates, is_leaf=maps.is_leaf)
         rings = jax.tree.leaves(ring, is_leaf=maps.is_leaf)

@@ -127,6 +127,7 @@ def drop_stale(
         leaf_flags: LeafFlags | None = None,
         **extra: Any,
     ) -> tuple[Outcome, DropStaleState]:
+        del params
         local_step = checks.local_step("drop_stale", local_step)
         # staleness = global_step - local_step, at most the largest int32
         earliest = state.global_step - np.iinfo(np.int32).max

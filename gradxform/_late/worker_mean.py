@@ -185,6 +185,7 @@ def worker_mean(
         leaf_flags: LeafFlags | None = None,
         **extra: Any,
     ) -> tuple[Outcome, WorkerMeanState]:
+        del params
         checks.dense("worker_mean", updates)
         checks.same_shapes(
             "updates",
