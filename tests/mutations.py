@@ -252,7 +252,7 @@ _transforms/densify.py: dense gradients lie whole on each device
 - return g.densify(out_sharding=explicit_sharding(jnp.asarray(*p)) if p else None)
 + return g.densify()
 
-_late/gate.py: both sides are computed and one of them is taken
+_late/conditional.py: both sides are computed and one of them is taken
 - jax.lax.cond(pred, acted, rests_like)
 + jax.tree.map(
 +     lambda a, r: jnp.where(pred, a, r), acted(), rests_like()
@@ -271,8 +271,8 @@ _late/drop_stale.py: a push at the threshold is too late
 + return staleness < dtypes.saturated(limit)
 
 _late/drop_stale.py: the staleness of a dropped push is not kept
-- stale_count=stale_count, staleness=staleness
-+ stale_count=stale_count
+- staleness=staleness,
++ staleness=jnp.where(fresh, staleness, state.staleness),
 
 _late/drop_stale.py: a schedule of the threshold sees how late the push is
 - "max_staleness", max_staleness, state.global_step, "[0, inf]"
@@ -287,12 +287,12 @@ _transforms/measure_cosine.py: a leaf without a gradient counts in the last norm
 + old = norms.total(jax.tree.leaves(before))
 
 _late/worker_mean.py: a worker that has stepped in this cycle steps again
-- full = taken & complete & ~ahead
-+ full = taken & complete
+- full = push.taken & complete & ~ahead
++ full = push.taken & complete
 
 _late/worker_mean.py: the mean of a cycle begins with that of the last one
-- over, lambda: (_cleared(means, row), ()), lambda: (means, ())
-+ over, lambda: (means, ()), lambda: (means, ())
+- state = _cleared(over, state, row)
++ pass
 
 _late/worker_mean.py: the old numbers of a row come back when its worker pushes anew
 - old = jnp.where(counts[i] == 0, 0, held)
@@ -319,7 +319,7 @@ _late/delayed.py: an int for a part is not found
 + for end in (0, len(path)):
 
 _late/delayed.py: the old gradient is copied before the new one takes its place
-- never = (known != known) & (known == known)
+- never = constants.never(acted.astype(jnp.float32))
 + never = jnp.array(False)
 
 _late/counters.py: TensorFlow's fraction divides by the steps alone
@@ -347,7 +347,7 @@ _late/accumulator.py: a push of the step itself is late
 + fresh = local_step > state.global_step
 
 _late/gate.py: a gate in a sum is not told which leaves have a gradient
-- if absent.gates(state):
+- if has_gate(state):
 + if False:
 
 _late/accumulate.py: one device alone leaves out a push that is not finite
@@ -363,8 +363,8 @@ _late/sums.py: a schedule is asked for the step behind this one
 + "num_required", self._num_required, global_step + 1, checks.COUNTS
 
 _late/sums.py: a leaf that was pushed in the last round counts in the next one
-- "pushed": pushed & ~full
-+ "pushed": pushed
+- pushed=pushed & ~full
++ pushed=pushed
 
 _late/sums.py: a dropped push counts as one
 - pushed = state.pushed | (taken &
@@ -375,8 +375,8 @@ _late/absent.py: the state of a leaf that nobody pushed for moves
 + return new
 
 _late/absent.py: a gate that adds up does not hear of a leaf without a gradient
-- part = None if gates(state, "row_counts") else
-+ part =
+- if not has_gate(state, "row_counts"):
++ if True:
 
 _late/absent.py: trees beside the gradients keep the leaf
 - return self.of_tree(value) if is_like_params else value

@@ -5,14 +5,15 @@ open what acting produces: ``update`` produces updates, ``apply_gradients`` the 
 step with the new parameters. So one conditional holds all that a push may do, and a
 push that may not act copies nothing.
 
-- ``gate``: the idea, and a conditional whose two sides may differ in type.
-- ``absent``: leaves without a gradient, for transformations that know no ``None``.
+- ``gate``: the idea, and what all gates share.
+- ``conditional``: a conditional whose two sides may differ in type.
+- ``absent``: what happens to a leaf without a gradient.
 - ``drop_stale``: the gate that drops gradients that come too late.
 - ``worker_mean``: the gate for workers whose data differ, with a row for each.
 - ``delayed``: gradients that act a fixed number of steps late, in an ordinary loop.
 - ``scale_by_staleness``, ``compensate_delay``: links to put inside a gate; they make a
   late gradient smaller, or correct it.
-- ``counters``: ``global_step`` and ``staleness_fraction`` of a state.
+- ``counters``: finds the states of gates; ``global_step`` and ``staleness_fraction``.
 - ``sums``: adds up pushes until there are enough, and makes one step of them.
 - ``accumulator``: the gate around such sums for several workers, some of them late.
 - ``accumulate``: the gate around such sums for micro-batches, which all count.

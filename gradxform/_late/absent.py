@@ -1,25 +1,40 @@
-"""Leaves without a gradient take no part in a step.
+"""Leaves without a gradient take no part in a step: they stay, and so does their state.
 
-``None`` for a leaf says that the loss gave it no gradient: it stays as it is, and so
-does its state. A ``float0`` says the same, and so does a masked node where parameters
-have a leaf. Transformations of this library know ``None``. Others may not: optax's own
-fail on it, or forget the leaf's state. So they get a node without leaves in the place
-of each such leaf, as with ``optax.masked``, and these leaves stay as they are. Their
-``init`` shows which parts of a state belong to a leaf: it gets such a node instead of
-the leaf, and the node appears wherever the leaf's state would be.
+Usually the leaf itself says that the loss gave it no gradient. It is ``None``, or a
+``float0``, or a masked node where parameters have a leaf. Transformations of this
+library know ``None``. Others may not: optax's own fail on it, or forget the leaf's
+state. So :func:`update` gives them a node without leaves in the place of each such
+leaf, as ``optax.masked`` does. Their ``init`` shows which parts of a state belong to a
+leaf: it gets such a node instead of the leaf, and the node appears wherever the leaf's
+state would be.
+
+A sum of pushes knows it only in its step: no push had a gradient for the leaf. It gives
+zeros for such a leaf, and a flag that is False (:data:`LeafFlags`). A transformation
+inside gets the zeros. Afterwards its result for the leaf is left out (:func:`chosen`),
+and the leaf's state is the old one (:func:`keep`).
+
+A gate treats such a leaf by its own rules: some of its state is one vector for all
+leaves, and some starts again although a leaf has no gradient. So a gate inside gets
+``None`` as it is, and the flags as an extra argument, ``leaf_flags``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._late.counters import has_gate, is_gate
 from gradxform._trees import checks, maps
 from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.types import Leaf, Path, PyTree, T
+
+# Whether a leaf has a gradient, by its path. Leaves that say it themselves are not in
+# it. A path finds its leaf also in a part of the tree, as in ``optax.partition``.
+LeafFlags: TypeAlias = dict[str, jax.Array]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -39,13 +54,13 @@ class Absent(optax.MaskedNode):
         return (), self.number
 
     @classmethod
-    def tree_unflatten(cls, number: int, children: Any) -> Absent:
+    def tree_unflatten(cls, number: int, children: object) -> Absent:
         """The same again."""
         del children
         return cls(number)
 
 
-def _is_absent(node: Any) -> bool:
+def _is_absent(node: object) -> bool:
     return isinstance(node, Absent)
 
 
@@ -54,7 +69,7 @@ def update(
     updates: optax.Updates,
     state: optax.OptState,
     params: optax.Params | None,
-    **extra: Any,
+    **extra: object,
 ) -> tuple[optax.Updates, optax.OptState]:
     """``tx.update`` without the leaves that have no gradient.
 
@@ -67,7 +82,9 @@ def update(
     if not missing:
         return tx.update(updates, state, params, **extra)
     # Sums of pushes count by themselves which pushes had a gradient for a leaf.
-    part = None if gates(state, "row_counts") else _Part.of(tx, state, updates, params)
+    part = None
+    if not has_gate(state, "row_counts"):
+        part = _Part.of(tx, state, updates, params)
     if part is None:
         try:
             return tx.update(updates, state, params, **extra)
@@ -96,7 +113,7 @@ def update(
 
 def keep(
     tx: optax.GradientTransformation,
-    acted: Any,
+    acted: PyTree[jax.Array | None],
     new: optax.OptState,
     old: optax.OptState,
     like: optax.Params,
@@ -118,38 +135,64 @@ def keep(
         return new
     flags = [a for a in jax.tree.leaves(acted, is_leaf=_none) if a is not None]
 
-    def choose(mark: Any, new: Any, old: Any) -> Any:
-        if not _is_absent(mark):
+    def choose(
+        mark: object, new: optax.OptState, old: optax.OptState
+    ) -> optax.OptState:
+        if not isinstance(mark, Absent):
             return new
         has_acted = flags[mark.number]
         return jax.tree.map(lambda n, o: jnp.where(has_acted, n, o), new, old)
 
-    kept: optax.OptState
-    kept = jax.tree.map(
-        choose, part.marks, new, old, is_leaf=lambda x: _is_absent(x) or _is_gate(x)
+    return jax.tree.map(
+        choose, part.marks, new, old, is_leaf=lambda x: _is_absent(x) or is_gate(x)
     )
-    return kept
 
 
-def gates(state: optax.OptState, field: str = "inner_state") -> bool:
-    """Whether a state holds that of a gate, with this field."""
+def flags_of(
+    updates: optax.Updates, leaf_flags: LeafFlags | None
+) -> PyTree[jax.Array | None]:
+    """A tree with the flag of each leaf; None if the leaf itself says it."""
+    return jax.tree.map_with_path(
+        lambda path, _: (leaf_flags or {}).get(jax.tree_util.keystr(path)),
+        updates,
+        is_leaf=maps.is_leaf,
+    )
 
-    def found(node: Any) -> bool:
-        return _is_gate(node) and hasattr(node, field)
 
-    return any(map(found, jax.tree.leaves(state, is_leaf=found)))
+def holds(
+    updates: optax.Updates, leaf_flags: LeafFlags | None
+) -> jax.Array | np.ndarray[tuple[int], np.dtype[np.bool]]:
+    """bool[leaves], which leaves have a gradient; in NumPy if the leaves say it."""
+    leaves = jax.tree.leaves(updates, is_leaf=maps.is_leaf)
+    holds = np.array(list(map(maps.has_gradient, leaves)), bool)
+    if not leaf_flags:
+        return holds
+    flags = jax.tree.leaves(flags_of(updates, leaf_flags), is_leaf=maps.is_leaf)
+    return holds & jnp.stack([jnp.array(True) if f is None else f for f in flags])
 
 
-def _is_gate(node: Any) -> bool:
-    """Whether it is the state of a gate of this subpackage."""
-    fields = {*getattr(type(node), "_fields", ())}
-    return "inner_state" in fields and not fields.isdisjoint(("global_step", "ring"))
+def chosen(
+    flags: PyTree[jax.Array | None],
+    new: PyTree[Leaf],
+    old: PyTree[Leaf] = None,
+) -> PyTree[Leaf]:
+    """The new leaves, but the old ones, or zeros, where a flag is False."""
+
+    def choose(
+        flag: jax.Array | None, new: Leaf, old: jax.typing.ArrayLike = 0
+    ) -> Leaf:
+        if flag is None or not maps.has_gradient(new):
+            return new
+        return jnp.where(flag, new, old)
+
+    trees = (flags, new) if old is None else (flags, new, old)
+    return jax.tree.map(choose, *trees, is_leaf=maps.is_leaf)
 
 
 def _unmasked(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
     """None for each leaf of the parameters that is masked in the updates alone."""
 
-    def unmask(u: Any, p: Any) -> Any:
+    def unmask(u: PyTree[Leaf], p: optax.Params) -> PyTree[Leaf]:
         is_masked = isinstance(u, optax.MaskedNode) and jax.tree.leaves(p)
         return jax.tree.map(lambda _: None, p) if is_masked else u
 
@@ -168,18 +211,30 @@ class _Part:
       marks: the state that ``init`` makes from ``tree``.
     """
 
-    def __init__(self, leaves: list[Any], tree: Any, marks: Any, whole: Any) -> None:
+    def __init__(
+        self,
+        leaves: list[optax.Params],
+        tree: optax.Params,
+        marks: optax.OptState,
+        whole: optax.Params,
+    ) -> None:
         self.leaves, self.tree, self.marks = leaves, tree, marks
         self._structure = jax.tree.structure(whole, is_leaf=maps.is_leaf)
 
     @classmethod
-    def of(cls, tx: Any, state: Any, updates: Any, params: Any | None) -> _Part | None:
+    def of(
+        cls,
+        tx: optax.GradientTransformation,
+        state: optax.OptState,
+        updates: optax.Updates,
+        params: optax.Params | None,
+    ) -> _Part | None:
         """Finds them; None if ``init`` shows no state that is kept leaf by leaf."""
         like = jax.tree.map(_described, updates, is_leaf=maps.is_leaf)
         whole = like if params is None else params
-        leaves: list[Any] = []
+        leaves: list[optax.Params] = []
 
-        def without(u: Any, p: Any) -> Any:
+        def without(u: Leaf, p: optax.Params) -> optax.Params:
             if u is not None or (params is not None and not jax.tree.leaves(p)):
                 return p
             leaves.append(p)
@@ -199,11 +254,11 @@ class _Part:
             return None
         return part if all(jax.tree.leaves(same)) else None
 
-    def of_tree(self, tree: Any) -> Any:
+    def of_tree(self, tree: PyTree[T]) -> PyTree[T]:
         """The part of a tree like the parameters."""
         return maps.masked_like(self.tree, tree)
 
-    def of_state(self, state: Any) -> Any:
+    def of_state(self, state: optax.OptState) -> optax.OptState:
         """The part of a state."""
         return jax.tree.map(
             lambda mark, s: mark if _is_absent(mark) else s,
@@ -212,7 +267,7 @@ class _Part:
             is_leaf=_is_absent,
         )
 
-    def whole_state(self, new: Any, old: Any) -> Any:
+    def whole_state(self, new: optax.OptState, old: optax.OptState) -> optax.OptState:
         """The state of all leaves again, with the old state of absent ones."""
         return jax.tree.map(
             lambda mark, n, o: o if _is_absent(mark) else n,
@@ -222,7 +277,7 @@ class _Part:
             is_leaf=_is_absent,
         )
 
-    def extra(self, value: Any) -> Any:
+    def extra(self, value: PyTree[T]) -> PyTree[T]:
         """The part of an extra argument."""
         if callable(value):
             return lambda *args, **kwargs: value(*self._filled(args), **kwargs)
@@ -230,7 +285,7 @@ class _Part:
         is_like_params = structure == self._structure and structure.num_nodes > 1
         return self.of_tree(value) if is_like_params else value
 
-    def _filled(self, tree: Any) -> Any:
+    def _filled(self, tree: PyTree[T]) -> PyTree[T]:
         return jax.tree.map(
             lambda x: self.leaves[x.number] if _is_absent(x) else x,
             tree,
@@ -238,17 +293,17 @@ class _Part:
         )
 
 
-def _none(node: Any) -> bool:
+def _none(node: object) -> bool:
     return node is None
 
 
-def _missing(updates: Any) -> list[Any]:
+def _missing(updates: optax.Updates) -> list[Path]:
     """The paths without a gradient."""
     flat = jax.tree.leaves_with_path(updates, is_leaf=maps.is_leaf)
     return [path for path, u in flat if u is None]
 
 
-def _described(u: Any) -> Any:
+def _described(u: Leaf) -> Leaf | jax.ShapeDtypeStruct:
     """An update with the shape and type of its parameter."""
     if not isinstance(u, IndexedSlices):
         return u

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate
-from gradxform._late.gate import Act, GatedTransformation, Rest
+from gradxform._late.gate import ActIf, GatedTransformation, Outcome
 from gradxform._late.sums import Reduction, Sums
 from gradxform._trees import constants, maps, versions
 
@@ -106,17 +106,17 @@ def accumulate(
 
     def init_fn(params: optax.Params) -> AccumulateState:
         return AccumulateState(
-            nonfinite_count=constants.zero(params, jnp.int32), **sums.init(params)
+            nonfinite_count=constants.zero(params, jnp.int32),
+            **sums.init(params)._asdict(),
         )
 
-    def guard(
-        act: Act,
-        rest: Rest,
+    def push_fn(
+        act_if: ActIf,
         updates: optax.Updates,
         state: AccumulateState,
         params: optax.Params | None,
         **extra: Any,
-    ) -> tuple[Any, AccumulateState]:
+    ) -> tuple[Outcome, AccumulateState]:
         count = state.nonfinite_count
         # Always true, but the compiler does not know that, and keeps a conditional. The
         # sum comes out of it in its own buffer. Without the conditional the step would
@@ -125,10 +125,10 @@ def accumulate(
         if skip_nonfinite:
             taken = _all_finite(updates, state.global_step)
             count = jnp.where(taken, count, optax.safe_increment(count))
-        outcome, changed = sums.push(act, rest, updates, state, params, taken, **extra)
-        return outcome, state._replace(nonfinite_count=count, **changed)
+        outcome, new = sums.push(act_if, updates, state, params, taken, **extra)
+        return outcome, AccumulateState(nonfinite_count=count, **new._asdict())
 
-    return gate.gate(init_fn, guard)
+    return gate.gate(init_fn, inner, push_fn)
 
 
 def _all_finite(updates: optax.Updates, global_step: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate
-from gradxform._late.gate import Act, GatedTransformation, Rest
+from gradxform._late.gate import ActIf, GatedTransformation, Outcome
 from gradxform._late.sums import Reduction, Sums
 from gradxform._trees import checks, constants
 
@@ -118,28 +118,29 @@ def conditional_accumulator(
 
     def init_fn(params: optax.Params) -> ConditionalAccumulatorState:
         return ConditionalAccumulatorState(
-            stale_count=constants.zero(params, jnp.int32), **sums.init(params)
+            stale_count=constants.zero(params, jnp.int32), **sums.init(params)._asdict()
         )
 
-    def guard(
-        act: Act,
-        rest: Rest,
+    def push_fn(
+        act_if: ActIf,
         updates: optax.Updates,
         state: ConditionalAccumulatorState,
         params: optax.Params | None,
         *,
         local_step: jax.typing.ArrayLike | None = None,
         **extra: Any,
-    ) -> tuple[Any, ConditionalAccumulatorState]:
+    ) -> tuple[Outcome, ConditionalAccumulatorState]:
         local_step = checks.local_step("conditional_accumulator", local_step)
         # fresh iff local_step >= global_step
         fresh = local_step >= state.global_step
-        outcome, changed = sums.push(
-            act, rest, updates, state, params, fresh, local_step=local_step, **extra
+        outcome, new = sums.push(
+            act_if, updates, state, params, fresh, local_step=local_step, **extra
         )
         stale_count = jnp.where(
             fresh, state.stale_count, optax.safe_increment(state.stale_count)
         )
-        return outcome, state._replace(stale_count=stale_count, **changed)
+        return outcome, ConditionalAccumulatorState(
+            stale_count=stale_count, **new._asdict()
+        )
 
-    return gate.gate(init_fn, guard)
+    return gate.gate(init_fn, inner, push_fn)

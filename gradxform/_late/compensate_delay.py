@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -55,7 +53,7 @@ def compensate_delay(
         params: optax.Params | None = None,
         *,
         worker_params: optax.Params | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del extra
         if params is None:

@@ -1,14 +1,12 @@
-"""Reads the counters of a gate from any place in a state."""
+"""Finds the states of gates at any place in a state, and reads their counters."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import gate
+from gradxform._trees.types import Path
 
 
 def global_step(state: optax.OptState) -> jax.Array:
@@ -84,8 +82,31 @@ def dropped(state: optax.OptState) -> jax.Array:
     return count
 
 
-def _outermost(state: optax.OptState, field: str) -> Any:
-    found = gate.states(state, field)
+def is_gate(node: object) -> bool:
+    """Whether it is the state of a gate of this subpackage."""
+    fields = {*getattr(type(node), "_fields", ())}
+    return "inner_state" in fields and not fields.isdisjoint(("global_step", "ring"))
+
+
+def states(
+    state: optax.OptState, field: str = "global_step"
+) -> list[tuple[Path, optax.OptState]]:
+    """The states of the outermost gates with this field, and the paths to them."""
+
+    def found(node: object) -> bool:
+        return is_gate(node) and hasattr(node, field)
+
+    leaves = jax.tree.leaves_with_path(state, is_leaf=found)
+    return [(path, node) for path, node in leaves if found(node)]
+
+
+def has_gate(state: optax.OptState, field: str = "inner_state") -> bool:
+    """Whether a state holds that of a gate, with this field."""
+    return bool(states(state, field))
+
+
+def _outermost(state: optax.OptState, field: str) -> optax.OptState:
+    found = states(state, field)
     if not found:
         raise ValueError(
             f"the state holds no {field}: wrap the transformation in drop_stale, "

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._late import gate
-from gradxform._late.gate import Act, LeafFlags, Rest
+from gradxform._late import absent, gate
+from gradxform._late.absent import LeafFlags
+from gradxform._late.gate import ActIf, Outcome
 from gradxform._trees import boxes, checks, constants, dtypes, maps
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.rounding import narrow
+from gradxform._trees.types import Leaf, Path, PyTree
 
 _DELAYS = f"[0, {2**30 - 1}]"  # Counters go up to twice a delay, and are int32.
 
@@ -37,7 +39,7 @@ class DelayedState(NamedTuple):
 
 def delayed(
     inner: optax.GradientTransformation,
-    num_steps: Any,
+    num_steps: PyTree[int],
     *,
     ring_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -132,44 +134,40 @@ def delayed(
             inner_state=inner_state,
         )
 
-    def guard(
-        act: Act,
-        rest: Rest,
+    def push_fn(
+        act_if: ActIf,
         updates: optax.Updates,
         state: DelayedState,
         params: optax.Params | None,
         *,
         leaf_flags: LeafFlags | None = None,
         **extra: Any,
-    ) -> tuple[Any, DelayedState]:
+    ) -> tuple[Outcome, DelayedState]:
+        del params
         _check_updates(updates, ring := boxes.as_in(updates, state.ring))
         leaves, treedef = jax.tree.flatten(updates, is_leaf=maps.is_leaf)
         rings = jax.tree.leaves(ring, is_leaf=maps.is_leaf)
         delays = np.array(list(map(_delay, rings)), np.int32)
-        moves = gate.holds(updates, leaf_flags) & (delays > 0)
+        moves = absent.holds(updates, leaf_flags) & (delays > 0)
         count = state.count
         place = jnp.where(count < delays, count, count - delays)  # count mod d
 
-        def step() -> tuple[Any, Any]:
+        def late() -> optax.Updates:
             # g_{t - d}
-            late = jax.tree.unflatten(treedef, map(_oldest, leaves, rings, place))
-            outcome, inner_state = gate.acted(
-                act, rest, inner, late, state.inner_state, params, leaf_flags, **extra
-            )
-            return outcome, (inner_state, jnp.array(True))
-
-        def wait() -> tuple[Any, Any]:
-            return rest(params), (state.inner_state, jnp.array(False))
+            return jax.tree.unflatten(treedef, map(_oldest, leaves, rings, place))
 
         # Each leaf that has a gradient has an old one to act on.
         full = jnp.all((count >= delays) | ~moves)
-        outcome, (inner_state, acted) = gate.either(full, step, wait)
-        # `never` is always false, but the compiler does not know that. So it writes the
-        # new gradient only after the step has read the old one, and needs no copy.
-        known = acted.astype(jnp.float32)
-        never = (known != known) & (known == known)
+        outcome, inner_state, acted = act_if(
+            full, late, state.inner_state, leaf_flags, **extra
+        )
+        # The new gradient is written after the step has read the old one. So the ring
+        # needs no copy.
+        never = constants.never(acted.astype(jnp.float32))
 
-        def put(g: Any, ring: Any, place: jax.Array, flag: Any) -> Any:
+        def put(
+            g: Leaf, ring: jax.Array, place: jax.Array, flag: jax.Array | None
+        ) -> jax.Array:
             if not maps.has_gradient(g) or not (delay := _delay(ring)):
                 return ring
             if flag is not None:
@@ -179,7 +177,7 @@ def delayed(
                 return new
             return jax.lax.dynamic_update_slice_in_dim(ring, new, place, 0)
 
-        flags = gate.flags_of(updates, leaf_flags)
+        flags = absent.flags_of(updates, leaf_flags)
         flags = jax.tree.leaves(flags, is_leaf=maps.is_leaf)
         ring = jax.tree.unflatten(treedef, map(put, leaves, rings, place, flags))
         one_more = jnp.where(count + 1 < 2 * delays, count + 1, delays)
@@ -189,15 +187,15 @@ def delayed(
             inner_state=inner_state,
         )
 
-    return gate.gate(init_fn, guard)
+    return gate.gate(init_fn, inner, push_fn)
 
 
-def _delay(ring: Any) -> int:
+def _delay(ring: Leaf) -> int:
     """The delay of a leaf: the number of gradients in its ring."""
     return ring.shape[0] if maps.has_gradient(ring) and ring.ndim else 0
 
 
-def _oldest(g: Any, ring: Any, place: jax.Array) -> Any:
+def _oldest(g: Leaf, ring: jax.Array, place: jax.Array) -> PyTree[jax.Array]:
     """The oldest gradient, which the new one will replace; the new one if d = 0."""
     if not maps.has_gradient(g) or not (delay := _delay(ring)):
         return g
@@ -206,7 +204,7 @@ def _oldest(g: Any, ring: Any, place: jax.Array) -> Any:
     return narrow(old, maps.dtype_of(g))
 
 
-def _check_numbers(num_steps: Any) -> None:
+def _check_numbers(num_steps: PyTree[int]) -> None:
     numbers = jax.tree.leaves_with_path(num_steps)
     if not numbers:
         raise TypeError(
@@ -224,7 +222,7 @@ def _check_numbers(num_steps: Any) -> None:
         checks.in_range(name, number, _DELAYS)
 
 
-def _delays(num_steps: Any, params: Any) -> Any:
+def _delays(num_steps: PyTree[int], params: optax.Params) -> PyTree[int]:
     """The number of each leaf: the one given for it, or for a branch around it."""
     given = dict(jax.tree.leaves_with_path(boxes.bare(num_steps)))
     cure = (
@@ -232,13 +230,13 @@ def _delays(num_steps: Any, params: Any) -> Any:
         "stand for a whole branch."
     )
 
-    def find(path: Any, _: Any) -> int:
+    def find(path: Path, _: object) -> int:
         for end in range(len(path) + 1):
             if path[:end] in given:
                 return int(given[path[:end]])
         raise TypeError(f"num_steps has no int for params{place(path)}. {cure}")
 
-    def place(path: Any) -> str:
+    def place(path: Path) -> str:
         return jax.tree_util.keystr(path)
 
     delays = jax.tree.map_with_path(find, params)
@@ -255,16 +253,16 @@ def _delays(num_steps: Any, params: Any) -> Any:
     return delays
 
 
-def _check_updates(updates: Any, ring: Any) -> None:
+def _check_updates(updates: optax.Updates, ring: optax.Updates) -> None:
     """Raises ``TypeError`` if a gradient does not fit into its ring."""
 
-    def room(r: Any) -> Any:
+    def room(r: jax.Array) -> jax.core.ShapedArray | None:
         return jax.core.ShapedArray(r.shape[1:], r.dtype) if _delay(r) else None
 
     rooms = jax.tree.map(room, ring)
     checks.same_shapes("updates", updates, "ring", rooms, none_takes_all=True)
 
-    def check(path: Any, g: Any, r: Any) -> None:
+    def check(path: Path, g: Leaf, r: jax.Array) -> None:
         if isinstance(g, IndexedSlices) and _delay(r):
             rows = jax.typeof(g.values).str_short()
             raise TypeError(

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 
 from gradxform._late import gate
-from gradxform._late.gate import Act, GatedTransformation, LeafFlags, Rest
+from gradxform._late.absent import LeafFlags
+from gradxform._late.gate import ActIf, GatedTransformation, Outcome
 from gradxform._trees import checks, constants, dtypes
 
 
@@ -106,7 +107,6 @@ def drop_stale(
         known = not isinstance(max_staleness, jax.core.Tracer)
         if known and not np.isinf(float(max_staleness)):
             checks.integer_scalar("max_staleness", given)
-    inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> DropStaleState:
         # Three arrays, not one three times: a buffer can be donated only once.
@@ -117,9 +117,8 @@ def drop_stale(
             inner_state=inner.init(params),
         )
 
-    def guard(
-        act: Act,
-        rest: Rest,
+    def push_fn(
+        act_if: ActIf,
         updates: optax.Updates,
         state: DropStaleState,
         params: optax.Params | None,
@@ -127,35 +126,12 @@ def drop_stale(
         local_step: jax.typing.ArrayLike | None = None,
         leaf_flags: LeafFlags | None = None,
         **extra: Any,
-    ) -> tuple[Any, DropStaleState]:
+    ) -> tuple[Outcome, DropStaleState]:
+        del params
         local_step = checks.local_step("drop_stale", local_step)
         # staleness = global_step - local_step, at most the largest int32
         earliest = state.global_step - np.iinfo(np.int32).max
         staleness = state.global_step - jnp.maximum(local_step, earliest)
-
-        def fresh() -> tuple[Any, DropStaleState]:
-            # A gate inside this one needs the same local_step.
-            passed_on = {**extra, "local_step": local_step, "staleness": staleness}
-            outcome, inner_state = gate.acted(
-                act,
-                rest,
-                inner,
-                updates,
-                state.inner_state,
-                params,
-                leaf_flags,
-                **passed_on,
-            )
-            global_step = optax.safe_increment(state.global_step)
-            return outcome, state._replace(
-                global_step=global_step, staleness=staleness, inner_state=inner_state
-            )
-
-        def stale() -> tuple[Any, DropStaleState]:
-            stale_count = optax.safe_increment(state.stale_count)
-            return rest(params), state._replace(
-                stale_count=stale_count, staleness=staleness
-            )
 
         # fresh iff staleness <= max_staleness(global_step)
         limit = max_staleness
@@ -163,9 +139,21 @@ def drop_stale(
             limit = checks.scheduled(
                 "max_staleness", max_staleness, state.global_step, "[0, inf]"
             )
-        return gate.either(_at_most(staleness, limit), fresh, stale)
+        fresh = _at_most(staleness, limit)
+        # A gate inside this one needs the same local_step.
+        extra |= {"local_step": local_step, "staleness": staleness}
+        outcome, inner_state, _ = act_if(
+            fresh, lambda: updates, state.inner_state, leaf_flags, **extra
+        )
+        steps, stale = state.global_step, state.stale_count
+        return outcome, DropStaleState(
+            global_step=jnp.where(fresh, optax.safe_increment(steps), steps),
+            stale_count=jnp.where(fresh, stale, optax.safe_increment(stale)),
+            staleness=staleness,
+            inner_state=inner_state,
+        )
 
-    return gate.gate(init_fn, guard)
+    return gate.gate(init_fn, inner, push_fn)
 
 
 def _at_most(staleness: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +70,7 @@ def scale_by_staleness(
         params: optax.Params | None = None,
         *,
         staleness: jax.typing.ArrayLike | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params, extra
         if staleness is None:
@@ -82,7 +81,7 @@ def scale_by_staleness(
         checks.integer_scalar("staleness", staleness)
         # s = max(0, staleness)
         s = jnp.maximum(0, dtypes.saturated(staleness))
-        factor: Any = None
+        factor: jax.typing.ArrayLike | None = None
         if weight is not None:
             factor = weight(s)
             checks.real_scalar("weight(staleness)", factor)
@@ -90,7 +89,7 @@ def scale_by_staleness(
 
         # g · weight(s), or g / max(1, s)^power
         def weigh(g: jax.Array) -> jax.Array:
-            if weight is not None:
+            if factor is not None:
                 return arithmetic.scale(g, factor)
             dtype = dtypes.compute_dtype(g)
             lateness = jnp.maximum(1, s.astype(dtype))

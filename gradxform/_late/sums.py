@@ -6,18 +6,32 @@ A gate around it says which pushes it takes; all else is the same for each gate.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import gate
-from gradxform._late.gate import Act, LeafFlags, Rest
+from gradxform._late import absent, gate
+from gradxform._late.absent import LeafFlags
+from gradxform._late.conditional import either
+from gradxform._late.gate import ActIf, Outcome
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.rounding import narrow
+from gradxform._trees.types import Leaf, PyTree
 
 Reduction = Literal["mean", "sum", "row_mean"]
+
+
+class Sum(NamedTuple):
+    """The fields of a gate's state that :class:`Sums` makes and changes."""
+
+    global_step: jax.Array
+    num_accumulated: jax.Array
+    accumulated: optax.Updates
+    pushed: jax.Array
+    row_counts: optax.Updates
+    inner_state: optax.OptState
 
 
 class Sums:
@@ -39,13 +53,13 @@ class Sums:
             checks.in_range("num_required", num_required, checks.COUNTS)
         checks.one_of("reduction", reduction, ("mean", "sum", "row_mean"))
         checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
-        self._inner = optax.with_extra_args_support(inner)
+        self._inner = inner
         self._num_required = num_required
         self._reduction = reduction
         self._dtype = accumulator_dtype
 
-    def init(self, params: optax.Params) -> dict[str, Any]:
-        """The fields of a state that :meth:`push` reads and changes."""
+    def init(self, params: optax.Params) -> Sum:
+        """A sum of no pushes."""
         checks.of_same_kind("accumulator_dtype", self._dtype, params)
         by_row = self._reduction == "row_mean"
 
@@ -60,29 +74,28 @@ class Sums:
         leaves = jax.tree.leaves(params, is_leaf=maps.is_leaf)
         bare = boxes.bare(params)
         # Two counters, not one twice: a buffer can be donated only once.
-        return {
-            "global_step": constants.zero(params, jnp.int32),
-            "num_accumulated": constants.zero(params, jnp.int32),
-            "accumulated": maps.map_params(zero, params),
+        return Sum(
+            global_step=constants.zero(params, jnp.int32),
+            num_accumulated=constants.zero(params, jnp.int32),
+            accumulated=maps.map_params(zero, params),
             # One array for all leaves: on GPU each array costs the start of a kernel.
-            "pushed": constants.stacked(constants.zero(params, bool), len(leaves)),
-            "row_counts": maps.map_params(no_rows, bare) if by_row else (),
-            "inner_state": inner_state,
-        }
+            pushed=constants.stacked(constants.zero(params, bool), len(leaves)),
+            row_counts=maps.map_params(no_rows, bare) if by_row else (),
+            inner_state=inner_state,
+        )
 
     def push(
         self,
-        act: Act,
-        rest: Rest,
+        act_if: ActIf,
         updates: optax.Updates,
-        state: Any,
+        state: Any,  # It has the fields of a `Sum`.
         params: optax.Params | None,
         taken: jax.Array,
         *,
         leaf_flags: LeafFlags | None = None,
-        **extra: Any,
-    ) -> tuple[Any, dict[str, Any]]:
-        """A guard's outcome, and the new fields of :meth:`init`.
+        **extra: object,
+    ) -> tuple[Outcome, Sum]:
+        """The outcome, and the new sum.
 
         A push that is ``taken`` is added, and makes the step if it is the last one
         needed; any other changes nothing.
@@ -91,48 +104,33 @@ class Sums:
         count = state.num_accumulated + taken.astype(jnp.int32)
         full = taken & self._is_enough(count, state.global_step)
 
-        _, (total, row_counts) = gate.either(
+        total, row_counts = either(
             taken,
-            lambda: (None, self._added(updates, leaf_flags, state, count, full)),
-            lambda: (None, (state.accumulated, state.row_counts)),
+            lambda: self._added(updates, leaf_flags, state, count, full),
+            lambda: (state.accumulated, state.row_counts),
         )
-        pushed = state.pushed | (taken & gate.holds(updates, leaf_flags))
+        pushed = state.pushed | (taken & absent.holds(updates, leaf_flags))
 
-        def step() -> tuple[Any, Any]:
+        def reduced() -> optax.Updates:
             # From here on all is dense: inner gets every row that any push held.
             like = state.accumulated if params is None else params
-            reduced = _map(_reduced, updates, total, like)
-            outcome, inner_state = gate.acted(
-                act,
-                rest,
-                self._inner,
-                reduced,
-                state.inner_state,
-                params,
-                _flags(updates, total, pushed, leaf_flags),
-                **extra,
-            )
-            return outcome, (inner_state, jnp.array(True))
+            return _map(_reduced, updates, total, like)
 
-        def wait() -> tuple[Any, Any]:
-            return rest(params), (state.inner_state, jnp.array(False))
-
-        outcome, (inner_state, stepped) = gate.either(full, step, wait)
-        # The sum starts again in its own buffer, once the step no longer reads it. The
-        # compiler knows this moment, as `stepped` comes out of the conditional. That
-        # saves a copy.
-        (accumulated, row_counts), _ = gate.either(
-            ~stepped, lambda: ((total, row_counts), ()), lambda: (None, ())
+        flags = _flags(updates, total, pushed, leaf_flags)
+        outcome, inner_state, stepped = act_if(
+            full, reduced, state.inner_state, flags, **extra
         )
-        one_more = optax.safe_increment(state.global_step)
-        return outcome, {
-            "global_step": jnp.where(full, one_more, state.global_step),
-            "num_accumulated": jnp.where(full, 0, count),
-            "accumulated": accumulated,
-            "pushed": pushed & ~full,
-            "row_counts": row_counts,
-            "inner_state": inner_state,
-        }
+        # After the step the sum starts again from 0, in its own buffer.
+        accumulated, row_counts = _zeros_if(stepped, (total, row_counts))
+        steps = state.global_step
+        return outcome, Sum(
+            global_step=jnp.where(full, optax.safe_increment(steps), steps),
+            num_accumulated=jnp.where(full, 0, count),
+            accumulated=accumulated,
+            pushed=pushed & ~full,
+            row_counts=row_counts,
+            inner_state=inner_state,
+        )
 
     def _is_enough(self, count: jax.Array, global_step: jax.Array) -> jax.Array:
         # n >= num_required
@@ -150,14 +148,14 @@ class Sums:
         self,
         updates: optax.Updates,
         leaf_flags: LeafFlags | None,
-        state: Any,
+        state: Sum,
         count: jax.Array,
         full: jax.Array,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[optax.Updates, optax.Updates]:
         """Sums and row counts with this push; divides the sums if it is the last."""
         # sum + g and n + 1; in a table only for the rows that the push holds
-        flags = gate.flags_of(updates, leaf_flags)
-        pushed = maps.sum_duplicates(gate.chosen(flags, updates))
+        flags = absent.flags_of(updates, leaf_flags)
+        pushed = maps.sum_duplicates(absent.chosen(flags, updates))
         by_row = self._reduction == "row_mean"
         row_counts = state.row_counts
         if by_row:
@@ -179,12 +177,19 @@ class Sums:
         return sums, boxes.as_in(state.row_counts, row_counts)
 
 
-def _map(f: Callable[..., Any], *trees: Any) -> Any:
+def _zeros_if(pred: jax.Array, sums: PyTree[jax.Array]) -> PyTree[jax.Array]:
+    def zeros() -> PyTree[jax.Array]:
+        return jax.tree.map(lambda x: constants.zeros_of_type(jax.typeof(x)), sums)
+
+    return jax.lax.cond(pred, zeros, lambda: sums)
+
+
+def _map(f: Callable[..., Leaf], *trees: PyTree[Leaf]) -> PyTree[Leaf]:
     return jax.tree.map(f, *trees, is_leaf=maps.is_leaf)
 
 
-def _divide(full: jax.Array) -> Callable[..., Any]:
-    def divide(g: Any, total: Any, n: Any) -> Any:
+def _divide(full: jax.Array) -> Callable[..., Leaf]:
+    def divide(g: Leaf, total: jax.Array, n: jax.Array) -> jax.Array:
         # sum / n with the last push, in the sum's own buffer: inner may read it more
         # than once
         if not maps.has_gradient(total):
@@ -202,7 +207,7 @@ def _divide(full: jax.Array) -> Callable[..., Any]:
     return divide
 
 
-def _reduced(g: Any, total: Any, like: Any) -> Any:
+def _reduced(g: Leaf, total: jax.Array, like: jax.typing.ArrayLike) -> Leaf:
     """The input of ``inner``, in the dtype of the gradient, or of the parameter.
 
     It is None only if there can never be a gradient, as for a parameter of integers.
@@ -217,7 +222,10 @@ def _reduced(g: Any, total: Any, like: Any) -> Any:
 
 
 def _flags(
-    updates: Any, total: Any, pushed: jax.Array, leaf_flags: LeafFlags | None
+    updates: optax.Updates,
+    total: optax.Updates,
+    pushed: jax.Array,
+    leaf_flags: LeafFlags | None,
 ) -> LeafFlags:
     """Which leaves act. No flag says that one does, or that it is no parameter."""
     flags = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -10,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._late import gate
-from gradxform._late.gate import Act, GatedTransformation, LeafFlags, Rest
+from gradxform._late import absent, gate
+from gradxform._late.absent import LeafFlags
+from gradxform._late.conditional import either
+from gradxform._late.gate import ActIf, GatedTransformation, Outcome
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.rounding import narrow
 from gradxform._trees.rows import explicit_sharding
+from gradxform._trees.types import Leaf, PyTree
 
 Method = Literal["all", "latest", "ringleader"]
 
@@ -144,18 +146,13 @@ def worker_mean(
     checks.in_range("num_workers", num_workers, checks.COUNTS)
     checks.one_of("method", method, get_args(Method))
     checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
-    n, inner = int(num_workers), optax.with_extra_args_support(inner)
-    ringleader = method == "ringleader"
-
-    def one_more(count: jax.Array) -> jax.Array:
-        # c_i + 1; with "latest" only the newest push counts
-        return jnp.ones_like(count) if method == "latest" else count + 1
+    n = int(num_workers)
 
     def init_fn(params: optax.Params) -> WorkerMeanState:
         checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
         inner_state = gate.inner_state(inner, params)
 
-        def rows(number: int) -> Any:
+        def rows(number: int) -> optax.Updates:
             def zeros(p: jax.Array) -> jax.Array:
                 dtype = accumulator_dtype or dtypes.wide_dtype(p)
                 return constants.stacked(constants.full_like(p, 0, dtype), number)
@@ -172,14 +169,13 @@ def worker_mean(
             stepped=constants.stacked(constants.zero(params, jnp.bool), n),
             table=rows(n),
             row_counts=maps.map_params(none, boxes.bare(params)),
-            means=rows(2 if ringleader else 1),
+            means=rows(2 if method == "ringleader" else 1),
             turn=constants.zero(params, jnp.int32),
             inner_state=inner_state,
         )
 
-    def guard(
-        act: Act,
-        rest: Rest,
+    def push_fn(
+        act_if: ActIf,
         updates: optax.Updates,
         state: WorkerMeanState,
         params: optax.Params | None,
@@ -188,7 +184,8 @@ def worker_mean(
         local_step: jax.typing.ArrayLike | None = None,
         leaf_flags: LeafFlags | None = None,
         **extra: Any,
-    ) -> tuple[Any, WorkerMeanState]:
+    ) -> tuple[Outcome, WorkerMeanState]:
+        del params
         checks.dense("worker_mean", updates)
         checks.same_shapes(
             "updates",
@@ -205,77 +202,16 @@ def worker_mean(
             # fresh iff local_step >= global_step
             taken &= extra["local_step"] >= state.global_step
 
-        counts = state.counts.at[i].set(one_more(state.counts[i]))
-        complete = jnp.all(counts > 0) | jnp.any(state.stepped)
-        ahead = state.stepped[i]  # It has stepped: the push belongs to the next cycle.
-        row = jnp.where(ahead, 1 - state.turn, state.turn)
-        if method == "latest":
-            complete = jnp.all(state.counts > 0)
-        full = taken & complete & ~ahead
+        push = _Push(i, taken, updates, leaf_flags, act_if, extra)
+        outcome, new = _METHODS[method](push, state)
+        stale = state.stale_count
+        stale = jnp.where(taken, stale, optax.safe_increment(stale))
+        return outcome, new._replace(stale_count=stale)
 
-        def added() -> tuple[Any, Any]:
-            flags = gate.flags_of(updates, leaf_flags)
-            return None, _added(flags, updates, state, i, row, one_more)
-
-        before = state.table, state.row_counts, state.means
-        _, (table, row_counts, means) = gate.either(
-            taken, added, lambda: (None, before)
-        )
-
-        def step() -> tuple[Any, Any]:
-            mean = maps.map_updates(
-                lambda g, m: narrow(_row(m, row), maps.dtype_of(g)),
-                updates,
-                boxes.as_in(updates, means),
-            )
-            outcome, inner_state = gate.acted(
-                act, rest, inner, mean, state.inner_state, params, leaf_flags, **extra
-            )
-            return outcome, (inner_state, jnp.array(True))
-
-        def wait() -> tuple[Any, Any]:
-            return rest(params), (state.inner_state, jnp.array(False))
-
-        # As `acted` comes out of the conditional, the compiler knows when the mean is
-        # no longer read. That saves a copy.
-        outcome, (inner_state, acted) = gate.either(full, step, wait)
-
-        stepped, turn, over = state.stepped, state.turn, acted
-        if method != "latest":
-            # A row belongs to the next cycle once its worker has stepped in this one.
-            begins = (jnp.arange(n, dtype=jnp.int32) == i) if ringleader else True
-            counts, row_counts = jax.tree.map(
-                lambda c: jnp.where(full & begins, 0, c), (counts, row_counts)
-            )
-        if ringleader:
-            stepped = stepped.at[i].set(full | ahead)
-            over = acted & jnp.all(stepped)
-            stepped, turn = stepped & ~over, jnp.where(over, 1 - turn, turn)
-        if method != "latest":  # A mean begins with zeros.
-            means, _ = gate.either(
-                over, lambda: (_cleared(means, row), ()), lambda: (means, ())
-            )
-        increment = optax.safe_increment
-        return outcome, WorkerMeanState(
-            global_step=jnp.where(
-                full, increment(state.global_step), state.global_step
-            ),
-            stale_count=jnp.where(
-                taken, state.stale_count, increment(state.stale_count)
-            ),
-            counts=jnp.where(taken, counts, state.counts),
-            stepped=jnp.where(taken, stepped, state.stepped),
-            table=table,
-            row_counts=row_counts,
-            means=means,
-            turn=jnp.where(taken, turn, state.turn),
-            inner_state=inner_state,
-        )
-
-    return gate.gate(init_fn, guard)
+    return gate.gate(init_fn, inner, push_fn)
 
 
-def _worker(worker: Any, n: int) -> tuple[jax.Array, jax.Array]:
+def _worker(worker: jax.typing.ArrayLike | None, n: int) -> tuple[jax.Array, jax.Array]:
     """Whether this worker exists, and its row."""
     if worker is None:
         raise TypeError(
@@ -292,11 +228,117 @@ def _worker(worker: Any, n: int) -> tuple[jax.Array, jax.Array]:
 def num_workers_of(state: optax.OptState) -> int | None:
     """How many workers have a row in each table of a state; None without a table."""
 
-    def has_table(node: Any) -> bool:
+    def has_table(node: object) -> bool:
         return isinstance(node, WorkerMeanState)
 
     found = filter(has_table, jax.tree.leaves(state, is_leaf=has_table))
     return min((own.counts.shape[0] for own in found), default=None)
+
+
+class _Push(NamedTuple):
+    """The push of one worker.
+
+    Attributes:
+      worker: int32[], its row of the table.
+      taken: bool[], whether the push counts; any other leaves the table as it is.
+      updates: its gradients.
+      leaf_flags: which leaves have a gradient, where only the step knows it.
+      act_if: the conditional between acting and resting.
+      extra: extra arguments for the transformation behind the gate.
+    """
+
+    worker: jax.Array
+    taken: jax.Array
+    updates: optax.Updates
+    leaf_flags: LeafFlags | None
+    act_if: ActIf
+    extra: dict[str, object]
+
+    def added(
+        self, state: WorkerMeanState, row: jax.Array, *, newest_only: bool = False
+    ) -> WorkerMeanState:
+        """The state with this push in the worker's row and in this row of the means."""
+        i = self.worker
+        counts = state.counts.at[i].set(_one_more(state.counts[i], newest_only))
+        counts = jnp.where(self.taken, counts, state.counts)
+        flags = absent.flags_of(self.updates, self.leaf_flags)
+        table, row_counts, means = either(
+            self.taken,
+            lambda: _added(flags, self.updates, state, i, row, newest_only),
+            lambda: (state.table, state.row_counts, state.means),
+        )
+        return state._replace(
+            counts=counts, table=table, row_counts=row_counts, means=means
+        )
+
+    def step(
+        self, full: jax.Array, state: WorkerMeanState, row: jax.Array
+    ) -> tuple[Outcome, WorkerMeanState, jax.Array]:
+        """Lets ``inner`` act on this row of the means if ``full``."""
+        means = boxes.as_in(self.updates, state.means)
+
+        def mean() -> optax.Updates:
+            return maps.map_updates(
+                lambda g, m: narrow(_row(m, row), maps.dtype_of(g)), self.updates, means
+            )
+
+        outcome, inner_state, acted = self.act_if(
+            full, mean, state.inner_state, self.leaf_flags, **self.extra
+        )
+        steps = state.global_step
+        steps = jnp.where(full, optax.safe_increment(steps), steps)
+        state = state._replace(global_step=steps, inner_state=inner_state)
+        return outcome, state, acted
+
+
+def _one_more(count: jax.Array, newest_only: bool) -> jax.Array:
+    """How many pushes a row holds after one more: c_i + 1, or 1 for the newest only."""
+    return jnp.ones_like(count) if newest_only else count + 1
+
+
+def _all(push: _Push, state: WorkerMeanState) -> tuple[Outcome, WorkerMeanState]:
+    """Malenia SGD."""
+    state = push.added(state, state.turn)
+    # Once each worker has pushed, the step is made.
+    full = push.taken & jnp.all(state.counts > 0)
+    outcome, state, acted = push.step(full, state, state.turn)
+    # Everything starts again from zero.
+    return outcome, _cleared(acted, _restarted(full, state), state.turn)
+
+
+def _latest(push: _Push, state: WorkerMeanState) -> tuple[Outcome, WorkerMeanState]:
+    """Incremental aggregated gradients."""
+    complete = jnp.all(state.counts > 0)
+    state = push.added(state, state.turn, newest_only=True)
+    # Once each worker has pushed, every further push makes a step.
+    outcome, state, _ = push.step(push.taken & complete, state, state.turn)
+    return outcome, state
+
+
+def _ringleader(push: _Push, state: WorkerMeanState) -> tuple[Outcome, WorkerMeanState]:
+    """Ringleader ASGD."""
+    n, i = state.counts.size, push.worker
+    # The push of a worker that has stepped belongs to the next cycle.
+    ahead = state.stepped[i]
+    row = jnp.where(ahead, 1 - state.turn, state.turn)
+    state = push.added(state, row)
+    # The first phase ends with the push that completes the table, which makes the first
+    # step. In the second phase each worker makes one.
+    complete = jnp.all(state.counts > 0) | jnp.any(state.stepped)
+    full = push.taken & complete & ~ahead
+    outcome, state, acted = push.step(full, state, row)
+    # The row of a worker that has stepped is empty for the next cycle.
+    state = _restarted(full & (jnp.arange(n, dtype=jnp.int32) == i), state)
+    stepped = state.stepped.at[i].set(full | ahead)
+    # After n steps the next cycle begins.
+    over = acted & jnp.all(stepped)
+    state = _cleared(over, state, row)
+    return outcome, state._replace(
+        stepped=stepped & ~over, turn=jnp.where(over, 1 - state.turn, state.turn)
+    )
+
+
+_METHODS = {"all": _all, "latest": _latest, "ringleader": _ringleader}
 
 
 def _row(x: jax.Array, i: jax.Array) -> jax.Array:
@@ -305,22 +347,27 @@ def _row(x: jax.Array, i: jax.Array) -> jax.Array:
 
 
 def _added(
-    flags: Any,
+    flags: PyTree[jax.Array | None],
     updates: optax.Updates,
     state: WorkerMeanState,
     i: jax.Array,
     row: jax.Array,
-    one_more: Callable[[jax.Array], jax.Array],
-) -> tuple[Any, Any, Any]:
+    newest_only: bool,
+) -> tuple[optax.Updates, optax.Updates, optax.Updates]:
     """Table, its counts and the means with this push in row ``i`` and mean ``row``."""
 
     def change(
-        flag: Any, g: Any, table: Any, counts: Any, means: Any
-    ) -> tuple[Any, Any, Any]:
+        flag: jax.Array | None,
+        g: Leaf,
+        table: jax.Array,
+        counts: jax.Array,
+        means: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         if not maps.has_gradient(g):
             return table, counts, means
-        held, count = dtypes.widen(_row(table, i)), one_more(counts[i])
+        held = dtypes.widen(_row(table, i))
         old = jnp.where(counts[i] == 0, 0, held)
+        count = _one_more(counts[i], newest_only)
         # (g - m_i) / c_i
         g = jnp.asarray(g).astype(held.dtype)
         delta = arithmetic.scale(g - old, 1 / count.astype(dtypes.compute_dtype(g)))
@@ -331,11 +378,8 @@ def _added(
         means = means.at[row].add(
             narrow(share, means.dtype), out_sharding=explicit_sharding(means)
         )
-        # `known` is always false, but the compiler does not know that. So it computes
-        # the mean first, and need not copy the row that the mean reads.
-        known = _row(means, row)
-        known = (known != known) & (known == known)
-        new = jnp.where(known, 0, old + delta)
+        # The mean is computed first. So the row that it reads need not be copied.
+        new = jnp.where(constants.never(_row(means, row)), 0, old + delta)
         table = table.at[i].set(
             narrow(new, table.dtype), out_sharding=explicit_sharding(table)
         )
@@ -356,7 +400,23 @@ def _added(
     return table, counts, means
 
 
-def _cleared(means: Any, row: jax.Array) -> Any:
-    return jax.tree.map(
-        lambda x: x.at[row].set(0, out_sharding=explicit_sharding(x)), means
+def _restarted(begins: jax.Array, state: WorkerMeanState) -> WorkerMeanState:
+    """The rows of these workers start again from zero."""
+    counts, row_counts = jax.tree.map(
+        lambda c: jnp.where(begins, 0, c), (state.counts, state.row_counts)
     )
+    return state._replace(counts=counts, row_counts=row_counts)
+
+
+def _cleared(
+    over: jax.Array, state: WorkerMeanState, row: jax.Array
+) -> WorkerMeanState:
+    """One row of the means starts again from zero if ``over``."""
+
+    def zero(x: jax.Array) -> jax.Array:
+        return x.at[row].set(0, out_sharding=explicit_sharding(x))
+
+    means = jax.lax.cond(
+        over, lambda: jax.tree.map(zero, state.means), lambda: state.means
+    )
+    return state._replace(means=means)

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from gradxform._late import gate
+from gradxform._late.counters import has_gate
 from gradxform._late.drop_stale import drop_stale
 from gradxform._server.layout import Layout, Part, spec
 from gradxform._server.places import LOOKAHEAD, is_function
@@ -56,7 +56,7 @@ class Spread:
         (layout,) = self.layouts
         state = jax.eval_shape(tx.init, layout.types)
         checks.no_lookahead(layout.types, state, LOOKAHEAD)
-        if not gate.states(state):
+        if not has_gate(state, "global_step"):
             tx = drop_stale(tx, np.iinfo(np.int32).max)  # A gate that is always open.
         self.layouts = layout, layout.of_state(tx.init)
         given, self._params = self._params, None

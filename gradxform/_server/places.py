@@ -13,7 +13,7 @@ import optax
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._late import gate
+from gradxform._late.counters import has_gate
 from gradxform._late.drop_stale import drop_stale
 from gradxform._trees import checks
 
@@ -91,7 +91,7 @@ def settle(
         params = copy(made(params))
         state = tx.init(params)
         checks.no_lookahead(params, state, LOOKAHEAD)
-        if not gate.states(state):
+        if not has_gate(state, "global_step"):
             tx = drop_stale(tx, np.iinfo(np.int32).max)  # A gate that is always open.
             state = tx.init(params)
     arrays = params, copy(state)  # It may hold the parameters themselves.

@@ -70,10 +70,19 @@ def zero(params: optax.Params, dtype: jax.typing.DTypeLike) -> jax.Array:
     return full_like(p, 0, dtype, axes=0)
 
 
+def never(x: jax.Array) -> jax.Array:
+    """False for each entry of ``x``, but the compiler does not know that.
+
+    A NaN differs from itself, so the compiler has to compute it from ``x``. If a result
+    is chosen by it, the result lies where ``x`` lies, and is computed after ``x``.
+    """
+    return (x != x) & (x == x)
+
+
 def _false(p: jax.Array, axes: int | None) -> jax.Array:
     """False for each entry along the first axes of ``p``, computed from ``p``."""
-    never = (p != p) & (p == p)
-    return never if axes is None else jnp.any(never, axis=tuple(range(axes, p.ndim)))
+    false = never(p)
+    return false if axes is None else jnp.any(false, axis=tuple(range(axes, p.ndim)))
 
 
 def _is_number(p: jax.typing.ArrayLike) -> bool:

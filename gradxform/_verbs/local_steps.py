@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 
-from gradxform._late import gate
+from gradxform._late.conditional import either
 from gradxform._trees import checks, dtypes, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Params, State
@@ -139,7 +139,7 @@ def local_steps(
 
             def train_or_rest(carry: Any, numbered: Any) -> Any:
                 number, batch = numbered
-                result, carry = gate.either(
+                result, carry = either(
                     number < wanted,
                     lambda: train(carry, batch)[::-1],
                     lambda: (None, carry),

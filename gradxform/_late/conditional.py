@@ -1,0 +1,102 @@
+"""A conditional whose two sides may differ in type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradxform._trees import constants, maps, versions
+from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.types import PyTree, T
+
+_Type: TypeAlias = jax.core.ShapedArray
+
+
+def either(pred: jax.Array, acts: Callable[[], T], rests: Callable[[], T]) -> T:
+    """``lax.cond(pred, acts, rests)`` with two sides that may differ in type.
+
+    Both return trees. Resting returns the old values and so sets the types: parameters
+    and state keep their dtypes and devices for gradients of any type. Where resting
+    gives None, as for updates, acting sets the type, and resting gives zeros of it.
+    """
+    rested, before = _traced(rests)
+
+    def acts_like() -> T:
+        return jax.tree.map(
+            lambda old, new: _as_type(new, old) if maps.has_gradient(old) else new,
+            before,
+            acts(),
+            is_leaf=maps.is_leaf,
+        )
+
+    if jax.config.jax_disable_jit and not isinstance(pred, jax.core.Tracer):
+        # Nothing is traced, so whoever debugs `inner` sees its numbers.
+        if pred:
+            return acts_like()
+        if None not in jax.tree.leaves(before, is_leaf=maps.is_leaf):
+            return rests()
+    acted, after = _traced(acts_like)
+
+    def rests_like() -> T:
+        return jax.tree.map(
+            lambda old, new: (
+                _as_type(old, new) if maps.has_gradient(old) else _zeros(new)
+            ),
+            rested(),
+            after,
+            is_leaf=maps.is_leaf,
+        )
+
+    return jax.lax.cond(pred, acted, rests_like)
+
+
+def _traced(f: Callable[[], T]) -> tuple[Callable[[], T], PyTree[_Type]]:
+    """Traces a function; returns a function that runs the trace, and the result types.
+
+    ``jax.eval_shape`` knows neither shardings nor the axes over which arrays vary.
+    """
+    import jax.extend.core
+
+    jaxpr, shapes = jax.make_jaxpr(f, return_shape=True)()
+    treedef, types = jax.tree.structure(shapes), jaxpr.out_avals
+
+    def run() -> T:
+        leaves = jax.extend.core.jaxpr_as_fun(jaxpr)()
+        # Constants come back as Python numbers.
+        arrays = [
+            jnp.asarray(x, t.dtype) if np.isscalar(x) else x
+            for x, t in zip(leaves, types, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, arrays)
+
+    return run, jax.tree.unflatten(treedef, types)
+
+
+def _as_type(x: jax.Array, like: _Type) -> jax.Array:
+    """``x`` with the dtype, the explicit sharding and the varying axes of a type."""
+    if x.dtype != like.dtype:
+        x = x.astype(like.dtype)
+    if like.sharding.mesh.explicit_axes and jax.typeof(x).sharding != like.sharding:
+        x = jax.sharding.reshard(x, like.sharding)
+    varying = versions.varying_axes
+    return versions.to_varying(x, varying(like) - varying(jax.typeof(x)))
+
+
+def _zeros(types: PyTree[_Type | IndexedSlices]) -> PyTree[jax.Array | IndexedSlices]:
+    """Updates of these types that change nothing."""
+
+    def nothing(leaf: PyTree[_Type]) -> PyTree[jax.Array]:
+        if not maps.has_gradient(leaf):
+            return leaf
+        if not isinstance(leaf, IndexedSlices):
+            return constants.zeros_of_type(leaf)
+        types: Any = leaf.indices, leaf.values  # Of arrays, not the arrays themselves.
+        indices, values = map(constants.zeros_of_type, types)
+        padding = indices + np.int32(leaf.dense_shape[0])
+        return IndexedSlices(padding, values, leaf.dense_shape)
+
+    return jax.tree.map(nothing, types, is_leaf=maps.is_leaf)
