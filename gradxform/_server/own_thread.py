@@ -12,10 +12,8 @@ from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-# The queue for (result, error), the function and its arguments; None ends the thread.
-Call: TypeAlias = (
-    tuple[queue.SimpleQueue[Any], Callable[..., object], tuple[object, ...]] | None
-)
+# The queue for (result, error), the function and its arguments.
+Call: TypeAlias = tuple[queue.SimpleQueue[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class OwnThread:
@@ -34,7 +32,8 @@ class OwnThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        # None ends the thread.
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._turn = _Turn()
         # A daemon: Python would wait for any other thread before it calls `_finish`. It
         # knows only queue and turn, so it keeps no server alive.
@@ -113,13 +112,13 @@ class _Turn:
                 self._owner = None
 
 
-def _serve(calls: queue.SimpleQueue[Call], turn: _Turn) -> None:
+def _serve(calls: queue.SimpleQueue[Call | None], turn: _Turn) -> None:
     # A function of its own for each call: no variable here keeps the last one alive.
     while _answer(calls.get(), turn):
         pass
 
 
-def _answer(call: Call, turn: _Turn) -> bool:
+def _answer(call: Call | None, turn: _Turn) -> bool:
     if call is None:
         return False
     answer, function, args = call

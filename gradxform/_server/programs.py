@@ -153,9 +153,9 @@ class PushPrograms:
         leaves, tree = jax.tree.flatten((grads, extra), is_leaf=is_sparse)
         if IndexedSlices in map(type, leaves):
             with jax.transfer_guard("allow"):
-                grads, extra = jax.tree.unflatten(tree, map(in_sizes, leaves))
-                leaves, tree = jax.tree.flatten((grads, extra))
-        program = self._program(leaves, tree, grads, extra)
+                pushed = jax.tree.unflatten(tree, map(in_sizes, leaves))
+                leaves, tree = jax.tree.flatten(pushed)
+        program = self._program(leaves, tree)
         if [getattr(x, "sharding", None) for x in leaves] != program.shardings:
             leaves = list(map(bring, leaves, program.shardings))
         # Here, not under the lock: a worker whose computation takes long or fails does
@@ -171,24 +171,16 @@ class PushPrograms:
         """The same for the parts of one of several processes, without the others."""
         if self._require_finite:  # Before `bring`: an array of the mesh asks everybody.
             _check_finite(grads)
-        grads, extra = spread.bring(grads), spread.bring(extra, depth=1)
-        leaves, tree = jax.tree.flatten((grads, extra))
-        program = self._program(leaves, tree, grads, extra)
-        return program.step, jax.block_until_ready(leaves)
+        pushed = spread.bring(grads), spread.bring(extra, depth=1)
+        leaves, tree = jax.tree.flatten(pushed)
+        return self._program(leaves, tree).step, jax.block_until_ready(leaves)
 
-    def _program(
-        self,
-        leaves: Leaves,
-        tree: jax.tree_util.PyTreeDef,
-        grads: optax.Updates,
-        extra: dict[str, Any],
-    ) -> Program:
-        of_grads = tree.children()[0].num_leaves
-        types = _types(leaves, of_grads)
+    def _program(self, leaves: Leaves, tree: jax.tree_util.PyTreeDef) -> Program:
+        types = _types(leaves, tree.children()[0].num_leaves)
         signature = tree, types, jax.config.jax_disable_jit
         program = self._programs.get(signature)
         if program is None:
-            program = self._compile(signature, grads, extra)
+            program = self._compile(signature, *jax.tree.unflatten(tree, leaves))
         if isinstance(program, Refusal):
             raise program.kind(program.message)
         return program
