@@ -506,8 +506,8 @@ _server/places.py: a server begins that no push can fit
 + pass
 
 _server/places.py: the server looks at the memory of NumPy's arrays
-- return np.array(x) if isinstance(x, np.ndarray) else x
-+ return x
+- np.array(x) if isinstance(x, np.ndarray) else x
++ x
 
 _server/actor.py: every pull puts its version into Ray's store
 - if ref is None:
@@ -570,7 +570,7 @@ _server/folder.py: a broken checkpoint is read
 + if name not in found:
 
 _server/folder.py: a folder is of two runs of one process
-- if other is not None and other._is_there():
+- if other is not None and other.is_there():
 + if False:
 
 _server/folder.py: a folder is of two processes
@@ -642,7 +642,7 @@ _server/recoverable.py: a server saves itself after a step that has failed
 + if not
 
 _server/folder.py: a folder that was deleted is made anew without its lock
-- if self._path is None or self._is_there():
+- if self._path is None or self.is_there():
 + if True:
 
 engines/_work.py: a gradient without pieces is pushed however late it is
@@ -682,8 +682,8 @@ _server/layout.py: no state is cut
 + return seen, None
 
 _server/placed.py: parameters in parts stay in the memory that was given
-- return x if self._lies_here(x) else np.array(x)
-+ return x
+- x if self._lies_here(x) else np.array(x)
++ x
 
 _server/placed.py: a step sees the padding of dense arrays
 - lambda path, x, padded: padded if path in rows else x,
@@ -726,7 +726,7 @@ _server/follower.py: a push that was prepared for nothing is kept
 + self._prepared.get(key, None)
 
 _server/follower.py: a follower resumes at the beginning
-- server._thread.run(server._resume, version, snapshot.counters)
+- self._leaves = jax.tree.leaves(self._programs.place(snapshot.state))
 + pass
 
 engines/_group.py: a process that dies as a group starts is waited for

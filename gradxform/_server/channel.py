@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
@@ -67,7 +67,9 @@ class Orders:
             _tune(connection)
             _start(self._watch, connection)
 
-    def tell(self, name: str, *args: Any, each: list[Any] | None = None) -> None:
+    def tell(
+        self, name: str, *args: object, each: Sequence[object] | None = None
+    ) -> None:
         """Tells all followers to do ``name``, or those with an entry in ``each``."""
         order = pickle.dumps((name, *args), -1)
         try:
@@ -146,7 +148,7 @@ class Followed:
             del args  # Keeps no array alive while it waits for the next order.
 
 
-def _start(function: Callable[..., None], *args: Any) -> None:
+def _start(function: Callable[..., None], *args: object) -> None:
     threading.Thread(target=function, args=args, name="channel", daemon=True).start()
 
 

@@ -62,11 +62,11 @@ class Checkpoint(NamedTuple):
     settings: Mapping[str, Any] = {}
 
     @classmethod
-    def of(cls, given: Any) -> Checkpoint | None:
+    def of(cls, given: Checkpoint | str | os.PathLike[str] | None) -> Checkpoint | None:
         """A checkpoint, or the directory of one, or None; each number checked."""
         if given is None:
             return None
-        self = given if isinstance(given, cls) else cls(given)
+        self = given if isinstance(given, Checkpoint) else cls(given)
         for name in ("every_steps", "max_to_keep"):
             if getattr(self, name) is not None:
                 checks.integer_scalar(name, getattr(self, name))
@@ -121,11 +121,14 @@ class Saver:
         self._turns = itertools.count()  # The same in all processes.
         self._held: int | None = None  # How many pushes the newest one holds.
         self._folder = Folder(os.fspath(checkpoint.directory))
-        self._manager: Any = None
+        self._manager: Any = None  # Orbax's, once the directory is open.
         self._idle = threading.Event()
         self._idle.set()
         self._begun = time.monotonic()
-        self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # What to write, and a queue for the error of whoever waits; None at the end.
+        self._orders: queue.SimpleQueue[
+            tuple[Snapshot, queue.SimpleQueue[BaseException | None] | None] | None
+        ] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._serve, name="checkpoints", daemon=True
         )
@@ -268,8 +271,7 @@ class Saver:
 
     def newest(self) -> int | None:
         """How many pushes the newest holds; None where there is none."""
-        newest: int | None = self._manager.latest_step()
-        return newest
+        return self._manager.latest_step()
 
     def read_newest(
         self, like: dict[str, Any], read: Callable[[int], Snapshot] | None = None
@@ -365,7 +367,7 @@ class Saver:
 
     def _described(self, state: dict[str, Any]) -> dict[str, str]:
         """Dtype and shape of every array, by its path, as users see them."""
-        types: Any = jax.tree.map(jax.typeof, state)
+        types = jax.tree.map(jax.typeof, state)
         if self._spread is not None:
             of_params, of_state = self._spread.layouts
             types = {"params": of_params.types, "state": of_state.types}
@@ -373,6 +375,5 @@ class Saver:
         return {jax.tree_util.keystr(path): _short(x) for path, x in flat}
 
 
-def _short(x: Any) -> str:
-    short: str = jax.core.ShapedArray(x.shape, x.dtype).str_short()
-    return short
+def _short(x: jax.ShapeDtypeStruct) -> str:
+    return jax.core.ShapedArray(x.shape, x.dtype).str_short()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from types import ModuleType
 
 
-def require(package: str, extra: str) -> Any:
+def require(package: str, extra: str) -> ModuleType:
     """Imports a package that not every user needs.
 
     Raises:

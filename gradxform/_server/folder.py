@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 import zlib
-from typing import Any, ClassVar
 
 try:
     import fcntl
@@ -24,8 +23,12 @@ COUNTERS = "counters/metadata"
 ITEMS = "counters", "state"
 PATIENCE = 5.0  # Seconds for a process that has died, or is about to end.
 
+# All folders that runs of this process write to, by device and inode.
+_taken: dict[tuple[int, int], Folder] = {}
+_lock = threading.Lock()
 
-def path_of(name: str, given: Any) -> str:
+
+def path_of(name: str, given: str | os.PathLike[str]) -> str:
     """A caller's path made absolute, with the user's home instead of ``~``.
 
     Raises:
@@ -56,10 +59,6 @@ class Folder:
     neither locks nor checksums.
     """
 
-    # All folders that runs of this process write to, by device and inode.
-    _mine: ClassVar[dict[tuple[int, int], Folder]] = {}
-    _lock = threading.Lock()
-
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self._path = None if is_remote(directory) else pathlib.Path(directory)
@@ -77,11 +76,11 @@ class Folder:
         self._path.mkdir(parents=True, exist_ok=True)
         stat = os.stat(self._path)
         identity = stat.st_dev, stat.st_ino
-        with Folder._lock:
-            other = Folder._mine.get(identity)
-            if other is not None and other._is_there():
-                raise self._taken("another run of this process")
-            Folder._mine[identity] = self
+        with _lock:
+            other = _taken.get(identity)
+            if other is not None and other.is_there():
+                raise self._in_use("another run of this process")
+            _taken[identity] = self
             self._identity = identity
         if fcntl is None:
             return
@@ -92,7 +91,7 @@ class Folder:
             if time.monotonic() > deadline:
                 owner = os.pread(self._file, 1000, 0).decode(errors="replace").strip()
                 self.release()
-                raise self._taken(owner or "another process")
+                raise self._in_use(owner or "another process")
             time.sleep(0.05)
         with contextlib.suppress(OSError):  # A full disk: later errors lack the name.
             os.ftruncate(self._file, 0)
@@ -105,13 +104,13 @@ class Folder:
         Raises:
           OSError: as :meth:`take`. Another run may have begun there meanwhile.
         """
-        if self._path is None or self._is_there():
+        if self._path is None or self.is_there():
             return False
         self.release()
         self.take()
         return True
 
-    def _is_there(self) -> bool:
+    def is_there(self) -> bool:
         """Whether the folder that this run has taken is still at its path."""
         assert self._path is not None
         try:
@@ -133,7 +132,7 @@ class Folder:
             pass
         return True
 
-    def _taken(self, owner: str) -> OSError:
+    def _in_use(self, owner: str) -> OSError:
         return OSError(
             f"checkpoint: {owner} saves a run in {self.directory}: wait until it ends, "
             "or give another directory."
@@ -144,9 +143,9 @@ class Folder:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-        with Folder._lock:
-            if self._identity and Folder._mine.get(self._identity) is self:
-                del Folder._mine[self._identity]
+        with _lock:
+            if self._identity and _taken.get(self._identity) is self:
+                del _taken[self._identity]
             self._identity = None
 
     def check(self) -> None:

@@ -7,14 +7,18 @@ import sys
 import threading
 from typing import Any
 
+import jax
+import numpy as np
+
 from gradxform._server.channel import Followed
-from gradxform._server.checkpoints import Snapshot
+from gradxform._server.checkpoints import Checkpoint, Saver, Snapshot
 from gradxform._server.group import LocalRows, enter, parts_of
 from gradxform._server.layout import Layout
 from gradxform._server.parcels import Parcel
 from gradxform._server.placed import Spread
-from gradxform._server.records import Version, summary
-from gradxform._server.recoverable import RecoverableServer
+from gradxform._server.places import copy
+from gradxform._server.programs import Leaves, PushPrograms, Step
+from gradxform._server.records import summary
 
 
 class Follower:
@@ -28,7 +32,7 @@ class Follower:
 
     def __init__(self, number: int, key: bytes, processes: int) -> None:
         self._number, self._key, self._processes = number, key, processes
-        self._prepared: dict[int, tuple[Any, list[Any]]] = {}
+        self._prepared: dict[int, tuple[Step, Leaves]] = {}
         # The result of each order, in a queue: its taker may come before it is there.
         self._done: dict[int, queue.SimpleQueue[Any]] = {}
 
@@ -37,29 +41,29 @@ class Follower:
         where: tuple[str, tuple[str, int]],
         given: list[Any],
         layout: Layout,
-        *checkpoint: Any,
-        **options: Any,
+        checkpoint: Checkpoint | None = None,
+        *,
+        donate: bool,
+        require_finite: bool,
+        **_: object,  # The leader counts the pushes.
     ) -> None:
         """Becomes one of the processes; see :meth:`Leader.join`."""
         coordinator, address = where
         followed = Followed(address, self._key, self._number)
         mesh = enter(coordinator, self._number, self._processes)
         params, tx = sys.modules["ray"].get(given)
-        # Nobody calls its `begin`: the leader says when to read or write a checkpoint.
-        self._server = RecoverableServer(
-            Spread(params, layout, mesh), tx, *checkpoint, **options
-        )
-        self._programs = self._server._programs
-        self._rows = LocalRows(self._params())
+        spread = Spread(params, layout, mesh)
+        tx, params, state = spread.settle(tx)
+        self._programs = PushPrograms(tx, params, state, donate, require_finite, spread)
+        self._leaves: Leaves = jax.tree.leaves((params, state))
+        self._rows = LocalRows(params)
+        self._saver = None if checkpoint is None else Saver(checkpoint, spread)
         threading.Thread(
             target=followed.serve,
             args=(self._obey, summary),
             name="orders",
             daemon=True,
         ).start()
-
-    def _params(self) -> list[Any]:
-        return self._programs.leaves_of_params(self._server._version.leaves)
 
     # Ray's calls: these may come in any sequence.
 
@@ -73,14 +77,11 @@ class Follower:
 
     def resume(self, pushes: int) -> None:
         """Goes on from this process's part of a checkpoint."""
-        server = self._server
-        assert server._saver is not None
-        like = self._programs.like(server._version.leaves)
-        snapshot = server._saver.read(pushes, like)
-        version = Version.of(*self._programs.place(snapshot.state))
-        server._thread.run(server._resume, version, snapshot.counters)
+        assert self._saver is not None
+        snapshot = self._saver.read(pushes, self._programs.like(self._leaves))
+        self._leaves = jax.tree.leaves(self._programs.place(snapshot.state))
 
-    def take(self, key: int) -> Any:
+    def take(self, key: int) -> object:
         """The result of an order, to be asked for once."""
         done = self._box(key).get()
         del self._done[key]
@@ -89,25 +90,29 @@ class Follower:
     def _box(self, key: int) -> queue.SimpleQueue[Any]:
         return self._done.setdefault(key, queue.SimpleQueue())
 
-    # The leader's orders, obeyed in its sequence.
+    # The leader's orders, obeyed in its sequence, on one thread.
 
-    def _obey(self, name: str, *args: Any) -> None:
-        self._server._thread.run(getattr(self, f"_{name}"), *args)
+    def _obey(self, name: str, *args: object) -> None:
+        getattr(self, f"_{name}")(*args)
 
     def _push(self, key: int, local_step: int) -> None:
-        self._server._push(*self._prepared.pop(key), local_step, None)
+        step, pushed = self._prepared.pop(key)
+        leaves, _ = step(self._leaves, pushed, np.int32(local_step))
+        self._leaves = jax.block_until_ready(leaves)
 
     def _forget(self, key: int) -> None:
         self._prepared.pop(key, None)
 
     def _publish(self, key: int, at: list[int]) -> None:
-        self._box(key).put(parts_of(self._server._version, at))
+        self._box(key).put(parts_of(self._leaves, at))
 
-    def _read(self, key: int, number: int, size: int, ids: Any) -> None:
-        read = self._rows.read(self._params()[number], number, size, ids)
-        self._box(key).put(read)
+    def _read(
+        self, key: int, number: int, size: int, ids: np.ndarray[Any, Any]
+    ) -> None:
+        table = self._programs.leaves_of_params(self._leaves)[number]
+        self._box(key).put(self._rows.read(table, number, size, ids))
 
     def _snapshot(self, pushes: int, counters: dict[str, Any]) -> None:
-        saver = self._server._saver
-        assert saver is not None
-        saver.start(Snapshot(pushes, self._server._copies(), counters))
+        assert self._saver is not None
+        state = copy(self._programs.state(self._leaves))
+        self._saver.start(Snapshot(pushes, state, counters))

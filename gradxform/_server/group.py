@@ -17,25 +17,28 @@ import queue
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._server.actor import Publisher
 from gradxform._server.channel import Orders, end_process
-from gradxform._server.checkpoints import Saver, Snapshot
+from gradxform._server.checkpoints import Checkpoint, Saver, Snapshot
 from gradxform._server.layout import AXIS, Layout
 from gradxform._server.parcels import Cut, Parcel, Pulled, Rows, Stowed, packed
 from gradxform._server.placed import Spread
 from gradxform._server.places import Place, copy
-from gradxform._server.records import PushResult, Version, summary
+from gradxform._server.programs import Leaves, Step, Stepped
+from gradxform._server.records import PushResult, summary
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._server.rows import RowPrograms, Wanted, in_order, size_for
+from gradxform._trees.types import PyTree, T
 
 HOUR = 3600
 LAST_WORD = 0.5  # Seconds in which the engine gets the cause of a death.
@@ -43,8 +46,7 @@ LAST_WORD = 0.5  # Seconds in which the engine gets the cause of a death.
 
 def host() -> str:
     """The address of this machine in the cluster."""
-    address: str = sys.modules["ray"].util.get_node_ip_address()
-    return address
+    return sys.modules["ray"].util.get_node_ip_address()
 
 
 def enter(coordinator: str, process: int, processes: int) -> Mesh:
@@ -130,7 +132,7 @@ class Leader(RecoverableServer):
         followers: list[Any],
         given: list[Any],
         layout: Layout,
-        *checkpoint: Any,
+        checkpoint: Checkpoint | None = None,
         **options: Any,
     ) -> None:
         """Becomes one of the processes, and takes its part of the parameters.
@@ -139,8 +141,8 @@ class Leader(RecoverableServer):
           followers: the actors.
           given: references to its parameters and to the transformation.
           layout: of the parameters.
-          checkpoint: the argument of :class:`RecoverableServer`, and those after it.
-          options: the keyword arguments of :class:`RecoverableServer`.
+          checkpoint: where and how often the run is saved.
+          options: the other arguments of :class:`RecoverableServer`.
         """
         self._orders.accept(len(followers))
         mesh = enter(self.where()[0], 0, self._processes)
@@ -148,11 +150,13 @@ class Leader(RecoverableServer):
         self._followers = followers
         self._ray = sys.modules["ray"]
         params, tx = self._ray.get(given)
-        super().__init__(Spread(params, layout, mesh), tx, *checkpoint, **options)
+        super().__init__(Spread(params, layout, mesh), tx, checkpoint, **options)
         self._keys = itertools.count()
         self._prepared: set[int] = set()  # Pushes whose turn has not come yet.
-        self._publisher = _Parts(self)
-        params, _ = self._trees()
+        self._publisher = Publisher(
+            self.gather, lambda pulled, rows: pulled._replace(rows=rows)
+        )
+        params = self._programs.leaves_of_params(self._version.leaves)
         self._programs.rows = _Rows(self, params, layout)
 
     # Pushes.
@@ -162,8 +166,8 @@ class Leader(RecoverableServer):
         grads: Parcel,
         local_step: int,
         *,
-        push_id: Any = None,
-        **extra: Any,
+        push_id: tuple[Hashable, int] | None = None,
+        **extra: object,
     ) -> PushResult:
         """See :class:`ParameterServer`; the extra arguments come in the parcel."""
         key = next(self._keys)
@@ -174,14 +178,16 @@ class Leader(RecoverableServer):
                 self._prepared.discard(key)
                 self._orders.tell("forget", key)
 
-    def _prepare(self, grads: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
+    def _prepare(
+        self, grads: tuple[int, Parcel], extra: dict[str, Any]
+    ) -> tuple[Step, Leaves]:
         key, parcel = grads
         self._prepared.add(key)
         each = [parcel.of_process(k) for k in range(self._processes)]
         with self.asked("prepare", key, each=each[1:]):
             step, pushed = self._programs.prepare(*each[0].open())
 
-        def ordered(leaves: Any, pushed: Any, local_step: Any) -> Any:
+        def ordered(leaves: Leaves, pushed: Leaves, local_step: np.int32) -> Stepped:
             self._prepared.discard(key)
             self._orders.tell("push", key, int(local_step))
             try:
@@ -197,15 +203,12 @@ class Leader(RecoverableServer):
 
     # Pulls.
 
-    def _state(self) -> Any:
+    def _state(self) -> Any:  # A message, where one process gives the tree itself.
         if self._lost is not None:
             self._check_usable()
-        return self.gather(dict(zip(("params", "state"), self._trees(), strict=True)))
+        return self.gather(self._programs.state(self._version.leaves))
 
-    def _trees(self) -> tuple[Any, Any]:
-        return self._programs.trees(self._version.leaves)
-
-    def gather(self, tree: Any) -> Pulled:
+    def gather(self, tree: PyTree[jax.Array | int]) -> Pulled:
         """In a turn: collects a tree from the parts that all processes hold.
 
         Args:
@@ -231,11 +234,13 @@ class Leader(RecoverableServer):
         parts: list[Any] = []
         if at:
             others = self.order("publish", at)
-            parts = [parts_of(self._version, at), *others]
+            parts = [parts_of(self._version.leaves, at), *others]
         whole = jax.tree.unflatten(structure, leaves)
         return Pulled(Stowed.of(whole, _copied), cut, parts, {})
 
-    def order(self, name: str, *args: Any, each: list[Any] | None = None) -> list[Any]:
+    def order(
+        self, name: str, *args: object, each: Sequence[object] | None = None
+    ) -> list[Any]:
         """In a turn: gives followers an order; returns references to their results.
 
         Args:
@@ -255,7 +260,7 @@ class Leader(RecoverableServer):
 
     @contextlib.contextmanager
     def asked(
-        self, name: str, *args: Any, each: list[Any] | None = None
+        self, name: str, *args: object, each: Sequence[object] | None = None
     ) -> Iterator[None]:
         """Calls a method of all followers while the body of the ``with`` runs.
 
@@ -291,37 +296,23 @@ class Leader(RecoverableServer):
 
     def _read(self, saver: Saver, pushes: int, like: dict[str, Any]) -> Snapshot:
         with self.asked("resume", pushes):
-            return super()._read(saver, pushes, like)
+            return saver.read(pushes, like)
 
 
-def parts_of(version: Version, at: list[int]) -> Stowed:
+def parts_of(leaves: Leaves, at: list[int]) -> Stowed:
     """The parts of some leaves in this process, ready to be sent."""
-    parts = [np.asarray(version.leaves[i].addressable_data(0)) for i in at]
+    parts = [np.asarray(leaves[i].addressable_data(0)) for i in at]
     return Stowed.of(packed(parts), copy=lambda _: packed(map(np.array, parts)))
 
 
-def _copied(tree: Any) -> Any:
+def _copied(tree: T) -> T:
     return jax.tree.map(lambda x: copy(x) if isinstance(x, jax.Array) else x, tree)
-
-
-class _Parts(Publisher):
-    """Lets all processes publish their parts, each version once."""
-
-    def __init__(self, leader: Leader) -> None:
-        super().__init__()
-        self._leader = leader
-
-    def _put(self, params: Any) -> Any:
-        return self._leader.gather(params)
-
-    def deliver(self, ref: Any, parts: dict[int, Any]) -> Any:
-        return ref._replace(rows=parts)
 
 
 class _Rows(RowPrograms):
     """Lets all processes read the rows that they hold, of the same version."""
 
-    def __init__(self, leader: Leader, params: Any, layout: Layout) -> None:
+    def __init__(self, leader: Leader, params: optax.Params, layout: Layout) -> None:
         super().__init__(layout.types, Place(params))
         self._leader, self._layout = leader, layout
         self._local = LocalRows(params)
@@ -330,7 +321,7 @@ class _Rows(RowPrograms):
     def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> Wanted:
         shape, cut = self._types[number].shape, self._layout.cuts[number]
         height = shape[0]
-        each: list[Any]
+        each: list[Any]  # Ids for each process, or None.
         given = in_order(asked, len(asked), height)
         ids = given[given < height]
         processes = self._layout.processes
@@ -347,15 +338,17 @@ class _Rows(RowPrograms):
             with self._leader.asked("ready", number, size):
                 self._local.ready(number, size)
             self._ready.add((number, size))
-        return Wanted(given, each, functools.partial(self._read, number, size))
+        return Wanted(given, functools.partial(self._read, number, size, each))
 
-    def _read(self, number: int, size: int, table: jax.Array, each: Any) -> Any:
+    def _read(
+        self, number: int, size: int, each: list[Any], table: jax.Array
+    ) -> list[Any]:
         """In a turn: the rows of each process, as a function or references."""
         parts = self._leader.order("read", number, size, each=each[1:])
         own = self._local.read(table, number, size, each[0])
         return [own, *parts]
 
-    def part(self, number: int, wanted: Wanted, rows: Any) -> Any:
+    def part(self, number: int, wanted: Wanted, rows: Any) -> Any:  # A message.
         own, *parts = rows
         shape, cut = self._types[number].shape, self._layout.cuts[number]
         return Rows(wanted.indices, shape, cut or 0, [own(), *parts])
@@ -364,7 +357,7 @@ class _Rows(RowPrograms):
 class LocalRows:
     """Reads rows of a process's parts of tables."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: optax.Params) -> None:
         parts = [x.addressable_data(0) for x in jax.tree.leaves(params)]
         place = Place(parts)
         types = [place.abstract(x.aval, x.sharding) for x in parts]

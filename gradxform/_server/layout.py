@@ -10,24 +10,30 @@ that they gave.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import checks, maps
 from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.types import Gradient, Leaf, Param, Path, PyTree, T
 
 AXIS = "server"  # The name of the mesh's axis.
 LARGE = 1 << 20  # Bytes: a larger array is cut, unless the user says otherwise.
+
+Type: TypeAlias = jax.ShapeDtypeStruct  # Shape and dtype of a leaf.
+# How a user wants parameters to be cut; None for the default. See `Layout.of`.
+Specs: TypeAlias = PyTree[P | None] | Callable[[str, tuple[int, ...]], P | None]
 
 
 class Part:
     """Stands for a leaf: the part of it that one process has."""
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self.array = array
 
 
@@ -41,12 +47,14 @@ class Layout(NamedTuple):
       processes: how many there are.
     """
 
-    types: Any
+    types: PyTree[Type]
     cuts: tuple[int | None, ...]
     processes: int
 
     @classmethod
-    def of(cls, params: Any, processes: int, shardings: Any = None) -> Layout:
+    def of(
+        cls, params: PyTree[Param], processes: int, shardings: Specs = None
+    ) -> Layout:
         """The layout of parameters.
 
         Args:
@@ -79,7 +87,7 @@ class Layout(NamedTuple):
         return cls(types, tuple(cuts), int(processes))
 
     @property
-    def padded(self) -> Any:
+    def padded(self) -> PyTree[Type]:
         """The tree with padding, as all processes hold it together."""
         return self._map(lambda x, cut: _stretched(x, cut, self.length(x.shape, cut)))
 
@@ -87,7 +95,7 @@ class Layout(NamedTuple):
         """The length of an array's cut axis, with padding."""
         return 0 if cut is None else -(-shape[cut] // self.processes) * self.processes
 
-    def shardings(self, mesh: Mesh) -> Any:
+    def shardings(self, mesh: Mesh) -> PyTree[NamedSharding]:
         """The tree of shardings over a mesh with the axis ``"server"``."""
         return self._map(lambda _, cut: NamedSharding(mesh, spec(cut)))
 
@@ -100,15 +108,15 @@ class Layout(NamedTuple):
         each = self.length(shape, cut) // self.processes
         return min(process * each, shape[cut]), min((process + 1) * each, shape[cut])
 
-    def check(self, grads: Any, name: str = "grads") -> None:
+    def check(self, grads: optax.Updates) -> None:
         """Raises ``TypeError`` if shapes or dtypes differ, and names the path.
 
         The leaves of ``grads`` may be descriptions.
         """
-        checks.same_shapes(name, grads, "params", self.types)
-        checks.same_dtypes(name, grads, "params", self.types)
+        checks.same_shapes("grads", grads, "params", self.types)
+        checks.same_dtypes("grads", grads, "params", self.types)
 
-    def cut_of(self) -> Callable[[tuple[Any, ...], Any], int | None]:
+    def cut_of(self) -> Callable[[Path, Leaf], int | None]:
         """A function of a path and a leaf: the axis along which the leaf is cut.
 
         It is that of the parameter with this path. A leaf of another shape is not cut,
@@ -119,7 +127,7 @@ class Layout(NamedTuple):
             path: (x.shape, cut) for (path, x), cut in zip(flat, self.cuts, strict=True)
         }
 
-        def cut_of(path: tuple[Any, ...], leaf: Any) -> int | None:
+        def cut_of(path: Path, leaf: Leaf) -> int | None:
             if not maps.has_gradient(leaf) or isinstance(leaf, IndexedSlices):
                 return None
             shape, cut = known.get(path, (None, None))
@@ -127,7 +135,7 @@ class Layout(NamedTuple):
 
         return cut_of
 
-    def part(self, tree: Any, process: int, depth: int = 0) -> Any:
+    def part(self, tree: T, process: int, depth: int = 0) -> T:
         """A process's share of a tree like this one: padded parts, or whole leaves.
 
         Parts are NumPy arrays, and views if possible. Row-sparse leaves stay as they
@@ -141,7 +149,7 @@ class Layout(NamedTuple):
         """
         cut_of = self.cut_of()
 
-        def take(path: Any, x: Any) -> Any:
+        def take(path: Path, x: Leaf) -> Leaf:
             cut = cut_of(path[depth:], x)
             return x if cut is None else self._slice(np.asarray(x), cut, process)
 
@@ -159,7 +167,7 @@ class Layout(NamedTuple):
         part[(*at, slice(there.shape[cut]))] = there
         return part
 
-    def join(self, parts: Sequence[Any]) -> Any:
+    def join(self, parts: Sequence[PyTree[Gradient]]) -> PyTree[Gradient]:
         """The tree as users see it, from the shares of all processes in sequence.
 
         A cut leaf becomes a new NumPy array; of any other leaf it takes the first.
@@ -173,7 +181,7 @@ class Layout(NamedTuple):
         ]
         return jax.tree.unflatten(structure, joined)
 
-    def of_state(self, init: Callable[[Any], Any]) -> Layout:
+    def of_state(self, init: Callable[[optax.Params], optax.OptState]) -> Layout:
         """The layout of the optimizer state: each leaf is cut like its parameter.
 
         Its ``types`` have the user's shapes. To find the axis to cut, it calls ``init``
@@ -198,7 +206,7 @@ class Layout(NamedTuple):
         types = jax.tree.unflatten(structure, [_type(x) for x, _ in pairs])
         return Layout(types, tuple(cut for _, cut in pairs), self.processes)
 
-    def _follows(self, lies: Any, seen: Any, grown: Any) -> tuple[Any, int | None]:
+    def _follows(self, lies: Type, seen: Type, grown: Type) -> tuple[Type, int | None]:
         """A leaf of the state as users see it, and the axis along which it is cut."""
         for axis, (now, then) in enumerate(zip(lies.shape, grown.shape, strict=False)):
             if now == then:
@@ -211,7 +219,7 @@ class Layout(NamedTuple):
             break
         return seen, None
 
-    def _map(self, f: Callable[[Any, int | None], Any]) -> Any:
+    def _map(self, f: Callable[[Type, int | None], T]) -> PyTree[T]:
         leaves, structure = jax.tree.flatten(self.types)
         return jax.tree.unflatten(structure, map(f, leaves, self.cuts))
 
@@ -221,20 +229,22 @@ def spec(cut: int | None) -> P:
     return P() if cut is None else P(*[None] * cut, AXIS)
 
 
-def _type(x: Any) -> jax.ShapeDtypeStruct:
-    if not isinstance(x, jax.ShapeDtypeStruct):
+def _type(x: Param) -> Type:
+    if not isinstance(x, Type):
         x = jax.typeof(x)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=bool(x.weak_type))
 
 
-def _stretched(x: Any, cut: int | None, length: int) -> jax.ShapeDtypeStruct:
+def _stretched(x: Type, cut: int | None, length: int) -> Type:
     if cut is None:
         return _type(x)
     shape = (*x.shape[:cut], length, *x.shape[cut + 1 :])
     return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
 
 
-def _joined(type_: Any, cut: int, parts: Sequence[Any]) -> np.ndarray[Any, Any]:
+def _joined(
+    type_: Type, cut: int, parts: Sequence[jax.typing.ArrayLike]
+) -> np.ndarray[Any, Any]:
     whole = _aligned(type_)
     at, begin = (slice(None),) * cut, 0
     for part in map(np.asarray, parts):
@@ -244,7 +254,7 @@ def _joined(type_: Any, cut: int, parts: Sequence[Any]) -> np.ndarray[Any, Any]:
     return whole
 
 
-def _aligned(type_: Any) -> np.ndarray[Any, Any]:
+def _aligned(type_: Type) -> np.ndarray[Any, Any]:
     """An array aligned to 64 bytes, which JAX on CPU takes over without a copy."""
     size = type_.size * np.dtype(type_.dtype).itemsize
     room = np.empty(size + 63, np.uint8)
@@ -252,16 +262,18 @@ def _aligned(type_: Any) -> np.ndarray[Any, Any]:
     return room[begin : begin + size].view(type_.dtype).reshape(type_.shape)
 
 
-def _by_size(x: Any, processes: int) -> int | None:
+def _by_size(x: Type, processes: int) -> int | None:
     large = x.size * np.dtype(x.dtype).itemsize > LARGE
     return 0 if large and x.shape[0] >= processes > 1 else None
 
 
-def _is_spec(node: Any) -> bool:
+def _is_spec(node: object) -> bool:
     return node is None or isinstance(node, P)
 
 
-def _spread(shardings: Any, structure: Any) -> list[Any]:
+def _spread(
+    shardings: PyTree[P | None], structure: jax.tree_util.PyTreeDef
+) -> list[P | None]:
     """The entry of ``shardings`` for each leaf: its own, or its branch's."""
     if shardings is None:
         return [None] * structure.num_leaves
@@ -290,7 +302,7 @@ def _spread(shardings: Any, structure: Any) -> list[Any]:
     return [spec for spec, under in each for _ in under]
 
 
-def _cut(path: Any, x: Any, given: Any, processes: int) -> int | None:
+def _cut(path: Path, x: Type, given: object, processes: int) -> int | None:
     """The axis that a ``PartitionSpec`` names for a leaf, checked."""
     where = f"server_shardings: {given!r} at {checks.place(path)}"
     shape = f"of shape {list(x.shape)}"

@@ -8,9 +8,12 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+# The queue for (result, error), the function and its arguments.
+Call: TypeAlias = tuple[queue.SimpleQueue[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class OwnThread:
@@ -29,7 +32,8 @@ class OwnThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # None ends the thread.
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._turn = _Turn()
         # A daemon: Python would wait for any other thread before it calls `_finish`. It
         # knows only queue and turn, so it keeps no server alive.
@@ -41,7 +45,7 @@ class OwnThread:
         weakref.finalize(self, self._calls.put, None).atexit = False
         _alive.add(self)
 
-    def run(self, function: Callable[..., T], *args: Any) -> T:
+    def run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """Waits for ``function(*args)``; returns its result or raises its error.
 
         Raises:
@@ -59,14 +63,22 @@ class OwnThread:
         finally:
             del error  # The error and this frame refer to each other.
 
-    def start(self, function: Callable[..., Any], *args: Any) -> None:
+    def start(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
         """Starts ``function(*args)``; on the main thread it does not wait for it."""
         if threading.current_thread() is not threading.main_thread():
             self._turn.take(function, *args)
         else:
             self._hand_over(function, *args)
 
-    def _hand_over(self, function: Callable[..., Any], *args: Any) -> Any:
+    def finish(self) -> None:
+        """Ends the thread after the calls that have begun, and waits for its end."""
+        self._process = None
+        self._calls.put(None)
+        self._thread.join()
+
+    def _hand_over(
+        self, function: Callable[..., object], *args: object
+    ) -> queue.SimpleQueue[Any]:
         """Returns the queue that will hold ``(result, error)``."""
         # Not `is_alive`: it may call the thread dead after an interrupt.
         if self._process != os.getpid():
@@ -74,7 +86,7 @@ class OwnThread:
                 f"the thread {self._thread.name} is gone: this process is a fork of "
                 "the one that started it, or the interpreter is about to end."
             )
-        answer: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._calls.put((answer, function, args))
         return answer
 
@@ -86,7 +98,7 @@ class _Turn:
         self._lock = threading.Lock()
         self._owner: int | None = None
 
-    def take(self, function: Callable[..., T], *args: Any) -> T:
+    def take(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         if self._owner == threading.get_ident():
             raise RuntimeError(
                 "this call comes from inside of another one, which waits for it: a "
@@ -100,13 +112,13 @@ class _Turn:
                 self._owner = None
 
 
-def _serve(calls: queue.SimpleQueue[Any], turn: _Turn) -> None:
+def _serve(calls: queue.SimpleQueue[Call | None], turn: _Turn) -> None:
     # A function of its own for each call: no variable here keeps the last one alive.
     while _answer(calls.get(), turn):
         pass
 
 
-def _answer(call: Any, turn: _Turn) -> bool:
+def _answer(call: Call | None, turn: _Turn) -> bool:
     if call is None:
         return False
     answer, function, args = call
@@ -125,6 +137,4 @@ def _finish() -> None:
     # A daemon crashes the process if it returns from compiled code after the end of the
     # interpreter. So calls that have begun are finished before.
     for own in list(_alive):
-        own._process = None
-        own._calls.put(None)
-        own._thread.join()
+        own.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Hashable
-from typing import Any, Generic, NoReturn, Self, overload
+from typing import Any, Generic, NoReturn, Self, SupportsIndex, overload
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from gradxform._server.actor import Publisher, is_actor, was_restarted
 from gradxform._server.own_thread import OwnThread
 from gradxform._server.placed import Spread
 from gradxform._server.places import copy, on_host, settle
-from gradxform._server.programs import PushPrograms
+from gradxform._server.programs import Leaves, PushPrograms, Step
 from gradxform._server.records import (
     NO_COPY,
     PushResult,
@@ -139,7 +139,7 @@ class ParameterServer(Generic[Params]):
         wanted = self._programs.rows.prepare({} if rows is None else rows)
         read: dict[int, Any] = {}
         seen: int
-        others = None
+        others: Any = None  # Leaves by their numbers; with a publisher a reference.
         if self._publisher and not wanted:  # What is published needs no turn.
             self._check_usable()
             version = self._version
@@ -148,7 +148,7 @@ class ParameterServer(Generic[Params]):
             read, others, seen = self._thread.run(self._pull, wanted)
         parts = {i: self._programs.rows.part(i, wanted[i], x) for i, x in read.items()}
         if self._publisher:
-            return self._publisher.deliver(others, parts), seen
+            return self._publisher.answer(others, parts), seen
         leaves = {**others, **parts}
         return self._programs.params([leaves[i] for i in range(len(leaves))]), seen
 
@@ -157,23 +157,23 @@ class ParameterServer(Generic[Params]):
         self._check_usable()
         version = self._version
         leaves = self._programs.leaves_of_params(version.leaves)
-        read = {i: each.read(leaves[i], each.given) for i, each in wanted.items()}
+        read = {i: each.read(leaves[i]) for i, each in wanted.items()}
         if self._publisher is None:
             others = copy({i: x for i, x in enumerate(leaves) if i not in wanted})
             return read, others, version.step()
         params = self._programs.params(
             [i if i in wanted else x for i, x in enumerate(leaves)]
         )
-        others = self._publisher.publish(version, frozenset(wanted), params)
-        return read, others, version.step()
+        ref = self._publisher.publish(version, frozenset(wanted), params)
+        return read, ref, version.step()
 
     def push(
         self,
-        grads: Any,
+        grads: optax.Updates,
         local_step: int,
         *,
         push_id: tuple[Hashable, int] | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> PushResult:
         """Applies gradients, adds them to a sum, or drops them, as ``tx`` decides.
 
@@ -210,13 +210,15 @@ class ParameterServer(Generic[Params]):
         step, pushed = self._prepare(grads, extra)
         return self._thread.run(self._push, step, pushed, local_step, push_id)
 
-    def _prepare(self, grads: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
+    def _prepare(
+        self, grads: optax.Updates, extra: dict[str, Any]
+    ) -> tuple[Step, Leaves]:
         return self._programs.prepare(grads, extra)
 
     def _push(
         self,
-        step: Any,
-        pushed: list[Any],
+        step: Step,
+        pushed: Leaves,
         local_step: int,
         push_id: tuple[Hashable, int] | None,
     ) -> PushResult:
@@ -233,10 +235,10 @@ class ParameterServer(Generic[Params]):
         check_step(local_step, self._version)
         old = self._version
         try:
-            leaves, counters = step(old.leaves, pushed, np.int32(local_step))
+            leaves, counted = step(old.leaves, pushed, np.int32(local_step))
             if self._programs.devices > 1:  # The counters come from one device alone.
                 jax.block_until_ready(leaves)
-            counters = on_host(counters)
+            counters = on_host(counted)
             global_step, dropped = map(int, counters[:2])
         except BaseException as error:
             if any(x.is_deleted() for x in old.leaves):
@@ -338,8 +340,7 @@ class ParameterServer(Generic[Params]):
     def _copies(self) -> dict[str, Any]:
         if self._lost is not None:
             self._check_usable()
-        params, state = copy(self._programs.trees(self._version.leaves))
-        return {"params": params, "state": state}
+        return copy(self._programs.state(self._version.leaves))
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from an earlier :meth:`state`; the statistics go on as well.
@@ -386,7 +387,7 @@ class ParameterServer(Generic[Params]):
         leaves = self._programs.leaves_of_params(version.leaves)
         return f"{name}({version.described(leaves, self._unusable())})"
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(NO_COPY)
 
     def __enter__(self) -> Self:

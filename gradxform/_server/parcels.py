@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
 from gradxform._server import wire
 from gradxform._server.layout import Layout, Part
 from gradxform._trees import maps
 from gradxform._trees.indexed_slices import IndexedSlices, ascending
+from gradxform._trees.types import Leaf, T
 
 SMALL = 1 << 15  # Bytes: anything smaller travels in the message itself.
 
@@ -31,11 +33,11 @@ class Cut:
 class Stowed(NamedTuple):
     """Something to send: a reference into the object store, or the value itself."""
 
-    ref: Any
-    value: Any
+    ref: object
+    value: Any  # Of any type.
 
     @classmethod
-    def of(cls, tree: Any, copy: Callable[[Any], Any] = lambda tree: tree) -> Stowed:
+    def of(cls, tree: T, copy: Callable[[T], T] = lambda tree: tree) -> Stowed:
         """Puts a large tree into the store, and copies a small one."""
         leaves = jax.tree.leaves(tree, is_leaf=maps.is_leaf)
         size = sum(getattr(getattr(x, "values", x), "nbytes", 0) for x in leaves)
@@ -50,7 +52,7 @@ class Stowed(NamedTuple):
         return (get or sys.modules["ray"].get)(self.ref)
 
 
-def packed(arrays: Iterable[Any]) -> list[Any]:
+def packed(arrays: Iterable[np.ndarray[Any, Any]]) -> list[wire.Bytes]:
     """NumPy arrays ready to be sent, without a copy in the message."""
     return list(map(wire.Bytes, arrays))
 
@@ -67,7 +69,7 @@ class Parcel(NamedTuple):
     parts: list[Stowed]
 
     @classmethod
-    def of(cls, layout: Layout, grads: Any, extra: dict[str, Any]) -> Parcel:
+    def of(cls, layout: Layout, grads: optax.Updates, extra: dict[str, Any]) -> Parcel:
         """Packs a worker's push.
 
         Raises:
@@ -76,11 +78,11 @@ class Parcel(NamedTuple):
         wire.register()
         grads = maps.without_float0(grads)
         layout.check(grads)
-        arrays: list[Any] = []
+        arrays: list[np.ndarray[Any, Any]] = []
         cuts: list[int] = []
         cut_of = layout.cut_of()
 
-        def take(path: Any, x: Any) -> Any:
+        def take(path: tuple[Any, ...], x: Leaf) -> Leaf | Cut:
             # Each extra argument is a tree of its own, and may be like the gradients.
             cut = cut_of(path[1 if path[0].idx == 0 else 2 :], x)
             if cut is None:
@@ -98,7 +100,7 @@ class Parcel(NamedTuple):
         """The share of one process."""
         return Parcel(self.whole, [self.parts[process]])
 
-    def open(self) -> tuple[Any, dict[str, Any]]:
+    def open(self) -> tuple[optax.Updates, dict[str, Any]]:
         """Gradients and extra arguments, with this process's part of each cut leaf."""
         (parts,) = (part.take() for part in self.parts)
         grads, extra = jax.tree.map_with_path(
@@ -157,7 +159,7 @@ class Pulled(NamedTuple):
     parts: list[Any]
     rows: dict[int, Rows]
 
-    def join(self, get: Callable[[Any], Any]) -> Any:
+    def join(self, get: Callable[[Any], Any]) -> optax.Params:
         """The tree; ``get`` follows a reference, and returns all else as it is."""
         wire.register()
         joined = []
@@ -166,7 +168,7 @@ class Pulled(NamedTuple):
             joined = jax.device_put(self.layout.join(parts))
         rows = {number: rows.join(get) for number, rows in self.rows.items()}
 
-        def leaf(x: Any) -> Any:
+        def leaf(x: jax.Array | Cut | int) -> jax.Array | IndexedSlices:
             if isinstance(x, Cut):
                 return joined[x.number]
             return rows[x] if isinstance(x, int) else x

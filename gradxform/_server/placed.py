@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from gradxform._late.counters import has_gate
-from gradxform._late.drop_stale import drop_stale
-from gradxform._server.layout import Layout, Part, spec
-from gradxform._server.places import LOOKAHEAD, is_function
+from gradxform._server.layout import Layout, Part, Type, spec
+from gradxform._server.places import Arrays, is_function, with_gate
 from gradxform._server.rows import in_sizes
-from gradxform._trees import checks, maps
+from gradxform._trees import maps
 from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.types import Leaf, Path, PyTree, T
 
 
 class Spread:
@@ -41,23 +40,21 @@ class Spread:
       mesh: as given.
     """
 
-    def __init__(self, params: Any, layout: Layout, mesh: Mesh) -> None:
+    def __init__(self, params: optax.Params, layout: Layout, mesh: Mesh) -> None:
         self._params, self.mesh = params, mesh
         self.layouts: tuple[Layout, ...] = (layout,)
         self._here = [d for d in mesh.devices.flat if d in mesh.local_devices]
 
     def settle(
         self, tx: optax.GradientTransformation
-    ) -> tuple[optax.GradientTransformation, Any, Any]:
+    ) -> tuple[optax.GradientTransformation, optax.Params, optax.OptState]:
         """A transformation with a gate, and parameters and state where they will stay.
 
         All processes must call it together.
         """
         (layout,) = self.layouts
         state = jax.eval_shape(tx.init, layout.types)
-        checks.no_lookahead(layout.types, state, LOOKAHEAD)
-        if not has_gate(state, "global_step"):
-            tx = drop_stale(tx, np.iinfo(np.int32).max)  # A gate that is always open.
+        tx = with_gate(tx, layout.types, state)
         self.layouts = layout, layout.of_state(tx.init)
         given, self._params = self._params, None
         init = self._made(
@@ -70,22 +67,19 @@ class Spread:
                 params = jax.block_until_ready(self.own(given))
             return tx, params, init(params)
 
-    def _made(self, make: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
+    def _made(self, make: Callable[..., T], layout: Layout) -> Callable[..., T]:
         """Compiles ``make``, so that each process gets only its parts of the result."""
         return jax.jit(
             lambda *args: _fitted(make(*args), layout.padded),
             out_shardings=layout.shardings(self.mesh),
         )
 
-    def own(self, tree: Any, of: int = 0) -> Any:
+    def own(self, tree: T, of: int = 0) -> T:
         """As :meth:`bring`, in memory that a step may donate."""
+        tree = jax.tree.map(lambda x: x if self._lies_here(x) else np.array(x), tree)
+        return self.bring(tree, of=of)
 
-        def copied(x: Any) -> Any:
-            return x if self._lies_here(x) else np.array(x)
-
-        return self.bring(jax.tree.map(copied, tree), of=of)
-
-    def bring(self, tree: Any, depth: int = 0, of: int = 0) -> Any:
+    def bring(self, tree: T, depth: int = 0, of: int = 0) -> T:
         """Makes arrays of the mesh: from parts, or from whole leaves for each process.
 
         Row-sparse gradients get one of few sizes. Arrays of the mesh stay as they are.
@@ -101,7 +95,7 @@ class Spread:
         pairs = zip(flat, layout.cuts, strict=True)
         lie = {path: (x.shape, cut) for (path, x), cut in pairs}
 
-        def bring(path: Any, x: Any) -> Any:
+        def bring(path: Path, x: Leaf | Part) -> Leaf:
             if not maps.has_gradient(x):
                 return x
             if isinstance(x, IndexedSlices):
@@ -117,14 +111,14 @@ class Spread:
 
         return jax.tree.map_with_path(bring, tree, is_leaf=maps.is_leaf)
 
-    def _array(self, x: Any, cut: int | None = None) -> jax.Array:
+    def _array(self, x: jax.typing.ArrayLike, cut: int | None = None) -> jax.Array:
         """An array of the mesh, from a part along the cut axis or from a whole leaf."""
         if self._lies_here(x):
             return x
         here, shape = self._here, list(np.shape(x))
         pieces = [x] * len(here)
         if cut is not None:
-            pieces = np.split(x, len(here), cut) if len(here) > 1 else pieces
+            pieces = [*np.split(x, len(here), cut)] if len(here) > 1 else pieces
             shape[cut] *= self.mesh.size // len(here)
         return jax.make_array_from_single_device_arrays(
             tuple(shape),
@@ -132,13 +126,17 @@ class Spread:
             list(map(jax.device_put, pieces, here)),
         )
 
-    def _lies_here(self, x: Any) -> bool:
+    def _lies_here(self, x: object) -> TypeGuard[jax.Array]:
         there = getattr(x, "sharding", None)
         return isinstance(there, NamedSharding) and there.mesh == self.mesh
 
     def entered(
-        self, init: Callable[[Any], Any], arrays: Any, grads: Any, extra: Any
-    ) -> tuple[Any, Any, Any]:
+        self,
+        init: Callable[[optax.Params], optax.OptState],
+        arrays: Arrays,
+        grads: optax.Updates,
+        extra: dict[str, Any],
+    ) -> tuple[Arrays, optax.Updates, dict[str, Any]]:
         """Within a step's program: removes the padding from the step's arguments.
 
         The transformation may look at the number of rows, and must see the right one.
@@ -162,17 +160,17 @@ class Spread:
         arrays = _fitted(arrays, (seen, state))
         return arrays, self._like(seen, grads, 0), self._like(seen, extra, 1)
 
-    def left(self, arrays: Any) -> Any:
+    def left(self, arrays: Arrays) -> Arrays:
         """New parameters and state with their padding, as the processes hold them."""
         return _fitted(arrays, tuple(layout.padded for layout in self.layouts))
 
-    def _like(self, seen: Any, tree: Any, depth: int) -> Any:
+    def _like(self, seen: PyTree[Type], tree: T, depth: int) -> T:
         """Gives the leaves that are like parameters the shapes in ``seen``."""
         layout = self.layouts[0]
         trees = layout.types, layout.padded, seen
         flat = [dict(jax.tree.leaves_with_path(each)) for each in trees]
 
-        def as_seen(path: Any, x: Any) -> Any:
+        def as_seen(path: Path, x: Leaf) -> Leaf:
             if not maps.has_gradient(x) or (path := path[depth:]) not in flat[0]:
                 return x
             users, lies, shape = (each[path].shape for each in flat)
@@ -183,11 +181,11 @@ class Spread:
         return jax.tree.map_with_path(as_seen, tree, is_leaf=maps.is_leaf)
 
 
-def _fitted(tree: Any, like: Any) -> Any:
+def _fitted(tree: T, like: PyTree[Type]) -> T:
     return jax.tree.map(lambda x, to: _fitted_array(x, to.shape), tree, like)
 
 
-def _fitted_array(x: Any, shape: tuple[int, ...]) -> jax.Array:
+def _fitted_array(x: jax.typing.ArrayLike, shape: tuple[int, ...]) -> jax.Array:
     """Removes padding or adds it."""
     x = jnp.asarray(x)
     if x.shape == shape:
@@ -196,7 +194,7 @@ def _fitted_array(x: Any, shape: tuple[int, ...]) -> jax.Array:
     return jnp.pad(x, [(0, to - n) for n, to in zip(x.shape, shape, strict=True)])
 
 
-def _can_be(types: Any, padded: Any) -> bool:
+def _can_be(types: PyTree[Type], padded: PyTree[Type]) -> bool:
     """Whether padding alone makes the leaves of ``padded`` from those of ``types``."""
     pairs = zip(jax.tree.leaves(types), jax.tree.leaves(padded), strict=True)
     return all(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
@@ -16,14 +16,19 @@ from jax.sharding import PartitionSpec as P
 from gradxform._late.counters import has_gate
 from gradxform._late.drop_stale import drop_stale
 from gradxform._trees import checks
+from gradxform._trees.types import PyTree, T
+
+# What a server holds.
+Arrays: TypeAlias = tuple[optax.Params, optax.OptState]
 
 
-def copy(tree: Any) -> Any:
+def copy(tree: T) -> T:
     """A copy in memory of its own, on the same devices, committed or not as before.
 
     The runtime copies, so no program has to be compiled.
     """
-    tree = jax.tree.map(_own, tree)
+    # JAX may share the memory of a NumPy array, even with `may_alias=False`.
+    tree = jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree)
     if all(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(tree)):
         return jax.device_put(tree, may_alias=False)
     return jax.tree.map(_copy_of_shards, tree)
@@ -35,12 +40,7 @@ def _copy_of_shards(x: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
-def _own(x: Any) -> Any:
-    # JAX may share the memory of a NumPy array, even with `may_alias=False`.
-    return np.array(x) if isinstance(x, np.ndarray) else x
-
-
-def compiled(f: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
+def compiled(f: Callable[..., T], *args: object, **options: Any) -> Callable[..., T]:
     """Compiles ``f`` for such arguments, with these options of ``jax.jit``.
 
     The program takes numbers of the host, also under ``jax_transfer_guard``. It runs
@@ -51,7 +51,7 @@ def compiled(f: Callable[..., Any], *args: Any, **options: Any) -> Callable[...,
     return functools.partial(_run, program)
 
 
-def _run(program: Callable[..., Any], *args: Any) -> Any:
+def _run(program: Callable[..., T], *args: object) -> T:
     with jax.transfer_guard_host_to_device("allow"), jax.disable_jit(False):
         return program(*args)
 
@@ -62,14 +62,9 @@ def on_host(x: jax.Array) -> np.ndarray[Any, Any]:
         return np.asarray(x)
 
 
-def is_function(params: Any) -> bool:
+def is_function(params: object) -> TypeGuard[Callable[[], optax.Params]]:
     """Whether it makes parameters. A module is callable too, but it is a tree."""
     return callable(params) and jax.tree_util.all_leaves([params])
-
-
-def made(params: Any) -> Any:
-    """The parameters, from a function if it is one."""
-    return params() if is_function(params) else params
 
 
 LOOKAHEAD = (
@@ -78,9 +73,22 @@ LOOKAHEAD = (
 )
 
 
+def with_gate(
+    tx: optax.GradientTransformation, params: optax.Params, state: optax.OptState
+) -> optax.GradientTransformation:
+    """``tx`` itself, or in a gate that is always open if its state has none.
+
+    Raises:
+      TypeError: it is ``optax.lookahead``.
+    """
+    checks.no_lookahead(params, state, LOOKAHEAD)
+    has = has_gate(state, "global_step")
+    return tx if has else drop_stale(tx, np.iinfo(np.int32).max)
+
+
 def settle(
-    tx: optax.GradientTransformation, params: Any
-) -> tuple[optax.GradientTransformation, Any, Any]:
+    tx: optax.GradientTransformation, params: optax.Params
+) -> tuple[optax.GradientTransformation, optax.Params, optax.OptState]:
     """A transformation with a gate, and parameters and state where they will stay.
 
     If the caller has committed the parameters to devices, the state is committed to
@@ -88,19 +96,18 @@ def settle(
     calculate with the arrays that they pull.
     """
     with jax.transfer_guard("allow"):  # Every zero in a first state is a transfer.
-        params = copy(made(params))
+        params = copy(params() if is_function(params) else params)
         state = tx.init(params)
-        checks.no_lookahead(params, state, LOOKAHEAD)
-        if not has_gate(state, "global_step"):
-            tx = drop_stale(tx, np.iinfo(np.int32).max)  # A gate that is always open.
-            state = tx.init(params)
+        gated = with_gate(tx, params, state)
+        if gated is not tx:
+            state = gated.init(params)
     arrays = params, copy(state)  # It may hold the parameters themselves.
     place = Place(arrays)
     if place.committed:
         arrays = jax.tree.map(
             lambda x: x if x.committed else jax.device_put(x, place.everywhere), arrays
         )
-    return tx, *arrays
+    return gated, *arrays
 
 
 class Place:
@@ -111,7 +118,7 @@ class Place:
       everywhere: the sharding that puts the whole of an array on each of the devices.
     """
 
-    def __init__(self, arrays: Any) -> None:
+    def __init__(self, arrays: PyTree[jax.Array]) -> None:
         leaves = jax.tree.leaves(arrays)
         self.committed = any(x.committed for x in leaves)
         most = max(leaves, key=lambda x: (x.committed, len(x.sharding.device_set)))
@@ -120,7 +127,9 @@ class Place:
             NamedSharding(at.mesh, P()) if isinstance(at, NamedSharding) else at
         )
 
-    def abstract(self, type_: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    def abstract(
+        self, type_: jax.ShapeDtypeStruct | jax.core.ShapedArray, sharding: Sharding
+    ) -> jax.ShapeDtypeStruct:
         """A description for lowering, with a sharding if the arrays are committed."""
         return jax.ShapeDtypeStruct(
             type_.shape,
@@ -141,7 +150,9 @@ class Place:
             return jax.device_put(x, self.everywhere if self.committed else None)
 
 
-def bring(x: Any, sharding: Sharding) -> jax.Array | float:
+def bring(
+    x: jax.Array | np.ndarray[Any, Any] | float, sharding: Sharding
+) -> jax.typing.ArrayLike:
     """Brings a pushed array to the place where a program needs it; a number stays."""
     if isinstance(x, (int, float)):  # The program itself takes these faster.
         return x

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +16,32 @@ from gradxform._late import gate
 from gradxform._late.counters import dropped, outermost
 from gradxform._late.worker_mean import num_workers_of
 from gradxform._server.placed import Spread
-from gradxform._server.places import Place, bring, compiled, copy
+from gradxform._server.places import Arrays, Place, bring, compiled, copy
 from gradxform._server.rows import RowPrograms, in_sizes
 from gradxform._transforms.measure_cosine import cosines
 from gradxform._trees import checks, maps
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
+from gradxform._trees.types import Leaf, Param, PyTree
 from gradxform._verbs.apply import apply_gradients
 
 MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes first.
 
 
+# (leaves of (params, state), leaves of (grads, extra), local_step)
+# -> (leaves of (params, state), counters)
+# It takes leaves, not trees: with 1M parameters in 16 leaves that saves a tenth.
+Leaves: TypeAlias = list[jax.Array]
+Stepped: TypeAlias = tuple[Leaves, jax.Array]
+Step: TypeAlias = Callable[[Leaves, Leaves, np.int32], Stepped]
+# The structure of (grads, extra), the types of its leaves, and `jax_disable_jit`.
+Types: TypeAlias = tuple[jax.core.ShapedArray, ...]
+Signature: TypeAlias = tuple[jax.tree_util.PyTreeDef, Types, bool]
+
+
 class Program(NamedTuple):
     """The program for pushes of one signature."""
 
-    # It takes leaves, not trees: with 1M parameters in 16 leaves that saves a tenth.
-    # (leaves of (params, state), leaves of (grads, extra), local_step)
-    # -> (leaves of (params, state), counters)
-    step: Callable[..., tuple[list[jax.Array], jax.Array]]
+    step: Step
     shardings: list[Sharding]  # The place where it needs each leaf of (grads, extra).
 
 
@@ -71,8 +80,8 @@ class PushPrograms:
     def __init__(
         self,
         tx: optax.GradientTransformation,
-        params: Any,
-        state: Any,
+        params: optax.Params,
+        state: optax.OptState,
         donate: bool,
         require_finite: bool,
         spread: Spread | None = None,
@@ -88,41 +97,45 @@ class PushPrograms:
             lambda x: place.abstract(x.aval, x.sharding), arrays
         )
         self._structure = jax.tree.structure(arrays)
-        self._params_structure: Any = jax.tree.structure(params)
+        self._params_structure: jax.tree_util.PyTreeDef = jax.tree.structure(params)
         self.num_workers = num_workers_of(state)
         self.rows = RowPrograms(self._arrays[0], place)
         self._params = {
             path: (x.shape, x.sharding) for path, x in jax.tree.leaves_with_path(params)
         }
-        self._programs: dict[Any, Program | Refusal] = {}
+        self._programs: dict[Signature, Program | Refusal] = {}
         self._compiling = threading.RLock()  # A signal handler may push, too.
 
-    def trees(self, leaves: list[Any]) -> tuple[Any, Any]:
+    def trees(self, leaves: Leaves) -> Arrays:
         """Parameters and state from these leaves."""
-        trees: tuple[Any, Any] = jax.tree.unflatten(self._structure, leaves)
-        return trees
+        return jax.tree.unflatten(self._structure, leaves)
 
-    def like(self, leaves: list[Any]) -> dict[str, Any]:
+    def state(self, leaves: Leaves) -> dict[str, Any]:
+        """The same as :meth:`ParameterServer.state` gives them."""
+        return _named(self.trees(leaves))
+
+    def like(self, leaves: Leaves) -> dict[str, Any]:
         """Describes the parameters and state that will replace these leaves.
 
         If they lie over several processes, they are deleted, to make room.
         """
-        trees = self.trees(leaves)
-        if self.spread:
-            trees = self._arrays
-            for x in leaves:
-                x.delete()
-        return dict(zip(("params", "state"), trees, strict=True))
+        if not self.spread:
+            return self.state(leaves)
+        for x in leaves:
+            x.delete()
+        return _named(self._arrays)
 
-    def leaves_of_params(self, leaves: list[Any]) -> list[Any]:
+    def leaves_of_params(self, leaves: Leaves) -> Leaves:
         """The leaves of a version that are parameters."""
         return leaves[: self._params_structure.num_leaves]
 
-    def params(self, leaves: list[Any]) -> Any:
+    def params(self, leaves: list[Any]) -> optax.Params:
         """The parameters from these leaves."""
         return jax.tree.unflatten(self._params_structure, leaves)
 
-    def prepare(self, grads: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
+    def prepare(
+        self, grads: optax.Updates, extra: dict[str, Any]
+    ) -> tuple[Step, Leaves]:
         """The compiled step for a push, and its leaves, computed and at their places.
 
         Raises:
@@ -140,9 +153,9 @@ class PushPrograms:
         leaves, tree = jax.tree.flatten((grads, extra), is_leaf=is_sparse)
         if IndexedSlices in map(type, leaves):
             with jax.transfer_guard("allow"):
-                grads, extra = jax.tree.unflatten(tree, map(in_sizes, leaves))
-                leaves, tree = jax.tree.flatten((grads, extra))
-        program = self._program(leaves, tree, grads, extra)
+                pushed = jax.tree.unflatten(tree, map(in_sizes, leaves))
+                leaves, tree = jax.tree.flatten(pushed)
+        program = self._program(leaves, tree)
         if [getattr(x, "sharding", None) for x in leaves] != program.shardings:
             leaves = list(map(bring, leaves, program.shardings))
         # Here, not under the lock: a worker whose computation takes long or fails does
@@ -153,30 +166,26 @@ class PushPrograms:
         return program.step, leaves
 
     def _prepare_parts(
-        self, spread: Spread, grads: Any, extra: dict[str, Any]
-    ) -> tuple[Any, list[Any]]:
+        self, spread: Spread, grads: optax.Updates, extra: dict[str, Any]
+    ) -> tuple[Step, Leaves]:
         """The same for the parts of one of several processes, without the others."""
         if self._require_finite:  # Before `bring`: an array of the mesh asks everybody.
             _check_finite(grads)
-        grads, extra = spread.bring(grads), spread.bring(extra, depth=1)
-        leaves, tree = jax.tree.flatten((grads, extra))
-        program = self._program(leaves, tree, grads, extra)
-        return program.step, jax.block_until_ready(leaves)
+        pushed = spread.bring(grads), spread.bring(extra, depth=1)
+        leaves, tree = jax.tree.flatten(pushed)
+        return self._program(leaves, tree).step, jax.block_until_ready(leaves)
 
-    def _program(
-        self, leaves: list[Any], tree: Any, grads: Any, extra: dict[str, Any]
-    ) -> Program:
-        of_grads = tree.children()[0].num_leaves
-        types = _types(leaves, of_grads)
+    def _program(self, leaves: Leaves, tree: jax.tree_util.PyTreeDef) -> Program:
+        types = _types(leaves, tree.children()[0].num_leaves)
         signature = tree, types, jax.config.jax_disable_jit
         program = self._programs.get(signature)
         if program is None:
-            program = self._compile(signature, grads, extra)
+            program = self._compile(signature, *jax.tree.unflatten(tree, leaves))
         if isinstance(program, Refusal):
             raise program.kind(program.message)
         return program
 
-    def place(self, state: dict[str, Any]) -> tuple[Any, Any]:
+    def place(self, state: dict[str, Any]) -> Arrays:
         """Parameters and state from any device, brought where the server's lie.
 
         Raises:
@@ -184,7 +193,7 @@ class PushPrograms:
         """
         # By path, into the server's own structure: a loader may have turned tuples into
         # lists, or sorted the keys of a dict.
-        own = dict(zip(("params", "state"), self._arrays, strict=True))
+        own = _named(self._arrays)
         if self.spread:  # Parts, or arrays of the mesh.
             names = enumerate(own)
             state = {k: self.spread.own(state[k], of=i) for i, k in names}
@@ -193,10 +202,9 @@ class PushPrograms:
             return jax.block_until_ready(self.trees(leaves))
         # A copy first: JAX may share the caller's memory with the part that stays on
         # its device, even with `may_alias=False`.
-        params, state = self._placed(copy(self.trees(leaves)))
-        return params, state
+        return self._placed(copy(self.trees(leaves)))
 
-    def _placed(self, arrays: Any) -> Any:
+    def _placed(self, arrays: Arrays) -> Arrays:
         placed = jax.device_put(arrays, self._shardings)
         if not self._place.committed:  # `placed` is committed; this frees it.
             with self._place.default_device():
@@ -205,7 +213,7 @@ class PushPrograms:
         return jax.block_until_ready(placed)
 
     def _compile(
-        self, signature: Any, grads: Any, extra: dict[str, Any]
+        self, signature: Signature, grads: optax.Updates, extra: dict[str, Any]
     ) -> Program | Refusal:
         # The cheap checks come first: a push that does not fit never costs a trace.
         if self.spread is None:  # Otherwise `Parcel.of` has checked it.
@@ -226,7 +234,9 @@ class PushPrograms:
             self._programs[signature] = program
             return program
 
-    def _compiled(self, signature: Any, grads: Any, extra: dict[str, Any]) -> Program:
+    def _compiled(
+        self, signature: Signature, grads: optax.Updates, extra: dict[str, Any]
+    ) -> Program:
         tree, types, by_hand = signature
         shardings = [
             *self._shardings_of(grads, 0),
@@ -236,7 +246,7 @@ class PushPrograms:
             self._place.abstract(*pair) for pair in zip(types, shardings, strict=True)
         ]
 
-        def step(leaves: Any, pushed: Any, local_step: Any) -> tuple[Any, jax.Array]:
+        def step(leaves: Leaves, pushed: Leaves, local_step: np.int32) -> Stepped:
             params, state = self.trees(leaves)
             grads, extra = jax.tree.unflatten(tree, pushed)
             if self.spread:
@@ -253,10 +263,12 @@ class PushPrograms:
                 params, state = self.spread.left((params, state))
             return jax.tree.leaves((params, state)), jnp.stack(counters)
 
-        def step_by_hand(*args: Any) -> tuple[Any, jax.Array]:
+        def step_by_hand(
+            leaves: Leaves, pushed: Leaves, local_step: np.int32
+        ) -> Stepped:
             with jax.disable_jit(), jax.transfer_guard("allow"):
                 with self._place.default_device():
-                    leaves, counters = step(*args)
+                    leaves, counters = step(leaves, pushed, local_step)
                 return jax.tree.leaves(self._placed(self.trees(leaves))), counters
 
         if by_hand and not self.spread:
@@ -275,7 +287,7 @@ class PushPrograms:
             )
             return Program(program, shardings)
 
-    def _shardings_of(self, tree: Any, depth: int) -> Iterator[Sharding]:
+    def _shardings_of(self, tree: PyTree[Leaf], depth: int) -> Iterator[Sharding]:
         """A leaf like a parameter has its sharding; others are whole on each device."""
         for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=maps.is_leaf):
             if isinstance(leaf, IndexedSlices):
@@ -285,12 +297,16 @@ class PushPrograms:
                 yield sharding if shape == np.shape(leaf) else self._place.everywhere
 
 
+def _named(arrays: Arrays) -> dict[str, Any]:
+    return dict(zip(("params", "state"), arrays, strict=True))
+
+
 def as_bits(x: jax.Array) -> jax.Array:
     """The bits of a float32 as an int32, to travel in an array of int32."""
     return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
-def _types(leaves: list[Any], of_grads: int) -> tuple[Any, ...]:
+def _types(leaves: Leaves, of_grads: int) -> Types:
     """The key by which jit tells arrays apart, but no gradient has a weak type."""
     try:  # For JAX's arrays this is faster than `jax.typeof`.
         types = [x.aval for x in leaves]
@@ -303,8 +319,8 @@ def _types(leaves: list[Any], of_grads: int) -> tuple[Any, ...]:
 
 
 def _leaves_like(
-    name: str, tree: Any, reference_name: str, reference: Any
-) -> list[Any]:
+    name: str, tree: PyTree[Leaf], reference_name: str, reference: PyTree[Param]
+) -> Leaves:
     """The leaves of ``tree``, sorted by path into the order of ``reference``."""
     checks.same_shapes(name, tree, reference_name, reference, nodes=False)
     checks.same_dtypes(name, tree, reference_name, reference)

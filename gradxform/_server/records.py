@@ -7,9 +7,10 @@ import operator
 import secrets
 import time
 from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+import optax
 
 from gradxform._late.counters import dropped, outermost
 from gradxform._trees import checks
@@ -141,7 +142,7 @@ class Version(NamedTuple):
     life: str
 
     @classmethod
-    def of(cls, params: Any, state: Any) -> Version:
+    def of(cls, params: optax.Params, state: optax.OptState) -> Version:
         """The first version of a new life."""
         leaves = jax.tree.leaves((params, state))
         counters = outermost(state, "global_step"), dropped(state)
@@ -159,13 +160,12 @@ class Version(NamedTuple):
         return GlobalStep(self.global_step, self.life)
 
 
-def as_step(name: str, value: Any) -> int:
+def as_step(name: str, value: int) -> int:
     """A caller's step, checked, as an integer; a :class:`GlobalStep` stays one."""
     if type(value) not in (int, GlobalStep):  # Faster than the checks.
         checks.integer_scalar(name, value)
-        value = operator.index(value)
-    step: int = value
-    return step
+        return operator.index(value)
+    return value
 
 
 def is_past(step: int, life: str) -> bool:
@@ -184,10 +184,13 @@ def check_step(local_step: int, version: Version) -> None:
         checks.in_range("local_step", local_step, f"[0, {version.global_step}]")
 
 
-def check_push_id(push_id: Any) -> None:
+def check_push_id(push_id: object) -> None:
     """Raises ``TypeError`` unless it is a pair of a worker and a number."""
-    pair = isinstance(push_id, tuple) and len(push_id) == 2
-    if not pair or not isinstance(push_id[0], Hashable):
+    if not (
+        isinstance(push_id, tuple)
+        and len(push_id) == 2
+        and isinstance(push_id[0], Hashable)
+    ):
         raise TypeError(f"push_id must be a pair (worker, number), got {push_id!r}.")
     checks.integer_scalar("the number in push_id", push_id[1])
 

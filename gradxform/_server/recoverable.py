@@ -7,11 +7,13 @@ import math
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
+import numpy as np
 import optax
 
 from gradxform._server.actor import is_actor
 from gradxform._server.checkpoints import Checkpoint, Saver, Snapshot
 from gradxform._server.parameter_server import ParameterServer
+from gradxform._server.programs import Leaves, Step, Stepped
 from gradxform._server.records import PushResult, Tally, Version
 
 logger = logging.getLogger("gradxform")
@@ -91,8 +93,7 @@ class RecoverableServer(ParameterServer[Any]):
             self._standing = self._thread.run(self._stand, found, notes)
             if not is_actor(self):  # An actor's engine does it, where the user sees it.
                 tell(self._standing)
-        standing: Standing = self._standing
-        return standing
+        return self._standing
 
     def _take_up(self, saver: Saver) -> list[str] | None:
         """Goes on from the newest checkpoint; returns its notes, None without one."""
@@ -144,8 +145,8 @@ class RecoverableServer(ParameterServer[Any]):
 
     def _push(
         self,
-        step: Any,
-        pushed: list[Any],
+        step: Step,
+        pushed: Leaves,
         local_step: int,
         push_id: tuple[Hashable, int] | None,
     ) -> PushResult:
@@ -153,9 +154,9 @@ class RecoverableServer(ParameterServer[Any]):
         if push_id is not None and self._takes <= 0 and not self._knows(*push_id):
             raise TakesNoMoreError("the server takes no more pushes of workers.")
 
-        def watched(*args: Any) -> Any:
+        def watched(leaves: Leaves, pushed: Leaves, local_step: np.int32) -> Stepped:
             self._failed = before  # Until the step is done.
-            return step(*args)
+            return step(leaves, pushed, local_step)
 
         result = super()._push(watched, pushed, local_step, push_id)
         if self._version is before:  # A repeated push: it got its first answer.
@@ -214,8 +215,7 @@ class RecoverableServer(ParameterServer[Any]):
         if snapshot is None:
             return None
         self._saver.write(snapshot)
-        step: int = snapshot.counters["global_step"]
-        return step
+        return snapshot.counters["global_step"]
 
     def _last_snapshot(self) -> Snapshot | None:
         stats = self._stats()

@@ -13,6 +13,7 @@ from gradxform._server.places import Place, compiled
 from gradxform._trees import checks
 from gradxform._trees.indexed_slices import IndexedSlices, ascending, padded
 from gradxform._trees.rows import rows_of, take_summed
+from gradxform._trees.types import Leaf, PyTree, Rows
 
 
 def size_for(length: int) -> int:
@@ -20,7 +21,7 @@ def size_for(length: int) -> int:
     return 1 << max(length - 1, 0).bit_length()
 
 
-def in_sizes(leaf: Any) -> Any:
+def in_sizes(leaf: Leaf) -> Leaf:
     """Pads a row-sparse gradient to such a size; returns every other leaf as it is."""
     if not isinstance(leaf, IndexedSlices) or leaf.values.ndim != leaf.ndim:
         return leaf
@@ -31,7 +32,7 @@ def in_sizes(leaf: Any) -> Any:
     return padded(leaf, size_for(length))
 
 
-def in_order(ids: Any, size: int, height: int) -> np.ndarray[Any, Any]:
+def in_order(ids: np.ndarray[Any, Any], size: int, height: int) -> np.ndarray[Any, Any]:
     """Each id once, ascending, then padding up to that size."""
     once = np.unique(ids)
     given = np.full(size, height, np.int32)
@@ -43,8 +44,8 @@ class Wanted(NamedTuple):
     """The rows of one table that a pull asks for."""
 
     indices: np.ndarray[Any, Any]  # As many as were asked for; each once, then padding.
-    given: Any  # The same, padded to a size for which there is a program.
-    read: Callable[[jax.Array, Any], Any]  # (table, given) -> rows
+    # Reads them from the table. A server of several processes gets references.
+    read: Callable[[jax.Array], jax.Array | list[Any]]
 
 
 class RowPrograms:
@@ -55,15 +56,15 @@ class RowPrograms:
       place: where they lie.
     """
 
-    def __init__(self, params: Any, place: Place) -> None:
+    def __init__(self, params: PyTree[jax.ShapeDtypeStruct], place: Place) -> None:
         flat = jax.tree.leaves_with_path(params)
         self._numbers = {checks.slashed(path): i for i, (path, _) in enumerate(flat)}
         self._types = [table for _, table in flat]
         self._place = place
-        self._programs: dict[Any, Callable[..., jax.Array]] = {}
+        self._programs: dict[tuple[int, int], Callable[..., jax.Array]] = {}
         self._compiling = threading.RLock()  # A signal handler may pull, too.
 
-    def prepare(self, rows: Mapping[str, jax.typing.ArrayLike]) -> dict[int, Wanted]:
+    def prepare(self, rows: Rows) -> dict[int, Wanted]:
         """The rows to read from each table, by the number of its leaf.
 
         Raises:
@@ -77,12 +78,10 @@ class RowPrograms:
     def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> Wanted:
         size = size_for(len(asked))
         given = in_order(asked, size, self._types[number].shape[0])
-        read = self.program(number, size)
-        return Wanted(given[: len(asked)], self._place.put(given), read)
+        program, ids = self.program(number, size), self._place.put(given)
+        return Wanted(given[: len(asked)], lambda table: program(table, ids))
 
-    def _asked(
-        self, rows: Mapping[str, jax.typing.ArrayLike]
-    ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+    def _asked(self, rows: Rows) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
         """The tables and their ids, checked."""
         if not isinstance(rows, Mapping):
             raise TypeError(f"rows must map paths of tables to ids, got {rows!r}.")

@@ -26,13 +26,13 @@ def register() -> None:
     )
 
 
-def _leave(x: jax.Array) -> Any:
+def _leave(x: jax.Array) -> object:
     if x.weak_type or not x.is_fully_addressable:
         return x.__reduce__()  # JAX's own way, or its own error.
     return Bytes(np.asarray(x))
 
 
-def _arrive(sent: Any) -> jax.Array:
+def _arrive(sent: np.ndarray[Any, Any] | tuple[Any, ...]) -> jax.Array:
     if isinstance(sent, tuple):
         make, args = sent
         array: jax.Array = make(*args)
@@ -51,9 +51,11 @@ class Bytes:
 
     def __reduce__(self) -> tuple[Any, ...]:
         x = self._array
-        bits: Any = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        bits = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         return _from_bytes, (pickle.PickleBuffer(bits), x.dtype.name, x.shape)
 
 
-def _from_bytes(bits: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+def _from_bytes(
+    bits: memoryview, dtype: str, shape: tuple[int, ...]
+) -> np.ndarray[Any, Any]:
     return np.frombuffer(bits, jnp.dtype(dtype)).reshape(shape)

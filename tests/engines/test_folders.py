@@ -192,7 +192,7 @@ def test_a_folder_that_vanishes_during_a_run_is_taken_again(engine, change, tmp_
         assert f"process {os.getpid()} on " in error.decode()
         run.stop()
     assert max(steps_in(directory)) == run.counts().pushed
-    assert folder.Folder._mine == {}
+    assert folder._taken == {}
 
 
 @pytest.mark.slow

@@ -111,10 +111,9 @@ def on_group(function, run):
     """What ``function`` returns in each process, for its server and its params."""
 
     def call(process):
-        server = getattr(process, "_server", process)
-        return function(
-            server, server._programs.leaves_of_params(server._version.leaves)
-        )
+        is_leader = hasattr(process, "_version")
+        leaves = process._version.leaves if is_leader else process._leaves
+        return function(process, process._programs.leaves_of_params(leaves))
 
     actors = run.server._processes._actors
     asked = [actor.__ray_call__.remote(call) for actor in actors]
