@@ -12,8 +12,8 @@ import optax
 from gradxform._late import gate
 from gradxform._late.gate import Act, LeafFlags, Rest
 from gradxform._trees import boxes, checks, constants, dtypes, maps
+from gradxform._trees.compilers import narrow
 from gradxform._trees.indexed_slices import IndexedSlices
-from gradxform._trees.rounding import narrow
 
 _DELAYS = f"[0, {2**30 - 1}]"  # Counters go up to twice a delay, and are int32.
 

@@ -15,7 +15,7 @@ import optax
 from gradxform._late import gate
 from gradxform._late.gate import Act, LeafFlags, Rest
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
-from gradxform._trees.rounding import narrow
+from gradxform._trees.compilers import narrow
 
 Reduction = Literal["mean", "sum", "row_mean"]
 

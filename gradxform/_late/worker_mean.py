@@ -13,7 +13,7 @@ import optax
 from gradxform._late import gate
 from gradxform._late.gate import Act, GatedTransformation, LeafFlags, Rest
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
-from gradxform._trees.rounding import narrow
+from gradxform._trees.compilers import narrow
 from gradxform._trees.rows import explicit_sharding
 
 Method = Literal["all", "latest", "ringleader"]

@@ -11,8 +11,8 @@ import optax
 
 from gradxform._late import absent, gate
 from gradxform._trees import checks, maps, versions
+from gradxform._trees.compilers import narrow
 from gradxform._trees.indexed_slices import IndexedSlices, cured
-from gradxform._trees.rounding import narrow
 from gradxform._trees.rows import places
 from gradxform._trees.types import Params, State
 from gradxform._verbs.donation import Donating
