@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import numpy as np
@@ -37,6 +37,8 @@ from gradxform._demo.command_line import ENGINES, OPTIMIZERS, make_parser, setti
 from gradxform._demo.digits import Digits, Model, build_model, load_digits
 from gradxform._demo.report import print_report, save_plot, track
 from gradxform._server.extras import require
+
+LossAndGrads: TypeAlias = tuple[jax.Array, optax.Updates]
 
 BATCH_SIZE = 64
 MAX_NORM = 1.0
@@ -92,14 +94,16 @@ def make_local(
     steps = gx.local_steps(model.loss, tx, unroll=unroll)
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def train(params: optax.Params, state: optax.OptState, *batches: jax.Array) -> Any:
+    def train(
+        params: optax.Params, state: optax.OptState, *batches: jax.Array
+    ) -> tuple[LossAndGrads, optax.OptState]:
         grads, state, losses = steps(params, state, *batches)
         return (losses[0], grads), state
 
     def own() -> Model:
         state = None
 
-        def gradient(params: optax.Params, *batches: jax.Array) -> Any:
+        def gradient(params: optax.Params, *batches: jax.Array) -> LossAndGrads:
             nonlocal state
             if state is None:  # Made here, in the worker's own process.
                 state = tx.init(params)
