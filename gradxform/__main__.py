@@ -259,22 +259,27 @@ def printing(parser: argparse.ArgumentParser) -> Iterator[None]:
         parser.error(f"the results cannot be printed: {error.strerror}")
 
 
+def find_packages(args: argparse.Namespace) -> None:
+    """Raises ``ImportError`` if a package is missing that the options need."""
+    of_demo = ("rich",) if args.list else ("flax", "matplotlib", "rich", "sklearn")
+    extras = dict.fromkeys(of_demo, "demo")
+    if args.engine == "ray":
+        extras["ray"] = "ray"
+    if args.checkpoint:
+        extras["orbax.checkpoint"] = "checkpoint"
+    if args.logdir:
+        extras["tensorboardX"] = "tensorboard"
+    for package, extra in extras.items():
+        require(package, extra)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line, ``sys.argv`` by default."""
     parser = make_parser()
     with printing(parser):  # `--help` prints, too.
         args = parser.parse_args(argv)
     try:
-        needed = ("rich",) if args.list else ("flax", "matplotlib", "rich", "sklearn")
-        for package in needed:
-            require(package, "demo")
-        for option, package, extra in (
-            (args.engine == "ray", "ray", "ray"),
-            (args.checkpoint, "orbax.checkpoint", "checkpoint"),
-            (args.logdir, "tensorboardX", "tensorboard"),
-        ):
-            if option:
-                require(package, extra)
+        find_packages(args)
     except ImportError as error:
         parser.error(str(error))
     if args.list:
