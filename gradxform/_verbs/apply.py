@@ -14,7 +14,7 @@ from gradxform._trees import checks, maps, versions
 from gradxform._trees.compilers import narrow
 from gradxform._trees.indexed_slices import IndexedSlices, cured
 from gradxform._trees.rows import places
-from gradxform._trees.types import Gradient, Leaf, Params, Path, Prefix, State
+from gradxform._trees.types import Gradient, Leaf, Params, Path, Prefix, PyTree, State
 from gradxform._verbs.donation import Donating
 from gradxform._verbs.lookup import Tables, value_and_grad
 
@@ -30,7 +30,7 @@ class Step(Protocol):
     def lower(self) -> Callable[..., jax.stages.Lowered]: ...
 
 
-def apply_updates(params: Params, updates: optax.Updates) -> Params:
+def apply_updates(params: Params, updates: PyTree[Leaf]) -> Params:
     r"""Adds updates to parameters.
 
     .. math:: w \leftarrow w + u
@@ -69,7 +69,7 @@ def apply_updates(params: Params, updates: optax.Updates) -> Params:
 
 def apply_gradients(
     tx: optax.GradientTransformation,
-    grads: optax.Updates,
+    grads: PyTree[Leaf],
     state: State,
     params: Params,
     **extra: object,

@@ -10,8 +10,9 @@ import jax
 import optax
 
 from gradxform._server.records import PushResult, ServerStats
+from gradxform._trees.types import Leaf, PyTree
 
-LossAndGrads: TypeAlias = tuple[SupportsFloat, optax.Updates]
+LossAndGrads: TypeAlias = tuple[SupportsFloat, PyTree[Leaf]]
 
 
 def _nothing(number: int) -> tuple[object, ...]:
