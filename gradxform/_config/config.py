@@ -176,7 +176,7 @@ def _plain(value: object, where: str) -> Any:  # A copy of the value.
     return value
 
 
-def _made(config: object, where: str, kind: str) -> Any:
+def _made(config: object, where: str, kind: str) -> Any:  # By its kind.
     """Makes a ``"transformation"`` or a ``"schedule"`` from a dict with a name.
 
     It translates a config of Keras in place.

@@ -24,6 +24,7 @@ from gradxform.engines._job import Job
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
+    from ray.util.placement_group import PlacementGroup
 
     from gradxform._server.group import Leader
 
@@ -87,7 +88,7 @@ class Group:
         self._given = [[each, tx] for each in params]
         self._actors: list[ActorHandle[Any]] = []  # The leader, then followers.
         self._cause: ObjectRef[str] | None = None  # The leader's last word.
-        self._place: Any = None  # Ray's placement group, if there is one.
+        self._place: PlacementGroup | None = None
 
     def start(
         self, checkpoint: Checkpoint | None, check: Callable[[], object]

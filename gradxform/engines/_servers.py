@@ -213,7 +213,7 @@ class WorkersServer:
         self._actor, self._layout = actor, layout
         self._ray = require("ray", "ray")
 
-    def _ask(self, name: str, *args: object, **extra: object) -> Any:
+    def _ask(self, name: str, *args: object, **extra: object) -> Any:  # See received.
         exceptions = self._ray.exceptions
         try:
             asked = getattr(self._actor, name).remote(*args, **extra)
@@ -246,7 +246,7 @@ def sent(
     return Parcel.of(layout, grads, extra), {"push_id": push_id}
 
 
-def received(answer: Any) -> Any:
+def received(answer: object) -> Any:  # What the actor's method returns.
     """The server's answer; its parts, if it has any, are joined."""
     if isinstance(answer, Pulled):
         return answer.join(_got)
