@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import numpy as np
@@ -37,6 +37,8 @@ from gradxform._demo.command_line import ENGINES, OPTIMIZERS, make_parser, setti
 from gradxform._demo.digits import Digits, Model, build_model, load_digits
 from gradxform._demo.report import print_report, save_plot, track
 from gradxform._server.extras import require
+
+LossAndGrads: TypeAlias = tuple[jax.Array, optax.Updates]
 
 BATCH_SIZE = 64
 MAX_NORM = 1.0
@@ -92,14 +94,16 @@ def make_local(
     steps = gx.local_steps(model.loss, tx, unroll=unroll)
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def train(params: optax.Params, state: optax.OptState, *batches: jax.Array) -> Any:
+    def train(
+        params: optax.Params, state: optax.OptState, *batches: jax.Array
+    ) -> tuple[LossAndGrads, optax.OptState]:
         grads, state, losses = steps(params, state, *batches)
         return (losses[0], grads), state
 
     def own() -> Model:
         state = None
 
-        def gradient(params: optax.Params, *batches: jax.Array) -> Any:
+        def gradient(params: optax.Params, *batches: jax.Array) -> LossAndGrads:
             nonlocal state
             if state is None:  # Made here, in the worker's own process.
                 state = tx.init(params)
@@ -255,22 +259,27 @@ def printing(parser: argparse.ArgumentParser) -> Iterator[None]:
         parser.error(f"the results cannot be printed: {error.strerror}")
 
 
+def find_packages(args: argparse.Namespace) -> None:
+    """Raises ``ImportError`` if a package is missing that the options need."""
+    of_demo = ("rich",) if args.list else ("flax", "matplotlib", "rich", "sklearn")
+    extras = dict.fromkeys(of_demo, "demo")
+    if args.engine == "ray":
+        extras["ray"] = "ray"
+    if args.checkpoint:
+        extras["orbax.checkpoint"] = "checkpoint"
+    if args.logdir:
+        extras["tensorboardX"] = "tensorboard"
+    for package, extra in extras.items():
+        require(package, extra)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line, ``sys.argv`` by default."""
     parser = make_parser()
     with printing(parser):  # `--help` prints, too.
         args = parser.parse_args(argv)
     try:
-        needed = ("rich",) if args.list else ("flax", "matplotlib", "rich", "sklearn")
-        for package in needed:
-            require(package, "demo")
-        for option, package, extra in (
-            (args.engine == "ray", "ray", "ray"),
-            (args.checkpoint, "orbax.checkpoint", "checkpoint"),
-            (args.logdir, "tensorboardX", "tensorboard"),
-        ):
-            if option:
-                require(package, extra)
+        find_packages(args)
     except ImportError as error:
         parser.error(str(error))
     if args.list:

@@ -92,11 +92,11 @@ _trees/boxes.py: state that stacks several of a parameter lies whole on every de
 - return p.replace_boxed(s).add_axis(0, {"partition_name": None})
 + return s
 
-_trees/barrier.py: sums of one array share its widening
+_trees/compilers.py: sums of one array share its widening
 - cpu=lambda x, known: jax.lax.optimization_barrier((x, known))[0],
 + cpu=lambda x, known: jax.lax.optimization_barrier(x),
 
-_trees/barrier.py: a sum of squares shares its widening with the update
+_trees/compilers.py: a sum of squares shares its widening with the update
 - cpu=jax.lax.optimization_barrier
 + cpu=lambda x: x
 
@@ -124,11 +124,11 @@ _trees/maps.py: the gradient of integers is calculated with
 - return getattr(g, "dtype", None) != jax.dtypes.float0
 + return True
 
-_trees/linear.py: the transpose keeps the precision of the result
+_trees/compilers.py: the transpose keeps the precision of the result
 - ad.Zero(x.aval) if number else cotangent.astype(x.aval.dtype)
 + ad.Zero(x.aval) if number else cotangent
 
-_trees/rounding.py: a NaN becomes inf where bits are cut off
+_trees/compilers.py: a NaN becomes inf where bits are cut off
 - jax.lax.select(x != x, nan, jax.lax.reduce_precision(x, 8, 7))
 + jax.lax.reduce_precision(x, 8, 7)
 
@@ -177,7 +177,7 @@ _transforms/clipping.py: the sums of clipped rows are multiplied by the factor o
 + rows = _scale_layers(rows, factors)
 
 _transforms/clipping.py: novograd reads the gradients again for norms that are known
-- extra |= {"squared_norms": squares, "clip_factor": factor_of}
+- sums = ClipSums(squares, factor_of)
 + pass
 
 _transforms/clipping.py: two clips are taken at once, and one is forgotten
@@ -213,7 +213,7 @@ _transforms/momentum.py: the momentum of integers is one of integers
 + dtype = p.dtype if mu_dtype is None else mu_dtype
 
 _transforms/momentum.py: a momentum in half precision is computed twice
-- mu = barrier.apart(mu)
+- mu = compilers.apart(mu)
 + pass
 
 _transforms/momentum_look_ahead.py: the update looks ahead along the momentum of before

@@ -148,7 +148,7 @@ def get_config(tx: optax.GradientTransformation) -> dict[str, Any]:
     return copy.deepcopy(config)
 
 
-def _plain(value: object, where: str) -> Any:
+def _plain(value: object, where: str) -> Any:  # A copy of the value.
     """A copy, checked to hold only values of JSON and finite numbers."""
     if hasattr(value, "to_dict"):  # ml_collections' ConfigDict is no Mapping.
         value = value.to_dict()
@@ -176,7 +176,7 @@ def _plain(value: object, where: str) -> Any:
     return value
 
 
-def _made(config: object, where: str, kind: str) -> Any:
+def _made(config: object, where: str, kind: str) -> Any:  # By its kind.
     """Makes a ``"transformation"`` or a ``"schedule"`` from a dict with a name.
 
     It translates a config of Keras in place.
@@ -384,7 +384,7 @@ def _function(name: str, where: str, kind: str) -> Maker:
 
 def _of_optax(path: str) -> Maker | None:
     """A public function of optax, such as ``adamw`` or ``contrib.muon``."""
-    value: Any = optax
+    value: object = optax
     for part in path.split("."):
         value = None if part.startswith("_") else getattr(value, part, None)
     function = getattr(value, "func", value)  # `nadam` is a functools.partial.

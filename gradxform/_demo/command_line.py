@@ -170,6 +170,13 @@ def make_parser() -> Parser:
         "code 143.",
         allow_abbrev=False,
     )
+    add_training(parser)
+    add_surroundings(parser)
+    return parser
+
+
+def add_training(parser: Parser) -> None:
+    """The options that say what is trained, by whom and how fast."""
     many = 2**31 - 1  # Steps are int32 on the device.
     how = "in async each gradient that is not too late makes a step; in sync a step "
     how += "waits for a gradient of every worker and takes their mean; backup is sync, "
@@ -194,16 +201,18 @@ def make_parser() -> Parser:
     how += "together"
     shown = f"{GRADIENTS}, in mode local {GRADIENTS} / --local-steps"
     parser.add_number("--steps", None, 1, many, how, shown)
-    how = (
-        "how many seconds a gradient takes, on average: a worker sleeps for the rest, "
-    )
-    how += "as if the model were heavier"
+    how = "how many seconds a gradient takes, on average: a worker sleeps for the "
+    how += "rest, as if the model were heavier"
     parser.add_number("--work", 0.01, 0.001, 60.0, how)
     how = "the last worker takes this many times as long as the others"
     parser.add_number("--straggler", 1.0, 1.0, 1000.0, how)
     how = "the seed of weights, minibatches and durations; with simulated it repeats a "
     how += "run exactly, but with threads and ray the order of pushes may differ"
-    parser.add_number("--seed", 0, 0, 2**31 - 1, how)
+    parser.add_number("--seed", 0, 0, many, how)
+
+
+def add_surroundings(parser: Parser) -> None:
+    """The options that say what is saved and shown, and what a cluster needs."""
     how = "save the training to DIR while it runs, and go on from a training that is "
     how += "saved there; on Ray its server may then die, too"
     parser.add_argument("--checkpoint", type=writable_folder, metavar="DIR", help=how)
@@ -222,4 +231,3 @@ def make_parser() -> Parser:
     parser.add_argument("--plot", type=writable_png, metavar="FILE", help=how)
     how = "print all public names: what they do, their state and extra arguments"
     parser.add_argument("--list", action="store_true", help=how)
-    return parser

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,10 +23,10 @@ def load_digits() -> Digits:
     """The 1,797 digits that scikit-learn bundles, in a stratified 80/20 split."""
     from sklearn import datasets, model_selection
 
-    bunch: Any = datasets.load_digits()
+    bunch = datasets.load_digits()
     images = np.asarray(bunch.images / 16, np.float32)
     labels = np.asarray(bunch.target, np.int32)
-    split: Any = model_selection.train_test_split
+    split = model_selection.train_test_split
     return Digits(
         *split(images, labels, test_size=0.2, stratify=labels, random_state=0)
     )

@@ -6,9 +6,13 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import gradxform as gx
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 WIDTH = 60  # Enough for each name, and for words beside it.
 
@@ -64,7 +68,7 @@ def print_table() -> None:
     show(table, Console(width=max(Console().width, WIDTH)))
 
 
-def show(table: Any, screen: Any) -> None:
+def show(table: Table, screen: Console) -> None:
     """Prints a table with ``print``, which raises Python's own errors."""
     with screen.capture() as text:
         screen.print(table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import io
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import optax
@@ -13,6 +13,9 @@ import optax
 import gradxform as gx
 from gradxform import engines
 from gradxform._demo.listing import show
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def track(run: engines.Run, total: int) -> Iterator[engines.Push]:
@@ -76,7 +79,7 @@ def print_report(
     show(report, console.Console())
 
 
-def add_bars(report: Any, results: Sequence[gx.PushResult]) -> None:
+def add_bars(report: Table, results: Sequence[gx.PushResult]) -> None:
     """Adds a bar for each staleness, or for each range: the number of such pushes."""
     from rich import progress_bar
 
@@ -114,7 +117,7 @@ def save_plot(
     kept = np.array([push.result.applied for push in pushes])
     staleness = np.array([push.result.staleness for push in pushes])
 
-    figure: Any = Figure(figsize=(7, 8), dpi=200, layout="constrained")
+    figure = Figure(figsize=(7, 8), dpi=200, layout="constrained")
     figure.suptitle(title)
     above, middle, below = axes = figure.subplots(3, sharex=True)
     # Color-blind readers can tell them apart. In grey the markers differ.

@@ -13,8 +13,8 @@ from gradxform._late import absent, gate
 from gradxform._late.absent import LeafFlags
 from gradxform._late.gate import ActIf, Outcome
 from gradxform._trees import boxes, checks, constants, dtypes, maps
+from gradxform._trees.compilers import narrow
 from gradxform._trees.indexed_slices import IndexedSlices
-from gradxform._trees.rounding import narrow
 from gradxform._trees.types import Leaf, Path, PyTree
 
 _DELAYS = f"[0, {2**30 - 1}]"  # Counters go up to twice a delay, and are int32.

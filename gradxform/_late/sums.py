@@ -17,7 +17,7 @@ from gradxform._late.absent import LeafFlags
 from gradxform._late.conditional import either
 from gradxform._late.gate import ActIf, Outcome
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
-from gradxform._trees.rounding import narrow
+from gradxform._trees.compilers import narrow
 from gradxform._trees.types import Leaf, PyTree
 
 Reduction = Literal["mean", "sum", "row_mean"]

@@ -14,7 +14,7 @@ from gradxform._late.absent import LeafFlags
 from gradxform._late.conditional import either
 from gradxform._late.gate import ActIf, GatedTransformation, Outcome
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
-from gradxform._trees.rounding import narrow
+from gradxform._trees.compilers import narrow
 from gradxform._trees.rows import explicit_sharding
 from gradxform._trees.types import Leaf, PyTree
 

@@ -15,6 +15,10 @@ from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps,
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.types import Gradient
 
+# The defaults of both functions.
+INITIAL_ACCUMULATOR_VALUE = 0.1
+EPS = 1e-7
+
 
 class ScaleByAdagradState(NamedTuple):
     """State of :func:`scale_by_adagrad`.
@@ -28,8 +32,8 @@ class ScaleByAdagradState(NamedTuple):
 
 
 def scale_by_adagrad(
-    initial_accumulator_value: jax.typing.ArrayLike = 0.1,
-    eps: jax.typing.ArrayLike = 1e-7,
+    initial_accumulator_value: jax.typing.ArrayLike = INITIAL_ACCUMULATOR_VALUE,
+    eps: jax.typing.ArrayLike = EPS,
     *,
     eps_in_sqrt: bool = True,
     accumulator_dtype: jax.typing.DTypeLike | None = None,
@@ -128,10 +132,9 @@ def scale_by_adagrad(
         state: ScaleByAdagradState,
         params: optax.Params | None = None,
         *,
-        squared_rows: optax.Updates | None = None,
+        clip_sums: clipping.ClipSums = clipping.NO_SUMS,
         **extra: object,
     ) -> tuple[optax.Updates, ScaleByAdagradState]:
-        # The extra argument brings the clip's sums, which `adagrad` shares.
         del extra
         if row_wise and params is not None:  # The accumulators know only the rows.
             checks.same_shapes("updates", updates, "params", params)
@@ -149,9 +152,9 @@ def scale_by_adagrad(
         if not row_wise:
             squares = maps.map_updates(arithmetic.abs_sq, updates)
         else:
-            if squared_rows is None:
-                squared_rows = norms.squared_rows(updates)
-            squares = maps.map_updates(mean, squared_rows, updates)
+            rows = clip_sums.rows
+            rows = norms.squared_rows(updates) if rows is None else rows
+            squares = maps.map_updates(mean, rows, updates)
         sums = maps.map_state(add, squares, touched)
         # Rounded first: updates from the unrounded sum would need a pass of their own.
         sums = maps.cast_like(sums, touched)
@@ -165,8 +168,8 @@ def scale_by_adagrad(
 
 def adagrad(
     learning_rate: optax.ScalarOrSchedule,
-    initial_accumulator_value: jax.typing.ArrayLike = 0.1,
-    eps: jax.typing.ArrayLike = 1e-7,
+    initial_accumulator_value: jax.typing.ArrayLike = INITIAL_ACCUMULATOR_VALUE,
+    eps: jax.typing.ArrayLike = EPS,
     *,
     eps_in_sqrt: bool = True,
     accumulator_dtype: jax.typing.DTypeLike | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -201,6 +202,22 @@ def clip_by_norm(
     )
 
 
+class ClipSums(NamedTuple):
+    """The sums of squares that a clip has computed, for the transformation behind it.
+
+    Attributes:
+      layers: ``Σ|g|²`` of each layer before the clip, or None.
+      factor: from such sums to the factors that multiply the layers, or None.
+      rows: ``Σ|g|²`` of each row after the clip, or None.
+    """
+
+    layers: Layers | None = None
+    factor: Callable[[jax.Array], jax.Array] | None = None
+    rows: optax.Updates | None = None
+
+
+NO_SUMS = ClipSums()
+
 # That of the clip, and that of what follows.
 _States: TypeAlias = tuple[ClipByGlobalNormState | optax.EmptyState, optax.OptState]
 
@@ -217,11 +234,9 @@ def clip_before(
 ) -> optax.GradientTransformationExtraArgs:
     """Keras's three clip arguments in front of ``inner``, with one pass for the norms.
 
-    An ``inner`` that also needs the layers' norms need not read the gradients again. It
-    receives two extra arguments: ``squared_norms``, from before the clip, and
-    ``clip_factor``, a function from squared norms of layers to the factors that
-    multiplied them. With ``row_wise`` it receives ``squared_rows`` instead: the sum of
-    the squares of each row of its updates.
+    An ``inner`` that also needs sums of squares need not read the gradients again: it
+    receives the extra argument ``clip_sums``, a :class:`ClipSums`. With ``row_wise``
+    these are sums of rows, otherwise of layers.
     """
     arguments = {
         "clipnorm": clipnorm,
@@ -250,10 +265,11 @@ def clip_before(
     ) -> tuple[optax.Updates, _States]:
         clip_state, inner_state = state
         given = updates = maps.sum_duplicates(updates)
+        sums = NO_SUMS
         if clipvalue is not None:
             updates = maps.map_updates(lambda g: _clamp(g, clipvalue), given)
             if row_wise:
-                extra["squared_rows"] = norms.squared_rows(given, limit=clipvalue)
+                sums = ClipSums(rows=norms.squared_rows(given, limit=clipvalue))
         else:
             rows = norms.squared_rows(updates) if row_wise else None
             squares, total = norms.squared_norms(
@@ -277,10 +293,12 @@ def clip_before(
             updates = _scale_layers(maps.map_updates(dtypes.widen, updates), factors)
             if row_wise:  # Scaled twice, as the square of a factor could underflow.
                 rows = _scale_layers(_scale_layers(rows, factors), factors)
-                extra["squared_rows"] = rows
+                sums = ClipSums(rows=rows)
             else:
-                extra |= {"squared_norms": squares, "clip_factor": factor_of}
-        updates, inner_state = inner.update(updates, inner_state, params, **extra)
+                sums = ClipSums(squares, factor_of)
+        updates, inner_state = inner.update(
+            updates, inner_state, params, clip_sums=sums, **extra
+        )
         return maps.cast_like(updates, given), (clip_state, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -13,6 +13,10 @@ from gradxform._transforms import momentum
 from gradxform._transforms.learning_rate import scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 
+# The defaults of both functions.
+B1 = 0.9
+ACTIVATION = 0.0
+
 
 class ScaleByDelayedNesterovState(NamedTuple):
     """State of :func:`scale_by_delayed_nesterov`.
@@ -32,10 +36,10 @@ class ScaleByDelayedNesterovState(NamedTuple):
 
 
 def scale_by_delayed_nesterov(
-    b1: jax.typing.ArrayLike = 0.9,
+    b1: jax.typing.ArrayLike = B1,
     *,
     num_delay: jax.typing.ArrayLike,
-    activation: jax.typing.ArrayLike = 0.0,
+    activation: jax.typing.ArrayLike = ACTIVATION,
     mu_dtype: jax.typing.DTypeLike | None = None,
     accumulator_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -182,10 +186,10 @@ def scale_by_delayed_nesterov(
 
 def delayed_nesterov(
     learning_rate: optax.ScalarOrSchedule,
-    b1: jax.typing.ArrayLike = 0.9,
+    b1: jax.typing.ArrayLike = B1,
     *,
     num_delay: jax.typing.ArrayLike,
-    activation: jax.typing.ArrayLike = 0.0,
+    activation: jax.typing.ArrayLike = ACTIVATION,
     mu_dtype: jax.typing.DTypeLike | None = None,
     accumulator_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:

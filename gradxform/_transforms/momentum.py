@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 
-from gradxform._trees import barrier, checks, constants, dtypes, maps
+from gradxform._trees import checks, compilers, constants, dtypes, maps
 
 
 def zeros(params: optax.Params, mu_dtype: jax.typing.DTypeLike | None) -> optax.Updates:
@@ -45,7 +45,7 @@ def for_step(g: jax.Array, mu: jax.Array, moved: jax.Array) -> jax.Array:
     if not np.can_cast(g.dtype, mu.dtype):
         return moved
     if mu.dtype.itemsize < 4:  # Or it would be computed again for the step.
-        mu = barrier.apart(mu)
+        mu = compilers.apart(mu)
     return dtypes.widen(mu).astype(moved.dtype)
 
 

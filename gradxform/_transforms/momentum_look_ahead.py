@@ -22,6 +22,8 @@ from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import StackedAxes
 from gradxform._trees.types import Leaf
 
+B1 = 0.9  # The default of both functions.
+
 
 class ScaleByMomentumLookAheadState(NamedTuple):
     """State of :func:`scale_by_momentum_look_ahead`.
@@ -34,7 +36,7 @@ class ScaleByMomentumLookAheadState(NamedTuple):
 
 
 def scale_by_momentum_look_ahead(
-    b1: jax.typing.ArrayLike = 0.9,
+    b1: jax.typing.ArrayLike = B1,
     *,
     alignment: MomentumAlignment | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
@@ -173,7 +175,7 @@ def scale_by_momentum_look_ahead(
 
 def momentum_look_ahead(
     learning_rate: optax.ScalarOrSchedule,
-    b1: jax.typing.ArrayLike = 0.9,
+    b1: jax.typing.ArrayLike = B1,
     *,
     alignment: MomentumAlignment | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,

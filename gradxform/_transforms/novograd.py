@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,8 +12,14 @@ from gradxform._transforms import clipping, momentum
 from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
-from gradxform._trees.norms import Layers, StackedAxes
+from gradxform._trees.norms import StackedAxes
 from gradxform._trees.types import Prefix, PyTree
+
+# The defaults of both functions.
+B1 = 0.95
+B2 = 0.98
+EPS = 1e-8
+WEIGHT_DECAY = 0.0
 
 
 class ScaleByNovogradState(NamedTuple):
@@ -33,11 +38,11 @@ class ScaleByNovogradState(NamedTuple):
 
 
 def scale_by_novograd(
-    b1: jax.typing.ArrayLike = 0.95,
-    b2: jax.typing.ArrayLike = 0.98,
-    eps: jax.typing.ArrayLike = 1e-8,
+    b1: jax.typing.ArrayLike = B1,
+    b2: jax.typing.ArrayLike = B2,
+    eps: jax.typing.ArrayLike = EPS,
     *,
-    weight_decay: jax.typing.ArrayLike = 0.0,
+    weight_decay: jax.typing.ArrayLike = WEIGHT_DECAY,
     mask: Prefix[bool] | None = None,
     grad_averaging: bool = False,
     nesterov: bool = False,
@@ -144,17 +149,15 @@ def scale_by_novograd(
         state: ScaleByNovogradState,
         params: optax.Params | None = None,
         *,
-        squared_norms: Layers | None = None,
-        clip_factor: Callable[[jax.Array], jax.Array] | None = None,
+        clip_sums: clipping.ClipSums = clipping.NO_SUMS,
         step_size_in_momentum: jax.typing.ArrayLike | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
-        # By these extra arguments `novograd` shares the clip's norms and puts the
-        # learning rate inside the momentum.
         del extra
         momentum.check("novograd", updates, state.mu)
-        if squared_norms is None:
-            squared_norms, _ = norms.squared_norms(
+        squares, clip_factor, _ = clip_sums
+        if squares is None:
+            squares, _ = norms.squared_norms(
                 updates, axis_name=axis_name, stacked_axes=stacked_axes
             )
 
@@ -189,7 +192,7 @@ def scale_by_novograd(
             # mu = b1·mu + d
             return arithmetic.scale(dtypes.widen(mu).astype(d.dtype), b1) + d
 
-        nu = norms.map_layers(average, squared_norms, state.nu)
+        nu = norms.map_layers(average, squares, state.nu)
         added = maps.map_updates(normalize, updates, boxes.as_in(updates, nu))
         if decays:
             if params is None:
@@ -222,10 +225,10 @@ def scale_by_novograd(
 
 def novograd(
     learning_rate: optax.ScalarOrSchedule,
-    b1: jax.typing.ArrayLike = 0.95,
-    b2: jax.typing.ArrayLike = 0.98,
-    eps: jax.typing.ArrayLike = 1e-8,
-    weight_decay: jax.typing.ArrayLike = 0.0,
+    b1: jax.typing.ArrayLike = B1,
+    b2: jax.typing.ArrayLike = B2,
+    eps: jax.typing.ArrayLike = EPS,
+    weight_decay: jax.typing.ArrayLike = WEIGHT_DECAY,
     *,
     mask: Prefix[bool] | None = None,
     grad_averaging: bool = False,
@@ -335,7 +338,7 @@ def _inside_momentum(
         **extra: object,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        extra["step_size_in_momentum"] = checked_rate(rate)
-        return inner.update(updates, state, params, **extra)
+        rate = checked_rate(rate)
+        return inner.update(updates, state, params, step_size_in_momentum=rate, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)

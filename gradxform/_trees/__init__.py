@@ -13,9 +13,7 @@ device, so a transformation need not know about the kinds.
 - ``dtypes``: dtypes to calculate in, and numbers in them.
 - ``arithmetic``: sums, products and roots that are rounded once, from at least float32.
 - ``constants``: zeros and other constants, which lie where the parameters lie.
-- ``linear``: linear operations with another implementation on CPU.
-- ``rounding``: a cast to half precision that costs no copy of its result.
-- ``barrier``: keeps the compiler from sharing values that are cheaper to compute twice.
+- ``compilers``: barriers, and a cast to half precision without a copy of its result.
 - ``norms``: sums of squares of layers, rows and whole trees in one pass.
 - ``mesh``: sums over devices, inside ``shard_map``.
 - ``versions``: names that JAX changes from one version to the next.

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradxform._trees.compilers import narrow
 from gradxform._trees.dtypes import compute_dtype, widen
-from gradxform._trees.rounding import narrow
 
 
 @jax.jit

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import arithmetic, barrier, checks, dtypes, maps, mesh
+from gradxform._trees import arithmetic, checks, compilers, dtypes, maps, mesh
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.types import Path, Prefix, PyTree
 
@@ -130,8 +130,8 @@ def _read_again(x: jax.Array, square: jax.Array) -> jax.Array:
     compiler for CPU writes a widened copy, so the sums should share one.
     """
     if x.dtype == jnp.bfloat16:
-        return dtypes.widen(barrier.after(x, square))
-    return dtypes.widen(barrier.apart(x) if x.dtype.itemsize < 4 else x)
+        return dtypes.widen(compilers.after(x, square))
+    return dtypes.widen(compilers.apart(x) if x.dtype.itemsize < 4 else x)
 
 
 def squared_rows(
@@ -146,11 +146,11 @@ def squared_rows(
     """
 
     def sums(g: jax.Array) -> jax.Array:
-        g = barrier.apart(g)
+        g = compilers.apart(g)
         if limit is not None:
-            most = barrier.apart(jnp.asarray(limit, g.dtype))
+            most = compilers.apart(jnp.asarray(limit, g.dtype))
             g = jnp.minimum(jnp.abs(g), most)
-        return barrier.apart(_sum(arithmetic.abs_sq(g), min(1, g.ndim)))
+        return compilers.apart(_sum(arithmetic.abs_sq(g), min(1, g.ndim)))
 
     return maps.map_updates(sums, updates)
 
@@ -194,7 +194,7 @@ def map_layers(
 @functools.partial(jax.jit, static_argnames=("stacked", "squared"))  # Traced once.
 def _sum_of_squares(x: jax.Array, *, stacked: int, squared: bool) -> jax.Array:
     if x.dtype.itemsize < 4:
-        x = barrier.apart(x)
+        x = compilers.apart(x)
     return _sum(x if squared else arithmetic.abs_sq(x), stacked)
 
 

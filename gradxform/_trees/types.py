@@ -20,8 +20,9 @@ Params = TypeVar("Params")
 State = TypeVar("State")
 
 PyTree: TypeAlias = T | Any
-# What a tree has in common with other trees of its structure, or starts with.
-Prefix: TypeAlias = PyTree[T] | Callable[[optax.Params], PyTree[T]]
+# What a tree has in common with other trees of its structure, or starts with; or a
+# function of the parameters. Sphinx cannot evaluate ``optax.Params`` inside an alias.
+Prefix: TypeAlias = PyTree[T] | Callable[[Any], PyTree[T]]
 
 # A parameter, or its description, as in ``jax.eval_shape``.
 Param: TypeAlias = jax.Array | jax.ShapeDtypeStruct

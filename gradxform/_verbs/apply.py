@@ -11,10 +11,10 @@ import optax
 
 from gradxform._late import absent, gate
 from gradxform._trees import checks, maps, versions
+from gradxform._trees.compilers import narrow
 from gradxform._trees.indexed_slices import IndexedSlices, cured
-from gradxform._trees.rounding import narrow
 from gradxform._trees.rows import places
-from gradxform._trees.types import Params, State
+from gradxform._trees.types import Gradient, Leaf, Params, Path, Prefix, PyTree, State
 from gradxform._verbs.donation import Donating
 from gradxform._verbs.lookup import Tables, value_and_grad
 
@@ -23,14 +23,14 @@ class Step(Protocol):
     """What :func:`minimize` returns."""
 
     def __call__(
-        self, params: Params, state: State, *batch: Any, **extra: Any
+        self, params: Params, state: State, *batch: object, **extra: object
     ) -> tuple[Params, State, jax.Array, *tuple[Any, ...]]: ...
 
     @property
     def lower(self) -> Callable[..., jax.stages.Lowered]: ...
 
 
-def apply_updates(params: Params, updates: Any) -> Params:
+def apply_updates(params: Params, updates: PyTree[Leaf]) -> Params:
     r"""Adds updates to parameters.
 
     .. math:: w \leftarrow w + u
@@ -58,7 +58,7 @@ def apply_updates(params: Params, updates: Any) -> Params:
     """
     checks.same_shapes("updates", updates, "params", params, none_takes_all=True)
 
-    def added(u: Any, p: Any) -> Any:
+    def added(u: Gradient, p: jax.typing.ArrayLike | None) -> Leaf:
         if p is None or not maps.has_gradient(u):
             return p
         return maps.added(u, jnp.asarray(p))
@@ -69,10 +69,10 @@ def apply_updates(params: Params, updates: Any) -> Params:
 
 def apply_gradients(
     tx: optax.GradientTransformation,
-    grads: Any,
+    grads: PyTree[Leaf],
     state: State,
     params: Params,
-    **extra: Any,
+    **extra: object,
 ) -> tuple[Params, State]:
     """The whole step: gradients through ``tx``, its updates onto the parameters.
 
@@ -138,7 +138,7 @@ def minimize(
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
-    trainable: Any | Callable[[optax.Params], Any] | None = None,
+    trainable: Prefix[bool] | None = None,
     tables: Tables = (),
     donate: bool = True,
 ) -> Step:
@@ -202,7 +202,7 @@ def training_step(
     tx: optax.GradientTransformation,
     *,
     has_aux: bool,
-    trainable: Any | Callable[[optax.Params], Any] | None,
+    trainable: Prefix[bool] | None,
     tables: Tables = (),
 ) -> Callable[..., Any]:
     """The step of :func:`minimize`, not yet compiled."""
@@ -211,12 +211,12 @@ def training_step(
         versions.before_tracing()
 
     def step(
-        params: optax.Params, state: optax.OptState, *batch: Any, **extra: Any
+        params: optax.Params, state: optax.OptState, *batch: object, **extra: object
     ) -> tuple[Any, ...]:
         checks.no_lookahead(params, state)
         learning = learning_part(trainable, params)
 
-        def loss(learning: Any, *batch: Any) -> Any:
+        def loss(learning: optax.Params, *batch: object) -> Any:  # As `loss_fn`.
             merged = jax.tree.map(
                 lambda p, frozen: frozen if p is None else p,
                 learning,
@@ -237,9 +237,7 @@ def training_step(
     return step
 
 
-def learning_part(
-    trainable: Any | Callable[[optax.Params], Any] | None, params: optax.Params
-) -> optax.Params:
+def learning_part(trainable: Prefix[bool] | None, params: optax.Params) -> optax.Params:
     """The trainable parameters; None for the others."""
     mask = maps.broadcast(True if trainable is None else trainable, params)
     checks.bools("trainable", mask, params)
@@ -249,7 +247,7 @@ def learning_part(
 def _numbered(grads: optax.Updates, params: optax.Params) -> optax.Updates:
     """The same gradients; for a part of a table, its rows count from 0."""
 
-    def number(path: Any, p: Any, g: Any) -> Any:
+    def number(path: Path, p: Leaf, g: Gradient | None) -> Gradient | None:
         if not isinstance(p, IndexedSlices) or not maps.has_gradient(g):
             return g
         if not isinstance(g, IndexedSlices):
@@ -267,7 +265,7 @@ def _numbered(grads: optax.Updates, params: optax.Params) -> optax.Updates:
 def _put_back(rows: optax.Params, params: optax.Params) -> optax.Params:
     """Puts new rows back into the parts of tables."""
 
-    def put(p: Any, new: Any) -> Any:
+    def put(p: Gradient, new: jax.Array) -> Gradient:
         if not isinstance(p, IndexedSlices):
             return new
         return p.sum_duplicates().with_values(new)
@@ -280,7 +278,7 @@ def _step(
     updates: optax.Updates,
     state: optax.OptState,
     params: optax.Params,
-    **extra: Any,
+    **extra: object,
 ) -> tuple[optax.Params, optax.OptState]:
     if guard := gate.guard_of(tx):  # Gates within gates guard one another.
         return guard(_step, _rest, updates, state, params, **extra)
@@ -289,13 +287,13 @@ def _step(
     return apply_updates(params, updates), _as_before(after, state)
 
 
-def _as_before(new: Any, old: Any) -> Any:
+def _as_before(new: optax.OptState, old: optax.OptState) -> optax.OptState:
     """A new state in the dtypes of the old one; a leaf that is None stays the old one.
 
     A leaf that has become complex keeps its dtype, and so does another tree.
     """
 
-    def cast(x: Any, before: Any) -> Any:
+    def cast(x: jax.Array | None, before: jax.Array | None) -> jax.Array | None:
         if x is None:
             return before
         was, now = (getattr(leaf, "dtype", None) for leaf in (before, x))

@@ -10,6 +10,7 @@ import jax
 import optax
 
 from gradxform._trees import maps
+from gradxform._trees.types import PyTree
 
 
 class Donating:
@@ -31,7 +32,7 @@ class Donating:
 
     def __init__(
         self,
-        step: Callable[..., Any],
+        step: jax.stages.Wrapped,
         tx: optax.GradientTransformation,
         *,
         params_too: bool,
@@ -41,12 +42,18 @@ class Donating:
         # These make it a jax.stages.Wrapped.
         for name in ("lower", "trace", "eval_shape"):
             setattr(self, name, getattr(step, name))
-        self._captured: list[Any] | None = None
+        self._captured: list[jax.Array] | None = None
 
-    def __call__(self, params: Any, state: Any, *batch: Any, **extra: Any) -> Any:
+    def __call__(
+        self,
+        params: optax.Params,
+        state: optax.OptState,
+        *batch: object,
+        **extra: object,
+    ) -> Any:  # What the step returns.
         """Runs the step; copies arrays that anybody else holds."""
-        donated: Any = (params, state) if self._params_too else state
-        kept: Any = (batch, extra) if self._params_too else (params, batch, extra)
+        donated: PyTree[jax.Array] = (params, state) if self._params_too else state
+        kept = (batch, extra) if self._params_too else (params, batch, extra)
         leaves, structure = jax.tree.flatten(donated)
         if self._captured is None:
             self._captured = _captured(self._tx, params)
@@ -66,17 +73,19 @@ class Donating:
         """The other attributes of the jitted function."""
         return getattr(self._step, name)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., Donating], tuple[object, ...]]:
         """It can be pickled if the jitted function can."""
         make = functools.partial(Donating, params_too=self._params_too)
         return make, (self._step, self._tx)
 
 
-def _has_memory(x: Any) -> bool:
+def _has_memory(x: object) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
 
-def _captured(tx: optax.GradientTransformation, params: Any) -> list[Any]:
+def _captured(
+    tx: optax.GradientTransformation, params: optax.Params
+) -> list[jax.Array]:
     """Arrays that ``tx.init`` holds, and that a new state may begin with."""
     try:
         traced = jax.make_jaxpr(tx.init)(maps.held(params))

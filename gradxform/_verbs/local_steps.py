@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -12,9 +12,12 @@ import optax
 from gradxform._late.conditional import either
 from gradxform._trees import checks, dtypes, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
-from gradxform._trees.types import Params, State
+from gradxform._trees.types import Params, Prefix, PyTree, State
 from gradxform._verbs.apply import learning_part, training_step
 from gradxform._verbs.donation import Donating
+
+_Carry: TypeAlias = tuple[optax.Params, optax.OptState]
+_Result: TypeAlias = list[PyTree[jax.Array]]  # The loss, and with `has_aux` the aux.
 
 
 class Steps(Protocol):
@@ -24,9 +27,9 @@ class Steps(Protocol):
         self,
         params: Params,
         state: State,
-        *batches: Any,
+        *batches: object,
         num_steps: jax.typing.ArrayLike | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[Params, State, jax.Array, *tuple[Any, ...]]: ...
 
     @property
@@ -38,7 +41,7 @@ def local_steps(
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
-    trainable: Any | Callable[[optax.Params], Any] | None = None,
+    trainable: Prefix[bool] | None = None,
     unroll: int | bool = 1,
     donate: bool = True,
 ) -> Steps:
@@ -120,24 +123,26 @@ def local_steps(
     def steps(
         params: optax.Params,
         state: optax.OptState,
-        *batches: Any,
+        *batches: object,
         num_steps: jax.typing.ArrayLike | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[Any, ...]:
         _check_dense(params)
         length = _length(batches)
 
-        def train(carry: Any, batch: Any) -> Any:
+        def train(carry: _Carry, batch: tuple[object, ...]) -> tuple[_Carry, _Result]:
             trained, state, *result = step(*carry, *batch, **extra)
             return (trained, state), result
 
         one_step: Callable[..., Any] = train
-        each: Any = batches
+        each: tuple[object, ...] = batches
         if num_steps is not None:
             checks.integer_scalar("num_steps", num_steps)
             wanted = dtypes.saturated(num_steps)
 
-            def train_or_rest(carry: Any, numbered: Any) -> Any:
+            def train_or_rest(
+                carry: _Carry, numbered: tuple[jax.Array, tuple[object, ...]]
+            ) -> tuple[_Carry, _Result]:
                 number, batch = numbered
                 result, carry = either(
                     number < wanted,
@@ -175,7 +180,7 @@ def _check_dense(params: optax.Params) -> None:
             )
 
 
-def _length(batches: tuple[Any, ...]) -> int:
+def _length(batches: tuple[object, ...]) -> int:
     """H, the length of the first axis of every leaf of the batches."""
     lengths = {
         f"batches{jax.tree_util.keystr(path)}": np.shape(leaf)[:1]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeAlias, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from gradxform._trees import checks, constants, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
@@ -32,11 +33,13 @@ class ValueAndGrad(Protocol[Value_co]):
     """What :func:`value_and_grad` returns without tables."""
 
     def __call__(
-        self, params: Params, *batch: Any, **kwargs: Any
+        self, params: Params, *batch: object, **kwargs: object
     ) -> tuple[Value_co, Params]: ...
 
 
-def lookup(table: Any, ids: jax.typing.ArrayLike) -> jax.Array:
+def lookup(
+    table: jax.typing.ArrayLike | IndexedSlices, ids: jax.typing.ArrayLike
+) -> jax.Array:
     r"""The rows of a table with these indices: ``table[ids]``.
 
     It is a plain gather. JAX gives it a dense gradient; :func:`value_and_grad` gives a
@@ -144,7 +147,9 @@ def value_and_grad(
     if tables:
         versions.before_tracing()
 
-    def wrapped(params: Any, *batch: Any, **kwargs: Any) -> Any:
+    def wrapped(
+        params: optax.Params, *batch: object, **kwargs: object
+    ) -> tuple[Any, optax.Updates]:
         flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_sparse)
         if not tables and not any(is_sparse(leaf) for _, leaf in flat):
             dense_way = jax.value_and_grad(loss_fn, has_aux=has_aux)
@@ -190,7 +195,9 @@ def value_and_grad(
     return wrapped
 
 
-def _select(tables: Tables, paths: list[str], leaves: dict[int, Any]) -> dict[int, Any]:
+def _select(
+    tables: Tables, paths: list[str], leaves: dict[int, Any]
+) -> dict[int, readings.Table]:
     """The leaves that are named, or parts of a table, by their number."""
     if not callable(tables):
         for path in tables:
@@ -200,7 +207,7 @@ def _select(tables: Tables, paths: list[str], leaves: dict[int, Any]) -> dict[in
                     f"{', '.join(map(repr, paths))}."
                 )
     is_named = tables if callable(tables) else tables.__contains__
-    named = {}
+    named: dict[int, readings.Table] = {}
     for i, leaf in leaves.items():
         if not is_sparse(leaf) and not is_named(paths[i]):
             continue
@@ -214,7 +221,9 @@ def _select(tables: Tables, paths: list[str], leaves: dict[int, Any]) -> dict[in
     return named
 
 
-def _slices(ids: list[jax.Array], rows: list[jax.Array], table: Any) -> IndexedSlices:
+def _slices(
+    ids: list[jax.Array], rows: list[jax.Array], table: readings.Table
+) -> IndexedSlices:
     """The gradient of a table; ``rows`` are the gradients of the rows at ``ids``."""
     row = table.shape[1:]
     # On explicit mesh axes each device gets all rows, even if a gather of them was on
@@ -230,6 +239,9 @@ def _slices(ids: list[jax.Array], rows: list[jax.Array], table: Any) -> IndexedS
     )
 
 
+_Two: TypeAlias = tuple[jax.Array, jax.Array]
+
+
 @jax.custom_jvp
 def _tap(rows: jax.Array, zeros: jax.Array) -> jax.Array:
     """``rows + zeros``, without the addition."""
@@ -238,7 +250,7 @@ def _tap(rows: jax.Array, zeros: jax.Array) -> jax.Array:
 
 
 @_tap.defjvp
-def _tap_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _tap_jvp(primals: _Two, tangents: _Two) -> _Two:
     rows, _ = primals
     rows_dot, zeros_dot = tangents
     return rows, rows_dot + zeros_dot

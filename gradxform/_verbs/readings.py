@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,23 @@ from gradxform._trees import arithmetic, versions
 from gradxform._trees.indexed_slices import IndexedSlices, ascending
 from gradxform._trees.rows import inside_or_padding, is_known, places, read_rows
 
+if TYPE_CHECKING:
+    from jax.extend.core import (  # type: ignore[attr-defined]  # Of ClosedJaxpr.
+        ClosedJaxpr,
+        Jaxpr,
+        JaxprEqn,
+        Literal,
+        Var,
+    )
+
+# A whole table, or a part of one.
+Table: TypeAlias = jax.Array | IndexedSlices
 # (number of a table, rows of a reading) -> the rows that the loss gets
 Tap = Callable[[int, jax.Array], jax.Array]
 # The ids of all readings of each table, by its number.
 Ids = dict[int, list[jax.Array]]
+# The types of their rows.
+Types = dict[int, list[jax.core.ShapedArray]]
 
 
 @functools.partial(
@@ -44,8 +57,9 @@ class _Table:
     """A variable's table."""
 
     number: int
-    array: Any  # Or the IndexedSlices with a part of it.
-    casts: tuple[Any, ...] = ()  # The dtypes that it was cast to, one after another.
+    array: Table
+    # The dtypes that it was cast to, one after another.
+    casts: tuple[np.dtype[np.generic], ...] = ()
     names: tuple[str, ...] = ()  # Those that `checkpoint_name` gave it.
     stopped: bool = False  # Whether `stop_gradient` was applied.
 
@@ -65,9 +79,9 @@ _HOW = (
 def trace(
     loss_fn: Callable[[dict[int, Any], dict[int, Any]], Any],
     dense: dict[int, Any],
-    tables: dict[int, Any],
+    tables: dict[int, Table],
     paths: Sequence[str],
-) -> tuple[Callable[[dict[int, Any], Tap], tuple[Any, Ids]], dict[int, list[Any]]]:
+) -> tuple[Callable[[dict[int, Any], Tap], tuple[Any, Ids]], Types]:
     """``loss_fn(dense, tables)`` as a function of ``dense`` and a tap; types of rows.
 
     The function also returns the ids of the rows.
@@ -101,7 +115,7 @@ def trace(
         ]
         return jax.tree.unflatten(treedef, leaves), reader.ids
 
-    types: dict[int, list[Any]] = {i: [] for i in tables}
+    types: Types = {i: [] for i in tables}
 
     def note(i: int, rows: jax.Array) -> jax.Array:
         types[i].append(jax.typeof(rows))
@@ -121,15 +135,15 @@ class _Reader(NamedTuple):
     tap: Tap
     ids: Ids
 
-    def run(self, closed: Any, args: Sequence[Any]) -> list[Any]:
+    def run(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         return self.evaluate(closed.jaxpr, [*closed.consts, *args])
 
-    def evaluate(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    def evaluate(self, jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
         from jax.extend.core import Literal
 
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
 
-        def values(atoms: Sequence[Any]) -> list[Any]:
+        def values(atoms: Sequence[Var | Literal]) -> list[Any]:
             return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
 
         for eqn in jaxpr.eqns:
@@ -142,7 +156,7 @@ class _Reader(NamedTuple):
             env.update(zip(eqn.outvars, results, strict=True))
         return values(jaxpr.outvars)
 
-    def use(self, eqn: Any, table: _Table, inputs: list[Any]) -> list[Any]:
+    def use(self, eqn: JaxprEqn, table: _Table, inputs: list[Any]) -> list[Any]:
         """The result of an equation for the first table among its inputs."""
         name = eqn.primitive.name
         if name == "jit":
@@ -153,20 +167,22 @@ class _Reader(NamedTuple):
         if name == "remat2":
             return self.checkpoint(eqn, inputs)
         if name == "convert_element_type":
-            casts = *table.casts, eqn.outvars[0].aval.dtype
+            casts = *table.casts, _result(eqn).dtype
             return [dataclasses.replace(table, casts=casts)]
         if name == "name":
             names = *table.names, eqn.params["name"]
             return [dataclasses.replace(table, names=names)]
         if name == "stop_gradient":
             return [dataclasses.replace(table, stopped=True)]
-        is_part = isinstance(table.array, IndexedSlices)
-        if is_part and name == "reshard":
-            return [dataclasses.replace(table, array=_moved(eqn, table.array))]
-        if name == "copy" or (is_part and name in _SAME):
-            return [table]  # Here it makes no difference.
+        array = table.array
+        if isinstance(array, IndexedSlices) and name == "reshard":
+            return [dataclasses.replace(table, array=_moved(eqn, array))]
+        if name == "copy":
+            return [table]
         if name in _SAME:
-            (array,) = versions.evaluate(eqn, [table.array])
+            if isinstance(array, IndexedSlices):  # It makes no difference there.
+                return [table]
+            (array,) = versions.evaluate(eqn, [array])
             return [dataclasses.replace(table, array=array)]
         with eqn.ctx.manager:  # It may have made explicit mesh axes automatic.
             reading = _reading(eqn, table, inputs)
@@ -183,10 +199,10 @@ class _Reader(NamedTuple):
             how = f"used {kind}cast to {table.casts[-1]}, {by}"
         self.refuse(table, how)
 
-    def checkpoint(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+    def checkpoint(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         """The results of ``jax.checkpoint``, whose inside reads tables."""
 
-        def inside(*inputs: Any) -> tuple[list[Any], Ids]:
+        def inside(*inputs: object) -> tuple[list[Any], Ids]:
             reader = self._replace(ids={i: [] for i in self.ids})
             return reader.evaluate(eqn.params["jaxpr"], inputs), reader.ids
 
@@ -198,7 +214,7 @@ class _Reader(NamedTuple):
 
     def read(
         self,
-        eqn: Any,
+        eqn: JaxprEqn,
         table: _Table,
         inputs: list[Any],
         ids: jax.Array,
@@ -211,12 +227,12 @@ class _Reader(NamedTuple):
         if isinstance(part, IndexedSlices):
             rows, held = of_part(part, taken)
             # A slice of a single row may keep an axis of length 1.
-            rows = rows.reshape(eqn.outvars[0].aval.shape)
+            rows = rows.reshape(_result(eqn).shape)
             ids = jnp.where(held == height, height, ids)
         else:
             if fills and table.casts:
                 eqn = eqn.replace(params=eqn.params | {"fill_value": 0})
-            (rows,) = versions.evaluate(eqn, [table.array, *inputs[1:]])
+            (rows,) = versions.evaluate(eqn, [part, *inputs[1:]])
             fills = fills and bool(table.casts)
         if not table.stopped:
             self.ids[table.number].append(ids)
@@ -237,7 +253,7 @@ class _Reader(NamedTuple):
 
 
 def _reading(
-    eqn: Any, table: _Table, inputs: list[Any]
+    eqn: JaxprEqn, table: _Table, inputs: list[Any]
 ) -> tuple[jax.Array, jax.Array] | None:
     """The rows that get a gradient in a reading, and the rows that it reads.
 
@@ -266,7 +282,7 @@ def _reading(
         ids = first.astype(np.int32) + jnp.arange(length, dtype=np.int32)
         return ids, ids
     dims, mode = params["dimension_numbers"], params["mode"]
-    axes = eqn.outvars[0].aval.ndim
+    axes = _result(eqn).ndim
     row_axes = tuple(range(axes - len(dims.offset_dims), axes))
     fills = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
     if (
@@ -288,12 +304,19 @@ def _reading(
     return (taken if clips else ids), taken
 
 
+def _result(eqn: JaxprEqn) -> jax.core.ShapedArray:
+    """The type of an equation's first result."""
+    return eqn.outvars[0].aval  # type: ignore[return-value]  # No token, no ref.
+
+
 def _wide(ids: jax.Array) -> jax.Array:
     """Widens small integers, which may be too narrow to count the rows."""
     return ids.astype(np.int32) if ids.dtype.itemsize < 4 else ids
 
 
-def _filling(fill: Any, dtype: Any) -> jax.Array:
+def _filling(
+    fill: jax.typing.ArrayLike | None, dtype: np.dtype[np.generic]
+) -> jax.Array:
     """The fill of a gather for rows outside; by default that of ``jax.lax.gather``."""
     if fill is None:
         if jnp.issubdtype(dtype, jnp.inexact):
@@ -306,9 +329,9 @@ def _filling(fill: Any, dtype: Any) -> jax.Array:
     return jnp.asarray(fill, dtype)
 
 
-def _moved(eqn: Any, part: IndexedSlices) -> IndexedSlices:
+def _moved(eqn: JaxprEqn, part: IndexedSlices) -> IndexedSlices:
     """A part of a table on other mesh axes, whole on each device as parts are."""
-    there = NamedSharding(eqn.outvars[0].aval.sharding.mesh, P())
+    there = NamedSharding(_result(eqn).sharding.mesh, P())
     indices, values = jax.sharding.reshard((part.indices, part.values), there)
     return ascending(indices, values, part.shape)
 
@@ -333,7 +356,7 @@ def of_part(part: IndexedSlices, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     return read_rows(part.values, at), jnp.where(missing, part.shape[0], ids)
 
 
-def _whole(table: Any) -> Any:
+def _whole(table: Table) -> jax.Array | jax.ShapeDtypeStruct:
     """The table as the loss sees it."""
     if not isinstance(table, IndexedSlices):
         return table

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
 
+from gradxform._server.records import is_past
 from gradxform._server.recoverable import Standing
 from gradxform._trees import checks
 from gradxform.engines._job import Counts, Job, Push, Run, Server, Worker
@@ -133,7 +134,7 @@ class Crew(Run):
 
     # The workers that compute.
 
-    def _start(self, index: int, worker: Worker, number: int) -> Any:
+    def _start(self, index: int, worker: Worker, number: int) -> object:
         """Tells a worker to compute a gradient; returns the engine's handle of it."""
         raise NotImplementedError
 
@@ -182,7 +183,7 @@ class Crew(Run):
             "many workers."
         )
 
-    def _take(self, index: int, outcome: Any) -> Iterator[Push]:
+    def _take(self, index: int, outcome: Push | BaseException) -> Iterator[Push]:
         """Takes note of a worker's outcome; passes a push on."""
         self._busy.pop(index, None)
         if isinstance(outcome, StreamEndedError):
@@ -190,7 +191,8 @@ class Crew(Run):
         elif isinstance(outcome, GivenUpError):
             self._ledger.given_up += 1  # `_hand_out` starts this number again.
         elif isinstance(outcome, RefusedError):
-            if outcome.args == (self._ledger.life,):  # Not by a server that has died.
+            (local_step,) = outcome.args
+            if not is_past(local_step, self._ledger.life):
                 self._refused.add(index)
         elif isinstance(outcome, BaseException):
             self._raise(index, outcome)

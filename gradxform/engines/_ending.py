@@ -8,13 +8,16 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn, ParamSpec, TypeVar
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.records import summary
 from gradxform.engines._crew import Crew, Terminated
 
 logger = logging.getLogger("gradxform")
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 @contextlib.contextmanager
@@ -122,15 +125,15 @@ def _handled(number: int, handler: Callable[..., None], wanted: bool) -> Iterato
             signal.signal(number, before)
 
 
-def uninterrupted(function: Callable[..., Any]) -> Callable[..., Any]:
+def uninterrupted(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Delays Ctrl-C until the function has returned."""
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
+    def call(*args: _Args.args, **options: _Args.kwargs) -> _Result:
         pending: list[int] = []
         try:
             with _handled(signal.SIGINT, lambda *_: pending.append(1), True):
-                return function(*args)
+                return function(*args, **options)
         finally:
             if pending:
                 signal.raise_signal(signal.SIGINT)

@@ -8,16 +8,31 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
+from jax.sharding import PartitionSpec
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.layout import Layout
 from gradxform._server.places import is_function
+from gradxform._trees.types import PyTree, T
 from gradxform.engines._crew import LOOK, server_options
 from gradxform.engines._job import Job
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+    from ray.util.placement_group import PlacementGroup
+
+    from gradxform._server.group import Leader
+
+# A tree of them for the parameters, or a function of a leaf's path and shape.
+Shardings: TypeAlias = (
+    PyTree[PartitionSpec | None]
+    | Callable[[str, tuple[int, ...]], PartitionSpec | None]
+)
 
 logger = logging.getLogger("gradxform")
 
@@ -27,7 +42,7 @@ GONE = 10.0  # Seconds that a killed process may take to end.
 TOGETHER = "PACK", "STRICT_PACK", "STRICT_SPREAD"
 
 
-def layout_of(job: Job, processes: int, shardings: Any) -> Layout | None:
+def layout_of(job: Job, processes: int, shardings: Shardings | None) -> Layout | None:
     """The layout of a job's parameters over several processes; None for one process.
 
     Raises:
@@ -71,11 +86,13 @@ class Group:
         else:
             params = [ray.put(layout.part(job.params, k)) for k in parts]
         self._given = [[each, tx] for each in params]
-        self._actors: list[Any] = []
-        self._cause: Any = None  # The leader's last word.
-        self._place: Any = None  # Ray's placement group, if there is one.
+        self._actors: list[ActorHandle[Any]] = []  # The leader, then followers.
+        self._cause: ObjectRef[str] | None = None  # The leader's last word.
+        self._place: PlacementGroup | None = None
 
-    def start(self, checkpoint: Checkpoint | None, check: Callable[[], object]) -> Any:
+    def start(
+        self, checkpoint: Checkpoint | None, check: Callable[[], object]
+    ) -> ActorHandle[Leader]:
         """See :class:`Processes`."""
         # Imported here, as they import `multiprocessing`, which nobody else needs.
         from gradxform._server.follower import Follower
@@ -112,15 +129,14 @@ class Group:
                 return said
         return None
 
-    def _all(self, asked: list[Any], check: Callable[[], object]) -> list[Any]:
+    def _all(self, asked: list[ObjectRef[T]], check: Callable[[], object]) -> list[T]:
         """Their answers; raises as soon as one of them has raised."""
         left = asked
         while left:
             check()
             done, left = self._ray.wait(left, num_returns=1, timeout=LOOK)
             self._ray.get(done)
-        answers: list[Any] = self._ray.get(asked)
-        return answers
+        return self._ray.get(asked)
 
     def _placed(self, check: Callable[[], object]) -> list[dict[str, Any]]:
         """The options of each actor."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, SupportsFloat, TypeAlias
 
 import jax
 import optax
 
 from gradxform._server.records import PushResult, ServerStats
+from gradxform._trees.types import Leaf, PyTree
+
+LossAndGrads: TypeAlias = tuple[SupportsFloat, PyTree[Leaf]]
 
 
-def _nothing(number: int) -> tuple[Any, ...]:
+def _nothing(number: int) -> tuple[object, ...]:
     return ()
 
 
@@ -53,11 +56,11 @@ class Worker(NamedTuple):
         a process of its own, which gets its devices by ``worker_options``.
     """
 
-    gradient: Callable[..., tuple[Any, optax.Updates]]
-    batch: Callable[[int], tuple[Any, ...]] = _nothing
+    gradient: Callable[..., LossAndGrads | Generator[object, None, LossAndGrads]]
+    batch: Callable[[int], tuple[object, ...]] = _nothing
     duration: Callable[[int], float] | None = None
     rows: Callable[..., Mapping[str, jax.typing.ArrayLike]] | None = None
-    extra: Callable[..., Mapping[str, Any]] | None = None
+    extra: Callable[..., Mapping[str, object]] | None = None
     device: jax.Device | None = None
 
 
@@ -189,7 +192,7 @@ class Run(abc.ABC):
 
     pushes: Iterator[Push]
     server: Server
-    workers: Mapping[int, Any]
+    workers: Mapping[int, Any]  # By engine: threads, or handles of Ray.
     resumed: int | None
 
     @abc.abstractmethod

@@ -11,7 +11,8 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
@@ -20,7 +21,7 @@ from gradxform._server.recoverable import tell
 from gradxform._trees import checks
 from gradxform.engines._crew import LOOK, Crew
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
-from gradxform.engines._group import Group, layout_of
+from gradxform.engines._group import Group, Shardings, layout_of
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._reach import Connection, reach
 from gradxform.engines._servers import (
@@ -32,6 +33,10 @@ from gradxform.engines._servers import (
 )
 from gradxform.engines._stops import GivenUpError, Stops
 from gradxform.engines._work import RefusedError, StreamEndedError, work
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 logger = logging.getLogger("gradxform")
 
@@ -47,7 +52,7 @@ def ray(
     worker_options: Mapping[str, Any] | None = None,
     server_options: Mapping[str, Any] | None = None,
     server_processes: int = 1,
-    server_shardings: Any = None,
+    server_shardings: Shardings | None = None,
 ) -> Iterator[Run]:
     """Runs the server and each worker as a Ray actor, a process of its own.
 
@@ -170,7 +175,7 @@ class _RayWorker:
         self._index, self._worker, self._stops = index, worker, stops
         self._layout = layout
 
-    def work(self, number: int, actor: Any) -> Push | Exception:
+    def work(self, number: int, actor: ActorHandle[Any]) -> Push | Exception:
         """One gradient, from its minibatch to the answer, or the reason for none."""
         server = WorkersServer(actor, self._layout)
         reasons = ServerDiedError, StreamEndedError, RefusedError, GivenUpError
@@ -190,10 +195,10 @@ class _Ray(Crew):
     """See :class:`Run`; ``workers`` are the actors, and ``server.actor`` is one."""
 
     server: RayServer
-    workers: dict[int, Any]
+    workers: dict[int, ActorHandle[_RayWorker]]
 
     def __init__(
-        self, ray: Any, job: Job, max_deaths: int, options: dict[str, Any]
+        self, ray: ModuleType, job: Job, max_deaths: int, options: dict[str, Any]
     ) -> None:
         super().__init__(job)
         for index, worker in self._members.items():
@@ -225,7 +230,7 @@ class _Ray(Crew):
         ready, _ = ray.wait([*of], num_returns=1, timeout=LOOK)
         for done in ready:
             index = of[done]
-            outcome: Any
+            outcome: Push | Exception
             try:
                 outcome = ray.get(done)
             except ray.exceptions.RayTaskError as error:
@@ -245,7 +250,9 @@ class _Ray(Crew):
                 self._hand_out()  # Before the consumer works on this push.
                 yield push
 
-    def _start(self, index: int, worker: Worker, number: int) -> Any:
+    def _start(
+        self, index: int, worker: Worker, number: int
+    ) -> ObjectRef[Push | Exception]:
         if index not in self.workers:
             try:
                 self.workers[index] = self._start_actor(

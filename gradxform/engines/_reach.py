@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from typing import Any
+import types
 
 # Ray tries for minutes, in code that reacts to no signal. So a process of its own tries
 # first, as it can be killed. The alarm ends it even if this process is gone.
@@ -60,7 +60,7 @@ def reach(address: str, timeout: float) -> None:
 class Connection:
     """The connection of this process to a Ray cluster, as it is now."""
 
-    def __init__(self, ray: Any) -> None:
+    def __init__(self, ray: types.ModuleType) -> None:
         self._ray = ray
         self._known = self._present()
 

@@ -6,9 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import jax
 import optax
 
 from gradxform._server.checkpoints import Checkpoint
@@ -17,9 +16,14 @@ from gradxform._server.layout import Layout
 from gradxform._server.parcels import Parcel, Pulled
 from gradxform._server.records import PushResult, ServerStats
 from gradxform._server.recoverable import RecoverableServer, Standing
+from gradxform._trees.types import Rows, T
 from gradxform.engines._crew import LOOK, server_options
 from gradxform.engines._job import Job
 from gradxform.engines._reach import Connection
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 logger = logging.getLogger("gradxform")
 
@@ -38,7 +42,9 @@ class Processes(Protocol):
         """Why they have died, if they have said so."""
         ...
 
-    def start(self, checkpoint: Checkpoint | None, check: Callable[[], object]) -> Any:
+    def start(
+        self, checkpoint: Checkpoint | None, check: Callable[[], object]
+    ) -> ActorHandle[Any]:
         """Starts them; returns the actor that answers for them."""
         ...
 
@@ -57,12 +63,14 @@ class One:
         self._start = ray.remote(RecoverableServer).options(**options).remote
         self._begun_with = ray.put(job.params), ray.put(job.tx)
         self._options = server_options(job)
-        self._actor: Any = None
+        self._actor: ActorHandle[RecoverableServer] | None = None
 
     def cause(self) -> None:
         """See :class:`Processes`."""
 
-    def start(self, checkpoint: Checkpoint | None, check: Callable[[], object]) -> Any:
+    def start(
+        self, checkpoint: Checkpoint | None, check: Callable[[], object]
+    ) -> ActorHandle[Any]:
         """See :class:`Processes`."""
         self._actor = self._start(*self._begun_with, checkpoint, **self._options)
         return self._actor
@@ -94,7 +102,7 @@ class RayServer:
         self._max_deaths, self._connection = max_deaths, connection
         self.deaths = 0
         self._lock = threading.Lock()  # Only one of two threads replaces a dead actor.
-        self.actor: Any = None
+        self.actor: Any = None  # An ActorHandle, once it has begun.
 
     def begin(self, check: Callable[[], object]) -> Standing:
         """Starts it if necessary; returns where its life began.
@@ -106,11 +114,10 @@ class RayServer:
                 self.actor = self._processes.start(self._checkpoint, check)
             except self._ray.exceptions.RayActorError as error:
                 self._replace(None, error, check)
-        standing: Standing = self._ask("begin", check=check)
-        return standing
+        return self._ask("begin", check=check)
 
     def _ask(
-        self, name: str, *args: Any, check: Callable[[], object] = lambda: None
+        self, name: str, *args: object, check: Callable[[], object] = lambda: None
     ) -> Any:
         exceptions = self._ray.exceptions
         while True:
@@ -124,14 +131,17 @@ class RayServer:
             except exceptions.RayActorError as error:
                 self._replace(actor, error, check)
 
-    def _answer(self, asked: Any, check: Callable[[], object]) -> Any:
+    def _answer(self, asked: ObjectRef[T], check: Callable[[], object]) -> T:
         while not self._ray.wait([asked], timeout=LOOK)[0]:
             self._connection.check()
             check()
         return self._ray.get(asked)
 
     def _replace(
-        self, dead: Any, error: Exception, check: Callable[[], object]
+        self,
+        dead: ActorHandle[Any] | None,
+        error: Exception,
+        check: Callable[[], object],
     ) -> None:
         """Starts another from the last checkpoint, once for all threads."""
         with self._lock:
@@ -158,39 +168,33 @@ class RayServer:
                 else:
                     self.actor = actor
 
-    def pull(
-        self, rows: Mapping[str, jax.typing.ArrayLike] | None = None
-    ) -> tuple[optax.Params, int]:
+    def pull(self, rows: Rows | None = None) -> tuple[optax.Params, int]:
         """See :meth:`ParameterServer.pull`."""
-        pulled: tuple[optax.Params, int] = self._ask("pull", rows)
-        return pulled
+        return self._ask("pull", rows)
 
-    def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
+    def push(
+        self, grads: optax.Updates, local_step: int, **extra: object
+    ) -> PushResult:
         """See :meth:`ParameterServer.push`; raises if the server dies meanwhile."""
         grads, extra = sent(self.layout, grads, extra)
         pushed = self.actor.push.remote(grads, local_step, **extra)
-        result: PushResult = self._ray.get(pushed)
-        return result
+        return self._ray.get(pushed)
 
     def state(self) -> dict[str, Any]:
         """See :meth:`ParameterServer.state`."""
-        state: dict[str, Any] = self._ask("state")
-        return state
+        return self._ask("state")
 
     def stats(self) -> ServerStats:
         """See :meth:`ParameterServer.stats`."""
-        stats: ServerStats = self._ask("stats")
-        return stats
+        return self._ask("stats")
 
     def rest(self) -> Standing:
         """See :meth:`RecoverableServer.rest`."""
-        standing: Standing = self._ask("rest")
-        return standing
+        return self._ask("rest")
 
     def save(self) -> int | None:
         """See :meth:`RecoverableServer.save`."""
-        step: int | None = self._ask("save")
-        return step
+        return self._ask("save")
 
     def kill(self) -> None:
         """Ends its processes, unless they have ended with the cluster."""
@@ -205,11 +209,11 @@ class ServerDiedError(Exception):
 class WorkersServer:
     """The server for a worker: one actor, which is never replaced."""
 
-    def __init__(self, actor: Any, layout: Layout | None) -> None:
+    def __init__(self, actor: ActorHandle[Any], layout: Layout | None) -> None:
         self._actor, self._layout = actor, layout
         self._ray = require("ray", "ray")
 
-    def _ask(self, name: str, *args: Any, **extra: Any) -> Any:
+    def _ask(self, name: str, *args: object, **extra: object) -> Any:  # See received.
         exceptions = self._ray.exceptions
         try:
             asked = getattr(self._actor, name).remote(*args, **extra)
@@ -219,20 +223,22 @@ class WorkersServer:
         except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
             raise ServerDiedError from error
 
-    def pull(self, *args: Any) -> Any:
-        return self._ask("pull", *args)
+    def pull(self, rows: Rows | None = None) -> tuple[optax.Params, int]:
+        return self._ask("pull", rows)
 
-    def push(self, grads: Any, local_step: int, **extra: Any) -> Any:
+    def push(
+        self, grads: optax.Updates, local_step: int, **extra: object
+    ) -> PushResult:
         grads, extra = sent(self._layout, grads, extra)
         return self._ask("push", grads, local_step, **extra)
 
-    def global_step(self) -> Any:
+    def global_step(self) -> int:
         return self._ask("global_step")
 
 
 def sent(
-    layout: Layout | None, grads: Any, extra: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
+    layout: Layout | None, grads: optax.Updates, extra: dict[str, object]
+) -> tuple[optax.Updates | Parcel, dict[str, object]]:
     """Gradients and extra arguments in the form that the server takes."""
     if layout is None:
         return grads, extra
@@ -240,7 +246,7 @@ def sent(
     return Parcel.of(layout, grads, extra), {"push_id": push_id}
 
 
-def received(answer: Any) -> Any:
+def received(answer: object) -> Any:  # What the actor's method returns.
     """The server's answer; its parts, if it has any, are joined."""
     if isinstance(answer, Pulled):
         return answer.join(_got)
@@ -249,6 +255,6 @@ def received(answer: Any) -> Any:
     return answer
 
 
-def _got(x: Any) -> Any:
+def _got(x: object) -> object:
     ray = require("ray", "ray")
     return ray.get(x) if isinstance(x, ray.ObjectRef) else x

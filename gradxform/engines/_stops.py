@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from gradxform._trees import checks
 
@@ -23,7 +24,7 @@ class Stops:
     """How late a gradient under way may become: ``Job.max_staleness``."""
 
     def __init__(
-        self, max_staleness: jax.typing.ArrayLike | Callable[..., Any] | None
+        self, max_staleness: jax.typing.ArrayLike | optax.Schedule | None
     ) -> None:
         if max_staleness is not None and not callable(max_staleness):
             checks.in_range("max_staleness", max_staleness, "[0, inf]")
@@ -32,7 +33,7 @@ class Stops:
         # same step, so its limit is kept.
         self._at = functools.lru_cache(maxsize=1)(self._limit)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Stops], tuple[object]]:
         return Stops, (self._max_staleness,)
 
     @property
@@ -45,7 +46,7 @@ class Stops:
         return self.ends and global_step - local_step > self._at(int(global_step))
 
     def _limit(self, global_step: int) -> float:
-        limit: Any = self._max_staleness
+        limit: Any = self._max_staleness  # Checked to be a number, or a schedule.
         with jax.transfer_guard("allow"):
             if callable(limit):
                 step = jnp.asarray(min(global_step, np.iinfo(np.int32).max), jnp.int32)
@@ -54,7 +55,7 @@ class Stops:
         return number if math.isinf(number) else math.floor(number)
 
 
-def in_pieces(given: Any, is_over: Callable[[], bool]) -> Any:
+def in_pieces(given: object, is_over: Callable[[], bool]) -> object:
     """The result of a gradient function; a generator is run piece by piece.
 
     Raises:

@@ -100,7 +100,7 @@ class TensorBoard:
         self._lives: list[str | None] = []
         self._reached = 0  # The largest step of the present life.
         self._time, self._step = time.monotonic(), 0  # Of the last point.
-        self._file: Any = None  # Made for the first push: no push, no file.
+        self._file: Any = None  # Made for the first push. tensorboardX has no types.
         # The thread that writes. If the disk is full, the thread of tensorboardX's own
         # writers ends, and the next call waits forever.
         self._disk = concurrent.futures.ThreadPoolExecutor(1, "tensorboard")
@@ -195,7 +195,7 @@ class TensorBoard:
         self._save(step=hidden, session_log=log(status=log.START))
         self._reached = self._step = began or 0
 
-    def _save(self, **fields: Any) -> None:
+    def _save(self, **fields: object) -> None:
         """Lets the writing thread append an event to the file."""
         event = self._tensorboardx.proto.event_pb2.Event
         record = event(wall_time=time.time(), **fields).SerializeToString()

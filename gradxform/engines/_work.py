@@ -6,20 +6,35 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, SupportsFloat
+from typing import Any, Protocol, SupportsFloat, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from gradxform._server.records import PushResult
 from gradxform._server.recoverable import TakesNoMoreError
 from gradxform._transforms.clipping import global_norm
 from gradxform._trees import checks
-from gradxform.engines._job import Push, Worker
+from gradxform._trees.types import Rows, T
+from gradxform.engines._job import LossAndGrads, Push, Worker
 from gradxform.engines._stops import GivenUpError, in_pieces
 
 _norm = jax.jit(global_norm)
 ARRAYS = jax.Array, np.ndarray, np.generic
+
+
+class PullPush(Protocol):
+    """What a worker asks of a server."""
+
+    def pull(self, rows: Rows | None = None) -> tuple[optax.Params, int]:
+        """See :meth:`ParameterServer.pull`."""
+        ...
+
+    def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
+        """See :meth:`ParameterServer.push`."""
+        ...
 
 
 class StreamEndedError(Exception):
@@ -27,13 +42,15 @@ class StreamEndedError(Exception):
 
 
 class RefusedError(Exception):
-    """The server takes no more pushes; the argument is its life when it said so."""
+    """The server takes no more pushes; the argument is the local step of this one."""
 
 
 class Gradient:
     """One gradient, by its number; it pulls its parameters when it is made."""
 
-    def __init__(self, index: int, number: int, worker: Worker, server: Any) -> None:
+    def __init__(
+        self, index: int, number: int, worker: Worker, server: PullPush
+    ) -> None:
         self._push_id = index, number
         self._worker, self._server = worker, server
         try:
@@ -70,7 +87,7 @@ class Gradient:
             return is_over(self.local_step)
 
         worker, params, batch = self._worker, self._params, self._batch
-        where: Any = contextlib.nullcontext()
+        where: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if worker.device is not None:
             where = jax.default_device(worker.device)
             params, batch = _moved((params, batch), worker.device)
@@ -91,11 +108,11 @@ class Gradient:
                 grads, self.local_step, push_id=self._push_id, **extra
             )
         except TakesNoMoreError as error:
-            raise RefusedError(self.local_step.life) from error
+            raise RefusedError(self.local_step) from error
         return Push(*self._push_id, self.local_step, loss, norm, result)
 
 
-def _pair(given: Any) -> tuple[Any, Any]:
+def _pair(given: object) -> LossAndGrads:
     """Checks the result of a gradient function; returns loss and gradients."""
     must = "gradient: it must give (loss, grads), as jax.value_and_grad does, "
     if not isinstance(given, tuple | list) or len(given) != 2:
@@ -114,20 +131,20 @@ def _pair(given: Any) -> tuple[Any, Any]:
     return loss, grads
 
 
-def _is_real_scalar(x: Any) -> bool:
+def _is_real_scalar(x: object) -> TypeGuard[SupportsFloat]:
     if not isinstance(x, ARRAYS):
         return isinstance(x, SupportsFloat)
     return x.shape == () and not jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
-def _described(x: Any) -> str:
+def _described(x: object) -> str:
     if isinstance(x, ARRAYS):
         return f"{x.dtype}{list(x.shape)}"
     length = f" of {len(x)}" if isinstance(x, tuple | list | dict) else ""
     return f"a {type(x).__name__}{length}"
 
 
-def _moved(tree: Any, device: jax.Device) -> Any:
+def _moved(tree: T, device: jax.Device) -> T:
     """The same tree with all arrays on the device."""
     return jax.tree.map(
         lambda x: (
@@ -149,7 +166,7 @@ def work(
     index: int,
     number: int,
     worker: Worker,
-    server: Any,
+    server: PullPush,
     sleep: Callable[[float], object],
     is_over: Callable[[int], bool],
 ) -> Push:

@@ -14,8 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from gradxform._trees import barrier
-from gradxform._trees.rounding import narrow
+from gradxform._trees import compilers
+from gradxform._trees.compilers import narrow
 
 # Each sign, exponent and upper half of a mantissa; below, at and above the middle.
 UPPER = np.arange(2**16, dtype=np.uint32)[:, None] << 16
@@ -93,15 +93,15 @@ def test_rounding_works_under_every_jax_transformation():
 @pytest.mark.slow
 def test_ordered_sums_work_under_every_jax_transformation():
     x = jnp.array([1.0, 1 / 3, -2.7], jnp.bfloat16)
-    got = taken_through(lambda x: barrier.after(2 * x, jnp.sum(x)), x)
+    got = taken_through(lambda x: compilers.after(2 * x, jnp.sum(x)), x)
     expected = taken_through(lambda x: 2 * x, x)
     chex.assert_trees_all_equal(got, expected)
     chex.assert_trees_all_equal_dtypes(got, expected)
     # A value that only has to be computed earlier gives no derivative.
     known = jnp.ones(())
     for how in (jax.grad, jax.jacfwd):
-        assert how(lambda known: jnp.sum(barrier.after(x, known)))(known) == 0
-    batched = jax.vmap(lambda known: barrier.after(x, known), out_axes=None)
+        assert how(lambda known: jnp.sum(compilers.after(x, known)))(known) == 0
+    batched = jax.vmap(lambda known: compilers.after(x, known), out_axes=None)
     np.testing.assert_array_equal(batched(jnp.ones(2)), x)
 
 

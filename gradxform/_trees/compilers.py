@@ -1,4 +1,9 @@
-"""Linear operations with another implementation on CPU."""
+"""Operations that keep the compiler for CPU from slower programs.
+
+``linear`` makes them. ``apart`` and ``after`` are barriers: values that are cheaper to
+compute twice are not shared. ``narrow`` rounds to half precision at each reader, so no
+rounded copy goes to memory.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from gradxform._trees import versions
@@ -69,3 +75,58 @@ def linear(
         return once(*operands)
 
     return apply
+
+
+def apart(x: jax.Array) -> jax.Array:
+    """``x``, so that the compiler does not share results of it with other users.
+
+    On CPU a sum of squares may share the cast of ``x`` to float32 with an update, or
+    with its clip. Then the cast is no longer fused, and its result goes to memory.
+    Other platforms make no such copy; there a barrier would make one if ``x`` itself is
+    not computed yet.
+    """
+    return _apart(x)
+
+
+def after(x: jax.Array, known: jax.Array) -> jax.Array:
+    """``x``, with which the compiler for CPU does nothing before ``known`` is known.
+
+    Two barriers around one array are one for the compiler, and their users share what
+    they compute. These two are not.
+    """
+    return _after(x, known)
+
+
+_apart = linear("apart", lambda x: x, cpu=jax.lax.optimization_barrier)
+_after = linear(
+    "after",
+    lambda x, known: x,
+    cpu=lambda x, known: jax.lax.optimization_barrier((x, known))[0],
+)
+
+
+def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """``x.astype(dtype)``, without a copy if the result is read twice.
+
+    XLA for CPU considers a conversion from float32 to bfloat16 too costly to repeat in
+    each fusion that reads its result, so it writes the result to memory. It does repeat
+    integer operations that round the same way.
+    """
+    if x.dtype == jnp.float32 and jnp.dtype(dtype) == jnp.bfloat16:
+        return _to_bfloat16(x)
+    return x.astype(dtype)
+
+
+def _converted(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16)
+
+
+def _upper_half(x: jax.Array) -> jax.Array:
+    # Without its lower half a NaN may look like inf.
+    nan = jnp.full_like(x, jnp.nan)
+    x = jax.lax.select(x != x, nan, jax.lax.reduce_precision(x, 8, 7))
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 16
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+
+
+_to_bfloat16 = linear("to_bfloat16", _converted, cpu=_upper_half)
