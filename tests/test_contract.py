@@ -18,6 +18,7 @@ import pytest
 
 import gradxform as gx
 from gradxform._late import gate
+from tests import oracles
 from tests.descriptors import DESCRIPTORS, UNGATED
 
 REAL = ("float16", "bfloat16", "float32", "float64")
@@ -113,14 +114,41 @@ def run(row, grads, params, update=None, steps=3, **unknown):
     return trace
 
 
-def test_every_public_transformation_has_a_row():
-    public = {
-        name
-        for name, f in vars(gx).items()
-        if inspect.isfunction(f) and "Transformation" in f.__annotations__["return"]
-    }
-    public.remove("from_config")  # It makes one of the others.
-    assert public == {row.name for row in DESCRIPTORS}
+def flat(tree):
+    """The numbers of a draw, as the oracles take them."""
+    leaves = {"w": tree["w"], "b": tree["nested"][1]["b"]}
+    return {k: np.asarray(x, np.float64) for k, x in leaves.items()}
+
+
+def test_the_numbers_are_those_of_the_formula(row, compiled):
+    """Of its oracle in float64. test_large_leaves.py has further leaves and dtypes."""
+    start = params = draw(0)
+    pushes = [draw(1 + t) for t in range(3)]
+    state, summed = compiled.tx.init(params), {"w": 0.0, "b": 0.0}
+    for n, grads in enumerate(pushes, 1):
+        extra = row.extra(params)
+        updates, state = compiled.update(grads, state, params, **extra)
+        params = optax.apply_updates(params, updates)
+        summed = {k: summed[k] + u for k, u in flat(updates).items()}
+        wanted = oracles.expected(row, flat(start), [*map(flat, pushes[:n])])
+        for k in wanted:
+            rtol = 1e-2 if row.variant == "bf16" else 1e-5
+            atol = rtol * np.abs(wanted[k]).max()
+            np.testing.assert_allclose(summed[k], wanted[k], rtol=0, atol=atol)
+
+
+def test_only_a_row_that_reads_params_needs_them(row):
+    grads, tx = draw(1), row.make()
+    state, extra = tx.init(draw(0)), row.extra(draw(0))
+
+    def update(grads, state):
+        return tx.update(grads, state, **extra)
+
+    if row.reads_params:
+        with pytest.raises(ValueError, match="needs params"):
+            update(grads, state)
+    else:
+        jax.eval_shape(update, grads, state)
 
 
 @pytest.mark.parametrize(("part", "first"), [("init", "params"), ("update", "updates")])
@@ -494,7 +522,7 @@ def test_a_tree_without_leaves(row):
 
 
 def test_a_gradient_of_another_shape_is_named(row):
-    if row.name.startswith(("clip", "densify", "scale_by_learning", "scale_by_stale")):
+    if not (row.reads_params or any(x.ndim for x in row.state(draw(0)))):
         pytest.skip("it looks at nothing but the gradients")
     params = draw(0)
     tx = row.make()
