@@ -91,7 +91,7 @@ def of_a_transformation(name):
         if str(row) in CHECKPOINTS and not path.exists():
             yield (
                 f"{path.relative_to(ROOT)}: what its state is today",
-                ".ci/checkpoints",
+                "tests/golden/make_checkpoints.sh",
             )
     file = mutations.file_of(PUBLIC[name])
     if file not in FAULTS:
