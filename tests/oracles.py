@@ -276,11 +276,14 @@ def expected(row, params, pushes, local_step=None):
         return tree_map(np.zeros_like, params)
     if row.name in AT_ONCE:
         return total([AT_ONCE[row.name](grads, **options) for grads in pushes])
+    oracle = of(row.name)
+    if oracle is None:
+        raise LookupError(f"tests/oracles.py has no formula of {row.name}")
     for dtype in ("mu_dtype", "accumulator_dtype"):
         options.pop(dtype, None)
     if "alignment" in options:
         options["alignment"] = options["alignment"]._asdict()
-    *_, last = of(row.name)(params, pushes, **{"learning_rate": -1.0} | options)
+    *_, last = oracle(params, pushes, **{"learning_rate": -1.0} | options)
     return tree_map(np.subtract, last[0], params)
 
 

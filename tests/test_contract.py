@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import cProfile
+import dataclasses
 import functools
 import inspect
 import re
@@ -122,12 +123,27 @@ def flat(tree):
 
 def test_the_numbers_are_those_of_the_formula(row, compiled):
     """Of its oracle in float64. test_large_leaves.py has further leaves and dtypes."""
+    assert_formula(row, compiled.update)
+
+
+WITH_A_RATE = {row.name: row for row in DESCRIPTORS if "learning_rate" in row.kwargs}
+
+
+@pytest.mark.parametrize("name", WITH_A_RATE)
+def test_a_schedule_is_read_at_the_count_of_the_step(name):
+    schedule = optax.exponential_decay(0.1, 1, 0.5)
+    kwargs = WITH_A_RATE[name].kwargs | {"learning_rate": schedule}
+    row = dataclasses.replace(WITH_A_RATE[name], kwargs=kwargs)
+    assert_formula(row, row.make().update)
+
+
+def assert_formula(row, update):
+    """The sums of its updates follow the oracle of the row for three pushes."""
     start = params = draw(0)
     pushes = [draw(1 + t) for t in range(3)]
-    state, summed = compiled.tx.init(params), {"w": 0.0, "b": 0.0}
+    state, summed = row.make().init(params), {"w": 0.0, "b": 0.0}
     for n, grads in enumerate(pushes, 1):
-        extra = row.extra(params)
-        updates, state = compiled.update(grads, state, params, **extra)
+        updates, state = update(grads, state, params, **row.extra(params))
         params = optax.apply_updates(params, updates)
         summed = {k: summed[k] + u for k, u in flat(updates).items()}
         wanted = oracles.expected(row, flat(start), [*map(flat, pushes[:n])])
