@@ -77,7 +77,8 @@ def pytest_collection_modifyitems(items):
     """Of a function with many cases the quick part takes some, evenly over them all."""
     functions = collections.defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and not item.get_closest_marker("slow"):
+        marks = {mark.name for mark in item.iter_markers()}
+        if isinstance(item, pytest.Function) and not marks & {"slow", "every"}:
             functions[item.path, item.originalname].append(item)
     for cases in functions.values():
         taken = {n * len(cases) // CASES for n in range(CASES)}

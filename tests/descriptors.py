@@ -1,13 +1,15 @@
 """Everything under test in one table: a row for each public transformation.
 
 Each contract test in ``test_contract.py`` runs over every row. A row is a public
-factory with arguments; a factory may have several rows, and ``test_contract.py``
-asserts that every public factory has one.
+factory with arguments. A factory may have several rows, and ``test_checklist.py`` asks
+for at least one. Over its rows each number that it takes must matter.
 """
 
 import dataclasses
+import functools
 import inspect
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,12 @@ class Descriptor:
     worker: int | None = None
     worker_params: bool = False
     real_only: bool = False
+    # Row-sparse gradients give the updates of dense ones, or those of the touched rows
+    # alone, or an error that names densify.
+    rows: Literal["same", "touched", "refused"] = "same"
+    reads_params: bool = False
+    # Of a donated float32 step: temporary arrays, and passes over memory, in models.
+    figures: tuple[float, float] | None = None
 
     def extra(self, params: Any) -> dict[str, Any]:
         """The extra arguments of update, for these parameters."""
@@ -42,11 +50,19 @@ class Descriptor:
 
     def arguments(self, **more: Any) -> dict[str, Any]:
         """The factory's arguments, with those of ``more`` that it takes."""
-        known = inspect.signature(getattr(gx, self.name)).parameters
+        known = self.parameters()
         return {
             k: v.make(**more) if isinstance(v, Descriptor) else v
             for k, v in self.kwargs.items()
         } | {k: v for k, v in more.items() if k in known}
+
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The factory's parameters by their names."""
+        return inspect.signature(getattr(gx, self.name)).parameters
+
+    def state(self, params: optax.Params) -> list[jax.ShapeDtypeStruct]:
+        """The arrays of its state. Some rows keep none."""
+        return jax.tree.leaves(jax.eval_shape(self.make().init, params))
 
     def make(self, **more: Any) -> optax.GradientTransformationExtraArgs:
         return getattr(gx, self.name)(**self.arguments(**more))
@@ -56,74 +72,99 @@ class Descriptor:
 
 
 D = Descriptor
+# Its update changes every row, so it refuses row-sparse gradients.
+Dense = functools.partial(D, rows="refused")
 
 ADAGRAD = D("adagrad", {"learning_rate": 0.1})
-NOVOGRAD = D("novograd", {"learning_rate": 0.1, "global_clipnorm": 0.5})
+NOVOGRAD = Dense("novograd", {"learning_rate": 0.1, "global_clipnorm": 0.5})
 
 DESCRIPTORS = (
-    D("clip_by_global_norm", {"max_norm": 1.0}),
-    D("clip_by_norm", {"max_norm": 0.5}),
-    D("densify"),
-    D("scale_by_learning_rate", {"learning_rate": 0.1}),
-    D("scale_by_adagrad"),
-    D("adagrad", {"learning_rate": 0.1}),
-    D("adagrad", {"learning_rate": 0.1, "eps_in_sqrt": False}, "tf1"),
+    D("clip_by_global_norm", {"max_norm": 1.0}, figures=(0, 4)),
+    D("clip_by_norm", {"max_norm": 0.5}, figures=(0, 4)),
+    D("densify", figures=(0, 3)),
+    D("scale_by_learning_rate", {"learning_rate": 0.1}, figures=(0, 3)),
+    D("scale_by_adagrad", figures=(0, 7)),
+    D("adagrad", {"learning_rate": 0.1}, figures=(0, 7)),
+    D(
+        "adagrad",
+        {
+            "learning_rate": 0.1,
+            "initial_accumulator_value": 0.2,
+            "eps": 0.3,
+            "eps_in_sqrt": False,
+        },
+        "tf1",
+    ),
     D("adagrad", {"learning_rate": 0.1, "row_wise": True}, "row_wise"),
     D("adagrad", {"learning_rate": 0.1, "accumulator_dtype": jnp.bfloat16}, "bf16"),
     D("adagrad", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
     D("adagrad", {"learning_rate": 0.1, "clipvalue": 0.1}, "clipvalue", real_only=True),
     D("adagrad", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"),
-    D("scale_by_novograd"),
-    D("novograd", {"learning_rate": 0.1}),
-    D("novograd", {"learning_rate": 0.1, "weight_decay": 0.01}, "weight_decay"),
-    D("novograd", {"learning_rate": 0.1, "grad_averaging": True}, "grad_averaging"),
-    D("novograd", {"learning_rate": 0.1, "nesterov": True}, "nesterov"),
-    D("novograd", {"learning_rate": 0.1, "eps_in_sqrt": False}, "eps_outside"),
-    D("novograd", {"learning_rate": 0.1, "lr_in_momentum": True}, "lr_in_momentum"),
-    D(
+    Dense("scale_by_novograd", figures=(0, 7)),
+    Dense("novograd", {"learning_rate": 0.1}, figures=(0, 7)),
+    Dense(
+        "novograd",
+        {"learning_rate": 0.1, "weight_decay": 0.01},
+        "weight_decay",
+        reads_params=True,
+    ),
+    Dense("novograd", {"learning_rate": 0.1, "grad_averaging": True}, "grad_averaging"),
+    Dense("novograd", {"learning_rate": 0.1, "nesterov": True}, "nesterov"),
+    Dense(
+        "novograd",
+        {"learning_rate": 0.1, "b1": 0.9, "b2": 0.5, "eps": 0.3, "eps_in_sqrt": False},
+        "eps_outside",
+    ),
+    Dense("novograd", {"learning_rate": 0.1, "lr_in_momentum": True}, "lr_in_momentum"),
+    Dense(
         "novograd",
         {"learning_rate": 0.1, "mu_dtype": jnp.bfloat16},
         "bf16",
         real_only=True,
     ),
-    D("novograd", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
-    D(
+    Dense("novograd", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
+    Dense(
         "novograd",
         {"learning_rate": 0.1, "clipvalue": 0.1},
         "clipvalue",
         real_only=True,
     ),
-    D("novograd", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"),
-    D("scale_by_delayed_nesterov", {"num_delay": 2}),
-    D(
+    Dense(
+        "novograd", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"
+    ),
+    Dense("scale_by_delayed_nesterov", {"num_delay": 2}, figures=(0, 10)),
+    Dense(
         "delayed_nesterov",
         {"learning_rate": 0.1, "num_delay": 2, "activation": 0.25},
+        figures=(0, 10),
     ),
-    D(
+    Dense(
         "delayed_nesterov",
         {"learning_rate": 0.1, "num_delay": 2, "mu_dtype": jnp.bfloat16},
         "bf16",
         real_only=True,
     ),
-    D("scale_by_momentum_look_ahead"),
-    D("momentum_look_ahead", {"learning_rate": 0.1}),
-    D(
+    Dense("delayed_nesterov", {"learning_rate": 0.1, "num_delay": 2, "b1": 0.5}, "b1"),
+    Dense("scale_by_momentum_look_ahead", figures=(0, 7)),
+    Dense("momentum_look_ahead", {"learning_rate": 0.1}, figures=(0, 7)),
+    Dense(
         "momentum_look_ahead",
         {"learning_rate": 0.1, "mu_dtype": jnp.bfloat16},
         "bf16",
         real_only=True,
     ),
-    D(
+    Dense(
         "momentum_look_ahead",
-        {"learning_rate": 0.1, "alignment": gx.MomentumAlignment()},
+        {"learning_rate": 0.1, "b1": 0.5, "alignment": gx.MomentumAlignment()},
         "heloco",
     ),
-    D("measure_cosine"),
+    Dense("measure_cosine", figures=(0, 8)),
     # The first two pushes with local_step 0 are fresh, the third is stale.
-    D(
+    Dense(
         "drop_stale",
         {"inner": NOVOGRAD, "max_staleness": 1},
         local_step=0,
+        figures=(0, 7),
     ),
     D(
         "drop_stale",
@@ -138,6 +179,7 @@ DESCRIPTORS = (
         "conditional_accumulator",
         {"inner": NOVOGRAD, "num_required": 1},
         local_step=1,
+        figures=(0, 11.5),
     ),
     # The second of three pushes acts, and the third is stale.
     D(
@@ -168,31 +210,32 @@ DESCRIPTORS = (
         "accumulator",
         local_step=0,
     ),
-    D("accumulate", {"inner": NOVOGRAD, "num_required": 1}),
+    D("accumulate", {"inner": NOVOGRAD, "num_required": 1}, figures=(0, 11.5)),
     # With one worker each push is a step; the third is stale.
-    D(
+    Dense(
         "worker_mean",
         {"inner": NOVOGRAD, "num_workers": 1, "method": "all"},
         "all",
         local_step=1,
         worker=0,
+        figures=(1, 19),
     ),
     # The first push fills the table.
-    D(
+    Dense(
         "worker_mean",
         {"inner": ADAGRAD, "num_workers": 1, "method": "latest"},
         "latest",
         worker=0,
     ),
-    D(
+    Dense(
         "worker_mean",
         {"inner": ADAGRAD, "num_workers": 1, "method": "ringleader"},
         "ringleader",
         worker=0,
     ),
     # The first of three pushes acts with the second; in the other row, with the third.
-    D("delayed", {"inner": NOVOGRAD, "num_steps": 1}),
-    D("delayed", {"inner": ADAGRAD, "num_steps": 2}, "two"),
+    Dense("delayed", {"inner": NOVOGRAD, "num_steps": 1}, figures=(0, 9)),
+    Dense("delayed", {"inner": ADAGRAD, "num_steps": 2}, "two"),
     # The second of three pushes acts, and the third is added.
     D(
         "accumulate",
@@ -205,10 +248,33 @@ DESCRIPTORS = (
         "schedule",
         local_step=0,
     ),
-    D("scale_by_staleness", {"power": 0.5}, staleness=3),
+    D("scale_by_staleness", {"power": 0.5}, staleness=3, figures=(0, 3)),
     D("scale_by_staleness", {"weight": lambda s: 1 / (1 + s)}, "weight", staleness=3),
-    D("compensate_delay", {"variance_control": 0.5}, worker_params=True),
+    D(
+        "compensate_delay",
+        {"variance_control": 0.5},
+        worker_params=True,
+        reads_params=True,
+        figures=(0, 4),
+    ),
 )
-
 # The rows that act at once. A gate's conditional has tests of its own.
 UNGATED = [row for row in DESCRIPTORS if gate.guard_of(row.make()) is None]
+
+# All that is public. from_config makes one of the others.
+TRANSFORMATIONS = [
+    name
+    for name, make in vars(gx).items()
+    if inspect.isfunction(make)
+    and "Transformation" in make.__annotations__["return"]
+    and name != "from_config"
+]
+
+# These have no row in a migration table, and need none.
+NO_ORIGINAL = {
+    "compensate_delay": "DC-ASGD is a paper; no system that people come from has it",
+    "delayed": "it stands for what a pipeline does, and no library has it as a part",
+    "delayed_nesterov": "a paper; its authors published no optimizer",
+    "measure_cosine": "a measurement of its own",
+    "scale_by_learning_rate": "it has the name and the meaning that it has in optax",
+}

@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 OF_EVERY_WING = [
@@ -869,6 +869,11 @@ def parsed(table: str) -> list[Mutation]:
 
 
 MUTATIONS = parsed(TABLE)
+
+
+def file_of(made: Any) -> str:
+    """The file that defines a function or a class of the package."""
+    return made.__module__.partition(".")[2].replace(".", "/") + ".py"
 
 
 def copied(folder: pathlib.Path) -> pathlib.Path:

@@ -1,4 +1,9 @@
-"""The formulas of the papers in float64 NumPy, independent of the library."""
+"""The formulas of the papers in float64 NumPy, independent of the library.
+
+Each public transformation has one here, or in ``AT_ONCE`` if it keeps no state. A
+generator of its name yields parameters and state after each step. ``expected`` composes
+them, so that each row of ``descriptors.py`` is compared.
+"""
 
 import numpy as np
 
@@ -220,3 +225,112 @@ def worker_mean(pushes, num_workers, method):
 
 def _mean_of_means(rows):
     return np.mean([np.mean(row, axis=0) for row in rows], axis=0)
+
+
+# Every row of the table of descriptors, composed of these.
+
+
+def tree_map(f, *trees):
+    return {k: f(*(tree[k] for tree in trees)) for k in trees[0]}
+
+
+def total(trees):
+    return tree_map(lambda *x: sum(x), *trees)
+
+
+AT_ONCE = {
+    "densify": lambda g: g,
+    "measure_cosine": lambda g: g,
+    "clip_by_global_norm": clip_by_global_norm,
+    "clip_by_norm": clip_by_norm,
+    "scale_by_learning_rate": lambda g, learning_rate: tree_map(
+        lambda x: -learning_rate * x, g
+    ),
+    # Of three steps, as in the rows of the table.
+    "scale_by_staleness": lambda g, power=1.0, weight=None: tree_map(
+        lambda x: x * (weight(3) if weight else 3**-power), g
+    ),
+    # Each parameter of the worker is smaller by 1.
+    "compensate_delay": lambda g, variance_control=0.04: tree_map(
+        lambda x: x + variance_control * np.abs(x) ** 2, g
+    ),
+}
+
+
+def of(name):
+    """The oracle of a public factory, or None."""
+    return AT_ONCE.get(name) or globals().get(name.removeprefix("scale_by_"))
+
+
+def expected(row, params, pushes, local_step=None):
+    """The sum of all updates of a row of the table, for pushes one by one.
+
+    ``pushes`` are dicts of arrays. All of them have the row's ``local_step``.
+    """
+    options = dict(row.kwargs)
+    local_step = row.local_step if local_step is None else local_step
+    if "inner" in options:
+        acted = _acting(row, pushes, local_step)
+        return expected(options["inner"], params, acted, local_step)
+    if not pushes:
+        return tree_map(np.zeros_like, params)
+    if row.name in AT_ONCE:
+        return total([AT_ONCE[row.name](grads, **options) for grads in pushes])
+    oracle = of(row.name)
+    if oracle is None:
+        raise LookupError(f"tests/oracles.py has no formula of {row.name}")
+    for dtype in ("mu_dtype", "accumulator_dtype"):
+        options.pop(dtype, None)
+    if "alignment" in options:
+        options["alignment"] = options["alignment"]._asdict()
+    *_, last = oracle(params, pushes, **{"learning_rate": -1.0} | options)
+    return tree_map(np.subtract, last[0], params)
+
+
+def _acting(row, pushes, local_step):
+    """The gradients that a gate gives to its inner transformation, one by one."""
+    options = row.kwargs
+    if row.name == "drop_stale":
+        played = drop_stale(
+            [],
+            [(grads, local_step) for grads in pushes],
+            options["max_staleness"],
+            lambda acted, grads: [*acted, grads],
+        )
+        return list(played)[-1][0]
+    if row.name == "delayed":
+        played = delayed(pushes, options["num_steps"])
+    elif row.name == "worker_mean":
+        played = _mean_of_one_worker(pushes, local_step, options["method"])
+    else:
+        played = _sums(pushes, local_step, **options)
+    return [grads for grads in played if grads is not None]
+
+
+def _mean_of_one_worker(pushes, local_step, method):
+    if method == "latest":  # It moves its mean, so NaN and inf stay in that.
+        before = [total(pushes[: t + 1]) for t in range(len(pushes))]
+        both = zip(pushes, before, strict=True)
+        pushes = [tree_map(lambda g, b: g + 0 * b, *x) for x in both]
+    played = (
+        worker_mean([(g[k], 0, local_step) for g in pushes], 1, method)
+        for k in pushes[0]
+    )
+    for leaves in zip(*played, strict=True):
+        means = [mean for mean, *_ in leaves]
+        yield None if means[0] is None else dict(zip(pushes[0], means, strict=True))
+
+
+def _sums(
+    pushes, local_step, inner, num_required, reduction="mean", skip_nonfinite=False, **_
+):
+    held, step = [], 0
+    for grads in pushes:
+        late = local_step is not None and step > local_step
+        finite = all(np.isfinite(g).all() for g in grads.values())
+        if not late and (finite or not skip_nonfinite):
+            held.append(grads)
+        if len(held) == num_required:
+            divisor = num_required if reduction == "mean" else 1
+            yield tree_map(lambda g, n=divisor: g / n, total(held))
+            held, step = [], step + 1

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import cProfile
+import dataclasses
 import functools
 import inspect
 import re
@@ -18,6 +19,7 @@ import pytest
 
 import gradxform as gx
 from gradxform._late import gate
+from tests import oracles
 from tests.descriptors import DESCRIPTORS, UNGATED
 
 REAL = ("float16", "bfloat16", "float32", "float64")
@@ -113,14 +115,56 @@ def run(row, grads, params, update=None, steps=3, **unknown):
     return trace
 
 
-def test_every_public_transformation_has_a_row():
-    public = {
-        name
-        for name, f in vars(gx).items()
-        if inspect.isfunction(f) and "Transformation" in f.__annotations__["return"]
-    }
-    public.remove("from_config")  # It makes one of the others.
-    assert public == {row.name for row in DESCRIPTORS}
+def flat(tree):
+    """The numbers of a draw, as the oracles take them."""
+    leaves = {"w": tree["w"], "b": tree["nested"][1]["b"]}
+    return {k: np.asarray(x, np.float64) for k, x in leaves.items()}
+
+
+def test_the_numbers_are_those_of_the_formula(row, compiled):
+    """Of its oracle in float64. test_large_leaves.py has further leaves and dtypes."""
+    assert_formula(row, compiled.update)
+
+
+WITH_A_RATE = {row.name: row for row in DESCRIPTORS if "learning_rate" in row.kwargs}
+
+
+@pytest.mark.parametrize("name", WITH_A_RATE)
+def test_a_schedule_is_read_at_the_count_of_the_step(name):
+    schedule = optax.exponential_decay(0.1, 1, 0.5)
+    kwargs = WITH_A_RATE[name].kwargs | {"learning_rate": schedule}
+    row = dataclasses.replace(WITH_A_RATE[name], kwargs=kwargs)
+    assert_formula(row, row.make().update)
+
+
+def assert_formula(row, update):
+    """The sums of its updates follow the oracle of the row for three pushes."""
+    start = params = draw(0)
+    pushes = [draw(1 + t) for t in range(3)]
+    state, summed = row.make().init(params), {"w": 0.0, "b": 0.0}
+    for n, grads in enumerate(pushes, 1):
+        updates, state = update(grads, state, params, **row.extra(params))
+        params = optax.apply_updates(params, updates)
+        summed = {k: summed[k] + u for k, u in flat(updates).items()}
+        wanted = oracles.expected(row, flat(start), [*map(flat, pushes[:n])])
+        for k in wanted:
+            rtol = 1e-2 if row.variant == "bf16" else 1e-5
+            atol = rtol * np.abs(wanted[k]).max()
+            np.testing.assert_allclose(summed[k], wanted[k], rtol=0, atol=atol)
+
+
+def test_only_a_row_that_reads_params_needs_them(row):
+    grads, tx = draw(1), row.make()
+    state, extra = tx.init(draw(0)), row.extra(draw(0))
+
+    def update(grads, state):
+        return tx.update(grads, state, **extra)
+
+    if row.reads_params:
+        with pytest.raises(ValueError, match="needs params"):
+            update(grads, state)
+    else:
+        jax.eval_shape(update, grads, state)
 
 
 @pytest.mark.parametrize(("part", "first"), [("init", "params"), ("update", "updates")])
@@ -494,7 +538,7 @@ def test_a_tree_without_leaves(row):
 
 
 def test_a_gradient_of_another_shape_is_named(row):
-    if row.name.startswith(("clip", "densify", "scale_by_learning", "scale_by_stale")):
+    if not (row.reads_params or any(x.ndim for x in row.state(draw(0)))):
         pytest.skip("it looks at nothing but the gradients")
     params = draw(0)
     tx = row.make()

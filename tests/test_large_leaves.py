@@ -17,6 +17,7 @@ import pytest
 import gradxform as gx
 from tests import oracles
 from tests.descriptors import DESCRIPTORS
+from tests.oracles import total, tree_map
 
 if "XLA_FLAGS" not in os.environ:  # Then conftest.py has set some.
     pytest.skip("run by .ci/large", allow_module_level=True)
@@ -27,14 +28,6 @@ VALUES = (np.nan, np.inf, -np.inf)
 PUSHES = 3  # The gates of the table let some of three pushes act.
 REAL, COMPLEX = ("float32", "bfloat16", "float16"), ("complex64",)
 RTOL = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3, "complex64": 1e-6}
-
-
-def tree_map(f, *trees):
-    return {k: f(*(tree[k] for tree in trees)) for k in trees[0]}
-
-
-def total(trees):
-    return tree_map(lambda *x: sum(x), *trees)
 
 
 def draw(seed, is_complex):
@@ -67,92 +60,6 @@ def spoiled(pushes, case):
         return pushes
     push, *where = case
     return [spoil(g, *where) if t == push else g for t, g in enumerate(pushes)]
-
-
-def acting(row, pushes, local_step):
-    """The gradients that a gate gives to its inner transformation, one by one."""
-    options = row.kwargs
-    if row.name == "drop_stale":
-        played = oracles.drop_stale(
-            [],
-            [(grads, local_step) for grads in pushes],
-            options["max_staleness"],
-            lambda acted, grads: [*acted, grads],
-        )
-        return list(played)[-1][0]
-    if row.name == "delayed":
-        played = oracles.delayed(pushes, options["num_steps"])
-    elif row.name == "worker_mean":
-        played = mean_of_one_worker(pushes, local_step, options["method"])
-    else:
-        played = sums(pushes, local_step, **options)
-    return [grads for grads in played if grads is not None]
-
-
-def mean_of_one_worker(pushes, local_step, method):
-    if method == "latest":  # It moves its mean, so NaN and inf stay in that.
-        before = [total(pushes[: t + 1]) for t in range(PUSHES)]
-        both = zip(pushes, before, strict=True)
-        pushes = [tree_map(lambda g, b: g + 0 * b, *x) for x in both]
-    played = (
-        oracles.worker_mean([(g[k], 0, local_step) for g in pushes], 1, method)
-        for k in SHAPES
-    )
-    for leaves in zip(*played, strict=True):
-        means = [mean for mean, *_ in leaves]
-        yield None if means[0] is None else dict(zip(SHAPES, means, strict=True))
-
-
-def sums(
-    pushes, local_step, inner, num_required, reduction="mean", skip_nonfinite=False, **_
-):
-    held, step = [], 0
-    for grads in pushes:
-        late = local_step is not None and step > local_step
-        finite = all(np.isfinite(g).all() for g in grads.values())
-        if not late and (finite or not skip_nonfinite):
-            held.append(grads)
-        if len(held) == num_required:
-            divisor = num_required if reduction == "mean" else 1
-            yield tree_map(lambda g, n=divisor: g / n, total(held))
-            held, step = [], step + 1
-
-
-AT_ONCE = {
-    "densify": lambda g: g,
-    "measure_cosine": lambda g: g,
-    "clip_by_global_norm": oracles.clip_by_global_norm,
-    "clip_by_norm": oracles.clip_by_norm,
-    "scale_by_learning_rate": lambda g, learning_rate: tree_map(
-        lambda x: -learning_rate * x, g
-    ),
-    "scale_by_staleness": lambda g, power=1, weight=lambda s: s**-0.5: tree_map(
-        lambda x: x * weight(3), g
-    ),
-    # Each parameter of the worker is smaller by 1.
-    "compensate_delay": lambda g, variance_control: tree_map(
-        lambda x: x + variance_control * np.abs(x) ** 2, g
-    ),
-}
-
-
-def expected(row, params, pushes, local_step):
-    """The sum of all updates, by the formulas in float64."""
-    options = dict(row.kwargs)
-    if "inner" in options:
-        acted = acting(row, pushes, local_step)
-        return expected(options["inner"], params, acted, local_step)
-    if not pushes:
-        return tree_map(np.zeros_like, params)
-    if row.name in AT_ONCE:
-        return total([AT_ONCE[row.name](grads, **options) for grads in pushes])
-    for dtype in ("mu_dtype", "accumulator_dtype"):
-        options.pop(dtype, None)
-    if "alignment" in options:
-        options["alignment"] = options["alignment"]._asdict()
-    oracle = getattr(oracles, row.name.removeprefix("scale_by_"))
-    *_, last = oracle(params, pushes, **{"learning_rate": -1.0} | options)
-    return tree_map(np.subtract, last[0], params)
 
 
 class Compiled:
@@ -227,7 +134,7 @@ def test_numbers(row, drawn):
     for case in cases(row):
         params, *pushes = drawn.wide
         with np.errstate(invalid="ignore"):
-            wanted = expected(row, params, spoiled(pushes, case), row.local_step)
+            wanted = oracles.expected(row, params, spoiled(pushes, case))
             for dtype, one, (_, *pushes) in zip(
                 drawn.dtypes, compiled, drawn.of_dtype, strict=True
             ):

@@ -3,7 +3,6 @@
 import difflib
 import inspect
 import pathlib
-import re
 
 import gradxform as gx
 from tests import public_api
@@ -39,10 +38,3 @@ def test_an_alias_has_the_defaults_of_its_transformation():
                 assert same.annotation == parameter.annotation
                 compared.add((name, parameter.name))
     assert len(compared) > 20
-
-
-def test_the_changelog_names_every_public_name():
-    told = set(re.findall(r"\w+", (ROOT / "CHANGELOG.md").read_text()))
-    names = {name for name in [*vars(gx), *vars(gx.engines)] if name[0] != "_"}
-    # The name of a state follows from the name of its transformation.
-    assert {name for name in names - told if not name.endswith("State")} == set()

@@ -60,6 +60,8 @@ def test_a_wing_imports_only_wings_above_it(wing):
 def test_a_wing_says_what_lives_there(wing):
     doc = ast.get_docstring(ast.parse((PACKAGE / wing / "__init__.py").read_text()))
     rooms = {path.stem for path in (PACKAGE / wing).glob("*.py")} - {"__init__"}
+    if wing == "_transforms":  # There a module has the name of its transformation.
+        rooms -= {*vars(gx)}
     assert all(f"``{room}" in doc for room in rooms)
 
 

@@ -1,0 +1,152 @@
+"""What each public name needs. For each gap the test prints one line: file and command.
+
+    python -m pytest -m "" -k "nothing_is_missing and adagrad"
+
+"Add a transformation" in ``docs/design.md`` explains the list by an example.
+"""
+
+import dataclasses
+import inspect
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+import gradxform as gx
+from tests import mutations, oracles
+from tests.descriptors import DESCRIPTORS, NO_ORIGINAL, TRANSFORMATIONS
+from tests.golden import make_checkpoints as golden
+
+ROOT = pathlib.Path(__file__).parents[1]
+PUBLIC = {
+    name: value
+    for module in (gx, gx.engines)
+    for name, value in vars(module).items()
+    if not name.startswith("_") and not inspect.ismodule(value)
+}
+NUMBER = re.compile(r"ArrayLike|ScalarOrSchedule|\b(float|int)\b")
+
+
+def text(pattern):
+    return "\n".join(path.read_text() for path in sorted(ROOT.glob(pattern)))
+
+
+API, CHANGELOG, TABLES, SURFACE = map(
+    text, ("docs/api/*.md", "CHANGELOG.md", "docs/coming_from/*.md", "tests/*.txt")
+)
+CHECKPOINTS = golden.kept()
+FAULTS = {mutation.file for mutation in mutations.MUTATIONS}
+
+
+def of_every_name(name):
+    """Yields what any public name lacks, with the command that closes the gap."""
+    if len(re.findall(rf"^\.\. auto\w+:: {name}\b", API, re.M)) != 1:
+        entry = "autofunction" if inspect.isfunction(PUBLIC[name]) else "autoclass"
+        yield (
+            f"docs/api/: one entry, .. {entry}:: {name}",
+            "python -m sphinx -W -n docs docs/_build/html",
+        )
+    # The name of a state follows from the name of its transformation.
+    if not name.endswith("State") and not re.search(rf"\b{name}\b", CHANGELOG):
+        yield "CHANGELOG.md: the name, under the newest heading", command(name)
+    if not re.search(rf"\b{name}\b", SURFACE):
+        yield (
+            "tests/public_api.txt: its signature",
+            "python -m tests.public_api > tests/public_api.txt",
+        )
+
+
+def of_a_transformation(name):
+    """Yields what only a transformation can lack."""
+    rows = [row for row in DESCRIPTORS if row.name == name]
+    alias = name.removeprefix("scale_by_")
+    if not rows:
+        yield f"tests/descriptors.py: a row, D({name!r}, ...)", command(name)
+    if not any(row.figures for row in rows):
+        yield (
+            "tests/descriptors.py: exact figures of a row, figures=(copies, passes)",
+            command(name, "tests/test_compiled.py"),
+        )
+    if oracles.of(name) is None and "inner" not in parameters(name):
+        yield (
+            f"tests/oracles.py: the formula, def {alias}(params, sequence, ...)",
+            command(name, "tests/test_contract.py"),
+        )
+    elif rows:
+        for argument in idle(name):
+            yield (
+                f"tests/descriptors.py: a row in which {argument} changes the numbers",
+                command(name, "tests/test_contract.py"),
+            )
+    has_row = re.search(rf"^\|.*\bgx\.({name}|{alias})\(", TABLES, re.M)
+    if bool(has_row) == bool({name, alias} & {*NO_ORIGINAL}):
+        yield (
+            f"docs/coming_from/: a row with gx.{alias}(...); if there is no original, "
+            "tests/descriptors.py: the reason in NO_ORIGINAL",
+            command(name, "tests/test_migration.py"),
+        )
+    for row in rows:
+        path = golden.FOLDER / f"{row}.zip"
+        if str(row) in CHECKPOINTS and not path.exists():
+            yield (
+                f"{path.relative_to(ROOT)}: what its state is today",
+                "tests/golden/make_checkpoints.sh",
+            )
+    file = mutations.file_of(PUBLIC[name])
+    if file not in FAULTS:
+        yield (
+            f"tests/mutations.py: a fault in {file}",
+            f"python -m tests.mutations --only {file}",
+        )
+
+
+def command(name, where=""):
+    """The command that runs the tests of a name."""
+    return f'python -m pytest -m "" -k {name} {where}'.strip()
+
+
+def parameters(name):
+    return inspect.signature(PUBLIC[name]).parameters
+
+
+def idle(name):
+    """The arguments that matter to the formula in no row of a transformation.
+
+    A wrong formula for them would stay unseen. What ``scale_by_x`` takes, the rows of
+    its alias ``x`` may switch on.
+    """
+    names = {name, name.removeprefix("scale_by_")}
+    rows = [row for row in DESCRIPTORS if row.name in names]
+    for p in parameters(name).values():
+        is_number = NUMBER.search(p.annotation)
+        if (is_number or p.annotation == "bool") and p.default is not p.empty:
+            on = [row for row in rows if row.kwargs.get(p.name, p.default) != p.default]
+            if not any(differs(row, p.name) for row in on) if is_number else not on:
+                yield p.name
+
+
+def differs(row, argument):
+    """Whether the formula gives other numbers without an argument of the row."""
+    kwargs = {k: v for k, v in row.kwargs.items() if k != argument}
+    without = dataclasses.replace(row, kwargs=kwargs)
+    rng = np.random.default_rng(0)
+    params, *pushes = ({"w": rng.standard_normal((3, 2))} for _ in range(4))
+    return not all(
+        np.allclose(
+            *(oracles.expected(r, params, pushes[:n])["w"] for r in (row, without)),
+            rtol=1e-3,
+        )
+        for n in (1, 2, 3)
+    )
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", PUBLIC)
+def test_nothing_is_missing(name):
+    gaps = [*of_every_name(name)]
+    if name in TRANSFORMATIONS:
+        gaps += of_a_transformation(name)
+    if gaps:
+        lines = (f"{name}: {gap}; {how}" for gap, how in gaps)
+        pytest.fail("\n".join(lines), pytrace=False)
