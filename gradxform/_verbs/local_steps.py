@@ -17,7 +17,8 @@ from gradxform._verbs.apply import learning_part, training_step
 from gradxform._verbs.donation import Donating
 
 _Carry: TypeAlias = tuple[optax.Params, optax.OptState]
-_Result: TypeAlias = list[PyTree[jax.Array]]  # The loss, and with `has_aux` the aux.
+# The loss, and with `has_aux` the aux; None for a minibatch that is left out.
+_Result: TypeAlias = list[PyTree[jax.Array]] | None
 
 
 class Steps(Protocol):
