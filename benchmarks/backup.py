@@ -1,6 +1,6 @@
 """How a backup worker helps: seconds to a test accuracy, in ``sync`` and ``backup``.
 
-``python -m benchmarks.backup`` trains the main job on threads, with one worker of four
+``python -m benchmarks.backup`` trains the demo on threads, with one worker of four
 slowed down 5 times, until the test accuracy is reached.
 ``sync`` waits for the slow worker in each step, ``backup`` (one backup worker) never
 does. The two run in turns. Both runs of a pair have the same seed, and a learning rate

@@ -42,10 +42,10 @@ def kill(actor):
     return True
 
 
-def schedule(rng, pushes, crew, workers, server):
+def schedule(rng, pushes, num_workers, workers, server):
     """The victims by the push after which they die: a worker's index, or None."""
     moments = rng.choice(np.arange(pushes // 20, pushes * 19 // 20), workers + server)
-    victims = [*rng.integers(crew, size=workers).tolist(), *[None] * server]
+    victims = [*rng.integers(num_workers, size=workers).tolist(), *[None] * server]
     return sorted(zip(moments.tolist(), victims, strict=True), key=lambda pair: pair[0])
 
 
@@ -125,17 +125,20 @@ def same(tree, other):
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in leaves)
 
 
-def account(pushes, counts, stats, state, folder, crew):
+def account(pushes, counts, stats, state, folder, num_workers):
     """All that must hold, and for each whether it does."""
     state = state["state"]
     known = {(push.worker, push.number) for push in pushes}
-    lives = {}
+    incarnations = {}
     for push in pushes:
-        lives.setdefault(push.local_step.life, []).append(push)
-    began = [min(push.local_step for push in life) for life in lives.values()]
+        incarnations.setdefault(push.local_step.incarnation, []).append(push)
+    began = [
+        min(push.local_step for push in incarnation)
+        for incarnation in incarnations.values()
+    ]
     applied = [
-        [push.result.global_step for push in life if push.result.applied]
-        for life in lives.values()
+        [push.result.global_step for push in incarnation if push.result.applied]
+        for incarnation in incarnations.values()
     ]
     return {
         "accepted + dropped + lost = pushed": counts.accepted
@@ -144,7 +147,7 @@ def account(pushes, counts, stats, state, folder, crew):
         == counts.pushed,
         "unheard answers were on their way at a death": 0
         <= counts.pushed - len(pushes)
-        <= crew * counts.server_deaths,
+        <= num_workers * counts.server_deaths,
         "the server counts as its users do": (stats.accepted, stats.dropped)
         == (counts.accepted, counts.dropped),
         "the optimizer counts as the server does": (
@@ -155,9 +158,10 @@ def account(pushes, counts, stats, state, folder, crew):
         "only lost pushes came twice": len(pushes) - len(known) == counts.lost,
         "only unheard numbers are missing": len(known) + counts.pushed - len(pushes)
         == stats.accepted + stats.dropped,
-        "lives = deaths of the server + 1": len(lives) == counts.server_deaths + 1,
-        "a life begins at a checkpoint": {*began} <= {0, *saved_steps(folder)},
-        "within a life no step comes twice": all(
+        "incarnations = deaths of the server + 1": len(incarnations)
+        == counts.server_deaths + 1,
+        "an incarnation begins at a checkpoint": {*began} <= {0, *saved_steps(folder)},
+        "within an incarnation no step comes twice": all(
             len(each) == len({*each}) for each in applied
         ),
     }

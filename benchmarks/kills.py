@@ -1,7 +1,7 @@
-"""Ends runs of the main job by signals at random moments, and checks what is left.
+"""Ends runs of the demo by signals at random moments, and checks what is left.
 
 ``python -m benchmarks.kills`` (extras ``demo``, ``ray`` and ``checkpoint``; Linux)
-starts the main job, which saves itself five times a second, and ends it by a signal.
+starts the demo, which saves itself five times a second, and ends it by a signal.
 Three of four times the signal comes up to two seconds after the first checkpoint, and
 once at any moment of the start. Ctrl-C (``INT``) reaches the whole process group, as
 from a terminal; the other signals reach only the process. Then the program looks for
@@ -83,7 +83,7 @@ def processes_of(folder):
 
 @contextlib.contextmanager
 def started(engine, folder, cache, **environ):
-    """The main job in its own session; the folder's name marks all that it starts."""
+    """The demo in its own session; the folder's name marks all that it starts."""
     for name in ("run", "tmp"):
         (folder / name).mkdir()
     environ = {

@@ -1,7 +1,7 @@
 """The cost of checkpoints and TensorBoard: pushes a second with and without them.
 
 ``python -m benchmarks.saving`` (extras ``demo``, ``checkpoint`` and ``tensorboard``)
-runs the workers of the main job on threads at full speed. One run saves every five
+runs the workers of the demo on threads at full speed. One run saves every five
 seconds and logs every second, the next does neither, in turns. ``--numbers N`` adds so
 many float32 numbers to the server's model; the workers do not use them.
 """

@@ -61,6 +61,12 @@ from gradxform._server.parameter_server import ParameterServer as ParameterServe
 from gradxform._server.records import PushResult as PushResult
 from gradxform._server.records import ServerClosedError as ServerClosedError
 from gradxform._server.records import ServerStats as ServerStats
+from gradxform._training.apply import apply_gradients as apply_gradients
+from gradxform._training.apply import apply_updates as apply_updates
+from gradxform._training.apply import minimize as minimize
+from gradxform._training.local_steps import local_steps as local_steps
+from gradxform._training.lookup import lookup as lookup
+from gradxform._training.lookup import value_and_grad as value_and_grad
 from gradxform._transforms.adagrad import ScaleByAdagradState as ScaleByAdagradState
 from gradxform._transforms.adagrad import adagrad as adagrad
 from gradxform._transforms.adagrad import scale_by_adagrad as scale_by_adagrad
@@ -100,11 +106,5 @@ from gradxform._transforms.novograd import ScaleByNovogradState as ScaleByNovogr
 from gradxform._transforms.novograd import novograd as novograd
 from gradxform._transforms.novograd import scale_by_novograd as scale_by_novograd
 from gradxform._trees.indexed_slices import IndexedSlices as IndexedSlices
-from gradxform._verbs.apply import apply_gradients as apply_gradients
-from gradxform._verbs.apply import apply_updates as apply_updates
-from gradxform._verbs.apply import minimize as minimize
-from gradxform._verbs.local_steps import local_steps as local_steps
-from gradxform._verbs.lookup import lookup as lookup
-from gradxform._verbs.lookup import value_and_grad as value_and_grad
 
 __version__ = "0.1.0"

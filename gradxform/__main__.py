@@ -1,4 +1,4 @@
-"""The main job: a digit classifier trained by workers that share a parameter server.
+"""The demo: a digit classifier trained by workers that share a parameter server.
 
 Each worker pulls the parameters of a small convolutional net, computes a gradient on a
 minibatch of its own, and pushes it to a ``ParameterServer``. The server's

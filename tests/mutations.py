@@ -3,10 +3,10 @@
 A tired colleague could write each of them, and each changes what the library does.
 ``python -m tests.mutations`` builds every fault of ``TABLE`` into a copy of the tracked
 files, runs the tests there up to the first that fails, and says which one that was. The
-tests of the mutated file's own wing come first, then those of every wing, then the
-others. Those marked ``slow`` run only if no quick one has failed. It ends with the
-score of the quick part (``-m "not slow"``) and of the whole suite. Its exit code is 1
-if the whole suite misses a fault.
+tests of the mutated file's own subpackage come first, then those of every subpackage,
+then the others. Those marked ``slow`` run only if no quick one has failed. It ends with
+the score of the quick part (``-m "not slow"``) and of the whole suite. Its exit code is
+1 if the whole suite misses a fault.
 
     python -m tests.mutations --list
     python -m tests.mutations --only 3 17 _late/gate.py -n 2 --part quick
@@ -32,7 +32,7 @@ import time
 from typing import Any, NamedTuple
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
-OF_EVERY_WING = [
+OF_EVERY_SUBPACKAGE = [
     f"tests/test_{x}.py" for x in ("guards", "sharded", "compiled", "contract")
 ]
 SELF = "test_mutations.py"  # It would catch every fault.
@@ -370,83 +370,83 @@ _late/sums.py: a dropped push counts as one
 - pushed = state.pushed | (taken &
 + pushed = state.pushed | (True &
 
-_late/absent.py: the state of a leaf that nobody pushed for moves
+_late/missing.py: the state of a leaf that nobody pushed for moves
 - return jax.tree.map(lambda n, o: jnp.where(has_acted, n, o), new, old)
 + return new
 
-_late/absent.py: a gate that adds up does not hear of a leaf without a gradient
+_late/missing.py: a gate that adds up does not hear of a leaf without a gradient
 - if not has_gate(state, "row_counts"):
 + if True:
 
-_late/absent.py: trees beside the gradients keep the leaf
+_late/missing.py: trees beside the gradients keep the leaf
 - return self.of_tree(value) if is_like_params else value
 + return value
 
-_late/absent.py: a line search sees the parameters that learn alone
+_late/missing.py: a line search sees the parameters that learn alone
 - if callable(value):
 + if value is None:
 
-_verbs/apply.py: the loss does not reach a transformation that asks for it
-- **{**gate.taken(tx, {"value": value}), **extra}
+_training/apply.py: the loss does not reach a transformation that asks for it
+- **{**gate.accepted_kwargs(tx, {"value": value}), **extra}
 + **extra
 
-_verbs/apply.py: a training step copies the parameters
+_training/apply.py: a training step copies the parameters
 - donate_argnums=(0, 1)), tx
 + donate_argnums=(1,)), tx
 
-_verbs/apply.py: a step changes the state's dtypes
+_training/apply.py: a step changes the state's dtypes
 - _as_before(after, state)
 + after
 
-_verbs/donation.py: a step takes the memory of a hyperparameter of the caller's
+_training/donation.py: a step takes the memory of a hyperparameter of the caller's
 - jax.tree.leaves(kept) + self._captured
 + jax.tree.leaves(kept)
 
-_verbs/donation.py: an array that stands in two places is taken twice
+_training/donation.py: an array that stands in two places is taken twice
 - held.add(id(x))
 + held.discard(id(x))
 
-_verbs/local_steps.py: one step too many is taken
+_training/local_steps.py: one step too many is taken
 - number < dtypes.saturated(num_steps)
 + number <= dtypes.saturated(num_steps)
 
-_verbs/local_steps.py: the pulled parameters are donated
+_training/local_steps.py: the pulled parameters are donated
 - donate_argnums=(1,)), tx
 + donate_argnums=(0, 1)), tx
 
-_verbs/readings.py: a table that the loss casts is read as it is
+_training/readings.py: a table that the loss casts is read as it is
 - for dtype in table.casts:
 + for dtype in ():
 
-_verbs/readings.py: an id that a reading clips counts for no row
+_training/readings.py: an id that a reading clips counts for no row
 - clips = mode == jax.lax.GatherScatterMode.CLIP
 + clips = False
 
-_verbs/readings.py: a reading of single numbers is one of rows
+_training/readings.py: a reading of single numbers is one of rows
 - if sizes != row:
 + if len(sizes) != len(row):
 
-_verbs/readings.py: a jit that reads a table is not looked into
+_training/readings.py: a jit that reads a table is not looked into
 - if name == "jit":
 + if name == "jitted":
 
-_verbs/readings.py: a checkpoint that reads a table saves all that it computes
+_training/readings.py: a checkpoint that reads a table saves all that it computes
 - results, read = jax.checkpoint(inside, **how)(*inputs)
 + results, read = inside(*inputs)
 
-_verbs/readings.py: rows of a stopped table get a gradient
+_training/readings.py: rows of a stopped table get a gradient
 - if not table.stopped:
 + if True:
 
-_verbs/readings.py: the number that fills a read has the table's dtype
+_training/readings.py: the number that fills a read has the table's dtype
 - fills = fills and bool(table.casts)
 + fills = False
 
-_verbs/readings.py: an id outside of a part is padding where the table clips
+_training/readings.py: an id outside of a part is padding where the table clips
 - return (taken if clips else ids), taken
 + return (taken if clips else ids), (taken if clips else ids)
 
-_verbs/readings.py: a slice of columns is one of rows
+_training/readings.py: a slice of columns is one of rows
 - if cut[1:] != [(0, length, 1) for length in row]:
 + if len(cut) != len(shape):
 
@@ -458,11 +458,11 @@ _trees/indexed_slices.py: one number a row is a stack of gradients
 - if self._summed:
 + if self._summed and self.values.ndim == self.ndim:
 
-_verbs/lookup.py: a part of a table that has no name is taken for an array
+_training/lookup.py: a part of a table that has no name is taken for an array
 - if not is_sparse(leaf) and not is_named(paths[i]):
 + if not is_named(paths[i]):
 
-_verbs/readings.py: an id that a part does not hold counts for the row all the same
+_training/readings.py: an id that a part does not hold counts for the row all the same
 - return read_rows(part.values, at), jnp.where(missing, part.shape[0], ids)
 + return read_rows(part.values, at), ids
 
@@ -501,11 +501,11 @@ _server/rows.py: a part has as many rows as its size, not as its ids
 - if length != len(rows):
 + if length > len(rows):
 
-_server/places.py: a server begins that no push can fit
+_server/placement.py: a server begins that no push can fit
 - checks.no_lookahead(params, state, LOOKAHEAD)
 + pass
 
-_server/places.py: the server looks at the memory of NumPy's arrays
+_server/placement.py: the server looks at the memory of NumPy's arrays
 - np.array(x) if isinstance(x, np.ndarray) else x
 + x
 
@@ -529,15 +529,15 @@ _server/waiters.py: one who stops waiting takes along all who wait for that step
 - if not waiting:
 + if waiting:
 
-_server/waiters.py: a step forgets which life it is from while it waits
+_server/waiters.py: a step forgets which incarnation it is from while it waits
 - return [(step, woken) for at in waiting.values() for woken, step in at.items()]
 + return [(step, woken) for step, at in waiting.items() for woken in at]
 
-_server/own_thread.py: two calls run at once
+_server/serial_executor.py: two calls run at once
 - with self._lock:
 + with threading.Lock():
 
-_server/own_thread.py: the thread of a server that is gone lives on
+_server/serial_executor.py: the thread of a server that is gone lives on
 - weakref.finalize(self, self._calls.put, None).atexit = False
 + pass
 
@@ -595,31 +595,31 @@ _server/recoverable.py: a run that should not go on does
 - if not saver.checkpoint.resume:
 + if saver.checkpoint.resume is None:
 
-_server/extras.py: a package that is missing has no cure
-- raise ImportError(f"{error}: {cure}") from error
+_server/extras.py: a package that is missing has no hint
+- raise ImportError(f"{error}: {hint}") from error
 + raise
 
 engines/_threads.py: threads that sleep are waited for
 - self._halt.set()
 + pass
 
-engines/_crew.py: more gradients are handed out than the run pushes
+engines/_pool.py: more gradients are handed out than the run pushes
 - if self._ledger.stands + self._awaited() >= self._job.pushes:
 + if self._ledger.stands >= self._job.pushes:
 
-engines/_crew.py: a worker that blocks keeps the last push from the others
+engines/_pool.py: a worker that blocks keeps the last push from the others
 - return sum(self._since[index] > limit for index in self._busy)
 + return len(self._busy)
 
-engines/_crew.py: a push that was answered and not given is saved and does not count
+engines/_pool.py: a push that was answered and not given is saved and does not count
 - self._ledger.settle(self.server.rest())
 + self.server.rest()
 
-engines/_crew.py: a worker whose stream has ended draws again
+engines/_pool.py: a worker whose stream has ended draws again
 - self._members = {i: w for i, w in self._members.items() if i != index}
 + pass
 
-engines/_crew.py: workers that all wait for a step wait for good
+engines/_pool.py: workers that all wait for a step wait for good
 - if len(members) < self._at_least or self._refused:
 + if True:
 
@@ -681,27 +681,27 @@ _server/layout.py: no state is cut
 - return seen, axis
 + return seen, None
 
-_server/placed.py: parameters in parts stay in the memory that was given
+_server/sharded.py: parameters in parts stay in the memory that was given
 - x if self._lies_here(x) else np.array(x)
 + x
 
-_server/placed.py: a step sees the padding of dense arrays
+_server/sharded.py: a step sees the padding of dense arrays
 - lambda path, x, padded: padded if path in rows else x,
 + lambda path, x, padded: padded,
 
-_server/placed.py: padding of pushed rows is a row of the padded table
+_server/sharded.py: padding of pushed rows is a row of the padded table
 - indices = jnp.where(g.indices < g.dense_shape[0], g.indices, shape[0])
 + indices = g.indices
 
-_server/parcels.py: an argument that has the shape of a part is taken for one
+_server/messages.py: an argument that has the shape of a part is taken for one
 - else Part(parts[x.number])
 + else parts[x.number]
 
-_server/parcels.py: rows that were pulled have the padding of a table cut along them
+_server/messages.py: rows that were pulled have the padding of a table cut along them
 - rows[(slice(None), *inside)]
 + rows
 
-_server/parcels.py: a small array is sent when it may have been overwritten
+_server/messages.py: a small array is sent when it may have been overwritten
 - return cls(None, copy(tree))
 + return cls(None, tree)
 
@@ -718,7 +718,7 @@ _server/group.py: nobody waits for the coordinator
 + return
 
 _server/group.py: followers are not told of checkpoints
-- self._orders.tell("snapshot", taken.pushes, taken.counters)
+- self._commands.send("snapshot", taken.pushes, taken.counters)
 + pass
 
 _server/follower.py: a push that was prepared for nothing is kept
@@ -741,7 +741,7 @@ engines/_group.py: a place that names other needs has no CPU
 - if bundle["CPU"] is None:  # Ray asks for one, whatever else there is.
 + if False:
 
-engines/_reach.py: a cluster is waited for without an end
+engines/_connect.py: a cluster is waited for without an end
 - said, _ = process.communicate(timeout=seconds)
 + said, _ = process.communicate()
 
@@ -754,10 +754,10 @@ engines/_ledger.py: a push that the server forgot is not lost
 + pass
 
 engines/_ledger.py: an answer of a server that died counts for the one after it
-- if is_past(push.local_step, self.life):  # On its way when the server died.
+- if is_past(push.local_step, self.incarnation):  # On its way when the server died.
 + if False:
 
-engines/_crew.py: too few workers are left for a step
+engines/_pool.py: too few workers are left for a step
 - if len(members) == self._at_least:
 + if len(members) == 0:
 
@@ -765,13 +765,13 @@ engines/_ending.py: a run that failed is saved
 - except Terminated:
 + except BaseException:
 
-engines/_crew.py: a run that is taken up again begins its numbers anew
+engines/_pool.py: a run that is taken up again begins its numbers anew
 - self._busy[index] = self._start(index, worker, number)
 + self._busy[index] = self._start(index, worker, 0)
 
 engines/_tensorboard.py: pushes that died with the server lead the curves ahead
-- if life == self._lives[-1]:
-+ if life in self._lives:
+- if incarnation == self._incarnations[-1]:
++ if incarnation in self._incarnations:
 
 engines/_tensorboard.py: a run that goes on hides the checkpoint's own point
 - min(began + 1, push.result.global_step)
@@ -897,21 +897,23 @@ def env(folder: pathlib.Path) -> dict[str, str]:
 
 
 def nearest_first(folder: pathlib.Path, file: str) -> list[list[str]]:
-    """The tests of the file's own wing, then those of every wing, then all others."""
+    """Tests of the file's subpackage, then those of every one, then all others."""
 
     def found(pattern: str) -> list[str]:
         paths = sorted(folder.glob(pattern))
         return [str(p.relative_to(folder)) for p in paths if p.name != SELF]
 
-    wing, _, room = file.removesuffix(".py").rpartition("/")
-    name = f"test_{room.strip('_')}.py"
-    own = found(f"tests/{wing.strip('_')}/test_*.py" if wing else f"tests/{name}")
+    subpackage, _, module = file.removesuffix(".py").rpartition("/")
+    name = f"test_{module.strip('_')}.py"
+    own = found(
+        f"tests/{subpackage.strip('_')}/test_*.py" if subpackage else f"tests/{name}"
+    )
     own.sort(key=lambda path: not path.endswith(name))
     own.append(f"gradxform/{file}")  # Its doctests.
     rest = [*found("tests/*/test_*.py"), *found("tests/test_*.py"), "gradxform"]
     rest += ["README.md", *found("docs/*.md"), *found("docs/*/*.md")]
-    rest = [path for path in rest if path not in [*own, *OF_EVERY_WING]]
-    return [own, OF_EVERY_WING, rest]
+    rest = [path for path in rest if path not in [*own, *OF_EVERY_SUBPACKAGE]]
+    return [own, OF_EVERY_SUBPACKAGE, rest]
 
 
 def pytest(folder: pathlib.Path, *options: str) -> str | None:

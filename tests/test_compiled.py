@@ -305,7 +305,7 @@ def test_a_norm_or_a_gate_behind_a_delay_reads_a_copy(inner, passes, num_steps, 
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 8])
-def test_a_ring_in_half_precision_needs_no_room_either(num_steps):
+def test_a_ring_in_half_precision_needs_no_module_either(num_steps):
     shapes = leaves(jnp.bfloat16)
     tx = gx.delayed(gx.scale_by_learning_rate(0.1), num_steps)
     step = compiled_step(tx, lambda: shapes)
@@ -469,7 +469,7 @@ MICRO_BATCHES = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", MICRO_BATCHES)
-def test_micro_batches_need_no_room_but_their_sum(name):
+def test_micro_batches_need_no_module_but_their_sum(name):
     tx, passes = MICRO_BATCHES[name]
     model = gpt2_small if name == "adagrad" else each_kind
     step, n = compiled_step(tx, model), size(model())
@@ -525,7 +525,7 @@ def test_optaxs_micro_batches_need_two_copies():
     assert step.cost_analysis()["bytes accessed"] > 18.99 * n
 
 
-def test_micro_batches_on_a_mesh_need_no_room_either():
+def test_micro_batches_on_a_mesh_need_no_module_either():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, P("x"))
     params = {

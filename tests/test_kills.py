@@ -1,4 +1,4 @@
-"""What each signal leaves of the main job, once; the benchmark sends many."""
+"""What each signal leaves of the demo, once; the benchmark sends many."""
 
 import os
 import pathlib

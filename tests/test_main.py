@@ -1,4 +1,4 @@
-"""The main job: its parts by hand-made cases, and the command as a user runs it."""
+"""The demo: its parts by hand-made cases, and the command as a user runs it."""
 
 import contextlib
 import errno
@@ -38,7 +38,7 @@ def environment(**changes):
     return {**kept, "PYTHONIOENCODING": "utf-8", **changes}
 
 
-# The stage of CI that runs the main job compiles its programs as a user does.
+# The stage of CI that runs the demo compiles its programs as a user does.
 QUICK = {"XLA_FLAGS": xla_flags(level=0)}
 
 

@@ -1,4 +1,4 @@
-"""One place says which versions are supported, and one room bridges them."""
+"""One place says which versions are supported, and one module bridges them."""
 
 import pathlib
 import re
@@ -25,14 +25,14 @@ def test_pages_name_the_oldest_flax_that_the_demo_takes(page):
     assert set(said) == {line.removeprefix("flax>=")}
 
 
-def test_one_room_asks_which_version_runs():
+def test_one_module_asks_which_version_runs():
     package = ROOT / "gradxform"
-    rooms = {
+    modules = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")
         if ASKS.search(path.read_text())
     }
-    assert rooms == {"_trees/versions.py"}
+    assert modules == {"_trees/versions.py"}
 
 
 def test_the_floors_and_every_python_are_in_the_table():

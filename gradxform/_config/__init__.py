@@ -5,5 +5,5 @@
 - ``keras``: translates the configs that Keras and TensorFlow Addons write.
 - ``schedules``: the schedules that a config may name.
 
-Imports ``_trees`` and the public face, whose functions a config names.
+Imports ``_trees`` and the public API, whose functions a config names.
 """

@@ -1,7 +1,7 @@
-"""The main job's rooms (modules): its options, its data and model, and its output.
+"""The modules of the demo: its options, its data and model, and its output.
 
 ``python -m gradxform`` runs ``gradxform/__main__.py``, which makes workers,
-transformation and job. It uses these rooms in this order: ``command_line`` checks the
+transformation and job. It uses these modules in this order: ``command_line`` checks the
 options before anything is loaded; ``digits`` gives the data and the model; ``report``
 shows the progress and the results. With ``--list`` there is no run: ``listing`` prints
 the public names.
@@ -12,5 +12,5 @@ the public names.
 - ``listing``: the public names, read from the package; and ``show``, which prints both
   tables.
 
-Imports the public face, ``engines`` and ``_server``. Only the main job imports it.
+Imports the public API, ``engines`` and ``_server``. Only the demo imports it.
 """

@@ -1,4 +1,4 @@
-"""The command line of the main job: every option, default and range."""
+"""The command line of the demo: every option, default and range."""
 
 from __future__ import annotations
 

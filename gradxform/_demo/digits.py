@@ -1,4 +1,4 @@
-"""The main job's model and data: a small convolutional net, handwritten digits."""
+"""The demo's model and data: a small convolutional net, handwritten digits."""
 
 from __future__ import annotations
 

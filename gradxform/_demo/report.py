@@ -1,4 +1,4 @@
-"""The main job's output: a progress bar, a table, and a plot."""
+"""The demo's output: a progress bar, a table, and a plot."""
 
 from __future__ import annotations
 

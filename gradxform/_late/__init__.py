@@ -7,7 +7,7 @@ push that may not act copies nothing.
 
 - ``gate``: the idea, and what all gates share.
 - ``conditional``: a conditional whose two sides may differ in type.
-- ``absent``: what happens to a leaf without a gradient.
+- ``missing``: what happens to a leaf without a gradient.
 - ``drop_stale``: the gate that drops gradients that come too late.
 - ``worker_mean``: the gate for workers whose data differ, with a row for each.
 - ``delayed``: gradients that act a fixed number of steps late, in an ordinary loop.

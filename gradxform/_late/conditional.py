@@ -16,7 +16,7 @@ from gradxform._trees.types import PyTree, T
 _Type: TypeAlias = jax.core.ShapedArray
 
 
-def either(pred: jax.Array, acts: Callable[[], T], rests: Callable[[], T]) -> T:
+def typed_cond(pred: jax.Array, acts: Callable[[], T], rests: Callable[[], T]) -> T:
     """``lax.cond(pred, acts, rests)`` with two sides that may differ in type.
 
     Both return trees. Resting returns the old values and so sets the types: parameters

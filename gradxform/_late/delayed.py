@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._late import absent, gate
-from gradxform._late.absent import LeafFlags
+from gradxform._late import gate, missing
 from gradxform._late.gate import ActIf, Outcome
+from gradxform._late.missing import LeafFlags
 from gradxform._trees import boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
 from gradxform._trees.indexed_slices import IndexedSlices
@@ -118,7 +118,7 @@ def delayed(
         checks.of_same_kind("ring_dtype", ring_dtype, params)
         params = maps.held(params)
         inner_state = gate.inner_state(inner, params)
-        leaves = boxes.bare(params)
+        leaves = boxes.unboxed(params)
 
         def zeros(p: jax.Array, delay: int) -> jax.Array:
             dtype = dtypes.inexact_dtype(p) if ring_dtype is None else ring_dtype
@@ -148,7 +148,7 @@ def delayed(
         leaves, treedef = jax.tree.flatten(updates, is_leaf=maps.is_leaf)
         rings = jax.tree.leaves(ring, is_leaf=maps.is_leaf)
         delays = np.array(list(map(_delay, rings)), np.int32)
-        moves = absent.holds(updates, leaf_flags) & (delays > 0)
+        moves = missing.holds(updates, leaf_flags) & (delays > 0)
         count = state.count
         place = jnp.where(count < delays, count, count - delays)  # count mod d
 
@@ -177,7 +177,7 @@ def delayed(
                 return new
             return jax.lax.dynamic_update_slice_in_dim(ring, new, place, 0)
 
-        flags = absent.flags_of(updates, leaf_flags)
+        flags = missing.flags_of(updates, leaf_flags)
         flags = jax.tree.leaves(flags, is_leaf=maps.is_leaf)
         ring = jax.tree.unflatten(treedef, map(put, leaves, rings, place, flags))
         one_more = jnp.where(count + 1 < 2 * delays, count + 1, delays)
@@ -224,8 +224,8 @@ def _check_numbers(num_steps: PyTree[int]) -> None:
 
 def _delays(num_steps: PyTree[int], params: optax.Params) -> PyTree[int]:
     """The number of each leaf: the one given for it, or for a branch around it."""
-    given = dict(jax.tree.leaves_with_path(boxes.bare(num_steps)))
-    cure = (
+    given = dict(jax.tree.leaves_with_path(boxes.unboxed(num_steps)))
+    hint = (
         "Pass an int, or a tree of ints with the keys of params, where one int may "
         "stand for a whole branch."
     )
@@ -234,7 +234,7 @@ def _delays(num_steps: PyTree[int], params: optax.Params) -> PyTree[int]:
         for end in range(len(path) + 1):
             if path[:end] in given:
                 return int(given[path[:end]])
-        raise TypeError(f"num_steps has no int for params{place(path)}. {cure}")
+        raise TypeError(f"num_steps has no int for params{place(path)}. {hint}")
 
     def place(path: Path) -> str:
         return jax.tree_util.keystr(path)
@@ -248,7 +248,7 @@ def _delays(num_steps: PyTree[int], params: optax.Params) -> PyTree[int]:
         if not any(path[: len(at)] == at[: len(path)] for at, _ in nodes):
             raise TypeError(
                 f"num_steps{place(path)} is {given[path]!r}, but params have nothing "
-                f"there. {cure}"
+                f"there. {hint}"
             )
     return delays
 
@@ -268,8 +268,8 @@ def _check_updates(updates: optax.Updates, ring: optax.Updates) -> None:
             raise TypeError(
                 "delayed makes room for gradients in init, which knows no number of "
                 f"rows, so it takes dense gradients, got IndexedSlices of {rows} at "
-                f"{checks.place(path)}. Put gradxform.densify() in front of it, which "
-                "needs a ring of whole tables, or give this leaf a delay of 0."
+                f"{checks.path_name(path)}. Put gradxform.densify() in front of it, "
+                "which needs a ring of whole tables, or give this leaf a delay of 0."
             )
 
     jax.tree.map_with_path(check, updates, ring, is_leaf=maps.is_leaf)

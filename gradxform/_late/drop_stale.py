@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 from gradxform._late import gate
-from gradxform._late.absent import LeafFlags
 from gradxform._late.gate import ActIf, GatedTransformation, Outcome
+from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, constants, dtypes
 
 

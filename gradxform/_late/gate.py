@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import absent
-from gradxform._late.absent import LeafFlags
-from gradxform._late.conditional import either
+from gradxform._late import missing
+from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import has_gate
+from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, versions
 
 # What a push produces: updates or new parameters, None for the updates of a rest.
@@ -143,7 +143,7 @@ def gate(
       push: ``push(act_if, updates, state, params, **extra)`` returns the outcome and
         the new state. It calls ``act_if``, see :class:`ActIf`, which gives both the
         outcome and the new state of ``inner``. Inside of a sum it also gets
-        ``leaf_flags``, see ``absent``.
+        ``leaf_flags``, see ``missing``.
     """
     versions.before_tracing()
     inner = optax.with_extra_args_support(inner)
@@ -174,7 +174,7 @@ def gate(
             def rests() -> tuple[Outcome, optax.OptState, jax.Array]:
                 return rest(params), inner_state, jnp.array(False)
 
-            return either(pred, acts, rests)
+            return typed_cond(pred, acts, rests)
 
         return push(act_if, updates, state, params, **extra)
 
@@ -198,7 +198,7 @@ def _update(
 ) -> tuple[optax.Updates, optax.OptState]:
     if guard_of(inner) is not None:  # A gate knows leaves without a gradient.
         return inner.update(updates, state, params, **extra)
-    return absent.update(inner, updates, state, params, **extra)
+    return missing.update(inner, updates, state, params, **extra)
 
 
 def inner_state(
@@ -231,7 +231,7 @@ def _act(
     **extra: object,
 ) -> tuple[Outcome, optax.OptState]:
     """``act``, but leaves rest if ``leaf_flags`` says that they have no gradient."""
-    extra = taken(inner, extra)
+    extra = accepted_kwargs(inner, extra)
     if not leaf_flags:
         return act(inner, updates, state, params, **extra)
     if has_gate(state):
@@ -239,14 +239,14 @@ def _act(
     outcome, new_state = act(inner, updates, state, params, **extra)
     if guard_of(inner) is not None:
         return outcome, new_state
-    flags = absent.flags_of(updates, leaf_flags)
+    flags = missing.flags_of(updates, leaf_flags)
     if not has_gate(state, "pushed"):  # The gradients of a sum may be older ones.
-        outcome = absent.chosen(flags, outcome, rest(params))
+        outcome = missing.chosen(flags, outcome, rest(params))
     like = updates if params is None else params
-    return outcome, absent.keep(inner, flags, new_state, state, like)
+    return outcome, missing.keep(inner, flags, new_state, state, like)
 
 
-def taken(
+def accepted_kwargs(
     tx: optax.GradientTransformation, extra: dict[str, object]
 ) -> dict[str, object]:
     """The extra arguments that ``tx.update`` takes.

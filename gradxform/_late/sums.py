@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import absent, gate
-from gradxform._late.absent import LeafFlags
-from gradxform._late.conditional import either
+from gradxform._late import gate, missing
+from gradxform._late.conditional import typed_cond
 from gradxform._late.gate import ActIf, Outcome
+from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
 from gradxform._trees.types import Leaf, PyTree
@@ -72,7 +72,7 @@ class Sums:
 
         inner_state = gate.inner_state(self._inner, params)
         leaves = jax.tree.leaves(params, is_leaf=maps.is_leaf)
-        bare = boxes.bare(params)
+        bare = boxes.unboxed(params)
         # Two counters, not one twice: a buffer can be donated only once.
         return Sum(
             global_step=constants.zero(params, jnp.int32),
@@ -104,12 +104,12 @@ class Sums:
         count = state.num_accumulated + taken.astype(jnp.int32)
         full = taken & self._is_enough(count, state.global_step)
 
-        total, row_counts = either(
+        total, row_counts = typed_cond(
             taken,
             lambda: self._added(updates, leaf_flags, state, count, full),
             lambda: (state.accumulated, state.row_counts),
         )
-        pushed = state.pushed | (taken & absent.holds(updates, leaf_flags))
+        pushed = state.pushed | (taken & missing.holds(updates, leaf_flags))
 
         def reduced() -> optax.Updates:
             # From here on all is dense: inner gets every row that any push held.
@@ -154,8 +154,8 @@ class Sums:
     ) -> tuple[optax.Updates, optax.Updates]:
         """Sums and row counts with this push; divides the sums if it is the last."""
         # sum + g and n + 1; in a table only for the rows that the push holds
-        flags = absent.flags_of(updates, leaf_flags)
-        pushed = maps.sum_duplicates(absent.chosen(flags, updates))
+        flags = missing.flags_of(updates, leaf_flags)
+        pushed = maps.sum_duplicates(missing.chosen(flags, updates))
         by_row = self._reduction == "row_mean"
         row_counts = state.row_counts
         if by_row:

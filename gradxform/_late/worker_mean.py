@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._late import absent, gate
-from gradxform._late.absent import LeafFlags
-from gradxform._late.conditional import either
+from gradxform._late import gate, missing
+from gradxform._late.conditional import typed_cond
 from gradxform._late.gate import ActIf, GatedTransformation, Outcome
+from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
 from gradxform._trees.rows import explicit_sharding
@@ -157,7 +157,7 @@ def worker_mean(
                 dtype = accumulator_dtype or dtypes.wide_dtype(p)
                 return constants.stacked(constants.full_like(p, 0, dtype), number)
 
-            return boxes.boxed(params, maps.map_params(zeros, boxes.bare(params)))
+            return boxes.boxed(params, maps.map_params(zeros, boxes.unboxed(params)))
 
         def none(p: jax.Array) -> jax.Array:
             return constants.stacked(constants.full_like(p, 0, jnp.int32, axes=0), n)
@@ -168,7 +168,7 @@ def worker_mean(
             counts=constants.stacked(constants.zero(params, jnp.int32), n),
             stepped=constants.stacked(constants.zero(params, jnp.bool), n),
             table=rows(n),
-            row_counts=maps.map_params(none, boxes.bare(params)),
+            row_counts=maps.map_params(none, boxes.unboxed(params)),
             means=rows(2 if method == "ringleader" else 1),
             turn=constants.zero(params, jnp.int32),
             inner_state=inner_state,
@@ -261,8 +261,8 @@ class _Push(NamedTuple):
         i = self.worker
         counts = state.counts.at[i].set(_one_more(state.counts[i], newest_only))
         counts = jnp.where(self.taken, counts, state.counts)
-        flags = absent.flags_of(self.updates, self.leaf_flags)
-        table, row_counts, means = either(
+        flags = missing.flags_of(self.updates, self.leaf_flags)
+        table, row_counts, means = typed_cond(
             self.taken,
             lambda: _added(flags, self.updates, state, i, row, newest_only),
             lambda: (state.table, state.row_counts, state.means),

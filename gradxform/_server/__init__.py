@@ -1,12 +1,12 @@
 """The host's side: one object with state, and how it outlives its process.
 
-A push goes through these rooms (modules) in this order. ``parameter_server`` makes the
-cheap checks. ``programs`` finds or compiles the step for the push, brings the push to
-the ``places`` of the parameters, and waits until it is there; ``rows`` pads row-sparse
-gradients to one of few sizes. ``own_thread`` lets no signal interrupt the work under
-the lock: the step, and the one assignment of a new ``records.Version``. ``waiters``
-wakes the workers that waited for this step. A pull copies the arrays, or reads some of
-their ``rows``.
+A push goes through these modules in this order. ``parameter_server`` makes the cheap
+checks. ``programs`` finds or compiles the step for the push, brings the push to the
+``placement`` of the parameters, and waits until it is there; ``rows`` pads row-sparse
+gradients to one of few sizes. ``serial_executor`` lets no signal interrupt the work
+under the lock: the step, and the one assignment of a new ``records.Version``.
+``waiters`` wakes the workers that waited for this step. A pull copies the arrays, or
+reads some of their ``rows``.
 
 On Ray the server is an ``actor``, which publishes each version once. All arrays travel
 by ``wire``.
@@ -16,10 +16,10 @@ from the newest complete one. Their ``folder`` belongs to one run at a time. ``e
 imports packages that not every user has.
 
 In a server of several processes, each process has a part of each large array. The
-``layout`` says which part, and the parts are ``placed`` on one mesh of all processes.
+``layout`` says which part, and the parts are ``sharded`` on one mesh of all processes.
 The processes are a ``group``: the leader is the server for everybody else, and each
 ``follower`` does what the leader tells it over a ``channel``. Pushes and pulls travel
-in ``parcels``: each process receives and sends only its own parts.
+in ``messages``: each process receives and sends only its own parts.
 
-Imports all wings above it.
+Imports all subpackages above it.
 """

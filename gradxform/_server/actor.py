@@ -90,7 +90,7 @@ class Publisher:
 
 def _step(version: Version) -> tuple[str, int]:
     """Identifies its parameters: they change only where the global step does."""
-    return version.life, version.global_step
+    return version.incarnation, version.global_step
 
 
 def is_actor(server: object) -> bool:

@@ -1,6 +1,6 @@
 """Messages between the processes of one server: commands, and news of a death.
 
-The leader has a connection to each follower. It sends its orders (commands) over them,
+The leader has a connection to each follower. It sends its commands over them,
 to all followers in the same sequence. A connection that closes means that a process has
 ended. Then all others end as well, at once, so that none waits in a collective that the
 dead process will never join.
@@ -33,7 +33,7 @@ def end_process(why: str) -> None:
     os._exit(1)
 
 
-class Orders:
+class CommandChannel:
     """The leader's end: sends each order to all followers.
 
     Args:
@@ -67,10 +67,10 @@ class Orders:
             _tune(connection)
             _start(self._watch, connection)
 
-    def tell(
+    def send(
         self, name: str, *args: object, each: Sequence[object] | None = None
     ) -> None:
-        """Tells all followers to do ``name``, or those with an entry in ``each``."""
+        """Sends a command to all followers, or to those with an entry in ``each``."""
         order = pickle.dumps((name, *args), -1)
         try:
             with self._lock:
@@ -106,7 +106,7 @@ class Orders:
 
 
 class Followed:
-    """A follower's end: receives the orders and obeys them in their sequence.
+    """A follower's end: receives the commands and handles them in their sequence.
 
     Args:
       address: of the leader.
@@ -126,22 +126,22 @@ class Followed:
         self._connection.send(number)
         _tune(self._connection)
         self._end = end
-        self._orders: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         _start(self._hear)
 
     def _hear(self) -> None:
-        # On a thread of its own: the thread that obeys may be in a collective.
+        # On a thread of its own: the thread that handles may be in a collective.
         with contextlib.suppress(EOFError, OSError):
             while True:
-                self._orders.put(self._connection.recv())
+                self._commands.put(self._connection.recv())
         self._end("the leader of the server has died, and this process ends with it")
 
-    def serve(self, obey: Callable[..., None], failure: Callable[..., str]) -> None:
+    def serve(self, handle: Callable[..., None], failure: Callable[..., str]) -> None:
         """Obeys until an order fails, and tells the leader of that failure."""
         while True:
-            name, *args = self._orders.get()
+            name, *args = self._commands.get()
             try:
-                obey(name, *args)
+                handle(name, *args)
             except BaseException as error:
                 self._connection.send(failure(error))
                 return  # The leader ends the server.

@@ -17,8 +17,8 @@ import jax
 
 from gradxform._server.extras import require
 from gradxform._server.folder import Folder, path_of
-from gradxform._server.placed import Spread
 from gradxform._server.records import summary
+from gradxform._server.sharded import ShardedParams
 from gradxform._trees import checks
 
 logger = logging.getLogger("gradxform")
@@ -106,16 +106,18 @@ class Saver:
 
     Args:
       checkpoint: where, and how often.
-      spread: how the arrays lie over several processes.
+      sharded: how the arrays lie over several processes.
 
     Attributes:
       checkpoint: as given.
     """
 
-    def __init__(self, checkpoint: Checkpoint, spread: Spread | None = None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, sharded: ShardedParams | None = None
+    ) -> None:
         self._orbax = require("orbax.checkpoint", "checkpoint")
         self.checkpoint = checkpoint
-        self._spread = spread
+        self._sharded = sharded
         self._several = jax.process_count() > 1
         self._is_first = jax.process_index() == 0
         self._turns = itertools.count()  # The same in all processes.
@@ -126,7 +128,7 @@ class Saver:
         self._idle.set()
         self._begun = time.monotonic()
         # What to write, and a queue for the error of whoever waits; None at the end.
-        self._orders: queue.SimpleQueue[
+        self._commands: queue.SimpleQueue[
             tuple[Snapshot, queue.SimpleQueue[BaseException | None] | None] | None
         ] = queue.SimpleQueue()
         self._thread = threading.Thread(
@@ -196,12 +198,12 @@ class Saver:
         """Has it written; returns at once."""
         self._idle.clear()
         self._begun = time.monotonic()
-        self._orders.put((snapshot, None))
+        self._commands.put((snapshot, None))
 
     def write(self, snapshot: Snapshot) -> None:
         """Has it written, after what was begun before; returns when it is there."""
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._orders.put((snapshot, done))
+        self._commands.put((snapshot, done))
         if (error := done.get()) is not None:
             raise error
 
@@ -210,7 +212,7 @@ class Saver:
         self._idle.wait()
 
     def _serve(self) -> None:
-        for snapshot, done in iter(self._orders.get, None):
+        for snapshot, done in iter(self._commands.get, None):
             error = None
             try:
                 self._save(snapshot)
@@ -359,7 +361,7 @@ class Saver:
 
     def close(self) -> None:
         """Finishes the checkpoint that was begun, then ends."""
-        self._orders.put(None)
+        self._commands.put(None)
         self._thread.join()
         if self._manager is not None:
             self._manager.close()
@@ -368,8 +370,8 @@ class Saver:
     def _described(self, state: dict[str, Any]) -> dict[str, str]:
         """Dtype and shape of every array, by its path, as users see them."""
         types = jax.tree.map(jax.typeof, state)
-        if self._spread is not None:
-            of_params, of_state = self._spread.layouts
+        if self._sharded is not None:
+            of_params, of_state = self._sharded.layouts
             types = {"params": of_params.types, "state": of_state.types}
         flat, _ = jax.tree.flatten_with_path(types)
         return {jax.tree_util.keystr(path): _short(x) for path, x in flat}

@@ -15,5 +15,5 @@ def require(package: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        cure = f"run python -m pip install 'gradxform[{extra}]'"
-        raise ImportError(f"{error}: {cure}") from error
+        hint = f"run python -m pip install 'gradxform[{extra}]'"
+        raise ImportError(f"{error}: {hint}") from error

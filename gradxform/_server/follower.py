@@ -14,15 +14,15 @@ from gradxform._server.channel import Followed
 from gradxform._server.checkpoints import Checkpoint, Saver, Snapshot
 from gradxform._server.group import LocalRows, enter, parts_of
 from gradxform._server.layout import Layout
-from gradxform._server.parcels import Parcel
-from gradxform._server.placed import Spread
-from gradxform._server.places import copy
+from gradxform._server.messages import Message
+from gradxform._server.placement import copy
 from gradxform._server.programs import Leaves, PushPrograms, Step
 from gradxform._server.records import summary
+from gradxform._server.sharded import ShardedParams
 
 
 class Follower:
-    """One process's parts of the arrays, and the orders that it obeys.
+    """One process's parts of the arrays, and the commands that it handles.
 
     Args:
       number: of this process, from 1.
@@ -52,24 +52,26 @@ class Follower:
         followed = Followed(address, self._key, self._number)
         mesh = enter(coordinator, self._number, self._processes)
         params, tx = sys.modules["ray"].get(given)
-        spread = Spread(params, layout, mesh)
-        tx, params, state = spread.settle(tx)
-        self._programs = PushPrograms(tx, params, state, donate, require_finite, spread)
+        sharded = ShardedParams(params, layout, mesh)
+        tx, params, state = sharded.initialize(tx)
+        self._programs = PushPrograms(
+            tx, params, state, donate, require_finite, sharded
+        )
         self._leaves: Leaves = jax.tree.leaves((params, state))
         self._rows = LocalRows(params)
-        self._saver = None if checkpoint is None else Saver(checkpoint, spread)
+        self._saver = None if checkpoint is None else Saver(checkpoint, sharded)
         threading.Thread(
             target=followed.serve,
-            args=(self._obey, summary),
-            name="orders",
+            args=(self._handle, summary),
+            name="commands",
             daemon=True,
         ).start()
 
     # Ray's calls: these may come in any sequence.
 
-    def prepare(self, key: int, parcel: Parcel) -> None:
+    def prepare(self, key: int, message: Message) -> None:
         """Does what a push needs before its turn."""
-        self._prepared[key] = self._programs.prepare(*parcel.open())
+        self._prepared[key] = self._programs.prepare(*message.open())
 
     def ready(self, number: int, size: int) -> None:
         """Compiles the program that reads ``size`` rows of a leaf."""
@@ -90,9 +92,9 @@ class Follower:
     def _box(self, key: int) -> queue.SimpleQueue[Any]:
         return self._done.setdefault(key, queue.SimpleQueue())
 
-    # The leader's orders, obeyed in its sequence, on one thread.
+    # The leader's commands, handled in its sequence, on one thread.
 
-    def _obey(self, name: str, *args: object) -> None:
+    def _handle(self, name: str, *args: object) -> None:
         getattr(self, f"_{name}")(*args)
 
     def _push(self, key: int, local_step: int) -> None:

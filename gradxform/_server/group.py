@@ -28,16 +28,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._server.actor import Publisher
-from gradxform._server.channel import Orders, end_process
+from gradxform._server.channel import CommandChannel, end_process
 from gradxform._server.checkpoints import Checkpoint, Saver, Snapshot
 from gradxform._server.layout import AXIS, Layout
-from gradxform._server.parcels import Cut, Parcel, Pulled, Rows, Stowed, packed
-from gradxform._server.placed import Spread
-from gradxform._server.places import Place, copy
+from gradxform._server.messages import Cut, Message, Payload, Pulled, Rows, packed
+from gradxform._server.placement import Placement, copy
 from gradxform._server.programs import Leaves, Step, Stepped
 from gradxform._server.records import PushResult, summary
 from gradxform._server.recoverable import RecoverableServer
-from gradxform._server.rows import RowPrograms, Wanted, in_order, size_for
+from gradxform._server.rows import RowPrograms, RowRequest, in_order, size_for
+from gradxform._server.sharded import ShardedParams
 from gradxform._trees.types import PyTree, T
 
 HOUR = 3600
@@ -105,7 +105,7 @@ class Leader(RecoverableServer):
 
     def __init__(self, key: bytes, processes: int) -> None:
         self._cause: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._orders = Orders(host(), key, self._end)
+        self._commands = CommandChannel(host(), key, self._end)
         # Holds the port until the coordinator binds to it, too.
         self._reserved = socket.socket()
         if hasattr(socket, "SO_REUSEPORT"):
@@ -116,7 +116,7 @@ class Leader(RecoverableServer):
     def where(self) -> tuple[str, tuple[str, int]]:
         """The addresses of JAX's coordinator and of the channel."""
         address, port, *_ = self._reserved.getsockname()
-        return f"{address}:{port}", self._orders.address
+        return f"{address}:{port}", self._commands.address
 
     def cause(self) -> str:
         """Waits until this process has to end; returns why."""
@@ -144,13 +144,13 @@ class Leader(RecoverableServer):
           checkpoint: where and how often the run is saved.
           options: the other arguments of :class:`RecoverableServer`.
         """
-        self._orders.accept(len(followers))
+        self._commands.accept(len(followers))
         mesh = enter(self.where()[0], 0, self._processes)
         self._reserved.close()
         self._followers = followers
         self._ray = sys.modules["ray"]
         params, tx = self._ray.get(given)
-        super().__init__(Spread(params, layout, mesh), tx, checkpoint, **options)
+        super().__init__(ShardedParams(params, layout, mesh), tx, checkpoint, **options)
         self._keys = itertools.count()
         self._prepared: set[int] = set()  # Pushes whose turn has not come yet.
         self._publisher = Publisher(
@@ -163,38 +163,38 @@ class Leader(RecoverableServer):
 
     def push(
         self,
-        grads: Parcel,
+        grads: Message,
         local_step: int,
         *,
         push_id: tuple[Hashable, int] | None = None,
         **extra: object,
     ) -> PushResult:
-        """See :class:`ParameterServer`; the extra arguments come in the parcel."""
+        """See :class:`ParameterServer`; the extra arguments come in the message."""
         key = next(self._keys)
         try:
             return super().push((key, grads), local_step, push_id=push_id)
         finally:
             if key in self._prepared:
                 self._prepared.discard(key)
-                self._orders.tell("forget", key)
+                self._commands.send("forget", key)
 
     def _prepare(
-        self, grads: tuple[int, Parcel], extra: dict[str, Any]
+        self, grads: tuple[int, Message], extra: dict[str, Any]
     ) -> tuple[Step, Leaves]:
-        key, parcel = grads
+        key, message = grads
         self._prepared.add(key)
-        each = [parcel.of_process(k) for k in range(self._processes)]
+        each = [message.of_process(k) for k in range(self._processes)]
         with self.asked("prepare", key, each=each[1:]):
             step, pushed = self._programs.prepare(*each[0].open())
 
         def ordered(leaves: Leaves, pushed: Leaves, local_step: np.int32) -> Stepped:
             self._prepared.discard(key)
-            self._orders.tell("push", key, int(local_step))
+            self._commands.send("push", key, int(local_step))
             try:
                 return jax.block_until_ready(step(leaves, pushed, local_step))
             except BaseException as error:
                 # If it failed because another process died, this one ends here.
-                self._orders.failed(summary(error))
+                self._commands.failed(summary(error))
                 self._lost = f"a step failed, {summary(error)}"
                 self._wake()
                 raise
@@ -216,9 +216,9 @@ class Leader(RecoverableServer):
             sequence, or a number instead of each one that is not wanted.
         """
         leaves, structure = jax.tree.flatten(tree)
-        spread = self._programs.spread
-        assert spread is not None
-        layouts = spread.layouts
+        sharded = self._programs.sharded
+        assert sharded is not None
+        layouts = sharded.layouts
         types = [x for each in layouts for x in jax.tree.leaves(each.types)]
         cuts = [cut for each in layouts for cut in each.cuts]
         at: list[int] = []
@@ -236,7 +236,7 @@ class Leader(RecoverableServer):
             others = self.order("publish", at)
             parts = [parts_of(self._version.leaves, at), *others]
         whole = jax.tree.unflatten(structure, leaves)
-        return Pulled(Stowed.of(whole, _copied), cut, parts, {})
+        return Pulled(Payload.of(whole, _copied), cut, parts, {})
 
     def order(
         self, name: str, *args: object, each: Sequence[object] | None = None
@@ -250,7 +250,7 @@ class Leader(RecoverableServer):
             gets no order.
         """
         key = next(self._keys)
-        self._orders.tell(name, key, *args, each=each)
+        self._commands.send(name, key, *args, each=each)
         told = self._followers if each is None else each
         return [
             follower.take.remote(key)
@@ -291,7 +291,7 @@ class Leader(RecoverableServer):
 
     def _snapshot(self) -> Snapshot:
         taken = super()._snapshot()
-        self._orders.tell("snapshot", taken.pushes, taken.counters)
+        self._commands.send("snapshot", taken.pushes, taken.counters)
         return taken
 
     def _read(self, saver: Saver, pushes: int, like: dict[str, Any]) -> Snapshot:
@@ -299,10 +299,10 @@ class Leader(RecoverableServer):
             return saver.read(pushes, like)
 
 
-def parts_of(leaves: Leaves, at: list[int]) -> Stowed:
+def parts_of(leaves: Leaves, at: list[int]) -> Payload:
     """The parts of some leaves in this process, ready to be sent."""
     parts = [np.asarray(leaves[i].addressable_data(0)) for i in at]
-    return Stowed.of(packed(parts), copy=lambda _: packed(map(np.array, parts)))
+    return Payload.of(packed(parts), copy=lambda _: packed(map(np.array, parts)))
 
 
 def _copied(tree: T) -> T:
@@ -313,12 +313,12 @@ class _Rows(RowPrograms):
     """Lets all processes read the rows that they hold, of the same version."""
 
     def __init__(self, leader: Leader, params: optax.Params, layout: Layout) -> None:
-        super().__init__(layout.types, Place(params))
+        super().__init__(layout.types, Placement(params))
         self._leader, self._layout = leader, layout
         self._local = LocalRows(params)
         self._ready: set[tuple[int, int]] = set()  # In all processes.
 
-    def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> Wanted:
+    def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> RowRequest:
         shape, cut = self._types[number].shape, self._layout.cuts[number]
         height = shape[0]
         each: list[Any]  # Ids for each process, or None.
@@ -338,7 +338,7 @@ class _Rows(RowPrograms):
             with self._leader.asked("ready", number, size):
                 self._local.ready(number, size)
             self._ready.add((number, size))
-        return Wanted(given, functools.partial(self._read, number, size, each))
+        return RowRequest(given, functools.partial(self._read, number, size, each))
 
     def _read(
         self, number: int, size: int, each: list[Any], table: jax.Array
@@ -348,7 +348,7 @@ class _Rows(RowPrograms):
         own = self._local.read(table, number, size, each[0])
         return [own, *parts]
 
-    def part(self, number: int, wanted: Wanted, rows: Any) -> Any:  # A message.
+    def part(self, number: int, wanted: RowRequest, rows: Any) -> Any:  # A message.
         own, *parts = rows
         shape, cut = self._types[number].shape, self._layout.cuts[number]
         return Rows(wanted.indices, shape, cut or 0, [own(), *parts])
@@ -359,7 +359,7 @@ class LocalRows:
 
     def __init__(self, params: optax.Params) -> None:
         parts = [x.addressable_data(0) for x in jax.tree.leaves(params)]
-        place = Place(parts)
+        place = Placement(parts)
         types = [place.abstract(x.aval, x.sharding) for x in parts]
         self._heights = [x.shape[0] if x.shape else 0 for x in parts]
         self._programs = RowPrograms(types, place)

@@ -77,9 +77,9 @@ class Layout(NamedTuple):
         types = jax.tree.map(_type, params)
         flat, structure = jax.tree.flatten_with_path(types)
         if callable(shardings):
-            specs = [shardings(checks.slashed(path), x.shape) for path, x in flat]
+            specs = [shardings(checks.path_str(path), x.shape) for path, x in flat]
         else:
-            specs = _spread(shardings, structure)
+            specs = _sharded(shardings, structure)
         cuts = [
             _by_size(x, processes) if spec is None else _cut(path, x, spec, processes)
             for (path, x), spec in zip(flat, specs, strict=True)
@@ -271,7 +271,7 @@ def _is_spec(node: object) -> bool:
     return node is None or isinstance(node, P)
 
 
-def _spread(
+def _sharded(
     shardings: PyTree[P | None], structure: jax.tree_util.PyTreeDef
 ) -> list[P | None]:
     """The entry of ``shardings`` for each leaf: its own, or its branch's."""
@@ -281,7 +281,7 @@ def _spread(
         if not _is_spec(node):
             raise TypeError(
                 "server_shardings must hold jax.sharding.PartitionSpec, got "
-                f"{node!r} at {checks.place(path)}."
+                f"{node!r} at {checks.path_name(path)}."
             )
     try:
         numbers = jax.tree.unflatten(structure, range(structure.num_leaves))
@@ -304,7 +304,7 @@ def _spread(
 
 def _cut(path: Path, x: Type, given: object, processes: int) -> int | None:
     """The axis that a ``PartitionSpec`` names for a leaf, checked."""
-    where = f"server_shardings: {given!r} at {checks.place(path)}"
+    where = f"server_shardings: {given!r} at {checks.path_name(path)}"
     shape = f"of shape {list(x.shape)}"
     if not isinstance(given, P):
         raise TypeError(f"{where} is no jax.sharding.PartitionSpec.")

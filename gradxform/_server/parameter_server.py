@@ -12,16 +12,14 @@ import numpy as np
 import optax
 
 from gradxform._server.actor import Publisher, is_actor, was_restarted
-from gradxform._server.own_thread import OwnThread
-from gradxform._server.placed import Spread
-from gradxform._server.places import copy, on_host, settle
+from gradxform._server.placement import copy, initialize, on_host
 from gradxform._server.programs import Leaves, PushPrograms, Step
 from gradxform._server.records import (
     NO_COPY,
+    Counters,
     PushResult,
     ServerClosedError,
     ServerStats,
-    Tally,
     Version,
     as_step,
     check_push_id,
@@ -30,7 +28,9 @@ from gradxform._server.records import (
     summary,
     unusable,
 )
-from gradxform._server.rows import Wanted
+from gradxform._server.rows import RowRequest
+from gradxform._server.serial_executor import SerialExecutor
+from gradxform._server.sharded import ShardedParams
 from gradxform._server.waiters import Waiters
 from gradxform._trees import checks
 from gradxform._trees.types import Params, Rows
@@ -98,20 +98,24 @@ class ParameterServer(Generic[Params]):
         donate: bool = True,
         require_finite: bool = False,
     ) -> None:
-        spread = params if isinstance(params, Spread) else None
-        tx, params, state = spread.settle(tx) if spread else settle(tx, params)
-        self._programs = PushPrograms(tx, params, state, donate, require_finite, spread)
+        sharded = params if isinstance(params, ShardedParams) else None
+        tx, params, state = (
+            sharded.initialize(tx) if sharded else initialize(tx, params)
+        )
+        self._programs = PushPrograms(
+            tx, params, state, donate, require_finite, sharded
+        )
         # Only calls on `_thread` write what follows.
         self._version = Version.of(params, state)
         self._answered: dict[Hashable, tuple[int, PushResult]] = {}  # By worker.
         self._waiters = Waiters()
-        self._tally = Tally()
+        self._counters = Counters()
         self._closed = False
         self._lost: str | None = None
         self._publisher = Publisher() if is_actor(self) else None
         if was_restarted(self):
             self._lost = "its Ray actor has died and was started again"
-        self._thread = OwnThread("parameter-server")
+        self._thread = SerialExecutor("parameter-server")
 
     @overload
     def pull(self, rows: None = None) -> tuple[Params, int]: ...
@@ -121,8 +125,8 @@ class ParameterServer(Generic[Params]):
         """The parameters and the global step they belong to: the next ``local_step``.
 
         The arrays are the caller's own. The step is an integer that also knows its
-        server's life: the time until the next :meth:`restore` or restart. So the server
-        recognizes gradients from an earlier life.
+        server's incarnation: the time until the next :meth:`restore` or restart. So the
+        server recognizes gradients from an earlier incarnation.
 
         Args:
           rows: the ids that the worker will read, integers of any shape, for tables
@@ -152,7 +156,7 @@ class ParameterServer(Generic[Params]):
         leaves = {**others, **parts}
         return self._programs.params([leaves[i] for i in range(len(leaves))]), seen
 
-    def _pull(self, wanted: dict[int, Wanted]) -> tuple[dict[int, Any], Any, int]:
+    def _pull(self, wanted: dict[int, RowRequest]) -> tuple[dict[int, Any], Any, int]:
         """The wanted rows, and all other leaves, by their numbers."""
         self._check_usable()
         version = self._version
@@ -248,10 +252,10 @@ class ParameterServer(Generic[Params]):
             raise
         if self._publisher and not self._programs.gated:
             self._publisher.forget()
-        self._version = Version(leaves, global_step, dropped, old.life)
+        self._version = Version(leaves, global_step, dropped, old.incarnation)
         applied = dropped == old.dropped
         staleness = old.global_step - local_step
-        self._tally.count(applied, staleness)
+        self._counters.count(applied, staleness)
         cosines = counters[2:].view(np.float32).tolist()
         result = PushResult(applied, staleness, global_step, *cosines)
         if push_id is not None:
@@ -302,7 +306,9 @@ class ParameterServer(Generic[Params]):
         error, version = self._unusable(), self._version
         if error is not None:
             return error
-        if version.global_step > global_step or is_past(global_step, version.life):
+        if version.global_step > global_step or is_past(
+            global_step, version.incarnation
+        ):
             return version.global_step
         return None
 
@@ -322,7 +328,7 @@ class ParameterServer(Generic[Params]):
         return self._thread.run(self._stats)
 
     def _stats(self) -> ServerStats:
-        return self._tally.stats(self._version.global_step, self._lost)
+        return self._counters.stats(self._version.global_step, self._lost)
 
     def state(self) -> dict[str, Any]:
         """A copy of parameters and optimizer state, a tree that orbax can save.
@@ -345,8 +351,9 @@ class ParameterServer(Generic[Params]):
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from an earlier :meth:`state`; the statistics go on as well.
 
-        A new life begins: workers must pull again. The server recognizes a push or a
-        wait with an older step. A server that has lost its parameters is well again.
+        A new incarnation begins: workers must pull again. The server recognizes a push
+        or a wait with an older step. A server that has lost its parameters is well
+        again.
 
         Args:
           state: a tree with the paths, shapes and dtypes of :meth:`state`, on any

@@ -15,14 +15,14 @@ from jax.sharding import Sharding
 from gradxform._late import gate
 from gradxform._late.counters import dropped, outermost
 from gradxform._late.worker_mean import num_workers_of
-from gradxform._server.placed import Spread
-from gradxform._server.places import Arrays, Place, bring, compiled, copy
+from gradxform._server.placement import Arrays, Placement, bring, compiled, copy
 from gradxform._server.rows import RowPrograms, in_sizes
+from gradxform._server.sharded import ShardedParams
+from gradxform._training.apply import apply_gradients
 from gradxform._transforms.measure_cosine import cosines
 from gradxform._trees import checks, maps
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees.types import Leaf, Param, PyTree
-from gradxform._verbs.apply import apply_gradients
 
 MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes first.
 
@@ -64,7 +64,7 @@ class PushPrograms:
       state: the state of ``tx``, settled.
       donate: whether a step takes the memory of parameters and state.
       require_finite: whether gradients must be finite.
-      spread: how the arrays lie over several processes; None for one process. With it,
+      sharded: how the arrays lie over several processes; None for one process. With it,
         a push brings the parts of this process.
 
     Attributes:
@@ -74,7 +74,7 @@ class PushPrograms:
       num_workers: for how many workers a :func:`worker_mean` in ``tx`` has a row; None
         without one.
       rows: the programs that read rows of the parameters.
-      spread: as given.
+      sharded: as given.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class PushPrograms:
         state: optax.OptState,
         donate: bool,
         require_finite: bool,
-        spread: Spread | None = None,
+        sharded: ShardedParams | None = None,
     ) -> None:
-        self._tx, self._donate, self.spread = tx, donate, spread
+        self._tx, self._donate, self.sharded = tx, donate, sharded
         self.gated = gate.guard_of(tx) is not None
         self._require_finite = require_finite
         arrays = params, state
-        self._place = place = Place(arrays)
+        self._placement = place = Placement(arrays)
         self.devices = len(place.everywhere.device_set)
         self._shardings = jax.tree.map(lambda x: x.sharding, arrays)
         self._arrays = jax.tree.map(
@@ -119,7 +119,7 @@ class PushPrograms:
 
         If they lie over several processes, they are deleted, to make room.
         """
-        if not self.spread:
+        if not self.sharded:
             return self.state(leaves)
         for x in leaves:
             x.delete()
@@ -147,8 +147,8 @@ class PushPrograms:
             # In the compiled step it is traced, and `worker_mean` would drop the push.
             checks.integer_scalar("worker", worker)
             checks.in_range("worker", jax.device_get(worker), f"[0, {n})")
-        if self.spread:
-            return self._prepare_parts(self.spread, grads, extra)
+        if self.sharded:
+            return self._prepare_parts(self.sharded, grads, extra)
         grads = maps.without_float0(grads)
         leaves, tree = jax.tree.flatten((grads, extra), is_leaf=is_sparse)
         if IndexedSlices in map(type, leaves):
@@ -166,12 +166,12 @@ class PushPrograms:
         return program.step, leaves
 
     def _prepare_parts(
-        self, spread: Spread, grads: optax.Updates, extra: dict[str, Any]
+        self, sharded: ShardedParams, grads: optax.Updates, extra: dict[str, Any]
     ) -> tuple[Step, Leaves]:
         """The same for the parts of one of several processes, without the others."""
         if self._require_finite:  # Before `bring`: an array of the mesh asks everybody.
             _check_finite(grads)
-        pushed = spread.bring(grads), spread.bring(extra, depth=1)
+        pushed = sharded.bring(grads), sharded.bring(extra, depth=1)
         leaves, tree = jax.tree.flatten(pushed)
         return self._program(leaves, tree).step, jax.block_until_ready(leaves)
 
@@ -194,11 +194,11 @@ class PushPrograms:
         # By path, into the server's own structure: a loader may have turned tuples into
         # lists, or sorted the keys of a dict.
         own = _named(self._arrays)
-        if self.spread:  # Parts, or arrays of the mesh.
+        if self.sharded:  # Parts, or arrays of the mesh.
             names = enumerate(own)
-            state = {k: self.spread.own(state[k], of=i) for i, k in names}
+            state = {k: self.sharded.own(state[k], of=i) for i, k in names}
         leaves = _leaves_like("state", state, "the server's state", own)
-        if self.spread:
+        if self.sharded:
             return jax.block_until_ready(self.trees(leaves))
         # A copy first: JAX may share the caller's memory with the part that stays on
         # its device, even with `may_alias=False`.
@@ -206,8 +206,8 @@ class PushPrograms:
 
     def _placed(self, arrays: Arrays) -> Arrays:
         placed = jax.device_put(arrays, self._shardings)
-        if not self._place.committed:  # `placed` is committed; this frees it.
-            with self._place.default_device():
+        if not self._placement.committed:  # `placed` is committed; this frees it.
+            with self._placement.default_device():
                 free = compiled(lambda arrays: arrays, self._arrays, donate_argnums=0)
             placed = free(placed)
         return jax.block_until_ready(placed)
@@ -216,7 +216,7 @@ class PushPrograms:
         self, signature: Signature, grads: optax.Updates, extra: dict[str, Any]
     ) -> Program | Refusal:
         # The cheap checks come first: a push that does not fit never costs a trace.
-        if self.spread is None:  # Otherwise `Parcel.of` has checked it.
+        if self.sharded is None:  # Otherwise `Message.of` has checked it.
             checks.same_shapes("grads", grads, "params", self._arrays[0])
             checks.same_dtypes("grads", grads, "params", self._arrays[0])
         with self._compiling:
@@ -243,14 +243,15 @@ class PushPrograms:
             *self._shardings_of(extra, 1),  # Each argument is a tree of its own.
         ]
         pushed = [
-            self._place.abstract(*pair) for pair in zip(types, shardings, strict=True)
+            self._placement.abstract(*pair)
+            for pair in zip(types, shardings, strict=True)
         ]
 
         def step(leaves: Leaves, pushed: Leaves, local_step: np.int32) -> Stepped:
             params, state = self.trees(leaves)
             grads, extra = jax.tree.unflatten(tree, pushed)
-            if self.spread:
-                (params, state), grads, extra = self.spread.entered(
+            if self.sharded:
+                (params, state), grads, extra = self.sharded.entered(
                     self._tx.init, (params, state), grads, extra
                 )
             params, state = apply_gradients(
@@ -259,21 +260,21 @@ class PushPrograms:
             # One small array, so that the host waits for one transfer.
             counters = [outermost(state, "global_step"), dropped(state)]
             counters += [as_bits(x) for x in cosines(state)[:1]]
-            if self.spread:
-                params, state = self.spread.left((params, state))
+            if self.sharded:
+                params, state = self.sharded.left((params, state))
             return jax.tree.leaves((params, state)), jnp.stack(counters)
 
         def step_by_hand(
             leaves: Leaves, pushed: Leaves, local_step: np.int32
         ) -> Stepped:
             with jax.disable_jit(), jax.transfer_guard("allow"):
-                with self._place.default_device():
+                with self._placement.default_device():
                     leaves, counters = step(leaves, pushed, local_step)
                 return jax.tree.leaves(self._placed(self.trees(leaves))), counters
 
-        if by_hand and not self.spread:
+        if by_hand and not self.sharded:
             return Program(step_by_hand, shardings)
-        with self._place.default_device():
+        with self._placement.default_device():
             program = compiled(
                 step,
                 jax.tree.leaves(self._arrays),
@@ -281,8 +282,11 @@ class PushPrograms:
                 np.int32(0),
                 donate_argnums=0 if self._donate else (),
                 # Along automatic axes the compiler may choose other shardings.
-                out_shardings=(jax.tree.leaves(self._shardings), self._place.everywhere)
-                if self._place.committed
+                out_shardings=(
+                    jax.tree.leaves(self._shardings),
+                    self._placement.everywhere,
+                )
+                if self._placement.committed
                 else None,
             )
             return Program(program, shardings)
@@ -291,10 +295,12 @@ class PushPrograms:
         """A leaf like a parameter has its sharding; others are whole on each device."""
         for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=maps.is_leaf):
             if isinstance(leaf, IndexedSlices):
-                yield from [self._place.everywhere] * 2  # Values and indices.
+                yield from [self._placement.everywhere] * 2  # Values and indices.
             elif maps.has_gradient(leaf):
                 shape, sharding = self._params.get(path[depth:], (None, None))
-                yield sharding if shape == np.shape(leaf) else self._place.everywhere
+                yield (
+                    sharding if shape == np.shape(leaf) else self._placement.everywhere
+                )
 
 
 def _named(arrays: Arrays) -> dict[str, Any]:
@@ -329,8 +335,8 @@ def _leaves_like(
     for path, leaf in jax.tree.leaves_with_path(reference):
         if path not in given:
             raise TypeError(
-                f"{name} has no array at {checks.place(path)}, where {reference_name} "
-                f"has one of shape {list(leaf.shape)}."
+                f"{name} has no array at {checks.path_name(path)}, where "
+                f"{reference_name} has one of shape {list(leaf.shape)}."
             )
         leaves.append(given[path])
     return leaves
@@ -343,7 +349,7 @@ def _check_finite(grads: optax.Updates) -> None:
         finite = np.asarray(_all_finite([leaf for _, leaf in flat]))
     for (path, _), is_finite in zip(flat, finite, strict=True):
         if not is_finite:
-            where = checks.place(path)
+            where = checks.path_name(path)
             raise ValueError(f"grads must be finite, got NaN or inf at {where}.")
 
 

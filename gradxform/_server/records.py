@@ -83,7 +83,7 @@ class ServerStats(NamedTuple):
     lost: str | None = None
 
 
-class Tally:
+class Counters:
     """Counts of the pushes so far, including those before a restart."""
 
     def __init__(
@@ -116,21 +116,21 @@ class Tally:
 
 
 class GlobalStep(int):
-    """A global step that knows its server, and the server's life at that time.
+    """A global step that knows its server, and the server's incarnation at that time.
 
-    A server's life ends when it is restored, or dies. After that the same number means
-    other parameters. Arithmetic makes it a plain integer.
+    An incarnation ends when the server is restored, or dies. After that the same number
+    means other parameters. Arithmetic makes it a plain integer.
     """
 
-    life: str
+    incarnation: str
 
-    def __new__(cls, value: int, life: str) -> GlobalStep:
+    def __new__(cls, value: int, incarnation: str) -> GlobalStep:
         self = super().__new__(cls, value)
-        self.life = life
+        self.incarnation = incarnation
         return self
 
     def __getnewargs__(self) -> tuple[int, str]:  # type: ignore[override]
-        return int(self), self.life
+        return int(self), self.incarnation
 
 
 class Version(NamedTuple):
@@ -139,11 +139,11 @@ class Version(NamedTuple):
     leaves: list[jax.Array]  # Of parameters and state.
     global_step: int
     dropped: int
-    life: str
+    incarnation: str
 
     @classmethod
     def of(cls, params: optax.Params, state: optax.OptState) -> Version:
-        """The first version of a new life."""
+        """The first version of a new incarnation."""
         leaves = jax.tree.leaves((params, state))
         counters = outermost(state, "global_step"), dropped(state)
         global_step, count = map(int, jax.device_get(counters))
@@ -157,7 +157,7 @@ class Version(NamedTuple):
 
     def step(self) -> GlobalStep:
         """The step that a worker gets when it pulls this version."""
-        return GlobalStep(self.global_step, self.life)
+        return GlobalStep(self.global_step, self.incarnation)
 
 
 def as_step(name: str, value: int) -> int:
@@ -168,14 +168,14 @@ def as_step(name: str, value: int) -> int:
     return value
 
 
-def is_past(step: int, life: str) -> bool:
-    """Whether a step is known to come from another life."""
-    return isinstance(step, GlobalStep) and step.life != life
+def is_past(step: int, incarnation: str) -> bool:
+    """Whether a step is known to come from another incarnation."""
+    return isinstance(step, GlobalStep) and step.incarnation != incarnation
 
 
 def check_step(local_step: int, version: Version) -> None:
     """Raises ``ValueError`` unless this version, or an earlier one, had that step."""
-    if is_past(local_step, version.life):
+    if is_past(local_step, version.incarnation):
         raise ValueError(
             f"local_step={local_step} was pulled before the server was restored, "
             "or from another server: pull again."

@@ -14,7 +14,7 @@ from gradxform._server.actor import is_actor
 from gradxform._server.checkpoints import Checkpoint, Saver, Snapshot
 from gradxform._server.parameter_server import ParameterServer
 from gradxform._server.programs import Leaves, Step, Stepped
-from gradxform._server.records import PushResult, Tally, Version
+from gradxform._server.records import Counters, PushResult, Version
 
 logger = logging.getLogger("gradxform")
 
@@ -31,10 +31,10 @@ class Answer(NamedTuple):
     result: PushResult
 
 
-class Standing(NamedTuple):
-    """A server's counts at the beginning or the end of a life (until it dies)."""
+class ServerStatus(NamedTuple):
+    """A server's counts at the beginning or the end of an incarnation."""
 
-    life: str
+    incarnation: str
     global_step: int
     accepted: int
     dropped: int
@@ -44,9 +44,9 @@ class Standing(NamedTuple):
     num_workers: int | None = None  # Those that have a row in a `worker_mean`.
 
 
-def tell(standing: Standing) -> None:
-    """Logs the notes about the checkpoint from which a life begins."""
-    for note in standing.notes:
+def tell(status: ServerStatus) -> None:
+    """Logs the notes about the checkpoint from which an incarnation begins."""
+    for note in status.notes:
         logger.warning("%s", note)
 
 
@@ -72,28 +72,28 @@ class RecoverableServer(ParameterServer[Any]):
         super().__init__(params, tx, **options)
         self._takes = pushes  # How many more it takes.
         self._local_steps: dict[Hashable, int] = {}  # Last answered, by worker.
-        spread = self._programs.spread
-        self._saver = None if checkpoint is None else Saver(checkpoint, spread)
-        self._standing: Standing | None = None
+        sharded = self._programs.sharded
+        self._saver = None if checkpoint is None else Saver(checkpoint, sharded)
+        self._status: ServerStatus | None = None
         self._failed: Version | None = None  # Where a step has raised an error.
 
-    def begin(self) -> Standing:
+    def begin(self) -> ServerStatus:
         """Goes on from the newest checkpoint, if there is one; returns where it stands.
 
-        Only the first call does so. Later ones return where this life began.
+        Only the first call does so. Later ones return where this incarnation began.
 
         Raises:
           OSError: another run saves itself there, or the directory is not writable.
           ValueError: the checkpoint belongs to another job, or is not complete, or
             exists with ``resume=False``; or the directory holds something else.
         """
-        if self._standing is None:
+        if self._status is None:
             taken = None if self._saver is None else self._take_up(self._saver)
             found, notes = taken is not None, tuple(taken or ())
-            self._standing = self._thread.run(self._stand, found, notes)
+            self._status = self._thread.run(self._stand, found, notes)
             if not is_actor(self):  # An actor's engine does it, where the user sees it.
-                tell(self._standing)
-        return self._standing
+                tell(self._status)
+        return self._status
 
     def _take_up(self, saver: Saver) -> list[str] | None:
         """Goes on from the newest checkpoint; returns its notes, None without one."""
@@ -124,16 +124,16 @@ class RecoverableServer(ParameterServer[Any]):
             self._local_steps[worker] = local_step
             self._takes -= number + 1
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}
-        self._tally = Tally(counters["accepted"], staleness)
+        self._counters = Counters(counters["accepted"], staleness)
 
-    def _stand(self, found: bool, notes: tuple[str, ...] = ()) -> Standing:
+    def _stand(self, found: bool, notes: tuple[str, ...] = ()) -> ServerStatus:
         stats, version = self._stats(), self._version
         answers = {
             worker: Answer(number, self._local_steps[worker], result)
             for worker, (number, result) in self._answered.items()
         }
-        return Standing(
-            version.life,
+        return ServerStatus(
+            version.incarnation,
             version.global_step,
             stats.accepted,
             stats.dropped,
@@ -167,7 +167,7 @@ class RecoverableServer(ParameterServer[Any]):
             self._takes -= 1
         # Right after a step no sum of pushes is half done.
         stepped = result.global_step > before.global_step
-        saver = self._saver if self._standing is not None else None
+        saver = self._saver if self._status is not None else None
         if stepped and saver and saver.is_due(result.global_step):
             saver.start(self._snapshot())
         return result
@@ -180,11 +180,11 @@ class RecoverableServer(ParameterServer[Any]):
         """Steps taken so far; the call waits for nothing."""
         return self._version.global_step
 
-    def rest(self) -> Standing:
+    def rest(self) -> ServerStatus:
         """Takes no push with a ``push_id`` from now on; returns where it stands."""
         return self._thread.run(self._rest)
 
-    def _rest(self) -> Standing:
+    def _rest(self) -> ServerStatus:
         self._takes = 0
         return self._stand(found=False)
 
@@ -208,7 +208,7 @@ class RecoverableServer(ParameterServer[Any]):
         Later pushes are in no checkpoint. None is written before the first push, nor
         after a step that has failed: the parameters or the state may be the cause.
         """
-        if self._saver is None or self._standing is None:  # Nothing has begun.
+        if self._saver is None or self._status is None:  # Nothing has begun.
             return None
         self._saver.rest()
         snapshot = self._thread.run(self._last_snapshot)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gradxform._server.places import Place, compiled
+from gradxform._server.placement import Placement, compiled
 from gradxform._trees import checks
 from gradxform._trees.indexed_slices import IndexedSlices, ascending, padded
 from gradxform._trees.rows import rows_of, take_summed
@@ -40,7 +40,7 @@ def in_order(ids: np.ndarray[Any, Any], size: int, height: int) -> np.ndarray[An
     return given
 
 
-class Wanted(NamedTuple):
+class RowRequest(NamedTuple):
     """The rows of one table that a pull asks for."""
 
     indices: np.ndarray[Any, Any]  # As many as were asked for; each once, then padding.
@@ -56,15 +56,15 @@ class RowPrograms:
       place: where they lie.
     """
 
-    def __init__(self, params: PyTree[jax.ShapeDtypeStruct], place: Place) -> None:
+    def __init__(self, params: PyTree[jax.ShapeDtypeStruct], place: Placement) -> None:
         flat = jax.tree.leaves_with_path(params)
-        self._numbers = {checks.slashed(path): i for i, (path, _) in enumerate(flat)}
+        self._numbers = {checks.path_str(path): i for i, (path, _) in enumerate(flat)}
         self._types = [table for _, table in flat]
-        self._place = place
+        self._placement = place
         self._programs: dict[tuple[int, int], Callable[..., jax.Array]] = {}
         self._compiling = threading.RLock()  # A signal handler may pull, too.
 
-    def prepare(self, rows: Rows) -> dict[int, Wanted]:
+    def prepare(self, rows: Rows) -> dict[int, RowRequest]:
         """The rows to read from each table, by the number of its leaf.
 
         Raises:
@@ -75,11 +75,11 @@ class RowPrograms:
             number: self._wanted(number, asked) for number, asked in self._asked(rows)
         }
 
-    def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> Wanted:
+    def _wanted(self, number: int, asked: np.ndarray[Any, Any]) -> RowRequest:
         size = size_for(len(asked))
         given = in_order(asked, size, self._types[number].shape[0])
-        program, ids = self.program(number, size), self._place.put(given)
-        return Wanted(given[: len(asked)], lambda table: program(table, ids))
+        program, ids = self.program(number, size), self._placement.put(given)
+        return RowRequest(given[: len(asked)], lambda table: program(table, ids))
 
     def _asked(self, rows: Rows) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
         """The tables and their ids, checked."""
@@ -97,12 +97,12 @@ class RowPrograms:
             asked = rows_of(f"rows[{path!r}]", np.asarray(ids), height)
             yield number, asked.ravel()
 
-    def part(self, number: int, wanted: Wanted, rows: jax.Array) -> IndexedSlices:
+    def part(self, number: int, wanted: RowRequest, rows: jax.Array) -> IndexedSlices:
         """The wanted rows as a part of the table; the program has read ``rows``."""
         length = len(wanted.indices)
         if length != len(rows):
-            rows = self._place.put(np.array(jax.device_get(rows)[:length]))
-        indices = self._place.put(wanted.indices)
+            rows = self._placement.put(np.array(jax.device_get(rows)[:length]))
+        indices = self._placement.put(wanted.indices)
         return ascending(indices, rows, self._types[number].shape)
 
     def program(self, number: int, size: int) -> Callable[..., jax.Array]:
@@ -114,7 +114,7 @@ class RowPrograms:
         return self._programs[number, size]
 
     def _compiled(self, number: int, size: int) -> Callable[..., jax.Array]:
-        place = self._place
+        place = self._placement
         indices = jax.typeof(np.empty(size, np.int32))
         with place.default_device():
             return compiled(

@@ -14,7 +14,7 @@ class Waiters:
 
     def __init__(self) -> None:
         # By step. The value is the step again, as the caller gave it: it may know the
-        # server's life, which a key that is equal to it would lose.
+        # server's incarnation, which a key that is equal to it would lose.
         self._at: dict[int, dict[queue.SimpleQueue[Any], int]] = {}
 
     def add(self, step: int, woken: queue.SimpleQueue[Any]) -> None:

@@ -110,7 +110,7 @@ def scale_by_adagrad(
             return constants.full_like(p, initial_accumulator_value, dtype, axes=axes)
 
         if row_wise:
-            params = boxes.bare(params)
+            params = boxes.unboxed(params)
         return ScaleByAdagradState(sum_of_squares=maps.map_params(accumulator, params))
 
     def mean(row: jax.Array, g: jax.Array) -> jax.Array:

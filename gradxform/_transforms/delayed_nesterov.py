@@ -120,7 +120,7 @@ def scale_by_delayed_nesterov(
             )
 
         return ScaleByDelayedNesterovState(
-            count=maps.map_params(no_gradients, boxes.bare(params)),
+            count=maps.map_params(no_gradients, boxes.unboxed(params)),
             mu=momentum.zeros(params, mu_dtype),
             accumulated=maps.map_params(zero_sum, params),
         )

@@ -88,7 +88,7 @@ def measure_cosine(
         return MeasureCosineState(
             cosine=constants.zero(params, jnp.float32),
             previous=maps.map_params(zero, params),
-            squares=maps.map_params(nothing, boxes.bare(params)),
+            squares=maps.map_params(nothing, boxes.unboxed(params)),
         )
 
     def update_fn(

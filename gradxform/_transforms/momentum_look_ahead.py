@@ -305,7 +305,7 @@ def worker_start(
             "transformation with scale_by_momentum_look_ahead in it."
         )
     if len(found) > 1:
-        paths = ", ".join(checks.place(path) for path, _ in found)
+        paths = ", ".join(checks.path_name(path) for path, _ in found)
         raise ValueError(f"the state holds several momenta, at {paths}: pass one part.")
     mu = boxes.as_in(params, found[0][1])  # Flax has other boxes around state.
     checks.dense("worker_start", params)

@@ -141,7 +141,7 @@ def scale_by_novograd(
         return ScaleByNovogradState(
             count=constants.zero(params, jnp.int32),
             mu=momentum.zeros(params, mu_dtype),
-            nu=maps.map_params(zero_norms, boxes.bare(params), boxes.bare(axes)),
+            nu=maps.map_params(zero_norms, boxes.unboxed(params), boxes.unboxed(axes)),
         )
 
     def update_fn(

@@ -29,5 +29,5 @@ With these, a transformation without state is one line of arithmetic and one map
 >>> halved = maps.map_updates(lambda g: arithmetic.scale(g, 0.5), updates)
 >>> assert halved["table"].values.tolist() == [[0.5, 0.5]] and halved["frozen"] is None
 
-Nothing here imports another wing.
+Nothing here imports another subpackage.
 """

@@ -12,7 +12,7 @@ from gradxform._trees.maps import is_leaf
 from gradxform._trees.types import PyTree, T
 
 
-def bare(params: PyTree[T]) -> PyTree[T]:
+def unboxed(params: PyTree[T]) -> PyTree[T]:
     """Parameters without their boxes.
 
     State with fewer axes than its parameter must not inherit the box: Flax would shard
@@ -59,6 +59,6 @@ def as_in(like: PyTree[object], tree: PyTree[T]) -> PyTree[T]:
 
     # Usually there are no boxes, and the first comparison is enough.
     wanted = nodes(like)
-    if nodes(tree) == wanted or nodes(bare(tree)) != nodes(bare(like)):
+    if nodes(tree) == wanted or nodes(unboxed(tree)) != nodes(unboxed(like)):
         return tree
     return jax.tree.unflatten(wanted, jax.tree.leaves(tree, is_leaf=is_leaf))

@@ -127,7 +127,7 @@ def transformation(name: str, value: object) -> None:
 def no_lookahead(
     params: optax.Params,
     state: optax.OptState,
-    cure: str = "call tx.update(grads, state, params), and "
+    hint: str = "call tx.update(grads, state, params), and "
     "gradxform.apply_updates(params, updates).",
 ) -> None:
     """Raises ``TypeError`` if ``optax.lookahead`` keeps two copies of parameters.
@@ -135,7 +135,7 @@ def no_lookahead(
     Args:
       params: the parameters.
       state: their state, or a part of it.
-      cure: what to do, for the message.
+      hint: what to do, for the message.
     """
     kinds = optax.LookaheadParams, optax.LookaheadState
 
@@ -145,7 +145,7 @@ def no_lookahead(
     if any(map(is_one, jax.tree.leaves((params, state), is_leaf=is_one))):
         raise TypeError(
             "optax.lookahead keeps two copies of the parameters, LookaheadParams, and "
-            f"takes the gradients of only one, params.fast: {cure}"
+            f"takes the gradients of only one, params.fast: {hint}"
         )
 
 
@@ -215,7 +215,7 @@ def of_same_kind(
     for path, p in jax.tree.leaves_with_path(params):
         if jnp.issubdtype(_dtype(p), jnp.complexfloating) != is_complex:
             raise TypeError(
-                f"{name}={jnp.dtype(dtype)} does not fit {place(path)}, which is "
+                f"{name}={jnp.dtype(dtype)} does not fit {path_name(path)}, which is "
                 f"{_dtype(p)}: real leaves need a real dtype, complex ones a complex "
                 "dtype."
             )
@@ -232,18 +232,18 @@ def bools(name: str, values: PyTree[bool], params: optax.Params) -> None:
         if traced or np.shape(value) or np.asarray(value).dtype != bool:
             raise TypeError(
                 f"{name} must hold a bool for each leaf, not traced, got {value!r} for "
-                f"{place(path)}."
+                f"{path_name(path)}."
             )
 
     jax.tree.map_with_path(check, params, values, is_leaf=is_sparse)
 
 
-def place(path: Path) -> str:
+def path_name(path: Path) -> str:
     """The name of the leaf at this path of a tree, for messages."""
     return jax.tree_util.keystr(path) or "the root"
 
 
-def slashed(path: Path) -> str:
+def path_str(path: Path) -> str:
     """The name of a leaf for users: its keys with slashes between them."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
@@ -286,9 +286,9 @@ def same_shapes(
 
     def fail(path: Path, given: str, wanted: str) -> NoReturn:
         raise TypeError(
-            f"{name} and {reference_name} differ at {place(path)}: {name} has {given}, "
-            f"{reference_name} has {wanted}. Pass {name} with the structure and shapes "
-            f"of {reference_name}, and None where there is none."
+            f"{name} and {reference_name} differ at {path_name(path)}: {name} has "
+            f"{given}, {reference_name} has {wanted}. Pass {name} with the structure "
+            f"and shapes of {reference_name}, and None where there is none."
         )
 
     for path, reference_leaf in flat_reference.items():
@@ -344,9 +344,9 @@ def same_dtypes(
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=maps.is_leaf):
         if maps.has_gradient(leaf) and _dtype(leaf) != flat[path].dtype:
             raise TypeError(
-                f"{name} and {reference_name} differ in dtype at {place(path)}: {name} "
-                f"has {_describe(leaf)}, {reference_name} has {_describe(flat[path])}. "
-                "Cast it."
+                f"{name} and {reference_name} differ in dtype at {path_name(path)}: "
+                f"{name} has {_describe(leaf)}, {reference_name} has "
+                f"{_describe(flat[path])}. Cast it."
             )
 
 
@@ -356,7 +356,7 @@ def dense(transformation: str, updates: optax.Updates) -> None:
         if isinstance(leaf, IndexedSlices):
             raise TypeError(
                 f"{transformation} changes every row at every step, so it takes dense "
-                f"gradients, got {_describe(leaf)} at {place(path)}. Put "
+                f"gradients, got {_describe(leaf)} at {path_name(path)}. Put "
                 "gradxform.densify() in front of it, which costs work on the whole "
                 "table, or use adagrad for this leaf."
             )

@@ -29,18 +29,18 @@ from gradxform._trees.rows import (
 )
 
 
-class _NamesCure(type):
+class _NamesHint(type):
     """Tells the user what to do, wherever an error names the class."""
 
     def __repr__(cls) -> str:
-        return f"<class 'gradxform.{cls.__name__}': {_SHORT_CURE}>"
+        return f"<class 'gradxform.{cls.__name__}': {_SHORT_HINT}>"
 
 
-_SHORT_CURE = "a row-sparse gradient, which needs gradxform.densify() in front of this"
+_SHORT_HINT = "a row-sparse gradient, which needs gradxform.densify() in front of this"
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class IndexedSlices(metaclass=_NamesCure):
+class IndexedSlices(metaclass=_NamesHint):
     r"""The gradient of a table after a batch has read a few of its rows.
 
     .. math:: G_r = \sum_{i:\ indices_i = r} values_i
@@ -220,7 +220,7 @@ class IndexedSlices(metaclass=_NamesCure):
         )
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise TypeError(_CURE)
+        raise TypeError(_HINT)
 
     def __radd__(self, table: object) -> jax.Array:  # For optax.apply_updates.
         if isinstance(table, jax.Array) and table.shape == self.shape:
@@ -263,7 +263,7 @@ class IndexedSlices(metaclass=_NamesCure):
             if indices.dtype == "uint32" and indices.shape[-1:] == (1,):
                 indices = indices[..., 0].view("int32")  # The form in host callbacks.
             elif jnp.issubdtype(indices.dtype, np.number):
-                raise TypeError(_CURE)
+                raise TypeError(_HINT)
         return cls._make(indices, values, dense_shape, summed=False)
 
     def _host_indices(self) -> np.ndarray[Any, Any]:
@@ -324,7 +324,7 @@ def add_rows(table: jax.Array, rows: IndexedSlices) -> jax.Array:
     return write_summed(table, rows.indices, new)
 
 
-_CURE = (
+_HINT = (
     "a row-sparse gradient (gradxform.IndexedSlices) was given to a function for dense "
     "ones, which would change its row indices along with its values. gradxform's own "
     "clips, adagrad, scale_by_learning_rate, apply_updates and wrappers take it as "
@@ -334,8 +334,8 @@ _CURE = (
 
 
 @contextlib.contextmanager
-def cured() -> Iterator[None]:
-    """Names the cure if a function for dense gradients got a row-sparse one."""
+def hinted() -> Iterator[None]:
+    """Adds a hint if a function for dense gradients got a row-sparse one."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -343,7 +343,7 @@ def cured() -> Iterator[None]:
         # or a method that an array of that dtype lacks.
         signs = TAG, repr(IndexedSlices), "Cannot call abstract method"
         if any(sign in str(error) for sign in signs):
-            raise TypeError(_CURE) from error
+            raise TypeError(_HINT) from error
         raise
 
 

@@ -60,9 +60,9 @@ def _varying_axes(
         varying = tuple(name for name in names if name in _varying(x))
         if depth and varying:
             raise ValueError(
-                f"axis_name={names!r}: {checks.place(path)} stacks layers, and over "
-                f"{', '.join(varying)} the layers or their entries are sharded. Say "
-                "which of them: axis_name={'w': PartitionSpec(None, 'x'), …}."
+                f"axis_name={names!r}: {checks.path_name(path)} stacks layers, and "
+                f"over {', '.join(varying)} the layers or their entries are sharded. "
+                "Say which of them: axis_name={'w': PartitionSpec(None, 'x'), …}."
             )
         axes.append(((), varying))
     return axes
@@ -76,13 +76,13 @@ def _sharded_axes(
         if not isinstance(spec, PartitionSpec):
             raise TypeError(
                 "axis_name must be a mesh axis, several, or a prefix tree of "
-                f"PartitionSpec, got {spec!r} for {checks.place(path)}."
+                f"PartitionSpec, got {spec!r} for {checks.path_name(path)}."
             )
         for name in _names(spec):
             if _is_tracked(name) and name not in _varying(x):
                 raise ValueError(
-                    f"axis_name says {spec} at {checks.place(path)}, which does not "
-                    f"vary over {name!r}: pass the specs that it is sharded by."
+                    f"axis_name says {spec} at {checks.path_name(path)}, which does "
+                    f"not vary over {name!r}: pass the specs that it is sharded by."
                 )
         axes.append((_names(spec[:depth]), _names(spec[depth:])))
     return axes

@@ -41,7 +41,7 @@ def check_stacked(stacked_axes: StackedAxes, params: optax.Params) -> PyTree[int
                 "optax.inject_hyperparams name it in static_args."
             )
         if not 0 <= stacked <= jnp.ndim(p):
-            where = checks.place(path)
+            where = checks.path_name(path)
             raise ValueError(
                 f"stacked_axes must be in [0, {jnp.ndim(p)}] at {where}, a leaf of "
                 f"shape {list(jnp.shape(p))}, got {stacked}."

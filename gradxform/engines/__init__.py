@@ -9,10 +9,10 @@ they run:
 - :func:`threads`: each on a thread, and on a device of its own if the job says so.
 - :func:`ray`: each in a process, on as many machines as the Ray cluster has.
 
-The rooms (modules): ``_job`` has the job and the records of its run; ``_work`` computes
+The modules: ``_job`` has the job and the records of its run; ``_work`` computes
 one gradient; ``_stops`` decides when a gradient is given up; ``_ledger`` counts the
-pushes; ``_crew`` is the common part of all runs; ``_ending`` ends them; ``_simulated``,
-``_threads`` and ``_ray`` are the engines. On Ray, ``_reach`` looks for the cluster,
+pushes; ``_pool`` is the common part of all runs; ``_ending`` ends them; ``_simulated``,
+``_threads`` and ``_ray`` are the engines. On Ray, ``_connect`` looks for the cluster,
 ``_servers`` is the server as other processes see it, and ``_group`` starts a server of
 several processes. ``_tensorboard`` writes a run's curves.
 """

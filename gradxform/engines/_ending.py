@@ -12,7 +12,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.records import summary
-from gradxform.engines._crew import Crew, Terminated
+from gradxform.engines._pool import Terminated, WorkerPool
 
 logger = logging.getLogger("gradxform")
 
@@ -21,7 +21,7 @@ _Result = TypeVar("_Result")
 
 
 @contextlib.contextmanager
-def ending(run: Crew, checkpoint: Checkpoint | None) -> Iterator[None]:
+def ending(run: WorkerPool, checkpoint: Checkpoint | None) -> Iterator[None]:
     """Saves a run at its end, also if an exception ends it.
 
     Two ends are not saved: Ctrl-C, as it ends the run at once, and a failed step of the

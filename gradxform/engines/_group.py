@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.layout import Layout
-from gradxform._server.places import is_function
+from gradxform._server.placement import is_function
 from gradxform._trees.types import PyTree, T
-from gradxform.engines._crew import LOOK, server_options
 from gradxform.engines._job import Job
+from gradxform.engines._pool import LOOK, server_options
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -88,7 +88,7 @@ class Group:
         self._given = [[each, tx] for each in params]
         self._actors: list[ActorHandle[Any]] = []  # The leader, then followers.
         self._cause: ObjectRef[str] | None = None  # The leader's last word.
-        self._place: PlacementGroup | None = None
+        self._placement: PlacementGroup | None = None
 
     def start(
         self, checkpoint: Checkpoint | None, check: Callable[[], object]
@@ -150,7 +150,7 @@ class Group:
             return options
         bundles = [_bundle(each) for _ in options]
         strategy = each["scheduling_strategy"]
-        self._place = place = self._ray.util.placement_group(bundles, strategy)
+        self._placement = place = self._ray.util.placement_group(bundles, strategy)
         late = time.monotonic() + ROOM
         while not place.wait(LOOK):
             check()
@@ -181,9 +181,9 @@ class Group:
             with contextlib.suppress(*gone):
                 while (left := deadline - time.monotonic()) > 0:
                     self._ray.get(actor.__ray_ready__.remote(), timeout=left)
-        if self._place is not None:
-            self._ray.util.remove_placement_group(self._place)
-            self._place = None
+        if self._placement is not None:
+            self._ray.util.remove_placement_group(self._placement)
+            self._placement = None
 
 
 def _bundle(options: Mapping[str, Any]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradxform._server.records import is_past
-from gradxform._server.recoverable import Standing
+from gradxform._server.recoverable import ServerStatus
 from gradxform.engines._job import Counts, Push
 
 
@@ -17,10 +17,10 @@ class Ledger:
     never reached the server keeps its number.
     """
 
-    def __init__(self, standing: Standing) -> None:
-        self._standing = standing
-        self._last = {worker: x.number for worker, x in standing.answers.items()}
-        self._accepted, self._dropped = standing.accepted, standing.dropped
+    def __init__(self, status: ServerStatus) -> None:
+        self._status = status
+        self._last = {worker: x.number for worker, x in status.answers.items()}
+        self._accepted, self._dropped = status.accepted, status.dropped
         self._lost = self.worker_deaths = self.server_deaths = self.given_up = 0
 
     @property
@@ -46,27 +46,29 @@ class Ledger:
         return self._last.get(worker, -1) + 1
 
     @property
-    def life(self) -> str:
-        """The present life of the server; only its answers count."""
-        return self._standing.life
+    def incarnation(self) -> str:
+        """The present incarnation of the server; only its answers count."""
+        return self._status.incarnation
 
     @property
     def began_at(self) -> int:
-        """The global step at which this life of the server began."""
-        return self._standing.global_step
+        """The global step at which this incarnation of the server began."""
+        return self._status.global_step
 
     def in_sum(self) -> dict[int, int]:
-        """The local step of each worker's last push before this life began.
+        """The local step of each worker's last push before this incarnation began.
 
-        If it equals the step at which this life began, that push is in a sum that has
-        not become a step yet.
+        If it equals the step at which this incarnation began, that push is in a sum
+        that has not become a step yet.
         """
-        return {w: answer.local_step for w, answer in self._standing.answers.items()}
+        return {w: answer.local_step for w, answer in self._status.answers.items()}
 
     def add(self, push: Push) -> bool:
-        """Counts an answer; returns whether it belongs to this life of the server."""
-        if is_past(push.local_step, self.life):  # On its way when the server died.
-            saved = self._standing.answers.get(push.worker)
+        """Counts an answer; returns whether it is of this incarnation of the server."""
+        if is_past(
+            push.local_step, self.incarnation
+        ):  # On its way when the server died.
+            saved = self._status.answers.get(push.worker)
             if saved is None or push.number > saved.number:
                 self._lost += 1
             return False
@@ -75,26 +77,26 @@ class Ledger:
         self._dropped += not push.result.applied
         return True
 
-    def settle(self, standing: Standing) -> None:
+    def settle(self, status: ServerStatus) -> None:
         """Takes over all answers of the server, received or not."""
-        self._accepted, self._dropped = standing.accepted, standing.dropped
-        for worker, answer in standing.answers.items():
+        self._accepted, self._dropped = status.accepted, status.dropped
+        for worker, answer in status.answers.items():
             self._last[worker] = answer.number
 
-    def go_back(self, standing: Standing) -> int | None:
-        """Goes back to this life's beginning; returns how many answers were lost.
+    def go_back(self, status: ServerStatus) -> int | None:
+        """Goes back to where an incarnation began; returns how many answers were lost.
 
-        None if that life has begun already.
+        None if that incarnation has begun already.
         """
-        if standing.life == self.life:
+        if status.incarnation == self.incarnation:
             return None
-        saved = {worker: x.number for worker, x in standing.answers.items()}
+        saved = {worker: x.number for worker, x in status.answers.items()}
         lost = sum(
             max(0, number - saved.get(worker, -1))
             for worker, number in self._last.items()
         )
         self._lost += lost
         self.server_deaths += 1
-        self._standing, self._last = standing, saved
-        self._accepted, self._dropped = standing.accepted, standing.dropped
+        self._status, self._last = status, saved
+        self._accepted, self._dropped = status.accepted, status.dropped
         return lost

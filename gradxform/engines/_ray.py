@@ -19,11 +19,11 @@ from gradxform._server.extras import require
 from gradxform._server.layout import Layout
 from gradxform._server.recoverable import tell
 from gradxform._trees import checks
-from gradxform.engines._crew import LOOK, Crew
+from gradxform.engines._connect import Connection, connect
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
 from gradxform.engines._group import Group, Shardings, layout_of
 from gradxform.engines._job import Job, Push, Run, Worker
-from gradxform.engines._reach import Connection, reach
+from gradxform.engines._pool import LOOK, WorkerPool
 from gradxform.engines._servers import (
     One,
     Processes,
@@ -110,7 +110,7 @@ def ray(
         if not ray.is_initialized():
             if address:
                 with starting(given):
-                    reach(address, connect_timeout)
+                    connect(address, connect_timeout)
             try:
                 stack.enter_context(
                     _cluster(len(job.workers) + server_processes, address)
@@ -191,7 +191,7 @@ class _RayWorker:
             return type(reason)(*reason.args)  # Without its cause and traceback.
 
 
-class _Ray(Crew):
+class _Ray(WorkerPool):
     """See :class:`Run`; ``workers`` are the actors, and ``server.actor`` is one."""
 
     server: RayServer
@@ -216,9 +216,9 @@ class _Ray(Crew):
     def begin(self, server: RayServer, connection: Connection) -> None:
         """Begins with this server, where it stands."""
         self.server, self._connection = server, connection
-        standing = server.begin(self.check)
-        tell(standing)  # Here, as the user does not see the server's log.
-        self._begin(standing)
+        status = server.begin(self.check)
+        tell(status)  # Here, as the user does not see the server's log.
+        self._begin(status)
         self._ledger.server_deaths = server.deaths
 
     def check(self) -> None:
@@ -236,7 +236,7 @@ class _Ray(Crew):
             except ray.exceptions.RayTaskError as error:
                 outcome = error  # The worker's code has raised; its process lives.
             except ray.exceptions.RayActorError as error:
-                self._bury(index, error)
+                self._replace_worker(index, error)
                 continue
             if isinstance(outcome, ServerDiedError):
                 del self._busy[index]
@@ -269,7 +269,7 @@ class _Ray(Crew):
     def _dismiss(self, index: int) -> None:
         self._ray.kill(self.workers.pop(index))
 
-    def _bury(self, index: int, error: Exception) -> None:
+    def _replace_worker(self, index: int, error: Exception) -> None:
         """Replaces a worker that has died."""
         with contextlib.suppress(Exception):  # If only the connection is lost.
             self._ray.kill(self.workers[index])
@@ -285,18 +285,18 @@ class _Ray(Crew):
         logger.warning("worker %s died and is replaced", index)
 
     def _go_back(self) -> None:
-        """Goes back to the beginning of the server's new life, if it has one."""
-        standing = self.server.begin(self.check)
-        lost = self._ledger.go_back(standing)
+        """Goes back to the beginning of the server's new incarnation, if it has one."""
+        status = self.server.begin(self.check)
+        lost = self._ledger.go_back(status)
         if lost is None:  # Another worker has noticed it before.
             return
         self._ledger.server_deaths = self.server.deaths
         self._waits.reset()
         self._refused.clear()
-        tell(standing)
+        tell(status)
         logger.warning(
             "the server died and goes on from step %s; pushes to be done again: %s",
-            standing.global_step,
+            status.global_step,
             lost,
         )
 
@@ -305,17 +305,19 @@ class _Ray(Crew):
         return super().add(worker)
 
     def rest(self) -> None:
-        """See :meth:`Crew.rest`; a server that has died is started again before."""
+        """See :meth:`WorkerPool.rest`; starts a server that has died again before."""
         if not self._begun:
             return
         # The error means that the server has died too often.
         with contextlib.suppress(self._ray.exceptions.RayActorError):
-            while (standing := self.server.rest()).life != self._ledger.life:
+            while (
+                status := self.server.rest()
+            ).incarnation != self._ledger.incarnation:
                 self._go_back()
-            self._ledger.settle(standing)
+            self._ledger.settle(status)
 
     def save(self) -> int | None:
-        """See :meth:`Crew.save`."""
+        """See :meth:`WorkerPool.save`."""
         return None if self._gone else super().save()
 
     def close(self) -> None:

@@ -13,13 +13,13 @@ import optax
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.layout import Layout
-from gradxform._server.parcels import Parcel, Pulled
+from gradxform._server.messages import Message, Pulled
 from gradxform._server.records import PushResult, ServerStats
-from gradxform._server.recoverable import RecoverableServer, Standing
+from gradxform._server.recoverable import RecoverableServer, ServerStatus
 from gradxform._trees.types import Rows, T
-from gradxform.engines._crew import LOOK, server_options
+from gradxform.engines._connect import Connection
 from gradxform.engines._job import Job
-from gradxform.engines._reach import Connection
+from gradxform.engines._pool import LOOK, server_options
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -104,8 +104,8 @@ class RayServer:
         self._lock = threading.Lock()  # Only one of two threads replaces a dead actor.
         self.actor: Any = None  # An ActorHandle, once it has begun.
 
-    def begin(self, check: Callable[[], object]) -> Standing:
-        """Starts it if necessary; returns where its life began.
+    def begin(self, check: Callable[[], object]) -> ServerStatus:
+        """Starts it if necessary; returns where its incarnation began.
 
         ``check`` is called while it waits, and may end the wait by raising.
         """
@@ -188,7 +188,7 @@ class RayServer:
         """See :meth:`ParameterServer.stats`."""
         return self._ask("stats")
 
-    def rest(self) -> Standing:
+    def rest(self) -> ServerStatus:
         """See :meth:`RecoverableServer.rest`."""
         return self._ask("rest")
 
@@ -238,12 +238,12 @@ class WorkersServer:
 
 def sent(
     layout: Layout | None, grads: optax.Updates, extra: dict[str, object]
-) -> tuple[optax.Updates | Parcel, dict[str, object]]:
+) -> tuple[optax.Updates | Message, dict[str, object]]:
     """Gradients and extra arguments in the form that the server takes."""
     if layout is None:
         return grads, extra
     push_id = extra.pop("push_id", None)
-    return Parcel.of(layout, grads, extra), {"push_id": push_id}
+    return Message.of(layout, grads, extra), {"push_id": push_id}
 
 
 def received(answer: object) -> Any:  # What the actor's method returns.

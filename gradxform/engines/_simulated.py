@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.recoverable import RecoverableServer
-from gradxform.engines._crew import Crew, Stopped, server_options
 from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
+from gradxform.engines._pool import Stopped, WorkerPool, server_options
 from gradxform.engines._stops import GivenUpError
 from gradxform.engines._work import Gradient, StreamEndedError, duration
 
@@ -62,7 +62,7 @@ def simulated(
             yield run
 
 
-class _Simulated(Crew):
+class _Simulated(WorkerPool):
     """See :class:`Run`; there are no threads or processes."""
 
     server: RecoverableServer

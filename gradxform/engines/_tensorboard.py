@@ -97,8 +97,8 @@ class TensorBoard:
         self._every_seconds = every_seconds
         self._gathered: list[Push] = []
         # The lives of the server so far; the last one is the present one.
-        self._lives: list[str | None] = []
-        self._reached = 0  # The largest step of the present life.
+        self._incarnations: list[str | None] = []
+        self._reached = 0  # The largest step of the present incarnation.
         self._time, self._step = time.monotonic(), 0  # Of the last point.
         self._file: Any = None  # Made for the first push. tensorboardX has no types.
         # The thread that writes. If the disk is full, the thread of tensorboardX's own
@@ -112,13 +112,15 @@ class TensorBoard:
         if self._closed:
             raise ValueError("this TensorBoard was closed: make another one.")
         self._gathered.append(push)
-        # A server's step knows the server's life: a restart begins a new one.
-        life = getattr(push.local_step, "life", None)
-        begins = life not in self._lives
+        # A server's step knows the server's incarnation: a restart begins a new one.
+        incarnation = getattr(push.local_step, "life", None)
+        begins = incarnation not in self._incarnations
         if begins:
             self._begin(push)
-            self._lives.append(life)
-        if life == self._lives[-1]:  # Not a late answer of a server that has died.
+            self._incarnations.append(incarnation)
+        if (
+            incarnation == self._incarnations[-1]
+        ):  # Not a late answer of a server that has died.
             self._reached = max(self._reached, push.result.global_step)
         # If two points have one step, TensorBoard may show only the later one.
         due = time.monotonic() - self._time >= self._every_seconds
@@ -179,7 +181,7 @@ class TensorBoard:
         self._time, self._step = now, step
 
     def _begin(self, push: Push) -> None:
-        """Begins a file, which hides points of other files after its life's start."""
+        """Begins a file. It hides points of others after its incarnation's start."""
         if self._file is None:
             began = self._run.resumed
         else:

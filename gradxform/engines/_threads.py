@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._trees import checks
-from gradxform.engines._crew import LOOK, Crew, server_options
 from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
+from gradxform.engines._pool import LOOK, WorkerPool, server_options
 from gradxform.engines._work import work
 
 logger = logging.getLogger("gradxform")
@@ -76,7 +76,7 @@ def threads(
             yield run
 
 
-class _Threads(Crew):
+class _Threads(WorkerPool):
     """See :class:`Run`; ``workers`` are the threads."""
 
     server: RecoverableServer
@@ -86,7 +86,7 @@ class _Threads(Crew):
         super().__init__(job)
         self._join_timeout = join_timeout
         self.workers = {}
-        self._orders: dict[int, queue.SimpleQueue[int | None]] = {}
+        self._commands: dict[int, queue.SimpleQueue[int | None]] = {}
         self._halt = threading.Event()
         self._arrived: queue.SimpleQueue[tuple[int, Push | BaseException] | None]
         self._arrived = queue.SimpleQueue()
@@ -114,20 +114,20 @@ class _Threads(Crew):
 
     def _start(self, index: int, worker: Worker, number: int) -> None:
         if index not in self.workers:
-            orders = self._orders[index] = queue.SimpleQueue()
+            commands = self._commands[index] = queue.SimpleQueue()
             self.workers[index] = thread = threading.Thread(
                 target=self._work,
-                args=(index, worker, orders),
+                args=(index, worker, commands),
                 name=f"worker-{index}",
                 daemon=True,  # They do not keep the process alive.
             )
             thread.start()
-        self._orders[index].put(number)
+        self._commands[index].put(number)
 
     def _work(
-        self, index: int, worker: Worker, orders: queue.SimpleQueue[int | None]
+        self, index: int, worker: Worker, commands: queue.SimpleQueue[int | None]
     ) -> None:
-        for number in iter(orders.get, None):
+        for number in iter(commands.get, None):
             try:
                 push = work(
                     index, number, worker, self.server, self._halt.wait, self._is_over
@@ -140,7 +140,7 @@ class _Threads(Crew):
         return self._stops.is_over(self.server.global_step(), local_step)
 
     def _dismiss(self, index: int) -> None:
-        self._orders.pop(index).put(None)
+        self._commands.pop(index).put(None)
         del self.workers[index]
 
     def _wake(self) -> None:
@@ -154,8 +154,8 @@ class _Threads(Crew):
     def rest(self) -> None:
         super().rest()
         self._halt.set()  # Wakes the workers that sleep.
-        for orders in self._orders.values():
-            orders.put(None)
+        for commands in self._commands.values():
+            commands.put(None)
 
     def close(self) -> None:
         """Ends all threads; leaves those behind that do not end in time."""

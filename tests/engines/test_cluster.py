@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from gradxform import engines
-from gradxform._server.recoverable import Standing
+from gradxform._server.recoverable import ServerStatus
 from gradxform.engines import _ray, _reach
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -65,8 +65,8 @@ class Notes:
             self.calls.append(cls.__name__)
             if self.calls.count(cls.__name__) == 2 or cls.__name__ == self.unpicklable:
                 raise TypeError("Could not serialize the argument")
-            standing = Standing("life", 0, 0, 0, {}, False)
-            begin = types.SimpleNamespace(remote=lambda: standing)
+            status = ServerStatus("life", 0, 0, 0, {}, False)
+            begin = types.SimpleNamespace(remote=lambda: status)
             work = types.SimpleNamespace(remote=lambda *_: object())
             return types.SimpleNamespace(
                 name=cls.__name__, begin=begin, work=work, rest=begin
@@ -197,12 +197,12 @@ def test_an_error_of_ray_about_an_address_is_passed_on(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ConnectionError, match=r"at 'here'\. RuntimeError: not here$"):
-        _reach.reach("here", 600.0)
+        _reach.connect("here", 600.0)
     (tmp_path / "ray.py").write_text("def init(address, **_): pass\n")
-    _reach.reach("here", 600.0)
+    _reach.connect("here", 600.0)
     (tmp_path / "ray.py").write_text("import os\nos._exit(7)\n")
     with pytest.raises(ConnectionError, match="the exit code was 7"):
-        _reach.reach("here", math.inf)
+        _reach.connect("here", math.inf)
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, math.nan])

@@ -335,9 +335,9 @@ def test_a_server_takes_so_many_pushes_of_workers_and_no_more(tmp_path):
         with pytest.raises(TakesNoMoreError):
             push(server, 0, 2)
         assert push(server, 1, 1) == 4
-        standing = server.rest()
-    assert (standing.accepted, standing.dropped, standing.global_step) == (4, 0, 4)
-    assert {w: answer.number for w, answer in standing.answers.items()} == {0: 1, 1: 1}
+        status = server.rest()
+    assert (status.accepted, status.dropped, status.global_step) == (4, 0, 4)
+    assert {w: answer.number for w, answer in status.answers.items()} == {0: 1, 1: 1}
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan")])
@@ -446,8 +446,8 @@ def test_two_workers_that_draw_from_one_generator_at_once_are_told():
     ]
     with pytest.raises(ValueError, match="generator already executing") as raised:
         list_all(engines.threads, make_job(workers))
-    cure, whose = raised.value.__notes__
-    assert "give each a stream of its own" in cure
+    hint, whose = raised.value.__notes__
+    assert "give each a stream of its own" in hint
     assert whose == "Raised by worker 1, for its gradient 0."
 
 

@@ -326,6 +326,6 @@ def test_a_simulation_repeats_exactly(mode):
 
 
 def test_a_missing_package_gets_its_cure():
-    cure = r"^No module named 'no_such_package': .* install 'gradxform\[some\]'$"
-    with pytest.raises(ImportError, match=cure):
+    hint = r"^No module named 'no_such_package': .* install 'gradxform\[some\]'$"
+    with pytest.raises(ImportError, match=hint):
         require("no_such_package", "some")

@@ -356,10 +356,12 @@ def test_a_death_of_any_process_restarts_the_group_at_its_checkpoint(tmp_path):
         assert_counted(run, pushes, job)
         counts, state = run.counts(), run.server.state()
         assert counts.server_deaths == 3
-        lives = {}
+        incarnations = {}
         for push in pushes:
-            lives.setdefault(push.local_step.life, []).append(push.local_step)
-        began, *again = [min(steps) for steps in lives.values()]
+            incarnations.setdefault(push.local_step.incarnation, []).append(
+                push.local_step
+            )
+        began, *again = [min(steps) for steps in incarnations.values()]
         assert began == 0
         assert all(step > 0 and step % 20 == 0 for step in again)
         assert len(again) == 3

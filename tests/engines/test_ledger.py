@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gradxform._server.records import GlobalStep, PushResult
-from gradxform._server.recoverable import Answer, Standing
+from gradxform._server.recoverable import Answer, ServerStatus
 from gradxform.engines._job import Push
 from gradxform.engines._ledger import Ledger
 
@@ -17,7 +17,7 @@ class World:
     """A server without arrays; every third push is too late."""
 
     def __init__(self):
-        self.lives, self.done, self.answers = 0, 0, {}
+        self.incarnations, self.done, self.answers = 0, 0, {}
         self.acts = 0  # How many pushes it computes, repeated ones as well.
         self.save()
         self.begin()
@@ -33,7 +33,7 @@ class World:
             self.acts += 1
             result = PushResult(self.done % 3 > 0, 0, self.done)
             self.answers[worker] = Answer(number, self.done - 1, result)
-        seen = GlobalStep(self.done - 1, str(self.lives))
+        seen = GlobalStep(self.done - 1, str(self.incarnations))
         return Push(worker, number, seen, 0.0, 0.0, result)
 
     def save(self):
@@ -42,12 +42,12 @@ class World:
     def begin(self):
         self.lives += 1
         self.done, self.answers = self.saved[0], dict(self.saved[1])
-        self.standing = self.standing_now()
+        self.status = self.standing_now()
 
     def standing_now(self):
         applied = self.done - self.done // 3
-        return Standing(
-            str(self.lives),
+        return ServerStatus(
+            str(self.incarnations),
             self.done,
             applied,
             self.done - applied,
@@ -60,7 +60,7 @@ class World:
 def test_every_push_is_accounted_for(seed):
     rng = np.random.default_rng(seed)
     world = World()
-    ledger = Ledger(world.standing)
+    ledger = Ledger(world.status)
     workers, goal, answered = 4, 60, 0
     on_the_way = {}  # By worker: answers that have left the server and not arrived.
     asked = {}  # Pushes that have not reached it yet.
@@ -70,14 +70,14 @@ def test_every_push_is_accounted_for(seed):
             if worker in asked or worker in on_the_way:
                 continue
             if ledger.stands + len(asked) + len(on_the_way) < goal:
-                asked[worker] = ledger.next(worker), str(world.lives)
+                asked[worker] = ledger.next(worker), str(world.incarnations)
         event = rng.choice(["arrive", "arrive", "answer", "answer", "save", "die"])
         if event == "save":
             world.save()
         elif event == "arrive" and asked:
             worker = int(rng.choice([*asked]))
-            number, life = asked.pop(worker)
-            if life == str(world.lives):  # Otherwise its server is gone.
+            number, incarnation = asked.pop(worker)
+            if incarnation == str(world.incarnations):  # Otherwise its server is gone.
                 on_the_way[worker] = world.push(worker, number)
         elif event == "answer" and on_the_way:
             worker = int(rng.choice([*on_the_way]))
@@ -89,9 +89,9 @@ def test_every_push_is_accounted_for(seed):
                 if rng.random() < 0.5:  # Its answer is lost; the others arrive late.
                     unheard.append(on_the_way.pop(worker))
             before = ledger.counts.lost
-            lost = ledger.go_back(world.standing)
+            lost = ledger.go_back(world.status)
             assert lost == ledger.counts.lost - before
-            assert ledger.go_back(world.standing) is None
+            assert ledger.go_back(world.status) is None
     assert_accounts(ledger, world, goal)
     assert 0 <= ledger.counts.pushed - answered <= len(unheard) + len(on_the_way)
     # At the end of a run it takes over the server's counts, which are the same.
@@ -122,7 +122,7 @@ def test_the_checkpoint_names_waiting_workers():
     world.push(2, 0)
     world.save()
     world.begin()
-    ledger = Ledger(world.standing)
+    ledger = Ledger(world.status)
     assert ledger.in_sum() == {2: 0}
     assert (ledger.began_at, ledger.stands, ledger.next(2), ledger.next(0)) == (
         *(1, 1, 1),
@@ -133,14 +133,14 @@ def test_the_checkpoint_names_waiting_workers():
 def test_pushes_of_nobody_in_a_checkpoint_are_accounted_for():
     """A push without ``push_id`` is counted by the server, and has no number."""
     world = World()
-    ledger = Ledger(world.standing)
+    ledger = Ledger(world.status)
     for number in range(4):
         ledger.add(world.push(0, number))
     world.save()
     world.begin()
     # Meanwhile three pushes without a name were applied, and saved with the others.
-    accepted = world.standing.accepted + 3
-    ledger.go_back(world.standing._replace(accepted=accepted))
+    accepted = world.status.accepted + 3
+    ledger.go_back(world.status._replace(accepted=accepted))
     counts = ledger.counts
     assert counts.accepted + counts.dropped + counts.lost == counts.pushed == 7
     ledger.add(world.push(0, 4))

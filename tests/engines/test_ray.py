@@ -143,22 +143,26 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(tmp_path, caplog):
     checkpoint = engines.Checkpoint(tmp_path, every_steps=20, max_to_keep=None)
     caplog.set_level(logging.WARNING, "gradxform")
     with engines.ray(job, checkpoint=checkpoint) as run:
-        pushes, lives = [], []
+        pushes, incarnations = [], []
         for push in run.pushes:
             pushes.append(push)
-            if push.local_step.life not in lives:
-                lives.append(push.local_step.life)
-            # Twice: in each of its first two lives, after its next checkpoint.
+            if push.local_step.incarnation not in incarnations:
+                incarnations.append(push.local_step.incarnation)
+            # Twice: in each of its first two incarnations, after its next checkpoint.
             if len(pushes) in (75, 120):
                 while not any(path.name.isdigit() for path in tmp_path.iterdir()):
                     time.sleep(0.05)  # `bounded` ends it.
                 kill(run.server.actor)
         assert_counted(run, pushes, job)
-        assert run.counts().server_deaths == len(lives) - 1 == 2
+        assert run.counts().server_deaths == len(incarnations) - 1 == 2
         assert int(run.server.state()["params"]) == -run.server.stats().global_step
     began = [
-        min(push.local_step for push in pushes if push.local_step.life == life)
-        for life in lives
+        min(
+            push.local_step
+            for push in pushes
+            if push.local_step.incarnation == incarnation
+        )
+        for incarnation in incarnations
     ]
     assert began[0] == 0
     assert all(step % 20 == 0 for step in began)
@@ -187,7 +191,7 @@ def test_a_server_begins_anew_without_a_checkpoint_and_does_not_die_twice(tmp_pa
         kill(run.server.actor)
         while not run.counts().server_deaths:
             pushes.append(next(run.pushes))
-        # The first push of the second life has the first number, and the first step.
+        # The first push of the second one has the first number, and the first step.
         again = pushes[-1]
         assert (again.number, again.local_step, again.result.global_step) == (0, 0, 1)
         # Perhaps the last answer had died on its way.

@@ -165,7 +165,7 @@ def test_orbax_alone_can_read_it(tmp_path):
 def test_the_rate_is_that_of_the_run_alone(monkeypatch):
     clock = iter([5.0, 7.0, 9.0])
     monkeypatch.setattr(records.time, "monotonic", lambda: next(clock))
-    tally = records.Tally(80, {0: 60, 2: 40})
+    tally = records.Counters(80, {0: 60, 2: 40})
     for _ in range(3):
         tally.count(True, 2)
     stats = tally.stats(83, None)

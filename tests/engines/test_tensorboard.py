@@ -52,9 +52,9 @@ class Run:
         return self.now
 
 
-def push(step, loss=1.0, norm=2.0, staleness=0, applied=True, life="first"):
+def push(step, loss=1.0, norm=2.0, staleness=0, applied=True, incarnation="first"):
     """A push after which the server is at that step."""
-    local_step = GlobalStep(step - applied - staleness, life)
+    local_step = GlobalStep(step - applied - staleness, incarnation)
     return Push(0, 0, local_step, loss, norm, PushResult(applied, staleness, step))
 
 
@@ -285,7 +285,7 @@ def test_a_restarted_server_hides_its_lost_points(tmp_path, shown):
         for step in range(1, 31):
             board(push(step))
         for step in (21, 22, 25):
-            board(push(step, loss=2.0, life="second"))
+            board(push(step, loss=2.0, incarnation="second"))
     assert shown(tmp_path) == [*range(1, 21), 21, 22, 25]
     assert dict(read(tmp_path)["loss"])[21] == 2.0
     rates = [rate for _, rate in read(tmp_path)["steps a second"]]
@@ -296,20 +296,20 @@ def test_the_first_push_of_a_life_tells_where_it_began(tmp_path):
     with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
         for step in range(1, 31):
             board(push(step))
-        for step in (23, 21, 22, 25):  # The new life began at step 20.
-            board(push(step, staleness=step - 21, life="second"))
+        for step in (23, 21, 22, 25):  # The new incarnation began at step 20.
+            board(push(step, staleness=step - 21, incarnation="second"))
     assert steps(tmp_path) == [*range(1, 21), 23, 25]
 
 
 def test_pushes_under_way_at_a_death_lead_no_curve_ahead(tmp_path):
     with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
-        for step, loss, life in [
+        for step, loss, incarnation in [
             (30, 0.0, "first"),
             (21, 1.0, "second"),
             (31, 2.0, "first"),
             (22, 4.0, "second"),
         ]:
-            board(push(step, loss, life=life))
+            board(push(step, loss, incarnation=incarnation))
     assert read(tmp_path)["loss"] == [(21, 1.0), (22, 3.0)]
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -318,8 +318,8 @@ def test_pushes_under_way_at_a_death_lead_no_curve_ahead(tmp_path):
 def test_a_first_push_that_makes_no_step_hides_the_point_at_that_step(tmp_path, shown):
     train(tmp_path, Run(), range(1, 31), loss=1.0)
     with TensorBoard(tmp_path, Run(resumed=20), every_seconds=0) as board:
-        for step, life in [(20, "first"), (21, "first"), (20, "second")]:
-            board(push(step, applied=False, life=life))
+        for step, incarnation in [(20, "first"), (21, "first"), (20, "second")]:
+            board(push(step, applied=False, incarnation=incarnation))
     assert shown(tmp_path) == [*range(1, 21)]
 
 

@@ -1,4 +1,4 @@
-"""Orders between the processes of a server, and what the end of one process means."""
+"""Commands between the processes of a server, and the end of one process."""
 
 import os
 import queue
@@ -11,7 +11,7 @@ from multiprocessing import AuthenticationError
 
 import pytest
 
-from gradxform._server.channel import Followed, Orders
+from gradxform._server.channel import CommandChannel, Followed
 from gradxform._server.group import await_answer
 
 KEY = b"known to both"
@@ -35,36 +35,38 @@ class Ends:
 def pair():
     """A leader with two followers, and what ended each of the three."""
     ends = [Ends() for _ in range(3)]
-    orders = Orders("127.0.0.1", KEY, ends[0])
+    commands = CommandChannel("127.0.0.1", KEY, ends[0])
     followed = []
 
     def follow():  # The second one comes first.
         for number in (2, 1):
-            followed.append(Followed(orders.address, KEY, number, ends[number]))
+            followed.append(Followed(commands.address, KEY, number, ends[number]))
 
     thread = threading.Thread(target=follow)
     thread.start()
-    orders.accept(2)
+    commands.accept(2)
     thread.join()
-    yield orders, followed[::-1], ends
-    for each in (*orders._connections, *[f._connection for f in followed]):
+    yield commands, followed[::-1], ends
+    for each in (*commands._connections, *[f._connection for f in followed]):
         each.close()
 
 
-def serve(followed, obey, failure=str):
-    thread = threading.Thread(target=followed.serve, args=(obey, failure), daemon=True)
+def serve(followed, handle, failure=str):
+    thread = threading.Thread(
+        target=followed.serve, args=(handle, failure), daemon=True
+    )
     thread.start()
 
 
 def test_each_follower_does_all_it_is_told_in_order(pair):
-    orders, followed, _ = pair
+    commands, followed, _ = pair
     done = [queue.SimpleQueue(), queue.SimpleQueue()]
     for each, got in zip(followed, done, strict=True):
         serve(each, lambda *order, got=got: got.put(order))
 
     def tell(first):
         for n in range(first, first + 200):
-            orders.tell("push", n)
+            commands.send("push", n)
 
     threads = [threading.Thread(target=tell, args=(first,)) for first in (0, 1000)]
     for thread in threads:
@@ -78,13 +80,13 @@ def test_each_follower_does_all_it_is_told_in_order(pair):
 
 
 def test_an_order_may_have_something_for_each(pair):
-    orders, followed, _ = pair
+    commands, followed, _ = pair
     done = [queue.SimpleQueue(), queue.SimpleQueue()]
     for each, got in zip(followed, done, strict=True):
         serve(each, lambda *order, got=got: got.put(order))
-    orders.tell("read", 7, each=["one", "two"])
-    orders.tell("read", 8, each=["three", None])  # Nothing for the second.
-    orders.tell("push", 9)
+    commands.send("read", 7, each=["one", "two"])
+    commands.send("read", 8, each=["three", None])  # Nothing for the second.
+    commands.send("push", 9)
     assert [done[0].get(timeout=SECONDS) for _ in range(3)] == [
         ("read", 7, "one"),
         ("read", 8, "three"),
@@ -103,8 +105,8 @@ def test_the_end_of_a_follower_ends_the_leader(pair):
 
 
 def test_the_end_of_the_leader_ends_its_followers(pair):
-    orders, _, ends = pair
-    for connection in orders._connections:
+    commands, _, ends = pair
+    for connection in commands._connections:
         shut_connection(connection)
     assert "leader" in ends[1].wait()
     assert "leader" in ends[2].wait()
@@ -112,47 +114,47 @@ def test_the_end_of_the_leader_ends_its_followers(pair):
 
 def test_a_follower_that_fails_alone_ends_the_leader(pair, monkeypatch):
     monkeypatch.setattr("gradxform._server.channel.PATIENCE", 0.1)
-    orders, followed, ends = pair
+    commands, followed, ends = pair
 
     def fail(*order):
         raise MemoryError("no room")
 
     serve(followed[0], fail, lambda error: f"because {error}")
-    orders.tell("push", 1)
+    commands.send("push", 1)
     assert ends[0].wait() == "a process of the server has failed, because no room"
 
 
 def test_an_error_in_every_process_ends_none(pair, monkeypatch):
     monkeypatch.setattr("gradxform._server.channel.PATIENCE", 0.5)
-    orders, followed, ends = pair
+    commands, followed, ends = pair
 
     def fail(*order):
         raise MemoryError("no room")
 
     for each in followed:
         serve(each, fail)
-    orders.tell("push", 1)
-    orders.failed("no room")
+    commands.send("push", 1)
+    commands.failed("no room")
     with pytest.raises(queue.Empty):
         ends[0].heard.get(timeout=1.0)
 
 
 def test_a_leader_that_fails_alone_ends(pair, monkeypatch):
     monkeypatch.setattr("gradxform._server.channel.PATIENCE", 0.1)
-    orders, _, ends = pair
-    orders.failed("no room")
+    commands, _, ends = pair
+    commands.failed("no room")
     assert ends[0].wait() == "the leader of the server has failed, no room"
 
 
 def test_a_process_without_the_key_is_no_follower():
     ends = Ends()
-    orders = Orders("127.0.0.1", KEY, ends)
-    accepted = threading.Thread(target=orders.accept, args=(1,))
+    commands = CommandChannel("127.0.0.1", KEY, ends)
+    accepted = threading.Thread(target=commands.accept, args=(1,))
     accepted.start()
     with pytest.raises(AuthenticationError):
-        Followed(orders.address, b"a guess", 1, ends)
+        Followed(commands.address, b"a guess", 1, ends)
     assert accepted.is_alive()
-    Followed(orders.address, KEY, 1, ends)
+    Followed(commands.address, KEY, 1, ends)
     accepted.join(SECONDS)
     assert not accepted.is_alive()
 
@@ -177,17 +179,17 @@ threading.Event().wait()  # As in a collective that nobody else will join.
 
 @pytest.mark.slow
 def test_a_process_that_hangs_ends_when_its_leader_dies():
-    orders = Orders("127.0.0.1", KEY, Ends())
+    commands = CommandChannel("127.0.0.1", KEY, Ends())
     with subprocess.Popen(
-        [sys.executable, "-c", HANGS, str(orders.address[1])],
+        [sys.executable, "-c", HANGS, str(commands.address[1])],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
         try:
-            orders.accept(1)
+            commands.accept(1)
             assert process.stdout.readline() == "here\n"
-            shut_connection(orders._connections[0])
+            shut_connection(commands._connections[0])
             assert process.wait(SECONDS) == 1
             assert "the leader of the server has died" in process.stderr.read()
         finally:

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import gradxform as gx
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.layout import Layout
-from gradxform._server.placed import Spread
 from gradxform._server.recoverable import RecoverableServer
+from gradxform._server.sharded import ShardedParams
 
 pytest.importorskip("orbax.checkpoint")
 
@@ -31,7 +31,7 @@ def server_of(count, folder, params=PARAMS):
         mesh = Mesh(np.array(jax.devices()[:count]), ("server",))
         height = layout.padded["table"].shape[0]
         table = np.pad(params["table"], [(0, height - len(params["table"])), (0, 0)])
-        given = Spread(params | {"table": table}, layout, mesh)
+        given = ShardedParams(params | {"table": table}, layout, mesh)
     return RecoverableServer(given, TX, Checkpoint(folder, every_seconds=None))
 
 
@@ -46,10 +46,10 @@ def rows(step):
 def test_any_number_of_processes_reads_the_checkpoint_of_any_other(tmp_path):
     alone = gx.ParameterServer(PARAMS, TX)
     step = 0
-    for life, count in enumerate((0, 4, 3, 0, 2)):
+    for incarnation, count in enumerate((0, 4, 3, 0, 2)):
         with server_of(count, tmp_path) as server:
             assert server.begin()[1] == step
-            assert server.begin().found == (life > 0)
+            assert server.begin().found == (incarnation > 0)
             for _ in range(2):
                 alone.push(rows(step), step)
                 step = server.push(rows(step), step, push_id=(0, step)).global_step

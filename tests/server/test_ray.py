@@ -150,7 +150,7 @@ def test_a_push_that_comes_again_acts_once(server):
     assert ray.get(server.stats.remote()).accepted == accepted + 1
 
 
-def test_waiting_calls_leave_room_for_a_push(server):
+def test_waiting_calls_leave_module_for_a_push(server):
     _, seen = ray.get(server.pull.remote())
     waiting = [server.wait.remote(seen) for _ in range(3)]
     assert not ray.wait(waiting, timeout=0.2)[0]

@@ -83,8 +83,8 @@ def store(monkeypatch):
     wire.register.cache_clear()
 
 
-def version(life="a", global_step=0):
-    return Version([], global_step, 0, life)
+def version(incarnation="a", global_step=0):
+    return Version([], global_step, 0, incarnation)
 
 
 def test_a_version_is_put_once_for_each_set_of_tables(store):
@@ -99,7 +99,7 @@ def test_a_version_is_put_once_for_each_set_of_tables(store):
         assert publisher.publish(same, none, {}) == first
         assert publisher.publish(same, some, {}) == part
     assert len(store.objects) == 2
-    for other in (version(global_step=1), version(life="b")):
+    for other in (version(global_step=1), version(incarnation="b")):
         assert publisher.find(other, none) is None
         assert publisher.publish(other, none, {"a": jnp.zeros(2)}) not in (first, part)
         assert publisher.find(version(), none) is None  # The old one may be forgotten.

@@ -235,11 +235,11 @@ PARAMS = {"table": jnp.ones((5, 2)), "w": jnp.ones(3)}
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_transformation_that_would_change_the_indices_is_refused(tx, wrap):
     state = tx.init(PARAMS)
-    # optax's own errors name the cure too, except for norms of eager arrays.
-    cures = r"densify\(\)"
+    # optax's own errors name the hint too, except for norms of eager arrays.
+    hints = r"densify\(\)"
     if wrap is not jax.jit:
-        cures += "|Cannot call abstract method (real|conj)"
-    with pytest.raises((TypeError, ValueError, NotImplementedError), match=cures):
+        hints += "|Cannot call abstract method (real|conj)"
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=hints):
         wrap(tx.update)(GRADS, state, PARAMS)
     with pytest.raises(TypeError, match=r"row-sparse.*indices.*densify\(\) in front"):
         wrap(functools.partial(gx.apply_gradients, tx))(GRADS, state, PARAMS)

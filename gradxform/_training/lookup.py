@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._training import readings
 from gradxform._trees import checks, constants, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees.rows import (
@@ -20,7 +21,6 @@ from gradxform._trees.rows import (
     rows_of,
 )
 from gradxform._trees.types import Params
-from gradxform._verbs import readings
 
 # Which tables get row-sparse gradients: their paths, or a predicate on the path.
 Tables = Sequence[str] | Callable[[str], bool]
@@ -154,7 +154,7 @@ def value_and_grad(
         if not tables and not any(is_sparse(leaf) for _, leaf in flat):
             dense_way = jax.value_and_grad(loss_fn, has_aux=has_aux)
             return dense_way(params, *batch, **kwargs)
-        paths = [checks.slashed(path) for path, _ in flat]
+        paths = [checks.path_str(path) for path, _ in flat]
         leaves = dict(enumerate(leaf for _, leaf in flat))
         named = _select(tables, paths, leaves)
         dense = {i: leaf for i, leaf in leaves.items() if i not in named}

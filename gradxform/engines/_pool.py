@@ -1,4 +1,4 @@
-"""The crew of workers: the common part of the runs of all engines."""
+"""The worker pool: the common part of the runs of all engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
 
 from gradxform._server.records import is_past
-from gradxform._server.recoverable import Standing
+from gradxform._server.recoverable import ServerStatus
 from gradxform._trees import checks
 from gradxform.engines._job import Counts, Job, Push, Run, Server, Worker
 from gradxform.engines._ledger import Ledger
@@ -36,7 +36,7 @@ class Terminated(SystemExit):
 class SavedServer(Server, Protocol):
     """The server of every engine."""
 
-    def rest(self) -> Standing:
+    def rest(self) -> ServerStatus:
         """Takes no pushes of workers from now on; returns where it stands."""
         ...
 
@@ -54,7 +54,7 @@ def server_options(job: Job) -> dict[str, Any]:
     }
 
 
-class Crew(Run):
+class WorkerPool(Run):
     """A run whose workers come and go.
 
     The iteration over ``pushes`` tells each worker to compute, one gradient at a time.
@@ -93,14 +93,14 @@ class Crew(Run):
             return worker
         return worker._replace(batch=functools.lru_cache(maxsize=1)(worker.batch))
 
-    def _begin(self, standing: Standing) -> None:
+    def _begin(self, status: ServerStatus) -> None:
         """Starts the run where the server stands."""
-        self._num_workers = standing.num_workers
+        self._num_workers = status.num_workers
         for index, worker in self._members.items():
             self._check_row(index, worker)
-        self._ledger = Ledger(standing)
+        self._ledger = Ledger(status)
         self._waits = Waits(self._job, self._ledger)
-        self.resumed = standing.global_step if standing.found else None
+        self.resumed = status.global_step if status.found else None
         self._began_at = time.monotonic()
         self._begun = True
 
@@ -192,7 +192,7 @@ class Crew(Run):
             self._ledger.given_up += 1  # `_hand_out` starts this number again.
         elif isinstance(outcome, RefusedError):
             (local_step,) = outcome.args
-            if not is_past(local_step, self._ledger.life):
+            if not is_past(local_step, self._ledger.incarnation):
                 self._refused.add(index)
         elif isinstance(outcome, BaseException):
             self._raise(index, outcome)
@@ -301,7 +301,7 @@ class Waits:
         self.reset()
 
     def reset(self) -> None:
-        """Starts anew, from the beginning of the server's life."""
+        """Starts anew, from the beginning of the server's incarnation."""
         self._step, self._for = self._ledger.began_at, self._ledger.in_sum()
 
     def add(self, push: Push) -> None:

@@ -18,14 +18,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from gradxform._server.layout import Layout, Part, Type, spec
-from gradxform._server.places import Arrays, is_function, with_gate
+from gradxform._server.placement import Arrays, is_function, with_gate
 from gradxform._server.rows import in_sizes
 from gradxform._trees import maps
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Leaf, Path, PyTree, T
 
 
-class Spread:
+class ShardedParams:
     """Stands for the parameters when a server starts in one of its processes.
 
     Args:
@@ -45,7 +45,7 @@ class Spread:
         self.layouts: tuple[Layout, ...] = (layout,)
         self._here = [d for d in mesh.devices.flat if d in mesh.local_devices]
 
-    def settle(
+    def initialize(
         self, tx: optax.GradientTransformation
     ) -> tuple[optax.GradientTransformation, optax.Params, optax.OptState]:
         """A transformation with a gate, and parameters and state where they will stay.

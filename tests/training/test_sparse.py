@@ -157,8 +157,8 @@ dense = jax.jit(densified)
 def test_sparse_equals_dense_and_leaves_the_other_rows_alone(chain, data):
     def some(n, height):
         # Few different indices make many repetitions.
-        spread = data.draw(st.integers(1, height + 1))
-        indices = st.lists(st.integers(0, spread), min_size=n, max_size=n)
+        sharded = data.draw(st.integers(1, height + 1))
+        indices = st.lists(st.integers(0, sharded), min_size=n, max_size=n)
         return [min(i, height) for i in data.draw(indices)]
 
     def beside(tables):

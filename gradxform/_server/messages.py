@@ -30,14 +30,14 @@ class Cut:
         self.number = number
 
 
-class Stowed(NamedTuple):
+class Payload(NamedTuple):
     """Something to send: a reference into the object store, or the value itself."""
 
     ref: object
     value: Any  # Of any type.
 
     @classmethod
-    def of(cls, tree: T, copy: Callable[[T], T] = lambda tree: tree) -> Stowed:
+    def of(cls, tree: T, copy: Callable[[T], T] = lambda tree: tree) -> Payload:
         """Puts a large tree into the store, and copies a small one."""
         leaves = jax.tree.leaves(tree, is_leaf=maps.is_leaf)
         size = sum(getattr(getattr(x, "values", x), "nbytes", 0) for x in leaves)
@@ -57,7 +57,7 @@ def packed(arrays: Iterable[np.ndarray[Any, Any]]) -> list[wire.Bytes]:
     return list(map(wire.Bytes, arrays))
 
 
-class Parcel(NamedTuple):
+class Message(NamedTuple):
     """Gradients and extra arguments on their way to the processes of a server.
 
     Attributes:
@@ -65,11 +65,11 @@ class Parcel(NamedTuple):
       parts: for each process its parts of the cut leaves.
     """
 
-    whole: Stowed
-    parts: list[Stowed]
+    whole: Payload
+    parts: list[Payload]
 
     @classmethod
-    def of(cls, layout: Layout, grads: optax.Updates, extra: dict[str, Any]) -> Parcel:
+    def of(cls, layout: Layout, grads: optax.Updates, extra: dict[str, Any]) -> Message:
         """Packs a worker's push.
 
         Raises:
@@ -94,11 +94,11 @@ class Parcel(NamedTuple):
         whole = jax.tree.map_with_path(take, (grads, extra), is_leaf=maps.is_leaf)
         cut = Layout(arrays, tuple(cuts), layout.processes)
         parts = [cut.part(arrays, process) for process in range(layout.processes)]
-        return cls(Stowed.of(whole), [Stowed.of(packed(part)) for part in parts])
+        return cls(Payload.of(whole), [Payload.of(packed(part)) for part in parts])
 
-    def of_process(self, process: int) -> Parcel:
+    def of_process(self, process: int) -> Message:
         """The share of one process."""
-        return Parcel(self.whole, [self.parts[process]])
+        return Message(self.whole, [self.parts[process]])
 
     def open(self) -> tuple[optax.Updates, dict[str, Any]]:
         """Gradients and extra arguments, with this process's part of each cut leaf."""
@@ -150,11 +150,11 @@ class Pulled(NamedTuple):
       whole: the tree, with a :class:`Cut` for each leaf that is cut, and a number for
         each table with rows.
       layout: of the leaves that are cut.
-      parts: for each process a :class:`Stowed`, or a reference to one.
+      parts: for each process a :class:`Payload`, or a reference to one.
       rows: by the numbers in ``whole``.
     """
 
-    whole: Stowed
+    whole: Payload
     layout: Layout
     parts: list[Any]
     rows: dict[int, Rows]

@@ -16,7 +16,7 @@ Ts = TypeVarTuple("Ts")
 Call: TypeAlias = tuple[queue.SimpleQueue[Any], Callable[..., Any], tuple[Any, ...]]
 
 
-class OwnThread:
+class SerialExecutor:
     """Runs calls one after the other, where no signal handler interrupts them.
 
     Python runs signal handlers only on the main thread, between any two of its
@@ -129,7 +129,7 @@ def _answer(call: Call | None, turn: _Turn) -> bool:
     return True
 
 
-_alive: weakref.WeakSet[OwnThread] = weakref.WeakSet()
+_alive: weakref.WeakSet[SerialExecutor] = weakref.WeakSet()
 
 
 @atexit.register

@@ -86,7 +86,7 @@ def with_gate(
     return tx if has else drop_stale(tx, np.iinfo(np.int32).max)
 
 
-def settle(
+def initialize(
     tx: optax.GradientTransformation, params: optax.Params
 ) -> tuple[optax.GradientTransformation, optax.Params, optax.OptState]:
     """A transformation with a gate, and parameters and state where they will stay.
@@ -102,15 +102,16 @@ def settle(
         if gated is not tx:
             state = gated.init(params)
     arrays = params, copy(state)  # It may hold the parameters themselves.
-    place = Place(arrays)
-    if place.committed:
+    placement = Placement(arrays)
+    if placement.committed:
         arrays = jax.tree.map(
-            lambda x: x if x.committed else jax.device_put(x, place.everywhere), arrays
+            lambda x: x if x.committed else jax.device_put(x, placement.everywhere),
+            arrays,
         )
     return gated, *arrays
 
 
-class Place:
+class Placement:
     """The devices of some arrays.
 
     Attributes:
@@ -139,7 +140,7 @@ class Place:
         )
 
     def default_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Sends uncommitted arrays to this place, if it is uncommitted itself."""
+        """Sends uncommitted arrays to this placement, if it is uncommitted itself."""
         if self.committed:
             return contextlib.nullcontext()
         return jax.default_device(next(iter(self.everywhere.device_set)))
@@ -153,7 +154,7 @@ class Place:
 def bring(
     x: jax.Array | np.ndarray[Any, Any] | float, sharding: Sharding
 ) -> jax.typing.ArrayLike:
-    """Brings a pushed array to the place where a program needs it; a number stays."""
+    """Brings a pushed array to where a program needs it; a number stays."""
     if isinstance(x, (int, float)):  # The program itself takes these faster.
         return x
     there = getattr(x, "sharding", None)

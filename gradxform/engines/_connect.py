@@ -23,7 +23,7 @@ except Exception as error:
 DAY = 86400.0
 
 
-def reach(address: str, timeout: float) -> None:
+def connect(address: str, timeout: float) -> None:
     """Returns when a cluster has answered; signals are handled meanwhile.
 
     Args:

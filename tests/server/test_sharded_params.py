@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform._server.layout import Layout, Part
-from gradxform._server.placed import Spread
+from gradxform._server.sharded import ShardedParams
 from gradxform._trees import maps
 from tests.server.test_rows import aligned
 
@@ -37,8 +37,8 @@ class Parts:
         self.given = jax.tree.map(aligned, self.lying(self.params))
         self.whole = gx.ParameterServer(self.params, tx)
         given = (lambda: dict(self.params)) if as_function else self.given
-        self.spread = Spread(given, self.layout, mesh)
-        self.cut = gx.ParameterServer(self.spread, tx)
+        self.sharded = ShardedParams(given, self.layout, mesh)
+        self.cut = gx.ParameterServer(self.sharded, tx)
         self.rng = np.random.default_rng(1)
 
     def lying(self, tree, depth=0):
@@ -76,7 +76,7 @@ class Parts:
     def check(self, rtol=2e-6):
         """All that users see is equal, and what they do not see is zero."""
         whole, cut = self.whole.state(), self.cut.state()
-        for name, layout in zip(("params", "state"), self.spread.layouts, strict=True):
+        for name, layout in zip(("params", "state"), self.sharded.layouts, strict=True):
             leaves = jax.tree.leaves(whole[name])
             both = zip(
                 leaves, *map(jax.tree.leaves, (cut[name], layout.types)), strict=True
@@ -187,7 +187,9 @@ def test_a_nan_in_one_part_is_found():
     layout = Layout.of(params, COUNT, SHARDINGS)
     both = Parts(optax.sgd(1.0), 41)
     server = gx.ParameterServer(
-        Spread(both.lying(params), layout, mesh), optax.sgd(1.0), require_finite=True
+        ShardedParams(both.lying(params), layout, mesh),
+        optax.sgd(1.0),
+        require_finite=True,
     )
     grads = both.lying(both.grads(rows=False))
     grads["wide"][0, 9] = np.nan
@@ -210,7 +212,7 @@ def test_saved_arrays_are_restored_to_their_place():
     leaves = both.cut._programs.leaves_of_params(both.cut._version.leaves)
     assert len(leaves) == len(both.params)
     for x in leaves:
-        assert x.sharding.mesh == both.spread.mesh
+        assert x.sharding.mesh == both.sharded.mesh
 
 
 def compiled(height, rows, tx):
@@ -219,8 +221,8 @@ def compiled(height, rows, tx):
     layout = Layout.of({"table": table}, COUNT)
     assert layout.cuts == (0,)
     mesh = Mesh(np.array(jax.devices()[:COUNT]), ("server",))
-    spread = Spread(lambda: {"table": jnp.zeros(table.shape)}, layout, mesh)
-    server = gx.ParameterServer(spread, tx)
+    sharded = ShardedParams(lambda: {"table": jnp.zeros(table.shape)}, layout, mesh)
+    server = gx.ParameterServer(sharded, tx)
     grads = np.zeros(layout.padded["table"].shape, np.float32)
     if rows:
         values = np.zeros((rows, 64), np.float32)
@@ -285,7 +287,7 @@ def test_random_numbers_by_columns_need_little_beside_the_part(height, most):
         return {"table": by_columns(height)}
 
     layout = Layout.of(jax.eval_shape(make), COUNT)
-    compiled = Spread(make, layout, mesh)._made(make, layout).lower().compile()
+    compiled = ShardedParams(make, layout, mesh)._made(make, layout).lower().compile()
     part = -(-height // COUNT) * 64 * 4
     assert compiled.memory_analysis().temp_size_in_bytes < most * part
     assert collectives(compiled) == {}

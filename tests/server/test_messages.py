@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from gradxform._server import parcels, wire
+from gradxform._server import messages, wire
 from gradxform._server.layout import Layout, Part
-from gradxform._server.parcels import Cut, Parcel, Pulled, Rows, Stowed, packed
+from gradxform._server.messages import Cut, Message, Payload, Pulled, Rows, packed
 
 ROWS = np.arange(15, dtype=np.float32).reshape(5, 3)
 SPECS = {"table": P("server"), "wide": P(None, "server"), "small": P()}
@@ -36,14 +36,14 @@ def sent(x):
 def test_each_process_gets_its_parts_and_all_else(layout):
     slices = gx.IndexedSlices([4, 0], ROWS[:2], (5, 3))
     extra = {"like": PARAMS, "rows": {"table": slices}, "number": 2.5}
-    parcel = Parcel.of(layout, PARAMS, extra)
+    message = Message.of(layout, PARAMS, extra)
     for process, (table, wide) in enumerate(
         [
             (ROWS[:3], ROWS[:, :2]),
             (np.r_[ROWS[3:], [[0] * 3]], np.c_[ROWS[:, 2:], [0] * 5]),
         ]
     ):
-        grads, got = sent(parcel.of_process(process)).open()
+        grads, got = sent(message.of_process(process)).open()
         np.testing.assert_array_equal(grads["table"], table)
         np.testing.assert_array_equal(grads["wide"], wide)
         assert grads["small"] == 7
@@ -55,21 +55,21 @@ def test_each_process_gets_its_parts_and_all_else(layout):
 
 def test_an_argument_that_looks_like_a_part_is_sent_whole(layout):
     like = {"table": np.zeros((3, 3), np.float32)}
-    parcel = Parcel.of(layout, PARAMS, {"other": like})
+    message = Message.of(layout, PARAMS, {"other": like})
     for process in range(2):
-        _, extra = parcel.of_process(process).open()
+        _, extra = message.of_process(process).open()
         assert extra["other"]["table"] is like["table"]
 
 
 def test_no_process_gets_the_part_of_another():
     large = {**PARAMS, "table": np.zeros((1000, 3), np.float32)}
-    parcel = Parcel.of(Layout.of(large, 2, SPECS), large, {})
-    assert len(pickle.dumps(parcel.of_process(0), 5)) < 0.55 * large["table"].nbytes
+    message = Message.of(Layout.of(large, 2, SPECS), large, {})
+    assert len(pickle.dumps(message.of_process(0), 5)) < 0.55 * large["table"].nbytes
 
 
 def test_a_misfit_is_an_error_before_it_is_sent(layout):
     with pytest.raises(TypeError, match="table"):
-        Parcel.of(layout, {**PARAMS, "table": ROWS[1:]}, {})
+        Message.of(layout, {**PARAMS, "table": ROWS[1:]}, {})
 
 
 def get(x):
@@ -99,9 +99,9 @@ def test_a_tree_is_put_together_from_its_parts(layout):
     tree = {"a": Cut(0), "b": jnp.float32(3), "c": 0, "d": None}
     of_cut = Layout([layout.types["table"]], (0,), 2)
     padded = np.r_[ROWS[3:], np.full((1, 3), 9, np.float32)]
-    parts = [Stowed.of(packed([x])) for x in (ROWS[:3], padded)]
+    parts = [Payload.of(packed([x])) for x in (ROWS[:3], padded)]
     rows = Rows(np.array([2], np.int32), (5, 3), 0, [packed([ROWS[[2]]])])
-    got = sent(Pulled(Stowed.of(tree), of_cut, parts, {0: rows})).join(get)
+    got = sent(Pulled(Payload.of(tree), of_cut, parts, {0: rows})).join(get)
     assert isinstance(got["a"], jax.Array)
     np.testing.assert_array_equal(got["a"], ROWS)
     assert (got["b"], got["d"]) == (3, None)
@@ -117,13 +117,13 @@ def test_large_messages_go_to_the_store_once(monkeypatch):
             put.append(x)
             return "a reference"
 
-    monkeypatch.setitem(parcels.sys.modules, "ray", Store)
-    large = np.zeros(parcels.SMALL, np.uint8)
-    assert Stowed.of([large], copy=pytest.fail) == ("a reference", None)
-    assert Stowed.of([large[1:]], copy=len) == (None, 1)
-    rows = np.zeros((parcels.SMALL, 1), np.float32)
-    assert Stowed.of(gx.IndexedSlices(np.arange(len(rows)), rows, rows.shape)).ref
-    assert Stowed.of(packed([large])).ref
+    monkeypatch.setitem(messages.sys.modules, "ray", Store)
+    large = np.zeros(messages.SMALL, np.uint8)
+    assert Payload.of([large], copy=pytest.fail) == ("a reference", None)
+    assert Payload.of([large[1:]], copy=len) == (None, 1)
+    rows = np.zeros((messages.SMALL, 1), np.float32)
+    assert Payload.of(gx.IndexedSlices(np.arange(len(rows)), rows, rows.shape)).ref
+    assert Payload.of(packed([large])).ref
     assert len(put) == 3
 
 
@@ -142,7 +142,7 @@ def looked_up_to_pack(leaves):
     params = {Name(i): np.ones((4, 1), np.float32) for i in range(leaves)}
     layout = Layout.of(params, 2, P("server"))
     Name.looked_up = 0
-    Parcel.of(layout, params, {"like": params})
+    Message.of(layout, params, {"like": params})
     return Name.looked_up
 
 

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import optax
 
-from gradxform._late.conditional import either
+from gradxform._late.conditional import typed_cond
+from gradxform._training.apply import learning_part, training_step
+from gradxform._training.donation import Donating
 from gradxform._trees import checks, dtypes, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Params, Prefix, PyTree, State
-from gradxform._verbs.apply import learning_part, training_step
-from gradxform._verbs.donation import Donating
 
 _Carry: TypeAlias = tuple[optax.Params, optax.OptState]
 # The loss, and with `has_aux` the aux; None for a minibatch that is left out.
@@ -145,7 +145,7 @@ def local_steps(
                 carry: _Carry, numbered: tuple[jax.Array, tuple[object, ...]]
             ) -> tuple[_Carry, _Result]:
                 number, batch = numbered
-                result, carry = either(
+                result, carry = typed_cond(
                     number < wanted,
                     lambda: train(carry, batch)[::-1],
                     lambda: (None, carry),
@@ -176,7 +176,7 @@ def _check_dense(params: optax.Params) -> None:
         if isinstance(leaf, IndexedSlices):
             raise TypeError(
                 "local_steps trains whole parameters, got rows of a table, "
-                f"IndexedSlices, at {checks.place(path)}. Pull the whole table, or "
+                f"IndexedSlices, at {checks.path_name(path)}. Pull the whole table, or "
                 "push the gradients of its rows at each step."
             )
 

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import absent, gate
+from gradxform._late import gate, missing
+from gradxform._training.donation import Donating
+from gradxform._training.lookup import Tables, value_and_grad
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.compilers import narrow
-from gradxform._trees.indexed_slices import IndexedSlices, cured
+from gradxform._trees.indexed_slices import IndexedSlices, hinted
 from gradxform._trees.rows import places
 from gradxform._trees.types import Gradient, Leaf, Params, Path, Prefix, PyTree, State
-from gradxform._verbs.donation import Donating
-from gradxform._verbs.lookup import Tables, value_and_grad
 
 
 class Step(Protocol):
@@ -230,7 +230,11 @@ def training_step(
         )
         value, aux = (value[0], value[1:]) if has_aux else (value, ())
         params, state = apply_gradients(
-            tx, grads, state, params, **{**gate.taken(tx, {"value": value}), **extra}
+            tx,
+            grads,
+            state,
+            params,
+            **{**gate.accepted_kwargs(tx, {"value": value}), **extra},
         )
         return params, state, value, *aux
 
@@ -252,8 +256,8 @@ def _numbered(grads: optax.Updates, params: optax.Params) -> optax.Updates:
             return g
         if not isinstance(g, IndexedSlices):
             raise TypeError(
-                f"grads must be row-sparse at {checks.place(path)}, where params hold "
-                f"only a part of a table, got {jax.typeof(g).str_short()}."
+                f"grads must be row-sparse at {checks.path_name(path)}, where params "
+                f"hold only a part of a table, got {jax.typeof(g).str_short()}."
             )
         part = p.sum_duplicates()
         at = places(g.indices, part.indices)
@@ -282,8 +286,8 @@ def _step(
 ) -> tuple[optax.Params, optax.OptState]:
     if guard := gate.guard_of(tx):  # Gates within gates guard one another.
         return guard(_step, _rest, updates, state, params, **extra)
-    with cured():
-        updates, after = absent.update(tx, updates, state, params, **extra)
+    with hinted():
+        updates, after = missing.update(tx, updates, state, params, **extra)
     return apply_updates(params, updates), _as_before(after, state)
 
 

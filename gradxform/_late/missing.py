@@ -38,12 +38,12 @@ LeafFlags: TypeAlias = dict[str, jax.Array]
 
 
 @jax.tree_util.register_pytree_node_class
-class Absent(optax.MaskedNode):
+class MissingGradient(optax.MaskedNode):
     """A node without leaves that replaces the leaf of this number."""
 
     number: int
 
-    def __new__(cls, number: int) -> Absent:
+    def __new__(cls, number: int) -> MissingGradient:
         """A masked node that says which one it is."""
         node = super().__new__(cls)
         node.number = number
@@ -54,14 +54,14 @@ class Absent(optax.MaskedNode):
         return (), self.number
 
     @classmethod
-    def tree_unflatten(cls, number: int, children: object) -> Absent:
+    def tree_unflatten(cls, number: int, children: object) -> MissingGradient:
         """The same again."""
         del children
         return cls(number)
 
 
-def _is_absent(node: object) -> bool:
-    return isinstance(node, Absent)
+def _is_missing(node: object) -> bool:
+    return isinstance(node, MissingGradient)
 
 
 def update(
@@ -90,7 +90,7 @@ def update(
             return tx.update(updates, state, params, **extra)
         except Exception as error:
             error.add_note(
-                f"The gradients have None at {checks.place(missing[0])}, and this "
+                f"The gradients have None at {checks.path_name(missing[0])}, and this "
                 "transformation does not keep its state leaf by leaf, or has an "
                 "accumulator inside of it, so a leaf cannot be left out. Pass zeros "
                 "there, or put the accumulator around the whole transformation."
@@ -106,7 +106,7 @@ def update(
         **shown,
     )
     new_updates = jax.tree.map(
-        lambda u: None if _is_absent(u) else u, new_updates, is_leaf=maps.is_leaf
+        lambda u: None if _is_missing(u) else u, new_updates, is_leaf=maps.is_leaf
     )
     return new_updates, part.whole_state(new_state, state)
 
@@ -138,13 +138,13 @@ def keep(
     def choose(
         mark: object, new: optax.OptState, old: optax.OptState
     ) -> optax.OptState:
-        if not isinstance(mark, Absent):
+        if not isinstance(mark, MissingGradient):
             return new
         has_acted = flags[mark.number]
         return jax.tree.map(lambda n, o: jnp.where(has_acted, n, o), new, old)
 
     return jax.tree.map(
-        choose, part.marks, new, old, is_leaf=lambda x: _is_absent(x) or is_gate(x)
+        choose, part.marks, new, old, is_leaf=lambda x: _is_missing(x) or is_gate(x)
     )
 
 
@@ -238,17 +238,17 @@ class _Part:
             if u is not None or (params is not None and not jax.tree.leaves(p)):
                 return p
             leaves.append(p)
-            return Absent(len(leaves) - 1)
+            return MissingGradient(len(leaves) - 1)
 
         try:
             tree = jax.tree.map(without, updates, whole, is_leaf=maps.is_leaf)
             marks = jax.eval_shape(tx.init, tree) if leaves else state
             part = cls(leaves, tree, marks, whole)
             same = jax.tree.map(
-                lambda mark, s: _is_absent(mark) or np.shape(mark) == np.shape(s),
+                lambda mark, s: _is_missing(mark) or np.shape(mark) == np.shape(s),
                 marks,
                 state,
-                is_leaf=_is_absent,
+                is_leaf=_is_missing,
             )
         except Exception:  # This init does not accept such a node.
             return None
@@ -261,20 +261,20 @@ class _Part:
     def of_state(self, state: optax.OptState) -> optax.OptState:
         """The part of a state."""
         return jax.tree.map(
-            lambda mark, s: mark if _is_absent(mark) else s,
+            lambda mark, s: mark if _is_missing(mark) else s,
             self.marks,
             state,
-            is_leaf=_is_absent,
+            is_leaf=_is_missing,
         )
 
     def whole_state(self, new: optax.OptState, old: optax.OptState) -> optax.OptState:
         """The state of all leaves again, with the old state of absent ones."""
         return jax.tree.map(
-            lambda mark, n, o: o if _is_absent(mark) else n,
+            lambda mark, n, o: o if _is_missing(mark) else n,
             self.marks,
             new,
             old,
-            is_leaf=_is_absent,
+            is_leaf=_is_missing,
         )
 
     def extra(self, value: PyTree[T]) -> PyTree[T]:
@@ -287,9 +287,9 @@ class _Part:
 
     def _filled(self, tree: PyTree[T]) -> PyTree[T]:
         return jax.tree.map(
-            lambda x: self.leaves[x.number] if _is_absent(x) else x,
+            lambda x: self.leaves[x.number] if _is_missing(x) else x,
             tree,
-            is_leaf=_is_absent,
+            is_leaf=_is_missing,
         )
 
 

@@ -1,0 +1,90 @@
+"""A subpackage imports only the subpackages that stand above it."""
+
+import ast
+import graphlib
+import pathlib
+
+import pytest
+
+import gradxform as gx
+
+PACKAGE = pathlib.Path(gx.__file__).parent
+
+# Who may import whom; modules of a subpackage may import each other. "" is the public
+# API.
+MAY_IMPORT = {
+    "_trees": set(),
+    "_transforms": {"_trees"},
+    "_late": {"_trees"},
+    "_training": {"_trees", "_late"},
+    "_server": {"_trees", "_transforms", "_late", "_training"},
+    "engines": {"_trees", "_transforms", "_late", "_training", "_server"},
+    "_config": {"", "_trees"},
+    "_demo": {"", "_server", "engines"},
+}
+
+
+def imported(path):
+    """What a file imports of the package, anywhere in it, as dotted names."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (n for n in names if n.partition(".")[0] == PACKAGE.name)
+
+
+def imported_subpackages(path):
+    """The subpackages from which a file imports; ``""`` is the public API."""
+    for name in imported(path):
+        _, subpackage, *_ = [*name.split("."), ""]
+        yield subpackage if subpackage in MAY_IMPORT else ""
+
+
+def test_the_table_has_every_subpackage():
+    assert {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()} == {
+        *MAY_IMPORT
+    }
+
+
+@pytest.mark.parametrize("subpackage", MAY_IMPORT)
+def test_a_subpackage_imports_only_those_above_it(subpackage):
+    imports = {
+        w
+        for path in (PACKAGE / subpackage).glob("*.py")
+        for w in imported_subpackages(path)
+    }
+    assert imports <= MAY_IMPORT[subpackage] | {subpackage}
+
+
+@pytest.mark.parametrize("subpackage", MAY_IMPORT)
+def test_a_subpackage_says_what_lives_there(subpackage):
+    doc = ast.get_docstring(
+        ast.parse((PACKAGE / subpackage / "__init__.py").read_text())
+    )
+    modules = {path.stem for path in (PACKAGE / subpackage).glob("*.py")} - {"__init__"}
+    if (
+        subpackage == "_transforms"
+    ):  # There a module has the name of its transformation.
+        modules -= {*vars(gx)}
+    assert all(f"``{module}" in doc for module in modules)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    modules = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
+        for path in PACKAGE.rglob("*.py")
+        if path.stem != "__init__"  # It names its modules, and imports nothing else.
+    }
+    graph = graphlib.TopologicalSorter()
+    for module, path in modules.items():
+        names = {*imported(path)}  # Of modules, and of names in them.
+        names |= {name.rpartition(".")[0] for name in names}
+        graph.add(module, *names & modules.keys())
+    graph.prepare()  # Raises a CycleError, which names the modules.
+
+
+def test_only_the_public_api_and_the_main_job_stand_beside_the_subpackages():
+    assert {p.name for p in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py"}
