@@ -23,9 +23,8 @@ class Published:
     """Parameters on their way to a worker. They arrive as their tree.
 
     Args:
-      ref: into Ray's object store: the parameters, with a number for each table of
-        which the worker gets only rows.
-      rows: of these tables, by their numbers.
+      ref: a reference to the parameters, with a number for each table that is left out.
+      rows: rows of these tables, by their numbers.
     """
 
     def __init__(self, ref: object, rows: dict[int, IndexedSlices]) -> None:
