@@ -111,6 +111,14 @@ def novograd(
         yield params, mu, nu
 
 
+def learning_rate(params, sequence, learning_rate):
+    """Yields ``(params,)`` after each step: gradient descent."""
+    for t, grads in enumerate(sequence):
+        lr = float(learning_rate(t)) if callable(learning_rate) else learning_rate
+        params = {k: params[k] - lr * g for k, g in grads.items()}
+        yield (params,)
+
+
 def delayed_nesterov(
     params, sequence, learning_rate, b1=0.9, *, num_delay, activation=0.0
 ):
@@ -243,9 +251,6 @@ AT_ONCE = {
     "measure_cosine": lambda g: g,
     "clip_by_global_norm": clip_by_global_norm,
     "clip_by_norm": clip_by_norm,
-    "scale_by_learning_rate": lambda g, learning_rate: tree_map(
-        lambda x: -learning_rate * x, g
-    ),
     # Of three steps, as in the rows of the table.
     "scale_by_staleness": lambda g, power=1.0, weight=None: tree_map(
         lambda x: x * (weight(3) if weight else 3**-power), g

@@ -1,8 +1,8 @@
 """Makes the checkpoints from which every later version goes on: ``checkpoints/*.zip``.
 
-    python -m tests.golden.make_checkpoints
+    tests/golden/make_checkpoints.sh
 
-makes those that are missing; run it with the oldest JAX and optax that are supported.
+makes those that are missing, with the oldest JAX and optax that are supported.
 Each row of ``tests/descriptors.py`` that keeps state has one, unless a row of the same
 name before it keeps the same arrays. orbax has saved it as ``docs/sharding.md`` says.
 One more is the folder that an engine has left. In each zip ``expected.json`` has the
