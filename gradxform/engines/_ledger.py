@@ -65,9 +65,8 @@ class Ledger:
 
     def add(self, push: Push) -> bool:
         """Counts an answer; returns whether it is of this incarnation of the server."""
-        if is_past(
-            push.local_step, self.incarnation
-        ):  # On its way when the server died.
+        # On its way when the server died.
+        if is_past(push.local_step, self.incarnation):
             saved = self._status.answers.get(push.worker)
             if saved is None or push.number > saved.number:
                 self._lost += 1

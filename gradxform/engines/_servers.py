@@ -218,7 +218,9 @@ class WorkersServer:
         try:
             asked = getattr(self._actor, name).remote(*args, **extra)
             return received(self._ray.get(asked))
-        except exceptions.RayTaskError:
+        except exceptions.RayTaskError as error:
+            if isinstance(error, exceptions.RayActorError):  # Of one of its processes.
+                raise ServerDiedError from error
             raise  # The server has raised it, so it is alive.
         except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
             raise ServerDiedError from error

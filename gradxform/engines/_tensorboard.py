@@ -113,14 +113,13 @@ class TensorBoard:
             raise ValueError("this TensorBoard was closed: make another one.")
         self._gathered.append(push)
         # A server's step knows the server's incarnation: a restart begins a new one.
-        incarnation = getattr(push.local_step, "life", None)
+        incarnation = getattr(push.local_step, "incarnation", None)
         begins = incarnation not in self._incarnations
         if begins:
             self._begin(push)
             self._incarnations.append(incarnation)
-        if (
-            incarnation == self._incarnations[-1]
-        ):  # Not a late answer of a server that has died.
+        # A late answer of a server that has died does not count.
+        if incarnation == self._incarnations[-1]:
             self._reached = max(self._reached, push.result.global_step)
         # If two points have one step, TensorBoard may show only the later one.
         due = time.monotonic() - self._time >= self._every_seconds

@@ -13,10 +13,12 @@ import types
 import jax.numpy as jnp
 import optax
 import pytest
+import ray
 
 from gradxform import engines
 from gradxform._server.recoverable import ServerStatus
-from gradxform.engines import _ray, _reach
+from gradxform.engines import _connect, _ray
+from gradxform.engines._servers import ServerDiedError, WorkersServer
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -126,7 +128,7 @@ def test_a_cluster_is_started_whole_before_an_interrupt_ends_it(monkeypatch):
 def test_options_reach_ray(monkeypatch):
     notes = Notes()
     monkeypatch.setitem(sys.modules, "ray", notes)
-    monkeypatch.setattr(_ray, "reach", lambda *given: notes.calls.append(given))
+    monkeypatch.setattr(_ray, "connect", lambda *given: notes.calls.append(given))
     with engines.ray(
         make_job(3),
         address="auto",
@@ -197,15 +199,34 @@ def test_an_error_of_ray_about_an_address_is_passed_on(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ConnectionError, match=r"at 'here'\. RuntimeError: not here$"):
-        _reach.connect("here", 600.0)
+        _connect.connect("here", 600.0)
     (tmp_path / "ray.py").write_text("def init(address, **_): pass\n")
-    _reach.connect("here", 600.0)
+    _connect.connect("here", 600.0)
     (tmp_path / "ray.py").write_text("import os\nos._exit(7)\n")
     with pytest.raises(ConnectionError, match="the exit code was 7"):
-        _reach.connect("here", math.inf)
+        _connect.connect("here", math.inf)
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, math.nan])
 def test_the_timeout_is_checked(timeout, nobody):
     with pytest.raises(ValueError, match="connect_timeout must be in"):
         connect(nobody, timeout)
+
+
+def test_the_death_of_any_process_is_the_death_of_the_server():
+    """The leader may live long enough to tell that another process has died."""
+    exceptions = ray.exceptions
+
+    def raised(cause):
+        def get(_):
+            raise exceptions.RayTaskError("push", "", cause).as_instanceof_cause()
+
+        push = types.SimpleNamespace(remote=lambda *_, **__: None)
+        server = WorkersServer(types.SimpleNamespace(push=push), None)
+        server._ray = types.SimpleNamespace(exceptions=exceptions, get=get)
+        with pytest.raises(Exception) as raised:  # noqa: PT011
+            server.push(None, 0)
+        return raised.type
+
+    assert raised(exceptions.ActorDiedError()) is ServerDiedError
+    assert issubclass(raised(ValueError("not finite")), ValueError)

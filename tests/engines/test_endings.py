@@ -20,7 +20,7 @@ import pytest
 import gradxform as gx
 from gradxform import engines
 from gradxform._server.recoverable import RecoverableServer, TakesNoMoreError
-from gradxform.engines import _crew
+from gradxform.engines import _pool
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -307,7 +307,7 @@ def test_a_gradient_computed_twice_is_pushed_once():
 
 
 def test_no_worker_computes_for_a_quick_one(monkeypatch):
-    monkeypatch.setattr(_crew, "LOOK", 1000.0)  # No gradient takes that long.
+    monkeypatch.setattr(_pool, "LOOK", 1000.0)  # No gradient takes that long.
     begun = []
 
     def batch(number):

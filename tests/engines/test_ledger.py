@@ -40,11 +40,11 @@ class World:
         self.saved = self.done, dict(self.answers)
 
     def begin(self):
-        self.lives += 1
+        self.incarnations += 1
         self.done, self.answers = self.saved[0], dict(self.saved[1])
-        self.status = self.standing_now()
+        self.status = self.status_now()
 
-    def standing_now(self):
+    def status_now(self):
         applied = self.done - self.done // 3
         return ServerStatus(
             str(self.incarnations),
@@ -52,7 +52,7 @@ class World:
             applied,
             self.done - applied,
             dict(self.answers),
-            self.lives > 1,
+            self.incarnations > 1,
         )
 
 
@@ -96,14 +96,14 @@ def test_every_push_is_accounted_for(seed):
     assert 0 <= ledger.counts.pushed - answered <= len(unheard) + len(on_the_way)
     # At the end of a run it takes over the server's counts, which are the same.
     counts = ledger.counts
-    ledger.settle(world.standing_now())
+    ledger.settle(world.status_now())
     assert ledger.counts == counts
     # From then on, answers that nobody has heard count, too.
     before = world.done
     heard = world.push(0, ledger.next(0))
     world.push(1, ledger.next(1))
     ledger.add(heard)
-    ledger.settle(world.standing_now())
+    ledger.settle(world.status_now())
     assert_accounts(ledger, world, before + 2)
     assert ledger.next(1) == world.answers[1].number + 1
 
@@ -113,7 +113,7 @@ def assert_accounts(ledger, world, goal):
     assert counts.accepted + counts.dropped == goal == world.done
     assert counts.accepted == world.done - world.done // 3
     assert counts.pushed == goal + counts.lost
-    assert counts.server_deaths == world.lives - 1
+    assert counts.server_deaths == world.incarnations - 1
     assert sum(a.number + 1 for a in world.answers.values()) == goal
 
 
