@@ -157,8 +157,8 @@ _trees/checks.py: a half-open interval holds its upper end
 + below = number <= high if interval
 
 _trees/checks.py: shapes of as many axes agree
-- expected(leaf) != wanted:
-+ len(expected(leaf)) != len(wanted):
+- fits = expected(leaf) == _shape(reference_leaf)
++ fits = len(expected(leaf)) == len(_shape(reference_leaf))
 
 _trees/versions.py: an array varies over the first of its mesh axes alone
 - jax.lax.pcast(x, axes, to="varying")
@@ -249,8 +249,8 @@ _transforms/learning_rate.py: the count of steps overflows
 + count = state.count + 1
 
 _transforms/densify.py: dense gradients lie whole on each device
-- return g.densify(out_sharding=explicit_sharding(jnp.asarray(*p)) if p else None)
-+ return g.densify()
+- out_sharding=explicit_sharding(jnp.asarray(p)) if known else None
++ out_sharding=None
 
 _late/conditional.py: both sides are computed and one of them is taken
 - jax.lax.cond(pred, acted, rests_like)
@@ -407,8 +407,8 @@ _training/donation.py: an array that stands in two places is taken twice
 + held.discard(id(x))
 
 _training/local_steps.py: one step too many is taken
-- number < dtypes.saturated(num_steps)
-+ number <= dtypes.saturated(num_steps)
+- number < wanted,
++ number <= wanted,
 
 _training/local_steps.py: the pulled parameters are donated
 - donate_argnums=(1,)), tx
@@ -754,7 +754,7 @@ engines/_ledger.py: a push that the server forgot is not lost
 + pass
 
 engines/_ledger.py: an answer of a server that died counts for the one after it
-- if is_past(push.local_step, self.incarnation):  # On its way when the server died.
+- if is_past(push.local_step, self.incarnation):
 + if False:
 
 engines/_pool.py: too few workers are left for a step

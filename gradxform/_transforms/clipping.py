@@ -218,7 +218,7 @@ class ClipSums(NamedTuple):
 
 NO_SUMS = ClipSums()
 
-# That of the clip, and that of what follows.
+# The state of the clip, and the state of the transformation after it.
 _States: TypeAlias = tuple[ClipByGlobalNormState | optax.EmptyState, optax.OptState]
 
 

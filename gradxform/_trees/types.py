@@ -1,4 +1,4 @@
-"""Types of what a gradient tree holds, for annotations.
+"""Types of the leaves of a gradient tree, for annotations.
 
 Python cannot describe a pytree: to a type checker ``PyTree[X]`` is an ``X``, or a
 container of any kind. The name says which leaves are in it.
