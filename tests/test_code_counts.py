@@ -1,4 +1,4 @@
-"""The package stays typed and plain. ``python -m tests.code_counts --list`` has more."""
+"""The package stays typed and plain. ``python -m tests.code_counts`` prints more."""
 
 import ast
 
