@@ -10,7 +10,7 @@ they run:
 - :func:`ray`: each in a process, on as many machines as the Ray cluster has.
 
 The modules: ``_job`` has the job and the records of its run; ``_work`` computes
-one gradient; ``_stops`` decides when a gradient is given up; ``_ledger`` counts the
+one gradient; ``_stops`` decides when a gradient is cancelled; ``_ledger`` counts the
 pushes; ``_pool`` is the common part of all runs; ``_ending`` ends them; ``_simulated``,
 ``_threads`` and ``_ray`` are the engines. On Ray, ``_connect`` looks for the cluster,
 ``_servers`` is the server as other processes see it, and ``_group`` starts a server of

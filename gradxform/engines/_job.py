@@ -31,7 +31,7 @@ class Worker(NamedTuple):
       gradient: the loss, a scalar, and the gradients of the parameters on a minibatch,
         ``gradient(params, *batch) -> (loss, grads)``: as a rule
         ``jax.jit(jax.value_and_grad(loss))``. It may also be a generator function. It
-        yields where the gradient can be given up, between micro-batches or local steps,
+        yields where the gradient can be cancelled, between micro-batches or local steps,
         and returns loss and gradients.
       batch: the minibatch of a number, ``batch(number) -> (x, y)``: any arrays. It is
         drawn before the parameters are pulled. A stream of data is used with
@@ -83,11 +83,11 @@ class Job(NamedTuple):
         all workers wait for a step that needs more pushes, the run ends with a
         ``ValueError``.
       max_staleness: how late a gradient may become while it is computed, ≥ 0 or inf, or
-        a schedule of the global step. After each step, a gradient is given up if its
+        a schedule of the global step. After each step, a gradient is cancelled if its
         ``global_step - local_step`` is larger. Its number begins again, on the same
         minibatch, with the newest parameters. On :func:`simulated` that happens at the
         step. On :func:`threads` and :func:`ray` it happens between the pieces of a
-        generator's gradient, and before any push. By default none is given up.
+        generator's gradient, and before any push. By default none is cancelled.
       require_finite: whether a push that holds NaN or inf ends the run with an error,
         before it has changed anything: see :class:`~gradxform.ParameterServer`.
       donate: whether steps update the server's own arrays in place: see

@@ -181,7 +181,7 @@ class _RayWorker:
         reasons = ServerDiedError, StreamEndedError, RefusedError, GivenUpError
 
         def is_over(local_step: int) -> bool:
-            # Asks the server only if gradients are ever given up.
+            # Asks the server only if gradients are ever cancelled.
             stops = self._stops
             return stops.ends and stops.is_over(server.global_step(), local_step)
 

@@ -1,4 +1,4 @@
-"""When a gradient under way is given up because it has become too late."""
+"""When a gradient under way is cancelled because it has become too late."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Stops:
 
     @property
     def ends(self) -> bool:
-        """Whether any gradient is ever given up."""
+        """Whether any gradient is ever cancelled."""
         return self._max_staleness is not None
 
     def is_over(self, global_step: int, local_step: int) -> bool:
