@@ -31,8 +31,8 @@ class Worker(NamedTuple):
       gradient: the loss, a scalar, and the gradients of the parameters on a minibatch,
         ``gradient(params, *batch) -> (loss, grads)``: as a rule
         ``jax.jit(jax.value_and_grad(loss))``. It may also be a generator function. It
-        yields where the gradient can be cancelled, between micro-batches or local steps,
-        and returns loss and gradients.
+        yields where the gradient can be cancelled, between micro-batches or local
+        steps, and returns loss and gradients.
       batch: the minibatch of a number, ``batch(number) -> (x, y)``: any arrays. It is
         drawn before the parameters are pulled. A stream of data is used with
         ``lambda _: next(stream)``, as a rule one for each worker: several may share one
