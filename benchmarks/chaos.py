@@ -100,7 +100,8 @@ def train(job, folder, deaths, rng, processes=1):
 
 def copies(process):
     """Runs in a process of the server: the bytes of the leaves that are not cut."""
-    leaves = getattr(process, "_server", process)._version.leaves
+    is_leader = hasattr(process, "_version")
+    leaves = process._version.leaves if is_leader else process._leaves
     return [bytes(x.addressable_data(0)) for x in leaves if x.is_fully_replicated]
 
 
