@@ -3,7 +3,7 @@
 Usually the leaf itself says that the loss gave it no gradient. It is ``None``, or a
 ``float0``, or a masked node where parameters have a leaf. Transformations of this
 library know ``None``. Others may not: optax's own fail on it, or forget the leaf's
-state. So :func:`update` gives them a node without leaves in the place of each such
+state. So :func:`update` gives them a node without leaves instead of each such
 leaf, as ``optax.masked`` does. Their ``init`` shows which parts of a state belong to a
 leaf: it gets such a node instead of the leaf, and the node appears wherever the leaf's
 state would be.
