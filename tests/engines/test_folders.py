@@ -205,8 +205,9 @@ def test_a_folder_that_vanishes_may_get_another_owner(tmp_path, monkeypatch, cap
 
     def go():
         with engine(job, checkpoint=checkpoint) as run:
-            next_checkpoint(run, directory)
-            run.server.flush()
+            while next(run.pushes).result.global_step < 5:
+                pass
+            run.server.flush()  # The first checkpoint is written.
             remove(directory, tmp_path)
             ended(engine, job._replace(pushes=9), checkpoint=directory)  # It may.
             with subprocess.Popen(
