@@ -10,86 +10,99 @@ import jax
 import optax
 
 from gradxform._server import wire
-from gradxform._server.records import Version
-from gradxform._trees.indexed_slices import IndexedSlices
-from gradxform._trees.types import PyTree
+from gradxform._server.core import Core
+from gradxform._server.reader import Reading
+from gradxform._server.records import GlobalStep, Version
+from gradxform._server.requests import Key
+from gradxform._server.transport import Local
+from gradxform._server.wire import Payload, Sent
+from gradxform._trees.types import Rows
 
 
-def _put(params: PyTree[jax.Array | int]) -> object:
-    return sys.modules["ray"].put(params)
-
-
-class Published:
+class Answer:
     """Parameters on their way to a worker. They arrive as their tree.
 
     Args:
-      ref: a reference to the parameters, with a number for each table that is left out.
-      rows: rows of these tables, by their numbers.
+      others: the tree, with a number for each table that is left out.
+      rows: the rows of these tables, by their numbers.
     """
 
-    def __init__(self, ref: object, rows: dict[int, IndexedSlices]) -> None:
-        self._ref, self._rows = ref, rows
+    def __init__(self, others: Sent, rows: Sent | None = None) -> None:
+        self._others, self._rows = others, rows
 
     def __reduce__(self) -> tuple[Callable[..., optax.Params], tuple[object, ...]]:
-        return _fetch, (self._ref, self._rows)
+        return _assembled, (self._others, self._rows)
 
 
-def _fetch(ref: object, rows: dict[int, IndexedSlices]) -> optax.Params:
+def _assembled(others: Sent, rows: Sent | None) -> optax.Params:
     wire.register()  # This worker's pushes travel likewise.
-    params = sys.modules["ray"].get(ref)
-    return jax.tree.map(lambda x: rows[x] if isinstance(x, int) else x, params)
+    tree = others.take()
+    if rows is None:
+        return tree
+    parts = rows.take()
+    return jax.tree.map(lambda x: parts[x] if isinstance(x, int) else x, tree)
 
 
-class Publisher:
-    """Publishes parameters, each version once for all its readers.
+class Cache:
+    """What was sent of the newest parameters, for the next who asks for the same."""
 
-    A pull returns a reference. On the worker it turns into the parameters, without
-    another call.
+    def __init__(self) -> None:
+        # The pair is replaced as a whole, so readers need no lock.
+        self._last: tuple[tuple[str, int] | None, dict[Key, Sent]] = None, {}
 
-    Args:
-      put: publishes parameters, with a number for each table that is left out; returns
-        a reference to them.
-      answer: the answer to a worker, from such a reference and, by their numbers, the
-        rows of the tables that are left out.
+    def find(self, version: Version, key: Key) -> Sent | None:
+        """What was sent of this version for such a request."""
+        last, sent = self._last
+        return sent.get(key) if last == version.of_params() else None
+
+    def add(self, version: Version, key: Key, sent: Sent) -> None:
+        """In a turn: adds what was sent; that of older versions may go."""
+        last, others = self._last
+        own = others if last == version.of_params() else {}
+        self._last = version.of_params(), {**own, key: sent}
+
+
+class Published(Local):
+    """Workers are in other processes: each version is sent once for all of them.
+
+    A pull returns a reference into Ray's store. On the worker it turns into the
+    parameters, without another call. See `Transport`.
     """
 
-    def __init__(
-        self,
-        put: Callable[[PyTree[jax.Array | int]], object] = _put,
-        answer: Callable[[Any, dict[int, Any]], object] = Published,
-    ) -> None:
+    def __init__(self, core: Core) -> None:
         wire.register()
-        self._put, self.answer = put, answer
-        # The step that was published last, and its references, keyed by the tables
-        # that they leave out. The pair is replaced as a whole, so readers need no lock.
-        self._last: tuple[tuple[str, int] | None, dict[frozenset[int], object]]
-        self._last = None, {}
+        super().__init__(core)
+        self._cache = Cache()
 
-    def find(self, version: Version, tables: frozenset[int]) -> object:
-        """The reference to its parameters without these tables; None if not there."""
-        last, refs = self._last
-        return refs.get(tables) if last == _step(version) else None
+    def pull(
+        self, rows: Rows | None, dtype: jax.typing.DTypeLike | None
+    ) -> tuple[Any, int]:
+        request = self.tables.request(rows, dtype)
+        if not request.rows:  # What is published needs no turn.
+            self.core.check_usable()
+            version = self.core.version
+            if (found := self._cache.find(version, request.key)) is not None:
+                return Answer(found), version.step()
+        others, wanted = self.whole(request.key), self.rows(request)
+        sent, read, seen = self.turns.run(self._send, request.key, others, wanted)
+        if not request.rows:
+            return Answer(sent), seen
+        parts = {i: self.part(i, ids, read[i]) for i, ids in request.rows.items()}
+        return Answer(sent, Payload(None, parts)), seen
 
-    def publish(
-        self, version: Version, tables: frozenset[int], params: PyTree[jax.Array | int]
-    ) -> object:
-        """The reference to ``params``, where numbers stand for these tables."""
-        ref = self.find(version, tables)
-        if ref is None:
-            if self._last[0] != _step(version):
-                self._last = _step(version), {}  # The old ones may go.
-            ref = self._put(params)
-            self._last = _step(version), {**self._last[1], tables: ref}
-        return ref
-
-    def forget(self) -> None:
-        """Drops the references: the parameters may have changed since."""
-        self._last = None, {}
-
-
-def _step(version: Version) -> tuple[str, int]:
-    """Identifies its parameters: they change only where the global step does."""
-    return version.incarnation, version.global_step
+    def _send(
+        self, key: Key, others: Reading, wanted: Reading
+    ) -> tuple[Sent, dict[int, jax.Array], GlobalStep]:
+        self.core.check_usable()
+        version = self.core.version
+        sent = self._cache.find(version, key)
+        if sent is None:
+            read: dict[int, Any] = others.run(version.leaves)
+            leaves = [read.get(i, i) for i in range(self.core.specs.num_params)]
+            params = self.core.specs.params(leaves)
+            sent = Payload(sys.modules["ray"].put(params), None)
+            self._cache.add(version, key, sent)
+        return sent, wanted.run(version.leaves), version.step()
 
 
 def is_actor(server: object) -> bool:

@@ -8,30 +8,21 @@ from collections.abc import Hashable
 from typing import Any, Generic, NoReturn, Self, SupportsIndex, overload
 
 import jax
-import numpy as np
 import optax
 
-from gradxform._server.actor import Publisher, is_actor, was_restarted
-from gradxform._server.placement import copy, initialize, on_host
-from gradxform._server.programs import Leaves, PushPrograms, Step
+from gradxform._server.actor import Published, is_actor, was_restarted
+from gradxform._server.core import Woken, of_one_process
+from gradxform._server.programs import Prepared
 from gradxform._server.records import (
     NO_COPY,
-    Counters,
     PushResult,
     ServerClosedError,
     ServerStats,
-    Version,
     as_step,
     check_push_id,
     check_step,
-    is_past,
-    summary,
-    unusable,
 )
-from gradxform._server.rows import RowRequest
-from gradxform._server.serial_executor import SerialExecutor
-from gradxform._server.sharded import ShardedParams
-from gradxform._server.waiters import Waiters
+from gradxform._server.transport import Local, Transport
 from gradxform._trees import checks
 from gradxform._trees.types import Params, Rows
 
@@ -98,30 +89,26 @@ class ParameterServer(Generic[Params]):
         donate: bool = True,
         require_finite: bool = False,
     ) -> None:
-        sharded = params if isinstance(params, ShardedParams) else None
-        tx, params, state = (
-            sharded.initialize(tx) if sharded else initialize(tx, params)
-        )
-        self._programs = PushPrograms(
-            tx, params, state, donate, require_finite, sharded
-        )
-        # Only calls on `_thread` write what follows.
-        self._version = Version.of(params, state)
-        self._answered: dict[Hashable, tuple[int, PushResult]] = {}  # By worker.
-        self._waiters = Waiters()
-        self._counters = Counters()
-        self._closed = False
-        self._lost: str | None = None
-        self._publisher = Publisher() if is_actor(self) else None
+        core = of_one_process(params, tx, donate=donate, require_finite=require_finite)
         if was_restarted(self):
-            self._lost = "its Ray actor has died and was started again"
-        self._thread = SerialExecutor("parameter-server")
+            core.lose("its Ray actor has died and was started again")
+        self._begin(Published(core) if is_actor(self) else Local(core))
+
+    def _begin(self, transport: Transport) -> None:
+        self._transport, self._core = transport, transport.core
+        self._turns = transport.turns
 
     @overload
-    def pull(self, rows: None = None) -> tuple[Params, int]: ...
+    def pull(
+        self, rows: None = None, dtype: jax.typing.DTypeLike | None = None
+    ) -> tuple[Params, int]: ...
     @overload
-    def pull(self, rows: Rows | None = None) -> tuple[Any, int]: ...
-    def pull(self, rows: Rows | None = None) -> tuple[Any, int]:
+    def pull(
+        self, rows: Rows | None = None, dtype: jax.typing.DTypeLike | None = None
+    ) -> tuple[Any, int]: ...
+    def pull(
+        self, rows: Rows | None = None, dtype: jax.typing.DTypeLike | None = None
+    ) -> tuple[Any, int]:
         """The parameters and the global step they belong to: the next ``local_step``.
 
         The arrays are the caller's own. The step is an integer that also knows its
@@ -134,42 +121,24 @@ class ParameterServer(Generic[Params]):
             these rows, an :class:`IndexedSlices` with as many rows as ids: in ascending
             order, each once, and padding after them. :func:`lookup` reads from it as
             from the table, and the gradients can be pushed as they are.
+          dtype: the dtype of all floating leaves and rows, for example
+            ``jnp.bfloat16``, which halves what a pull of float32 sends. Leaves of other
+            dtypes stay as they are. The gradients of such parameters have this dtype,
+            too: cast them back before they are pushed. By default each leaf has its own
+            dtype.
 
         Raises:
-          TypeError: ids are no integers.
-          ValueError: ``rows`` names no table, or an id lies outside of it.
+          TypeError: ids are no integers, or ``dtype`` is no dtype of floating numbers.
+          ValueError: ``rows`` names no table, or an id lies outside of the table.
           ServerClosedError: the server is closed, or has lost its parameters.
-        """
-        wanted = self._programs.rows.prepare({} if rows is None else rows)
-        read: dict[int, Any] = {}
-        seen: int
-        others: Any = None  # Leaves by their numbers; with a publisher a reference.
-        if self._publisher and not wanted:  # What is published needs no turn.
-            self._check_usable()
-            version = self._version
-            others, seen = self._publisher.find(version, frozenset()), version.step()
-        if others is None:
-            read, others, seen = self._thread.run(self._pull, wanted)
-        parts = {i: self._programs.rows.part(i, wanted[i], x) for i, x in read.items()}
-        if self._publisher:
-            return self._publisher.answer(others, parts), seen
-        leaves = {**others, **parts}
-        return self._programs.params([leaves[i] for i in range(len(leaves))]), seen
 
-    def _pull(self, wanted: dict[int, RowRequest]) -> tuple[dict[int, Any], Any, int]:
-        """The wanted rows, and all other leaves, by their numbers."""
-        self._check_usable()
-        version = self._version
-        leaves = self._programs.leaves_of_params(version.leaves)
-        read = {i: each.read(leaves[i]) for i, each in wanted.items()}
-        if self._publisher is None:
-            others = copy({i: x for i, x in enumerate(leaves) if i not in wanted})
-            return read, others, version.step()
-        params = self._programs.params(
-            [i if i in wanted else x for i, x in enumerate(leaves)]
-        )
-        ref = self._publisher.publish(version, frozenset(wanted), params)
-        return read, ref, version.step()
+        >>> import gradxform as gx, jax.numpy as jnp, optax
+        >>> server = gx.ParameterServer({"w": jnp.array([1.0, 0.1])}, optax.sgd(0.1))
+        >>> params, _ = server.pull(dtype=jnp.bfloat16)
+        >>> params["w"]
+        Array([1, 0.100098], dtype=bfloat16)
+        """
+        return self._transport.pull(rows, dtype)
 
     def push(
         self,
@@ -209,59 +178,18 @@ class ParameterServer(Generic[Params]):
         local_step = as_step("local_step", local_step)
         if push_id is not None:
             check_push_id(push_id)
-        self._check_usable()
-        check_step(local_step, self._version)
-        step, pushed = self._prepare(grads, extra)
-        return self._thread.run(self._push, step, pushed, local_step, push_id)
+        self._core.check_usable()
+        check_step(local_step, self._core.version)
+        with self._transport.prepared(grads, extra) as prepared:
+            return self._turns.run(self._commit, prepared, local_step, push_id)
 
-    def _prepare(
-        self, grads: optax.Updates, extra: dict[str, Any]
-    ) -> tuple[Step, Leaves]:
-        return self._programs.prepare(grads, extra)
-
-    def _push(
+    def _commit(
         self,
-        step: Step,
-        pushed: Leaves,
+        prepared: Prepared,
         local_step: int,
         push_id: tuple[Hashable, int] | None,
     ) -> PushResult:
-        self._check_usable()
-        if push_id is not None and push_id[0] in self._answered:
-            number, result = self._answered[push_id[0]]
-            if push_id[1] == number:
-                return result
-            if push_id[1] < number:
-                raise ValueError(
-                    f"push_id={push_id} comes after {push_id[0], number}: give each "
-                    "push of a worker a higher number than the one before."
-                )
-        check_step(local_step, self._version)
-        old = self._version
-        try:
-            leaves, counted = step(old.leaves, pushed, np.int32(local_step))
-            if self._programs.devices > 1:  # The counters come from one device alone.
-                jax.block_until_ready(leaves)
-            counters = on_host(counted)
-            global_step, dropped = map(int, counters[:2])
-        except BaseException as error:
-            if any(x.is_deleted() for x in old.leaves):
-                self._lost = f"a step failed after it had taken them, {summary(error)}"
-                self._wake()
-                error.add_note(str(self._unusable()))
-            raise
-        if self._publisher and not self._programs.gated:
-            self._publisher.forget()
-        self._version = Version(leaves, global_step, dropped, old.incarnation)
-        applied = dropped == old.dropped
-        staleness = old.global_step - local_step
-        self._counters.count(applied, staleness)
-        cosines = counters[2:].view(np.float32).tolist()
-        result = PushResult(applied, staleness, global_step, *cosines)
-        if push_id is not None:
-            self._answered[push_id[0]] = push_id[1], result
-        self._waiters.wake_passed(old.global_step, global_step)
-        return result
+        return self._core.commit(prepared, local_step, push_id)
 
     def wait(self, global_step: int, timeout: float | None = None) -> int:
         """Blocks until the server has passed a step; returns its global step then.
@@ -282,53 +210,28 @@ class ParameterServer(Generic[Params]):
         global_step = as_step("global_step", global_step)
         if timeout is not None:
             checks.in_range("timeout", timeout, "[0, inf]")
-        answer = self._outcome(global_step)
+        answer = self._core.outcome(global_step)
         if answer is None:
             seconds = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-            woken: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            woken: Woken = queue.SimpleQueue()
             try:
-                self._thread.start(self._wait, global_step, woken)
+                self._turns.start(self._core.wake_after, global_step, woken)
                 answer = woken.get(timeout=seconds)
             except queue.Empty:
                 raise TimeoutError(
-                    f"the server is at step {self._version.global_step} and has not "
-                    f"passed global_step={global_step} within timeout={timeout} "
+                    f"the server is at step {self._core.version.global_step} and has "
+                    f"not passed global_step={global_step} within timeout={timeout} "
                     "seconds."
                 ) from None
             finally:  # Also after an interrupt.
-                self._thread.start(self._waiters.remove, global_step, woken)
+                self._turns.start(self._core.forget, global_step, woken)
         if isinstance(answer, ServerClosedError):
             raise answer
         return answer
 
-    def _outcome(self, global_step: int) -> int | ServerClosedError | None:
-        """The answer to a wait; None if it still has to wait."""
-        error, version = self._unusable(), self._version
-        if error is not None:
-            return error
-        if version.global_step > global_step or is_past(
-            global_step, version.incarnation
-        ):
-            return version.global_step
-        return None
-
-    def _wait(self, global_step: int, woken: queue.SimpleQueue[Any]) -> None:
-        if (answer := self._outcome(global_step)) is None:
-            self._waiters.add(global_step, woken)
-        else:
-            woken.put(answer)
-
-    def _wake(self) -> None:
-        """Wakes all waiters whose answer has come."""
-        for global_step, woken in self._waiters.take_all():
-            self._wait(global_step, woken)
-
     def stats(self) -> ServerStats:
         """What the server has done so far. It may be called at any time."""
-        return self._thread.run(self._stats)
-
-    def _stats(self) -> ServerStats:
-        return self._counters.stats(self._version.global_step, self._lost)
+        return self._turns.run(self._core.stats)
 
     def state(self) -> dict[str, Any]:
         """A copy of parameters and optimizer state, a tree that orbax can save.
@@ -338,15 +241,7 @@ class ParameterServer(Generic[Params]):
         Raises:
           ServerClosedError: the server has lost its parameters.
         """
-        return self._thread.run(self._state)
-
-    def _state(self) -> dict[str, Any]:
-        return self._copies()
-
-    def _copies(self) -> dict[str, Any]:
-        if self._lost is not None:
-            self._check_usable()
-        return copy(self._programs.state(self._version.leaves))
+        return self._turns.run(self._transport.state)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from an earlier :meth:`state`; the statistics go on as well.
@@ -364,35 +259,20 @@ class ParameterServer(Generic[Params]):
             nothing is changed.
           ServerClosedError: the server is closed.
         """
-        if self._closed:
-            self._check_usable()
-        self._thread.run(self._restore, Version.of(*self._programs.place(state)))
-
-    def _restore(self, version: Version) -> None:
-        if self._closed:
-            self._check_usable()
-        self._version = version
-        self._lost = None
-        self._answered = {}  # A worker that repeats an older push must pull again.
-        self._wake()
+        self._core.check_open()
+        arrays = self._core.specs.place(state)
+        self._turns.run(self._core.restore, arrays)
 
     def close(self) -> None:
         """Ends the service: waiting workers wake, and their calls raise from now on.
 
         :meth:`state` and :meth:`stats` still answer.
         """
-        self._thread.run(self._close)
-
-    def _close(self) -> None:
-        self._closed = True
-        self._wake()
+        self._turns.run(self._core.close)
 
     def __repr__(self) -> str:
-        name, version = type(self).__name__, getattr(self, "_version", None)
-        if version is None:  # It is still being made.
-            return f"{name}()"
-        leaves = self._programs.leaves_of_params(version.leaves)
-        return f"{name}({version.described(leaves, self._unusable())})"
+        core = getattr(self, "_core", None)  # None while it is being made.
+        return f"{type(self).__name__}({core or ''})"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(NO_COPY)
@@ -402,10 +282,3 @@ class ParameterServer(Generic[Params]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _unusable(self) -> ServerClosedError | None:
-        return unusable(self._closed, self._lost)
-
-    def _check_usable(self) -> None:
-        if (error := self._unusable()) is not None:
-            raise error

@@ -7,7 +7,7 @@ import operator
 import secrets
 import time
 from collections.abc import Hashable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -49,16 +49,8 @@ class ServerClosedError(RuntimeError):
     """
 
 
-def unusable(closed: bool, lost: str | None) -> ServerClosedError | None:
-    """The error of each call to such a server; None while it serves."""
-    if closed:
-        return ServerClosedError("the parameter server is closed.")
-    if lost is not None:
-        return ServerClosedError(
-            f"the parameter server has lost its parameters: {lost}. Call "
-            "restore(state) with an earlier state()."
-        )
-    return None
+class TakesNoMoreError(RuntimeError):
+    """The workers have made all pushes that the server takes."""
 
 
 class ServerStats(NamedTuple):
@@ -81,6 +73,35 @@ class ServerStats(NamedTuple):
     pushes_per_second: float
     global_step: int
     lost: str | None = None
+
+
+class Answer(NamedTuple):
+    """The last answer to a worker."""
+
+    number: int  # Of its push.
+    local_step: int  # Of its push.
+    result: PushResult
+
+
+class ServerStatus(NamedTuple):
+    """A server's counts at the beginning or the end of an incarnation."""
+
+    incarnation: str
+    global_step: int
+    accepted: int
+    dropped: int
+    answers: dict[int, Answer]  # By worker.
+    found: bool = False  # Whether it goes on from a checkpoint.
+    notes: tuple[str, ...] = ()  # For the user, about that checkpoint.
+    num_workers: int | None = None  # Those that have a row in a `worker_mean`.
+
+
+class Snapshot(NamedTuple):
+    """All that a server needs to go on, taken at one moment."""
+
+    pushes: int  # How many it has answered.
+    state: dict[str, Any]
+    counters: dict[str, Any]
 
 
 class Counters:
@@ -140,6 +161,7 @@ class Version(NamedTuple):
     global_step: int
     dropped: int
     incarnation: str
+    edition: int = 0  # Grows where the parameters may have changed.
 
     @classmethod
     def of(cls, params: optax.Params, state: optax.OptState) -> Version:
@@ -149,11 +171,9 @@ class Version(NamedTuple):
         global_step, count = map(int, jax.device_get(counters))
         return cls(leaves, global_step, count, secrets.token_hex(8))
 
-    def described(self, params: list[jax.Array], ended: object) -> str:
-        """Its step, the size of these parameters, and whether service has ended."""
-        size = sum(x.size for x in params)
-        said = f"global_step={self.global_step}, parameters={size}"
-        return f"{said}, arrays={len(params)}{', ended' if ended else ''}"
+    def of_params(self) -> tuple[str, int]:
+        """Identifies the parameters: versions that agree in it have the same ones."""
+        return self.incarnation, self.edition
 
     def step(self) -> GlobalStep:
         """The step that a worker gets when it pulls this version."""

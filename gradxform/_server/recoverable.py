@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import optax
 
-from gradxform._server.actor import is_actor
-from gradxform._server.checkpoints import Checkpoint, Saver, Snapshot
+from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.parameter_server import ParameterServer
-from gradxform._server.programs import Leaves, Step, Stepped
-from gradxform._server.records import Counters, PushResult, Version
-
-logger = logging.getLogger("gradxform")
-
-
-class TakesNoMoreError(RuntimeError):
-    """The workers have made all pushes that the server takes."""
-
-
-class Answer(NamedTuple):
-    """The last answer to a worker."""
-
-    number: int  # Of its push.
-    local_step: int  # Of its push.
-    result: PushResult
-
-
-class ServerStatus(NamedTuple):
-    """A server's counts at the beginning or the end of an incarnation."""
-
-    incarnation: str
-    global_step: int
-    accepted: int
-    dropped: int
-    answers: dict[int, Answer]  # By worker.
-    found: bool  # Whether it goes on from a checkpoint.
-    notes: tuple[str, ...] = ()  # For the user, about that checkpoint.
-    num_workers: int | None = None  # Those that have a row in a `worker_mean`.
-
-
-def tell(status: ServerStatus) -> None:
-    """Logs the notes about the checkpoint from which an incarnation begins."""
-    for note in status.notes:
-        logger.warning("%s", note)
+from gradxform._server.programs import Prepared
+from gradxform._server.records import PushResult, ServerStatus, Snapshot
+from gradxform._server.saver import Saver
+from gradxform._server.store import Store
+from gradxform._server.transport import Transport
 
 
 class RecoverableServer(ParameterServer[Any]):
@@ -70,12 +37,23 @@ class RecoverableServer(ParameterServer[Any]):
         **options: bool,
     ) -> None:
         super().__init__(params, tx, **options)
-        self._takes = pushes  # How many more it takes.
-        self._local_steps: dict[Hashable, int] = {}  # Last answered, by worker.
-        sharded = self._programs.sharded
-        self._saver = None if checkpoint is None else Saver(checkpoint, sharded)
+        self._save_in(None if checkpoint is None else Store(checkpoint), pushes)
+
+    @classmethod
+    def of(
+        cls, transport: Transport, store: Store | None, pushes: float
+    ) -> RecoverableServer:
+        """A server with another transport and store."""
+        self = cls.__new__(cls)
+        self._begin(transport)
+        self._save_in(store, pushes)
+        return self
+
+    def _save_in(self, store: Store | None, pushes: float) -> None:
+        self._core.takes = pushes
+        self._store = store
+        self._saver = None if store is None else Saver(store)
         self._status: ServerStatus | None = None
-        self._failed: Version | None = None  # Where a step has raised an error.
 
     def begin(self) -> ServerStatus:
         """Goes on from the newest checkpoint, if there is one; returns where it stands.
@@ -88,119 +66,56 @@ class RecoverableServer(ParameterServer[Any]):
             exists with ``resume=False``; or the directory holds something else.
         """
         if self._status is None:
-            taken = None if self._saver is None else self._take_up(self._saver)
-            found, notes = taken is not None, tuple(taken or ())
-            self._status = self._thread.run(self._stand, found, notes)
-            if not is_actor(self):  # An actor's engine does it, where the user sees it.
-                tell(self._status)
+            notes = None if self._store is None else self._resume(self._store)
+            status = self._turns.run(self._core.status)
+            found = notes is not None
+            self._status = status._replace(found=found, notes=tuple(notes or ()))
         return self._status
 
-    def _take_up(self, saver: Saver) -> list[str] | None:
+    def _resume(self, store: Store) -> list[str] | None:
         """Goes on from the newest checkpoint; returns its notes, None without one."""
-        saver.open()
-        newest = saver.newest()
+        store.open()
+        newest = store.newest()
         if newest is None:
             return None
-        if not saver.checkpoint.resume:
+        if not store.checkpoint.resume:
             raise ValueError(
-                f"checkpoint: {saver.checkpoint.directory} holds a run of {newest} "
+                f"checkpoint: {store.checkpoint.directory} holds a run of {newest} "
                 "pushes: let resume be True, or give another directory."
             )
-        like = self._programs.like(self._version.leaves)
-        snapshot, notes = saver.read_newest(
-            like, lambda pushes: self._read(saver, pushes, like)
-        )
-        version = Version.of(*self._programs.place(snapshot.state))
-        self._thread.run(self._resume, version, snapshot.counters)
+        snapshot, notes = self._transport.read_newest(store)
+        self._turns.run(self._core.resume, snapshot)
         return notes
 
-    def _read(self, saver: Saver, pushes: int, like: dict[str, Any]) -> Snapshot:
-        return saver.read(pushes, like)
-
-    def _resume(self, version: Version, counters: dict[str, Any]) -> None:
-        self._restore(version)
-        for worker, number, local_step, result in counters["answers"]:
-            self._answered[worker] = number, PushResult(*result)
-            self._local_steps[worker] = local_step
-            self._takes -= number + 1
-        staleness = {int(steps): n for steps, n in counters["staleness"].items()}
-        self._counters = Counters(counters["accepted"], staleness)
-
-    def _stand(self, found: bool, notes: tuple[str, ...] = ()) -> ServerStatus:
-        stats, version = self._stats(), self._version
-        answers = {
-            worker: Answer(number, self._local_steps[worker], result)
-            for worker, (number, result) in self._answered.items()
-        }
-        return ServerStatus(
-            version.incarnation,
-            version.global_step,
-            stats.accepted,
-            stats.dropped,
-            answers,  # type: ignore[arg-type]  # Engines name workers by integers.
-            found,
-            notes,
-            self._programs.num_workers,
-        )
-
-    def _push(
+    def _commit(
         self,
-        step: Step,
-        pushed: Leaves,
+        prepared: Prepared,
         local_step: int,
         push_id: tuple[Hashable, int] | None,
     ) -> PushResult:
-        before = self._version
-        if push_id is not None and self._takes <= 0 and not self._knows(*push_id):
-            raise TakesNoMoreError("the server takes no more pushes of workers.")
-
-        def watched(leaves: Leaves, pushed: Leaves, local_step: np.int32) -> Stepped:
-            self._failed = before  # Until the step is done.
-            return step(leaves, pushed, local_step)
-
-        result = super()._push(watched, pushed, local_step, push_id)
-        if self._version is before:  # A repeated push: it got its first answer.
-            return result
-        self._failed = None
-        if push_id is not None:
-            self._local_steps[push_id[0]] = int(local_step)
-            self._takes -= 1
-        # Right after a step no sum of pushes is half done.
-        stepped = result.global_step > before.global_step
+        before = self._core.version
+        result = super()._commit(prepared, local_step, push_id)
+        # Right after a step no sum of pushes is half done. The answer to a repeated
+        # push is an older one.
+        stepped = self._core.version.global_step > before.global_step
         saver = self._saver if self._status is not None else None
         if stepped and saver and saver.is_due(result.global_step):
-            saver.start(self._snapshot())
+            snapshot = self._transport.snapshot()
+            assert snapshot is not None  # The step has just succeeded.
+            saver.start(snapshot)
         return result
-
-    def _knows(self, worker: Hashable, number: int) -> bool:
-        """Whether this push was answered before."""
-        return worker in self._answered and number <= self._answered[worker][0]
 
     def global_step(self) -> int:
         """Steps taken so far; the call waits for nothing."""
-        return self._version.global_step
+        return self._core.version.global_step
 
     def rest(self) -> ServerStatus:
         """Takes no push with a ``push_id`` from now on; returns where it stands."""
-        return self._thread.run(self._rest)
+        return self._turns.run(self._rest)
 
     def _rest(self) -> ServerStatus:
-        self._takes = 0
-        return self._stand(found=False)
-
-    def _snapshot(self) -> Snapshot:
-        stats = self._stats()
-        answers = [
-            [worker, number, self._local_steps[worker], list(result)]
-            for worker, (number, result) in self._answered.items()
-        ]
-        counters = {
-            "global_step": stats.global_step,
-            "accepted": stats.accepted,
-            "staleness": {str(steps): n for steps, n in stats.staleness.items()},
-            "answers": answers,
-        }
-        return Snapshot(stats.accepted + stats.dropped, self._copies(), counters)
+        self._core.takes = 0
+        return self._core.status()
 
     def save(self) -> int | None:
         """Writes the last checkpoint now; returns its global step, or None without one.
@@ -211,17 +126,11 @@ class RecoverableServer(ParameterServer[Any]):
         if self._saver is None or self._status is None:  # Nothing has begun.
             return None
         self._saver.rest()
-        snapshot = self._thread.run(self._last_snapshot)
+        snapshot: Snapshot | None = self._turns.run(self._transport.snapshot)
         if snapshot is None:
             return None
         self._saver.write(snapshot)
         return snapshot.counters["global_step"]
-
-    def _last_snapshot(self) -> Snapshot | None:
-        stats = self._stats()
-        if self._failed is self._version or not stats.accepted + stats.dropped:
-            return None
-        return self._snapshot()
 
     def flush(self) -> None:
         """Waits until the checkpoint that is being written is done."""

@@ -10,11 +10,17 @@ from __future__ import annotations
 import functools
 import pickle
 import sys
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from gradxform._trees import maps
+from gradxform._trees.types import T
+
+SMALL = 1 << 15  # Bytes: anything smaller travels in the message itself.
 
 
 @functools.cache  # Once a process is enough.
@@ -59,3 +65,36 @@ def _from_bytes(
     bits: memoryview, dtype: str, shape: tuple[int, ...]
 ) -> np.ndarray[Any, Any]:
     return np.frombuffer(bits, jnp.dtype(dtype)).reshape(shape)
+
+
+class Sent(Protocol):
+    """Something on its way to another process."""
+
+    def take(self) -> Any:  # Of any type.
+        """What was sent, in the process where it has arrived."""
+        ...
+
+
+class Payload(NamedTuple):
+    """Something to send: a reference into the object store, or the value itself."""
+
+    ref: object
+    value: Any  # Of any type.
+
+    @classmethod
+    def of(cls, tree: T, copy: Callable[[T], T] = lambda tree: tree) -> Payload:
+        """Puts a large tree into the store, and copies a small one."""
+        leaves = jax.tree.leaves(tree, is_leaf=maps.is_leaf)
+        size = sum(getattr(getattr(x, "values", x), "nbytes", 0) for x in leaves)
+        if size < SMALL:
+            return cls(None, copy(tree))
+        return cls(sys.modules["ray"].put(tree), None)
+
+    def take(self) -> Any:
+        """The value."""
+        return self.value if self.ref is None else sys.modules["ray"].get(self.ref)
+
+
+def packed(arrays: Iterable[np.ndarray[Any, Any]]) -> list[Bytes]:
+    """NumPy arrays ready to be sent, without a copy in the message."""
+    return list(map(Bytes, arrays))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gradxform._server.records import is_past
-from gradxform._server.recoverable import ServerStatus
+from gradxform._server.records import ServerStatus, is_past
 from gradxform.engines._job import Counts, Push
 
 

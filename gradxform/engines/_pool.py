@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import signal
 import threading
@@ -11,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
 
-from gradxform._server.records import is_past
-from gradxform._server.recoverable import ServerStatus
+from gradxform._server.records import ServerStatus, is_past
 from gradxform._trees import checks
 from gradxform.engines._job import Counts, Job, Push, Run, Server, Worker
 from gradxform.engines._ledger import Ledger
 from gradxform.engines._stops import GivenUpError, Stops
 from gradxform.engines._work import RefusedError, StreamEndedError
+
+logger = logging.getLogger("gradxform")
 
 LOOK = 0.5  # Seconds after which a wait for an answer checks the workers again.
 
@@ -43,6 +45,12 @@ class SavedServer(Server, Protocol):
     def save(self) -> int | None:
         """Writes a last checkpoint; returns its global step, None without one."""
         ...
+
+
+def tell(status: ServerStatus) -> None:
+    """Logs the notes about the checkpoint from which an incarnation begins."""
+    for note in status.notes:
+        logger.warning("%s", note)
 
 
 def server_options(job: Job) -> dict[str, Any]:
@@ -95,6 +103,7 @@ class WorkerPool(Run):
 
     def _begin(self, status: ServerStatus) -> None:
         """Starts the run where the server stands."""
+        tell(status)
         self._num_workers = status.num_workers
         for index, worker in self._members.items():
             self._check_row(index, worker)

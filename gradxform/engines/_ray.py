@@ -14,17 +14,18 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from gradxform._group.actors import Group, layout_of
+from gradxform._group.layout import Shardings
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
-from gradxform._server.layout import Layout
-from gradxform._server.recoverable import tell
 from gradxform._trees import checks
 from gradxform.engines._connect import Connection, connect
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
-from gradxform.engines._group import Group, Shardings, layout_of
 from gradxform.engines._job import Job, Push, Run, Worker
-from gradxform.engines._pool import LOOK, WorkerPool
+from gradxform.engines._pool import LOOK, WorkerPool, tell
+from gradxform.engines._pool import server_options as options_of
 from gradxform.engines._servers import (
+    Message,
     One,
     Processes,
     RayServer,
@@ -104,7 +105,7 @@ def ray(
     checks.integer_scalar("max_deaths", max_deaths)
     checks.in_range("max_deaths", max_deaths, "[0, inf)")
     checks.in_range("connect_timeout", connect_timeout, "(0, inf]")
-    layout = layout_of(job, server_processes, server_shardings)
+    layout = layout_of(job.params, server_processes, server_shardings)
     run = _Ray(ray, job, max_deaths, dict(worker_options or {}))
     with contextlib.ExitStack() as stack:
         if not ray.is_initialized():
@@ -122,7 +123,9 @@ def ray(
         # As early as possible: until then Ray's handler aborts at ``SIGTERM``.
         with ending(run, given):
             processes: Processes = (
-                One(job, options) if layout is None else Group(job, layout, options)
+                One(job, options)
+                if layout is None
+                else Group(job.params, job.tx, layout, options_of(job), options)
             )
             connection = Connection(ray)
             server = RayServer(processes, given, max_deaths, connection)
@@ -170,14 +173,14 @@ class _RayWorker:
     """A worker in a process of its own."""
 
     def __init__(
-        self, index: int, worker: Worker, stops: Stops, layout: Layout | None
+        self, index: int, worker: Worker, stops: Stops, message: Message
     ) -> None:
         self._index, self._worker, self._stops = index, worker, stops
-        self._layout = layout
+        self._message = message
 
     def work(self, number: int, actor: ActorHandle[Any]) -> Push | Exception:
         """One gradient, from its minibatch to the answer, or the reason for none."""
-        server = WorkersServer(actor, self._layout)
+        server = WorkersServer(actor, self._message)
         reasons = ServerDiedError, StreamEndedError, RefusedError, GivenUpError
 
         def is_over(local_step: int) -> bool:
@@ -216,9 +219,7 @@ class _Ray(WorkerPool):
     def begin(self, server: RayServer, connection: Connection) -> None:
         """Begins with this server, where it stands."""
         self.server, self._connection = server, connection
-        status = server.begin(self.check)
-        tell(status)  # Here, as the user does not see the server's log.
-        self._begin(status)
+        self._begin(server.begin(self.check))
         self._ledger.server_deaths = server.deaths
 
     def check(self) -> None:
@@ -256,7 +257,7 @@ class _Ray(WorkerPool):
         if index not in self.workers:
             try:
                 self.workers[index] = self._start_actor(
-                    index, worker, self._stops, self.server.layout
+                    index, worker, self._stops, self.server.message
                 )
             except TypeError as error:  # It cannot be pickled.
                 error.add_note(

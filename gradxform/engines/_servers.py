@@ -6,17 +6,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import optax
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
-from gradxform._server.layout import Layout
-from gradxform._server.messages import Message, Pulled
-from gradxform._server.records import PushResult, ServerStats
-from gradxform._server.recoverable import RecoverableServer, ServerStatus
-from gradxform._trees.types import Rows, T
+from gradxform._server.records import PushResult, ServerStats, ServerStatus
+from gradxform._server.recoverable import RecoverableServer
+from gradxform._trees.types import T
 from gradxform.engines._connect import Connection
 from gradxform.engines._job import Job
 from gradxform.engines._pool import LOOK, server_options
@@ -30,13 +28,19 @@ logger = logging.getLogger("gradxform")
 AGAIN = 0.1  # Seconds between two questions to an actor that does not answer yet.
 
 
+# What a worker sends: gradients and extra arguments, as the actor takes them.
+Message: TypeAlias = Callable[
+    [optax.Updates, dict[str, Any]], tuple[object, dict[str, Any]]
+]
+
+
 class Processes(Protocol):
-    """The processes that make up the server.
+    """The processes that make up the server."""
 
-    ``layout`` says how the parameters lie over several processes; None for one.
-    """
-
-    layout: Layout | None
+    @property
+    def message(self) -> Message:
+        """Makes the message of a push."""
+        ...
 
     def cause(self) -> str | None:
         """Why they have died, if they have said so."""
@@ -53,10 +57,17 @@ class Processes(Protocol):
         ...
 
 
+def unchanged(
+    grads: optax.Updates, extra: dict[str, Any]
+) -> tuple[object, dict[str, Any]]:
+    """The message to a server of one process."""
+    return grads, extra
+
+
 class One:
     """A server in one process; see :class:`Processes`."""
 
-    layout: Layout | None = None
+    message = staticmethod(unchanged)
 
     def __init__(self, job: Job, options: Mapping[str, Any]) -> None:
         self._ray = ray = require("ray", "ray")
@@ -97,7 +108,7 @@ class RayServer:
     ) -> None:
         self._ray = require("ray", "ray")
         self._processes = processes
-        self.layout = processes.layout
+        self.message = processes.message
         self._checkpoint = checkpoint
         self._max_deaths, self._connection = max_deaths, connection
         self.deaths = 0
@@ -117,17 +128,26 @@ class RayServer:
         return self._ask("begin", check=check)
 
     def _ask(
-        self, name: str, *args: object, check: Callable[[], object] = lambda: None
-    ) -> Any:
+        self,
+        name: str,
+        *args: object,
+        check: Callable[[], object] = lambda: None,
+        **options: object,
+    ) -> Any:  # What the actor's method returns.
         exceptions = self._ray.exceptions
         while True:
             self._connection.check()
             actor = self.actor
             try:
-                answer = self._answer(getattr(actor, name).remote(*args), check)
-                return received(answer)
+                return self._answer(
+                    getattr(actor, name).remote(*args, **options), check
+                )
             except (exceptions.ActorUnavailableError, exceptions.ObjectLostError):
                 time.sleep(AGAIN)  # It may still be alive.
+            except exceptions.RaySystemError as error:
+                if not of_a_lost_object(error):
+                    raise
+                time.sleep(AGAIN)
             except exceptions.RayActorError as error:
                 self._replace(actor, error, check)
 
@@ -168,15 +188,15 @@ class RayServer:
                 else:
                     self.actor = actor
 
-    def pull(self, rows: Rows | None = None) -> tuple[optax.Params, int]:
+    def pull(self, *request: Any, **options: Any) -> tuple[optax.Params, int]:
         """See :meth:`ParameterServer.pull`."""
-        return self._ask("pull", rows)
+        return self._ask("pull", *request, **options)
 
     def push(
         self, grads: optax.Updates, local_step: int, **extra: object
     ) -> PushResult:
         """See :meth:`ParameterServer.push`; raises if the server dies meanwhile."""
-        grads, extra = sent(self.layout, grads, extra)
+        grads, extra = self.message(grads, extra)
         pushed = self.actor.push.remote(grads, local_step, **extra)
         return self._ray.get(pushed)
 
@@ -209,54 +229,44 @@ class ServerDiedError(Exception):
 class WorkersServer:
     """The server for a worker: one actor, which is never replaced."""
 
-    def __init__(self, actor: ActorHandle[Any], layout: Layout | None) -> None:
-        self._actor, self._layout = actor, layout
+    def __init__(self, actor: ActorHandle[Any], message: Message) -> None:
+        self._actor, self._message = actor, message
         self._ray = require("ray", "ray")
 
     def _ask(self, name: str, *args: object, **extra: object) -> Any:  # See received.
         exceptions = self._ray.exceptions
         try:
             asked = getattr(self._actor, name).remote(*args, **extra)
-            return received(self._ray.get(asked))
+            return self._ray.get(asked)
         except exceptions.RayTaskError as error:
             if isinstance(error, exceptions.RayActorError):  # Of one of its processes.
                 raise ServerDiedError from error
             raise  # The server has raised it, so it is alive.
         except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
             raise ServerDiedError from error
+        except exceptions.RaySystemError as error:
+            if of_a_lost_object(error):
+                raise ServerDiedError from error
+            raise
 
-    def pull(self, rows: Rows | None = None) -> tuple[optax.Params, int]:
-        return self._ask("pull", rows)
+    def pull(self, *request: Any, **options: Any) -> tuple[optax.Params, int]:
+        return self._ask("pull", *request, **options)
 
     def push(
         self, grads: optax.Updates, local_step: int, **extra: object
     ) -> PushResult:
-        grads, extra = sent(self._layout, grads, extra)
+        grads, extra = self._message(grads, extra)
         return self._ask("push", grads, local_step, **extra)
 
     def global_step(self) -> int:
         return self._ask("global_step")
 
 
-def sent(
-    layout: Layout | None, grads: optax.Updates, extra: dict[str, object]
-) -> tuple[optax.Updates | Message, dict[str, object]]:
-    """Gradients and extra arguments in the form that the server takes."""
-    if layout is None:
-        return grads, extra
-    push_id = extra.pop("push_id", None)
-    return Message.of(layout, grads, extra), {"push_id": push_id}
+def of_a_lost_object(error: Exception) -> bool:
+    """Whether parameters were lost between an answer and its arrival.
 
-
-def received(answer: object) -> Any:  # What the actor's method returns.
-    """The server's answer; its parts, if it has any, are joined."""
-    if isinstance(answer, Pulled):
-        return answer.join(_got)
-    if type(answer) is tuple:  # A pull gives the tree and the step.
-        return tuple(map(received, answer))
-    return answer
-
-
-def _got(x: object) -> object:
-    ray = require("ray", "ray")
-    return ray.get(x) if isinstance(x, ray.ObjectRef) else x
+    Ray wraps the error of an answer that fetches more when it arrives.
+    """
+    cause = getattr(error, "client_exc", None)
+    exceptions = require("ray", "ray").exceptions
+    return isinstance(cause, exceptions.ObjectLostError | exceptions.RayActorError)

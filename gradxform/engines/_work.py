@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._server.records import PushResult
-from gradxform._server.recoverable import TakesNoMoreError
+from gradxform._server.records import PushResult, TakesNoMoreError
 from gradxform._transforms.clipping import global_norm
 from gradxform._trees import checks
 from gradxform._trees.types import Rows, T

@@ -1,49 +1,46 @@
-"""A server of several Ray actors (processes): they start and end together."""
+"""The processes of a server as Ray actors: they start and end together."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import PartitionSpec
+import optax
 
+from gradxform._group.layout import Layout, Shardings
+from gradxform._group.messages import Message
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
-from gradxform._server.layout import Layout
 from gradxform._server.placement import is_function
-from gradxform._trees.types import PyTree, T
-from gradxform.engines._job import Job
-from gradxform.engines._pool import LOOK, server_options
+from gradxform._trees.types import T
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
     from ray.util.placement_group import PlacementGroup
 
-    from gradxform._server.group import Leader
-
-# A tree of them for the parameters, or a function of a leaf's path and shape.
-Shardings: TypeAlias = (
-    PyTree[PartitionSpec | None]
-    | Callable[[str, tuple[int, ...]], PartitionSpec | None]
-)
+    from gradxform._group.leader import Leader
 
 logger = logging.getLogger("gradxform")
 
+LOOK = 0.5  # Seconds after which a wait for an answer looks around again.
 ROOM = 20.0  # Seconds without room, after which a message says so.
 GONE = 10.0  # Seconds that a killed process may take to end.
 # These are strategies of Ray's placement groups; a single actor cannot have them.
 TOGETHER = "PACK", "STRICT_PACK", "STRICT_SPREAD"
 
 
-def layout_of(job: Job, processes: int, shardings: Shardings | None) -> Layout | None:
-    """The layout of a job's parameters over several processes; None for one process.
+def layout_of(
+    params: optax.Params, processes: int, shardings: Shardings | None
+) -> Layout | None:
+    """The layout of parameters over several processes; None for one process.
 
     Raises:
       TypeError: one of the arguments has another type.
@@ -51,22 +48,30 @@ def layout_of(job: Job, processes: int, shardings: Shardings | None) -> Layout |
     """
     if processes == 1 and shardings is None:
         return None
-    params = job.params
     types = jax.eval_shape(params) if is_function(params) else params
     layout = Layout.of(types, processes, shardings)
     return layout if layout.processes > 1 else None
 
 
 class Group:
-    """A server in several processes; see :class:`Processes`.
+    """Starts and ends the processes of a server, as Ray actors.
 
     Args:
-      job: its parameters and transformation are the server's.
-      layout: of its parameters.
+      params: the parameters, or a function that gives them.
+      tx: the transformation.
+      layout: of the parameters.
+      server_options: the other arguments of :class:`RecoverableServer`.
       options: Ray's, for the actor of each.
     """
 
-    def __init__(self, job: Job, layout: Layout, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        params: optax.Params,
+        tx: optax.GradientTransformation,
+        layout: Layout,
+        server_options: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
         self._ray = ray = require("ray", "ray")
         if options.get("scheduling_strategy") == "STRICT_SPREAD":
             machines = sum(node["Alive"] for node in ray.nodes())
@@ -75,17 +80,16 @@ class Group:
                     f"server_processes={layout.processes}: with STRICT_SPREAD each has "
                     f"a machine of its own, but the cluster has only {machines}."
                 )
-        self.layout: Layout | None = layout
-        self._layout = layout
-        self._options = dict(options)
-        self._server_options = server_options(job)
-        tx = ray.put(job.tx)
+        self._layout, self._options = layout, dict(options)
+        self._server_options = dict(server_options)
+        self.message = functools.partial(message, layout)
+        given = ray.put(tx)
         parts = range(layout.processes)
-        if is_function(job.params):
-            params = [ray.put(job.params)] * layout.processes
+        if is_function(params):
+            each = [ray.put(params)] * layout.processes
         else:
-            params = [ray.put(layout.part(job.params, k)) for k in parts]
-        self._given = [[each, tx] for each in params]
+            each = [ray.put(layout.part(params, k)) for k in parts]
+        self._given = [[own, given] for own in each]
         self._actors: list[ActorHandle[Any]] = []  # The leader, then followers.
         self._cause: ObjectRef[str] | None = None  # The leader's last word.
         self._placement: PlacementGroup | None = None
@@ -95,8 +99,8 @@ class Group:
     ) -> ActorHandle[Leader]:
         """See :class:`Processes`."""
         # Imported here, as they import `multiprocessing`, which nobody else needs.
-        from gradxform._server.follower import Follower
-        from gradxform._server.group import Leader
+        from gradxform._group.follower import Follower
+        from gradxform._group.leader import Leader
 
         self.kill()
         ray, layout, key = self._ray, self._layout, secrets.token_bytes(32)
@@ -196,3 +200,11 @@ def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
         bundle[f"accelerator_type:{accelerator}"] = 0.001
     bundle |= options.get("resources") or {}
     return {name: x for name, x in bundle.items() if x} or {"CPU": 1.0}
+
+
+def message(
+    layout: Layout, grads: optax.Updates, extra: dict[str, Any]
+) -> tuple[Message, dict[str, Any]]:
+    """The arguments of a push, as the leader takes them."""
+    push_id = extra.pop("push_id", None)
+    return Message.of(layout, grads, extra), {"push_id": push_id}

@@ -17,9 +17,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from gradxform._server.layout import Layout, Part, Type, spec
+from gradxform._group.layout import Layout, Part, Type, spec
 from gradxform._server.placement import Arrays, is_function, with_gate
-from gradxform._server.rows import in_sizes
+from gradxform._server.programs import TrainingStep, in_sizes, training_step
 from gradxform._trees import maps
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Leaf, Path, PyTree, T
@@ -130,7 +130,22 @@ class ShardedParams:
         there = getattr(x, "sharding", None)
         return isinstance(there, NamedSharding) and there.mesh == self.mesh
 
-    def entered(
+    def step(self, tx: optax.GradientTransformation) -> TrainingStep:
+        """The step of a server, which sees arrays without their padding."""
+
+        def step(
+            arrays: Arrays,
+            grads: optax.Updates,
+            extra: dict[str, Any],
+            local_step: np.int32,
+        ) -> tuple[Arrays, jax.Array]:
+            arrays, grads, extra = self._entered(tx.init, arrays, grads, extra)
+            arrays, counters = training_step(tx, arrays, grads, extra, local_step)
+            return self._left(arrays), counters
+
+        return step
+
+    def _entered(
         self,
         init: Callable[[optax.Params], optax.OptState],
         arrays: Arrays,
@@ -160,7 +175,7 @@ class ShardedParams:
         arrays = _fitted(arrays, (seen, state))
         return arrays, self._like(seen, grads, 0), self._like(seen, extra, 1)
 
-    def left(self, arrays: Arrays) -> Arrays:
+    def _left(self, arrays: Arrays) -> Arrays:
         """New parameters and state with their padding, as the processes hold them."""
         return _fitted(arrays, tuple(layout.padded for layout in self.layouts))
 

@@ -27,7 +27,7 @@ LARGE = 1 << 20  # Bytes: a larger array is cut, unless the user says otherwise.
 
 Type: TypeAlias = jax.ShapeDtypeStruct  # Shape and dtype of a leaf.
 # How a user wants parameters to be cut; None for the default. See `Layout.of`.
-Specs: TypeAlias = PyTree[P | None] | Callable[[str, tuple[int, ...]], P | None]
+Shardings: TypeAlias = PyTree[P | None] | Callable[[str, tuple[int, ...]], P | None]
 
 
 class Part:
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(
-        cls, params: PyTree[Param], processes: int, shardings: Specs = None
+        cls, params: PyTree[Param], processes: int, shardings: Shardings = None
     ) -> Layout:
         """The layout of parameters.
 

@@ -1,0 +1,119 @@
+"""A follower among the processes of a server: it does what the leader tells it."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gradxform._group.channel import Followed
+from gradxform._group.checkpoints import store_of
+from gradxform._group.layout import Layout
+from gradxform._group.mesh import enter
+from gradxform._group.messages import Message
+from gradxform._group.process import Process, Wanted, packed_parts
+from gradxform._group.sharded import ShardedParams
+from gradxform._server.checkpoints import Checkpoint
+from gradxform._server.programs import Prepared
+from gradxform._server.reader import Dtype
+from gradxform._server.records import summary
+from gradxform._server.saver import Saver
+from gradxform._server.wire import Payload
+
+
+class Follower:
+    """One of the processes, and the calls and commands that it handles.
+
+    Args:
+      number: of this process, from 1.
+      key: the secret of the server's processes.
+      processes: how many there are.
+    """
+
+    def __init__(self, number: int, key: bytes, processes: int) -> None:
+        self._number, self._key, self._processes = number, key, processes
+        self._prepared: dict[int, Prepared] = {}
+        # What each command to read gives, in a queue: the call that takes it may come
+        # before it is there.
+        self._read: dict[int, queue.SimpleQueue[Callable[[], Payload]]] = {}
+
+    def join(
+        self,
+        where: tuple[str, tuple[str, int]],
+        given: list[Any],
+        layout: Layout,
+        checkpoint: Checkpoint | None = None,
+        *,
+        pushes: float,  # The leader counts them.
+        **options: bool,
+    ) -> None:
+        """Becomes one of the processes; see :meth:`Leader.join`."""
+        coordinator, address = where
+        followed = Followed(address, self._key, self._number)
+        mesh = enter(coordinator, self._number, self._processes)
+        params, tx = sys.modules["ray"].get(given)
+        sharded = ShardedParams(params, layout, mesh)
+        self._process = Process(sharded, tx, **options)
+        self._saver = None
+        if checkpoint is not None:
+            self._store = store_of(checkpoint, sharded)
+            self._saver = Saver(self._store)
+        threading.Thread(
+            target=followed.serve,
+            args=(self._handle, summary),
+            name="commands",
+            daemon=True,
+        ).start()
+
+    # The leader's calls: these may come in any sequence.
+
+    def prepare(self, key: int, message: Message) -> None:
+        """Does what a push needs before its turn."""
+        self._prepared[key] = self._process.prepare(message)
+
+    def compile(self, sizes: Mapping[int, int | None], dtype: Dtype) -> None:
+        """Compiles programs to read arrays, so that no turn has to."""
+        for number, size in sizes.items():
+            self._process.reader.program(number, size, dtype)
+
+    def take(self, key: int) -> Payload:
+        """What a command has read, to be asked for once."""
+        payload = self._box(key).get()
+        del self._read[key]
+        return payload()
+
+    def _box(self, key: int) -> queue.SimpleQueue[Callable[[], Payload]]:
+        return self._read.setdefault(key, queue.SimpleQueue())
+
+    def resume(self, pushes: int) -> None:
+        """Goes on from this process's part of a checkpoint."""
+        snapshot = self._store.read(pushes, self._process.like())
+        self._process.core.resume(self._process.placed(snapshot))
+
+    # The leader's commands, handled in its sequence, on one thread.
+
+    def _handle(self, name: str, *args: Any) -> None:
+        getattr(self, f"_handle_{name}")(*args)
+
+    def _handle_push(self, key: int, local_step: int) -> None:
+        self._process.core.commit(self._prepared.pop(key), local_step)
+
+    def _handle_forget(self, key: int) -> None:
+        self._prepared.pop(key, None)
+
+    def _handle_read(self, key: int, dtype: Dtype, wanted: Wanted) -> None:
+        reading = self._process.reader.prepare(wanted, dtype)
+        arrays = self._process.read(reading)
+        if reading.plain:  # The next step may overwrite them.
+            payload = packed_parts(arrays, wanted, copies=True)
+            self._box(key).put(lambda: payload)
+        else:
+            self._box(key).put(lambda: packed_parts(arrays, wanted))
+
+    def _handle_snapshot(self) -> None:
+        snapshot = self._process.core.snapshot()
+        assert self._saver is not None
+        assert snapshot is not None
+        self._saver.start(snapshot)

@@ -1,0 +1,321 @@
+"""Parameters and state, and all rules about pushes: the center of every server.
+
+It knows neither threads nor files nor other processes. Methods that run "in a turn"
+change or read the arrays; whoever holds the core calls them one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+from collections.abc import Callable, Hashable
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+import optax
+
+from gradxform._late import gate
+from gradxform._late.worker_mean import num_workers_of
+from gradxform._server.placement import Arrays, copy, initialize, on_host
+from gradxform._server.programs import (
+    Prepared,
+    PushPrograms,
+    check_fits,
+    prepare,
+    training_step,
+)
+from gradxform._server.records import (
+    Answer,
+    Counters,
+    PushResult,
+    ServerClosedError,
+    ServerStats,
+    ServerStatus,
+    Snapshot,
+    TakesNoMoreError,
+    Version,
+    check_step,
+    is_past,
+    summary,
+)
+from gradxform._server.specs import Specs
+from gradxform._server.waiters import Waiters
+from gradxform._trees import checks
+
+Prepare: TypeAlias = Callable[[optax.Updates, dict[str, Any]], Prepared]
+Woken: TypeAlias = queue.SimpleQueue[int | ServerClosedError]
+
+
+class Core:
+    """What a server holds, and how one push changes it.
+
+    Args:
+      tx: a transformation behind a gate.
+      params: the parameters, where they will stay.
+      state: the state of ``tx``, where it will stay.
+      specs: of both.
+      prepare: makes a push ready for its turn.
+
+    Attributes:
+      specs: as given.
+      version: parameters and state, and their step. Every step replaces it.
+      takes: how many more pushes with a ``push_id`` it takes.
+    """
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformation,
+        params: optax.Params,
+        state: optax.OptState,
+        specs: Specs,
+        prepare: Prepare,
+    ) -> None:
+        self.specs, self._prepare = specs, prepare
+        # A gate inside of another transformation lets that one change the parameters.
+        self._gated = gate.guard_of(tx) is not None
+        self._num_workers = num_workers_of(state)
+        self._devices = len(specs.placement.everywhere.device_set)
+        self.version = Version.of(params, state)
+        self.takes = math.inf
+        self._answers: dict[Hashable, Answer] = {}  # The last one, by worker.
+        self._counters = Counters()
+        self._waiters = Waiters()
+        self._closed = False
+        self._lost: str | None = None
+        self._failed: Version | None = None  # Where a step has raised an error.
+
+    # Pushes.
+
+    def prepare(self, grads: optax.Updates, extra: dict[str, Any]) -> Prepared:
+        """Makes a push ready for its turn; see :meth:`ParameterServer.push`."""
+        worker, n = extra.get("worker"), self._num_workers
+        if n is not None and worker is not None:
+            # In the compiled step it is traced, and `worker_mean` would drop the push.
+            checks.integer_scalar("worker", worker)
+            checks.in_range("worker", jax.device_get(worker), f"[0, {n})")
+        return self._prepare(grads, extra)
+
+    def commit(
+        self,
+        prepared: Prepared,
+        local_step: int,
+        push_id: tuple[Hashable, int] | None = None,
+    ) -> PushResult:
+        """In a turn: runs the step of a push, and replaces the version.
+
+        Raises:
+          TakesNoMoreError: the workers have made all their pushes.
+          ValueError: ``local_step`` is of another incarnation; ``push_id`` is below the
+            last one of its worker.
+        """
+        known = None if push_id is None else self._answers.get(push_id[0])
+        if push_id is not None and (known is None or push_id[1] > known.number):
+            if self.takes <= 0:
+                raise TakesNoMoreError("the server takes no more pushes of workers.")
+            known = None
+        self.check_usable()
+        if push_id is not None and known is not None:
+            if push_id[1] == known.number:
+                return known.result
+            raise ValueError(
+                f"push_id={push_id} comes after {push_id[0], known.number}: give each "
+                "push of a worker a higher number than the one before."
+            )
+        check_step(local_step, self.version)
+        result = self._run(prepared, local_step)
+        if push_id is not None:
+            worker, number = push_id
+            self._answers[worker] = Answer(number, int(local_step), result)
+            self.takes -= 1
+        return result
+
+    def _run(self, prepared: Prepared, local_step: int) -> PushResult:
+        old = self._failed = self.version  # It has failed until it is done.
+        try:
+            leaves, counted = prepared.step(
+                old.leaves, prepared.leaves, np.int32(local_step)
+            )
+            if self._devices > 1:  # The counters come from one device alone.
+                jax.block_until_ready(leaves)
+            counters = on_host(counted)
+            global_step, dropped = map(int, counters[:2])
+        except BaseException as error:
+            if any(x.is_deleted() for x in old.leaves):
+                lost = self.lose(
+                    f"a step failed after it had taken them, {summary(error)}"
+                )
+                error.add_note(str(lost))
+            raise
+        self._failed = None
+        stepped = global_step != old.global_step
+        edition = old.edition + (stepped or not self._gated)
+        self.version = Version(leaves, global_step, dropped, old.incarnation, edition)
+        applied = dropped == old.dropped
+        staleness = old.global_step - local_step
+        self._counters.count(applied, staleness)
+        self._waiters.wake_passed(old.global_step, global_step)
+        cosines = counters[2:].view(np.float32).tolist()
+        return PushResult(applied, staleness, global_step, *cosines)
+
+    # Waiting.
+
+    def outcome(self, global_step: int) -> int | ServerClosedError | None:
+        """The answer to a wait; None if it still has to wait."""
+        error, version = self.unusable(), self.version
+        if error is not None:
+            return error
+        past = is_past(global_step, version.incarnation)
+        passed = past or version.global_step > global_step
+        return version.global_step if passed else None
+
+    def wake_after(self, global_step: int, woken: Woken) -> None:
+        """In a turn: puts the answer to a wait into a queue, now or later."""
+        if (answer := self.outcome(global_step)) is None:
+            self._waiters.add(global_step, woken)
+        else:
+            woken.put(answer)
+
+    def forget(self, global_step: int, woken: Woken) -> None:
+        """In a turn: nobody waits at this queue any more."""
+        self._waiters.remove(global_step, woken)
+
+    def _wake(self) -> None:
+        for global_step, woken in self._waiters.take_all():
+            self.wake_after(global_step, woken)
+
+    # Service.
+
+    def unusable(self) -> ServerClosedError | None:
+        """The error of each call now; None while it serves."""
+        if self._closed:
+            return ServerClosedError("the parameter server is closed.")
+        if self._lost is not None:
+            return ServerClosedError(
+                f"the parameter server has lost its parameters: {self._lost}. Call "
+                "restore(state) with an earlier state()."
+            )
+        return None
+
+    def check_usable(self) -> None:
+        """Raises that error."""
+        if (error := self.unusable()) is not None:
+            raise error
+
+    def check_open(self) -> None:
+        """Raises ``ServerClosedError`` if it is closed."""
+        if self._closed:
+            self.check_usable()
+
+    def lose(self, why: str) -> ServerClosedError | None:
+        """In a turn: the parameters are lost."""
+        self._lost = why
+        self._wake()
+        return self.unusable()
+
+    def close(self) -> None:
+        """In a turn: ends the service, and wakes all who wait."""
+        self._closed = True
+        self._wake()
+
+    def stats(self) -> ServerStats:
+        """In a turn: see :meth:`ParameterServer.stats`."""
+        return self._counters.stats(self.version.global_step, self._lost)
+
+    def status(self) -> ServerStatus:
+        """In a turn: where it stands."""
+        stats, version = self.stats(), self.version
+        return ServerStatus(
+            version.incarnation,
+            version.global_step,
+            stats.accepted,
+            stats.dropped,
+            dict(self._answers),  # type: ignore[arg-type]  # Engines use integers.
+            num_workers=self._num_workers,
+        )
+
+    def __str__(self) -> str:
+        """The step, the size of the parameters, and whether service has ended."""
+        params = self.specs.params_of(self.version.leaves)
+        size, step = sum(x.size for x in params), self.version.global_step
+        said = f"global_step={step}, parameters={size}, arrays={len(params)}"
+        return f"{said}, ended" if self.unusable() else said
+
+    # State.
+
+    def check_there(self) -> None:
+        """Raises ``ServerClosedError`` if the parameters are lost."""
+        if self._lost is not None:
+            self.check_usable()
+
+    def state(self) -> dict[str, Any]:
+        """In a turn: a copy of parameters and state; also after the end of service."""
+        self.check_there()
+        return copy(self.specs.state(self.version.leaves))
+
+    def restore(self, arrays: Arrays) -> None:
+        """In a turn: begins a new incarnation with parameters and state.
+
+        The counts go on. A worker that repeats an older push must pull again.
+        """
+        self.check_open()
+        self.version = Version.of(*arrays)
+        self._lost = self._failed = None
+        self._answers = {}
+        self._wake()
+
+    def snapshot(self) -> Snapshot | None:
+        """In a turn: all that another server needs to go on.
+
+        None before the first push, and after a step that has failed: the parameters or
+        the state may be the cause.
+        """
+        stats = self.stats()
+        if self._failed is not None or not stats.accepted + stats.dropped:
+            return None
+        answers = [
+            [worker, number, local_step, list(result)]
+            for worker, (number, local_step, result) in self._answers.items()
+        ]
+        counters = {
+            "global_step": stats.global_step,
+            "accepted": stats.accepted,
+            "staleness": {str(steps): n for steps, n in stats.staleness.items()},
+            "answers": answers,
+        }
+        return Snapshot(stats.accepted + stats.dropped, self.state(), counters)
+
+    def resume(self, snapshot: Snapshot) -> None:
+        """In a turn: goes on from a snapshot, whose arrays are at their places."""
+        self.restore((snapshot.state["params"], snapshot.state["state"]))
+        counters = snapshot.counters
+        for worker, number, local_step, result in counters["answers"]:
+            self._answers[worker] = Answer(number, local_step, PushResult(*result))
+            self.takes -= number + 1
+        staleness = {int(steps): n for steps, n in counters["staleness"].items()}
+        self._counters = Counters(counters["accepted"], staleness)
+
+
+def of_one_process(
+    params: optax.Params,
+    tx: optax.GradientTransformation,
+    *,
+    donate: bool = True,
+    require_finite: bool = False,
+) -> Core:
+    """The core of a server whose arrays this process holds."""
+    tx, params, state = initialize(tx, params)
+    specs = Specs(params, state)
+    programs = PushPrograms(
+        lambda *args: training_step(tx, *args),
+        specs,
+        donate,
+        lambda grads: check_fits(specs.types[0], grads),
+    )
+    return Core(
+        tx,
+        params,
+        state,
+        specs,
+        lambda grads, extra: prepare(programs, require_finite, grads, extra),
+    )
