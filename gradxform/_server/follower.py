@@ -10,14 +10,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from gradxform._group.checkpoints import store_of
 from gradxform._server.channel import Followed
-from gradxform._server.checkpoints import Checkpoint, Saver, Snapshot
+from gradxform._server.checkpoints import Checkpoint, Snapshot
 from gradxform._server.group import LocalRows, enter, parts_of
 from gradxform._server.layout import Layout
 from gradxform._server.messages import Message
 from gradxform._server.placement import copy
 from gradxform._server.programs import Leaves, PushPrograms, Step
 from gradxform._server.records import summary
+from gradxform._server.saver import Saver
 from gradxform._server.sharded import ShardedParams
 
 
@@ -59,7 +61,8 @@ class Follower:
         )
         self._leaves: Leaves = jax.tree.leaves((params, state))
         self._rows = LocalRows(params)
-        self._saver = None if checkpoint is None else Saver(checkpoint, sharded)
+        self._store = None if checkpoint is None else store_of(checkpoint, sharded)
+        self._saver = None if self._store is None else Saver(self._store)
         threading.Thread(
             target=followed.serve,
             args=(self._handle, summary),
@@ -79,8 +82,8 @@ class Follower:
 
     def resume(self, pushes: int) -> None:
         """Goes on from this process's part of a checkpoint."""
-        assert self._saver is not None
-        snapshot = self._saver.read(pushes, self._programs.like(self._leaves))
+        assert self._store is not None
+        snapshot = self._store.read(pushes, self._programs.like(self._leaves))
         self._leaves = jax.tree.leaves(self._programs.place(snapshot.state))
 
     def take(self, key: int) -> object:

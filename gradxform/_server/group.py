@@ -27,9 +27,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradxform._group.checkpoints import store_of
 from gradxform._server.actor import Publisher
 from gradxform._server.channel import CommandChannel, end_process
-from gradxform._server.checkpoints import Checkpoint, Saver, Snapshot
+from gradxform._server.checkpoints import Checkpoint, Snapshot
 from gradxform._server.layout import AXIS, Layout
 from gradxform._server.messages import Cut, Message, Payload, Pulled, Rows, packed
 from gradxform._server.placement import Placement, copy
@@ -38,6 +39,7 @@ from gradxform._server.records import PushResult, summary
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._server.rows import RowPrograms, RowRequest, in_order, size_for
 from gradxform._server.sharded import ShardedParams
+from gradxform._server.store import Store
 from gradxform._trees.types import PyTree, T
 
 HOUR = 3600
@@ -150,7 +152,9 @@ class Leader(RecoverableServer):
         self._followers = followers
         self._ray = sys.modules["ray"]
         params, tx = self._ray.get(given)
-        super().__init__(ShardedParams(params, layout, mesh), tx, checkpoint, **options)
+        sharded = ShardedParams(params, layout, mesh)
+        store = None if checkpoint is None else store_of(checkpoint, sharded)
+        super().__init__(sharded, tx, store, **options)
         self._keys = itertools.count()
         self._prepared: set[int] = set()  # Pushes whose turn has not come yet.
         self._publisher = Publisher(
@@ -294,9 +298,9 @@ class Leader(RecoverableServer):
         self._commands.send("snapshot", taken.pushes, taken.counters)
         return taken
 
-    def _read(self, saver: Saver, pushes: int, like: dict[str, Any]) -> Snapshot:
+    def _read(self, store: Store, pushes: int, like: dict[str, Any]) -> Snapshot:
         with self.asked("resume", pushes):
-            return saver.read(pushes, like)
+            return store.read(pushes, like)
 
 
 def parts_of(leaves: Leaves, at: list[int]) -> Payload:

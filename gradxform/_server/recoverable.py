@@ -11,10 +11,12 @@ import numpy as np
 import optax
 
 from gradxform._server.actor import is_actor
-from gradxform._server.checkpoints import Checkpoint, Saver, Snapshot
+from gradxform._server.checkpoints import Checkpoint, Snapshot
 from gradxform._server.parameter_server import ParameterServer
 from gradxform._server.programs import Leaves, Step, Stepped
 from gradxform._server.records import Counters, PushResult, Version
+from gradxform._server.saver import Saver
+from gradxform._server.store import Store
 
 logger = logging.getLogger("gradxform")
 
@@ -56,7 +58,7 @@ class RecoverableServer(ParameterServer[Any]):
     Args:
       params: the initial parameters, which are copied, or a function that gives them.
       tx: any transformation.
-      checkpoint: where and how often; without it nothing is saved.
+      checkpoint: where and how often, or a store; without it nothing is saved.
       pushes: how many pushes with a ``push_id`` it takes.
       options: those of :class:`ParameterServer`.
     """
@@ -65,15 +67,16 @@ class RecoverableServer(ParameterServer[Any]):
         self,
         params: optax.Params,
         tx: optax.GradientTransformation,
-        checkpoint: Checkpoint | None = None,
+        checkpoint: Checkpoint | Store | None = None,
         pushes: float = math.inf,
         **options: bool,
     ) -> None:
         super().__init__(params, tx, **options)
         self._takes = pushes  # How many more it takes.
         self._local_steps: dict[Hashable, int] = {}  # Last answered, by worker.
-        sharded = self._programs.sharded
-        self._saver = None if checkpoint is None else Saver(checkpoint, sharded)
+        store = Store(checkpoint) if isinstance(checkpoint, Checkpoint) else checkpoint
+        self._store = store
+        self._saver = None if store is None else Saver(store)
         self._status: ServerStatus | None = None
         self._failed: Version | None = None  # Where a step has raised an error.
 
@@ -88,34 +91,34 @@ class RecoverableServer(ParameterServer[Any]):
             exists with ``resume=False``; or the directory holds something else.
         """
         if self._status is None:
-            taken = None if self._saver is None else self._take_up(self._saver)
+            taken = None if self._store is None else self._take_up(self._store)
             found, notes = taken is not None, tuple(taken or ())
             self._status = self._thread.run(self._stand, found, notes)
             if not is_actor(self):  # An actor's engine does it, where the user sees it.
                 tell(self._status)
         return self._status
 
-    def _take_up(self, saver: Saver) -> list[str] | None:
+    def _take_up(self, store: Store) -> list[str] | None:
         """Goes on from the newest checkpoint; returns its notes, None without one."""
-        saver.open()
-        newest = saver.newest()
+        store.open()
+        newest = store.newest()
         if newest is None:
             return None
-        if not saver.checkpoint.resume:
+        if not store.checkpoint.resume:
             raise ValueError(
-                f"checkpoint: {saver.checkpoint.directory} holds a run of {newest} "
+                f"checkpoint: {store.checkpoint.directory} holds a run of {newest} "
                 "pushes: let resume be True, or give another directory."
             )
         like = self._programs.like(self._version.leaves)
-        snapshot, notes = saver.read_newest(
-            like, lambda pushes: self._read(saver, pushes, like)
+        snapshot, notes = store.read_newest(
+            like, lambda pushes: self._read(store, pushes, like)
         )
         version = Version.of(*self._programs.place(snapshot.state))
         self._thread.run(self._resume, version, snapshot.counters)
         return notes
 
-    def _read(self, saver: Saver, pushes: int, like: dict[str, Any]) -> Snapshot:
-        return saver.read(pushes, like)
+    def _read(self, store: Store, pushes: int, like: dict[str, Any]) -> Snapshot:
+        return store.read(pushes, like)
 
     def _resume(self, version: Version, counters: dict[str, Any]) -> None:
         self._restore(version)
@@ -234,3 +237,6 @@ class RecoverableServer(ParameterServer[Any]):
         if self._saver is not None:
             self._saver.close()
             self._saver = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None

@@ -1,0 +1,6 @@
+"""The server in several processes.
+
+All its processes write ``checkpoints`` together, each its own parts.
+
+Imports all subpackages above it.
+"""

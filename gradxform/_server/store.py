@@ -1,0 +1,264 @@
+"""The checkpoints in a directory, which orbax writes and reads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+
+from gradxform._server import same_job
+from gradxform._server.checkpoints import Checkpoint, Snapshot
+from gradxform._server.extras import require
+from gradxform._server.folder import Folder
+from gradxform._server.records import summary
+
+if TYPE_CHECKING:
+    from orbax.checkpoint import CheckpointManager
+
+
+class Managers(Protocol):
+    """Makes the managers of orbax through which a store reads and writes."""
+
+    def reader(self, checkpoint: Checkpoint) -> CheckpointManager:
+        """One that reads, and that has removed what was left half written."""
+
+    def writer(
+        self, checkpoint: Checkpoint, current: Callable[[], CheckpointManager | None]
+    ) -> contextlib.AbstractContextManager[CheckpointManager]:
+        """The one that writes the next checkpoint.
+
+        Args:
+          checkpoint: where.
+          current: makes sure that the directory is there, and returns the last reader.
+        """
+
+
+class OneManager:
+    """The manager that reads also writes."""
+
+    def reader(self, checkpoint: Checkpoint) -> CheckpointManager:
+        """See :class:`Managers`."""
+        return manager_of(checkpoint, cleanup_tmp_directories=True)
+
+    @contextlib.contextmanager
+    def writer(
+        self, checkpoint: Checkpoint, current: Callable[[], CheckpointManager | None]
+    ) -> Iterator[CheckpointManager]:
+        """See :class:`Managers`."""
+        manager = current()
+        assert manager is not None
+        yield manager
+
+
+def manager_of(checkpoint: Checkpoint, **options: Any) -> CheckpointManager:
+    """A manager of orbax for a directory, with more options of orbax."""
+    ocp = require("orbax.checkpoint", "checkpoint")
+    return ocp.CheckpointManager(
+        checkpoint.directory,
+        options=ocp.CheckpointManagerOptions(
+            max_to_keep=checkpoint.max_to_keep,
+            # The thread of a saver waits anyway. Asynchronous writers find each other
+            # by a number that all managers of a process share, and two that write at
+            # once may wait for each other forever.
+            enable_async_checkpointing=False,
+            **options,
+        ),
+    )
+
+
+class Store:
+    """The checkpoints of one run in their directory.
+
+    Args:
+      checkpoint: where, and how many are kept.
+      described: dtype and shape of every array, by its path, as users see them. A
+        checkpoint with other ones belongs to another job.
+      managers: makes orbax's managers.
+
+    Attributes:
+      checkpoint: as given.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        described: Callable[[dict[str, Any]], dict[str, str]] = same_job.described,
+        managers: Managers | None = None,
+    ) -> None:
+        self._orbax = require("orbax.checkpoint", "checkpoint")
+        self.checkpoint = checkpoint
+        self._described = described
+        self._managers = OneManager() if managers is None else managers
+        self._held: int | None = None  # How many pushes the newest one holds.
+        self._folder: Folder | None = None  # Once it is taken.
+        self._manager: CheckpointManager | None = None  # The one that reads.
+
+    def open(self) -> None:
+        """Takes the directory.
+
+        Raises:
+          OSError: another run writes there, or the directory is not writable.
+          ValueError: it holds something else.
+        """
+        if self._folder is not None:
+            return
+        folder = Folder(os.fspath(self.checkpoint.directory))
+        folder.take()
+        try:
+            folder.check()
+            self._reopen()
+        except BaseException:
+            folder.release()
+            raise
+        self._folder = folder
+
+    def _reopen(self) -> CheckpointManager:
+        self._manager = manager = self._managers.reader(self.checkpoint)
+        return manager
+
+    def newest(self) -> int | None:
+        """How many pushes the newest holds; None where there is none."""
+        assert self._manager is not None
+        return self._manager.latest_step()
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Writes a checkpoint, unless the newest one holds the same pushes.
+
+        Raises:
+          OSError: another run writes there, or the disk is full.
+        """
+        if snapshot.pushes == self._held:
+            return  # It is saved already.
+        args = self._orbax.args
+        counters = {
+            **snapshot.counters,
+            "arrays": self._described(snapshot.state),
+            "settings": self.checkpoint.settings,
+        }
+        with self._managers.writer(self.checkpoint, self._current) as manager:
+            try:
+                saved = manager.save(
+                    snapshot.pushes,
+                    args=args.Composite(
+                        state=args.StandardSave(snapshot.state),
+                        counters=args.JsonSave(counters),
+                    ),
+                )
+            except BaseException:
+                if self._folder is not None:
+                    with contextlib.suppress(Exception):
+                        self._reopen()  # Removes the half-written checkpoint.
+                raise
+        if not saved:
+            raise OSError(
+                f"{self.checkpoint.directory} holds a checkpoint of more than "
+                f"{snapshot.pushes} pushes: another run writes there. Give each run a "
+                "directory of its own."
+            )
+        self._held = snapshot.pushes
+        if self._folder is not None:
+            self._folder.seal(snapshot.pushes)
+
+    def _current(self) -> CheckpointManager | None:
+        """The manager that reads, after the directory was made again if it was gone."""
+        if self._folder is not None and self._folder.retake():
+            self._reopen()  # It forgets the checkpoints that are gone.
+            if self.newest() not in (None, self._held):
+                self._folder.release()
+                raise OSError(
+                    f"{self.checkpoint.directory} was deleted or moved during the run, "
+                    "and another run has saved itself there: give each run a directory "
+                    "of its own."
+                )
+        return self._manager
+
+    def read_newest(
+        self, like: dict[str, Any], read: Callable[[int], Snapshot] | None = None
+    ) -> tuple[Snapshot, list[str]]:
+        """The newest complete one, its arrays placed as those of ``like``; and notes.
+
+        Newer ones, which are broken, are renamed. The notes tell the user of them, and
+        of changed settings.
+
+        Args:
+          like: parameters and state, or their descriptions.
+          read: reads one, by its number of pushes; by default :meth:`read`.
+
+        Raises:
+          ValueError: it belongs to another job, or none is complete.
+        """
+        assert self._folder is not None
+        assert self._manager is not None
+        faults: dict[int, str] = {}
+        for pushes in sorted(self._manager.all_steps(), reverse=True):
+            fault = self._folder.fault(pushes)
+            if fault is None:
+                try:
+                    snapshot = read(pushes) if read else self.read(pushes, like)
+                    break
+                except same_job.OtherJobError:
+                    raise
+                except Exception as error:
+                    fault = summary(error)
+            faults[pushes] = fault
+        else:
+            pushes, fault = next(iter(faults.items()))
+            raise ValueError(
+                f"checkpoint: {self._where(pushes)} is not whole, {fault}, and there "
+                "is no other to go on from. Move it away, or give another directory."
+            )
+        notes = [
+            f"checkpoint: {self._where(broken)} is not whole, {fault}. It is now "
+            f"{self._folder.set_aside(broken)}, and the run goes on from "
+            f"{self._where(pushes)}"
+            for broken, fault in faults.items()
+        ]
+        if faults:
+            self._reopen()
+        return snapshot, notes + self._changed(pushes, snapshot.counters)
+
+    def _where(self, pushes: int) -> str:
+        return f"{self.checkpoint.directory}/{pushes}"
+
+    def _changed(self, pushes: int, counters: dict[str, Any]) -> list[str]:
+        """One line for each setting that differs from the run's."""
+        before, now = counters.get("settings", {}), self.checkpoint.settings
+        changes = [
+            f"{name}={before[name]!r}, and the run goes on with {now[name]!r}"
+            for name in now
+            if name in before and before[name] != now[name]
+        ]
+        return [f"checkpoint: {self._where(pushes)} has {each}" for each in changes]
+
+    def read(self, pushes: int, like: dict[str, Any]) -> Snapshot:
+        """One checkpoint, its arrays placed as those of ``like``.
+
+        The directory need not be taken.
+
+        Raises:
+          ValueError: it belongs to another job.
+        """
+        manager = self._manager or self._reopen()
+        args = self._orbax.args
+        counters = manager.restore(
+            pushes, args=args.Composite(counters=args.JsonRestore())
+        )["counters"]
+        where, saved = self._where(pushes), counters.pop("arrays")
+        same_job.check(where, saved, self._described(like))
+        target = jax.tree.map(self._orbax.utils.to_shape_dtype_struct, like)
+        # The arrays here may have another padding. The shapes that users see are equal,
+        # as checked above.
+        restore = args.StandardRestore(target, strict=False)
+        state = manager.restore(pushes, args=args.Composite(state=restore))["state"]
+        self._held = pushes
+        return Snapshot(pushes, state, counters)
+
+    def close(self) -> None:
+        """Lets go of the directory."""
+        if self._manager is not None:
+            self._manager.close()
+        if self._folder is not None:
+            self._folder.release()
