@@ -545,23 +545,23 @@ _server/records.py: the rate counts pushes from before the server began
 - counted = pushes - self._before
 + counted = pushes
 
-_server/checkpoints.py: a checkpoint of another job is read
+_server/same_job.py: a checkpoint of another job is read
 - if saved.get(path) != wanted.get(path):
 + if False:
 
-_server/checkpoints.py: nobody is told that one was not written
+_server/saver.py: nobody is told that one was not written
 - if done is None:  # The run goes on, and the next one may succeed.
 + if done:
 
-_server/checkpoints.py: two runs of a process wait for each other
+_server/store.py: two runs of a process wait for each other
 - enable_async_checkpointing=False,
 + enable_async_checkpointing=True,
 
-_server/checkpoints.py: a checkpoint that could not be written is left half written
-- self._manage()  # Removes the half-written checkpoint.
+_server/store.py: a checkpoint that could not be written is left half written
+- self._reopen()  # Removes the half-written checkpoint.
 + pass
 
-_server/checkpoints.py: a run goes on with other settings, and does not say so
+_server/store.py: a run goes on with other settings, and does not say so
 - if name in before and before[name] != now[name]
 + if name not in before
 
@@ -592,8 +592,8 @@ _server/recoverable.py: a push that is answered from memory is saved as pushed a
 + if self._version is None:  # A repeated push: it got its first answer.
 
 _server/recoverable.py: a run that should not go on does
-- if not saver.checkpoint.resume:
-+ if saver.checkpoint.resume is None:
+- if not store.checkpoint.resume:
++ if store.checkpoint.resume is None:
 
 _server/extras.py: a package that is missing has no hint
 - raise ImportError(f"{error}: {hint}") from error

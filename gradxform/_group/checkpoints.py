@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from gradxform._group.sharded import ShardedParams
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.same_job import described
+from gradxform._group.sharded import ShardedParams
 from gradxform._server.store import Store, manager_of
 
 if TYPE_CHECKING:
@@ -32,12 +32,17 @@ def store_of(checkpoint: Checkpoint, sharded: ShardedParams) -> Store:
       checkpoint: where, the same in all processes.
       sharded: how the arrays lie over the processes.
     """
+    return Store(checkpoint, described_by(sharded), GroupManagers())
+
+
+def described_by(sharded: ShardedParams) -> Callable[[object], dict[str, str]]:
+    """Describes the arrays as users see them: without padding, and whole."""
 
     def as_users_see(_: object) -> dict[str, str]:
         of_params, of_state = sharded.layouts
         return described({"params": of_params.types, "state": of_state.types})
 
-    return Store(checkpoint, as_users_see, GroupManagers())
+    return as_users_see
 
 
 class GroupManagers:

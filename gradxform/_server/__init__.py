@@ -12,7 +12,8 @@ On Ray the server is an ``actor``, which publishes each version once. All arrays
 by ``wire``.
 
 A ``recoverable`` server saves itself in ``checkpoints`` while workers go on, and starts
-from the newest complete one. Their ``folder`` belongs to one run at a time. ``extras``
+from the newest complete one of the ``same_job``. The thread of a ``saver`` writes them,
+and a ``store`` has them in a ``folder``, which belongs to one run at a time. ``extras``
 imports packages that not every user has.
 
 In a server of several processes, each process has a part of each large array. The

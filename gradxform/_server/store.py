@@ -190,7 +190,8 @@ class Store:
         Raises:
           ValueError: it belongs to another job, or none is complete.
         """
-        assert self._folder is not None and self._manager is not None
+        assert self._folder is not None
+        assert self._manager is not None
         faults: dict[int, str] = {}
         for pushes in sorted(self._manager.all_steps(), reverse=True):
             fault = self._folder.fault(pushes)
@@ -220,7 +221,7 @@ class Store:
         return snapshot, notes + self._changed(pushes, snapshot.counters)
 
     def _where(self, pushes: int) -> str:
-        return f"{os.fspath(self.checkpoint.directory)}/{pushes}"
+        return f"{self.checkpoint.directory}/{pushes}"
 
     def _changed(self, pushes: int, counters: dict[str, Any]) -> list[str]:
         """One line for each setting that differs from the run's."""

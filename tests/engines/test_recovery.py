@@ -19,8 +19,8 @@ import pytest
 import gradxform as gx
 from gradxform import engines
 from gradxform._server import records
-from gradxform._server.checkpoints import Saver
 from gradxform._server.recoverable import RecoverableServer
+from gradxform._server.store import Store
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -379,7 +379,7 @@ def test_an_error_while_saving_does_not_hide_the_one_before(
     def fail(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Saver, "_save", fail)
+    monkeypatch.setattr(Store, "write", fail)
     with (
         caplog.at_level(logging.ERROR, "gradxform"),
         pytest.raises(ValueError, match=r"^enough$") as raised,
@@ -396,14 +396,14 @@ def test_an_error_while_saving_does_not_hide_the_one_before(
 def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
     engine, tmp_path, monkeypatch, caplog
 ):
-    save, left = Saver._save, [ValueError("No space left on device")]
+    write, left = Store.write, [ValueError("No space left on device")]
 
     def fail(*args):
         if left:
             raise left.pop()
-        return save(*args)
+        return write(*args)
 
-    monkeypatch.setattr(Saver, "_save", fail)
+    monkeypatch.setattr(Store, "write", fail)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=1)
     with caplog.at_level(logging.ERROR, "gradxform"):
         pushes, *_ = ended(engine, make_job(30), checkpoint=checkpoint)

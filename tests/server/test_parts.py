@@ -11,10 +11,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._group.checkpoints import described_by
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.layout import Layout
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._server.sharded import ShardedParams
+from gradxform._server.store import Store
 
 pytest.importorskip("orbax.checkpoint")
 
@@ -32,7 +34,10 @@ def server_of(count, folder, params=PARAMS):
         height = layout.padded["table"].shape[0]
         table = np.pad(params["table"], [(0, height - len(params["table"])), (0, 0)])
         given = ShardedParams(params | {"table": table}, layout, mesh)
-    return RecoverableServer(given, TX, Checkpoint(folder, every_seconds=None))
+    checkpoint = Checkpoint(folder, every_seconds=None)
+    if isinstance(given, ShardedParams):
+        checkpoint = Store(checkpoint, described_by(given))
+    return RecoverableServer(given, TX, checkpoint)
 
 
 def rows(step):
