@@ -49,8 +49,8 @@ _trees/rows.py: int16 indices of a table of more rows than they can count
 + indices.dtype.itemsize < 2
 
 _trees/rows.py: rows that a part does not hold are those next to them
-- return jnp.where(found == indices, place, length)
-+ return jnp.where(found >= indices, place, length)
+- return jnp.where(found == indices, position, length)
++ return jnp.where(found >= indices, position, length)
 
 _trees/rows.py: rows of a bfloat16 table are written by way of a wider copy
 - narrow = versions.scatter_copies(table.dtype)
@@ -249,13 +249,13 @@ _transforms/learning_rate.py: the count of steps overflows
 + count = state.count + 1
 
 _transforms/densify.py: dense gradients lie whole on each device
-- out_sharding=explicit_sharding(jnp.asarray(p)) if known else None
-+ out_sharding=None
+- sharding = None if p is None else explicit_sharding(jnp.asarray(p))
++ sharding = None
 
 _late/conditional.py: both sides are computed and one of them is taken
-- jax.lax.cond(pred, acted, rests_like)
+- jax.lax.cond(pred, applied, skip_typed)
 + jax.tree.map(
-+     lambda a, r: jnp.where(pred, a, r), acted(), rests_like()
++     lambda a, s: jnp.where(pred, a, s), applied(), skip_typed()
 + )
 
 _late/gate.py: a gate's update has no name

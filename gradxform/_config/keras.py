@@ -15,6 +15,7 @@ from typing import Any
 
 import optax
 
+from gradxform._config import schedules
 from gradxform._trees import checks
 
 Config = dict[str, Any]
@@ -173,27 +174,48 @@ def _decayed(learning_rate: object, decay: float) -> object:
     }
 
 
-def _decay(ours: str) -> Reader:
-    """``ExponentialDecay`` and ``InverseTimeDecay``."""
+# What Keras calls arguments of the schedules here; the others have the same name.
+_KERAS_NAMES = {
+    "init_value": "initial_learning_rate",
+    "end_value": "end_learning_rate",
+    "transition_steps": "decay_steps",
+}
 
-    def read(
-        initial_learning_rate: float,
-        decay_steps: float,
-        decay_rate: float,
-        staircase: bool,
-        name: object = None,
-    ) -> Config:
-        if ours == "exponential_decay" and decay_rate == 0:  # Optax would not decay.
-            raise ValueError("decay_rate=0 is not offered: the rate is 0 from step 1.")
-        return {
-            "name": ours,
-            "init_value": initial_learning_rate,
-            "transition_steps": decay_steps,
-            "decay_rate": decay_rate,
-            "staircase": staircase,
-        }
 
+def _renamed(schedule: Callable[..., optax.Schedule]) -> Reader:
+    """Reads the config of a schedule that differs from Keras's only in names."""
+    parameters = inspect.signature(schedule, eval_str=True).parameters
+    written = {
+        _KERAS_NAMES.get(p.name, p.name): p.replace(default=p.empty)
+        for p in parameters.values()
+    }
+
+    def read(name: object = None, **values: object) -> Config:
+        ours = {written[key].name: value for key, value in values.items()}
+        return {"name": schedule.__name__, **ours}
+
+    last = inspect.Parameter("name", inspect.Parameter.KEYWORD_ONLY, default=None)
+    renamed = [p.replace(name=key) for key, p in written.items()]
+    read.__signature__ = inspect.Signature([*renamed, last])  # type: ignore[attr-defined]
     return read
+
+
+def _exponential_decay(
+    initial_learning_rate: float,
+    decay_steps: float,
+    decay_rate: float,
+    staircase: bool,
+    name: object = None,
+) -> Config:
+    if decay_rate == 0:  # Optax would not decay.
+        raise ValueError("decay_rate=0 is not offered: the rate is 0 from step 1.")
+    return {
+        "name": "exponential_decay",
+        "init_value": initial_learning_rate,
+        "transition_steps": decay_steps,
+        "decay_rate": decay_rate,
+        "staircase": staircase,
+    }
 
 
 def _cosine_decay(
@@ -239,70 +261,16 @@ def _join(schedules: list[Config], boundaries: list[float]) -> Config:
     return {"name": "join_schedules", "schedules": schedules, "boundaries": boundaries}
 
 
-def _cosine_decay_restarts(
-    initial_learning_rate: float,
-    first_decay_steps: float,
-    t_mul: float,
-    m_mul: float,
-    alpha: float,
-    name: object = None,
-) -> Config:
-    return {
-        "name": "cosine_decay_restarts",
-        "init_value": initial_learning_rate,
-        "first_decay_steps": first_decay_steps,
-        "t_mul": t_mul,
-        "m_mul": m_mul,
-        "alpha": alpha,
-    }
-
-
-def _linear_cosine_decay(
-    initial_learning_rate: float,
-    decay_steps: float,
-    num_periods: float,
-    alpha: float,
-    beta: float,
-    name: object = None,
-) -> Config:
-    return {
-        "name": "linear_cosine_decay",
-        "init_value": initial_learning_rate,
-        "decay_steps": decay_steps,
-        "num_periods": num_periods,
-        "alpha": alpha,
-        "beta": beta,
-    }
-
-
-def _polynomial_decay(
-    initial_learning_rate: float,
-    decay_steps: float,
-    end_learning_rate: float,
-    power: float,
-    cycle: bool,
-    name: object = None,
-) -> Config:
-    return {
-        "name": "polynomial_decay",
-        "init_value": initial_learning_rate,
-        "end_value": end_learning_rate,
-        "power": power,
-        "transition_steps": decay_steps,
-        "cycle": cycle,
-    }
-
-
 _READERS: dict[str, Reader] = {
     "Adagrad": _adagrad,
     "NovoGrad": _novograd,
-    "ExponentialDecay": _decay("exponential_decay"),
-    "InverseTimeDecay": _decay("inverse_time_decay"),
+    "ExponentialDecay": _exponential_decay,
+    "InverseTimeDecay": _renamed(schedules.inverse_time_decay),
     "CosineDecay": _cosine_decay,
-    "CosineDecayRestarts": _cosine_decay_restarts,
-    "LinearCosineDecay": _linear_cosine_decay,
+    "CosineDecayRestarts": _renamed(schedules.cosine_decay_restarts),
+    "LinearCosineDecay": _renamed(schedules.linear_cosine_decay),
     "PiecewiseConstantDecay": _piecewise_constant_decay,
-    "PolynomialDecay": _polynomial_decay,
+    "PolynomialDecay": _renamed(schedules.polynomial_decay),
 }
 
 # The keys around a config that Keras serialized, and the packages that are read.

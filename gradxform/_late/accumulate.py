@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate
-from gradxform._late.gate import ActIf, GatedTransformation, Outcome
+from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.sums import Reduction, Sums
 from gradxform._trees import constants, maps, versions
 
@@ -111,7 +111,7 @@ def accumulate(
         )
 
     def push_fn(
-        act_if: ActIf,
+        apply_if: ApplyIf,
         updates: optax.Updates,
         state: AccumulateState,
         params: optax.Params | None,
@@ -125,7 +125,7 @@ def accumulate(
         if skip_nonfinite:
             taken = _all_finite(updates, state.global_step)
             count = jnp.where(taken, count, optax.safe_increment(count))
-        outcome, new = sums.push(act_if, updates, state, params, taken, **extra)
+        outcome, new = sums.push(apply_if, updates, state, params, taken, **extra)
         return outcome, AccumulateState(nonfinite_count=count, **new._asdict())
 
     return gate.gate(init_fn, inner, push_fn)
@@ -133,7 +133,7 @@ def accumulate(
 
 def _all_finite(updates: optax.Updates, global_step: jax.Array) -> jax.Array:
     """Whether a push is finite, on all devices that count their steps together."""
-    leaves = jax.tree.leaves(updates, is_leaf=maps.is_leaf)
+    leaves = maps.leaves(updates)
     finite = [maps.all_finite(g) for g in leaves if maps.has_gradient(g)]
     every = functools.reduce(jnp.logical_and, finite, jnp.array(True))
     varying = versions.varying_axes

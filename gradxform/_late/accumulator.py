@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate
-from gradxform._late.gate import ActIf, GatedTransformation, Outcome
+from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.sums import Reduction, Sums
 from gradxform._trees import checks, constants
 
@@ -122,7 +122,7 @@ def conditional_accumulator(
         )
 
     def push_fn(
-        act_if: ActIf,
+        apply_if: ApplyIf,
         updates: optax.Updates,
         state: ConditionalAccumulatorState,
         params: optax.Params | None,
@@ -134,7 +134,7 @@ def conditional_accumulator(
         # fresh iff local_step >= global_step
         fresh = local_step >= state.global_step
         outcome, new = sums.push(
-            act_if, updates, state, params, fresh, local_step=local_step, **extra
+            apply_if, updates, state, params, fresh, local_step=local_step, **extra
         )
         stale_count = jnp.where(
             fresh, state.stale_count, optax.safe_increment(state.stale_count)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._trees import arithmetic, checks, dtypes, maps
+from gradxform._trees.stateless import stateless
 
 
 def compensate_delay(
@@ -47,25 +48,18 @@ def compensate_delay(
     """
     variance_control = checks.in_range("variance_control", variance_control, "[0, inf)")
 
-    def update_fn(
+    def corrected(
         updates: optax.Updates,
-        state: optax.EmptyState,
-        params: optax.Params | None = None,
         *,
+        params: optax.Params | None,
         worker_params: optax.Params | None = None,
-        **extra: object,
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del extra
-        if params is None:
-            raise ValueError(
-                "compensate_delay needs params: call update(updates, state, params)."
-            )
-        if worker_params is None:
-            raise TypeError(
-                "compensate_delay needs worker_params: pass update(..., "
-                "worker_params=p), the parameters at which the worker computed these "
-                "gradients."
-            )
+        **_: object,
+    ) -> optax.Updates:
+        params = checks.params_given("compensate_delay", params)
+        meaning = "the parameters at which the worker computed"
+        worker_params = checks.extra_argument(
+            "compensate_delay", "worker_params", worker_params, meaning
+        )
         checks.same_shapes("updates", updates, "params", params)
         worker_params = maps.masked_like(updates, worker_params)
         checks.same_shapes("updates", updates, "worker_params", worker_params)
@@ -85,8 +79,6 @@ def compensate_delay(
 
         updates = maps.sum_duplicates(updates)
         now, then = (maps.rows(updates, tree) for tree in (params, worker_params))
-        return maps.map_updates(compensate, updates, now, then), state
+        return maps.map_updates(compensate, updates, now, then)
 
-    return optax.GradientTransformationExtraArgs(
-        lambda _: optax.EmptyState(), update_fn
-    )
+    return stateless(corrected)

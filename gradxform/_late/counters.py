@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._trees import maps
 from gradxform._trees.types import Path
 
 
@@ -92,12 +93,7 @@ def states(
     state: optax.OptState, field: str = "global_step"
 ) -> list[tuple[Path, optax.OptState]]:
     """The states of the outermost gates with this field, and the paths to them."""
-
-    def found(node: object) -> bool:
-        return is_gate(node) and hasattr(node, field)
-
-    leaves = jax.tree.leaves_with_path(state, is_leaf=found)
-    return [(path, node) for path, node in leaves if found(node)]
+    return maps.nodes(state, lambda node: is_gate(node) and hasattr(node, field))
 
 
 def has_gate(state: optax.OptState, field: str = "inner_state") -> bool:

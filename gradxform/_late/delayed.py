@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from gradxform._late import gate, missing
-from gradxform._late.gate import ActIf, Outcome
+from gradxform._late.gate import ApplyIf, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
@@ -126,7 +126,7 @@ def delayed(
             return constants.stacked(zero, delay) if delay else zero
 
         ring = maps.map_params(zeros, leaves, _delays(num_steps, leaves))
-        number = len(jax.tree.leaves(leaves, is_leaf=maps.is_leaf))
+        number = len(maps.leaves(leaves))
         return DelayedState(
             # One array for all leaves: on GPU each array costs the start of a kernel.
             count=constants.stacked(constants.zero(params, jnp.int32), number),
@@ -135,7 +135,7 @@ def delayed(
         )
 
     def push_fn(
-        act_if: ActIf,
+        apply_if: ApplyIf,
         updates: optax.Updates,
         state: DelayedState,
         params: optax.Params | None,
@@ -145,8 +145,8 @@ def delayed(
     ) -> tuple[Outcome, DelayedState]:
         del params
         _check_updates(updates, ring := boxes.as_in(updates, state.ring))
-        leaves, treedef = jax.tree.flatten(updates, is_leaf=maps.is_leaf)
-        rings = jax.tree.leaves(ring, is_leaf=maps.is_leaf)
+        leaves, treedef = maps.flatten(updates)
+        rings = maps.leaves(ring)
         delays = np.array(list(map(_delay, rings)), np.int32)
         moves = missing.holds(updates, leaf_flags) & (delays > 0)
         count = state.count
@@ -158,12 +158,12 @@ def delayed(
 
         # Each leaf that has a gradient has an old one to act on.
         full = jnp.all((count >= delays) | ~moves)
-        outcome, inner_state, acted = act_if(
+        outcome, inner_state, applied = apply_if(
             full, late, state.inner_state, leaf_flags, **extra
         )
         # The new gradient is written after the step has read the old one. So the ring
         # needs no copy.
-        never = constants.never(acted.astype(jnp.float32))
+        never = constants.never(applied.astype(jnp.float32))
 
         def put(
             g: Leaf, ring: jax.Array, place: jax.Array, flag: jax.Array | None
@@ -178,7 +178,7 @@ def delayed(
             return jax.lax.dynamic_update_slice_in_dim(ring, new, place, 0)
 
         flags = missing.flags_of(updates, leaf_flags)
-        flags = jax.tree.leaves(flags, is_leaf=maps.is_leaf)
+        flags = maps.leaves(flags)
         ring = jax.tree.unflatten(treedef, map(put, leaves, rings, place, flags))
         one_more = jnp.where(count + 1 < 2 * delays, count + 1, delays)
         return outcome, DelayedState(
@@ -272,4 +272,4 @@ def _check_updates(updates: optax.Updates, ring: optax.Updates) -> None:
                 "which needs a ring of whole tables, or give this leaf a delay of 0."
             )
 
-    jax.tree.map_with_path(check, updates, ring, is_leaf=maps.is_leaf)
+    maps.map_with_path(check, updates, ring)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from gradxform._late import gate
-from gradxform._late.gate import ActIf, GatedTransformation, Outcome
+from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, constants, dtypes
 
@@ -118,7 +118,7 @@ def drop_stale(
         )
 
     def push_fn(
-        act_if: ActIf,
+        apply_if: ApplyIf,
         updates: optax.Updates,
         state: DropStaleState,
         params: optax.Params | None,
@@ -142,7 +142,7 @@ def drop_stale(
         fresh = _at_most(staleness, limit)
         # A gate inside this one needs the same local_step.
         extra |= {"local_step": local_step, "staleness": staleness}
-        outcome, inner_state, _ = act_if(
+        outcome, inner_state, _ = apply_if(
             fresh, lambda: updates, state.inner_state, leaf_flags, **extra
         )
         steps, stale = state.global_step, state.stale_count

@@ -105,9 +105,7 @@ def update(
         None if params is None else part.tree,
         **shown,
     )
-    new_updates = jax.tree.map(
-        lambda u: None if _is_missing(u) else u, new_updates, is_leaf=maps.is_leaf
-    )
+    new_updates = maps.map_leaves(lambda u: None if _is_missing(u) else u, new_updates)
     return new_updates, part.whole_state(new_state, state)
 
 
@@ -152,10 +150,8 @@ def flags_of(
     updates: optax.Updates, leaf_flags: LeafFlags | None
 ) -> PyTree[jax.Array | None]:
     """A tree with the flag of each leaf; None if the leaf itself says it."""
-    return jax.tree.map_with_path(
-        lambda path, _: (leaf_flags or {}).get(jax.tree_util.keystr(path)),
-        updates,
-        is_leaf=maps.is_leaf,
+    return maps.map_with_path(
+        lambda path, _: (leaf_flags or {}).get(jax.tree_util.keystr(path)), updates
     )
 
 
@@ -163,11 +159,11 @@ def holds(
     updates: optax.Updates, leaf_flags: LeafFlags | None
 ) -> jax.Array | np.ndarray[tuple[int], np.dtype[np.bool]]:
     """bool[leaves], which leaves have a gradient; in NumPy if the leaves say it."""
-    leaves = jax.tree.leaves(updates, is_leaf=maps.is_leaf)
+    leaves = maps.leaves(updates)
     holds = np.array(list(map(maps.has_gradient, leaves)), bool)
     if not leaf_flags:
         return holds
-    flags = jax.tree.leaves(flags_of(updates, leaf_flags), is_leaf=maps.is_leaf)
+    flags = maps.leaves(flags_of(updates, leaf_flags))
     return holds & jnp.stack([jnp.array(True) if f is None else f for f in flags])
 
 
@@ -186,7 +182,7 @@ def chosen(
         return jnp.where(flag, new, old)
 
     trees = (flags, new) if old is None else (flags, new, old)
-    return jax.tree.map(choose, *trees, is_leaf=maps.is_leaf)
+    return maps.map_leaves(choose, *trees)
 
 
 def _unmasked(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
@@ -197,7 +193,7 @@ def _unmasked(updates: optax.Updates, params: optax.Params | None) -> optax.Upda
         return jax.tree.map(lambda _: None, p) if is_masked else u
 
     try:
-        return jax.tree.map(unmask, updates, params, is_leaf=maps.is_leaf)
+        return maps.map_leaves(unmask, updates, params)
     except ValueError:  # No parameters, or others: the transformation may say so.
         return updates
 
@@ -219,7 +215,7 @@ class _Part:
         whole: optax.Params,
     ) -> None:
         self.leaves, self.tree, self.marks = leaves, tree, marks
-        self._structure = jax.tree.structure(whole, is_leaf=maps.is_leaf)
+        self._structure = maps.structure(whole)
 
     @classmethod
     def of(
@@ -230,7 +226,7 @@ class _Part:
         params: optax.Params | None,
     ) -> _Part | None:
         """Finds them; None if ``init`` shows no state that is kept leaf by leaf."""
-        like = jax.tree.map(_described, updates, is_leaf=maps.is_leaf)
+        like = maps.map_leaves(_described, updates)
         whole = like if params is None else params
         leaves: list[optax.Params] = []
 
@@ -241,7 +237,7 @@ class _Part:
             return MissingGradient(len(leaves) - 1)
 
         try:
-            tree = jax.tree.map(without, updates, whole, is_leaf=maps.is_leaf)
+            tree = maps.map_leaves(without, updates, whole)
             marks = jax.eval_shape(tx.init, tree) if leaves else state
             part = cls(leaves, tree, marks, whole)
             same = jax.tree.map(
@@ -281,7 +277,7 @@ class _Part:
         """The part of an extra argument."""
         if callable(value):
             return lambda *args, **kwargs: value(*self._filled(args), **kwargs)
-        structure: Any = jax.tree.structure(value, is_leaf=maps.is_leaf)
+        structure: Any = maps.structure(value)
         is_like_params = structure == self._structure and structure.num_nodes > 1
         return self.of_tree(value) if is_like_params else value
 
@@ -299,7 +295,7 @@ def _none(node: object) -> bool:
 
 def _missing(updates: optax.Updates) -> list[Path]:
     """The paths without a gradient."""
-    flat = jax.tree.leaves_with_path(updates, is_leaf=maps.is_leaf)
+    flat = maps.leaves_with_path(updates)
     return [path for path, u in flat if u is None]
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._trees import arithmetic, checks, dtypes, maps
+from gradxform._trees.stateless import stateless
 
 
 def scale_by_staleness(
@@ -64,15 +65,12 @@ def scale_by_staleness(
             "static_args."
         )
 
-    def update_fn(
+    def scaled(
         updates: optax.Updates,
-        state: optax.EmptyState,
-        params: optax.Params | None = None,
         *,
         staleness: jax.typing.ArrayLike | None = None,
-        **extra: object,
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del params, extra
+        **_: object,
+    ) -> optax.Updates:
         if staleness is None:
             raise TypeError(
                 "scale_by_staleness needs staleness: put it inside drop_stale, or pass "
@@ -95,8 +93,6 @@ def scale_by_staleness(
             lateness = jnp.maximum(1, s.astype(dtype))
             return arithmetic.scale(g, lateness ** -jnp.asarray(power, dtype))
 
-        return maps.map_updates(weigh, updates), state
+        return maps.map_updates(weigh, updates)
 
-    return optax.GradientTransformationExtraArgs(
-        lambda _: optax.EmptyState(), update_fn
-    )
+    return stateless(scaled)

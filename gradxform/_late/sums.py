@@ -14,7 +14,7 @@ import optax
 
 from gradxform._late import gate, missing
 from gradxform._late.conditional import typed_cond
-from gradxform._late.gate import ActIf, Outcome
+from gradxform._late.gate import ApplyIf, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
@@ -71,7 +71,7 @@ class Sums:
             return constants.full_like(p, 0, dtype)
 
         inner_state = gate.inner_state(self._inner, params)
-        leaves = jax.tree.leaves(params, is_leaf=maps.is_leaf)
+        leaves = maps.leaves(params)
         bare = boxes.unboxed(params)
         # Two counters, not one twice: a buffer can be donated only once.
         return Sum(
@@ -86,7 +86,7 @@ class Sums:
 
     def push(
         self,
-        act_if: ActIf,
+        apply_if: ApplyIf,
         updates: optax.Updates,
         state: Any,  # It has the fields of a `Sum`.
         params: optax.Params | None,
@@ -117,7 +117,7 @@ class Sums:
             return _map(_reduced, updates, total, like)
 
         flags = _flags(updates, total, pushed, leaf_flags)
-        outcome, inner_state, stepped = act_if(
+        outcome, inner_state, stepped = apply_if(
             full, reduced, state.inner_state, flags, **extra
         )
         # After the step the sum starts again from 0, in its own buffer.
@@ -185,7 +185,7 @@ def _zeros_if(pred: jax.Array, sums: PyTree[jax.Array]) -> PyTree[jax.Array]:
 
 
 def _map(f: Callable[..., Leaf], *trees: PyTree[Leaf]) -> PyTree[Leaf]:
-    return jax.tree.map(f, *trees, is_leaf=maps.is_leaf)
+    return maps.map_leaves(f, *trees)
 
 
 def _divide(full: jax.Array) -> Callable[..., Leaf]:
@@ -229,8 +229,8 @@ def _flags(
 ) -> LeafFlags:
     """Which leaves act. No flag says that one does, or that it is no parameter."""
     flags = {}
-    totals = jax.tree.leaves(total, is_leaf=maps.is_leaf)
-    flat = jax.tree.leaves_with_path(updates, is_leaf=maps.is_leaf)
+    totals = maps.leaves(total)
+    flat = maps.leaves_with_path(updates)
     for i, (path, g) in enumerate(flat):
         name = jax.tree_util.keystr(path)
         is_sure = maps.has_gradient(g) and name not in (leaf_flags or {})

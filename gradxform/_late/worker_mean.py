@@ -11,7 +11,7 @@ import optax
 
 from gradxform._late import gate, missing
 from gradxform._late.conditional import typed_cond
-from gradxform._late.gate import ActIf, GatedTransformation, Outcome
+from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
@@ -175,7 +175,7 @@ def worker_mean(
         )
 
     def push_fn(
-        act_if: ActIf,
+        apply_if: ApplyIf,
         updates: optax.Updates,
         state: WorkerMeanState,
         params: optax.Params | None,
@@ -202,7 +202,7 @@ def worker_mean(
             # fresh iff local_step >= global_step
             taken &= extra["local_step"] >= state.global_step
 
-        push = _Push(i, taken, updates, leaf_flags, act_if, extra)
+        push = _Push(i, taken, updates, leaf_flags, apply_if, extra)
         outcome, new = _METHODS[method](push, state)
         stale = state.stale_count
         stale = jnp.where(taken, stale, optax.safe_increment(stale))
@@ -213,11 +213,8 @@ def worker_mean(
 
 def _worker(worker: jax.typing.ArrayLike | None, n: int) -> tuple[jax.Array, jax.Array]:
     """Whether this worker exists, and its row."""
-    if worker is None:
-        raise TypeError(
-            "worker_mean needs worker: pass update(..., worker=i), the index of the "
-            "worker that computed these gradients."
-        )
+    meaning = "the index of the worker that computed"
+    worker = checks.extra_argument("worker_mean", "worker", worker, meaning)
     checks.integer_scalar("worker", worker)
     if not isinstance(worker, jax.Array):
         checks.in_range("worker", worker, f"[0, {n})")
@@ -227,12 +224,8 @@ def _worker(worker: jax.typing.ArrayLike | None, n: int) -> tuple[jax.Array, jax
 
 def num_workers_of(state: optax.OptState) -> int | None:
     """How many workers have a row in each table of a state; None without a table."""
-
-    def has_table(node: object) -> bool:
-        return isinstance(node, WorkerMeanState)
-
-    found = filter(has_table, jax.tree.leaves(state, is_leaf=has_table))
-    return min((own.counts.shape[0] for own in found), default=None)
+    found = maps.nodes(state, lambda node: isinstance(node, WorkerMeanState))
+    return min((own.counts.shape[0] for _, own in found), default=None)
 
 
 class _Push(NamedTuple):
@@ -243,7 +236,7 @@ class _Push(NamedTuple):
       taken: bool[], whether the push counts; any other leaves the table as it is.
       updates: its gradients.
       leaf_flags: which leaves have a gradient, where only the step knows it.
-      act_if: the conditional between acting and resting.
+      apply_if: the conditional between acting and resting.
       extra: extra arguments for the transformation behind the gate.
     """
 
@@ -251,7 +244,7 @@ class _Push(NamedTuple):
     taken: jax.Array
     updates: optax.Updates
     leaf_flags: LeafFlags | None
-    act_if: ActIf
+    apply_if: ApplyIf
     extra: dict[str, object]
 
     def added(
@@ -282,13 +275,13 @@ class _Push(NamedTuple):
                 lambda g, m: narrow(_row(m, row), maps.dtype_of(g)), self.updates, means
             )
 
-        outcome, inner_state, acted = self.act_if(
+        outcome, inner_state, applied = self.apply_if(
             full, mean, state.inner_state, self.leaf_flags, **self.extra
         )
         steps = state.global_step
         steps = jnp.where(full, optax.safe_increment(steps), steps)
         state = state._replace(global_step=steps, inner_state=inner_state)
-        return outcome, state, acted
+        return outcome, state, applied
 
 
 def _one_more(count: jax.Array, newest_only: bool) -> jax.Array:
@@ -301,9 +294,9 @@ def _all(push: _Push, state: WorkerMeanState) -> tuple[Outcome, WorkerMeanState]
     state = push.added(state, state.turn)
     # Once each worker has pushed, the step is made.
     full = push.taken & jnp.all(state.counts > 0)
-    outcome, state, acted = push.step(full, state, state.turn)
+    outcome, state, applied = push.step(full, state, state.turn)
     # Everything starts again from zero.
-    return outcome, _cleared(acted, _restarted(full, state), state.turn)
+    return outcome, _cleared(applied, _restarted(full, state), state.turn)
 
 
 def _latest(push: _Push, state: WorkerMeanState) -> tuple[Outcome, WorkerMeanState]:
@@ -326,12 +319,12 @@ def _ringleader(push: _Push, state: WorkerMeanState) -> tuple[Outcome, WorkerMea
     # step. In the second phase each worker makes one.
     complete = jnp.all(state.counts > 0) | jnp.any(state.stepped)
     full = push.taken & complete & ~ahead
-    outcome, state, acted = push.step(full, state, row)
+    outcome, state, applied = push.step(full, state, row)
     # The row of a worker that has stepped is empty for the next cycle.
     state = _restarted(full & (jnp.arange(n, dtype=jnp.int32) == i), state)
     stepped = state.stepped.at[i].set(full | ahead)
     # After n steps the next cycle begins.
-    over = acted & jnp.all(stepped)
+    over = applied & jnp.all(stepped)
     state = _cleared(over, state, row)
     return outcome, state._replace(
         stepped=stepped & ~over, turn=jnp.where(over, 1 - state.turn, state.turn)
@@ -386,13 +379,11 @@ def _added(
         return table, counts.at[i].set(count), means
 
     trees = state.table, state.row_counts, state.means
-    leaves = [
-        jax.tree.leaves(tree, is_leaf=maps.is_leaf) for tree in (flags, updates, *trees)
-    ]
+    leaves = [maps.leaves(tree) for tree in (flags, updates, *trees)]
     changed = list(map(change, *leaves))
     table, counts, means = (
         jax.tree.unflatten(
-            jax.tree.structure(tree, is_leaf=maps.is_leaf),
+            maps.structure(tree),
             [each[k] for each in changed],
         )
         for k, tree in enumerate(trees)

@@ -15,7 +15,7 @@ from gradxform._training.lookup import Tables, value_and_grad
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.compilers import narrow
 from gradxform._trees.indexed_slices import IndexedSlices, hinted
-from gradxform._trees.rows import places
+from gradxform._trees.rows import positions
 from gradxform._trees.types import Gradient, Leaf, Params, Path, Prefix, PyTree, State
 
 
@@ -58,12 +58,12 @@ def apply_updates(params: Params, updates: PyTree[Leaf]) -> Params:
     """
     checks.same_shapes("updates", updates, "params", params, none_takes_all=True)
 
-    def added(u: Gradient, p: jax.typing.ArrayLike | None) -> Leaf:
+    def add(u: Gradient, p: jax.typing.ArrayLike | None) -> Leaf:
         if p is None or not maps.has_gradient(u):
             return p
-        return maps.added(u, jnp.asarray(p))
+        return maps.add_update(u, jnp.asarray(p))
 
-    new: Params = jax.tree.map(added, updates, params, is_leaf=maps.is_leaf)
+    new: Params = maps.map_leaves(add, updates, params)
     return new
 
 
@@ -260,10 +260,10 @@ def _numbered(grads: optax.Updates, params: optax.Params) -> optax.Updates:
                 f"hold only a part of a table, got {jax.typeof(g).str_short()}."
             )
         part = p.sum_duplicates()
-        at = places(g.indices, part.indices)
+        at = positions(g.indices, part.indices)
         return IndexedSlices(at, g.values, part.values.shape)
 
-    return jax.tree.map_with_path(number, params, grads, is_leaf=maps.is_leaf)
+    return maps.map_with_path(number, params, grads)
 
 
 def _put_back(rows: optax.Params, params: optax.Params) -> optax.Params:
@@ -274,7 +274,7 @@ def _put_back(rows: optax.Params, params: optax.Params) -> optax.Params:
             return new
         return p.sum_duplicates().with_values(new)
 
-    return jax.tree.map(put, params, rows, is_leaf=maps.is_leaf)
+    return maps.map_leaves(put, params, rows)
 
 
 def _step(
@@ -285,7 +285,7 @@ def _step(
     **extra: object,
 ) -> tuple[optax.Params, optax.OptState]:
     if guard := gate.guard_of(tx):  # Gates within gates guard one another.
-        return guard(_step, _rest, updates, state, params, **extra)
+        return guard(_step, _skip, updates, state, params, **extra)
     with hinted():
         updates, after = missing.update(tx, updates, state, params, **extra)
     return apply_updates(params, updates), _as_before(after, state)
@@ -308,10 +308,10 @@ def _as_before(new: optax.OptState, old: optax.OptState) -> optax.OptState:
         return narrow(x, was) if alike else x
 
     try:
-        return jax.tree.map(cast, new, old, is_leaf=maps.is_leaf)
+        return maps.map_leaves(cast, new, old)
     except ValueError:
         return new
 
 
-def _rest(params: optax.Params) -> optax.Params:
+def _skip(params: optax.Params) -> optax.Params:
     return params

@@ -172,7 +172,7 @@ def _difference(pulled: jax.Array, trained: jax.Array) -> jax.Array:
 
 
 def _check_dense(params: optax.Params) -> None:
-    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=maps.is_leaf):
+    for path, leaf in maps.leaves_with_path(params):
         if isinstance(leaf, IndexedSlices):
             raise TypeError(
                 "local_steps trains whole parameters, got rows of a table, "

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import arithmetic, versions
 from gradxform._trees.indexed_slices import IndexedSlices, ascending
-from gradxform._trees.rows import inside_or_padding, is_known, places, read_rows
+from gradxform._trees.rows import inside_or_padding, is_known, positions, read_rows
 
 if TYPE_CHECKING:
     from jax.extend.core import (  # type: ignore[attr-defined]  # Of ClosedJaxpr.
@@ -343,7 +343,7 @@ def of_part(part: IndexedSlices, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
       ValueError: it lacks a row whose id is known now.
     """
     part = part.sum_duplicates()
-    at = places(ids, part.indices)
+    at = positions(ids, part.indices)
     missing = at == len(part.indices)
     if is_known(missing):
         absent = np.argwhere(missing & (ids < part.shape[0]))

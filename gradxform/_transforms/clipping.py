@@ -12,6 +12,7 @@ import optax
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import Layers, StackedAxes
+from gradxform._trees.stateless import stateless
 from gradxform._trees.types import Leaf, PyTree
 
 
@@ -183,23 +184,15 @@ def clip_by_norm(
     """
     max_norm = checks.in_range("max_norm", max_norm, "[0, inf]")
 
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.EmptyState,
-        params: optax.Params | None = None,
-        **extra: object,
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del params, extra
+    def clipped(updates: optax.Updates, **_: object) -> optax.Updates:
         updates = maps.sum_duplicates(updates)
-        squares, _ = norms.squared_norms(updates, axis_name=axis_name)
+        squares = norms.squared_norms(updates, axis_name=axis_name)[0]
         factors = maps.map_updates(
             lambda square: _factor(arithmetic.safe_sqrt(square), max_norm), squares
         )
-        return _scale_layers(updates, factors), state
+        return _scale_layers(updates, factors)
 
-    return optax.GradientTransformationExtraArgs(
-        lambda _: optax.EmptyState(), update_fn
-    )
+    return stateless(clipped)
 
 
 class ClipSums(NamedTuple):

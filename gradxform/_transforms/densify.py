@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._trees import maps
-from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.indexed_slices import is_sparse
 from gradxform._trees.rows import explicit_sharding
+from gradxform._trees.stateless import stateless
 from gradxform._trees.types import Leaf
 
 
@@ -38,24 +39,15 @@ def densify() -> optax.GradientTransformationExtraArgs:
     """
 
     def dense(g: Leaf, p: jax.typing.ArrayLike | None = None) -> Leaf:
-        if not isinstance(g, IndexedSlices):
+        if not is_sparse(g):
             return g
-        known = p is not None
-        return g.densify(
-            out_sharding=explicit_sharding(jnp.asarray(p)) if known else None
-        )
+        sharding = None if p is None else explicit_sharding(jnp.asarray(p))
+        return g.densify(out_sharding=sharding)
 
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.EmptyState,
-        params: optax.Params | None = None,
-        **extra: object,
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del extra
+    def densified(
+        updates: optax.Updates, *, params: optax.Params | None, **_: object
+    ) -> optax.Updates:
         like = () if params is None else (params,)
-        updates = maps.without_float0(updates)
-        return jax.tree.map(dense, updates, *like, is_leaf=maps.is_leaf), state
+        return maps.map_leaves(dense, maps.without_float0(updates), *like)
 
-    return optax.GradientTransformationExtraArgs(
-        lambda _: optax.EmptyState(), update_fn
-    )
+    return stateless(densified)

@@ -109,12 +109,9 @@ def measure_cosine(
         length = arithmetic.safe_sqrt(square) * arithmetic.safe_sqrt(old)
         cosine = dot / jnp.where(length < jnp.finfo(length.dtype).tiny, 1, length)
 
-        # `known` is always false, but the compiler does not know that. So it computes
-        # the product first, and need not copy its inputs.
-        known = (dot != dot) & (dot == dot)
-
         def keep(g: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(known, 0, g).astype(old.dtype)
+            # The product is computed first. So its inputs need not be copied.
+            return jnp.where(constants.never(dot), 0, g).astype(old.dtype)
 
         squares = maps.map_state(lambda s, old: s.astype(old.dtype), squares, before)
         return maps.without_float0(updates), MeasureCosineState(
@@ -128,8 +125,5 @@ def measure_cosine(
 
 def cosines(state: optax.OptState) -> list[jax.Array]:
     """The last measurements of the links in a state, from left to right."""
-
-    def measured(node: object) -> bool:
-        return isinstance(node, MeasureCosineState)
-
-    return [s.cosine for s in jax.tree.leaves(state, is_leaf=measured) if measured(s)]
+    found = maps.nodes(state, lambda node: isinstance(node, MeasureCosineState))
+    return [own.cosine for _, own in found]

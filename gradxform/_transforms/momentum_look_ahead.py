@@ -291,14 +291,8 @@ def worker_start(
     learning_rate = checked_rate(learning_rate)
     checks.real_scalar("learning_rate", learning_rate)
 
-    def is_one(node: object) -> bool:
-        return isinstance(node, ScaleByMomentumLookAheadState)
-
-    found = [
-        (path, node.mu)
-        for path, node in jax.tree.leaves_with_path(state, is_leaf=is_one)
-        if is_one(node)
-    ]
+    kind = ScaleByMomentumLookAheadState
+    found = maps.nodes(state, lambda node: isinstance(node, kind))
     if not found:
         raise ValueError(
             "the state holds no momentum of momentum_look_ahead: pass the state of a "
@@ -307,7 +301,7 @@ def worker_start(
     if len(found) > 1:
         paths = ", ".join(checks.path_name(path) for path, _ in found)
         raise ValueError(f"the state holds several momenta, at {paths}: pass one part.")
-    mu = boxes.as_in(params, found[0][1])  # Flax has other boxes around state.
+    mu = boxes.as_in(params, found[0][1].mu)  # Flax has other boxes around state.
     checks.dense("worker_start", params)
     checks.same_shapes("the momentum", mu, "params", maps.masked_like(mu, params))
 
@@ -316,11 +310,11 @@ def worker_start(
         if not maps.has_gradient(m):
             return jax.tree.map(jnp.asarray, w)
         m = dtypes.widen(m)
-        return arithmetic.added(arithmetic.scale(m, ahead), jnp.asarray(w))
+        return arithmetic.rounded_sum(arithmetic.scale(m, ahead), jnp.asarray(w))
 
     with jax.transfer_guard_host_to_device("allow"):
         ahead = -jnp.asarray(learning_rate) * b1
-        return jax.tree.map(start, mu, params, is_leaf=maps.is_leaf)
+        return maps.map_leaves(start, mu, params)
 
 
 def _scale(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:

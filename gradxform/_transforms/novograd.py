@@ -154,6 +154,7 @@ def scale_by_novograd(
         **extra: object,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
         del extra
+        step_size = step_size_in_momentum
         momentum.check("novograd", updates, state.mu)
         squares, clip_factor, _ = clip_sums
         if squares is None:
@@ -193,24 +194,20 @@ def scale_by_novograd(
             return arithmetic.scale(dtypes.widen(mu).astype(d.dtype), b1) + d
 
         nu = norms.map_layers(average, squares, state.nu)
-        added = maps.map_updates(normalize, updates, boxes.as_in(updates, nu))
+        d = maps.map_updates(normalize, updates, boxes.as_in(updates, nu))
         if decays:
-            if params is None:
-                raise ValueError(
-                    f"weight_decay={weight_decay!r} needs params: call "
-                    "update(updates, state, params). A traced one may be any number: "
-                    "if it stays 0 name it in inject_hyperparams(static_args=…)."
-                )
-            added = maps.map_updates(decay, added, params, decayed(params))
+            hint = " A traced weight_decay may be any number: if it stays 0 name it in "
+            hint += "inject_hyperparams(static_args=…)."
+            name = f"weight_decay={weight_decay!r}"
+            params = checks.params_given(name, params, hint)
+            d = maps.map_updates(decay, d, params, decayed(params))
         if grad_averaging:  # d = (1-b1)·(ĝ + weight_decay·w)
-            added = maps.map_updates(lambda d: arithmetic.scale(d, 1 - b1), added)
-        if step_size_in_momentum is not None:
-            added = maps.map_updates(
-                lambda d: arithmetic.scale(d, step_size_in_momentum), added
-            )
-        mu = maps.map_state(accumulate, added, state.mu)
+            d = maps.map_updates(lambda d: arithmetic.scale(d, 1 - b1), d)
+        if step_size is not None:
+            d = maps.map_updates(lambda d: arithmetic.scale(d, step_size), d)
+        mu = maps.map_state(accumulate, d, state.mu)
         if nesterov:  # u = d + b1·mu
-            stepped = maps.map_updates(accumulate, added, mu)
+            stepped = maps.map_updates(accumulate, d, mu)
         else:
             stepped = maps.map_updates(lambda _, m: m, updates, mu)
         new_state = ScaleByNovogradState(

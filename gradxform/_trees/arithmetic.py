@@ -41,7 +41,7 @@ def integer_sum(x: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where(x < 0, total - size, total + size)
 
 
-def added(u: jax.Array, p: jax.Array) -> jax.Array:
+def rounded_sum(u: jax.Array, p: jax.Array) -> jax.Array:
     """``p + u`` in the dtype of ``p``, rounded once."""
     if jnp.issubdtype(p.dtype, jnp.integer):
         return integer_sum(u, p)

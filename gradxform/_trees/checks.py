@@ -76,12 +76,11 @@ def real(value: T) -> T:
     Any other value is returned as it is. ``optax.inject_hyperparams`` makes all numbers
     complex if parameters are complex.
     """
-    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
-    if not jnp.issubdtype(dtype, jnp.complexfloating):
+    if not jnp.issubdtype(_dtype(value), jnp.complexfloating):
         return value
     known = not isinstance(value, jax.core.Tracer)
-    part: T = value.real  # type: ignore[attr-defined]  # Its dtype is complex.
-    return value if known and np.any(np.asarray(value).imag != 0) else part
+    real_part: T = value.real  # type: ignore[attr-defined]  # Its dtype is complex.
+    return value if known and np.any(np.asarray(value).imag != 0) else real_part
 
 
 def at_most_one(**arguments: object) -> None:
@@ -102,13 +101,33 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {words}, got {value!r}.")
 
 
-def local_step(wrapper: str, value: jax.typing.ArrayLike | None) -> jax.Array:
-    """The local step of a push as an int32 scalar; ``TypeError`` if it is not one."""
+def extra_argument(
+    transformation: str, name: str, value: jax.typing.ArrayLike | None, meaning: str
+) -> jax.typing.ArrayLike:
+    """An extra argument of ``update``; ``TypeError`` if it is missing."""
     if value is None:
         raise TypeError(
-            f"{wrapper} needs local_step: pass update(..., local_step=s), the global "
-            "step that the worker saw before it computed these gradients."
+            f"{transformation} needs {name}: pass update(..., {name}={name}), "
+            f"{meaning} these gradients."
         )
+    return value
+
+
+def params_given(
+    name: str, params: optax.Params | None, hint: str = ""
+) -> optax.Params:
+    """The parameters; ``ValueError`` if ``update`` was called without them."""
+    if params is None:
+        raise ValueError(
+            f"{name} needs params: call update(updates, state, params).{hint}"
+        )
+    return params
+
+
+def local_step(transformation: str, value: jax.typing.ArrayLike | None) -> jax.Array:
+    """The local step of a push as an int32 scalar; ``TypeError`` if it is not one."""
+    meaning = "the global step that the worker saw before it computed"
+    value = extra_argument(transformation, "local_step", value, meaning)
     integer_scalar("local_step", value)
     if not isinstance(value, jax.Array):  # To check an array may mean to wait for it.
         in_range("local_step", value, f"[0, {np.iinfo(np.int32).max}]")
@@ -138,11 +157,7 @@ def no_lookahead(
       hint: what to do, for the message.
     """
     kinds = optax.LookaheadParams, optax.LookaheadState
-
-    def is_one(node: object) -> bool:
-        return isinstance(node, kinds)
-
-    if any(map(is_one, jax.tree.leaves((params, state), is_leaf=is_one))):
+    if maps.nodes((params, state), lambda node: isinstance(node, kinds)):
         raise TypeError(
             "optax.lookahead keeps two copies of the parameters, LookaheadParams, and "
             f"takes the gradients of only one, params.fast: {hint}"
@@ -167,8 +182,7 @@ def _scalar(
 ) -> None:
     if type(value) is int:  # Of any size: NumPy could not hold all of them.
         return
-    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
-    if np.shape(value) or not any(jnp.issubdtype(dtype, k) for k in kinds):
+    if np.shape(value) or not any(jnp.issubdtype(_dtype(value), k) for k in kinds):
         raise TypeError(f"{name} must be {kind} scalar, got {value!r}.")
 
 
@@ -213,11 +227,11 @@ def of_same_kind(
         return
     is_complex = jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating)
     for path, p in jax.tree.leaves_with_path(params):
-        if jnp.issubdtype(_dtype(p), jnp.complexfloating) != is_complex:
+        if jnp.issubdtype(dtypes.dtype_of(p), jnp.complexfloating) != is_complex:
             raise TypeError(
                 f"{name}={jnp.dtype(dtype)} does not fit {path_name(path)}, which is "
-                f"{_dtype(p)}: real leaves need a real dtype, complex ones a complex "
-                "dtype."
+                f"{dtypes.dtype_of(p)}: real leaves need a real dtype, complex ones a "
+                "complex dtype."
             )
 
 
@@ -341,8 +355,8 @@ def same_dtypes(
 ) -> None:
     """Raises ``TypeError`` at the first path where two like trees differ in dtype."""
     flat = dict(jax.tree.leaves_with_path(reference))
-    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=maps.is_leaf):
-        if maps.has_gradient(leaf) and _dtype(leaf) != flat[path].dtype:
+    for path, leaf in maps.leaves_with_path(tree):
+        if maps.has_gradient(leaf) and dtypes.dtype_of(leaf) != flat[path].dtype:
             raise TypeError(
                 f"{name} and {reference_name} differ in dtype at {path_name(path)}: "
                 f"{name} has {_describe(leaf)}, {reference_name} has "
@@ -352,7 +366,7 @@ def same_dtypes(
 
 def dense(transformation: str, updates: optax.Updates) -> None:
     """Raises ``TypeError`` if a gradient is row-sparse."""
-    for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=maps.is_leaf):
+    for path, leaf in maps.leaves_with_path(updates):
         if isinstance(leaf, IndexedSlices):
             raise TypeError(
                 f"{transformation} changes every row at every step, so it takes dense "
@@ -362,8 +376,9 @@ def dense(transformation: str, updates: optax.Updates) -> None:
             )
 
 
-def _dtype(leaf: object) -> jax.typing.DTypeLike:
-    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+def _dtype(value: object) -> np.dtype[Any]:
+    """The dtype of a value that may be no number, such as a string."""
+    return value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
 
 
 def _describe(leaf: object) -> str:

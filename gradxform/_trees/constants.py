@@ -9,7 +9,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._trees import versions
+from gradxform._trees import dtypes, versions
 from gradxform._trees.maps import param
 from gradxform._trees.types import Param
 
@@ -86,5 +86,4 @@ def _false(p: jax.Array, axes: int | None) -> jax.Array:
 
 
 def _is_number(p: jax.typing.ArrayLike) -> bool:
-    dtype = p.dtype if hasattr(p, "dtype") else np.result_type(p)
-    return bool(jnp.issubdtype(dtype, jnp.number))
+    return bool(jnp.issubdtype(dtypes.dtype_of(p), jnp.number))

@@ -67,9 +67,7 @@ def squared_norms(
     says that the updates are squares already.
     """
     sums = functools.partial(_sum_of_squares, squared=squared)
-    leaves, treedef = jax.tree.flatten(
-        maps.sum_duplicates(updates), is_leaf=maps.is_leaf
-    )
+    leaves, treedef = maps.flatten(maps.sum_duplicates(updates))
     stacked = jax.tree.leaves(maps.broadcast(stacked_axes or 0, updates))
     depths = iter(stacked)
     squares: list[jax.Array | None] = [None] * len(leaves)
@@ -173,8 +171,8 @@ def map_layers(
     ) -> list[jax.Array]:
         return list(map(f, squares, states))
 
-    leaves = jax.tree.leaves(squares, is_leaf=maps.is_leaf)
-    states, treedef = jax.tree.flatten(state, is_leaf=maps.is_leaf)
+    leaves = maps.leaves(squares)
+    states, treedef = maps.flatten(state)
     groups = collections.defaultdict(list)
     for i, (square, s) in enumerate(zip(leaves, states, strict=True)):
         if square is not None and _is_small(s):

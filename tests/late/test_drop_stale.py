@@ -332,8 +332,8 @@ def _update(updates, state, params=None, **extra):
     return updates, state
 
 
-def _guard(act, rest, updates, state, params, **extra):
-    return rest(params), "guarded"
+def _guard(apply, skip, updates, state, params, **extra):
+    return skip(params), "guarded"
 
 
 @pytest.mark.parametrize("global_step", [0, 2**31 - 1])
