@@ -287,8 +287,8 @@ _transforms/measure_cosine.py: a leaf without a gradient counts in the last norm
 + old = norms.total(jax.tree.leaves(before))
 
 _late/worker_mean.py: a worker that has stepped in this cycle steps again
-- full = push.taken & complete & ~ahead
-+ full = push.taken & complete
+- full = push.accepted & complete & ~ahead
++ full = push.accepted & complete
 
 _late/worker_mean.py: the mean of a cycle begins with that of the last one
 - state = _cleared(over, state, row)
@@ -299,8 +299,8 @@ _late/worker_mean.py: the old numbers of a row come back when its worker pushes 
 + old = held
 
 _late/delayed.py: the gradient of one step later acts
-- at = place if delay > 1 else 0
-+ at = (place + 1) % delay if delay > 1 else 0
+- at = slot if delay > 1 else 0
++ at = (slot + 1) % delay if delay > 1 else 0
 
 _late/delayed.py: the shortest delay ends the wait, not the longest
 - full = jnp.all((count >= delays) | ~moves)
@@ -310,7 +310,7 @@ _late/delayed.py: a leaf that has no gradient holds up the others
 - full = jnp.all((count >= delays) | ~moves)
 + full = jnp.all(count >= delays)
 
-_late/delayed.py: a ring that has been filled once starts again from nothing
+_late/delayed.py: a ring buffer that has been filled once starts again from nothing
 - jnp.where(count + 1 < 2 * delays, count + 1, delays)
 + jnp.where(count + 1 < 2 * delays, count + 1, 0)
 
@@ -355,8 +355,8 @@ _late/accumulate.py: one device alone leaves out a push that is not finite
 + if axes:
 
 _late/accumulate.py: the sum is copied before the step is made from it
-- taken = state.num_accumulated >= 0
-+ taken = jnp.array(True)
+- accepted = state.num_accumulated >= 0
++ accepted = jnp.array(True)
 
 _late/sums.py: a schedule is asked for the step behind this one
 - "num_required", self._num_required, global_step, checks.COUNTS
@@ -367,11 +367,11 @@ _late/sums.py: a leaf that was pushed in the last round counts in the next one
 + pushed=pushed
 
 _late/sums.py: a dropped push counts as one
-- pushed = state.pushed | (taken &
+- pushed = state.pushed | (accepted &
 + pushed = state.pushed | (True &
 
 _late/missing.py: the state of a leaf that nobody pushed for moves
-- return jax.tree.map(lambda n, o: jnp.where(has_acted, n, o), new, old)
+- return jax.tree.map(lambda n, o: jnp.where(flag, n, o), new, old)
 + return new
 
 _late/missing.py: a gate that adds up does not hear of a leaf without a gradient
@@ -379,7 +379,7 @@ _late/missing.py: a gate that adds up does not hear of a leaf without a gradient
 + if True:
 
 _late/missing.py: trees beside the gradients keep the leaf
-- return self.of_tree(value) if is_like_params else value
+- return maps.masked_like(self.tree, value)
 + return value
 
 _late/missing.py: a line search sees the parameters that learn alone

@@ -6,7 +6,7 @@ A gate around it says which pushes it takes; all else is the same for each gate.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +23,11 @@ from gradxform._trees.types import Leaf, PyTree
 Reduction = Literal["mean", "sum", "row_mean"]
 
 
-class Sum(NamedTuple):
-    """The fields of a gate's state that :class:`Sums` makes and changes."""
-
-    global_step: jax.Array
-    num_accumulated: jax.Array
-    accumulated: optax.Updates
-    pushed: jax.Array
-    row_counts: optax.Updates
-    inner_state: optax.OptState
-
-
 class Sums:
-    """The sum on which ``inner`` acts: the accepted pushes, once there are enough.
+    """The sum of the accepted pushes, which is applied once there are enough.
 
-    The arguments are those of :func:`conditional_accumulator`, checked here.
+    The arguments are those of :func:`conditional_accumulator`, checked here. The state
+    is that of a gate around it, which may have more fields.
     """
 
     def __init__(
@@ -58,8 +48,8 @@ class Sums:
         self._reduction = reduction
         self._dtype = accumulator_dtype
 
-    def init(self, params: optax.Params) -> Sum:
-        """A sum of no pushes."""
+    def init(self, params: optax.Params) -> dict[str, Any]:  # Of any kind.
+        """The fields of a sum of no pushes."""
         checks.of_same_kind("accumulator_dtype", self._dtype, params)
         by_row = self._reduction == "row_mean"
 
@@ -72,58 +62,58 @@ class Sums:
 
         inner_state = gate.inner_state(self._inner, params)
         leaves = maps.leaves(params)
-        bare = boxes.unboxed(params)
+        unboxed = boxes.unboxed(params)
         # Two counters, not one twice: a buffer can be donated only once.
-        return Sum(
-            global_step=constants.zero(params, jnp.int32),
-            num_accumulated=constants.zero(params, jnp.int32),
-            accumulated=maps.map_params(zero, params),
+        return {
+            "global_step": constants.zero(params, jnp.int32),
+            "num_accumulated": constants.zero(params, jnp.int32),
+            "accumulated": maps.map_params(zero, params),
             # One array for all leaves: on GPU each array costs the start of a kernel.
-            pushed=constants.stacked(constants.zero(params, bool), len(leaves)),
-            row_counts=maps.map_params(no_rows, bare) if by_row else (),
-            inner_state=inner_state,
-        )
+            "pushed": constants.stacked(constants.zero(params, bool), len(leaves)),
+            "row_counts": maps.map_params(no_rows, unboxed) if by_row else (),
+            "inner_state": inner_state,
+        }
 
     def push(
         self,
         apply_if: ApplyIf,
         updates: optax.Updates,
-        state: Any,  # It has the fields of a `Sum`.
+        state: Any,  # It has the fields of `init`.
         params: optax.Params | None,
-        taken: jax.Array,
+        accepted: jax.Array,
         *,
         leaf_flags: LeafFlags | None = None,
         **extra: object,
-    ) -> tuple[Outcome, Sum]:
-        """The outcome, and the new sum.
+    ) -> tuple[Outcome, Any]:
+        """The outcome, and the new state.
 
-        A push that is ``taken`` is added, and makes the step if it is the last one
-        needed; any other changes nothing.
+        An ``accepted`` push is added, and makes the step if it is the last one needed;
+        any other changes nothing.
         """
         checks.same_shapes("updates", updates, "accumulated", state.accumulated)
-        count = state.num_accumulated + taken.astype(jnp.int32)
-        full = taken & self._is_enough(count, state.global_step)
+        count = state.num_accumulated + accepted.astype(jnp.int32)
+        full = accepted & self._is_enough(count, state.global_step)
 
         total, row_counts = typed_cond(
-            taken,
-            lambda: self._added(updates, leaf_flags, state, count, full),
+            accepted,
+            lambda: self._sums_with(updates, leaf_flags, state, count, full),
             lambda: (state.accumulated, state.row_counts),
         )
-        pushed = state.pushed | (taken & missing.holds(updates, leaf_flags))
+        pushed = state.pushed | (accepted & missing.holds(updates, leaf_flags))
 
         def reduced() -> optax.Updates:
             # From here on all is dense: inner gets every row that any push held.
             like = state.accumulated if params is None else params
-            return _map(_reduced, updates, total, like)
+            return maps.map_leaves(_reduced, updates, total, like)
 
         flags = _flags(updates, total, pushed, leaf_flags)
-        outcome, inner_state, stepped = apply_if(
+        outcome, inner_state, applied = apply_if(
             full, reduced, state.inner_state, flags, **extra
         )
         # After the step the sum starts again from 0, in its own buffer.
-        accumulated, row_counts = _zeros_if(stepped, (total, row_counts))
+        accumulated, row_counts = _zeros_if(applied, (total, row_counts))
         steps = state.global_step
-        return outcome, Sum(
+        return outcome, state._replace(
             global_step=jnp.where(full, optax.safe_increment(steps), steps),
             num_accumulated=jnp.where(full, 0, count),
             accumulated=accumulated,
@@ -144,11 +134,11 @@ class Sums:
         # Optax's schedules give real numbers.
         return count.astype(jnp.float32) >= jnp.asarray(required, jnp.float32)
 
-    def _added(
+    def _sums_with(
         self,
         updates: optax.Updates,
         leaf_flags: LeafFlags | None,
-        state: Sum,
+        state: Any,
         count: jax.Array,
         full: jax.Array,
     ) -> tuple[optax.Updates, optax.Updates]:
@@ -173,7 +163,7 @@ class Sums:
         sums = maps.put_rows(pushed, state.accumulated, sums)
         if self._reduction != "sum":
             divisors = row_counts if by_row else maps.broadcast(count, sums)
-            sums = _map(_divide(full), pushed, sums, divisors)
+            sums = maps.map_leaves(_divide(full), pushed, sums, divisors)
         return sums, boxes.as_in(state.row_counts, row_counts)
 
 
@@ -182,10 +172,6 @@ def _zeros_if(pred: jax.Array, sums: PyTree[jax.Array]) -> PyTree[jax.Array]:
         return jax.tree.map(lambda x: constants.zeros_of_type(jax.typeof(x)), sums)
 
     return jax.lax.cond(pred, zeros, lambda: sums)
-
-
-def _map(f: Callable[..., Leaf], *trees: PyTree[Leaf]) -> PyTree[Leaf]:
-    return maps.map_leaves(f, *trees)
 
 
 def _divide(full: jax.Array) -> Callable[..., Leaf]:
@@ -227,7 +213,7 @@ def _flags(
     pushed: jax.Array,
     leaf_flags: LeafFlags | None,
 ) -> LeafFlags:
-    """Which leaves act. No flag says that one does, or that it is no parameter."""
+    """Which leaves are applied; no flag: for sure, or it is no parameter."""
     flags = {}
     totals = maps.leaves(total)
     flat = maps.leaves_with_path(updates)
