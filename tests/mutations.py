@@ -197,8 +197,8 @@ _transforms/novograd.py: the square of a small clip factor underflows
 + square = square * (factor * factor)
 
 _transforms/novograd.py: the schedule inside the momentum is one step ahead
-- rate = learning_rate(state.count) if
-+ rate = learning_rate(state.count + 1) if
+- rate = rate_at(learning_rate, state)
++ rate = rate_at(learning_rate, state._replace(count=state.count + 1))
 
 _transforms/delayed_nesterov.py: the sum of one period goes on in the next
 - total = jnp.where(count == 0, 0, total)
@@ -221,8 +221,8 @@ _transforms/momentum_look_ahead.py: the update looks ahead along the momentum of
 + return _scale(g, a * (decay / kept)) + _scale(mu, decay)
 
 _transforms/momentum_look_ahead.py: the momentum moves with the gradient as it came
-- return moved + _scale(g, rest * a)
-+ return moved + _scale(g, rest)
+- return moved + _scale(g, fresh * a)
++ return moved + _scale(g, fresh)
 
 _transforms/momentum_look_ahead.py: a worker begins where the momentum comes from
 - ahead = -jnp.asarray(learning_rate) * b1

@@ -25,7 +25,8 @@ def densify() -> optax.GradientTransformationExtraArgs:
     Returns:
       A transformation without state. Dense gradients pass through.
 
-    Source: ``tf.convert_to_tensor(indexed_slices)``, which TensorFlow calls by itself.
+    References:
+      ``tf.convert_to_tensor(indexed_slices)``, which TensorFlow calls by itself.
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = optax.chain(gx.densify(), optax.sgd(1.0, momentum=0.5))
@@ -35,7 +36,8 @@ def densify() -> optax.GradientTransformationExtraArgs:
     >>> updates, state = tx.update(grads, state, params)
     >>> no_rows = gx.IndexedSlices([], jnp.ones((0, 1)), (3, 1))
     >>> updates, state = tx.update(no_rows, state, params)
-    >>> assert updates.ravel().tolist() == [0.0, 0.0, -1.0]  # momentum goes on
+    >>> updates.ravel()  # The momentum goes on.
+    Array([-0., -0., -1.], dtype=float32)
     """
 
     def dense(g: Leaf, p: jax.typing.ArrayLike | None = None) -> Leaf:

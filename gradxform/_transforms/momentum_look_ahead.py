@@ -102,17 +102,18 @@ def scale_by_momentum_look_ahead(
         not fit the parameters; updates do not have their structure or shapes, or are
         row-sparse.
 
-    Source: "Momentum look-ahead for asynchronous distributed low-communication
-    training", 2025, https://openreview.net/forum?id=4O8nzTkHPI; Al Asif et al., 2026,
-    "HeLoCo", https://arxiv.org/abs/2606.00271, and its authors' ``MomentumLookAhead``
-    and ``SmartDCMLA_v2``.
+    References:
+      `Momentum look-ahead for asynchronous distributed low-communication training
+      <https://openreview.net/forum?id=4O8nzTkHPI>`__, 2025.
+      Al Asif et al., `HeLoCo <https://arxiv.org/abs/2606.00271>`__, 2026, and its
+      authors' ``MomentumLookAhead`` and ``SmartDCMLA_v2``.
 
     >>> import gradxform as gx, jax.numpy as jnp
     >>> tx = gx.scale_by_momentum_look_ahead(0.5)
     >>> grads = jnp.array([4.0, 0.0])
     >>> updates, state = tx.update(grads, tx.init(grads))
-    >>> assert jnp.allclose(state.mu, jnp.array([2.0, 0.0]))  # 4 / 2
-    >>> assert jnp.allclose(updates, jnp.array([5.0, 0.0]))  # 4 + 2 / 2
+    >>> updates, state.mu  # 4 + 2 / 2, and 4 / 2
+    (Array([5., 0.], dtype=float32), Array([2., 0.], dtype=float32))
     >>> tx = gx.scale_by_momentum_look_ahead(0.5, alignment=gx.MomentumAlignment())
     >>> updates, _ = tx.update(-grads, state)  # 4 / (4 + 3 · 2) / 2 off, so 0.8 of it
     >>> assert jnp.allclose(updates, jnp.array([-3.2 + (1.0 - 1.6) / 2, 0.0]))
@@ -135,24 +136,24 @@ def scale_by_momentum_look_ahead(
         momentum.check("momentum_look_ahead", updates, state.mu)
 
         def factors(g: jax.Array, shares: Shares) -> Iterator[jax.Array]:
-            """b1, 1 - b1, and the shares, in the dtype of the arithmetic."""
+            """Numbers: b1, 1 - b1, a and b, in the dtype of the arithmetic."""
             numbers = b1, 1 - b1, *shares
             return (jnp.asarray(x, dtypes.compute_dtype(g)) for x in numbers)
 
         def move(g: jax.Array, mu: jax.Array, shares: Shares) -> jax.Array:
             # m_t = b1·m_{t-1} + (1-b1)·(a·g + b·m_{t-1})
-            decay, rest, a, b = factors(g, shares)
+            decay, fresh, a, b = factors(g, shares)
             g = dtypes.widen(g)
-            moved = _scale(dtypes.widen(mu).astype(g.dtype), decay + rest * b)
-            return moved + _scale(g, rest * a)
+            moved = _scale(dtypes.widen(mu).astype(g.dtype), decay + fresh * b)
+            return moved + _scale(g, fresh * a)
 
         def step(
             g: jax.Array, mu: jax.Array, moved: jax.Array, shares: Shares
         ) -> jax.Array:
             # u_t = a·g + b·m_{t-1} + b1·m_t. It computes m_{t-1} back from m_t, so m_t
             # can replace m_{t-1}: nothing reads that any longer.
-            decay, rest, a, b = factors(g, shares)
-            kept = decay + rest * b
+            decay, fresh, a, b = factors(g, shares)
+            kept = decay + fresh * b
             none = kept == 0  # Then b1 and b are 0, and u_t is m_t.
             kept = jnp.where(none, 1, kept)
             back = jnp.where(none, 1, b / kept)
@@ -209,9 +210,9 @@ def momentum_look_ahead(
       ValueError: an argument is out of its range.
       TypeError: as :func:`scale_by_momentum_look_ahead`.
 
-    Source: Al Asif et al., 2026, "HeLoCo", https://arxiv.org/abs/2606.00271; its
-    authors' ``MomentumLookAhead`` and ``SmartDCMLA_v2``, where the rate is 0.1 by
-    default.
+    References:
+      Al Asif et al., `HeLoCo <https://arxiv.org/abs/2606.00271>`__, 2026; in its
+      authors' code the rate is 0.1 by default.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp
     >>> align = gx.MomentumAlignment()
@@ -272,15 +273,16 @@ def worker_start(
       TypeError: ``learning_rate`` is not a real number; ``params`` do not have the
         structure or shapes of the momentum.
 
-    Source: Al Asif et al., 2026, "HeLoCo", https://arxiv.org/abs/2606.00271, equation
-    5.
+    References:
+      Al Asif et al., `HeLoCo <https://arxiv.org/abs/2606.00271>`__, 2026, equation 5.
 
     >>> import gradxform as gx, jax.numpy as jnp
     >>> tx = gx.drop_stale(gx.momentum_look_ahead(0.5, 0.5), max_staleness=2)
     >>> server = gx.ParameterServer({"w": jnp.array([1.0, 0.0])}, tx)
     >>> result = server.push({"w": jnp.array([4.0, 0.0])}, 0)  # m is 2, u is 4 + 1
     >>> start = gx.worker_start(**server.state(), learning_rate=0.5, b1=0.5)
-    >>> assert start["w"].tolist() == [1.0 - 0.5 * 5.0 - 0.5 * 0.5 * 2.0, 0.0]
+    >>> start  # 1 - 0.5 · 5 - 0.5 · 0.5 · 2
+    {'w': Array([-2.,  0.], dtype=float32)}
     """
     b1 = checks.in_range("b1", b1, "[0, 1)")
     if callable(learning_rate):
