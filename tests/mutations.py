@@ -387,8 +387,8 @@ _late/missing.py: a line search sees the parameters that learn alone
 + if value is None:
 
 _training/apply.py: the loss does not reach a transformation that asks for it
-- **{**gate.accepted_kwargs(tx, {"value": value}), **extra}
-+ **extra
+- extra = {**gate.accepted_kwargs(tx, {"value": value}), **extra}
++ pass
 
 _training/apply.py: a training step copies the parameters
 - donate_argnums=(0, 1)), tx

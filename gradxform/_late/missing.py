@@ -119,13 +119,8 @@ def keep(
     """The new state of ``tx``, with the old state of leaves that were skipped.
 
     The gates in it know which leaves these are, so their states are the new ones.
-
-    Args:
-      tx: the transformation whose state it is.
-      applied: for each leaf a bool[]; None if it was not skipped for sure.
-      new: the state after a step.
-      old: the state before it.
-      like: the parameters, or a tree of their shapes and dtypes.
+    ``applied`` has for each leaf a bool[], or None if it was not skipped for sure;
+    ``like`` is the parameters, or a tree of their shapes and dtypes.
     """
     mark = jax.tree.map(
         lambda a: True if a is None else None, applied, is_leaf=lambda a: a is None

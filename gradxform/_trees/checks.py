@@ -24,15 +24,10 @@ _REAL = (jnp.floating, jnp.integer)
 
 
 def in_range(name: str, value: Any, interval: str) -> Any:  # Any kind of number.
-    """Raises unless ``value`` is a real scalar inside ``interval``, and returns it.
+    """A real scalar inside ``interval``, such as ``"[0, 1)"``; a traced value passes.
 
     A complex number without an imaginary part is real, see :func:`real`. An int that
     no int32 holds comes back as a float, which JAX takes.
-
-    Args:
-      name: the argument's name, for the message.
-      value: the argument; a traced value passes.
-      interval: the allowed range, written as ``"[0, 1)"``.
 
     Raises:
       TypeError: ``value`` is not a real scalar.
@@ -149,13 +144,7 @@ def no_lookahead(
     hint: str = "call tx.update(grads, state, params), and "
     "gradxform.apply_updates(params, updates).",
 ) -> None:
-    """Raises ``TypeError`` if ``optax.lookahead`` keeps two copies of parameters.
-
-    Args:
-      params: the parameters.
-      state: their state, or a part of it.
-      hint: what to do, for the message.
-    """
+    """Raises ``TypeError`` if ``optax.lookahead`` keeps two copies of parameters."""
     kinds = optax.LookaheadParams, optax.LookaheadState
     if maps.nodes((params, state), lambda node: isinstance(node, kinds)):
         raise TypeError(
@@ -189,15 +178,9 @@ def _scalar(
 def state_dtype(
     name: str, dtype: jax.typing.DTypeLike | None, *, complex_too: bool = False
 ) -> None:
-    """Raises unless ``dtype`` is None or one in which state can be kept.
+    """Raises ``TypeError`` unless ``dtype`` is None or one in which state can be kept.
 
-    Args:
-      name: the argument's name, for the message.
-      dtype: the argument; None stands for the default.
-      complex_too: whether complex leaves have complex state.
-
-    Raises:
-      TypeError: it is not a dtype, or neither floating nor, if allowed, complex.
+    With ``complex_too`` it may be complex, too.
     """
     if dtype is None:
         return
@@ -283,9 +266,9 @@ def same_shapes(
     of shape (3, 1) for a parameter of shape (3,) would broadcast.
 
     Args:
-      name: the name of ``tree`` in the message.
+      name: the name of ``tree`` in messages.
       tree: the tree to check.
-      reference_name: the name of ``reference`` in the message.
+      reference_name: the name of ``reference`` in messages.
       reference: the tree it must match.
       expected: maps a leaf of ``tree`` to the shape that its reference must have.
       nodes: whether the nodes must be of the same kinds, as for ``jax.tree.map``. If

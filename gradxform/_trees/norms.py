@@ -27,7 +27,7 @@ _SMALL, _TOGETHER = 4096, 32
 
 
 def check_stacked(stacked_axes: StackedAxes, params: optax.Params) -> PyTree[int]:
-    """How many axes stack layers, leaf by leaf; raises if a leaf has fewer axes.
+    """How many axes stack layers, leaf by leaf.
 
     Raises:
       TypeError: it does not hold ints.
