@@ -76,6 +76,10 @@ _trees/indexed_slices.py: optax adds a repeated row once
 - rows = rows.sum_duplicates()
 + rows = rows
 
+_trees/stateless.py: a transformation without state gets no extra arguments
+- return update(updates, params=params, **extra), state
++ return update(updates, params=params), state
+
 _trees/opaque.py: a function for dense gradients sees row indices as numbers
 - return jax.random.wrap_key_data(bits[..., None], impl=_opaque())
 + return indices
@@ -209,20 +213,20 @@ _transforms/delayed_nesterov.py: a part of the momentum is added, and not moved 
 + jnp.where(moves(t), 1, c)
 
 _transforms/momentum.py: the momentum of integers is one of integers
-- dtype = dtypes.inexact_dtype(p) if mu_dtype is None else mu_dtype
-+ dtype = p.dtype if mu_dtype is None else mu_dtype
+- constants.zeros(params, mu_dtype, dtypes.inexact_dtype)
++ constants.zeros(params, mu_dtype, lambda p: p.dtype)
 
 _transforms/momentum.py: a momentum in half precision is computed twice
 - mu = compilers.apart(mu)
 + pass
 
 _transforms/momentum_look_ahead.py: the update looks ahead along the momentum of before
-- return _scale(g, a * (decay / kept)) + _scale(mu, back + decay)
-+ return _scale(g, a * (decay / kept)) + _scale(mu, decay)
+- g_share, mu_share = a * (decay / kept), back + decay
++ g_share, mu_share = a * (decay / kept), decay
 
 _transforms/momentum_look_ahead.py: the momentum moves with the gradient as it came
-- return moved + _scale(g, fresh * a)
-+ return moved + _scale(g, fresh)
+- return moved + scale_leading(g, fresh * a)
++ return moved + scale_leading(g, fresh)
 
 _transforms/momentum_look_ahead.py: a worker begins where the momentum comes from
 - ahead = -jnp.asarray(learning_rate) * b1
@@ -319,7 +323,7 @@ _late/delayed.py: an int for a part is not found
 + for end in (0, len(path)):
 
 _late/delayed.py: the old gradient is copied before the new one takes its place
-- never = constants.never(acted.astype(jnp.float32))
+- never = constants.never(applied.astype(jnp.float32))
 + never = jnp.array(False)
 
 _late/counters.py: TensorFlow's fraction divides by the steps alone

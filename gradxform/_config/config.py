@@ -7,6 +7,7 @@ own signature says which keys are allowed, which are needed and which values the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import inspect
@@ -308,11 +309,10 @@ def _argument(
 
 
 def _is_number(text: str) -> bool:
-    try:
+    with contextlib.suppress(ValueError):
         float(text)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _integer(key: object) -> object:
@@ -325,16 +325,14 @@ def _transformations(value: object, where: str, annotation: str) -> object:
     if kind is None:
         return _made(value, where, "transformation")
     if isinstance(value, list | tuple) and kind[0] == "list":
-        return [
-            _made(entry, f"{where}[{i}]", "transformation")
-            for i, entry in enumerate(value)
-        ]
-    if isinstance(value, dict) and kind[0] != "list":
-        return {
-            label: _made(entry, f"{where}[{label!r}]", "transformation")
-            for label, entry in value.items()
-        }
-    raise TypeError(f"{where} must be a {kind[0]} of transformations, got {value!r}.")
+        entries: Iterable[tuple[Any, object]] = enumerate(value)  # A key of any kind.
+    elif isinstance(value, dict) and kind[0] != "list":
+        entries = value.items()
+    else:
+        what = f"a {kind[0]} of transformations"
+        raise TypeError(f"{where} must be {what}, got {value!r}.")
+    made = {k: _made(v, f"{where}[{k!r}]", "transformation") for k, v in entries}
+    return made if isinstance(value, dict) else list(made.values())
 
 
 def _with_schedules(value: object, where: str) -> object:
@@ -354,12 +352,9 @@ def _chain(
 
 def _transformation_makers() -> dict[str, Maker]:
     """The public functions that make transformations, and the chain."""
-    makers = {
-        name: value
-        for name, value in vars(gx).items()
-        if inspect.isfunction(value) and _kind(value) == "transformation"
-    }
-    del makers[from_config.__name__]
+    public = {k: v for k, v in vars(gx).items() if inspect.isfunction(v)}
+    del public["from_config"]
+    makers = {k: v for k, v in public.items() if _kind(v) == "transformation"}
     return makers | {"chain": _chain}
 
 

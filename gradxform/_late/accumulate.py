@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate
+from gradxform._late.counters import increment_if
 from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.sums import Reduction, Sums
 from gradxform._trees import constants, maps, versions
@@ -61,10 +62,9 @@ def accumulate(
     row-sparse gradients and the types of updates and state follow the rules of
     :func:`conditional_accumulator`.
 
-    Use :func:`apply_gradients` or ``minimize``. Then a push that is only added costs
-    one pass over sum and gradient, and no copy of the model is made. ``nnx.Optimizer``
-    and Flax's ``TrainState`` call ``update`` and apply its updates. Such loops get the
-    same numbers, but they make updates of zeros and add them.
+    Use :func:`apply_gradients` or ``minimize``, as for :func:`conditional_accumulator`.
+    ``nnx.Optimizer`` and Flax's ``TrainState`` call ``update`` and apply its updates.
+    Such loops get the same numbers, but they make updates of zeros and add them.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
@@ -124,8 +124,7 @@ def accumulate(
         accepted = state.num_accumulated >= 0
         if skip_nonfinite:
             accepted = _all_finite(updates, state.global_step)
-            number = state.nonfinite_count
-            number = jnp.where(accepted, number, optax.safe_increment(number))
+            number = increment_if(~accepted, state.nonfinite_count)
             state = state._replace(nonfinite_count=number)
         return sums.push(apply_if, updates, state, params, accepted, **extra)
 

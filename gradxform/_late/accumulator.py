@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate
+from gradxform._late.counters import increment_if
 from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.sums import Reduction, Sums
 from gradxform._trees import checks, constants
@@ -135,9 +136,7 @@ def conditional_accumulator(
         local_step = checks.local_step("conditional_accumulator", local_step)
         # fresh iff local_step >= global_step
         fresh = local_step >= state.global_step
-        stale = state.stale_count
-        stale = jnp.where(fresh, stale, optax.safe_increment(stale))
-        state = state._replace(stale_count=stale)
+        state = state._replace(stale_count=increment_if(~fresh, state.stale_count))
         return sums.push(
             apply_if, updates, state, params, fresh, local_step=local_step, **extra
         )

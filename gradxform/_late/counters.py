@@ -87,6 +87,11 @@ def dropped(state: optax.OptState) -> jax.Array:
     return count
 
 
+def increment_if(pred: jax.Array, count: jax.Array) -> jax.Array:
+    """The counter, 1 higher if ``pred``; it saturates."""
+    return jnp.where(pred, optax.safe_increment(count), count)
+
+
 def is_gate(node: object) -> bool:
     """Whether it is the state of a gate of this subpackage."""
     fields = {*getattr(type(node), "_fields", ())}

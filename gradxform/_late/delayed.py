@@ -14,7 +14,6 @@ from gradxform._late.gate import ApplyIf, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
-from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Leaf, Path, PyTree
 
 _DELAYS = f"[0, {2**30 - 1}]"  # Counters go up to twice a delay, and are int32.
@@ -213,14 +212,7 @@ def _check_numbers(num_steps: PyTree[int]) -> None:
             f"of params, got {num_steps!r}."
         )
     for path, number in numbers:
-        name = f"num_steps{jax.tree_util.keystr(path)}"
-        if isinstance(number, jax.core.Tracer):
-            raise TypeError(
-                f"{name} is a shape, so it cannot be traced; under "
-                "optax.inject_hyperparams name num_steps in static_args."
-            )
-        checks.integer_scalar(name, number)
-        checks.in_range(name, number, _DELAYS)
+        checks.length(f"num_steps{jax.tree_util.keystr(path)}", number, _DELAYS)
 
 
 def _delays(num_steps: PyTree[int], params: optax.Params) -> PyTree[int]:
@@ -258,15 +250,11 @@ def _check_updates(updates: optax.Updates, ring: optax.Updates) -> None:
 
     slots = jax.tree.map(slot, ring)
     checks.same_shapes("updates", updates, "ring", slots, none_takes_all=True)
-
-    def check(path: Path, g: Leaf, r: jax.Array) -> None:
-        if isinstance(g, IndexedSlices) and _delay(r):
-            rows = jax.typeof(g.values).str_short()
-            raise TypeError(
-                "delayed makes room for gradients in init, which knows no number of "
-                f"rows, so it takes dense gradients, got IndexedSlices of {rows} at "
-                f"{checks.path_name(path)}. Put gradxform.densify() in front of it, "
-                "which needs room for whole tables, or give this leaf a delay of 0."
-            )
-
-    maps.map_with_path(check, updates, ring)
+    checks.dense(
+        "delayed",
+        maps.map_leaves(lambda g, r: g if _delay(r) else None, updates, ring),
+        "makes room for gradients in init, which knows no number of rows, so it takes "
+        "dense gradients",
+        "Put gradxform.densify() in front of it, which needs room for whole tables, or "
+        "give this leaf a delay of 0.",
+    )

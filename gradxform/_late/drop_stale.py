@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from gradxform._late import gate
+from gradxform._late.counters import increment_if
 from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, constants, dtypes
@@ -150,10 +151,9 @@ def drop_stale(
         outcome, inner_state, _ = apply_if(
             fresh, lambda: updates, state.inner_state, leaf_flags, **extra
         )
-        steps, stale = state.global_step, state.stale_count
         return outcome, DropStaleState(
-            global_step=jnp.where(fresh, optax.safe_increment(steps), steps),
-            stale_count=jnp.where(fresh, stale, optax.safe_increment(stale)),
+            global_step=increment_if(fresh, state.global_step),
+            stale_count=increment_if(~fresh, state.stale_count),
             staleness=staleness,
             inner_state=inner_state,
         )

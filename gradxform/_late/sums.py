@@ -14,6 +14,7 @@ import optax
 
 from gradxform._late import gate, missing
 from gradxform._late.conditional import typed_cond
+from gradxform._late.counters import increment_if
 from gradxform._late.gate import ApplyIf, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
@@ -39,8 +40,7 @@ class Sums:
     ) -> None:
         checks.transformation("inner", inner)
         if not callable(num_required):
-            checks.integer_scalar("num_required", num_required)
-            checks.in_range("num_required", num_required, checks.COUNTS)
+            checks.integer_in_range("num_required", num_required, checks.COUNTS)
         checks.one_of("reduction", reduction, ("mean", "sum", "row_mean"))
         checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
         self._inner = inner
@@ -52,25 +52,16 @@ class Sums:
         """The fields of a sum of no pushes."""
         checks.of_same_kind("accumulator_dtype", self._dtype, params)
         by_row = self._reduction == "row_mean"
-
-        def no_rows(p: jax.Array) -> jax.Array:
-            return constants.full_like(p, 0, jnp.int32, axes=1)
-
-        def zero(p: jax.Array) -> jax.Array:
-            dtype = dtypes.wide_dtype(p) if self._dtype is None else self._dtype
-            return constants.full_like(p, 0, dtype)
-
         inner_state = gate.inner_state(self._inner, params)
         leaves = maps.leaves(params)
-        unboxed = boxes.unboxed(params)
         # Two counters, not one twice: a buffer can be donated only once.
         return {
             "global_step": constants.zero(params, jnp.int32),
             "num_accumulated": constants.zero(params, jnp.int32),
-            "accumulated": maps.map_params(zero, params),
+            "accumulated": constants.zeros(params, self._dtype, dtypes.wide_dtype),
             # One array for all leaves: on GPU each array costs the start of a kernel.
             "pushed": constants.stacked(constants.zero(params, bool), len(leaves)),
-            "row_counts": maps.map_params(no_rows, unboxed) if by_row else (),
+            "row_counts": constants.zeros(params, jnp.int32, axes=1) if by_row else (),
             "inner_state": inner_state,
         }
 
@@ -112,9 +103,8 @@ class Sums:
         )
         # After the step the sum starts again from 0, in its own buffer.
         accumulated, row_counts = _zeros_if(applied, (total, row_counts))
-        steps = state.global_step
         return outcome, state._replace(
-            global_step=jnp.where(full, optax.safe_increment(steps), steps),
+            global_step=increment_if(full, state.global_step),
             num_accumulated=jnp.where(full, 0, count),
             accumulated=accumulated,
             pushed=pushed & ~full,
@@ -184,7 +174,7 @@ def _divide(full: jax.Array) -> Callable[..., Leaf]:
         def quotient() -> jax.Array:
             one = jnp.ones((), dtypes.compute_dtype(total))
             factor = jnp.where(full, one / jnp.maximum(n, 1).astype(one.dtype), one)
-            return arithmetic.scale(total, arithmetic.expand(factor, total))
+            return arithmetic.scale_leading(total, factor)
 
         if maps.is_leaf(g):  # Every row, but only with the last push.
             return jax.lax.cond(full, quotient, lambda: total)

@@ -11,6 +11,7 @@ import optax
 
 from gradxform._late import gate, missing
 from gradxform._late.conditional import typed_cond
+from gradxform._late.counters import increment_if
 from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
@@ -138,39 +139,29 @@ def worker_mean(
     >>> assert state.global_step == 1 and state.counts.tolist() == [0, 0]
     """
     checks.transformation("inner", inner)
-    if isinstance(num_workers, jax.core.Tracer):
-        raise TypeError(
-            "num_workers is a shape, so it cannot be traced; under "
-            "optax.inject_hyperparams name it in static_args."
-        )
-    checks.integer_scalar("num_workers", num_workers)
-    checks.in_range("num_workers", num_workers, checks.COUNTS)
+    n = checks.length("num_workers", num_workers, checks.COUNTS)
     checks.one_of("method", method, get_args(Method))
     checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
-    n = int(num_workers)
 
     def init_fn(params: optax.Params) -> WorkerMeanState:
         checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
         inner_state = gate.inner_state(inner, params)
 
-        def rows(number: int) -> optax.Updates:
-            def zeros(p: jax.Array) -> jax.Array:
-                dtype = accumulator_dtype or dtypes.wide_dtype(p)
-                return constants.stacked(constants.full_like(p, 0, dtype), number)
+        unboxed = boxes.unboxed(params)
+        row = constants.zeros(unboxed, accumulator_dtype, dtypes.wide_dtype)
+        count = constants.zeros(unboxed, jnp.int32, axes=0)
 
-            return boxes.boxed(params, maps.map_params(zeros, boxes.unboxed(params)))
-
-        def none(p: jax.Array) -> jax.Array:
-            return constants.stacked(constants.full_like(p, 0, jnp.int32, axes=0), n)
+        def stacked(tree: optax.Updates, number: int) -> optax.Updates:
+            return jax.tree.map(lambda x: constants.stacked(x, number), tree)
 
         return WorkerMeanState(
             global_step=constants.zero(params, jnp.int32),
             stale_count=constants.zero(params, jnp.int32),
             counts=constants.stacked(constants.zero(params, jnp.int32), n),
             stepped=constants.stacked(constants.zero(params, jnp.bool), n),
-            table=rows(n),
-            row_counts=maps.map_params(none, boxes.unboxed(params)),
-            means=rows(2 if method == "ringleader" else 1),
+            table=boxes.boxed(params, stacked(row, n)),
+            row_counts=stacked(count, n),
+            means=boxes.boxed(params, stacked(row, 2 if method == "ringleader" else 1)),
             turn=constants.zero(params, jnp.int32),
             inner_state=inner_state,
         )
@@ -205,9 +196,8 @@ def worker_mean(
 
         push = _Push(i, accepted, updates, leaf_flags, apply_if, extra)
         outcome, new = _METHODS[method](push, state)
-        stale = state.stale_count
-        stale = jnp.where(accepted, stale, optax.safe_increment(stale))
-        return outcome, new._replace(stale_count=stale)
+        stale_count = increment_if(~accepted, state.stale_count)
+        return outcome, new._replace(stale_count=stale_count)
 
     return gate.gate(init_fn, inner, push_fn)
 
@@ -279,8 +269,7 @@ class _Push(NamedTuple):
         outcome, inner_state, applied = self.apply_if(
             full, mean, state.inner_state, self.leaf_flags, **self.extra
         )
-        steps = state.global_step
-        steps = jnp.where(full, optax.safe_increment(steps), steps)
+        steps = increment_if(full, state.global_step)
         state = state._replace(global_step=steps, inner_state=inner_state)
         return outcome, state, applied
 

@@ -13,7 +13,6 @@ from gradxform._late.conditional import typed_cond
 from gradxform._training.apply import learning_leaves, training_step
 from gradxform._training.donation import Donating
 from gradxform._trees import checks, dtypes, maps, versions
-from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Params, Prefix, PyTree, State
 
 _Carry: TypeAlias = tuple[optax.Params, optax.OptState]
@@ -129,7 +128,8 @@ def local_steps(
         num_steps: jax.typing.ArrayLike | None = None,
         **extra: object,
     ) -> tuple[Any, ...]:
-        _check_dense(params)
+        hint = "Pull the whole table, or push the gradients of its rows at each step."
+        checks.dense("local_steps", params, "trains whole parameters", hint)
         length = _length(batches)
 
         def train(carry: _Carry, batch: tuple[object, ...]) -> tuple[_Carry, _Result]:
@@ -170,16 +170,6 @@ def local_steps(
 
 def _difference(pulled: jax.Array, trained: jax.Array) -> jax.Array:
     return (dtypes.widen(pulled) - dtypes.widen(trained)).astype(pulled.dtype)
-
-
-def _check_dense(params: optax.Params) -> None:
-    for path, leaf in maps.leaves_with_path(params):
-        if isinstance(leaf, IndexedSlices):
-            raise TypeError(
-                "local_steps trains whole parameters, got rows of a table, "
-                f"IndexedSlices, at {checks.path_name(path)}. Pull the whole table, or "
-                "push the gradients of its rows at each step."
-            )
 
 
 def _length(batches: tuple[object, ...]) -> int:

@@ -139,15 +139,15 @@ def value_and_grad(
     >>> def loss_fn(params, ids):
     ...     rows = gx.lookup(params["emb"], ids)
     ...     return jnp.sum(rows**2) * params["scale"]
-    >>> params = {"emb": jnp.arange(1e6).reshape(-1, 2), "scale": jnp.full((), 0.5)}
+    >>> params = {"emb": jnp.arange(1e6).reshape(-1, 2), "scale": jnp.ones(())}
     >>> step = jax.jit(gx.value_and_grad(loss_fn, tables=["emb"]))
     >>> loss, grads = step(params, jnp.array([3, 0, 3]))
     >>> grads["scale"], grads["emb"].indices
     (Array(171., dtype=float32), Array([3, 0, 3], dtype=int32))
     >>> grads["emb"].values
-    Array([[6., 7.],
-           [0., 1.],
-           [6., 7.]], dtype=float32)
+    Array([[12., 14.],
+           [ 0.,  2.],
+           [12., 14.]], dtype=float32)
     """
     if isinstance(tables, str):
         raise TypeError(f"tables must be a sequence of paths, got {tables!r}.")

@@ -117,7 +117,7 @@ def scale_by_adagrad(
     def divide(g: jax.Array, acc: jax.Array) -> jax.Array:
         # u = g / sqrt(acc + eps), or g / (sqrt(acc) + eps)
         factor = arithmetic.inverse_sqrt(dtypes.widen(acc), eps, eps_in_sqrt)
-        return arithmetic.scale(g, arithmetic.expand(factor, g))
+        return arithmetic.scale_leading(g, factor)
 
     def update_fn(
         updates: optax.Updates,

@@ -313,9 +313,7 @@ def _factor(norm: jax.typing.ArrayLike, max_norm: jax.typing.ArrayLike) -> jax.A
 
 
 def _scale_layers(updates: optax.Updates, factors: Layers) -> optax.Updates:
-    return maps.map_updates(
-        lambda g, f: arithmetic.scale(g, arithmetic.expand(f, g)), updates, factors
-    )
+    return maps.map_updates(arithmetic.scale_leading, updates, factors)
 
 
 def _clamp(g: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:

@@ -100,8 +100,7 @@ def scale_by_delayed_nesterov(
     [1.25] [1.5]
     """
     b1 = checks.in_range("b1", b1, "[0, 1)")
-    checks.integer_scalar("num_delay", num_delay)
-    checks.in_range("num_delay", num_delay, checks.COUNTS)
+    checks.integer_in_range("num_delay", num_delay, checks.COUNTS)
     known = not isinstance(num_delay, jax.core.Tracer)
     most = 1 / int(num_delay) if known else 1.0  # type: ignore[arg-type]
     # In single precision 1/3 itself is a little above 1/3.
@@ -113,18 +112,10 @@ def scale_by_delayed_nesterov(
 
     def init_fn(params: optax.Params) -> ScaleByDelayedNesterovState:
         checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
-
-        def no_gradients(p: jax.Array) -> jax.Array:
-            return constants.full_like(p, 0, jnp.int32, axes=0)
-
-        def zero_sum(p: jax.Array) -> jax.Array:
-            dtype = accumulator_dtype or dtypes.wide_dtype(p)
-            return constants.full_like(p, 0, dtype)
-
         return ScaleByDelayedNesterovState(
-            count=maps.map_params(no_gradients, boxes.unboxed(params)),
+            count=constants.zeros(params, jnp.int32, axes=0),
             mu=momentum.zeros(params, mu_dtype),
-            accumulated=maps.map_params(zero_sum, params),
+            accumulated=constants.zeros(params, accumulator_dtype, dtypes.wide_dtype),
         )
 
     def update_fn(

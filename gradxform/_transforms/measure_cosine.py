@@ -81,16 +81,10 @@ def measure_cosine(
     """
 
     def init_fn(params: optax.Params) -> MeasureCosineState:
-        def zero(p: jax.Array) -> jax.Array:
-            return constants.full_like(p, 0, dtypes.inexact_dtype(p))
-
-        def nothing(p: jax.Array) -> jax.Array:
-            return constants.full_like(p, 0, dtypes.compute_dtype(p), axes=0)
-
         return MeasureCosineState(
             cosine=constants.zero(params, jnp.float32),
-            previous=maps.map_params(zero, params),
-            squares=maps.map_params(nothing, boxes.unboxed(params)),
+            previous=constants.zeros(params, None, dtypes.inexact_dtype),
+            squares=constants.zeros(params, None, dtypes.compute_dtype, axes=0),
         )
 
     def update_fn(

@@ -16,12 +16,7 @@ def zeros(params: optax.Params, mu_dtype: jax.typing.DTypeLike | None) -> optax.
       TypeError: the dtype does not fit the parameters.
     """
     checks.of_same_kind("mu_dtype", mu_dtype, params)
-
-    def zero(p: jax.Array) -> jax.Array:
-        dtype = dtypes.inexact_dtype(p) if mu_dtype is None else mu_dtype
-        return constants.full_like(p, 0, dtype)
-
-    return maps.map_params(zero, params)
+    return constants.zeros(params, mu_dtype, dtypes.inexact_dtype)
 
 
 def check(transformation: str, updates: optax.Updates, mu: optax.Updates) -> None:

@@ -18,6 +18,7 @@ from gradxform._transforms.alignment import (
 )
 from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, dtypes, maps, norms
+from gradxform._trees.arithmetic import scale_leading
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import StackedAxes
 from gradxform._trees.types import Leaf
@@ -144,8 +145,8 @@ def scale_by_momentum_look_ahead(
             # m_t = b1·m_{t-1} + (1-b1)·(a·g + b·m_{t-1})
             decay, fresh, a, b = factors(g, shares)
             g = dtypes.widen(g)
-            moved = _scale(dtypes.widen(mu).astype(g.dtype), decay + fresh * b)
-            return moved + _scale(g, fresh * a)
+            moved = scale_leading(dtypes.widen(mu).astype(g.dtype), decay + fresh * b)
+            return moved + scale_leading(g, fresh * a)
 
         def step(
             g: jax.Array, mu: jax.Array, moved: jax.Array, shares: Shares
@@ -159,7 +160,8 @@ def scale_by_momentum_look_ahead(
             back = jnp.where(none, 1, b / kept)
             mu = momentum.for_step(g, mu, moved)
             g = dtypes.widen(g)
-            return _scale(g, a * (decay / kept)) + _scale(mu, back + decay)
+            g_share, mu_share = a * (decay / kept), back + decay
+            return scale_leading(g, g_share) + scale_leading(mu, mu_share)
 
         if alignment is None:
             shares = maps.map_updates(lambda _: (1.0, 0.0), updates)
@@ -317,7 +319,3 @@ def worker_start(
     with jax.transfer_guard_host_to_device("allow"):
         ahead = -jnp.asarray(learning_rate) * b1
         return maps.map_leaves(start, mu, params)
-
-
-def _scale(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
-    return arithmetic.scale(x, arithmetic.expand(jnp.asarray(factor), x))

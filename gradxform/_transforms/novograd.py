@@ -181,7 +181,7 @@ def scale_by_novograd(
         def normalize(g: jax.Array, nu: jax.Array) -> jax.Array:
             # ĝ = g / sqrt(nu + eps), or g / (sqrt(nu) + eps)
             inverse = arithmetic.inverse_sqrt(nu, eps, eps_in_sqrt)
-            return arithmetic.scale(dtypes.widen(g), arithmetic.expand(inverse, g))
+            return arithmetic.scale_leading(dtypes.widen(g), inverse)
 
         def decay(g: jax.Array, w: jax.Array, decays: bool) -> jax.Array:
             # ĝ + weight_decay·w
@@ -266,11 +266,9 @@ def novograd(
       mu_dtype: dtype of the momentum.
       axis_name: mesh axes over which layers may be sharded.
       stacked_axes: how many leading axes stack layers; ``clipnorm`` clips each slice.
-      clipnorm: the norm of each layer is clipped to this.
+      clipnorm: the norm of each layer is clipped to this; see :func:`adagrad`.
       clipvalue: each entry is clipped to ± this.
-      global_clipnorm: the norm of all layers together is clipped to this; the norm
-        before clipping is ``optax.tree.get(state, "global_norm")``. If that norm is not
-        finite, all updates become NaN: see :func:`clip_by_global_norm`.
+      global_clipnorm: the norm of all layers together is clipped to this.
 
     Returns:
       A transformation. Its state holds :class:`ScaleByNovogradState`, and with

@@ -23,6 +23,11 @@ def scale(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
     return narrow(widen(x) * factor, x.dtype)
 
 
+def scale_leading(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
+    """:func:`scale` with a factor for each entry along the first axes of ``x``."""
+    return scale(x, expand(jnp.asarray(factor), x))
+
+
 def wide_sum(x: jax.Array, total: jax.Array) -> jax.Array:
     """``total + x`` in at least float32, in the precision of ``total``, unrounded."""
     wide = widen(total)

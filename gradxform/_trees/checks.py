@@ -158,6 +158,23 @@ def integer_scalar(name: str, value: jax.typing.ArrayLike) -> None:
     _scalar(name, value, "an integer", (jnp.integer,))
 
 
+def integer_in_range(name: str, value: jax.typing.ArrayLike, interval: str) -> None:
+    """Raises unless ``value`` is an integer scalar inside ``interval``, or traced."""
+    integer_scalar(name, value)
+    in_range(name, value, interval)
+
+
+def length(name: str, value: Any, interval: str) -> int:  # Any kind of number.
+    """The length of an axis: an integer inside ``interval``, which is not traced."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{name} is a shape, so it cannot be traced; under "
+            f"optax.inject_hyperparams name {name.split('[')[0]} in static_args."
+        )
+    integer_in_range(name, value, interval)
+    return int(value)
+
+
 def real_scalar(name: str, value: jax.typing.ArrayLike) -> None:
     """Raises ``TypeError`` unless ``value`` is a real scalar, traced or not."""
     _scalar(name, value, "a real", _REAL)
@@ -347,16 +364,18 @@ def same_dtypes(
             )
 
 
-def dense(transformation: str, updates: optax.Updates) -> None:
-    """Raises ``TypeError`` if a gradient is row-sparse."""
-    for path, leaf in maps.leaves_with_path(updates):
+def dense(
+    name: str,
+    tree: PyTree[Leaf],
+    needs: str = "changes every row at every step, so it takes dense gradients",
+    hint: str = "Put gradxform.densify() in front of it, which costs work on the whole "
+    "table, or use adagrad for this leaf.",
+) -> None:
+    """Raises ``TypeError`` if a leaf is row-sparse; the message says what is needed."""
+    for path, leaf in maps.leaves_with_path(tree):
         if isinstance(leaf, IndexedSlices):
-            raise TypeError(
-                f"{transformation} changes every row at every step, so it takes dense "
-                f"gradients, got {_describe(leaf)} at {path_name(path)}. Put "
-                "gradxform.densify() in front of it, which costs work on the whole "
-                "table, or use adagrad for this leaf."
-            )
+            got = f"{_describe(leaf)} at {path_name(path)}"
+            raise TypeError(f"{name} {needs}, got {got}. {hint}")
 
 
 def _dtype(value: object) -> np.dtype[Any]:
