@@ -201,11 +201,13 @@ def _made(config: object, where: str, kind: str) -> Any:  # By its kind.
 
 
 def _translate(config: Config, where: str) -> None:
-    written = keras.find_reader(config, where)
+    written = keras.find_translator(config, where)
     if written is not None:
-        reader, given, where = written
-        _arguments(reader, given, where)  # Also translates the dicts in it, in place.
-        words = _call(reader, given, where)
+        translator, given, where = written
+        _arguments(
+            translator, given, where
+        )  # Also translates the dicts in it, in place.
+        words = _call(translator, given, where)
         config.clear()
         config.update(words)
 
@@ -384,8 +386,8 @@ def _function(name: str, where: str, kind: str) -> Maker:
 def _of_optax(path: str) -> Maker | None:
     """A public function of optax, such as ``adamw`` or ``contrib.muon``."""
     value: object = optax
-    for part in path.split("."):
-        value = None if part.startswith("_") else getattr(value, part, None)
+    for name in path.split("."):
+        value = None if name.startswith("_") else getattr(value, name, None)
     function = getattr(value, "func", value)  # `nadam` is a functools.partial.
     is_optax = str(getattr(function, "__module__", "")).startswith("optax.")
     return value if callable(value) and is_optax else None

@@ -76,7 +76,7 @@ def lookup(
         raise ValueError("table must have at least one axis, got a scalar.")
     ids = jnp.asarray(rows_of("ids", as_array(ids), table.shape[0]))
     if isinstance(table, IndexedSlices):
-        rows, _ = readings.of_part(table, ids)
+        rows, _ = readings.rows_of_part(table, ids)
         return rows
     return read_rows(table, ids)
 

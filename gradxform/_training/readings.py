@@ -225,7 +225,7 @@ class _Reader(NamedTuple):
         fills = eqn.params.get("mode") == jax.lax.GatherScatterMode.FILL_OR_DROP
         fill = eqn.params.get("fill_value")
         if isinstance(part, IndexedSlices):
-            rows, held = of_part(part, taken)
+            rows, held = rows_of_part(part, taken)
             # A slice of a single row may keep an axis of length 1.
             rows = rows.reshape(_result(eqn).shape)
             ids = jnp.where(held == height, height, ids)
@@ -336,7 +336,7 @@ def _moved(eqn: JaxprEqn, part: IndexedSlices) -> IndexedSlices:
     return ascending(indices, values, part.shape)
 
 
-def of_part(part: IndexedSlices, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rows_of_part(part: IndexedSlices, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows of a part of a table, and their ids: padding for rows that it lacks.
 
     Raises:

@@ -337,11 +337,11 @@ def _other_node(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> tuple[Path, str,
     ) -> tuple[list[tuple[Path, PyTree[Leaf]]], jax.tree_util.PyTreeDef]:
         return jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
 
-    (parts, node), (wanted_parts, wanted) = top(tree), top(reference)
+    (children, node), (wanted_children, wanted) = top(tree), top(reference)
     if node == wanted:
-        for (key, part), (_, wanted_part) in zip(parts, wanted_parts, strict=True):
-            if _flat(part)[1] != _flat(wanted_part)[1]:
-                path, given, expected = _other_node(part, wanted_part)
+        for (key, child), (_, like) in zip(children, wanted_children, strict=True):
+            if _flat(child)[1] != _flat(like)[1]:
+                path, given, expected = _other_node(child, like)
                 return (*key, *path), given, expected
     names = [f"{type(x).__module__}.{type(x).__qualname__}" for x in (tree, reference)]
     if len(set(names)) == 1:  # One kind, but with other keys or static fields.

@@ -45,12 +45,12 @@ def linear(
     def transposed(
         cotangent: jax.Array, *operands: _Operand
     ) -> list[jax.Array | ad.Zero | None]:
-        def of(number: int, x: _Operand) -> jax.Array | ad.Zero | None:
+        def result(number: int, x: _Operand) -> jax.Array | ad.Zero | None:
             if not ad.is_undefined_primal(x):
                 return None
             return ad.Zero(x.aval) if number else cotangent.astype(x.aval.dtype)
 
-        return [of(number, x) for number, x in enumerate(operands)]
+        return [result(number, x) for number, x in enumerate(operands)]
 
     def batched(
         operands: Sequence[jax.Array], axes: Sequence[int | None]

@@ -214,9 +214,9 @@ def broadcast(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
     if not jax.tree.leaves(tree):
         return tree
 
-    def fill(value: T, part: PyTree[Leaf]) -> PyTree[T]:
+    def fill(value: T, branch: PyTree[Leaf]) -> PyTree[T]:
         return jax.tree.map(
-            lambda x: value if has_gradient(x) else None, part, is_leaf=is_sparse
+            lambda x: value if has_gradient(x) else None, branch, is_leaf=is_sparse
         )
 
     prefix = prefix(tree) if _is_function(prefix) else prefix

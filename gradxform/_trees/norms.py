@@ -80,15 +80,15 @@ def squared_norms(
             squares[i] = sums(x, stacked=axes)
         else:
             small[i] = x
-    parts = [s for s in squares if s is not None]
+    terms = [s for s in squares if s is not None]
     for members, rows in _together(sums, small):
-        parts.append(rows)
+        terms.append(rows)
         for number, i in enumerate(members):
             squares[i] = rows[number]
     layers = jax.tree.unflatten(treedef, squares)
     if axis_name is not None:
-        layers, parts = mesh.sums(layers, axis_name, stacked)
-    return layers, total(parts)
+        layers, terms = mesh.sums(layers, axis_name, stacked)
+    return layers, total(terms)
 
 
 def products(
@@ -115,10 +115,10 @@ def products(
 
     depths = maps.broadcast(stacked_axes or 0, updates)
     layers = maps.map_updates(product, updates, others, depths, squares)
-    parts = jax.tree.leaves(layers)
+    terms = jax.tree.leaves(layers)
     if axis_name is not None:
-        layers, parts = mesh.sums(layers, axis_name, jax.tree.leaves(depths))
-    return layers, total(parts)
+        layers, terms = mesh.sums(layers, axis_name, jax.tree.leaves(depths))
+    return layers, total(terms)
 
 
 def _read_again(x: jax.Array, square: jax.Array) -> jax.Array:
@@ -234,8 +234,8 @@ def _together(
             )
 
 
-def total(parts: list[jax.Array]) -> jax.Array:
+def total(terms: list[jax.Array]) -> jax.Array:
     """The sum of all entries, in the widest of their dtypes."""
-    sums = [jnp.sum(part) for part in parts]
+    sums = [jnp.sum(term) for term in terms]
     dtype = max((s.dtype for s in sums), key=lambda d: d.itemsize, default=jnp.float32)
     return sum((s.astype(dtype) for s in sums), jnp.zeros((), dtype))
