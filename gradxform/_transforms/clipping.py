@@ -134,6 +134,9 @@ def clip_by_global_norm(
     """
     max_norm = checks.in_range("max_norm", max_norm, "[0, inf]")
 
+    def init_fn(params: optax.Params) -> ClipByGlobalNormState:
+        return _no_norm(params)
+
     def update_fn(
         updates: optax.Updates,
         state: ClipByGlobalNormState,
@@ -152,7 +155,7 @@ def clip_by_global_norm(
         updates = maps.map_updates(lambda g: arithmetic.scale(g, factor), updates)
         return updates, _state(use_norm)
 
-    return optax.GradientTransformationExtraArgs(_no_norm, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def clip_by_norm(
