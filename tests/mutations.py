@@ -6,8 +6,8 @@ gives its first argument, a number grows by 1, a statement does nothing. For eac
 it runs the tests of a copy up to the first that fails, and says which one that was. The
 tests of the file's own subpackage come first, then those of every subpackage, then the
 others. Those marked ``slow`` run only if no quick one has failed. Its exit code is 1 if
-a fault has survived. Such a fault asks for a test, unless it changes nothing that a user
-can see.
+a fault has survived. Such a fault asks for a test, unless it changes nothing that a
+user can see.
 
     python -m tests.mutations _late/gate.py --list
     python -m tests.mutations _late/gate.py --only 3 17 -n 2 --part quick

@@ -12,23 +12,10 @@ import pytest
 from hypothesis import strategies as st
 
 import gradxform as gx
+from tests import oracles
 
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 GRADS = {"w": jnp.full((2, 3), 2.0), "b": jnp.full(3, -1.0)}
-
-
-def oracle(pushes, num_required, reduction):
-    """Yields ``(param, global_step, num_accumulated, stale_count, sum)`` of 0.5·SGD."""
-    param, step, stale, held = np.float64(1.0), 0, 0, []
-    for grad, local_step in pushes:
-        if local_step < step:
-            stale += 1
-        else:
-            held.append(grad)
-        if len(held) == num_required:
-            param -= 0.5 * (np.mean(held) if reduction == "mean" else np.sum(held))
-            step, held = step + 1, []
-        yield param, step, len(held), stale, np.sum(held)
 
 
 @functools.cache
@@ -49,14 +36,18 @@ def test_equals_a_plain_loop(num_required, reduction, pushes):
     tx, step = step_of(num_required, reduction)
     param = jnp.float32(1.0)
     state = tx.init(param)
-    expected = oracle(pushes, num_required, reduction)
-    for (grad, local_step), wanted in zip(pushes, expected, strict=True):
+    named = [({"w": np.float64(grad)}, local_step) for grad, local_step in pushes]
+    expected, wanted = oracles.sums(named, num_required, reduction), 1.0
+    for (grad, local_step), played in zip(pushes, expected, strict=True):
+        acts, *counts, held, stale = played
         param, state = step(
             jnp.float32(grad), state, param, local_step=jnp.int32(local_step)
         )
-        np.testing.assert_allclose(param, wanted[0], rtol=1e-5, atol=1e-5)
-        assert state[:3] == (wanted[1], wanted[2], wanted[3])
-        np.testing.assert_allclose(state.accumulated, wanted[4], rtol=1e-5, atol=1e-6)
+        wanted -= 0.5 * acts["w"] if acts else 0
+        np.testing.assert_allclose(param, wanted, rtol=1e-5, atol=1e-5)
+        assert state[:3] == (*counts, len(held), stale)
+        total = sum(g["w"] for g in held)
+        np.testing.assert_allclose(state.accumulated, total, rtol=1e-5, atol=1e-6)
 
 
 @functools.cache
