@@ -335,14 +335,6 @@ def test_state_and_params_can_be_donated(row):
     assert len(buffers) == len(set(buffers))
 
 
-def test_unknown_extra_arguments_are_ignored(row, compiled):
-    """Under jit here; ``test_eager_equals_jit`` passes one to both."""
-    params = draw(0)
-    args = draw(1), compiled.tx.init(params), params
-    updates, _ = compiled.update(*args, value=1.0, **row.extra(params))
-    chex.assert_trees_all_close(updates, compiled.trace[0][0], rtol=2e-6)
-
-
 def test_chain_and_named_chain(row, compiled):
     params, grads = draw(0), draw(1)
     tx = optax.chain(optax.identity(), row.make(), optax.identity())

@@ -212,35 +212,6 @@ def test_counters_saturate():
     assert after.stale_count == largest
 
 
-def test_staleness_makes_late_gradients_smaller():
-    tx = gx.drop_stale(optax.chain(gx.scale_by_staleness(power=2.0), optax.sgd(1.0)), 5)
-    params = jnp.zeros(1)
-    state = tx.init(params)
-    for factor in (1.0, 1.0, 1 / 4, 1 / 9):  # 0, 1, 2 and 3 steps late
-        updates, state = tx.update(jnp.ones(1), state, params, local_step=0)
-        np.testing.assert_allclose(updates, -factor, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", "complex64"])
-def test_compensation_equals_the_formula(dtype):
-    rng = np.random.default_rng(0)
-    g, w, then = (rng.standard_normal(5) for _ in range(3))
-    if dtype == "complex64":
-        g = g + 1j * rng.standard_normal(5)
-    tx = gx.compensate_delay(0.3)
-    updates, _ = tx.update(
-        jnp.asarray(g, dtype),
-        tx.init(w),
-        jnp.asarray(w, dtype),
-        worker_params=jnp.asarray(then, dtype),
-    )
-    expected = g + 0.3 * np.abs(g) ** 2 * (w - then)
-    np.testing.assert_allclose(
-        updates, expected, rtol=5e-3 if dtype == "float16" else 1e-5
-    )
-    assert updates.dtype == dtype
-
-
 @pytest.mark.parametrize(("control", "distance"), [(0.0, 1.0), (0.04, 0.0)])
 @pytest.mark.parametrize("grad", [1e20, -1e20, 1e20 + 1e20j])
 def test_compensation_of_large_gradients_by_nothing_is_nothing(grad, control, distance):
