@@ -266,12 +266,6 @@ def test_mask_may_be_a_function_or_a_prefix():
     }
 
 
-def test_mu_dtype_holds_the_momentum():
-    params = {"w": jnp.ones((2, 2))}
-    tx = gx.novograd(0.1, mu_dtype=jnp.bfloat16)
-    assert optax.tree.get(tx.init(params), "mu")["w"].dtype == jnp.bfloat16
-
-
 def test_a_momentum_in_bfloat16_stalls_where_the_docstring_says():
     params = jnp.zeros(1, jnp.bfloat16)
     grads = jnp.ones_like(params)

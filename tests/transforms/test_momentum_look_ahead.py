@@ -262,24 +262,6 @@ def test_stacked_layers_are_layers():
         gx.scale_by_momentum_look_ahead(alignment=ALIGN, stacked_axes=4).init(g)
 
 
-@pytest.mark.slow
-def test_a_leaf_without_gradient_keeps_its_momentum():
-    tx = gx.momentum_look_ahead(0.1, 0.5, alignment=ALIGN)
-    grads = draw(8, 6)
-    update = jax.jit(tx.update)
-    both, alone = tx.init({"w": grads[0], "b": grads[0]}), tx.init({"b": grads[0]})
-    for t, g in enumerate(grads):
-        b = None if t in (0, 3, 4) else g
-        before = both
-        updates, both = update({"w": -g, "b": b}, both)
-        if b is None:
-            assert updates["b"] is None
-            chex.assert_trees_all_equal(both[0].mu["b"], before[0].mu["b"])
-            continue
-        expected, alone = update({"b": b}, alone)
-        chex.assert_trees_all_close(updates["b"], expected["b"], rtol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norms_of_half_precision_are_taken_in_single(dtype):
     """Squares that float16 cannot hold, and sums that stall in bfloat16."""
@@ -287,24 +269,6 @@ def test_norms_of_half_precision_are_taken_in_single(dtype):
     new = corrected(g, m)  # κ = 1/4, so an eighth is taken off
     assert new.dtype == jnp.dtype(dtype)
     np.testing.assert_allclose(np.float32(new), -300 * 7 / 8, rtol=1e-2)
-
-
-def test_dtypes_of_the_state():
-    params = {
-        "w": jnp.ones(2, jnp.bfloat16),
-        "z": jnp.ones(2, jnp.complex64),
-        "sizes": jnp.ones(2, jnp.int32),
-    }
-    state = gx.scale_by_momentum_look_ahead().init(params)
-    dtypes = {"w": "bfloat16", "z": "complex64", "sizes": "float32"}
-    assert jax.tree.map(lambda x: x.dtype.name, state.mu) == dtypes
-    tx = gx.scale_by_momentum_look_ahead(mu_dtype=jnp.float32, alignment=ALIGN)
-    state = tx.init(params["w"])
-    for _ in range(2):
-        updates, state = tx.update(params["w"], state)
-        assert (updates.dtype, state.mu.dtype) == (jnp.bfloat16, jnp.float32)
-    with pytest.raises(TypeError, match=r"mu_dtype=float32 does not fit \['z'\]"):
-        gx.scale_by_momentum_look_ahead(mu_dtype="float32").init(params)
 
 
 @pytest.mark.parametrize("wild", [np.nan, np.inf])
@@ -478,20 +442,3 @@ def test_bad_arguments(kwargs, error, message):
 def test_bad_numbers(numbers, message):
     with pytest.raises(ValueError, match=message):
         gx.momentum_look_ahead(0.1, alignment=gx.MomentumAlignment(**numbers))
-
-
-@pytest.mark.parametrize("mu_dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("b1", [0.0, 0.9])
-def test_only_the_state_is_rounded(b1, mu_dtype):
-    """Each step of NumPy's begins with the rounded momentum, and acts before it is.
-
-    With b1 = 0 the gradient itself would be rounded.
-    """
-    tx = gx.scale_by_momentum_look_ahead(b1, mu_dtype=mu_dtype)
-    state, mu = tx.init(jnp.zeros(3)), np.zeros(3)
-    for g in np.random.default_rng(0).standard_normal((4, 3)):
-        updates, state = jax.jit(tx.update)(jnp.float32(g), state)
-        mu = b1 * mu + (1 - b1) * g
-        np.testing.assert_allclose(updates, g + b1 * mu, rtol=2e-6, atol=1e-6)
-        np.testing.assert_allclose(state.mu.astype("float32"), mu, rtol=1e-2)
-        mu = np.asarray(state.mu.astype("float32"), float)
