@@ -11,8 +11,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from tests import oracles
@@ -284,37 +282,6 @@ def test_gradients_whose_squares_overflow_stay_unchanged():
     large, m = jnp.full(4, -1e20), draw(4)
     for g, held in ((large, m), (m, large), (large, -large)):
         chex.assert_trees_all_equal(corrected(g, held), g)
-
-
-# Where leaves are sharded.
-
-
-@pytest.mark.slow
-def test_norms_are_of_whole_leaves_on_a_mesh():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    places = {"rows": P("x"), "all": P()}
-    tx = gx.momentum_look_ahead(0.1, alignment=ALIGN)
-    grads = [{"rows": draw(16, 3, seed=t), "all": draw(5, seed=t)} for t in (1, 2, 3)]
-    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), places)
-    update = jax.jit(tx.update)
-    state, other = tx.init(grads[0]), tx.init(jax.device_put(grads[0], where))
-    inside = gx.momentum_look_ahead(0.1, alignment=ALIGN, axis_name="x")
-    third = jax.device_put(other, jax.tree.map(lambda x: x.sharding, other))
-    specs = jax.tree.map(lambda x: x.sharding.spec, other)
-    shard = jax.shard_map(
-        inside.update, mesh=mesh, in_specs=(places, specs), out_specs=(places, specs)
-    )
-    shard = jax.jit(shard)
-    for g in grads:
-        expected, state = update(g, state)
-        placed = jax.device_put(g, where)
-        got, other = update(placed, other)
-        chex.assert_trees_all_close(jax.device_get(got), expected, rtol=1e-5)
-        assert got["rows"].sharding.spec == P("x")
-        got, third = shard(placed, third)
-        chex.assert_trees_all_close(
-            jax.device_get((got, third)), (expected, state), rtol=1e-5
-        )
 
 
 # Where a worker begins.

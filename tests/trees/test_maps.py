@@ -1,4 +1,7 @@
-"""The maps over trees: which gradients are finite."""
+"""The maps over trees: which gradients are finite.
+
+The check is private: the public functions that use it do more, so its cost is unseen.
+"""
 
 import jax
 import jax.numpy as jnp
