@@ -21,7 +21,7 @@ from flax.core import FrozenDict
 from flax.training import train_state
 
 import gradxform as gx
-from gradxform.__main__ import load_digits
+from gradxform.__main__ import load_digits  # The data of the demo.
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "frameworks.md").read_text()
