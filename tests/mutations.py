@@ -2,7 +2,7 @@
 
 ``python -m tests.mutations _late/gate.py`` changes one place of that module at a time:
 ``<`` becomes ``<=``, ``+`` becomes ``-``, a condition is always true or never, a call
-gives its first argument, a number grows by 1, a statement does nothing. For each fault
+gives its argument, a number grows by 1, a statement does nothing. For each fault
 it runs the tests of a copy up to the first that fails, and says which one that was. The
 tests of the file's own subpackage come first, then those of every subpackage, then the
 others. Those marked ``slow`` run only if no quick one has failed. Its exit code is 1 if
@@ -106,8 +106,10 @@ def faults(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             yield node, str(not value)
         case ast.Constant(int() | float() as value):
             yield node, str(value + 1)
-        case ast.Call(args=[first, *_]) if not isinstance(first, ast.Starred):
-            yield node, f"({ast.unparse(first)})"
+        case ast.Call(args=[ast.Constant(str()) | ast.JoinedStr(), value, *_]):
+            yield node, f"({ast.unparse(value)})"  # A check, after a name for errors.
+        case ast.Call(args=[value, *_]) if not isinstance(value, ast.Starred):
+            yield node, f"({ast.unparse(value)})"
         case ast.Call(ast.Attribute(value), args=[]):
             yield node, f"({ast.unparse(value)})"
         case ast.Expr(ast.Call()) | ast.AugAssign():

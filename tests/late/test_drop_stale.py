@@ -88,23 +88,6 @@ def test_a_local_step_ahead_is_fresh():
     chex.assert_trees_all_equal(params["w"], PARAMS["w"] - GRADS["w"])
 
 
-@pytest.mark.slow
-def test_the_step_equals_update_and_apply():
-    tx = gx.drop_stale(INNER, 1)
-    state = other_state = tx.init(PARAMS)
-    params = other_params = PARAMS
-    for local_step in (0, 0, 0, 1, 2, 0):
-        params, state = gx.apply_gradients(
-            tx, GRADS, state, params, local_step=local_step
-        )
-        updates, other_state = tx.update(
-            GRADS, other_state, other_params, local_step=local_step
-        )
-        other_params = gx.apply_updates(other_params, updates)
-    chex.assert_trees_all_close((params, state), (other_params, other_state), rtol=1e-6)
-    assert state.stale_count == 2
-
-
 OPTIMIZERS = {
     "adamw": optax.adamw(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9),
