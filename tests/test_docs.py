@@ -11,7 +11,7 @@ import pytest
 
 import gradxform as gx
 from gradxform.__main__ import main
-from gradxform._demo import listing
+from gradxform._demo import listing  # What the demo lists is public.
 from tests.descriptors import DESCRIPTORS
 
 PUBLIC = sorted(
