@@ -19,7 +19,6 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._server.recoverable import RecoverableServer, TakesNoMoreError
 from gradxform.engines import _pool
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -307,7 +306,8 @@ def test_a_gradient_computed_twice_is_pushed_once():
 
 
 def test_no_worker_computes_for_a_quick_one(monkeypatch):
-    monkeypatch.setattr(_pool, "LOOK", 1000.0)  # No gradient takes that long.
+    # No gradient takes that long, not even on a busy machine.
+    monkeypatch.setattr(_pool, "LOOK", 1000.0)
     begun = []
 
     def batch(number):
@@ -319,25 +319,21 @@ def test_no_worker_computes_for_a_quick_one(monkeypatch):
 
 
 def test_a_server_takes_so_many_pushes_of_workers_and_no_more(tmp_path):
-    tx, checkpoint = optax.sgd(1.0), engines.Checkpoint(tmp_path)
+    job = make_job([engines.Worker(ones)], 4, optax.sgd(1.0))
 
-    def push(server, *push_id):
-        grads, seen = server.pull()
-        return server.push(jnp.ones_like(grads), seen, push_id=push_id).global_step
+    def push(run, *push_id):
+        grads, seen = run.server.pull()
+        return run.server.push(jnp.ones_like(grads), seen, push_id=push_id).global_step
 
-    with RecoverableServer(jnp.zeros(()), tx, checkpoint, pushes=4) as server:
-        server.begin()
-        assert [push(server, 0, 0), push(server, 1, 0), push(server, 0, 1)] == [1, 2, 3]
-        server.save()
-    with RecoverableServer(jnp.zeros(()), tx, checkpoint, pushes=4) as server:
-        server.begin()
-        assert [push(server, 1, 0), push(server, 1, 1)] == [2, 4]  # 2 from memory.
-        with pytest.raises(TakesNoMoreError):
-            push(server, 0, 2)
-        assert push(server, 1, 1) == 4
-        status = server.rest()
-    assert (status.accepted, status.dropped, status.global_step) == (4, 0, 4)
-    assert {w: answer.number for w, answer in status.answers.items()} == {0: 1, 1: 1}
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        assert [push(run, 0, 0), push(run, 1, 0), push(run, 0, 1)] == [1, 2, 3]
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        assert [push(run, 1, 0), push(run, 1, 1)] == [2, 4]  # 2 from memory.
+        with pytest.raises(RuntimeError, match="takes no more pushes"):
+            push(run, 0, 2)
+        assert push(run, 1, 1) == 4
+    assert run.counts() == (4, 4, 0, 0, 0, 0, 0)
+    assert saved(tmp_path) == {0: 2, 1: 2}
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan")])

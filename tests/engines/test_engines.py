@@ -19,7 +19,6 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._server.extras import require
 from gradxform.engines import _work
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -251,6 +250,7 @@ def test_an_interrupt_wakes_threads_that_sleep():
 
 
 def test_a_worker_sleeps_for_the_rest_of_its_duration(monkeypatch):
+    # Through `engines.threads`, the test would have to assert times.
     now = [100.0]
     clock = types.SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr(_work, "time", clock)
@@ -320,12 +320,3 @@ def test_a_simulation_repeats_exactly(mode):
 
     assert simulate(0) == simulate(0)
     assert simulate(0) != simulate(1)
-
-
-# Packages that may be missing.
-
-
-def test_a_missing_package_gets_its_cure():
-    hint = r"^No module named 'no_such_package': .* install 'gradxform\[some\]'$"
-    with pytest.raises(ImportError, match=hint):
-        require("no_such_package", "some")

@@ -13,7 +13,7 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
-from tests.engines.test_endings import LOCAL, make_job, ones
+from tests.engines.test_endings import LOCAL, list_all, make_job, ones
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -88,11 +88,6 @@ def test_a_transformation_gets_its_extra_arguments(engine):
     assert len(late) == 10
     with pytest.raises(TypeError, match="worker_params"):
         list_all(engine, make_job([worker._replace(extra=None)], 10, tx))
-
-
-def list_all(engine, job):
-    with engine(job) as run:
-        return list(run.pushes)
 
 
 @pytest.mark.parametrize("engine", LOCAL)
