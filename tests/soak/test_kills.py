@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from benchmarks import kills
 from tests.conftest import promotion, xla_flags
+from tests.soak import kills
 
 pytestmark = [
     pytest.mark.slow,
