@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -50,6 +49,10 @@ def saved(folder):
     return answered
 
 
+def threads_of(run):
+    return [x for x in run.workers.values() if isinstance(x, threading.Thread)]
+
+
 def assert_nothing_moves(run):
     """For a while no push arrives, so nobody computes."""
     before = run.server.stats()
@@ -67,12 +70,18 @@ def test_stop_ends_the_training(engine, tmp_path):
     ) as run:
         for _ in itertools.islice(run.pushes, 50):
             pass
+        threads = threads_of(run)
+        assert len({*threads}) == (3 if engine is engines.threads else 0)
+        assert all(thread.is_alive() for thread in threads)
         run.stop()
         assert list(run.pushes) == []
         counts, stats = run.counts(), run.server.stats()
         assert (stats.accepted, stats.dropped) == (counts.accepted, counts.dropped)
         assert_nothing_moves(run)
         assert run.counts() == counts
+        assert run.server.state()["params"] == -counts.accepted
+    assert not any(thread.is_alive() for thread in threads)
+    assert counts.pushed <= 50 + 3  # Each worker finishes its gradient.
     assert 50 <= counts.pushed == counts.accepted == sum(saved(tmp_path).values())
     with engine(make_job([engines.Worker(ones)] * 3, 60), checkpoint=tmp_path) as run:
         assert len(list(run.pushes)) == 60 - counts.pushed
@@ -85,12 +94,14 @@ def test_a_loop_that_is_left_leaves_the_training(engine, tmp_path):
         for push in run.pushes:
             if push.result.global_step == 50:
                 break
+        threads = threads_of(run)
         time.sleep(0.1)  # Each worker finishes its gradient.
         assert_nothing_moves(run)
         given = run.counts().pushed
         assert given <= run.server.stats().accepted <= given + len(workers)
         for _ in itertools.islice(run.pushes, 50):  # And the run goes on.
             pass
+    assert not any(thread.is_alive() for thread in threads)
     counts = run.counts()
     assert counts.accepted == counts.pushed == sum(saved(tmp_path).values())
     assert run.server.stats().accepted == counts.accepted
@@ -107,42 +118,6 @@ def test_workers_do_not_run_ahead_of_a_slow_loop():
         for given, _ in enumerate(itertools.islice(run.pushes, 5), 1):
             time.sleep(0.05)
             assert len(begun) <= given + 1
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_failed_run_counts_the_pushes_of_its_checkpoint(error, tmp_path):
-    checkpoint = engines.Checkpoint(tmp_path, every_steps=1, max_to_keep=None)
-    job, runs = make_job([engines.Worker(ones)] * 3, 10**6), []
-
-    def go():
-        with engines.threads(job, checkpoint=checkpoint) as run:
-            runs.append(run)
-            for push in run.pushes:
-                if push.result.global_step == 20:
-                    time.sleep(0.1)
-                    raise error
-
-    with pytest.raises(error):
-        go()
-    (run,) = runs
-    assert sum(saved(tmp_path).values()) <= run.counts().accepted
-    assert run.counts().accepted == run.server.stats().accepted
-
-
-def test_sigterm_counts_the_pushes_that_it_saves(tmp_path):
-    job, runs = make_job([engines.Worker(ones)] * 3, 10**6), []
-
-    def go():
-        with engines.threads(job, checkpoint=tmp_path) as run:
-            runs.append(run)
-            for push in run.pushes:
-                if push.result.global_step == 20:
-                    os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(SystemExit):
-        go()
-    (run,) = runs
-    assert sum(saved(tmp_path).values()) == run.counts().pushed >= 20
 
 
 def test_a_gradient_under_way_is_not_pushed_after_stop(tmp_path):
@@ -235,7 +210,7 @@ def blocking_job(blocked, pushes=10**6):
     return make_job([engines.Worker(ones), engines.Worker(blocked)], pushes)
 
 
-@pytest.mark.parametrize("leave", ["stop", "break", "error"])
+@pytest.mark.parametrize("leave", ["stop", "break", "error", "sigterm"])
 def test_a_worker_that_blocks_is_named_and_left_behind(
     leave, blocked, caplog, tmp_path
 ):
@@ -247,6 +222,8 @@ def test_a_worker_that_blocks_is_named_and_left_behind(
                 if push.result.global_step >= 20 and blocked.blocks.is_set():
                     if leave == "error":
                         raise ValueError("enough")
+                    if leave == "sigterm":
+                        os.kill(os.getpid(), signal.SIGTERM)
                     if leave == "break":
                         break
                     run.stop()
@@ -255,31 +232,16 @@ def test_a_worker_that_blocks_is_named_and_left_behind(
         if leave == "error":
             with pytest.raises(ValueError, match="enough"):
                 go()
+        elif leave == "sigterm":
+            with pytest.raises(SystemExit, match="143"):
+                go()
+            assert caplog.messages[0].startswith("terminated: step ")
         else:
             go()
             assert sum(saved(tmp_path).values()) >= 20
-    (said,) = caplog.messages
+    said = caplog.messages[-1]
+    assert len(caplog.messages) == (2 if leave == "sigterm" else 1)
     assert said.startswith("worker 1: still busy after join_timeout=0.2 seconds")
-
-
-def test_a_worker_that_blocks_does_not_keep_sigterm(blocked, caplog, tmp_path):
-    def go():
-        with engines.threads(
-            blocking_job(blocked), checkpoint=tmp_path, join_timeout=0.1
-        ) as run:
-            for push in run.pushes:
-                if push.result.global_step >= 20 and blocked.blocks.is_set():
-                    os.kill(os.getpid(), signal.SIGTERM)
-
-    with (
-        caplog.at_level(logging.WARNING, "gradxform"),
-        pytest.raises(SystemExit) as raised,
-    ):
-        go()
-    assert raised.value.code == 143
-    saved_line, left = caplog.messages
-    assert saved_line.startswith("terminated: step ")
-    assert left.startswith("worker 1: ")
 
 
 def test_a_worker_that_blocks_does_not_keep_the_last_push(blocked):
@@ -537,21 +499,3 @@ def test_apply_if_finite_lets_the_others_go_on(engine):
         pushes = list(run.pushes)
         params = run.server.state()["params"]
     assert params == -by_worker(pushes)[0] < 0
-
-
-@pytest.mark.parametrize("engine", LOCAL)
-@pytest.mark.parametrize("donate", [True, False])
-def test_donate_reaches_the_server(engine, donate):
-    def fail(_):
-        raise FloatingPointError("in the middle of a step")
-
-    def update(grads, state, params=None):
-        jax.debug.callback(fail, grads)
-        return grads, state
-
-    tx = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
-    job = make_job([engines.Worker(ones)], tx=tx)._replace(donate=donate)
-    with engine(job) as run:
-        with pytest.raises(Exception, match="in the middle of a step"):
-            list(run.pushes)
-        assert (run.server.stats().lost is None) is not donate

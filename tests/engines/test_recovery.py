@@ -262,6 +262,8 @@ def test_ctrl_c_ends_a_run_and_saves_nothing(engine, tmp_path):
         engine(make_job(40), checkpoint=checkpoint) as run,
     ):
         stop_at(run, KeyboardInterrupt)
+    assert run.counts().accepted == run.server.stats().accepted
+    assert max(steps_in(tmp_path)) <= run.counts().pushed
     steps = [*steps_in(tmp_path).values()]
     assert steps
     assert all(step % 5 == 0 for step in steps)
@@ -331,6 +333,7 @@ def test_a_failed_step_of_the_server_is_not_saved(engine, donate, tmp_path):
     ):
         list(run.pushes)
     assert [*steps_in(tmp_path).values()] == [5]
+    assert (run.server.stats().lost is None) is not donate
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -471,8 +474,11 @@ def terminate_at(run, moment):
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_sigterm_saves_a_run_and_ends_it(engine, tmp_path, caplog):
+    runs = []
+
     def go():
         with engine(make_job(10**6), checkpoint=tmp_path) as run:
+            runs.append(run)
             terminate_at(run, 20)
             pytest.fail("it goes on")
 
@@ -482,7 +488,7 @@ def test_sigterm_saves_a_run_and_ends_it(engine, tmp_path, caplog):
     assert raised.value.code == 143
     assert signal.getsignal(signal.SIGTERM) is before
     ((pushes, step),) = steps_in(tmp_path).items()
-    assert pushes >= 20
+    assert runs[0].counts().pushed == pushes >= 20
     assert f"terminated: step {step} is saved in {tmp_path}" in caplog.messages[-1]
     with engine(make_job(10**6), checkpoint=tmp_path) as run:
         assert run.resumed == step
@@ -554,16 +560,6 @@ def test_an_interrupt_that_python_drops_ends_a_run_all_the_same(engine, tmp_path
         go()
     assert signal.getsignal(signal.SIGINT) is before
     assert not steps_in(tmp_path)
-
-
-def test_another_thread_can_run_it():
-    ends = []
-    thread = threading.Thread(
-        target=lambda: ends.append(ended(engines.threads, make_job(9)))
-    )
-    thread.start()
-    thread.join()
-    assert len(ends[0][0]) == 9
 
 
 def test_a_repeated_push_of_a_resumed_run_has_its_cosine(tmp_path):
