@@ -127,8 +127,9 @@ class Cells:
 
     def __init__(self, target, dtypes, blocks=2, hlo=None):
         self._target, self._dtypes, self._hlo = target, dtypes, hlo
+        on = devices(target)
         self._params, self._grads = (
-            placed(gpt2_short(jnp.dtype(dtype), blocks), devices(target))
+            placed(gpt2_short(jnp.dtype(dtype), blocks), on)
             for dtype in DTYPES[dtypes][:2]
         )
         self.n = size_on_a_chip(self._params)

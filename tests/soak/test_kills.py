@@ -1,4 +1,4 @@
-"""What each signal leaves of the demo, once; the benchmark sends many."""
+"""What each signal leaves of the demo, once; ``tests.soak.kills`` sends many."""
 
 import os
 import pathlib
