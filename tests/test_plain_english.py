@@ -21,8 +21,7 @@ TEXTS = sorted(
     path
     for pattern in (
         *("*.md", "docs/*.md", "docs/*/*.md", "benchmarks/*.md"),
-        *("gradxform/**/*.py", "benchmarks/*.py", "tests/soak/*.py"),
-        "notebooks/*.ipynb",
+        *("gradxform/**/*.py", "benchmarks/*.py", "notebooks/*.ipynb"),
         *("tests/**/*.md", "tests/**/*.py"),
     )
     for path in ROOT.glob(pattern)
