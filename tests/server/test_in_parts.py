@@ -19,10 +19,12 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform._server import messages, wire
+from gradxform._server.actor import Publisher
 from gradxform._server.channel import CommandChannel, Followed
 from gradxform._server.group import await_answer
 from gradxform._server.layout import Layout
 from gradxform._server.messages import Message, Payload, packed
+from gradxform._server.records import Version
 
 # Which part lies where.
 
@@ -179,6 +181,17 @@ def test_large_messages_go_to_the_store_once(monkeypatch):
     assert Payload.of(gx.IndexedSlices(np.arange(len(rows)), rows, rows.shape)).ref
     assert Payload.of(packed([large])).ref
     assert len(put) == 3
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_a_version_that_two_workers_pull_at_once_is_put_once():
+    """On Ray that is a race. A pull that comes later is in ``test_ray``."""
+    put = []
+    publisher = Publisher(put=lambda params: put.append(params) or len(put))
+    version, tables = Version([], 0, 0, "a"), frozenset()
+    assert publisher.find(version, tables) is None  # For both of them.
+    assert [publisher.publish(version, tables, {}) for _ in range(2)] == [1, 1]
+    assert len(put) == 1
 
 
 class Name(str):
