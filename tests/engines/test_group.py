@@ -19,12 +19,17 @@ from tests.conftest import ON_RAY
 from tests.engines.test_ray import assert_counted
 from tests.engines.test_recovery import stop_at
 
-ROWS, DIM = 301, 4  # Neither 2 nor 3 divides ROWS.
+ROWS, DIM, WIDE = 301, 4, 7  # Neither 2 nor 3 divides the first and the last.
 
 
 def make_params():
     rng = np.random.default_rng(0)
-    shapes = {"item": (ROWS, DIM), "user": (64, DIM), "hidden": (DIM, 6), "out": (6,)}
+    shapes = {
+        "item": (ROWS, DIM),
+        "user": (64, DIM),
+        "hidden": (DIM, WIDE),
+        "out": (WIDE,),
+    }
     return {
         name: 0.3 * rng.standard_normal(shape).astype(np.float32)
         for name, shape in shapes.items()
@@ -139,12 +144,12 @@ def each(spec):
         (ValueError, r"at \['hidden'\] cuts along two", 5, each(P("server", "server"))),
         (
             ValueError,
-            r"at \['hidden'\] has more axes than the leaf, of shape \[4, 6\]",
+            r"at \['hidden'\] has more axes than the leaf, of shape \[4, 7\]",
             *(5, each(P(None, None, "server"))),
         ),
         (
             ValueError,
-            r"at \['hidden'\] cuts axis 0 of shape \[4, 6\] into 5 parts",
+            r"at \['hidden'\] cuts axis 0 of shape \[4, 7\] into 5 parts",
             *(5, each(P("server"))),
         ),
         (TypeError, r"at \['hidden'\] is no", 5, each("server")),
@@ -203,8 +208,8 @@ def test_processes_train_as_one_does(gate, count, standard_promotion):
         shapes = on_group(
             lambda _, leaves: [x.addressable_data(0).shape for x in leaves], run
         )
-    columns, items, users = (-(-size // count) for size in (6, ROWS, 64))
-    assert shapes == [[(DIM, columns), (items, DIM), (6,), (users, DIM)]] * count
+    columns, items, users = (-(-size // count) for size in (WIDE, ROWS, 64))
+    assert shapes == [[(DIM, columns), (items, DIM), (WIDE,), (users, DIM)]] * count
 
 
 @marked
@@ -236,7 +241,7 @@ def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
             refused(server, ValueError, r"NaN or inf at \['item'\]", bad, step)
             tall = {**ones, "item": np.ones((ROWS + 1, DIM), np.float32)}
             refused(server, TypeError, "item", tall, step)
-            counts = {**ones, "out": np.ones(6, np.int32)}
+            counts = {**ones, "out": np.ones(WIDE, np.int32)}
             refused(server, TypeError, "out", counts, step)
             refused(server, ValueError, "local_step must be in", ones, 99)
             refused(server, ValueError, "comes after", ones, step, push_id=("w", -1))
