@@ -4,9 +4,12 @@
 memory or bytes, or hang it now and then, so the tests here ask the modules themselves.
 """
 
+import os
 import pickle
 import queue
 import socket
+import subprocess
+import sys
 import threading
 from multiprocessing import AuthenticationError
 
@@ -222,20 +225,32 @@ KEY = b"known to both"
 SECONDS = 30
 
 
-def test_each_follower_gets_the_same_commands_in_the_same_sequence():
-    commands = CommandChannel("127.0.0.1", KEY, end=print)
+@pytest.fixture
+def channel():
+    """A leader with two followers, and for each of the three why it should end."""
+    ends = [queue.SimpleQueue() for _ in range(3)]
+    commands = CommandChannel("127.0.0.1", KEY, ends[0].put)
     followed = []
 
     def follow():  # The second one comes first.
         with pytest.raises(AuthenticationError):
-            Followed(commands.address, b"a guess", 0, end=print)
+            Followed(commands.address, b"a guess", 0, pytest.fail)
         for number in (2, 1):
-            followed.insert(0, Followed(commands.address, KEY, number, end=print))
+            followed.insert(
+                0, Followed(commands.address, KEY, number, ends[number].put)
+            )
 
     thread = threading.Thread(target=follow)
     thread.start()
     commands.accept(2)
     thread.join()
+    yield commands, followed, ends
+    for each in (*commands._connections, *(x._connection for x in followed)):
+        each.close()
+
+
+def test_each_follower_gets_the_same_commands_in_the_same_sequence(channel):
+    commands, followed, _ = channel
     done = [queue.SimpleQueue(), queue.SimpleQueue()]
     for one, got in zip(followed, done, strict=True):
         handle = lambda *command, got=got: got.put(command)  # noqa: E731
@@ -262,6 +277,43 @@ def test_each_follower_gets_the_same_commands_in_the_same_sequence():
     for low in (0, 1000):
         numbers = [n for _, n in two[1:] if low <= n < low + 200]
         assert numbers == [*range(low, low + 200)]
+
+
+def shut(connection):
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.shutdown(socket.SHUT_RDWR)
+
+
+def test_the_end_of_a_follower_ends_the_leader(channel):
+    _, followed, ends = channel
+    shut(followed[0]._connection)
+    assert "has died" in ends[0].get(timeout=SECONDS)
+
+
+HANGS = f"""
+import sys, threading
+from gradxform._server.channel import Followed
+followed = Followed(("127.0.0.1", int(sys.argv[1])), {KEY!r}, 1)
+print("here", flush=True)
+threading.Event().wait()  # As in a collective that nobody else will join.
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_ends_when_its_leader_dies():
+    """In a group, the engine might kill it before."""
+    commands = CommandChannel("127.0.0.1", KEY, print)
+    command = [sys.executable, "-c", HANGS, str(commands.address[1])]
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, text=True) as process:
+        try:
+            commands.accept(1)
+            assert process.stdout.readline() == "here\n"
+            shut(commands._connections[0])
+            assert process.wait(SECONDS) == 1
+            assert "the leader of the server has died" in process.stderr.read()
+        finally:
+            process.kill()
 
 
 def test_an_answer_waits_for_its_listener():
