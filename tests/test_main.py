@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 
 import gradxform as gx
-from benchmarks.kills import processes_of
 from gradxform import __main__ as job
 from gradxform import engines
 
 # The command line shows a part of these alone.
 from gradxform._demo.command_line import ENGINES, MODES, settings_of, writable_png
 from tests.conftest import KILLED, OF_RAY, half, promotion, xla_flags
+from tests.soak.kills import processes_of
 
 SHORT = ("--steps", "60", "--engine", "simulated")
 OUTCOMES = ("accepted", "dropped")
