@@ -1,9 +1,8 @@
-"""The TPU compiler's figures for the donated step on GPT-2-small, without a TPU.
+"""The TPU compiler without a TPU, and what a compiled step costs by its count.
 
-``python -m benchmarks.compilers --topology v5e:2x2 v5p:2x2x1 v6e:2x2 v5e:16x16`` needs
-libtpu, in an environment of its own (with it installed, JAX looks for a TPU):
+It needs libtpu, in an environment of its own (with it installed, JAX looks for a TPU):
 ``pip install "jax[tpu]" -e .``. It takes every topology that libtpu knows: ``v4:2x2x1``
-and ``tpu7x:2x2x1`` are two more.
+and ``tpu7x:2x2x1`` are two more than those of ``benchmarks.grid``.
 
 A topology of up to 8 chips stands for one chip. On a larger one, parameters, state and
 gradients are sharded over all chips. Each array is cut along the largest dimension that
@@ -30,39 +29,17 @@ counts.
 import functools
 import math
 import os
-import pathlib
 import re
-import time
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import gradxform as gx
-from benchmarks.measure import arguments, report
-from benchmarks.models import gpt2_small
-from benchmarks.step import (
-    ADAGRAD,
-    CLIP,
-    OPTAX_ADAGRAD,
-    OPTAX_NOVOGRAD,
-    gx_step,
-    optax_step,
-)
+from benchmarks.step import gx_step
 
-CHAINS = {
-    "optax clip + adagrad": OPTAX_ADAGRAD,
-    "clip + adagrad": optax.chain(CLIP, gx.adagrad(0.1)),
-    "adagrad(global_clipnorm)": ADAGRAD,
-    "optax clip + novograd": OPTAX_NOVOGRAD,
-    "clip + novograd": optax.chain(CLIP, gx.novograd(0.1)),
-    "novograd(global_clipnorm)": gx.novograd(0.1, global_clipnorm=1.0),
-}
 COLLECTIVES = [
     "all-reduce",
     "all-gather",
@@ -175,53 +152,17 @@ def count(hlo, opcode):
     return hlo.count(f" {opcode}(") + hlo.count(f" {opcode}-start(")
 
 
-def measure(name, params, rounds):
-    """The compiled program's text, and its line of the table."""
-    write = optax_step if name.startswith("optax") else gx_step
-    lowered = lower_step(CHAINS[name], params, write)
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        compiled = lowered.compile()
-        seconds.append(time.perf_counter() - start)
-    hlo, n = compiled.as_text(), size_on_a_chip(params)
-    in_n = {
+def figures(compiled, n):
+    """What a compiled step on parameters of ``n`` bytes costs, in N."""
+    in_bytes = {
         "temp": compiled.memory_analysis().temp_size_in_bytes,
         "bytes": compiled.cost_analysis()["bytes accessed"],
-        **traffic(hlo),
+        **traffic(compiled.as_text()),
     }
-    return hlo, {
-        **{f"{k}/N": round(v / n, 3) for k, v in in_n.items()},
-        "fusions": count(hlo, "fusion"),
-        "copies": hlo.count(" copy("),
-        "collectives": ", ".join(
-            f"{count(hlo, k)} {k}" for k in COLLECTIVES if count(hlo, k)
-        ),
-        "compile s": round(min(seconds), 1),
-    }
+    return {key: value / n for key, value in in_bytes.items()}
 
 
-def main():
-    """Prints the tables."""
-    parser = arguments(__doc__, rounds=1)
-    parser.add_argument("--topology", nargs="+", default=["v5e:2x2"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--only", default="", help="chains with this in their name")
-    parser.add_argument("--hlo", type=pathlib.Path, help="write the programs here")
-    options = parser.parse_args()
-    rows = []
-    for topology in options.topology:
-        params = placed(gpt2_small(jnp.dtype(options.dtype)), mesh(topology))
-        for chain in (name for name in CHAINS if options.only in name):
-            name = f"{topology}: {chain}"
-            hlo, columns = measure(chain, params, options.rounds)
-            rows.append({"name": name, **columns})
-            if options.hlo:
-                options.hlo.mkdir(parents=True, exist_ok=True)
-                file = re.sub(r"\W+", "_", f"{name} {options.dtype}") + ".hlo"
-                (options.hlo / file).write_text(hlo)
-    report(f"the donated step on {options.dtype} GPT-2-small", rows, options.json)
-
-
-if __name__ == "__main__":
-    main()
+def collectives(hlo):
+    """The number of collectives of each kind, if there are any."""
+    counts = {kind: count(hlo, kind) for kind in COLLECTIVES}
+    return {kind: n for kind, n in counts.items() if n}

@@ -2,9 +2,10 @@
 
 ``python -m benchmarks.grid --targets cpu v5e:2x2 v5p:2x2x1 v6e:2x2 v5e:16x16`` compiles
 the donated step, gradients to parameters, and runs nothing. All targets except
-``cpu`` need libtpu, as ``benchmarks.compilers`` does, which also explains what a
-topology stands for. The model is a GPT-2-small with two blocks: 28 leaves, with every
-kind that the whole model has.
+``cpu`` need libtpu; ``benchmarks.compilers`` explains that, what a topology stands
+for, and the figures. The model is a GPT-2-small with two blocks: 28 leaves, with every
+kind that the whole model has. ``--blocks 12`` takes the whole model, ``--all`` adds all
+other figures for ours and for optax's, and ``--hlo`` writes the programs.
 
 The columns are exact, in N, the parameters' bytes on one device. Each has our figure,
 then a bar, then the figure of optax's chain in the same dtypes, with
@@ -27,7 +28,10 @@ it. There, gradients and parameters are cast in front of the whole chain. The sa
 done for optax's optimizers behind our clip.
 """
 
+import pathlib
+import re
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +41,13 @@ from jax.sharding import Mesh
 
 import gradxform as gx
 from benchmarks.compilers import (
-    COLLECTIVES,
+    collectives,
     count,
+    figures,
     lower_step,
     mesh,
     placed,
     size_on_a_chip,
-    traffic,
 )
 from benchmarks.measure import arguments, report
 from benchmarks.models import gpt2_short
@@ -111,33 +115,62 @@ def devices(target):
     return mesh(target)
 
 
-def figures(tx, dtypes, loop, target, known):
-    """What one cell costs, in N; ``known`` are the figures of programs, by their text.
+class Cells:
+    """The figures of steps for one machine and one choice of dtypes.
 
-    Both loops make the same program of most chains, and it is compiled once.
+    Args:
+      target: a topology, or ``cpu``.
+      dtypes: a key of ``DTYPES``.
+      blocks: of GPT-2-small.
+      hlo: a folder for the compiled programs.
     """
-    on = devices(target)
-    params, grads = (
-        placed(gpt2_short(jnp.dtype(dtype)), on) for dtype in DTYPES[dtypes][:2]
-    )
-    lowered = lower_step(tx, params, LOOPS[loop], grads)
-    text = lowered.as_text()
-    if text not in known:
-        known[text] = measured(lowered.compile(), size_on_a_chip(params), target)
-    return known[text]
+
+    def __init__(self, target, dtypes, blocks=2, hlo=None):
+        self._target, self._dtypes, self._hlo = target, dtypes, hlo
+        on = devices(target)
+        self._params, self._grads = (
+            placed(gpt2_short(jnp.dtype(dtype), blocks), on)
+            for dtype in DTYPES[dtypes][:2]
+        )
+        self.n = size_on_a_chip(self._params)
+        # Both loops make the same program of most chains. It is compiled once.
+        self._known = {}
+
+    def of(self, name, tx, loop):
+        """All figures of a step."""
+        lowered = lower_step(tx, self._params, LOOPS[loop], self._grads)
+        text = lowered.as_text()
+        if text not in self._known:
+            start = time.perf_counter()
+            compiled = lowered.compile()
+            seconds = time.perf_counter() - start
+            hlo = compiled.as_text()
+            if self._hlo:
+                self._hlo.mkdir(parents=True, exist_ok=True)
+                file = re.sub(
+                    r"\W+", "_", f"{self._target} {self._dtypes} {name} {loop}"
+                )
+                (self._hlo / f"{file}.hlo").write_text(hlo)
+            self._known[text] = measured(compiled, hlo, self.n, self._target)
+            self._known[text]["compile s"] = seconds
+        return self._known[text]
 
 
-def measured(compiled, n, target):
-    """What a compiled step on parameters of ``n`` bytes costs, in N."""
-    hlo = compiled.as_text()
-    found = {"temp": compiled.memory_analysis().temp_size_in_bytes / n}
+def measured(compiled, hlo, n, target):
+    """The figures of a compiled step on parameters of ``n`` bytes."""
     if target == "cpu":
-        found["moved"] = compiled.cost_analysis()["bytes accessed"] / n
+        temporary = compiled.memory_analysis().temp_size_in_bytes
+        moved = compiled.cost_analysis()["bytes accessed"]
+        found = {"temp": temporary / n, "moved": moved / n}
     else:
-        moved = traffic(hlo)
-        found |= {"moved": moved["own"] / n, "hbm": moved["hbm"] / n}
-    found["collectives"] = sum(count(hlo, kind) for kind in COLLECTIVES)
-    return found
+        found = figures(compiled, n)
+        found["moved"] = found.pop("own")
+    found["collectives"] = sum(collectives(hlo).values())
+    return found | {
+        "kinds": ", ".join(f"{n} {kind}" for kind, n in collectives(hlo).items()),
+        "fusions": count(hlo, "fusion"),
+        "copies": hlo.count(" copy("),
+    }
 
 
 def worse(ours, theirs, kept=0):
@@ -146,23 +179,33 @@ def worse(ours, theirs, kept=0):
     return [k for k in ours if ours[k] > 1.02 * theirs[k] + slack.get(k, 0)]
 
 
-def rows(target, dtypes, only=""):
+COMPARED = "temp", "moved", "hbm", "collectives"
+
+
+def rows(target, dtypes, only="", everything=False, **options):
     """The lines of the table for one machine and one choice of dtypes."""
-    known, kept = {}, 0
-    if target != "cpu":
-        params = gpt2_short(jnp.dtype(DTYPES[dtypes][0]))
-        kept = 3e6 / size_on_a_chip(placed(params, devices(target)))
+    cells = Cells(target, dtypes, **options)
+    kept = 0 if target == "cpu" else 3e6 / cells.n
     for name, (tx, theirs) in chains(dtypes).items():
         if only not in name:
             continue
-        its = figures(theirs, dtypes, "optax", target, known)
+        its = cells.of(f"optax {name}", theirs, "optax")
         for loop in LOOPS:
-            ours = figures(tx, dtypes, loop, target, known)
+            ours = cells.of(name, tx, loop)
+            columns = [k for k in COMPARED if k in ours]
+            compared = [{k: x[k] for k in columns} for x in (ours, its)]
+            more = [k for k in ours if k not in columns] if everything else []
             yield {
                 "name": f"{target} {dtypes}: {name}, {loop}",
-                **{k: f"{v:.2f} | {its[k]:.2f}" for k, v in ours.items()},
-                "worse": ", ".join(worse(ours, its, kept)),
+                **{k: f"{ours[k]:.2f} | {its[k]:.2f}" for k in columns},
+                "worse": ", ".join(worse(*compared, kept)),
+                **{k: f"{shown(ours[k])} | {shown(its[k])}" for k in more},
             }
+
+
+def shown(x):
+    """A figure in the table."""
+    return f"{x:.2f}" if isinstance(x, float) else x
 
 
 def main():
@@ -171,13 +214,20 @@ def main():
     parser.add_argument("--targets", nargs="+", default=["cpu"])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--only", default="", help="chains with this in their name")
+    parser.add_argument("--blocks", type=int, default=2, help="of GPT-2-small")
+    parser.add_argument("--all", action="store_true", help="all figures")
+    parser.add_argument("--hlo", type=pathlib.Path, help="write the programs here")
     options = parser.parse_args()
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     table = [
         row
         for target in options.targets
         for dtypes in options.dtypes
-        for row in rows(target, dtypes, options.only)
+        for row in rows(
+            *(target, dtypes, options.only, options.all),
+            blocks=options.blocks,
+            hlo=options.hlo,
+        )
     ]
     report("the donated step, ours | optax's", table, options.json)
     sys.exit(any(row["worse"] for row in table))

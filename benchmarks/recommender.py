@@ -6,12 +6,25 @@ a user and the row of an item, each with its popularity, go through a dense laye
 Their product gives the chance of a click. Four threads pull the rows that their batch
 reads, compute, and push late to one ``ParameterServer``: clip, then row-wise Adagrad
 for the tables and AdamW for the rest.
+
+``--server-processes 4`` (extra ``ray``) takes rows of 64 numbers, and a server of four
+processes. A function makes the tables column by column, so no process ever has all of
+them, and none needs much more than its part. The table has the memory that each process
+has for itself at the end, and the most that it had. ``--limit`` bounds the data of each
+process of the server to so many gigabytes (``RLIMIT_DATA``). With a limit below the
+size of the tables, one process fails, and the program exits with 1.
 """
 
+import argparse
 import concurrent.futures
+import functools
 import itertools
+import logging
 import math
+import os
+import re
 import resource
+import sys
 import time
 
 import jax
@@ -21,8 +34,9 @@ import optax
 
 import gradxform as gx
 from benchmarks.measure import arguments, report
+from gradxform import engines
 
-WIDTH, HIDDEN, TASTES, BATCH = 16, 32, 4, 4096
+WIDTH, WIDE, HIDDEN, TASTES, BATCH = 16, 64, 32, 4, 4096
 TABLES = ("items", "users")
 
 
@@ -40,17 +54,28 @@ def make_tx(max_staleness):
     return gx.drop_stale(optax.chain(gx.clip_by_global_norm(1.0), each), max_staleness)
 
 
-def make_params(heights, seed=0):
-    """Tables of small numbers, and the two dense layers."""
-    rng = np.random.default_rng(seed)
+def table(seed, height, width):
+    """Small numbers, by columns: made at once, they need four times the memory."""
+
+    def column(number, made):
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        drawn = 0.05 * jax.random.normal(key, (height, 1))
+        return jax.lax.dynamic_update_slice(made, drawn, (0, number))
+
+    return jax.lax.fori_loop(0, width, column, jnp.zeros((height, width)))
+
+
+def make_params(heights, width=WIDTH):
+    """The tables, and the two dense layers."""
     params = {
-        name: 0.05 * rng.standard_normal((height, WIDTH), np.float32)
-        for name, height in heights.items()
+        name: jax.jit(functools.partial(table, seed, height, width))()
+        for seed, (name, height) in enumerate(heights.items())
     }
+    layer = np.random.default_rng(0).standard_normal
     for name in TABLES:
-        shape = (WIDTH, HIDDEN)
-        params[f"{name}_layer"] = rng.standard_normal(shape, np.float32) / WIDTH**0.5
-    return params | {"bias": np.float32(0.0)}
+        drawn = layer((width, HIDDEN), np.float32)
+        params[f"{name}_layer"] = jnp.asarray(drawn / width**0.5)
+    return params | {"bias": jnp.float32(0.0)}
 
 
 def loss_fn(params, batch):
@@ -139,6 +164,98 @@ def evaluate(server, heights, count=20):
     ]
 
 
+# A server of several processes.
+
+
+def memory():
+    """Megabytes that this process has for itself now, and its largest total so far."""
+    with open("/proc/self/status") as file:
+        text = file.read()
+    return [
+        int(re.search(rf"^{name}:\s+(\d+) kB", text, re.M)[1]) / 1024
+        for name in ("RssAnon", "VmHWM")
+    ]
+
+
+def job_of(heights, options):
+    """Workers that read rows of these tables."""
+    import ray
+
+    def params():
+        # In an actor, and so not in the driver.
+        if options.limit and ray.get_runtime_context().get_actor_id():
+            limit = int(options.limit * (1 << 30))
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        return make_params(heights, WIDE)
+
+    worker = engines.Worker(
+        by_rows, lambda number: (next(batches(heights, number)),), rows=rows_of
+    )
+    tx = make_tx(options.max_staleness)
+    return engines.Job(params, tx, [worker] * options.workers, options.pushes)
+
+
+def in_processes(heights, options):
+    """Losses, and the memory of the server's processes, the workers and this one."""
+    import ray
+
+    count = options.server_processes
+    with engines.ray(job_of(heights, options), server_processes=count) as run:
+        losses = [push.loss for push in run.pushes]
+        # A server of several processes has no public name for them.
+        server = getattr(run.server._processes, "_actors", None) or [run.server.actor]
+        actors = [*server, *run.workers.values()]
+        each = ray.get([x.__ray_call__.remote(lambda _: memory()) for x in actors])
+        return losses, each[: len(server)], [*each[len(server) :], memory()]
+
+
+def rows_in_processes(heights, options):
+    """The lines of the table: the memory of each process."""
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    count = options.server_processes
+    ray.init(
+        num_cpus=count + options.workers,
+        object_store_memory=200 << 20,
+        logging_level=logging.ERROR,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
+    # These tables are just large enough to be cut.
+    small = dict.fromkeys(heights, 10000 * count)
+    quick = argparse.Namespace(**{**vars(options), "pushes": 20, "limit": None})
+    _, empty, _ = in_processes(small, quick)
+    idle = max(now for now, _ in empty)
+    start = time.perf_counter()
+    try:
+        losses, server, rest = in_processes(heights, options)
+    except (ray.exceptions.RayError, RuntimeError, MemoryError) as error:
+        seconds = time.perf_counter() - start
+        print(f"failed after {seconds:.0f} s: {type(error).__name__}", error, sep="\n")
+        sys.exit(1)
+    first, *_, last = (float(np.mean(part)) for part in np.array_split(losses, 10))
+    part = sum(heights.values()) * WIDE * 4 / (1 << 20) / count
+    yield {
+        "name": f"a part of {part:,.0f} MB",
+        "first loss": f"{first:.4f}",
+        "last": f"{last:.4f}",
+        "now [MB]": round(idle),
+    }
+    names = [f"process {n}" for n in range(count)]
+    for name, (now, most) in zip(names, server, strict=True):
+        parts = round((now - idle) / part, 2)
+        yield {
+            "name": name,
+            "now [MB]": round(now),
+            "parts": parts,
+            "peak [MB]": round(most),
+        }
+    names = [*["worker"] * options.workers, "driver"]
+    for name, (now, most) in zip(names, rest, strict=True):
+        yield {"name": name, "now [MB]": round(now), "peak [MB]": round(most)}
+
+
 def main():
     """Prints the table."""
     parser = arguments(__doc__)
@@ -147,8 +264,14 @@ def main():
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--pushes", type=int, default=6000)
     parser.add_argument("--max-staleness", type=int, default=8)
+    parser.add_argument("--server-processes", type=int, default=0)
+    parser.add_argument("--limit", type=float, help="gigabytes for each of them")
     options = parser.parse_args()
     heights = {"users": options.users, "items": options.items}
+    if options.server_processes:
+        rows = list(rows_in_processes(heights, options))
+        report("two towers, and memory of each process", rows, options.json)
+        return
     server = gx.ParameterServer(make_params(heights), make_tx(options.max_staleness))
     start = time.perf_counter()
     train(server, heights, options.workers, options.pushes)

@@ -7,7 +7,6 @@ measures what others cost a worker: another worker whose gradients take 0.3 s, a
 that wait for a step.
 """
 
-import argparse
 import concurrent.futures
 import contextlib
 import functools
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import gradxform as gx
+from benchmarks.measure import arguments, report
 
 SHAPES = {f"layer{i}": (256, 256) for i in range(15)} | {"bias": (16960,)}
 TX = gx.drop_stale(gx.adagrad(0.1, global_clipnorm=1.0), max_staleness=2)
@@ -123,31 +123,27 @@ def beside_waiting(params, grads, pushes, waiting):
     return rate
 
 
-def report(title, rates, reference):
-    """Prints pushes a second, and their share of the reference."""
-    print(f"{title:34}{'best':>8}{'median':>8}{f'of {reference}: best, median':>30}")
-    for name, measured in rates.items():
-        best, median = max(measured), statistics.median(measured)
-        print(
-            f"{name:34}{best:8.0f}{median:8.0f}{best / max(rates[reference]):22.2f}"
-            f"{median / statistics.median(rates[reference]):8.2f}"
-        )
-    print()
-
-
 def measure(ways, rounds):
-    """Runs all ways in turn, each equally often."""
+    """The lines of the table; all ways run in turn, and the first is the reference."""
     rates = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
             rates[name].append(way())
-    return rates
+    first = next(iter(rates.values()))
+    for name, measured in rates.items():
+        best, median = max(measured), statistics.median(measured)
+        yield {
+            "name": name,
+            "best": round(best),
+            "median": round(median),
+            "of the first: best": round(best / max(first), 2),
+            "of the first: median": round(median / statistics.median(first), 2),
+        }
 
 
 def main():
     """Prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = arguments(__doc__, rounds=7)
     parser.add_argument("--pushes", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a slow worker")
     options = parser.parse_args()
@@ -165,7 +161,8 @@ def main():
         ),
         "server, from the main thread": functools.partial(served, *args, pull=False),
     }
-    report("1M parameters, pushes a second", measure(ways, options.rounds), "bare")
+    served_by = list(measure(ways, options.rounds))
+    report("1M parameters, pushes a second", served_by, options.json)
 
     loops = loops_of(grads, 0.3)
     args = params, grads, options.seconds, loops
@@ -175,8 +172,7 @@ def main():
         ),
         "pushed at once": functools.partial(beside_straggler, *args, wait_first=False),
     }
-    rates = measure(ways, options.rounds)
-    report("beside gradients of 0.3 s", rates, "waited for by itself")
+    report("beside gradients of 0.3 s", list(measure(ways, options.rounds)))
 
     small = {"w": jnp.ones(100)}
     ways = {
@@ -185,7 +181,7 @@ def main():
         )
         for waiting in (0, *WAITING)
     }
-    report("100 parameters", measure(ways, options.rounds), "0 waiting")
+    report("100 parameters", list(measure(ways, options.rounds)))
 
 
 if __name__ == "__main__":

@@ -23,11 +23,20 @@ its Adagrad has only on CPU. If one of them is not installed, its rows are left 
 ``python -m benchmarks.step --model gpt2_small 1000 2000 --dtype bfloat16`` measures one
 model after the other. A number stands for so many leaves with 256 numbers each. This is
 the command for a GPU. 2,000 leaves take minutes to compile.
+
+``--kernels`` measures the work of a GPU in one step, by JAX's profiler, of those rows
+that run on JAX. By the clock, the host limits a single step, because it hands many
+buffers in and out. A program that computes the gradients too takes that time anyway.
+The columns are the number of ``kernels`` and copies, their time together, ``device
+ms``, and its ``speed``. XLA records kernels as graphs, and the profiler sees each graph
+as one event. With ``XLA_FLAGS=--xla_gpu_enable_command_buffer=`` it sees the kernels.
 """
 
 import functools
 import importlib.util
 import os
+import pathlib
+import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,6 +56,7 @@ from benchmarks.measure import (
 )
 from benchmarks.models import size, tree
 
+PROFILED = 3  # Steps.
 ADDED = 2**29  # Bytes of the array that measures the bandwidth.
 FRESH, STALE = 2**30, -(2**30)  # Local steps that are always fresh, and always stale.
 
@@ -275,6 +285,42 @@ def measure(rows, grads, rounds, added=ADDED):
     return lines, rate
 
 
+def on_device(run):
+    """Seconds of each kernel and copy that a GPU runs for some steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(PROFILED):
+                run()
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(path))
+    return [
+        event.duration_ns * 1e-9
+        for plane in profile.planes
+        if plane.name.startswith("/device:GPU")
+        for line in plane.lines
+        if "Stream" in line.name
+        for event in line.events
+    ]
+
+
+def kernels(rows, grads):
+    """A group's lines of the table of kernels."""
+    shapes, first = jax.eval_shape(lambda: grads), None
+    for row in rows:
+        if row.name.split()[0] in ("optax", "gx"):
+            run = row.build(shapes, grads).run
+            run()  # A first run, so that everything is loaded.
+            seconds = on_device(run)
+            total = sum(seconds) / PROFILED
+            first = first or total
+            yield {
+                "name": row.name,
+                "kernels": round(len(seconds) / PROFILED),
+                "device ms": round(total * 1e3, 3),
+                "speed": round(first / total, 2),
+            }
+
+
 def chosen(word=""):
     """Groups of the rows whose names contain the word; always with the first row."""
     for group, (first, *others) in GROUPS.items():
@@ -289,26 +335,29 @@ def main():
     parser.add_argument("--model", nargs="+", default=["gpt2_small"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--only", default="", help="rows with this in their name")
+    parser.add_argument("--kernels", action="store_true", help="those of a GPU")
     options = parser.parse_args()
+    if options.kernels and jax.default_backend() != "gpu":
+        raise SystemExit("--kernels measures a GPU, and JAX has none here.")
     for model in options.model:
         shapes = tree(model, options.dtype)
         grads, lines, rates = draw(shapes, 0), [], []
         for rows in chosen(options.only):
-            measured, rate = measure(rows, grads, options.rounds)
-            lines += measured
-            rates.append(rate)
+            if options.kernels:
+                lines += kernels(rows, grads)
+            else:
+                measured, rate = measure(rows, grads, options.rounds)
+                lines += measured
+                rates.append(rate)
             jax.clear_caches()  # Steps over thousands of leaves hold gigabytes.
         name = f"{int(model):,} leaves" if model.isdigit() else model
         path = options.json
         if path and len(options.model) > 1:
             path = path.with_stem(f"{path.stem}_{model}")
-        report(
-            f"{name}, {options.dtype}, N = {size(shapes) / 1e6:.1f} MB, "
-            f"{min(rates) / 1e9:.1f} to {max(rates) / 1e9:.1f} GB/s",
-            lines,
-            path,
-            bandwidth=rates,
-        )
+        title = f"{name}, {options.dtype}, N = {size(shapes) / 1e6:.1f} MB"
+        if rates:
+            title += f", {min(rates) / 1e9:.1f} to {max(rates) / 1e9:.1f} GB/s"
+        report(title, lines, path, bandwidth=rates)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ The flow, left to right::
 
     loss ─▶ gradients ─▶ clip ─▶ scale (adagrad │ novograd) ─▶ updates ─▶ params
                 ▲                                                           │
-                └─── wrappers decide whether this push may act at all ◀─────┘
+                └─── wrappers decide whether this push is applied ◀─────────┘
                      drop_stale · conditional_accumulator · accumulate
                      (they carry the global step)
 

@@ -233,8 +233,8 @@ def make_run(
 
 def cut(processes: int, path: str, shape: tuple[int, ...]) -> PartitionSpec:
     """Cuts each leaf that can be cut, although the model is small."""
-    parts = shape and shape[0] >= processes
-    return PartitionSpec("server") if parts else PartitionSpec()
+    can_be_cut = shape and shape[0] >= processes
+    return PartitionSpec("server") if can_be_cut else PartitionSpec()
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import optax
 
 import gradxform as gx
-from gradxform._late import gate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +258,7 @@ DESCRIPTORS = (
     ),
 )
 # The rows that act at once. A gate's conditional has tests of its own.
-UNGATED = [row for row in DESCRIPTORS if gate.guard_of(row.make()) is None]
+UNGATED = [row for row in DESCRIPTORS if not getattr(row.make(), "guard", None)]
 
 # All that is public. from_config makes one of the others.
 TRANSFORMATIONS = [

@@ -12,8 +12,8 @@ def global_norm(grads):
     return np.sqrt(sum(np.sum(np.abs(g) ** 2) for g in grads.values()))
 
 
-def clip_by_global_norm(grads, max_norm):
-    norm = global_norm(grads)
+def clip_by_global_norm(grads, max_norm, use_norm=None):
+    norm = global_norm(grads) if use_norm is None else use_norm
     factor = max_norm / norm if norm > max_norm else 1.0
     if not np.isfinite(norm):
         factor = np.nan
@@ -193,12 +193,33 @@ def drop_stale(params, pushes, max_staleness, apply):
         yield params, global_step, stale
 
 
+def fresh(pushes, max_staleness):
+    """Yields all gradients that acted until then, the step and stale."""
+    return drop_stale([], pushes, max_staleness, lambda acted, grads: [*acted, grads])
+
+
 def delayed(sequence, num_steps):
     """Yields what acts at each step, or None while a list of that many is not full."""
     waiting = []
     for grads in sequence:
         waiting.append(grads)
         yield waiting.pop(0) if len(waiting) > num_steps else None
+
+
+def sums(pushes, num_required, reduction="mean", *, skip_nonfinite=False):
+    """Plays ``(grads, local_step)``; yields what acts or None, step, held and stale."""
+    held, global_step, stale = [], 0, 0
+    for grads, local_step in pushes:
+        acts, late = None, local_step is not None and local_step < global_step
+        finite = all(np.isfinite(g).all() for g in grads.values())
+        stale += late
+        if not late and (finite or not skip_nonfinite):
+            held.append(grads)
+        if len(held) == num_required:
+            divisor = num_required if reduction == "mean" else 1
+            acts = tree_map(lambda g, n=divisor: g / n, total(held))
+            held, global_step = [], global_step + 1
+        yield acts, global_step, held, stale
 
 
 def worker_mean(pushes, num_workers, method):
@@ -294,21 +315,18 @@ def expected(row, params, pushes, local_step=None):
 
 def _acting(row, pushes, local_step):
     """The gradients that a gate gives to its inner transformation, one by one."""
-    options = row.kwargs
+    options, stamped = row.kwargs, [(grads, local_step) for grads in pushes]
     if row.name == "drop_stale":
-        played = drop_stale(
-            [],
-            [(grads, local_step) for grads in pushes],
-            options["max_staleness"],
-            lambda acted, grads: [*acted, grads],
-        )
-        return list(played)[-1][0]
+        *_, (acted, *_) = fresh(stamped, options["max_staleness"])
+        return acted
     if row.name == "delayed":
         played = delayed(pushes, options["num_steps"])
     elif row.name == "worker_mean":
         played = _mean_of_one_worker(pushes, local_step, options["method"])
     else:
-        played = _sums(pushes, local_step, **options)
+        known = "num_required", "reduction", "skip_nonfinite"
+        given = {k: v for k, v in options.items() if k in known}
+        played = (acts for acts, *_ in sums(stamped, **given))
     return [grads for grads in played if grads is not None]
 
 
@@ -324,18 +342,3 @@ def _mean_of_one_worker(pushes, local_step, method):
     for leaves in zip(*played, strict=True):
         means = [mean for mean, *_ in leaves]
         yield None if means[0] is None else dict(zip(pushes[0], means, strict=True))
-
-
-def _sums(
-    pushes, local_step, inner, num_required, reduction="mean", skip_nonfinite=False, **_
-):
-    held, step = [], 0
-    for grads in pushes:
-        late = local_step is not None and step > local_step
-        finite = all(np.isfinite(g).all() for g in grads.values())
-        if not late and (finite or not skip_nonfinite):
-            held.append(grads)
-        if len(held) == num_required:
-            divisor = num_required if reduction == "mean" else 1
-            yield tree_map(lambda g, n=divisor: g / n, total(held))
-            held, step = [], step + 1

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import gradxform as gx
-from gradxform._demo import listing
+from gradxform._demo import listing  # What the demo lists is public.
 
 WIDTH = 88
 SPECIAL = ("__call__", "__enter__")  # Methods that have a syntax of their own.

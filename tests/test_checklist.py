@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import gradxform as gx
-from tests import mutations, oracles
+from tests import oracles
 from tests.descriptors import DESCRIPTORS, NO_ORIGINAL, TRANSFORMATIONS
 from tests.golden import make_checkpoints as golden
 
@@ -36,7 +36,6 @@ API, CHANGELOG, TABLES, SURFACE = map(
     text, ("docs/api/*.md", "CHANGELOG.md", "docs/coming_from/*.md", "tests/*.txt")
 )
 CHECKPOINTS = golden.kept()
-FAULTS = {mutation.file for mutation in mutations.MUTATIONS}
 
 
 def of_every_name(name):
@@ -93,12 +92,6 @@ def of_a_transformation(name):
                 f"{path.relative_to(ROOT)}: what its state is today",
                 "tests/golden/make_checkpoints.sh",
             )
-    file = mutations.file_of(PUBLIC[name])
-    if file not in FAULTS:
-        yield (
-            f"tests/mutations.py: a fault in {file}",
-            f"python -m tests.mutations --only {file}",
-        )
 
 
 def command(name, where=""):

@@ -195,26 +195,6 @@ def test_an_accumulator_resumes_half_full(tmp_path):
     assert (state.global_step, state.num_accumulated) == (1, 0)
 
 
-def test_a_gate_resumes_with_its_counts(tmp_path):
-    tx = gx.drop_stale(optax.sgd(1.0), max_staleness=1)
-    params, state = jnp.array(0.0), tx.init(jnp.array(0.0))
-
-    def push(params, state, local_step):
-        grads = jnp.ones_like(params)
-        return gx.apply_gradients(tx, grads, state, params, local_step=local_step)
-
-    for _ in range(3):  # 0, 1 and 2 steps late
-        params, state = push(params, state, 0)
-    save(tmp_path / "checkpoint", (params, state))
-    fresh = jnp.array(0.0), tx.init(params)
-    params, state = restore(tmp_path / "checkpoint", fresh)
-    assert (state.global_step, state.stale_count, state.staleness) == (2, 1, 2)
-    params, state = push(params, state, 0)
-    assert (params, state.global_step, state.stale_count) == (-2.0, 2, 2)
-    params, state = push(params, state, 1)
-    assert (params, state.global_step, state.stale_count) == (-3.0, 3, 2)
-
-
 def adopt(fresh, theirs):
     """optax's state as ours, which has the same leaves in the same order."""
     pairs = zip(jax.tree.leaves(theirs), jax.tree.leaves(fresh), strict=True)
@@ -335,10 +315,3 @@ def test_a_state_with_other_fields_is_refused(ours, tmp_path):
     save(tmp_path / "checkpoint", (params, theirs))
     with pytest.raises(ValueError, match="do not match"):
         restore(tmp_path / "checkpoint", (params, fresh))
-
-
-def test_sums_of_other_shapes_are_refused():
-    params = draw(0)
-    theirs, ours = optax.adagrad(0.1), gx.adagrad(0.1, row_wise=True)
-    with pytest.raises(TypeError, match="reshape"):
-        adopt(ours.init(params), theirs.init(params))

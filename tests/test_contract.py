@@ -18,7 +18,6 @@ import optax
 import pytest
 
 import gradxform as gx
-from gradxform._late import gate
 from tests import oracles
 from tests.descriptors import DESCRIPTORS, UNGATED
 
@@ -204,7 +203,7 @@ def test_a_gates_update_can_be_wrapped_named_timed_and_sent(row):
     assert tx.update.__name__ in codes
     lowered = jax.jit(jax.named_call(tx.update)).lower(*given, **extra)
     assert f"/{tx.update.__name__}/" in lowered.as_text(debug_info=True)
-    assert gate.guard_of(tx._replace(update=sent)) is not None
+    assert tx._replace(update=sent).guard is not None
 
 
 @pytest.mark.parametrize("dtype", REAL + COMPLEX)
@@ -333,14 +332,6 @@ def test_state_and_params_can_be_donated(row):
     # One buffer cannot be donated twice.
     buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state))]
     assert len(buffers) == len(set(buffers))
-
-
-def test_unknown_extra_arguments_are_ignored(row, compiled):
-    """Under jit here; ``test_eager_equals_jit`` passes one to both."""
-    params = draw(0)
-    args = draw(1), compiled.tx.init(params), params
-    updates, _ = compiled.update(*args, value=1.0, **row.extra(params))
-    chex.assert_trees_all_close(updates, compiled.trace[0][0], rtol=2e-6)
 
 
 def test_chain_and_named_chain(row, compiled):

@@ -21,7 +21,7 @@ from flax.core import FrozenDict
 from flax.training import train_state
 
 import gradxform as gx
-from gradxform.__main__ import load_digits
+from gradxform.__main__ import load_digits  # The data of the demo.
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "frameworks.md").read_text()
@@ -614,37 +614,3 @@ def test_jaspers_config_trains_by_its_formulas():
             mu[k] = 0.95 * mu[k] + normalized + 0.001 * w
             expected[k] = w - rate * mu[k]
         chex.assert_trees_all_close(params, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("num_required", [1, 3])
-def test_kauldrons_step_names_the_update_of_a_gate(num_required, standard_promotion):
-    """As `kauldron.train.train_step` calls a transformation, in its own words."""
-
-    def train(optimizer):
-        @jax.jit
-        def step(params, opt_state, x, y):
-            def forward_with_loss(params):
-                return jnp.mean((x @ params["w"] - y) ** 2)
-
-            grad_fn = jax.named_call(jax.value_and_grad(forward_with_loss), name="grad")
-            loss, params_grads = grad_fn(params)
-            updates, new_opt_state = jax.named_call(optimizer.update)(
-                params_grads, opt_state, params
-            )
-            new_params = jax.named_call(optax.apply_updates)(params, updates)
-            return new_params, new_opt_state, loss
-
-        rng = np.random.default_rng(0)
-        params = {"w": jnp.zeros(3)}
-        opt_state, losses = optimizer.init(params), []
-        for _ in range(12):
-            x = rng.standard_normal((8, 3)).astype(np.float32)
-            y = x @ np.float32([1, -2, 0.5])
-            params, opt_state, loss = step(params, opt_state, x, y)
-            losses.append(float(loss))
-        return losses
-
-    losses = train(gx.accumulate(optax.sgd(0.1, momentum=0.9), num_required))
-    multi_steps = optax.MultiSteps(optax.sgd(0.1, momentum=0.9), num_required)
-    np.testing.assert_allclose(losses, train(multi_steps), rtol=1e-5)
-    assert losses[-1] < losses[0] / 2

@@ -1,4 +1,4 @@
-"""The traces that the originals left, replayed by the library.
+"""The traces that the originals left, replayed by the library and by its oracles.
 
 ``tests/golden/README.md`` says how they were made, what a case holds and which quirks
 of the originals are not ours.
@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import gradxform as gx
+from tests import oracles
 
 CASES = {
     f"{path.stem}:{case['name']}": case
@@ -35,6 +36,14 @@ SLOTS = {
     "exp_avg_sq": "nu",
 }
 OF_OPENSEQ2SEQ = "open_seq2seq.optimizers.novograd.NovoGrad"
+
+
+def slots_of(case, recorded):
+    """For each slot of a step, our name, and the numbers in our sign."""
+    names = SLOTS | {"momentum": "mu"} if case["symbol"] == OF_OPENSEQ2SEQ else SLOTS
+    for slot, leaves in recorded["slots"].items():
+        sign = -1 if slot == "m" else 1  # TensorFlow Addons keeps its momentum negated.
+        yield names[slot], {k: sign * x for k, x in tree(leaves).items()}
 
 
 def array(value, dtype):
@@ -107,7 +116,7 @@ def dense(leaf):
     """In NumPy: it compiles nothing for each number of rows."""
     if not isinstance(leaf, gx.IndexedSlices):
         return np.asarray(leaf)
-    total = np.zeros(leaf.dense_shape, leaf.values.dtype)
+    total = np.zeros(leaf.dense_shape)
     rows = np.asarray(leaf.indices)
     held = rows < len(total)  # The others are padding.
     np.add.at(total, rows[held], np.asarray(leaf.values)[held])
@@ -159,18 +168,13 @@ def test_optimizer(name):
     params = tree(case["params"])
     state = tx.init(params)
     stale_count = 0
-    slots = SLOTS | {"momentum": "mu"} if case["symbol"] == OF_OPENSEQ2SEQ else SLOTS
     for recorded in case["steps"]:
         gated = "local_step" in recorded
         extra = {"local_step": recorded["local_step"]} if gated else {}
         params, state = step(tree(recorded["grads"]), state, params, **extra)
         agree(params, tree(recorded["params"]), floor=1)
-        for slot, expected in recorded["slots"].items():
-            # TensorFlow Addons keeps its momentum negated.
-            sign = -1 if slot == "m" else 1
-            ours = optax.tree.get(state, slots[slot])
-            ours = {k: sign * np.asarray(v) for k, v in ours.items()}
-            agree(ours, tree(expected), floor=0)
+        for slot, expected in slots_of(case, recorded):
+            agree(optax.tree.get(state, slot), expected, floor=0)
         if gated:
             assert gx.global_step(state) == recorded["global_step"]
         if "stale_counter" in recorded:
@@ -182,6 +186,99 @@ def test_optimizer(name):
             stale_count += not recorded["accepted"]
             assert state.stale_count == stale_count
             assert state.num_accumulated == recorded["num_accumulated"]
+
+
+# The state that each oracle yields after the parameters.
+STATE = {
+    "adagrad": ["sum_of_squares"],
+    "novograd": ["mu", "nu"],
+    "momentum_look_ahead": ["mu"],
+    "sgd": ["trace"],
+}
+
+
+def sgd(params, sequence, learning_rate, momentum=0.0, *, nesterov=False):
+    """optax's, as the oracles are written."""
+    m = {k: np.zeros_like(p) for k, p in params.items()}
+    for grads in sequence:
+        m = {k: momentum * m[k] + g if momentum else g for k, g in grads.items()}
+        ahead = {k: g + momentum * m[k] for k, g in grads.items()} if nesterov else m
+        params = {k: params[k] - learning_rate * ahead[k] for k in params}
+        yield params, m
+
+
+def named_rows(leaf):
+    """1 where a push has a number for the entry."""
+    if not isinstance(leaf, gx.IndexedSlices):
+        return np.ones(np.shape(leaf))
+    rows = np.isin(np.arange(leaf.dense_shape[0]), leaf.indices)
+    return np.ones(leaf.dense_shape) * rows.reshape(-1, *[1] * (leaf.ndim - 1))
+
+
+def acted(ours, steps):
+    """By the oracles: all that has acted after each step, and the step's counters."""
+    grads = [tree(step["grads"]) for step in steps]
+    pushes = [{k: np.float64(dense(x)) for k, x in g.items()} for g in grads]
+    seen = [step.get("local_step", 0) for step in steps]
+    if "num_required" not in ours:
+        limit = ours.get("max_staleness", np.inf)
+        for done, *counts in oracles.fresh(zip(pushes, seen, strict=True), limit):
+            yield done, {"global_step": counts[0], "stale_counter": counts[1]}
+        return
+    reduction = ours["reduction"].replace("row_mean", "sum")
+    rows = [{k: named_rows(x) for k, x in g.items()} for g in grads]
+    played = (
+        oracles.sums(zip(of, seen, strict=True), ours["num_required"], reduction)
+        for of in (pushes, rows)
+    )
+    done = []
+    for (taken, step, held, _), (share, *_) in zip(*played, strict=True):
+        if taken and ours["reduction"] == "row_mean":
+            of_rows = {k: np.where(n, n, 1) for k, n in share.items()}
+            done = [*done, {k: g / of_rows[k] for k, g in taken.items()}]
+        elif taken:
+            done = [*done, taken]
+        yield done, {"global_step": step, "num_accumulated": len(held)}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@np.errstate(invalid="ignore")
+def test_the_oracles_equal_the_originals(name):
+    """So the arguments of ``ours`` are right, whatever the library does."""
+    case = OURS[name]
+    options = dict(case["ours"].get("inner", case["ours"]))
+    kind, rate = options.pop("transformation"), options["learning_rate"]
+    if isinstance(rate, list):
+        options["learning_rate"] = rate.__getitem__
+    oracle = sgd if kind == "sgd" else oracles.of(kind)
+    start = {k: np.float64(p) for k, p in tree(case["params"]).items()}
+    played = list(acted(case["ours"], case["steps"]))
+    trajectory = [(start,), *oracle(start, played[-1][0], **options)]
+    for (done, counters), recorded in zip(played, case["steps"], strict=True):
+        params, *state = trajectory[len(done)]
+        agree(params, tree(recorded["params"]), floor=1)
+        for slot, expected in slots_of(case, recorded) if done else ():
+            agree(dict(zip(STATE[kind], state, strict=True))[slot], expected, floor=0)
+        taken = recorded.get("taken") or {}
+        for k in taken:  # TensorFlow has not always known the shape.
+            shape = {"dense_shape": start[k].shape}
+            leaf = taken[k] | shape if isinstance(taken[k], dict) else taken[k]
+            agree({k: done[-1][k]}, tree({k: leaf}), floor=0)
+        for counter in counters.keys() & recorded.keys():
+            assert counters[counter] == recorded[counter]
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@np.errstate(over="ignore")
+def test_the_oracles_clip_as_the_originals(name):
+    case = OURS[name]
+    (recorded,), options = case["steps"], dict(case["ours"])
+    # In single precision, as the originals: the square of 1e30 is infinite.
+    given = tree(recorded["grads"])
+    grads = {k: np.float32(dense(g)) for k, g in given.items() if g is not None}
+    clipped = oracles.of(options.pop("transformation"))(grads, **options)
+    half = case.get("dtype") == "float16"
+    agree(given | clipped, tree(recorded["clipped"]), 0, 1e-3 if half else 2e-6)
 
 
 @pytest.mark.parametrize("name", CLIPS)

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-def model(dtype):
+def model(dtype, blocks=None):
     return {f"{i}": jax.ShapeDtypeStruct((512, 512), dtype) for i in range(3)}
 
 

@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 
 import gradxform as gx
-from benchmarks.kills import processes_of
 from gradxform import __main__ as job
 from gradxform import engines
+
+# The command line shows a part of these alone.
 from gradxform._demo.command_line import ENGINES, MODES, settings_of, writable_png
 from tests.conftest import KILLED, OF_RAY, half, promotion, xla_flags
+from tests.soak.kills import processes_of
 
 SHORT = ("--steps", "60", "--engine", "simulated")
 OUTCOMES = ("accepted", "dropped")
@@ -339,21 +341,11 @@ def shown():
     return run(*SHORT, **TERMINAL)
 
 
-def check_a_pipe(done):
-    """The results alone, without control characters."""
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.stdout)
-    assert re.fullmatch(r"test accuracy 0\.\d{3}", done.stdout.splitlines()[-1])
-
-
 @pytest.mark.slow
-def test_a_pipe_gets_no_control_characters(short):
-    check_a_pipe(short)
-
-
-@pytest.mark.slow
-def test_a_process_with_a_pipe_gets_no_control_characters(piped):
-    check_a_pipe(piped)
+def test_a_pipe_gets_the_results_without_control_characters(piped):
+    assert (piped.returncode, piped.stderr) == (0, "")
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", piped.stdout)
+    assert re.fullmatch(r"test accuracy 0\.\d{3}", piped.stdout.splitlines()[-1])
 
 
 def results(done):
@@ -362,17 +354,11 @@ def results(done):
 
 
 @pytest.mark.slow
-def test_a_seed_gives_the_same_result(short):
-    again, other = call(*SHORT, "--seed", "0"), call(*SHORT, "--seed", "1")
+def test_a_seed_gives_the_same_result_in_every_process(short, piped, shown):
+    other = call(*SHORT, "--seed", "1")
     assert "staleness 1 " in short.stdout
-    assert results(again) == results(short)
+    assert results(piped) == results(shown) == results(short)
     assert list(histogram(other.stdout)) != list(histogram(short.stdout))
-
-
-@pytest.mark.slow
-def test_a_seed_gives_the_same_result_in_every_process(piped, shown):
-    assert "staleness 1 " in piped.stdout
-    assert results(piped) == results(shown)
 
 
 @pytest.mark.slow

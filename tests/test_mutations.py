@@ -1,48 +1,56 @@
-"""The faults that ``python -m tests.mutations`` builds in still fit."""
+"""The faults that ``python -m tests.mutations`` builds in."""
 
-import ast
+import textwrap
 
 import pytest
 
-import gradxform as gx
-from tests.descriptors import TRANSFORMATIONS
-from tests.mutations import MUTATIONS, REPOSITORY, file_of
+from tests.mutations import PACKAGE, mutations, of_files
 
-PACKAGE = REPOSITORY / "gradxform"
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.title)
-def test_it_fits_in_one_place_and_is_python(mutation):
-    source = (PACKAGE / mutation.file).read_text()
-    mutated = mutation.built_in(source)
-    assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source))
-
-
-def test_it_has_to_fit():
-    with pytest.raises(ValueError, match="0 times"):
-        MUTATIONS[0].built_in("")
-    with pytest.raises(ValueError, match="2 times"):
-        MUTATIONS[0].built_in(2 * MUTATIONS[0].before)
-
-
-def test_there_are_many_of_one_name_each():
-    assert len({(m.file, m.before, m.after) for m in MUTATIONS}) > 100
-    assert len(MUTATIONS) == len({m.title for m in MUTATIONS})
-
-
-MODULES = {str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("_*/[!_]*.py")}
-# test_checklist.py asks for a fault in each transformation.
-MODULES -= {file_of(getattr(gx, name)) for name in TRANSFORMATIONS}
-
-
-@pytest.mark.parametrize("file", sorted(MODULES - {"_trees/types.py"}))
-def test_each_module_has_a_fault(file):
-    assert any(m.file == file for m in MUTATIONS), (
-        f"tests/mutations.py: a fault in {file}; "
-        f"python -m tests.mutations --only {file}"
-    )
+SOURCE = '''
+    """A docstring with é."""
+    def f(x: int | None, *, flag=False) -> "a + b":
+        x = g(x)  # é
+        h(x.sum())
+        if not x < 2:
+            raise ValueError(f"{x + 1}")
+        return x[-1] * y if flag and x else y
+'''
+FAULTS = """
+3: False -> True
+4: g(x) -> (x)
+4: x = g(x) -> pass
+5: h(x.sum()) -> (x.sum())
+5: h(x.sum()) -> pass
+5: x.sum() -> (x)
+6: 2 -> 3
+6: not x < 2 -> (x < 2)
+6: not x < 2 -> False
+6: not x < 2 -> True
+6: x < 2 -> x <= 2
+8: -1 -> (1)
+8: 1 -> 2
+8: flag and x -> (flag or x)
+8: flag and x -> False
+8: flag and x -> True
+8: x[-1] * y -> (x[-1] / y)
+"""
 
 
-@pytest.mark.parametrize("folder", ["", "engines"])
-def test_some_other_files_have_one(folder):
-    assert any(m.file.rpartition("/")[0] == folder for m in MUTATIONS)
+def test_the_faults_of_a_source_are_these():
+    found = mutations("", textwrap.dedent(SOURCE))
+    got = sorted(f"{m.line}: {m.before} -> {m.after}" for m in found)
+    assert got == FAULTS.strip().splitlines()
+    for mutation in found:
+        lines = mutation.source.splitlines()
+        assert mutation.after in lines[mutation.line - 1]
+        assert len(lines) == len(SOURCE.strip("\n").splitlines()) + 1
+
+
+@pytest.mark.parametrize("file", ["_late/gate.py", "_trees/norms.py"])
+def test_a_sample_is_the_same_each_time(file):
+    (one, two), every = of_files([file], 2), of_files([file], None)
+    assert [one, two] == of_files([file], 2)
+    assert one != two
+    assert {one, two} <= {*every}
+    for mutation in every:
+        compile(mutation.source, str(PACKAGE / file), "exec")

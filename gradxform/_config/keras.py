@@ -15,10 +15,11 @@ from typing import Any
 
 import optax
 
+from gradxform._config import schedules
 from gradxform._trees import checks
 
 Config = dict[str, Any]
-Reader = Callable[..., Config]
+Translator = Callable[..., Config]
 
 _CLIP = {
     "clipnorm": ("clip_by_norm", "max_norm"),
@@ -173,27 +174,48 @@ def _decayed(learning_rate: object, decay: float) -> object:
     }
 
 
-def _decay(ours: str) -> Reader:
-    """``ExponentialDecay`` and ``InverseTimeDecay``."""
+# What Keras calls arguments of the schedules here; the others have the same name.
+_KERAS_NAMES = {
+    "init_value": "initial_learning_rate",
+    "end_value": "end_learning_rate",
+    "transition_steps": "decay_steps",
+}
 
-    def read(
-        initial_learning_rate: float,
-        decay_steps: float,
-        decay_rate: float,
-        staircase: bool,
-        name: object = None,
-    ) -> Config:
-        if ours == "exponential_decay" and decay_rate == 0:  # Optax would not decay.
-            raise ValueError("decay_rate=0 is not offered: the rate is 0 from step 1.")
-        return {
-            "name": ours,
-            "init_value": initial_learning_rate,
-            "transition_steps": decay_steps,
-            "decay_rate": decay_rate,
-            "staircase": staircase,
-        }
 
-    return read
+def _renamed(schedule: Callable[..., optax.Schedule]) -> Translator:
+    """Reads the config of a schedule that differs from Keras's only in names."""
+    parameters = inspect.signature(schedule, eval_str=True).parameters
+    written = {
+        _KERAS_NAMES.get(p.name, p.name): p.replace(default=p.empty)
+        for p in parameters.values()
+    }
+
+    def translate(name: object = None, **values: object) -> Config:
+        ours = {written[key].name: value for key, value in values.items()}
+        return {"name": schedule.__name__, **ours}
+
+    last = inspect.Parameter("name", inspect.Parameter.KEYWORD_ONLY, default=None)
+    renamed = [p.replace(name=key) for key, p in written.items()]
+    translate.__signature__ = inspect.Signature([*renamed, last])  # type: ignore[attr-defined]
+    return translate
+
+
+def _exponential_decay(
+    initial_learning_rate: float,
+    decay_steps: float,
+    decay_rate: float,
+    staircase: bool,
+    name: object = None,
+) -> Config:
+    if decay_rate == 0:  # Optax would not decay.
+        raise ValueError("decay_rate=0 is not offered: the rate is 0 from step 1.")
+    return {
+        "name": "exponential_decay",
+        "init_value": initial_learning_rate,
+        "transition_steps": decay_steps,
+        "decay_rate": decay_rate,
+        "staircase": staircase,
+    }
 
 
 def _cosine_decay(
@@ -239,70 +261,16 @@ def _join(schedules: list[Config], boundaries: list[float]) -> Config:
     return {"name": "join_schedules", "schedules": schedules, "boundaries": boundaries}
 
 
-def _cosine_decay_restarts(
-    initial_learning_rate: float,
-    first_decay_steps: float,
-    t_mul: float,
-    m_mul: float,
-    alpha: float,
-    name: object = None,
-) -> Config:
-    return {
-        "name": "cosine_decay_restarts",
-        "init_value": initial_learning_rate,
-        "first_decay_steps": first_decay_steps,
-        "t_mul": t_mul,
-        "m_mul": m_mul,
-        "alpha": alpha,
-    }
-
-
-def _linear_cosine_decay(
-    initial_learning_rate: float,
-    decay_steps: float,
-    num_periods: float,
-    alpha: float,
-    beta: float,
-    name: object = None,
-) -> Config:
-    return {
-        "name": "linear_cosine_decay",
-        "init_value": initial_learning_rate,
-        "decay_steps": decay_steps,
-        "num_periods": num_periods,
-        "alpha": alpha,
-        "beta": beta,
-    }
-
-
-def _polynomial_decay(
-    initial_learning_rate: float,
-    decay_steps: float,
-    end_learning_rate: float,
-    power: float,
-    cycle: bool,
-    name: object = None,
-) -> Config:
-    return {
-        "name": "polynomial_decay",
-        "init_value": initial_learning_rate,
-        "end_value": end_learning_rate,
-        "power": power,
-        "transition_steps": decay_steps,
-        "cycle": cycle,
-    }
-
-
-_READERS: dict[str, Reader] = {
+_TRANSLATORS: dict[str, Translator] = {
     "Adagrad": _adagrad,
     "NovoGrad": _novograd,
-    "ExponentialDecay": _decay("exponential_decay"),
-    "InverseTimeDecay": _decay("inverse_time_decay"),
+    "ExponentialDecay": _exponential_decay,
+    "InverseTimeDecay": _renamed(schedules.inverse_time_decay),
     "CosineDecay": _cosine_decay,
-    "CosineDecayRestarts": _cosine_decay_restarts,
-    "LinearCosineDecay": _linear_cosine_decay,
+    "CosineDecayRestarts": _renamed(schedules.cosine_decay_restarts),
+    "LinearCosineDecay": _renamed(schedules.linear_cosine_decay),
     "PiecewiseConstantDecay": _piecewise_constant_decay,
-    "PolynomialDecay": _polynomial_decay,
+    "PolynomialDecay": _renamed(schedules.polynomial_decay),
 }
 
 # The keys around a config that Keras serialized, and the packages that are read.
@@ -310,10 +278,10 @@ _ENVELOPE = {"class_name", "config", "module", "registered_name", "build_config"
 _PACKAGES = ("keras", "tf_keras", "tensorflow_addons")
 
 
-def find_reader(
+def find_translator(
     config: Mapping[str, object], where: str
-) -> tuple[Reader, Mapping[str, object], str] | None:
-    """The reader of a config of Keras; None for a config that Keras did not write.
+) -> tuple[Translator, Mapping[str, object], str] | None:
+    """The translator of a config of Keras; None for a config that Keras did not write.
 
     Args:
       config: a serialized object of Keras, ``{"class_name": …, "config": …}``, or the
@@ -321,17 +289,17 @@ def find_reader(
       where: its name in messages.
 
     Returns:
-      The reader, the keywords to call it with, and their names in messages.
+      The translator, the keywords to call it with, and their names in messages.
     """
     class_name = config.get("class_name")
     if not isinstance(class_name, str):
-        return _reader_of_get_config(config, where)
+        return _translator_of_get_config(config, where)
     name = class_name.split(">")[-1]  # "Custom>Adagrad" of TF 2.11
     package = str(config.get("module", "keras")).split(".")[0]
-    if name not in _READERS or package not in _PACKAGES:
+    if name not in _TRANSLATORS or package not in _PACKAGES:
         raise ValueError(
             f"{where}: the class {class_name!r} of {config.get('module')} is "
-            f"not read. These classes of Keras are: {', '.join(_READERS)}."
+            f"not read. These classes of Keras are: {', '.join(_TRANSLATORS)}."
         )
     unknown = ", ".join(repr(key) for key in config if key not in _ENVELOPE)
     given = config.get("config")
@@ -343,12 +311,12 @@ def find_reader(
     return _generation(name, given), given, f"{where}['config']"
 
 
-def _reader_of_get_config(
+def _translator_of_get_config(
     config: Mapping[str, object], where: str
-) -> tuple[Reader, Mapping[str, object], str] | None:
+) -> tuple[Translator, Mapping[str, object], str] | None:
     for name in ("Adagrad", "NovoGrad"):
-        reader = _generation(name, config)
-        if _always_written(reader) <= config.keys():
+        translator = _generation(name, config)
+        if _always_written(translator) <= config.keys():
             break
     else:
         if "use_ema" not in config:
@@ -362,15 +330,15 @@ def _reader_of_get_config(
             f"{where} has the keys of {name} under the name {config.get('name')!r}, "
             "which does not tell its class: pass keras.optimizers.serialize(optimizer)."
         )
-    return reader, config, where
+    return translator, config, where
 
 
-def _generation(name: str, config: Mapping[str, object]) -> Reader:
-    """The reader of a class: only legacy optimizers write a ``decay``."""
+def _generation(name: str, config: Mapping[str, object]) -> Translator:
+    """The translator of a class: only legacy optimizers write a ``decay``."""
     legacy = name == "Adagrad" and "decay" in config
-    return _legacy_adagrad if legacy else _READERS[name]
+    return _legacy_adagrad if legacy else _TRANSLATORS[name]
 
 
-def _always_written(reader: Reader) -> set[str]:
-    parameters = inspect.signature(reader).parameters.values()
+def _always_written(translator: Translator) -> set[str]:
+    parameters = inspect.signature(translator).parameters.values()
     return {p.name for p in parameters if p.default is p.empty}

@@ -23,11 +23,7 @@ def inverse_time_decay(
 
     .. math:: init\_value / (1 + decay\_rate \cdot count / transition\_steps)
 
-    Args:
-      init_value: the rate at count 0.
-      transition_steps: the unit of time, > 0.
-      decay_rate: how much one unit of time adds to the divisor.
-      staircase: whether only whole units of time count.
+    With ``staircase`` only whole units of time count.
 
     >>> rate = inverse_time_decay(0.3, transition_steps=4, decay_rate=2.0)
     >>> assert rate(0) == 0.3 and abs(rate(4) - 0.1) < 1e-7
@@ -60,13 +56,7 @@ def polynomial_decay(
         rate = (init\_value - end\_value) (1 - count / transition\_steps)^{power}
           + end\_value
 
-    Args:
-      init_value: the rate at count 0.
-      end_value: the rate from ``transition_steps`` on.
-      power: the power of the polynomial.
-      transition_steps: how long it takes, > 0.
-      cycle: whether it starts again after that, and after every further multiple of
-        ``transition_steps``.
+    With ``cycle`` it starts again after every multiple of ``transition_steps``.
 
     >>> rate = polynomial_decay(1.0, 0.0, power=1.0, transition_steps=4, cycle=True)
     >>> assert [float(rate(count)) for count in (0, 2, 4, 6, 8)] == [1, 0.5, 0, 0.25, 0]
@@ -101,14 +91,8 @@ def cosine_decay_restarts(
         rate &= init\_value \left((1 - alpha) \, m\_mul^n
           (1 + \cos(\pi fraction)) / 2 + alpha\right)
 
-    Args:
-      init_value: the rate at count 0.
-      first_decay_steps: how long the first cosine takes, > 0.
-      t_mul: how many times as long as the one before each cosine takes, ≥ 1.
-      m_mul: how many times as high as the one before each cosine starts.
-      alpha: the rate at the end of each, as a fraction of ``init_value``.
-
-    Source: SGDR (Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983).
+    References:
+      Loshchilov and Hutter, `SGDR <https://arxiv.org/abs/1608.03983>`__, 2017.
 
     >>> rate = cosine_decay_restarts(1.0, first_decay_steps=2, m_mul=0.5)
     >>> rates = jnp.array([rate(count) for count in range(7)])
@@ -154,14 +138,9 @@ def linear_cosine_decay(
         rate &= init\_value \left((alpha + left)
           (1 + \cos(2 \pi \, num\_periods (1 - left))) / 2 + beta\right)
 
-    Args:
-      init_value: the rate at count 0, if alpha and beta are 0.
-      decay_steps: how long it takes, > 0.
-      num_periods: how many periods the cosine goes through.
-      alpha: the number added to the line.
-      beta: the number added to the product.
-
-    Source: Bello et al. 2017, https://arxiv.org/abs/1709.07417.
+    References:
+      Bello et al., `Neural optimizer search <https://arxiv.org/abs/1709.07417>`__,
+      2017.
 
     >>> rate = linear_cosine_decay(1.0, decay_steps=4, beta=0.25)
     >>> rates = jnp.array([rate(count) for count in (0, 2, 4, 5)])
@@ -183,10 +162,6 @@ def at_last_push(schedule: optax.Schedule, num_required: int) -> optax.Schedule:
     .. math:: schedule(num\_required \cdot (count + 1) - 1)
 
     Keras's own schedules count this way with ``gradient_accumulation_steps``.
-
-    Args:
-      schedule: the rate as a function of the number of pushes before this one.
-      num_required: how many pushes make a step, in [1, 2³¹ - 1].
 
     >>> rate = at_last_push(inverse_time_decay(1.0, 1, 1.0), num_required=2)
     >>> assert (rate(0), rate(1)) == (1 / 2, 1 / 4)

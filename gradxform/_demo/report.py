@@ -90,8 +90,8 @@ def add_bars(report: Table, results: Sequence[gx.PushResult]) -> None:
         low, high = row * width, (row + 1) * width - 1
         span = f"{low}" if low == high else f"{low} to {high}"
         dropped = np.sum(~applied & (low <= staleness) & (staleness <= high))
-        part = "all" if dropped == count else f"{dropped}"
-        text = f"{count}, {part} dropped" if dropped else f"{count}"
+        many = "all" if dropped == count else f"{dropped}"
+        text = f"{count}, {many} dropped" if dropped else f"{count}"
         color = "yellow" if dropped else "green"
         bar = progress_bar.ProgressBar(
             max(counts), count, 30, complete_style=color, finished_style=color

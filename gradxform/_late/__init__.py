@@ -1,16 +1,16 @@
-"""Decides whether a gradient may act, and what lateness does to it.
+"""Decides whether a gradient is applied, and what lateness does to it.
 
-A wrapper here is a gate. Its ``guard`` decides in one place when a push acts. It leaves
-open what acting produces: ``update`` produces updates, ``apply_gradients`` the whole
-step with the new parameters. So one conditional holds all that a push may do, and a
-push that may not act copies nothing.
+A wrapper here is a gate. Its ``guard`` decides in one place when a push is applied. It
+leaves open what that produces: ``update`` produces updates, ``apply_gradients`` the
+whole step with the new parameters. So one conditional holds all that a push may do, and
+a skipped push copies nothing.
 
 - ``gate``: the idea, and what all gates share.
 - ``conditional``: a conditional whose two sides may differ in type.
 - ``missing``: what happens to a leaf without a gradient.
 - ``drop_stale``: the gate that drops gradients that come too late.
 - ``worker_mean``: the gate for workers whose data differ, with a row for each.
-- ``delayed``: gradients that act a fixed number of steps late, in an ordinary loop.
+- ``delayed``: gradients that are applied a fixed number of steps late.
 - ``scale_by_staleness``, ``compensate_delay``: links to put inside a gate; they make a
   late gradient smaller, or correct it.
 - ``counters``: finds the states of gates; ``global_step`` and ``staleness_fraction``.

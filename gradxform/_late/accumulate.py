@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate
-from gradxform._late.gate import ActIf, GatedTransformation, Outcome
+from gradxform._late.counters import increment_if
+from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.sums import Reduction, Sums
 from gradxform._trees import constants, maps, versions
 
@@ -46,7 +47,7 @@ def accumulate(
     accumulator_dtype: jax.typing.DTypeLike | None = None,
     skip_nonfinite: bool = False,
 ) -> GatedTransformation:
-    r"""Adds up the gradients of micro-batches, and lets ``inner`` act on their mean.
+    r"""Adds up the gradients of micro-batches, and applies ``inner`` to their mean.
 
     .. math::
 
@@ -61,10 +62,9 @@ def accumulate(
     row-sparse gradients and the types of updates and state follow the rules of
     :func:`conditional_accumulator`.
 
-    Use :func:`apply_gradients` or ``minimize``. Then a push that is only added costs
-    one pass over sum and gradient, and no copy of the model is made. ``nnx.Optimizer``
-    and Flax's ``TrainState`` call ``update`` and apply its updates. Such loops get the
-    same numbers, but they make updates of zeros and add them.
+    Use :func:`apply_gradients` or ``minimize``, as for :func:`conditional_accumulator`.
+    ``nnx.Optimizer`` and Flax's ``TrainState`` call ``update`` and apply its updates.
+    Such loops get the same numbers, but they make updates of zeros and add them.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
@@ -90,51 +90,51 @@ def accumulate(
         schedule gives no number; updates do not have the structure or the shapes of the
         parameters.
 
-    Source: ``optax.MultiSteps``, which makes two temporary copies of the model.
+    References:
+      ``optax.MultiSteps``, which makes two temporary copies of the model.
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = gx.accumulate(optax.sgd(1.0), num_required=2, skip_nonfinite=True)
-    >>> params = jnp.array(0.0)
+    >>> params = jnp.zeros(())
     >>> state = tx.init(params)
     >>> for grad in (1.0, jnp.nan, 3.0):
     ...     params, state = gx.apply_gradients(tx, jnp.array(grad), state, params)
-    >>> assert params == -2.0  # the mean of 1 and 3
-    >>> assert state.global_step == 1 and state.num_accumulated == 0
-    >>> assert state.nonfinite_count == 1
+    >>> params  # minus the mean of 1 and 3
+    Array(-2., dtype=float32)
+    >>> state.global_step, state.num_accumulated, state.nonfinite_count
+    (Array(1, dtype=int32), Array(0, dtype=int32), Array(1, dtype=int32))
     """
     sums = Sums(inner, num_required, reduction, accumulator_dtype)
 
     def init_fn(params: optax.Params) -> AccumulateState:
         return AccumulateState(
-            nonfinite_count=constants.zero(params, jnp.int32),
-            **sums.init(params)._asdict(),
+            nonfinite_count=constants.zero(params, jnp.int32), **sums.init(params)
         )
 
     def push_fn(
-        act_if: ActIf,
+        apply_if: ApplyIf,
         updates: optax.Updates,
         state: AccumulateState,
         params: optax.Params | None,
         **extra: Any,
     ) -> tuple[Outcome, AccumulateState]:
-        count = state.nonfinite_count
         # Always true, but the compiler does not know that, and keeps a conditional. The
         # sum comes out of it in its own buffer. Without the conditional the step would
         # read a copy of it.
-        taken = state.num_accumulated >= 0
+        accepted = state.num_accumulated >= 0
         if skip_nonfinite:
-            taken = _all_finite(updates, state.global_step)
-            count = jnp.where(taken, count, optax.safe_increment(count))
-        outcome, new = sums.push(act_if, updates, state, params, taken, **extra)
-        return outcome, AccumulateState(nonfinite_count=count, **new._asdict())
+            accepted = _all_finite(updates, state.global_step)
+            number = increment_if(~accepted, state.nonfinite_count)
+            state = state._replace(nonfinite_count=number)
+        return sums.push(apply_if, updates, state, params, accepted, **extra)
 
     return gate.gate(init_fn, inner, push_fn)
 
 
 def _all_finite(updates: optax.Updates, global_step: jax.Array) -> jax.Array:
     """Whether a push is finite, on all devices that count their steps together."""
-    leaves = jax.tree.leaves(updates, is_leaf=maps.is_leaf)
-    finite = [maps.all_finite(g) for g in leaves if maps.has_gradient(g)]
+    leaves = filter(maps.has_gradient, maps.leaves(updates))
+    finite = map(maps.all_finite, leaves)
     every = functools.reduce(jnp.logical_and, finite, jnp.array(True))
     varying = versions.varying_axes
     axes = varying(jax.typeof(every)) - varying(jax.typeof(global_step))

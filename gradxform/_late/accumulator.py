@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate
-from gradxform._late.gate import ActIf, GatedTransformation, Outcome
+from gradxform._late.counters import increment_if
+from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.sums import Reduction, Sums
 from gradxform._trees import checks, constants
 
@@ -44,7 +45,7 @@ def conditional_accumulator(
     reduction: Reduction = "mean",
     accumulator_dtype: jax.typing.DTypeLike | None = None,
 ) -> GatedTransformation:
-    r"""Adds up gradients, and lets ``inner`` act on them once there are enough.
+    r"""Adds up gradients, and applies ``inner`` to them once there are enough.
 
     .. math::
 
@@ -99,30 +100,32 @@ def conditional_accumulator(
         schedule gives no number; ``update`` is called without ``local_step``, or it is
         no integer; updates do not have the structure or the shapes of the parameters.
 
-    Source: ``tf.ConditionalAccumulator`` and ``tf.train.SyncReplicasOptimizer``; backup
-    workers: Chen et al., 2016, "Revisiting distributed synchronous SGD",
-    https://arxiv.org/abs/1604.00981.
+    References:
+      ``tf.ConditionalAccumulator``, ``tf.train.SyncReplicasOptimizer``.
+      Chen et al., `Revisiting distributed synchronous SGD
+      <https://arxiv.org/abs/1604.00981>`__, 2016 (backup workers).
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = gx.conditional_accumulator(optax.sgd(1.0), num_required=2)
-    >>> params = jnp.array(0.0)
+    >>> params = jnp.zeros(())
     >>> state = tx.init(params)
     >>> for grad in (1.0, 3.0, 100.0):  # The third worker was too slow.
     ...     grad = jnp.array(grad)
     ...     params, state = gx.apply_gradients(tx, grad, state, params, local_step=0)
-    >>> assert params == -2.0  # the mean of 1 and 3
-    >>> assert state.global_step == 1 and state.num_accumulated == 0
-    >>> assert state.stale_count == 1
+    >>> params  # minus the mean of 1 and 3
+    Array(-2., dtype=float32)
+    >>> state.global_step, state.num_accumulated, state.stale_count
+    (Array(1, dtype=int32), Array(0, dtype=int32), Array(1, dtype=int32))
     """
     sums = Sums(inner, num_required, reduction, accumulator_dtype)
 
     def init_fn(params: optax.Params) -> ConditionalAccumulatorState:
         return ConditionalAccumulatorState(
-            stale_count=constants.zero(params, jnp.int32), **sums.init(params)._asdict()
+            stale_count=constants.zero(params, jnp.int32), **sums.init(params)
         )
 
     def push_fn(
-        act_if: ActIf,
+        apply_if: ApplyIf,
         updates: optax.Updates,
         state: ConditionalAccumulatorState,
         params: optax.Params | None,
@@ -133,14 +136,9 @@ def conditional_accumulator(
         local_step = checks.local_step("conditional_accumulator", local_step)
         # fresh iff local_step >= global_step
         fresh = local_step >= state.global_step
-        outcome, new = sums.push(
-            act_if, updates, state, params, fresh, local_step=local_step, **extra
-        )
-        stale_count = jnp.where(
-            fresh, state.stale_count, optax.safe_increment(state.stale_count)
-        )
-        return outcome, ConditionalAccumulatorState(
-            stale_count=stale_count, **new._asdict()
+        state = state._replace(stale_count=increment_if(~fresh, state.stale_count))
+        return sums.push(
+            apply_if, updates, state, params, fresh, local_step=local_step, **extra
         )
 
     return gate.gate(init_fn, inner, push_fn)

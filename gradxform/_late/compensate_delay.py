@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._trees import arithmetic, checks, dtypes, maps
+from gradxform._trees.stateless import stateless
 
 
 def compensate_delay(
@@ -36,36 +37,31 @@ def compensate_delay(
       ValueError: ``variance_control`` is negative or NaN, or ``params`` is missing.
       TypeError: ``worker_params`` is missing, or a tree has another structure or shape.
 
-    Source: Zheng et al., 2017, "Asynchronous stochastic gradient descent with delay
-    compensation", https://arxiv.org/abs/1609.08326, equation 10 (DC-ASGD-c).
+    References:
+      Zheng et al., `Asynchronous stochastic gradient descent with delay compensation
+      <https://arxiv.org/abs/1609.08326>`__, 2017, equation 10 (DC-ASGD-c).
 
     >>> import gradxform as gx, jax.numpy as jnp
     >>> tx = gx.compensate_delay(variance_control=0.5)
     >>> grad, today, worker = jnp.array([2.0]), jnp.array([3.0]), jnp.array([2.0])
     >>> updates, _ = tx.update(grad, tx.init(today), today, worker_params=worker)
-    >>> assert updates == 2.0 + 0.5 * 4.0 * 1.0
+    >>> updates  # 2 + 0.5 · 2² · (3 - 2)
+    Array([4.], dtype=float32)
     """
     variance_control = checks.in_range("variance_control", variance_control, "[0, inf)")
 
-    def update_fn(
+    def corrected(
         updates: optax.Updates,
-        state: optax.EmptyState,
-        params: optax.Params | None = None,
         *,
+        params: optax.Params | None,
         worker_params: optax.Params | None = None,
-        **extra: object,
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del extra
-        if params is None:
-            raise ValueError(
-                "compensate_delay needs params: call update(updates, state, params)."
-            )
-        if worker_params is None:
-            raise TypeError(
-                "compensate_delay needs worker_params: pass update(..., "
-                "worker_params=p), the parameters at which the worker computed these "
-                "gradients."
-            )
+        **_: object,
+    ) -> optax.Updates:
+        params = checks.params_given("compensate_delay", params)
+        meaning = "the parameters at which the worker computed"
+        worker_params = checks.extra_argument(
+            "compensate_delay", "worker_params", worker_params, meaning
+        )
         checks.same_shapes("updates", updates, "params", params)
         worker_params = maps.masked_like(updates, worker_params)
         checks.same_shapes("updates", updates, "worker_params", worker_params)
@@ -85,8 +81,6 @@ def compensate_delay(
 
         updates = maps.sum_duplicates(updates)
         now, then = (maps.rows(updates, tree) for tree in (params, worker_params))
-        return maps.map_updates(compensate, updates, now, then), state
+        return maps.map_updates(compensate, updates, now, then)
 
-    return optax.GradientTransformationExtraArgs(
-        lambda _: optax.EmptyState(), update_fn
-    )
+    return stateless(corrected)

@@ -16,42 +16,40 @@ from gradxform._trees.types import PyTree, T
 _Type: TypeAlias = jax.core.ShapedArray
 
 
-def typed_cond(pred: jax.Array, acts: Callable[[], T], rests: Callable[[], T]) -> T:
-    """``lax.cond(pred, acts, rests)`` with two sides that may differ in type.
+def typed_cond(pred: jax.Array, apply: Callable[[], T], skip: Callable[[], T]) -> T:
+    """``lax.cond(pred, apply, skip)`` with two sides that may differ in type.
 
-    Both return trees. Resting returns the old values and so sets the types: parameters
-    and state keep their dtypes and devices for gradients of any type. Where resting
-    gives None, as for updates, acting sets the type, and resting gives zeros of it.
+    Both return trees. ``skip`` returns the old values and so sets the types: parameters
+    and state keep their dtypes and devices for gradients of any type. Where it returns
+    None, as for updates, ``apply`` sets the type, and the result is zeros of it.
     """
-    rested, before = _traced(rests)
+    skipped, before = _traced(skip)
 
-    def acts_like() -> T:
-        return jax.tree.map(
+    def apply_typed() -> T:
+        return maps.map_leaves(
             lambda old, new: _as_type(new, old) if maps.has_gradient(old) else new,
             before,
-            acts(),
-            is_leaf=maps.is_leaf,
+            apply(),
         )
 
     if jax.config.jax_disable_jit and not isinstance(pred, jax.core.Tracer):
         # Nothing is traced, so whoever debugs `inner` sees its numbers.
         if pred:
-            return acts_like()
-        if None not in jax.tree.leaves(before, is_leaf=maps.is_leaf):
-            return rests()
-    acted, after = _traced(acts_like)
+            return apply_typed()
+        if None not in maps.leaves(before):
+            return skip()
+    applied, after = _traced(apply_typed)
 
-    def rests_like() -> T:
-        return jax.tree.map(
+    def skip_typed() -> T:
+        return maps.map_leaves(
             lambda old, new: (
                 _as_type(old, new) if maps.has_gradient(old) else _zeros(new)
             ),
-            rested(),
+            skipped(),
             after,
-            is_leaf=maps.is_leaf,
         )
 
-    return jax.lax.cond(pred, acted, rests_like)
+    return jax.lax.cond(pred, applied, skip_typed)
 
 
 def _traced(f: Callable[[], T]) -> tuple[Callable[[], T], PyTree[_Type]]:
@@ -99,4 +97,4 @@ def _zeros(types: PyTree[_Type | IndexedSlices]) -> PyTree[jax.Array | IndexedSl
         padding = indices + np.int32(leaf.dense_shape[0])
         return IndexedSlices(padding, values, leaf.dense_shape)
 
-    return jax.tree.map(nothing, types, is_leaf=maps.is_leaf)
+    return maps.map_leaves(nothing, types)

@@ -1,4 +1,4 @@
-"""Gradients that act a fixed number of steps late, in an ordinary loop."""
+"""Gradients that are applied a fixed number of steps late, in an ordinary loop."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import numpy as np
 import optax
 
 from gradxform._late import gate, missing
-from gradxform._late.gate import ActIf, Outcome
+from gradxform._late.gate import ApplyIf, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
-from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Leaf, Path, PyTree
 
 _DELAYS = f"[0, {2**30 - 1}]"  # Counters go up to twice a delay, and are int32.
@@ -24,12 +23,12 @@ class DelayedState(NamedTuple):
     """State of :func:`delayed`.
 
     Attributes:
-      count: int32[leaves], how many gradients of each leaf have been put into its ring;
+      count: int32[leaves], how many gradients of each leaf its ring buffer has had;
         after d = ``num_steps`` of them it goes round in [d, 2d).
-      ring: the last d gradients of each leaf, like params with an axis of length d in
-        front; the next one is put at ``count mod d``. For a leaf with d = 0 it is a
-        single 0.
-      inner_state: the state of the transformation on which the gradients act.
+      ring: a ring buffer of the last d gradients of each leaf, like params with an axis
+        of length d in front; the next one goes to ``count mod d``. For a leaf with d =
+        0 it is a single 0.
+      inner_state: the state of the transformation that gets the gradients.
     """
 
     count: jax.Array  # type: ignore[assignment]  # A tuple's method of that name.
@@ -43,7 +42,7 @@ def delayed(
     *,
     ring_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Lets ``inner`` act on the gradients of ``num_steps`` steps ago.
+    r"""Applies ``inner`` to the gradients of ``num_steps`` steps ago.
 
     .. math::
 
@@ -52,60 +51,61 @@ def delayed(
     with d = ``num_steps``. This puts a delay into an ordinary loop of one process. It
     is the delay of a pipeline that does not wait for its bubbles, or of a worker whose
     gradients are always d steps late. Until there are gradients from d steps ago,
-    ``inner`` rests: updates are zero, and its state stays bit-identical, with the count
-    of every schedule in it. With d = 0 the result is ``inner`` itself.
+    ``inner`` is skipped: updates are zero, and its state stays bit-identical, with the
+    count of every schedule in it. With d = 0 the result is ``inner`` itself.
 
     With a tree of numbers each leaf has its own delay, like the stages of a pipeline.
-    Then ``inner`` rests until the longest delay is over. It sees the current parameters
-    and extra arguments.
+    Then ``inner`` is skipped until the longest delay is over. It sees the current
+    parameters and extra arguments.
 
-    Every push counts and acts, only later. So this state has no ``global_step``, and
-    :func:`global_step` finds that of a gate inside or around it. Inside
+    Every push counts and is applied, only later. So this state has no ``global_step``,
+    and :func:`global_step` finds that of a gate inside or around it. Inside
     :func:`accumulate` the delay counts steps; around :func:`accumulate` it counts
-    micro-batches. Inside :func:`drop_stale` a dropped gradient never gets into the
-    ring.
+    micro-batches. Inside :func:`drop_stale` a dropped gradient never gets into the ring
+    buffer.
 
-    The ring is as large as d models, and is placed like the parameters. A step reads
-    one gradient from it, and writes one. Use :func:`apply_gradients` or ``minimize``:
-    ``update`` alone must bring updates and state out of a conditional, which copies
-    them.
+    The ring buffer is as large as d models, and is placed like the parameters. A step
+    reads one gradient from it, and writes one. Use :func:`apply_gradients` or
+    ``minimize``: ``update`` alone must bring updates and state out of a conditional,
+    which copies them.
 
     Args:
-      inner: the transformation on which the gradients act, a whole optimizer as a rule.
+      inner: the transformation that gets the gradients, a whole optimizer as a rule.
       num_steps: d, an int in [0, 2³⁰ - 1], or a prefix tree of such ints; it is a
         shape, so it cannot be traced. Under ``optax.inject_hyperparams`` name it in
         ``static_args``.
-      ring_dtype: dtype of the ring, by default that of the parameters. Gradients of
-        another dtype are rounded to it, and come out of the ring in the dtype of the
-        current gradient.
+      ring_dtype: dtype of the ring buffer, by default that of the parameters. Gradients
+        of another dtype are rounded to it, and come out in the dtype of the current
+        gradient.
 
     Returns:
       A transformation with state :class:`DelayedState`; ``inner`` itself if no number
-      is above 0. ``None`` for a leaf leaves its ring as it was, and ``inner`` sees
-      ``None`` there: the delay of a leaf counts its own gradients. If a leaf gets its
-      first gradient later, ``inner`` rests again until the leaf has enough of them.
+      is above 0. ``None`` for a leaf leaves its ring buffer as it was, and ``inner``
+      sees ``None`` there: the delay of a leaf counts its own gradients. If a leaf gets
+      its first gradient later, ``inner`` is skipped again until the leaf has enough.
 
     Raises:
       ValueError: a number is out of its range.
       TypeError: ``inner`` is no transformation; ``num_steps`` holds something other
         than ints, or does not fit the parameters; ``ring_dtype`` does not fit them;
-        updates do not have their structure or shapes; a gradient for the ring is
+        updates do not have their structure or shapes; a gradient with a delay is
         row-sparse.
 
-    Source: Narayanan et al., 2021, "Memory-efficient pipeline-parallel DNN training",
-    https://arxiv.org/abs/2006.09503, whose PipeDream-2BW is ``num_steps=1`` in all
-    stages.
+    References:
+      Narayanan et al., `Memory-efficient pipeline-parallel DNN training
+      <https://arxiv.org/abs/2006.09503>`__, 2021: PipeDream-2BW is ``num_steps=1``.
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = gx.delayed(optax.sgd(1.0), num_steps={"first": 2, "last": 0})
-    >>> params = {"first": jnp.array(0.0), "last": jnp.array(0.0)}
+    >>> params = {"first": jnp.zeros(()), "last": jnp.zeros(())}
     >>> state = tx.init(params)
     >>> for g in (1.0, 2.0, 4.0, 8.0):
     ...     grads = {"first": jnp.array(g), "last": jnp.array(g)}
     ...     params, state = gx.apply_gradients(tx, grads, state, params)
-    >>> assert params["first"] == -(1 + 2)
-    >>> assert params["last"] == -(4 + 8)  # It rested until the first one was ready.
-    >>> assert state.ring["first"].tolist() == [4.0, 8.0]
+    >>> params  # -(1 + 2), and -(4 + 8): the last stage waited for the first
+    {'first': Array(-3., dtype=float32), 'last': Array(-12., dtype=float32)}
+    >>> state.ring["first"]
+    Array([4., 8.], dtype=float32)
     """
     checks.transformation("inner", inner)
     _check_numbers(num_steps)
@@ -126,7 +126,7 @@ def delayed(
             return constants.stacked(zero, delay) if delay else zero
 
         ring = maps.map_params(zeros, leaves, _delays(num_steps, leaves))
-        number = len(jax.tree.leaves(leaves, is_leaf=maps.is_leaf))
+        number = len(maps.leaves(leaves))
         return DelayedState(
             # One array for all leaves: on GPU each array costs the start of a kernel.
             count=constants.stacked(constants.zero(params, jnp.int32), number),
@@ -135,7 +135,7 @@ def delayed(
         )
 
     def push_fn(
-        act_if: ActIf,
+        apply_if: ApplyIf,
         updates: optax.Updates,
         state: DelayedState,
         params: optax.Params | None,
@@ -145,41 +145,41 @@ def delayed(
     ) -> tuple[Outcome, DelayedState]:
         del params
         _check_updates(updates, ring := boxes.as_in(updates, state.ring))
-        leaves, treedef = jax.tree.flatten(updates, is_leaf=maps.is_leaf)
-        rings = jax.tree.leaves(ring, is_leaf=maps.is_leaf)
+        leaves, treedef = maps.flatten(updates)
+        rings = maps.leaves(ring)
         delays = np.array(list(map(_delay, rings)), np.int32)
         moves = missing.holds(updates, leaf_flags) & (delays > 0)
         count = state.count
-        place = jnp.where(count < delays, count, count - delays)  # count mod d
+        slots = jnp.where(count < delays, count, count - delays)  # count mod d
 
         def late() -> optax.Updates:
             # g_{t - d}
-            return jax.tree.unflatten(treedef, map(_oldest, leaves, rings, place))
+            return jax.tree.unflatten(treedef, map(_oldest, leaves, rings, slots))
 
-        # Each leaf that has a gradient has an old one to act on.
+        # Each leaf that has a gradient has an old one to apply.
         full = jnp.all((count >= delays) | ~moves)
-        outcome, inner_state, acted = act_if(
+        outcome, inner_state, applied = apply_if(
             full, late, state.inner_state, leaf_flags, **extra
         )
         # The new gradient is written after the step has read the old one. So the ring
-        # needs no copy.
-        never = constants.never(acted.astype(jnp.float32))
+        # buffer needs no copy.
+        never = constants.never(applied.astype(jnp.float32))
 
-        def put(
-            g: Leaf, ring: jax.Array, place: jax.Array, flag: jax.Array | None
+        def written(
+            g: Leaf, ring: jax.Array, slot: jax.Array, flag: jax.Array | None
         ) -> jax.Array:
             if not maps.has_gradient(g) or not (delay := _delay(ring)):
                 return ring
             if flag is not None:
-                g = jnp.where(flag, g, _oldest(g, ring, place))
+                g = jnp.where(flag, g, _oldest(g, ring, slot))
             new = jnp.where(never, 0, narrow(jnp.asarray(g), ring.dtype))[None]
             if delay == 1:
                 return new
-            return jax.lax.dynamic_update_slice_in_dim(ring, new, place, 0)
+            return jax.lax.dynamic_update_slice_in_dim(ring, new, slot, 0)
 
         flags = missing.flags_of(updates, leaf_flags)
-        flags = jax.tree.leaves(flags, is_leaf=maps.is_leaf)
-        ring = jax.tree.unflatten(treedef, map(put, leaves, rings, place, flags))
+        flags = maps.leaves(flags)
+        ring = jax.tree.unflatten(treedef, map(written, leaves, rings, slots, flags))
         one_more = jnp.where(count + 1 < 2 * delays, count + 1, delays)
         return outcome, DelayedState(
             count=jnp.where(moves, one_more, count),
@@ -191,15 +191,15 @@ def delayed(
 
 
 def _delay(ring: Leaf) -> int:
-    """The delay of a leaf: the number of gradients in its ring."""
+    """The delay of a leaf: the length of its ring buffer."""
     return ring.shape[0] if maps.has_gradient(ring) and ring.ndim else 0
 
 
-def _oldest(g: Leaf, ring: jax.Array, place: jax.Array) -> PyTree[jax.Array]:
+def _oldest(g: Leaf, ring: jax.Array, slot: jax.Array) -> PyTree[jax.Array]:
     """The oldest gradient, which the new one will replace; the new one if d = 0."""
     if not maps.has_gradient(g) or not (delay := _delay(ring)):
         return g
-    at = place if delay > 1 else 0
+    at = slot if delay > 1 else 0
     old = jax.lax.dynamic_index_in_dim(ring, at, keepdims=False)
     return narrow(old, maps.dtype_of(g))
 
@@ -212,64 +212,49 @@ def _check_numbers(num_steps: PyTree[int]) -> None:
             f"of params, got {num_steps!r}."
         )
     for path, number in numbers:
-        name = f"num_steps{jax.tree_util.keystr(path)}"
-        if isinstance(number, jax.core.Tracer):
-            raise TypeError(
-                f"{name} is a shape, so it cannot be traced; under "
-                "optax.inject_hyperparams name num_steps in static_args."
-            )
-        checks.integer_scalar(name, number)
-        checks.in_range(name, number, _DELAYS)
+        checks.length(f"num_steps{jax.tree_util.keystr(path)}", number, _DELAYS)
 
 
 def _delays(num_steps: PyTree[int], params: optax.Params) -> PyTree[int]:
     """The number of each leaf: the one given for it, or for a branch around it."""
     given = dict(jax.tree.leaves_with_path(boxes.unboxed(num_steps)))
-    hint = (
-        "Pass an int, or a tree of ints with the keys of params, where one int may "
-        "stand for a whole branch."
-    )
+    name = jax.tree_util.keystr
+    hint = "Pass an int, or a tree of ints with the keys of params, where one int may "
+    hint += "stand for a whole branch."
 
-    def find(path: Path, _: object) -> int:
+    def delay(path: Path, _: object) -> int:
         for end in range(len(path) + 1):
             if path[:end] in given:
                 return int(given[path[:end]])
-        raise TypeError(f"num_steps has no int for params{place(path)}. {hint}")
+        raise TypeError(f"num_steps has no int for params{name(path)}. {hint}")
 
-    def place(path: Path) -> str:
-        return jax.tree_util.keystr(path)
-
-    delays = jax.tree.map_with_path(find, params)
+    delays = jax.tree.map_with_path(delay, params)
     # A node without leaves may stand for leaves that another transformation trains.
-    nodes, _ = jax.tree.flatten_with_path(
+    nodes = jax.tree.leaves_with_path(
         params, is_leaf=lambda node: not jax.tree.leaves(node)
     )
-    for path in given:
+    for path, number in given.items():
         if not any(path[: len(at)] == at[: len(path)] for at, _ in nodes):
             raise TypeError(
-                f"num_steps{place(path)} is {given[path]!r}, but params have nothing "
-                f"there. {hint}"
+                f"num_steps{name(path)} is {number!r}, but params have nothing there. "
+                f"{hint}"
             )
     return delays
 
 
 def _check_updates(updates: optax.Updates, ring: optax.Updates) -> None:
-    """Raises ``TypeError`` if a gradient does not fit into its ring."""
+    """Raises ``TypeError`` if a gradient does not fit into its ring buffer."""
 
-    def room(r: jax.Array) -> jax.core.ShapedArray | None:
+    def slot(r: jax.Array) -> jax.core.ShapedArray | None:
         return jax.core.ShapedArray(r.shape[1:], r.dtype) if _delay(r) else None
 
-    rooms = jax.tree.map(room, ring)
-    checks.same_shapes("updates", updates, "ring", rooms, none_takes_all=True)
-
-    def check(path: Path, g: Leaf, r: jax.Array) -> None:
-        if isinstance(g, IndexedSlices) and _delay(r):
-            rows = jax.typeof(g.values).str_short()
-            raise TypeError(
-                "delayed makes room for gradients in init, which knows no number of "
-                f"rows, so it takes dense gradients, got IndexedSlices of {rows} at "
-                f"{checks.path_name(path)}. Put gradxform.densify() in front of it, "
-                "which needs a ring of whole tables, or give this leaf a delay of 0."
-            )
-
-    jax.tree.map_with_path(check, updates, ring, is_leaf=maps.is_leaf)
+    slots = jax.tree.map(slot, ring)
+    checks.same_shapes("updates", updates, "ring", slots, none_takes_all=True)
+    checks.dense(
+        "delayed",
+        maps.map_leaves(lambda g, r: g if _delay(r) else None, updates, ring),
+        "makes room for gradients in init, which knows no number of rows, so it takes "
+        "dense gradients",
+        "Put gradxform.densify() in front of it, which needs room for whole tables, or "
+        "give this leaf a delay of 0.",
+    )

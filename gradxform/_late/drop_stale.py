@@ -10,7 +10,8 @@ import numpy as np
 import optax
 
 from gradxform._late import gate
-from gradxform._late.gate import ActIf, GatedTransformation, Outcome
+from gradxform._late.counters import increment_if
+from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, constants, dtypes
 
@@ -83,22 +84,27 @@ def drop_stale(
         nor inf, or its schedule gives no real number; ``update`` is called without
         ``local_step``, or it is no integer.
 
-    Source: ``tf.contrib.opt.DropStaleGradientOptimizer``. With ``optax.sgd`` inside it
-    is Ringmaster ASGD, whose delay threshold R is ``max_staleness=R - 1`` (Maranjyan et
-    al., 2025, https://arxiv.org/abs/2501.16168). Ringmaster LMO has a threshold that
-    needs no tuning, :math:`R_k = \lfloor\sqrt k\rfloor` at step k
-    (https://arxiv.org/abs/2605.18174); its authors' code takes the threshold of the
+    With ``optax.sgd`` inside it is Ringmaster ASGD, whose delay threshold R is
+    ``max_staleness=R - 1``. Ringmaster LMO has a threshold that needs no tuning,
+    :math:`R_k = \lfloor\sqrt k\rfloor` at step k; its authors' code takes that of the
     step before: ``max_staleness=lambda k: jnp.sqrt(jnp.maximum(k - 1, 1)) - 1``.
+
+    References:
+      ``tf.contrib.opt.DropStaleGradientOptimizer``.
+      Maranjyan et al., `Ringmaster ASGD <https://arxiv.org/abs/2501.16168>`__, 2025.
+      `Ringmaster LMO <https://arxiv.org/abs/2605.18174>`__, 2026.
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = gx.drop_stale(optax.sgd(1.0), max_staleness=1)
-    >>> params = jnp.array(0.0)
+    >>> params = jnp.zeros(())
     >>> state = tx.init(params)
     >>> for local_step in (0, 0, 0):  # 0, 1 and 2 steps late
     ...     updates, state = tx.update(params + 1, state, params, local_step=local_step)
     ...     params = gx.apply_updates(params, updates)
-    >>> assert params == -1.0  # -1, then 0 for the gradient at -1, then dropped
-    >>> assert (state.global_step, state.stale_count, state.staleness) == (2, 1, 2)
+    >>> params  # -1, then 0 for the gradient at -1, then dropped
+    Array(-1., dtype=float32)
+    >>> state.global_step, state.stale_count, state.staleness
+    (Array(2, dtype=int32), Array(1, dtype=int32), Array(2, dtype=int32))
     """
     checks.transformation("inner", inner)
     if not callable(max_staleness):
@@ -118,7 +124,7 @@ def drop_stale(
         )
 
     def push_fn(
-        act_if: ActIf,
+        apply_if: ApplyIf,
         updates: optax.Updates,
         state: DropStaleState,
         params: optax.Params | None,
@@ -142,13 +148,12 @@ def drop_stale(
         fresh = _at_most(staleness, limit)
         # A gate inside this one needs the same local_step.
         extra |= {"local_step": local_step, "staleness": staleness}
-        outcome, inner_state, _ = act_if(
+        outcome, inner_state, _ = apply_if(
             fresh, lambda: updates, state.inner_state, leaf_flags, **extra
         )
-        steps, stale = state.global_step, state.stale_count
         return outcome, DropStaleState(
-            global_step=jnp.where(fresh, optax.safe_increment(steps), steps),
-            stale_count=jnp.where(fresh, stale, optax.safe_increment(stale)),
+            global_step=increment_if(fresh, state.global_step),
+            stale_count=increment_if(~fresh, state.stale_count),
             staleness=staleness,
             inner_state=inner_state,
         )

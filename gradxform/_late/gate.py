@@ -1,12 +1,12 @@
-"""Gates: wrappers that decide, push by push, whether a gradient may act at all.
+"""Gates: wrappers that decide, push by push, whether a gradient is applied at all.
 
-A gate is written once, as a function of a push. It says when ``inner`` may act, and
-:class:`ActIf` is the one conditional between "act" and "rest". What these two produce
-is left open. In `update` acting gives updates, and resting gives none; in
-`apply_gradients` acting gives new parameters, and resting gives the old ones.
-So the whole step, update and apply, lies inside one conditional. A push that may not
-act reads and writes no array of the model's size, as the conditional passes the buffers
-through. If updates had to come out of it, it would copy them.
+A gate is written once, as a function of a push. It says when ``inner`` runs, and
+:class:`ApplyIf` is the one conditional between "apply" and "skip". What these two
+produce is left open. In `update` apply gives updates, and skip gives none; in
+`apply_gradients` apply gives new parameters, and skip gives the old ones. So the whole
+step, update and apply, lies inside one conditional. A skipped push reads and writes no
+array of the model's size, as the conditional passes the buffers through. If updates had
+to come out of it, it would copy them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,35 +27,21 @@ from gradxform._late.counters import has_gate
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, versions
 
-# What a push produces: updates or new parameters, None for the updates of a rest.
+# What a push produces: updates or new parameters, None for the updates of a skip.
 Outcome: TypeAlias = optax.Updates | optax.Params | None
 # params -> outcome
-Rest: TypeAlias = Callable[[optax.Params | None], Outcome]
+Skip: TypeAlias = Callable[[optax.Params | None], Outcome]
 # (inner, updates, inner_state, params, **extra) -> (outcome, inner_state)
-Act: TypeAlias = Callable[..., tuple[Outcome, optax.OptState]]
-# (act_if, updates, state, params, **extra) -> (outcome, state)
+Apply: TypeAlias = Callable[..., tuple[Outcome, optax.OptState]]
+# (apply_if, updates, state, params, **extra) -> (outcome, state)
 Push: TypeAlias = Callable[..., tuple[Outcome, optax.OptState]]
+# A whole step behind a gate; the outcome is that of `apply` or of `skip`:
+# (apply, skip, updates, state, params, **extra) -> (outcome, state)
+Guard: TypeAlias = Callable[..., tuple[Outcome, optax.OptState]]
 
 
-class Guard(Protocol):
-    """A whole step behind a gate; what acting and resting produce is left open."""
-
-    def __call__(
-        self,
-        act: Act,
-        rest: Rest,
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None,
-        /,
-        **extra: Any,  # Each gate names those that it reads.
-    ) -> tuple[Outcome, optax.OptState]:
-        """Returns ``(outcome, state)``, the outcome from ``act`` or from ``rest``."""
-        ...
-
-
-class ActIf(Protocol):
-    """The conditional of a gate: ``inner`` acts if ``pred``, and rests otherwise."""
+class ApplyIf(Protocol):
+    """The conditional of a gate: applies updates through ``inner`` if ``pred``."""
 
     def __call__(
         self,
@@ -66,12 +52,12 @@ class ActIf(Protocol):
         /,
         **extra: object,
     ) -> tuple[Outcome, optax.OptState, jax.Array]:
-        """Returns ``(outcome, inner_state, acted)``.
+        """Returns ``(outcome, inner_state, applied)``.
 
-        ``updates`` is called where ``inner`` acts. ``acted`` is ``pred`` as it comes
-        out of the conditional. The compiler does not know that they are equal, so it
-        computes with ``acted`` only after the step. By then the step has read its
-        gradients, and their memory can be written in place.
+        ``updates`` is called inside the conditional. ``applied`` is ``pred`` as it
+        comes out of it. The compiler does not know that they are equal, so it computes
+        with ``applied`` only after the step. By then the step has read its gradients,
+        and their memory can be written in place.
         """
         ...
 
@@ -140,8 +126,8 @@ def gate(
     Args:
       init: as in any ``GradientTransformation``.
       inner: the transformation behind the gate.
-      push: ``push(act_if, updates, state, params, **extra)`` returns the outcome and
-        the new state. It calls ``act_if``, see :class:`ActIf`, which gives both the
+      push: ``push(apply_if, updates, state, params, **extra)`` returns the outcome and
+        the new state. It calls ``apply_if``, see :class:`ApplyIf`, which gives both the
         outcome and the new state of ``inner``. Inside of a sum it also gets
         ``leaf_flags``, see ``missing``.
     """
@@ -149,15 +135,15 @@ def gate(
     inner = optax.with_extra_args_support(inner)
 
     def guard(
-        act: Act,
-        rest: Rest,
+        apply: Apply,
+        skip: Skip,
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None,
         /,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[Outcome, optax.OptState]:
-        def act_if(
+        def apply_if(
             pred: jax.Array,
             updates: Callable[[], optax.Updates],
             inner_state: optax.OptState,
@@ -165,18 +151,18 @@ def gate(
             /,
             **extra: object,
         ) -> tuple[Outcome, optax.OptState, jax.Array]:
-            def acts() -> tuple[Outcome, optax.OptState, jax.Array]:
-                outcome, new_state = _act(
-                    act, rest, inner, updates(), inner_state, params, flags, **extra
+            def applied() -> tuple[Outcome, optax.OptState, jax.Array]:
+                outcome, new_state = _apply(
+                    apply, skip, inner, updates(), inner_state, params, flags, **extra
                 )
                 return outcome, new_state, jnp.array(True)
 
-            def rests() -> tuple[Outcome, optax.OptState, jax.Array]:
-                return rest(params), inner_state, jnp.array(False)
+            def skipped() -> tuple[Outcome, optax.OptState, jax.Array]:
+                return skip(params), inner_state, jnp.array(False)
 
-            return typed_cond(pred, acts, rests)
+            return typed_cond(pred, applied, skipped)
 
-        return push(act_if, updates, state, params, **extra)
+        return push(apply_if, updates, state, params, **extra)
 
     def update_fn(
         updates: optax.Updates,
@@ -219,9 +205,9 @@ def inner_state(
     return state
 
 
-def _act(
-    act: Act,
-    rest: Rest,
+def _apply(
+    apply: Apply,
+    skip: Skip,
     inner: optax.GradientTransformation,
     updates: optax.Updates,
     state: optax.OptState,
@@ -230,18 +216,18 @@ def _act(
     /,
     **extra: object,
 ) -> tuple[Outcome, optax.OptState]:
-    """``act``, but leaves rest if ``leaf_flags`` says that they have no gradient."""
+    """``apply``, but skips leaves without a gradient, as ``leaf_flags`` says it."""
     extra = accepted_kwargs(inner, extra)
     if not leaf_flags:
-        return act(inner, updates, state, params, **extra)
+        return apply(inner, updates, state, params, **extra)
     if has_gate(state):
         extra["leaf_flags"] = leaf_flags
-    outcome, new_state = act(inner, updates, state, params, **extra)
+    outcome, new_state = apply(inner, updates, state, params, **extra)
     if guard_of(inner) is not None:
         return outcome, new_state
     flags = missing.flags_of(updates, leaf_flags)
     if not has_gate(state, "pushed"):  # The gradients of a sum may be older ones.
-        outcome = missing.chosen(flags, outcome, rest(params))
+        outcome = missing.chosen(flags, outcome, skip(params))
     like = updates if params is None else params
     return outcome, missing.keep(inner, flags, new_state, state, like)
 

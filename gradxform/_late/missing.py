@@ -20,7 +20,7 @@ leaves, and some starts again although a leaf has no gradient. So a gate inside 
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -82,10 +82,10 @@ def update(
     if not missing:
         return tx.update(updates, state, params, **extra)
     # Sums of pushes count by themselves which pushes had a gradient for a leaf.
-    part = None
+    split = None
     if not has_gate(state, "row_counts"):
-        part = _Part.of(tx, state, updates, params)
-    if part is None:
+        split = _split(tx, state, updates, params)
+    if split is None:
         try:
             return tx.update(updates, state, params, **extra)
         except Exception as error:
@@ -96,55 +96,50 @@ def update(
                 "there, or put the accumulator around the whole transformation."
             )
             raise
-    if not part.leaves:  # Parameters are None there as well.
+    if not split.leaves:  # Parameters are None there as well.
         return tx.update(updates, state, params, **extra)
-    shown = {name: part.extra(value) for name, value in extra.items()}
+    shown = {name: split.shown(value) for name, value in extra.items()}
     new_updates, new_state = tx.update(
-        part.of_tree(updates),
-        part.of_state(state),
-        None if params is None else part.tree,
+        maps.masked_like(split.tree, updates),
+        _if_missing(split.marks, split.marks, state),
+        None if params is None else split.tree,
         **shown,
     )
-    new_updates = jax.tree.map(
-        lambda u: None if _is_missing(u) else u, new_updates, is_leaf=maps.is_leaf
-    )
-    return new_updates, part.whole_state(new_state, state)
+    new_updates = maps.map_leaves(lambda u: None if _is_missing(u) else u, new_updates)
+    return new_updates, _if_missing(split.marks, state, new_state)
 
 
 def keep(
     tx: optax.GradientTransformation,
-    acted: PyTree[jax.Array | None],
+    applied: PyTree[jax.Array | None],
     new: optax.OptState,
     old: optax.OptState,
     like: optax.Params,
 ) -> optax.OptState:
-    """The new state of ``tx``, with the old state of leaves that have not acted.
+    """The new state of ``tx``, with the old state of leaves that were skipped.
 
-    The gates in it know which leaves have acted, so their states are the new ones.
-
-    Args:
-      tx: the transformation whose state it is.
-      acted: for each leaf a bool[], or None if it has acted for sure.
-      new: the state after a step.
-      old: the state before it.
-      like: the parameters, or a tree of their shapes and dtypes.
+    The gates in it know which leaves these are, so their states are the new ones.
+    ``applied`` has for each leaf a bool[], or None if it was not skipped for sure;
+    ``like`` is the parameters, or a tree of their shapes and dtypes.
     """
-    mark = jax.tree.map(lambda a: None if a is not None else True, acted, is_leaf=_none)
-    part = _Part.of(tx, old, mark, like)
-    if part is None or not part.leaves:
+    mark = jax.tree.map(
+        lambda a: True if a is None else None, applied, is_leaf=lambda a: a is None
+    )
+    split = _split(tx, old, mark, like)
+    if split is None or not split.leaves:
         return new
-    flags = [a for a in jax.tree.leaves(acted, is_leaf=_none) if a is not None]
+    flags = jax.tree.leaves(applied)
 
     def choose(
         mark: object, new: optax.OptState, old: optax.OptState
     ) -> optax.OptState:
         if not isinstance(mark, MissingGradient):
             return new
-        has_acted = flags[mark.number]
-        return jax.tree.map(lambda n, o: jnp.where(has_acted, n, o), new, old)
+        flag = flags[mark.number]
+        return jax.tree.map(lambda n, o: jnp.where(flag, n, o), new, old)
 
     return jax.tree.map(
-        choose, part.marks, new, old, is_leaf=lambda x: _is_missing(x) or is_gate(x)
+        choose, split.marks, new, old, is_leaf=lambda x: _is_missing(x) or is_gate(x)
     )
 
 
@@ -152,10 +147,8 @@ def flags_of(
     updates: optax.Updates, leaf_flags: LeafFlags | None
 ) -> PyTree[jax.Array | None]:
     """A tree with the flag of each leaf; None if the leaf itself says it."""
-    return jax.tree.map_with_path(
-        lambda path, _: (leaf_flags or {}).get(jax.tree_util.keystr(path)),
-        updates,
-        is_leaf=maps.is_leaf,
+    return maps.map_with_path(
+        lambda path, _: (leaf_flags or {}).get(jax.tree_util.keystr(path)), updates
     )
 
 
@@ -163,11 +156,11 @@ def holds(
     updates: optax.Updates, leaf_flags: LeafFlags | None
 ) -> jax.Array | np.ndarray[tuple[int], np.dtype[np.bool]]:
     """bool[leaves], which leaves have a gradient; in NumPy if the leaves say it."""
-    leaves = jax.tree.leaves(updates, is_leaf=maps.is_leaf)
+    leaves = maps.leaves(updates)
     holds = np.array(list(map(maps.has_gradient, leaves)), bool)
     if not leaf_flags:
         return holds
-    flags = jax.tree.leaves(flags_of(updates, leaf_flags), is_leaf=maps.is_leaf)
+    flags = maps.leaves(flags_of(updates, leaf_flags))
     return holds & jnp.stack([jnp.array(True) if f is None else f for f in flags])
 
 
@@ -186,7 +179,7 @@ def chosen(
         return jnp.where(flag, new, old)
 
     trees = (flags, new) if old is None else (flags, new, old)
-    return jax.tree.map(choose, *trees, is_leaf=maps.is_leaf)
+    return maps.map_leaves(choose, *trees)
 
 
 def _unmasked(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
@@ -197,109 +190,92 @@ def _unmasked(updates: optax.Updates, params: optax.Params | None) -> optax.Upda
         return jax.tree.map(lambda _: None, p) if is_masked else u
 
     try:
-        return jax.tree.map(unmask, updates, params, is_leaf=maps.is_leaf)
+        return maps.map_leaves(unmask, updates, params)
     except ValueError:  # No parameters, or others: the transformation may say so.
         return updates
 
 
-class _Part:
-    """The leaves that have a gradient, and their part of a state.
+class _Split(NamedTuple):
+    """A tree without the leaves that have no gradient, and its part of a state.
 
     Attributes:
-      leaves: the absent leaves, by number.
-      tree: the parameters, or a tree like them, without the absent leaves.
+      leaves: the missing leaves, by number.
+      whole: the parameters, or a tree like them.
+      tree: the same without the missing leaves.
       marks: the state that ``init`` makes from ``tree``.
     """
 
-    def __init__(
-        self,
-        leaves: list[optax.Params],
-        tree: optax.Params,
-        marks: optax.OptState,
-        whole: optax.Params,
-    ) -> None:
-        self.leaves, self.tree, self.marks = leaves, tree, marks
-        self._structure = jax.tree.structure(whole, is_leaf=maps.is_leaf)
+    leaves: list[optax.Params]
+    whole: optax.Params
+    tree: optax.Params
+    marks: optax.OptState
 
-    @classmethod
-    def of(
-        cls,
-        tx: optax.GradientTransformation,
-        state: optax.OptState,
-        updates: optax.Updates,
-        params: optax.Params | None,
-    ) -> _Part | None:
-        """Finds them; None if ``init`` shows no state that is kept leaf by leaf."""
-        like = jax.tree.map(_described, updates, is_leaf=maps.is_leaf)
-        whole = like if params is None else params
-        leaves: list[optax.Params] = []
+    def shown(self, value: PyTree[T]) -> PyTree[T]:
+        """An extra argument without the missing leaves, if it is like the parameters.
 
-        def without(u: Leaf, p: optax.Params) -> optax.Params:
-            if u is not None or (params is not None and not jax.tree.leaves(p)):
-                return p
-            leaves.append(p)
-            return MissingGradient(len(leaves) - 1)
+        A function gets all leaves.
+        """
 
-        try:
-            tree = jax.tree.map(without, updates, whole, is_leaf=maps.is_leaf)
-            marks = jax.eval_shape(tx.init, tree) if leaves else state
-            part = cls(leaves, tree, marks, whole)
-            same = jax.tree.map(
-                lambda mark, s: _is_missing(mark) or np.shape(mark) == np.shape(s),
-                marks,
-                state,
-                is_leaf=_is_missing,
+        def fill(x: T) -> T:
+            return self.leaves[x.number] if isinstance(x, MissingGradient) else x
+
+        if callable(value):
+            return lambda *args, **kwargs: value(
+                *jax.tree.map(fill, args, is_leaf=_is_missing), **kwargs
             )
-        except Exception:  # This init does not accept such a node.
-            return None
-        return part if all(jax.tree.leaves(same)) else None
+        structure: Any = maps.structure(value)
+        is_like_params = structure == maps.structure(self.whole)
+        if not is_like_params or structure.num_nodes <= 1:
+            return value
+        return maps.masked_like(self.tree, value)
 
-    def of_tree(self, tree: PyTree[T]) -> PyTree[T]:
-        """The part of a tree like the parameters."""
-        return maps.masked_like(self.tree, tree)
 
-    def of_state(self, state: optax.OptState) -> optax.OptState:
-        """The part of a state."""
-        return jax.tree.map(
-            lambda mark, s: mark if _is_missing(mark) else s,
-            self.marks,
+def _split(
+    tx: optax.GradientTransformation,
+    state: optax.OptState,
+    updates: optax.Updates,
+    params: optax.Params | None,
+) -> _Split | None:
+    """Splits the trees; None if ``init`` shows no state that is kept leaf by leaf."""
+    whole = maps.map_leaves(_described, updates) if params is None else params
+    leaves: list[optax.Params] = []
+
+    def without(u: Leaf, p: optax.Params) -> optax.Params:
+        if u is not None or (params is not None and not jax.tree.leaves(p)):
+            return p
+        leaves.append(p)
+        return MissingGradient(len(leaves) - 1)
+
+    try:
+        tree = maps.map_leaves(without, updates, whole)
+        marks = jax.eval_shape(tx.init, tree) if leaves else state
+        same = jax.tree.map(
+            lambda mark, s: _is_missing(mark) or np.shape(mark) == np.shape(s),
+            marks,
             state,
             is_leaf=_is_missing,
         )
-
-    def whole_state(self, new: optax.OptState, old: optax.OptState) -> optax.OptState:
-        """The state of all leaves again, with the old state of absent ones."""
-        return jax.tree.map(
-            lambda mark, n, o: o if _is_missing(mark) else n,
-            self.marks,
-            new,
-            old,
-            is_leaf=_is_missing,
-        )
-
-    def extra(self, value: PyTree[T]) -> PyTree[T]:
-        """The part of an extra argument."""
-        if callable(value):
-            return lambda *args, **kwargs: value(*self._filled(args), **kwargs)
-        structure: Any = jax.tree.structure(value, is_leaf=maps.is_leaf)
-        is_like_params = structure == self._structure and structure.num_nodes > 1
-        return self.of_tree(value) if is_like_params else value
-
-    def _filled(self, tree: PyTree[T]) -> PyTree[T]:
-        return jax.tree.map(
-            lambda x: self.leaves[x.number] if _is_missing(x) else x,
-            tree,
-            is_leaf=_is_missing,
-        )
+    except Exception:  # This init does not accept such a node.
+        return None
+    return _Split(leaves, whole, tree, marks) if all(jax.tree.leaves(same)) else None
 
 
-def _none(node: object) -> bool:
-    return node is None
+def _if_missing(
+    marks: optax.OptState, missing: optax.OptState, held: optax.OptState
+) -> optax.OptState:
+    """``missing`` for the state that ``marks`` mark, and ``held`` for all other."""
+    return jax.tree.map(
+        lambda mark, m, h: m if _is_missing(mark) else h,
+        marks,
+        missing,
+        held,
+        is_leaf=_is_missing,
+    )
 
 
 def _missing(updates: optax.Updates) -> list[Path]:
     """The paths without a gradient."""
-    flat = jax.tree.leaves_with_path(updates, is_leaf=maps.is_leaf)
+    flat = maps.leaves_with_path(updates)
     return [path for path, u in flat if u is None]
 
 

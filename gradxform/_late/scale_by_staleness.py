@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._trees import arithmetic, checks, dtypes, maps
+from gradxform._trees.stateless import stateless
 
 
 def scale_by_staleness(
@@ -45,16 +46,17 @@ def scale_by_staleness(
       TypeError: ``weight`` is not a function, or gives no real scalar; ``update`` is
         called without ``staleness``.
 
-    Source: Zhang et al., 2016, "Staleness-aware async-SGD for distributed deep
-    learning", https://arxiv.org/abs/1511.05950.
+    References:
+      Zhang et al., `Staleness-aware async-SGD for distributed deep learning
+      <https://arxiv.org/abs/1511.05950>`__, 2016.
 
     >>> import gradxform as gx, jax.numpy as jnp
     >>> tx = gx.scale_by_staleness()
-    >>> updates, _ = tx.update(jnp.array([4.0]), tx.init(None), staleness=4)
-    >>> assert updates == 1.0
+    >>> tx.update(jnp.array([4.0]), tx.init(None), staleness=4)[0]  # 4 / 4
+    Array([1.], dtype=float32)
     >>> tx = gx.scale_by_staleness(weight=lambda s: 1 / jnp.sqrt(1 + s))  # FedBuff's
-    >>> updates, _ = tx.update(jnp.array([4.0]), tx.init(None), staleness=3)
-    >>> assert updates == 2.0
+    >>> tx.update(jnp.array([4.0]), tx.init(None), staleness=3)[0]  # 4 / √4
+    Array([2.], dtype=float32)
     """
     power = checks.in_range("power", power, "[0, inf)")
     if weight is not None and not callable(weight):
@@ -64,15 +66,12 @@ def scale_by_staleness(
             "static_args."
         )
 
-    def update_fn(
+    def scaled(
         updates: optax.Updates,
-        state: optax.EmptyState,
-        params: optax.Params | None = None,
         *,
         staleness: jax.typing.ArrayLike | None = None,
-        **extra: object,
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del params, extra
+        **_: object,
+    ) -> optax.Updates:
         if staleness is None:
             raise TypeError(
                 "scale_by_staleness needs staleness: put it inside drop_stale, or pass "
@@ -95,8 +94,6 @@ def scale_by_staleness(
             lateness = jnp.maximum(1, s.astype(dtype))
             return arithmetic.scale(g, lateness ** -jnp.asarray(power, dtype))
 
-        return maps.map_updates(weigh, updates), state
+        return maps.map_updates(weigh, updates)
 
-    return optax.GradientTransformationExtraArgs(
-        lambda _: optax.EmptyState(), update_fn
-    )
+    return stateless(scaled)

@@ -6,7 +6,7 @@ A gate around it says which pushes it takes; all else is the same for each gate.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ import optax
 
 from gradxform._late import gate, missing
 from gradxform._late.conditional import typed_cond
-from gradxform._late.gate import ActIf, Outcome
+from gradxform._late.counters import increment_if
+from gradxform._late.gate import ApplyIf, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
@@ -23,21 +24,11 @@ from gradxform._trees.types import Leaf, PyTree
 Reduction = Literal["mean", "sum", "row_mean"]
 
 
-class Sum(NamedTuple):
-    """The fields of a gate's state that :class:`Sums` makes and changes."""
-
-    global_step: jax.Array
-    num_accumulated: jax.Array
-    accumulated: optax.Updates
-    pushed: jax.Array
-    row_counts: optax.Updates
-    inner_state: optax.OptState
-
-
 class Sums:
-    """The sum on which ``inner`` acts: the accepted pushes, once there are enough.
+    """The sum of the accepted pushes, which is applied once there are enough.
 
-    The arguments are those of :func:`conditional_accumulator`, checked here.
+    The arguments are those of :func:`conditional_accumulator`, checked here. The state
+    is that of a gate around it, which may have more fields.
     """
 
     def __init__(
@@ -49,8 +40,7 @@ class Sums:
     ) -> None:
         checks.transformation("inner", inner)
         if not callable(num_required):
-            checks.integer_scalar("num_required", num_required)
-            checks.in_range("num_required", num_required, checks.COUNTS)
+            checks.integer_in_range("num_required", num_required, checks.COUNTS)
         checks.one_of("reduction", reduction, ("mean", "sum", "row_mean"))
         checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
         self._inner = inner
@@ -58,73 +48,63 @@ class Sums:
         self._reduction = reduction
         self._dtype = accumulator_dtype
 
-    def init(self, params: optax.Params) -> Sum:
-        """A sum of no pushes."""
+    def init(self, params: optax.Params) -> dict[str, Any]:  # Of any kind.
+        """The fields of a sum of no pushes."""
         checks.of_same_kind("accumulator_dtype", self._dtype, params)
         by_row = self._reduction == "row_mean"
-
-        def no_rows(p: jax.Array) -> jax.Array:
-            return constants.full_like(p, 0, jnp.int32, axes=1)
-
-        def zero(p: jax.Array) -> jax.Array:
-            dtype = dtypes.wide_dtype(p) if self._dtype is None else self._dtype
-            return constants.full_like(p, 0, dtype)
-
         inner_state = gate.inner_state(self._inner, params)
-        leaves = jax.tree.leaves(params, is_leaf=maps.is_leaf)
-        bare = boxes.unboxed(params)
+        leaves = maps.leaves(params)
         # Two counters, not one twice: a buffer can be donated only once.
-        return Sum(
-            global_step=constants.zero(params, jnp.int32),
-            num_accumulated=constants.zero(params, jnp.int32),
-            accumulated=maps.map_params(zero, params),
+        return {
+            "global_step": constants.zero(params, jnp.int32),
+            "num_accumulated": constants.zero(params, jnp.int32),
+            "accumulated": constants.zeros(params, self._dtype, dtypes.wide_dtype),
             # One array for all leaves: on GPU each array costs the start of a kernel.
-            pushed=constants.stacked(constants.zero(params, bool), len(leaves)),
-            row_counts=maps.map_params(no_rows, bare) if by_row else (),
-            inner_state=inner_state,
-        )
+            "pushed": constants.stacked(constants.zero(params, bool), len(leaves)),
+            "row_counts": constants.zeros(params, jnp.int32, axes=1) if by_row else (),
+            "inner_state": inner_state,
+        }
 
     def push(
         self,
-        act_if: ActIf,
+        apply_if: ApplyIf,
         updates: optax.Updates,
-        state: Any,  # It has the fields of a `Sum`.
+        state: Any,  # It has the fields of `init`.
         params: optax.Params | None,
-        taken: jax.Array,
+        accepted: jax.Array,
         *,
         leaf_flags: LeafFlags | None = None,
         **extra: object,
-    ) -> tuple[Outcome, Sum]:
-        """The outcome, and the new sum.
+    ) -> tuple[Outcome, Any]:
+        """The outcome, and the new state.
 
-        A push that is ``taken`` is added, and makes the step if it is the last one
-        needed; any other changes nothing.
+        An ``accepted`` push is added, and makes the step if it is the last one needed;
+        any other changes nothing.
         """
         checks.same_shapes("updates", updates, "accumulated", state.accumulated)
-        count = state.num_accumulated + taken.astype(jnp.int32)
-        full = taken & self._is_enough(count, state.global_step)
+        count = state.num_accumulated + accepted.astype(jnp.int32)
+        full = accepted & self._is_enough(count, state.global_step)
 
         total, row_counts = typed_cond(
-            taken,
-            lambda: self._added(updates, leaf_flags, state, count, full),
+            accepted,
+            lambda: self._sums_with(updates, leaf_flags, state, count, full),
             lambda: (state.accumulated, state.row_counts),
         )
-        pushed = state.pushed | (taken & missing.holds(updates, leaf_flags))
+        pushed = state.pushed | (accepted & missing.holds(updates, leaf_flags))
 
         def reduced() -> optax.Updates:
             # From here on all is dense: inner gets every row that any push held.
             like = state.accumulated if params is None else params
-            return _map(_reduced, updates, total, like)
+            return maps.map_leaves(_reduced, updates, total, like)
 
         flags = _flags(updates, total, pushed, leaf_flags)
-        outcome, inner_state, stepped = act_if(
+        outcome, inner_state, applied = apply_if(
             full, reduced, state.inner_state, flags, **extra
         )
         # After the step the sum starts again from 0, in its own buffer.
-        accumulated, row_counts = _zeros_if(stepped, (total, row_counts))
-        steps = state.global_step
-        return outcome, Sum(
-            global_step=jnp.where(full, optax.safe_increment(steps), steps),
+        accumulated, row_counts = _zeros_if(applied, (total, row_counts))
+        return outcome, state._replace(
+            global_step=increment_if(full, state.global_step),
             num_accumulated=jnp.where(full, 0, count),
             accumulated=accumulated,
             pushed=pushed & ~full,
@@ -144,11 +124,11 @@ class Sums:
         # Optax's schedules give real numbers.
         return count.astype(jnp.float32) >= jnp.asarray(required, jnp.float32)
 
-    def _added(
+    def _sums_with(
         self,
         updates: optax.Updates,
         leaf_flags: LeafFlags | None,
-        state: Sum,
+        state: Any,
         count: jax.Array,
         full: jax.Array,
     ) -> tuple[optax.Updates, optax.Updates]:
@@ -173,7 +153,7 @@ class Sums:
         sums = maps.put_rows(pushed, state.accumulated, sums)
         if self._reduction != "sum":
             divisors = row_counts if by_row else maps.broadcast(count, sums)
-            sums = _map(_divide(full), pushed, sums, divisors)
+            sums = maps.map_leaves(_divide(full), pushed, sums, divisors)
         return sums, boxes.as_in(state.row_counts, row_counts)
 
 
@@ -182,10 +162,6 @@ def _zeros_if(pred: jax.Array, sums: PyTree[jax.Array]) -> PyTree[jax.Array]:
         return jax.tree.map(lambda x: constants.zeros_of_type(jax.typeof(x)), sums)
 
     return jax.lax.cond(pred, zeros, lambda: sums)
-
-
-def _map(f: Callable[..., Leaf], *trees: PyTree[Leaf]) -> PyTree[Leaf]:
-    return jax.tree.map(f, *trees, is_leaf=maps.is_leaf)
 
 
 def _divide(full: jax.Array) -> Callable[..., Leaf]:
@@ -198,7 +174,7 @@ def _divide(full: jax.Array) -> Callable[..., Leaf]:
         def quotient() -> jax.Array:
             one = jnp.ones((), dtypes.compute_dtype(total))
             factor = jnp.where(full, one / jnp.maximum(n, 1).astype(one.dtype), one)
-            return arithmetic.scale(total, arithmetic.expand(factor, total))
+            return arithmetic.scale_leading(total, factor)
 
         if maps.is_leaf(g):  # Every row, but only with the last push.
             return jax.lax.cond(full, quotient, lambda: total)
@@ -227,10 +203,10 @@ def _flags(
     pushed: jax.Array,
     leaf_flags: LeafFlags | None,
 ) -> LeafFlags:
-    """Which leaves act. No flag says that one does, or that it is no parameter."""
+    """Which leaves are applied; no flag: for sure, or it is no parameter."""
     flags = {}
-    totals = jax.tree.leaves(total, is_leaf=maps.is_leaf)
-    flat = jax.tree.leaves_with_path(updates, is_leaf=maps.is_leaf)
+    totals = maps.leaves(total)
+    flat = maps.leaves_with_path(updates)
     for i, (path, g) in enumerate(flat):
         name = jax.tree_util.keystr(path)
         is_sure = maps.has_gradient(g) and name not in (leaf_flags or {})

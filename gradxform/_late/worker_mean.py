@@ -11,7 +11,8 @@ import optax
 
 from gradxform._late import gate, missing
 from gradxform._late.conditional import typed_cond
-from gradxform._late.gate import ActIf, GatedTransformation, Outcome
+from gradxform._late.counters import increment_if
+from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
@@ -56,7 +57,7 @@ def worker_mean(
     method: Method,
     accumulator_dtype: jax.typing.DTypeLike | None = None,
 ) -> GatedTransformation:
-    r"""Lets ``inner`` act on the mean of all workers' mean gradients.
+    r"""Applies ``inner`` to the mean of all workers' mean gradients.
 
     .. math::
 
@@ -119,63 +120,54 @@ def worker_mean(
         needed; updates do not have the structure or the shapes of the parameters, or
         are row-sparse.
 
-    Source: Tyurin and Richtárik, 2023, "Optimal time complexities of parallel
-    stochastic optimization methods", https://arxiv.org/abs/2305.12387 (Malenia);
-    Maranjyan and Richtárik, 2025, "Ringleader ASGD", https://arxiv.org/abs/2509.22860,
-    and its authors' code. With ``"latest"`` the first step is that of the push after
-    the one that completes the table.
+    References:
+      Tyurin and Richtárik, `Optimal time complexities of parallel stochastic
+      optimization methods <https://arxiv.org/abs/2305.12387>`__, 2023 (Malenia).
+      Maranjyan and Richtárik, `Ringleader ASGD <https://arxiv.org/abs/2509.22860>`__,
+      2025, and its authors' code.
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = gx.worker_mean(optax.sgd(1.0), num_workers=2, method="all")
-    >>> params = jnp.array(0.0)
+    >>> params = jnp.zeros(())
     >>> state = tx.init(params)
     >>> for worker, grad in ((0, 1.0), (0, 3.0), (1, 8.0)):  # The first one is faster.
     ...     params, state = gx.apply_gradients(
     ...         tx, jnp.array(grad), state, params, worker=worker, local_step=0
     ...     )
-    >>> assert params == -5.0  # the mean of 2 and 8
+    >>> params  # minus the mean of 2 and 8
+    Array(-5., dtype=float32)
     >>> assert state.global_step == 1 and state.counts.tolist() == [0, 0]
     """
     checks.transformation("inner", inner)
-    if isinstance(num_workers, jax.core.Tracer):
-        raise TypeError(
-            "num_workers is a shape, so it cannot be traced; under "
-            "optax.inject_hyperparams name it in static_args."
-        )
-    checks.integer_scalar("num_workers", num_workers)
-    checks.in_range("num_workers", num_workers, checks.COUNTS)
+    n = checks.length("num_workers", num_workers, checks.COUNTS)
     checks.one_of("method", method, get_args(Method))
     checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
-    n = int(num_workers)
 
     def init_fn(params: optax.Params) -> WorkerMeanState:
         checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
         inner_state = gate.inner_state(inner, params)
 
-        def rows(number: int) -> optax.Updates:
-            def zeros(p: jax.Array) -> jax.Array:
-                dtype = accumulator_dtype or dtypes.wide_dtype(p)
-                return constants.stacked(constants.full_like(p, 0, dtype), number)
+        unboxed = boxes.unboxed(params)
+        row = constants.zeros(unboxed, accumulator_dtype, dtypes.wide_dtype)
+        count = constants.zeros(unboxed, jnp.int32, axes=0)
 
-            return boxes.boxed(params, maps.map_params(zeros, boxes.unboxed(params)))
-
-        def none(p: jax.Array) -> jax.Array:
-            return constants.stacked(constants.full_like(p, 0, jnp.int32, axes=0), n)
+        def stacked(tree: optax.Updates, number: int) -> optax.Updates:
+            return jax.tree.map(lambda x: constants.stacked(x, number), tree)
 
         return WorkerMeanState(
             global_step=constants.zero(params, jnp.int32),
             stale_count=constants.zero(params, jnp.int32),
             counts=constants.stacked(constants.zero(params, jnp.int32), n),
             stepped=constants.stacked(constants.zero(params, jnp.bool), n),
-            table=rows(n),
-            row_counts=maps.map_params(none, boxes.unboxed(params)),
-            means=rows(2 if method == "ringleader" else 1),
+            table=boxes.boxed(params, stacked(row, n)),
+            row_counts=stacked(count, n),
+            means=boxes.boxed(params, stacked(row, 2 if method == "ringleader" else 1)),
             turn=constants.zero(params, jnp.int32),
             inner_state=inner_state,
         )
 
     def push_fn(
-        act_if: ActIf,
+        apply_if: ApplyIf,
         updates: optax.Updates,
         state: WorkerMeanState,
         params: optax.Params | None,
@@ -194,30 +186,26 @@ def worker_mean(
             boxes.as_in(updates, state.table),
             lambda g: (n, *np.shape(g)),
         )
-        taken, i = _worker(worker, n)
+        accepted, i = _worker(worker, n)
         extra["worker"] = i
         if local_step is not None or method == "all":
             extra["local_step"] = checks.local_step("worker_mean", local_step)
         if method == "all":
             # fresh iff local_step >= global_step
-            taken &= extra["local_step"] >= state.global_step
+            accepted &= extra["local_step"] >= state.global_step
 
-        push = _Push(i, taken, updates, leaf_flags, act_if, extra)
+        push = _Push(i, accepted, updates, leaf_flags, apply_if, extra)
         outcome, new = _METHODS[method](push, state)
-        stale = state.stale_count
-        stale = jnp.where(taken, stale, optax.safe_increment(stale))
-        return outcome, new._replace(stale_count=stale)
+        stale_count = increment_if(~accepted, state.stale_count)
+        return outcome, new._replace(stale_count=stale_count)
 
     return gate.gate(init_fn, inner, push_fn)
 
 
 def _worker(worker: jax.typing.ArrayLike | None, n: int) -> tuple[jax.Array, jax.Array]:
     """Whether this worker exists, and its row."""
-    if worker is None:
-        raise TypeError(
-            "worker_mean needs worker: pass update(..., worker=i), the index of the "
-            "worker that computed these gradients."
-        )
+    meaning = "the index of the worker that computed"
+    worker = checks.extra_argument("worker_mean", "worker", worker, meaning)
     checks.integer_scalar("worker", worker)
     if not isinstance(worker, jax.Array):
         checks.in_range("worker", worker, f"[0, {n})")
@@ -227,12 +215,8 @@ def _worker(worker: jax.typing.ArrayLike | None, n: int) -> tuple[jax.Array, jax
 
 def num_workers_of(state: optax.OptState) -> int | None:
     """How many workers have a row in each table of a state; None without a table."""
-
-    def has_table(node: object) -> bool:
-        return isinstance(node, WorkerMeanState)
-
-    found = filter(has_table, jax.tree.leaves(state, is_leaf=has_table))
-    return min((own.counts.shape[0] for own in found), default=None)
+    found = maps.nodes(state, lambda node: isinstance(node, WorkerMeanState))
+    return min((own.counts.shape[0] for _, own in found), default=None)
 
 
 class _Push(NamedTuple):
@@ -240,31 +224,31 @@ class _Push(NamedTuple):
 
     Attributes:
       worker: int32[], its row of the table.
-      taken: bool[], whether the push counts; any other leaves the table as it is.
+      accepted: bool[], whether the push counts; any other leaves the table as it is.
       updates: its gradients.
       leaf_flags: which leaves have a gradient, where only the step knows it.
-      act_if: the conditional between acting and resting.
+      apply_if: the conditional between apply and skip.
       extra: extra arguments for the transformation behind the gate.
     """
 
     worker: jax.Array
-    taken: jax.Array
+    accepted: jax.Array
     updates: optax.Updates
     leaf_flags: LeafFlags | None
-    act_if: ActIf
+    apply_if: ApplyIf
     extra: dict[str, object]
 
-    def added(
+    def into_table(
         self, state: WorkerMeanState, row: jax.Array, *, newest_only: bool = False
     ) -> WorkerMeanState:
         """The state with this push in the worker's row and in this row of the means."""
         i = self.worker
         counts = state.counts.at[i].set(_one_more(state.counts[i], newest_only))
-        counts = jnp.where(self.taken, counts, state.counts)
+        counts = jnp.where(self.accepted, counts, state.counts)
         flags = missing.flags_of(self.updates, self.leaf_flags)
         table, row_counts, means = typed_cond(
-            self.taken,
-            lambda: _added(flags, self.updates, state, i, row, newest_only),
+            self.accepted,
+            lambda: _written(flags, self.updates, state, i, row, newest_only),
             lambda: (state.table, state.row_counts, state.means),
         )
         return state._replace(
@@ -274,7 +258,7 @@ class _Push(NamedTuple):
     def step(
         self, full: jax.Array, state: WorkerMeanState, row: jax.Array
     ) -> tuple[Outcome, WorkerMeanState, jax.Array]:
-        """Lets ``inner`` act on this row of the means if ``full``."""
+        """Applies ``inner`` to this row of the means if ``full``."""
         means = boxes.as_in(self.updates, state.means)
 
         def mean() -> optax.Updates:
@@ -282,13 +266,12 @@ class _Push(NamedTuple):
                 lambda g, m: narrow(_row(m, row), maps.dtype_of(g)), self.updates, means
             )
 
-        outcome, inner_state, acted = self.act_if(
+        outcome, inner_state, applied = self.apply_if(
             full, mean, state.inner_state, self.leaf_flags, **self.extra
         )
-        steps = state.global_step
-        steps = jnp.where(full, optax.safe_increment(steps), steps)
+        steps = increment_if(full, state.global_step)
         state = state._replace(global_step=steps, inner_state=inner_state)
-        return outcome, state, acted
+        return outcome, state, applied
 
 
 def _one_more(count: jax.Array, newest_only: bool) -> jax.Array:
@@ -298,20 +281,20 @@ def _one_more(count: jax.Array, newest_only: bool) -> jax.Array:
 
 def _all(push: _Push, state: WorkerMeanState) -> tuple[Outcome, WorkerMeanState]:
     """Malenia SGD."""
-    state = push.added(state, state.turn)
+    state = push.into_table(state, state.turn)
     # Once each worker has pushed, the step is made.
-    full = push.taken & jnp.all(state.counts > 0)
-    outcome, state, acted = push.step(full, state, state.turn)
+    full = push.accepted & jnp.all(state.counts > 0)
+    outcome, state, applied = push.step(full, state, state.turn)
     # Everything starts again from zero.
-    return outcome, _cleared(acted, _restarted(full, state), state.turn)
+    return outcome, _cleared(applied, _restarted(full, state), state.turn)
 
 
 def _latest(push: _Push, state: WorkerMeanState) -> tuple[Outcome, WorkerMeanState]:
     """Incremental aggregated gradients."""
     complete = jnp.all(state.counts > 0)
-    state = push.added(state, state.turn, newest_only=True)
+    state = push.into_table(state, state.turn, newest_only=True)
     # Once each worker has pushed, every further push makes a step.
-    outcome, state, _ = push.step(push.taken & complete, state, state.turn)
+    outcome, state, _ = push.step(push.accepted & complete, state, state.turn)
     return outcome, state
 
 
@@ -321,17 +304,17 @@ def _ringleader(push: _Push, state: WorkerMeanState) -> tuple[Outcome, WorkerMea
     # The push of a worker that has stepped belongs to the next cycle.
     ahead = state.stepped[i]
     row = jnp.where(ahead, 1 - state.turn, state.turn)
-    state = push.added(state, row)
+    state = push.into_table(state, row)
     # The first phase ends with the push that completes the table, which makes the first
     # step. In the second phase each worker makes one.
     complete = jnp.all(state.counts > 0) | jnp.any(state.stepped)
-    full = push.taken & complete & ~ahead
-    outcome, state, acted = push.step(full, state, row)
+    full = push.accepted & complete & ~ahead
+    outcome, state, applied = push.step(full, state, row)
     # The row of a worker that has stepped is empty for the next cycle.
     state = _restarted(full & (jnp.arange(n, dtype=jnp.int32) == i), state)
     stepped = state.stepped.at[i].set(full | ahead)
     # After n steps the next cycle begins.
-    over = acted & jnp.all(stepped)
+    over = applied & jnp.all(stepped)
     state = _cleared(over, state, row)
     return outcome, state._replace(
         stepped=stepped & ~over, turn=jnp.where(over, 1 - state.turn, state.turn)
@@ -342,11 +325,10 @@ _METHODS = {"all": _all, "latest": _latest, "ringleader": _ringleader}
 
 
 def _row(x: jax.Array, i: jax.Array) -> jax.Array:
-    row: jax.Array = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-    return row
+    return jnp.asarray(jax.lax.dynamic_index_in_dim(x, i, keepdims=False))
 
 
-def _added(
+def _written(
     flags: PyTree[jax.Array | None],
     updates: optax.Updates,
     state: WorkerMeanState,
@@ -375,26 +357,19 @@ def _added(
             delta = jnp.where(flag, delta, 0)
             count = jnp.where(flag, count, counts[i])
         share = arithmetic.scale(delta, 1 / table.shape[0])
-        means = means.at[row].add(
-            narrow(share, means.dtype), out_sharding=explicit_sharding(means)
-        )
+        share, sharding = narrow(share, means.dtype), explicit_sharding(means)
+        means = means.at[row].add(share, out_sharding=sharding)
         # The mean is computed first. So the row that it reads need not be copied.
         new = jnp.where(constants.never(_row(means, row)), 0, old + delta)
-        table = table.at[i].set(
-            narrow(new, table.dtype), out_sharding=explicit_sharding(table)
-        )
+        new, sharding = narrow(new, table.dtype), explicit_sharding(table)
+        table = table.at[i].set(new, out_sharding=sharding)
         return table, counts.at[i].set(count), means
 
     trees = state.table, state.row_counts, state.means
-    leaves = [
-        jax.tree.leaves(tree, is_leaf=maps.is_leaf) for tree in (flags, updates, *trees)
-    ]
+    leaves = [maps.leaves(tree) for tree in (flags, updates, *trees)]
     changed = list(map(change, *leaves))
     table, counts, means = (
-        jax.tree.unflatten(
-            jax.tree.structure(tree, is_leaf=maps.is_leaf),
-            [each[k] for each in changed],
-        )
+        jax.tree.unflatten(maps.structure(tree), [each[k] for each in changed])
         for k, tree in enumerate(trees)
     )
     return table, counts, means

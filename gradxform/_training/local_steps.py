@@ -10,10 +10,9 @@ import numpy as np
 import optax
 
 from gradxform._late.conditional import typed_cond
-from gradxform._training.apply import learning_part, training_step
+from gradxform._training.apply import learning_leaves, training_step
 from gradxform._training.donation import Donating
 from gradxform._trees import checks, dtypes, maps, versions
-from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Params, Prefix, PyTree, State
 
 _Carry: TypeAlias = tuple[optax.Params, optax.OptState]
@@ -96,9 +95,10 @@ def local_steps(
       TypeError: ``params`` holds :class:`IndexedSlices`; ``num_steps`` is not an
         integer; ``tx`` is not a transformation.
 
-    Source: Stich, 2018, "Local SGD converges fast and communicates little",
-    https://arxiv.org/abs/1805.09767; Douillard et al., 2023, "DiLoCo",
-    https://arxiv.org/abs/2311.08105.
+    References:
+      Stich, `Local SGD converges fast and communicates little
+      <https://arxiv.org/abs/1805.09767>`__, 2018.
+      Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`__, 2023.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp
     >>> def loss_fn(params, x, y):
@@ -114,9 +114,9 @@ def local_steps(
     ...     params, seen = server.pull()
     ...     grads, state[push % 2], losses = steps(params, state[push % 2], x, y)
     ...     result = server.push(grads, seen)
-    >>> assert losses.shape == (8,) and losses[-1] < 1e-4 < 3.0 < loss_fn(
-    ...     {"w": jnp.zeros(3)}, x, y
-    ... )
+    >>> losses.shape  # one for each local step
+    (8,)
+    >>> assert losses[-1] < 1e-4 < 3.0 < loss_fn({"w": jnp.zeros(3)}, x, y)
     """
     step = training_step(loss_fn, tx, has_aux=has_aux, trainable=trainable)
     versions.before_tracing()
@@ -128,7 +128,8 @@ def local_steps(
         num_steps: jax.typing.ArrayLike | None = None,
         **extra: object,
     ) -> tuple[Any, ...]:
-        _check_dense(params)
+        hint = "Pull the whole table, or push the gradients of its rows at each step."
+        checks.dense("local_steps", params, "trains whole parameters", hint)
         length = _length(batches)
 
         def train(carry: _Carry, batch: tuple[object, ...]) -> tuple[_Carry, _Result]:
@@ -141,7 +142,7 @@ def local_steps(
             checks.integer_scalar("num_steps", num_steps)
             wanted = dtypes.saturated(num_steps)
 
-            def train_or_rest(
+            def train_or_skip(
                 carry: _Carry, numbered: tuple[jax.Array, tuple[object, ...]]
             ) -> tuple[_Carry, _Result]:
                 number, batch = numbered
@@ -153,12 +154,12 @@ def local_steps(
                 return carry, result
 
             numbers = np.arange(length, dtype=np.int32)
-            one_step, each = train_or_rest, (numbers, batches)
+            one_step, each = train_or_skip, (numbers, batches)
         (trained, state), result = jax.lax.scan(
             one_step, (params, state), each, unroll=unroll
         )
         # g = w - w_H, for trainable parameters
-        learning = learning_part(trainable, params)
+        learning = learning_leaves(trainable, params)
         grads = maps.map_updates(_difference, learning, trained)
         return grads, state, *result
 
@@ -169,16 +170,6 @@ def local_steps(
 
 def _difference(pulled: jax.Array, trained: jax.Array) -> jax.Array:
     return (dtypes.widen(pulled) - dtypes.widen(trained)).astype(pulled.dtype)
-
-
-def _check_dense(params: optax.Params) -> None:
-    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=maps.is_leaf):
-        if isinstance(leaf, IndexedSlices):
-            raise TypeError(
-                "local_steps trains whole parameters, got rows of a table, "
-                f"IndexedSlices, at {checks.path_name(path)}. Pull the whole table, or "
-                "push the gradients of its rows at each step."
-            )
 
 
 def _length(batches: tuple[object, ...]) -> int:

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import arithmetic, versions
 from gradxform._trees.indexed_slices import IndexedSlices, ascending
-from gradxform._trees.rows import inside_or_padding, is_known, places, read_rows
+from gradxform._trees.rows import inside_or_padding, is_known, positions, read_rows
 
 if TYPE_CHECKING:
     from jax.extend.core import (  # type: ignore[attr-defined]  # Of ClosedJaxpr.
@@ -225,7 +225,7 @@ class _Reader(NamedTuple):
         fills = eqn.params.get("mode") == jax.lax.GatherScatterMode.FILL_OR_DROP
         fill = eqn.params.get("fill_value")
         if isinstance(part, IndexedSlices):
-            rows, held = of_part(part, taken)
+            rows, held = rows_of_part(part, taken)
             # A slice of a single row may keep an axis of length 1.
             rows = rows.reshape(_result(eqn).shape)
             ids = jnp.where(held == height, height, ids)
@@ -336,14 +336,14 @@ def _moved(eqn: JaxprEqn, part: IndexedSlices) -> IndexedSlices:
     return ascending(indices, values, part.shape)
 
 
-def of_part(part: IndexedSlices, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rows_of_part(part: IndexedSlices, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows of a part of a table, and their ids: padding for rows that it lacks.
 
     Raises:
       ValueError: it lacks a row whose id is known now.
     """
     part = part.sum_duplicates()
-    at = places(ids, part.indices)
+    at = positions(ids, part.indices)
     missing = at == len(part.indices)
     if is_known(missing):
         absent = np.argwhere(missing & (ids < part.shape[0]))

@@ -1,10 +1,6 @@
-"""Transformations that act at once: clips, scales, and the learning rate behind them.
+"""Transformations for any gradient: clips, scales, and the learning rate behind them.
 
-One transformation a file: its state, ``scale_by_x``, and the alias ``x`` that chains a
-clip in front of it and the learning rate behind it. The paper's equation stands above
-the line that computes it.
-
-A file has the name of its alias. Beside these:
+One transformation a file, which has the name of its alias. Beside these:
 
 - ``clipping``: by the global norm, by the norm of each leaf, and ``clip_before``, which
   puts Keras's clip arguments in front of an optimizer and hands it the norms.

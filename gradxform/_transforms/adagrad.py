@@ -13,7 +13,6 @@ from gradxform._transforms import clipping
 from gradxform._transforms.learning_rate import scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
-from gradxform._trees.types import Gradient
 
 # The defaults of both functions.
 INITIAL_ACCUMULATOR_VALUE = 0.1
@@ -59,9 +58,8 @@ def scale_by_adagrad(
       eps_in_sqrt: True as in Keras 3, TensorFlow ≥ 2.11 and optax; False as in
         TensorFlow 1.x and ``tf.keras`` ≤ 2.10.
       accumulator_dtype: real dtype of ``acc``. By default float32, and float64 for
-        double parameters: half-precision parameters get float32 sums, because a sum
-        that only grows soon stalls in half precision. If it is narrower, ``u`` is
-        computed from the rounded ``acc``, which the state holds.
+        double parameters: a sum that only grows soon stalls in half precision. If it is
+        narrower, ``u`` is computed from the rounded ``acc``, which the state holds.
       row_wise: whether to keep one accumulator for each row, for the mean of the
         squares over all axes but the first. That saves nearly all state of an embedding
         table. Dense gradients are read twice: for the mean and for the division. Inside
@@ -76,19 +74,19 @@ def scale_by_adagrad(
       TypeError: ``accumulator_dtype`` is not a real floating dtype; updates do not have
         the structure or the shapes of the parameters.
 
-    Source: Duchi et al., 2011, "Adaptive subgradient methods for online learning and
-    stochastic optimization", https://jmlr.org/papers/v12/duchi11a.html;
-    ``tf.keras.optimizers.Adagrad``; row-wise: ``torchrec``'s and fbgemm's
-    ``EXACT_ROWWISE_ADAGRAD``.
+    References:
+      Duchi et al., `Adaptive subgradient methods for online learning and stochastic
+      optimization <https://jmlr.org/papers/v12/duchi11a.html>`__, 2011.
+      ``tf.keras.optimizers.Adagrad``; row-wise fbgemm's ``EXACT_ROWWISE_ADAGRAD``.
 
     >>> import gradxform as gx, jax.numpy as jnp
-    >>> tx = gx.scale_by_adagrad(initial_accumulator_value=0.0, eps=0.0)
+    >>> tx = gx.scale_by_adagrad(initial_accumulator_value=7.0, eps=0.0)
     >>> grads = jnp.array([3.0, 0.0])
-    >>> state = tx.init(grads)
-    >>> updates, state = tx.update(grads, state)
-    >>> updates, state = tx.update(grads, state)
-    >>> assert jnp.allclose(updates, jnp.array([2**-0.5, 0.0]))
-    >>> assert state.sum_of_squares[0] == 18.0
+    >>> updates, state = tx.update(grads, tx.init(grads))
+    >>> state.sum_of_squares  # 7 + 3²
+    Array([16.,  7.], dtype=float32)
+    >>> updates  # 3 / √16
+    Array([0.75, 0.  ], dtype=float32)
     """
     initial_accumulator_value = checks.in_range(
         "initial_accumulator_value", initial_accumulator_value, "[0, inf)"
@@ -96,17 +94,11 @@ def scale_by_adagrad(
     eps = checks.in_range("eps", eps, "[0, inf)")
     checks.state_dtype("accumulator_dtype", accumulator_dtype)
 
-    def accumulator_shape(leaf: Gradient) -> tuple[int, ...]:
-        return np.shape(leaf)[:1] if row_wise else np.shape(leaf)
+    axes = 1 if row_wise else None  # How many axes of a leaf an accumulator has.
 
     def init_fn(params: optax.Params) -> ScaleByAdagradState:
         def accumulator(p: jax.Array) -> jax.Array:
-            dtype = (
-                dtypes.compute_dtype(p)
-                if accumulator_dtype is None
-                else accumulator_dtype
-            )
-            axes = 1 if row_wise else None
+            dtype = accumulator_dtype or dtypes.compute_dtype(p)
             return constants.full_like(p, initial_accumulator_value, dtype, axes=axes)
 
         if row_wise:
@@ -125,7 +117,7 @@ def scale_by_adagrad(
     def divide(g: jax.Array, acc: jax.Array) -> jax.Array:
         # u = g / sqrt(acc + eps), or g / (sqrt(acc) + eps)
         factor = arithmetic.inverse_sqrt(dtypes.widen(acc), eps, eps_in_sqrt)
-        return arithmetic.scale(g, arithmetic.expand(factor, g))
+        return arithmetic.scale_leading(g, factor)
 
     def update_fn(
         updates: optax.Updates,
@@ -140,11 +132,7 @@ def scale_by_adagrad(
             checks.same_shapes("updates", updates, "params", params)
         before = boxes.as_in(updates, state.sum_of_squares)
         checks.same_shapes(
-            "updates",
-            updates,
-            "sum_of_squares",
-            before,
-            expected=accumulator_shape,
+            "updates", updates, "sum_of_squares", before, lambda g: np.shape(g)[:axes]
         )
         # With a row-sparse gradient, only the rows that it touches.
         updates = maps.sum_duplicates(updates)
@@ -191,11 +179,12 @@ def adagrad(
 
     Args:
       learning_rate: a scalar, or a schedule ``count -> scalar``.
-      initial_accumulator_value: see :func:`scale_by_adagrad`.
-      eps: see :func:`scale_by_adagrad`.
-      eps_in_sqrt: see :func:`scale_by_adagrad`; False for TensorFlow 1.x's formula.
-      accumulator_dtype: see :func:`scale_by_adagrad`.
-      row_wise: see :func:`scale_by_adagrad`.
+      initial_accumulator_value: what ``acc`` starts from; see
+        :func:`scale_by_adagrad` for this and the next ones.
+      eps: keeps the divisor from 0.
+      eps_in_sqrt: False for TensorFlow 1.x's formula.
+      accumulator_dtype: real dtype of ``acc``.
+      row_wise: whether to keep one accumulator for each row.
       axis_name: mesh axes over which leaves may be sharded, inside ``jax.shard_map``,
         for the norms of the clips; see :func:`global_norm`.
       clipnorm: the norm of each leaf is clipped to this.
@@ -213,8 +202,8 @@ def adagrad(
       ValueError: more than one clip argument, or an argument out of its range.
       TypeError: updates do not have the structure or the shapes of the parameters.
 
-    Source: Duchi et al., 2011; ``tf.keras.optimizers.Adagrad``,
-    ``tf.train.AdagradOptimizer``.
+    References:
+      ``tf.keras.optimizers.Adagrad``, ``tf.train.AdagradOptimizer``.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp
     >>> params = {"w": jnp.array([1.0, -2.0])}

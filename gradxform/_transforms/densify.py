@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._trees import maps
-from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.indexed_slices import is_sparse
 from gradxform._trees.rows import explicit_sharding
+from gradxform._trees.stateless import stateless
 from gradxform._trees.types import Leaf
 
 
@@ -24,7 +25,8 @@ def densify() -> optax.GradientTransformationExtraArgs:
     Returns:
       A transformation without state. Dense gradients pass through.
 
-    Source: ``tf.convert_to_tensor(indexed_slices)``, which TensorFlow calls by itself.
+    References:
+      ``tf.convert_to_tensor(indexed_slices)``, which TensorFlow calls by itself.
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = optax.chain(gx.densify(), optax.sgd(1.0, momentum=0.5))
@@ -34,28 +36,20 @@ def densify() -> optax.GradientTransformationExtraArgs:
     >>> updates, state = tx.update(grads, state, params)
     >>> no_rows = gx.IndexedSlices([], jnp.ones((0, 1)), (3, 1))
     >>> updates, state = tx.update(no_rows, state, params)
-    >>> assert updates.ravel().tolist() == [0.0, 0.0, -1.0]  # momentum goes on
+    >>> updates.ravel()  # The momentum goes on.
+    Array([-0., -0., -1.], dtype=float32)
     """
 
     def dense(g: Leaf, p: jax.typing.ArrayLike | None = None) -> Leaf:
-        if not isinstance(g, IndexedSlices):
+        if not is_sparse(g):
             return g
-        known = p is not None
-        return g.densify(
-            out_sharding=explicit_sharding(jnp.asarray(p)) if known else None
-        )
+        sharding = None if p is None else explicit_sharding(jnp.asarray(p))
+        return g.densify(out_sharding=sharding)
 
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.EmptyState,
-        params: optax.Params | None = None,
-        **extra: object,
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del extra
+    def densified(
+        updates: optax.Updates, *, params: optax.Params | None, **_: object
+    ) -> optax.Updates:
         like = () if params is None else (params,)
-        updates = maps.without_float0(updates)
-        return jax.tree.map(dense, updates, *like, is_leaf=maps.is_leaf), state
+        return maps.map_leaves(dense, maps.without_float0(updates), *like)
 
-    return optax.GradientTransformationExtraArgs(
-        lambda _: optax.EmptyState(), update_fn
-    )
+    return stateless(densified)

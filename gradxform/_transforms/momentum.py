@@ -16,12 +16,7 @@ def zeros(params: optax.Params, mu_dtype: jax.typing.DTypeLike | None) -> optax.
       TypeError: the dtype does not fit the parameters.
     """
     checks.of_same_kind("mu_dtype", mu_dtype, params)
-
-    def zero(p: jax.Array) -> jax.Array:
-        dtype = dtypes.inexact_dtype(p) if mu_dtype is None else mu_dtype
-        return constants.full_like(p, 0, dtype)
-
-    return maps.map_params(zero, params)
+    return constants.zeros(params, mu_dtype, dtypes.inexact_dtype)
 
 
 def check(transformation: str, updates: optax.Updates, mu: optax.Updates) -> None:
@@ -31,16 +26,11 @@ def check(transformation: str, updates: optax.Updates, mu: optax.Updates) -> Non
 
 
 def for_step(g: jax.Array, mu: jax.Array, moved: jax.Array) -> jax.Array:
-    """A new momentum for the step: as it was calculated, in the dtype of ``moved``.
+    """The new momentum for the step: ``moved``, or ``mu``, as the state holds it.
 
     If the dtype of the state holds every number of the gradient's, it is read from
     there. Then the state can be written in place of the old one, which the step need
     not read.
-
-    Args:
-      g: the gradient.
-      mu: the new momentum, in the dtype of the state.
-      moved: the new momentum as it was calculated.
     """
     if not np.can_cast(g.dtype, mu.dtype):
         return moved

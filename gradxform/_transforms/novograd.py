@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._transforms import clipping, momentum
-from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
+from gradxform._transforms.learning_rate import rate_at, scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import StackedAxes
@@ -105,18 +105,20 @@ def scale_by_novograd(
       TypeError: ``mask`` holds other things than bools; ``mu_dtype`` does not fit the
         parameters; updates do not have their structure or shapes.
 
-    Source: Ginsburg et al., 2019, "Stochastic gradient methods with layer-wise adaptive
-    moments for training of deep networks", https://arxiv.org/abs/1905.11286;
-    OpenSeq2Seq's ``NovoGrad``, whose defaults these are.
+    References:
+      Ginsburg et al., `Stochastic gradient methods with layer-wise adaptive moments for
+      training of deep networks <https://arxiv.org/abs/1905.11286>`__, 2019.
+      OpenSeq2Seq's ``NovoGrad``, whose defaults these are.
 
     >>> import gradxform as gx, jax.numpy as jnp
-    >>> tx = gx.scale_by_novograd(b1=0.5, eps=0.0)
-    >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array(0.0)}
+    >>> tx = gx.scale_by_novograd(b1=0.5, b2=0.5, eps=0.0)
+    >>> grads = {"w": jnp.full(4, -2.0), "b": jnp.zeros(1)}
     >>> updates, state = tx.update(grads, tx.init(grads))
-    >>> assert jnp.allclose(updates["w"], jnp.array([0.6, 0.8])) and updates["b"] == 0.0
+    >>> state.nu["w"], updates["w"]  # ‖g‖², and a vector of length 1
+    (Array(16., dtype=float32), Array([-0.5, -0.5, -0.5, -0.5], dtype=float32))
     >>> updates, state = tx.update(grads, state)
-    >>> assert jnp.allclose(updates["w"], 1.5 * jnp.array([0.6, 0.8]))
-    >>> assert jnp.allclose(state.nu["w"], 25.0)
+    >>> updates["w"], updates["b"]  # b1 · -0.5 - 0.5, and 0
+    (Array([-0.75, -0.75, -0.75, -0.75], dtype=float32), Array([0.], dtype=float32))
     """
     b1 = checks.in_range("b1", b1, "[0, 1)")
     b2 = checks.in_range("b2", b2, "[0, 1)")
@@ -154,6 +156,7 @@ def scale_by_novograd(
         **extra: object,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
         del extra
+        step_size = step_size_in_momentum
         momentum.check("novograd", updates, state.mu)
         squares, clip_factor, _ = clip_sums
         if squares is None:
@@ -178,7 +181,7 @@ def scale_by_novograd(
         def normalize(g: jax.Array, nu: jax.Array) -> jax.Array:
             # ĝ = g / sqrt(nu + eps), or g / (sqrt(nu) + eps)
             inverse = arithmetic.inverse_sqrt(nu, eps, eps_in_sqrt)
-            return arithmetic.scale(dtypes.widen(g), arithmetic.expand(inverse, g))
+            return arithmetic.scale_leading(dtypes.widen(g), inverse)
 
         def decay(g: jax.Array, w: jax.Array, decays: bool) -> jax.Array:
             # ĝ + weight_decay·w
@@ -193,24 +196,20 @@ def scale_by_novograd(
             return arithmetic.scale(dtypes.widen(mu).astype(d.dtype), b1) + d
 
         nu = norms.map_layers(average, squares, state.nu)
-        added = maps.map_updates(normalize, updates, boxes.as_in(updates, nu))
+        d = maps.map_updates(normalize, updates, boxes.as_in(updates, nu))
         if decays:
-            if params is None:
-                raise ValueError(
-                    f"weight_decay={weight_decay!r} needs params: call "
-                    "update(updates, state, params). A traced one may be any number: "
-                    "if it stays 0 name it in inject_hyperparams(static_args=…)."
-                )
-            added = maps.map_updates(decay, added, params, decayed(params))
+            hint = " A traced weight_decay may be any number: if it stays 0 name it in "
+            hint += "inject_hyperparams(static_args=…)."
+            name = f"weight_decay={weight_decay!r}"
+            params = checks.params_given(name, params, hint)
+            d = maps.map_updates(decay, d, params, decayed(params))
         if grad_averaging:  # d = (1-b1)·(ĝ + weight_decay·w)
-            added = maps.map_updates(lambda d: arithmetic.scale(d, 1 - b1), added)
-        if step_size_in_momentum is not None:
-            added = maps.map_updates(
-                lambda d: arithmetic.scale(d, step_size_in_momentum), added
-            )
-        mu = maps.map_state(accumulate, added, state.mu)
+            d = maps.map_updates(lambda d: arithmetic.scale(d, 1 - b1), d)
+        if step_size is not None:
+            d = maps.map_updates(lambda d: arithmetic.scale(d, step_size), d)
+        mu = maps.map_state(accumulate, d, state.mu)
         if nesterov:  # u = d + b1·mu
-            stepped = maps.map_updates(accumulate, added, mu)
+            stepped = maps.map_updates(accumulate, d, mu)
         else:
             stepped = maps.map_updates(lambda _, m: m, updates, mu)
         new_state = ScaleByNovogradState(
@@ -267,11 +266,9 @@ def novograd(
       mu_dtype: dtype of the momentum.
       axis_name: mesh axes over which layers may be sharded.
       stacked_axes: how many leading axes stack layers; ``clipnorm`` clips each slice.
-      clipnorm: the norm of each layer is clipped to this.
+      clipnorm: the norm of each layer is clipped to this; see :func:`adagrad`.
       clipvalue: each entry is clipped to ± this.
-      global_clipnorm: the norm of all layers together is clipped to this; the norm
-        before clipping is ``optax.tree.get(state, "global_norm")``. If that norm is not
-        finite, all updates become NaN: see :func:`clip_by_global_norm`.
+      global_clipnorm: the norm of all layers together is clipped to this.
 
     Returns:
       A transformation. Its state holds :class:`ScaleByNovogradState`, and with
@@ -283,8 +280,9 @@ def novograd(
         ``params`` with weight decay.
       TypeError: updates do not have the structure or the shapes of the parameters.
 
-    Source: Ginsburg et al., 2019, https://arxiv.org/abs/1905.11286; OpenSeq2Seq's and
-    ai4med's ``NovoGrad``, ``monai.optimizers.Novograd``, ``tfa.optimizers.NovoGrad``.
+    References:
+      OpenSeq2Seq's and ai4med's ``NovoGrad``, ``monai.optimizers.Novograd``,
+      ``tfa.optimizers.NovoGrad``.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax
     >>> params = {"w": jnp.array([1.0, -2.0])}
@@ -337,8 +335,7 @@ def _inside_momentum(
         params: optax.Params | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        rate = checked_rate(rate)
+        rate = rate_at(learning_rate, state)
         return inner.update(updates, state, params, step_size_in_momentum=rate, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)

@@ -15,6 +15,7 @@ device, so a transformation need not know about the kinds.
 - ``constants``: zeros and other constants, which lie where the parameters lie.
 - ``compilers``: barriers, and a cast to half precision without a copy of its result.
 - ``norms``: sums of squares of layers, rows and whole trees in one pass.
+- ``stateless``: a transformation from a function of its updates.
 - ``mesh``: sums over devices, inside ``shard_map``.
 - ``versions``: names that JAX changes from one version to the next.
 - ``checks``: errors that name the argument, the path, what was given and what to do.

@@ -23,6 +23,11 @@ def scale(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
     return narrow(widen(x) * factor, x.dtype)
 
 
+def scale_leading(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
+    """:func:`scale` with a factor for each entry along the first axes of ``x``."""
+    return scale(x, expand(jnp.asarray(factor), x))
+
+
 def wide_sum(x: jax.Array, total: jax.Array) -> jax.Array:
     """``total + x`` in at least float32, in the precision of ``total``, unrounded."""
     wide = widen(total)
@@ -41,7 +46,7 @@ def integer_sum(x: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where(x < 0, total - size, total + size)
 
 
-def added(u: jax.Array, p: jax.Array) -> jax.Array:
+def rounded_sum(u: jax.Array, p: jax.Array) -> jax.Array:
     """``p + u`` in the dtype of ``p``, rounded once."""
     if jnp.issubdtype(p.dtype, jnp.integer):
         return integer_sum(u, p)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from gradxform._trees.maps import is_leaf
+from gradxform._trees import maps
 from gradxform._trees.types import PyTree, T
 
 
@@ -55,10 +55,10 @@ def as_in(like: PyTree[object], tree: PyTree[T]) -> PyTree[T]:
     """The leaves of a tree in the nodes of ``like``; the two differ only in boxes."""
 
     def nodes(tree: PyTree[object]) -> jax.tree_util.PyTreeDef:
-        return jax.tree.structure(tree, is_leaf=is_leaf)
+        return maps.structure(tree)
 
     # Usually there are no boxes, and the first comparison is enough.
     wanted = nodes(like)
     if nodes(tree) == wanted or nodes(unboxed(tree)) != nodes(unboxed(like)):
         return tree
-    return jax.tree.unflatten(wanted, jax.tree.leaves(tree, is_leaf=is_leaf))
+    return jax.tree.unflatten(wanted, maps.leaves(tree))

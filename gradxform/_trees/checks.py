@@ -24,15 +24,10 @@ _REAL = (jnp.floating, jnp.integer)
 
 
 def in_range(name: str, value: Any, interval: str) -> Any:  # Any kind of number.
-    """Raises unless ``value`` is a real scalar inside ``interval``, and returns it.
+    """A real scalar inside ``interval``, such as ``"[0, 1)"``; a traced value passes.
 
     A complex number without an imaginary part is real, see :func:`real`. An int that
     no int32 holds comes back as a float, which JAX takes.
-
-    Args:
-      name: the argument's name, for the message.
-      value: the argument; a traced value passes.
-      interval: the allowed range, written as ``"[0, 1)"``.
 
     Raises:
       TypeError: ``value`` is not a real scalar.
@@ -76,12 +71,11 @@ def real(value: T) -> T:
     Any other value is returned as it is. ``optax.inject_hyperparams`` makes all numbers
     complex if parameters are complex.
     """
-    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
-    if not jnp.issubdtype(dtype, jnp.complexfloating):
+    if not jnp.issubdtype(_dtype(value), jnp.complexfloating):
         return value
     known = not isinstance(value, jax.core.Tracer)
-    part: T = value.real  # type: ignore[attr-defined]  # Its dtype is complex.
-    return value if known and np.any(np.asarray(value).imag != 0) else part
+    real_part: T = value.real  # type: ignore[attr-defined]  # Its dtype is complex.
+    return value if known and np.any(np.asarray(value).imag != 0) else real_part
 
 
 def at_most_one(**arguments: object) -> None:
@@ -102,13 +96,33 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {words}, got {value!r}.")
 
 
-def local_step(wrapper: str, value: jax.typing.ArrayLike | None) -> jax.Array:
-    """The local step of a push as an int32 scalar; ``TypeError`` if it is not one."""
+def extra_argument(
+    transformation: str, name: str, value: jax.typing.ArrayLike | None, meaning: str
+) -> jax.typing.ArrayLike:
+    """An extra argument of ``update``; ``TypeError`` if it is missing."""
     if value is None:
         raise TypeError(
-            f"{wrapper} needs local_step: pass update(..., local_step=s), the global "
-            "step that the worker saw before it computed these gradients."
+            f"{transformation} needs {name}: pass update(..., {name}={name}), "
+            f"{meaning} these gradients."
         )
+    return value
+
+
+def params_given(
+    name: str, params: optax.Params | None, hint: str = ""
+) -> optax.Params:
+    """The parameters; ``ValueError`` if ``update`` was called without them."""
+    if params is None:
+        raise ValueError(
+            f"{name} needs params: call update(updates, state, params).{hint}"
+        )
+    return params
+
+
+def local_step(transformation: str, value: jax.typing.ArrayLike | None) -> jax.Array:
+    """The local step of a push as an int32 scalar; ``TypeError`` if it is not one."""
+    meaning = "the global step that the worker saw before it computed"
+    value = extra_argument(transformation, "local_step", value, meaning)
     integer_scalar("local_step", value)
     if not isinstance(value, jax.Array):  # To check an array may mean to wait for it.
         in_range("local_step", value, f"[0, {np.iinfo(np.int32).max}]")
@@ -130,19 +144,9 @@ def no_lookahead(
     hint: str = "call tx.update(grads, state, params), and "
     "gradxform.apply_updates(params, updates).",
 ) -> None:
-    """Raises ``TypeError`` if ``optax.lookahead`` keeps two copies of parameters.
-
-    Args:
-      params: the parameters.
-      state: their state, or a part of it.
-      hint: what to do, for the message.
-    """
+    """Raises ``TypeError`` if ``optax.lookahead`` keeps two copies of parameters."""
     kinds = optax.LookaheadParams, optax.LookaheadState
-
-    def is_one(node: object) -> bool:
-        return isinstance(node, kinds)
-
-    if any(map(is_one, jax.tree.leaves((params, state), is_leaf=is_one))):
+    if maps.nodes((params, state), lambda node: isinstance(node, kinds)):
         raise TypeError(
             "optax.lookahead keeps two copies of the parameters, LookaheadParams, and "
             f"takes the gradients of only one, params.fast: {hint}"
@@ -152,6 +156,23 @@ def no_lookahead(
 def integer_scalar(name: str, value: jax.typing.ArrayLike) -> None:
     """Raises ``TypeError`` unless ``value`` is an integer scalar, traced or not."""
     _scalar(name, value, "an integer", (jnp.integer,))
+
+
+def integer_in_range(name: str, value: jax.typing.ArrayLike, interval: str) -> None:
+    """Raises unless ``value`` is an integer scalar inside ``interval``, or traced."""
+    integer_scalar(name, value)
+    in_range(name, value, interval)
+
+
+def length(name: str, value: Any, interval: str) -> int:  # Any kind of number.
+    """The length of an axis: an integer inside ``interval``, which is not traced."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{name} is a shape, so it cannot be traced; under "
+            f"optax.inject_hyperparams name {name.split('[')[0]} in static_args."
+        )
+    integer_in_range(name, value, interval)
+    return int(value)
 
 
 def real_scalar(name: str, value: jax.typing.ArrayLike) -> None:
@@ -167,23 +188,16 @@ def _scalar(
 ) -> None:
     if type(value) is int:  # Of any size: NumPy could not hold all of them.
         return
-    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
-    if np.shape(value) or not any(jnp.issubdtype(dtype, k) for k in kinds):
+    if np.shape(value) or not any(jnp.issubdtype(_dtype(value), k) for k in kinds):
         raise TypeError(f"{name} must be {kind} scalar, got {value!r}.")
 
 
 def state_dtype(
     name: str, dtype: jax.typing.DTypeLike | None, *, complex_too: bool = False
 ) -> None:
-    """Raises unless ``dtype`` is None or one in which state can be kept.
+    """Raises ``TypeError`` unless ``dtype`` is None or one in which state can be kept.
 
-    Args:
-      name: the argument's name, for the message.
-      dtype: the argument; None stands for the default.
-      complex_too: whether complex leaves have complex state.
-
-    Raises:
-      TypeError: it is not a dtype, or neither floating nor, if allowed, complex.
+    With ``complex_too`` it may be complex, too.
     """
     if dtype is None:
         return
@@ -213,11 +227,11 @@ def of_same_kind(
         return
     is_complex = jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating)
     for path, p in jax.tree.leaves_with_path(params):
-        if jnp.issubdtype(_dtype(p), jnp.complexfloating) != is_complex:
+        if jnp.issubdtype(dtypes.dtype_of(p), jnp.complexfloating) != is_complex:
             raise TypeError(
                 f"{name}={jnp.dtype(dtype)} does not fit {path_name(path)}, which is "
-                f"{_dtype(p)}: real leaves need a real dtype, complex ones a complex "
-                "dtype."
+                f"{dtypes.dtype_of(p)}: real leaves need a real dtype, complex ones a "
+                "complex dtype."
             )
 
 
@@ -269,9 +283,9 @@ def same_shapes(
     of shape (3, 1) for a parameter of shape (3,) would broadcast.
 
     Args:
-      name: the name of ``tree`` in the message.
+      name: the name of ``tree`` in messages.
       tree: the tree to check.
-      reference_name: the name of ``reference`` in the message.
+      reference_name: the name of ``reference`` in messages.
       reference: the tree it must match.
       expected: maps a leaf of ``tree`` to the shape that its reference must have.
       nodes: whether the nodes must be of the same kinds, as for ``jax.tree.map``. If
@@ -323,11 +337,11 @@ def _other_node(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> tuple[Path, str,
     ) -> tuple[list[tuple[Path, PyTree[Leaf]]], jax.tree_util.PyTreeDef]:
         return jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
 
-    (parts, node), (wanted_parts, wanted) = top(tree), top(reference)
+    (children, node), (wanted_children, wanted) = top(tree), top(reference)
     if node == wanted:
-        for (key, part), (_, wanted_part) in zip(parts, wanted_parts, strict=True):
-            if _flat(part)[1] != _flat(wanted_part)[1]:
-                path, given, expected = _other_node(part, wanted_part)
+        for (key, child), (_, like) in zip(children, wanted_children, strict=True):
+            if _flat(child)[1] != _flat(like)[1]:
+                path, given, expected = _other_node(child, like)
                 return (*key, *path), given, expected
     names = [f"{type(x).__module__}.{type(x).__qualname__}" for x in (tree, reference)]
     if len(set(names)) == 1:  # One kind, but with other keys or static fields.
@@ -341,8 +355,8 @@ def same_dtypes(
 ) -> None:
     """Raises ``TypeError`` at the first path where two like trees differ in dtype."""
     flat = dict(jax.tree.leaves_with_path(reference))
-    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=maps.is_leaf):
-        if maps.has_gradient(leaf) and _dtype(leaf) != flat[path].dtype:
+    for path, leaf in maps.leaves_with_path(tree):
+        if maps.has_gradient(leaf) and dtypes.dtype_of(leaf) != flat[path].dtype:
             raise TypeError(
                 f"{name} and {reference_name} differ in dtype at {path_name(path)}: "
                 f"{name} has {_describe(leaf)}, {reference_name} has "
@@ -350,20 +364,23 @@ def same_dtypes(
             )
 
 
-def dense(transformation: str, updates: optax.Updates) -> None:
-    """Raises ``TypeError`` if a gradient is row-sparse."""
-    for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=maps.is_leaf):
+def dense(
+    name: str,
+    tree: PyTree[Leaf],
+    needs: str = "changes every row at every step, so it takes dense gradients",
+    hint: str = "Put gradxform.densify() in front of it, which costs work on the whole "
+    "table, or use adagrad for this leaf.",
+) -> None:
+    """Raises ``TypeError`` if a leaf is row-sparse; the message says what is needed."""
+    for path, leaf in maps.leaves_with_path(tree):
         if isinstance(leaf, IndexedSlices):
-            raise TypeError(
-                f"{transformation} changes every row at every step, so it takes dense "
-                f"gradients, got {_describe(leaf)} at {path_name(path)}. Put "
-                "gradxform.densify() in front of it, which costs work on the whole "
-                "table, or use adagrad for this leaf."
-            )
+            got = f"{_describe(leaf)} at {path_name(path)}"
+            raise TypeError(f"{name} {needs}, got {got}. {hint}")
 
 
-def _dtype(leaf: object) -> jax.typing.DTypeLike:
-    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+def _dtype(value: object) -> np.dtype[Any]:
+    """The dtype of a value that may be no number, such as a string."""
+    return value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
 
 
 def _describe(leaf: object) -> str:

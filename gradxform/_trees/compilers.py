@@ -45,12 +45,12 @@ def linear(
     def transposed(
         cotangent: jax.Array, *operands: _Operand
     ) -> list[jax.Array | ad.Zero | None]:
-        def of(number: int, x: _Operand) -> jax.Array | ad.Zero | None:
+        def result(number: int, x: _Operand) -> jax.Array | ad.Zero | None:
             if not ad.is_undefined_primal(x):
                 return None
             return ad.Zero(x.aval) if number else cotangent.astype(x.aval.dtype)
 
-        return [of(number, x) for number, x in enumerate(operands)]
+        return [result(number, x) for number, x in enumerate(operands)]
 
     def batched(
         operands: Sequence[jax.Array], axes: Sequence[int | None]
@@ -77,28 +77,16 @@ def linear(
     return apply
 
 
-def apart(x: jax.Array) -> jax.Array:
-    """``x``, so that the compiler does not share results of it with other users.
+# apart(x) is x, but the compiler does not share results of it with other users. On CPU
+# a sum of squares may share the cast of x to float32 with an update, or with its clip.
+# Then the cast is no longer fused, and its result goes to memory. Other platforms make
+# no such copy; there a barrier would make one if x itself is not computed yet.
+apart = linear("apart", lambda x: x, cpu=jax.lax.optimization_barrier)
 
-    On CPU a sum of squares may share the cast of ``x`` to float32 with an update, or
-    with its clip. Then the cast is no longer fused, and its result goes to memory.
-    Other platforms make no such copy; there a barrier would make one if ``x`` itself is
-    not computed yet.
-    """
-    return _apart(x)
-
-
-def after(x: jax.Array, known: jax.Array) -> jax.Array:
-    """``x``, with which the compiler for CPU does nothing before ``known`` is known.
-
-    Two barriers around one array are one for the compiler, and their users share what
-    they compute. These two are not.
-    """
-    return _after(x, known)
-
-
-_apart = linear("apart", lambda x: x, cpu=jax.lax.optimization_barrier)
-_after = linear(
+# after(x, known) is x, with which the compiler for CPU does nothing before `known` is
+# known. Two barriers around one array are one for the compiler, and their users share
+# what they compute. These two are not.
+after = linear(
     "after",
     lambda x, known: x,
     cpu=lambda x, known: jax.lax.optimization_barrier((x, known))[0],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,9 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._trees import versions
-from gradxform._trees.maps import param
+from gradxform._trees import dtypes, versions
+from gradxform._trees.boxes import unboxed
+from gradxform._trees.maps import map_params, param
 from gradxform._trees.types import Param
 
 
@@ -24,7 +27,7 @@ def zeros_of_type(x_type: jax.core.ShapedArray) -> jax.Array:
 def full_like(
     p: Param,
     value: jax.typing.ArrayLike,
-    dtype: jax.typing.DTypeLike,
+    dtype: jax.typing.DTypeLike | None,
     *,
     axes: int | None = None,
 ) -> jax.Array:
@@ -43,6 +46,24 @@ def full_like(
     if isinstance(p.sharding, NamedSharding):
         sharding = p.sharding.update(spec=P(*p.sharding.spec[:axes]))
     return jnp.full_like(p, value, dtype=dtype, shape=p.shape[:axes], device=sharding)
+
+
+def zeros(
+    params: optax.Params,
+    dtype: jax.typing.DTypeLike | None,
+    default: Callable[[jax.Array], jax.typing.DTypeLike] | None = None,
+    *,
+    axes: int | None = None,
+) -> optax.Updates:
+    """Zeros for each parameter, in its shape, or in that of its first ``axes`` axes.
+
+    If ``dtype`` is None, it is ``default`` of the parameter.
+    """
+    if axes is not None:
+        params = unboxed(params)
+    return map_params(
+        lambda p: full_like(p, 0, dtype or (default and default(p)), axes=axes), params
+    )
 
 
 def stacked(x: jax.Array, n: int) -> jax.Array:
@@ -86,5 +107,4 @@ def _false(p: jax.Array, axes: int | None) -> jax.Array:
 
 
 def _is_number(p: jax.typing.ArrayLike) -> bool:
-    dtype = p.dtype if hasattr(p, "dtype") else np.result_type(p)
-    return bool(jnp.issubdtype(dtype, jnp.number))
+    return bool(jnp.issubdtype(dtypes.dtype_of(p), jnp.number))

@@ -9,6 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def dtype_of(x: Any) -> np.dtype[Any]:  # An array, a description, a number.
+    """The dtype of anything that has one, or of a number."""
+    return x.dtype if hasattr(x, "dtype") else np.result_type(x)
+
+
 def compute_dtype(x: jax.Array) -> np.dtype[Any]:
     """Real dtype for arithmetic on ``x``: float64 if ``x`` is double, else float32."""
     double = x.dtype in (jnp.float64, jnp.complex128)

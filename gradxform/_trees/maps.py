@@ -27,13 +27,30 @@ import optax
 
 from gradxform._trees import arithmetic
 from gradxform._trees.indexed_slices import IndexedSlices, add_rows, is_sparse
-from gradxform._trees.rows import places, take_rows, take_summed, write_summed
-from gradxform._trees.types import Gradient, Leaf, Param, Prefix, PyTree, T
+from gradxform._trees.rows import positions, take_rows, take_summed, write_summed
+from gradxform._trees.types import Gradient, Leaf, Param, Path, Prefix, PyTree, T
 
 
 def is_leaf(node: object) -> bool:
     """Whether the maps here stop at this node, although it is no array."""
     return node is None or isinstance(node, IndexedSlices | optax.MaskedNode)
+
+
+# The functions of `jax.tree`, which stop at these nodes.
+flatten = functools.partial(jax.tree.flatten, is_leaf=is_leaf)
+leaves = functools.partial(jax.tree.leaves, is_leaf=is_leaf)
+leaves_with_path = functools.partial(jax.tree.leaves_with_path, is_leaf=is_leaf)
+map_leaves = functools.partial(jax.tree.map, is_leaf=is_leaf)
+map_with_path = functools.partial(jax.tree.map_with_path, is_leaf=is_leaf)
+structure = functools.partial(jax.tree.structure, is_leaf=is_leaf)
+
+
+def nodes(
+    tree: PyTree[object], is_one: Callable[[object], bool]
+) -> list[tuple[Path, Any]]:  # Of any kind.
+    """The outermost such nodes of a tree, from left to right, with their paths."""
+    found = jax.tree.leaves_with_path(tree, is_leaf=is_one)
+    return [(path, node) for path, node in found if is_one(node)]
 
 
 def has_gradient(g: T | None) -> TypeGuard[T]:
@@ -45,12 +62,11 @@ def has_gradient(g: T | None) -> TypeGuard[T]:
 
 def without_float0(updates: optax.Updates) -> optax.Updates:
     """The same updates, with ``None`` for each ``float0``, which JAX gives integers."""
-    return jax.tree.map(_without_float0, updates, is_leaf=is_leaf)
+    return map_leaves(_without_float0, updates)
 
 
 def _without_float0(g: Leaf) -> Leaf:
-    is_leaf_of_integers = getattr(g, "dtype", None) == jax.dtypes.float0
-    return None if is_leaf_of_integers else g
+    return None if getattr(g, "dtype", None) == jax.dtypes.float0 else g
 
 
 def masked_like(updates: optax.Updates, tree: PyTree[T]) -> PyTree[T]:
@@ -63,7 +79,7 @@ def masked_like(updates: optax.Updates, tree: PyTree[T]) -> PyTree[T]:
         return g if isinstance(g, optax.MaskedNode) else x
 
     try:
-        return jax.tree.map(mask, updates, tree, is_leaf=is_leaf)
+        return map_leaves(mask, updates, tree)
     except ValueError:
         return tree
 
@@ -102,7 +118,7 @@ def map_updates(
         new: Any = f(values(g), *r)  # For rows it is an array.
         return g.with_values(new) if isinstance(g, IndexedSlices) else new
 
-    return jax.tree.map(update, updates, *rest, is_leaf=is_leaf)
+    return map_leaves(update, updates, *rest)
 
 
 def map_state(
@@ -112,22 +128,17 @@ def map_state(
     *rest: PyTree[Leaf],
 ) -> PyTree[Leaf]:
     """New state leaves ``f(g, s, ...)``; a leaf without gradient keeps its state."""
-    return jax.tree.map(
+    return map_leaves(
         lambda g, s, *r: f(values(g), jnp.asarray(s), *r) if has_gradient(g) else s,
         updates,
         state,
         *rest,
-        is_leaf=is_leaf,
     )
 
 
 def sum_duplicates(updates: optax.Updates) -> optax.Updates:
     """The same updates, with repeated rows summed."""
-    return jax.tree.map(
-        lambda g: g.sum_duplicates() if isinstance(g, IndexedSlices) else g,
-        updates,
-        is_leaf=is_leaf,
-    )
+    return map_leaves(lambda g: g.sum_duplicates() if is_sparse(g) else g, updates)
 
 
 def rows(updates: optax.Updates, state: PyTree[Leaf]) -> PyTree[Leaf]:
@@ -136,15 +147,15 @@ def rows(updates: optax.Updates, state: PyTree[Leaf]) -> PyTree[Leaf]:
     Padding reads zeros, and so do rows that a part of a table lacks.
     """
 
-    def take(g: Leaf, table: Gradient) -> Leaf:
+    def touched(g: Leaf, table: Gradient) -> Leaf:
         if not isinstance(g, IndexedSlices):
             return table
         if not isinstance(table, IndexedSlices):
             return take_summed(jnp.asarray(table), g.indices)
         part = table.sum_duplicates()
-        return take_rows(part.values, places(g.indices, part.indices))
+        return take_rows(part.values, positions(g.indices, part.indices))
 
-    return jax.tree.map(take, updates, state, is_leaf=is_leaf)
+    return map_leaves(touched, updates, state)
 
 
 def put_rows(
@@ -155,20 +166,20 @@ def put_rows(
     A donated table is written in place, and its other rows are not read or written.
     """
 
-    def put(g: Leaf, table: jax.typing.ArrayLike, rows: jax.Array) -> jax.Array:
+    def written(g: Leaf, table: jax.typing.ArrayLike, rows: jax.Array) -> jax.Array:
         if not isinstance(g, IndexedSlices):
             return rows
         table = jnp.asarray(table)
         return write_summed(table, g.indices, rows.astype(table.dtype))
 
-    return jax.tree.map(put, updates, state, new, is_leaf=is_leaf)
+    return map_leaves(written, updates, state, new)
 
 
-def added(update: Gradient, p: jax.Array) -> jax.Array:
-    """A parameter with its update added, in its dtype, and rounded once."""
-    if isinstance(update, IndexedSlices):
-        return add_rows(p, update)
-    return arithmetic.added(jnp.asarray(update), p)
+def add_update(u: Gradient, p: jax.Array) -> jax.Array:
+    """``p + u`` in the dtype of ``p``, rounded once."""
+    if isinstance(u, IndexedSlices):
+        return add_rows(p, u)
+    return arithmetic.rounded_sum(jnp.asarray(u), p)
 
 
 def map_params(
@@ -184,10 +195,8 @@ def map_params(
 
 def held(params: optax.Params) -> optax.Params:
     """The same parameters, where a part of a table is a table of its rows."""
-    return jax.tree.map(
-        lambda p: p.sum_duplicates().values if isinstance(p, IndexedSlices) else p,
-        params,
-        is_leaf=is_leaf,
+    return map_leaves(
+        lambda p: p.sum_duplicates().values if is_sparse(p) else p, params
     )
 
 
@@ -205,13 +214,13 @@ def broadcast(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
     if not jax.tree.leaves(tree):
         return tree
 
-    def fill(value: T, part: PyTree[Leaf]) -> PyTree[T]:
+    def fill(value: T, branch: PyTree[Leaf]) -> PyTree[T]:
         return jax.tree.map(
-            lambda x: value if has_gradient(x) else None, part, is_leaf=is_sparse
+            lambda x: value if has_gradient(x) else None, branch, is_leaf=is_sparse
         )
 
     prefix = prefix(tree) if _is_function(prefix) else prefix
-    return jax.tree.map(fill, prefix, tree, is_leaf=is_leaf)
+    return map_leaves(fill, prefix, tree)
 
 
 def _is_function(

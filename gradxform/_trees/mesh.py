@@ -26,14 +26,13 @@ def sums(
 ) -> tuple[PyTree[jax.Array], list[jax.Array]]:
     """The sum of each layer over all devices, and the sum of each leaf's layers.
 
-    Args:
-      layers: for each leaf the sums of its layers over the entries on this device.
-      axis_name: names of mesh axes (a leaf is sharded over those over which it varies),
-        or a prefix tree of ``PartitionSpec``, which names them for each leaf.
-      stacked: for each leaf how many of its axes stack layers.
+    ``layers`` has for each leaf the sums of its layers over the entries on this device,
+    and ``stacked`` how many of its axes stack layers.
     """
     flat, treedef = jax.tree.flatten_with_path(layers)
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    # A leaf is sharded over those of the names over which it varies, or a prefix tree
+    # of `PartitionSpec` says it.
     if isinstance(names, tuple | list) and all(isinstance(n, str) for n in names):
         axes = _varying_axes(flat, tuple(names), stacked)
     else:

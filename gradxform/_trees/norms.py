@@ -27,7 +27,7 @@ _SMALL, _TOGETHER = 4096, 32
 
 
 def check_stacked(stacked_axes: StackedAxes, params: optax.Params) -> PyTree[int]:
-    """How many axes stack layers, leaf by leaf; raises if a leaf has fewer axes.
+    """How many axes stack layers, leaf by leaf.
 
     Raises:
       TypeError: it does not hold ints.
@@ -67,9 +67,7 @@ def squared_norms(
     says that the updates are squares already.
     """
     sums = functools.partial(_sum_of_squares, squared=squared)
-    leaves, treedef = jax.tree.flatten(
-        maps.sum_duplicates(updates), is_leaf=maps.is_leaf
-    )
+    leaves, treedef = maps.flatten(maps.sum_duplicates(updates))
     stacked = jax.tree.leaves(maps.broadcast(stacked_axes or 0, updates))
     depths = iter(stacked)
     squares: list[jax.Array | None] = [None] * len(leaves)
@@ -82,15 +80,15 @@ def squared_norms(
             squares[i] = sums(x, stacked=axes)
         else:
             small[i] = x
-    parts = [s for s in squares if s is not None]
+    terms = [s for s in squares if s is not None]
     for members, rows in _together(sums, small):
-        parts.append(rows)
+        terms.append(rows)
         for number, i in enumerate(members):
             squares[i] = rows[number]
     layers = jax.tree.unflatten(treedef, squares)
     if axis_name is not None:
-        layers, parts = mesh.sums(layers, axis_name, stacked)
-    return layers, total(parts)
+        layers, terms = mesh.sums(layers, axis_name, stacked)
+    return layers, total(terms)
 
 
 def products(
@@ -117,10 +115,10 @@ def products(
 
     depths = maps.broadcast(stacked_axes or 0, updates)
     layers = maps.map_updates(product, updates, others, depths, squares)
-    parts = jax.tree.leaves(layers)
+    terms = jax.tree.leaves(layers)
     if axis_name is not None:
-        layers, parts = mesh.sums(layers, axis_name, jax.tree.leaves(depths))
-    return layers, total(parts)
+        layers, terms = mesh.sums(layers, axis_name, jax.tree.leaves(depths))
+    return layers, total(terms)
 
 
 def _read_again(x: jax.Array, square: jax.Array) -> jax.Array:
@@ -173,8 +171,8 @@ def map_layers(
     ) -> list[jax.Array]:
         return list(map(f, squares, states))
 
-    leaves = jax.tree.leaves(squares, is_leaf=maps.is_leaf)
-    states, treedef = jax.tree.flatten(state, is_leaf=maps.is_leaf)
+    leaves = maps.leaves(squares)
+    states, treedef = maps.flatten(state)
     groups = collections.defaultdict(list)
     for i, (square, s) in enumerate(zip(leaves, states, strict=True)):
         if square is not None and _is_small(s):
@@ -236,8 +234,8 @@ def _together(
             )
 
 
-def total(parts: list[jax.Array]) -> jax.Array:
+def total(terms: list[jax.Array]) -> jax.Array:
     """The sum of all entries, in the widest of their dtypes."""
-    sums = [jnp.sum(part) for part in parts]
+    sums = [jnp.sum(term) for term in terms]
     dtype = max((s.dtype for s in sums), key=lambda d: d.itemsize, default=jnp.float32)
     return sum((s.astype(dtype) for s in sums), jnp.zeros((), dtype))

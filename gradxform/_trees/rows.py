@@ -139,15 +139,12 @@ def _choose(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     # The compiler could compute them in the loop that writes the table. They would read
     # overwritten memory, so it would make a copy.
     new = jnp.zeros_like(new).at[each].set(new, unique_indices=True)
-    # For each row of the table the place of its new row, or n if it has none.
-    place = jnp.zeros(table.shape[0], each.dtype, out_sharding=of_height)
-    place = (
-        (place + np.asarray(n, each.dtype))
-        .at[indices]
-        .set(each, **{**how, "out_sharding": of_height})
-    )
-    new = new.at[place].get(mode="clip", out_sharding=of_table)
-    is_old = jnp.expand_dims(place == n, tuple(range(1, table.ndim)))
+    # For each row of the table the position of its new row, or n if it has none.
+    position = jnp.zeros(table.shape[0], each.dtype, out_sharding=of_height)
+    position += np.asarray(n, each.dtype)
+    position = position.at[indices].set(each, **how | {"out_sharding": of_height})
+    new = new.at[position].get(mode="clip", out_sharding=of_table)
+    is_old = jnp.expand_dims(position == n, tuple(range(1, table.ndim)))
     return jax.lax.bitcast_convert_type(jnp.where(is_old, old, new), table.dtype)
 
 
@@ -167,26 +164,28 @@ def _mesh_axes(*spec: str | tuple[str, ...] | None) -> set[str]:
     return {a for i in spec for a in (i if isinstance(i, tuple) else (i,)) if a}
 
 
-def find(x: jax.Array, ascending: jax.Array) -> jax.Array:
-    """The first place of each of ``x`` in an array that holds them all."""
-    # Not jnp.searchsorted, which fails on mesh axes of two kinds. All entries before
-    # `place` are less than x.
-    place = jnp.zeros_like(x)
+def searchsorted(x: jax.Array, ascending: jax.Array) -> jax.Array:
+    """The first position of each of ``x`` in an array that holds them all.
+
+    Unlike ``jnp.searchsorted`` it takes arrays on mesh axes of two kinds.
+    """
+    # All entries before `position` are less than x.
+    position = jnp.zeros_like(x)
     for bit in reversed(range((len(ascending) - 1).bit_length())):
-        later = place + (1 << bit)
+        later = position + (1 << bit)
         less = ascending.at[later - 1].get(mode="clip") < x
-        place = jnp.where(less, later, place)
-    return place
+        position = jnp.where(less, later, position)
+    return position
 
 
-def places(indices: jax.Array, ascending: jax.Array) -> jax.Array:
-    """The place of each index in an array; the array's length if it is not there."""
+def positions(indices: jax.Array, ascending: jax.Array) -> jax.Array:
+    """The position of each index in an array; the array's length if it lacks it."""
     length = len(ascending)
     if not length:
         return jnp.zeros_like(indices)
-    place = find(indices, ascending)
-    found = ascending.at[place].get(mode="clip")
-    return jnp.where(found == indices, place, length)
+    position = searchsorted(indices, ascending)
+    found = ascending.at[position].get(mode="clip")
+    return jnp.where(found == indices, position, length)
 
 
 def as_array(x: object) -> Array:

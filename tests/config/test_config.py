@@ -357,250 +357,169 @@ INVERSE = {
 }
 RATE = "config['learning_rate']"
 
+
+def rated(rate):
+    return {**ADAGRAD, "learning_rate": rate}
+
+
 WRONG = [
     # Keys.
-    (
-        {**ADAGRAD, "epsilon": 1e-7},
-        "config: unknown key 'epsilon', did you mean 'eps'?",
-    ),
-    (
-        {**ADAGRAD, "x": 1},
-        "config: unknown key 'x'. Allowed are learning_rate, initial_",
-    ),
+    (dict(ADAGRAD, epsilon=1e-07),
+     "config: unknown key 'epsilon', did you mean 'eps'?"),
+    (dict(ADAGRAD, x=1),
+     "config: unknown key 'x'. Allowed are learning_rate, initial_"),
     ({**ADAGRAD, 1: 1}, "config: unknown key 1. Allowed are"),
     ({"name": "densify", "x": 1}, "config: unknown key 'x'. Allowed are none."),
-    (
-        {"name": "adagrad"},
-        "config: missing 'learning_rate'. Allowed are learning_rate, ",
-    ),
+    ({"name": "adagrad"},
+     "config: missing 'learning_rate'. Allowed are learning_rate, "),
     ({"name": "drop_stale"}, "config: missing 'inner', 'max_staleness'. Allowed are"),
     # Names.
-    (
-        {"name": "adagradd"},
-        "config['name']: unknown name 'adagradd', did you mean 'ada",
-    ),
-    (
-        {"name": "zzzz"},
-        "unknown name 'zzzz'. A transformation is one of accumulate, adag",
-    ),
+    ({"name": "adagradd"},
+     "config['name']: unknown name 'adagradd', did you mean 'ada"),
+    ({"name": "zzzz"},
+     "unknown name 'zzzz'. A transformation is one of accumulate, adag"),
     ({"name": "adamw"}, "unknown name 'adamw', did you mean 'optax.adamw'?"),
-    (
-        {"name": "optax.adamww"},
-        "unknown name 'optax.adamww', did you mean 'optax.adamw'?",
-    ),
+    ({"name": "optax.adamww"},
+     "unknown name 'optax.adamww', did you mean 'optax.adamw'?"),
     ({"name": "optax._src.alias.sgd"}, "unknown name 'optax._src.alias.sgd'"),
     ({"name": "optax.tree_utils.functools.partial"}, "unknown name 'optax.tree_uti"),
     ({"name": "optax.Schedule"}, "unknown name 'optax.Schedule'"),
     ({"name": "from_config", "config": ADAGRAD}, "unknown name 'from_config'"),
-    (
-        {**ADAGRAD, "learning_rate": {**LINEAR, "name": "lineal_schedule"}},
-        f"{RATE}['name']: unknown name 'lineal_schedule', did you mean 'linear_schedule"
-        "'? A schedule is one of at_last_push, constant_sch",
-    ),
+    (rated(dict(LINEAR, name="lineal_schedule")),
+     f"{RATE}['name']: unknown name 'lineal_schedule', did you mean "
+     "'linear_schedule'? A schedule is one of at_last_push, constant_sch"),
     # The place that is named.
     (
         {
             "name": "drop_stale",
             "max_staleness": 1,
-            "inner": {"name": "chain", "transforms": [ADAGRAD, {**ADAGRAD, "b1": 1}]},
+            "inner": {"name": "chain", "transforms": [ADAGRAD, dict(ADAGRAD, b1=1)]},
         },
         "config['inner']['transforms'][1]: unknown key 'b1'",
     ),
     (
-        {
-            **ADAGRAD,
-            "learning_rate": {
+        rated(
+            {
                 "name": "join_schedules",
                 "schedules": [{"name": "constant_schedule", "valu": 1}],
                 "boundaries": [],
-            },
-        },
+            }
+        ),
         f"{RATE}['schedules'][0]: unknown key 'valu', did you mean 'value'?",
     ),
     (
         {
             "name": "optax.partition",
-            "transforms": {"a": {**ADAGRAD, "epz": 1}},
+            "transforms": {"a": dict(ADAGRAD, epz=1)},
             "param_labels": "a",
         },
         "config['transforms']['a']: unknown key 'epz', did you mean 'eps'?",
     ),
-    ({**ADAGRAD, "eps": -1}, "config: eps must be in [0, inf), got -1."),
-    (
-        {**ADAGRAD, "clipnorm": 1.0, "clipvalue": 1.0},
-        "config: at most one of clipnorm, clipvalue, global_clipnorm may be given",
-    ),
+    (dict(ADAGRAD, eps=-1), "config: eps must be in [0, inf), got -1."),
+    (dict(ADAGRAD, clipnorm=1.0, clipvalue=1.0),
+     "config: at most one of clipnorm, clipvalue, global_clipnorm may be given"),
     # What an argument holds.
-    (
-        {**ADAGRAD, "learning_rate": "1e-3"},
-        f"{RATE} must be a number, got the string '1e-3'. YAML reads 1e-3 as a string",
-    ),
-    (
-        {**ADAGRAD, "learning_rate": {**LINEAR, "transition_steps": "1e3"}},
-        f"{RATE}['transition_steps'] must be a number, got the string '1e3'",
-    ),
-    ({**ADAGRAD, "learning_rate": "fast"}, f"{RATE} must be a number, or a schedule"),
-    ({**ADAGRAD, "learning_rate": None}, f"{RATE} must be a number, or a schedule"),
-    ({**ADAGRAD, "learning_rate": True}, f"{RATE} must be a number, or a schedule"),
-    (
-        {**ADAGRAD, "learning_rate": {"init_value": 1.0}},
-        f"{RATE} must be a number, or a schedule, a dict with its 'name', got {{'init_",
-    ),
-    (
-        {"name": "optax.sgd", "learning_rate": [0.1]},
-        f"{RATE} must be a number, or a schedule",
-    ),
-    (
-        {**ADAGRAD, "learning_rate": jnp.float32(1)},
-        f"{RATE} must be a JSON value",
-    ),
-    ({**ADAGRAD, "learning_rate": optax.sgd}, f"{RATE} must be a JSON value"),
-    (
-        {**ADAGRAD, "accumulator_dtype": jnp.bfloat16},
-        "config['accumulator_dtype'] must be a JSON value",
-    ),
-    (
-        {**ADAGRAD, "accumulator_dtype": "bfloat61"},
-        "config['accumulator_dtype'] must be a floating dtype, got 'bfloat61'.",
-    ),
-    (
-        {**ADAGRAD, "accumulator_dtype": "1e-3"},
-        "config['accumulator_dtype'] must be a floating dtype, got '1e-3'.",
-    ),
-    (
-        {**ADAGRAD, "row_wise": "false"},
-        "config['row_wise'] must be true or false, got 'false'.",
-    ),
-    (
-        {"name": "optax.sgd", "learning_rate": 0.1, "nesterov": 1},
-        "config['nesterov'] must be true or false, got 1.",
-    ),
-    (
-        {**ADAGRAD, "learning_rate": {"name": "densify"}},
-        f"{RATE} must be a schedule, which 'densify' does not make.",
-    ),
+    (rated("1e-3"),
+     f"{RATE} must be a number, got the string '1e-3'. YAML reads 1e-3 as a string"),
+    (rated(dict(LINEAR, transition_steps="1e3")),
+     f"{RATE}['transition_steps'] must be a number, got the string '1e3'"),
+    (rated("fast"), f"{RATE} must be a number, or a schedule"),
+    (rated(None), f"{RATE} must be a number, or a schedule"),
+    (rated(True), f"{RATE} must be a number, or a schedule"),
+    (rated({"init_value": 1.0}),
+     f"{RATE} must be a number, or a schedule, a dict with its 'name', got {{'init_"),
+    ({"name": "optax.sgd", "learning_rate": [0.1]},
+     f"{RATE} must be a number, or a schedule"),
+    (rated(jnp.float32(1)), f"{RATE} must be a JSON value"),
+    (rated(optax.sgd), f"{RATE} must be a JSON value"),
+    (dict(ADAGRAD, accumulator_dtype=jnp.bfloat16),
+     "config['accumulator_dtype'] must be a JSON value"),
+    (dict(ADAGRAD, accumulator_dtype="bfloat61"),
+     "config['accumulator_dtype'] must be a floating dtype, got 'bfloat61'."),
+    (dict(ADAGRAD, accumulator_dtype="1e-3"),
+     "config['accumulator_dtype'] must be a floating dtype, got '1e-3'."),
+    (dict(ADAGRAD, row_wise="false"),
+     "config['row_wise'] must be true or false, got 'false'."),
+    ({"name": "optax.sgd", "learning_rate": 0.1, "nesterov": 1},
+     "config['nesterov'] must be true or false, got 1."),
+    (rated({"name": "densify"}),
+     f"{RATE} must be a schedule, which 'densify' does not make."),
     # Transformations.
     (None, "config must be a transformation, a dict with its 'name', got None."),
     ({"learning_rate": 0.1}, "config must be a transformation, a dict with its 'name'"),
     ({"name": None}, "config must be a transformation, a dict with its 'name'"),
-    (
-        {**LINEAR, "transition_steps": 1},
-        "config must be a transformation, which 'linear_schedule' does not make.",
-    ),
-    (
-        {"name": "optax.MultiSteps", "opt": ADAGRAD, "every_k_schedule": 2},
-        "config must be a transformation, which 'optax.MultiSteps' does not make.",
-    ),
-    (
-        {"name": "optax.chain", "args": [ADAGRAD]},
-        "config: a dict cannot hold arguments that have no names. Write a chain as",
-    ),
-    (
-        {"name": "drop_stale", "inner": None, "max_staleness": 1},
-        "config['inner'] must be a transformation, a dict with its 'name', got None.",
-    ),
-    (
-        {"name": "drop_stale", "inner": [ADAGRAD], "max_staleness": 1},
-        "config['inner'] must be a transformation, a dict with its 'name', got [",
-    ),
-    (
-        {"name": "drop_stale", "inner": optax.sgd(0.1), "max_staleness": 1},
-        "config['inner'][0] must be a JSON value",
-    ),
-    (
-        {"name": "chain", "transforms": ADAGRAD},
-        "config['transforms'] must be a list of transformations, got {'name': 'ada",
-    ),
-    (
-        {"name": "optax.partition", "transforms": [ADAGRAD], "param_labels": "a"},
-        "config['transforms'] must be a Mapping of transformations, got [",
-    ),
-    (
-        {**ADAGRAD, "learning_rate": {**INVERSE, "transition_steps": 0}},
-        f"{RATE}: transition_steps must be in (0, inf), got 0.",
-    ),
+    (dict(LINEAR, transition_steps=1),
+     "config must be a transformation, which 'linear_schedule' does not make."),
+    ({"name": "optax.MultiSteps", "opt": ADAGRAD, "every_k_schedule": 2},
+     "config must be a transformation, which 'optax.MultiSteps' does not make."),
+    ({"name": "optax.chain", "args": [ADAGRAD]},
+     "config: a dict cannot hold arguments that have no names. Write a chain as"),
+    ({"name": "drop_stale", "inner": None, "max_staleness": 1},
+     "config['inner'] must be a transformation, a dict with its 'name', got None."),
+    ({"name": "drop_stale", "inner": [ADAGRAD], "max_staleness": 1},
+     "config['inner'] must be a transformation, a dict with its 'name', got ["),
+    ({"name": "drop_stale", "inner": optax.sgd(0.1), "max_staleness": 1},
+     "config['inner'][0] must be a JSON value"),
+    ({"name": "chain", "transforms": ADAGRAD},
+     "config['transforms'] must be a list of transformations, got {'name': 'ada"),
+    ({"name": "optax.partition", "transforms": [ADAGRAD], "param_labels": "a"},
+     "config['transforms'] must be a Mapping of transformations, got ["),
+    (rated(dict(INVERSE, transition_steps=0)),
+     f"{RATE}: transition_steps must be in (0, inf), got 0."),
     # Numbers.
     *(
-        ({**ADAGRAD, "learning_rate": rate}, f"{RATE} must be finite in float32, got ")
+        (rated(rate), f"{RATE} must be finite in float32, got ")
         for rate in (float("nan"), float("inf"), -float("inf"), 1e39)
     ),
-    (
-        {**ADAGRAD, "learning_rate": 10**30},
-        f"{RATE} must be an int32, got 1000000000000000000000000000000. Write 1e10 for",
-    ),
-    (
-        {**ADAGRAD, "learning_rate": {**LINEAR, "transition_steps": float("inf")}},
-        f"{RATE}['transition_steps'] must be finite in float32, got inf.",
-    ),
-    ({**ADAGRAD, "clipnorm": float("nan")}, "config['clipnorm'] must be finite in flo"),
-    ({**ADAGRAD, "eps": "tiny"}, "config['eps'] must be a number, got 'tiny'."),
-    ({**ADAGRAD, "eps": True}, "config['eps'] must be a number, got True."),
-    ({**ADAGRAD, "clipnorm": [1.0]}, "config['clipnorm'] must be a number, or null, g"),
-    (
-        {"name": "optax.adamw", "learning_rate": 0.1, "b1": "abc"},
-        "config['b1'] must be a number, got 'abc'.",
-    ),
-    (
-        {"name": "optax.lbfgs", "memory_size": 2.5},
-        "config['memory_size'] must be an integer, got 2.5.",
-    ),
-    (
-        {"name": "optax.contrib.prodigy", "betas": [0.9]},
-        "config['betas'] must be a list of 2: a number; a number, got [0.9].",
-    ),
-    (
-        {"name": "optax.adam", "learning_rate": 0.1, "mu_dtype": "int32"},
-        "config['mu_dtype'] must be a floating dtype, got 'int32'.",
-    ),
-    (
-        {"name": "optax.stateless", "f": {"name": "linear_schedule"}},
-        "config['f'] must be what no config can hold, got {'name': 'linear_schedule'}.",
-    ),
-    (
-        {"name": "optax.contrib.dog", "init_step": ["rough", 1.0]},
-        "config['init_step'] must be a list of 2: one of 'distance', 'learning_rate', "
-        "'heuristic'; a number, got ['rough', 1.0].",
-    ),
+    (rated(10**30),
+     f"{RATE} must be an int32, got 1000000000000000000000000000000. Write 1e10 for"),
+    (rated(dict(LINEAR, transition_steps=float("inf"))),
+     f"{RATE}['transition_steps'] must be finite in float32, got inf."),
+    (dict(ADAGRAD, clipnorm=float("nan")), "config['clipnorm'] must be finite in flo"),
+    (dict(ADAGRAD, eps="tiny"), "config['eps'] must be a number, got 'tiny'."),
+    (dict(ADAGRAD, eps=True), "config['eps'] must be a number, got True."),
+    (dict(ADAGRAD, clipnorm=[1.0]), "config['clipnorm'] must be a number, or null, g"),
+    ({"name": "optax.adamw", "learning_rate": 0.1, "b1": "abc"},
+     "config['b1'] must be a number, got 'abc'."),
+    ({"name": "optax.lbfgs", "memory_size": 2.5},
+     "config['memory_size'] must be an integer, got 2.5."),
+    ({"name": "optax.contrib.prodigy", "betas": [0.9]},
+     "config['betas'] must be a list of 2: a number; a number, got [0.9]."),
+    ({"name": "optax.adam", "learning_rate": 0.1, "mu_dtype": "int32"},
+     "config['mu_dtype'] must be a floating dtype, got 'int32'."),
+    ({"name": "optax.stateless", "f": {"name": "linear_schedule"}},
+     "config['f'] must be what no config can hold, got {'name': 'linear_schedule'}."),
+    ({"name": "optax.contrib.dog", "init_step": ["rough", 1.0]},
+     "config['init_step'] must be a list of 2: one of 'distance', 'learning_rate', "
+     "'heuristic'; a number, got ['rough', 1.0]."),
     # Schedules.
-    (
-        {**ADAGRAD, "learning_rate": {**INVERSE, "init_value": "abc"}},
-        f"{RATE}['init_value'] must be a number, got 'abc'.",
-    ),
-    (
-        {**ADAGRAD, "learning_rate": {**JOINED, "boundaries": ["a"]}},
-        f"{RATE}['boundaries'] must be a list, each a number, got ['a'].",
-    ),
-    (
-        {**ADAGRAD, "learning_rate": {**JOINED, "schedules": [], "boundaries": []}},
-        f"{RATE}['schedules'] must be a list, each a schedule, a dict with its ",
-    ),
+    (rated(dict(INVERSE, init_value="abc")),
+     f"{RATE}['init_value'] must be a number, got 'abc'."),
+    (rated(dict(JOINED, boundaries=["a"])),
+     f"{RATE}['boundaries'] must be a list, each a number, got ['a']."),
+    (rated(dict(JOINED, schedules=[], boundaries=[])),
+     f"{RATE}['schedules'] must be a list, each a schedule, a dict with its "),
     *(
         (
-            {**ADAGRAD, "learning_rate": {**STEPS, "boundaries_and_scales": scales}},
+            rated(dict(STEPS, boundaries_and_scales=scales)),
             f"{RATE}['boundaries_and_scales'] must be a dict from an integer to a numb",
         )
         for scales in ([1, 2], "1", 1, True, {"a": 1.0}, {1.5: 1.0}, {1: "a"})
     ),
+    (rated(dict(STEPS, boundaries_and_scales={1: -float("inf")})),
+     f"{RATE}['boundaries_and_scales'][1] must be finite in float32, got -inf."),
     (
-        {
-            **ADAGRAD,
-            "learning_rate": {**STEPS, "boundaries_and_scales": {1: -float("inf")}},
-        },
-        f"{RATE}['boundaries_and_scales'][1] must be finite in float32, got -inf.",
-    ),
-    (
-        {
-            **ADAGRAD,
-            "learning_rate": {
+        rated(
+            {
                 "name": "linear_onecycle_schedule",
                 "transition_steps": 4,
                 "peak_value": 1.0,
                 "div_factor": 0,
-            },
-        },
+            }
+        ),
         "division by zero",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "message"), WRONG, ids=[m[:60] for _, m in WRONG])
@@ -912,97 +831,63 @@ def serialized(config, class_name="Adagrad", **envelope):
 
 
 WRONG_OF_KERAS = [
-    ({**KERAS3, "use_ema": True}, "config: use_ema=True: the average is no part of a "),
-    (
-        {**KERAS3, "loss_scale_factor": 2.0},
-        "config: loss_scale_factor=2.0 is only half",
-    ),
-    (
-        {**KERAS3, "gradient_accumulation_steps": -1},
-        "config: num_required must be in [1, 2147483647], got -1.",
-    ),
-    (
-        {**TFA, "grad_averaging": True},
-        "config: grad_averaging=True: TensorFlow Addons s",
-    ),
-    ({**TFA, "amsgrad": True}, "config: amsgrad=True is not offered"),
-    (
-        {**LEGACY, "weight_decay": 0.1},
-        "config: unknown key 'weight_decay'. Allowed are learn",
-    ),
-    ({**KERAS3, "clip_norm": 1.0}, "config: unknown key 'clip_norm', did you mean 'cl"),
-    (
-        {**LEGACY, "clipnorm": 1.0, "clipvalue": 1.0},
-        "config: at most one of clipnorm, clipvalue, global_clipnorm may be given",
-    ),
-    (  # 2.11.0 takes two clips, and ignores the second.
-        {**TF2, "weight_decay": 0.1, "clipnorm": 1.0, "clipvalue": 1.0},
-        "config: at most one of clipnorm, clipvalue, global_clipnorm may be given",
-    ),
-    (
-        {**LEGACY, "decay": 0.5, "learning_rate": EXPONENTIAL},
-        "config: decay=0.5 together with a schedule is not offered",
-    ),
-    (
-        serialized({**KERAS3, "use_emma": True}),
-        "config['config']: unknown key 'use_emma', did you mean 'use_ema'? Allowed",
-    ),
-    (
-        serialized({"learning_rate": 0.1}),
-        "config['config']: missing 'initial_accumulator_value', 'epsilon', 'use_ema'.",
-    ),
+    (dict(KERAS3, use_ema=True), "config: use_ema=True: the average is no part of a "),
+    (dict(KERAS3, loss_scale_factor=2.0), "config: loss_scale_factor=2.0 is only half"),
+    (dict(KERAS3, gradient_accumulation_steps=-1),
+     "config: num_required must be in [1, 2147483647], got -1."),
+    (dict(TFA, grad_averaging=True),
+     "config: grad_averaging=True: TensorFlow Addons s"),
+    (dict(TFA, amsgrad=True), "config: amsgrad=True is not offered"),
+    (dict(LEGACY, weight_decay=0.1),
+     "config: unknown key 'weight_decay'. Allowed are learn"),
+    (dict(KERAS3, clip_norm=1.0), "config: unknown key 'clip_norm', did you mean 'cl"),
+    (dict(LEGACY, clipnorm=1.0, clipvalue=1.0),
+     "config: at most one of clipnorm, clipvalue, global_clipnorm may be given"),
+    (dict(TF2, weight_decay=0.1, clipnorm=1.0, clipvalue=1.0),
+     "config: at most one of clipnorm, clipvalue, global_clipnorm may be given"),
+    (dict(LEGACY, decay=0.5, learning_rate=EXPONENTIAL),
+     "config: decay=0.5 together with a schedule is not offered"),
+    (serialized(dict(KERAS3, use_emma=True)),
+     "config['config']: unknown key 'use_emma', did you mean 'use_ema'? Allowed"),
+    (serialized({"learning_rate": 0.1}),
+     "config['config']: missing 'initial_accumulator_value', 'epsilon', 'use_ema'."),
     (serialized(KERAS3, clipnorm=1.0), "config must be serialized by Keras, a dict "),
+    (serialized(None), "config must be serialized by Keras, a dict with 'class_name'"),
+    (serialized(KERAS3, class_name="Adam"),
+     "config: the class 'Adam' of None is not read. These classes of Keras are: "),
+    (serialized(KERAS3, module="my.optimizers"),
+     "config: the class 'Adagrad' of my.optimizers is not read. These classes"),
     (
-        serialized(None),
-        "config must be serialized by Keras, a dict with 'class_name'",
-    ),
-    (
-        serialized(KERAS3, class_name="Adam"),
-        "config: the class 'Adam' of None is not read. These classes of Keras are: ",
-    ),
-    (
-        serialized(KERAS3, module="my.optimizers"),
-        "config: the class 'Adagrad' of my.optimizers is not read. These classes",
-    ),
-    (
-        {
-            **KERAS3,
-            "learning_rate": {**EXPONENTIAL, "class_name": "NoisyLinearCosineDecay"},
-        },
+        dict(
+            KERAS3,
+            learning_rate={**EXPONENTIAL, "class_name": "NoisyLinearCosineDecay"},
+        ),
         "config['learning_rate']: the class 'NoisyLinearCosineDecay' of None is not "
-        "read. These classes of Keras are: Adagrad, NovoGrad, ExponentialDecay, Inverse"
-        "TimeDecay, CosineDecay, CosineDecayRestarts, LinearCosineDecay, PiecewiseConst"
-        "antDecay, PolynomialDecay.",
+        "read. These classes of Keras are: Adagrad, NovoGrad, ExponentialDecay, "
+        "InverseTimeDecay, CosineDecay, CosineDecayRestarts, LinearCosineDecay, "
+        "PiecewiseConstantDecay, PolynomialDecay.",
     ),
     (
         serialized(
-            {
-                **TF2,
-                "learning_rate": serialized(
+            dict(
+                TF2,
+                learning_rate=serialized(
                     {**EXPONENTIAL["config"], "staircas": True}, "ExponentialDecay"
                 ),
-            }
+            )
         ),
         "config['config']['learning_rate']['config']: unknown key 'staircas', did you ",
     ),
-    (
-        serialized({**EXPONENTIAL["config"], "decay_rate": 0.0}, "ExponentialDecay"),
-        "config['config']: decay_rate=0 is not offered",
-    ),
-    (
-        serialized({"boundaries": [1], "values": [1.0]}, "PiecewiseConstantDecay"),
-        "config['config']: values must have one entry more than boundaries, got 1 val",
-    ),
+    (serialized({**EXPONENTIAL["config"], "decay_rate": 0.0}, "ExponentialDecay"),
+     "config['config']: decay_rate=0 is not offered"),
+    (serialized({"boundaries": [1], "values": [1.0]}, "PiecewiseConstantDecay"),
+     "config['config']: values must have one entry more than boundaries, got 1 val"),
     (EXPONENTIAL, "must be a transformation, which 'exponential_decay' does not make."),
-    (
-        {**KERAS3, "learning_rate": serialized(KERAS3)},
-        "config['learning_rate'] must be a schedule, which 'adagrad' does not make.",
-    ),
-    (
-        {"name": "adam", "use_ema": False},
-        "config has the key 'use_ema', so Keras wrote",
-    ),
-]
+    (dict(KERAS3, learning_rate=serialized(KERAS3)),
+     "config['learning_rate'] must be a schedule, which 'adagrad' does not make."),
+    ({"name": "adam", "use_ema": False},
+     "config has the key 'use_ema', so Keras wrote"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

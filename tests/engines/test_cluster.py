@@ -16,8 +16,6 @@ import pytest
 import ray
 
 from gradxform import engines
-from gradxform._server.recoverable import ServerStatus
-from gradxform.engines import _connect, _ray
 from gradxform.engines._servers import ServerDiedError, WorkersServer
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -27,9 +25,8 @@ class Notes:
     """Notes what ``engines.ray`` calls in Ray, and in which order."""
 
     class exceptions:
-        RayTaskError = RayActorError = ActorUnavailableError = type(
-            "E", (Exception,), {}
-        )
+        RayError = RayTaskError = RayActorError = type("E", (Exception,), {})
+        ActorUnavailableError = GetTimeoutError = RayActorError
 
     def __init__(self, unpicklable=None, interrupt=False):
         self.calls = []
@@ -53,7 +50,9 @@ class Notes:
     def put(self, value):
         return value
 
-    def get(self, asked):
+    def get(self, asked, timeout=None):
+        if timeout is not None:  # Whether a killed process is still there.
+            raise self.exceptions.RayActorError
         return asked
 
     def wait(self, asked, **_):
@@ -63,15 +62,21 @@ class Notes:
         self.calls.append(f"kill {actor.name}")
 
     def remote(self, cls):
-        def start(*_, **__):
-            self.calls.append(cls.__name__)
-            if self.calls.count(cls.__name__) == 2 or cls.__name__ == self.unpicklable:
+        kinds = {"Server": "server", "Worker": "worker"}
+        found = (kinds[part] for part in kinds if part in cls.__name__)
+        kind = next(found, "process")  # One of several, of one server.
+
+        def start(*given, **options):
+            self.calls.append(kind)
+            if self.calls.count(kind) == 2 or kind == self.unpicklable:
                 raise TypeError("Could not serialize the argument")
-            status = ServerStatus("life", 0, 0, 0, {}, False)
-            begin = types.SimpleNamespace(remote=lambda: status)
-            work = types.SimpleNamespace(remote=lambda *_: object())
+            begin = None
+            if kind == "server":
+                begin = types.SimpleNamespace(remote=cls(*given, **options).begin)
+            other = types.SimpleNamespace(remote=lambda *_: object())
+            ready = {"__ray_ready__": other}
             return types.SimpleNamespace(
-                name=cls.__name__, begin=begin, work=work, rest=begin
+                name=kind, begin=begin, rest=begin, work=other, cause=other, **ready
             )
 
         actor = types.SimpleNamespace(remote=start)
@@ -92,12 +97,12 @@ def make_job(count=1):
 @pytest.mark.parametrize(
     ("unpicklable", "calls"),
     [
-        ("RecoverableServer", ["init", "RecoverableServer", "shutdown"]),
+        ("server", ["init", "server", "shutdown"]),
         (
             "the second worker",
             [
-                *("init", "RecoverableServer", "_RayWorker", "_RayWorker"),
-                *("kill _RayWorker", "kill RecoverableServer", "shutdown"),
+                *("init", "server", "worker", "worker"),
+                *("kill worker", "kill server", "shutdown"),
             ],
         ),
     ],
@@ -125,10 +130,10 @@ def test_a_cluster_is_started_whole_before_an_interrupt_ends_it(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_options_reach_ray(monkeypatch):
+def test_options_reach_ray(monkeypatch, near_ray):
     notes = Notes()
     monkeypatch.setitem(sys.modules, "ray", notes)
-    monkeypatch.setattr(_ray, "connect", lambda *given: notes.calls.append(given))
+    near_ray("def init(address, **_): assert address == 'auto'")
     with engines.ray(
         make_job(3),
         address="auto",
@@ -138,22 +143,71 @@ def test_options_reach_ray(monkeypatch):
         pass
     workers, cluster, server = notes.options
     assert workers == {"num_gpus": 1}
-    assert notes.calls[0] == ("auto", 30.0)
     assert cluster["address"] == "auto"
     assert "num_cpus" not in cluster  # A running cluster has its own.
     assert server == {"num_cpus": 2, "max_concurrency": 99}
 
 
+def test_a_group_that_waits_for_machines_warns(monkeypatch, caplog):
+    now, asked = [0.0], []
+
+    def wait(seconds):
+        now[0] += 15.0
+        return now[0] == 45.0
+
+    notes = Notes()
+    notes.nodes = lambda: [{"Alive": True}] * 2
+    notes.util = types.SimpleNamespace(
+        placement_group=lambda *args: (
+            asked.append(args) or types.SimpleNamespace(wait=wait)
+        ),
+        remove_placement_group=lambda _: notes.calls.append("remove"),
+        scheduling_strategies=types.SimpleNamespace(
+            PlacementGroupSchedulingStrategy=lambda place, **bundle: bundle
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "ray", notes)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    options = {"scheduling_strategy": "STRICT_SPREAD", "num_gpus": 1}
+    with (
+        pytest.raises(TypeError, match="Could not serialize"),  # As for any second one.
+        engines.ray(
+            make_job(),
+            server_processes=2,
+            server_options=options,
+            server_shardings=lambda path, shape: None,
+        ),
+    ):
+        pass
+    # Ray places none of them without a CPU as well.
+    assert asked == [([{"CPU": 1.0, "GPU": 1}] * 2, "STRICT_SPREAD")]
+    places = [x.get("scheduling_strategy") for x in notes.options]
+    assert places[-2:] == [{"placement_group_bundle_index": k} for k in (0, 1)]
+    (said,) = caplog.messages
+    assert said.startswith("the server waits for machines with room: 2 times {")
+    assert notes.calls[-3:] == ["kill process", "remove", "shutdown"]
+
+
 def test_without_ray_the_cure_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
+    hint = r"ray.*: .*pip install 'gradxform\[ray\]'$"
     with (
-        pytest.raises(ImportError, match=r"pip install 'gradxform\[ray\]'"),
+        pytest.raises(ImportError, match=hint),
         engines.ray(make_job()),
     ):
         pass
 
 
 # Where there is no cluster.
+
+RAISES = "def init(address, **_): raise RuntimeError(f'not\\n{address}')"
+
+
+@pytest.fixture
+def near_ray(tmp_path, monkeypatch):
+    """Gives processes that this one starts another Ray: a module with this code."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return (tmp_path / "ray.py").write_text
 
 
 @pytest.fixture
@@ -193,18 +247,19 @@ def test_signals_are_heard_while_a_cluster_is_waited_for(number, nobody, caplog)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_an_error_of_ray_about_an_address_is_passed_on(tmp_path, monkeypatch):
-    (tmp_path / "ray.py").write_text(
-        "def init(address, **_):\n    raise RuntimeError(f'not\\n{address}')\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ConnectionError, match=r"at 'here'\. RuntimeError: not here$"):
-        _connect.connect("here", 600.0)
-    (tmp_path / "ray.py").write_text("def init(address, **_): pass\n")
-    _connect.connect("here", 600.0)
-    (tmp_path / "ray.py").write_text("import os\nos._exit(7)\n")
-    with pytest.raises(ConnectionError, match="the exit code was 7"):
-        _connect.connect("here", math.inf)
+@pytest.mark.parametrize(
+    ("code", "timeout", "match"),
+    [
+        (RAISES, 600.0, r"at 'here'\. RuntimeError: not here$"),
+        ("import os; os._exit(7)", math.inf, "the exit code was 7"),
+    ],
+)
+def test_an_error_of_ray_about_an_address_is_passed_on(
+    code, timeout, match, nobody, near_ray
+):
+    near_ray(code)
+    with pytest.raises(ConnectionError, match=match):
+        connect("here", timeout)
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, math.nan])
@@ -214,7 +269,10 @@ def test_the_timeout_is_checked(timeout, nobody):
 
 
 def test_the_death_of_any_process_is_the_death_of_the_server():
-    """The leader may live long enough to tell that another process has died."""
+    """The leader may live long enough to tell that another process has died.
+
+    In a real group that is a matter of luck, so this test asks the worker's side alone.
+    """
     exceptions = ray.exceptions
 
     def raised(cause):

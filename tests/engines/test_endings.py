@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -19,7 +18,6 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._server.recoverable import RecoverableServer, TakesNoMoreError
 from gradxform.engines import _pool
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -51,6 +49,10 @@ def saved(folder):
     return answered
 
 
+def threads_of(run):
+    return [x for x in run.workers.values() if isinstance(x, threading.Thread)]
+
+
 def assert_nothing_moves(run):
     """For a while no push arrives, so nobody computes."""
     before = run.server.stats()
@@ -68,12 +70,18 @@ def test_stop_ends_the_training(engine, tmp_path):
     ) as run:
         for _ in itertools.islice(run.pushes, 50):
             pass
+        threads = threads_of(run)
+        assert len({*threads}) == (3 if engine is engines.threads else 0)
+        assert all(thread.is_alive() for thread in threads)
         run.stop()
         assert list(run.pushes) == []
         counts, stats = run.counts(), run.server.stats()
         assert (stats.accepted, stats.dropped) == (counts.accepted, counts.dropped)
         assert_nothing_moves(run)
         assert run.counts() == counts
+        assert run.server.state()["params"] == -counts.accepted
+    assert not any(thread.is_alive() for thread in threads)
+    assert counts.pushed <= 50 + 3  # Each worker finishes its gradient.
     assert 50 <= counts.pushed == counts.accepted == sum(saved(tmp_path).values())
     with engine(make_job([engines.Worker(ones)] * 3, 60), checkpoint=tmp_path) as run:
         assert len(list(run.pushes)) == 60 - counts.pushed
@@ -86,12 +94,14 @@ def test_a_loop_that_is_left_leaves_the_training(engine, tmp_path):
         for push in run.pushes:
             if push.result.global_step == 50:
                 break
+        threads = threads_of(run)
         time.sleep(0.1)  # Each worker finishes its gradient.
         assert_nothing_moves(run)
         given = run.counts().pushed
         assert given <= run.server.stats().accepted <= given + len(workers)
         for _ in itertools.islice(run.pushes, 50):  # And the run goes on.
             pass
+    assert not any(thread.is_alive() for thread in threads)
     counts = run.counts()
     assert counts.accepted == counts.pushed == sum(saved(tmp_path).values())
     assert run.server.stats().accepted == counts.accepted
@@ -108,42 +118,6 @@ def test_workers_do_not_run_ahead_of_a_slow_loop():
         for given, _ in enumerate(itertools.islice(run.pushes, 5), 1):
             time.sleep(0.05)
             assert len(begun) <= given + 1
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_failed_run_counts_the_pushes_of_its_checkpoint(error, tmp_path):
-    checkpoint = engines.Checkpoint(tmp_path, every_steps=1, max_to_keep=None)
-    job, runs = make_job([engines.Worker(ones)] * 3, 10**6), []
-
-    def go():
-        with engines.threads(job, checkpoint=checkpoint) as run:
-            runs.append(run)
-            for push in run.pushes:
-                if push.result.global_step == 20:
-                    time.sleep(0.1)
-                    raise error
-
-    with pytest.raises(error):
-        go()
-    (run,) = runs
-    assert sum(saved(tmp_path).values()) <= run.counts().accepted
-    assert run.counts().accepted == run.server.stats().accepted
-
-
-def test_sigterm_counts_the_pushes_that_it_saves(tmp_path):
-    job, runs = make_job([engines.Worker(ones)] * 3, 10**6), []
-
-    def go():
-        with engines.threads(job, checkpoint=tmp_path) as run:
-            runs.append(run)
-            for push in run.pushes:
-                if push.result.global_step == 20:
-                    os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(SystemExit):
-        go()
-    (run,) = runs
-    assert sum(saved(tmp_path).values()) == run.counts().pushed >= 20
 
 
 def test_a_gradient_under_way_is_not_pushed_after_stop(tmp_path):
@@ -236,7 +210,7 @@ def blocking_job(blocked, pushes=10**6):
     return make_job([engines.Worker(ones), engines.Worker(blocked)], pushes)
 
 
-@pytest.mark.parametrize("leave", ["stop", "break", "error"])
+@pytest.mark.parametrize("leave", ["stop", "break", "error", "sigterm"])
 def test_a_worker_that_blocks_is_named_and_left_behind(
     leave, blocked, caplog, tmp_path
 ):
@@ -248,6 +222,8 @@ def test_a_worker_that_blocks_is_named_and_left_behind(
                 if push.result.global_step >= 20 and blocked.blocks.is_set():
                     if leave == "error":
                         raise ValueError("enough")
+                    if leave == "sigterm":
+                        os.kill(os.getpid(), signal.SIGTERM)
                     if leave == "break":
                         break
                     run.stop()
@@ -256,31 +232,16 @@ def test_a_worker_that_blocks_is_named_and_left_behind(
         if leave == "error":
             with pytest.raises(ValueError, match="enough"):
                 go()
+        elif leave == "sigterm":
+            with pytest.raises(SystemExit, match="143"):
+                go()
+            assert caplog.messages[0].startswith("terminated: step ")
         else:
             go()
             assert sum(saved(tmp_path).values()) >= 20
-    (said,) = caplog.messages
+    said = caplog.messages[-1]
+    assert len(caplog.messages) == (2 if leave == "sigterm" else 1)
     assert said.startswith("worker 1: still busy after join_timeout=0.2 seconds")
-
-
-def test_a_worker_that_blocks_does_not_keep_sigterm(blocked, caplog, tmp_path):
-    def go():
-        with engines.threads(
-            blocking_job(blocked), checkpoint=tmp_path, join_timeout=0.1
-        ) as run:
-            for push in run.pushes:
-                if push.result.global_step >= 20 and blocked.blocks.is_set():
-                    os.kill(os.getpid(), signal.SIGTERM)
-
-    with (
-        caplog.at_level(logging.WARNING, "gradxform"),
-        pytest.raises(SystemExit) as raised,
-    ):
-        go()
-    assert raised.value.code == 143
-    saved_line, left = caplog.messages
-    assert saved_line.startswith("terminated: step ")
-    assert left.startswith("worker 1: ")
 
 
 def test_a_worker_that_blocks_does_not_keep_the_last_push(blocked):
@@ -307,7 +268,8 @@ def test_a_gradient_computed_twice_is_pushed_once():
 
 
 def test_no_worker_computes_for_a_quick_one(monkeypatch):
-    monkeypatch.setattr(_pool, "LOOK", 1000.0)  # No gradient takes that long.
+    # No gradient takes that long, not even on a busy machine.
+    monkeypatch.setattr(_pool, "LOOK", 1000.0)
     begun = []
 
     def batch(number):
@@ -319,25 +281,21 @@ def test_no_worker_computes_for_a_quick_one(monkeypatch):
 
 
 def test_a_server_takes_so_many_pushes_of_workers_and_no_more(tmp_path):
-    tx, checkpoint = optax.sgd(1.0), engines.Checkpoint(tmp_path)
+    job = make_job([engines.Worker(ones)], 4, optax.sgd(1.0))
 
-    def push(server, *push_id):
-        grads, seen = server.pull()
-        return server.push(jnp.ones_like(grads), seen, push_id=push_id).global_step
+    def push(run, *push_id):
+        grads, seen = run.server.pull()
+        return run.server.push(jnp.ones_like(grads), seen, push_id=push_id).global_step
 
-    with RecoverableServer(jnp.zeros(()), tx, checkpoint, pushes=4) as server:
-        server.begin()
-        assert [push(server, 0, 0), push(server, 1, 0), push(server, 0, 1)] == [1, 2, 3]
-        server.save()
-    with RecoverableServer(jnp.zeros(()), tx, checkpoint, pushes=4) as server:
-        server.begin()
-        assert [push(server, 1, 0), push(server, 1, 1)] == [2, 4]  # 2 from memory.
-        with pytest.raises(TakesNoMoreError):
-            push(server, 0, 2)
-        assert push(server, 1, 1) == 4
-        status = server.rest()
-    assert (status.accepted, status.dropped, status.global_step) == (4, 0, 4)
-    assert {w: answer.number for w, answer in status.answers.items()} == {0: 1, 1: 1}
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        assert [push(run, 0, 0), push(run, 1, 0), push(run, 0, 1)] == [1, 2, 3]
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        assert [push(run, 1, 0), push(run, 1, 1)] == [2, 4]  # 2 from memory.
+        with pytest.raises(RuntimeError, match="takes no more pushes"):
+            push(run, 0, 2)
+        assert push(run, 1, 1) == 4
+    assert run.counts() == (4, 4, 0, 0, 0, 0, 0)
+    assert saved(tmp_path) == {0: 2, 1: 2}
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan")])
@@ -541,21 +499,3 @@ def test_apply_if_finite_lets_the_others_go_on(engine):
         pushes = list(run.pushes)
         params = run.server.state()["params"]
     assert params == -by_worker(pushes)[0] < 0
-
-
-@pytest.mark.parametrize("engine", LOCAL)
-@pytest.mark.parametrize("donate", [True, False])
-def test_donate_reaches_the_server(engine, donate):
-    def fail(_):
-        raise FloatingPointError("in the middle of a step")
-
-    def update(grads, state, params=None):
-        jax.debug.callback(fail, grads)
-        return grads, state
-
-    tx = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
-    job = make_job([engines.Worker(ones)], tx=tx)._replace(donate=donate)
-    with engine(job) as run:
-        with pytest.raises(Exception, match="in the middle of a step"):
-            list(run.pushes)
-        assert (run.server.stats().lost is None) is not donate

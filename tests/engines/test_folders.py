@@ -20,6 +20,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from gradxform import engines
+
+# For another process that needs no JAX, its patience, and the names of its files.
 from gradxform._server import folder
 from tests.engines.test_recovery import LOCAL, bits, ended, make_job, steps_in
 
@@ -115,17 +117,20 @@ sys.stdin.read()
 """
 
 
+def holder(directory):
+    """Another process, which takes the folder until its stdin is closed."""
+    code = [sys.executable, "-c", HOLDER, folder.__file__, str(directory)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(code, **pipes)
+
+
 @pytest.mark.slow
 def test_two_processes_on_one_folder(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "PATIENCE", 0.2)
     before = files_in(tmp_path)
     half = tmp_path / "30.orbax-checkpoint-tmp"  # The other one is writing this.
     half.mkdir()
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, folder.__file__, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
+    with holder(tmp_path) as other:
         assert other.stdout.readline() == b"taken\n"
         with pytest.raises(OSError, match=rf"process {other.pid} on .* saves a run in"):
             save(tmp_path, pushes=30)
@@ -139,11 +144,7 @@ def test_two_processes_on_one_folder(saved, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_waits_for_a_folder_that_is_about_to_be_free(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, folder.__file__, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
+    with holder(tmp_path) as other:
         assert other.stdout.readline() == b"taken\n"
         threading.Timer(0.3, other.stdin.close).start()
         save(tmp_path)
@@ -182,12 +183,7 @@ def test_a_folder_that_vanishes_during_a_run_is_taken_again(engine, change, tmp_
         with pytest.raises(OSError, match="another run of this process saves a run in"):
             ended(engine, make_job(30), checkpoint=directory)
         run.server.flush()
-        with subprocess.Popen(
-            [sys.executable, "-c", HOLDER, folder.__file__, str(directory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        ) as other:
+        with holder(directory) as other:
             _, error = other.communicate()
         assert f"process {os.getpid()} on " in error.decode()
         run.stop()
@@ -210,11 +206,7 @@ def test_a_folder_that_vanishes_may_get_another_owner(tmp_path, monkeypatch, cap
             run.server.flush()  # The first checkpoint is written.
             remove(directory, tmp_path)
             ended(engine, job._replace(pushes=9), checkpoint=directory)  # It may.
-            with subprocess.Popen(
-                [sys.executable, "-c", HOLDER, folder.__file__, str(directory)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            ) as other:
+            with holder(directory) as other:
                 assert other.stdout.readline() == b"taken\n"
                 before.update(files_in(directory))
                 for push in run.pushes:

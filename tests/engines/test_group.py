@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import time
-import types
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +15,21 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform import engines
-from gradxform.engines import _group
 from tests.conftest import ON_RAY
 from tests.engines.test_ray import assert_counted
 from tests.engines.test_recovery import stop_at
 
-ROWS, DIM = 301, 4  # Neither 2 nor 3 divides ROWS.
+ROWS, DIM, WIDE = 301, 4, 7  # Neither 2 nor 3 divides the first and the last.
 
 
 def make_params():
     rng = np.random.default_rng(0)
-    shapes = {"item": (ROWS, DIM), "user": (64, DIM), "hidden": (DIM, 6), "out": (6,)}
+    shapes = {
+        "item": (ROWS, DIM),
+        "user": (64, DIM),
+        "hidden": (DIM, WIDE),
+        "out": (WIDE,),
+    }
     return {
         name: 0.3 * rng.standard_normal(shape).astype(np.float32)
         for name, shape in shapes.items()
@@ -35,9 +38,8 @@ def make_params():
 
 def cut_tables(path, shape):
     """Cuts both tables by rows, and the layer between them by columns."""
-    return {"item": P("server"), "user": P("server"), "hidden": P(None, "server")}.get(
-        path, P()
-    )
+    columns = P(None, ("server",))
+    return {"item": P("server"), "user": P("server"), "hidden": columns}.get(path)
 
 
 def loss(params, items, users, y):
@@ -123,27 +125,58 @@ def on_group(function, run):
 # Errors are told at once, before Ray starts.
 
 
+def each(spec):
+    """Cuts each leaf like this."""
+    return lambda path, shape: spec
+
+
 @pytest.mark.parametrize(
-    ("error", "says", "options"),
+    ("error", "says", "processes", "shardings"),
     [
-        (ValueError, "server_processes must be in", {"server_processes": 0}),
-        (TypeError, "server_processes must be an integer", {"server_processes": 2.5}),
+        (ValueError, "server_processes must be in .*got 0", 0, cut_tables),
+        (TypeError, "server_processes must be an integer", 2.5, cut_tables),
+        (ValueError, "into 65 parts", 65, cut_tables),
+        (ValueError, "server_shardings must be a tree", 5, {"item": None}),
+        (TypeError, "PartitionSpec", 5, {"item": "server"}),
+        (TypeError, r"at \['out'\]", 5, {**dict.fromkeys(make_params()), "out": "x"}),
+        (ValueError, "names the axis 'data'.*'server'", 5, P("data")),
+        (ValueError, "names the axis 'data'.*'server'", 5, P(None, "data")),
+        (ValueError, r"at \['hidden'\] cuts along two", 5, each(P("server", "server"))),
         (
             ValueError,
-            "names the axis 'data'",
-            {"server_shardings": lambda path, shape: P("data")},
+            r"at \['hidden'\] has more axes than the leaf, of shape \[4, 7\]",
+            *(5, each(P(None, None, "server"))),
         ),
-        (ValueError, "into 65 parts", {"server_processes": 65}),
-        (TypeError, "PartitionSpec", {"server_shardings": {"item": "server"}}),
+        (
+            ValueError,
+            r"at \['hidden'\] cuts axis 0 of shape \[4, 7\] into 5 parts",
+            *(5, each(P("server"))),
+        ),
+        (TypeError, r"at \['hidden'\] is no", 5, each("server")),
     ],
 )
-def test_bad_input_is_an_error_at_once(error, says, options):
+def test_bad_input_is_an_error_at_once(error, says, processes, shardings):
     ray = pytest.importorskip("ray")
     before = ray.is_initialized()
-    options = {"server_processes": 2, "server_shardings": cut_tables, **options}
+    options = {"server_processes": processes, "server_shardings": shardings}
     with pytest.raises(error, match=says), engines.ray(idle(optax.sgd(1.0)), **options):
         pass
     assert ray.is_initialized() == before
+
+
+def test_a_function_gets_the_path_and_the_shape_of_each_leaf():
+    seen = {}
+
+    def shardings(path, shape):
+        seen[path] = shape
+        return P("no such axis") if path == "w" else None
+
+    params = {"emb": {"table": np.zeros((9, 3))}, "none": None, "w": np.zeros(2)}
+    job = idle(optax.sgd(1.0))._replace(params=params)
+    options = {"server_processes": 2, "server_shardings": shardings}
+    with pytest.raises(ValueError, match=r"\['w'\]"), engines.ray(job, **options):
+        pass
+    assert seen == {"emb/table": (9, 3), "w": (2,)}
 
 
 on_ray = [*ON_RAY]
@@ -175,8 +208,8 @@ def test_processes_train_as_one_does(gate, count, standard_promotion):
         shapes = on_group(
             lambda _, leaves: [x.addressable_data(0).shape for x in leaves], run
         )
-    columns, items, users = (-(-size // count) for size in (6, ROWS, 64))
-    assert shapes == [[(DIM, columns), (items, DIM), (6,), (users, DIM)]] * count
+    columns, items, users = (-(-size // count) for size in (WIDE, ROWS, 64))
+    assert shapes == [[(DIM, columns), (items, DIM), (WIDE,), (users, DIM)]] * count
 
 
 @marked
@@ -208,7 +241,7 @@ def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
             refused(server, ValueError, r"NaN or inf at \['item'\]", bad, step)
             tall = {**ones, "item": np.ones((ROWS + 1, DIM), np.float32)}
             refused(server, TypeError, "item", tall, step)
-            counts = {**ones, "out": np.ones(6, np.int32)}
+            counts = {**ones, "out": np.ones(WIDE, np.int32)}
             refused(server, TypeError, "out", counts, step)
             refused(server, ValueError, "local_step must be in", ones, 99)
             refused(server, ValueError, "comes after", ones, step, push_id=("w", -1))
@@ -226,6 +259,9 @@ def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
         rows, _ = run.server.pull({"item": [300, 150, 0], "user": []})
         expected, _ = alone.pull({"item": [300, 150, 0], "user": []})
         close(rows["item"].values, expected["item"].values)
+        # The columns of this one lie in several processes, with padding after them.
+        columns = [s.pull({"hidden": [3, 1]})[0]["hidden"] for s in (run.server, alone)]
+        close(*(x.values for x in columns))
         assert rows["user"].values.shape == (0, DIM)
         assert run.server.stats()[:3] == alone.stats()[:3]
         actor = run.server.actor
@@ -258,32 +294,6 @@ def test_the_processes_lie_where_the_options_say():
         assert len(list(run.pushes)) == 4
     (place,) = ray.util.placement_group_table().values()
     assert place["state"] == "REMOVED"
-
-
-def test_a_group_that_waits_for_machines_warns(monkeypatch, caplog):
-    looks = iter([False, False, True])
-    place = types.SimpleNamespace(wait=lambda _: next(looks))
-    strategies = types.SimpleNamespace(
-        PlacementGroupSchedulingStrategy=lambda place, **bundle: bundle
-    )
-    asked = []
-    group = object.__new__(_group.Group)
-    group._layout = types.SimpleNamespace(processes=2)
-    group._options = {"scheduling_strategy": "STRICT_SPREAD", "num_gpus": 1}
-    group._ray = types.SimpleNamespace(
-        util=types.SimpleNamespace(
-            placement_group=lambda *args: asked.append(args) or place,
-            scheduling_strategies=strategies,
-        )
-    )
-    monkeypatch.setattr(_group, "ROOM", 0.0)
-    options = group._placed(lambda: None)
-    # Ray places none of them without a CPU as well.
-    assert asked == [([{"CPU": 1.0, "GPU": 1}] * 2, "STRICT_SPREAD")]
-    places = [x["scheduling_strategy"] for x in options]
-    assert places == [{"placement_group_bundle_index": number} for number in (0, 1)]
-    (said,) = caplog.messages
-    assert said.startswith("the server waits for machines with room: 2 times {")
 
 
 # Deaths. The job is slow enough that they happen while it runs.

@@ -18,9 +18,7 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._server import records
 from gradxform._server.recoverable import RecoverableServer
-from gradxform._server.store import Store
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -154,6 +152,18 @@ def test_a_run_that_is_through_stays_as_it_is(engine, tmp_path):
     assert len(more) == 6
 
 
+def test_the_rate_is_that_of_the_run_alone(tmp_path):
+    ended(engines.simulated, make_job(80), checkpoint=tmp_path)
+    with engines.simulated(make_job(83), checkpoint=tmp_path) as run:
+        before = time.monotonic()
+        next(run.pushes)
+        time.sleep(0.05)
+        assert len(list(run.pushes)) == 2
+        rate, now = run.server.stats().pushes_per_second, time.monotonic()
+    # Two intervals since the first push; with the other 80 there would be 82.
+    assert 2 / (now - before) <= rate <= 2 / 0.05
+
+
 def test_orbax_alone_can_read_it(tmp_path):
     _, state, _ = ended(engines.simulated, make_job(20), checkpoint=tmp_path)
     with ocp.CheckpointManager(tmp_path) as manager:
@@ -162,36 +172,23 @@ def test_orbax_alone_can_read_it(tmp_path):
         assert bits(manager.restore(20, args=args)["state"]) == bits(state)
 
 
-def test_the_rate_is_that_of_the_run_alone(monkeypatch):
-    clock = iter([5.0, 7.0, 9.0])
-    monkeypatch.setattr(records.time, "monotonic", lambda: next(clock))
-    tally = records.Counters(80, {0: 60, 2: 40})
-    for _ in range(3):
-        tally.count(True, 2)
-    stats = tally.stats(83, None)
-    assert stats.pushes_per_second == 0.5
-    assert (stats.accepted, stats.dropped) == (83, 20)
-    assert stats.staleness == {0: 60, 2: 43}
-
-
 def test_an_answer_from_memory_changes_nothing_that_is_saved(tmp_path):
-    job = make_job(9)
-    checkpoint = engines.Checkpoint(str(tmp_path), None, None)
-    with RecoverableServer(job.params, job.tx, checkpoint) as server:
-        server.begin()
-        first, again = server.pull(), None
+    with engines.simulated(make_job(9), checkpoint=tmp_path) as run:
+        first, _ = run.server.pull()
         for worker in range(3):
-            grads, seen = server.pull()
-            server.push(grads, seen, push_id=(worker, 0))
-            again = server.push(first[0], seen, push_id=(0, 0))
+            grads, seen = run.server.pull()
+            run.server.push(grads, seen, push_id=(worker, 0))
+            again = run.server.push(first, seen, push_id=(0, 0))
         assert again.global_step == 1
-        assert server.save() == 3
-    with RecoverableServer(job.params, job.tx, checkpoint) as server:
-        answers = server.begin().answers
-    assert {worker: x.local_step for worker, x in answers.items()} == {0: 0, 1: 1, 2: 2}
+    assert steps_in(tmp_path) == {3: 3}
+    counters = json.loads((tmp_path / "3" / "counters" / "metadata").read_text())
+    assert [answer[:3] for answer in counters["answers"]] == [
+        [worker, 0, worker] for worker in range(3)
+    ]
 
 
 def test_no_checkpoint_follows_the_last_save(tmp_path):
+    # Engines close their server right after it, so the test asks the server itself.
     job = make_job(9)
     checkpoint = engines.Checkpoint(str(tmp_path), every_steps=1, max_to_keep=None)
     with RecoverableServer(job.params, job.tx, checkpoint) as server:
@@ -265,6 +262,8 @@ def test_ctrl_c_ends_a_run_and_saves_nothing(engine, tmp_path):
         engine(make_job(40), checkpoint=checkpoint) as run,
     ):
         stop_at(run, KeyboardInterrupt)
+    assert run.counts().accepted == run.server.stats().accepted
+    assert max(steps_in(tmp_path)) <= run.counts().pushed
     steps = [*steps_in(tmp_path).values()]
     assert steps
     assert all(step % 5 == 0 for step in steps)
@@ -334,6 +333,7 @@ def test_a_failed_step_of_the_server_is_not_saved(engine, donate, tmp_path):
     ):
         list(run.pushes)
     assert [*steps_in(tmp_path).values()] == [5]
+    assert (run.server.stats().lost is None) is not donate
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -376,10 +376,10 @@ def test_before_the_first_push_there_is_nothing_to_save(engine, tmp_path):
 def test_an_error_while_saving_does_not_hide_the_one_before(
     engine, tmp_path, monkeypatch, caplog
 ):
-    def fail(*args):
+    def fail(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Store, "write", fail)
+    monkeypatch.setattr(ocp.CheckpointManager, "save", fail)
     with (
         caplog.at_level(logging.ERROR, "gradxform"),
         pytest.raises(ValueError, match=r"^enough$") as raised,
@@ -396,14 +396,14 @@ def test_an_error_while_saving_does_not_hide_the_one_before(
 def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
     engine, tmp_path, monkeypatch, caplog
 ):
-    write, left = Store.write, [ValueError("No space left on device")]
+    save, left = ocp.CheckpointManager.save, [ValueError("No space left on device")]
 
-    def fail(*args):
+    def fail(*args, **options):
         if left:
             raise left.pop()
-        return write(*args)
+        return save(*args, **options)
 
-    monkeypatch.setattr(Store, "write", fail)
+    monkeypatch.setattr(ocp.CheckpointManager, "save", fail)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=1)
     with caplog.at_level(logging.ERROR, "gradxform"):
         pushes, *_ = ended(engine, make_job(30), checkpoint=checkpoint)
@@ -474,8 +474,11 @@ def terminate_at(run, moment):
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_sigterm_saves_a_run_and_ends_it(engine, tmp_path, caplog):
+    runs = []
+
     def go():
         with engine(make_job(10**6), checkpoint=tmp_path) as run:
+            runs.append(run)
             terminate_at(run, 20)
             pytest.fail("it goes on")
 
@@ -485,7 +488,7 @@ def test_sigterm_saves_a_run_and_ends_it(engine, tmp_path, caplog):
     assert raised.value.code == 143
     assert signal.getsignal(signal.SIGTERM) is before
     ((pushes, step),) = steps_in(tmp_path).items()
-    assert pushes >= 20
+    assert runs[0].counts().pushed == pushes >= 20
     assert f"terminated: step {step} is saved in {tmp_path}" in caplog.messages[-1]
     with engine(make_job(10**6), checkpoint=tmp_path) as run:
         assert run.resumed == step
@@ -559,34 +562,20 @@ def test_an_interrupt_that_python_drops_ends_a_run_all_the_same(engine, tmp_path
     assert not steps_in(tmp_path)
 
 
-def test_another_thread_can_run_it():
-    ends = []
-    thread = threading.Thread(
-        target=lambda: ends.append(ended(engines.threads, make_job(9)))
-    )
-    thread.start()
-    thread.join()
-    assert len(ends[0][0]) == 9
-
-
 def test_a_repeated_push_of_a_resumed_run_has_its_cosine(tmp_path):
     grads = {"w": jnp.array([3.0, 4.0])}
+    tx = optax.chain(gx.measure_cosine(), optax.sgd(0.1))
+    job = make_job(9, count=2)._replace(params={"w": jnp.zeros(2)}, tx=tx)
 
-    def make():
-        tx = optax.chain(gx.measure_cosine(), optax.sgd(0.1))
-        directory = engines.Checkpoint(tmp_path)
-        return RecoverableServer({"w": jnp.zeros(2)}, tx, directory)
-
-    with make() as server:
-        server.begin()
-        server.push(grads, 0, push_id=(0, 0))
-        answer = server.push({"w": jnp.array([4.0, 3.0])}, 1, push_id=(0, 1))
-        unknown = server.push({"w": jnp.array([jnp.nan, 3.0])}, 2, push_id=(1, 0))
-        server.save()
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        push = run.server.push
+        push(grads, 0, push_id=(0, 0))
+        answer = push({"w": jnp.array([4.0, 3.0])}, 1, push_id=(0, 1))
+        unknown = push({"w": jnp.array([jnp.nan, 3.0])}, 2, push_id=(1, 0))
     assert answer.cosine == pytest.approx(24 / 25)
-    with make() as server:
-        server.begin()
-        assert server.push(grads, server.pull()[1], push_id=(0, 1)) == answer
-        again = server.push(grads, server.pull()[1], push_id=(1, 0))
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        seen = run.server.pull()[1]
+        assert run.server.push(grads, seen, push_id=(0, 1)) == answer
+        again = run.server.push(grads, seen, push_id=(1, 0))
     assert again[:3] == unknown[:3]
     assert np.isnan([again.cosine, unknown.cosine]).all()

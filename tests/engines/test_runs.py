@@ -13,7 +13,7 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
-from tests.engines.test_endings import LOCAL, make_job, ones
+from tests.engines.test_endings import LOCAL, list_all, make_job, ones, threads_of
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -88,11 +88,6 @@ def test_a_transformation_gets_its_extra_arguments(engine):
     assert len(late) == 10
     with pytest.raises(TypeError, match="worker_params"):
         list_all(engine, make_job([worker._replace(extra=None)], 10, tx))
-
-
-def list_all(engine, job):
-    with engine(job) as run:
-        return list(run.pushes)
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -327,7 +322,7 @@ def test_workers_lacks_those_that_have_left(engine):
     worker = engines.Worker(ones)
     with engine(make_job([worker] * 3, 10**6)) as run:
         next(run.pushes)
-        threads = threading_workers(run)
+        threads = threads_of(run)
         run.remove(1)
         while run.workers.keys() != {0, 2}:
             next(run.pushes)
@@ -392,28 +387,6 @@ def test_a_job_that_cannot_be_is_refused(engine, changes):
 
 
 # Its end.
-
-
-@pytest.mark.parametrize("engine", LOCAL)
-def test_a_run_can_be_stopped(engine):
-    worker = engines.Worker(ones, duration=lambda _: 1e-3)
-    with engine(make_job([worker] * 2, 10**6)) as run:
-        pushes = []
-        for push in run.pushes:
-            pushes.append(push)
-            if len(pushes) == 5:
-                run.stop()
-        assert len(pushes) == 5
-        assert 5 <= run.counts().pushed <= 7
-        assert list(run.pushes) == []
-        assert run.server.state()["params"] <= -5
-        threads = threading_workers(run)
-    assert len(threads) == (2 if engine is engines.threads else 0)
-    assert not any(thread.is_alive() for thread in threads)
-
-
-def threading_workers(run):
-    return [x for x in run.workers.values() if isinstance(x, threading.Thread)]
 
 
 def test_a_run_that_waits_for_a_push_can_be_stopped_by_another_thread():

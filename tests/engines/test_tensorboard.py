@@ -24,9 +24,8 @@ from tensorboard.backend.event_processing import (
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._server.records import GlobalStep, PushResult
-from gradxform.engines._job import Counts, Push
-from gradxform.engines._tensorboard import TensorBoard
+from gradxform._server.records import GlobalStep  # Only a server makes one.
+from gradxform.engines import Counts, Push, TensorBoard
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -55,7 +54,7 @@ class Run:
 def push(step, loss=1.0, norm=2.0, staleness=0, applied=True, incarnation="first"):
     """A push after which the server is at that step."""
     local_step = GlobalStep(step - applied - staleness, incarnation)
-    return Push(0, 0, local_step, loss, norm, PushResult(applied, staleness, step))
+    return Push(0, 0, local_step, loss, norm, gx.PushResult(applied, staleness, step))
 
 
 def read(logdir):

@@ -79,6 +79,40 @@ def scheduled(adagrad_case_name, **schedule):
     return (adagrad_case_name, "plain", dict(_RATE, learning_rate=schedule))
 
 
+COSINE = scheduled(
+    "cosine-decay",
+    schedule="CosineDecay",
+    initial_learning_rate=0.5,
+    decay_steps=5,
+    alpha=0.1,
+)
+
+
+def inners(rate):
+    """By name, the optimizers inside of others: symbol, arguments, and ours."""
+    sgd = {"transformation": "sgd", "learning_rate": rate}
+    adagrad = {"learning_rate": rate, "initial_accumulator_value": 0.1}
+    momentum = {"learning_rate": rate, "momentum": 0.9}
+    return {
+        "sgd": ("tf.train.GradientDescentOptimizer", {"learning_rate": rate}, sgd),
+        "adagrad": (
+            "tf.train.AdagradOptimizer",
+            adagrad,
+            dict({"transformation": "adagrad"}, **dict(adagrad, eps=0.0)),
+        ),
+        "momentum": (
+            "tf.train.MomentumOptimizer",
+            momentum,
+            dict(sgd, momentum=0.9),
+        ),
+        "nesterov": (
+            "tf.train.MomentumOptimizer",
+            dict(momentum, use_nesterov=True),
+            dict(sgd, momentum=0.9, nesterov=True),
+        ),
+    }
+
+
 def build(settings, schedules):
     """The constructor's arguments; a rate that names a schedule becomes one."""
     settings = dict(settings)

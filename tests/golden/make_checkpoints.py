@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._server.folder import LOCK
+from gradxform._server.folder import LOCK  # A checkpoint leaves it out.
 from tests.descriptors import DESCRIPTORS
 
 FOLDER = pathlib.Path(__file__).parent / "checkpoints"

@@ -54,18 +54,8 @@ def adagrad(name, variant, settings):
 
 
 def main():
-    cases = [adagrad(*case) for case in [*_format.ADAGRAD, _format.GLOBAL_CLIPNORM]]
-    cases.append(
-        adagrad(
-            *_format.scheduled(
-                "cosine-decay",
-                schedule="CosineDecay",
-                initial_learning_rate=0.5,
-                decay_steps=5,
-                alpha=0.1,
-            )
-        )
-    )
+    run = [*_format.ADAGRAD, _format.GLOBAL_CLIPNORM, _format.COSINE]
+    cases = [adagrad(*case) for case in run]
     for name, t_mul in (("restarts", 2.0), ("equal-restarts", 1.0)):
         case = _format.scheduled(
             "cosine-decay-" + name,

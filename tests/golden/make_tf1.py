@@ -54,39 +54,7 @@ def slot_variables(opt, params):
 
 # --- DropStaleGradientOptimizer ------------------------------------------------------
 
-INNERS = {
-    "sgd": (
-        "tf.train.GradientDescentOptimizer",
-        {"learning_rate": 0.1},
-        {"transformation": "sgd", "learning_rate": 0.1},
-    ),
-    "adagrad": (
-        "tf.train.AdagradOptimizer",
-        {"learning_rate": 0.1, "initial_accumulator_value": 0.1},
-        {
-            "transformation": "adagrad",
-            "learning_rate": 0.1,
-            "initial_accumulator_value": 0.1,
-            "eps": 0.0,
-        },
-    ),
-    "momentum": (
-        "tf.train.MomentumOptimizer",
-        {"learning_rate": 0.1, "momentum": 0.9},
-        {"transformation": "sgd", "learning_rate": 0.1, "momentum": 0.9},
-    ),
-    "nesterov": (
-        "tf.train.MomentumOptimizer",
-        {"learning_rate": 0.1, "momentum": 0.9, "use_nesterov": True},
-        {
-            "transformation": "sgd",
-            "learning_rate": 0.1,
-            "momentum": 0.9,
-            "nesterov": True,
-        },
-    ),
-}
-
+INNERS = _format.inners(0.1)
 POISONED = 9
 
 

@@ -12,6 +12,7 @@ import time
 import _format
 import numpy as np
 import tensorflow as tf
+from make_tf1 import session
 
 LEAVES = ("w", "b", "s")
 RATE = 0.5
@@ -28,36 +29,7 @@ Above 0 is stale, below 0 ahead. For 2 and 3 there are stale ones while gradient
 and while none do, and the sequence ends within a round.
 """
 
-INNERS = {
-    "sgd": (
-        "tf.train.GradientDescentOptimizer",
-        {"learning_rate": RATE},
-        {"transformation": "sgd", "learning_rate": RATE},
-    ),
-    "momentum": (
-        "tf.train.MomentumOptimizer",
-        {"learning_rate": RATE, "momentum": 0.9},
-        {"transformation": "sgd", "learning_rate": RATE, "momentum": 0.9},
-    ),
-    "adagrad": (
-        "tf.train.AdagradOptimizer",
-        {"learning_rate": RATE, "initial_accumulator_value": 0.1},
-        {
-            "transformation": "adagrad",
-            "learning_rate": RATE,
-            "initial_accumulator_value": 0.1,
-            "eps": 0.0,
-        },
-    ),
-}
-
-
-def session():
-    return tf.compat.v1.Session(
-        config=tf.compat.v1.ConfigProto(
-            intra_op_parallelism_threads=1, inter_op_parallelism_threads=1
-        )
-    )
+INNERS = _format.inners(RATE)
 
 
 def rows(gradient, *indices):

@@ -135,19 +135,12 @@ def novograd(name, variant, **changed):
 
 
 def main():
-    cosine = _format.scheduled(
-        "cosine-decay",
-        schedule="CosineDecay",
-        initial_learning_rate=0.5,
-        decay_steps=5,
-        alpha=0.1,
-    )
     cases = []
     for which in ADAGRADS:
         for case in [*_format.ADAGRAD, _format.GLOBAL_CLIPNORM, _format.TWO_CLIPS]:
             cases.append(adagrad(which, *case))
     cases += [
-        adagrad("adagrad", *cosine),
+        adagrad("adagrad", *_format.COSINE),
         novograd("default", "plain", beta_1=0.9, beta_2=0.999, epsilon=1e-7),
         novograd("plain", "plain"),
         novograd("scales", "scales"),

@@ -152,17 +152,6 @@ def test_by_default_no_push_is_skipped():
     assert state.nonfinite_count == 0
 
 
-def test_counters_saturate():
-    largest = jnp.int32(np.iinfo(np.int32).max)
-    tx = gx.accumulate(optax.sgd(0.1), 1, skip_nonfinite=True)
-    grads = {"w": jnp.ones((2, 3)), "none": None, "b": jnp.ones(3)}
-    state = tx.init(PARAMS)._replace(global_step=largest, nonfinite_count=largest)
-    _, after = tx.update(grads, state, PARAMS)
-    assert (after.global_step, after.nonfinite_count) == (largest, largest)
-    _, after = tx.update({**grads, "b": jnp.full(3, jnp.nan)}, state, PARAMS)
-    assert (after.global_step, after.nonfinite_count) == (largest, largest)
-
-
 GATES = {
     "accumulate": (gx.accumulate, {}),
     "conditional_accumulator": (gx.conditional_accumulator, {"local_step": 9}),
@@ -230,14 +219,6 @@ def test_a_schedule_that_gives_no_count(name, gives, error, message):
 def test_bad_input(make, error, message):
     with pytest.raises(error, match=message):
         make()
-
-
-def test_extra_arguments_reach_inner():
-    tx = gx.accumulate(gx.scale_by_staleness(), 2)
-    state = tx.init(jnp.zeros(()))
-    for _ in range(2):
-        updates, state = tx.update(jnp.ones(()), state, staleness=4)
-    assert updates == 0.25
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -12,23 +11,10 @@ import pytest
 from hypothesis import strategies as st
 
 import gradxform as gx
+from tests import oracles
 
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 GRADS = {"w": jnp.full((2, 3), 2.0), "b": jnp.full(3, -1.0)}
-
-
-def oracle(pushes, num_required, reduction):
-    """Yields ``(param, global_step, num_accumulated, stale_count, sum)`` of 0.5·SGD."""
-    param, step, stale, held = np.float64(1.0), 0, 0, []
-    for grad, local_step in pushes:
-        if local_step < step:
-            stale += 1
-        else:
-            held.append(grad)
-        if len(held) == num_required:
-            param -= 0.5 * (np.mean(held) if reduction == "mean" else np.sum(held))
-            step, held = step + 1, []
-        yield param, step, len(held), stale, np.sum(held)
 
 
 @functools.cache
@@ -49,45 +35,18 @@ def test_equals_a_plain_loop(num_required, reduction, pushes):
     tx, step = step_of(num_required, reduction)
     param = jnp.float32(1.0)
     state = tx.init(param)
-    expected = oracle(pushes, num_required, reduction)
-    for (grad, local_step), wanted in zip(pushes, expected, strict=True):
+    named = [({"w": np.float64(grad)}, local_step) for grad, local_step in pushes]
+    expected, wanted = oracles.sums(named, num_required, reduction), 1.0
+    for (grad, local_step), played in zip(pushes, expected, strict=True):
+        acts, *counts, held, stale = played
         param, state = step(
             jnp.float32(grad), state, param, local_step=jnp.int32(local_step)
         )
-        np.testing.assert_allclose(param, wanted[0], rtol=1e-5, atol=1e-5)
-        assert state[:3] == (wanted[1], wanted[2], wanted[3])
-        np.testing.assert_allclose(state.accumulated, wanted[4], rtol=1e-5, atol=1e-6)
-
-
-@functools.cache
-def pushes_to_poison():
-    """A state with one step and one gradient of the next, and ways to push to it."""
-    tx = gx.conditional_accumulator(gx.novograd(0.1), 2)
-    push = jax.jit(functools.partial(gx.apply_gradients, tx))
-    params, state = PARAMS, tx.init(PARAMS)
-    for _ in range(3):
-        seen = gx.global_step(state)
-        params, state = push(GRADS, state, params, local_step=seen)
-
-    def batched(*args, **extra):
-        added = jax.tree.map(lambda x: x[None], args)
-        step = functools.partial(gx.apply_gradients, tx, **extra)
-        return jax.tree.map(lambda x: x[0], jax.vmap(step)(*added))
-
-    hows = {"update": jax.jit(tx.update), "apply": push, "vmap": jax.jit(batched)}
-    return params, state, hows
-
-
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("how", ["update", "apply", "vmap"])
-def test_no_entry_of_a_dropped_gradient_reaches_anything(poison, how):
-    params, state, hows = pushes_to_poison()
-    bad = jax.tree.map(lambda g: np.full_like(g, poison), GRADS)
-    got, after = hows[how](bad, state, params, local_step=jnp.int32(0))
-    unchanged = jax.tree.map(np.zeros_like, GRADS) if how == "update" else params
-    chex.assert_trees_all_equal(got, unchanged)
-    assert after.stale_count == 1
-    chex.assert_trees_all_equal(after, state._replace(stale_count=after.stale_count))
+        wanted -= 0.5 * acts["w"] if acts else 0
+        np.testing.assert_allclose(param, wanted, rtol=1e-5, atol=1e-5)
+        assert state[:3] == (*counts, len(held), stale)
+        total = sum(g["w"] for g in held)
+        np.testing.assert_allclose(state.accumulated, total, rtol=1e-5, atol=1e-6)
 
 
 def test_an_accepted_nan_spoils_its_own_round_alone():
@@ -209,45 +168,6 @@ def test_the_mean_equals_that_of_multi_steps(standard_promotion):
             np.testing.assert_allclose(
                 jnp.float32(updates), jnp.float32(expected), rtol=2e-2, atol=1e-4
             )
-
-
-def test_counters_saturate():
-    largest = jnp.int32(np.iinfo(np.int32).max)
-    tx = gx.conditional_accumulator(optax.sgd(0.1), 1)
-    state = tx.init(PARAMS)._replace(global_step=largest, stale_count=largest)
-    _, after = tx.update(GRADS, state, PARAMS, local_step=largest)
-    assert after.global_step == largest
-    _, after = tx.update(GRADS, state, PARAMS, local_step=0)
-    assert after.stale_count == largest
-
-
-def test_staleness_makes_late_gradients_smaller():
-    tx = gx.drop_stale(optax.chain(gx.scale_by_staleness(power=2.0), optax.sgd(1.0)), 5)
-    params = jnp.zeros(1)
-    state = tx.init(params)
-    for factor in (1.0, 1.0, 1 / 4, 1 / 9):  # 0, 1, 2 and 3 steps late
-        updates, state = tx.update(jnp.ones(1), state, params, local_step=0)
-        np.testing.assert_allclose(updates, -factor, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", "complex64"])
-def test_compensation_equals_the_formula(dtype):
-    rng = np.random.default_rng(0)
-    g, w, then = (rng.standard_normal(5) for _ in range(3))
-    if dtype == "complex64":
-        g = g + 1j * rng.standard_normal(5)
-    tx = gx.compensate_delay(0.3)
-    updates, _ = tx.update(
-        jnp.asarray(g, dtype),
-        tx.init(w),
-        jnp.asarray(w, dtype),
-        worker_params=jnp.asarray(then, dtype),
-    )
-    expected = g + 0.3 * np.abs(g) ** 2 * (w - then)
-    np.testing.assert_allclose(
-        updates, expected, rtol=5e-3 if dtype == "float16" else 1e-5
-    )
-    assert updates.dtype == dtype
 
 
 @pytest.mark.parametrize(("control", "distance"), [(0.0, 1.0), (0.04, 0.0)])

@@ -98,18 +98,6 @@ def test_a_worker_that_does_not_exist_reaches_nothing(method, poison):
     chex.assert_trees_all_equal((params, state._replace(stale_count=0)), kept)
 
 
-def test_a_late_push_reaches_nothing():
-    tx, step = step_of(1, "all")
-    params = jnp.ones((2, 3))
-    state = tx.init(params)
-    params, state = step(params, state, jnp.ones((2, 3)), np.int32(0), np.int32(0))
-    kept = jax.tree.map(np.array, (params, state))
-    bad = jnp.full((2, 3), jnp.nan)
-    params, state = step(params, state, bad, np.int32(0), np.int32(0))
-    assert state.stale_count == 1
-    chex.assert_trees_all_equal((params, state._replace(stale_count=0)), kept)
-
-
 @pytest.mark.parametrize("method", ["all", "ringleader"])
 def test_a_row_forgets_its_old_gradient(method):
     """Not even if it was not finite."""
@@ -196,19 +184,6 @@ def test_a_leaf_without_gradient_adds_nothing_to_its_row():
         )
     np.testing.assert_array_equal(params["a"], -np.ones(2))
     np.testing.assert_array_equal(params["b"], -np.full(2, (4 + 1) / 2))
-
-
-def test_inner_gets_the_worker_of_a_push():
-    seen = {}
-
-    def update(updates, state, params=None, **extra):
-        seen.update(extra)
-        return updates, state
-
-    probe = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
-    tx = gx.worker_mean(probe, 1, method="all")
-    tx.update(jnp.ones(2), tx.init(jnp.ones(2)), worker=0, local_step=0, value=3)
-    assert seen.keys() == {"worker", "local_step", "value"}
 
 
 @pytest.mark.parametrize(

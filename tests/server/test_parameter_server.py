@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import pickle
-import queue
 import threading
 import time
 import weakref
@@ -22,7 +21,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from gradxform._server.waiters import Waiters
 
 PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
 
@@ -170,12 +168,13 @@ def test_extra_arguments_reach_the_transformation():
 
 def test_wait():
     server = gx.ParameterServer(PARAMS, late_sgd())
-    with pytest.raises(
-        TimeoutError, match=r"at step 0 .* global_step=0 .*timeout=0.01"
-    ):
-        server.wait(0, timeout=0.01)
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         waiting = [pool.submit(server.wait, n % 4, 60) for n in range(16)]
+        time.sleep(0.02)
+        # One that gives up leaves the others waiting.
+        match = r"at step 0 .* global_step=0 .*timeout=0.01"
+        with pytest.raises(TimeoutError, match=match):
+            server.wait(0, timeout=0.01)
         for number in range(4):
             time.sleep(0.02)
             assert sum(f.done() for f in waiting) == 4 * number
@@ -201,32 +200,26 @@ def test_wait_takes_steps_and_seconds():
     assert server.wait(np.int32(-1)) == 0
 
 
-def test_a_push_wakes_only_the_waiters_of_its_step():
-    waiting = [queue.SimpleQueue() for _ in range(4)]
-    waiters = Waiters()
-    for step, woken in enumerate(waiting):
-        waiters.add(step % 3, woken)  # The last one for the same step as the first.
-    waiters.wake_passed(0, 1)
-    assert [woken.qsize() for woken in waiting] == [1, 0, 0, 1]
-    assert waiting[0].get() == 1
-    waiters.remove(1, waiting[1])
-    assert waiters.take_all() == [(2, waiting[2])]
-    assert waiters.take_all() == []
-
-
 def test_a_waiter_that_gives_up_is_forgotten():
     server = gx.ParameterServer(PARAMS, late_sgd())
-    for _ in range(3):
-        with pytest.raises(TimeoutError):
-            server.wait(0, timeout=0)
-    server.stats()  # After the calls before it.
-    assert server._waiters.take_all() == []
+
+    def objects_after(timeouts):
+        for _ in range(timeouts):
+            with pytest.raises(TimeoutError):
+                server.wait(0, timeout=0)
+        server.stats()  # After the calls before it.
+        gc.collect()
+        return len(gc.get_objects())
+
+    assert objects_after(timeouts=3) + 100 > objects_after(timeouts=200)
 
 
 def test_a_deleted_server_leaves_nothing():
+    before = {*threading.enumerate()}
     server = gx.ParameterServer(PARAMS, late_sgd())
     server.push(draw(0), server.pull()[1])
-    thread, server = server._thread._thread, weakref.ref(server)
+    (thread,) = {*threading.enumerate()} - before
+    server = weakref.ref(server)
     gc.collect()
     assert server() is None
     thread.join(timeout=60)
@@ -474,17 +467,18 @@ def test_padding_may_hold_anything():
         server.push(grads, 1)
 
 
-def test_a_push_that_a_restore_overtakes_is_refused(monkeypatch):
-    server = gx.ParameterServer(PARAMS, late_sgd())
+def test_a_push_that_a_restore_overtakes_is_refused():
+    def update(updates, state):
+        restores.submit(server.restore, saved).result()  # While the push is compiled.
+        return updates
+
+    server = gx.ParameterServer(PARAMS, optax.stateless(update))
     _, seen = server.pull()
-    saved, prepare = server.state(), server._programs.prepare
-
-    def overtaken(*args):
-        server.restore(saved)
-        return prepare(*args)
-
-    monkeypatch.setattr(server._programs, "prepare", overtaken)
-    with pytest.raises(ValueError, match="pull again"):
+    saved = server.state()
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as restores,
+        pytest.raises(ValueError, match="pull again"),
+    ):
         server.push(draw(0), seen)
     chex.assert_trees_all_equal(server.state(), saved)
 

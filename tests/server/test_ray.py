@@ -1,6 +1,7 @@
 """The parameter server as a Ray actor, on a local cluster."""
 
 import contextlib
+import itertools
 import time
 
 import chex
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from tests.conftest import ON_RAY
@@ -164,9 +167,13 @@ def test_waiting_calls_leave_module_for_a_push(server):
 
 
 def plain(params):
-    """The same params, with a table's rows as arrays."""
-    rows = params["table"]
-    return {**params, "table": (rows.indices, rows.values, rows.dense_shape)}
+    """The same params, with the rows of tables as arrays."""
+    return {
+        name: (x.indices, x.values, x.dense_shape)
+        if isinstance(x, gx.IndexedSlices)
+        else x
+        for name, x in params.items()
+    }
 
 
 def in_band(tree):
@@ -196,11 +203,29 @@ def test_arrays_travel_beside_the_message():
     assert size - 8 <= beside < size + 100  # All but the weak scalar.
     arrived = ray.get(ray.put(grads))
     assert_identical(*map(plain, (arrived, grads)))
+    mesh = jax.make_mesh((8,), ("x",), (jax.sharding.AxisType.Auto,))
+    over = jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P("x")))
+    assert in_band(over)[1] == over.nbytes
+    assert ray.get(ray.put(over)).tolist() == over.tolist()
     assert ray.get(server.push.remote(grads, seen)).applied
     later, _ = ray.get(server.pull.remote())
     dense = {**grads, "table": rows.densify()}
     wanted = jax.tree.map(lambda p, g: np.asarray(p) + np.asarray(g), params, dense)
     chex.assert_trees_all_close(later, wanted)
+
+
+DTYPES = "float32", "bfloat16", "float16", "int8", "uint32", "bool", "complex64"
+
+
+def test_arrays_of_any_dtype_travel_beside_the_message(server):
+    ray.get(server.pull.remote())  # From then on this process sends them so.
+    rng = np.random.default_rng(0)
+    for dtype, shape in itertools.product(DTYPES, [(), (0, 3), (1000,), (10, 20, 30)]):
+        x = jnp.asarray(rng.integers(0, 2, shape), dtype)
+        message, beside = in_band(x)
+        assert message < 500
+        assert beside == x.nbytes
+        assert_identical(ray.get(ray.put(x)), x)
 
 
 def memory_of(params):
@@ -213,11 +238,14 @@ def test_a_version_is_published_once():
     server = ray.remote(gx.ParameterServer).options(max_concurrency=4)
     server = server.remote(params, tx)
 
-    def pull():
-        return ray.get(server.pull.remote())
+    def pull(rows=None):
+        return ray.get(server.pull.remote(rows))
 
     (first, seen), (again, _) = pull(), pull()
     assert memory_of(first) == memory_of(again)  # Both look at Ray's store.
+    (part, _), (other, _) = pull({"t": [1]}), pull({"t": [7, 5]})
+    assert memory_of(part["w"]) == memory_of(other["w"])
+    assert memory_of(part["w"]) != memory_of(first["w"])
     ones = jax.tree.map(jnp.ones_like, params)
     ray.get(server.push.remote(ones, seen))  # It is added, and changes nothing.
     third, _ = pull()
@@ -230,6 +258,25 @@ def test_a_version_is_published_once():
     assert not {*memory_of(new)} & {*memory_of(first)}
     chex.assert_trees_all_equal(first, kept)  # Donation leaves pulled arrays alone.
     chex.assert_trees_all_close(new, jax.tree.map(lambda x: x - 0.5, kept))
+    state = ray.get(server.state.remote())
+    ray.get(server.restore.remote(state | {"params": kept}))
+    assert pull()[1] == later  # Other parameters at the same step.
+    chex.assert_trees_all_equal(pull()[0], kept)
+    ray.get(server.close.remote())
+    with pytest.raises(gx.ServerClosedError):
+        pull()
+
+
+def test_a_wrapper_around_a_gate_acts_on_dropped_pushes():
+    grow = optax.add_decayed_weights(1.0)  # It adds the parameters to every update.
+    tx = optax.chain(gx.drop_stale(optax.sgd(1.0), max_staleness=0), grow)
+    server = ray.remote(gx.ParameterServer).remote({"w": jnp.ones(2)}, tx)
+    for applied, wanted in ((True, 1.0), (False, 2.0), (False, 4.0)):
+        pushed = ray.get(server.push.remote({"w": jnp.ones(2)}, 0))
+        assert pushed.applied == applied
+        params, seen = ray.get(server.pull.remote())
+        assert seen == 1
+        assert params["w"].tolist() == [wanted] * 2
 
 
 def test_rows_of_a_table_are_pulled_and_pushed_through_ray():
@@ -247,6 +294,9 @@ def test_rows_of_a_table_are_pulled_and_pushed_through_ray():
         ray.get(server.push.remote({**grads, "w": None}, seen))
         near.push({**grads, "w": None}, local)
     assert_identical(ray.get(server.state.remote()), near.state())
+    several = {"table": [5], "w": [0, 2]}
+    pulled, _ = ray.get(server.pull.remote(rows=several))
+    assert_identical(*map(plain, (pulled, near.pull(rows=several)[0])))
     with pytest.raises(ValueError, match="got 1001 at"):
         ray.get(server.pull.remote(rows={"table": [1001]}))
 

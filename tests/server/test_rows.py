@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from gradxform._server.rows import RowPrograms
 
 HEIGHT, WIDTH = 40, 4
 TABLE = np.random.default_rng(0).standard_normal((HEIGHT, WIDTH)).astype(np.float32)
@@ -157,7 +156,6 @@ def test_a_hundred_numbers_of_rows_take_few_programs(caplog):
 
     sizes = 8  # 1, 2, 4, ..., 128
     assert compiled(caplog, serve) <= 3 * sizes  # To read, to step, to take rows apart.
-    assert len(server._programs._programs) == sizes
     assert compiled(caplog, serve) == 0
     # Rows that a program made need none, either. The one is a step in which "w" moves.
     made = [jax.jit(lambda g: g)(gradients(PARAMS, np.arange(n))[1]) for n in (5, 7)]
@@ -264,13 +262,15 @@ def test_readers_of_rows_and_pushers_of_rows_meet():
     assert np.all(np.asarray(server.pull()[0]["t"]) == 40)
 
 
-def test_programs_for_rows_are_of_a_table_and_a_size():
+def test_programs_for_rows_are_of_a_table_and_a_size(caplog):
     server = server_of(params={"a": jnp.ones((9, 2)), "b": jnp.ones((9, 2))})
-    for _ in range(3):
-        server.pull(rows={"a": [1, 2, 3]})
-        server.pull(rows={"a": [4] * 4, "b": [1]})
-    assert isinstance(server._programs.rows, RowPrograms)
-    assert len(server._programs.rows._programs) == 2
+
+    def pull():
+        server.pull(rows={"a": [1, 2, 3, 4]})
+        server.pull(rows={"a": [4, 3, 2, 1], "b": [1]})
+
+    assert compiled(caplog, pull) == 2
+    assert compiled(caplog, pull) == 0
 
 
 def aligned(x):

@@ -1,6 +1,8 @@
 """A server whose arrays lie in parts trains as one whose arrays are whole.
 
-Here all parts are on devices of one process; ``test_parts`` has processes.
+No public name makes such a server in one process, so these tests make it themselves,
+with its parts on several devices. ``engines/test_group`` has processes. There a case
+takes ten times as long, and no test sees what the compiler has made.
 """
 
 import jax
@@ -12,7 +14,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.layout import Layout, Part
+from gradxform._server.recoverable import RecoverableServer
 from gradxform._server.sharded import ShardedParams
 from gradxform._trees import maps
 from tests.server.test_rows import aligned
@@ -98,6 +102,7 @@ def partition(tables):
 
 CLIP = gx.clip_by_global_norm(1.0)
 ROWS = optax.chain(CLIP, partition(gx.adagrad(0.1, row_wise=True)))
+SAVED = gx.drop_stale(optax.chain(CLIP, gx.adagrad(0.1)), 2)
 CASES = {
     "dense": (optax.chain(CLIP, gx.adagrad(0.1)), False),
     # It looks at the number of rows, and at the sum of each row and of each column.
@@ -131,20 +136,11 @@ def test_extra_arguments_are_taken_apart_too():
     tx = optax.chain(gx.compensate_delay(0.5), gx.adagrad(0.1, row_wise=True))
     both = Parts(tx, 41)
     worker_params, _ = both.whole.pull()
-    for step in range(3):
-        grads = both.grads(rows=step > 0)
+    for step, without in enumerate([{}, {"table": None}, {"wide": None}]):
+        grads = both.grads(rows=step > 0) | without  # Some leaves have no gradient.
         both.push(grads, step, worker_params=jax.tree.map(np.asarray, worker_params))
     part, seen = both.whole.pull(rows={"table": grads["table"].indices})
     both.push(grads, int(seen), worker_params=part)
-    both.check()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("missing", ["table", "wide"])
-def test_leaves_without_a_gradient_stay(missing):
-    both = Parts(gx.adagrad(0.1), 41)
-    for step in range(3):
-        both.push(both.grads(rows=True) | ({missing: None} if step else {}), step)
     both.check()
 
 
@@ -181,38 +177,66 @@ def test_the_memory_that_was_given_is_not_taken():
     both.check()
 
 
-def test_a_nan_in_one_part_is_found():
-    params = params_of(41)
-    mesh = Mesh(np.array(jax.devices()[:COUNT]), ("server",))
-    layout = Layout.of(params, COUNT, SHARDINGS)
-    both = Parts(optax.sgd(1.0), 41)
-    server = gx.ParameterServer(
-        ShardedParams(both.lying(params), layout, mesh),
-        optax.sgd(1.0),
-        require_finite=True,
-    )
-    grads = both.lying(both.grads(rows=False))
-    grads["wide"][0, 9] = np.nan
-    with pytest.raises(ValueError, match=r"\['wide'\]"):
-        server.push(grads, 0)
-    assert server.stats().accepted == 0
+# Checkpoints.
+
+
+TABLE = {"table": params_of(41)["table"], "bias": params_of(41)["bias"]}
+
+
+def saving(count, folder, params=TABLE):
+    """A server that saves itself, in so many parts; a whole one for 0."""
+    given = params
+    if count:
+        layout = Layout.of(params, count, {"table": P("server"), "bias": None})
+        mesh = Mesh(np.array(jax.devices()[:count]), ("server",))
+        height = layout.padded["table"].shape[0]
+        table = np.pad(params["table"], [(0, height - len(params["table"])), (0, 0)])
+        given = ShardedParams(params | {"table": table}, layout, mesh)
+    return RecoverableServer(given, SAVED, Checkpoint(folder, every_seconds=None))
+
+
+def rows_at(step):
+    rng = np.random.default_rng(step)
+    values = rng.standard_normal((6, 8), np.float32)
+    return {"table": gx.IndexedSlices(rng.integers(0, 41, 6), values, (41, 8))}
 
 
 @pytest.mark.slow
-def test_saved_arrays_are_restored_to_their_place():
-    both = Parts(gx.adagrad(0.1), 41)
-    both.push(both.grads(rows=True), 0)
-    saved = jax.tree.map(np.asarray, both.cut.state())
-    whole = both.whole.state()
-    both.push(both.grads(rows=True), 1)
-    both.cut.restore(saved)
-    both.whole.restore(whole)
-    both.push(both.grads(rows=True), 1)
-    both.check()
-    leaves = both.cut._programs.leaves_of_params(both.cut._version.leaves)
-    assert len(leaves) == len(both.params)
-    for x in leaves:
-        assert x.sharding.mesh == both.sharded.mesh
+def test_any_number_of_parts_reads_the_checkpoint_of_any_other(tmp_path):
+    alone = gx.ParameterServer(TABLE, SAVED)
+    step = 0
+    for incarnation, count in enumerate((0, 4, 3, 0, 2)):
+        with saving(count, tmp_path) as server:
+            assert server.begin()[1] == step
+            assert server.begin().found == (incarnation > 0)
+            for _ in range(2):
+                rows = rows_at(step) | {"bias": None}
+                alone.push(rows, step)
+                step = server.push(rows, step, push_id=(0, step)).global_step
+            server.save()
+            both = zip(
+                *map(jax.tree.leaves, (alone.state(), server.state())), strict=True
+            )
+            for wanted, got in both:
+                seen = np.asarray(got)[tuple(map(slice, wanted.shape))]
+                np.testing.assert_allclose(seen, wanted, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_checkpoint_of_another_shape_is_another_jobs(count, tmp_path):
+    """Even if padding makes it as long as this one."""
+    with saving(3, tmp_path) as server:  # With padding, it holds 42 rows.
+        server.begin()
+        server.push(rows_at(0) | {"bias": None}, 0, push_id=(0, 0))
+        server.save()
+    longer = TABLE | {"table": np.zeros((42, 8), np.float32)}
+    server = saving(count, tmp_path, longer)
+    with pytest.raises(ValueError, match=r"of another job.*\[41,8\].*\[42,8\]"):
+        server.begin()
+    server.close()
+
+
+# What a push costs.
 
 
 def compiled(height, rows, tx):

@@ -241,38 +241,6 @@ def test_padding_reads_no_row():
 # The accumulator.
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "row_mean"])
-@pytest.mark.parametrize("wrap", ["update", "apply"])
-def test_accumulated_rows(reduction, wrap):
-    pushes = [([0, 2, 2], 1.0), ([2, 3, 4], 2.0), ([2, 0, 0], 4.0)]  # 4 is padding
-    tx = gx.conditional_accumulator(optax.sgd(1.0), 3, reduction=reduction)
-    params = {"t": jnp.zeros((4, 2)), "b": jnp.zeros(())}
-    state = tx.init(params)
-    update, apply = (
-        jax.jit(tx.update),
-        jax.jit(functools.partial(gx.apply_gradients, tx)),
-    )
-    for indices, value in pushes:
-        grads = {
-            "t": gx.IndexedSlices(indices, jnp.full((3, 2), value), (4, 2)),
-            "b": jnp.asarray(value),
-        }
-        if wrap == "apply":
-            params, state = apply(grads, state, params, local_step=0)
-        else:
-            updates, state = update(grads, state, params, local_step=0)
-            params = gx.apply_updates(params, updates)
-    sums, held = np.array([1 + 8, 0, 2 + 2 + 4, 2.0]), np.array([2, 1, 3, 1])
-    divisor = {"mean": 3, "sum": 1, "row_mean": held}[reduction]
-    expected = np.broadcast_to(-(sums / divisor)[:, None], (4, 2))
-    np.testing.assert_allclose(params["t"], expected, rtol=1e-6)
-    b = -7.0 if reduction == "sum" else -7 / 3
-    np.testing.assert_allclose(params["b"], b, rtol=1e-6)
-    assert not state.accumulated["t"].any()
-    if reduction == "row_mean":
-        assert not state.row_counts["t"].any()
-
-
 def test_a_leaf_may_come_dense_and_sparse():
     tx = gx.conditional_accumulator(optax.sgd(1.0), 2, reduction="row_mean")
     params = jnp.zeros((3, 1))

@@ -138,26 +138,6 @@ def test_novograd(novograd, name):
         agree(optax.tree.get(state, "nu"), nu)
 
 
-@pytest.mark.parametrize(
-    ("transformation", "oracle"),
-    [
-        (gx.clip_by_global_norm, oracles.clip_by_global_norm),
-        (gx.clip_by_norm, oracles.clip_by_norm),
-    ],
-)
-@pytest.mark.parametrize("max_norm", [0.0, 0.5, 3.0, 100.0, np.inf])
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-def test_clipping(transformation, oracle, max_norm, scale):
-    (grads,) = sequence(2, steps=1, scales=(scale,))
-    tx = transformation(max_norm)
-    updates, state = tx.update(jax.tree.map(np.float32, grads), tx.init(grads))
-    agree(updates, oracle(grads, max_norm), rtol=1e-6)
-    if transformation is gx.clip_by_global_norm:
-        np.testing.assert_allclose(
-            state.global_norm, oracles.global_norm(grads), rtol=1e-6
-        )
-
-
 @pytest.mark.parametrize("alias", [gx.adagrad, gx.novograd])
 def test_the_norm_before_clipping_is_in_the_state(alias):
     (grads,) = sequence(2, steps=1)
@@ -264,12 +244,6 @@ def test_mask_may_be_a_function_or_a_prefix():
         "a": {"w": True, "b": False},
         "c": False,
     }
-
-
-def test_mu_dtype_holds_the_momentum():
-    params = {"w": jnp.ones((2, 2))}
-    tx = gx.novograd(0.1, mu_dtype=jnp.bfloat16)
-    assert optax.tree.get(tx.init(params), "mu")["w"].dtype == jnp.bfloat16
 
 
 def test_a_momentum_in_bfloat16_stalls_where_the_docstring_says():

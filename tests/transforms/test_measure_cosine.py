@@ -1,14 +1,10 @@
 """The cosine of consecutive gradients, against float64 NumPy."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 
@@ -87,48 +83,6 @@ def test_a_nan_shows_in_two_cosines_and_is_forgotten():
     np.testing.assert_allclose(found[3], cosine(c, b), atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_leaves_have_the_cosine_of_the_whole(kind):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
-    tx = gx.measure_cosine()
-    lay = {"w": NamedSharding(mesh, P("x")), "b": NamedSharding(mesh, P())}
-    state = tx.init(jax.device_put(draw(0), lay))
-    for t in range(2):
-        _, state = jax.jit(tx.update)(jax.device_put(draw(t), lay), state)
-    np.testing.assert_allclose(state.cosine, cosine(draw(1), draw(0)), atol=1e-6)
-    assert state.previous["w"].sharding.is_equivalent_to(lay["w"], 2)
-
-
-def test_devices_change_the_last_digits_alone():
-    """Relative to a cosine near 0 they may be much, so the tolerance is absolute."""
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    rng = np.random.default_rng(0)
-    tx = gx.measure_cosine()
-    update = jax.jit(tx.update)
-    for _ in range(10):
-        g, h = rng.standard_normal((2, 64, 8)).astype(np.float32)
-        for lay in (jax.devices()[0], NamedSharding(mesh, P("x"))):
-            state = tx.init(jax.device_put(g, lay))
-            for grads in (g, h):
-                _, state = update(jax.device_put(grads, lay), state)
-            np.testing.assert_allclose(state.cosine, cosine(g, h), rtol=0, atol=1e-6)
-
-
-def test_inside_shard_map():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    tx = gx.measure_cosine(axis_name="x")
-    specs = {"w": P("x"), "b": P()}
-
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, specs), out_specs=P())
-    def measured(first, second):
-        _, state = tx.update(first, tx.init(first))
-        _, state = tx.update(second, state)
-        return state.cosine
-
-    got = jax.jit(measured)(draw(0), draw(1))
-    np.testing.assert_allclose(got, cosine(draw(1), draw(0)), atol=1e-6)
-
-
 def test_behind_a_gate_it_measures_gradients_that_act():
     tx = gx.drop_stale(optax.chain(gx.measure_cosine(), optax.sgd(0.1)), 0)
     params = draw(9)
@@ -139,16 +93,6 @@ def test_behind_a_gate_it_measures_gradients_that_act():
         )
     got = optax.tree.get(state, "cosine")
     np.testing.assert_allclose(got, cosine(draw(2), draw(0)), atol=1e-6)
-
-
-def test_rows_and_other_shapes_are_refused():
-    tx = gx.measure_cosine()
-    state = tx.init(draw(0))
-    rows = gx.IndexedSlices([1], jnp.ones((1, 4)), (16, 4))
-    with pytest.raises(TypeError, match=r"measure_cosine .*at \['w'\]"):
-        tx.update({**draw(0), "w": rows}, state)
-    with pytest.raises(TypeError, match="updates and previous differ at"):
-        tx.update({**draw(0), "b": jnp.ones(3)}, state)
 
 
 @pytest.mark.slow

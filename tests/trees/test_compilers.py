@@ -1,4 +1,7 @@
-"""Rounding to bfloat16 by integer operations is the rounding that NumPy knows."""
+"""Rounding to bfloat16 by integer operations is the rounding that NumPy knows.
+
+The functions are private: no public one shows each of their bits.
+"""
 
 import functools
 

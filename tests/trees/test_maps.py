@@ -1,9 +1,11 @@
-"""The maps over trees: which gradients are finite."""
+"""The maps over trees: which gradients are finite.
+
+The check is private: the public functions that use it do more, so its cost is unseen.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import gradxform as gx
@@ -56,24 +58,6 @@ def test_each_gradient_of_a_stack_is_judged_alone(dtype):
     grads = jnp.ones((3, 64, 64), dtype).at[1, 63, 63].set(jnp.nan)
     finite = jax.jit(jax.vmap(maps.all_finite))(grads)
     assert finite.tolist() == [True, False, True]
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:-1])
-def test_a_large_leaf_with_nan_does_not_act(dtype):
-    params = {"a": jnp.zeros(8, dtype), "b": jnp.zeros((64, 64), dtype)}
-    grads = {"a": jnp.ones(8, dtype), "b": jnp.ones((64, 64), dtype)}
-    bad = {**grads, "b": grads["b"].at[-1, -1].set(jnp.nan)}
-    tx = gx.accumulate(optax.sgd(1.0), 1, skip_nonfinite=True)
-    new, state = gx.apply_gradients(tx, bad, tx.init(params), params)
-    assert state.nonfinite_count == 1
-    assert not new["b"].any()
-
-    server = gx.ParameterServer(
-        params, gx.drop_stale(optax.sgd(1.0), 0), require_finite=True
-    )
-    with pytest.raises(ValueError, match=r"NaN or inf at \['b'\]"):
-        server.push(bad, 0)
-    assert server.push(grads, 0).applied
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="its compiler is another")

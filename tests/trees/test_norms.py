@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gradxform as gx
-from gradxform._trees import norms
+from gradxform._trees import norms  # For platforms that are not here.
 from tests import oracles
 
 # More leaves of a shape than a group takes, one that is too large for any group, others

@@ -1,4 +1,4 @@
-"""What each signal leaves of the demo, once; the benchmark sends many."""
+"""What each signal leaves of the demo, once; ``tests.soak.kills`` sends many."""
 
 import os
 import pathlib
@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from benchmarks import kills
 from tests.conftest import promotion, xla_flags
+from tests.soak import kills
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,6 +1,6 @@
 """Ends runs of the demo by signals at random moments, and checks what is left.
 
-``python -m benchmarks.kills`` (extras ``demo``, ``ray`` and ``checkpoint``; Linux)
+``python -m tests.soak.kills`` (extras ``demo``, ``ray`` and ``checkpoint``; Linux)
 starts the demo, which saves itself five times a second, and ends it by a signal.
 Three of four times the signal comes up to two seconds after the first checkpoint, and
 once at any moment of the start. Ctrl-C (``INT``) reaches the whole process group, as

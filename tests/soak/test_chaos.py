@@ -20,7 +20,7 @@ pytest.importorskip("ray")
     [(1, 4, 1000, 0.96), (2, 2, 300, 0.8)],
 )
 def test_every_push_of_a_chaos_run_is_counted(processes, workers, pushes, goal):
-    chaos = [sys.executable, "-m", "benchmarks.chaos", "--seed", "1"]
+    chaos = [sys.executable, "-m", "tests.soak.chaos", "--seed", "1"]
     chaos += ["--minutes", f"{pushes / 3000}", "--goal", f"{goal}"]
     chaos += ["--workers", f"{workers}", "--server-processes", f"{processes}"]
     done = subprocess.run(

@@ -1,10 +1,24 @@
-"""Shared by the makers of Keras before its OptimizerV2: Adagrad, run the same way.
+"""Makes the traces of Keras before its OptimizerV2: Adagrad, run the same way.
 
 Standalone Keras 2 and the ``tf.keras`` of TensorFlow 1.12 and 1.13, in graph mode on
-TensorFlow. Runs on Python 3.6 and later.
+TensorFlow. Runs on Python 3.6 and later, with the packages that README.md names for
+each file. From the repository's root:
+
+    python tests/golden/make_keras2.py keras2_2
 """
 
+import sys
+
 import _format
+import tensorflow as tf
+
+# By file: the class, and our argument that means the same as its ``clipnorm``.
+MADE = {
+    "keras2_2": ("keras.optimizers.Adagrad", "global_clipnorm"),
+    "keras2_3": ("keras.optimizers.Adagrad", "global_clipnorm"),
+    "tf1_12": ("tf.keras.optimizers.Adagrad", "clipnorm"),
+    "tf1_13": ("tf.keras.optimizers.Adagrad", "clipnorm"),
+}
 
 STEPS = 6
 
@@ -28,8 +42,7 @@ race there, and no two runs need agree.
 """
 
 
-def adagrad(tf, keras, symbol, clipnorm, name, variant, settings):
-    """One case. ``clipnorm`` is our argument that means the same as theirs."""
+def adagrad(keras, symbol, clipnorm, name, variant, settings):
     backend = keras.backend
     with tf.Graph().as_default():
         config = tf.ConfigProto(
@@ -105,9 +118,18 @@ def ours(settings, clipnorm):
     return made
 
 
-def write(maker, tf, keras, symbol, clipnorm):
-    cases = [adagrad(tf, keras, symbol, clipnorm, *case) for case in CASES]
+def main(name):
+    symbol, clipnorm = MADE[name]
     versions = {"tensorflow": tf.__version__}
-    if not symbol.startswith("tf."):
+    if symbol.startswith("tf."):
+        keras = tf.keras
+    else:
+        import keras
+
         versions["keras"] = keras.__version__
-    _format.write(maker, versions, cases)
+    cases = [adagrad(keras, symbol, clipnorm, *case) for case in CASES]
+    _format.write("tests/golden/make_" + name + ".py", versions, cases)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

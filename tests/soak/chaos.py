@@ -1,6 +1,6 @@
 """Kills workers and server at random moments over Ray, and counts everything.
 
-``python -m benchmarks.chaos --minutes M`` (extras ``demo`` and ``ray``) trains the main
+``python -m tests.soak.chaos --minutes M`` (extras ``demo`` and ``ray``) trains the main
 job so slowly that it takes M minutes. The seed chooses random pushes. Up to a tenth of
 a second after each, the program kills the process of a worker or of the server
 (``SIGKILL``). The server saves itself every two seconds. At the end the program
@@ -25,9 +25,9 @@ import numpy as np
 import ray
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.kills import saved
 from gradxform import __main__ as main_job
 from gradxform import engines
+from tests.soak.kills import saved
 
 RATE, EVERY = 50, 2.0  # Pushes a second, seconds between checkpoints.
 GOAL = 0.96

@@ -1,0 +1,94 @@
+"""What all gates have in common. Each gate has tests of its own beside this module."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+
+PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+GRADS = {"w": jnp.full((2, 3), 2.0), "b": jnp.full(3, -1.0)}
+LARGEST = np.iinfo(np.int32).max
+# The gate, where n pushes make a step; what a push needs besides local_step.
+GATES = {
+    "drop_stale": (lambda tx, n: gx.drop_stale(tx, 0), {}),
+    "conditional_accumulator": (gx.conditional_accumulator, {}),
+    "worker_mean": (lambda tx, n: gx.worker_mean(tx, 1, method="all"), {"worker": 0}),
+    "accumulate": (functools.partial(gx.accumulate, skip_nonfinite=True), {}),
+}
+REFUSE_LATE_PUSHES = [gate for gate in GATES if gate != "accumulate"]
+
+
+@functools.cache
+def pushes_to_poison(gate):
+    """A state after three pushes, and ways to push to it."""
+    make, extra = GATES[gate]
+    tx = make(optax.chain(gx.clip_by_global_norm(1.0), gx.novograd(0.1)), 2)
+    apply = functools.partial(gx.apply_gradients, tx, **extra)
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(3):
+        seen = gx.global_step(state)
+        params, state = apply(GRADS, state, params, local_step=seen)
+
+    def batched(*args):
+        """A conditional under vmap computes both sides and selects."""
+        added = jax.tree.map(lambda x: x[None], args)
+        late = functools.partial(apply, local_step=0)
+        return jax.tree.map(lambda x: x[0], jax.vmap(late)(*added))
+
+    hows = {
+        "update": functools.partial(tx.update, local_step=0, **extra),
+        "apply": functools.partial(apply, local_step=0),
+        "vmap": batched,
+    }
+    return params, state, {how: jax.jit(push) for how, push in hows.items()}
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
+@pytest.mark.parametrize("how", ["update", "apply", "vmap"])
+@pytest.mark.parametrize("gate", REFUSE_LATE_PUSHES)
+def test_no_entry_of_a_late_gradient_reaches_anything(gate, how, poison):
+    params, state, hows = pushes_to_poison(gate)
+    bad = jax.tree.map(lambda g: np.full_like(g, poison), GRADS)
+    got, after = hows[how](bad, state, params)
+    unchanged = jax.tree.map(np.zeros_like, GRADS) if how == "update" else params
+    chex.assert_trees_all_equal(got, unchanged)
+    counted = {"staleness": state.global_step} if gate == "drop_stale" else {}
+    expected = state._replace(stale_count=jnp.int32(1), **counted)
+    chex.assert_trees_all_equal(after, expected)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_counters_saturate(gate):
+    make, extra = GATES[gate]
+    tx, counts_late = make(optax.sgd(0.1), 1), gate in REFUSE_LATE_PUSHES
+    counter = "stale_count" if counts_late else "nonfinite_count"
+    state = tx.init(PARAMS)._replace(
+        global_step=jnp.int32(LARGEST), **{counter: jnp.int32(LARGEST)}
+    )
+    bad = {**GRADS, "b": jnp.full(3, jnp.nan)}
+    for grads, local_step in ((GRADS, LARGEST), (bad, 0)):
+        _, after = tx.update(grads, state, PARAMS, local_step=local_step, **extra)
+        assert (after.global_step, getattr(after, counter)) == (LARGEST, LARGEST)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_inner_receives_every_extra_argument(gate):
+    seen = {}
+
+    def update(updates, state, params=None, **extra):
+        seen.update(extra)
+        return updates, state
+
+    make, extra = GATES[gate]
+    probe = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    tx = make(optax.chain(probe, optax.sgd(0.1)), 1)
+    tx.update(GRADS, tx.init(PARAMS), PARAMS, local_step=0, value=3, **extra)
+    staleness = {"staleness"} if gate == "drop_stale" else set()
+    assert seen.keys() == {"local_step", "value", *extra} | staleness
+    assert seen["value"] == 3

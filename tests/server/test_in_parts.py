@@ -1,0 +1,329 @@
+"""What the processes of a server send each other, and which parts each of them holds.
+
+``engines/test_group`` has such servers, by way of the public API. These faults cost it
+memory or bytes, or hang it now and then, so the tests here ask the modules themselves.
+"""
+
+import os
+import pickle
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from multiprocessing import AuthenticationError
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+from gradxform._server import messages, wire
+from gradxform._server.actor import Publisher
+from gradxform._server.channel import CommandChannel, Followed
+from gradxform._server.group import await_answer
+from gradxform._server.layout import Layout
+from gradxform._server.messages import Message, Payload, packed
+from gradxform._server.records import Version
+
+# Which part lies where.
+
+PARAMS = {
+    "emb": {"table": np.arange(27, dtype=np.float32).reshape(9, 3)},
+    "wide": np.arange(14.0, dtype=jnp.bfloat16).reshape(2, 7),
+    "none": None,
+    "bias": jnp.ones(4),
+}
+SHARDINGS = {"emb": P("server"), "wide": P(None, "server"), "none": None, "bias": None}
+
+
+def layout_of(processes):
+    return Layout.of(PARAMS, processes, SHARDINGS)
+
+
+def by_hand(x, axis, processes):
+    """Equal pieces of an array, with zeros after its end."""
+    each = -(-x.shape[axis] // processes)
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = 0, each * processes - x.shape[axis]
+    return np.split(np.pad(x, widths), processes, axis)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 7])
+def test_parts_are_equal_and_join_to_the_whole(processes):
+    layout = layout_of(processes)
+    assert pickle.loads(pickle.dumps(layout)) == layout
+    parts = [layout.part(PARAMS, k) for k in range(processes)]
+    tables = by_hand(PARAMS["emb"]["table"], 0, processes)
+    for part, table, wide in zip(
+        parts, tables, by_hand(PARAMS["wide"], 1, processes), strict=True
+    ):
+        np.testing.assert_array_equal(part["emb"]["table"], table)
+        np.testing.assert_array_equal(part["wide"], wide)
+        assert part["wide"].dtype == jnp.bfloat16
+        assert part["bias"] is PARAMS["bias"]
+    whole = layout.join(parts)
+    assert jax.tree.structure(whole) == jax.tree.structure(PARAMS)
+    for got, wanted in zip(*map(jax.tree.leaves, (whole, PARAMS)), strict=True):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_part_along_the_first_axis_is_no_copy_and_the_whole_is_one():
+    table = np.zeros((300, 5), np.float32)
+    layout = Layout.of(table, 2, P("server"))
+    parts = [layout.part(table, k) for k in range(2)]
+    assert all(np.shares_memory(part, table) for part in parts)
+    joined = layout.join(parts)
+    assert joined.ctypes.data % 64 == 0
+    assert not any(np.shares_memory(joined, part) for part in parts)
+
+
+def test_the_last_parts_may_have_no_rows():
+    # 9 rows in pieces of 3, and 7 columns in pieces of 2.
+    layout = layout_of(4)
+    rows = [layout.span((9, 3), 0, k) for k in range(4)]
+    assert rows == [(0, 3), (3, 6), (6, 9), (9, 9)]
+    columns = [layout.span((2, 7), 1, k) for k in range(4)]
+    assert columns == [(0, 2), (2, 4), (4, 6), (6, 7)]
+
+
+def test_large_leaves_are_cut_by_default():
+    def cuts(processes, **shapes):
+        types = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+        layout = Layout.of(types, processes)
+        assert len(pickle.dumps(layout)) < 1000  # It holds no array.
+        return layout.cuts
+
+    edge = 1 << 18  # So many numbers are a megabyte.
+    assert cuts(2, a=(edge,), b=(edge + 1,), c=(3, edge)) == (None, 0, 0)
+    assert cuts(4, c=(3, edge)) == (None,)  # It has no row for the fourth.
+    assert cuts(1, b=(edge + 1,)) == (None,)
+    assert cuts(64, w=(1 << 40, 64)) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("tx", "wanted"),
+    [
+        (gx.adagrad(0.1, row_wise=True), {"sum_of_squares": {(9,): 0, (2,): None}}),
+        (optax.adam(0.1), {"mu": {(9, 3): 0, (2, 7): 1}, "count": {(): None}}),
+        # adafactor keeps sums over rows and over columns.
+        (
+            optax.adafactor(0.1, min_dim_size_to_factor=2),
+            {"v_row": {(3,): None, (2,): None}, "v_col": {(9,): 0, (7,): 0}},
+        ),
+        (gx.worker_mean(optax.sgd(0.1), 5, method="latest"), {"table": {(5, 9, 3): 1}}),
+        (optax.ema(0.9), {"ema": {(9, 3): 0, (2, 7): 1, (4,): None}}),
+    ],
+    ids=["row_wise", "adam", "adafactor", "worker_mean", "ema"],
+)
+def test_state_follows_the_parameters(tx, wanted):
+    layout = layout_of(4)
+    state = layout.of_state(tx.init)
+    flat = jax.tree.leaves_with_path(state.types)
+    types = jax.eval_shape(tx.init, layout.types)
+    assert [x.shape for _, x in flat] == [x.shape for x in jax.tree.leaves(types)]
+    found = {}
+    for (path, x), cut in zip(flat, state.cuts, strict=True):
+        for name in wanted:
+            if name in jax.tree_util.keystr(path):
+                found.setdefault(name, {})[x.shape] = cut
+    for name, cuts in wanted.items():
+        assert {k: v for k, v in found[name].items() if k in cuts} == cuts
+
+
+# What travels between workers and processes.
+
+
+@pytest.fixture
+def without_ray(monkeypatch):
+    """Everything here is small enough to travel in the message."""
+    monkeypatch.setattr(wire, "register", lambda: None)
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_each_process_gets_its_parts_and_no_others():
+    table = np.arange(3000, dtype=np.float32).reshape(1000, 3)
+    layout = Layout.of(
+        {"table": table, "small": np.float32(7)},
+        2,
+        {"table": P("server"), "small": None},
+    )
+    looks_like_a_part = np.zeros((500, 3), np.float32)
+    extra = {"like": {"table": table}, "other": {"table": looks_like_a_part}}
+    message = Message.of(layout, {"table": table, "small": np.float32(7)}, extra)
+    for process in range(2):
+        sent = pickle.dumps(message.of_process(process), 5)
+        assert len(sent) < looks_like_a_part.nbytes + 1.1 * table.nbytes
+        grads, got = pickle.loads(sent).open()
+        part = table[500 * process : 500 * (process + 1)]
+        np.testing.assert_array_equal(grads["table"], part)
+        np.testing.assert_array_equal(got["like"]["table"].array, part)
+        assert grads["small"] == 7
+        # This one is no part, though it has the shape of one.
+        assert isinstance(got["other"]["table"], np.ndarray)
+
+
+def test_large_messages_go_to_the_store_once(monkeypatch):
+    put = []
+
+    class Store:
+        @staticmethod
+        def put(x):
+            put.append(x)
+            return "a reference"
+
+    monkeypatch.setitem(messages.sys.modules, "ray", Store)
+    large = np.zeros(messages.SMALL, np.uint8)
+    assert Payload.of([large], copy=pytest.fail) == ("a reference", None)
+    assert Payload.of([large[1:]], copy=len) == (None, 1)
+    rows = np.zeros((messages.SMALL, 1), np.float32)
+    assert Payload.of(gx.IndexedSlices(np.arange(len(rows)), rows, rows.shape)).ref
+    assert Payload.of(packed([large])).ref
+    assert len(put) == 3
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_a_version_that_two_workers_pull_at_once_is_put_once():
+    """On Ray that is a race. A pull that comes later is in ``test_ray``."""
+    put = []
+    publisher = Publisher(put=lambda params: put.append(params) or len(put))
+    version, tables = Version([], 0, 0, "a"), frozenset()
+    assert publisher.find(version, tables) is None  # For both of them.
+    assert [publisher.publish(version, tables, {}) for _ in range(2)] == [1, 1]
+    assert len(put) == 1
+
+
+class Name(str):
+    """A key of a dict that counts how often anybody looks it up."""
+
+    looked_up = 0
+
+    def __hash__(self):
+        Name.looked_up += 1
+        return super().__hash__()
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_the_work_to_pack_a_push_is_linear_in_the_number_of_leaves():
+    def looked_up(leaves):
+        params = {Name(i): np.ones((4, 1), np.float32) for i in range(leaves)}
+        layout = Layout.of(params, 2, P("server"))
+        Name.looked_up = 0
+        Message.of(layout, params, {"like": params})
+        return Name.looked_up
+
+    assert 0 < looked_up(200) < 3 * looked_up(100)
+
+
+# Commands of the leader.
+
+KEY = b"known to both"
+SECONDS = 30
+
+
+@pytest.fixture
+def channel():
+    """A leader with two followers, and for each of the three why it should end."""
+    ends = [queue.SimpleQueue() for _ in range(3)]
+    commands = CommandChannel("127.0.0.1", KEY, ends[0].put)
+    followed = []
+
+    def follow():  # The second one comes first.
+        with pytest.raises(AuthenticationError):
+            Followed(commands.address, b"a guess", 0, pytest.fail)
+        for number in (2, 1):
+            followed.insert(
+                0, Followed(commands.address, KEY, number, ends[number].put)
+            )
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    commands.accept(2)
+    thread.join()
+    yield commands, followed, ends
+    for each in (*commands._connections, *(x._connection for x in followed)):
+        each.close()
+
+
+def test_each_follower_gets_the_same_commands_in_the_same_sequence(channel):
+    commands, followed, _ = channel
+    done = [queue.SimpleQueue(), queue.SimpleQueue()]
+    for one, got in zip(followed, done, strict=True):
+        handle = lambda *command, got=got: got.put(command)  # noqa: E731
+        threading.Thread(target=one.serve, args=(handle, str), daemon=True).start()
+    commands.send("read", 7, each=["one", "two"])
+    commands.send("read", 8, each=["three", None])  # Nothing for the second.
+
+    def send(first):
+        for n in range(first, first + 200):
+            commands.send("push", n)
+
+    threads = [threading.Thread(target=send, args=(first,)) for first in (0, 1000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    one, two = (
+        [got.get(timeout=SECONDS) for _ in range(count)]
+        for got, count in zip(done, (402, 401), strict=True)
+    )
+    assert one[:2] == [("read", 7, "one"), ("read", 8, "three")]
+    assert two[0] == ("read", 7, "two")
+    assert one[2:] == two[1:]
+    for low in (0, 1000):
+        numbers = [n for _, n in two[1:] if low <= n < low + 200]
+        assert numbers == [*range(low, low + 200)]
+
+
+def shut(connection):
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.shutdown(socket.SHUT_RDWR)
+
+
+def test_the_end_of_a_follower_ends_the_leader(channel):
+    _, followed, ends = channel
+    shut(followed[0]._connection)
+    assert "has died" in ends[0].get(timeout=SECONDS)
+
+
+HANGS = f"""
+import sys, threading
+from gradxform._server.channel import Followed
+followed = Followed(("127.0.0.1", int(sys.argv[1])), {KEY!r}, 1)
+print("here", flush=True)
+threading.Event().wait()  # As in a collective that nobody else will join.
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_ends_when_its_leader_dies():
+    """In a group, the engine might kill it before."""
+    commands = CommandChannel("127.0.0.1", KEY, print)
+    command = [sys.executable, "-c", HANGS, str(commands.address[1])]
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, text=True) as process:
+        try:
+            commands.accept(1)
+            assert process.stdout.readline() == "here\n"
+            shut(commands._connections[0])
+            assert process.wait(SECONDS) == 1
+            assert "the leader of the server has died" in process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_an_answer_waits_for_its_listener():
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))  # Nobody listens there yet.
+        port = reserved.getsockname()[1]
+        waits = threading.Thread(target=await_answer, args=(f"127.0.0.1:{port}",))
+        waits.start()
+        waits.join(0.2)
+        assert waits.is_alive()
+        reserved.listen()
+        waits.join(60)
+        assert not waits.is_alive()
