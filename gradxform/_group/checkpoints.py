@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from gradxform._group.sharded import ShardedParams
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.same_job import described
-from gradxform._group.sharded import ShardedParams
 from gradxform._server.store import Store, manager_of
 
 if TYPE_CHECKING:

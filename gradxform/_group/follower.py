@@ -55,7 +55,7 @@ class Follower:
         mesh = enter(coordinator, self._number, self._processes)
         params, tx = sys.modules["ray"].get(given)
         sharded = ShardedParams(params, layout, mesh)
-        self._process = Process(sharded, tx, **options)
+        self.process = Process(sharded, tx, **options)
         self._saver = None
         if checkpoint is not None:
             self._store = store_of(checkpoint, sharded)
@@ -71,12 +71,12 @@ class Follower:
 
     def prepare(self, key: int, message: Message) -> None:
         """Does what a push needs before its turn."""
-        self._prepared[key] = self._process.prepare(message)
+        self._prepared[key] = self.process.prepare(message)
 
     def compile(self, sizes: Mapping[int, int | None], dtype: Dtype) -> None:
         """Compiles programs to read arrays, so that no turn has to."""
         for number, size in sizes.items():
-            self._process.reader.program(number, size, dtype)
+            self.process.reader.program(number, size, dtype)
 
     def take(self, key: int) -> Payload:
         """What a command has read, to be asked for once."""
@@ -89,8 +89,8 @@ class Follower:
 
     def resume(self, pushes: int) -> None:
         """Goes on from this process's part of a checkpoint."""
-        snapshot = self._store.read(pushes, self._process.like())
-        self._process.core.resume(self._process.placed(snapshot))
+        snapshot = self._store.read(pushes, self.process.like())
+        self.process.core.resume(self.process.placed(snapshot))
 
     # The leader's commands, handled in its sequence, on one thread.
 
@@ -98,14 +98,14 @@ class Follower:
         getattr(self, f"_handle_{name}")(*args)
 
     def _handle_push(self, key: int, local_step: int) -> None:
-        self._process.core.commit(self._prepared.pop(key), local_step)
+        self.process.core.commit(self._prepared.pop(key), local_step)
 
     def _handle_forget(self, key: int) -> None:
         self._prepared.pop(key, None)
 
     def _handle_read(self, key: int, dtype: Dtype, wanted: Wanted) -> None:
-        reading = self._process.reader.prepare(wanted, dtype)
-        arrays = self._process.read(reading)
+        reading = self.process.reader.prepare(wanted, dtype)
+        arrays = self.process.read(reading)
         if reading.plain:  # The next step may overwrite them.
             payload = packed_parts(arrays, wanted, copies=True)
             self._box(key).put(lambda: payload)
@@ -113,7 +113,7 @@ class Follower:
             self._box(key).put(lambda: packed_parts(arrays, wanted))
 
     def _handle_snapshot(self) -> None:
-        snapshot = self._process.core.snapshot()
+        snapshot = self.process.core.snapshot()
         assert self._saver is not None
         assert snapshot is not None
         self._saver.start(snapshot)

@@ -373,8 +373,9 @@ class Leader:
         self._reserved.close()
         params, tx = sys.modules["ray"].get(given)
         sharded = ShardedParams(params, layout, mesh)
-        process = Process(sharded, tx, **options)
-        transport = GroupTransport(process, Followers(self._commands, followers))
+        self.process = Process(sharded, tx, **options)
+        others = Followers(self._commands, followers)
+        transport = GroupTransport(self.process, others)
         store = None if checkpoint is None else store_of(checkpoint, sharded)
         self._server = RecoverableServer.of(transport, store, pushes)
 
@@ -394,6 +395,9 @@ class Leader:
         push_id: tuple[Hashable, int] | None = None,
     ) -> PushResult:
         return self._server.push(grads, local_step, push_id=push_id)
+
+    def wait(self, global_step: int, timeout: float | None = None) -> int:
+        return self._server.wait(global_step, timeout)
 
     def global_step(self) -> int:
         return self._server.global_step()

@@ -140,6 +140,7 @@ class RecoverableServer(ParameterServer[Any]):
     def close(self) -> None:
         """As :meth:`ParameterServer.close`; finishes a checkpoint that was begun."""
         super().close()
-        if self._saver is not None:
+        if self._saver is not None and self._store is not None:
             self._saver.close()
+            self._store.close()
             self._saver = None

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from gradxform import engines
-from gradxform.engines._servers import ServerDiedError, WorkersServer
+from gradxform.engines._servers import ServerDiedError, WorkersServer, unchanged
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -275,16 +275,24 @@ def test_the_death_of_any_process_is_the_death_of_the_server():
     """
     exceptions = ray.exceptions
 
-    def raised(cause):
+    def in_a_task(cause):
+        return exceptions.RayTaskError("push", "", cause).as_instanceof_cause()
+
+    def raised(error):
         def get(_):
-            raise exceptions.RayTaskError("push", "", cause).as_instanceof_cause()
+            raise error
 
         push = types.SimpleNamespace(remote=lambda *_, **__: None)
-        server = WorkersServer(types.SimpleNamespace(push=push), None)
+        server = WorkersServer(types.SimpleNamespace(push=push), unchanged)
         server._ray = types.SimpleNamespace(exceptions=exceptions, get=get)
         with pytest.raises(Exception) as raised:  # noqa: PT011
             server.push(None, 0)
         return raised.type
 
-    assert raised(exceptions.ActorDiedError()) is ServerDiedError
-    assert issubclass(raised(ValueError("not finite")), ValueError)
+    assert raised(in_a_task(exceptions.ActorDiedError())) is ServerDiedError
+    assert issubclass(raised(in_a_task(ValueError("not finite"))), ValueError)
+    # An answer has arrived, and what it refers to has died with the server.
+    lost = exceptions.OwnerDiedError("00", None, "server")
+    assert raised(exceptions.RaySystemError(lost, "")) is ServerDiedError
+    other = exceptions.RaySystemError(MemoryError(), "")
+    assert raised(other) is exceptions.RaySystemError

@@ -110,12 +110,11 @@ def idle(tx, count=1, pushes=1, **options):
 
 
 def on_group(function, run):
-    """What ``function`` returns in each process, for its server and its params."""
+    """What ``function`` returns in each process, for its actor and its params."""
 
-    def call(process):
-        is_leader = hasattr(process, "_version")
-        leaves = process._version.leaves if is_leader else process._leaves
-        return function(process, process._programs.leaves_of_params(leaves))
+    def call(actor):
+        core = actor.process.core
+        return function(actor, core.specs.params_of(core.version.leaves))
 
     actors = run.server._processes._actors
     asked = [actor.__ray_call__.remote(call) for actor in actors]
@@ -270,10 +269,10 @@ def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
             ray.get(actor.wait.remote(2, timeout=0.0))
         # The processes keep nothing that they prepared for a refused push.
         kept = [
-            ray.get(each.__ray_call__.remote(lambda process: len(process._prepared)))
-            for each in run.server._processes._actors
+            ray.get(each.__ray_call__.remote(lambda follower: len(follower._prepared)))
+            for each in run.server._processes._actors[1:]
         ]
-        assert kept == [0, 0]
+        assert kept == [0]
 
 
 @marked
@@ -430,9 +429,9 @@ def test_a_death_while_a_checkpoint_is_written_costs_that_one(tmp_path):
     with engines.ray(job, checkpoint=checkpoint, **OF_TWO) as run:
         _, follower = pids(run)
 
-        def hang(server, _):
+        def hang(actor, _):
             if jax.process_index() != 0:
-                server._store.write = lambda snapshot: time.sleep(1000)
+                actor._store.write = lambda snapshot: time.sleep(1000)
 
         for push in run.pushes:
             if push.result.global_step == 30:
@@ -460,10 +459,11 @@ def test_an_error_in_one_process_is_a_death_and_in_all_an_error(tmp_path):
         def step(*_):
             raise MemoryError("there is no room")
 
-        def sabotage(server, _):
+        def sabotage(actor, _):
             if jax.process_index() in which:
-                prepare = server._programs.prepare
-                server._programs.prepare = lambda *args: (step, prepare(*args)[1])
+                core = actor.process.core
+                prepare = core.prepare
+                core.prepare = lambda *args: prepare(*args)._replace(step=step)
 
         return sabotage
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from gradxform import PushResult
-from gradxform._server.records import GlobalStep
-from gradxform._server.recoverable import Answer, ServerStatus
+from gradxform._server.records import Answer, GlobalStep, ServerStatus
 from gradxform.engines import Push
 from gradxform.engines._ledger import Ledger
 

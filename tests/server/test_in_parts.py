@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from multiprocessing import AuthenticationError
 
 import jax
@@ -21,13 +22,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from gradxform._server import messages, wire
-from gradxform._server.actor import Publisher
-from gradxform._server.channel import CommandChannel, Followed
-from gradxform._server.group import await_answer
-from gradxform._server.layout import Layout
-from gradxform._server.messages import Message, Payload, packed
-from gradxform._server.records import Version
+from gradxform._group.channel import CommandChannel, Followed
+from gradxform._group.layout import Layout
+from gradxform._group.mesh import await_answer
+from gradxform._group.messages import Message
+from gradxform._server import wire
+from gradxform._server.actor import Published
+from gradxform._server.core import of_one_process
+from gradxform._server.wire import Payload, packed
 
 # Which part lies where.
 
@@ -176,24 +178,32 @@ def test_large_messages_go_to_the_store_once(monkeypatch):
             put.append(x)
             return "a reference"
 
-    monkeypatch.setitem(messages.sys.modules, "ray", Store)
-    large = np.zeros(messages.SMALL, np.uint8)
+    monkeypatch.setitem(sys.modules, "ray", Store)
+    large = np.zeros(wire.SMALL, np.uint8)
     assert Payload.of([large], copy=pytest.fail) == ("a reference", None)
     assert Payload.of([large[1:]], copy=len) == (None, 1)
-    rows = np.zeros((messages.SMALL, 1), np.float32)
+    rows = np.zeros((wire.SMALL, 1), np.float32)
     assert Payload.of(gx.IndexedSlices(np.arange(len(rows)), rows, rows.shape)).ref
     assert Payload.of(packed([large])).ref
     assert len(put) == 3
 
 
 @pytest.mark.usefixtures("without_ray")
-def test_a_version_that_two_workers_pull_at_once_is_put_once():
+def test_a_version_that_two_workers_pull_at_once_is_put_once(monkeypatch):
     """On Ray that is a race. A pull that comes later is in ``test_ray``."""
     put = []
-    publisher = Publisher(put=lambda params: put.append(params) or len(put))
-    version, tables = Version([], 0, 0, "a"), frozenset()
-    assert publisher.find(version, tables) is None  # For both of them.
-    assert [publisher.publish(version, tables, {}) for _ in range(2)] == [1, 1]
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(put=put.append))
+    server = Published(of_one_process({"w": jnp.ones(2)}, optax.sgd(0.1)))
+    run, before = server.turns.run, []
+
+    def run_after_another(*call):  # It pulls, between a pull and its turn.
+        if not before:
+            before.append(None)
+            server.pull(None, None)
+        return run(*call)
+
+    monkeypatch.setattr(server.turns, "run", run_after_another)
+    server.pull(None, None)
     assert len(put) == 1
 
 
@@ -292,7 +302,7 @@ def test_the_end_of_a_follower_ends_the_leader(channel):
 
 HANGS = f"""
 import sys, threading
-from gradxform._server.channel import Followed
+from gradxform._group.channel import Followed
 followed = Followed(("127.0.0.1", int(sys.argv[1])), {KEY!r}, 1)
 print("here", flush=True)
 threading.Event().wait()  # As in a collective that nobody else will join.

@@ -5,6 +5,8 @@ with its parts on several devices. ``engines/test_group`` has processes. There a
 takes ten times as long, and no test sees what the compiler has made.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +16,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._group.checkpoints import described_by
+from gradxform._group.layout import Layout, Part
+from gradxform._group.process import Process
+from gradxform._group.sharded import ShardedParams
 from gradxform._server.checkpoints import Checkpoint
-from gradxform._server.layout import Layout, Part
 from gradxform._server.recoverable import RecoverableServer
-from gradxform._server.sharded import ShardedParams
+from gradxform._server.store import Store
+from gradxform._server.transport import Local
 from gradxform._trees import maps
 from tests.server.test_rows import aligned
 
@@ -31,6 +37,24 @@ def params_of(height):
     return {k: rng.standard_normal(s, np.float32) for k, s in shapes.items()}
 
 
+class InParts(Local):
+    """A process of a server that is alone, and so has the parts of all."""
+
+    def __init__(self, sharded, tx):
+        self.process = Process(sharded, tx)
+        super().__init__(self.process.core)
+
+    def read_newest(self, store):
+        snapshot, notes = store.read_newest(self.process.like())
+        return self.process.placed(snapshot), notes
+
+
+def server_of(sharded, tx, checkpoint=None):
+    transport = InParts(sharded, tx)
+    store = checkpoint and Store(checkpoint, described_by(sharded))
+    return RecoverableServer.of(transport, store, math.inf)
+
+
 class Parts:
     """A whole server and one in parts, with the same numbers."""
 
@@ -42,7 +66,7 @@ class Parts:
         self.whole = gx.ParameterServer(self.params, tx)
         given = (lambda: dict(self.params)) if as_function else self.given
         self.sharded = ShardedParams(given, self.layout, mesh)
-        self.cut = gx.ParameterServer(self.sharded, tx)
+        self.cut = server_of(self.sharded, tx)
         self.rng = np.random.default_rng(1)
 
     def lying(self, tree, depth=0):
@@ -185,14 +209,15 @@ TABLE = {"table": params_of(41)["table"], "bias": params_of(41)["bias"]}
 
 def saving(count, folder, params=TABLE):
     """A server that saves itself, in so many parts; a whole one for 0."""
-    given = params
+    checkpoint = Checkpoint(folder, every_seconds=None)
     if count:
         layout = Layout.of(params, count, {"table": P("server"), "bias": None})
         mesh = Mesh(np.array(jax.devices()[:count]), ("server",))
         height = layout.padded["table"].shape[0]
         table = np.pad(params["table"], [(0, height - len(params["table"])), (0, 0)])
-        given = ShardedParams(params | {"table": table}, layout, mesh)
-    return RecoverableServer(given, SAVED, Checkpoint(folder, every_seconds=None))
+        sharded = ShardedParams(params | {"table": table}, layout, mesh)
+        return server_of(sharded, SAVED, checkpoint)
+    return RecoverableServer(params, SAVED, checkpoint)
 
 
 def rows_at(step):
@@ -246,12 +271,12 @@ def compiled(height, rows, tx):
     assert layout.cuts == (0,)
     mesh = Mesh(np.array(jax.devices()[:COUNT]), ("server",))
     sharded = ShardedParams(lambda: {"table": jnp.zeros(table.shape)}, layout, mesh)
-    server = gx.ParameterServer(sharded, tx)
+    core = Process(sharded, tx).core
     grads = np.zeros(layout.padded["table"].shape, np.float32)
     if rows:
         values = np.zeros((rows, 64), np.float32)
         grads = gx.IndexedSlices(np.arange(rows), values, table.shape)
-    step, _ = server._programs.prepare({"table": grads}, {})
+    step = core.prepare({"table": grads}, {}).step
     return step.args[0], grads.shape[0] // COUNT * 64 * 4
 
 

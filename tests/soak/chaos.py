@@ -98,10 +98,9 @@ def train(job, folder, deaths, rng, processes=1):
         return ended, all(each == held[0] for each in held)
 
 
-def copies(process):
+def copies(actor):
     """Runs in a process of the server: the bytes of the leaves that are not cut."""
-    is_leader = hasattr(process, "_version")
-    leaves = process._version.leaves if is_leader else process._leaves
+    leaves = actor.process.core.version.leaves
     return [bytes(x.addressable_data(0)) for x in leaves if x.is_fully_replicated]
 
 
