@@ -17,8 +17,8 @@ from gradxform._group.process import Process, Wanted, packed_parts
 from gradxform._group.sharded import ShardedParams
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.programs import Prepared
-from gradxform._server.reader import Dtype
 from gradxform._server.records import summary
+from gradxform._server.requests import Form
 from gradxform._server.saver import Saver
 from gradxform._server.wire import Payload
 
@@ -73,10 +73,10 @@ class Follower:
         """Does what a push needs before its turn."""
         self._prepared[key] = self.process.prepare(message)
 
-    def compile(self, sizes: Mapping[int, int | None], dtype: Dtype) -> None:
+    def compile(self, sizes: Mapping[int, int | None], form: Form) -> None:
         """Compiles programs to read arrays, so that no turn has to."""
         for number, size in sizes.items():
-            self.process.reader.program(number, size, dtype)
+            self.process.reader.program(number, size, form)
 
     def take(self, key: int) -> Payload:
         """What a command has read, to be asked for once."""
@@ -103,8 +103,8 @@ class Follower:
     def _handle_forget(self, key: int) -> None:
         self._prepared.pop(key, None)
 
-    def _handle_read(self, key: int, dtype: Dtype, wanted: Wanted) -> None:
-        reading = self.process.reader.prepare(wanted, dtype)
+    def _handle_read(self, key: int, form: Form, wanted: Wanted) -> None:
+        reading = self.process.reader.prepare(wanted, form)
         arrays = self.process.read(reading)
         if reading.plain:  # The next step may overwrite them.
             payload = packed_parts(arrays, wanted, copies=True)

@@ -25,7 +25,7 @@ from gradxform._server.actor import Answer, Cache
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.placement import copy
 from gradxform._server.programs import Prepared, Stepped
-from gradxform._server.reader import Dtype, Reading, RowIds
+from gradxform._server.reader import Reading, RowIds
 from gradxform._server.records import (
     GlobalStep,
     PushResult,
@@ -35,12 +35,19 @@ from gradxform._server.records import (
     summary,
 )
 from gradxform._server.recoverable import RecoverableServer
-from gradxform._server.requests import Ids, Key, PullRequest, Tables, size_for
+from gradxform._server.requests import (
+    Form,
+    Ids,
+    Key,
+    PullRequest,
+    Tables,
+    size_for,
+)
 from gradxform._server.serial_executor import SerialExecutor
 from gradxform._server.specs import Leaves
 from gradxform._server.store import Store
 from gradxform._server.wire import Payload, Sent, register
-from gradxform._trees.types import PyTree, Rows, T
+from gradxform._trees.types import PyTree, T
 
 LAST_WORD = 0.5  # Seconds in which the engine gets the cause of a death.
 
@@ -111,7 +118,7 @@ class Order(NamedTuple):
 
     each: list[Wanted]  # What each of them reads.
     reading: Reading  # The leader's own.
-    dtype: Dtype
+    form: Form
 
 
 class GroupTransport:
@@ -131,7 +138,7 @@ class GroupTransport:
         self._types = [x for each in layouts for x in jax.tree.leaves(each.types)]
         self._cuts = [cut for each in layouts for cut in each.cuts]
         self._layout = layouts[0]
-        self._tables = Tables(self._layout.types)
+        self.tables = Tables(self._layout.types)
         self._cache = Cache()
         self._wholes: dict[Key, Order] = {}
         self.turns = SerialExecutor("parameter-server")
@@ -166,17 +173,14 @@ class GroupTransport:
 
     # Pulls.
 
-    def pull(
-        self, rows: Rows | None, dtype: jax.typing.DTypeLike | None
-    ) -> tuple[Answer, int]:
-        request = self._tables.request(rows, dtype)
+    def pull(self, request: PullRequest) -> tuple[Answer, int]:
         if not request.rows:  # What is cached needs no turn.
             self.core.check_usable()
             version = self.core.version
             if (found := self._cache.find(version, request.key)) is not None:
                 return Answer(found), version.step()
         others = self._whole(request.key)
-        wanted = self._order(request.rows, request.dtype)
+        wanted = self._order(request.rows, request.form)
         sent, read, parts, seen = self.turns.run(self._send, request, others, wanted)
         if not request.rows:
             return Answer(sent), seen
@@ -204,24 +208,24 @@ class GroupTransport:
     def _whole(self, key: Key) -> Order:
         """Reads the leaves that a request wants whole."""
         if key not in self._wholes:
-            tables, dtype = key
+            tables, form = key
             wanted = set(range(self.core.specs.num_params)) - tables
-            self._wholes[key] = self._order(dict.fromkeys(wanted), dtype)
+            self._wholes[key] = self._order(dict.fromkeys(wanted), form)
         return self._wholes[key]
 
-    def _order(self, wanted: Mapping[int, Ids | None], dtype: Dtype) -> Order:
+    def _order(self, wanted: Mapping[int, Ids | None], form: Form) -> Order:
         """Divides a reading among the processes, which compile what they lack."""
         shares = [self._share(wanted, k) for k in range(self._layout.processes)]
         sizes = {i: _size([own[i] for own in shares if i in own]) for i in wanted}
         reader = self._process.reader
-        lacks = {i: n for i, n in sizes.items() if not reader.has(i, n, dtype)}
+        lacks = {i: n for i, n in sizes.items() if not reader.has(i, n, form)}
         if lacks:
             # The followers first: what the leader has, all have.
             cut = {i: n for i, n in lacks.items() if self._cuts[i] is not None}
-            with self._followers.asked("compile", cut, dtype):
+            with self._followers.asked("compile", cut, form):
                 pass
             for number, size in lacks.items():
-                reader.program(number, size, dtype)
+                reader.program(number, size, form)
         each: list[Wanted] = [
             {
                 i: None if ids is None else RowIds(ids, sizes[i] or 0)
@@ -229,7 +233,7 @@ class GroupTransport:
             }
             for own in shares
         ]
-        return Order(each, reader.prepare(each[0], dtype), dtype)
+        return Order(each, reader.prepare(each[0], form), form)
 
     def _share(
         self, wanted: Mapping[int, Ids | None], process: int
@@ -254,7 +258,7 @@ class GroupTransport:
     def _read(self, order: Order) -> tuple[dict[int, jax.Array], list[Any]]:
         """In a turn: own arrays, and references to what the followers send."""
         others = [share or None for share in order.each[1:]]
-        parts = self._followers.order("read", others, order.dtype)
+        parts = self._followers.order("read", others, order.form)
         return self._process.read(order.reading), parts
 
     def _gathered(self, numbers: PyTree[int], order: Order) -> Gathered:
@@ -263,7 +267,7 @@ class GroupTransport:
         cut = [i for i in order.each[0] if self._cuts[i] is not None]
         at = {number: Cut(i) for i, number in enumerate(cut)}
         layout = Layout(
-            [self._type(i, order.dtype) for i in cut],
+            [self._type(i, order.form) for i in cut],
             tuple(self._cuts[i] for i in cut),
             self._layout.processes,
         )
@@ -272,8 +276,8 @@ class GroupTransport:
             parts = [packed_parts(own, dict.fromkeys(cut), copies=True), *parts]
         return Gathered(Payload.of(whole, _copied), layout, parts)
 
-    def _type(self, number: int, dtype: Dtype) -> Type:
-        dtype = self._process.reader.dtype(number, dtype)
+    def _type(self, number: int, form: Form) -> Type:
+        dtype = self._process.reader.dtype(number, form)
         return jax.ShapeDtypeStruct(self._types[number].shape, dtype)
 
     def _gathered_rows(

@@ -13,10 +13,9 @@ from gradxform._server import wire
 from gradxform._server.core import Core
 from gradxform._server.reader import Reading
 from gradxform._server.records import GlobalStep, Version
-from gradxform._server.requests import Key
+from gradxform._server.requests import Key, PullRequest
 from gradxform._server.transport import Local
 from gradxform._server.wire import Payload, Sent
-from gradxform._trees.types import Rows
 
 
 class Answer:
@@ -74,10 +73,7 @@ class Published(Local):
         super().__init__(core)
         self._cache = Cache()
 
-    def pull(
-        self, rows: Rows | None, dtype: jax.typing.DTypeLike | None
-    ) -> tuple[Any, int]:
-        request = self.tables.request(rows, dtype)
+    def pull(self, request: PullRequest) -> tuple[Any, int]:
         if not request.rows:  # What is published needs no turn.
             self.core.check_usable()
             version = self.core.version

@@ -138,7 +138,7 @@ class ParameterServer(Generic[Params]):
         >>> params["w"]
         Array([1, 0.100098], dtype=bfloat16)
         """
-        return self._transport.pull(rows, dtype)
+        return self._transport.pull(self._transport.tables.request(rows, dtype))
 
     def push(
         self,

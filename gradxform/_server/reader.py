@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradxform._server.placement import Placement, compiled
-from gradxform._server.requests import Ids, filled
+from gradxform._server.requests import Form, Ids, filled
 from gradxform._trees.rows import take_summed
 
-Dtype: TypeAlias = np.dtype[np.generic] | None
 Read: TypeAlias = Callable[[jax.Array], jax.Array]
 Copy: TypeAlias = Callable[[dict[int, jax.Array]], dict[int, jax.Array]]
 
@@ -59,67 +58,67 @@ class Reader:
         self.placement = place = Placement(arrays)
         self._types = [place.abstract(x.aval, x.sharding) for x in arrays]
         self._programs: dict[
-            tuple[int, int | None, Dtype], Callable[..., jax.Array]
+            tuple[int, int | None, Form], Callable[..., jax.Array]
         ] = {}
         self._compiling = threading.RLock()  # A signal handler may pull, too.
 
     def __len__(self) -> int:
         return len(self._programs)
 
-    def prepare(self, wanted: Mapping[int, RowIds | None], dtype: Dtype) -> Reading:
+    def prepare(self, wanted: Mapping[int, RowIds | None], form: Form) -> Reading:
         """Compiles what a reading needs, before its turn.
 
         Args:
           wanted: the rows of each array, by its number; None for the whole.
-          dtype: of floating arrays; None for the dtype that each has.
+          form: of the arrays that are read.
         """
         programs: dict[int, Read] = {}
         for number, rows in wanted.items():
             if rows is not None:
-                program = self.program(number, rows.size, dtype)
+                program = self.program(number, rows.size, form)
                 height = self._types[number].shape[0]
                 ids = self.placement.put(filled(rows.ids, rows.size, height))
                 programs[number] = functools.partial(_at, program, ids)
-            elif self._cast(number, dtype) is not None:
-                programs[number] = self.program(number, None, dtype)
+            elif self._cast(number, form) is not None:
+                programs[number] = self.program(number, None, form)
         return Reading(programs, [i for i in wanted if i not in programs])
 
-    def has(self, number: int, size: int | None, dtype: Dtype) -> bool:
+    def has(self, number: int, size: int | None, form: Form) -> bool:
         """Whether the program is compiled, or none is needed."""
-        key = number, size, self._cast(number, dtype)
+        key = number, size, self._cast(number, form)
         return key in self._programs or key[1:] == (None, None)
 
     def program(
-        self, number: int, size: int | None, dtype: Dtype
+        self, number: int, size: int | None, form: Form
     ) -> Callable[..., jax.Array]:
         """The program that reads an array whole, or ``size`` of its rows by their ids.
 
         Its arguments are ``(array)`` or ``(array, ids)``.
         """
-        key = number, size, self._cast(number, dtype)
+        key = number, size, self._cast(number, form)
         if key not in self._programs:
             with self._compiling:  # Another thread may have compiled it meanwhile.
                 if key not in self._programs:
                     self._programs[key] = self._compiled(*key)
         return self._programs[key]
 
-    def dtype(self, number: int, dtype: Dtype) -> np.dtype[np.generic]:
+    def dtype(self, number: int, form: Form) -> np.dtype[np.generic]:
         """The dtype in which an array is read."""
-        return self._cast(number, dtype) or self._types[number].dtype
+        return self._cast(number, form) or self._types[number].dtype
 
-    def _cast(self, number: int, dtype: Dtype) -> Dtype:
+    def _cast(self, number: int, form: Form) -> Form:
         """The dtype that an array is cast to; None if it stays as it is."""
         own = self._types[number].dtype
-        return dtype if jnp.issubdtype(own, jnp.floating) and dtype != own else None
+        return form if jnp.issubdtype(own, jnp.floating) and form != own else None
 
     def _compiled(
-        self, number: int, size: int | None, dtype: Dtype
+        self, number: int, size: int | None, form: Form
     ) -> Callable[..., jax.Array]:
         place, type_ = self.placement, self._types[number]
 
         def read(table: jax.Array, *ids: jax.Array) -> jax.Array:
             rows = take_summed(table, *ids) if ids else table
-            return rows if dtype is None else rows.astype(dtype)
+            return rows if form is None else rows.astype(form)
 
         ids, sharding = [], type_.sharding
         if size is not None:

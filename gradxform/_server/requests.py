@@ -14,8 +14,10 @@ from gradxform._trees.rows import rows_of
 from gradxform._trees.types import Param, PyTree, Rows
 
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
-# The tables that a request leaves out of the whole leaves, and the dtype of these.
-Key: TypeAlias = tuple[frozenset[int], np.dtype[np.generic] | None]
+# How leaves arrive: the dtype of floating ones; None for the dtype that each has.
+Form: TypeAlias = np.dtype[np.generic] | None
+# The tables that a request leaves out of the whole leaves, and the form of these.
+Key: TypeAlias = tuple[frozenset[int], Form]
 
 
 class PullRequest(NamedTuple):
@@ -24,16 +26,16 @@ class PullRequest(NamedTuple):
     Attributes:
       rows: int32[n], the ids for each table, by the number of its leaf: each once,
         ascending; then padding, the table's height, up to as many as were asked for.
-      dtype: of all floating leaves; None for the dtype that each has.
+      form: of all leaves and rows.
     """
 
-    rows: Mapping[int, Ids]
-    dtype: np.dtype[np.generic] | None
+    rows: Mapping[int, Ids] = {}
+    form: Form = None
 
     @property
     def key(self) -> Key:
         """All but the ids: what an answer about the whole leaves depends on."""
-        return frozenset(self.rows), self.dtype
+        return frozenset(self.rows), self.form
 
 
 class Tables:

@@ -19,7 +19,6 @@ from gradxform._server.serial_executor import SerialExecutor
 from gradxform._server.specs import named
 from gradxform._server.store import Store
 from gradxform._trees.indexed_slices import IndexedSlices, ascending
-from gradxform._trees.types import Rows
 
 
 class Transport(Protocol):
@@ -27,10 +26,12 @@ class Transport(Protocol):
 
     Attributes:
       core: of the server, in this process.
+      tables: the parameters that requests name.
       turns: runs what happens "in a turn", one call after the other.
     """
 
     core: Core
+    tables: Tables
     turns: SerialExecutor
 
     def prepared(
@@ -39,9 +40,7 @@ class Transport(Protocol):
         """Makes a push ready for its turn, which comes within the context."""
         ...
 
-    def pull(
-        self, rows: Rows | None, dtype: jax.typing.DTypeLike | None
-    ) -> tuple[Any, int]:
+    def pull(self, request: PullRequest) -> tuple[Any, int]:
         """See :meth:`ParameterServer.pull`; the answer may arrive as the tree."""
         ...
 
@@ -73,10 +72,7 @@ class Local:
     ) -> contextlib.AbstractContextManager[Prepared]:
         return contextlib.nullcontext(self.core.prepare(grads, extra))
 
-    def pull(
-        self, rows: Rows | None, dtype: jax.typing.DTypeLike | None
-    ) -> tuple[Any, int]:
-        request = self.tables.request(rows, dtype)
+    def pull(self, request: PullRequest) -> tuple[Any, int]:
         others, wanted = self.whole(request.key), self.rows(request)
         read, seen = self.turns.run(self._read, others, wanted)
         read |= {i: self.part(i, ids, read[i]) for i, ids in request.rows.items()}
@@ -95,15 +91,15 @@ class Local:
     def whole(self, key: Key) -> Reading:
         """Reads the leaves that a request wants whole."""
         if key not in self._whole:
-            tables, dtype = key
+            tables, form = key
             wanted = set(range(self.core.specs.num_params)) - tables
-            self._whole[key] = self.reader.prepare(dict.fromkeys(wanted), dtype)
+            self._whole[key] = self.reader.prepare(dict.fromkeys(wanted), form)
         return self._whole[key]
 
     def rows(self, request: PullRequest) -> Reading:
         """Reads the rows that a request wants."""
         wanted = {i: RowIds(x, size_for(len(x))) for i, x in request.rows.items()}
-        return self.reader.prepare(wanted, request.dtype)
+        return self.reader.prepare(wanted, request.form)
 
     def part(self, number: int, ids: Ids, rows: jax.Array) -> IndexedSlices:
         """Rows that were read, as the part of their table that was asked for."""

@@ -54,6 +54,9 @@ class Worker(NamedTuple):
       device: the device for parameters and minibatch, and JAX's default device while
         the gradient is computed; by default all stay where they are. On Ray a worker is
         a process of its own, which gets its devices by ``worker_options``.
+      pull_dtype: the dtype of the floating parameters that it pulls: see
+        :meth:`~gradxform.ParameterServer.pull`. The gradients are cast back to the
+        dtypes of the parameters before they are pushed. By default no leaf is cast.
     """
 
     gradient: Callable[..., LossAndGrads | Generator[object, None, LossAndGrads]]
@@ -62,6 +65,7 @@ class Worker(NamedTuple):
     rows: Callable[..., Mapping[str, jax.typing.ArrayLike]] | None = None
     extra: Callable[..., Mapping[str, object]] | None = None
     device: jax.Device | None = None
+    pull_dtype: jax.typing.DTypeLike | None = None
 
 
 class Job(NamedTuple):
@@ -157,7 +161,9 @@ class Server(Protocol):
     """What a :class:`~gradxform.ParameterServer` can do on any engine."""
 
     def pull(
-        self, rows: Mapping[str, jax.typing.ArrayLike] | None = None
+        self,
+        rows: Mapping[str, jax.typing.ArrayLike] | None = None,
+        dtype: jax.typing.DTypeLike | None = None,
     ) -> tuple[optax.Params, int]:
         """The parameters and their global step."""
         ...

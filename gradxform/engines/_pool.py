@@ -10,14 +10,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gradxform._server.records import ServerStatus, is_past
 from gradxform._trees import checks
-from gradxform.engines._job import Counts, Job, Push, Run, Server, Worker
+from gradxform.engines._job import Counts, Job, Push, Run, Worker
 from gradxform.engines._ledger import Ledger
 from gradxform.engines._stops import GivenUpError, Stops
-from gradxform.engines._work import RefusedError, StreamEndedError
+from gradxform.engines._work import RefusedError, StreamEndedError, cast_back
+
+if TYPE_CHECKING:
+    from gradxform._server.recoverable import RecoverableServer
+    from gradxform.engines._servers import RayServer
 
 logger = logging.getLogger("gradxform")
 
@@ -33,18 +37,6 @@ class Terminated(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
-
-
-class SavedServer(Server, Protocol):
-    """The server of every engine."""
-
-    def rest(self) -> ServerStatus:
-        """Takes no pushes of workers from now on; returns where it stands."""
-        ...
-
-    def save(self) -> int | None:
-        """Writes a last checkpoint; returns its global step, None without one."""
-        ...
 
 
 def tell(status: ServerStatus) -> None:
@@ -69,7 +61,7 @@ class WorkerPool(Run):
     While nobody iterates, the workers finish their present gradients, and rest.
     """
 
-    server: SavedServer
+    server: RecoverableServer | RayServer
 
     def __init__(self, job: Job) -> None:
         if job.required is not None:
@@ -81,7 +73,7 @@ class WorkerPool(Run):
         self._stops = Stops(job.max_staleness)
         self._at_least = 1 if job.required is None else job.required
         self._lock = threading.Lock()
-        self._members = dict(enumerate(map(self._member, job.workers)))
+        self._members = dict(enumerate(map(self._joining, job.workers)))
         if len(self._members) < self._at_least:
             raise ValueError(
                 f"workers: a step needs {self._at_least}, got {len(self._members)}."
@@ -94,6 +86,9 @@ class WorkerPool(Run):
         self._last_word: BaseException | None = None
         self._begun = self._over = False
         self.pushes = _Pushes(self._check_open, self._until_stopped())
+
+    def _joining(self, worker: Worker) -> Worker:
+        return self._member(cast_back(worker, self._job.params))
 
     def _member(self, worker: Worker) -> Worker:
         """A worker that can compute a gradient again, on the same minibatch."""
@@ -274,7 +269,7 @@ class WorkerPool(Run):
         with self._lock:
             index = next(self._indices)
             self._check_row(index, worker)
-            self._members = {**self._members, index: self._member(worker)}
+            self._members = {**self._members, index: self._joining(worker)}
         return index
 
     def remove(self, index: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Generator
 from typing import Any, Protocol, SupportsFloat, TypeGuard
 
 import jax
@@ -13,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._server.placement import is_function
 from gradxform._server.records import PushResult, TakesNoMoreError
 from gradxform._transforms.clipping import global_norm
-from gradxform._trees import checks
+from gradxform._trees import checks, maps
 from gradxform._trees.types import Rows, T
 from gradxform.engines._job import LossAndGrads, Push, Worker
 from gradxform.engines._stops import GivenUpError, in_pieces
@@ -27,7 +29,11 @@ ARRAYS = jax.Array, np.ndarray, np.generic
 class PullPush(Protocol):
     """What a worker asks of a server."""
 
-    def pull(self, rows: Rows | None = None) -> tuple[optax.Params, int]:
+    def pull(
+        self,
+        rows: Rows | None = None,
+        dtype: jax.typing.DTypeLike | None = None,
+    ) -> tuple[optax.Params, int]:
         """See :meth:`ParameterServer.pull`."""
         ...
 
@@ -69,7 +75,7 @@ class Gradient:
                 f"parameters, got {type(self._batch).__name__}: return (x,)."
             )
         rows = {} if worker.rows is None else worker.rows(*self._batch)
-        self._params, self.local_step = server.pull(rows) if rows else server.pull()
+        self._params, self.local_step = server.pull(rows, worker.pull_dtype)
 
     def push(
         self,
@@ -109,6 +115,36 @@ class Gradient:
         except TakesNoMoreError as error:
             raise RefusedError(self.local_step) from error
         return Push(*self._push_id, self.local_step, loss, norm, result)
+
+
+def cast_back(worker: Worker, params: optax.Params) -> Worker:
+    """A worker whose gradients have the dtypes of the job's parameters.
+
+    It is the worker itself, unless it pulls in a dtype of its own.
+    """
+    if worker.pull_dtype is None:
+        return worker
+    like = jax.eval_shape(params if is_function(params) else lambda: params)
+
+    def cast(given: object) -> LossAndGrads:
+        loss, grads = _pair(given)
+        checks.same_shapes("grads", grads, "params", like)
+        return loss, maps.map_updates(lambda g, p: g.astype(p.dtype), grads, like)
+
+    def in_pieces(
+        pieces: Generator[object, None, object],
+    ) -> Generator[object, None, LossAndGrads]:
+        return cast((yield from pieces))
+
+    def gradient(
+        *args: object,
+    ) -> LossAndGrads | Generator[object, None, LossAndGrads]:
+        given = worker.gradient(*args)
+        if isinstance(given, types.GeneratorType):
+            return in_pieces(given)
+        return cast(given)
+
+    return worker._replace(gradient=gradient)
 
 
 def _pair(given: object) -> LossAndGrads:

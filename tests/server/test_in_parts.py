@@ -29,6 +29,7 @@ from gradxform._group.messages import Message
 from gradxform._server import wire
 from gradxform._server.actor import Published
 from gradxform._server.core import of_one_process
+from gradxform._server.requests import PullRequest
 from gradxform._server.wire import Payload, packed
 
 # Which part lies where.
@@ -199,11 +200,11 @@ def test_a_version_that_two_workers_pull_at_once_is_put_once(monkeypatch):
     def run_after_another(*call):  # It pulls, between a pull and its turn.
         if not before:
             before.append(None)
-            server.pull(None, None)
+            server.pull(PullRequest())
         return run(*call)
 
     monkeypatch.setattr(server.turns, "run", run_after_another)
-    server.pull(None, None)
+    server.pull(PullRequest())
     assert len(put) == 1
 
 
