@@ -262,6 +262,16 @@ def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
         columns = [s.pull({"hidden": [3, 1]})[0]["hidden"] for s in (run.server, alone)]
         close(*(x.values for x in columns))
         assert rows["user"].values.shape == (0, DIM)
+        # In another dtype, whole and by the row.
+        for asked in ({}, {"item": [300, 150, 0], "hidden": [1]}):
+            halves, _ = run.server.pull(asked, jnp.bfloat16)
+            expected, _ = alone.pull(asked, jnp.bfloat16)
+            for pair in zip(halves.values(), expected.values(), strict=True):
+                x, y = (getattr(leaf, "values", leaf) for leaf in pair)
+                assert x.dtype == y.dtype == jnp.bfloat16
+                np.testing.assert_allclose(
+                    x.astype(np.float32), y.astype(np.float32), rtol=2**-7
+                )
         assert run.server.stats()[:3] == alone.stats()[:3]
         actor = run.server.actor
         assert ray.get(actor.wait.remote(1)) == 2
