@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "_transforms": {"_trees"},
     "_late": {"_trees"},
     "_training": {"_trees", "_late"},
-    "_server": {"_trees", "_transforms", "_late", "_training", "_group"},
+    "_server": {"_trees", "_transforms", "_late", "_training"},
     "_group": {"_trees", "_transforms", "_late", "_training", "_server"},
     "engines": {"_trees", "_transforms", "_late", "_training", "_server", "_group"},
     "_config": {"", "_trees"},

@@ -57,18 +57,18 @@ class Group:
     """Starts and ends the processes of a server, as Ray actors.
 
     Args:
+      layout: of the parameters.
       params: the parameters, or a function that gives them.
       tx: the transformation.
-      layout: of the parameters.
       server_options: the other arguments of :class:`RecoverableServer`.
       options: Ray's, for the actor of each.
     """
 
     def __init__(
         self,
+        layout: Layout,
         params: optax.Params,
         tx: optax.GradientTransformation,
-        layout: Layout,
         server_options: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:

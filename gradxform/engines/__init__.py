@@ -13,8 +13,8 @@ The modules: ``_job`` has the job and the records of its run; ``_work`` computes
 one gradient; ``_stops`` decides when a gradient is cancelled; ``_ledger`` counts the
 pushes; ``_pool`` is the common part of all runs; ``_ending`` ends them; ``_simulated``,
 ``_threads`` and ``_ray`` are the engines. On Ray, ``_connect`` looks for the cluster,
-``_servers`` is the server as other processes see it, and ``_group`` starts a server of
-several processes. ``_tensorboard`` writes a run's curves.
+and ``_servers`` is the server as other processes see it. ``_tensorboard`` writes the
+curves of a run.
 """
 
 from gradxform._server.checkpoints import Checkpoint as Checkpoint

@@ -122,10 +122,9 @@ def ray(
         options = {"max_concurrency": len(job.workers) + 8, **(server_options or {})}
         # As early as possible: until then Ray's handler aborts at ``SIGTERM``.
         with ending(run, given):
+            what = job.params, job.tx, options_of(job), options
             processes: Processes = (
-                One(job, options)
-                if layout is None
-                else Group(job.params, job.tx, layout, options_of(job), options)
+                One(*what) if layout is None else Group(layout, *what)
             )
             connection = Connection(ray)
             server = RayServer(processes, given, max_deaths, connection)

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import optax
 
+from gradxform._group.actors import LOOK
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import PushResult, ServerStats, ServerStatus
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._trees.types import T
 from gradxform.engines._connect import Connection
-from gradxform.engines._job import Job
-from gradxform.engines._pool import LOOK, server_options
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -69,11 +68,17 @@ class One:
 
     message = staticmethod(unchanged)
 
-    def __init__(self, job: Job, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        params: optax.Params,
+        tx: optax.GradientTransformation,
+        server_options: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
         self._ray = ray = require("ray", "ray")
         self._start = ray.remote(RecoverableServer).options(**options).remote
-        self._begun_with = ray.put(job.params), ray.put(job.tx)
-        self._options = server_options(job)
+        self._begun_with = ray.put(params), ray.put(tx)
+        self._options = server_options
         self._actor: ActorHandle[RecoverableServer] | None = None
 
     def cause(self) -> None:
