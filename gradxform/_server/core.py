@@ -83,7 +83,7 @@ class Core:
         self._waiters = Waiters()
         self._closed = False
         self._lost: str | None = None
-        self._failed: Version | None = None  # Where a step has raised an error.
+        self._failed = False  # Whether the last step has raised an error.
 
     # Pushes.
 
@@ -109,19 +109,12 @@ class Core:
           ValueError: ``local_step`` is of another incarnation; ``push_id`` is below the
             last one of its worker.
         """
-        known = None if push_id is None else self._answers.get(push_id[0])
-        if push_id is not None and (known is None or push_id[1] > known.number):
+        self.check_usable()
+        if push_id is not None:
+            if (answer := self._answer_to(push_id)) is not None:
+                return answer
             if self.takes <= 0:
                 raise TakesNoMoreError("the server takes no more pushes of workers.")
-            known = None
-        self.check_usable()
-        if push_id is not None and known is not None:
-            if push_id[1] == known.number:
-                return known.result
-            raise ValueError(
-                f"push_id={push_id} comes after {push_id[0], known.number}: give each "
-                "push of a worker a higher number than the one before."
-            )
         check_step(local_step, self.version)
         result = self._run(prepared, local_step)
         if push_id is not None:
@@ -130,8 +123,21 @@ class Core:
             self.takes -= 1
         return result
 
+    def _answer_to(self, push_id: tuple[Hashable, int]) -> PushResult | None:
+        """The answer that this push has got before; None if it is new."""
+        known = self._answers.get(push_id[0])
+        if known is None or push_id[1] > known.number:
+            return None
+        if push_id[1] == known.number:
+            return known.result
+        raise ValueError(
+            f"push_id={push_id} comes after {push_id[0], known.number}: give each "
+            "push of a worker a higher number than the one before."
+        )
+
     def _run(self, prepared: Prepared, local_step: int) -> PushResult:
-        old = self._failed = self.version  # It has failed until it is done.
+        old = self.version
+        self._failed = True  # Until it is done.
         try:
             leaves, counted = prepared.step(
                 old.leaves, prepared.leaves, np.int32(local_step)
@@ -147,7 +153,7 @@ class Core:
                 )
                 error.add_note(str(lost))
             raise
-        self._failed = None
+        self._failed = False
         stepped = global_step != old.global_step
         edition = old.edition + (stepped or not self._gated)
         self.version = Version(leaves, global_step, dropped, old.incarnation, edition)
@@ -260,7 +266,7 @@ class Core:
         """
         self.check_open()
         self.version = Version.of(*arrays)
-        self._lost = self._failed = None
+        self._lost, self._failed = None, False
         self._answers = {}
         self._wake()
 
@@ -271,7 +277,7 @@ class Core:
         the state may be the cause.
         """
         stats = self.stats()
-        if self._failed is not None or not stats.accepted + stats.dropped:
+        if self._failed or not stats.accepted + stats.dropped:
             return None
         answers = [
             [worker, number, local_step, list(result)]

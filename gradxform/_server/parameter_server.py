@@ -92,9 +92,9 @@ class ParameterServer(Generic[Params]):
         core = of_one_process(params, tx, donate=donate, require_finite=require_finite)
         if was_restarted(self):
             core.lose("its Ray actor has died and was started again")
-        self._begin(Published(core) if is_actor(self) else Local(core))
+        self._set_up(Published(core) if is_actor(self) else Local(core))
 
-    def _begin(self, transport: Transport) -> None:
+    def _set_up(self, transport: Transport) -> None:
         self._transport, self._core = transport, transport.core
         self._turns = transport.turns
 

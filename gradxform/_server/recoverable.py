@@ -45,7 +45,7 @@ class RecoverableServer(ParameterServer[Any]):
     ) -> RecoverableServer:
         """A server with another transport and store."""
         self = cls.__new__(cls)
-        self._begin(transport)
+        self._set_up(transport)
         self._save_in(store, pushes)
         return self
 
