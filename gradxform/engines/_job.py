@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, SupportsFloat, TypeAlias
+from typing import (
+    Any,
+    NamedTuple,
+    Protocol,
+    SupportsFloat,
+    TypeAlias,
+    runtime_checkable,
+)
 
 import jax
 import optax
@@ -181,7 +187,8 @@ class Server(Protocol):
         ...
 
 
-class Run(abc.ABC):
+@runtime_checkable
+class Run(Protocol):
     """A job under way; nothing happens before ``pushes`` is iterated.
 
     Attributes:
@@ -196,12 +203,15 @@ class Run(abc.ABC):
       resumed: the global step of the checkpoint that the run goes on from, or None.
     """
 
-    pushes: Iterator[Push]
-    server: Server
-    workers: Mapping[int, Any]  # By engine: threads, or handles of Ray.
-    resumed: int | None
+    @property
+    def pushes(self) -> Iterator[Push]: ...
+    @property
+    def server(self) -> Server: ...
+    @property
+    def workers(self) -> Mapping[int, Any]: ...  # Threads, or handles of Ray.
+    @property
+    def resumed(self) -> int | None: ...
 
-    @abc.abstractmethod
     def counts(self) -> Counts:
         """Counts of the pushes that ``pushes`` has given so far.
 
@@ -210,23 +220,24 @@ class Run(abc.ABC):
         The last checkpoint has the same counts, unless Ctrl-C or a failed step of the
         server has ended the run.
         """
+        ...
 
-    @abc.abstractmethod
     def add(self, worker: Worker) -> int:
         """Adds a worker; returns its index. Any thread may call it."""
+        ...
 
-    @abc.abstractmethod
     def remove(self, index: int) -> None:
         """Lets a worker go after its present push. Any thread may call it.
 
         Raises:
           ValueError: there is no such worker, or too few would be left for a step.
         """
+        ...
 
-    @abc.abstractmethod
     def stop(self) -> None:
         """Ends ``pushes`` early, and the training with it.
 
         Gradients under way are not pushed; a resumed run computes them again. Any
         thread may call it, and signal handlers, too.
         """
+        ...

@@ -9,12 +9,12 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gradxform._server.records import ServerStatus, is_past
 from gradxform._trees import checks
-from gradxform.engines._job import Counts, Job, Push, Run, Worker
+from gradxform.engines._job import Counts, Job, Push, Worker
 from gradxform.engines._ledger import Ledger
 from gradxform.engines._stops import GivenUpError, Stops
 from gradxform.engines._work import RefusedError, StreamEndedError, cast_back
@@ -54,14 +54,15 @@ def server_options(job: Job) -> dict[str, Any]:
     }
 
 
-class WorkerPool(Run):
-    """A run whose workers come and go.
+class WorkerPool:
+    """The :class:`Run` of an engine: its workers come and go.
 
     The iteration over ``pushes`` tells each worker to compute, one gradient at a time.
     While nobody iterates, the workers finish their present gradients, and rest.
     """
 
     server: RecoverableServer | RayServer
+    workers: Mapping[int, Any]  # By engine: threads, or handles of Ray.
 
     def __init__(self, job: Job) -> None:
         if job.required is not None:
