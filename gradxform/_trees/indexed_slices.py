@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeGuard
 
 import jax
@@ -232,9 +232,20 @@ class IndexedSlices(metaclass=_NamesHint):
             return add_rows(table, self)
         self._refuse()
 
-    __add__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
-    __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = _refuse
-    __getitem__ = __array__ = _refuse
+    # One line each: to a type checker a chain of assignments has no type.
+    __add__: Callable[..., NoReturn] = _refuse
+    __sub__: Callable[..., NoReturn] = _refuse
+    __rsub__: Callable[..., NoReturn] = _refuse
+    __mul__: Callable[..., NoReturn] = _refuse
+    __rmul__: Callable[..., NoReturn] = _refuse
+    __neg__: Callable[..., NoReturn] = _refuse
+    __truediv__: Callable[..., NoReturn] = _refuse
+    __rtruediv__: Callable[..., NoReturn] = _refuse
+    __pow__: Callable[..., NoReturn] = _refuse
+    __matmul__: Callable[..., NoReturn] = _refuse
+    __rmatmul__: Callable[..., NoReturn] = _refuse
+    __getitem__: Callable[..., NoReturn] = _refuse
+    __array__: Callable[..., NoReturn] = _refuse
 
     # Values come first: optax.inject_hyperparams gives its numbers the dtype of the
     # first leaf.
