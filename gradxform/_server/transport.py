@@ -22,7 +22,7 @@ from gradxform._trees.indexed_slices import IndexedSlices, ascending
 
 
 class Transport(Protocol):
-    """What lies between a server's methods and its core; a server keeps the first.
+    """What lies between a server's methods and its core, for as long as it lives.
 
     Attributes:
       core: of the server, in this process.

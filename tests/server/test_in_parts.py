@@ -208,6 +208,18 @@ def test_a_version_that_two_workers_pull_at_once_is_put_once(monkeypatch):
     assert len(put) == 1
 
 
+@pytest.mark.usefixtures("without_ray")
+def test_a_pull_in_half_precision_puts_half_the_bytes(monkeypatch):
+    put = []
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(put=put.append))
+    params = {"w": jnp.ones((64, 64)), "count": jnp.int32(0)}
+    server = Published(of_one_process(params, optax.set_to_zero()))
+    for dtype in (None, jnp.bfloat16, jnp.bfloat16, None):  # Each form is put once.
+        server.pull(server.tables.request(None, dtype))
+    sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in put]
+    assert sizes == [4 * 64 * 64 + 4, 2 * 64 * 64 + 4]
+
+
 class Name(str):
     """A key of a dict that counts how often anybody looks it up."""
 
