@@ -111,6 +111,43 @@ def novograd(
         yield params, mu, nu
 
 
+def ftrl(
+    params,
+    sequence,
+    learning_rate,
+    learning_rate_power=-0.5,
+    initial_accumulator_value=0.1,
+    l1_regularization_strength=0.0,
+    l2_regularization_strength=0.0,
+    l2_shrinkage_regularization_strength=0.0,
+    beta=0.0,
+    *,
+    multiply_linear_by_learning_rate=False,
+    **clips,
+):
+    """Yields ``(params, n, z)`` after each step, in the paper's n, z, sigma, alpha."""
+    l1, l2 = l1_regularization_strength, 2 * l2_regularization_strength
+    n = {k: np.full(p.shape, initial_accumulator_value) for k, p in params.items()}
+    z = {k: np.zeros_like(p) for k, p in params.items()}
+    for t, grads in enumerate(sequence):
+        alpha = float(learning_rate(t)) if callable(learning_rate) else learning_rate
+        unit = alpha if multiply_linear_by_learning_rate else 1.0  # Of z.
+        new = {k: {} for k in "wnz"}
+        for k, g in clip(grads, **clips).items():
+            w = params[k]
+            new["n"][k] = n[k] + np.abs(g) ** 2
+            root = new["n"][k] ** -learning_rate_power
+            sigma = (root - n[k] ** -learning_rate_power) / alpha
+            pull = g + 2 * l2_shrinkage_regularization_strength * w - sigma * w
+            new["z"][k] = z[k] + unit * pull
+            size, divisor = np.abs(new["z"][k]) / unit, (beta + root) / alpha + l2
+            with np.errstate(divide="ignore", invalid="ignore"):
+                moved = -(1 - l1 / size) * new["z"][k] / unit / divisor
+            new["w"][k] = np.where((size <= l1) | (divisor == 0), 0, moved)
+        params, n, z = new["w"], new["n"], new["z"]
+        yield params, n, z
+
+
 def learning_rate(params, sequence, learning_rate):
     """Yields ``(params,)`` after each step: gradient descent."""
     for t, grads in enumerate(sequence):

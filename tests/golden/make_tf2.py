@@ -19,6 +19,14 @@ ADAGRADS = {
     ),
 }
 
+FTRLS = {
+    "ftrl": ("tf.keras.optimizers.Ftrl", tf.keras.optimizers.Ftrl),
+    "legacy-ftrl": (
+        "tf.keras.optimizers.legacy.Ftrl",
+        tf.keras.optimizers.legacy.Ftrl,
+    ),
+}
+
 
 def run(opt, variant, read_slots, schedule=None):
     """Pushes a variant's gradients through ``opt.apply_gradients``."""
@@ -45,12 +53,17 @@ def built(settings):
     return arguments, rate if callable(rate) else None
 
 
-def accumulators(opt, params):
-    if isinstance(opt, tf.keras.optimizers.legacy.Optimizer):
-        read = {k: opt.get_slot(var, "accumulator") for k, var in params.items()}
-    else:
-        read = {k: opt._accumulators[i] for i, k in enumerate(params)}
-    return {"accumulator": {name: var.numpy() for name, var in read.items()}}
+def accumulators(opt, params, slots=("accumulator",)):
+    def read(slot):
+        if isinstance(opt, tf.keras.optimizers.legacy.Optimizer):
+            return {k: opt.get_slot(var, slot) for k, var in params.items()}
+        return dict(zip(params, getattr(opt, "_" + slot + "s")))
+
+    return {slot: {k: var.numpy() for k, var in read(slot).items()} for slot in slots}
+
+
+def accumulators_and_linears(opt, params):
+    return accumulators(opt, params, ("accumulator", "linear"))
 
 
 def adagrad(which, name, variant, settings):
@@ -81,6 +94,23 @@ def adagrad(which, name, variant, settings):
             if legacy
             else "ignores clipvalue there; ours: ValueError"
         )
+    return dict(case, params=_format.params(), steps=steps)
+
+
+def ftrl(which, name, variant, settings):
+    symbol, make = FTRLS[which]
+    arguments, schedule = built(settings)
+    steps = run(make(**arguments), variant, accumulators_and_linears, schedule)
+    case = {
+        "name": which + "-" + name,
+        "symbol": symbol,
+        "settings": settings,
+        "variant": variant,
+        "ours": _format.ours_ftrl(settings, steps),
+    }
+    if settings["initial_accumulator_value"] == 0.0 and which == "ftrl":
+        case["ours"] = None
+        case["why_not"] = "0 / 0 is NaN there; ours: a weight of 0"
     return dict(case, params=_format.params(), steps=steps)
 
 
@@ -167,6 +197,13 @@ def main():
         novograd("clipnorm", "scales", clipnorm=1.0, epsilon=1e-3),
         novograd("global-clipnorm", "scales", global_clipnorm=1.0, epsilon=1e-3),
     ]
+    for which in FTRLS:
+        for case in [
+            *_format.KERAS_FTRL,
+            _format.BETA,
+            _format.FTRL_GLOBAL_CLIPNORM,
+        ]:
+            cases.append(ftrl(which, *case))
     versions = {"tensorflow": tf.__version__, "tensorflow-addons": tfa.__version__}
     _format.write(__file__, versions, cases)
 

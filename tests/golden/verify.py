@@ -8,7 +8,7 @@ arguments to gradxform's is right, whatever the library does. Run it after makin
 For each symbol it prints the largest relative difference. It fails where one exceeds
 2e-5 (1e-3 where the trace is in float16). A difference is relative to the entry itself
 or, where parts of opposite sign nearly cancel, to 1/100 of the leaf's largest entry
-(for parameters: of 1, if that is more).
+(for parameters and FTRL's "linear": of 1, if that is more).
 
 Runs of workers are in float64. Their equations are in ``_simulator.py``, also where
 ``ours`` is null, and their parameters may differ by 1e-9.
@@ -36,6 +36,38 @@ def adagrad(ours, params):
             acc[key] = acc[key] + g * g
             updates[key] = -lr * normalized(g, acc[key], ours)
         return updates, {"accumulator": dict(acc)}
+
+    return update
+
+
+def ftrl(ours, params):
+    clip, power = clipper(ours), -ours["learning_rate_power"]
+    l1, l2 = ours["l1_regularization_strength"], ours["l2_regularization_strength"]
+    shrinkage = ours["l2_shrinkage_regularization_strength"]
+    unit = ours.get("multiply_linear_by_learning_rate", False)
+    n = {
+        k: np.full_like(w, ours["initial_accumulator_value"]) for k, w in params.items()
+    }
+    z = {key: np.zeros_like(w) for key, w in params.items()}
+
+    def update(grads, params, lr, given):
+        updates = {}
+        for key, g in clip(grads).items():
+            given_here, w = given[key], params[key]
+            new = n[key] + g * g
+            sigma = (new**power - n[key] ** power) / lr
+            pull = (lr if unit else 1) * (g + (2 * shrinkage - sigma) * w)
+            z[key] = np.where(given_here, z[key] + pull, z[key])
+            n[key], size = new, np.abs(z[key]) / (lr if unit else 1)
+            divisor = (ours.get("beta", 0) + new**power) / lr + 2 * l2
+            moved = np.divide(
+                np.sign(z[key]) * (l1 - size),
+                divisor,
+                out=np.zeros_like(w),
+                where=size > l1,
+            )
+            updates[key] = np.where(given_here, moved - w, 0)
+        return updates, {"accumulator": dict(n), "accum": dict(n), "linear": dict(z)}
 
     return update
 
@@ -120,6 +152,7 @@ def corrected(
 
 MAKE = {
     "adagrad": adagrad,
+    "ftrl": ftrl,
     "novograd": novograd,
     "sgd": sgd,
     "momentum_look_ahead": momentum_look_ahead,
@@ -215,13 +248,23 @@ def check_step(worst, seen, expected, floor=0.0):
         worst.append(np.max(error, initial=0, where=finite))
 
 
-def check_still(before, step):
+def given(grad):
+    """Which entries a gradient gives, also if it gives zeros."""
+    if not isinstance(grad, dict):
+        return np.array(True)
+    named = entry_rows(grad, grad["dense_shape"])[0]
+    return named.reshape(-1, *[1] * (len(grad["dense_shape"]) - 1))
+
+
+def check_still(before, step, moved_by_zeros):
     """Entries whose row-sparse gradient is zero, or not given, keep their bits."""
     pairs = [(before["params"], step["params"])]
     pairs += [(old, step["slots"][k]) for k, old in before.get("slots", {}).items()]
     for key, grad in step["grads"].items():
         for old, new in pairs if isinstance(grad, dict) else []:
             still = entry(grad) == 0
+            if moved_by_zeros:
+                still = np.broadcast_to(~given(grad), still.shape)
             np.testing.assert_array_equal(
                 np.array(new[key])[still], np.array(old[key])[still]
             )
@@ -281,7 +324,7 @@ def check(case, worst):
     inner = ours.get("inner", ours)
     update = MAKE[inner["transformation"]](inner, params)
     global_step = stale = 0
-    slots, before = None, case
+    slots, before, is_ftrl = None, case, inner["transformation"] == "ftrl"
     for i, step in enumerate(case["steps"]):
         lr = inner["learning_rate"]
         lr = lr[i] if isinstance(lr, list) else lr
@@ -289,14 +332,22 @@ def check(case, worst):
         if dropped:
             stale += 1
         else:
-            updates, slots = update(float64(step["grads"]), params, lr)
+            moved = [{k: given(g) for k, g in step["grads"].items()}]
+            if inner.get("densify"):
+                moved = [{k: np.array(True) for k in step["grads"]}]
+            updates, slots = update(
+                float64(step["grads"]), params, lr, *(moved if is_ftrl else [])
+            )
             params = {key: params[key] + updates[key] for key in params}
             global_step += 1
-        check_still(before, step)
+        if not inner.get("densify"):
+            check_still(before, step, is_ftrl)
         before = step
         check_step(worst, params, float64(step["params"]), floor=1e-2)
         for slot in step["slots"]:
-            check_step(worst, slots[slot], float64(step["slots"][slot]))
+            # FTRL's holds a difference of roots, with their rounding.
+            floor = 1e-2 if slot == "linear" else 0.0
+            check_step(worst, slots[slot], float64(step["slots"][slot]), floor)
         assert step.get("global_step", global_step) == global_step
         assert step.get("iterations", global_step) == global_step
         assert step.get("stale_counter", stale) == stale
