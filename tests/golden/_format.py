@@ -111,6 +111,18 @@ KERAS_FTRL = [
 ]
 """What every FTRL of Keras is run with."""
 
+MULTIPLIED_FTRL = [
+    ("plain", "plain", dict(_REGULARIZED, learning_rate=EXPONENTIAL)),
+    (
+        "shrinkage",
+        "plain",
+        dict(
+            _REGULARIZED,
+            learning_rate=EXPONENTIAL,
+            l2_shrinkage_regularization_strength=0.1,
+        ),
+    ),
+]
 BETA = ("beta", "plain", dict(_REGULARIZED, beta=0.5))
 FTRL_GLOBAL_CLIPNORM = (
     "global-clipnorm",
