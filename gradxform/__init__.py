@@ -107,6 +107,10 @@ from gradxform._transforms.momentum_look_ahead import worker_start as worker_sta
 from gradxform._transforms.novograd import ScaleByNovogradState as ScaleByNovogradState
 from gradxform._transforms.novograd import novograd as novograd
 from gradxform._transforms.novograd import scale_by_novograd as scale_by_novograd
+from gradxform._transforms.proximal_adagrad import (
+    ProximalAdagradState as ProximalAdagradState,
+)
+from gradxform._transforms.proximal_adagrad import proximal_adagrad as proximal_adagrad
 from gradxform._trees.indexed_slices import IndexedSlices as IndexedSlices
 
 __version__ = "0.1.0"

@@ -86,8 +86,8 @@ D = Descriptor
 # Its update changes every row, so it refuses row-sparse gradients.
 Dense = functools.partial(D, rows="refused")
 
-# Of its touched rows alone.
-Ftrl = functools.partial(D, rows="touched", reads_params=True, sets_params=True)
+# It computes weights, of the touched rows alone, and returns how they differ.
+Weights = functools.partial(D, rows="touched", reads_params=True, sets_params=True)
 
 ADAGRAD = D("adagrad", {"learning_rate": 0.1})
 NOVOGRAD = Dense("novograd", {"learning_rate": 0.1, "global_clipnorm": 0.5})
@@ -114,8 +114,8 @@ DESCRIPTORS = (
     D("adagrad", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
     D("adagrad", {"learning_rate": 0.1, "clipvalue": 0.1}, "clipvalue", real_only=True),
     D("adagrad", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"),
-    Ftrl("ftrl", {"learning_rate": 0.1}, figures=(0, 12)),
-    Ftrl(
+    Weights("ftrl", {"learning_rate": 0.1}, figures=(0, 12)),
+    Weights(
         "ftrl",
         {
             "learning_rate": 0.5,
@@ -129,7 +129,7 @@ DESCRIPTORS = (
         "regularized",
         figures=(0, 12),
     ),
-    Ftrl(
+    Weights(
         "ftrl",
         {
             "learning_rate": 0.5,
@@ -138,9 +138,23 @@ DESCRIPTORS = (
         },
         "multiplied",
     ),
-    Ftrl("ftrl", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
-    Ftrl("ftrl", {"learning_rate": 0.1, "clipvalue": 0.1}, "clipvalue", real_only=True),
-    Ftrl("ftrl", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"),
+    Weights("ftrl", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
+    Weights(
+        "ftrl", {"learning_rate": 0.1, "clipvalue": 0.1}, "clipvalue", real_only=True
+    ),
+    Weights("ftrl", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"),
+    Weights("proximal_adagrad", {"learning_rate": 0.1}, figures=(0, 7)),
+    Weights(
+        "proximal_adagrad",
+        {
+            "learning_rate": 0.3,
+            "initial_accumulator_value": 0.2,
+            "l1_regularization_strength": 0.5,
+            "l2_regularization_strength": 0.3,
+        },
+        "regularized",
+        figures=(0, 7),
+    ),
     Dense("scale_by_novograd", figures=(0, 7)),
     Dense("novograd", {"learning_rate": 0.1}, figures=(0, 7)),
     Dense(

@@ -72,6 +72,31 @@ def adagrad(
         yield params, acc
 
 
+def proximal_adagrad(
+    params,
+    sequence,
+    learning_rate,
+    initial_accumulator_value=0.1,
+    l1_regularization_strength=0.0,
+    l2_regularization_strength=0.0,
+):
+    """Yields ``(params, accumulators)`` after each step."""
+    acc = {k: np.full(p.shape, initial_accumulator_value) for k, p in params.items()}
+    for t, grads in enumerate(sequence):
+        lr = float(learning_rate(t)) if callable(learning_rate) else learning_rate
+        acc = {k: acc[k] + np.abs(g) ** 2 for k, g in grads.items()}
+        eta = {k: lr * divided(np.ones_like(a), a, 0.0, True) for k, a in acc.items()}
+        new = {}
+        for k, g in grads.items():
+            v, least = params[k] - eta[k] * g, eta[k] * l1_regularization_strength
+            with np.errstate(divide="ignore", invalid="ignore"):
+                shrunk = np.where(np.abs(v) <= least, 0, v - least * v / np.abs(v))
+            new[k] = np.where(least == 0, v, shrunk)
+            new[k] = new[k] / (1 + eta[k] * l2_regularization_strength)
+        params = new
+        yield params, acc
+
+
 def novograd(
     params,
     sequence,

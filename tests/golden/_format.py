@@ -131,6 +131,22 @@ FTRL_GLOBAL_CLIPNORM = (
 )
 
 
+_PROXIMAL = {
+    "learning_rate": 0.3,
+    "initial_accumulator_value": 0.1,
+    "l1_regularization_strength": 0.4,
+    "l2_regularization_strength": 0.2,
+}
+PROXIMAL_ADAGRAD = [
+    ("plain", "plain", dict(_PROXIMAL)),
+    ("scales", "scales", dict(_PROXIMAL)),
+    ("zero-start", "zero-start", dict(_PROXIMAL)),
+    ("l1", "plain", dict(_PROXIMAL, l2_regularization_strength=0.0)),
+    ("l2", "plain", dict(_PROXIMAL, l1_regularization_strength=0.0)),
+]
+"""What ``tf.train.ProximalAdagradOptimizer`` is run with."""
+
+
 def scheduled(adagrad_case_name, **schedule):
     """One more case like ADAGRAD's: a schedule, by its class name and arguments."""
     return (adagrad_case_name, "plain", dict(_RATE, learning_rate=schedule))

@@ -162,6 +162,13 @@ FTRL = [
 ]
 """What every FTRL is run with: (name, variant, its arguments, table, as_dense)."""
 
+PROXIMAL_ADAGRAD = {
+    "learning_rate": 0.3,
+    "initial_accumulator_value": 0.1,
+    "l1_regularization_strength": 0.2,
+    "l2_regularization_strength": 0.2,
+}
+
 KERAS_FTRL = [
     *FTRL,
     ("clipnorm", "scales", dict(_FTRL, clipnorm=1.0)),

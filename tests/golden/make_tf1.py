@@ -450,6 +450,19 @@ def plain_ftrl(name, variant, settings):
     }
 
 
+def proximal_adagrad(name, variant, settings):
+    make = tf.compat.v1.train.ProximalAdagradOptimizer
+    return {
+        "name": "proximal-adagrad-optimizer-" + name,
+        "symbol": "tf.train.ProximalAdagradOptimizer",
+        "settings": settings,
+        "variant": variant,
+        "ours": dict(settings, transformation="proximal_adagrad"),
+        "params": _format.params(),
+        "steps": plain(make, variant, settings),
+    }
+
+
 def main():
     cases = [drop_stale(inner, k) for inner in INNERS for k in (0, 1, 3)]
     cases += clipping()
@@ -523,6 +536,7 @@ def main():
     ]
     cases += [plain_ftrl(*case) for case in _format.FTRL]
     cases += [ftrl(*case) for case in _format.KERAS_FTRL]
+    cases += [proximal_adagrad(*case) for case in _format.PROXIMAL_ADAGRAD]
     _format.write(__file__, {"tensorflow": tf.__version__}, cases)
 
 

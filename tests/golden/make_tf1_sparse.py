@@ -156,6 +156,21 @@ def ftrl(symbol, name, variant, settings, table="w", as_dense=False):
     return finished(case, sequence, steps)
 
 
+def proximal_adagrad(variant):
+    settings = dict(_sparse.PROXIMAL_ADAGRAD)
+    sequence = _sparse.gradients(variant)
+    make = tf.compat.v1.train.ProximalAdagradOptimizer
+    steps = run(lambda: make(**settings), sequence)
+    case = {
+        "name": "proximal-adagrad-optimizer-" + variant,
+        "symbol": "tf.train.ProximalAdagradOptimizer",
+        "settings": settings,
+        "variant": variant,
+        "ours": dict(settings, transformation="proximal_adagrad"),
+    }
+    return finished(case, sequence, steps)
+
+
 def finished(case, sequence, steps):
     why_not = _sparse.why_not(case["settings"], case["variant"])
     if why_not:
@@ -249,6 +264,8 @@ def clipping():
 
 def main():
     cases = adagrad() + clipping()
+    variants = ("sorted", "repeated", "zero-rows", "no-rows")
+    cases += [proximal_adagrad(variant) for variant in variants]
     cases += [ftrl("tf.train.FtrlOptimizer", *case) for case in _sparse.FTRL]
     cases += [ftrl("tf.keras.optimizers.Ftrl", *case) for case in _sparse.KERAS_FTRL]
     _format.write(__file__, {"tensorflow": tf.__version__}, cases)

@@ -72,6 +72,26 @@ def ftrl(ours, params):
     return update
 
 
+def proximal_adagrad(ours, params):
+    acc = {
+        key: np.full_like(w, ours["initial_accumulator_value"])
+        for key, w in params.items()
+    }
+    l1, l2 = ours["l1_regularization_strength"], ours["l2_regularization_strength"]
+
+    def update(grads, params, lr, given):
+        updates = {}
+        for key, g in grads.items():
+            acc[key] = acc[key] + g * g
+            eta, w = lr / np.sqrt(acc[key]), params[key]
+            v = w - eta * g
+            moved = np.sign(v) * np.maximum(np.abs(v) - eta * l1, 0) / (1 + eta * l2)
+            updates[key] = np.where(given[key], moved - w, 0)
+        return updates, {"accumulator": dict(acc)}
+
+    return update
+
+
 def novograd(ours, params):
     clip = clipper(ours)
     mu = {key: np.zeros_like(w) for key, w in params.items()}
@@ -153,10 +173,12 @@ def corrected(
 MAKE = {
     "adagrad": adagrad,
     "ftrl": ftrl,
+    "proximal_adagrad": proximal_adagrad,
     "novograd": novograd,
     "sgd": sgd,
     "momentum_look_ahead": momentum_look_ahead,
 }
+SETS_WEIGHTS = ("ftrl", "proximal_adagrad")  # Zeros as gradients move them, too.
 
 
 def normalized(g, squares, ours):
@@ -324,7 +346,7 @@ def check(case, worst):
     inner = ours.get("inner", ours)
     update = MAKE[inner["transformation"]](inner, params)
     global_step = stale = 0
-    slots, before, is_ftrl = None, case, inner["transformation"] == "ftrl"
+    slots, before, sets_weights = None, case, inner["transformation"] in SETS_WEIGHTS
     for i, step in enumerate(case["steps"]):
         lr = inner["learning_rate"]
         lr = lr[i] if isinstance(lr, list) else lr
@@ -336,12 +358,12 @@ def check(case, worst):
             if inner.get("densify"):
                 moved = [{k: np.array(True) for k in step["grads"]}]
             updates, slots = update(
-                float64(step["grads"]), params, lr, *(moved if is_ftrl else [])
+                float64(step["grads"]), params, lr, *(moved if sets_weights else [])
             )
             params = {key: params[key] + updates[key] for key in params}
             global_step += 1
         if not inner.get("densify"):
-            check_still(before, step, is_ftrl)
+            check_still(before, step, sets_weights)
         before = step
         check_step(worst, params, float64(step["params"]), floor=1e-2)
         for slot in step["slots"]:
@@ -354,6 +376,11 @@ def check(case, worst):
         fraction = np.float32(stale / (global_step + 1))
         assert np.isclose(step.get("stale_percentage", fraction), fraction, rtol=1e-6)
     return None
+
+
+def is_optax(ours):
+    """Whether optax has the formula. The tests run it."""
+    return ours["transformation"].startswith("optax.")
 
 
 def main():
@@ -370,7 +397,7 @@ def main():
                     differences = [
                         _simulator.distance(*pair) for pair in _simulator.replayed(case)
                     ]
-                elif case["ours"] is None:
+                elif case["ours"] is None or is_optax(case["ours"]):
                     continue
                 else:
                     check(case, differences)
