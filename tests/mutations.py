@@ -192,6 +192,26 @@ _transforms/adagrad.py: the accumulators change their dtype with the first updat
 - sums = maps.cast_like(sums, touched)
 + pass
 
+_transforms/ftrl.py: the divisor grows although the sum of squares has stalled
+- sigma = _root(plus_square(g, n), power) - _root(n, power)
++ sigma = arithmetic.abs_sq(g) / (_root(plus_square(g, n), power) + _root(n, power))
+
+_transforms/ftrl.py: L1 sets the weight of a NaN to zero
+- is_zero |= size <= least
++ is_zero |= ~(size > least)
+
+_transforms/ftrl.py: an update in half precision leaves a rest of a wider weight
+- return u.astype(dtype) if dtype == maps.dtype_of(w) else u
++ return u.astype(dtype)
+
+_transforms/proximal_adagrad.py: no gradient yet, and still a step towards zero
+- eta = arithmetic.scale(jnp.where(is_known, eta, 0), rate)
++ eta = arithmetic.scale(eta, rate)
+
+_transforms/proximal_adagrad.py: L1 has the rate of all weights
+- size, least = jnp.abs(v), arithmetic.scale(eta, l1)
++ size, least = jnp.abs(v), arithmetic.scale(jnp.full_like(eta, rate), l1)
+
 _transforms/novograd.py: the square of a small clip factor underflows
 - square = square * factor * factor
 + square = square * (factor * factor)

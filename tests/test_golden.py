@@ -160,10 +160,11 @@ OPTIMIZERS = sorted(OURS.keys() - CLIPS, key=lambda n: (str(options_of(n)[2]), n
 def test_optimizer(name):
     of_optax = OURS[name]["ours"]["transformation"].startswith("optax.")
     with jax.numpy_dtype_promotion("standard" if of_optax else "strict"):
-        check_optimizer(name)
+        # Optax's powers of Adam's decays are less exact.
+        check_optimizer(name, rtol=1e-4 if of_optax else 2e-5)
 
 
-def check_optimizer(name):
+def check_optimizer(name, rtol):
     case = OURS[name]
     options, numbers, how = options_of(name)
     tx, step = build(options), functools.partial(compiled(*how), numbers)
@@ -175,7 +176,7 @@ def check_optimizer(name):
         gated = "local_step" in recorded
         extra = {"local_step": recorded["local_step"]} if gated else {}
         params, state = step(tree(recorded["grads"]), state, params, **extra)
-        agree(params, tree(recorded["params"]), floor=1)
+        agree(params, tree(recorded["params"]), floor=1, rtol=rtol)
         for slot, expected in recorded.get("slots", {}).items():
             # TensorFlow Addons keeps its momentum negated.
             sign = -1 if slot == "m" else 1

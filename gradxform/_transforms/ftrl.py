@@ -25,7 +25,7 @@ class FtrlState(NamedTuple):
       linear: ``z``, like params, in at least float32; complex for complex ones.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # A tuple's method of that name.
     sum_of_squares: optax.Updates
     linear: optax.Updates
 

@@ -21,7 +21,7 @@ class ProximalAdagradState(NamedTuple):
       sum_of_squares: ``acc``, like params, in at least float32.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # A tuple's method of that name.
     sum_of_squares: optax.Updates
 
 

@@ -1,4 +1,4 @@
-"""FTRL: exact zeros, rows, rates, and what it does with zeros and NaN."""
+"""FTRL and proximal Adagrad: exact zeros, rows, rates, and what NaN does."""
 
 import functools
 
@@ -291,3 +291,36 @@ def test_a_rate_that_a_schedule_gives_must_be_real():
     tx = gx.ftrl(lambda _: 1j)
     with pytest.raises(TypeError, match="learning_rate must be real"):
         tx.update(jnp.ones(1), tx.init(jnp.ones(1)), jnp.ones(1))
+
+
+# Proximal Adagrad is the other transformation that computes weights.
+
+
+@pytest.mark.parametrize("of_gradients", DTYPES)
+@pytest.mark.parametrize("of_params", DTYPES)
+def test_proximal_adagrad_makes_weights_exactly_zero(of_params, of_gradients):
+    rng = np.random.default_rng(0)
+    tx = gx.proximal_adagrad(0.3, **HELD)
+    w = jnp.asarray(0.3 * rng.standard_normal(64), of_params)
+    state = tx.init(w)
+    for _ in range(3):
+        g = jnp.asarray(gradients(rng, 64), of_gradients)
+        w, state = gx.apply_gradients(tx, 3 * g, state, w)
+    assert np.all(np.asarray(w[32:]) == 0)
+    assert np.all(np.asarray(w[:32]) != 0)
+
+
+def test_proximal_adagrad_leaves_weights_that_no_gradient_has_reached():
+    """TensorFlow makes them NaN."""
+    tx = gx.proximal_adagrad(0.5, 0.0, 0.2, 0.2)
+    w = jnp.array([1.0, 2.0])
+    new, _ = gx.apply_gradients(tx, jnp.array([0.0, 1.0]), tx.init(w), w)
+    assert new[0] == 1
+    np.testing.assert_allclose(new[1], (2 - 0.5 - 0.5 * 0.2) / (1 + 0.5 * 0.2))
+
+
+def test_proximal_adagrad_does_not_hide_nan():
+    tx = gx.proximal_adagrad(0.5, **HELD)
+    w = jnp.ones(2)
+    updates, _ = tx.update(jnp.array([np.nan, 0.1]), tx.init(w), w)
+    np.testing.assert_array_equal(np.isnan(updates), [True, False])
