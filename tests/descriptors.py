@@ -331,5 +331,4 @@ NO_ORIGINAL = {
     "delayed": "it stands for what a pipeline does, and no library has it as a part",
     "delayed_nesterov": "a paper; its authors published no optimizer",
     "measure_cosine": "a measurement of its own",
-    "scale_by_learning_rate": "it has the name and the meaning that it has in optax",
 }

@@ -834,8 +834,8 @@ _config/hints.py: true is taken for the number 1
 + return isinstance(value, kinds)
 
 _config/keras.py: a rate counts steps where Keras counts pushes
-- if not isinstance(learning_rate, Mapping):
-+ if isinstance(learning_rate, Mapping):
+- if gradient_accumulation_steps and isinstance(learning_rate, Mapping):
++ if False:
 
 _config/keras.py: a piecewise constant rate changes one step early
 - int(boundary) + 1 for boundary

@@ -58,9 +58,9 @@ def ftrl(
             {(beta + n'^{-power}) / learning\_rate + 2 \, l2} & \text{otherwise}
         \end{cases}
 
-    For linear models of many features, of which each example has a few, as for the
-    prediction of clicks. If the gradient of a table is :class:`IndexedSlices`, only the
-    touched rows and their state are read and written.
+    It is for linear models with many features, when each example has only a few of
+    them: click prediction, wide-and-deep models. If the gradient of a table is
+    :class:`IndexedSlices`, only the touched rows and their state are read and written.
 
     FTRL computes weights and not steps, so ``update`` needs ``params``, and returns
     :math:`w' - w`. If :math:`w'` is 0, the update is exactly :math:`-w`, and the new
