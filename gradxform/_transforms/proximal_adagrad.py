@@ -125,19 +125,20 @@ def proximal_adagrad(
             is_known = ~(acc < np.finfo(acc.dtype).tiny)
             eta = jax.lax.rsqrt(jnp.where(is_known, acc, 1))
             eta = arithmetic.scale(jnp.where(is_known, eta, 0), rate)
-            # v = w - η·g
-            v = wide - arithmetic.scale(dtypes.widen(g).astype(wide.dtype), eta)
-            new = v
+            # w' - w = -(η·g + η·l1·v/|v| + η·l2·w) / (1 + η·l2), with v = w - η·g
+            step = arithmetic.scale(dtypes.widen(g).astype(wide.dtype), eta)
+            decay, v = arithmetic.scale(eta, l2), wide - step
+            step += arithmetic.scale(wide, decay)
             if isinstance(l1, jax.core.Tracer) or l1 != 0:
-                # w' = v - η·l1·v/|v|, 0 where |v| ≤ η·l1
                 size, least = jnp.abs(v), arithmetic.scale(eta, l1)
                 is_zero = size <= least  # False for NaN, which stays.
-                kept = (size - least) / jnp.where(is_zero, 1, size)
-                new = arithmetic.scale(v, jnp.where(is_zero, 0, kept))
-            # w' = w' / (1 + η·l2)
-            new = arithmetic.scale(new, 1 / (1 + arithmetic.scale(eta, l2)))
-            # w' - w
-            return (new - wide).astype(g.dtype if g.dtype == w.dtype else wide.dtype)
+                step += arithmetic.scale(v, least / jnp.where(is_zero, 1, size))
+            else:
+                is_zero = False
+            # w' = 0 where |v| ≤ η·l1
+            update = arithmetic.scale(-step, 1 / (1 + decay))
+            update = jnp.where(is_zero, -wide, update)
+            return update.astype(g.dtype if g.dtype == w.dtype else wide.dtype)
 
         # With a row-sparse gradient, only the rows that it touches.
         updates = maps.sum_duplicates(updates)
