@@ -64,6 +64,9 @@ def test_a_step_costs_what_its_row_says(row):
     step = compile_step(row.make(), shapes, **jax.eval_shape(row.extra, shapes))
     n, memory, (copies, passes) = size(shapes), step.memory_analysis(), row.figures
     found = memory.temp_size_in_bytes / n, step.cost_analysis()["bytes accessed"] / n
+    if row.name == "ftrl" and jax.__version_info__ < (0, 12):
+        # There the CPU compiler copies the sums of squares before it reads them twice.
+        copies, passes = copies + 1, passes + 2
     # A mean over pushes counts half of a pass more before JAX 0.12.
     more = 0.01 if jax.__version_info__ >= (0, 12) else 0.51
     assert copies <= found[0] < copies + 0.01

@@ -134,6 +134,49 @@ ADAGRAD = [
 ]
 """What every Keras-like Adagrad is run with: (name, variant, its arguments)."""
 
+_FTRL = {
+    "learning_rate": 0.5,
+    "learning_rate_power": -0.5,
+    "initial_accumulator_value": 0.1,
+    "l1_regularization_strength": 0.3,
+    "l2_regularization_strength": 0.2,
+    "l2_shrinkage_regularization_strength": 0.0,
+}
+_SHRINKAGE = dict(_FTRL, l2_shrinkage_regularization_strength=0.1)
+
+FTRL = [
+    ("sorted", "sorted", dict(_FTRL)),
+    ("unsorted", "unsorted", dict(_FTRL)),
+    ("repeated", "repeated", dict(_FTRL)),
+    ("cancelling", "cancelling", dict(_FTRL)),
+    ("zero-rows", "zero-rows", dict(_FTRL)),
+    ("apart", "apart", dict(_FTRL)),
+    ("no-rows", "no-rows", dict(_FTRL)),
+    ("scales", "scales", dict(_FTRL)),
+    ("shrinkage", "repeated", dict(_SHRINKAGE)),
+    ("shrinkage-zero-rows", "zero-rows", dict(_SHRINKAGE)),
+    ("power", "repeated", dict(_FTRL, learning_rate_power=-0.7)),
+    ("rank-1", "repeated", dict(_FTRL), "v"),
+    ("rank-3", "low", dict(_FTRL), "t"),
+    ("repeated-as-dense", "repeated", dict(_FTRL), "w", True),
+]
+"""What every FTRL is run with: (name, variant, its arguments, table, as_dense)."""
+
+PROXIMAL_ADAGRAD = {
+    "learning_rate": 0.3,
+    "initial_accumulator_value": 0.1,
+    "l1_regularization_strength": 0.2,
+    "l2_regularization_strength": 0.2,
+}
+
+KERAS_FTRL = [
+    *FTRL,
+    ("clipnorm", "scales", dict(_FTRL, clipnorm=1.0)),
+    ("clipvalue", "scales", dict(_FTRL, clipvalue=0.5)),
+    ("exponential-decay", "repeated", dict(_FTRL, learning_rate=_format.EXPONENTIAL)),
+]
+"""What every FTRL of Keras is run with."""
+
 GLOBAL_CLIPNORM = [
     ("global-clipnorm", "scales", dict(_RATE, global_clipnorm=1.0)),
     ("global-clipnorm-repeated", "repeated-scales", dict(_RATE, global_clipnorm=1.0)),
