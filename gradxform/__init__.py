@@ -85,6 +85,7 @@ from gradxform._transforms.delayed_nesterov import (
     scale_by_delayed_nesterov as scale_by_delayed_nesterov,
 )
 from gradxform._transforms.densify import densify as densify
+from gradxform._transforms.lazy import lazy as lazy
 from gradxform._transforms.learning_rate import (
     scale_by_learning_rate as scale_by_learning_rate,
 )

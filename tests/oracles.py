@@ -295,6 +295,8 @@ def expected(row, params, pushes, local_step=None):
 def _acting(row, pushes, local_step):
     """The gradients that a gate gives to its inner transformation, one by one."""
     options = row.kwargs
+    if row.name == "lazy":
+        return pushes
     if row.name == "drop_stale":
         played = drop_stale(
             [],

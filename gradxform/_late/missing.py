@@ -20,6 +20,7 @@ leaves, and some starts again although a leaf has no gradient. So a gate inside 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 import jax
@@ -30,38 +31,12 @@ import optax
 from gradxform._late.counters import has_gate, is_gate
 from gradxform._trees import checks, maps
 from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.placeholders import Placeholder, is_placeholder
 from gradxform._trees.types import Leaf, Path, PyTree, T
 
 # Whether a leaf has a gradient, by its path. Leaves that say it themselves are not in
 # it. A path finds its leaf also in a part of the tree, as in ``optax.partition``.
 LeafFlags: TypeAlias = dict[str, jax.Array]
-
-
-@jax.tree_util.register_pytree_node_class
-class MissingGradient(optax.MaskedNode):
-    """A node without leaves that replaces the leaf of this number."""
-
-    number: int
-
-    def __new__(cls, number: int) -> MissingGradient:
-        """A masked node that says which one it is."""
-        node = super().__new__(cls)
-        node.number = number
-        return node
-
-    def tree_flatten(self) -> tuple[tuple[()], int]:
-        """No children, and the number."""
-        return (), self.number
-
-    @classmethod
-    def tree_unflatten(cls, number: int, children: object) -> MissingGradient:
-        """The same again."""
-        del children
-        return cls(number)
-
-
-def _is_missing(node: object) -> bool:
-    return isinstance(node, MissingGradient)
 
 
 def update(
@@ -106,7 +81,7 @@ def update(
         **shown,
     )
     new_updates = jax.tree.map(
-        lambda u: None if _is_missing(u) else u, new_updates, is_leaf=maps.is_leaf
+        lambda u: None if is_placeholder(u) else u, new_updates, is_leaf=maps.is_leaf
     )
     return new_updates, part.whole_state(new_state, state)
 
@@ -133,18 +108,19 @@ def keep(
     part = _Part.of(tx, old, mark, like)
     if part is None or not part.leaves:
         return new
-    flags = [a for a in jax.tree.leaves(acted, is_leaf=_none) if a is not None]
+    given = (a for a in jax.tree.leaves(acted, is_leaf=_none) if a is not None)
+    flags: dict[Hashable, jax.Array] = dict(enumerate(given))
 
     def choose(
         mark: object, new: optax.OptState, old: optax.OptState
     ) -> optax.OptState:
-        if not isinstance(mark, MissingGradient):
+        if not isinstance(mark, Placeholder):
             return new
-        has_acted = flags[mark.number]
+        has_acted = flags[mark.key]
         return jax.tree.map(lambda n, o: jnp.where(has_acted, n, o), new, old)
 
     return jax.tree.map(
-        choose, part.marks, new, old, is_leaf=lambda x: _is_missing(x) or is_gate(x)
+        choose, part.marks, new, old, is_leaf=lambda x: is_placeholder(x) or is_gate(x)
     )
 
 
@@ -213,7 +189,7 @@ class _Part:
 
     def __init__(
         self,
-        leaves: list[optax.Params],
+        leaves: dict[Hashable, optax.Params],
         tree: optax.Params,
         marks: optax.OptState,
         whole: optax.Params,
@@ -232,23 +208,24 @@ class _Part:
         """Finds them; None if ``init`` shows no state that is kept leaf by leaf."""
         like = jax.tree.map(_described, updates, is_leaf=maps.is_leaf)
         whole = like if params is None else params
-        leaves: list[optax.Params] = []
+        leaves: dict[Hashable, optax.Params] = {}
 
         def without(u: Leaf, p: optax.Params) -> optax.Params:
             if u is not None or (params is not None and not jax.tree.leaves(p)):
                 return p
-            leaves.append(p)
-            return MissingGradient(len(leaves) - 1)
+            number = len(leaves)
+            leaves[number] = p
+            return Placeholder(number)
 
         try:
             tree = jax.tree.map(without, updates, whole, is_leaf=maps.is_leaf)
             marks = jax.eval_shape(tx.init, tree) if leaves else state
             part = cls(leaves, tree, marks, whole)
             same = jax.tree.map(
-                lambda mark, s: _is_missing(mark) or np.shape(mark) == np.shape(s),
+                lambda mark, s: is_placeholder(mark) or np.shape(mark) == np.shape(s),
                 marks,
                 state,
-                is_leaf=_is_missing,
+                is_leaf=is_placeholder,
             )
         except Exception:  # This init does not accept such a node.
             return None
@@ -261,20 +238,20 @@ class _Part:
     def of_state(self, state: optax.OptState) -> optax.OptState:
         """The part of a state."""
         return jax.tree.map(
-            lambda mark, s: mark if _is_missing(mark) else s,
+            lambda mark, s: mark if is_placeholder(mark) else s,
             self.marks,
             state,
-            is_leaf=_is_missing,
+            is_leaf=is_placeholder,
         )
 
     def whole_state(self, new: optax.OptState, old: optax.OptState) -> optax.OptState:
         """The state of all leaves again, with the old state of absent ones."""
         return jax.tree.map(
-            lambda mark, n, o: o if _is_missing(mark) else n,
+            lambda mark, n, o: o if is_placeholder(mark) else n,
             self.marks,
             new,
             old,
-            is_leaf=_is_missing,
+            is_leaf=is_placeholder,
         )
 
     def extra(self, value: PyTree[T]) -> PyTree[T]:
@@ -287,9 +264,9 @@ class _Part:
 
     def _filled(self, tree: PyTree[T]) -> PyTree[T]:
         return jax.tree.map(
-            lambda x: self.leaves[x.number] if _is_missing(x) else x,
+            lambda x: self.leaves[x.key] if is_placeholder(x) else x,
             tree,
-            is_leaf=_is_missing,
+            is_leaf=is_placeholder,
         )
 
 

@@ -80,6 +80,32 @@ def sgd(ours, params):
     return update
 
 
+def adam(ours, params):
+    """By the row: a row of a row-sparse gradient that is not given stays as it is."""
+    b1, b2, eps = ours["b1"], ours["b2"], ours["eps"]
+    mu = {key: np.zeros_like(w) for key, w in params.items()}
+    nu = {key: np.zeros_like(w) for key, w in params.items()}
+    count = 0
+
+    def update(grads, _, lr, given):
+        nonlocal count
+        count += 1
+        updates = {}
+        for key, g in grads.items():
+            row = given[key]
+            mu[key][row] = b1 * mu[key][row] + (1 - b1) * g[row]
+            nu[key][row] = b2 * nu[key][row] + (1 - b2) * g[row] ** 2
+            m, v = mu[key][row] / (1 - b1**count), nu[key][row] / (1 - b2**count)
+            updates[key] = np.zeros_like(g)
+            updates[key][row] = -lr * m / (np.sqrt(v) + eps)
+        slots = {"exp_avg": mu, "exp_avg_sq": nu}
+        return updates, {
+            k: {n: x.copy() for n, x in v.items()} for k, v in slots.items()
+        }
+
+    return update
+
+
 def momentum_look_ahead(ours, params):
     b1 = ours["b1"]
     mu = {key: np.zeros_like(w) for key, w in params.items()}
@@ -123,6 +149,7 @@ MAKE = {
     "novograd": novograd,
     "sgd": sgd,
     "momentum_look_ahead": momentum_look_ahead,
+    "adam": adam,
 }
 
 
@@ -181,6 +208,16 @@ def entry_rows(value, dense_shape):
     return named, total
 
 
+def given_rows(step):
+    """For each leaf a bool for each row; a dense gradient gives all of them."""
+    return {
+        key: entry_rows(g, g["dense_shape"])[0]
+        if isinstance(g, dict)
+        else np.full(np.shape(g)[:1], True)
+        for key, g in step["grads"].items()
+    }
+
+
 def reduced(pushes, shapes, reduction):
     """The sum of the pushes, divided leaf by leaf as the reduction asks."""
     sums = {}
@@ -215,13 +252,16 @@ def check_step(worst, seen, expected, floor=0.0):
         worst.append(np.max(error, initial=0, where=finite))
 
 
-def check_still(before, step):
-    """Entries whose row-sparse gradient is zero, or not given, keep their bits."""
+def check_still(before, step, given):
+    """Entries whose row-sparse gradient is zero, or not given, keep their bits.
+
+    With ``given`` these are the rows that are not given.
+    """
     pairs = [(before["params"], step["params"])]
     pairs += [(old, step["slots"][k]) for k, old in before.get("slots", {}).items()]
     for key, grad in step["grads"].items():
         for old, new in pairs if isinstance(grad, dict) else []:
-            still = entry(grad) == 0
+            still = ~given[key] if given else entry(grad) == 0
             np.testing.assert_array_equal(
                 np.array(new[key])[still], np.array(old[key])[still]
             )
@@ -286,13 +326,14 @@ def check(case, worst):
         lr = inner["learning_rate"]
         lr = lr[i] if isinstance(lr, list) else lr
         dropped = global_step - step.get("local_step", 0) > ours.get("max_staleness", i)
+        by_row = [given_rows(step)] if ours["transformation"] == "lazy" else []
         if dropped:
             stale += 1
         else:
-            updates, slots = update(float64(step["grads"]), params, lr)
+            updates, slots = update(float64(step["grads"]), params, lr, *by_row)
             params = {key: params[key] + updates[key] for key in params}
             global_step += 1
-        check_still(before, step)
+        check_still(before, step, *(by_row or [None]))
         before = step
         check_step(worst, params, float64(step["params"]), floor=1e-2)
         for slot in step["slots"]:
