@@ -22,7 +22,6 @@ _NOT_BY_ROW = {
     "ApplyEvery": _SUM,
     "ConditionalAccumulatorState": _SUM,
     "MultiStepsState": _SUM,
-    "ScaleByDelayedNesterovState": _SUM,
     "MeasureCosineState": "compares whole gradients",
     "MuonState": "mixes the rows of a matrix",
 }
@@ -173,41 +172,49 @@ def _tables(
 
     def check(path: Path, name: str | None, own: jax.Array, other: jax.Array) -> None:
         shape, other_shape = np.shape(own), np.shape(other)
-        kinds = [kind for kind in _kinds(state, path) if name is not None]
-        reasons = [_NOT_BY_ROW[kind] for kind in kinds if kind in _NOT_BY_ROW]
+        kinds, reason = [*_kinds(state, path)], ""
         if name is None:
             fits = shape == other_shape
         else:
             g, row = tables[name], shape[1:]
-            fits = shape == (g.dense_shape[0], *row)
-            fits &= other_shape == (_other_height(g), *row)
-        if not fits:
-            reasons = ["has no row for each row of the table"]
-        if reasons:
+            heights = g.dense_shape[0], _other_height(g)
+            fits = (shape, other_shape) == tuple((h, *row) for h in heights)
+            kinds = [k for k in kinds if k in _NOT_BY_ROW] or kinds
+            reason = _NOT_BY_ROW.get("".join(kinds[:1]), "")
+        if reason or not fits:
             where = " of ".join([jax.tree_util.keystr(path), *kinds[-1:]])
-            raise TypeError(
-                f"gradxform.lazy runs its inner transformation on rows of the table "
-                f"{name or ', '.join(tables)}, but the state {where}, of shape "
-                f"{list(shape)}, {reasons[0]}. Give the table another optimizer, with "
-                "optax.partition, or put gradxform.densify() in front."
-            )
+            reason = reason or "has no row for each row of the table"
+            what = f"the state {where}, of shape {list(shape)}, {reason}"
+            raise TypeError(_refusal(name or ", ".join(tables), what))
 
     whole = updates if params is None else params
     marked = jax.tree.map_with_path(mark, updates, whole, is_leaf=maps.is_leaf)
     # A table of another height shows which state has a row for each of its rows.
     resized = jax.tree.map(resize, marked, is_leaf=is_placeholder)
-    names = jax.tree.map(
-        lambda node, own: jax.tree.map(lambda _: _table(node), own),
-        jax.eval_shape(init, marked),
-        state,
-        is_leaf=is_placeholder,
-    )
-    other = jax.eval_shape(init, resized)
+    try:
+        names = jax.tree.map(
+            lambda node, own: jax.tree.map(lambda _: _table(node), own),
+            jax.eval_shape(init, marked),
+            state,
+            is_leaf=is_placeholder,
+        )
+        other = jax.eval_shape(init, resized)
+    except Exception as error:  # This init does not accept such nodes.
+        what = "its init and the given state show no state of that table alone"
+        raise TypeError(_refusal(", ".join(tables), what)) from error
     jax.tree.map_with_path(check, names, state, other, is_leaf=_none)
     return jax.tree.map(
         lambda name: None if name is None else tables[name],
         names,
         is_leaf=_none,
+    )
+
+
+def _refusal(table: str, what: str) -> str:
+    return (
+        "gradxform.lazy runs its inner transformation on rows of the table "
+        f"{table}, but {what}. Give the table another optimizer, with "
+        "optax.partition, or put gradxform.densify() in front."
     )
 
 

@@ -356,9 +356,9 @@ def dense(transformation: str, updates: optax.Updates) -> None:
         if isinstance(leaf, IndexedSlices):
             raise TypeError(
                 f"{transformation} changes every row at every step, so it takes dense "
-                f"gradients, got {_describe(leaf)} at {path_name(path)}. Put "
-                "gradxform.densify() in front of it, which costs work on the whole "
-                "table, or use adagrad for this leaf."
+                f"gradients, got {_describe(leaf)} at {path_name(path)}. Use "
+                "gradxform.lazy(optax.adamw(...)) or adagrad for this leaf, or put "
+                "gradxform.densify() in front, which costs work on the whole table."
             )
 
 

@@ -1,4 +1,4 @@
-"""Makes tf2_lazy.json: TensorFlow Addons' LazyAdam on row-sparse gradients, run eagerly.
+"""Makes tf2_lazy.json: TensorFlow Addons' LazyAdam on row-sparse gradients, eager.
 
 With Python 3.7, from the repository's root:
 
@@ -60,8 +60,8 @@ def lazy_adam(name, variant, settings, table="w", as_dense=False):
 def main():
     cases = []
     for name, variant, (rate, b1, b2, epsilon), *more in _sparse.LAZY_ADAM:
-        names = ("learning_rate", "beta_1", "beta_2", "epsilon")
-        settings = dict(zip(names, (rate, b1, b2, epsilon)))
+        settings = {"learning_rate": rate, "beta_1": b1, "beta_2": b2}
+        settings["epsilon"] = epsilon
         cases.append(lazy_adam(name, variant, settings, *more))
     decay = dict(settings, learning_rate=_format.EXPONENTIAL)
     cases.append(lazy_adam("exponential-decay", "repeated", decay))

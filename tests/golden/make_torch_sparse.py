@@ -5,12 +5,11 @@ With Python 3.11, from the repository's root:
     pip install "torch==2.14.1" "numpy==2.4.6"
     python tests/golden/make_torch_sparse.py
 
-SparseAdam takes no dense gradients, so "b" has torch.optim.Adam's, with its epsilon.
+SparseAdam takes no dense gradients, so there is no "b".
 """
 
 import _format
 import _sparse
-import numpy as np
 import torch
 
 SLOTS = ("exp_avg", "exp_avg_sq")
@@ -32,23 +31,18 @@ def sparse_adam(name, variant, given, table="w", as_dense=False):
     initial = _sparse.params(sequence[0])
     params = {k: torch.nn.Parameter(torch.from_numpy(v)) for k, v in initial.items()}
     opt = torch.optim.SparseAdam(list(params.values()), rate, (b1, b2), epsilon)
+
+    def read(values):
+        return {k: x.detach().numpy().copy() for k, x in values.items()}
+
     steps = []
     for grads in sequence:
         for k, var in params.items():
             var.grad = as_tensor(grads[k])
         opt.step()
-        steps.append(
-            {
-                "grads": grads,
-                "params": {k: var.detach().numpy().copy() for k, var in params.items()},
-                "slots": {
-                    slot: {
-                        k: opt.state[v][slot].numpy().copy() for k, v in params.items()
-                    }
-                    for slot in SLOTS
-                },
-            }
-        )
+        state = {s: {k: opt.state[v][s] for k, v in params.items()} for s in SLOTS}
+        slots = {slot: read(values) for slot, values in state.items()}
+        steps.append({"grads": grads, "params": read(params), "slots": slots})
     return {
         "name": "sparse-adam-" + name,
         "symbol": "torch.optim.SparseAdam",
@@ -62,9 +56,7 @@ def sparse_adam(name, variant, given, table="w", as_dense=False):
 
 def main():
     cases = [sparse_adam(*case) for case in _sparse.LAZY_ADAM if not case[4:]]
-    _format.write(
-        __file__, {"torch": torch.__version__, "numpy": np.__version__}, cases
-    )
+    _format.write(__file__, {"torch": torch.__version__}, cases)
 
 
 if __name__ == "__main__":
