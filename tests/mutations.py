@@ -248,6 +248,22 @@ _transforms/learning_rate.py: the count of steps overflows
 - count = optax.safe_increment(state.count)
 + count = state.count + 1
 
+_trees/placeholders.py: all leaves that are replaced look the same
+- return cls(key)
++ return cls("")
+
+_transforms/lazy.py: padding gets updates
+- return g.with_values(jnp.where(inside, values, 0))
++ return g.with_values(values)
+
+_transforms/lazy.py: the inner optimizer sees the whole table of parameters
+- None if params is None else maps.rows(updates, params),
++ params,
+
+_transforms/lazy.py: state of another height counts as rows
+- fits = (shape, other_shape) == tuple((h, *row) for h in heights)
++ fits = shape[:1] == heights[:1]
+
 _transforms/densify.py: dense gradients lie whole on each device
 - out_sharding=explicit_sharding(jnp.asarray(p)) if known else None
 + out_sharding=None
