@@ -57,10 +57,9 @@ class IndexedSlices(metaclass=_NamesHint):
     ``all_gather`` and across processes. Code that multiplies or adds up the leaves of
     gradients would do the same to the indices. So the indices have a dtype that JAX
     itself refuses to calculate with: ``optax.scale`` and ``jax.lax.psum`` raise a
-    ``TypeError``, however they get at the leaves. To use them, wrap the optimizer in
-    :func:`lazy`, put :func:`densify` in front, or map with
-    ``is_leaf=lambda x: isinstance(x, gx.IndexedSlices)``. NumPy does
-    not know this dtype, so give ``(grads.indices, grads.values)`` to
+    ``TypeError``, however they get at the leaves. To use them, wrap an optimizer in
+    :func:`lazy`, put :func:`densify` in front, or map with ``is_leaf=lambda x:
+    isinstance(x, gx.IndexedSlices)``. NumPy does not know this dtype, so give ``(grads.indices, grads.values)`` to
     ``multihost_utils.process_allgather``. Code that leaves the indices alone, as
     ``optax.centralize`` does, is not refused: it acts on the rows as they were given,
     before repeated ones are summed. At the end of a step, ``optax.apply_updates``
