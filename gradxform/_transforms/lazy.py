@@ -67,15 +67,16 @@ def lazy(
     Source: ``tfa.optimizers.LazyAdam``, ``torch.optim.SparseAdam``.
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
-    >>> tx = gx.lazy(optax.adamw(0.1, weight_decay=0.1))
-    >>> table = jnp.ones((4, 2))
-    >>> state = tx.init(table)  # That of optax.adamw.
-    >>> grads = gx.IndexedSlices([2, 0, 2], jnp.ones((3, 2)), (4, 2))
-    >>> updates, state = tx.update(grads, state, table)
-    >>> table = gx.apply_updates(table, updates)
-    >>> assert jnp.allclose(table[:, 0], jnp.array([0.89, 1.0, 0.89, 1.0]))
-    >>> mu = optax.tree.get(state, "mu")
-    >>> assert jnp.allclose(mu[:, 0], jnp.array([0.1, 0.0, 0.2, 0.0]))
+    >>> tx = gx.lazy(optax.sgd(1.0, momentum=0.5))
+    >>> table = jnp.zeros((4, 1))
+    >>> state = tx.init(table)  # That of optax.sgd.
+    >>> for rows in [2, 0, 2], [0]:
+    ...     grads = gx.IndexedSlices(rows, jnp.ones((len(rows), 1)), (4, 1))
+    ...     updates, state = tx.update(grads, state, table)
+    ...     table = gx.apply_updates(table, updates)
+    >>> assert table.ravel().tolist() == [-2.5, 0.0, -2.0, 0.0]
+    >>> trace = optax.tree.get(state, "trace")
+    >>> assert trace.ravel().tolist() == [1.5, 0.0, 2.0, 0.0]  # Row 2 rests.
     """
     checks.transformation("inner", inner)
     inner = optax.with_extra_args_support(inner)

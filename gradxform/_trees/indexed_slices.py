@@ -59,11 +59,12 @@ class IndexedSlices(metaclass=_NamesHint):
     itself refuses to calculate with: ``optax.scale`` and ``jax.lax.psum`` raise a
     ``TypeError``, however they get at the leaves. To use them, wrap an optimizer in
     :func:`lazy`, put :func:`densify` in front, or map with ``is_leaf=lambda x:
-    isinstance(x, gx.IndexedSlices)``. NumPy does not know this dtype, so give ``(grads.indices, grads.values)`` to
-    ``multihost_utils.process_allgather``. Code that leaves the indices alone, as
-    ``optax.centralize`` does, is not refused: it acts on the rows as they were given,
-    before repeated ones are summed. At the end of a step, ``optax.apply_updates``
-    computes ``table + updates``: the table with the rows added.
+    isinstance(x, gx.IndexedSlices)``. NumPy does not know this dtype, so give
+    ``(grads.indices, grads.values)`` to ``multihost_utils.process_allgather``. Code
+    that leaves the indices alone, as ``optax.centralize`` does, is not refused: it acts
+    on the rows as they were given, before repeated ones are summed. At the end of a
+    step, ``optax.apply_updates`` computes ``table + updates``: the table with the rows
+    added.
 
     In ``optax.partition`` and ``optax.masked`` a mask for ``values`` holds for both
     leaves, and their path ends in ``.values``. If your function for the labels looks at
