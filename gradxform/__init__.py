@@ -87,6 +87,7 @@ from gradxform._transforms.delayed_nesterov import (
 from gradxform._transforms.densify import densify as densify
 from gradxform._transforms.ftrl import FtrlState as FtrlState
 from gradxform._transforms.ftrl import ftrl as ftrl
+from gradxform._transforms.lazy import lazy as lazy
 from gradxform._transforms.learning_rate import (
     scale_by_learning_rate as scale_by_learning_rate,
 )

@@ -213,6 +213,8 @@ DESCRIPTORS = (
         "heloco",
     ),
     Dense("measure_cosine", figures=(0, 8)),
+    D("lazy", {"inner": ADAGRAD}, figures=(0, 7)),
+    D("lazy", {"inner": Dense("momentum_look_ahead", {"learning_rate": 0.1})}, "mu"),
     # The first two pushes with local_step 0 are fresh, the third is stale.
     Dense(
         "drop_stale",

@@ -390,6 +390,8 @@ def expected(row, params, pushes, local_step=None):
 
 def _acting(row, pushes, local_step):
     """The gradients that a gate gives to its inner transformation, one by one."""
+    if row.name == "lazy":
+        return pushes
     options, stamped = row.kwargs, [(grads, local_step) for grads in pushes]
     if row.name == "drop_stale":
         *_, (acted, *_) = fresh(stamped, options["max_staleness"])

@@ -404,11 +404,30 @@ def steps_on_touched_rows(result):
     equals(sums)(optax.tree.get(state, "sum_of_squares"))
 
 
-def goes_on_in_every_row(tx):
+def rests_in_other_rows(tx):
     slices = gx.IndexedSlices(IDS, ROWS, TABLE.shape)
     _, state = tx.update(slices, tx.init(TABLE))
-    none = gx.IndexedSlices([], ROWS[:0], TABLE.shape)
-    equals(-0.1 * 0.9 * DENSE)(tx.update(none, state)[0])
+    other = gx.IndexedSlices([1], np.zeros((1, 2)), TABLE.shape)
+    updates, state = tx.update(other, state)
+    trace = DENSE.copy()
+    trace[1] *= 0.9
+    equals(trace)(optax.tree.get(state, "trace"))
+    trace[[0, 2, 3]] = 0
+    equals(-0.1 * trace)(updates.densify())
+
+
+def takes_lazy_adams_steps(tx):
+    params, state = jnp.asarray(TABLE), tx.init(TABLE)
+    slices = gx.IndexedSlices(IDS, ROWS, TABLE.shape)
+    other = gx.IndexedSlices([1], ROWS[:1], TABLE.shape)
+    for g in slices, other:
+        params, state = gx.apply_gradients(tx, g, state, params)
+    expected, touched = TABLE - 0.1 * np.sign(DENSE), [1]
+    mu, nu = 0.1 * DENSE[touched], 0.001 * DENSE[touched] ** 2
+    mu, nu = 0.9 * mu + 0.1 * ROWS[:1], 0.999 * nu + 0.001 * ROWS[:1] ** 2
+    m, v = mu / (1 - 0.9**2), nu / (1 - 0.999**2)
+    expected[touched] -= 0.1 * m / (np.sqrt(v) + 1e-8)
+    equals(expected, rtol=1e-6)(params)
 
 
 def replays(name):
@@ -616,7 +635,9 @@ CHECKS = {
     "clip.update(slices, clip_state)[0]": lambda clipped: equals(
         DENSE / np.linalg.norm(DENSE)
     )(clipped.densify()),
-    "optax.chain(gx.densify(), optax.sgd(0.1, momentum=0.9))": goes_on_in_every_row,
+    "gx.lazy(optax.sgd(0.1, momentum=0.9))": rests_in_other_rows,
+    "gx.lazy(optax.adam(0.1))": takes_lazy_adams_steps,
+    "gx.lazy(optax.adam(learning_rate))": takes_lazy_adams_steps,
     'gx.conditional_accumulator(tx, num_required=2, reduction="row_mean")': (
         averages_rows_by_the_pushes_that_held_them
     ),

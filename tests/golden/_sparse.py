@@ -191,6 +191,38 @@ EXTRA = [
 ]
 """More of them: other tables, the dense gradients, and what is refused."""
 
+_ADAM = (0.1, 0.9, 0.99, 1e-12)
+
+LAZY_ADAM = [
+    ("sorted", "sorted", _ADAM),
+    ("unsorted", "unsorted", _ADAM),
+    ("repeated", "repeated", _ADAM),
+    ("cancelling", "cancelling", _ADAM),
+    ("zero-rows", "zero-rows", _ADAM),
+    ("apart", "apart", _ADAM),
+    ("no-rows", "no-rows", _ADAM),
+    ("scales", "repeated-scales", (0.5, 0.5, 0.9, 1e-12)),
+    ("default-epsilon", "repeated", (0.001, 0.9, 0.999, 1e-7)),
+    ("rank-1", "repeated", _ADAM, "v"),
+    ("rank-3", "low", _ADAM, "t"),
+    ("repeated-as-dense", "repeated", _ADAM, "w", True),
+]
+"""What every Adam by the row is run with: (name, variant, rate and so on)."""
+
+
+def ours_lazy_adam(rate, b1, b2, eps):
+    """``ours`` of an Adam by the row, or ``why_not``."""
+    if eps > 1e-8:
+        return {
+            "ours": None,
+            "why_not": "epsilon is added to the root before its bias correction there; "
+            "optax adds it after",
+        }
+    inner = {"transformation": "optax.adam", "b1": b1, "b2": b2, "eps": eps}
+    inner["learning_rate"] = rate
+    return {"ours": {"transformation": "lazy", "inner": inner}}
+
+
 ROW_BY_ROW = {
     "clipvalue": "a repeated row is clipped time by time there; ours sums it first",
     "clipnorm": "a repeated row counts time by time in the norm there; ours sums it "
