@@ -5,7 +5,8 @@ a long tail as in Criteo's logs (Zipf; seeded). It trains two towers on them: th
 a user and the row of an item, each with its popularity, go through a dense layer each.
 Their product gives the chance of a click. Four threads pull the rows that their batch
 reads, compute, and push late to one ``ParameterServer``: clip, then row-wise Adagrad
-for the tables and AdamW for the rest.
+for the tables and AdamW for the rest. With ``--tables adamw`` the tables have AdamW,
+too: ``gx.lazy`` runs it on the rows of a push.
 
 ``--server-processes 4`` (extra ``ray``) takes rows of 64 numbers, and a server of four
 processes. A function makes the tables column by column, so no process ever has all of
@@ -38,16 +39,20 @@ from gradxform import engines
 
 WIDTH, WIDE, HIDDEN, TASTES, BATCH = 16, 64, 32, 4, 4096
 TABLES = ("items", "users")
+OF_TABLES = {
+    "adagrad": gx.adagrad(0.1, 0.0, 1e-12, row_wise=True),
+    "adamw": gx.lazy(optax.adamw(3e-3)),
+}
 
 
-def make_tx(max_staleness):
-    """The common recipe: Adagrad by row for tables, AdamW for the rest."""
+def make_tx(max_staleness, tables="adagrad"):
+    """The common recipe: an optimizer by the row for tables, AdamW for the rest."""
 
     def kind(path, _):
         return "table" if path[0].key in TABLES else "rest"
 
     optimizers = {
-        "table": gx.adagrad(0.1, 0.0, 1e-12, row_wise=True),
+        "table": OF_TABLES[tables],
         "rest": optax.adamw(3e-3),
     }
     each = optax.partition(optimizers, lambda p: jax.tree.map_with_path(kind, p))
@@ -264,6 +269,7 @@ def main():
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--pushes", type=int, default=6000)
     parser.add_argument("--max-staleness", type=int, default=8)
+    parser.add_argument("--tables", choices=OF_TABLES, default="adagrad")
     parser.add_argument("--server-processes", type=int, default=0)
     parser.add_argument("--limit", type=float, help="gigabytes for each of them")
     options = parser.parse_args()
@@ -272,7 +278,8 @@ def main():
         rows = list(rows_in_processes(heights, options))
         report("two towers, and memory of each process", rows, options.json)
         return
-    server = gx.ParameterServer(make_params(heights), make_tx(options.max_staleness))
+    tx = make_tx(options.max_staleness, options.tables)
+    server = gx.ParameterServer(make_params(heights), tx)
     start = time.perf_counter()
     train(server, heights, options.workers, options.pushes)
     seconds = time.perf_counter() - start

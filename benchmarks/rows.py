@@ -1,13 +1,14 @@
-"""A batch that touches 8,192 rows of a table: row-sparse Adagrad, optax, torch.
+"""A batch that touches 8,192 rows of a table: Adagrad and Adam; optax and torch.
 
 ``python -m benchmarks.rows`` takes tables of 100,000, 1,000,000 and 10,000,000 rows of
 64 float32 numbers, and times one step from the rows' gradients to the new parameters.
 optax's step has to make the dense gradient first, as ``jax.grad`` of a lookup does. It
-is left out for the largest table. torch is ``torch.optim.Adagrad`` on a sparse gradient
-(extra ``benchmarks``).
+is left out for the largest table. torch is ``torch.optim.Adagrad``, and ``SparseAdam``,
+on a sparse gradient (extra ``benchmarks``).
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,16 @@ import gradxform as gx
 from benchmarks.measure import arguments, in_place, interleaved, report, times
 
 HEIGHTS, WIDTH, ROWS = (100_000, 1_000_000, 10_000_000), 64, 8192
+# By the row, in groups that are timed together: all their tables are in memory at once.
 CHAINS = {
-    "adagrad": gx.adagrad(0.1),
-    "clip + adagrad": optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1)),
-    "adagrad(row_wise)": gx.adagrad(0.1, row_wise=True),
+    "Adagrad": {
+        "adagrad": gx.adagrad(0.1),
+        "clip + adagrad": optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1)),
+        "adagrad(row_wise)": gx.adagrad(0.1, row_wise=True),
+    },
+    "Adam": {"lazy(optax.adam)": gx.lazy(optax.adam(0.1))},
 }
+DENSE = {"Adagrad": optax.adagrad(0.1), "Adam": optax.adam(0.1)}
 
 
 def stepper(tx, height, grads):
@@ -38,55 +44,59 @@ def stepper(tx, height, grads):
     return in_place(compiled, model, grads), compiled
 
 
-def torch_stepper(height, indices, values):
-    """A run of torch's sparse Adagrad; None without torch."""
+def torch_stepper(name, height, indices, values):
+    """A run of torch's optimizer on a sparse gradient; None without torch."""
     try:
         import torch
     except ImportError:
         return None
     table = torch.nn.Parameter(torch.zeros(height, WIDTH))
-    adagrad = torch.optim.Adagrad([table], lr=0.1, initial_accumulator_value=0.1)
+    if name == "Adam":
+        opt = torch.optim.SparseAdam([table], lr=0.1)
+    else:
+        opt = torch.optim.Adagrad([table], lr=0.1, initial_accumulator_value=0.1)
     at, rows = torch.from_numpy(indices)[None].long(), torch.from_numpy(values)
 
     def run():
         table.grad = torch.sparse_coo_tensor(
             at, rows, table.shape, check_invariants=False
         )
-        adagrad.step()
+        opt.step()
 
     return run
 
 
-def measure(height, rounds):
-    """The table's rows of the report."""
+def measure(kind, height, rounds):
+    """A group's rows of the report, for a table of this height."""
     rng = np.random.default_rng(0)
     indices = rng.integers(0, height, ROWS).astype(np.int32)
     values = rng.standard_normal((ROWS, WIDTH)).astype(np.float32)
     grads = gx.IndexedSlices(indices, values, (height, WIDTH))
     runs, compiled = {}, {}
-    for name, tx in CHAINS.items():
+    for name, tx in CHAINS[kind].items():
         runs[name], compiled[name] = stepper(tx, height, grads)
+    dense, sparse = f"optax {kind}, dense", f"torch {kind}, sparse"
     if height < HEIGHTS[-1]:
-        dense = optax.chain(gx.densify(), optax.adagrad(0.1))
-        runs["optax, dense"], compiled["optax, dense"] = stepper(dense, height, grads)
-    if run := torch_stepper(height, indices, values):
-        runs["torch, sparse"] = run
+        tx = optax.chain(gx.densify(), DENSE[kind])
+        runs[dense], compiled[dense] = stepper(tx, height, grads)
+    if run := torch_stepper(kind, height, indices, values):
+        runs[sparse] = run
     seconds = interleaved(runs, rounds)
     for name, measured in seconds.items():
         row = {"name": f"{height:,} rows: {name}", **times(measured)}
         if name in compiled:
             row["temp bytes"] = compiled[name].memory_analysis().temp_size_in_bytes
-        for other in ("optax, dense", "torch, sparse"):
-            if name in CHAINS and other in seconds:
-                speed = times(measured, seconds[other])["speed, median"]
-                row[f"x {other}"] = speed
+        for column, other in (("x optax, dense", dense), ("x torch, sparse", sparse)):
+            if name in CHAINS[kind] and other in seconds:
+                row[column] = times(measured, seconds[other])["speed, median"]
         yield row
 
 
 def main():
     """Prints the table."""
     options = arguments(__doc__, rounds=30).parse_args()
-    rows = [row for height in HEIGHTS for row in measure(height, options.rounds)]
+    groups = itertools.product(CHAINS, HEIGHTS)
+    rows = [row for group in groups for row in measure(*group, options.rounds)]
     report(f"one step on {ROWS:,} rows of {WIDTH} numbers", rows, options.json)
 
 

@@ -85,6 +85,9 @@ from gradxform._transforms.delayed_nesterov import (
     scale_by_delayed_nesterov as scale_by_delayed_nesterov,
 )
 from gradxform._transforms.densify import densify as densify
+from gradxform._transforms.ftrl import FtrlState as FtrlState
+from gradxform._transforms.ftrl import ftrl as ftrl
+from gradxform._transforms.lazy import lazy as lazy
 from gradxform._transforms.learning_rate import (
     scale_by_learning_rate as scale_by_learning_rate,
 )
@@ -105,6 +108,10 @@ from gradxform._transforms.momentum_look_ahead import worker_start as worker_sta
 from gradxform._transforms.novograd import ScaleByNovogradState as ScaleByNovogradState
 from gradxform._transforms.novograd import novograd as novograd
 from gradxform._transforms.novograd import scale_by_novograd as scale_by_novograd
+from gradxform._transforms.proximal_adagrad import (
+    ProximalAdagradState as ProximalAdagradState,
+)
+from gradxform._transforms.proximal_adagrad import proximal_adagrad as proximal_adagrad
 from gradxform._trees.indexed_slices import IndexedSlices as IndexedSlices
 
 __version__ = "0.1.0"

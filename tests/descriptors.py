@@ -32,6 +32,9 @@ class Descriptor:
     # alone, or an error that names densify.
     rows: Literal["same", "touched", "refused"] = "same"
     reads_params: bool = False
+    # Its updates are float32 where gradients have another dtype than half-precision or
+    # float32 parameters, so that they hold minus each parameter exactly.
+    sets_params: bool = False
     # Of a donated float32 step: temporary arrays, and passes over memory, in models.
     figures: tuple[float, float] | None = None
 
@@ -59,6 +62,14 @@ class Descriptor:
         """The factory's parameters by their names."""
         return inspect.signature(getattr(gx, self.name)).parameters
 
+    def like_updates(self, grads: Any, params: Any) -> Any:
+        """The gradients in the dtypes that its updates have."""
+
+        def cast(g: jax.Array, p: jax.Array) -> jax.Array:
+            return g if g.dtype == p.dtype else g.astype(jnp.float32)
+
+        return jax.tree.map(cast, grads, params) if self.sets_params else grads
+
     def state(self, params: optax.Params) -> list[jax.ShapeDtypeStruct]:
         """The arrays of its state. Some rows keep none."""
         return jax.tree.leaves(jax.eval_shape(self.make().init, params))
@@ -73,6 +84,9 @@ class Descriptor:
 D = Descriptor
 # Its update changes every row, so it refuses row-sparse gradients.
 Dense = functools.partial(D, rows="refused")
+
+# It computes weights, of the touched rows alone, and returns how they differ.
+Weights = functools.partial(D, rows="touched", reads_params=True, sets_params=True)
 
 ADAGRAD = D("adagrad", {"learning_rate": 0.1})
 NOVOGRAD = Dense("novograd", {"learning_rate": 0.1, "global_clipnorm": 0.5})
@@ -99,6 +113,47 @@ DESCRIPTORS = (
     D("adagrad", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
     D("adagrad", {"learning_rate": 0.1, "clipvalue": 0.1}, "clipvalue", real_only=True),
     D("adagrad", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"),
+    Weights("ftrl", {"learning_rate": 0.1}, figures=(0, 12)),
+    Weights(
+        "ftrl",
+        {
+            "learning_rate": 0.5,
+            "learning_rate_power": -0.7,
+            "initial_accumulator_value": 0.2,
+            "l1_regularization_strength": 0.5,
+            "l2_regularization_strength": 0.3,
+            "l2_shrinkage_regularization_strength": 0.1,
+            "beta": 0.4,
+        },
+        "regularized",
+        figures=(0, 12),
+    ),
+    Weights(
+        "ftrl",
+        {
+            "learning_rate": 0.5,
+            "l1_regularization_strength": 0.5,
+            "multiply_linear_by_learning_rate": True,
+        },
+        "multiplied",
+    ),
+    Weights("ftrl", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
+    Weights(
+        "ftrl", {"learning_rate": 0.1, "clipvalue": 0.1}, "clipvalue", real_only=True
+    ),
+    Weights("ftrl", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"),
+    Weights("proximal_adagrad", {"learning_rate": 0.1}, figures=(0, 7)),
+    Weights(
+        "proximal_adagrad",
+        {
+            "learning_rate": 0.3,
+            "initial_accumulator_value": 0.2,
+            "l1_regularization_strength": 0.5,
+            "l2_regularization_strength": 0.3,
+        },
+        "regularized",
+        figures=(0, 7),
+    ),
     Dense("scale_by_novograd", figures=(0, 7)),
     Dense("novograd", {"learning_rate": 0.1}, figures=(0, 7)),
     Dense(
@@ -158,6 +213,8 @@ DESCRIPTORS = (
         "heloco",
     ),
     Dense("measure_cosine", figures=(0, 8)),
+    D("lazy", {"inner": ADAGRAD}, figures=(0, 7)),
+    D("lazy", {"inner": Dense("momentum_look_ahead", {"learning_rate": 0.1})}, "mu"),
     # The first two pushes with local_step 0 are fresh, the third is stale.
     Dense(
         "drop_stale",
@@ -275,5 +332,4 @@ NO_ORIGINAL = {
     "delayed": "it stands for what a pipeline does, and no library has it as a part",
     "delayed_nesterov": "a paper; its authors published no optimizer",
     "measure_cosine": "a measurement of its own",
-    "scale_by_learning_rate": "it has the name and the meaning that it has in optax",
 }

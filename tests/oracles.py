@@ -72,6 +72,38 @@ def adagrad(
         yield params, acc
 
 
+def put(new, old, given):
+    """The new entries, but the old ones where a step has no gradient."""
+    return {k: np.where(given[k], new[k], x) for k, x in old.items()} if given else new
+
+
+def proximal_adagrad(
+    params,
+    sequence,
+    learning_rate,
+    initial_accumulator_value=0.1,
+    l1_regularization_strength=0.0,
+    l2_regularization_strength=0.0,
+    *,
+    given=None,
+):
+    """Yields ``(params, accumulators)`` after each step; for ``given`` see ``ftrl``."""
+    acc = {k: np.full(p.shape, initial_accumulator_value) for k, p in params.items()}
+    for t, grads in enumerate(sequence):
+        lr = float(learning_rate(t)) if callable(learning_rate) else learning_rate
+        acc = {k: acc[k] + np.abs(g) ** 2 for k, g in grads.items()}
+        eta = {k: lr * divided(np.ones_like(a), a, 0.0, True) for k, a in acc.items()}
+        new = {}
+        for k, g in grads.items():
+            v, least = params[k] - eta[k] * g, eta[k] * l1_regularization_strength
+            with np.errstate(divide="ignore", invalid="ignore"):
+                shrunk = np.where(np.abs(v) <= least, 0, v - least * v / np.abs(v))
+            new[k] = np.where(least == 0, v, shrunk)
+            new[k] = new[k] / (1 + eta[k] * l2_regularization_strength)
+        params = put(new, params, given and given[t])
+        yield params, acc
+
+
 def novograd(
     params,
     sequence,
@@ -109,6 +141,49 @@ def novograd(
             new_params[k] = params[k] - (step if lr_in_momentum else lr * step)
         params, mu, nu = new_params, new_mu, new_nu
         yield params, mu, nu
+
+
+def ftrl(
+    params,
+    sequence,
+    learning_rate,
+    learning_rate_power=-0.5,
+    initial_accumulator_value=0.1,
+    l1_regularization_strength=0.0,
+    l2_regularization_strength=0.0,
+    l2_shrinkage_regularization_strength=0.0,
+    beta=0.0,
+    *,
+    multiply_linear_by_learning_rate=False,
+    given=None,
+    **clips,
+):
+    """Yields ``(params, n, z)`` after each step, in the paper's n, z, sigma, alpha.
+
+    Zeros as gradients move weights. ``given`` says for each step and entry whether it
+    has a gradient; if not, the entry stays.
+    """
+    l1, l2 = l1_regularization_strength, 2 * l2_regularization_strength
+    n = {k: np.full(p.shape, initial_accumulator_value) for k, p in params.items()}
+    z = {k: np.zeros_like(p) for k, p in params.items()}
+    for t, grads in enumerate(sequence):
+        alpha = float(learning_rate(t)) if callable(learning_rate) else learning_rate
+        unit = alpha if multiply_linear_by_learning_rate else 1.0  # Of z.
+        new = {k: {} for k in "wnz"}
+        for k, g in clip(grads, **clips).items():
+            w = params[k]
+            new["n"][k] = n[k] + np.abs(g) ** 2
+            root = new["n"][k] ** -learning_rate_power
+            sigma = (root - n[k] ** -learning_rate_power) / alpha
+            pull = g + 2 * l2_shrinkage_regularization_strength * w - sigma * w
+            new["z"][k] = z[k] + unit * pull
+            size, divisor = np.abs(new["z"][k]) / unit, (beta + root) / alpha + l2
+            with np.errstate(divide="ignore", invalid="ignore"):
+                moved = -(1 - l1 / size) * new["z"][k] / unit / divisor
+            new["w"][k] = np.where((size <= l1) | (divisor == 0), 0, moved)
+        olds = {"w": params, "n": n, "z": z}
+        params, n, z = (put(new[x], olds[x], given and given[t]) for x in "wnz")
+        yield params, n, z
 
 
 def learning_rate(params, sequence, learning_rate):
@@ -315,6 +390,8 @@ def expected(row, params, pushes, local_step=None):
 
 def _acting(row, pushes, local_step):
     """The gradients that a gate gives to its inner transformation, one by one."""
+    if row.name == "lazy":
+        return pushes
     options, stamped = row.kwargs, [(grads, local_step) for grads in pushes]
     if row.name == "drop_stale":
         *_, (acted, *_) = fresh(stamped, options["max_staleness"])

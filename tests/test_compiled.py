@@ -64,6 +64,9 @@ def test_a_step_costs_what_its_row_says(row):
     step = compile_step(row.make(), shapes, **jax.eval_shape(row.extra, shapes))
     n, memory, (copies, passes) = size(shapes), step.memory_analysis(), row.figures
     found = memory.temp_size_in_bytes / n, step.cost_analysis()["bytes accessed"] / n
+    if row.name == "ftrl" and jax.__version_info__ < (0, 12):
+        # There the CPU compiler copies the sums of squares before it reads them twice.
+        copies, passes = copies + 1, passes + 2
     # A mean over pushes counts half of a pass more before JAX 0.12.
     more = 0.01 if jax.__version_info__ >= (0, 12) else 0.51
     assert copies <= found[0] < copies + 0.01
@@ -329,6 +332,56 @@ def test_row_wise_adagrad_reads_gradients_twice_and_makes_none(clip, dtype):
     # The step reads rows for their sums, which serve the clip too. It reads them again
     # with the parameters, which it writes.
     assert compiled.cost_analysis()["bytes accessed"] < 4 * n + 8.1 * row
+
+
+BY_ROW = {  # Copies of the gradient's rows, and how many states' rows are gathered.
+    "sgd": (optax.sgd(0.1), 2, 0),
+    "momentum": (optax.sgd(0.1, 0.9), 2, 1),
+    "adagrad": (optax.adagrad(0.1), 4, 1),
+    "rmsprop": (optax.rmsprop(0.1), 4, 1),
+    "lion": (optax.lion(0.1), 4, 1),
+    "adam": (optax.adam(0.1), 5, 2),
+    "adamw": (optax.adamw(0.1), 5, 2),
+    "amsgrad": (optax.amsgrad(0.1), 6, 3),
+}
+READS_PARAMS = {"lion", "adamw"}  # For their weight decay.
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", BY_ROW)
+def test_lazy_costs_the_rows_and_not_the_table(name):
+    """The compiler counts a whole table wherever a program reads or writes rows of it.
+
+    A gather reads, and a scatter in place reads and writes. Nothing else touches a
+    table. What is left grows with the rows alone.
+    """
+    (inner, copies, slots), n, width = BY_ROW[name], 1024, 64
+    reads = slots + (name in READS_PARAMS)
+    tx, given, left = gx.lazy(inner), n * width * 4, []
+    for height in (10_000, 1_000_000):
+        table = jax.ShapeDtypeStruct((height, width), jnp.float32)
+        values = jax.ShapeDtypeStruct((n, width), jnp.float32)
+        indices = jax.ShapeDtypeStruct((n,), jnp.int32)
+
+        def step(params, state, indices, values, shape=table.shape):
+            grads = gx.IndexedSlices(indices, values, shape)
+            return gx.apply_gradients(tx, grads, state, params)
+
+        step = jax.jit(step, donate_argnums=(0, 1))
+        state = jax.eval_shape(tx.init, table)
+        lowered = step.lower(table, state, indices, values)
+        compiled, whole = lowered.compile(), size(table)
+        memory, costs = compiled.memory_analysis(), compiled.cost_analysis()
+        assert memory.temp_size_in_bytes < (copies + 0.1) * given
+        assert memory.alias_size_in_bytes >= (1 + slots) * whole
+        rest = 0.0  # Without its fusion emitters it counts fewer tables and copies.
+        if jax.__version_info__ >= (0, 11):
+            assert memory.temp_size_in_bytes > copies * given
+            rest = costs["bytes accessed"] - (reads + 2 * (1 + slots)) * whole
+        assert rest < 7.1 * (2 + slots) * given
+        before = lowered.cost_analysis()["bytes accessed"]
+        left.append((memory.temp_size_in_bytes, rest, costs["flops"], before))
+    assert left[0] == pytest.approx(left[1], rel=1e-3)
 
 
 def test_optax_makes_one():

@@ -23,7 +23,7 @@ import pytest
 import gradxform as gx
 from gradxform import engines
 from gradxform._group.layout import Layout  # It needs no cluster of processes.
-from tests import oracles
+from tests import oracles, test_golden
 from tests.conftest import ON_RAY
 
 PAGES = pathlib.Path(__file__).parents[1] / "docs/coming_from"
@@ -80,6 +80,7 @@ def names():
     micro = gx.accumulate(gx.adagrad(0.1), 2)
     return {
         **{"gx": gx, "jax": jax, "optax": optax, "loss_fn": loss_fn},
+        "ftrl": gx.ftrl(0.1),
         **{"params": params, "grads": grads, "averaged": {"w": 0.0, "b": 0.0}},
         **{"tx": tx, "state": after_one(tx)},
         **{"clip": clip, "clip_state": clip.init(params), "norm": 100.0},
@@ -403,11 +404,68 @@ def steps_on_touched_rows(result):
     equals(sums)(optax.tree.get(state, "sum_of_squares"))
 
 
-def goes_on_in_every_row(tx):
+def rests_in_other_rows(tx):
     slices = gx.IndexedSlices(IDS, ROWS, TABLE.shape)
     _, state = tx.update(slices, tx.init(TABLE))
-    none = gx.IndexedSlices([], ROWS[:0], TABLE.shape)
-    equals(-0.1 * 0.9 * DENSE)(tx.update(none, state)[0])
+    other = gx.IndexedSlices([1], np.zeros((1, 2)), TABLE.shape)
+    updates, state = tx.update(other, state)
+    trace = DENSE.copy()
+    trace[1] *= 0.9
+    equals(trace)(optax.tree.get(state, "trace"))
+    trace[[0, 2, 3]] = 0
+    equals(-0.1 * trace)(updates.densify())
+
+
+def takes_lazy_adams_steps(tx):
+    params, state = jnp.asarray(TABLE), tx.init(TABLE)
+    slices = gx.IndexedSlices(IDS, ROWS, TABLE.shape)
+    other = gx.IndexedSlices([1], ROWS[:1], TABLE.shape)
+    for g in slices, other:
+        params, state = gx.apply_gradients(tx, g, state, params)
+    expected, touched = TABLE - 0.1 * np.sign(DENSE), [1]
+    mu, nu = 0.1 * DENSE[touched], 0.001 * DENSE[touched] ** 2
+    mu, nu = 0.9 * mu + 0.1 * ROWS[:1], 0.999 * nu + 0.001 * ROWS[:1] ** 2
+    m, v = mu / (1 - 0.9**2), nu / (1 - 0.999**2)
+    expected[touched] -= 0.1 * m / (np.sqrt(v) + 1e-8)
+    equals(expected, rtol=1e-6)(params)
+
+
+def replays(name):
+    """The transformation gives the trace of this optimizer of TensorFlow 1."""
+
+    def check(tx):
+        case = test_golden.CASES[f"tf1_optimizers:{name}Optimizer"]
+        assert case["settings"]["learning_rate"] == names()["learning_rate"]
+        params = test_golden.tree(case["params"])
+        state = tx.init(params)
+        for step in case["steps"]:
+            grads = test_golden.tree(step["grads"])
+            params, state = gx.apply_gradients(tx, grads, state, params)
+            wanted = test_golden.tree(step["params"])
+            test_golden.agree(params, wanted, floor=1, rtol=1e-4)
+
+    return check
+
+
+def ftrl_moves(rows):
+    """FTRL has moved these rows of the table, and no others."""
+    *_, (wanted, _, _) = oracles.ftrl({"": TABLE}, [{"": DENSE}], 0.1)
+    return np.where(np.isin(np.arange(4), rows)[:, None], wanted[""], TABLE)
+
+
+def every_row_moves_under_ftrl(tx):
+    slices = gx.IndexedSlices(IDS, ROWS, TABLE.shape)
+    state = tx.init(jnp.asarray(TABLE))
+    params, _ = gx.apply_gradients(tx, slices, state, jnp.asarray(TABLE))
+    equals(ftrl_moves([0, 1, 2, 3]))(params)
+    assert np.all(params[2] == 0)  # No gradient has touched it.
+
+
+def skips_a_step_of_nan(tx):
+    grads = GRADS | {"b": np.array(np.nan)}
+    updates, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+    assert optax.tree.get(state, "total_notfinite") == 1
+    equals(NO_UPDATE)(updates)
 
 
 def decays_every_row(tx):
@@ -577,7 +635,9 @@ CHECKS = {
     "clip.update(slices, clip_state)[0]": lambda clipped: equals(
         DENSE / np.linalg.norm(DENSE)
     )(clipped.densify()),
-    "optax.chain(gx.densify(), optax.sgd(0.1, momentum=0.9))": goes_on_in_every_row,
+    "gx.lazy(optax.sgd(0.1, momentum=0.9))": rests_in_other_rows,
+    "gx.lazy(optax.adam(0.1))": takes_lazy_adams_steps,
+    "gx.lazy(optax.adam(learning_rate))": takes_lazy_adams_steps,
     'gx.conditional_accumulator(tx, num_required=2, reduction="row_mean")': (
         averages_rows_by_the_pushes_that_held_them
     ),
@@ -644,6 +704,45 @@ CHECKS = {
     ),
     "gx.adagrad(learning_rate, initial_accumulator_value=-1.0)": says(
         ValueError, "initial_accumulator_value must be in"
+    ),
+    # Ftrl
+    "gx.ftrl(optax.exponential_decay(0.1, 2, 0.5))": trains_as(
+        oracles.ftrl, learning_rate=lambda t: 0.1 * 0.5 ** (t / 2), rtol=1e-6
+    ),
+    "gx.apply_gradients(ftrl, slices, ftrl.init(table), table)": lambda result: equals(
+        ftrl_moves([1, 3])
+    )(result[0]),
+    "optax.chain(gx.densify(), gx.ftrl(0.1))": every_row_moves_under_ftrl,
+    "optax.apply_if_finite(gx.ftrl(0.1, l1_regularization_strength=0.5), "
+    "max_consecutive_errors=5)": skips_a_step_of_nan,
+    'optax.tree.get(ftrl.init(params), "sum_of_squares")["w"]': equals(np.full(3, 0.1)),
+    'optax.tree.get(ftrl.init(params), "linear")["w"]': equals(np.zeros(3)),
+    "gx.FtrlState._fields": gives(("count", "sum_of_squares", "linear")),
+    "gx.ftrl(learning_rate, learning_rate_power=0.5)": says(
+        ValueError, "learning_rate_power must be in"
+    ),
+    "gx.ftrl(learning_rate, l1_regularization_strength=-1.0)": says(
+        ValueError, "l1_regularization_strength must be in"
+    ),
+    # Every optimizer
+    "optax.adadelta(learning_rate, rho=0.95, eps=1e-8)": replays("Adadelta"),
+    "optax.adam(learning_rate)": replays("Adam"),
+    "optax.sgd(learning_rate, momentum=0.9)": replays("Momentum"),
+    "optax.rmsprop(learning_rate, eps=1e-10, initial_scale=1.0, momentum=0.5, "
+    "centered=True)": replays("RMSProp"),
+    "optax.adamax(learning_rate)": replays("AdaMax"),
+    "optax.adamw(learning_rate, weight_decay=0.1)": replays("AdamW"),
+    "optax.chain(optax.sgd(learning_rate, momentum=0.9), "
+    "optax.add_decayed_weights(-0.01))": replays("MomentumW"),
+    "gx.scale_by_learning_rate(learning_rate)": replays("GradientDescent"),
+    "optax.GradientTransformationExtraArgs(tx.init, tx.update)": updates_to(
+        ADAGRAD_UPDATE
+    ),
+    "gx.conditional_accumulator(optax.sgd(1.0), num_required=2)": acts_on_two(
+        {k: -g for k, g in GRADS.items()}
+    ),
+    "jax.vmap(lambda row: optax.projections.projection_l2_ball(row, 1.0))(table)": (
+        equals(TABLE / np.maximum(1, np.linalg.norm(TABLE, axis=1, keepdims=True)))
     ),
     # MultiSteps, apply_every
     "gx.accumulate(tx, num_required=2)": emits_as(gx.adagrad(0.1), every_k_schedule=2),
@@ -747,6 +846,24 @@ MEMBERS = {
         variables GATE_GRAPH GATE_NONE GATE_OP grad_loss var_list gate_gradients
         aggregation_method colocate_gradients_with_ops global_step""",
     "`tf.clip_by_global_norm`": "t_list clip_norm use_norm name axes",
+    "`tf.train.FtrlOptimizer`": """learning_rate learning_rate_power
+        initial_accumulator_value l1_regularization_strength l2_regularization_strength
+        l2_shrinkage_regularization_strength beta use_locking name accum_name
+        linear_name clipnorm clipvalue global_clipnorm weight_decay get_slot
+        get_slot_names""",
+    "Every optimizer of `tf.train` and `tf.contrib.opt`": """AdadeltaOptimizer
+        AdagradDAOptimizer AdagradOptimizer AdamOptimizer FtrlOptimizer
+        GradientDescentOptimizer MomentumOptimizer Optimizer ProximalAdagradOptimizer
+        ProximalGradientDescentOptimizer RMSPropOptimizer SyncReplicasOptimizer
+        AGNCustomGetter AGNOptimizer AdaMaxOptimizer AdamGSOptimizer AdamWOptimizer
+        AddSignOptimizer DecoupledWeightDecayExtension DropStaleGradientOptimizer
+        ElasticAverageCustomGetter ElasticAverageOptimizer ExternalOptimizerInterface
+        GGTOptimizer LARSOptimizer LazyAdamGSOptimizer LazyAdamOptimizer
+        ModelAverageCustomGetter ModelAverageOptimizer MomentumWOptimizer
+        MovingAverageOptimizer MultitaskOptimizerWrapper NadamOptimizer
+        PowerSignOptimizer RegAdagradOptimizer ScipyOptimizerInterface ShampooOptimizer
+        VariableClippingOptimizer clip_gradients_by_global_norm
+        extend_with_decoupled_weight_decay""",
     "`tf.ConditionalAccumulator`": """replicas_to_aggregate total_num_replicas
         variable_averages variables_to_average get_chief_queue_runner
         get_init_tokens_op make_session_run_hook accumulator_ref apply_grad dtype name

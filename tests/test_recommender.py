@@ -56,9 +56,10 @@ def test_rows_train_as_tables_do():
 
 
 @pytest.mark.slow
-def test_four_threads_learn():
+@pytest.mark.parametrize("tables", recommender.OF_TABLES)
+def test_four_threads_learn(tables):
     server = gx.ParameterServer(
-        recommender.make_params(HEIGHTS), recommender.make_tx(8)
+        recommender.make_params(HEIGHTS), recommender.make_tx(8, tables)
     )
     with promotion():
         losses = recommender.train(server, HEIGHTS, workers=4, pushes=400)

@@ -64,7 +64,7 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
 
     It reads the results of ``optimizer.get_config()`` and
     ``keras.optimizers.serialize`` from Keras 3 and from TensorFlow 1.14 to 2.x:
-    ``Adagrad``, TensorFlow Addons' ``NovoGrad``, and the schedules
+    ``Adagrad``, ``Ftrl``, TensorFlow Addons' ``NovoGrad``, and the schedules
     ``ExponentialDecay``, ``InverseTimeDecay``, ``CosineDecay``,
     ``CosineDecayRestarts``, ``LinearCosineDecay``, ``PiecewiseConstantDecay`` and
     ``PolynomialDecay``.

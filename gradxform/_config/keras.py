@@ -46,24 +46,10 @@ def _adagrad(
     name: object = None,
 ) -> Config:
     """``keras.optimizers.Adagrad`` of Keras 3 and of TensorFlow from 2.11 on."""
-    if use_ema:
-        raise ValueError(
-            "use_ema=True: the average is no part of a transformation. Write "
-            "use_ema=False, and after each step averaged = optax.incremental_update("
-            "params, averaged, step_size=1 - ema_momentum)."
-        )
-    if loss_scale_factor is not None:
-        raise ValueError(
-            f"loss_scale_factor={loss_scale_factor!r} is only half of loss scaling. "
-            "Write null, and do not scale the loss: sums are float32 here for every "
-            "dtype of the gradients."
-        )
-    if gradient_accumulation_steps:
-        # Keras's rates count micro-batches: a step takes the rate of its last one.
-        learning_rate = _at_last_push(learning_rate, gradient_accumulation_steps)
-    clips = _clips(clipnorm, clipvalue, global_clipnorm)
-    # In Keras 3 a limit of 0 means no clip.
-    clips = {key: norm for key, norm in clips.items() if norm > 0}
+    rest = use_ema, loss_scale_factor, gradient_accumulation_steps
+    learning_rate, clips = _keras3_base(
+        learning_rate, *rest, _clips(clipnorm, clipvalue, global_clipnorm)
+    )
     scaled = {
         "initial_accumulator_value": initial_accumulator_value,
         "eps": epsilon,
@@ -80,9 +66,89 @@ def _adagrad(
             {"name": "scale_by_learning_rate", "learning_rate": learning_rate},
         ]
         config = {"name": "chain", "transforms": transforms}
-    if not gradient_accumulation_steps:  # In Keras 0 means none, too.
+    return _accumulated(config, gradient_accumulation_steps)
+
+
+def _ftrl(
+    learning_rate: optax.ScalarOrSchedule,
+    learning_rate_power: float,
+    initial_accumulator_value: float,
+    l1_regularization_strength: float,
+    l2_regularization_strength: float,
+    l2_shrinkage_regularization_strength: float,
+    beta: float,
+    use_ema: bool,
+    weight_decay: float | None = None,
+    clipnorm: float | None = None,
+    clipvalue: float | None = None,
+    global_clipnorm: float | None = None,
+    ema_momentum: float | None = None,
+    ema_overwrite_frequency: float | None = None,
+    loss_scale_factor: float | None = None,
+    gradient_accumulation_steps: int | None = None,
+    jit_compile: object = None,
+    is_legacy_optimizer: object = None,
+    name: object = None,
+) -> Config:
+    """``keras.optimizers.Ftrl`` of Keras 3 and of TensorFlow from 2.11 on."""
+    if weight_decay:
+        raise ValueError(
+            f"weight_decay={weight_decay!r}: Keras decays the weights before FTRL sets "
+            "them anew. That is not offered. Write null, and "
+            "l2_regularization_strength for smaller weights."
+        )
+    rest = use_ema, loss_scale_factor, gradient_accumulation_steps
+    learning_rate, clips = _keras3_base(
+        learning_rate, *rest, _clips(clipnorm, clipvalue, global_clipnorm)
+    )
+    config = {
+        "name": "ftrl",
+        "learning_rate": learning_rate,
+        "learning_rate_power": learning_rate_power,
+        "initial_accumulator_value": initial_accumulator_value,
+        "l1_regularization_strength": l1_regularization_strength,
+        "l2_regularization_strength": l2_regularization_strength,
+        "l2_shrinkage_regularization_strength": l2_shrinkage_regularization_strength,
+        "beta": beta,
+        **clips,
+    }
+    return _accumulated(config, gradient_accumulation_steps)
+
+
+def _keras3_base(
+    learning_rate: object,
+    use_ema: bool,
+    loss_scale_factor: float | None,
+    gradient_accumulation_steps: int | None,
+    clips: Config,
+) -> tuple[object, Config]:
+    """The rate and the clips, from what each optimizer of Keras 3 has."""
+    if use_ema:
+        raise ValueError(
+            "use_ema=True: the average is no part of a transformation. Write "
+            "use_ema=False, and after each step averaged = optax.incremental_update("
+            "params, averaged, step_size=1 - ema_momentum)."
+        )
+    if loss_scale_factor is not None:
+        raise ValueError(
+            f"loss_scale_factor={loss_scale_factor!r} is only half of loss scaling. "
+            "Write null, and do not scale the loss: sums are float32 here for every "
+            "dtype of the gradients."
+        )
+    if gradient_accumulation_steps and isinstance(learning_rate, Mapping):
+        # Keras's rates count micro-batches: a step takes the rate of its last one.
+        learning_rate = {
+            "name": "at_last_push",
+            "schedule": learning_rate,
+            "num_required": gradient_accumulation_steps,
+        }
+    # In Keras 3 a limit of 0 means no clip.
+    return learning_rate, {key: norm for key, norm in clips.items() if norm > 0}
+
+
+def _accumulated(config: Config, steps: int | None) -> Config:
+    if not steps:  # In Keras 0 means none, too.
         return config
-    steps = gradient_accumulation_steps
     return {"name": "accumulate", "inner": config, "num_required": steps}
 
 
@@ -104,6 +170,35 @@ def _legacy_adagrad(
         "initial_accumulator_value": initial_accumulator_value,
         "eps": epsilon,
         "eps_in_sqrt": False,
+        **_clips(clipnorm, clipvalue, global_clipnorm),
+    }
+
+
+def _legacy_ftrl(
+    learning_rate: optax.ScalarOrSchedule,
+    learning_rate_power: float,
+    initial_accumulator_value: float,
+    l1_regularization_strength: float,
+    l2_regularization_strength: float,
+    l2_shrinkage_regularization_strength: float,
+    decay: float,
+    beta: float = 0.0,  # TensorFlow 1 has none.
+    clipnorm: float | None = None,
+    clipvalue: float | None = None,
+    global_clipnorm: float | None = None,
+    is_legacy_optimizer: object = None,
+    name: object = None,
+) -> Config:
+    """``tf.keras.optimizers.Ftrl`` up to TensorFlow 2.10; then in ``legacy``."""
+    return {
+        "name": "ftrl",
+        "learning_rate": _decayed(learning_rate, decay),
+        "learning_rate_power": learning_rate_power,
+        "initial_accumulator_value": initial_accumulator_value,
+        "l1_regularization_strength": l1_regularization_strength,
+        "l2_regularization_strength": l2_regularization_strength,
+        "l2_shrinkage_regularization_strength": l2_shrinkage_regularization_strength,
+        "beta": beta,
         **_clips(clipnorm, clipvalue, global_clipnorm),
     }
 
@@ -143,13 +238,6 @@ def _novograd(
         "lr_in_momentum": True,
         **_clips(clipnorm, clipvalue, global_clipnorm),
     }
-
-
-def _at_last_push(learning_rate: object, num_required: int) -> object:
-    if not isinstance(learning_rate, Mapping):
-        return learning_rate
-    schedule = {"schedule": learning_rate, "num_required": num_required}
-    return {"name": "at_last_push", **schedule}
 
 
 def _clips(*limits: float | None) -> Config:
@@ -261,8 +349,12 @@ def _join(schedules: list[Config], boundaries: list[float]) -> Config:
     return {"name": "join_schedules", "schedules": schedules, "boundaries": boundaries}
 
 
+# Of optimizers whose configs have a ``decay``, as only legacy ones write it.
+_LEGACY: dict[str, Translator] = {"Adagrad": _legacy_adagrad, "Ftrl": _legacy_ftrl}
+
 _TRANSLATORS: dict[str, Translator] = {
     "Adagrad": _adagrad,
+    "Ftrl": _ftrl,
     "NovoGrad": _novograd,
     "ExponentialDecay": _exponential_decay,
     "InverseTimeDecay": _renamed(schedules.inverse_time_decay),
@@ -314,7 +406,7 @@ def find_translator(
 def _translator_of_get_config(
     config: Mapping[str, object], where: str
 ) -> tuple[Translator, Mapping[str, object], str] | None:
-    for name in ("Adagrad", "NovoGrad"):
+    for name in ("Adagrad", "Ftrl", "NovoGrad"):
         translator = _generation(name, config)
         if _always_written(translator) <= config.keys():
             break
@@ -323,7 +415,7 @@ def _translator_of_get_config(
             return None
         raise ValueError(
             f"{where} has the key 'use_ema', so Keras wrote it, but it is no whole "
-            "config of Adagrad or NovoGrad. Only these are read."
+            "config of Adagrad, Ftrl or NovoGrad. Only these are read."
         )
     if not re.fullmatch(rf"{name}(_\d+)?", str(config.get("name")), re.IGNORECASE):
         raise ValueError(
@@ -335,8 +427,7 @@ def _translator_of_get_config(
 
 def _generation(name: str, config: Mapping[str, object]) -> Translator:
     """The translator of a class: only legacy optimizers write a ``decay``."""
-    legacy = name == "Adagrad" and "decay" in config
-    return _legacy_adagrad if legacy else _TRANSLATORS[name]
+    return (_LEGACY if "decay" in config else {}).get(name, _TRANSLATORS[name])
 
 
 def _always_written(translator: Translator) -> set[str]:

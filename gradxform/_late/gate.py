@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
@@ -26,6 +25,7 @@ from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import has_gate
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, versions
+from gradxform._trees.extra_args import accepted_kwargs
 
 # What a push produces: updates or new parameters, None for the updates of a skip.
 Outcome: TypeAlias = optax.Updates | optax.Params | None
@@ -230,16 +230,3 @@ def _apply(
         outcome = missing.chosen(flags, outcome, skip(params))
     like = updates if params is None else params
     return outcome, missing.keep(inner, flags, new_state, state, like)
-
-
-def accepted_kwargs(
-    tx: optax.GradientTransformation, extra: dict[str, object]
-) -> dict[str, object]:
-    """The extra arguments that ``tx.update`` takes.
-
-    Most transformations ignore unknown ones; ``optax.contrib.sam`` does not.
-    """
-    parameters = inspect.signature(tx.update).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return extra
-    return {name: value for name, value in extra.items() if name in parameters}

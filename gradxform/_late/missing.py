@@ -20,6 +20,7 @@ leaves, and some starts again although a leaf has no gradient. So a gate inside 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -30,38 +31,12 @@ import optax
 from gradxform._late.counters import has_gate, is_gate
 from gradxform._trees import checks, maps
 from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.placeholders import Placeholder, is_placeholder
 from gradxform._trees.types import Leaf, Path, PyTree, T
 
 # Whether a leaf has a gradient, by its path. Leaves that say it themselves are not in
 # it. A path finds its leaf also in a part of the tree, as in ``optax.partition``.
 LeafFlags: TypeAlias = dict[str, jax.Array]
-
-
-@jax.tree_util.register_pytree_node_class
-class MissingGradient(optax.MaskedNode):
-    """A node without leaves that replaces the leaf of this number."""
-
-    number: int
-
-    def __new__(cls, number: int) -> MissingGradient:
-        """A masked node that says which one it is."""
-        node = super().__new__(cls)
-        node.number = number
-        return node
-
-    def tree_flatten(self) -> tuple[tuple[()], int]:
-        """No children, and the number."""
-        return (), self.number
-
-    @classmethod
-    def tree_unflatten(cls, number: int, children: object) -> MissingGradient:
-        """The same again."""
-        del children
-        return cls(number)
-
-
-def _is_missing(node: object) -> bool:
-    return isinstance(node, MissingGradient)
 
 
 def update(
@@ -105,7 +80,9 @@ def update(
         None if params is None else split.tree,
         **shown,
     )
-    new_updates = maps.map_leaves(lambda u: None if _is_missing(u) else u, new_updates)
+    new_updates = maps.map_leaves(
+        lambda u: None if is_placeholder(u) else u, new_updates
+    )
     return new_updates, _if_missing(split.marks, state, new_state)
 
 
@@ -128,18 +105,18 @@ def keep(
     split = _split(tx, old, mark, like)
     if split is None or not split.leaves:
         return new
-    flags = jax.tree.leaves(applied)
+    flags: dict[Hashable, jax.Array] = dict(enumerate(jax.tree.leaves(applied)))
 
     def choose(
         mark: object, new: optax.OptState, old: optax.OptState
     ) -> optax.OptState:
-        if not isinstance(mark, MissingGradient):
+        if not isinstance(mark, Placeholder):
             return new
-        flag = flags[mark.number]
+        flag = flags[mark.key]
         return jax.tree.map(lambda n, o: jnp.where(flag, n, o), new, old)
 
     return jax.tree.map(
-        choose, split.marks, new, old, is_leaf=lambda x: _is_missing(x) or is_gate(x)
+        choose, split.marks, new, old, is_leaf=lambda x: is_placeholder(x) or is_gate(x)
     )
 
 
@@ -199,13 +176,13 @@ class _Split(NamedTuple):
     """A tree without the leaves that have no gradient, and its part of a state.
 
     Attributes:
-      leaves: the missing leaves, by number.
+      leaves: the missing leaves, by the keys of their placeholders.
       whole: the parameters, or a tree like them.
       tree: the same without the missing leaves.
       marks: the state that ``init`` makes from ``tree``.
     """
 
-    leaves: list[optax.Params]
+    leaves: dict[Hashable, optax.Params]
     whole: optax.Params
     tree: optax.Params
     marks: optax.OptState
@@ -217,11 +194,11 @@ class _Split(NamedTuple):
         """
 
         def fill(x: T) -> T:
-            return self.leaves[x.number] if isinstance(x, MissingGradient) else x
+            return self.leaves[x.key] if isinstance(x, Placeholder) else x
 
         if callable(value):
             return lambda *args, **kwargs: value(
-                *jax.tree.map(fill, args, is_leaf=_is_missing), **kwargs
+                *jax.tree.map(fill, args, is_leaf=is_placeholder), **kwargs
             )
         structure: Any = maps.structure(value)
         is_like_params = structure == maps.structure(self.whole)
@@ -238,22 +215,23 @@ def _split(
 ) -> _Split | None:
     """Splits the trees; None if ``init`` shows no state that is kept leaf by leaf."""
     whole = maps.map_leaves(_described, updates) if params is None else params
-    leaves: list[optax.Params] = []
+    leaves: dict[Hashable, optax.Params] = {}
 
     def without(u: Leaf, p: optax.Params) -> optax.Params:
         if u is not None or (params is not None and not jax.tree.leaves(p)):
             return p
-        leaves.append(p)
-        return MissingGradient(len(leaves) - 1)
+        number = len(leaves)
+        leaves[number] = p
+        return Placeholder(number)
 
     try:
         tree = maps.map_leaves(without, updates, whole)
         marks = jax.eval_shape(tx.init, tree) if leaves else state
         same = jax.tree.map(
-            lambda mark, s: _is_missing(mark) or np.shape(mark) == np.shape(s),
+            lambda mark, s: is_placeholder(mark) or np.shape(mark) == np.shape(s),
             marks,
             state,
-            is_leaf=_is_missing,
+            is_leaf=is_placeholder,
         )
     except Exception:  # This init does not accept such a node.
         return None
@@ -265,11 +243,11 @@ def _if_missing(
 ) -> optax.OptState:
     """``missing`` for the state that ``marks`` mark, and ``held`` for all other."""
     return jax.tree.map(
-        lambda mark, m, h: m if _is_missing(mark) else h,
+        lambda mark, m, h: m if is_placeholder(mark) else h,
         marks,
         missing,
         held,
-        is_leaf=_is_missing,
+        is_leaf=is_placeholder,
     )
 
 

@@ -14,6 +14,7 @@ from gradxform._training.donation import Donating
 from gradxform._training.lookup import Tables, value_and_grad
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.compilers import narrow
+from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.indexed_slices import IndexedSlices, hinted, is_sparse
 from gradxform._trees.rows import positions
 from gradxform._trees.types import Gradient, Leaf, Params, Path, Prefix, PyTree, State
@@ -231,7 +232,7 @@ def training_step(
         gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)
         value, grads = gradient(learning, *batch)
         value, aux = (value[0], value[1:]) if has_aux else (value, ())
-        extra = {**gate.accepted_kwargs(tx, {"value": value}), **extra}
+        extra = {**accepted_kwargs(tx, {"value": value}), **extra}
         params, state = apply_gradients(tx, grads, state, params, **extra)
         return params, state, value, *aux
 

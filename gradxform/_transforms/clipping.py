@@ -230,12 +230,14 @@ def clip_before(
     axis_name: AxisName = None,
     stacked_axes: StackedAxes = None,
     row_wise: bool = False,
+    rounded: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Keras's three clip arguments in front of ``inner``, with one pass for the norms.
 
     An ``inner`` that also needs sums of squares need not read the gradients again: it
     receives the extra argument ``clip_sums``, a :class:`ClipSums`. With ``row_wise``
-    these are sums of rows, otherwise of layers.
+    these are sums of rows, otherwise of layers. With ``rounded`` updates get the dtypes
+    of the gradients, otherwise they stay as ``inner`` returns them.
     """
     arguments = {
         "clipnorm": clipnorm,
@@ -298,7 +300,9 @@ def clip_before(
         updates, inner_state = inner.update(
             updates, inner_state, params, clip_sums=sums, **extra
         )
-        return maps.cast_like(updates, given), (clip_state, inner_state)
+        if rounded:
+            updates = maps.cast_like(updates, given)
+        return updates, (clip_state, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

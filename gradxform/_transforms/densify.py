@@ -19,8 +19,9 @@ def densify() -> optax.GradientTransformationExtraArgs:
     .. math:: G_r = \sum_{i:\ indices_i = r} values_i
 
     Put it in front of momentum, weight decay, :func:`novograd` and every other
-    transformation that changes each row at each step, touched or not. From there on the
-    cost of a step depends on the table, not on the touched rows.
+    transformation that has to change each row at each step, touched or not. From there
+    on the cost of a step depends on the table, not on the touched rows. :func:`lazy`
+    runs such a transformation on the touched rows alone.
 
     Returns:
       A transformation without state. Dense gradients pass through.

@@ -14,6 +14,8 @@ device, so a transformation need not know about the kinds.
 - ``arithmetic``: sums, products and roots that are rounded once, from at least float32.
 - ``constants``: zeros and other constants, which lie where the parameters lie.
 - ``compilers``: barriers, and a cast to half precision without a copy of its result.
+- ``placeholders``: nodes without leaves, by which ``init`` shows a leaf's state.
+- ``extra_args``: which extra arguments a transformation takes.
 - ``norms``: sums of squares of layers, rows and whole trees in one pass.
 - ``stateless``: a transformation from a function of its updates.
 - ``mesh``: sums over devices, inside ``shard_map``.

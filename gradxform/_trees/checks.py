@@ -368,8 +368,8 @@ def dense(
     name: str,
     tree: PyTree[Leaf],
     needs: str = "changes every row at every step, so it takes dense gradients",
-    hint: str = "Put gradxform.densify() in front of it, which costs work on the whole "
-    "table, or use adagrad for this leaf.",
+    hint: str = "Use gradxform.lazy(optax.adamw(...)) or adagrad for this leaf, or put "
+    "gradxform.densify() in front, which costs work on the whole table.",
 ) -> None:
     """Raises ``TypeError`` if a leaf is row-sparse; the message says what is needed."""
     for path, leaf in maps.leaves_with_path(tree):

@@ -36,7 +36,10 @@ class _NamesHint(type):
         return f"<class 'gradxform.{cls.__name__}': {_SHORT_HINT}>"
 
 
-_SHORT_HINT = "a row-sparse gradient, which needs gradxform.densify() in front of this"
+_SHORT_HINT = (
+    "a row-sparse gradient: wrap this in gradxform.lazy, or put gradxform.densify() in "
+    "front of it"
+)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -54,13 +57,14 @@ class IndexedSlices(metaclass=_NamesHint):
     ``all_gather`` and across processes. Code that multiplies or adds up the leaves of
     gradients would do the same to the indices. So the indices have a dtype that JAX
     itself refuses to calculate with: ``optax.scale`` and ``jax.lax.psum`` raise a
-    ``TypeError``, however they get at the leaves. To use them, put :func:`densify` in
-    front, or map with ``is_leaf=lambda x: isinstance(x, gx.IndexedSlices)``. NumPy does
-    not know this dtype, so give ``(grads.indices, grads.values)`` to
-    ``multihost_utils.process_allgather``. Code that leaves the indices alone, as
-    ``optax.centralize`` does, is not refused: it acts on the rows as they were given,
-    before repeated ones are summed. At the end of a step, ``optax.apply_updates``
-    computes ``table + updates``: the table with the rows added.
+    ``TypeError``, however they get at the leaves. To use them, wrap an optimizer in
+    :func:`lazy`, put :func:`densify` in front, or map with ``is_leaf=lambda x:
+    isinstance(x, gx.IndexedSlices)``. NumPy does not know this dtype, so give
+    ``(grads.indices, grads.values)`` to ``multihost_utils.process_allgather``. Code
+    that leaves the indices alone, as ``optax.centralize`` does, is not refused: it acts
+    on the rows as they were given, before repeated ones are summed. At the end of a
+    step, ``optax.apply_updates`` computes ``table + updates``: the table with the rows
+    added.
 
     In ``optax.partition`` and ``optax.masked`` a mask for ``values`` holds for both
     leaves, and their path ends in ``.values``. If your function for the labels looks at
@@ -344,7 +348,8 @@ _HINT = (
     "a row-sparse gradient (gradxform.IndexedSlices) was given to a function for dense "
     "ones, which would change its row indices along with its values. gradxform's own "
     "clips, adagrad, scale_by_learning_rate, apply_updates and wrappers take it as "
-    "it is. For this function put gradxform.densify() in front, or map with "
+    "it is. Wrap an optimizer in gradxform.lazy, which runs it on these rows alone, or "
+    "put gradxform.densify() in front of it. Map a function with "
     "jax.tree.map(..., is_leaf=lambda x: isinstance(x, gradxform.IndexedSlices))."
 )
 

@@ -13,7 +13,10 @@ import jax
 import jax.numpy as jnp
 
 # The name of the dtype in JAX's errors.
-TAG = "indices of a row-sparse gradient: put gradxform.densify() in front"
+TAG = (
+    "indices of a row-sparse gradient: wrap this in gradxform.lazy, or put "
+    "gradxform.densify() in front"
+)
 
 
 @functools.cache

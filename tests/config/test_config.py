@@ -654,7 +654,29 @@ CASES += [("accumulation-weight-decay-clipnorm", "cosine-warmup")]
 @pytest.mark.parametrize(("setting", "schedule"), CASES)
 def test_trains_as_keras_does_step_for_step(setting, schedule):
     rate = SCHEDULES[schedule] if schedule else 0.3
-    optimizer = keras.optimizers.Adagrad(rate, **SETTINGS[setting])
+    trains_alike(keras.optimizers.Adagrad(rate, **SETTINGS[setting]))
+
+
+@pytest.mark.slow
+@runs_keras
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("setting", [k for k in SETTINGS if k != "accumulator"])
+def test_ftrl_trains_as_keras_does_step_for_step(setting):
+    optimizer = keras.optimizers.Ftrl(
+        SCHEDULES["exponential"],
+        l1_regularization_strength=0.5,
+        l2_regularization_strength=0.1,
+        beta=0.2,
+        **SETTINGS[setting],
+    )
+    if SETTINGS[setting].get("weight_decay"):
+        with pytest.raises(ValueError, match="sets them anew"):
+            gx.from_config(optimizer.get_config())
+    else:
+        trains_alike(optimizer)
+
+
+def trains_alike(optimizer):
     tx = gx.from_config(optimizer.get_config())
     config = gx.get_config(tx)
     serialized = through_json(keras.optimizers.serialize(optimizer))
@@ -751,6 +773,23 @@ TFA = {
     "weight_decay": 0.0,
     "grad_averaging": False,
 }
+# What Ftrl of the same systems wrote besides what Adagrad of each writes.
+FTRL = {
+    "learning_rate_power": -0.5,
+    "l1_regularization_strength": 0.0,
+    "l2_regularization_strength": 0.0,
+    "l2_shrinkage_regularization_strength": 0.0,
+}
+
+
+def of_ftrl(config, **more):
+    return {k: v for k, v in config.items() if k != "epsilon"} | FTRL | more
+
+
+KERAS3_FTRL = of_ftrl(KERAS3, name="ftrl", beta=0.0)
+TF2_FTRL = of_ftrl(TF2, name="Ftrl", beta=0.0)
+LEGACY_FTRL = of_ftrl(LEGACY, name="Ftrl", beta=0.0)
+TF1_FTRL = of_ftrl(LEGACY, name="Ftrl")
 # What the schedules of TensorFlow 1.15.5 and 2.11.0 write besides their arguments.
 UNNAMED = {"name": None}
 UNSAID = {
@@ -764,15 +803,20 @@ WRITERS = {
     "tf.keras.optimizers.Adagrad": (TF2, "Custom>Adagrad"),
     "tf.keras.optimizers.legacy.Adagrad": (LEGACY, "Adagrad"),
     "tfa.optimizers.NovoGrad": (TFA, "Addons>NovoGrad"),
+    "keras.optimizers.Ftrl": (KERAS3_FTRL, "Ftrl"),
+    "tf.keras.optimizers.Ftrl": (TF2_FTRL, "Custom>Ftrl"),
+    "tf.keras.optimizers.legacy.Ftrl": (LEGACY_FTRL, "Ftrl"),
 }
+OF_TF1 = {"tf.keras.optimizers.Adagrad": LEGACY, "tf.keras.optimizers.Ftrl": TF1_FTRL}
 
 
 def written(case):
     """The config that the optimizer of a golden trace writes, and its class name."""
-    stem = "tf.keras.optimizers.legacy.Adagrad" if case["tf1"] else case["symbol"]
-    literal, class_name = WRITERS[stem]
+    literal, class_name = WRITERS[case["symbol"]]
+    if case["tf1"]:
+        literal, class_name = OF_TF1[case["symbol"]], class_name.split(">")[-1]
     config = {**literal, **case["settings"]}
-    if not config["epsilon"]:  # Then the legacy ones write their default.
+    if config.get("epsilon") == 0:  # Then the legacy ones write their default.
         config["epsilon"] = 1e-7
     if isinstance(config["learning_rate"], dict):
         arguments = dict(config["learning_rate"])
@@ -810,8 +854,8 @@ def test_golden_traces_follow_from_the_configs_of_their_optimizers(name):
 
 def test_golden_traces_of_every_writer_are_replayed():
     assert {case["symbol"] for case in GOLDEN.values()} == {*WRITERS}
-    assert sum(case["tf1"] for case in GOLDEN.values()) >= 13
-    assert len(GOLDEN) >= 52
+    assert sum(case["tf1"] for case in GOLDEN.values()) >= 25
+    assert len(GOLDEN) >= 104
 
 
 EXPONENTIAL = {
@@ -838,6 +882,11 @@ WRONG_OF_KERAS = [
     (dict(TFA, grad_averaging=True),
      "config: grad_averaging=True: TensorFlow Addons s"),
     (dict(TFA, amsgrad=True), "config: amsgrad=True is not offered"),
+    (dict(KERAS3_FTRL, weight_decay=0.1),
+     "config: weight_decay=0.1: Keras decays the weights before FTRL sets them"),
+    (dict(TF2_FTRL, use_ema=True), "config: use_ema=True: the average is no part of"),
+    (dict(LEGACY_FTRL, learning_rate_power=0.5),
+     "config: learning_rate_power must be in (-inf, 0], got 0.5."),
     (dict(LEGACY, weight_decay=0.1),
      "config: unknown key 'weight_decay'. Allowed are learn"),
     (dict(KERAS3, clip_norm=1.0), "config: unknown key 'clip_norm', did you mean 'cl"),
@@ -863,7 +912,7 @@ WRONG_OF_KERAS = [
             learning_rate={**EXPONENTIAL, "class_name": "NoisyLinearCosineDecay"},
         ),
         "config['learning_rate']: the class 'NoisyLinearCosineDecay' of None is not "
-        "read. These classes of Keras are: Adagrad, NovoGrad, ExponentialDecay, "
+        "read. These classes of Keras are: Adagrad, Ftrl, NovoGrad, ExponentialDecay, "
         "InverseTimeDecay, CosineDecay, CosineDecayRestarts, LinearCosineDecay, "
         "PiecewiseConstantDecay, PolynomialDecay.",
     ),

@@ -74,6 +74,79 @@ GLOBAL_CLIPNORM = ("global-clipnorm", "scales", dict(_RATE, global_clipnorm=1.0)
 TWO_CLIPS = ("two-clips", "scales", dict(_RATE, clipnorm=1.0, clipvalue=0.25))
 
 
+_FTRL = {
+    "learning_rate": 0.5,
+    "learning_rate_power": -0.5,
+    "initial_accumulator_value": 0.1,
+    "l1_regularization_strength": 0.0,
+    "l2_regularization_strength": 0.0,
+    "l2_shrinkage_regularization_strength": 0.0,
+}
+_REGULARIZED = dict(
+    _FTRL, l1_regularization_strength=0.6, l2_regularization_strength=0.3
+)
+
+FTRL = [
+    ("plain", "plain", dict(_FTRL)),
+    ("scales", "scales", dict(_FTRL)),
+    ("zero-start", "zero-start", dict(_FTRL)),
+    ("zero-start-bare", "zero-start", dict(_FTRL, initial_accumulator_value=0.0)),
+    ("regularized", "plain", dict(_REGULARIZED)),
+    ("regularized-scales", "scales", dict(_REGULARIZED)),
+    ("power", "plain", dict(_REGULARIZED, learning_rate_power=-0.7)),
+    ("fixed-rate", "plain", dict(_REGULARIZED, learning_rate_power=0.0)),
+    (
+        "shrinkage",
+        "plain",
+        dict(_REGULARIZED, l2_shrinkage_regularization_strength=0.1),
+    ),
+]
+"""What every FTRL is run with: (name, variant, its arguments)."""
+
+KERAS_FTRL = [
+    *FTRL,
+    ("clipnorm", "scales", dict(_REGULARIZED, clipnorm=1.0)),
+    ("clipvalue", "scales", dict(_REGULARIZED, clipvalue=0.5)),
+    ("exponential-decay", "plain", dict(_REGULARIZED, learning_rate=EXPONENTIAL)),
+]
+"""What every FTRL of Keras is run with."""
+
+MULTIPLIED_FTRL = [
+    ("plain", "plain", dict(_REGULARIZED, learning_rate=EXPONENTIAL)),
+    (
+        "shrinkage",
+        "plain",
+        dict(
+            _REGULARIZED,
+            learning_rate=EXPONENTIAL,
+            l2_shrinkage_regularization_strength=0.1,
+        ),
+    ),
+]
+BETA = ("beta", "plain", dict(_REGULARIZED, beta=0.5))
+FTRL_GLOBAL_CLIPNORM = (
+    "global-clipnorm",
+    "scales",
+    dict(_REGULARIZED, global_clipnorm=1.0),
+)
+
+
+_PROXIMAL = {
+    "learning_rate": 0.3,
+    "initial_accumulator_value": 0.1,
+    "l1_regularization_strength": 0.4,
+    "l2_regularization_strength": 0.2,
+}
+PROXIMAL_ADAGRAD = [
+    ("plain", "plain", dict(_PROXIMAL)),
+    ("scales", "scales", dict(_PROXIMAL)),
+    ("zero-start", "zero-start", dict(_PROXIMAL)),
+    ("l1", "plain", dict(_PROXIMAL, l2_regularization_strength=0.0)),
+    ("l2", "plain", dict(_PROXIMAL, l1_regularization_strength=0.0)),
+]
+"""What ``tf.train.ProximalAdagradOptimizer`` is run with."""
+
+
 def scheduled(adagrad_case_name, **schedule):
     """One more case like ADAGRAD's: a schedule, by its class name and arguments."""
     return (adagrad_case_name, "plain", dict(_RATE, learning_rate=schedule))
@@ -143,6 +216,11 @@ def ours_adagrad(settings, steps, eps_in_sqrt):
         if clip in settings:
             ours[clip] = settings[clip]
     return ours
+
+
+def ours_ftrl(settings, steps):
+    """gradxform's arguments for FTRL: the same names."""
+    return dict(settings, transformation="ftrl", learning_rate=rates(settings, steps))
 
 
 def write(maker, versions, cases):

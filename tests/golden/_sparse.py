@@ -134,6 +134,49 @@ ADAGRAD = [
 ]
 """What every Keras-like Adagrad is run with: (name, variant, its arguments)."""
 
+_FTRL = {
+    "learning_rate": 0.5,
+    "learning_rate_power": -0.5,
+    "initial_accumulator_value": 0.1,
+    "l1_regularization_strength": 0.3,
+    "l2_regularization_strength": 0.2,
+    "l2_shrinkage_regularization_strength": 0.0,
+}
+_SHRINKAGE = dict(_FTRL, l2_shrinkage_regularization_strength=0.1)
+
+FTRL = [
+    ("sorted", "sorted", dict(_FTRL)),
+    ("unsorted", "unsorted", dict(_FTRL)),
+    ("repeated", "repeated", dict(_FTRL)),
+    ("cancelling", "cancelling", dict(_FTRL)),
+    ("zero-rows", "zero-rows", dict(_FTRL)),
+    ("apart", "apart", dict(_FTRL)),
+    ("no-rows", "no-rows", dict(_FTRL)),
+    ("scales", "scales", dict(_FTRL)),
+    ("shrinkage", "repeated", dict(_SHRINKAGE)),
+    ("shrinkage-zero-rows", "zero-rows", dict(_SHRINKAGE)),
+    ("power", "repeated", dict(_FTRL, learning_rate_power=-0.7)),
+    ("rank-1", "repeated", dict(_FTRL), "v"),
+    ("rank-3", "low", dict(_FTRL), "t"),
+    ("repeated-as-dense", "repeated", dict(_FTRL), "w", True),
+]
+"""What every FTRL is run with: (name, variant, its arguments, table, as_dense)."""
+
+PROXIMAL_ADAGRAD = {
+    "learning_rate": 0.3,
+    "initial_accumulator_value": 0.1,
+    "l1_regularization_strength": 0.2,
+    "l2_regularization_strength": 0.2,
+}
+
+KERAS_FTRL = [
+    *FTRL,
+    ("clipnorm", "scales", dict(_FTRL, clipnorm=1.0)),
+    ("clipvalue", "scales", dict(_FTRL, clipvalue=0.5)),
+    ("exponential-decay", "repeated", dict(_FTRL, learning_rate=_format.EXPONENTIAL)),
+]
+"""What every FTRL of Keras is run with."""
+
 GLOBAL_CLIPNORM = [
     ("global-clipnorm", "scales", dict(_RATE, global_clipnorm=1.0)),
     ("global-clipnorm-repeated", "repeated-scales", dict(_RATE, global_clipnorm=1.0)),
@@ -147,6 +190,38 @@ EXTRA = [
     ("out-of-range", "out-of-range", dict(_RATE)),
 ]
 """More of them: other tables, the dense gradients, and what is refused."""
+
+_ADAM = (0.1, 0.9, 0.99, 1e-12)
+
+LAZY_ADAM = [
+    ("sorted", "sorted", _ADAM),
+    ("unsorted", "unsorted", _ADAM),
+    ("repeated", "repeated", _ADAM),
+    ("cancelling", "cancelling", _ADAM),
+    ("zero-rows", "zero-rows", _ADAM),
+    ("apart", "apart", _ADAM),
+    ("no-rows", "no-rows", _ADAM),
+    ("scales", "repeated-scales", (0.5, 0.5, 0.9, 1e-12)),
+    ("default-epsilon", "repeated", (0.001, 0.9, 0.999, 1e-7)),
+    ("rank-1", "repeated", _ADAM, "v"),
+    ("rank-3", "low", _ADAM, "t"),
+    ("repeated-as-dense", "repeated", _ADAM, "w", True),
+]
+"""What every Adam by the row is run with: (name, variant, rate and so on)."""
+
+
+def ours_lazy_adam(rate, b1, b2, eps):
+    """``ours`` of an Adam by the row, or ``why_not``."""
+    if eps > 1e-8:
+        return {
+            "ours": None,
+            "why_not": "epsilon is added to the root before its bias correction there; "
+            "optax adds it after",
+        }
+    inner = {"transformation": "optax.adam", "b1": b1, "b2": b2, "eps": eps}
+    inner["learning_rate"] = rate
+    return {"ours": {"transformation": "lazy", "inner": inner}}
+
 
 ROW_BY_ROW = {
     "clipvalue": "a repeated row is clipped time by time there; ours sums it first",

@@ -19,9 +19,9 @@ import numpy as np
 STEPS = 6
 
 
-def adagrad(name, variant, settings):
-    arguments = _format.build(settings, keras.optimizers.schedules)
-    opt = keras.optimizers.Adagrad(**arguments)
+def run(make, variant, settings, *slots):
+    """Pushes a variant's gradients through an optimizer."""
+    opt = make(**_format.build(settings, keras.optimizers.schedules))
     params = {
         key: keras.Variable(value, name=key) for key, value in _format.params().items()
     }
@@ -32,11 +32,19 @@ def adagrad(name, variant, settings):
         opt.apply([values[key] for key in params])
         step["iterations"] = np.asarray(opt.iterations)
         step["params"] = {key: np.asarray(var) for key, var in params.items()}
-        accumulators = {key: opt._accumulators[i] for i, key in enumerate(params)}
         step["slots"] = {
-            "accumulator": {key: np.asarray(var) for key, var in accumulators.items()}
+            slot: {
+                key: np.asarray(getattr(opt, "_" + slot + "s")[i])
+                for i, key in enumerate(params)
+            }
+            for slot in slots
         }
         steps.append(step)
+    return steps
+
+
+def adagrad(name, variant, settings):
+    steps = run(keras.optimizers.Adagrad, variant, settings, "accumulator")
     case = {
         "name": "adagrad-" + name,
         "symbol": "keras.optimizers.Adagrad",
@@ -50,6 +58,21 @@ def adagrad(name, variant, settings):
     if settings["epsilon"] == 0.0:
         case["ours"] = None
         case["why_not"] = "0 / sqrt(0) is NaN there; ours: a zero update"
+    return dict(case, params=_format.params(), steps=steps)
+
+
+def ftrl(name, variant, settings):
+    steps = run(keras.optimizers.Ftrl, variant, settings, "accumulator", "linear")
+    case = {
+        "name": "ftrl-" + name,
+        "symbol": "keras.optimizers.Ftrl",
+        "settings": settings,
+        "variant": variant,
+        "ours": _format.ours_ftrl(settings, steps),
+    }
+    if settings["initial_accumulator_value"] == 0.0:
+        case["ours"] = None
+        case["why_not"] = "0 / 0 is NaN there; ours: a weight of 0"
     return dict(case, params=_format.params(), steps=steps)
 
 
@@ -67,6 +90,8 @@ def main():
             alpha=0.1,
         )
         cases.append(adagrad(*case))
+    cases += [ftrl(*case) for case in _format.KERAS_FTRL]
+    cases += [ftrl(*_format.BETA), ftrl(*_format.FTRL_GLOBAL_CLIPNORM)]
     versions = {"keras": keras.__version__, "backend": "jax", "jax": jax.__version__}
     _format.write(__file__, versions, cases)
 

@@ -298,16 +298,16 @@ def clipping():
     ]
 
 
-# --- Adagrad -------------------------------------------------------------------------
+# --- Adagrad and FTRL ----------------------------------------------------------------
 
 
-def adagrad(name, variant, settings, through="minimize", schedules=None):
-    symbol = "tf.keras.optimizers.Adagrad"
+def keras(make, variant, settings, through="minimize", schedules=None):
+    """The steps of an optimizer of ``tf.keras``."""
     steps = []
     with tf.Graph().as_default(), session() as sess:
         params = variables(tuple(_format.SHAPES), use_resource=True)
         grads = placeholders(tuple(_format.SHAPES))
-        opt = tf.keras.optimizers.Adagrad(
+        opt = make(
             **_format.build(settings, schedules or tf.keras.optimizers.schedules)
         )
         if through == "minimize":
@@ -331,10 +331,16 @@ def adagrad(name, variant, settings, through="minimize", schedules=None):
                     "slots": sess.run(slots),
                 }
             )
+    return steps
+
+
+def adagrad(name, variant, settings, through="minimize", schedules=None):
+    make = tf.keras.optimizers.Adagrad
+    steps = keras(make, variant, settings, through, schedules)
     ours = _format.ours_adagrad(settings, steps, eps_in_sqrt=False)
     case = {
         "name": "keras-adagrad-" + name,
-        "symbol": symbol,
+        "symbol": "tf.keras.optimizers.Adagrad",
         "settings": settings,
         "variant": variant,
         "ours": ours,
@@ -352,12 +358,26 @@ def adagrad(name, variant, settings, through="minimize", schedules=None):
     return case
 
 
-def plain_adagrad(name, variant, settings):
+def ftrl(name, variant, settings):
+    steps = keras(tf.keras.optimizers.Ftrl, variant, settings)
+    return {
+        "name": "keras-ftrl-" + name,
+        "symbol": "tf.keras.optimizers.Ftrl",
+        "settings": settings,
+        "variant": variant,
+        "ours": _format.ours_ftrl(settings, steps),
+        "params": _format.params(),
+        "steps": steps,
+    }
+
+
+def plain(make, variant, settings):
+    """The steps of an optimizer of ``tf.train``."""
     steps = []
     with tf.Graph().as_default(), session() as sess:
         params = variables(tuple(_format.SHAPES), use_resource=True)
         grads = placeholders(tuple(_format.SHAPES))
-        opt = tf.compat.v1.train.AdagradOptimizer(**settings)
+        opt = make(**settings)
         train = opt.apply_gradients([(grads[key], params[key]) for key in params])
         slots = slot_variables(opt, params)
         sess.run(tf.compat.v1.global_variables_initializer())
@@ -370,6 +390,10 @@ def plain_adagrad(name, variant, settings):
                     "slots": sess.run(slots),
                 }
             )
+    return steps
+
+
+def plain_adagrad(name, variant, settings):
     return {
         "name": "adagrad-optimizer-" + name,
         "symbol": "tf.train.AdagradOptimizer",
@@ -377,7 +401,33 @@ def plain_adagrad(name, variant, settings):
         "variant": variant,
         "ours": dict(settings, transformation="adagrad", eps=0.0),
         "params": _format.params(),
+        "steps": plain(tf.compat.v1.train.AdagradOptimizer, variant, settings),
+    }
+
+
+def plain_ftrl(name, variant, settings):
+    steps = plain(tf.compat.v1.train.FtrlOptimizer, variant, settings)
+    return {
+        "name": "ftrl-optimizer-" + name,
+        "symbol": "tf.train.FtrlOptimizer",
+        "settings": settings,
+        "variant": variant,
+        "ours": _format.ours_ftrl(settings, steps),
+        "params": _format.params(),
         "steps": steps,
+    }
+
+
+def proximal_adagrad(name, variant, settings):
+    make = tf.compat.v1.train.ProximalAdagradOptimizer
+    return {
+        "name": "proximal-adagrad-optimizer-" + name,
+        "symbol": "tf.train.ProximalAdagradOptimizer",
+        "settings": settings,
+        "variant": variant,
+        "ours": dict(settings, transformation="proximal_adagrad"),
+        "params": _format.params(),
+        "steps": plain(make, variant, settings),
     }
 
 
@@ -452,6 +502,9 @@ def main():
             {"learning_rate": 0.5, "initial_accumulator_value": 1e-3},
         ),
     ]
+    cases += [plain_ftrl(*case) for case in _format.FTRL]
+    cases += [ftrl(*case) for case in _format.KERAS_FTRL]
+    cases += [proximal_adagrad(*case) for case in _format.PROXIMAL_ADAGRAD]
     _format.write(__file__, {"tensorflow": tf.__version__}, cases)
 
 

@@ -134,6 +134,43 @@ def plain(name, variant, table="w", as_dense=False, use_resource=True, **changed
     return finished(case, sequence, steps)
 
 
+def ftrl(symbol, name, variant, settings, table="w", as_dense=False):
+    """Of ``tf.train`` if the symbol says so, otherwise of ``tf.keras``."""
+    of_keras = symbol.startswith("tf.keras")
+
+    def make():
+        arguments = _format.build(settings, tf.keras.optimizers.schedules)
+        if of_keras:
+            return tf.keras.optimizers.Ftrl(**arguments)
+        return tf.compat.v1.train.FtrlOptimizer(**arguments)
+
+    sequence = _sparse.gradients(variant, table, as_dense)
+    steps = run(make, sequence, "minimize" if of_keras else "apply_gradients")
+    case = {
+        "name": ("keras-ftrl-" if of_keras else "ftrl-optimizer-") + name,
+        "symbol": symbol,
+        "settings": settings,
+        "variant": variant,
+        "ours": _format.ours_ftrl(settings, steps),
+    }
+    return finished(case, sequence, steps)
+
+
+def proximal_adagrad(variant):
+    settings = dict(_sparse.PROXIMAL_ADAGRAD)
+    sequence = _sparse.gradients(variant)
+    make = tf.compat.v1.train.ProximalAdagradOptimizer
+    steps = run(lambda: make(**settings), sequence)
+    case = {
+        "name": "proximal-adagrad-optimizer-" + variant,
+        "symbol": "tf.train.ProximalAdagradOptimizer",
+        "settings": settings,
+        "variant": variant,
+        "ours": dict(settings, transformation="proximal_adagrad"),
+    }
+    return finished(case, sequence, steps)
+
+
 def finished(case, sequence, steps):
     why_not = _sparse.why_not(case["settings"], case["variant"])
     if why_not:
@@ -227,6 +264,10 @@ def clipping():
 
 def main():
     cases = adagrad() + clipping()
+    variants = ("sorted", "repeated", "zero-rows", "no-rows")
+    cases += [proximal_adagrad(variant) for variant in variants]
+    cases += [ftrl("tf.train.FtrlOptimizer", *case) for case in _sparse.FTRL]
+    cases += [ftrl("tf.keras.optimizers.Ftrl", *case) for case in _sparse.KERAS_FTRL]
     _format.write(__file__, {"tensorflow": tf.__version__}, cases)
 
 

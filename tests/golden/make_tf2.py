@@ -19,6 +19,14 @@ ADAGRADS = {
     ),
 }
 
+FTRLS = {
+    "ftrl": ("tf.keras.optimizers.Ftrl", tf.keras.optimizers.Ftrl),
+    "legacy-ftrl": (
+        "tf.keras.optimizers.legacy.Ftrl",
+        tf.keras.optimizers.legacy.Ftrl,
+    ),
+}
+
 
 def run(opt, variant, read_slots, schedule=None):
     """Pushes a variant's gradients through ``opt.apply_gradients``."""
@@ -45,12 +53,18 @@ def built(settings):
     return arguments, rate if callable(rate) else None
 
 
-def accumulators(opt, params):
-    if isinstance(opt, tf.keras.optimizers.legacy.Optimizer):
-        read = {k: opt.get_slot(var, "accumulator") for k, var in params.items()}
-    else:
-        read = {k: opt._accumulators[i] for i, k in enumerate(params)}
-    return {"accumulator": {name: var.numpy() for name, var in read.items()}}
+def accumulators(opt, params, slots=("accumulator",)):
+    def read(slot):
+        if isinstance(opt, tf.keras.optimizers.legacy.Optimizer):
+            return {k: opt.get_slot(var, slot) for k, var in params.items()}
+        kept = getattr(opt, "_" + slot + "s")
+        return {k: kept[i] for i, k in enumerate(params)}
+
+    return {slot: {k: var.numpy() for k, var in read(slot).items()} for slot in slots}
+
+
+def accumulators_and_linears(opt, params):
+    return accumulators(opt, params, ("accumulator", "linear"))
 
 
 def adagrad(which, name, variant, settings):
@@ -82,6 +96,76 @@ def adagrad(which, name, variant, settings):
             else "ignores clipvalue there; ours: ValueError"
         )
     return dict(case, params=_format.params(), steps=steps)
+
+
+def ftrl(which, name, variant, settings):
+    symbol, make = FTRLS[which]
+    arguments, schedule = built(settings)
+    steps = run(make(**arguments), variant, accumulators_and_linears, schedule)
+    case = {
+        "name": which + "-" + name,
+        "symbol": symbol,
+        "settings": settings,
+        "variant": variant,
+        "ours": _format.ours_ftrl(settings, steps),
+    }
+    if settings["initial_accumulator_value"] == 0.0 and which == "ftrl":
+        case["ours"] = None
+        case["why_not"] = "0 / 0 is NaN there; ours: a weight of 0"
+    return dict(case, params=_format.params(), steps=steps)
+
+
+class OfTheOperation:
+    """FTRL with ``multiply_linear_by_lr``, an option of the operation alone."""
+
+    def __init__(self, learning_rate, learning_rate_power, **settings):
+        self.schedule, self.power = learning_rate, learning_rate_power
+        self.iterations = tf.Variable(0)
+        self.start = settings.pop("initial_accumulator_value")
+        self.strengths = {
+            "l1": settings.pop("l1_regularization_strength"),
+            "l2": settings.pop("l2_regularization_strength"),
+            "l2_shrinkage": settings.pop("l2_shrinkage_regularization_strength"),
+        }
+        assert settings == {"multiply_linear_by_learning_rate": True}
+        self.kept = {}
+
+    def apply_gradients(self, pairs):
+        for grad, var in pairs:
+            start = tf.fill(var.shape, self.start), tf.zeros(var.shape)
+            kept = self.kept.setdefault(var.name, [tf.Variable(x) for x in start])
+            tf.raw_ops.ResourceApplyFtrlV2(
+                var=var.handle,
+                accum=kept[0].handle,
+                linear=kept[1].handle,
+                grad=grad,
+                lr=self.schedule(self.iterations),
+                lr_power=self.power,
+                multiply_linear_by_lr=True,
+                **self.strengths,
+            )
+        self.iterations.assign_add(1)
+
+    def slots(self, params):
+        return {
+            slot: {k: self.kept[var.name][i].numpy() for k, var in params.items()}
+            for i, slot in enumerate(("accumulator", "linear"))
+        }
+
+
+def multiplied_ftrl(name, variant, settings):
+    settings = dict(settings, multiply_linear_by_learning_rate=True)
+    arguments, schedule = built(settings)
+    steps = run(OfTheOperation(**arguments), variant, OfTheOperation.slots, schedule)
+    return {
+        "name": "multiplied-ftrl-" + name,
+        "symbol": "tf.raw_ops.ResourceApplyFtrlV2",
+        "settings": settings,
+        "variant": variant,
+        "ours": _format.ours_ftrl(settings, steps),
+        "params": _format.params(),
+        "steps": steps,
+    }
 
 
 def moments(opt, params):
@@ -160,6 +244,14 @@ def main():
         novograd("clipnorm", "scales", clipnorm=1.0, epsilon=1e-3),
         novograd("global-clipnorm", "scales", global_clipnorm=1.0, epsilon=1e-3),
     ]
+    for which in FTRLS:
+        for case in [
+            *_format.KERAS_FTRL,
+            _format.BETA,
+            _format.FTRL_GLOBAL_CLIPNORM,
+        ]:
+            cases.append(ftrl(which, *case))
+    cases += [multiplied_ftrl(*case) for case in _format.MULTIPLIED_FTRL]
     versions = {"tensorflow": tf.__version__, "tensorflow-addons": tfa.__version__}
     _format.write(__file__, versions, cases)
 

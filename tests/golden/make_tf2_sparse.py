@@ -12,7 +12,13 @@ no GPU.
 import _format
 import _sparse
 import tensorflow as tf
-from make_tf2 import ADAGRADS, accumulators, built
+from make_tf2 import (
+    ADAGRADS,
+    FTRLS,
+    accumulators,
+    accumulators_and_linears,
+    built,
+)
 
 
 def as_tensor(value):
@@ -25,7 +31,7 @@ def as_tensor(value):
     return tf.constant(value)
 
 
-def run(opt, sequence, schedule=None):
+def run(opt, sequence, read_slots, schedule=None):
     """Pushes gradients. Where TensorFlow refuses one, the step has its ``error``."""
     initial = _sparse.params(sequence[0])
     params = {name: tf.Variable(value, name=name) for name, value in initial.items()}
@@ -40,7 +46,7 @@ def run(opt, sequence, schedule=None):
             step["error"] = _sparse.error_of(error)
         step["iterations"] = opt.iterations.numpy()
         step["params"] = {name: var.numpy() for name, var in params.items()}
-        step["slots"] = accumulators(opt, params)
+        step["slots"] = read_slots(opt, params)
         steps.append(step)
     return steps
 
@@ -50,7 +56,7 @@ def adagrad(which, name, variant, settings, table="w", as_dense=False):
     legacy = which == "legacy-adagrad"
     arguments, schedule = built(settings)
     sequence = _sparse.gradients(variant, table, as_dense)
-    steps = run(make(**arguments), sequence, schedule)
+    steps = run(make(**arguments), sequence, accumulators, schedule)
     case = {
         "name": which + "-" + name,
         "symbol": symbol,
@@ -69,9 +75,33 @@ def adagrad(which, name, variant, settings, table="w", as_dense=False):
     return dict(case, params=_sparse.params(sequence[0]), steps=steps)
 
 
+def ftrl(which, name, variant, settings, table="w", as_dense=False):
+    symbol, make = FTRLS[which]
+    arguments, schedule = built(settings)
+    sequence = _sparse.gradients(variant, table, as_dense)
+    steps = run(make(**arguments), sequence, accumulators_and_linears, schedule)
+    case = {
+        "name": which + "-" + name,
+        "symbol": symbol,
+        "settings": settings,
+        "variant": variant,
+        "ours": _format.ours_ftrl(settings, steps),
+    }
+    why_not = _sparse.why_not(settings, variant)
+    if why_not:
+        case["ours"] = None
+        case["why_not"] = why_not
+    elif which == "ftrl" and not as_dense:
+        case["ours"]["densify"] = True  # the original makes the gradient dense
+    return dict(case, params=_sparse.params(sequence[0]), steps=steps)
+
+
 def main():
     shared = _sparse.ADAGRAD + _sparse.GLOBAL_CLIPNORM + _sparse.EXTRA
     cases = [adagrad(which, *case) for which in ADAGRADS for case in shared]
+    cases += [ftrl("legacy-ftrl", *case) for case in _sparse.KERAS_FTRL]
+    dense = ("sorted", "apart", "shrinkage", "repeated-as-dense")
+    cases += [ftrl("ftrl", *case) for case in _sparse.FTRL if case[0] in dense]
     _format.write(__file__, {"tensorflow": tf.__version__}, cases)
 
 

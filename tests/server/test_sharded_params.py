@@ -134,6 +134,7 @@ CASES = {
     "rows": (gx.drop_stale(ROWS, 1), True),
     "row_mean": (gx.conditional_accumulator(ROWS, 2, reduction="row_mean"), True),
     "densify": (gx.accumulate(optax.chain(gx.densify(), gx.novograd(0.1)), 2), True),
+    "lazy": (gx.lazy(optax.adamw(0.1)), True),
 }
 
 

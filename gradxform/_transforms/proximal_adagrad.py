@@ -1,0 +1,150 @@
+"""Proximal Adagrad: Adagrad's step, then L1 and L2 as a proximal step of its rate."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradxform._transforms.learning_rate import rate_at
+from gradxform._trees import arithmetic, checks, compilers, constants, dtypes, maps
+
+
+class ProximalAdagradState(NamedTuple):
+    """State of :func:`proximal_adagrad`.
+
+    Attributes:
+      count: int32[], the updates so far.
+      sum_of_squares: ``acc``, like params, in at least float32.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # A tuple's method of that name.
+    sum_of_squares: optax.Updates
+
+
+def proximal_adagrad(
+    learning_rate: optax.ScalarOrSchedule,
+    initial_accumulator_value: jax.typing.ArrayLike = 0.1,
+    l1_regularization_strength: jax.typing.ArrayLike = 0.0,
+    l2_regularization_strength: jax.typing.ArrayLike = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""The Adagrad of TensorFlow 1 with L1 and L2.
+
+    .. math::
+
+        acc' &= acc + \lvert g \rvert^2, \qquad
+          \eta = learning\_rate / \sqrt{acc'}, \qquad v = w - \eta g \\
+        w' &= \begin{cases}
+          0 & \lvert v \rvert \le \eta \cdot l1 \\
+          \dfrac{v - \eta \cdot l1 \cdot v / \lvert v \rvert}{1 + \eta \cdot l2}
+            & \text{otherwise}
+        \end{cases}
+
+    The penalties act at each step, at the rate of each weight. In :func:`ftrl`, ``l1``
+    is one threshold for the sum of all gradients.
+
+    ``update`` needs ``params`` and returns :math:`w' - w`, so put it last in a chain,
+    as :func:`ftrl`. A weight that becomes 0 is exactly 0 in every dtype. Where the
+    gradient and the accumulator are 0, the weight stays. If the gradient of a table is
+    :class:`IndexedSlices`, only the touched rows move.
+
+    Args:
+      learning_rate: a scalar ≥ 0, or a schedule ``count -> scalar``.
+      initial_accumulator_value: what ``acc`` starts from, ≥ 0, in units of squared
+        gradients.
+      l1_regularization_strength: ``l1`` ≥ 0, in units of gradients.
+      l2_regularization_strength: ``l2`` ≥ 0, in units of gradients by parameters.
+
+    Returns:
+      A transformation with state :class:`ProximalAdagradState`. Its updates are added
+      to the parameters, and have the dtype of the gradients. If parameters have another
+      dtype, the updates have that of the parameters in at least float32, which holds
+      every weight exactly.
+
+    Raises:
+      ValueError: an argument is out of its range, or ``params`` is missing.
+      TypeError: updates do not have the structure or the shapes of the parameters.
+
+    References:
+      Duchi and Singer, `Efficient online and batch learning using forward backward
+      splitting <https://jmlr.org/papers/v10/duchi09a.html>`__, 2009.
+      ``tf.train.ProximalAdagradOptimizer``.
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> tx = gx.proximal_adagrad(1.0, 0.0, l1_regularization_strength=0.25)
+    >>> w = jnp.array([3.0, 1.25])
+    >>> grads = jnp.array([2.0, 0.5])  # Its rates are 1 / 2 and 1 / 0.5.
+    >>> w, state = gx.apply_gradients(tx, grads, tx.init(w), w)
+    >>> w  # 3 - 1 - 0.25 / 2, and 0 as 1.25 - 1 ≤ 0.25 / 0.5
+    Array([1.875, 0.   ], dtype=float32)
+    """
+    if not callable(learning_rate):
+        learning_rate = checks.in_range("learning_rate", learning_rate, "[0, inf)")
+    start, l1, l2 = (
+        checks.in_range(name, value, "[0, inf)")
+        for name, value in (
+            ("initial_accumulator_value", initial_accumulator_value),
+            ("l1_regularization_strength", l1_regularization_strength),
+            ("l2_regularization_strength", l2_regularization_strength),
+        )
+    )
+
+    def init_fn(params: optax.Params) -> ProximalAdagradState:
+        return ProximalAdagradState(
+            count=constants.zero(params, jnp.int32),
+            sum_of_squares=maps.map_params(
+                lambda p: constants.full_like(p, start, dtypes.compute_dtype(p)), params
+            ),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ProximalAdagradState,
+        params: optax.Params | None = None,
+        **extra: object,
+    ) -> tuple[optax.Updates, ProximalAdagradState]:
+        del extra
+        params = checks.params_given("proximal_adagrad", params)
+        checks.same_shapes("updates", updates, "params", params)
+        rate = rate_at(learning_rate, state)
+
+        def add_square(g: jax.Array, acc: jax.Array) -> jax.Array:
+            # acc' = acc + |g|²
+            return acc + arithmetic.abs_sq(g).astype(acc.dtype)
+
+        @jax.jit  # Traced once for each shape, not for each leaf.
+        def move(g: jax.Array, acc: jax.Array, w: jax.Array) -> jax.Array:
+            acc = compilers.apart(acc)  # Or it is computed again.
+            wide = dtypes.widen(w)
+            # η = learning_rate / sqrt(acc'), but 0 where no gradient came yet
+            is_known = ~(acc < np.finfo(acc.dtype).tiny)
+            eta = jax.lax.rsqrt(jnp.where(is_known, acc, 1))
+            eta = arithmetic.scale(jnp.where(is_known, eta, 0), rate)
+            # w' - w = -(η·g + η·l1·v/|v| + η·l2·w) / (1 + η·l2), with v = w - η·g
+            step = arithmetic.scale(dtypes.widen(g).astype(wide.dtype), eta)
+            decay, v = arithmetic.scale(eta, l2), wide - step
+            step += arithmetic.scale(wide, decay)
+            if isinstance(l1, jax.core.Tracer) or l1 != 0:
+                size, least = jnp.abs(v), arithmetic.scale(eta, l1)
+                is_zero = size <= least  # False for NaN, which stays.
+                step += arithmetic.scale(v, least / jnp.where(is_zero, 1, size))
+            else:
+                is_zero = False
+            # w' = 0 where |v| ≤ η·l1
+            update = arithmetic.scale(-step, 1 / (1 + decay))
+            update = jnp.where(is_zero, -wide, update)
+            return update.astype(g.dtype if g.dtype == w.dtype else wide.dtype)
+
+        # With a row-sparse gradient, only the rows that it touches.
+        updates = maps.sum_duplicates(updates)
+        w, acc = (maps.rows(updates, x) for x in (params, state.sum_of_squares))
+        sums = maps.map_state(add_square, updates, acc)
+        return maps.map_updates(move, updates, sums, w), ProximalAdagradState(
+            count=optax.safe_increment(state.count),
+            sum_of_squares=maps.put_rows(updates, state.sum_of_squares, sums),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,0 +1,326 @@
+"""FTRL and proximal Adagrad: exact zeros, rows, rates, and what NaN does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from tests import oracles
+
+HELD = {"l1_regularization_strength": 1.0}
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+def gradients(rng, shape):
+    """The first half of the entries adds up to something, the rest stays small."""
+    g = 0.1 * rng.standard_normal(shape)
+    g[: len(g) // 2] -= 1.0
+    return g
+
+
+@pytest.mark.parametrize("clip", [{}, {"clipvalue": 2.0}, {"global_clipnorm": 9.0}])
+@pytest.mark.parametrize("of_gradients", DTYPES)
+@pytest.mark.parametrize("of_params", DTYPES)
+def test_l1_holds_weights_at_exactly_zero(of_params, of_gradients, clip):
+    rng = np.random.default_rng(0)
+    tx = gx.drop_stale(gx.ftrl(0.3, **HELD, **clip), max_staleness=0)
+    w = jnp.asarray(0.3 * rng.standard_normal(64), of_params)
+    state = tx.init(w)
+    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    for t in range(5):
+        g = jnp.asarray(gradients(rng, 64), of_gradients)
+        w, state = step(g, state, w, local_step=t)
+        # From the first step on, also if gradients have less precision than weights.
+        assert w.dtype == of_params
+        assert np.all(np.asarray(w[32:]) == 0)
+    assert np.all(np.asarray(w[:32], np.float32) > 0)
+
+
+def test_updates_of_weights_of_another_dtype_hold_the_weights_exactly():
+    w, g = jnp.full(4, 1 + 2**-20), jnp.full(4, 0.01, jnp.bfloat16)
+    tx = gx.ftrl(0.3, **HELD)
+    updates, _ = tx.update(g, tx.init(w), w)
+    assert updates.dtype == jnp.float32
+    np.testing.assert_array_equal(updates, -w)
+    np.testing.assert_array_equal(optax.apply_updates(w, updates), 0)
+
+
+@pytest.mark.parametrize(
+    "optional", [{}, {"l2_shrinkage_regularization_strength": 0.1}]
+)
+def test_only_touched_rows_move(optional):
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.standard_normal((6, 3)), jnp.float32)
+    # Row 4 twice, a row of zeros, and padding of NaN.
+    ids = np.array([4, 1, 4, 0, 6])
+    values = rng.standard_normal((5, 3)).astype(np.float32)
+    values[3], values[4] = 0, np.nan
+    tx = gx.ftrl(0.5, l1_regularization_strength=0.3, **optional)
+    state, params = tx.init(table), table
+    summed = np.zeros((6, 3))
+    np.add.at(summed, ids[:4], values[:4].astype(np.float64))
+    touched, rest = [0, 1, 4], [2, 3, 5]
+    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    for n in (1, 2, 3):
+        params, state = step(gx.IndexedSlices(ids, values, (6, 3)), state, params)
+        *_, wanted = oracles.ftrl(
+            {"w": np.asarray(table, np.float64)[touched]},
+            [{"w": summed[touched]}] * n,
+            0.5,
+            l1_regularization_strength=0.3,
+            **optional,
+        )
+        got = params, state.sum_of_squares, state.linear
+        for ours, theirs in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(ours[touched,], theirs["w"], atol=1e-5)
+        before = table, 0.1, 0.0
+        for ours, was in zip(got, before, strict=True):
+            kept = np.broadcast_to(was, (6, 3))[rest].astype(np.float32)
+            np.testing.assert_array_equal(ours[rest,], kept)
+
+
+def test_untouched_rows_are_neither_read_nor_written():
+    height, width, n = 1 << 17, 32, 256
+    params = jax.ShapeDtypeStruct((height, width), jnp.float32)
+    grads = gx.IndexedSlices(jnp.arange(n), jnp.zeros((n, width)), params.shape)
+    tx = gx.ftrl(0.1, **HELD)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        return gx.apply_gradients(tx, grads, state, params)
+
+    state = jax.eval_shape(tx.init, params)
+    memory = step.lower(params, state, grads).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 10 * n * width * 4
+    assert memory.alias_size_in_bytes >= 3 * height * width * 4
+
+
+def test_complex_weights_shrink_towards_zero_in_the_direction_of_their_own():
+    """Turned weights with turned gradients move as the real ones do, but turned."""
+    rng = np.random.default_rng(0)
+    turn = np.exp(1j * rng.uniform(0, 2 * np.pi, 16))
+    tx = gx.ftrl(0.5, l1_regularization_strength=1.5, beta=0.1)
+    w = jnp.asarray(rng.standard_normal(16), jnp.float32)
+    z = jnp.asarray(np.asarray(w) * turn, jnp.complex64)
+    state, turned = tx.init(w), tx.init(z)
+    assert turned.sum_of_squares.dtype == jnp.float32
+    for _ in range(5):
+        g = rng.standard_normal(16).astype(np.float32)
+        w, state = gx.apply_gradients(tx, g, state, w)
+        g = jnp.asarray(g * turn, jnp.complex64)
+        z, turned = gx.apply_gradients(tx, g, turned, z)
+        np.testing.assert_allclose(z, np.asarray(w) * turn, atol=1e-5)
+        np.testing.assert_array_equal(z == 0, w == 0)
+    assert 0 < np.sum(w == 0) < 16
+
+
+@pytest.mark.parametrize("power", [-0.5, -0.7])
+@pytest.mark.parametrize("l1", [0.0, 1.0])
+def test_a_zero_gradient_on_a_zero_accumulator_sets_the_weight_to_zero(power, l1):
+    tx = gx.ftrl(
+        0.5, power, initial_accumulator_value=0.0, l1_regularization_strength=l1
+    )
+    w = jnp.array([1.0, 1.0, 1.0])
+    # The square of the second underflows. Its quotient would be infinite.
+    g = jnp.array([0.0, 1e-30, 2.0])
+    new, state = gx.apply_gradients(tx, g, tx.init(w), w)
+    np.testing.assert_array_equal(new[:2], 0)
+    assert np.isfinite(new[2])
+    assert new[2] != 0
+    assert np.all(np.isfinite(state.linear))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_gradient_that_is_not_finite_is_not_hidden_by_l1(bad):
+    """TensorFlow sets the weight to 0 then, and nothing shows the fault."""
+    tx = gx.ftrl(0.5, **HELD)
+    w = jnp.ones(2)
+    updates, _ = tx.update(jnp.array([bad, 0.1]), tx.init(w), w)
+    np.testing.assert_array_equal(np.isnan(updates), [True, False])
+
+
+def test_a_rate_of_zero_changes_nothing():
+    """A warm-up may begin with it, and a decay may end with it."""
+    rates = jnp.array([0.0, 0.5, 0.0, 0.25])
+    for multiplied in (False, True):
+        make = functools.partial(
+            gx.ftrl, **HELD, multiply_linear_by_learning_rate=multiplied
+        )
+        tx, without = make(lambda t: rates[t]), make(lambda t: rates[2 * t + 1])
+        w = other = jnp.array([1.0, -2.0])
+        state, state_without = tx.init(w), without.init(w)
+        for t in range(4):
+            before = w, state.sum_of_squares, state.linear
+            w, state = gx.apply_gradients(tx, jnp.array([3.0, 0.1]), state, w)
+            if t % 2 == 0:
+                for was, now in zip(
+                    before, (w, state.sum_of_squares, state.linear), strict=True
+                ):
+                    np.testing.assert_array_equal(was, now)
+                continue
+            other, state_without = gx.apply_gradients(
+                without, jnp.array([3.0, 0.1]), state_without, other
+            )
+            np.testing.assert_allclose(w, other, rtol=1e-6)
+        assert state.count == 4
+
+
+def test_a_falling_rate_shrinks_weights_unless_linear_is_multiplied_by_it():
+    def falling(count):
+        return jnp.where(count < 20, 0.5, 0.01)
+
+    ends = {}
+    for multiplied in (False, True):
+        tx = gx.ftrl(falling, multiply_linear_by_learning_rate=multiplied)
+        w = jnp.zeros(1)
+        state = tx.init(w)
+        for _ in range(20):
+            w, state = gx.apply_gradients(tx, jnp.ones(1), state, w)
+        before = w
+        w, _ = gx.apply_gradients(tx, jnp.zeros(1), state, w)
+        ends[multiplied] = float(w[0] / before[0])
+    np.testing.assert_allclose(ends[False], 0.01 / 0.5, rtol=1e-5)
+    np.testing.assert_allclose(ends[True], 1, rtol=1e-5)
+
+
+def test_with_a_constant_rate_multiplying_linear_changes_no_weight():
+    rng = np.random.default_rng(0)
+    options = {
+        "learning_rate_power": -0.6,
+        "l1_regularization_strength": 0.4,
+        "l2_regularization_strength": 0.2,
+        "l2_shrinkage_regularization_strength": 0.1,
+        "beta": 0.3,
+    }
+    both = [
+        gx.ftrl(0.2, **options, multiply_linear_by_learning_rate=multiplied)
+        for multiplied in (False, True)
+    ]
+    start = jnp.asarray(rng.standard_normal(8), jnp.float32)
+    weights, states = [start] * 2, [tx.init(start) for tx in both]
+    for _ in range(5):
+        g = jnp.asarray(rng.standard_normal(8), jnp.float32)
+        for i, tx in enumerate(both):
+            weights[i], states[i] = gx.apply_gradients(tx, g, states[i], weights[i])
+    np.testing.assert_allclose(*weights, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(0.2 * states[0].linear, states[1].linear, atol=1e-6)
+
+
+def test_weights_stay_right_after_the_squares_stall():
+    """A float32 sum of a million does not grow by small squares any more."""
+    start, rate = 1e6, 0.5
+    tx = gx.ftrl(rate, initial_accumulator_value=start)
+    w = jnp.full(1, 0.1)
+    state = tx.init(w)._replace(linear=-w * np.sqrt(start) / rate)
+
+    @jax.jit
+    def steps(w, state):
+        def body(carry, _):
+            w, state = carry
+            return gx.apply_gradients(tx, jnp.full(1, 0.05), state, w), None
+
+        return jax.lax.scan(body, (w, state), length=2000)[0]
+
+    w, state = steps(w, state)
+    assert state.sum_of_squares == start  # It has stalled.
+    # In exact numbers: w - rate / sqrt(n) · g for each step, up to parts in a million.
+    np.testing.assert_allclose(w, 0.1 - 2000 * rate / 1e3 * 0.05, rtol=1e-3)
+
+
+@pytest.mark.parametrize("power", [-0.5, -0.7, 0.0])
+def test_a_traced_power_gives_the_numbers_of_a_known_one(power):
+    w, g = jnp.array([1.0, -2.0, 0.0]), jnp.array([0.5, 3.0, 0.0])
+
+    @jax.jit
+    def update(power):
+        tx = gx.ftrl(0.5, power, initial_accumulator_value=0.0)
+        return tx.update(g, tx.init(w), w)
+
+    tx = gx.ftrl(0.5, power, initial_accumulator_value=0.0)
+    known = jax.tree.leaves(tx.update(g, tx.init(w), w))
+    for a, b in zip(jax.tree.leaves(update(power)), known, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"learning_rate": 0.0}, ValueError, r"learning_rate must be in \(0, inf\)"),
+        ({"learning_rate": -0.1}, ValueError, r"learning_rate must be in \(0, inf\)"),
+        ({"learning_rate": 1j}, TypeError, "learning_rate must be a real scalar"),
+        (
+            {"learning_rate_power": 0.5},
+            ValueError,
+            r"learning_rate_power must be in \(-inf, 0\], got 0.5",
+        ),
+        ({"learning_rate_power": np.nan}, ValueError, "learning_rate_power must be in"),
+        (
+            {"initial_accumulator_value": -1.0},
+            ValueError,
+            "initial_accumulator_value must be in",
+        ),
+        (
+            {"l1_regularization_strength": -1.0},
+            ValueError,
+            "l1_regularization_strength must be in",
+        ),
+        (
+            {"l2_regularization_strength": np.inf},
+            ValueError,
+            "l2_regularization_strength must be in",
+        ),
+        (
+            {"l2_shrinkage_regularization_strength": -1.0},
+            ValueError,
+            "l2_shrinkage_regularization_strength must be in",
+        ),
+        ({"beta": -1.0}, ValueError, "beta must be in"),
+        ({"clipnorm": 1.0, "clipvalue": 1.0}, ValueError, "at most one of"),
+    ],
+)
+def test_a_bad_argument_is_named(arguments, error, match):
+    with pytest.raises(error, match=match):
+        gx.ftrl(**{"learning_rate": 0.1} | arguments)
+
+
+def test_a_rate_that_a_schedule_gives_must_be_real():
+    tx = gx.ftrl(lambda _: 1j)
+    with pytest.raises(TypeError, match="learning_rate must be real"):
+        tx.update(jnp.ones(1), tx.init(jnp.ones(1)), jnp.ones(1))
+
+
+# Proximal Adagrad is the other transformation that computes weights.
+
+
+@pytest.mark.parametrize("of_gradients", DTYPES)
+@pytest.mark.parametrize("of_params", DTYPES)
+def test_proximal_adagrad_makes_weights_exactly_zero(of_params, of_gradients):
+    rng = np.random.default_rng(0)
+    tx = gx.proximal_adagrad(0.3, **HELD)
+    w = jnp.asarray(0.3 * rng.standard_normal(64), of_params)
+    state = tx.init(w)
+    for _ in range(3):
+        g = jnp.asarray(gradients(rng, 64), of_gradients)
+        w, state = gx.apply_gradients(tx, 3 * g, state, w)
+    assert np.all(np.asarray(w[32:]) == 0)
+    assert np.all(np.asarray(w[:32]) != 0)
+
+
+def test_proximal_adagrad_leaves_weights_that_no_gradient_has_reached():
+    """TensorFlow makes them NaN."""
+    tx = gx.proximal_adagrad(0.5, 0.0, 0.2, 0.2)
+    w = jnp.array([1.0, 2.0])
+    new, _ = gx.apply_gradients(tx, jnp.array([0.0, 1.0]), tx.init(w), w)
+    assert new[0] == 1
+    np.testing.assert_allclose(new[1], (2 - 0.5 - 0.5 * 0.2) / (1 + 0.5 * 0.2))
+
+
+def test_proximal_adagrad_does_not_hide_nan():
+    tx = gx.proximal_adagrad(0.5, **HELD)
+    w = jnp.ones(2)
+    updates, _ = tx.update(jnp.array([np.nan, 0.1]), tx.init(w), w)
+    np.testing.assert_array_equal(np.isnan(updates), [True, False])

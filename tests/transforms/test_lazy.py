@@ -1,0 +1,629 @@
+"""``lazy`` gives what the inner optimizer gives on rows that the test takes."""
+
+import functools
+import pathlib
+import re
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+from tests.test_optax_all import FOUND, QUICK, WITHOUT_VALUE
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+HEIGHT, WIDTH = 9, 3
+STEPS = 400  # Until D-adaptation has a distance.
+# Each push has repeated rows or padding, which is the row 9.
+PUSHES = ([3, 7, 3, 1], [0, 3, 9, 7], [8, 9, 8, 1])
+
+
+def draw(seed, *shape, dtype="float32"):
+    numbers = np.random.default_rng(seed).standard_normal((2, *shape))
+    dtype = jnp.dtype(dtype)
+    if dtype.kind == "c":
+        return jnp.asarray(numbers[0] + 1j * numbers[1], dtype)
+    return jnp.asarray(numbers[0], dtype)
+
+
+def params_of(dtype="float32"):
+    """Two tables of one shape and a dense leaf, in a nested tree."""
+    shape = HEIGHT, WIDTH
+    tables = {"a": draw(0, *shape, dtype=dtype), "b": draw(1, *shape, dtype=dtype)}
+    return {"tables": tables, "dense": [draw(2, 4, dtype=dtype)]}
+
+
+def rows(indices, seed, dtype="float32"):
+    values = draw(seed, len(indices), WIDTH, dtype=dtype)
+    return gx.IndexedSlices(indices, values, (HEIGHT, WIDTH))
+
+
+def pushes(dtype="float32"):
+    for t, indices in enumerate(PUSHES):
+        a, b = rows(indices, 10 + t, dtype), rows([*indices, 2], 20 + t, dtype)
+        yield {"tables": {"a": a, "b": b}, "dense": [draw(30 + t, 4, dtype=dtype)]}
+
+
+def is_sparse(node):
+    return isinstance(node, gx.IndexedSlices)
+
+
+def touched(g):
+    """The rows of a gradient, each once and without padding, and their sums."""
+    indices = np.asarray(g.indices)
+    which = np.unique(indices[indices < g.dense_shape[0]])
+    total = np.zeros((g.dense_shape[0] + 1, *g.dense_shape[1:]), g.dtype)
+    np.add.at(total, indices, np.asarray(g.values))
+    return which, total[which]
+
+
+def padded(g):
+    """The same with zeros up to the number of given rows."""
+    which, sums = touched(g)
+    more = len(g.indices) - len(which)
+    return which, np.concatenate([sums, np.zeros((more, *sums.shape[1:]), g.dtype)])
+
+
+def by_hand(tx, grads, state, params, take=touched, **extra):
+    """``tx`` on rows that this function takes and puts back, with NumPy alone."""
+    taken = {"a": take(grads["tables"]["a"]), "b": take(grads["tables"]["b"])}
+
+    def name_of(path):
+        names = [getattr(key, "key", None) for key in path]
+        return names[-1] if "tables" in names else None
+
+    def take_leaf(path, x):
+        if (name := name_of(path)) is None:
+            return x
+        which, sums = taken[name]
+        more = np.zeros((len(sums) - len(which), *np.shape(x)[1:]), x.dtype)
+        return jnp.asarray(np.concatenate([np.asarray(x)[which], more]))
+
+    def put_leaf(path, old, new):
+        if (name := name_of(path)) is None:
+            return new
+        which, whole = taken[name][0], np.array(old)
+        whole[which] = np.asarray(new)[: len(which)]
+        return jnp.asarray(whole)
+
+    sums = {name: jnp.asarray(taken[name][1]) for name in taken}
+    updates, new_state = tx.update(
+        {"tables": sums, "dense": grads["dense"]},
+        jax.tree.map_with_path(take_leaf, state),
+        jax.tree.map_with_path(take_leaf, params),
+        **extra,
+    )
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates = jax.tree.map_with_path(put_leaf, zeros, updates)
+    return updates, jax.tree.map_with_path(put_leaf, state, new_state)
+
+
+def dense(tree):
+    return jax.tree.map(
+        lambda u: u.densify() if is_sparse(u) else u, tree, is_leaf=is_sparse
+    )
+
+
+def check_steps(tx, dtype="float32", take=touched, rtol=2e-6, **extra):
+    """Three steps of ``lazy(tx)`` beside the same by hand."""
+    params = params_of(dtype)
+    lazy = gx.lazy(tx)
+    state = lazy.init(params)
+    chex.assert_trees_all_equal(state, tx.init(params))
+    for grads in pushes(dtype):
+        wanted, wanted_state = by_hand(tx, grads, state, params, take, **extra)
+        updates, state = lazy.update(grads, state, params, **extra)
+        got = dense(updates), state
+        assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, wanted_state)
+        wide = functools.partial(jax.tree.map, numbers)
+        chex.assert_trees_all_close(
+            wide(got), wide((wanted, wanted_state)), rtol=rtol, atol=rtol / 10
+        )
+        params = gx.apply_updates(params, updates)
+
+
+def numbers(x):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    wide = np.complex128 if jnp.iscomplexobj(x) else np.float64
+    return np.asarray(x).astype(wide)
+
+
+# Every optimizer of optax, and the table on the page.
+
+# They count all given rows, or draw noise for them. So the rows by hand are padded too.
+BY_NUMBER_OF_ROWS = {
+    "optax.add_noise",
+    "optax.clip_by_block_rms",
+    "optax.noisy_sgd",
+    "optax.scale_by_param_block_rms",
+}
+ALL = FOUND | {"optax.clip_by_block_rms": optax.clip_by_block_rms(0.1)}
+PAGE = pathlib.Path(__file__).parents[2] / "docs/sparse.md"
+NAMES = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in ALL
+]
+
+
+def listed():
+    """The kind of each name in the table on the page."""
+    text = PAGE.read_text().partition("## Any optimizer")[2].partition("\n## ")[0]
+    kinds = {}
+    for kind, names in re.findall(
+        r"^\| (alone|together|refused):[^|]*\| (.+) \|$", text, re.M
+    ):
+        for name in re.findall(r"`([\w.]+)`", names):
+            assert kinds.setdefault(f"optax.{name}", kind) == kind
+    return kinds
+
+
+LISTED = listed()
+
+
+def kind_of(name):
+    """Whether a row's steps depend on the other rows, or whether it is refused."""
+    lazy = gx.lazy(ALL[name])
+    extra = {} if name in WITHOUT_VALUE else {"value": jnp.float32(1.0)}
+
+    @jax.jit
+    def third_row(scale):
+        def step(both, _):
+            params, state = both
+            updates, state = lazy.update(grads, state, params, **extra)
+            params = optax.apply_updates(params, updates)
+            return (params, state), params[3]
+
+        others = jnp.array([1, 7])
+        params = draw(0, HEIGHT, WIDTH).at[others].multiply(scale)
+        g = rows([3, 7, 3, 1], 1)
+        grads = g.with_values(g.values.at[jnp.array([1, 3])].multiply(scale))
+        return jax.lax.scan(step, (params, lazy.init(params)), length=STEPS)[1]
+
+    try:
+        ends = map(third_row, (1.0, 50.0))
+        return "alone" if np.array_equal(*ends, equal_nan=True) else "together"
+    except TypeError as error:
+        if "gradxform.lazy runs its inner" not in str(error):
+            raise
+        return "refused"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_optimizer_of_optax_acts_on_the_rows_as_on_a_table(name):
+    kind = kind_of(name)
+    assert LISTED[name] == kind
+    if kind != "refused":
+        extra = {} if name in WITHOUT_VALUE else {"value": jnp.float32(1.0)}
+        take = padded if name in BY_NUMBER_OF_ROWS else touched
+        tx = optax.with_extra_args_support(ALL[name])
+        check_steps(tx if extra else ALL[name], take=take, rtol=1e-5, **extra)
+
+
+def test_the_page_names_what_optax_has():
+    names = {name for name in LISTED if not hasattr_path(name)}
+    assert not names or optax.__version__ < "0.2.8", names
+    assert FOUND.keys() <= LISTED.keys()
+
+
+def hasattr_path(name):
+    *_, last = name.split(".")
+    return hasattr(optax.contrib if "contrib" in name else optax, last)
+
+
+# The formula, and what stays.
+
+
+def lazy_adam(table, gradients, rate, b1, b2, eps):
+    """LazyAdam in float64: one count for all rows."""
+    table = np.array(table, np.float64)
+    mu, nu = np.zeros_like(table), np.zeros_like(table)
+    for t, g in enumerate(gradients, 1):
+        which, sums = touched(g)
+        mu[which] = b1 * mu[which] + (1 - b1) * sums
+        nu[which] = b2 * nu[which] + (1 - b2) * np.abs(sums) ** 2
+        m, v = mu[which] / (1 - b1**t), nu[which] / (1 - b2**t)
+        table[which] -= rate * m / (np.sqrt(v) + eps)
+        yield table, mu, nu
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 40])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adam_by_the_row_is_the_formula_of_lazy_adam(n, dtype):
+    """With more rows than the table has, too, and with padding among them."""
+    rng = np.random.default_rng(n)
+    tx = gx.lazy(optax.adam(0.1, b1=0.8, b2=0.9, eps=1e-3))
+    params = draw(0, HEIGHT, WIDTH, dtype=dtype)
+    given = [rows(rng.integers(0, HEIGHT + 1, n), 50 + t, dtype) for t in range(4)]
+    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    state = tx.init(params)
+    wide = [g.with_values(np.asarray(g.values, np.float64)) for g in given]
+    tol = {"float32": 2e-6, "bfloat16": 6e-2}[dtype]
+    formula = lazy_adam(params, wide, 0.1, 0.8, 0.9, 1e-3)
+    for g, expected in zip(given, formula, strict=True):
+        params, state = step(g, state, params)
+        got = params, state[0].mu, state[0].nu
+        for x, wanted in zip(got, expected, strict=True):
+            assert x.dtype == dtype
+            np.testing.assert_allclose(numbers(x), wanted, rtol=tol, atol=tol)
+
+
+def bits(x):
+    return np.asarray(x).view(f"u{x.dtype.itemsize}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("donated", [(), (0, 1)], ids=["kept", "donated"])
+def test_untouched_rows_stay_to_the_bit(dtype, donated):
+    """NaN, inf and minus zero in them reach nothing, also through padding."""
+    tx = gx.lazy(optax.adamw(0.1, eps=0.0, weight_decay=0.1))
+    odd = jnp.asarray([[jnp.nan, -jnp.inf, -0.0]] * HEIGHT, dtype)
+    at = jnp.array([1, 4])
+    params = odd.at[at].set(1)
+    odd_state = tx.init(params)
+    state = jax.tree.map(lambda s: odd.at[at].set(s[at]) if s.ndim else s, odd_state)
+    before = jax.tree.map(bits, [x for x in jax.tree.leaves([params, state]) if x.ndim])
+    g = gx.IndexedSlices([4, 9, 1, 9], jnp.ones((4, WIDTH), dtype), params.shape)
+
+    @functools.partial(jax.jit, donate_argnums=donated)
+    def step(params, state, g):
+        return gx.apply_gradients(tx, g, state, params)
+
+    after = [x for x in jax.tree.leaves(step(params, state, g)) if x.ndim]
+    others = np.setdiff1d(np.arange(HEIGHT), at)
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(bits(new)[others], old[others])
+        assert np.all(np.isfinite(np.float32(new)[at]))
+        assert np.all(bits(new)[at] != old[at])
+
+
+def test_padding_gives_zero_updates():
+    """Adam without epsilon divides 0 by 0 there."""
+    tx = gx.lazy(optax.adam(0.1, eps=0.0))
+    params = draw(0, HEIGHT, WIDTH)
+    updates, _ = tx.update(rows([2, 9, 2], 1), tx.init(params), params)
+    assert updates.indices.tolist() == [2, 9, 9]
+    assert np.all(updates.values[0] != 0)
+    assert not np.any(updates.values[1:])
+
+
+@pytest.mark.parametrize("inner", [optax.adam(0.1), optax.adafactor(0.1)])
+def test_dense_gradients_are_those_of_the_inner_transformation(inner):
+    """To the bit, and the states may be exchanged at any step."""
+    params, grads = params_of(), params_of()
+    lazy = gx.lazy(inner)
+    update, other = jax.jit(lazy.update), jax.jit(inner.update)
+    state = lazy.init(params)
+    for _ in range(2):
+        expected = other(grads, state, params)
+        got = update(grads, state, params)
+        chex.assert_trees_all_equal(got, expected)
+        _, state = got
+
+
+def test_the_state_goes_on_without_lazy_and_with_it():
+    params, (first, second, third) = params_of(), pushes()
+    inner = optax.adam(0.1)
+    lazy = gx.lazy(inner)
+    _, state = lazy.update(first, inner.init(params), params)
+    _, state = inner.update(dense(second), state, params)
+    expected = by_hand(inner, third, state, params)
+    updates, state = lazy.update(third, state, params)
+    chex.assert_trees_all_close((dense(updates), state), expected, rtol=2e-6)
+    assert state[0].count == 3
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
+def test_tables_of_every_dtype(dtype):
+    check_steps(optax.adam(0.1), dtype, rtol=2e-6 if dtype == "complex64" else 1e-2)
+
+
+@pytest.mark.parametrize("shape", [(6,), (5, 2, 2), (1, 3), (0, 3)], ids=str)
+def test_tables_of_every_rank(shape):
+    tx, params = gx.lazy(optax.adam(0.1)), draw(0, *shape)
+    indices = [0, 0, shape[0]]
+    g = gx.IndexedSlices(indices, draw(1, 3, *shape[1:]), shape)
+    updates, state = tx.update(g, tx.init(params), params)
+    wanted, _ = optax.adam(0.1).update(g.densify(), tx.init(params), params)
+    np.testing.assert_allclose(updates.densify(), wanted, rtol=1e-6)
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, tx.init(params))
+
+
+# Inside and outside of other transformations.
+
+INSIDE = {
+    "chain": optax.chain(optax.clip(0.5), optax.trace(0.9), optax.scale(-0.1)),
+    "inject": optax.inject_hyperparams(optax.adam)(0.1),
+    "masked": optax.masked(optax.adam(0.1), {"tables": True, "dense": False}),
+    "partition": optax.partition(
+        {"a": optax.adam(0.1), "b": optax.adamw(0.1)},
+        {"tables": {"a": "a", "b": "b"}, "dense": "b"},
+    ),
+    "partition by a function": optax.partition(
+        {"a": optax.adam(0.1), "b": optax.adamw(0.1)},
+        lambda tree: jax.tree.map(lambda x: "a" if x.ndim > 1 else "b", tree),
+    ),
+    "if finite": optax.apply_if_finite(optax.adam(0.1), 3),
+    "row_wise": gx.adagrad(0.1, row_wise=True),
+    "global_clipnorm": gx.adagrad(0.1, global_clipnorm=0.5),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_wrappers_may_be_inside(name):
+    check_steps(INSIDE[name])
+
+
+def test_a_gate_may_be_inside():
+    check_steps(gx.drop_stale(optax.adam(0.1), 0), local_step=1)
+
+
+def ends(tx, given, apply=gx.apply_gradients, **extra):
+    """Parameters after these pushes, and the state."""
+    params = params_of()
+    state = tx.init(params)
+    for grads in given:
+        params, state = apply(tx, grads, state, params, **extra)
+    return params, state
+
+
+def test_a_clip_before_it_takes_the_norm_of_the_summed_rows():
+    clip = gx.clip_by_global_norm(0.5)
+    both = optax.chain(clip, gx.lazy(optax.adam(0.1)))
+    inside = gx.lazy(optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)))
+    params, _ = ends(both, pushes())
+    expected, _ = ends(inside, pushes())
+    chex.assert_trees_all_close(params, expected, rtol=1e-5)
+
+
+def test_the_rate_may_come_after_it():
+    links = gx.lazy(optax.scale_by_adam()), gx.scale_by_learning_rate(0.1)
+    got, _ = ends(optax.chain(*links), pushes())
+    expected, _ = ends(gx.lazy(optax.adam(0.1)), pushes())
+    chex.assert_trees_all_close(got, expected, rtol=1e-6)
+
+
+def test_wrappers_may_be_outside():
+    lazy = gx.lazy(optax.adam(0.1))
+
+    def of_path(path, _):
+        return "tables" if path[0].key == "tables" else "rest"
+
+    partition = optax.partition(
+        {"tables": lazy, "rest": optax.adam(0.1)},
+        lambda tree: jax.tree.map_with_path(of_path, tree),
+    )
+    injected = optax.inject_hyperparams(lambda rate: gx.lazy(optax.adam(rate)))(0.1)
+    gated = gx.drop_stale(lazy, 1)
+    expected, _ = ends(lazy, pushes())
+    for tx, extra in (partition, {}), (injected, {}), (gated, {"local_step": 5}):
+        got, _ = ends(tx, pushes(), **extra)
+        chex.assert_trees_all_close(got, expected, rtol=1e-6)
+
+
+def test_a_stale_push_changes_no_row():
+    tx = gx.drop_stale(gx.lazy(optax.adam(0.1)), 0)
+    params, state = ends(tx, pushes(), local_step=5)
+    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    after, later = step(next(pushes()), state, params, local_step=0)
+    chex.assert_trees_all_equal(after, params)
+    assert later.stale_count == 1
+    chex.assert_trees_all_equal(later.inner_state, state.inner_state)
+
+
+@pytest.mark.parametrize("wrap", [gx.accumulate, gx.conditional_accumulator])
+def test_an_accumulator_outside_gives_it_a_dense_sum(wrap):
+    extra = {} if wrap is gx.accumulate else {"local_step": 5}
+    given = [*pushes()][:2]
+    got, _ = ends(wrap(gx.lazy(optax.adam(0.1)), 2), given, **extra)
+    mean = jax.tree.map(lambda *g: sum(g) / 2, *map(dense, given))
+    expected, _ = ends(optax.adam(0.1), [mean])
+    chex.assert_trees_all_close(got, expected, rtol=1e-5)
+
+
+def test_extra_arguments_like_the_parameters_lose_the_other_rows_too():
+    inner = optax.chain(gx.compensate_delay(0.5), optax.scale(-0.1))
+    earlier = jax.tree.map(lambda p: p - 1, params_of())
+    got, _ = ends(gx.lazy(inner), pushes(), worker_params=earlier)
+    links = gx.compensate_delay(0.5), gx.scale_by_learning_rate(0.1)
+    expected, _ = ends(optax.chain(*links), pushes(), worker_params=earlier)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5)
+
+
+def test_a_leaf_without_a_gradient_keeps_its_state():
+    tx, params = gx.lazy(optax.adam(0.1)), params_of()
+    for missing in "dense", "b":
+        grads = next(pushes())
+        if missing == "dense":
+            grads["dense"] = [None]
+        else:
+            grads["tables"]["b"] = None
+        state = tx.init(params)
+        after, state = gx.apply_gradients(tx, grads, state, params)
+        for tree, before in (after, params), (state[0].mu, tx.init(params)[0].mu):
+            both = tree, before
+            kept = (
+                t["dense"] if missing == "dense" else t["tables"]["b"] for t in both
+            )
+            chex.assert_trees_all_equal(*kept)
+            assert np.any(tree["tables"]["a"] != before["tables"]["a"])
+
+
+def test_it_passes_on_what_the_inner_transformation_takes():
+    """SAM's update takes no ``value``, which ``minimize`` offers to all others."""
+
+    def loss_fn(params):
+        return sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01))
+    both = []
+    for tx in sam, gx.lazy(sam):
+        params, step = params_of(), gx.minimize(loss_fn, tx, donate=False)
+        state = tx.init(params)
+        for _ in range(2):
+            params, state, _ = step(params, state)
+        both.append((params, state))
+    chex.assert_trees_all_equal(*both)
+
+
+def test_boxes_of_flax_stay():
+    def boxed(x):
+        return nn.Partitioned(x, names=("rows", None))
+
+    tx, params, g = gx.lazy(optax.adam(0.1)), draw(0, HEIGHT, WIDTH), rows([3, 1, 3], 1)
+    plain, _ = tx.update({"w": g}, tx.init({"w": params}), {"w": params})
+    tree = {"w": boxed(params)}
+    updates, state = tx.update({"w": boxed(g)}, tx.init(tree), tree)
+    assert isinstance(updates["w"], nn.Partitioned)
+    assert isinstance(state[0].mu["w"], nn.Partitioned)
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(tree))
+    chex.assert_trees_all_equal(updates["w"].value.densify(), plain["w"].densify())
+
+
+# Errors.
+
+SUMS = "adds up several steps"
+REFUSED = {
+    "novograd": (gx.novograd(0.1), r"\.nu\['t'\] of ScaleByNovogradState, .*no row"),
+    "adafactor": (
+        optax.adafactor(0.1, min_dim_size_to_factor=2),
+        r"\.v_row\['t'\] of FactoredState, .*no row",
+    ),
+    "sm3": (optax.sm3(0.1), r"\.mu\['t'\]\[1\] of ScaleBySM3State, .*no row"),
+    "muon": (optax.contrib.muon(0.1), r"of MuonState, .*mixes the rows"),
+    "sam": (
+        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01)),
+        r"\.cache\['t'\] of SAMState, .*same rows",
+    ),
+    "flatten": (optax.flatten(optax.adam(0.1)), "its init"),
+    "accumulate": (gx.accumulate(optax.adam(0.1), 2), f"AccumulateState, .*{SUMS}"),
+    "conditional": (
+        gx.conditional_accumulator(optax.adam(0.1), 2),
+        f"ConditionalAccumulatorState, .*{SUMS}",
+    ),
+    "multi_steps": (
+        optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+        f"MultiStepsState, .*{SUMS}",
+    ),
+    "delayed_nesterov": (
+        gx.delayed_nesterov(0.1, num_delay=2),
+        r"\.count\['t'\] of ScaleByDelayedNesterovState, .*no row",
+    ),
+    "measure_cosine": (gx.measure_cosine(), "MeasureCosineState, .*whole gradients"),
+    "delayed": (gx.delayed(optax.adam(0.1), 2), "DelayedState, .*no row"),
+    "worker_mean": (
+        gx.worker_mean(optax.adam(0.1), 2, method="latest"),
+        "WorkerMeanState, .*no row",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("height", [3, 4, HEIGHT], ids="height={}".format)
+def test_state_without_a_row_for_each_row_is_refused(name, height):
+    """In a square table, and with as many rows given as the table has, too."""
+    inner, message = REFUSED[name]
+    tx, params = gx.lazy(inner), {"t": draw(0, height, WIDTH)}
+    state = tx.init(params)
+    given = {"t": gx.IndexedSlices([0, 1, 0], draw(1, 3, WIDTH), (height, WIDTH))}
+    with pytest.raises(TypeError, match=rf"gradxform\.lazy.*\['t'\].*{message}"):
+        tx.update(given, state, params, local_step=0, worker=0)
+
+
+def test_square_factors_are_refused():
+    """Each has as many rows as the table, but only one is by the row."""
+
+    def init(params):
+        return jax.tree.map(lambda p: (p @ p.T, p.T @ p), params)
+
+    tx = gx.lazy(optax.GradientTransformation(init, lambda u, s, p: (u, s)))
+    params = {"t": draw(0, 3, 3)}
+    with pytest.raises(TypeError, match=r"\['t'\].*\['t'\]\[0\], of shape \[3, 3\]"):
+        tx.update({"t": rows_of_height(3)}, tx.init(params), params)
+
+
+def rows_of_height(height):
+    return gx.IndexedSlices([0, 1, 0], draw(1, 3, 3), (height, 3))
+
+
+def test_a_function_of_whole_parameters_cannot_be_called():
+    line_search = optax.scale_by_backtracking_linesearch(5)
+    tx, params, grads = gx.lazy(line_search), params_of(), next(pushes())
+    extra = {"value": 1.0, "grad": grads, "value_fn": optax.global_norm}
+    with pytest.raises(TypeError, match=r"inside of gradxform\.lazy .* value_fn"):
+        tx.update(grads, tx.init(params), params, **extra)
+    # Others may get it.
+    adam = gx.lazy(optax.adam(0.1))
+    adam.update(grads, adam.init(params), params, **extra)
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(TypeError, match="inner must be an optax"):
+        gx.lazy(optax.adam)
+    tx, params = gx.lazy(optax.adam(0.1)), {"t": draw(0, HEIGHT, WIDTH)}
+    state, wrong = tx.init(params), {"t": rows_of_height(8)}
+    with pytest.raises(TypeError, match=r"\['t'\].*float32\[3,3\] for \[8, 3\]"):
+        tx.update(wrong, state, params)
+    with pytest.raises(TypeError, match=r"\['t'\].*\.mu\['t'\] of ScaleByAdamState"):
+        tx.update(wrong, state)
+    with pytest.raises(TypeError, match=r"\['t'\], but its init and the given state"):
+        tx.update({"t": rows([1], 1)}, optax.lion(0.1).init(params), params)
+
+
+# Meshes, servers, parts of tables.
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=str)
+def test_tables_may_be_sharded(axis_type, spec, in_context):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(axis_type,))
+    tx, table = gx.lazy(optax.adamw(0.1)), draw(0, 8, 4)
+    g = gx.IndexedSlices([5, 0, 5, 8], draw(1, 4, 4), (8, 4))
+    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    expected = step(g, tx.init(table), table)
+    params = jax.device_put(table, NamedSharding(mesh, spec))
+    with in_context(mesh):
+        state = tx.init(params)
+        shardings = [x.sharding for x in (params, state[0].mu, state[0].nu)]
+        params, state = step(g, state, params)
+    for x, before in zip((params, state[0].mu, state[0].nu), shardings, strict=True):
+        assert x.sharding.is_equivalent_to(before, 2) or axis_type is AxisType.Auto
+    chex.assert_trees_all_close((params, state), expected, rtol=1e-6)
+
+
+def test_a_server_takes_rows_and_gives_them():
+    tx = gx.drop_stale(gx.lazy(optax.adam(0.1)), 3)
+    server = gx.ParameterServer(params_of(), tx)
+    for t, grads in enumerate(pushes()):
+        assert server.push(grads, t).applied
+    expected, state = ends(tx, pushes(), local_step=5)
+    part, step = server.pull(rows={"tables/a": [3, 1]})
+    assert step == 3
+    whole = expected["tables"]["a"][jnp.array([1, 3])]
+    np.testing.assert_allclose(part["tables"]["a"].values, whole, rtol=1e-5)
+    kept = server.state()["state"].inner_state
+    chex.assert_trees_all_close(kept, state.inner_state, rtol=1e-5)
+
+
+def test_a_worker_trains_a_part_of_a_table_by_itself():
+    """Its state is that of its rows, which are a table of their own."""
+    tx, params = gx.lazy(optax.adam(0.1)), draw(0, HEIGHT, WIDTH)
+    server = gx.ParameterServer({"t": params}, tx)
+    part, _ = server.pull(rows={"t": [1, 3, 7]})
+    state, whole = tx.init(part), tx.init({"t": params})
+    expected = {"t": params}
+    for t in range(2):
+        grads = {"t": rows([3, 7, 3], t)}
+        part, state = gx.apply_gradients(tx, grads, state, part)
+        expected, whole = gx.apply_gradients(tx, grads, whole, expected)
+    at = jnp.array([1, 3, 7])
+    np.testing.assert_allclose(part["t"].values[:3], expected["t"][at], rtol=1e-6)
+    assert len(state[0].mu["t"]) == len(part["t"].indices) < HEIGHT
