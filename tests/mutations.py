@@ -394,6 +394,10 @@ _training/apply.py: a training step copies the parameters
 - donate_argnums=(0, 1)), tx
 + donate_argnums=(1,)), tx
 
+_training/apply.py: an error of any cause is laid on row-sparse gradients
+- return any(map(is_sparse, leaves)) and bool(jax.eval_shape(update_dense))
++ return any(map(is_sparse, leaves))
+
 _training/apply.py: a step changes the state's dtypes
 - _as_before(after, state)
 + after
@@ -462,9 +466,9 @@ _training/lookup.py: a part of a table that has no name is taken for an array
 - if not is_sparse(leaf) and not is_named(paths[i]):
 + if not is_named(paths[i]):
 
-_training/readings.py: an id that a part does not hold counts for the row all the same
-- return read_rows(part.values, at), jnp.where(missing, part.shape[0], ids)
-+ return read_rows(part.values, at), ids
+_trees/table_rows.py: an id that a part does not hold counts for the row all the same
+- return read_rows(self.values, at), jnp.where(missing, height, ids)
++ return read_rows(self.values, at), ids
 
 _trees/rows.py: rows of a sharded table lie as JAX guesses
 - return take_rows(table, ids, out_sharding=explicit)

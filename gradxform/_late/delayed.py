@@ -14,7 +14,7 @@ from gradxform._late.gate import ActIf, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
-from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.indexed_slices import IndexedSlices, RowSparseError
 from gradxform._trees.types import Leaf, Path, PyTree
 
 _DELAYS = f"[0, {2**30 - 1}]"  # Counters go up to twice a delay, and are int32.
@@ -265,7 +265,7 @@ def _check_updates(updates: optax.Updates, ring: optax.Updates) -> None:
     def check(path: Path, g: Leaf, r: jax.Array) -> None:
         if isinstance(g, IndexedSlices) and _delay(r):
             rows = jax.typeof(g.values).str_short()
-            raise TypeError(
+            raise RowSparseError(
                 "delayed makes room for gradients in init, which knows no number of "
                 f"rows, so it takes dense gradients, got IndexedSlices of {rows} at "
                 f"{checks.path_name(path)}. Put gradxform.densify() in front of it, "

@@ -14,8 +14,13 @@ from gradxform._training.donation import Donating
 from gradxform._training.lookup import Tables, value_and_grad
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.compilers import narrow
-from gradxform._trees.indexed_slices import IndexedSlices, hinted
-from gradxform._trees.rows import places
+from gradxform._trees.indexed_slices import (
+    HINT,
+    IndexedSlices,
+    RowSparseError,
+    is_sparse,
+)
+from gradxform._trees.table_rows import TableRows
 from gradxform._trees.types import Gradient, Leaf, Params, Path, Prefix, PyTree, State
 
 
@@ -128,9 +133,10 @@ def apply_gradients(
             "grads has no gradient for any leaf of params; differentiate a loss that "
             "depends on at least one of them."
         )
-    rows, grads = maps.held(params), _numbered(grads, params)
-    rows, state = _step(tx, grads, state, rows, **extra)
-    return _put_back(rows, params), state
+    params = maps.sum_duplicates(params)  # Rows of tables are sorted once, here.
+    grads = jax.tree.map_with_path(_numbered, params, grads, is_leaf=maps.is_leaf)
+    new, state = _step(tx, grads, state, maps.held(params), **extra)
+    return jax.tree.map(_put_back, params, new, is_leaf=maps.is_leaf), state
 
 
 def minimize(
@@ -248,33 +254,22 @@ def learning_part(trainable: Prefix[bool] | None, params: optax.Params) -> optax
     return jax.tree.map(lambda learns, p: p if learns else None, mask, params)
 
 
-def _numbered(grads: optax.Updates, params: optax.Params) -> optax.Updates:
-    """The same gradients; for a part of a table, its rows count from 0."""
-
-    def number(path: Path, p: Leaf, g: Gradient | None) -> Gradient | None:
-        if not isinstance(p, IndexedSlices) or not maps.has_gradient(g):
-            return g
-        if not isinstance(g, IndexedSlices):
-            raise TypeError(
-                f"grads must be row-sparse at {checks.path_name(path)}, where params "
-                f"hold only a part of a table, got {jax.typeof(g).str_short()}."
-            )
-        part = p.sum_duplicates()
-        at = places(g.indices, part.indices)
-        return IndexedSlices(at, g.values, part.values.shape)
-
-    return jax.tree.map_with_path(number, params, grads, is_leaf=maps.is_leaf)
+def _numbered(path: Path, p: Leaf, g: Leaf) -> Leaf:
+    """A gradient; if the parameter is rows of a table, its rows count from 0."""
+    if not isinstance(p, IndexedSlices) or not maps.has_gradient(g):
+        return g
+    if not isinstance(g, IndexedSlices):
+        raise TypeError(
+            f"grads must be row-sparse at {checks.path_name(path)}, where params hold "
+            f"only a part of a table, got {jax.typeof(g).str_short()}."
+        )
+    part = TableRows.of(p)
+    return IndexedSlices(part.places(g.indices), g.values, part.values.shape)
 
 
-def _put_back(rows: optax.Params, params: optax.Params) -> optax.Params:
-    """Puts new rows back into the parts of tables."""
-
-    def put(p: Gradient, new: jax.Array) -> Gradient:
-        if not isinstance(p, IndexedSlices):
-            return new
-        return p.sum_duplicates().with_values(new)
-
-    return jax.tree.map(put, params, rows, is_leaf=maps.is_leaf)
+def _put_back(p: Leaf, new: jax.Array) -> Leaf:
+    """A new parameter; new rows of a table keep the numbers of the old ones."""
+    return p.with_values(new) if isinstance(p, IndexedSlices) else new
 
 
 def _step(
@@ -286,9 +281,31 @@ def _step(
 ) -> tuple[optax.Params, optax.OptState]:
     if guard := gate.guard_of(tx):  # Gates within gates guard one another.
         return guard(_step, _rest, updates, state, params, **extra)
-    with hinted():
-        updates, after = missing.update(tx, updates, state, params, **extra)
+
+    def update(updates: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
+        return missing.update(tx, updates, state, params, **extra)
+
+    try:
+        updates, after = update(updates)
+    except Exception as error:
+        if not isinstance(error, RowSparseError) and _takes_only_dense(update, updates):
+            raise RowSparseError(HINT) from error
+        raise
     return apply_updates(params, updates), _as_before(after, state)
+
+
+def _takes_only_dense(update: Callable[..., object], updates: optax.Updates) -> bool:
+    """Whether an update that has failed would take the same gradients as dense ones."""
+    leaves, tree = jax.tree.flatten(updates, is_leaf=is_sparse)
+
+    def update_dense() -> object:
+        dense = [g.densify() if is_sparse(g) else g for g in leaves]
+        return update(jax.tree.unflatten(tree, dense))
+
+    try:
+        return any(map(is_sparse, leaves)) and bool(jax.eval_shape(update_dense))
+    except Exception:
+        return False
 
 
 def _as_before(new: optax.OptState, old: optax.OptState) -> optax.OptState:

@@ -20,6 +20,7 @@ from gradxform._trees.rows import (
     replicated,
     rows_of,
 )
+from gradxform._trees.table_rows import TableRows
 from gradxform._trees.types import Params
 
 # Which tables get row-sparse gradients: their paths, or a predicate on the path.
@@ -67,15 +68,17 @@ def lookup(
     >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0]])
     >>> assert gx.lookup(table, [[1], [2]]).tolist() == [[[3.0, 4.0]], [[0.0, 0.0]]]
     """
-    if not isinstance(table, IndexedSlices):
-        table = jnp.asarray(table)
+    table = _table(table)
     if not table.ndim:
         raise ValueError("table must have at least one axis, got a scalar.")
     ids = jnp.asarray(rows_of("ids", as_array(ids), table.shape[0]))
-    if isinstance(table, IndexedSlices):
-        rows, _ = readings.of_part(table, ids)
-        return rows
-    return read_rows(table, ids)
+    return table.read(ids)[0] if isinstance(table, TableRows) else read_rows(table, ids)
+
+
+def _table(given: jax.typing.ArrayLike | IndexedSlices) -> readings.Table:
+    if isinstance(given, IndexedSlices):
+        return TableRows.of(given)
+    return jnp.asarray(given)
 
 
 @overload
@@ -212,7 +215,7 @@ def _select(
         if not is_sparse(leaf) and not is_named(paths[i]):
             continue
         # A part of a table needs no name: it has no other gradient.
-        named[i] = leaf.sum_duplicates() if is_sparse(leaf) else jnp.asarray(leaf)
+        named[i] = _table(leaf)
         if not named[i].ndim or not jnp.issubdtype(named[i].dtype, jnp.inexact):
             raise ValueError(
                 "tables must name arrays of floating-point rows, but "

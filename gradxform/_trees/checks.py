@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from gradxform._trees import dtypes, maps
-from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
+from gradxform._trees.indexed_slices import IndexedSlices, RowSparseError, is_sparse
 from gradxform._trees.types import Gradient, Leaf, Path, PyTree, T
 
 COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # For counts, which are int32 on devices.
@@ -351,10 +351,10 @@ def same_dtypes(
 
 
 def dense(transformation: str, updates: optax.Updates) -> None:
-    """Raises ``TypeError`` if a gradient is row-sparse."""
+    """Raises ``RowSparseError`` if a gradient is row-sparse."""
     for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=maps.is_leaf):
         if isinstance(leaf, IndexedSlices):
-            raise TypeError(
+            raise RowSparseError(
                 f"{transformation} changes every row at every step, so it takes dense "
                 f"gradients, got {_describe(leaf)} at {path_name(path)}. Put "
                 "gradxform.densify() in front of it, which costs work on the whole "
