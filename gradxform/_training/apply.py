@@ -15,8 +15,8 @@ from gradxform._training.lookup import Tables, value_and_grad
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.compilers import narrow
 from gradxform._trees.extra_args import accepted_kwargs
-from gradxform._trees.indexed_slices import IndexedSlices, hinted, is_sparse
-from gradxform._trees.rows import positions
+from gradxform._trees.indexed_slices import IndexedSlices, RowSparseError, is_sparse
+from gradxform._trees.table_rows import TableRows
 from gradxform._trees.types import Gradient, Leaf, Params, Path, Prefix, PyTree, State
 
 
@@ -131,9 +131,13 @@ def apply_gradients(
             "grads has no gradient for any leaf of params; differentiate a loss that "
             "depends on at least one of them."
         )
-    rows, grads = maps.held(params), _numbered(grads, params)
-    rows, state = _step(tx, grads, state, rows, **extra)
-    return _put_back(rows, params), state
+    params = maps.sum_duplicates(params)  # Rows of tables are sorted once, here.
+    grads = maps.map_with_path(_numbered, params, grads)
+    new, state = _step(tx, grads, state, maps.held(params), **extra)
+    new = maps.map_leaves(
+        lambda p, x: p.with_values(x) if is_sparse(p) else x, params, new
+    )
+    return new, state
 
 
 def minimize(
@@ -248,31 +252,17 @@ def learning_leaves(
     return jax.tree.map(lambda learns, p: p if learns else None, mask, params)
 
 
-def _numbered(grads: optax.Updates, params: optax.Params) -> optax.Updates:
-    """The same gradients; for a part of a table, its rows count from 0."""
-
-    def number(path: Path, p: Leaf, g: Gradient | None) -> Gradient | None:
-        if not isinstance(p, IndexedSlices) or not maps.has_gradient(g):
-            return g
-        if not isinstance(g, IndexedSlices):
-            raise TypeError(
-                f"grads must be row-sparse at {checks.path_name(path)}, where params "
-                f"hold only a part of a table, got {jax.typeof(g).str_short()}."
-            )
-        held = p.sum_duplicates()
-        at = positions(g.indices, held.indices)
-        return IndexedSlices(at, g.values, held.values.shape)
-
-    return maps.map_with_path(number, params, grads)
-
-
-def _put_back(rows: optax.Params, params: optax.Params) -> optax.Params:
-    """Puts new rows back into the parts of tables."""
-    return maps.map_leaves(
-        lambda p, new: p.sum_duplicates().with_values(new) if is_sparse(p) else new,
-        params,
-        rows,
-    )
+def _numbered(path: Path, p: Leaf, g: Leaf) -> Leaf:
+    """A gradient; if the parameter is rows of a table, its rows count from 0."""
+    if not isinstance(p, IndexedSlices) or not maps.has_gradient(g):
+        return g
+    if not isinstance(g, IndexedSlices):
+        raise TypeError(
+            f"grads must be row-sparse at {checks.path_name(path)}, where params hold "
+            f"only a part of a table, got {jax.typeof(g).str_short()}."
+        )
+    part = TableRows.of(p)
+    return IndexedSlices(part.positions(g.indices), g.values, part.values.shape)
 
 
 def _step(
@@ -284,9 +274,31 @@ def _step(
 ) -> tuple[optax.Params, optax.OptState]:
     if guard := gate.guard_of(tx):  # Gates within gates guard one another.
         return guard(_step, _skip, updates, state, params, **extra)
-    with hinted():
-        updates, after = missing.update(tx, updates, state, params, **extra)
+
+    def update(updates: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
+        return missing.update(tx, updates, state, params, **extra)
+
+    try:
+        updates, after = update(updates)
+    except Exception as error:
+        if not isinstance(error, RowSparseError) and _takes_only_dense(update, updates):
+            raise RowSparseError from error
+        raise
     return apply_updates(params, updates), _as_before(after, state)
+
+
+def _takes_only_dense(update: Callable[..., object], updates: optax.Updates) -> bool:
+    """Whether row-sparse gradients alone make it fail; a trace computes no values."""
+
+    def traces(kind: Callable[[Leaf], Leaf]) -> bool:
+        try:
+            return bool(jax.eval_shape(lambda: update(maps.map_leaves(kind, updates))))
+        except Exception:
+            return False
+
+    return not traces(lambda g: g) and traces(
+        lambda g: g.densify() if is_sparse(g) else g
+    )
 
 
 def _as_before(new: optax.OptState, old: optax.OptState) -> optax.OptState:

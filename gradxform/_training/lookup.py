@@ -20,6 +20,7 @@ from gradxform._trees.rows import (
     replicated,
     rows_of,
 )
+from gradxform._trees.table_rows import TableRows
 from gradxform._trees.types import Params
 
 # Which tables get row-sparse gradients: their paths, or a predicate on the path.
@@ -70,15 +71,14 @@ def lookup(
     Array([[3., 4.],
            [0., 0.]], dtype=float32)
     """
-    if not isinstance(table, IndexedSlices):
+    if isinstance(table, IndexedSlices):
+        table = TableRows.of(table)
+    else:
         table = jnp.asarray(table)
     if not table.ndim:
         raise ValueError("table must have at least one axis, got a scalar.")
     ids = jnp.asarray(rows_of("ids", as_array(ids), table.shape[0]))
-    if isinstance(table, IndexedSlices):
-        rows, _ = readings.rows_of_part(table, ids)
-        return rows
-    return read_rows(table, ids)
+    return table.read(ids)[0] if isinstance(table, TableRows) else read_rows(table, ids)
 
 
 @overload
@@ -219,7 +219,7 @@ def _select(
         if not is_sparse(leaf) and not is_named(paths[i]):
             continue
         # A part of a table needs no name: it has no other gradient.
-        named[i] = leaf.sum_duplicates() if is_sparse(leaf) else jnp.asarray(leaf)
+        named[i] = TableRows.of(leaf) if is_sparse(leaf) else jnp.asarray(leaf)
         if not named[i].ndim or not jnp.issubdtype(named[i].dtype, jnp.inexact):
             raise ValueError(
                 "tables must name arrays of floating-point rows, but "

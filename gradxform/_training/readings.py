@@ -25,8 +25,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import arithmetic, versions
-from gradxform._trees.indexed_slices import IndexedSlices, ascending
-from gradxform._trees.rows import inside_or_padding, is_known, positions, read_rows
+from gradxform._trees.rows import inside_or_padding
+from gradxform._trees.table_rows import TableRows
 
 if TYPE_CHECKING:
     from jax.extend.core import (  # type: ignore[attr-defined]  # Of ClosedJaxpr.
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
         Var,
     )
 
-# A whole table, or a part of one.
-Table: TypeAlias = jax.Array | IndexedSlices
+# A whole table, or rows of one.
+Table: TypeAlias = jax.Array | TableRows
 # (number of a table, rows of a reading) -> the rows that the loss gets
 Tap = Callable[[int, jax.Array], jax.Array]
 # The ids of all readings of each table, by its number.
@@ -175,12 +175,15 @@ class _Reader(NamedTuple):
         if name == "stop_gradient":
             return [dataclasses.replace(table, stopped=True)]
         array = table.array
-        if isinstance(array, IndexedSlices) and name == "reshard":
-            return [dataclasses.replace(table, array=_moved(eqn, array))]
+        if isinstance(array, TableRows) and name == "reshard":
+            # Wherever the table goes, its rows are whole on each device.
+            there = NamedSharding(_result(eqn).sharding.mesh, P())
+            array = jax.sharding.reshard(array, there)
+            return [dataclasses.replace(table, array=array)]
         if name == "copy":
             return [table]
         if name in _SAME:
-            if isinstance(array, IndexedSlices):  # It makes no difference there.
+            if isinstance(array, TableRows):  # It makes no difference there.
                 return [table]
             (array,) = versions.evaluate(eqn, [array])
             return [dataclasses.replace(table, array=array)]
@@ -224,8 +227,8 @@ class _Reader(NamedTuple):
         height, part = table.array.shape[0], table.array
         fills = eqn.params.get("mode") == jax.lax.GatherScatterMode.FILL_OR_DROP
         fill = eqn.params.get("fill_value")
-        if isinstance(part, IndexedSlices):
-            rows, held = rows_of_part(part, taken)
+        if isinstance(part, TableRows):
+            rows, held = part.read(taken)
             # A slice of a single row may keep an axis of length 1.
             rows = rows.reshape(_result(eqn).shape)
             ids = jnp.where(held == height, height, ids)
@@ -329,36 +332,9 @@ def _filling(
     return jnp.asarray(fill, dtype)
 
 
-def _moved(eqn: JaxprEqn, part: IndexedSlices) -> IndexedSlices:
-    """A part of a table on other mesh axes, whole on each device as parts are."""
-    there = NamedSharding(_result(eqn).sharding.mesh, P())
-    indices, values = jax.sharding.reshard((part.indices, part.values), there)
-    return ascending(indices, values, part.shape)
-
-
-def rows_of_part(part: IndexedSlices, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rows of a part of a table, and their ids: padding for rows that it lacks.
-
-    Raises:
-      ValueError: it lacks a row whose id is known now.
-    """
-    part = part.sum_duplicates()
-    at = positions(ids, part.indices)
-    missing = at == len(part.indices)
-    if is_known(missing):
-        absent = np.argwhere(missing & (ids < part.shape[0]))
-        if len(absent):
-            first = tuple(absent[0].tolist())
-            raise ValueError(
-                "ids must be among the rows that this part of the table holds, got "
-                f"{ids[first]} at position {list(first)}. Pull that row, too."
-            )
-    return read_rows(part.values, at), jnp.where(missing, part.shape[0], ids)
-
-
 def _whole(table: Table) -> jax.Array | jax.ShapeDtypeStruct:
     """The table as the loss sees it."""
-    if not isinstance(table, IndexedSlices):
+    if not isinstance(table, TableRows):
         return table
     # If its rows vary by device, or lie on mesh axes, the table does so, too.
     return jax.eval_shape(

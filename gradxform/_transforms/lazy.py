@@ -12,7 +12,7 @@ import optax
 
 from gradxform._trees import arithmetic, checks, maps
 from gradxform._trees.extra_args import accepted_kwargs
-from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
+from gradxform._trees.indexed_slices import IndexedSlices, RowSparseError, is_sparse
 from gradxform._trees.placeholders import Placeholder, is_placeholder
 from gradxform._trees.types import Leaf, Path, PyTree
 
@@ -134,7 +134,7 @@ def _touched(name: str, value: object, updates: optax.Updates) -> object:
     """
 
     def refused(*_: object, **__: object) -> NoReturn:
-        raise TypeError(
+        raise RowSparseError(
             f"inside of gradxform.lazy nothing can call {name}, a function of whole "
             "parameters: only rows of them are there."
         )
@@ -191,7 +191,7 @@ def _tables(
             where = " of ".join([jax.tree_util.keystr(path), *kinds[-1:]])
             reason = reason or "has no row for each row of the table"
             what = f"the state {where}, of shape {list(shape)}, {reason}"
-            raise TypeError(_refusal(name or ", ".join(tables), what))
+            raise RowSparseError(_refusal(name or ", ".join(tables), what))
 
     whole = updates if params is None else params
     marked = maps.map_with_path(mark, updates, whole)
@@ -207,7 +207,7 @@ def _tables(
         other = jax.eval_shape(init, resized)
     except Exception as error:  # This init does not accept such nodes.
         what = "its init and the given state show no state of that table alone"
-        raise TypeError(_refusal(", ".join(tables), what)) from error
+        raise RowSparseError(_refusal(", ".join(tables), what)) from error
     jax.tree.map_with_path(check, names, state, other, is_leaf=_none)
     return jax.tree.map(
         lambda name: None if name is None else tables[name],

@@ -5,7 +5,8 @@ that a batch has touched. The maps here take every kind of leaf, in any dtype, o
 device, so a transformation need not know about the kinds.
 
 - ``rows``: row numbers of tables; reads and writes of rows.
-- ``indexed_slices``: the row-sparse gradient; it also stands for part of a table.
+- ``indexed_slices``: the row-sparse gradient.
+- ``table_rows``: its subclass for parameters, where it is rows of a table.
 - ``opaque``: row indices as leaves that JAX refuses to calculate with.
 - ``types``: names for what a gradient tree holds, for annotations.
 - ``maps``: maps over trees, ``f(values)`` or ``f(values, state)``.

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from gradxform._trees import dtypes, maps
-from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
+from gradxform._trees.indexed_slices import IndexedSlices, RowSparseError, is_sparse
 from gradxform._trees.types import Gradient, Leaf, Path, PyTree, T
 
 COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # For counts, which are int32 on devices.
@@ -371,11 +371,11 @@ def dense(
     hint: str = "Use gradxform.lazy(optax.adamw(...)) or adagrad for this leaf, or put "
     "gradxform.densify() in front, which costs work on the whole table.",
 ) -> None:
-    """Raises ``TypeError`` if a leaf is row-sparse; the message says what is needed."""
+    """Raises ``RowSparseError`` for a row-sparse leaf; it says what is needed."""
     for path, leaf in maps.leaves_with_path(tree):
         if isinstance(leaf, IndexedSlices):
             got = f"{_describe(leaf)} at {path_name(path)}"
-            raise TypeError(f"{name} {needs}, got {got}. {hint}")
+            raise RowSparseError(f"{name} {needs}, got {got}. {hint}")
 
 
 def _dtype(value: object) -> np.dtype[Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import types
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TypeGuard
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from gradxform._trees.arithmetic import rounded_sum
 from gradxform._trees.dtypes import wide_dtype
-from gradxform._trees.opaque import TAG, from_leaf, is_opaque, to_leaf
+from gradxform._trees.opaque import from_leaf, is_opaque, to_leaf
 from gradxform._trees.rows import (
     as_array,
     is_known,
@@ -229,7 +228,7 @@ class IndexedSlices(metaclass=_NamesHint):
         )
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise TypeError(_HINT)
+        raise RowSparseError
 
     def __radd__(self, table: object) -> jax.Array:  # For optax.apply_updates.
         if isinstance(table, jax.Array) and table.shape == self.shape:
@@ -276,14 +275,15 @@ class IndexedSlices(metaclass=_NamesHint):
         values, indices = children
         if isinstance(values, bool):
             # Optax maps a mask of gradients over parameters too. So one bool stands for
-            # the table there. Anywhere else the structure stays as it was.
+            # the table there. Anywhere else the structure stays as it was. The mask is
+            # made by the same call of `jax.tree.map`, so only the caller tells.
             if _is_mask_of_optax():
                 return values
         elif isinstance(indices, jax.Array | np.ndarray):
             if indices.dtype == "uint32" and indices.shape[-1:] == (1,):
                 indices = indices[..., 0].view("int32")  # The form in host callbacks.
             elif jnp.issubdtype(indices.dtype, np.number):
-                raise TypeError(_HINT)
+                raise RowSparseError
         return cls._make(indices, values, dense_shape, summed=False)
 
     def _host_indices(self) -> np.ndarray[Any, Any]:
@@ -301,7 +301,7 @@ class IndexedSlices(metaclass=_NamesHint):
     @classmethod
     def _make(
         cls, indices: Any, values: Any, dense_shape: tuple[int, ...], summed: bool
-    ) -> IndexedSlices:
+    ) -> Self:
         self = object.__new__(cls)
         self._indices, self.values = indices, values
         self.dense_shape, self._summed = dense_shape, summed
@@ -354,25 +354,16 @@ _HINT = (
 )
 
 
-@contextlib.contextmanager
-def hinted() -> Iterator[None]:
-    """Adds a hint if a function for dense gradients got a row-sparse one."""
-    try:
-        yield
-    except (TypeError, ValueError, NotImplementedError) as error:
-        # Such an error names the indices' dtype, or the class if JAX wanted an array,
-        # or a method that an array of that dtype lacks.
-        signs = TAG, repr(IndexedSlices), "Cannot call abstract method"
-        if any(sign in str(error) for sign in signs):
-            raise TypeError(_HINT) from error
-        raise
+class RowSparseError(TypeError):
+    """A row-sparse gradient was given to a function for dense ones."""
+
+    def __init__(self, message: str = _HINT) -> None:
+        super().__init__(message)
 
 
 def _is_mask_of_optax() -> bool:
     """Whether a function of optax, such as ``masked``, has called for this tree."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == "optax":
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        str(frame.f_globals.get("__name__")).partition(".")[0] == "optax"
+        for frame, _ in traceback.walk_stack(sys._getframe())
+    )

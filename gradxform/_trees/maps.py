@@ -27,7 +27,8 @@ import optax
 
 from gradxform._trees import arithmetic
 from gradxform._trees.indexed_slices import IndexedSlices, add_rows, is_sparse
-from gradxform._trees.rows import positions, take_rows, take_summed, write_summed
+from gradxform._trees.rows import take_rows, take_summed, write_summed
+from gradxform._trees.table_rows import TableRows
 from gradxform._trees.types import Gradient, Leaf, Param, Path, Prefix, PyTree, T
 
 
@@ -152,8 +153,8 @@ def rows(updates: optax.Updates, state: PyTree[Leaf]) -> PyTree[Leaf]:
             return table
         if not isinstance(table, IndexedSlices):
             return take_summed(jnp.asarray(table), g.indices)
-        part = table.sum_duplicates()
-        return take_rows(part.values, positions(g.indices, part.indices))
+        part = TableRows.of(table)
+        return take_rows(part.values, part.positions(g.indices))
 
     return map_leaves(touched, updates, state)
 
@@ -195,9 +196,7 @@ def map_params(
 
 def held(params: optax.Params) -> optax.Params:
     """The same parameters, where a part of a table is a table of its rows."""
-    return map_leaves(
-        lambda p: p.sum_duplicates().values if is_sparse(p) else p, params
-    )
+    return map_leaves(lambda p: TableRows.of(p).values if is_sparse(p) else p, params)
 
 
 def param(p: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> Param:

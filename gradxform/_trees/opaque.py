@@ -12,12 +12,6 @@ from typing import NoReturn
 import jax
 import jax.numpy as jnp
 
-# The name of the dtype in JAX's errors.
-TAG = (
-    "indices of a row-sparse gradient: wrap this in gradxform.lazy, or put "
-    "gradxform.densify() in front"
-)
-
 
 @functools.cache
 def _opaque() -> object:
@@ -30,7 +24,9 @@ def _opaque() -> object:
         random_bits=_no_generator,
         fold_in=_no_generator,
         name="gradxform.IndexedSlices",
-        tag=TAG,
+        # The name of the dtype in JAX's errors.
+        tag="indices of a row-sparse gradient: wrap this in gradxform.lazy, or put "
+        "gradxform.densify() in front",
     )
 
 

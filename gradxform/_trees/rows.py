@@ -178,16 +178,6 @@ def searchsorted(x: jax.Array, ascending: jax.Array) -> jax.Array:
     return position
 
 
-def positions(indices: jax.Array, ascending: jax.Array) -> jax.Array:
-    """The position of each index in an array; the array's length if it lacks it."""
-    length = len(ascending)
-    if not length:
-        return jnp.zeros_like(indices)
-    position = searchsorted(indices, ascending)
-    found = ascending.at[position].get(mode="clip")
-    return jnp.where(found == indices, position, length)
-
-
 def as_array(x: object) -> Array:
     """Arrays as they are; other values as NumPy arrays, which keep every integer."""
     return x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x)

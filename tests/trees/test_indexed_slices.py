@@ -247,6 +247,57 @@ def test_a_transformation_that_would_change_the_indices_is_refused(tx, wrap):
         wrap(functools.partial(gx.apply_gradients, tx))(GRADS, state, PARAMS)
 
 
+def raising(error, fails):
+    """A transformation that raises an error for some tables of gradients."""
+
+    def update(updates, state, params=None):
+        if fails(updates["table"]):
+            raise error
+        return updates, state
+
+    return optax.GradientTransformation(optax.identity().init, update)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_any_error_that_only_rows_cause_names_them(wrap):
+    error = KeyError("mu")
+    tx = raising(error, lambda g: isinstance(g, gx.IndexedSlices))
+    with pytest.raises(TypeError, match=r"densify\(\) in front") as caught:
+        wrap(functools.partial(gx.apply_gradients, tx))(GRADS, tx.init(PARAMS), PARAMS)
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_an_error_with_another_cause_stays(wrap):
+    error = NotImplementedError("Cannot call abstract method read")
+    tx = raising(error, lambda g: True)
+    with pytest.raises(NotImplementedError) as caught:
+        wrap(functools.partial(gx.apply_gradients, tx))(GRADS, tx.init(PARAMS), PARAMS)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("grads", [GRADS, PARAMS], ids=["rows", "dense"])
+def test_an_error_of_the_values_stays(grads):
+    error = ValueError("not traced")
+    tx = raising(error, lambda g: not isinstance(gx.global_norm(g), jax.core.Tracer))
+    with pytest.raises(ValueError, match="not traced") as caught:
+        gx.apply_gradients(tx, grads, tx.init(PARAMS), PARAMS)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("tx", "words"),
+    [
+        (gx.novograd(0.1), "novograd changes every row"),
+        (optax.chain(gx.delayed(optax.sgd(0.1), 1)), "delayed makes room"),
+        (gx.lazy(optax.adafactor(0.1)), "lazy runs its inner transformation on rows"),
+    ],
+)
+def test_a_refusal_that_names_the_leaf_stays(tx, words):
+    with pytest.raises(TypeError, match=rf"{words}.*\['table'\].*densify\(\)"):
+        gx.apply_gradients(tx, GRADS, tx.init(PARAMS), PARAMS)
+
+
 @pytest.mark.parametrize(
     "use",
     [
