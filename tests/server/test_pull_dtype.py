@@ -63,7 +63,7 @@ def test_no_other_dtype_is_taken(server, dtype):
     assert server.pull()[1] == 0
 
 
-def test_what_was_pulled_is_the_callers_own(server):
+def test_a_pulled_copy_is_the_callers_own(server):
     pulled = [server.pull(dtype=jnp.float32)[0]["table"] for _ in range(2)]
     pulled[0].delete()
     np.testing.assert_array_equal(pulled[1], PARAMS["table"])
