@@ -1,4 +1,4 @@
-"""``gradxform.keras.Optimizer`` in Keras's own ``fit``, beside Keras's own optimizers."""
+"""``gradxform.keras.Optimizer`` in ``fit``, beside the optimizers of Keras."""
 
 import os
 import re
@@ -15,7 +15,11 @@ import pytest
 import gradxform as gx
 from tests import test_frameworks
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # NumPy asks Keras's variables for a copy in a way that they do not know.
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((64, 8)).astype(np.float32)
@@ -89,7 +93,10 @@ def test_adagrad_trains_as_that_of_keras(k):
 
 
 def test_fit_trains_as_the_loop_of_the_page(k):
-    batches = [(X[i : i + 8].repeat(8, 1), np.arange(8) % 10) for i in range(0, 64, 8)]
+    batches = [
+        (X[i : i + 8].repeat(8, 1), np.arange(8, dtype=np.int32))
+        for i in range(0, 64, 8)
+    ]
     loop = test_frameworks.run("Keras 3 on JAX", batches)
     left = test_frameworks.run("Keras 3 on JAX", [])
     loss = k.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -234,7 +241,8 @@ def test_a_model_that_was_saved_goes_on(k, name, tmp_path):
 
 def test_a_registered_function_needs_no_custom_objects(k, tmp_path):
     registered = k.keras.saving.register_keras_serializable("tests", "registered")
-    model, _ = train(k, k.Optimizer(registered(lambda: optax.adam(0.01))), epochs=1)
+    made = registered(of_two_parts)
+    model, _ = train(k, k.Optimizer(made), epochs=1)
     model.save(tmp_path / "model.keras")
     loaded = k.keras.saving.load_model(tmp_path / "model.keras")
     assert_equal(loaded.optimizer.variables, model.optimizer.variables)
@@ -286,9 +294,10 @@ def test_two_variables_of_one_path_are_trained(k):
     variables = [k.keras.Variable(np.float32(n), name="w") for n in range(3)]
     assert len({v.path for v in variables}) == 1
     optimizer = k.Optimizer(gx.adagrad(0.5, 0.0, eps=0.0))
-    step = optimizer.apply_gradients(zip([1.0, None, -2.0], variables, strict=True))
+    grads = [jnp.float32(g) for g in (1.0, 3.0, -2.0)]
+    step = optimizer.apply_gradients(zip(grads, variables, strict=True))
     assert int(step) == 1
-    np.testing.assert_allclose([v.value for v in variables], [-0.5, 1, 2.5])
+    np.testing.assert_allclose([v.value for v in variables], [-0.5, 0.5, 2.5])
 
 
 def test_state_that_is_a_parameter_is_copied(k):
@@ -303,10 +312,10 @@ def test_the_loss_is_scaled_in_mixed_precision(k):
     assert type(model.optimizer).__name__ == "LossScaleOptimizer"
     inner = model.optimizer.inner_optimizer
     assert {str(v.dtype) for v in inner.variables[1:]} <= {"float32", "int32"}
-    assert (
-        int(inner.iterations) >= 35
-    )  # Of 40: a few had gradients that are not finite.
-    theirs, expected = train(k, k.keras.optimizers.Adam(0.01, epsilon=1e-8), epochs=5)
+    # Of 40: a few had gradients that are not finite.
+    assert int(inner.iterations) >= 35
+    adam = k.keras.optimizers.Adam(0.01, epsilon=1e-8)
+    _, expected = train(k, adam, epochs=5)
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-2)
 
 
@@ -321,7 +330,7 @@ def test_state_is_sharded_like_its_variables(k, name):
     distribution = k.keras.distribution
     mesh = distribution.DeviceMesh((2, 4), ("batch", "model"), jax.devices("cpu"))
     layouts = distribution.LayoutMap(mesh)
-    layouts["hidden.*kernel"] = (None, "model")
+    layouts[".*hidden.*kernel"] = (None, "model")
     distribution.set_distribution(
         distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
     )
@@ -384,7 +393,7 @@ def test_the_example_of_the_docstring_runs(k):
     from gradxform.keras import _optimizer
 
     k.keras.utils.set_random_seed(0)
-    assert doctest.testmod(_optimizer) == (0, 9)
+    assert doctest.testmod(_optimizer) == (0, 8)
 
 
 def test_a_step_without_a_gradient_leaves_its_variable(k):

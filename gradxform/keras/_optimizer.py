@@ -84,8 +84,6 @@ class Optimizer(keras.optimizers.Optimizer):
     >>> history = model.fit(x, x @ [[1.0], [-2.0]], epochs=100, verbose=0)
     >>> model.evaluate(x, x @ [[1.0], [-2.0]], verbose=0) < 1e-3
     True
-    >>> [variable.path for variable in model.optimizer.variables][0]
-    'optimizer/iteration'
     """
 
     def __init__(
