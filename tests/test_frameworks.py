@@ -53,6 +53,7 @@ MODELS = {
     "Haiku": lambda left, x: left["model"].apply(left["params"], x),
     "Equinox": lambda left, x: jax.vmap(left["model"])(x),
     "Keras 3 on JAX": lambda left, x: left["model"](x),
+    "Keras's fit": lambda left, x: left["model"](x),
     "Linen's": linens_logits,
     "Haiku's": lambda left, x: left["model"].apply(
         left["params"], left["averages"], None, x, False

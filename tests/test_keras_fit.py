@@ -160,7 +160,7 @@ def test_an_extra_argument_that_keras_does_not_give_is_an_error(k):
             np.testing.assert_array_equal(a, b)
 
 
-def test_what_is_no_transformation_is_an_error(k):
+def test_only_a_transformation_is_taken(k):
     for tx in (optax.adam, lambda: None, 0.1, optax.MultiSteps(optax.sgd(0.1), 2)):
         with pytest.raises(TypeError, match=r"GradientTransformation|argument"):
             k.Optimizer(tx)

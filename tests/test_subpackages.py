@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "_server": {"_trees", "_transforms", "_late", "_training"},
     "engines": {"_trees", "_transforms", "_late", "_training", "_server"},
     "_config": {"", "_trees"},
+    "keras": {""},
     "_demo": {"", "_server", "engines"},
 }
 
