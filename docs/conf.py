@@ -8,6 +8,7 @@ The rest is Sphinx's own.
 """
 
 import builtins
+import os
 import pathlib
 import pydoc
 import re
@@ -20,6 +21,8 @@ from docutils import nodes
 from sphinx.util.inspect import TypeAliasForwardRef
 
 import gradxform
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # Before gradxform.keras is imported.
 
 project = "gradxform"
 author = "The gradxform authors"

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import typing
 from collections.abc import Iterable, Iterator
@@ -23,7 +24,11 @@ PLAIN = (type(None), bool, int, float, str, tuple, dict)
 
 def entries() -> list[str]:
     """Each public name with all that belongs to it, in alphabetical order."""
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    from gradxform import keras  # It takes seconds, and most tests do without it.
+
     found = [*of_module(gx, "gradxform"), *of_module(gx.engines, "gradxform.engines")]
+    found += of_module(keras, "gradxform.keras")
     # No signature has these, and an update has to be called with them.
     for row in listing.rows():
         if row.extra:

@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "_group": {"_trees", "_transforms", "_late", "_training", "_server"},
     "engines": {"_trees", "_transforms", "_late", "_training", "_server", "_group"},
     "_config": {"", "_trees"},
+    "keras": {""},
     "_demo": {"", "_server", "engines"},
 }
 

@@ -1,0 +1,306 @@
+"""A ``keras.optimizers.Optimizer`` around a transformation of optax or gradxform.
+
+Keras keeps an optimizer's state in variables. Here each leaf of the transformation's
+state has one. A step puts their values back into the tree, runs the whole step on it,
+and assigns the leaves of the new tree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import gradxform as gx
+
+_NEEDS = (
+    "gradxform.keras needs Keras 3 with its JAX backend: run python -m pip install "
+    "'gradxform[keras]', and set the environment variable KERAS_BACKEND=jax before "
+    "the first import of keras"
+)
+try:
+    import keras
+except ImportError as error:
+    raise ImportError(f"{error}. {_NEEDS}.") from error
+if keras.backend.backend() != "jax":
+    raise ImportError(f"{_NEEDS}. Its backend is {keras.backend.backend()!r}.")
+
+T = TypeVar("T")
+_RATE = ".hyperparams['learning_rate']"  # Where optax.inject_hyperparams has it.
+_SCHEDULE = ".hyperparams_states['learning_rate']"  # It is there for a schedule.
+
+
+@keras.saving.register_keras_serializable(package="gradxform")
+class Optimizer(keras.optimizers.Optimizer):
+    """Trains a Keras model with a transformation of optax or of this library.
+
+    ``model.compile`` takes it, and ``fit`` trains as with an optimizer of Keras: with
+    callbacks, metrics, ``jit_compile``, ``steps_per_execution``, ``LossScaleOptimizer``
+    and ``keras.distribution``. A step is that of :func:`gradxform.apply_gradients`.
+
+    The parameters are an ``OrderedDict`` of arrays, from each trainable variable's
+    ``path``, such as ``"sequential/dense/kernel"``, to its value. Masks and labels see
+    these paths: ``jax.tree.map_with_path(lambda path, _: ..., params)`` makes them.
+
+    Clips, weight decay, moving averages and the accumulation of gradients are parts of
+    the transformation, so Keras's arguments for them do not exist here. In ``fit`` no
+    gradient is late: a gate gets its own global step as ``local_step``. Other extra
+    arguments do not exist in Keras.
+
+    Attributes:
+      variables: ``iterations``, then one variable for each leaf of the state. A leaf is
+        sharded like its parameters.
+      iterations: the number of gradients so far. A gate may have dropped some of them.
+      learning_rate: the variable of the rate that ``optax.inject_hyperparams`` keeps in
+        the state. ``ReduceLROnPlateau`` and other callbacks read and set it.
+
+    Args:
+      tx: the transformation, or a function without arguments that returns it. Keras
+        can save the optimizer if :func:`gradxform.from_config` built ``tx``, or if it
+        is a function that ``keras.saving.register_keras_serializable`` has registered.
+      loss_scale_factor: as in ``keras.optimizers.Optimizer``: the loss is multiplied by
+        it, and the gradients are divided by it.
+      name: as in ``keras.optimizers.Optimizer``.
+
+    Raises:
+      TypeError: ``tx`` is neither; at ``build``, its update needs an extra argument
+        that Keras does not give; at ``get_config``, Keras cannot save it.
+      AttributeError: ``learning_rate`` is read or set, but no state keeps it.
+
+    References:
+      ``keras.optimizers.Optimizer``.
+
+    >>> import gradxform as gx, keras, numpy as np
+    >>> from gradxform.keras import Optimizer
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> tx = gx.from_config({"name": "adagrad", "learning_rate": 0.5})
+    >>> model.compile(optimizer=Optimizer(tx), loss="mse")
+    >>> x = np.eye(2, dtype="float32")
+    >>> history = model.fit(x, x @ [[1.0], [-2.0]], epochs=100, verbose=0)
+    >>> model.evaluate(x, x @ [[1.0], [-2.0]], verbose=0) < 1e-3
+    True
+    """
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformation | Callable[[], optax.GradientTransformation],
+        *,
+        loss_scale_factor: float | None = None,
+        name: str | None = None,
+    ) -> None:
+        made = _made_by(tx)
+        super().__init__(
+            # Keras would call it, but the property below is there first.
+            learning_rate=lambda: self.learning_rate,
+            loss_scale_factor=loss_scale_factor,
+            name=name,
+        )
+        # Keras rebuilds each tuple in an attribute, and that would lose the config.
+        object.__setattr__(self, "_given", tx)
+        object.__setattr__(self, "_tx", made)
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Makes the state for these variables, as ``fit`` does before its first step.
+
+        Args:
+          variables: the trainable variables of a model.
+
+        Raises:
+          TypeError: the transformation needs an extra argument that Keras cannot give.
+        """
+        if self.built:
+            return
+        params = _by_path(variables, [v.value for v in variables])
+        state = self._tx.init(params)
+        try:
+            jax.eval_shape(self._step, params, state, params)
+        except TypeError as error:
+            raise TypeError(
+                "Keras gives a transformation the gradients, the parameters, and "
+                "local_step if it is a gate. With these alone its update fails: "
+                f"{error}"
+            ) from error
+        super().build(variables)
+        leaves, self._structure = jax.tree.flatten_with_path(state)
+        self._leaves = {
+            jax.tree_util.keystr(path): self._variable(path, leaf)
+            for path, leaf in leaves
+        }
+
+    def _variable(self, path: tuple[Any, ...], leaf: jax.typing.ArrayLike) -> _Leaf:
+        """A variable with the value and the sharding of a leaf of the state."""
+        leaf = jnp.array(leaf)  # A copy: a leaf may be a parameter, and Keras donates.
+        random = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        value = jax.random.key_data(leaf) if random else leaf
+        variable = self.add_variable(
+            value.shape,
+            dtype=value.dtype.name,
+            layout=_layout(value),
+            name=re.sub(r"\W+", "_", jax.tree_util.keystr(path)).strip("_") or "state",
+        )
+        variable.assign(value)
+        return _Leaf(variable, jax.random.key_impl(leaf) if random else None)
+
+    def _backend_apply_gradients(
+        self, grads: Sequence[jax.Array], trainable_variables: Sequence[keras.Variable]
+    ) -> None:
+        """The step on all variables at once; Keras's own goes through them one by one.
+
+        Keras calls it with the variables that have a gradient.
+        """
+        known = self._trainable_variables
+        given = dict(zip(map(id, trainable_variables), grads, strict=True))
+        leaves = self._leaves.values()
+        params, state = self._step(
+            _by_path(known, [given.get(id(v)) for v in known]),
+            jax.tree.unflatten(self._structure, [leaf.read() for leaf in leaves]),
+            _by_path(known, [v.value for v in known]),
+        )
+        for variable, value in zip(known, params.values(), strict=True):
+            variable.assign(value)
+        for leaf, value in zip(leaves, jax.tree.leaves(state), strict=True):
+            leaf.assign(value)
+
+    def _step(
+        self, grads: optax.Updates, state: optax.OptState, params: optax.Params
+    ) -> tuple[optax.Params, optax.OptState]:
+        try:
+            extra = {"local_step": gx.global_step(state)}
+        except ValueError:  # It is no gate, or several side by side.
+            extra = {}
+        return gx.apply_gradients(self._tx, grads, state, params, **extra)
+
+    @property
+    def learning_rate(self) -> keras.Variable:
+        """The rate in the state of ``optax.inject_hyperparams``."""
+        if not self.built:
+            raise AttributeError(
+                "learning_rate is in the optimizer's state, which does not exist yet: "
+                "call optimizer.build(model.trainable_variables) first."
+            )
+        found = [x for path, x in self._leaves.items() if path.endswith(_RATE)]
+        if len(found) != 1:
+            raise AttributeError(
+                f"the optimizer's state holds {len(found)} learning rates and must "
+                "hold one, to read or to set learning_rate: make the transformation "
+                "with optax.inject_hyperparams, as in "
+                "optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
+            )
+        return found[0].variable
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: jax.typing.ArrayLike) -> None:
+        variable = self.learning_rate
+        if any(_SCHEDULE in path for path in self._leaves):
+            raise AttributeError(
+                "learning_rate comes from a schedule, and the next step would "
+                "overwrite it: give optax.inject_hyperparams a number instead."
+            )
+        variable.assign(learning_rate)
+
+    def get_config(self) -> dict[str, Any]:
+        """What ``model.save`` writes: the transformation without its state.
+
+        Raises:
+          TypeError: Keras cannot save the transformation.
+        """
+        if isinstance(self._given, optax.GradientTransformation):
+            try:
+                tx = gx.get_config(self._given)
+            except TypeError as error:
+                raise TypeError(
+                    "Keras cannot save this optimizer, because its transformation has "
+                    "no config. Build it by gradxform.from_config. Or give Optimizer a "
+                    "function that returns it, and decorate the function with "
+                    "keras.saving.register_keras_serializable()."
+                ) from error
+        else:
+            tx = keras.saving.serialize_keras_object(self._given)
+        return {
+            "tx": tx,
+            "loss_scale_factor": self.loss_scale_factor,
+            "name": self.name,
+        }
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        custom_objects: Mapping[str, object] | None = None,
+    ) -> Optimizer:
+        """The optimizer that ``get_config`` describes; ``load_model`` calls this.
+
+        Args:
+          config: what ``get_config`` returned.
+          custom_objects: the function that returns the transformation, by its name,
+            if it is not registered.
+        """
+        tx = config["tx"]
+        if "class_name" in tx:  # So Keras writes a function.
+            tx = keras.saving.deserialize_keras_object(tx, custom_objects)
+        else:
+            tx = gx.from_config(tx)
+        return cls(**{**config, "tx": tx})
+
+
+class _Leaf(NamedTuple):
+    """A leaf of a transformation's state, in a variable of Keras."""
+
+    variable: keras.Variable
+    key: object  # How to make a random key of the value; None if it is none.
+
+    def read(self) -> jax.Array:
+        value = self.variable.value
+        if self.key is None:
+            return value
+        return jax.random.wrap_key_data(value, impl=self.key)
+
+    def assign(self, value: jax.Array) -> None:
+        self.variable.assign(value if self.key is None else jax.random.key_data(value))
+
+
+def _made_by(
+    tx: optax.GradientTransformation | Callable[[], optax.GradientTransformation],
+) -> optax.GradientTransformation:
+    made = tx
+    if callable(tx) and not isinstance(tx, optax.GradientTransformation):
+        made = tx()
+    if not isinstance(made, optax.GradientTransformation):
+        raise TypeError(
+            "tx must be a GradientTransformation, or a function without arguments that "
+            f"returns one, got {made!r}. For optax.MultiSteps pass its "
+            "gradient_transformation()."
+        )
+    return made
+
+
+def _by_path(
+    variables: Sequence[keras.Variable], values: Sequence[T]
+) -> OrderedDict[str, T]:
+    """Values under the paths of their variables, in the order of the variables.
+
+    A path that is there already gets a number: layers may give one name twice.
+    """
+    tree: OrderedDict[str, T] = OrderedDict()
+    for variable, value in zip(variables, values, strict=True):
+        path = variable.path
+        while path in tree:
+            path += f"_{len(tree)}"
+        tree[path] = value
+    return tree
+
+
+def _layout(value: jax.Array) -> object:
+    """The sharding of a value; what has none is on all devices of the distribution."""
+    if isinstance(value.sharding, jax.sharding.NamedSharding):
+        return value.sharding
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return None
+    replicated = [None] * value.ndim
+    return keras.distribution.TensorLayout(replicated, distribution.device_mesh)

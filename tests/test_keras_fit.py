@@ -1,0 +1,416 @@
+"""``gradxform.keras.Optimizer`` in ``fit``, beside the optimizers of Keras."""
+
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from tests import test_frameworks
+
+pytestmark = [
+    pytest.mark.slow,
+    # NumPy asks Keras's variables for a copy in a way that they do not know.
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((64, 8)).astype(np.float32)
+Y = (X @ RNG.standard_normal((8, 1))).astype(np.float32)
+
+
+@pytest.fixture
+def k(monkeypatch, standard_promotion):
+    """Keras on JAX, and this library's optimizer for it."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    import keras
+
+    from gradxform.keras import Optimizer
+
+    yield SimpleNamespace(keras=keras, Optimizer=Optimizer)
+    keras.distribution.set_distribution(None)
+    keras.config.set_dtype_policy("float32")
+
+
+def new_model(k):
+    """The same model with the same parameters, each time."""
+    k.keras.utils.set_random_seed(0)
+    layers = k.keras.layers
+    return k.keras.Sequential(
+        [
+            k.keras.Input((8,), name="x"),
+            layers.Dense(16, activation="relu", name="hidden"),
+            layers.Dense(1, name="out"),
+        ],
+        name="net",
+    )
+
+
+def train(k, optimizer, epochs=3, callbacks=None, **compiled):
+    model = new_model(k)
+    model.compile(optimizer=optimizer, loss="mse", **compiled)
+    history = fit(model, epochs=epochs, callbacks=callbacks)
+    return model, history.history
+
+
+def fit(model, **kwargs):
+    return model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, **kwargs)
+
+
+def values(variables):
+    return [np.asarray(v.value) for v in variables]
+
+
+def assert_close(variables, others, rtol=1e-6, atol=1e-6):
+    for a, b in zip(values(variables), values(others), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
+def assert_equal(variables, others):
+    for a, b in zip(variables, others, strict=True):
+        np.testing.assert_array_equal(a.value, b.value, err_msg=a.path)
+
+
+def test_adagrad_trains_as_that_of_keras(k):
+    clipped = k.keras.optimizers.Adagrad(0.1, global_clipnorm=1.0)
+    theirs, expected = train(k, clipped, metrics=["mae"])
+    tx = gx.adagrad(0.1, global_clipnorm=1.0)
+    ours, history = train(k, k.Optimizer(tx), metrics=["mae"])
+    assert_close(ours.weights, theirs.weights)
+    assert history.keys() == expected.keys() == {"loss", "mae"}
+    for name in expected:
+        np.testing.assert_allclose(history[name], expected[name], rtol=1e-6)
+    sums = [v for v in ours.optimizer.variables if "sum_of_squares" in v.path]
+    assert_close(sums, theirs.optimizer.variables[2:])
+    assert int(ours.optimizer.iterations) == 24
+
+
+def test_fit_trains_as_the_loop_of_the_page(k):
+    batches = [
+        (X[i : i + 8].repeat(8, 1), np.arange(8, dtype=np.int32))
+        for i in range(0, 64, 8)
+    ]
+    loop = test_frameworks.run("Keras 3 on JAX", batches)
+    left = test_frameworks.run("Keras 3 on JAX", [])
+    loss = k.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    left["model"].compile(optimizer=k.Optimizer(left["tx"]), loss=loss)
+    images, labels = map(np.concatenate, zip(*batches, strict=True))
+    left["model"].fit(images, labels, batch_size=8, shuffle=False, verbose=0)
+    assert_close(left["model"].weights, loop["model"].weights)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"jit_compile": False}, {"run_eagerly": True}, {"steps_per_execution": 3}],
+    ids=str,
+)
+def test_a_setting_of_compile_changes_no_numbers(k, settings):
+    expected, _ = train(k, k.Optimizer(optax.adam(0.01)))
+    model, _ = train(k, k.Optimizer(optax.adam(0.01)), **settings)
+    assert_close(model.weights, expected.weights)
+    assert int(model.optimizer.iterations) == 24
+
+
+STEPS = {
+    "accumulate": lambda tx: gx.accumulate(tx, 2),
+    "conditional_accumulator": lambda tx: gx.conditional_accumulator(tx, 2),
+    "a gate inside": lambda tx: gx.accumulate(gx.drop_stale(tx, 0), 2),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_two_batches_make_one_step(k, name):
+    whole = new_model(k)
+    whole.compile(optimizer=k.Optimizer(gx.adagrad(0.1)), loss="mse")
+    whole.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
+    halves, _ = train(k, k.Optimizer(STEPS[name](gx.adagrad(0.1))), epochs=1)
+    assert_close(halves.weights, whole.weights, rtol=1e-5)
+    assert int(halves.optimizer.iterations) == 8
+
+
+def test_no_gradient_of_fit_is_late(k):
+    expected, _ = train(k, k.Optimizer(gx.adagrad(0.1)))
+    model, _ = train(k, k.Optimizer(gx.drop_stale(gx.adagrad(0.1), 0)))
+    assert_equal(model.weights, expected.weights)
+    own = {v.path.rpartition("/")[2]: v for v in model.optimizer.variables}
+    assert int(own["global_step"].value) == 24
+    assert int(own["stale_count"].value) == 0
+
+
+def test_an_extra_argument_that_keras_does_not_give_is_an_error(k):
+    for tx, missing in (
+        (gx.compensate_delay(), "worker_params"),
+        (optax.contrib.reduce_on_plateau(), "value"),
+    ):
+        model = new_model(k)
+        model.compile(optimizer=k.Optimizer(tx), loss="mse")
+        before = values(model.weights)
+        with pytest.raises(TypeError, match=f"Keras gives .*{missing}"):
+            fit(model)
+        assert not model.optimizer.built
+        for a, b in zip(before, values(model.weights), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_only_a_transformation_is_taken(k):
+    for tx in (optax.adam, lambda: None, 0.1, optax.MultiSteps(optax.sgd(0.1), 2)):
+        with pytest.raises(TypeError, match=r"GradientTransformation|argument"):
+            k.Optimizer(tx)
+
+
+def test_callbacks_read_and_set_the_rate(k):
+    tx = optax.inject_hyperparams(optax.sgd)(0.0625)
+    halve = k.keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2)
+    model, history = train(k, k.Optimizer(tx), callbacks=[halve])
+    assert history["learning_rate"] == [2**-5, 2**-6, 2**-7]
+    schedule = optax.piecewise_constant_schedule(2**-5, {8: 0.5, 16: 0.5})
+    expected, _ = train(k, k.Optimizer(optax.sgd(schedule)))
+    assert_close(model.weights, expected.weights)
+
+
+def test_the_rate_falls_on_a_plateau_and_training_stops(k):
+    tx = optax.inject_hyperparams(optax.sgd)(1e-3)
+    plateau = k.keras.callbacks.ReduceLROnPlateau(
+        monitor="loss", factor=0.5, patience=1, min_delta=1e9
+    )
+    stop = k.keras.callbacks.EarlyStopping(monitor="loss", patience=3, min_delta=1e9)
+    model, history = train(k, k.Optimizer(tx), epochs=9, callbacks=[plateau, stop])
+    np.testing.assert_allclose(history["learning_rate"], [1e-3, 1e-3, 5e-4, 2.5e-4])
+    assert float(model.optimizer.learning_rate.value) == pytest.approx(1.25e-4)
+
+
+def test_a_rate_that_no_state_holds_is_an_error(k):
+    injected = optax.inject_hyperparams(optax.sgd)
+    schedule = optax.linear_schedule(0.1, 0.0, 100)
+    for tx, error in (
+        (optax.sgd(0.1), "holds 0 learning rates"),
+        (optax.chain(injected(0.1), injected(0.1)), "holds 2 learning rates"),
+        (injected(schedule), "comes from a schedule"),
+    ):
+        optimizer = k.Optimizer(tx)
+        with pytest.raises(AttributeError, match="does not exist yet"):
+            _ = optimizer.learning_rate
+        optimizer.build(new_model(k).trainable_variables)
+        with pytest.raises(AttributeError, match=error):
+            optimizer.learning_rate = 0.5
+    assert float(optimizer.learning_rate.value) == pytest.approx(0.1)
+
+
+def of_two_parts():
+    """A function that Keras can save by its name."""
+    return optax.chain(optax.add_noise(0.01, 0.5, 0), optax.adam(0.01))
+
+
+SAVED = {
+    "config": lambda: gx.from_config(
+        {
+            "name": "accumulate",
+            "inner": {"name": "adagrad", "learning_rate": 0.1},
+            "num_required": 3,
+        }
+    ),
+    "optax's config": lambda: gx.from_config(
+        {"name": "optax.adamw", "learning_rate": 0.01}
+    ),
+    "function": lambda: of_two_parts,
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_model_that_was_saved_goes_on(k, name, tmp_path):
+    made = k.Optimizer(SAVED[name](), name="mine", loss_scale_factor=4.0)
+    model, _ = train(k, made, epochs=1)
+    model.save(tmp_path / "model.keras")
+    known = {"of_two_parts": of_two_parts} if name == "function" else None
+    loaded = k.keras.saving.load_model(tmp_path / "model.keras", known)
+    assert (loaded.optimizer.name, loaded.optimizer.loss_scale_factor) == ("mine", 4.0)
+    assert_equal(loaded.optimizer.variables, model.optimizer.variables)
+    for each in (model, loaded):
+        fit(each)
+    assert_equal(loaded.weights, model.weights)
+    assert_equal(loaded.optimizer.variables, model.optimizer.variables)
+
+
+def test_a_registered_function_needs_no_custom_objects(k, tmp_path):
+    registered = k.keras.saving.register_keras_serializable("tests", "registered")
+    made = registered(of_two_parts)
+    model, _ = train(k, k.Optimizer(made), epochs=1)
+    model.save(tmp_path / "model.keras")
+    loaded = k.keras.saving.load_model(tmp_path / "model.keras")
+    assert_equal(loaded.optimizer.variables, model.optimizer.variables)
+
+
+def test_a_transformation_without_a_config_cannot_be_saved(k, tmp_path):
+    model, _ = train(k, k.Optimizer(optax.adam(0.01)), epochs=1)
+    with pytest.raises(TypeError, match=r"from_config.*register_keras_serializable"):
+        model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "of.weights.h5")
+
+
+def test_weights_of_another_model_are_loaded_by_the_place_of_its_layers(k, tmp_path):
+    """The names of layers differ there, and their alphabetical order does too."""
+
+    def model_of(*names):
+        layers = [k.keras.layers.Dense(4, name=name) for name in names]
+        model = k.keras.Sequential([k.keras.Input((4,)), *layers])
+        model.compile(optimizer=k.Optimizer(optax.adam(0.01)), loss="mse")
+        return model
+
+    first, second = model_of("dense_9", "dense_10"), model_of("dense_11", "dense_12")
+    first.fit(X[:, :4], X[:, 4:], verbose=0)
+    second.optimizer.build(second.trainable_variables)
+    first.optimizer.save_own_variables(store := {})
+    second.optimizer.load_own_variables(store)
+    moments = [
+        [v.value for v in model.optimizer.variables if re.search("mu.*kernel", v.path)]
+        for model in (first, second)
+    ]
+    for a, b in zip(*moments, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.abs(np.asarray(moments[0][0]) - moments[0][1]).max() > 0
+
+
+def test_masks_see_the_paths_of_variables(k):
+    def kernels(params):
+        return jax.tree.map_with_path(lambda path, _: "kernel" in path[0].key, params)
+
+    tx = optax.masked(optax.set_to_zero(), kernels)
+    start = new_model(k)
+    model, _ = train(k, k.Optimizer(optax.chain(optax.sgd(0.01), tx)))
+    for before, after in zip(start.weights, model.weights, strict=True):
+        same = np.array_equal(before.value, after.value)
+        assert same == ("kernel" in after.path), after.path
+
+
+def test_two_variables_of_one_path_are_trained(k):
+    variables = [k.keras.Variable(np.float32(n), name="w") for n in range(3)]
+    assert len({v.path for v in variables}) == 1
+    optimizer = k.Optimizer(gx.adagrad(0.5, 0.0, eps=0.0))
+    grads = [jnp.float32(g) for g in (1.0, 3.0, -2.0)]
+    step = optimizer.apply_gradients(zip(grads, variables, strict=True))
+    assert int(step) == 1
+    np.testing.assert_allclose([v.value for v in variables], [-0.5, 0.5, 2.5])
+
+
+def test_state_that_is_a_parameter_is_copied(k):
+    """Keras donates both, and one array must not be donated twice."""
+    tx = optax.GradientTransformation(
+        lambda params: params,  # The start, towards which the updates lead.
+        lambda _, start, now: (jax.tree.map(jnp.subtract, start, now), start),
+    )
+    model = new_model(k)
+    model.compile(optimizer=k.Optimizer(tx), loss="mse")
+    start = values(model.weights)
+    fit(model)
+    for a, b in zip(start, values(model.weights), strict=True):
+        np.testing.assert_array_equal(a, b)
+    train(k, k.Optimizer(optax.contrib.schedule_free_sgd(0.1)), epochs=1)
+
+
+def test_the_loss_is_scaled_in_mixed_precision(k):
+    k.keras.config.set_dtype_policy("mixed_float16")
+    model, history = train(k, k.Optimizer(optax.adam(0.01)), epochs=5)
+    assert type(model.optimizer).__name__ == "LossScaleOptimizer"
+    inner = model.optimizer.inner_optimizer
+    assert {str(v.dtype) for v in inner.variables[1:]} <= {"float32", "int32"}
+    # Of 40: a few had gradients that are not finite.
+    assert int(inner.iterations) >= 35
+    adam = k.keras.optimizers.Adam(0.01, epsilon=1e-8)
+    _, expected = train(k, adam, epochs=5)
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["adam", "novograd", "row-wise", "adafactor"])
+def test_state_is_sharded_like_its_variables(k, name):
+    tx = {
+        "adam": optax.adam(0.01),
+        "novograd": gx.novograd(0.01),
+        "row-wise": gx.adagrad(0.01, row_wise=True),
+        # Some of its state is on one device, and has another rank than its kernel.
+        "adafactor": optax.adafactor(0.01),
+    }[name]
+    expected, _ = train(k, k.Optimizer(tx))
+    distribution = k.keras.distribution
+    mesh = distribution.DeviceMesh((2, 4), ("batch", "model"), jax.devices("cpu"))
+    layouts = distribution.LayoutMap(mesh)
+    layouts[".*hidden.*kernel"] = (None, "model")
+    distribution.set_distribution(
+        distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+    )
+    model, _ = train(k, k.Optimizer(tx))
+    assert_close(model.weights, expected.weights, rtol=1e-4, atol=1e-5)
+    kernel, *_ = model.weights
+    assert kernel.value.sharding.spec == jax.sharding.PartitionSpec(None, "model")
+    of_kernel = [v for v in model.optimizer.variables if "hidden_kernel" in v.path]
+    assert of_kernel
+    for v in of_kernel:
+        if v.shape == kernel.shape:
+            assert v.value.sharding.is_equivalent_to(kernel.value.sharding, 2), v.path
+    for v in model.optimizer.variables:
+        assert len(v.value.sharding.device_set) == 8, v.path
+
+
+def test_data_parallel_training_changes_no_numbers(k):
+    expected, _ = train(k, k.Optimizer(optax.adam(0.01)))
+    distribution = k.keras.distribution
+    distribution.set_distribution(
+        distribution.DataParallel(devices=distribution.list_devices("cpu"))
+    )
+    model, _ = train(k, k.Optimizer(optax.adam(0.01)))
+    assert_close(model.weights, expected.weights, rtol=1e-4, atol=1e-5)
+    for v in model.optimizer.variables:
+        assert len(v.value.sharding.device_set) == 8
+        assert v.value.sharding.is_fully_replicated
+
+
+def test_another_backend_is_an_error():
+    program = """
+import sys, types
+sys.modules["keras"] = types.SimpleNamespace(
+    backend=types.SimpleNamespace(backend=lambda: "torch"))
+import gradxform.keras
+"""
+    for before, error in (
+        (program, "Its backend is 'torch'"),
+        (
+            "import sys; sys.modules['keras'] = None\nimport gradxform.keras",
+            r"pip install 'gradxform\[keras\]'",
+        ),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", before],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith("ImportError")
+        assert re.search(error, last)
+        assert "KERAS_BACKEND=jax" in last
+
+
+def test_the_example_of_the_docstring_runs(k):
+    import doctest
+
+    from gradxform.keras import _optimizer
+
+    k.keras.utils.set_random_seed(0)
+    assert doctest.testmod(_optimizer) == (0, 8)
+
+
+def test_a_step_without_a_gradient_leaves_its_variable(k):
+    a, b = (k.keras.Variable(np.ones(2, np.float32), name=n) for n in "ab")
+    optimizer = k.Optimizer(optax.adam(0.1))
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        optimizer.apply([jnp.ones(2), None], [a, b])
+    assert np.all(np.asarray(a.value) < 1)
+    np.testing.assert_array_equal(b.value, np.ones(2))
