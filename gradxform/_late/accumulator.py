@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import gate
+from gradxform._late import gate, lateness
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.sums import Reduction, Sums
@@ -42,6 +42,8 @@ def conditional_accumulator(
     inner: optax.GradientTransformation,
     num_required: jax.typing.ArrayLike | optax.Schedule,
     *,
+    max_staleness: jax.typing.ArrayLike | optax.Schedule = 0,
+    weight: lateness.Weight | None = None,
     reduction: Reduction = "mean",
     accumulator_dtype: jax.typing.DTypeLike | None = None,
 ) -> GatedTransformation:
@@ -118,6 +120,8 @@ def conditional_accumulator(
     (Array(1, dtype=int32), Array(0, dtype=int32), Array(1, dtype=int32))
     """
     sums = Sums(inner, num_required, reduction, accumulator_dtype)
+    max_staleness = lateness.checked_bound(max_staleness)
+    lateness.check_weight(weight)
 
     def init_fn(params: optax.Params) -> ConditionalAccumulatorState:
         return ConditionalAccumulatorState(
@@ -134,11 +138,17 @@ def conditional_accumulator(
         **extra: Any,
     ) -> tuple[Outcome, ConditionalAccumulatorState]:
         local_step = checks.local_step("conditional_accumulator", local_step)
-        # fresh iff local_step >= global_step
-        fresh = local_step >= state.global_step
-        state = state._replace(stale_count=increment_if(~fresh, state.stale_count))
+        # accepted iff s <= max_staleness(global_step)
+        accepted = lateness.is_fresh(state.global_step, local_step, max_staleness)
+        factor = None
+        if weight is not None:
+            # s = max(0, global_step - local_step); weight(s) is for accepted pushes only
+            s = jnp.maximum(0, lateness.staleness(state.global_step, local_step))
+            factor = lateness.factor(weight, jnp.where(accepted, s, 0))
+        state = state._replace(stale_count=increment_if(~accepted, state.stale_count))
+        extra["local_step"] = local_step
         return sums.push(
-            apply_if, updates, state, params, fresh, local_step=local_step, **extra
+            apply_if, updates, state, params, accepted, factor=factor, **extra
         )
 
     return gate.gate(init_fn, inner, push_fn)
