@@ -15,7 +15,11 @@ import hydra
 import numpy as np
 import torch
 from flsim.optimizers import async_aggregators as aggregators
-from flsim.reducers.base_round_reducer import ReductionType, RoundReducerConfig
+from flsim.reducers.base_round_reducer import (
+    ReductionPrecision,
+    ReductionType,
+    RoundReducerConfig,
+)
 from flsim.trainers.async_trainer import AsyncTrainer
 from flsim.utils.async_trainer import async_staleness_weights as weights
 from hydra.utils import instantiate
@@ -62,7 +66,10 @@ def made(config, **more):
 
 def run(name, optimizer, reduction, weight, ours, max_staleness=None, why_not=None):
     config, settings, inner = optimizer
-    reducer = RoundReducerConfig(reduction_type=ReductionType[reduction])
+    reducer = RoundReducerConfig(
+        reduction_type=ReductionType[reduction],
+        precision=ReductionPrecision.DOUBLE,  # The sum of the weights, too.
+    )
     model = Model(_format.params(LEAVES))
     server = made(
         config(buffer_size=BUFFER, reducer=reducer, **settings), global_model=model
