@@ -255,6 +255,19 @@ DESCRIPTORS = (
         local_step=0,
         real_only=True,
     ),
+    # Every push acts. The second is one step late, and the third two.
+    D(
+        "conditional_accumulator",
+        {
+            "inner": ADAGRAD,
+            "num_required": 1,
+            "max_staleness": float("inf"),
+            "weight": lambda s: 1 / (1 + s),
+        },
+        "late",
+        local_step=0,
+        figures=(0, 11.5),
+    ),
     D(
         "drop_stale",
         {
