@@ -27,6 +27,7 @@ from gradxform._server.programs import (
 )
 from gradxform._server.records import (
     Answer,
+    AnsweredError,
     Counters,
     PushResult,
     ServerClosedError,
@@ -79,6 +80,7 @@ class Core:
         self.version = Version.of(params, state)
         self.takes = math.inf
         self._answers: dict[Hashable, Answer] = {}  # The last one, by worker.
+        self._accumulated = 0  # Pushes accepted since the last step.
         self._counters = Counters()
         self._waiters = Waiters()
         self._closed = False
@@ -105,9 +107,9 @@ class Core:
         """In a turn: runs the step of a push, and replaces the version.
 
         Raises:
+          AnsweredError: ``push_id`` is below the last one of its worker.
           TakesNoMoreError: the workers have made all their pushes.
-          ValueError: ``local_step`` is of another incarnation; ``push_id`` is below the
-            last one of its worker.
+          ValueError: ``local_step`` is of another incarnation.
         """
         self.check_usable()
         if push_id is not None:
@@ -119,7 +121,14 @@ class Core:
         result = self._run(prepared, local_step)
         if push_id is not None:
             worker, number = push_id
-            self._answers[worker] = Answer(number, int(local_step), result)
+            *_, accepted, dropped = self._answers.get(worker, (0, 0))
+            self._answers[worker] = Answer(
+                number,
+                int(local_step),
+                result,
+                accepted + result.applied,
+                dropped + (not result.applied),
+            )
             self.takes -= 1
         return result
 
@@ -130,7 +139,7 @@ class Core:
             return None
         if push_id[1] == known.number:
             return known.result
-        raise ValueError(
+        raise AnsweredError(
             f"push_id={push_id} comes after {push_id[0], known.number}: give each "
             "push of a worker a higher number than the one before."
         )
@@ -159,6 +168,7 @@ class Core:
         self.version = Version(leaves, global_step, dropped, old.incarnation, edition)
         applied = dropped == old.dropped
         staleness = old.global_step - local_step
+        self._accumulated = 0 if stepped else self._accumulated + applied
         self._counters.count(applied, staleness)
         self._waiters.wake_passed(old.global_step, global_step)
         cosines = counters[2:].view(np.float32).tolist()
@@ -237,6 +247,7 @@ class Core:
             stats.accepted,
             stats.dropped,
             dict(self._answers),  # type: ignore[arg-type]  # Engines use integers.
+            self._accumulated,
             num_workers=self._num_workers,
         )
 
@@ -267,7 +278,7 @@ class Core:
         self.check_open()
         self.version = Version.of(*arrays)
         self._lost, self._failed = None, False
-        self._answers = {}
+        self._answers, self._accumulated = {}, 0
         self._wake()
 
     def snapshot(self) -> Snapshot | None:
@@ -280,13 +291,20 @@ class Core:
         if self._failed or not stats.accepted + stats.dropped:
             return None
         answers = [
-            [worker, number, local_step, list(result)]
-            for worker, (number, local_step, result) in self._answers.items()
+            [worker, number, local_step, list(result), accepted, dropped]
+            for worker, (
+                number,
+                local_step,
+                result,
+                accepted,
+                dropped,
+            ) in self._answers.items()
         ]
         counters = {
             "global_step": stats.global_step,
             "accepted": stats.accepted,
             "staleness": {str(steps): n for steps, n in stats.staleness.items()},
+            "accumulated": self._accumulated,
             "answers": answers,
         }
         return Snapshot(stats.accepted + stats.dropped, self.state(), counters)
@@ -295,8 +313,11 @@ class Core:
         """In a turn: goes on from a snapshot, whose arrays are at their places."""
         self.restore((snapshot.state["params"], snapshot.state["state"]))
         counters = snapshot.counters
-        for worker, number, local_step, result in counters["answers"]:
-            self._answers[worker] = Answer(number, local_step, PushResult(*result))
+        self._accumulated = counters.get("accumulated", 0)
+        for worker, number, local_step, result, *counts in counters["answers"]:
+            self._answers[worker] = Answer(
+                number, local_step, PushResult(*result), *counts
+            )
             self.takes -= number + 1
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}
         self._counters = Counters(counters["accepted"], staleness)

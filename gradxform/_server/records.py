@@ -53,6 +53,10 @@ class TakesNoMoreError(RuntimeError):
     """The workers have made all pushes that the server takes."""
 
 
+class AnsweredError(ValueError):
+    """The server has answered a later push of that worker."""
+
+
 class ServerStats(NamedTuple):
     """What a server has done since it was made.
 
@@ -76,11 +80,13 @@ class ServerStats(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The last answer to a worker."""
+    """The last answer to a worker, and how many it has got."""
 
     number: int  # Of its push.
     local_step: int  # Of its push.
     result: PushResult
+    accepted: int = 0  # An older version did not save the two counts.
+    dropped: int = 0
 
 
 class ServerStatus(NamedTuple):
@@ -91,6 +97,7 @@ class ServerStatus(NamedTuple):
     accepted: int
     dropped: int
     answers: dict[int, Answer]  # By worker.
+    accumulated: int = 0  # Pushes accepted since the last step.
     found: bool = False  # Whether it goes on from a checkpoint.
     notes: tuple[str, ...] = ()  # For the user, about that checkpoint.
     num_workers: int | None = None  # Those that have a row in a `worker_mean`.

@@ -9,12 +9,15 @@ they run:
 - :func:`threads`: each on a thread, and on a device of its own if the job says so.
 - :func:`ray`: each in a process, on as many machines as the Ray cluster has.
 
+``Job.pace`` says when a worker may begin its next gradient: :func:`bounded_staleness`,
+:func:`stale_synchronous`, :func:`admission`, or a function of a :class:`Progress`.
+
 The modules: ``_job`` has the job and the records of its run; ``_work`` computes
-one gradient; ``_stops`` decides when a gradient is cancelled; ``_ledger`` counts the
-pushes; ``_pool`` is the common part of all runs; ``_ending`` ends them; ``_simulated``,
-``_threads`` and ``_ray`` are the engines. On Ray, ``_connect`` looks for the cluster,
-and ``_servers`` is the server as other processes see it. ``_tensorboard`` writes the
-curves of a run.
+one gradient; ``_stops`` decides when a gradient is cancelled; ``_pacing`` has the
+rules, and ``_scheduler`` asks them; ``_ledger`` counts the gradients; ``_pool`` is the
+common part of all runs; ``_ending`` ends them; ``_simulated``, ``_threads`` and
+``_ray`` are the engines. On Ray, ``_connect`` looks for the cluster, and ``_servers``
+is the server as other processes see it. ``_tensorboard`` writes the curves of a run.
 """
 
 from gradxform._server.checkpoints import Checkpoint as Checkpoint
@@ -24,6 +27,11 @@ from gradxform.engines._job import Push as Push
 from gradxform.engines._job import Run as Run
 from gradxform.engines._job import Server as Server
 from gradxform.engines._job import Worker as Worker
+from gradxform.engines._job import WorkerCounts as WorkerCounts
+from gradxform.engines._pacing import Progress as Progress
+from gradxform.engines._pacing import admission as admission
+from gradxform.engines._pacing import bounded_staleness as bounded_staleness
+from gradxform.engines._pacing import stale_synchronous as stale_synchronous
 from gradxform.engines._ray import ray as ray
 from gradxform.engines._simulated import simulated as simulated
 from gradxform.engines._tensorboard import TensorBoard as TensorBoard

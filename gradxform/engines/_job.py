@@ -17,8 +17,10 @@ import optax
 
 from gradxform._server.records import PushResult, ServerStats
 from gradxform._trees.types import Leaf, PyTree
+from gradxform.engines._pacing import Pace
 
 LossAndGrads: TypeAlias = tuple[SupportsFloat, PyTree[Leaf]]
+Batch: TypeAlias = Callable[[int], tuple[object, ...]]
 
 
 def _nothing(number: int) -> tuple[object, ...]:
@@ -66,7 +68,7 @@ class Worker(NamedTuple):
     """
 
     gradient: Callable[..., LossAndGrads | Generator[object, None, LossAndGrads]]
-    batch: Callable[[int], tuple[object, ...]] = _nothing
+    batch: Batch = _nothing
     duration: Callable[[int], float] | None = None
     rows: Callable[..., Mapping[str, jax.typing.ArrayLike]] | None = None
     extra: Callable[..., Mapping[str, object]] | None = None
@@ -102,6 +104,17 @@ class Job(NamedTuple):
         before it has changed anything: see :class:`~gradxform.ParameterServer`.
       donate: whether steps update the server's own arrays in place: see
         :class:`~gradxform.ParameterServer`.
+      pace: says whether a worker may begin its next gradient now, ``pace(progress) ->
+        bool``, with a :class:`Progress`: :func:`bounded_staleness`,
+        :func:`stale_synchronous`, :func:`admission`, or a function of your own. All
+        free workers are asked after every push, and whenever a worker comes or leaves;
+        the one that has waited longest is asked first, then the lower index. If it lets
+        nobody begin while no gradient is under way, the run ends with a ``ValueError``.
+        By default every free worker begins.
+      deadline: the seconds after which a gradient under way no longer counts for
+        ``pace``, in (0, inf]; virtual ones on :func:`simulated`. Its number is given
+        to one other worker as well, on the same minibatch. The first answer wins, and
+        the other changes nothing. By default there is no deadline.
     """
 
     params: optax.Params | Callable[[], optax.Params]
@@ -112,19 +125,27 @@ class Job(NamedTuple):
     max_staleness: jax.typing.ArrayLike | optax.Schedule | None = None
     require_finite: bool = False
     donate: bool = True
+    pace: Pace | None = None
+    deadline: float | None = None
 
 
 class Push(NamedTuple):
     """One push that was answered.
 
     Attributes:
-      worker: the index of its worker.
+      worker: the index of its worker. After ``Job.deadline`` another worker may have
+        computed it.
       number: which of that worker's gradients it is, from 0.
       local_step: the global step that the worker saw before it computed.
       loss: the loss of its minibatch, at the parameters that the worker had pulled.
       norm: the global norm of its gradients, before any clip.
       result: the server's answer.
-      time: seconds since the run began; virtual ones on :func:`simulated`.
+      time: seconds from the beginning of the run to the answer; virtual ones on
+        :func:`simulated`.
+      started: seconds from the beginning of the run to that of the gradient.
+      waited: seconds that its worker waited until it could begin.
+      computing: seconds from its beginning until it was ready. The rest of ``time -
+        started`` passed on the way to the server, and there.
     """
 
     worker: int
@@ -134,10 +155,30 @@ class Push(NamedTuple):
     norm: float
     result: PushResult
     time: float = 0.0
+    started: float = 0.0
+    waited: float = 0.0
+    computing: float = 0.0
+
+
+class WorkerCounts(NamedTuple):
+    """Counts of one worker's gradients.
+
+    Attributes:
+      accepted: pushes that were applied or added.
+      dropped: pushes that came too late.
+      given_up: gradients that were cancelled, in this run.
+    """
+
+    accepted: int = 0
+    dropped: int = 0
+    given_up: int = 0
 
 
 class Counts(NamedTuple):
-    """Counts of all pushes so far; ``accepted + dropped + lost == pushed``.
+    """Counts of all gradients and pushes so far.
+
+    ``accepted + dropped + lost == pushed``, and ``pushed + given_up + unanswered +
+    under_way == started``.
 
     Attributes:
       pushed: pushes that the server has answered, including those before a resumed run.
@@ -152,6 +193,14 @@ class Counts(NamedTuple):
         it started. A server of several processes dies as one.
       given_up: gradients that became too late while they were computed, and so were
         never pushed: see ``max_staleness`` of :class:`Job`.
+      started: gradients that were begun. A resumed run begins with the pushes in its
+        checkpoint.
+      under_way: gradients that workers compute or push now.
+      unanswered: gradients without an answer of their own: the worker or the server
+        died, the stream had ended, the server needed no more, or another worker was
+        first with the same number.
+      by_worker: the counts of each worker, by its index. A gradient counts for the
+        worker whose minibatch it has.
     """
 
     pushed: int = 0
@@ -161,6 +210,10 @@ class Counts(NamedTuple):
     worker_deaths: int = 0
     server_deaths: int = 0
     given_up: int = 0
+    started: int = 0
+    under_way: int = 0
+    unanswered: int = 0
+    by_worker: Mapping[int, WorkerCounts] = {}  # Nobody changes it.
 
 
 class Server(Protocol):

@@ -15,9 +15,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from gradxform._server.records import ServerStatus, is_past
 from gradxform._trees import checks
 from gradxform.engines._job import Counts, Job, Push, Worker
-from gradxform.engines._ledger import Ledger
+from gradxform.engines._ledger import Begun, Ledger
+from gradxform.engines._scheduler import Scheduler
 from gradxform.engines._stops import GivenUpError, Stops
-from gradxform.engines._work import RefusedError, StreamEndedError, cast_back
+from gradxform.engines._work import (
+    RefusedError,
+    ServerDiedError,
+    StreamEndedError,
+    SupersededError,
+    cast_back,
+)
 
 if TYPE_CHECKING:
     from gradxform._server.recoverable import RecoverableServer
@@ -26,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gradxform")
 
 LOOK = 0.5  # Seconds after which a wait for an answer checks the workers again.
+# Why a gradient ends without an answer, though no worker has failed.
+REASONS = RefusedError, ServerDiedError, StreamEndedError, SupersededError
 
 
 class Stopped(Exception):
@@ -72,6 +81,7 @@ class WorkerPool:
         checks.in_range("pushes", job.pushes, "[1, inf)")
         self._job = job
         self._stops = Stops(job.max_staleness)
+        self._scheduler = Scheduler(job)
         self._at_least = 1 if job.required is None else job.required
         self._lock = threading.Lock()
         self._members = dict(enumerate(map(self._joining, job.workers)))
@@ -81,7 +91,6 @@ class WorkerPool:
             )
         self._indices = itertools.count(len(self._members))
         self._busy: dict[int, Any] = {}  # Workers that compute, with `_start`'s result.
-        self._since: dict[int, float] = {}  # When each was told to compute.
         self._longest = 0.0  # Seconds of the slowest gradient so far.
         self._refused: set[int] = set()  # Workers whose pushes the server refused.
         self._last_word: BaseException | None = None
@@ -92,8 +101,8 @@ class WorkerPool:
         return self._member(cast_back(worker, self._job.params))
 
     def _member(self, worker: Worker) -> Worker:
-        """A worker that can compute a gradient again, on the same minibatch."""
-        if not self._stops.ends:
+        """A worker whose gradient can be computed again, on the same minibatch."""
+        if not (self._stops.ends or self._scheduler.repeats):
             return worker
         return worker._replace(batch=functools.lru_cache(maxsize=1)(worker.batch))
 
@@ -105,6 +114,7 @@ class WorkerPool:
             self._check_row(index, worker)
         self._ledger = Ledger(status)
         self._waits = Waits(self._job, self._ledger)
+        self._scheduler.start(self._ledger, self._members)
         self.resumed = status.global_step if status.found else None
         self._began_at = time.monotonic()
         self._begun = True
@@ -139,8 +149,11 @@ class WorkerPool:
 
     # The workers that compute.
 
-    def _start(self, index: int, worker: Worker, number: int) -> object:
-        """Tells a worker to compute a gradient; returns the engine's handle of it."""
+    def _start(self, index: int, worker: Worker, begun: Begun) -> object:
+        """Tells a worker to compute a gradient; returns the engine's handle of it.
+
+        ``begun`` may be the gradient of another worker; ``worker`` has its minibatch.
+        """
         raise NotImplementedError
 
     def _dismiss(self, index: int) -> None:
@@ -148,20 +161,28 @@ class WorkerPool:
 
     def _hand_out(self) -> None:
         """Gives a gradient to each worker that has nothing to wait for."""
-        members = self._members
+        members, scheduler = self._members, self._scheduler
         for index in self.workers.keys() - members.keys() - self._busy.keys():
             self._dismiss(index)
-        for index, worker in members.items():
+        scheduler.survey(members, self._clock())
+        free = [
+            index
+            for index in members
+            if not (index in self._busy or index in self._refused)
+            and index not in self._waits
+        ]
+        for index in scheduler.in_order(free):
             if self._ledger.stands + self._awaited() >= self._job.pushes:
                 return
-            if index in self._busy or index in self._refused or index in self._waits:
+            if not scheduler.may_begin(index):
                 continue
+            begun, worker = scheduler.begin(index), members[index]
+            if begun.worker != index:
+                worker = worker._replace(batch=members[begun.worker].batch)
             try:
-                self._since[index] = time.monotonic()
-                number = self._ledger.next(index)
-                self._busy[index] = self._start(index, worker, number)
-            except StreamEndedError:
-                self._leave(index)
+                self._busy[index] = self._start(index, worker, begun)
+            except StreamEndedError as end:
+                list(self._take(index, end))
 
     def _awaited(self) -> int:
         """How many busy workers are expected to push.
@@ -171,8 +192,8 @@ class WorkerPool:
         """
         if self._ledger.stands + len(self._busy) < self._job.pushes:
             return len(self._busy)  # The job needs them all.
-        limit = time.monotonic() - LOOK - 2 * self._longest
-        return sum(self._since[index] > limit for index in self._busy)
+        limit = self._clock() - LOOK - 2 * self._longest
+        return sum(self._ledger.begun[index].at > limit for index in self._busy)
 
     def _check_somebody_works(self) -> None:
         """Ends the run if nobody computes: it would wait forever."""
@@ -181,6 +202,13 @@ class WorkerPool:
         members = self._members
         if len(members) < self._at_least or self._refused:
             raise Stopped  # Their streams have ended, or the server takes no more.
+        waiting = sum(index not in self._waits for index in members)
+        if waiting:
+            raise ValueError(
+                f"pace: it lets none of the {waiting} free workers begin, and no "
+                "gradient is under way, so nothing would ever change. Let it return "
+                "True if local_steps is empty."
+            )
         raise ValueError(
             f"required={self._job.required}: all {len(members)} workers have pushed "
             f"for a step and wait for it, but tx needs more pushes to make it. Let "
@@ -191,32 +219,40 @@ class WorkerPool:
     def _take(self, index: int, outcome: Push | BaseException) -> Iterator[Push]:
         """Takes note of a worker's outcome; passes a push on."""
         self._busy.pop(index, None)
-        if isinstance(outcome, StreamEndedError):
-            self._leave(index)
+        ledger, now = self._ledger, self._clock()
+        begun = ledger.begun[index]
+        self._scheduler.end(index, self._members, now)
+        if isinstance(outcome, Push):
+            self._longest = max(self._longest, now - begun.at)
+            if ledger.knows(outcome):  # Another worker was first.
+                ledger.leave_unanswered(index)
+                return
+            push = outcome._replace(time=now, started=begun.at, waited=begun.waited)
+            if ledger.add(index, push):
+                self._waits.add(push)
+            yield push
         elif isinstance(outcome, GivenUpError):
-            self._ledger.given_up += 1  # `_hand_out` starts this number again.
-        elif isinstance(outcome, RefusedError):
-            (local_step,) = outcome.args
-            if not is_past(local_step, self._ledger.incarnation):
-                self._refused.add(index)
-        elif isinstance(outcome, BaseException):
-            self._raise(index, outcome)
+            ledger.give_up(index)  # `_hand_out` starts this number again.
+        elif isinstance(outcome, REASONS):
+            ledger.leave_unanswered(index)
+            if isinstance(outcome, StreamEndedError) and begun.worker == index:
+                self._leave(index)
+            if isinstance(outcome, RefusedError):
+                (local_step,) = outcome.args
+                if not is_past(local_step, ledger.incarnation):
+                    self._refused.add(index)
         else:
-            self._longest = max(self._longest, time.monotonic() - self._since[index])
-            outcome = outcome._replace(time=self._clock())
-            if self._ledger.add(outcome):
-                self._waits.add(outcome)
-            yield outcome
+            self._raise(begun, outcome)
 
-    def _raise(self, index: int, error: BaseException) -> NoReturn:
+    def _raise(self, begun: Begun, error: BaseException) -> NoReturn:
         """Raises the error of a worker."""
         if isinstance(error, StopIteration):  # A generator cannot pass it on.
             error = RuntimeError(
                 "a stream has ended, though not in batch. Only there an end means that "
                 "the worker has nothing left to do."
             ).with_traceback(error.__traceback__)
-        number = self._ledger.next(index)
-        error.add_note(f"Raised by worker {index}, for its gradient {number}.")
+        worker, number, *_ = begun
+        error.add_note(f"Raised by worker {worker}, for its gradient {number}.")
         raise error
 
     def _leave(self, index: int) -> None:
@@ -271,6 +307,7 @@ class WorkerPool:
             index = next(self._indices)
             self._check_row(index, worker)
             self._members = {**self._members, index: self._joining(worker)}
+        self._wake()
         return index
 
     def remove(self, index: int) -> None:
@@ -285,6 +322,7 @@ class WorkerPool:
                 )
             del members[index]
             self._members = members
+        self._wake()  # `pace` may let the others begin now.
 
 
 class _Pushes(Iterator[Push]):

@@ -21,19 +21,19 @@ from gradxform._server.extras import require
 from gradxform._trees import checks
 from gradxform.engines._connect import Connection, connect
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
-from gradxform.engines._job import Job, Push, Run, Worker
-from gradxform.engines._pool import LOOK, WorkerPool, tell
+from gradxform.engines._job import Batch, Job, Push, Run, Worker
+from gradxform.engines._ledger import Begun
+from gradxform.engines._pool import LOOK, REASONS, WorkerPool, tell
 from gradxform.engines._pool import server_options as options_of
 from gradxform.engines._servers import (
     Message,
     One,
     Processes,
     RayServer,
-    ServerDiedError,
     WorkersServer,
 )
 from gradxform.engines._stops import GivenUpError, Stops
-from gradxform.engines._work import RefusedError, StreamEndedError, work
+from gradxform.engines._work import ServerDiedError, work
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -177,10 +177,24 @@ class _RayWorker:
         self._index, self._worker, self._stops = index, worker, stops
         self._message = message
 
-    def work(self, number: int, actor: ActorHandle[Any]) -> Push | Exception:
-        """One gradient, from its minibatch to the answer, or the reason for none."""
+    def work(
+        self,
+        number: int,
+        actor: ActorHandle[Any],
+        instead: tuple[int, Batch] | None = None,
+    ) -> Push | Exception:
+        """One gradient, from its minibatch to the answer, or the reason for none.
+
+        Args:
+          number: its number.
+          actor: the server.
+          instead: another worker's index and ``batch``, if the number is of that one.
+        """
         server = WorkersServer(actor, self._message)
-        reasons = ServerDiedError, StreamEndedError, RefusedError, GivenUpError
+        index, worker = self._index, self._worker
+        if instead is not None:
+            index, batch = instead
+            worker = worker._replace(batch=batch)
 
         def is_over(local_step: int) -> bool:
             # Asks the server only if gradients are ever cancelled.
@@ -188,8 +202,8 @@ class _RayWorker:
             return stops.ends and stops.is_over(server.global_step(), local_step)
 
         try:
-            return work(self._index, number, self._worker, server, time.sleep, is_over)
-        except reasons as reason:
+            return work(index, number, worker, server, time.sleep, is_over)
+        except (*REASONS, GivenUpError) as reason:
             return type(reason)(*reason.args)  # Without its cause and traceback.
 
 
@@ -227,7 +241,9 @@ class _Ray(WorkerPool):
 
     def _next(self) -> Iterator[Push]:
         ray, of = self._ray, {push: index for index, push in self._busy.items()}
-        ready, _ = ray.wait([*of], num_returns=1, timeout=LOOK)
+        now = self._clock()
+        timeout = min(LOOK, self._scheduler.next_deadline(now) - now)
+        ready, _ = ray.wait([*of], num_returns=1, timeout=timeout)
         for done in ready:
             index = of[done]
             outcome: Push | Exception
@@ -239,7 +255,7 @@ class _Ray(WorkerPool):
                 self._replace_worker(index, error)
                 continue
             if isinstance(outcome, ServerDiedError):
-                del self._busy[index]
+                list(self._take(index, outcome))
                 try:
                     self._go_back()
                 except ray.exceptions.RayActorError:
@@ -251,7 +267,7 @@ class _Ray(WorkerPool):
                 yield push
 
     def _start(
-        self, index: int, worker: Worker, number: int
+        self, index: int, worker: Worker, begun: Begun
     ) -> ObjectRef[Push | Exception]:
         if index not in self.workers:
             try:
@@ -264,7 +280,8 @@ class _Ray(WorkerPool):
                     "go there: let batch make it when it is first called."
                 )
                 raise
-        return self.workers[index].work.remote(number, self.server.actor)
+        instead = None if begun.worker == index else (begun.worker, worker.batch)
+        return self.workers[index].work.remote(begun.number, self.server.actor, instead)
 
     def _dismiss(self, index: int) -> None:
         self._ray.kill(self.workers.pop(index))
@@ -273,7 +290,8 @@ class _Ray(WorkerPool):
         """Replaces a worker that has died."""
         with contextlib.suppress(Exception):  # If only the connection is lost.
             self._ray.kill(self.workers[index])
-        del self.workers[index], self._busy[index]
+        del self.workers[index]
+        list(self._take(index, ServerDiedError()))
         self._ledger.worker_deaths += 1
         self._deaths[index] += 1
         if self._deaths[index] > self._max_deaths:

@@ -17,6 +17,7 @@ from gradxform._server.records import PushResult, ServerStats, ServerStatus
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._trees.types import T
 from gradxform.engines._connect import Connection
+from gradxform.engines._work import ServerDiedError
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -225,10 +226,6 @@ class RayServer:
         """Ends its processes, unless they have ended with the cluster."""
         if not self._connection.lost:
             self._processes.kill()
-
-
-class ServerDiedError(Exception):
-    """The server died while a worker pulled or pushed; the driver starts another."""
 
 
 class WorkersServer:

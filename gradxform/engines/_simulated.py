@@ -12,6 +12,7 @@ from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.recoverable import RecoverableServer
 from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
+from gradxform.engines._ledger import Begun
 from gradxform.engines._pool import Stopped, WorkerPool, server_options
 from gradxform.engines._stops import GivenUpError
 from gradxform.engines._work import Gradient, StreamEndedError, duration
@@ -81,14 +82,14 @@ class _Simulated(WorkerPool):
     def _awaited(self) -> int:
         return 0  # By a virtual clock a wasted gradient costs no time.
 
-    def _start(self, index: int, worker: Worker, number: int) -> Gradient:
+    def _start(self, index: int, worker: Worker, begun: Begun) -> Gradient:
         try:
-            gradient = Gradient(index, number, worker, self.server)
-            seconds = duration(index, number, worker)
+            gradient = Gradient(begun.worker, begun.number, worker, self.server)
+            seconds = duration(begun.worker, begun.number, worker)
         except StreamEndedError:
             raise
         except Exception as error:
-            self._raise(index, error)
+            self._raise(begun, error)
         took = 1.0 if seconds is None else seconds
         heapq.heappush(self._arrivals, (self._now + took, index))
         return gradient
@@ -112,13 +113,19 @@ class _Simulated(WorkerPool):
         super()._hand_out()
 
     def _next(self) -> Iterator[Push]:
-        time, index = heapq.heappop(self._arrivals)
+        time, index = self._arrivals[0]
+        deadline = self._scheduler.next_deadline(self._now)
+        if deadline < time:
+            self._now = deadline
+            return
         if time == math.inf:  # Then all others never arrive, either.
             raise Stopped
+        heapq.heappop(self._arrivals)
         self._now = time
+        took = time - self._ledger.begun[index].at
         outcome: Push | Exception
         try:
-            outcome = self._busy[index].push()
+            outcome = self._busy[index].push()._replace(computing=took)
         except Exception as error:
             outcome = error
         self.server.flush()  # So that a repeated run writes the same checkpoints.

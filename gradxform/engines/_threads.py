@@ -9,16 +9,21 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from typing import TypeAlias
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._trees import checks
 from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
+from gradxform.engines._ledger import Begun
 from gradxform.engines._pool import LOOK, WorkerPool, server_options
 from gradxform.engines._work import work
 
 logger = logging.getLogger("gradxform")
+
+# Worker and number of a gradient, and who computes it; None is the end.
+_Commands: TypeAlias = "queue.SimpleQueue[tuple[int, int, Worker] | None]"
 
 
 @contextlib.contextmanager
@@ -86,7 +91,7 @@ class _Threads(WorkerPool):
         super().__init__(job)
         self._join_timeout = join_timeout
         self.workers = {}
-        self._commands: dict[int, queue.SimpleQueue[int | None]] = {}
+        self._commands: dict[int, _Commands] = {}
         self._halt = threading.Event()
         self._arrived: queue.SimpleQueue[tuple[int, Push | BaseException] | None]
         self._arrived = queue.SimpleQueue()
@@ -109,29 +114,28 @@ class _Threads(WorkerPool):
 
     def _patience(self) -> float | None:
         """How long to wait for an answer before another worker may take its place."""
-        scarce = self._ledger.stands + len(self._busy) >= self._job.pushes
-        return LOOK if scarce else None
+        now = self._clock()
+        wait = self._scheduler.next_deadline(now) - now
+        if self._ledger.stands + len(self._busy) >= self._job.pushes:
+            wait = min(wait, LOOK)
+        return wait if wait < threading.TIMEOUT_MAX else None
 
-    def _start(self, index: int, worker: Worker, number: int) -> None:
+    def _start(self, index: int, worker: Worker, begun: Begun) -> None:
         if index not in self.workers:
             commands = self._commands[index] = queue.SimpleQueue()
             self.workers[index] = thread = threading.Thread(
                 target=self._work,
-                args=(index, worker, commands),
+                args=(index, commands),
                 name=f"worker-{index}",
                 daemon=True,  # They do not keep the process alive.
             )
             thread.start()
-        self._commands[index].put(number)
+        self._commands[index].put((begun.worker, begun.number, worker))
 
-    def _work(
-        self, index: int, worker: Worker, commands: queue.SimpleQueue[int | None]
-    ) -> None:
-        for number in iter(commands.get, None):
+    def _work(self, index: int, commands: _Commands) -> None:
+        for task in iter(commands.get, None):
             try:
-                push = work(
-                    index, number, worker, self.server, self._halt.wait, self._is_over
-                )
+                push = work(*task, self.server, self._halt.wait, self._is_over)
                 self._arrived.put((index, push))
             except BaseException as error:
                 self._arrived.put((index, error))  # After the end nobody reads it.
@@ -145,11 +149,6 @@ class _Threads(WorkerPool):
 
     def _wake(self) -> None:
         self._arrived.put(None)
-
-    def add(self, worker: Worker) -> int:
-        index = super().add(worker)
-        self._wake()
-        return index
 
     def rest(self) -> None:
         super().rest()

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from gradxform._server.placement import is_function
-from gradxform._server.records import PushResult, TakesNoMoreError
+from gradxform._server.records import AnsweredError, PushResult, TakesNoMoreError
 from gradxform._transforms.clipping import global_norm
 from gradxform._trees import checks, maps
 from gradxform._trees.types import Rows, T
@@ -50,6 +50,17 @@ class RefusedError(Exception):
     """The server takes no more pushes; the argument is the local step of this one."""
 
 
+class SupersededError(Exception):
+    """The server has answered this push, and a later one of the same worker.
+
+    Another worker was first, as this one had passed its deadline.
+    """
+
+
+class ServerDiedError(Exception):
+    """The server died while a worker pulled or pushed; the driver starts another."""
+
+
 class Gradient:
     """One gradient, by its number; it pulls its parameters when it is made."""
 
@@ -57,6 +68,7 @@ class Gradient:
         self, index: int, number: int, worker: Worker, server: PullPush
     ) -> None:
         self._push_id = index, number
+        self._began = time.monotonic()
         self._worker, self._server = worker, server
         try:
             self._batch = worker.batch(number)
@@ -105,6 +117,7 @@ class Gradient:
         with jax.transfer_guard_device_to_host("allow"):
             loss, norm = float(loss), float(norm)  # Waits until they are computed.
         ready()
+        computing = time.monotonic() - self._began
         if over():
             raise GivenUpError
         extra = {"worker": self._push_id[0], **extra}
@@ -114,7 +127,10 @@ class Gradient:
             )
         except TakesNoMoreError as error:
             raise RefusedError(self.local_step) from error
-        return Push(*self._push_id, self.local_step, loss, norm, result)
+        except AnsweredError as error:
+            raise SupersededError from error
+        push = Push(*self._push_id, self.local_step, loss, norm, result)
+        return push._replace(computing=computing)
 
 
 def cast_back(worker: Worker, params: optax.Params) -> Worker:
@@ -210,6 +226,7 @@ def work(
     Raises:
       StreamEndedError: there is no minibatch for it.
       RefusedError: the server does not take it.
+      SupersededError: the server has taken it from another worker.
       GivenUpError: it became too late before it was pushed.
     """
     gradient = Gradient(index, number, worker, server)

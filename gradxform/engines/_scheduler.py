@@ -1,0 +1,121 @@
+"""Which worker begins which gradient, and when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from gradxform._trees import checks
+from gradxform.engines._job import Job, Worker
+from gradxform.engines._ledger import Begun, Ledger
+from gradxform.engines._pacing import Progress
+
+
+class Scheduler:
+    """Asks ``Job.pace``; hands on the numbers of gradients past ``Job.deadline``."""
+
+    def __init__(self, job: Job) -> None:
+        if job.pace is not None and not callable(job.pace):
+            raise TypeError(
+                "pace must be a function of Progress, such as "
+                f"engines.bounded_staleness(4), or None, got {job.pace!r}."
+            )
+        if job.deadline is not None:
+            checks.in_range("deadline", job.deadline, "(0, inf]")
+        self._pace = job.pace
+        self._deadline = math.inf if job.deadline is None else float(job.deadline)
+        self._free_since: dict[int, float] = {}
+        self._ahead: dict[int, int] = {}  # Of a worker's clock, of its answers.
+        self._handed_on: set[int] = set()  # Workers whose numbers others got as well.
+
+    @property
+    def repeats(self) -> bool:
+        """Whether another worker may get the same minibatch."""
+        return self._deadline < math.inf
+
+    def start(self, ledger: Ledger, members: Iterable[int]) -> None:
+        """Starts the run where the ledger stands."""
+        self._ledger = ledger
+        known = [index for index in members if ledger.next(index)]
+        for index in members:
+            self._free_since[index] = 0.0
+            if index not in known:
+                self._catch_up(index, known)
+
+    def survey(self, members: Mapping[int, Worker], now: float) -> None:
+        """Looks who is there; the questions that follow are about this moment."""
+        self._now, self._members = now, members
+        begun = self._ledger.begun
+        self._late = {i for i, x in begun.items() if now >= x.at + self._deadline}
+        self._there = [index for index in members if index not in self._late]
+        self._local_steps = [
+            x.global_step for index, x in begun.items() if index not in self._late
+        ]
+        for index in self._there:
+            if index not in self._free_since:  # It has joined.
+                self._free_since[index] = now
+                self._catch_up(index, self._there)
+
+    def _clock(self, index: int) -> int:
+        return self._ledger.next(index) + self._ahead.get(index, 0)
+
+    def _catch_up(self, index: int, others: Iterable[int]) -> None:
+        """Lifts a worker's clock to the lowest of the others: they need not wait."""
+        clocks = [self._clock(i) for i in others if i != index]
+        behind = min(clocks, default=0) - self._clock(index)
+        self._ahead[index] = self._ahead.get(index, 0) + max(0, behind)
+
+    def in_order(self, free: Iterable[int]) -> list[int]:
+        """Those who have waited longest come first, then the lower index."""
+        return sorted(free, key=lambda index: (self._free_since[index], index))
+
+    def may_begin(self, index: int) -> bool:
+        """Whether the rule lets a free worker begin now."""
+        if self._pace is None:
+            return True
+        ledger = self._ledger
+        progress = Progress(
+            index,
+            {i: self._clock(i) for i in self._there},
+            tuple(self._local_steps),
+            ledger.global_step,
+            ledger.accumulated,
+            ledger.accepted + len(self._local_steps),
+        )
+        try:
+            return bool(self._pace(progress))
+        except Exception as error:
+            error.add_note(f"Raised by pace, for {progress}.")
+            raise
+
+    def begin(self, index: int) -> Begun:
+        """A free worker begins its next gradient, or one that is past its deadline."""
+        worker, number = self._handed_to(index) or (index, self._ledger.next(index))
+        waited = self._now - self._free_since[index]
+        begun = Begun(worker, number, self._ledger.global_step, self._now, waited)
+        self._local_steps.append(begun.global_step)
+        self._ledger.begin(index, begun)
+        return begun
+
+    def _handed_to(self, index: int) -> tuple[int, int] | None:
+        """Worker and number of a gradient past its deadline that nobody else has."""
+        for late in self._late - self._handed_on:
+            worker, number, *_ = self._ledger.begun[late]
+            answered = number < self._ledger.next(worker)
+            if worker in self._members and not answered:
+                self._handed_on |= {late, index}  # Nobody gets it a third time.
+                return worker, number
+        return None
+
+    def end(self, index: int, members: Mapping[int, Worker], now: float) -> None:
+        """A worker is free again. Called before the ledger forgets its gradient."""
+        self.survey(members, now)
+        if index in self._late:
+            self._catch_up(index, self._there)
+        self._handed_on.discard(index)
+        self._free_since[index] = now
+
+    def next_deadline(self, now: float) -> float:
+        """When the next gradient passes its deadline; inf if none will."""
+        ends = (begun.at + self._deadline for begun in self._ledger.begun.values())
+        return min((end for end in ends if end > now), default=math.inf)
