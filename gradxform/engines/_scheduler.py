@@ -98,9 +98,15 @@ class Scheduler:
         return begun
 
     def _handed_to(self, index: int) -> tuple[int, int] | None:
-        """Worker and number of a gradient past its deadline that nobody else has."""
-        for late in self._late - self._handed_on:
-            worker, number, *_ = self._ledger.begun[late]
+        """Worker and number of a gradient past its deadline that nobody else has.
+
+        The one that was begun first, then the lower index.
+        """
+        begun = self._ledger.begun
+        for late in sorted(
+            self._late - self._handed_on, key=lambda each: (begun[each].at, each)
+        ):
+            worker, number, *_ = begun[late]
             answered = number < self._ledger.next(worker)
             if worker in self._members and not answered:
                 self._handed_on |= {late, index}  # Nobody gets it a third time.

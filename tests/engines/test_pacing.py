@@ -722,9 +722,8 @@ def test_the_owner_may_be_first_after_all():
             return {0: 30.0, 1: 6.0}[worker] if worker < 2 else 1.0
         return 1.0 + worker / 64
 
-    always = lambda simulation, worker: True  # noqa: E731
     pushes, counts = check_deadline(
-        2, seconds, 1, always, lambda progress: True, 2 + 1 / 128, 60
+        2, seconds, 1, lambda simulation, worker: True, None, 2 + 1 / 128, 60
     )
     numbers = [push.number for push in pushes if push.worker == 1]
     assert numbers == [*range(len(numbers))]
