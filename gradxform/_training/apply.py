@@ -296,6 +296,8 @@ def _takes_only_dense(update: Callable[..., object], updates: optax.Updates) -> 
         except Exception:
             return False
 
+    if not any(map(is_sparse, jax.tree.leaves(updates, is_leaf=is_sparse))):
+        return False
     return not traces(lambda g: g) and traces(
         lambda g: g.densify() if is_sparse(g) else g
     )

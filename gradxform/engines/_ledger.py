@@ -153,9 +153,8 @@ class Ledger:
 
     def settle(self, status: ServerStatus) -> None:
         """Takes over all answers of the server, received or not."""
-        self._count_unseen(status)
         began = self._status
-        self._go_to(status)
+        self._take_over(status, self.stands)
         self._status = began
 
     def go_back(self, status: ServerStatus) -> int | None:
@@ -172,15 +171,20 @@ class Ledger:
         )
         self._lost += lost
         self.server_deaths += 1
-        self._count_unseen(status)
-        self._go_to(status)
+        self._take_over(status, self.stands - lost)
         return lost
 
-    def _count_unseen(self, status: ServerStatus) -> None:
-        """Marks the gradients under way that the status has counted already."""
-        for worker, answer in status.answers.items():
-            if answer.number >= self.next(worker):
-                for index, begun in self.begun.items():
-                    if (begun.worker, begun.number) == (worker, answer.number):
-                        self._counted.add(index)
-                        break
+    def _take_over(self, status: ServerStatus, seen: int) -> None:
+        """Counts what the server has answered, beyond the answers that were seen."""
+        unseen = {
+            (worker, answer.number)
+            for worker, answer in status.answers.items()
+            if answer.number >= self.next(worker)
+        }
+        for index, begun in self.begun.items():
+            if (key := (begun.worker, begun.number)) in unseen:
+                unseen.remove(key)  # Another worker may compute it, too.
+                self._counted.add(index)
+                seen += 1
+        self._go_to(status)
+        self._started += self.stands - seen  # No worker has made these pushes.

@@ -29,12 +29,17 @@ class TensorBoard:
       :func:`~gradxform.measure_cosine`; a value near 1 warns that the training may
       diverge;
     - ``staleness``: a histogram of how many steps late they were, one bucket a step;
+    - ``seconds computing``, ``seconds until answered``: the two parts of a gradient's
+      time, in which it becomes late: the worker's, and that of the way and the server;
+    - ``idle share``: the part of the workers' time in which they waited to begin;
     - ``pushes a second``, ``steps a second``: by the wall clock, with waiting and
       compiling; no point for less than ``every_seconds``.
 
     These curves describe all pushes so far:
 
     - ``accepted``, ``dropped``, ``lost``: as in :class:`Counts`;
+    - ``share of worker 0`` and so on: each worker's part of the accepted pushes. If it
+      differs from its part of the data, the training is biased;
     - ``Gradient_staleness_percentage``: TensorFlow's fraction, ``dropped / (global_step
       + 1)``, under the name that TensorFlow 1.15 gave it.
 
@@ -166,6 +171,16 @@ class TensorBoard:
         cosines = [p.result.cosine for p in pushes if p.result.cosine is not None]
         if cosines:
             scalars["gradient cosine"] = sum(cosines) / len(cosines)
+        computing = sum(push.computing for push in pushes)
+        busy = sum(push.time - push.started for push in pushes)
+        idle = sum(push.waited for push in pushes)
+        if idle + busy > 0:
+            scalars["seconds computing"] = computing / len(pushes)
+            scalars["seconds until answered"] = (busy - computing) / len(pushes)
+            scalars["idle share"] = idle / (idle + busy)
+        accepted = sum(each.accepted for each in counts.by_worker.values())
+        for index, each in counts.by_worker.items() if accepted else ():
+            scalars[f"share of worker {index}"] = each.accepted / accepted
         seconds = now - self._time
         if seconds > 0 and seconds >= self._every_seconds:
             scalars["pushes a second"] = len(pushes) / seconds

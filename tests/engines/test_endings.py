@@ -139,7 +139,7 @@ def test_a_gradient_under_way_is_not_pushed_after_stop(tmp_path):
         assert list(run.pushes) == []
         stopped.set()
     assert saved(tmp_path) == {0: 1}
-    assert run.counts() == (1, 1, 0, 0, 0, 0, 0)
+    assert run.counts()[:7] == (1, 1, 0, 0, 0, 0, 0)
     with engines.threads(
         make_job([engines.Worker(ones)], 5), checkpoint=tmp_path
     ) as run:
@@ -249,7 +249,7 @@ def test_a_worker_that_blocks_does_not_keep_the_last_push(blocked):
     with engines.threads(blocking_job(blocked, 5), join_timeout=0.0) as run:
         pushes = list(run.pushes)
     assert [push.worker for push in pushes] == [0] * 5
-    assert run.counts() == (5, 5, 0, 0, 0, 0, 0)
+    assert run.counts()[:7] == (5, 5, 0, 0, 0, 0, 0)
 
 
 def test_a_gradient_computed_twice_is_pushed_once():
@@ -263,7 +263,7 @@ def test_a_gradient_computed_twice_is_pushed_once():
     job = make_job([engines.Worker(slow), engines.Worker(slow)], 1)
     with engines.threads(job) as run:
         assert len(list(run.pushes)) == 1
-        assert run.counts() == (1, 1, 0, 0, 0, 0, 0)
+        assert run.counts()[:7] == (1, 1, 0, 0, 0, 0, 0)
     assert run.server.stats().accepted == 1
 
 
@@ -294,7 +294,7 @@ def test_a_server_takes_so_many_pushes_of_workers_and_no_more(tmp_path):
         with pytest.raises(RuntimeError, match="takes no more pushes"):
             push(run, 0, 2)
         assert push(run, 1, 1) == 4
-    assert run.counts() == (4, 4, 0, 0, 0, 0, 0)
+    assert run.counts()[:7] == (4, 4, 0, 0, 0, 0, 0)
     assert saved(tmp_path) == {0: 2, 1: 2}
 
 
@@ -332,7 +332,7 @@ def test_a_worker_whose_stream_ends_leaves(engine):
         for index in range(3)
     }
     assert losses == {0: [1, 2], 1: [*range(10, 15)], 2: []}
-    assert run.counts() == (7, 7, 0, 0, 0, 0, 0)
+    assert run.counts()[:7] == (7, 7, 0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("engine", LOCAL)

@@ -255,7 +255,7 @@ def test_a_worker_sleeps_for_the_rest_of_its_duration(monkeypatch):
 
             push = _work.work(index, 7, worker, server, rests.append, never)
             result = gx.PushResult(True, 0, index + 1)
-            assert push[:-1] == (index, 7, index, -index, 1.0, result)
+            assert push[:6] == (index, 7, index, -index, 1.0, result)
     assert rests == [0.375, 0.0]
 
 

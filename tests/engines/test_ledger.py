@@ -11,7 +11,7 @@ import pytest
 from gradxform import PushResult
 from gradxform._server.records import Answer, GlobalStep, ServerStatus
 from gradxform.engines import Push
-from gradxform.engines._ledger import Ledger
+from gradxform.engines._ledger import Begun, Ledger
 
 
 class World:
@@ -32,8 +32,11 @@ class World:
             assert number == (0 if last is None else last.number + 1)
             self.done += 1
             self.acts += 1
-            result = PushResult(self.done % 3 > 0, 0, self.done)
-            self.answers[worker] = Answer(number, self.done - 1, result)
+            applied = self.done % 3 > 0
+            result = PushResult(applied, 0, self.done)
+            *_, accepted, dropped = last or (0, 0)
+            counts = accepted + applied, dropped + (not applied)
+            self.answers[worker] = Answer(number, self.done - 1, result, *counts)
         seen = GlobalStep(self.done - 1, str(self.incarnations))
         return Push(worker, number, seen, 0.0, 0.0, result)
 
@@ -66,12 +69,16 @@ def test_every_push_is_accounted_for(seed):
     on_the_way = {}  # By worker: answers that have left the server and not arrived.
     asked = {}  # Pushes that have not reached it yet.
     unheard = []
+    starts = 0
     while ledger.stands < goal:
         for worker in range(workers):
             if worker in asked or worker in on_the_way:
                 continue
             if ledger.stands + len(asked) + len(on_the_way) < goal:
-                asked[worker] = ledger.next(worker), str(world.incarnations)
+                number = ledger.next(worker)
+                asked[worker] = number, str(world.incarnations)
+                ledger.begin(worker, Begun(worker, number, 0, 0.0, 0.0))
+                starts += 1
         event = rng.choice(["arrive", "arrive", "answer", "answer", "save", "die"])
         if event == "save":
             world.save()
@@ -80,19 +87,26 @@ def test_every_push_is_accounted_for(seed):
             number, incarnation = asked.pop(worker)
             if incarnation == str(world.incarnations):  # Otherwise its server is gone.
                 on_the_way[worker] = world.push(worker, number)
+            else:
+                ledger.leave_unanswered(worker)
         elif event == "answer" and on_the_way:
             worker = int(rng.choice([*on_the_way]))
             answered += 1
-            ledger.add(on_the_way.pop(worker))
+            ledger.add(worker, on_the_way.pop(worker))
         elif event == "die" and rng.random() < 0.3:
             world.begin()
+            silent = []
             for worker in [*on_the_way]:
                 if rng.random() < 0.5:  # Its answer is lost; the others arrive late.
+                    silent.append(worker)
                     unheard.append(on_the_way.pop(worker))
             before = ledger.counts.lost
             lost = ledger.go_back(world.status)
             assert lost == ledger.counts.lost - before
             assert ledger.go_back(world.status) is None
+            for worker in silent:
+                ledger.leave_unanswered(worker)
+        assert_closed(ledger, starts, len(asked) + len(on_the_way))
     assert_accounts(ledger, world, goal)
     assert 0 <= ledger.counts.pushed - answered <= len(unheard) + len(on_the_way)
     # At the end of a run it takes over the server's counts, which are the same.
@@ -103,10 +117,21 @@ def test_every_push_is_accounted_for(seed):
     before = world.done
     heard = world.push(0, ledger.next(0))
     world.push(1, ledger.next(1))
-    ledger.add(heard)
+    ledger.add(0, heard)
     ledger.settle(world.status_now())
     assert_accounts(ledger, world, before + 2)
     assert ledger.next(1) == world.answers[1].number + 1
+
+
+def assert_closed(ledger, starts, under_way):
+    counts = ledger.counts
+    assert counts.started == starts
+    assert counts.under_way <= under_way  # A checkpoint may have counted some.
+    by_worker = counts.by_worker.values()
+    assert sum(each.accepted for each in by_worker) == counts.accepted
+    assert sum(each.dropped for each in by_worker) == counts.dropped
+    ended = counts.pushed + counts.given_up + counts.unanswered
+    assert counts.started == counts.under_way + ended
 
 
 def assert_accounts(ledger, world, goal):
@@ -136,7 +161,7 @@ def test_pushes_of_nobody_in_a_checkpoint_are_accounted_for():
     world = World()
     ledger = Ledger(world.status)
     for number in range(4):
-        ledger.add(world.push(0, number))
+        ledger.add(0, world.push(0, number))
     world.save()
     world.begin()
     # Meanwhile three pushes without a name were applied, and saved with the others.
@@ -144,6 +169,6 @@ def test_pushes_of_nobody_in_a_checkpoint_are_accounted_for():
     ledger.go_back(world.status._replace(accepted=accepted))
     counts = ledger.counts
     assert counts.accepted + counts.dropped + counts.lost == counts.pushed == 7
-    ledger.add(world.push(0, 4))
+    ledger.add(0, world.push(0, 4))
     counts = ledger.counts
     assert counts.accepted + counts.dropped + counts.lost == counts.pushed == 8

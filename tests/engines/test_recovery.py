@@ -96,7 +96,7 @@ def test_a_run_that_went_on_is_the_run_that_never_stopped(stop, tmp_path):
     identities = [(push.worker, push.number) for push in pushes]
     assert sorted((p.worker, p.number) for p in first + rest) == sorted(identities)
     assert [p.result.applied for p in rest] == [True] * (30 - stop)
-    assert run.counts() == (30, 30, 0, 0, 0, 0, 0)
+    assert run.counts()[:7] == (30, 30, 0, 0, 0, 0, 0)
 
 
 def test_threads_wait_for_a_step_that_their_gradients_are_part_of(tmp_path):
@@ -109,7 +109,7 @@ def test_threads_wait_for_a_step_that_their_gradients_are_part_of(tmp_path):
         first = [next(run.pushes) for _ in range(13)]
         assert first[-1].worker == 0
     _, state, run = ended(engines.threads, job, checkpoint=tmp_path)
-    assert run.counts() == (30, 30, 0, 0, 0, 0, 0)
+    assert run.counts()[:7] == (30, 30, 0, 0, 0, 0, 0)
     assert state["state"].global_step == 10
 
 

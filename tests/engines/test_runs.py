@@ -102,7 +102,7 @@ def test_any_optimizer_and_any_tree_will_do(engine, standard_promotion):
     job = engines.Job(params, optax.sgd(0.1, momentum=0.5), [worker], 5)
     with engine(job) as run:
         losses = [push.loss for push in run.pushes]
-        assert run.counts() == (5, 5, 0, 0, 0, 0, 0)
+        assert run.counts()[:7] == (5, 5, 0, 0, 0, 0, 0)
         assert run.server.stats().accepted == 5
     assert len({*losses}) == 5
     assert losses == sorted(losses, reverse=True)

@@ -25,7 +25,7 @@ from tensorboard.backend.event_processing import (
 import gradxform as gx
 from gradxform import engines
 from gradxform._server.records import GlobalStep  # Only a server makes one.
-from gradxform.engines import Counts, Push, TensorBoard
+from gradxform.engines import Counts, Push, TensorBoard, WorkerCounts
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -38,6 +38,9 @@ TAGS = {
     "Gradient_staleness_percentage",  # TensorFlow 1.15.5's name.
     "pushes a second",
     "steps a second",
+    "seconds computing",
+    "seconds until answered",
+    "idle share",
 }
 
 
@@ -54,7 +57,9 @@ class Run:
 def push(step, loss=1.0, norm=2.0, staleness=0, applied=True, incarnation="first"):
     """A push after which the server is at that step."""
     local_step = GlobalStep(step - applied - staleness, incarnation)
-    return Push(0, 0, local_step, loss, norm, gx.PushResult(applied, staleness, step))
+    result = gx.PushResult(applied, staleness, step)
+    # Of its 4 seconds the worker computed for 3; before, it had waited for 12.
+    return Push(0, 0, local_step, loss, norm, result, 20.0, 16.0, 12.0, 3.0)
 
 
 def read(logdir):
@@ -103,7 +108,9 @@ def test_every_curve_equals_the_pushes(tmp_path, clock):
                 applied = values[2] < 7
                 step += applied
                 pushed, dropped = run.now.pushed + 1, run.now.dropped + (not applied)
-                run.now = Counts(pushed, step, dropped, lost=pushed // 50)
+                by_worker = {1: WorkerCounts(step), 4: WorkerCounts(3 * step)}
+                lost = pushed // 50
+                run.now = Counts(pushed, step, dropped, lost, by_worker=by_worker)
                 clock[0] += 0.04
                 if number == size and size != sizes[-1]:
                     clock[0] = start + 2.0 + rng.exponential()
@@ -116,13 +123,19 @@ def test_every_curve_equals_the_pushes(tmp_path, clock):
                 expected[tag].append(getattr(run.now, tag))
             fraction = run.now.dropped / (step + 1)
             expected["Gradient_staleness_percentage"].append(fraction)
+            expected["seconds computing"].append(3.0)
+            expected["seconds until answered"].append(1.0)
+            expected["idle share"].append(0.75)
+            expected["share of worker 1"].append(0.25)
+            expected["share of worker 4"].append(0.75)
             expected["pushes a second"].append(size / seconds)
             expected["steps a second"].append((step - begin) / seconds)
             expected["staleness"].append(staleness)
     for tag in ("pushes a second", "steps a second"):
         expected[tag].pop()  # The end comes too soon for a rate.
     points = read(tmp_path)
-    assert points.keys() == TAGS | {"staleness"}
+    shares = {"share of worker 1", "share of worker 4"}
+    assert points.keys() == TAGS | shares | {"staleness"}
     for tag, curve in points.items():
         at, values = zip(*curve, strict=True)
         assert list(at) == expected["step"][: len(at)]
