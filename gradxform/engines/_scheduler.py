@@ -107,8 +107,9 @@ class Scheduler:
             self._late - self._handed_on, key=lambda each: (begun[each].at, each)
         ):
             worker, number, *_ = begun[late]
-            answered = number < self._ledger.next(worker)
-            if worker in self._members and not answered:
+            # Once the number is answered the next one is higher. A server that has died
+            # may have gone back to a lower one.
+            if worker in self._members and number == self._ledger.next(worker):
                 self._handed_on |= {late, index}  # Nobody gets it a third time.
                 return worker, number
         return None

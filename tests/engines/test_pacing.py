@@ -24,6 +24,9 @@ import pytest
 import gradxform as gx
 from gradxform import engines
 from gradxform.engines import _pool, _threads
+from gradxform.engines._ledger import Ledger
+from gradxform.engines._scheduler import Scheduler
+from tests.engines.test_ledger import World
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -762,6 +765,27 @@ def check_random_deadline(seed, batch, pushes):
         ]
     )
     check_deadline(workers, seconds, batch, theirs, ours, 4 + 1 / 128, pushes)
+
+
+def test_a_number_from_before_a_death_of_the_server_is_not_handed_on():
+    """The server goes back to number 0 of worker 1. Number 2 would skip 0 and 1."""
+    world = World()
+    ledger = Ledger(world.status)
+    job = make_job(2, one_slow(2), 20, deadline=4.0)
+    members = dict(enumerate(job.workers))
+    scheduler = Scheduler(job)
+    scheduler.start(ledger, members)
+    for number in range(3):
+        scheduler.survey(members, float(number))
+        assert scheduler.begin(1)[:2] == (1, number)
+        if number < 2:
+            push = world.push(1, number)
+            scheduler.end(1, members, float(number))
+            ledger.add(1, push)
+    world.begin()
+    assert ledger.go_back(world.status) == 2
+    scheduler.survey(members, 100.0)
+    assert scheduler.begin(0)[:2] == (0, 0)
 
 
 RULES_OF_ALL = {

@@ -71,6 +71,18 @@ def closes(counts):
     )
 
 
+class Asked:
+    """A rule that counts how often it has let a worker begin."""
+
+    def __init__(self, rule):
+        self.rule, self.begun = rule, 0
+
+    def __call__(self, progress):
+        may = self.rule(progress)
+        self.begun += may
+        return may
+
+
 def train(job, folder, deaths, rng, processes=1, come_and_go=0):
     """Runs the job and kills the victims.
 
@@ -159,7 +171,7 @@ def same(tree, other):
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in leaves)
 
 
-def account(pushes, counts, stats, state, folder, num_workers):
+def account(pushes, counts, stats, state, folder, num_workers, goal):
     """All that must hold, and for each whether it does."""
     state = state["state"]
     known = {(push.worker, push.number) for push in pushes}
@@ -182,6 +194,7 @@ def account(pushes, counts, stats, state, folder, num_workers):
         "unheard answers were on their way at a death": 0
         <= counts.pushed - len(pushes)
         <= num_workers * counts.server_deaths,
+        "all pushes were made": counts.accepted + counts.dropped == goal,
         "the server counts as its users do": (stats.accepted, stats.dropped)
         == (counts.accepted, counts.dropped),
         "the optimizer counts as the server does": (
@@ -224,7 +237,8 @@ def main():
     arguments += ["--workers", str(options.workers)]
     model, digits = main_job.build_model(0), main_job.load_digits()
     job = main_job.make_job(main_job.make_parser().parse_args(arguments), model, digits)
-    pace = PACES[options.pace](options.bound) if options.pace else None
+    rule = PACES[options.pace](options.bound) if options.pace else None
+    pace = Asked(rule or (lambda progress: True))
     job = job._replace(pace=pace, deadline=options.deadline)
     rng = np.random.default_rng(options.seed)
     workers = options.worker_deaths or max(2, round(2 * options.minutes))
@@ -239,9 +253,11 @@ def main():
             *(options.server_processes, options.come_and_go),
         )
         seconds = time.perf_counter() - start
-        checks = account(*ended, folder, options.workers)
+        checks = account(*ended, folder, options.workers, job.pushes)
         checks["the processes hold the same copies"] = alike
         checks["the ledger closes after every push"] = not unclosed
+        started = ended[1].started
+        checks["started = how often workers were let begin"] = started == pace.begun
         if options.pace == "bounded_staleness" and options.deadline is None:
             latest = max(push.result.staleness for push in ended[0])
             checks[f"no push is later than {options.bound}"] = latest <= options.bound
