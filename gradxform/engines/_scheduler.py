@@ -56,6 +56,11 @@ class Scheduler:
                 self._free_since[index] = now
                 self._catch_up(index, self._there)
 
+    @property
+    def sees_none(self) -> bool:
+        """Whether no gradient is under way but those past their deadline."""
+        return not self._local_steps
+
     def _clock(self, index: int) -> int:
         return self._ledger.next(index) + self._ahead.get(index, 0)
 

@@ -1109,6 +1109,26 @@ def test_a_rule_that_lets_nobody_begin_is_an_error(engine, tmp_path):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
+def test_a_gradient_past_its_deadline_does_not_hide_that_nobody_may_begin(engine):
+    """One worker never comes back; a rule that waits for it would wait for good."""
+    over, endless = threading.Event(), engine is engines.simulated
+
+    def stuck_here(params):
+        return gradient(params) if endless else over.wait(60) and gradient(params)
+
+    seconds = math.inf if endless else 0.0
+    stuck_worker = engines.Worker(stuck_here, duration=lambda n: seconds)
+    job = make_job(1, lambda w, n: 0.0, 60, 1, lambda p: p.started < 7, 0.2)
+    job = job._replace(workers=[*job.workers, stuck_worker])
+    options = {} if endless else {"join_timeout": 0.0}
+    with pytest.raises(ValueError, match=r"^pace"), engine(job, **options) as run:
+        list(run.pushes)
+    over.set()
+    assert run.counts().accepted == 7
+    assert_closed(run)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
 def test_admission_with_another_batch_than_that_of_tx_is_an_error(engine):
     job = make_job(4, lambda w, n: 0.0, 60, 3, engines.admission(1, 8, 1))
     with pytest.raises(ValueError, match=r"^pace"), engine(job) as run:
