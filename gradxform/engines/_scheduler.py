@@ -56,6 +56,10 @@ class Scheduler:
                 self._free_since[index] = now
                 self._catch_up(index, self._there)
 
+    def is_late(self, index: int) -> bool:
+        """Whether a worker's gradient was past its deadline at that moment."""
+        return index in self._late
+
     def _clock(self, index: int) -> int:
         return self._ledger.next(index) + self._ahead.get(index, 0)
 
@@ -101,10 +105,11 @@ class Scheduler:
         """Worker and number of a gradient past its deadline that nobody else has."""
         for late in self._late - self._handed_on:
             worker, number, *_ = self._ledger.begun[late]
-            answered = number < self._ledger.next(worker)
-            if worker in self._members and not answered:
-                self._handed_on |= {late, index}  # Nobody gets it a third time.
-                return worker, number
+            # The number was answered, or the server has gone back to an earlier one.
+            if worker not in self._members or number != self._ledger.next(worker):
+                continue
+            self._handed_on |= {late, index}  # Nobody gets it a third time.
+            return worker, number
         return None
 
     def end(self, index: int, members: Mapping[int, Worker], now: float) -> None:
