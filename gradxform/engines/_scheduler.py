@@ -102,13 +102,18 @@ class Scheduler:
         return begun
 
     def _handed_to(self, index: int) -> tuple[int, int] | None:
-        """Worker and number of a gradient past its deadline that nobody else has."""
-        for late in self._late - self._handed_on:
-            worker, number, *_ = self._ledger.begun[late]
+        """Worker and number of a gradient past its deadline that nobody else has.
+
+        It is the one that was begun first, or of several the one with the lower index.
+        """
+        begun = self._ledger.begun
+        late = sorted(self._late - self._handed_on, key=lambda i: (begun[i].at, i))
+        for each in late:
+            worker, number, *_ = begun[each]
             # The number was answered, or the server has gone back to an earlier one.
             if worker not in self._members or number != self._ledger.next(worker):
                 continue
-            self._handed_on |= {late, index}  # Nobody gets it a third time.
+            self._handed_on |= {each, index}  # Nobody gets it a third time.
             return worker, number
         return None
 
