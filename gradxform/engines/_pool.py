@@ -190,13 +190,17 @@ class WorkerPool:
     def _awaited(self) -> int:
         """How many busy workers are expected to push.
 
-        A worker that takes far longer than any gradient so far is left out, as it may
-        never come back. Another may push in its place, and the server takes the first.
+        A worker that is past its deadline, or takes far longer than any gradient so
+        far, is left out, as it may never come back. Another may push in its place, and
+        the server takes the first.
         """
         if self._ledger.stands + len(self._busy) < self._job.pushes:
             return len(self._busy)  # The job needs them all.
         limit = self._clock() - LOOK - 2 * self._longest
-        return sum(self._ledger.begun[index].at > limit for index in self._busy)
+        return sum(
+            self._ledger.begun[index].at > limit and not self._scheduler.is_late(index)
+            for index in self._busy
+        )
 
     def _check_somebody_works(self) -> None:
         """Ends the run if nobody computes: it would wait forever."""

@@ -61,6 +61,10 @@ class Scheduler:
         """Whether no gradient is under way but those past their deadline."""
         return not self._local_steps
 
+    def is_late(self, index: int) -> bool:
+        """Whether a worker's gradient was past its deadline at that moment."""
+        return index in self._late
+
     def _clock(self, index: int) -> int:
         return self._ledger.next(index) + self._ahead.get(index, 0)
 
@@ -105,18 +109,17 @@ class Scheduler:
     def _handed_to(self, index: int) -> tuple[int, int] | None:
         """Worker and number of a gradient past its deadline that nobody else has.
 
-        The one that was begun first, then the lower index.
+        It is the one that was begun first, or of several the one with the lower index.
         """
         begun = self._ledger.begun
-        for late in sorted(
-            self._late - self._handed_on, key=lambda each: (begun[each].at, each)
-        ):
-            worker, number, *_ = begun[late]
-            # Once the number is answered the next one is higher. A server that has died
-            # may have gone back to a lower one.
-            if worker in self._members and number == self._ledger.next(worker):
-                self._handed_on |= {late, index}  # Nobody gets it a third time.
-                return worker, number
+        late = sorted(self._late - self._handed_on, key=lambda i: (begun[i].at, i))
+        for each in late:
+            worker, number, *_ = begun[each]
+            # The number was answered, or the server has gone back to an earlier one.
+            if worker not in self._members or number != self._ledger.next(worker):
+                continue
+            self._handed_on |= {each, index}  # Nobody gets it a third time.
+            return worker, number
         return None
 
     def end(self, index: int, members: Mapping[int, Worker], now: float) -> None:
