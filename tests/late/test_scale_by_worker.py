@@ -1,6 +1,8 @@
 """A factor for each worker: its numbers, what it refuses, and Rescaled ASGD."""
 
 import itertools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -105,9 +107,17 @@ def crew():
     ]
 
 
+def row_of_the_page():
+    """Rescaled ASGD, as the page of papers writes it."""
+    page = pathlib.Path(__file__).parents[2] / "docs/coming_from/papers.md"
+    (code,) = re.findall(r"^\| Rescaled ASGD .*\| `(gx.*?)` \|", page.read_text(), re.M)
+    names = {"gx": gx, "optax": optax, "jnp": jnp}
+    return eval(code, names | {"rate": RATE, "seconds": np.array(SECONDS)})
+
+
 def parameters(tx):
     with promotion():
-        job = engines.Job(jnp.float32(0), gx.drop_stale(tx, jnp.inf), crew(), PUSHES)
+        job = engines.Job(jnp.float32(0), tx, crew(), PUSHES)
         with engines.simulated(job) as run:
             for _ in run.pushes:
                 yield float(run.server.state()["params"])
@@ -123,12 +133,11 @@ def test_rescaled_asgd_in_an_engine_equals_its_equations():
         lambda worker, number: SECONDS[worker],
         len(SECONDS),
     )
-    tx = optax.chain(optax.sgd(RATE), gx.scale_by_worker(factors))
-    found = list(parameters(tx))
+    found = list(parameters(row_of_the_page()))
     wanted = [event["params"] for event in itertools.islice(expected, PUSHES)]
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
     # The best parameter of all workers together is 2. The fast ones push more often: by
     # themselves they would move it to (0 + 1/2 + 5/8) / (1 + 1/2 + 1/8).
     assert abs(np.mean(found[-100:]) - np.mean(TARGETS)) < 0.05
-    plain = list(parameters(optax.sgd(RATE)))
+    plain = list(parameters(gx.drop_stale(optax.sgd(RATE), jnp.inf)))
     assert abs(np.mean(plain[-100:]) - 1.125 / 1.625) < 0.05
