@@ -319,6 +319,7 @@ DESCRIPTORS = (
     ),
     D("scale_by_staleness", {"power": 0.5}, staleness=3, figures=(0, 3)),
     D("scale_by_staleness", {"weight": lambda s: 1 / (1 + s)}, "weight", staleness=3),
+    D("scale_by_worker", {"factors": [0.5, 2.0]}, worker=1, figures=(0, 3)),
     D(
         "compensate_delay",
         {"variance_control": 0.5},
@@ -345,4 +346,5 @@ NO_ORIGINAL = {
     "delayed": "it stands for what a pipeline does, and no library has it as a part",
     "delayed_nesterov": "a paper; its authors published no optimizer",
     "measure_cosine": "a measurement of its own",
+    "scale_by_worker": "a paper; its authors published no code that was found",
 }

@@ -361,6 +361,8 @@ AT_ONCE = {
     "scale_by_staleness": lambda g, power=1.0, weight=None: tree_map(
         lambda x: x * (weight(3) if weight else 3**-power), g
     ),
+    # Of worker 1, as in the row of the table.
+    "scale_by_worker": lambda g, factors: tree_map(lambda x: x * factors[1], g),
     # Each parameter of the worker is smaller by 1.
     "compensate_delay": lambda g, variance_control=0.04: tree_map(
         lambda x: x + variance_control * np.abs(x) ** 2, g

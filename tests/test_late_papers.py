@@ -277,7 +277,7 @@ PAPERS = {
     "Ringleader ASGD": "ringleader-noisy",
     "FedAsync, polynomial weights": "fedasync-polynomial",
     "FedAsync, hinge": "fedasync-hinge",
-    "FedBuff": "fedbuff-polynomial",
+    "FedBuff": "flsim-polynomial",
     "FADAS": "fadas",
 }
 # The rows of outer optimizers. They see no workers.
@@ -301,15 +301,19 @@ def test_a_row_of_an_outer_optimizer_equals_the_authors_runs(method):
             np.testing.assert_allclose(params[leaf], value, rtol=0, atol=1e-9)
 
 
+# The rows whose authors have published no code, and where their equations are tested.
+EQUATIONS = {"Rescaled ASGD": "tests/late/test_scale_by_worker.py"}
+
+
 @pytest.mark.parametrize("method", PAPERS)
 def test_a_row_of_the_page_equals_the_authors_runs(method):
     case = CASES[PAPERS[method]]
-    assert ROWS.keys() == PAPERS.keys() | OUTER.keys()
+    assert ROWS.keys() == PAPERS.keys() | OUTER.keys() | EQUATIONS.keys()
     settings, of = case["settings"], {"gx": gx, "optax": optax, "jnp": jnp}
     of |= {"rate": 0.125, "R": 3, "B": 3, "n": len(case.get("durations", ()))}
     of |= {"K": 3, "M": 3, "b1": 0.9, "b2": 0.99, "eps": 1e-12}
     if method.startswith("Fed"):
-        # The row of FedBuff has 1 / K, as the paper, and APPFL has not.
+        # The row of FedBuff has 1 / K, as the paper; FLSim adds up.
         of["rate"] = 0.25 * (of["K"] if method == "FedBuff" else 1)
     if "bias_correction" in ROWS[method]:
         known = inspect.signature(optax.amsgrad).parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +44,7 @@ def conditional_accumulator(
     num_required: jax.typing.ArrayLike | optax.Schedule,
     *,
     max_staleness: jax.typing.ArrayLike | optax.Schedule = 0,
-    weight: lateness.Weight | None = None,
+    weight: Callable[[jax.Array], jax.typing.ArrayLike] | None = None,
     reduction: Reduction = "mean",
     accumulator_dtype: jax.typing.DTypeLike | None = None,
 ) -> GatedTransformation:
@@ -68,8 +69,8 @@ def conditional_accumulator(
     The mean divides by the number of pushes, not by the sum of their weights. So late
     pushes make the step smaller. With ``max_staleness=jnp.inf`` and
     ``weight=lambda s: 1 / jnp.sqrt(1 + s)`` this is FedBuff, whose workers push the
-    result of :func:`local_steps`. :doc:`Other systems </coming_from/papers>` divide by
-    something else.
+    result of :func:`local_steps`. Other systems divide by something else: the page on
+    papers says by what.
 
     ``None`` for a leaf adds nothing to its sum, just as zeros would. ``inner`` receives
     the mean over all pushes, even if the last one has ``None`` for that leaf. If no
@@ -176,7 +177,7 @@ def conditional_accumulator(
         accepted = lateness.is_fresh(state.global_step, local_step, max_staleness)
         factor = None
         if weight is not None:
-            # s = max(0, global_step - local_step); weight(s) is for accepted pushes only
+            # weight(max(0, s)), asked only for accepted pushes
             s = jnp.maximum(0, lateness.staleness(state.global_step, local_step))
             factor = lateness.factor(weight, jnp.where(accepted, s, 0))
         state = state._replace(stale_count=increment_if(~accepted, state.stale_count))

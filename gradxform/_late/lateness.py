@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,6 @@ import numpy as np
 import optax
 
 from gradxform._trees import checks, dtypes
-
-# The factor of a gradient for its staleness, an int32 scalar ≥ 0.
-Weight: TypeAlias = Callable[[jax.Array], jax.typing.ArrayLike]
 
 
 def staleness(global_step: jax.Array, local_step: jax.Array) -> jax.Array:
@@ -36,7 +32,7 @@ def checked_bound(
         return max_staleness
     bound: jax.typing.ArrayLike
     bound = checks.in_range("max_staleness", max_staleness, "[0, inf]")
-    if not isinstance(bound, jax.core.Tracer) and not np.isinf(float(bound)):
+    if not isinstance(bound, jax.core.Tracer) and not np.isinf(np.asarray(bound)):
         checks.integer_scalar("max_staleness", max_staleness)
     return bound
 
@@ -71,7 +67,9 @@ def check_weight(weight: object) -> None:
         )
 
 
-def factor(weight: Weight, staleness: jax.Array) -> jax.typing.ArrayLike:
+def factor(
+    weight: Callable[[jax.Array], jax.typing.ArrayLike], staleness: jax.Array
+) -> jax.typing.ArrayLike:
     """The factor of a gradient for its staleness ≥ 0, a real scalar.
 
     Raises:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -14,7 +16,7 @@ from gradxform._trees.stateless import stateless
 def scale_by_staleness(
     power: jax.typing.ArrayLike = 1.0,
     *,
-    weight: lateness.Weight | None = None,
+    weight: Callable[[jax.Array], jax.typing.ArrayLike] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Makes late gradients smaller.
 

@@ -94,6 +94,7 @@ class WorkerPool:
         self._longest = 0.0  # Seconds of the slowest gradient so far.
         self._refused: set[int] = set()  # Workers whose pushes the server refused.
         self._last_word: BaseException | None = None
+        self._denied = 0  # Free workers that `pace` has let wait.
         self._begun = self._over = False
         self.pushes = _Pushes(self._check_open, self._until_stopped())
 
@@ -171,10 +172,12 @@ class WorkerPool:
             if not (index in self._busy or index in self._refused)
             and index not in self._waits
         ]
+        self._denied = 0
         for index in scheduler.in_order(free):
             if self._ledger.stands + self._awaited() >= self._job.pushes:
                 return
             if not scheduler.may_begin(index):
+                self._denied += 1
                 continue
             begun, worker = scheduler.begin(index), members[index]
             if begun.worker != index:
@@ -187,25 +190,28 @@ class WorkerPool:
     def _awaited(self) -> int:
         """How many busy workers are expected to push.
 
-        A worker that takes far longer than any gradient so far is left out, as it may
-        never come back. Another may push in its place, and the server takes the first.
+        A worker that is past its deadline, or takes far longer than any gradient so
+        far, is left out, as it may never come back. Another may push in its place, and
+        the server takes the first.
         """
         if self._ledger.stands + len(self._busy) < self._job.pushes:
             return len(self._busy)  # The job needs them all.
         limit = self._clock() - LOOK - 2 * self._longest
-        return sum(self._ledger.begun[index].at > limit for index in self._busy)
+        return sum(
+            self._ledger.begun[index].at > limit and not self._scheduler.is_late(index)
+            for index in self._busy
+        )
 
     def _check_somebody_works(self) -> None:
         """Ends the run if nobody computes: it would wait forever."""
-        if self._busy:
+        if self._busy and not (self._denied and self._scheduler.sees_none):
             return
         members = self._members
         if len(members) < self._at_least or self._refused:
             raise Stopped  # Their streams have ended, or the server takes no more.
-        waiting = sum(index not in self._waits for index in members)
-        if waiting:
+        if self._denied:
             raise ValueError(
-                f"pace: it lets none of the {waiting} free workers begin, and no "
+                f"pace: it lets none of the {self._denied} free workers begin, and no "
                 "gradient is under way, so nothing would ever change. Let it return "
                 "True if local_steps is empty."
             )

@@ -56,6 +56,15 @@ class Scheduler:
                 self._free_since[index] = now
                 self._catch_up(index, self._there)
 
+    @property
+    def sees_none(self) -> bool:
+        """Whether no gradient is under way but those past their deadline."""
+        return not self._local_steps
+
+    def is_late(self, index: int) -> bool:
+        """Whether a worker's gradient was past its deadline at that moment."""
+        return index in self._late
+
     def _clock(self, index: int) -> int:
         return self._ledger.next(index) + self._ahead.get(index, 0)
 
@@ -98,13 +107,19 @@ class Scheduler:
         return begun
 
     def _handed_to(self, index: int) -> tuple[int, int] | None:
-        """Worker and number of a gradient past its deadline that nobody else has."""
-        for late in self._late - self._handed_on:
-            worker, number, *_ = self._ledger.begun[late]
-            answered = number < self._ledger.next(worker)
-            if worker in self._members and not answered:
-                self._handed_on |= {late, index}  # Nobody gets it a third time.
-                return worker, number
+        """Worker and number of a gradient past its deadline that nobody else has.
+
+        It is the one that was begun first, or of several the one with the lower index.
+        """
+        begun = self._ledger.begun
+        late = sorted(self._late - self._handed_on, key=lambda i: (begun[i].at, i))
+        for each in late:
+            worker, number, *_ = begun[each]
+            # The number was answered, or the server has gone back to an earlier one.
+            if worker not in self._members or number != self._ledger.next(worker):
+                continue
+            self._handed_on |= {each, index}  # Nobody gets it a third time.
+            return worker, number
         return None
 
     def end(self, index: int, members: Mapping[int, Worker], now: float) -> None:

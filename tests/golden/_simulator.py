@@ -237,7 +237,7 @@ def buffered(params, pushes, rule, size, weight, divisor=None, bound=math.inf):
         if accepted:
             held.append((weight(staleness), push["grads"], staleness))
         if len(held) == size:
-            weights, _, late = zip(*held)
+            weights, _, late = zip(*held, strict=True)
             n = divisor(weights) if divisor else 1
             total = {
                 name: sum(w * np.array(g[name]) for w, g, _ in held) / n

@@ -79,8 +79,8 @@ def run(name, optimizer, reduction, weight, ours, max_staleness=None, why_not=No
     trainer = types.SimpleNamespace(cfg=types.SimpleNamespace(max_staleness=bound))
     start, seen, events = arrays(model), [0] * 4, []
     pushed = _format.gradients("plain", len(ORDER), LEAVES)
-    for client, grads in zip(ORDER, pushed, strict=True):
-        grads = {leaf: np.float64(value) for leaf, value in grads.items()}
+    for client, drawn in zip(ORDER, pushed, strict=True):
+        grads = {leaf: np.float64(value) for leaf, value in drawn.items()}
         server.zero_grad()
         staleness = server.model_staleness(seen[client])
         event = {"worker": client, "local_step": seen[client], "staleness": staleness}

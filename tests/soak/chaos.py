@@ -8,10 +8,14 @@ compares its own counts with those of the server and of the optimizer, and with 
 checkpoints. It exits with 1 if anything is unaccounted for. ``--without`` makes the
 same run without deaths. With ``--server-processes N`` the server is N processes, and
 any of them may die. Every leaf with at least N rows is cut over all of them. At the
-end the program compares the copies of the other leaves.
+end the program compares the copies of the other leaves. With ``--pace`` a rule says
+when workers begin, and with ``--deadline`` others get what takes longer. With
+``--come-and-go`` a worker leaves now and then, and another joins. After every push the
+ledger has to close, and with ``bounded_staleness`` no push may be later than its bound.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -31,6 +35,11 @@ from tests.soak.kills import saved
 
 RATE, EVERY = 50, 2.0  # Pushes a second, seconds between checkpoints.
 GOAL = 0.96
+PACES = {
+    "stale_synchronous": engines.stale_synchronous,
+    "bounded_staleness": engines.bounded_staleness,
+    "admission": lambda bound: engines.admission(bound, max_concurrent=1000),
+}
 
 
 def kill(actor):
@@ -49,17 +58,43 @@ def schedule(rng, pushes, num_workers, workers, server):
     return sorted(zip(moments.tolist(), victims, strict=True), key=lambda pair: pair[0])
 
 
-def train(job, folder, deaths, rng, processes=1):
+def closes(counts):
+    """Whether every gradient that was begun is somewhere, once."""
+    ended = counts.pushed + counts.given_up + counts.unanswered
+    shares = counts.by_worker.values()
+    return (
+        counts.started == counts.under_way + ended
+        and counts.pushed == counts.accepted + counts.dropped + counts.lost
+        and counts.accepted == sum(share.accepted for share in shares)
+        and counts.dropped == sum(share.dropped for share in shares)
+        and min(counts.under_way, counts.unanswered) >= 0
+    )
+
+
+class Asked:
+    """A rule that counts how often it has let a worker begin."""
+
+    def __init__(self, rule):
+        self.rule, self.begun = rule, 0
+
+    def __call__(self, progress):
+        may = self.rule(progress)
+        self.begun += may
+        return may
+
+
+def train(job, folder, deaths, rng, processes=1, come_and_go=0):
     """Runs the job and kills the victims.
 
-    Returns the run's end, all its pushes, and whether all processes of the server hold
-    the same copies.
+    After each ``come_and_go`` pushes a worker leaves, and one like it joins. Returns
+    the run's end, all its pushes, the counts after which the ledger did not close, and
+    whether all processes of the server hold the same copies.
     """
 
     def cut(path, shape):
         return P("server") if shape and shape[0] >= processes else P()
 
-    pushes, killers = [], []
+    pushes, killers, open_ledgers = [], [], []
     checkpoint = engines.Checkpoint(folder, every_seconds=EVERY, max_to_keep=None)
     options = {"server_processes": processes, "server_shardings": cut}
     with engines.ray(
@@ -69,7 +104,9 @@ def train(job, folder, deaths, rng, processes=1):
         def strike(victim, seconds, process):
             time.sleep(seconds)
             while True:
-                who = run.workers.get(victim)
+                there = dict(run.workers)
+                # The victim may have left; then somebody else dies.
+                who = there.get(victim, next(iter(there.values()), None))
                 if victim is None:
                     who = run.server.actor
                     if process:
@@ -83,6 +120,13 @@ def train(job, folder, deaths, rng, processes=1):
         for push in run.pushes:
             pushes.append(push)
             counts = run.counts()
+            if not closes(counts):
+                open_ledgers.append(counts)
+            if come_and_go and len(pushes) % come_and_go == 0:
+                leaving = int(rng.choice(sorted(run.workers)))
+                with contextlib.suppress(ValueError):  # It has left already.
+                    run.remove(leaving)
+                    run.add(job.workers[leaving % len(job.workers)])
             while deaths and deaths[0][0] <= counts.accepted + counts.dropped:
                 _, victim = deaths.pop(0)
                 args = victim, rng.uniform(0.0, 0.1), int(rng.integers(processes))
@@ -93,9 +137,11 @@ def train(job, folder, deaths, rng, processes=1):
         for killer in killers:
             killer.join()
         ended = pushes, run.counts(), run.server.stats(), run.server.state()
+        if not closes(ended[1]):
+            open_ledgers.append(ended[1])
         actors = getattr(run.server._processes, "_actors", [])
         held = ray.get([actor.__ray_call__.remote(copies) for actor in actors])
-        return ended, all(each == held[0] for each in held)
+        return ended, open_ledgers, all(each == held[0] for each in held)
 
 
 def copies(actor):
@@ -125,7 +171,7 @@ def same(tree, other):
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in leaves)
 
 
-def account(pushes, counts, stats, state, folder, num_workers):
+def account(pushes, counts, stats, state, folder, num_workers, goal):
     """All that must hold, and for each whether it does."""
     state = state["state"]
     known = {(push.worker, push.number) for push in pushes}
@@ -148,6 +194,7 @@ def account(pushes, counts, stats, state, folder, num_workers):
         "unheard answers were on their way at a death": 0
         <= counts.pushed - len(pushes)
         <= num_workers * counts.server_deaths,
+        "all pushes were made": counts.accepted + counts.dropped == goal,
         "the server counts as its users do": (stats.accepted, stats.dropped)
         == (counts.accepted, counts.dropped),
         "the optimizer counts as the server does": (
@@ -178,12 +225,21 @@ def main():
     parser.add_argument("--worker-deaths", type=int, help="number of these")
     parser.add_argument("--goal", type=float, default=GOAL, help="test accuracy")
     parser.add_argument("--without", action="store_true", help="nobody is killed")
+    parser.add_argument("--pace", choices=PACES, help="a rule for the workers")
+    parser.add_argument("--bound", type=int, default=2, help="its first argument")
+    parser.add_argument("--deadline", type=float, help="seconds of a gradient")
+    parser.add_argument(
+        "--come-and-go", type=int, default=0, help="pushes between two changes"
+    )
     options = parser.parse_args()
     pushes = round(60 * RATE * options.minutes)
     arguments = ["--steps", str(pushes), "--work", str(options.workers / RATE)]
     arguments += ["--workers", str(options.workers)]
     model, digits = main_job.build_model(0), main_job.load_digits()
     job = main_job.make_job(main_job.make_parser().parse_args(arguments), model, digits)
+    rule = PACES[options.pace](options.bound) if options.pace else None
+    pace = Asked(rule or (lambda progress: True))
+    job = job._replace(pace=pace, deadline=options.deadline)
     rng = np.random.default_rng(options.seed)
     workers = options.worker_deaths or max(2, round(2 * options.minutes))
     server = options.server_deaths or max(1, round(0.5 * options.minutes))
@@ -192,17 +248,30 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         victims = [] if options.without else deaths
-        ended, alike = train(job, folder, victims, rng, options.server_processes)
+        ended, unclosed, alike = train(
+            *(job, folder, victims, rng),
+            *(options.server_processes, options.come_and_go),
+        )
         seconds = time.perf_counter() - start
-        checks = account(*ended, folder, options.workers)
+        checks = account(*ended, folder, options.workers, job.pushes)
         checks["the processes hold the same copies"] = alike
+        checks["the ledger closes after every push"] = not unclosed
+        started = ended[1].started
+        checks["started = how often workers were let begin"] = started == pace.begun
+        if options.pace == "bounded_staleness" and options.deadline is None:
+            latest = max(push.result.staleness for push in ended[0])
+            checks[f"no push is later than {options.bound}"] = latest <= options.bound
         *_, counts, _, state = ended
         checks["resumed, it has the same bits"] = same(resumed(job, folder), state)
     labels = np.argmax(model.logits(state["params"], digits.test_images), axis=-1)
     accuracy = float(np.mean(labels == digits.test_labels))
     checks[f"accuracy >= {options.goal}"] = accuracy >= options.goal
     print(f"{seconds:.0f} s, test accuracy {accuracy:.3f}")
-    print(", ".join(f"{name} {count}" for name, count in counts._asdict().items()))
+    shares = counts.by_worker
+    counted = counts._replace(by_worker=len(shares))
+    print(", ".join(f"{name} {count}" for name, count in counted._asdict().items()))
+    for unclosed_counts in unclosed[:3]:
+        print(unclosed_counts)
     for name, holds in checks.items():
         print(f"{'yes' if holds else 'NO':4}{name}")
     sys.exit(not all(checks.values()))

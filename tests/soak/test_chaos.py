@@ -16,13 +16,19 @@ pytest.importorskip("ray")
 @pytest.mark.parametrize(
     # A push to a server of two processes waits for both, which here share the cores.
     # After so few pushes the accuracy is about 0.94, with four workers 0.88 to 0.93.
-    ("processes", "workers", "pushes", "goal"),
-    [(1, 4, 1000, 0.96), (2, 2, 300, 0.8)],
+    ("processes", "workers", "pushes", "goal", "more"),
+    [
+        (1, 4, 1000, 0.96, ""),
+        (2, 2, 300, 0.8, ""),
+        (1, 4, 300, 0.5, "--pace bounded_staleness --come-and-go 100"),
+        (1, 4, 300, 0.5, "--pace stale_synchronous --deadline 0.25"),
+    ],
 )
-def test_every_push_of_a_chaos_run_is_counted(processes, workers, pushes, goal):
+def test_every_push_of_a_chaos_run_is_counted(processes, workers, pushes, goal, more):
     chaos = [sys.executable, "-m", "tests.soak.chaos", "--seed", "1"]
     chaos += ["--minutes", f"{pushes / 3000}", "--goal", f"{goal}"]
     chaos += ["--workers", f"{workers}", "--server-processes", f"{processes}"]
+    chaos += more.split()
     done = subprocess.run(
         chaos,
         capture_output=True,
@@ -39,5 +45,6 @@ def test_every_push_of_a_chaos_run_is_counted(processes, workers, pushes, goal):
     assert counts["accepted"] + counts["dropped"] + counts["lost"] == counts["pushed"]
     assert counts["worker_deaths"] >= 2
     assert counts["server_deaths"] >= 1
-    assert len(re.findall("^yes ", done.stdout, re.M)) == 12
+    checks = 16 if "bounded_staleness" in more else 15
+    assert len(re.findall("^yes ", done.stdout, re.M)) == checks
     assert "NO" not in done.stdout

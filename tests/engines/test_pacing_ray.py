@@ -1,0 +1,108 @@
+"""Rules that let workers wait, and deadlines, over Ray's processes."""
+
+import random
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from gradxform import engines
+from tests.conftest import ON_RAY
+
+ray = pytest.importorskip("ray")
+pytestmark = ON_RAY
+
+
+def assert_closed(run):
+    """Every gradient that was begun is somewhere, once."""
+    counts = run.counts()
+    ended = counts.pushed + counts.given_up + counts.unanswered
+    assert counts.started == counts.under_way + ended
+    return counts
+
+
+def napping(index):
+    """A gradient that sleeps a random while; the first worker is slow."""
+
+    def nap(params):
+        time.sleep(random.random() * (0.06 if index == 0 else 0.01))
+        return 0.0, jnp.ones_like(params)
+
+    return engines.Worker(nap)
+
+
+def make_job(batch, pushes, workers, **more):
+    tx = optax.sgd(1.0) if batch == 1 else gx.accumulate(optax.sgd(1.0), batch)
+    return engines.Job(jnp.float32(0.0), tx, workers, pushes, **more)
+
+
+@pytest.mark.parametrize(("bound", "batch"), [(0, 1), (2, 3)])
+def test_no_push_is_later_than_the_bound(bound, batch):
+    begun, rule = [], engines.bounded_staleness(bound, batch)
+
+    def recorded(progress):
+        may = rule(progress)
+        begun.append(may)
+        return may
+
+    job = make_job(batch, 120, [napping(i) for i in range(4)], pace=recorded)
+    with engines.ray(job) as run:
+        for push in run.pushes:
+            assert push.result.staleness <= bound
+            assert push.waited >= 0
+            assert 0 < push.computing < push.time - push.started
+            assert_closed(run)
+        counts = assert_closed(run)
+    assert counts.accepted == 120
+    assert counts.started == sum(begun)
+
+
+def test_no_push_is_later_than_the_bound_while_workers_come_and_go():
+    rng = random.Random(0)
+    rule = engines.bounded_staleness(1)
+    job = make_job(1, 150, [napping(i) for i in range(3)], pace=rule)
+    there = set(range(3))
+    with engines.ray(job) as run:
+        for done, push in enumerate(run.pushes, 1):
+            assert push.result.staleness <= 1
+            assert_closed(run)
+            if done % 40 == 0:
+                index = rng.choice(sorted(there))
+                run.remove(index)
+                there.remove(index)
+                there.add(run.add(napping(index)))
+        counts = assert_closed(run)
+    assert counts.accepted == 150
+    assert len(counts.by_worker) > 3
+
+
+def test_a_process_that_blocks_stops_nobody_after_the_deadline(tmp_path):
+    """Another worker computes its number, and everybody waits for that."""
+
+    def blocked(params, index, number):
+        if (index, number) == (0, 2) and not (tmp_path / "blocked").exists():
+            (tmp_path / "blocked").touch()
+            time.sleep(600)
+        return 0.0, jnp.ones_like(params)
+
+    def worker(index):
+        def batch(number):
+            return index, np.int32(number)
+
+        return engines.Worker(blocked, batch)
+
+    workers = [worker(index) for index in range(3)]
+    rule = engines.stale_synchronous(0)
+    job = make_job(1, 60, workers, pace=rule, deadline=2.0)
+    with engines.ray(job) as run:
+        pushes = []
+        for push in run.pushes:
+            pushes.append((push.worker, push.number))
+            assert_closed(run)
+        counts = assert_closed(run)
+    assert (0, 2) in pushes
+    assert len({*pushes}) == len(pushes) == counts.accepted == 60
+    assert counts.worker_deaths == 0
