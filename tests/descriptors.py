@@ -346,5 +346,4 @@ NO_ORIGINAL = {
     "delayed": "it stands for what a pipeline does, and no library has it as a part",
     "delayed_nesterov": "a paper; its authors published no optimizer",
     "measure_cosine": "a measurement of its own",
-    "scale_by_worker": "a paper; its authors published no code that was found",
 }
