@@ -118,6 +118,117 @@ def test_a_setting_of_compile_changes_no_numbers(k, settings):
     assert int(model.optimizer.iterations) == 24
 
 
+def shared_layer(k):
+    layers, x = k.keras.layers, k.keras.Input((8,))
+    twice = layers.Dense(8, activation="tanh")
+    return k.keras.Model(x, layers.Dense(1)(twice(twice(x))))
+
+
+def frozen_layer(k):
+    model = new_model(k)
+    model.layers[0].trainable = False
+    return model
+
+
+def layers_of_one_name(k):
+    def half():
+        layers = [k.keras.layers.Dense(8, name=name) for name in ("a", "b")]
+        return k.keras.Sequential([k.keras.Input((8,)), *layers], name="half")
+
+    class Halves(k.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = half(), half()
+            self.norm = k.keras.layers.BatchNormalization()
+            self.out = k.keras.layers.Dense(1, name="a")
+
+        def call(self, x, training=False):
+            x = self.norm(self.second(self.first(x)), training=training)
+            return self.out(x)
+
+    return Halves()
+
+
+def constraints(k):
+    layers = k.keras.layers
+    return k.keras.Sequential(
+        [
+            k.keras.Input((8,)),
+            layers.Dense(16, kernel_constraint="non_neg", kernel_regularizer="l2"),
+            layers.Dropout(0.2, seed=1),
+            layers.Dense(1, kernel_constraint=k.keras.constraints.MaxNorm(0.3)),
+        ]
+    )
+
+
+def eight_bits(k):
+    model = new_model(k)
+    for layer in model.layers:  # Its scales are trainable, and have no gradient.
+        layer.quantize("float8")
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [shared_layer, frozen_layer, layers_of_one_name, constraints, eight_bits]
+)
+def test_any_model_trains_as_with_keras(k, make):
+    models = []
+    for tx in (k.keras.optimizers.Adagrad(0.1), k.Optimizer(gx.adagrad(0.1))):
+        k.keras.utils.set_random_seed(0)
+        models.append(make(k))
+        models[-1].compile(optimizer=tx, loss="mse")
+        start = values(models[-1].weights)
+        fit(models[-1], epochs=2)
+        models[-1].train_on_batch(X[:8], Y[:8])
+        fit(models[-1])
+    theirs, ours = models
+    assert len(ours.optimizer.variables) == len(ours.trainable_variables) + 1
+    assert_close(ours.weights, theirs.weights, rtol=1e-4, atol=1e-5)
+    assert any(np.any(a != b) for a, b in zip(start, values(ours.weights), strict=True))
+
+
+@pytest.mark.parametrize("inject", [False, True])
+def test_a_schedule_of_keras_is_one_of_optax(k, inject):
+    schedule = k.keras.optimizers.schedules.ExponentialDecay(0.1, 4, 0.5)
+    expected, _ = train(k, k.keras.optimizers.SGD(schedule))
+    sgd = optax.inject_hyperparams(optax.sgd) if inject else optax.sgd
+    model, _ = train(k, k.Optimizer(sgd(schedule)))
+    assert_close(model.weights, expected.weights)
+
+
+def test_a_run_that_was_stopped_goes_on(k, tmp_path):
+    def made():
+        tx = optax.chain(
+            optax.add_noise(0.01, 0.5, 0), gx.accumulate(gx.novograd(0.1), 3)
+        )
+        return k.Optimizer(tx)
+
+    class Stop(k.keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise KeyboardInterrupt
+
+    whole, _ = train(k, made(), epochs=4)
+    backup = k.keras.callbacks.BackupAndRestore(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        train(k, made(), epochs=4, callbacks=[backup, Stop()])
+    backup = k.keras.callbacks.BackupAndRestore(tmp_path)
+    rest, history = train(k, made(), epochs=4, callbacks=[backup])
+    assert len(history["loss"]) == 2
+    assert_equal(rest.weights, whole.weights)
+    assert_equal(rest.optimizer.variables, whole.optimizer.variables)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_injected_numbers_in_half_precision(k, exact):
+    """As the page says: by default optax rounds them to the parameters' bfloat16."""
+    k.keras.config.set_dtype_policy("bfloat16")
+    more = {"hyperparam_dtype": jnp.float32} if exact else {}
+    tx = optax.inject_hyperparams(optax.adam, **more)(0.01)
+    _, history = train(k, k.Optimizer(tx))
+    assert np.isfinite(history["loss"][-1]) == exact
+
+
 STEPS = {
     "accumulate": lambda tx: gx.accumulate(tx, 2),
     "conditional_accumulator": lambda tx: gx.conditional_accumulator(tx, 2),
