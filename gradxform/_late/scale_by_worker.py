@@ -34,7 +34,7 @@ def scale_by_worker(
 
     Extra arguments of update:
       worker: the worker that computed the gradient, an integer in [0, n). An
-        :mod:`engine <gradxform.engines>` passes it. If a traced one is outside of that,
+        :doc:`engine </engines>` passes it. If a traced one is outside of that,
         the factor is 0.
 
     Returns:

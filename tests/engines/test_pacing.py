@@ -427,8 +427,8 @@ RULES = len(list(rules(1)))
 @pytest.mark.parametrize("number", range(RULES))
 def test_simulated_runs_as_the_event_simulation(number, batch):
     theirs, ours = list(rules(batch))[number]
-    for workers, seconds in ((4, one_slow(4)), (4, long_tasks(number))):
-        compared(workers, seconds, batch, theirs, ours, 25)
+    seconds = one_slow(4) if (number + batch) % 2 else long_tasks(number)
+    compared(4, seconds, batch, theirs, ours, 25)
 
 
 @pytest.mark.slow
@@ -551,7 +551,7 @@ def test_long_tasks_keep_their_share_of_what_is_trained():
 
 def test_a_slow_worker_keeps_its_share_and_nothing_is_dropped():
     """A threshold drops each push of the slow one; the rule lets the others wait."""
-    job = make_job(8, one_slow(8), 250)
+    job = make_job(8, one_slow(8), 200)
     late = job._replace(tx=gx.drop_stale(optax.sgd(1.0), 20))
     _, counts = played(late)
     assert counts.by_worker[7].accepted == 0
@@ -560,7 +560,7 @@ def test_a_slow_worker_keeps_its_share_and_nothing_is_dropped():
     pushes, counts = played(job)
     assert counts.dropped == counts.given_up == 0
     assert max(push.result.staleness for push in pushes) <= 20
-    shares = {w: each.accepted / 250 for w, each in counts.by_worker.items()}
+    shares = {w: each.accepted / 200 for w, each in counts.by_worker.items()}
     # Of 8 workers, one 5.34 times as slow: 1 / (7 x 5.34 + 1) = 0.026 without waits.
     assert shares[7] > 0.025
 
@@ -811,7 +811,14 @@ def test_a_worker_that_never_comes_back_stops_nobody(name):
     assert counts.under_way >= 1  # The one that never comes.
 
 
-@pytest.mark.parametrize("name", ["stale_synchronous", "bounded_staleness"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "stale_synchronous",
+        pytest.param("bounded_staleness", marks=pytest.mark.slow),
+        pytest.param("own", marks=pytest.mark.slow),
+    ],
+)
 def test_a_task_that_nobody_ends_does_not_stop_a_run_after_each_resume(
     name, tmp_path, monkeypatch
 ):
@@ -836,14 +843,14 @@ def test_a_task_that_nobody_ends_does_not_stop_a_run_after_each_resume(
     job = make_job(0, None, 0, 1, RULES_OF_ALL[name], 0.1)
     job = job._replace(workers=[worker(index) for index in range(5)])
     try:
-        for goal in (40, 80, 120):
+        for goal in (30, 60):
             stuck_now.clear()
             pushes, counts = played_on(
                 job._replace(pushes=goal),
                 tmp_path,
                 functools.partial(engines.threads, join_timeout=0.0),
             )
-            assert len(pushes) == 40
+            assert len(pushes) == 30
             assert counts.accepted == goal
             assert (1, 3) not in {(push.worker, push.number) for push in pushes}
             assert len(stuck_now) == 2
@@ -883,8 +890,7 @@ def test_after_a_resume_no_more_begin_than_the_rule_allows(tmp_path):
 def test_a_resumed_run_keeps_the_bound(batch, tmp_path):
     """It is stopped in the middle of a sum that holds late gradients."""
     rule = engines.bounded_staleness(2, batch)
-    goals = range(7, 60, 10)
-    for goal in goals:
+    for goal in (7, 17, 30):
         job = make_job(6, long_tasks(goal), goal, batch, rule)
         pushes, counts = played_on(job, tmp_path)
         assert max(push.result.staleness for push in pushes) <= 2
