@@ -144,7 +144,7 @@ def test_a_step_is_measured(group, capsys, monkeypatch):
 
 
 LEAST = {
-    "clip + adagrad": [6] * 7,
+    "clip + adagrad": [6] * 8,
     "adagrad": [5, 5],
     "clip + novograd": [6] * 3,
     "novograd": [6, 6],
