@@ -17,7 +17,7 @@ import optax
 
 from gradxform._server.records import PushResult, ServerStats
 from gradxform._trees.types import Leaf, PyTree
-from gradxform.engines._pacing import Pace
+from gradxform.engines._pacing import Progress
 
 LossAndGrads: TypeAlias = tuple[SupportsFloat, PyTree[Leaf]]
 Batch: TypeAlias = Callable[[int], tuple[object, ...]]
@@ -125,7 +125,7 @@ class Job(NamedTuple):
     max_staleness: jax.typing.ArrayLike | optax.Schedule | None = None
     require_finite: bool = False
     donate: bool = True
-    pace: Pace | None = None
+    pace: Callable[[Progress], bool] | None = None
     deadline: float | None = None
 
 

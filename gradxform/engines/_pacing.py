@@ -8,7 +8,7 @@ function ``pace(progress) -> bool``; any function of that kind is one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from gradxform._trees import checks
 
@@ -40,10 +40,7 @@ class Progress(NamedTuple):
     started: int
 
 
-Pace: TypeAlias = Callable[[Progress], bool]
-
-
-def stale_synchronous(slack: float) -> Pace:
+def stale_synchronous(slack: float) -> Callable[[Progress], bool]:
     """No worker is more than ``slack`` gradients ahead of the slowest.
 
     Worker i begins if ``clocks[i] - min(clocks) <= slack``. With 0 all workers compute
@@ -75,7 +72,9 @@ def stale_synchronous(slack: float) -> Pace:
     return pace
 
 
-def bounded_staleness(max_staleness: float, num_required: int = 1) -> Pace:
+def bounded_staleness(
+    max_staleness: float, num_required: int = 1
+) -> Callable[[Progress], bool]:
     r"""No push is more than ``max_staleness`` steps late, and none is dropped for it.
 
     A gradient begins if nothing is under way, or if
@@ -123,7 +122,7 @@ def bounded_staleness(max_staleness: float, num_required: int = 1) -> Pace:
 
 def admission(
     max_staleness: float, max_concurrent: float, num_required: int = 1
-) -> Pace:
+) -> Callable[[Progress], bool]:
     r"""At most so many gradients are begun as the next ``max_staleness`` steps take.
 
     A gradient begins if
