@@ -1,4 +1,4 @@
-"""Draws the loss over time of synchronous, asynchronous and late-dropping training.
+"""Draws what late gradients cost at each learning rate, and what is done about them.
 
 ``python -m benchmarks.race --out benchmarks/results/race`` trains a small net on
 scikit-learn's digits with eight workers, the last of them five times as slow as the
@@ -6,16 +6,19 @@ others, on the virtual clock of :func:`gradxform.engines.simulated`:
 
 - synchronous: a step takes the mean of all eight gradients, and waits for the slowest;
 - asynchronous: each gradient acts as it arrives, on average seven steps late;
-- ``drop_stale``: the same, but gradients more than one step late are dropped.
+- ``drop_stale``: the same, but gradients more than one step late are dropped;
+- ``admission``: workers wait before they begin, so that gradients are three steps late
+  on average.
 
-All three have the same rate, at which late gradients do harm. The table also has a
-smaller one. A curve is the median of five seeds. Nothing depends on the machine's
-speed, so the same releases give the same pictures: ``race-light.svg`` and
-``race-dark.svg``.
+Each method is trained at the same rates. The picture has the loss over the time at its
+best rate, and the loss at the end over the rate. A point is the median of five seeds.
+Nothing depends on the machine's speed, so the same releases give the same pictures:
+``race-light.svg`` and ``race-dark.svg``.
 """
 
 import argparse
 import pathlib
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -25,13 +28,26 @@ import gradxform as gx
 from benchmarks.plot import WIDTH, save
 from gradxform import engines
 
-WORKERS, SLOW, SECONDS, SEEDS, RATE, LIMIT = 8, 5.0, 60, 5, 0.3, 1
-METHODS = {
-    "synchronous": lambda tx: gx.conditional_accumulator(tx, WORKERS),
-    "asynchronous": lambda tx: gx.drop_stale(tx, np.inf),  # It only counts.
-    "drop_stale": lambda tx: gx.drop_stale(tx, LIMIT),
+WORKERS, SLOW, SECONDS, SEEDS, LIMIT, MEAN = 8, 5.0, 60, 5, 1, 3
+RATES = (0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
+METHODS = {  # Its gate around an optimizer, and fields of its job.
+    "synchronous": (
+        lambda tx: gx.conditional_accumulator(tx, WORKERS),
+        {"required": WORKERS},
+    ),
+    "asynchronous": (lambda tx: gx.drop_stale(tx, np.inf), {}),  # It only counts.
+    "drop_stale": (lambda tx: gx.drop_stale(tx, LIMIT), {}),
+    "admission": (
+        lambda tx: gx.drop_stale(tx, np.inf),
+        {"pace": engines.admission(MEAN, WORKERS)},
+    ),
 }
-STYLES = [("keras", "--"), ("torch", ":"), ("gx", "-")]
+STYLES = {
+    "synchronous": ("keras", "--", "s"),
+    "asynchronous": ("torch", ":", "o"),
+    "drop_stale": ("gx", "-", "v"),
+    "admission": ("text", "-.", "D"),
+}
 
 
 def rng(*seeds):
@@ -80,16 +96,27 @@ def worker(index, seed, data):
     return engines.Worker(GRADIENT, batch, duration)
 
 
-def curve(method, rate, seed, data):
-    """The loss on all images at each second, and the share of pushes dropped."""
+class Trained(NamedTuple):
+    """One run."""
+
+    losses: list[float]  # On all images, at each second.
+    late: float  # The mean staleness of the gradients that were applied.
+    dropped: float  # The share of the pushes.
+    slow: float  # The slow worker's share of the gradients that were applied.
+    idle: float  # The share of their time that the workers waited.
+
+
+def train(method, rate, seed, data):
+    """Trains until the time is over."""
+    gate, fields = METHODS[method]
     job = engines.Job(
         net(seed),
-        METHODS[method](gx.adagrad(rate, global_clipnorm=1.0)),
+        gate(gx.adagrad(rate, global_clipnorm=1.0)),
         [worker(index, seed, data) for index in range(WORKERS)],
         pushes=2 * WORKERS * SECONDS,  # More than the time allows.
-        required=WORKERS if method == "synchronous" else None,
+        **fields,
     )
-    losses, late, pushes = [], 0, 0
+    losses, pushes = [], []
     with engines.simulated(job) as run:
         params = net(seed)
         for push in run.pushes:
@@ -98,27 +125,40 @@ def curve(method, rate, seed, data):
             if len(losses) > SECONDS:
                 break
             params, _ = run.server.pull()
-            late, pushes = late + (not push.result.applied), pushes + 1
-    return losses, late / pushes
+            pushes.append(push)
+    applied = [push for push in pushes if push.result.applied]
+    return Trained(
+        losses,
+        np.mean([push.result.staleness for push in applied]),
+        1 - len(applied) / len(pushes),
+        np.mean([push.worker == WORKERS - 1 for push in applied]),
+        sum(push.waited for push in pushes) / (WORKERS * SECONDS),
+    )
 
 
 def draw(curves, theme):
-    """The figure: a line for each method, named at its end."""
+    """The figure: the loss over the time at the best rates, and over the rates."""
     from matplotlib.figure import Figure
 
-    figure = Figure((WIDTH, 3.2), layout="constrained")
-    ax = figure.subplots()
-    for (method, losses), (shade, line) in zip(curves.items(), STYLES, strict=True):
-        ax.plot(losses, color=theme[shade], linestyle=line, linewidth=2.2)
-        end = (SECONDS, losses[-1])
-        words = {"color": theme[shade], "va": "center", "annotation_clip": False}
-        ax.annotate(f" {method}", end, **words)
-    ax.set(xlabel="seconds of the virtual clock", ylabel="loss", yscale="log")
-    ax.set(xlim=(0, SECONDS), xticks=range(0, SECONDS + 1, 10))
-    ticks = [0.2, 0.5, 1, 2, 5]
-    ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    ax.minorticks_off()
-    ax.spines[["top", "right"]].set_visible(False)
+    figure = Figure((WIDTH, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for method, losses in curves.items():
+        color, line, marker = STYLES[method]
+        look = {"color": theme[color], "linestyle": line, "linewidth": 2}
+        end = losses[:, -1]
+        left.plot(losses[end.argmin()], **look, label=method)
+        right.plot(RATES, end, **look, marker=marker, markersize=5)
+    left.set(xlabel="seconds, at the best rate of each", ylabel="loss", yscale="log")
+    left.set(xlim=(0, SECONDS), xticks=range(0, SECONDS + 1, 20))
+    ticks = [0.2, 0.5, 1, 2]
+    left.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    right.set(xlabel=f"learning rate; the loss after {SECONDS} seconds", xscale="log")
+    right.margins(x=0.08)
+    right.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
+    for ax in (left, right):
+        ax.minorticks_off()
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=len(curves), frameon=False)
     return figure
 
 
@@ -127,16 +167,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, help="pictures, without suffix")
     options = parser.parse_args()
-    data, curves, shown = digits(), {}, range(10, SECONDS + 1, 10)
-    print("the loss after s", *(f"{second:5}" for second in shown), "  dropped")
-    for rate in (RATE / 3, RATE):
-        for method in METHODS:
-            runs = [curve(method, rate, seed, data) for seed in range(SEEDS)]
-            median = np.median([losses for losses, _ in runs], axis=0)
-            reached = " ".join(f"{median[second]:5.2f}" for second in shown)
-            dropped = np.mean([share for _, share in runs])
-            print(f"{rate:g} {method:13}{reached} {dropped:9.0%}", flush=True)
-            curves[method] = median
+    data, curves = digits(), {}
+    print("loss at the end ", *(f"{rate:6g}" for rate in RATES), end="")
+    print("   late  dropped  slow share   idle")
+    for method in METHODS:
+        runs = [[train(method, rate, s, data) for s in range(SEEDS)] for rate in RATES]
+        losses = [[run.losses for run in same] for same in runs]
+        curves[method] = np.median(losses, axis=1)  # [rates, seconds]
+        ends = " ".join(f"{end:6.3f}" for end in curves[method][:, -1])
+        rest = [run[1:] for same in runs for run in same]
+        late, dropped, slow, idle = np.mean(rest, axis=0)
+        print(f"{method:16} {ends} {late:6.1f} {dropped:8.0%}", end="")
+        print(f" {slow:11.3f} {idle:6.0%}", flush=True)
     if options.out:
         save(lambda theme: draw(curves, theme), options.out)
 

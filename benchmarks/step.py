@@ -113,24 +113,31 @@ def by_gx(tx, **extra):
     )
 
 
-def by_keras(shapes, grads):
-    """Keras's Adagrad with its own clip, without the model around it."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    import keras
+def by_keras(tx=None):
+    """Keras's Adagrad with its own clip, or ours, without the model around it."""
 
-    adagrad = keras.optimizers.Adagrad(0.1, global_clipnorm=1.0)
-    adagrad.build(
-        [
-            keras.Variable("zeros", x.shape, str(x.dtype))
-            for x in jax.tree.leaves(shapes)
-        ]
-    )
+    def build(shapes, grads):
+        os.environ["KERAS_BACKEND"] = "jax"
+        import keras
 
-    def step(params, state, grads):
-        return adagrad.stateless_apply(state, grads, params)
+        from gradxform.keras import Optimizer
 
-    state = [variable.value for variable in adagrad.variables]
-    return donated(step, jax.tree.leaves(shapes), state, jax.tree.leaves(grads))
+        theirs = keras.optimizers.Adagrad(0.1, global_clipnorm=1.0)
+        optimizer = theirs if tx is None else Optimizer(tx)
+        optimizer.build(
+            [
+                keras.Variable("zeros", x.shape, str(x.dtype))
+                for x in jax.tree.leaves(shapes)
+            ]
+        )
+
+        def step(params, state, grads):
+            return optimizer.stateless_apply(state, grads, params)
+
+        state = [variable.value for variable in optimizer.variables]
+        return donated(step, jax.tree.leaves(shapes), state, jax.tree.leaves(grads))
+
+    return build
 
 
 def by_torch(**kind):
@@ -180,7 +187,8 @@ GROUPS = {
         Row("optax clip + adagrad", by_optax(OPTAX_ADAGRAD)),
         Row("gx clip + adagrad", by_gx(optax.chain(CLIP, gx.adagrad(0.1)))),
         Row("gx adagrad(global_clipnorm)", by_gx(ADAGRAD)),
-        Row("keras Adagrad(global_clipnorm)", by_keras),
+        Row("keras Adagrad(global_clipnorm)", by_keras()),
+        Row("keras Optimizer(gx.adagrad)", by_keras(ADAGRAD)),
         Row("torch clip + Adagrad", by_torch()),
         Row("torch clip + Adagrad(foreach)", by_torch(foreach=True)),
         Row("torch clip + Adagrad(fused)", by_torch(fused=True)),

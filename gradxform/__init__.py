@@ -55,6 +55,7 @@ from gradxform._late.drop_stale import DropStaleState as DropStaleState
 from gradxform._late.drop_stale import drop_stale as drop_stale
 from gradxform._late.gate import GatedTransformation as GatedTransformation
 from gradxform._late.scale_by_staleness import scale_by_staleness as scale_by_staleness
+from gradxform._late.scale_by_worker import scale_by_worker as scale_by_worker
 from gradxform._late.worker_mean import WorkerMeanState as WorkerMeanState
 from gradxform._late.worker_mean import worker_mean as worker_mean
 from gradxform._server.parameter_server import ParameterServer as ParameterServer

@@ -255,6 +255,19 @@ DESCRIPTORS = (
         local_step=0,
         real_only=True,
     ),
+    # Every push acts. The second is one step late, and the third two.
+    D(
+        "conditional_accumulator",
+        {
+            "inner": ADAGRAD,
+            "num_required": 1,
+            "max_staleness": float("inf"),
+            "weight": lambda s: 1 / (1 + s),
+        },
+        "late",
+        local_step=0,
+        figures=(0, 11.5),
+    ),
     D(
         "drop_stale",
         {
@@ -306,6 +319,7 @@ DESCRIPTORS = (
     ),
     D("scale_by_staleness", {"power": 0.5}, staleness=3, figures=(0, 3)),
     D("scale_by_staleness", {"weight": lambda s: 1 / (1 + s)}, "weight", staleness=3),
+    D("scale_by_worker", {"factors": [0.5, 2.0]}, worker=1, figures=(0, 3)),
     D(
         "compensate_delay",
         {"variance_control": 0.5},

@@ -281,15 +281,25 @@ def delayed(sequence, num_steps):
         yield waiting.pop(0) if len(waiting) > num_steps else None
 
 
-def sums(pushes, num_required, reduction="mean", *, skip_nonfinite=False):
+def sums(
+    pushes,
+    num_required,
+    reduction="mean",
+    *,
+    max_staleness=0,
+    weight=lambda s: 1,
+    skip_nonfinite=False,
+):
     """Plays ``(grads, local_step)``; yields what acts or None, step, held and stale."""
     held, global_step, stale = [], 0, 0
     for grads, local_step in pushes:
-        acts, late = None, local_step is not None and local_step < global_step
+        acts, s = None, 0 if local_step is None else global_step - local_step
         finite = all(np.isfinite(g).all() for g in grads.values())
-        stale += late
-        if not late and (finite or not skip_nonfinite):
-            held.append(grads)
+        bound = max_staleness
+        dropped = s > (bound(global_step) if callable(bound) else bound)
+        stale += dropped
+        if not dropped and (finite or not skip_nonfinite):
+            held.append(tree_map(lambda g, s=s: g * weight(max(0, s)), grads))
         if len(held) == num_required:
             divisor = num_required if reduction == "mean" else 1
             acts = tree_map(lambda g, n=divisor: g / n, total(held))
@@ -351,6 +361,8 @@ AT_ONCE = {
     "scale_by_staleness": lambda g, power=1.0, weight=None: tree_map(
         lambda x: x * (weight(3) if weight else 3**-power), g
     ),
+    # Of worker 1, as in the row of the table.
+    "scale_by_worker": lambda g, factors: tree_map(lambda x: x * factors[1], g),
     # Each parameter of the worker is smaller by 1.
     "compensate_delay": lambda g, variance_control=0.04: tree_map(
         lambda x: x + variance_control * np.abs(x) ** 2, g
@@ -401,7 +413,7 @@ def _acting(row, pushes, local_step):
     elif row.name == "worker_mean":
         played = _mean_of_one_worker(pushes, local_step, options["method"])
     else:
-        known = "num_required", "reduction", "skip_nonfinite"
+        known = "num_required", "reduction", "max_staleness", "weight", "skip_nonfinite"
         given = {k: v for k, v in options.items() if k in known}
         played = (acts for acts, *_ in sums(stamped, **given))
     return [grads for grads in played if grads is not None]

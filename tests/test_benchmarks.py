@@ -144,7 +144,7 @@ def test_a_step_is_measured(group, capsys, monkeypatch):
 
 
 LEAST = {
-    "clip + adagrad": [6] * 7,
+    "clip + adagrad": [6] * 8,
     "adagrad": [5, 5],
     "clip + novograd": [6] * 3,
     "novograd": [6, 6],
@@ -295,13 +295,36 @@ def test_a_picture_has_a_bar_a_row_and_a_panel_a_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_race_waits_in_one_method_and_drops_in_another(monkeypatch):
-    monkeypatch.setattr(race, "SECONDS", 7)
+def test_the_methods_of_the_race_wait_or_drop_or_take_all(monkeypatch):
+    monkeypatch.setattr(race, "SECONDS", 12)
     data = race.digits()
-    waiting, dropped = race.curve("synchronous", 0.3, 0, data)
-    assert len({*waiting[:5]}) == 1  # The slowest worker takes at least 4 seconds.
-    assert waiting[7] < waiting[0]
-    assert dropped == 0
-    late, dropped = race.curve("drop_stale", 0.3, 0, data)
-    assert 0.5 < dropped < 1  # With eight workers a gradient is seven steps late.
-    assert (late, dropped) == race.curve("drop_stale", 0.3, 0, data)
+    runs = {name: race.train(name, 0.1, 0, data) for name in race.METHODS}
+    # The slowest worker takes at least 4 seconds.
+    assert len({*runs["synchronous"].losses[:5]}) == 1
+    # With eight workers, a gradient is seven steps late.
+    assert 6 < runs["asynchronous"].late < 7.5
+    assert 2 < runs["admission"].late <= race.MEAN + 0.5
+    for name, run in runs.items():
+        assert run.losses[12] < run.losses[0]
+        assert (run.dropped > 0.5) == (name == "drop_stale")
+        assert run.dropped == 0 or run.slow == 0 < runs["asynchronous"].slow
+        assert (run.idle > 0.3) == (name in ("synchronous", "admission"))
+    assert runs["drop_stale"].late <= race.LIMIT
+    assert runs["admission"] == race.train("admission", 0.1, 0, data)
+
+
+def test_the_race_shows_each_method_at_its_best_rate():
+    falling = np.linspace(2, 1, race.SECONDS + 1)
+    curves = {
+        name: np.stack([falling * (1 + abs(place - best)) for place in range(6)])
+        for best, name in enumerate(race.METHODS)
+    }
+    figure = race.draw(curves, plot.THEMES["light"])
+    left, right = figure.axes
+    for best, (over_time, over_rates) in enumerate(
+        zip(left.lines, right.lines, strict=True)
+    ):
+        np.testing.assert_allclose(over_time.get_ydata(), falling)
+        ends = [1 + abs(place - best) for place in range(6)]
+        np.testing.assert_allclose(over_rates.get_ydata(), ends)
+    assert figure.get_figwidth() * 96 <= 701  # A README is so wide.

@@ -402,6 +402,13 @@ def test_donation_pairs_buffers_in_order():
     assert in_order.temp_size_in_bytes < 0.02 * size(params)
 
 
+def fedbuff(tx):
+    """It takes late gradients, and makes them smaller."""
+    return gx.conditional_accumulator(
+        tx, 2, max_staleness=jnp.inf, weight=lambda s: 1 / jnp.sqrt(1 + s)
+    )
+
+
 @pytest.mark.parametrize(
     "gate",
     [
@@ -410,6 +417,7 @@ def test_donation_pairs_buffers_in_order():
         gx.drop_stale(CLIPPED["delayed_nesterov"], 1),
         gx.conditional_accumulator(CLIPPED["adagrad"], 2),
         gx.conditional_accumulator(gx.novograd(0.1, global_clipnorm=1.0), 2),
+        fedbuff(CLIPPED["adagrad"]),
         gx.drop_stale(gx.conditional_accumulator(CLIPPED["adagrad"], 2), 1),
         gx.drop_stale(gx.delayed(gx.adagrad(0.1), 2), 1),
         gx.delayed(gx.accumulate(gx.adagrad(0.1), 2), 1),
@@ -422,6 +430,7 @@ def test_donation_pairs_buffers_in_order():
         "drop_stale-nesterov",
         "accumulator",
         "accumulator-novograd",
+        "accumulator-late",
         "both",
         "drop_stale-delayed",
         "delayed-accumulate",
@@ -439,6 +448,7 @@ def test_a_gate_around_the_step_makes_none_either(gate):
 GATES = {
     "accumulator": lambda tx: gx.conditional_accumulator(tx, 2),
     "accumulate": lambda tx: gx.accumulate(tx, 2),
+    "fedbuff": fedbuff,
     "drop_stale": lambda tx: gx.drop_stale(tx, 1),
 }
 
@@ -450,6 +460,8 @@ GATES = {
         ("accumulator", "float32", "bfloat16"),
         ("accumulator", "bfloat16", "float32"),
         ("accumulator", "bfloat16", "bfloat16"),
+        ("fedbuff", "float32", "float32"),
+        ("fedbuff", "bfloat16", "bfloat16"),
         ("accumulate", "float32", "bfloat16"),
         ("accumulate", "bfloat16", "bfloat16"),
         ("drop_stale", "float32", "bfloat16"),

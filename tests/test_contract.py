@@ -379,6 +379,25 @@ def test_inject_hyperparams(row, compiled, standard_promotion):
         chex.assert_trees_all_close(*single, rtol=1e-5)
 
 
+def test_numbers_may_be_arrays(row, compiled):
+    """JAX's, also while a program is traced that takes them as constants."""
+    defaults = {k: p.default for k, p in row.parameters().items()}
+    numbers = {
+        k: jnp.float32(v)
+        for k, v in (defaults | row.arguments()).items()
+        if isinstance(v, float)
+    }
+
+    @jax.jit
+    def update(grads, state, params, **extra):
+        return row.make(**numbers).update(grads, state, params, **extra)
+
+    state, params = row.make(**numbers).init(draw(0)), draw(0)
+    for expected in compiled.trace:
+        updates, state = update(draw(1), state, params, **row.extra(params))
+        chex.assert_trees_all_close((updates, state), expected, rtol=1e-5)
+
+
 def test_masked_and_partition_run_each_part_on_its_own(row):
     params, grads, tx = draw(0), draw(1), row.make()
     mask = {"w": True, "nested": [None, {"b": False}]}

@@ -118,6 +118,117 @@ def test_a_setting_of_compile_changes_no_numbers(k, settings):
     assert int(model.optimizer.iterations) == 24
 
 
+def shared_layer(k):
+    layers, x = k.keras.layers, k.keras.Input((8,))
+    twice = layers.Dense(8, activation="tanh")
+    return k.keras.Model(x, layers.Dense(1)(twice(twice(x))))
+
+
+def frozen_layer(k):
+    model = new_model(k)
+    model.layers[0].trainable = False
+    return model
+
+
+def layers_of_one_name(k):
+    def half():
+        layers = [k.keras.layers.Dense(8, name=name) for name in ("a", "b")]
+        return k.keras.Sequential([k.keras.Input((8,)), *layers], name="half")
+
+    class Halves(k.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = half(), half()
+            self.norm = k.keras.layers.BatchNormalization()
+            self.out = k.keras.layers.Dense(1, name="a")
+
+        def call(self, x, training=False):
+            x = self.norm(self.second(self.first(x)), training=training)
+            return self.out(x)
+
+    return Halves()
+
+
+def constraints(k):
+    layers = k.keras.layers
+    return k.keras.Sequential(
+        [
+            k.keras.Input((8,)),
+            layers.Dense(16, kernel_constraint="non_neg", kernel_regularizer="l2"),
+            layers.Dropout(0.2, seed=1),
+            layers.Dense(1, kernel_constraint=k.keras.constraints.MaxNorm(0.3)),
+        ]
+    )
+
+
+def eight_bits(k):
+    model = new_model(k)
+    for layer in model.layers:  # Its scales are trainable, and have no gradient.
+        layer.quantize("float8")
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [shared_layer, frozen_layer, layers_of_one_name, constraints, eight_bits]
+)
+def test_any_model_trains_as_with_keras(k, make):
+    models = []
+    for tx in (k.keras.optimizers.Adagrad(0.1), k.Optimizer(gx.adagrad(0.1))):
+        k.keras.utils.set_random_seed(0)
+        models.append(make(k))
+        models[-1].compile(optimizer=tx, loss="mse")
+        start = values(models[-1].weights)
+        fit(models[-1], epochs=2)
+        models[-1].train_on_batch(X[:8], Y[:8])
+        fit(models[-1])
+    theirs, ours = models
+    assert len(ours.optimizer.variables) == len(ours.trainable_variables) + 1
+    assert_close(ours.weights, theirs.weights, rtol=1e-4, atol=1e-5)
+    assert any(np.any(a != b) for a, b in zip(start, values(ours.weights), strict=True))
+
+
+@pytest.mark.parametrize("inject", [False, True])
+def test_a_schedule_of_keras_is_one_of_optax(k, inject):
+    schedule = k.keras.optimizers.schedules.ExponentialDecay(0.1, 4, 0.5)
+    expected, _ = train(k, k.keras.optimizers.SGD(schedule))
+    sgd = optax.inject_hyperparams(optax.sgd) if inject else optax.sgd
+    model, _ = train(k, k.Optimizer(sgd(schedule)))
+    assert_close(model.weights, expected.weights)
+
+
+def test_a_run_that_was_stopped_goes_on(k, tmp_path):
+    def made():
+        tx = optax.chain(
+            optax.add_noise(0.01, 0.5, 0), gx.accumulate(gx.novograd(0.1), 3)
+        )
+        return k.Optimizer(tx)
+
+    class Stop(k.keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise KeyboardInterrupt
+
+    whole, _ = train(k, made(), epochs=4)
+    backup = k.keras.callbacks.BackupAndRestore(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        train(k, made(), epochs=4, callbacks=[backup, Stop()])
+    backup = k.keras.callbacks.BackupAndRestore(tmp_path)
+    rest, history = train(k, made(), epochs=4, callbacks=[backup])
+    assert len(history["loss"]) == 2
+    assert_equal(rest.weights, whole.weights)
+    assert_equal(rest.optimizer.variables, whole.optimizer.variables)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_injected_numbers_in_half_precision(k, exact):
+    """As the page says: by default optax rounds them to the parameters' bfloat16."""
+    k.keras.config.set_dtype_policy("bfloat16")
+    more = {"hyperparam_dtype": jnp.float32} if exact else {}
+    tx = optax.inject_hyperparams(optax.adam, **more)(0.01)
+    _, history = train(k, k.Optimizer(tx))
+    assert np.isfinite(history["loss"][-1]) == exact
+
+
 STEPS = {
     "accumulate": lambda tx: gx.accumulate(tx, 2),
     "conditional_accumulator": lambda tx: gx.conditional_accumulator(tx, 2),
@@ -290,6 +401,60 @@ def test_masks_see_the_paths_of_variables(k):
         assert same == ("kernel" in after.path), after.path
 
 
+def test_the_state_is_made_once(k, monkeypatch):
+    """The variables are copies of it, and each copy frees its leaf."""
+    layers = [k.keras.layers.Dense(256, use_bias=False) for _ in range(8)]
+    params = k.keras.Sequential([k.keras.Input((256,)), *layers]).trainable_variables
+    size, peaks = 8 * 256 * 256 * 4, []
+    add_variable = k.Optimizer.add_variable
+
+    def noted(self, *args, **kwargs):
+        made = add_variable(self, *args, **kwargs)
+        peaks.append(sum(x.nbytes for x in jax.live_arrays()))
+        return made
+
+    monkeypatch.setattr(k.Optimizer, "add_variable", noted)
+    optimizer = k.Optimizer(optax.adam(0.01))
+    before = sum(x.nbytes for x in jax.live_arrays())
+    optimizer.build(params)
+    after = sum(x.nbytes for x in jax.live_arrays())
+    assert after - before == pytest.approx(2 * size, rel=0.01)  # mu and nu
+    assert max(peaks) - after < 0.4 * size  # Two leaves of sixteen, each size / 8.
+
+
+def compiled_step(optimizer):
+    """The donated step of ``fit``, with a model of three layers, and its bytes."""
+    import keras
+
+    layers = [keras.layers.Dense(256, activation="relu") for _ in range(3)]
+    model = keras.Sequential([keras.Input((256,)), *layers])
+    model.compile(optimizer=optimizer, loss="mse")
+    batch = np.ones((8, 256), np.float32), np.ones((8, 256), np.float32)
+    model.fit(*batch, verbose=0)
+    of = model.trainable_variables, model.non_trainable_variables
+    of += model.optimizer.variables, model.metrics_variables
+    state = tuple([v.value for v in variables] for variables in of)
+    step = jax.jit(model.train_step, donate_argnums=0).lower(state, batch).compile()
+    return step.cost_analysis()["bytes accessed"], step.memory_analysis()
+
+
+@pytest.mark.parametrize("name", ["adam", "adagrad", "adagrad, clipped"])
+def test_a_step_of_fit_costs_as_much_as_that_of_keras(k, name):
+    theirs, ours = {
+        "adam": lambda: (k.keras.optimizers.Adam(), optax.adam(1e-3)),
+        "adagrad": lambda: (k.keras.optimizers.Adagrad(), gx.adagrad(1e-3)),
+        "adagrad, clipped": lambda: (
+            k.keras.optimizers.Adagrad(global_clipnorm=1.0),
+            gx.adagrad(1e-3, global_clipnorm=1.0),
+        ),
+    }[name]()
+    moved, memory = compiled_step(k.Optimizer(ours))
+    expected, limit = compiled_step(theirs)
+    assert moved <= 1.001 * expected
+    assert memory.temp_size_in_bytes <= limit.temp_size_in_bytes + 1024
+    assert memory.alias_size_in_bytes >= 0.99 * memory.output_size_in_bytes
+
+
 def test_two_variables_of_one_path_are_trained(k):
     variables = [k.keras.Variable(np.float32(n), name="w") for n in range(3)]
     assert len({v.path for v in variables}) == 1
@@ -414,3 +579,25 @@ def test_a_step_without_a_gradient_leaves_its_variable(k):
         optimizer.apply([jnp.ones(2), None], [a, b])
     assert np.all(np.asarray(a.value) < 1)
     np.testing.assert_array_equal(b.value, np.ones(2))
+
+
+@pytest.mark.usefixtures("bounded", "cluster")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_recipe_on_ray_trains_a_table_that_no_worker_holds(k):
+    section = test_frameworks.PAGE.partition("### On Ray, with a table")[2]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    left = {"__name__": "__main__"}
+    exec(code, left)
+    assert left["run"].counts().accepted > 250
+    (first, _), _, (loss, accuracy) = left["history"]
+    assert loss < 0.3 < first
+    assert accuracy > 0.97
+    # What a worker does, this process has done for `history`.
+    table, part = (1_000_000, 16), left["part"]
+    assert part[0].dense_shape == table
+    assert part[0].values.shape == (1024, 16)
+    assert table not in {x.shape for x in jax.live_arrays()}
+    batch = left["words"], left["labels"]
+    compiled = left["value_and_grad"].lower(part, *batch).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20

@@ -11,8 +11,10 @@ a skipped push copies nothing.
 - ``drop_stale``: the gate that drops gradients that come too late.
 - ``worker_mean``: the gate for workers whose data differ, with a row for each.
 - ``delayed``: gradients that are applied a fixed number of steps late.
+- ``lateness``: how late a gradient is, whether that is too late, what it then counts.
 - ``scale_by_staleness``, ``compensate_delay``: links to put inside a gate; they make a
   late gradient smaller, or correct it.
+- ``scale_by_worker``: a factor for each worker.
 - ``counters``: finds the states of gates; ``global_step`` and ``staleness_fraction``.
 - ``sums``: adds up pushes until there are enough, and makes one step of them.
 - ``accumulator``: the gate around such sums for several workers, some of them late.

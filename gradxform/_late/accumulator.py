@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import gate
+from gradxform._late import gate, lateness
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.sums import Reduction, Sums
@@ -42,6 +43,8 @@ def conditional_accumulator(
     inner: optax.GradientTransformation,
     num_required: jax.typing.ArrayLike | optax.Schedule,
     *,
+    max_staleness: jax.typing.ArrayLike | optax.Schedule = 0,
+    weight: Callable[[jax.Array], jax.typing.ArrayLike] | None = None,
     reduction: Reduction = "mean",
     accumulator_dtype: jax.typing.DTypeLike | None = None,
 ) -> GatedTransformation:
@@ -49,17 +52,25 @@ def conditional_accumulator(
 
     .. math::
 
-        fresh &\iff local\_step \ge global\_step \\
-        sum &\leftarrow sum + g, \quad n \leftarrow n + 1 \quad\text{where fresh} \\
+        s &= global\_step - local\_step \\
+        accepted &\iff s \le max\_staleness(global\_step) \\
+        sum &\leftarrow sum + weight(\max(0, s)) \cdot g, \quad n \leftarrow n + 1
+            \quad\text{where accepted} \\
         g_{inner} &= sum / n \quad\text{once } n \ge num\_required
 
-    A push whose ``local_step`` is behind ``global_step`` is dropped, and
-    ``stale_count`` grows by 1. Every other push is added, even one of zeros. When the
-    last of ``num_required`` pushes arrives, ``inner`` runs once on their mean,
-    ``global_step`` grows by 1, and sum and count start again from 0. Until then the
-    updates are zero, and the inner state stays bit-identical. NaN or inf in a dropped
-    gradient reaches nothing. The types of updates and state are described in
-    :func:`drop_stale`.
+    A push that is more than ``max_staleness`` steps late is dropped, and
+    ``stale_count`` grows by 1. By default each late push is dropped. Every other push
+    is added, even one of zeros. When the last of ``num_required`` pushes arrives,
+    ``inner`` runs once on their mean, ``global_step`` grows by 1, and sum and count
+    start again from 0. Until then the updates are zero, and the inner state stays
+    bit-identical. NaN or inf in a dropped gradient reaches nothing. The types of
+    updates and state are described in :func:`drop_stale`.
+
+    The mean divides by the number of pushes, not by the sum of their weights. So late
+    pushes make the step smaller. With ``max_staleness=jnp.inf`` and
+    ``weight=lambda s: 1 / jnp.sqrt(1 + s)`` this is FedBuff, whose workers push the
+    result of :func:`local_steps`. Other systems divide by something else: the page on
+    papers says by what.
 
     ``None`` for a leaf adds nothing to its sum, just as zeros would. ``inner`` receives
     the mean over all pushes, even if the last one has ``None`` for that leaf. If no
@@ -80,6 +91,14 @@ def conditional_accumulator(
       inner: the transformation behind the gate, a whole optimizer as a rule.
       num_required: how many pushes make a step, in [1, 2³¹ - 1]; or a schedule that
         gives this number for each ``global_step``.
+      max_staleness: how many steps late a gradient may be, as in :func:`drop_stale`: an
+        integer ≥ 0, inf, or a schedule that gives this number for each
+        ``global_step``.
+      weight: a function that takes the staleness of an accepted push, an int32 scalar,
+        and returns its factor, a real scalar ≥ 0; None is a factor of 1. A gradient
+        ahead of its time has staleness 0 here. The product is not rounded to the
+        gradient's dtype. :ref:`The page on late gradients <weights>` has the published
+        weights.
       reduction: what ``inner`` receives: ``"mean"``, ``"sum"`` or ``"row_mean"``. With
         the last one each row (index of the first axis) is divided by the number of
         pushes that held it, as TensorFlow does with row-sparse gradients. A dense
@@ -94,16 +113,22 @@ def conditional_accumulator(
       A transformation with state :class:`ConditionalAccumulatorState`.
 
     Raises:
-      ValueError: ``num_required`` is out of range, or ``reduction`` is unknown; a
-        ``local_step`` that is no array is not in [0, 2³¹ - 1].
-      TypeError: ``inner`` is no transformation; ``num_required`` is no integer, or its
-        schedule gives no number; ``update`` is called without ``local_step``, or it is
-        no integer; updates do not have the structure or the shapes of the parameters.
+      ValueError: ``num_required`` is out of range; ``max_staleness`` is negative or
+        NaN; ``weight`` gives a number that is known here, and negative, infinite or
+        NaN; ``reduction`` is unknown; a ``local_step`` that is no array is not in
+        [0, 2³¹ - 1].
+      TypeError: ``inner`` is no transformation; ``num_required`` is no integer;
+        ``max_staleness`` is neither an integer nor inf; a schedule gives no number;
+        ``weight`` is not a function, or gives no real scalar; ``update`` is called
+        without ``local_step``, or it is no integer; updates do not have the structure
+        or the shapes of the parameters.
 
     References:
       ``tf.ConditionalAccumulator``, ``tf.train.SyncReplicasOptimizer``.
       Chen et al., `Revisiting distributed synchronous SGD
       <https://arxiv.org/abs/1604.00981>`__, 2016 (backup workers).
+      Nguyen et al., `Federated learning with buffered asynchronous aggregation
+      <https://arxiv.org/abs/2106.06639>`__, 2022 (FedBuff).
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = gx.conditional_accumulator(optax.sgd(1.0), num_required=2)
@@ -116,8 +141,22 @@ def conditional_accumulator(
     Array(-2., dtype=float32)
     >>> state.global_step, state.num_accumulated, state.stale_count
     (Array(1, dtype=int32), Array(0, dtype=int32), Array(1, dtype=int32))
+
+    With FedBuff's weight, the push of the third worker counts half:
+
+    >>> tx = gx.conditional_accumulator(
+    ...     optax.sgd(1.0),
+    ...     num_required=1,
+    ...     max_staleness=jnp.inf,
+    ...     weight=lambda s: 1 / jnp.sqrt(1 + s),
+    ... )
+    >>> state = tx.init(params)._replace(global_step=jnp.int32(3))
+    >>> tx.update(jnp.array(100.0), state, local_step=0)[0]  # -100 / √4
+    Array(-50., dtype=float32)
     """
     sums = Sums(inner, num_required, reduction, accumulator_dtype)
+    max_staleness = lateness.checked_bound(max_staleness)
+    lateness.check_weight(weight)
 
     def init_fn(params: optax.Params) -> ConditionalAccumulatorState:
         return ConditionalAccumulatorState(
@@ -134,11 +173,17 @@ def conditional_accumulator(
         **extra: Any,
     ) -> tuple[Outcome, ConditionalAccumulatorState]:
         local_step = checks.local_step("conditional_accumulator", local_step)
-        # fresh iff local_step >= global_step
-        fresh = local_step >= state.global_step
-        state = state._replace(stale_count=increment_if(~fresh, state.stale_count))
+        # accepted iff s <= max_staleness(global_step)
+        accepted = lateness.is_fresh(state.global_step, local_step, max_staleness)
+        factor = None
+        if weight is not None:
+            # weight(max(0, s)), asked only for accepted pushes
+            s = jnp.maximum(0, lateness.staleness(state.global_step, local_step))
+            factor = lateness.factor(weight, jnp.where(accepted, s, 0))
+        state = state._replace(stale_count=increment_if(~accepted, state.stale_count))
+        extra["local_step"] = local_step
         return sums.push(
-            apply_if, updates, state, params, fresh, local_step=local_step, **extra
+            apply_if, updates, state, params, accepted, factor=factor, **extra
         )
 
     return gate.gate(init_fn, inner, push_fn)

@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from gradxform._late import gate
+from gradxform._late import gate, lateness
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.missing import LeafFlags
-from gradxform._trees import checks, constants, dtypes
+from gradxform._trees import checks, constants
 
 
 class DropStaleState(NamedTuple):
@@ -107,12 +106,7 @@ def drop_stale(
     (Array(2, dtype=int32), Array(1, dtype=int32), Array(2, dtype=int32))
     """
     checks.transformation("inner", inner)
-    if not callable(max_staleness):
-        given = max_staleness
-        max_staleness = checks.in_range("max_staleness", given, "[0, inf]")
-        known = not isinstance(max_staleness, jax.core.Tracer)
-        if known and not np.isinf(float(max_staleness)):
-            checks.integer_scalar("max_staleness", given)
+    max_staleness = lateness.checked_bound(max_staleness)
 
     def init_fn(params: optax.Params) -> DropStaleState:
         # Three arrays, not one three times: a buffer can be donated only once.
@@ -135,17 +129,10 @@ def drop_stale(
     ) -> tuple[Outcome, DropStaleState]:
         del params
         local_step = checks.local_step("drop_stale", local_step)
-        # staleness = global_step - local_step, at most the largest int32
-        earliest = state.global_step - np.iinfo(np.int32).max
-        staleness = state.global_step - jnp.maximum(local_step, earliest)
-
+        # staleness = global_step - local_step
+        staleness = lateness.staleness(state.global_step, local_step)
         # fresh iff staleness <= max_staleness(global_step)
-        limit = max_staleness
-        if callable(max_staleness):
-            limit = checks.scheduled(
-                "max_staleness", max_staleness, state.global_step, "[0, inf]"
-            )
-        fresh = _at_most(staleness, limit)
+        fresh = lateness.is_fresh(state.global_step, local_step, max_staleness)
         # A gate inside this one needs the same local_step.
         extra |= {"local_step": local_step, "staleness": staleness}
         outcome, inner_state, _ = apply_if(
@@ -159,9 +146,3 @@ def drop_stale(
         )
 
     return gate.gate(init_fn, inner, push_fn)
-
-
-def _at_most(staleness: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:
-    if isinstance(limit, int) or jnp.issubdtype(jnp.result_type(limit), jnp.integer):
-        return staleness <= dtypes.saturated(limit)
-    return staleness.astype(jnp.float32) <= jnp.asarray(limit, jnp.float32)  # inf, too

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._late import lateness
 from gradxform._trees import arithmetic, checks, dtypes, maps
 from gradxform._trees.stateless import stateless
 
@@ -59,12 +60,7 @@ def scale_by_staleness(
     Array([2.], dtype=float32)
     """
     power = checks.in_range("power", power, "[0, inf)")
-    if weight is not None and not callable(weight):
-        raise TypeError(
-            "weight must be a function of the staleness, such as lambda s: 1 / (1 + "
-            f"s), got {weight!r}; under optax.inject_hyperparams name it in "
-            "static_args."
-        )
+    lateness.check_weight(weight)
 
     def scaled(
         updates: optax.Updates,
@@ -80,19 +76,15 @@ def scale_by_staleness(
         checks.integer_scalar("staleness", staleness)
         # s = max(0, staleness)
         s = jnp.maximum(0, dtypes.saturated(staleness))
-        factor: jax.typing.ArrayLike | None = None
-        if weight is not None:
-            factor = weight(s)
-            checks.real_scalar("weight(staleness)", factor)
-            factor = checks.in_range("weight(staleness)", factor, "[0, inf)")
+        factor = None if weight is None else lateness.factor(weight, s)
 
         # g · weight(s), or g / max(1, s)^power
         def weigh(g: jax.Array) -> jax.Array:
             if factor is not None:
                 return arithmetic.scale(g, factor)
             dtype = dtypes.compute_dtype(g)
-            lateness = jnp.maximum(1, s.astype(dtype))
-            return arithmetic.scale(g, lateness ** -jnp.asarray(power, dtype))
+            late = jnp.maximum(1, s.astype(dtype))
+            return arithmetic.scale(g, late ** -jnp.asarray(power, dtype))
 
         return maps.map_updates(weigh, updates)
 

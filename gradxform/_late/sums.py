@@ -5,6 +5,7 @@ A gate around it says which pushes it takes; all else is the same for each gate.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -73,13 +74,14 @@ class Sums:
         params: optax.Params | None,
         accepted: jax.Array,
         *,
+        factor: jax.typing.ArrayLike | None = None,
         leaf_flags: LeafFlags | None = None,
         **extra: object,
     ) -> tuple[Outcome, Any]:
         """The outcome, and the new state.
 
-        An ``accepted`` push is added, and makes the step if it is the last one needed;
-        any other changes nothing.
+        An ``accepted`` push is added, times ``factor``, and makes the step if it is the
+        last one needed; any other changes nothing.
         """
         checks.same_shapes("updates", updates, "accumulated", state.accumulated)
         count = state.num_accumulated + accepted.astype(jnp.int32)
@@ -87,7 +89,7 @@ class Sums:
 
         total, row_counts = typed_cond(
             accepted,
-            lambda: self._sums_with(updates, leaf_flags, state, count, full),
+            lambda: self._sums_with(updates, factor, leaf_flags, state, count, full),
             lambda: (state.accumulated, state.row_counts),
         )
         pushed = state.pushed | (accepted & missing.holds(updates, leaf_flags))
@@ -127,13 +129,14 @@ class Sums:
     def _sums_with(
         self,
         updates: optax.Updates,
+        factor: jax.typing.ArrayLike | None,
         leaf_flags: LeafFlags | None,
         state: Any,
         count: jax.Array,
         full: jax.Array,
     ) -> tuple[optax.Updates, optax.Updates]:
         """Sums and row counts with this push; divides the sums if it is the last."""
-        # sum + g and n + 1; in a table only for the rows that the push holds
+        # sum + factor g and n + 1; in a table only for the rows that the push holds
         flags = missing.flags_of(updates, leaf_flags)
         pushed = maps.sum_duplicates(missing.chosen(flags, updates))
         by_row = self._reduction == "row_mean"
@@ -148,7 +151,9 @@ class Sums:
             )
             row_counts = maps.put_rows(pushed, row_counts, counts)
         sums = maps.map_state(
-            arithmetic.wide_sum, pushed, maps.rows(pushed, state.accumulated)
+            functools.partial(arithmetic.wide_sum, factor=factor),
+            pushed,
+            maps.rows(pushed, state.accumulated),
         )
         sums = maps.put_rows(pushed, state.accumulated, sums)
         if self._reduction != "sum":

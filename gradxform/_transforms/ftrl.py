@@ -194,7 +194,7 @@ def ftrl(
             divisor = scaled(jnp.asarray(beta, n.dtype) + _root(n, power), of_weights)
             divisor += scaled(jnp.asarray(l2, n.dtype), 2, of_gradients)
             is_zero = divisor < np.finfo(n.dtype).tiny
-            if isinstance(l1, jax.core.Tracer) or l1 != 0:
+            if not checks.is_known(l1, 0):
                 size, least = jnp.abs(z), scaled(jnp.asarray(l1, n.dtype), of_gradients)
                 is_zero |= size <= least  # False for NaN, which stays.
                 size = jnp.where(is_zero, 1, size)
@@ -249,7 +249,7 @@ def ftrl(
 
 def _root(n: jax.Array, power: jax.typing.ArrayLike) -> jax.Array:
     """``n^-power`` with a finite derivative at 0."""
-    if not isinstance(power, jax.core.Tracer) and power == -0.5:
+    if checks.is_known(power, -0.5):
         return arithmetic.safe_sqrt(n)
     exponent = -jnp.asarray(power, n.dtype)
     is_zero = n == 0

@@ -125,7 +125,7 @@ def scale_by_novograd(
     eps = checks.in_range("eps", eps, "[0, inf)")
     weight_decay = checks.in_range("weight_decay", weight_decay, "[0, inf)")
     checks.state_dtype("mu_dtype", mu_dtype, complex_too=True)
-    decays = isinstance(weight_decay, jax.core.Tracer) or weight_decay != 0
+    decays = not checks.is_known(weight_decay, 0)
 
     def decayed(params: optax.Params) -> PyTree[bool]:
         prefix = True if mask is None else mask

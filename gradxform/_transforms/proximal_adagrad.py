@@ -127,7 +127,7 @@ def proximal_adagrad(
             step = arithmetic.scale(dtypes.widen(g).astype(wide.dtype), eta)
             decay, v = arithmetic.scale(eta, l2), wide - step
             step += arithmetic.scale(wide, decay)
-            if isinstance(l1, jax.core.Tracer) or l1 != 0:
+            if not checks.is_known(l1, 0):
                 size, least = jnp.abs(v), arithmetic.scale(eta, l1)
                 is_zero = size <= least  # False for NaN, which stays.
                 step += arithmetic.scale(v, least / jnp.where(is_zero, 1, size))

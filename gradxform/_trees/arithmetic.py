@@ -28,10 +28,16 @@ def scale_leading(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
     return scale(x, expand(jnp.asarray(factor), x))
 
 
-def wide_sum(x: jax.Array, total: jax.Array) -> jax.Array:
-    """``total + x`` in at least float32, in the precision of ``total``, unrounded."""
+def wide_sum(
+    x: jax.Array, total: jax.Array, factor: jax.typing.ArrayLike | None = None
+) -> jax.Array:
+    """``total + x`` in at least float32, in the precision of ``total``, unrounded.
+
+    With a real ``factor`` it is ``total + factor · x``.
+    """
     wide = widen(total)
-    return wide + widen(x).astype(wide.dtype)
+    x = widen(x).astype(wide.dtype)
+    return wide + (x if factor is None else scale(x, factor))
 
 
 def integer_sum(x: jax.Array, total: jax.Array) -> jax.Array:

@@ -55,6 +55,14 @@ def in_range(name: str, value: Any, interval: str) -> Any:  # Any kind of number
     return value
 
 
+def is_known(value: jax.typing.ArrayLike, number: float) -> bool:
+    """Whether a value is this number; a traced value may be any number.
+
+    NumPy compares: while JAX traces, it would trace the comparison with an array, too.
+    """
+    return not isinstance(value, jax.core.Tracer) and bool(np.asarray(value) == number)
+
+
 def scheduled(
     name: str, schedule: optax.Schedule, global_step: jax.Array, interval: str
 ) -> jax.typing.ArrayLike:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Iterable, Mapping
 
 from gradxform._trees import checks
@@ -48,13 +49,16 @@ class Scheduler:
         begun = self._ledger.begun
         self._late = {i for i, x in begun.items() if now >= x.at + self._deadline}
         self._there = [index for index in members if index not in self._late]
-        self._local_steps = [
+        self._local_steps = tuple(
             x.global_step for index, x in begun.items() if index not in self._late
-        ]
+        )
         for index in self._there:
             if index not in self._free_since:  # It has joined.
                 self._free_since[index] = now
                 self._catch_up(index, self._there)
+        # A rule sees the mapping itself, and cannot change it.
+        clocks = {index: self._clock(index) for index in self._there}
+        self._clocks = types.MappingProxyType(clocks)
 
     @property
     def sees_none(self) -> bool:
@@ -85,8 +89,8 @@ class Scheduler:
         ledger = self._ledger
         progress = Progress(
             index,
-            {i: self._clock(i) for i in self._there},
-            tuple(self._local_steps),
+            self._clocks,
+            self._local_steps,
             ledger.global_step,
             ledger.accumulated,
             ledger.accepted + len(self._local_steps),
@@ -102,7 +106,7 @@ class Scheduler:
         worker, number = self._handed_to(index) or (index, self._ledger.next(index))
         waited = self._now - self._free_since[index]
         begun = Begun(worker, number, self._ledger.global_step, self._now, waited)
-        self._local_steps.append(begun.global_step)
+        self._local_steps += (begun.global_step,)
         self._ledger.begin(index, begun)
         return begun
 

@@ -47,10 +47,10 @@ class Optimizer(keras.optimizers.Optimizer):
     ``path``, such as ``"sequential/dense/kernel"``, to its value. Masks and labels see
     these paths: ``jax.tree.map_with_path(lambda path, _: ..., params)`` makes them.
 
-    Clips, weight decay, moving averages and the accumulation of gradients are parts of
-    the transformation, so Keras's arguments for them do not exist here. In ``fit`` no
-    gradient is late: a gate gets its own global step as ``local_step``. Other extra
-    arguments do not exist in Keras.
+    Clips, weight decay and the accumulation of gradients are parts of the
+    transformation, so Keras's arguments for them do not exist here, and neither does
+    ``use_ema``. In ``fit`` no gradient is late: a gate gets its own global step as
+    ``local_step``. Other extra arguments do not exist in Keras.
 
     Attributes:
       variables: ``iterations``, then one variable for each leaf of the state. A leaf is
@@ -127,10 +127,12 @@ class Optimizer(keras.optimizers.Optimizer):
             ) from error
         super().build(variables)
         leaves, self._structure = jax.tree.flatten_with_path(state)
-        self._leaves = {
-            jax.tree_util.keystr(path): self._variable(path, leaf)
-            for path, leaf in leaves
-        }
+        del state
+        kept = {}
+        while leaves:  # A leaf is freed when its variable has a copy.
+            path, leaf = leaves.pop(0)
+            kept[jax.tree_util.keystr(path)] = self._variable(path, leaf)
+        self._leaves = kept
 
     def _variable(self, path: tuple[Any, ...], leaf: jax.typing.ArrayLike) -> _Leaf:
         """A variable with the value and the sharding of a leaf of the state."""

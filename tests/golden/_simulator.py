@@ -225,6 +225,63 @@ def federated(params, pushes, alpha, weight, buffer=1):
         yield {"staleness": staleness, "global_step": global_step, "params": params}
 
 
+def buffered(params, pushes, rule, size, weight, divisor=None, bound=math.inf):
+    """x = x - u(sum_i w(s_i) g_i / n), over ``size`` pushes with s_i <= bound.
+
+    ``divisor`` says what n is, from the weights w(s_i); without it n is 1.
+    """
+    held, global_step = [], 0
+    for push in pushes:
+        staleness = global_step - push["local_step"]
+        accepted = staleness <= bound
+        if accepted:
+            held.append((weight(staleness), push["grads"], staleness))
+        if len(held) == size:
+            weights, _, late = zip(*held, strict=True)
+            n = divisor(weights) if divisor else 1
+            total = {
+                name: sum(w * np.array(g[name]) for w, g, _ in held) / n
+                for name in params
+            }
+            update = rule(total, max(late))
+            params = {name: x - update[name] for name, x in params.items()}
+            held, global_step = [], global_step + 1
+        event = {"staleness": staleness, "global_step": global_step, "params": params}
+        yield dict(event, accepted=accepted)
+
+
+def gradient_descent(rate):
+    """u = rate g."""
+    return lambda g, late: {name: rate * x for name, x in g.items()}
+
+
+def adam(rate, b1, b2, eps, amsgrad=False, threshold=math.inf):
+    """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g², both corrected for their start.
+
+    u = rate m / (sqrt(v) + eps). AMSGrad has the largest v so far, and corrects it
+    afterwards. If the latest push in the buffer is later than the threshold, the rate
+    is divided by its staleness.
+    """
+    state = {"m": {}, "v": {}, "largest": {}, "t": 0}
+
+    def rule(g, late):
+        state["t"] += 1
+        t, update = state["t"], {}
+        for name, x in g.items():
+            m = b1 * state["m"].get(name, 0.0) + (1 - b1) * x
+            v = b2 * state["v"].get(name, 0.0) + (1 - b2) * x * x
+            largest = np.maximum(state["largest"].get(name, 0.0), v)
+            state["m"][name], state["v"][name] = m, v
+            state["largest"][name] = largest
+            second = (largest if amsgrad else v) / (1 - b2**t)
+            update[name] = rate * m / (1 - b1**t) / (np.sqrt(second) + eps)
+            if late > threshold:
+                update[name] = update[name] / late
+        return update
+
+    return rule
+
+
 def polynomial(a):
     """w(s) = (s + 1)^-a; FedBuff's is a = 1/2."""
     return lambda s: (s + 1) ** -a
@@ -240,6 +297,38 @@ def weight_of(settings):
     options = settings.get("staleness_fn_kwargs", {})
     makers = {"polynomial": polynomial, "hinge": hinge}
     return makers[settings["staleness_fn"]](**options) if options else always(1)
+
+
+def flsims_weight(settings):
+    """The weight of a case of flsim.json: 1 at the average staleness."""
+    options = settings["staleness_weight"]
+    if "cutoff" in options:
+        cutoff, later = options["cutoff"], options["value_after_cutoff"]
+
+        def weight(s):
+            return 1 if s <= cutoff else later
+
+    else:
+        weight = polynomial(options["exponent"])
+    return lambda s: weight(s) / weight(options["avg_staleness"])
+
+
+def buffered_of(case):
+    """The arguments of ``buffered`` for a case of flsim.json or fadas.json."""
+    settings = case["settings"]
+    rate = settings["lr"]
+    options = [rate, *(settings.get(n) for n in ("beta1", "beta2", "eps"))]
+    if "update_freq" in settings:
+        bound = math.inf if settings["tauc"] is None else settings["tauc"]
+        rule = adam(*options, amsgrad=True, threshold=bound)
+        return rule, settings["update_freq"], always(1), len
+    weight = flsims_weight(settings)
+    kind = settings["reduction_type"]
+    if not kind.startswith("WEIGHTED"):
+        weight = always(1)
+    divisor = sum if kind.endswith("AVERAGE") else None
+    rule = adam(*options) if "beta1" in settings else gradient_descent(rate)
+    return rule, settings["buffer_size"], weight, divisor, settings["max_staleness"]
 
 
 def rule_of(case):
@@ -294,9 +383,12 @@ def replayed(case):
         expected = run(rule, start, gradient, duration, workers, gives_up=late)
     else:
         start = {name: np.array(x) for name, x in case["params"].items()}
-        settings = case["settings"]
-        weight, buffer = weight_of(settings), settings.get("K", 1)
-        expected = federated(start, case["events"], settings["alpha"], weight, buffer)
+        settings, events = case["settings"], case["events"]
+        if "alpha" in settings:
+            weight, buffer = weight_of(settings), settings.get("K", 1)
+            expected = federated(start, events, settings["alpha"], weight, buffer)
+        else:
+            expected = buffered(start, events, *buffered_of(case))
     for event in case["events"]:
         yield event, next(expected)
 

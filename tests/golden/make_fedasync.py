@@ -36,7 +36,10 @@ def arrays(state):
 
 
 def run(name, aggregator, settings, weight, why_not=None):
-    """One case; a push is a gradient or a local model, as is APPFL's default."""
+    """One case; a push is a gradient or a local model, as is APPFL's default.
+
+    A buffer of K pushes is an accumulator that adds them.
+    """
     configs = OmegaConf.create(dict({"alpha": 0.25}, **settings))
     server = aggregator(Model(), configs)
     for client in range(4):
@@ -57,14 +60,21 @@ def run(name, aggregator, settings, weight, why_not=None):
         if server.global_step > before:
             event["params"] = after
         events.append(event)
+    sgd = {"transformation": "sgd", "learning_rate": 0.25}
     ours = {
         "transformation": "drop_stale",
         "max_staleness": np.inf,
-        "inner": [
-            {"transformation": "scale_by_staleness", "weight": weight},
-            {"transformation": "sgd", "learning_rate": 0.25},
-        ],
+        "inner": [{"transformation": "scale_by_staleness", "weight": weight}, sgd],
     }
+    if "K" in settings:
+        ours = {
+            "transformation": "conditional_accumulator",
+            "num_required": settings["K"],
+            "max_staleness": np.inf,
+            "weight": weight,
+            "reduction": "sum",
+            "inner": sgd,
+        }
     symbol = aggregator.__module__ + "." + aggregator.__name__
     case = {"name": name, "symbol": symbol, "settings": OmegaConf.to_object(configs)}
     case.update(dtype="float64", ours=None if why_not else ours)
@@ -75,7 +85,6 @@ def run(name, aggregator, settings, weight, why_not=None):
 
 def cases():
     gradient = {"gradient_based": True}
-    buffer = "a buffer of K late gradients: conditional_accumulator drops what is late"
     mixed = "a local model is mixed in: its gradient is of the server's parameters"
     hinge, polynomial = "1 if s <= 4 else 1 / (10 (s - 4) + 1)", "(s + 1)^-0.5"
     return [
@@ -93,14 +102,13 @@ def cases():
             FedBuffAggregator,
             dict(gradient, K=3, **POLYNOMIAL),
             polynomial,
-            buffer,
         ),
         run(
             "fedbuff-local-model",
             FedBuffAggregator,
             dict(K=3, **POLYNOMIAL),
             polynomial,
-            buffer,
+            mixed,
         ),
     ]
 

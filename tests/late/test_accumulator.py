@@ -17,26 +17,52 @@ PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 GRADS = {"w": jnp.full((2, 3), 2.0), "b": jnp.full(3, -1.0)}
 
 
+def fedbuff(s):
+    """FedBuff's weight, 1 / √(1 + s), for JAX."""
+    return 1 / jnp.sqrt(1 + s)
+
+
+# How late a push may be, and its weight: for JAX, and in NumPy.
+LATE = {
+    "fresh": ({}, {}),
+    "one": ({"max_staleness": 1}, {"max_staleness": 1}),
+    "inf": ({"max_staleness": jnp.inf}, {"max_staleness": np.inf}),
+    "schedule": ({"max_staleness": jnp.sqrt}, {"max_staleness": np.sqrt}),
+    "fedbuff": (
+        {"max_staleness": jnp.inf, "weight": fedbuff},
+        {"max_staleness": np.inf, "weight": lambda s: (1 + s) ** -0.5},
+    ),
+    "linear": (  # It is below 0 for a push that is dropped.
+        {"max_staleness": 2, "weight": lambda s: 1 - s / 3},
+        {"max_staleness": 2, "weight": lambda s: 1 - s / 3},
+    ),
+}
+
+
 @functools.cache
-def step_of(num_required, reduction):
-    tx = gx.conditional_accumulator(optax.sgd(0.5), num_required, reduction=reduction)
+def step_of(num_required, reduction, late):
+    tx = gx.conditional_accumulator(
+        optax.sgd(0.5), num_required, reduction=reduction, **LATE[late][0]
+    )
     return tx, jax.jit(functools.partial(gx.apply_gradients, tx))
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=120, deadline=None)
 @hypothesis.given(
     num_required=st.integers(1, 4),
     reduction=st.sampled_from(["mean", "sum"]),
+    late=st.sampled_from([*LATE]),
     pushes=st.lists(
         st.tuples(st.floats(-2, 2, width=16), st.integers(-1, 4)), max_size=14
     ),
 )
-def test_equals_a_plain_loop(num_required, reduction, pushes):
-    tx, step = step_of(num_required, reduction)
+def test_equals_a_plain_loop(num_required, reduction, late, pushes):
+    tx, step = step_of(num_required, reduction, late)
     param = jnp.float32(1.0)
     state = tx.init(param)
     named = [({"w": np.float64(grad)}, local_step) for grad, local_step in pushes]
-    expected, wanted = oracles.sums(named, num_required, reduction), 1.0
+    expected = oracles.sums(named, num_required, reduction, **LATE[late][1])
+    wanted = 1.0
     for (grad, local_step), played in zip(pushes, expected, strict=True):
         acts, *counts, held, stale = played
         param, state = step(
@@ -47,6 +73,128 @@ def test_equals_a_plain_loop(num_required, reduction, pushes):
         assert state[:3] == (*counts, len(held), stale)
         total = sum(g["w"] for g in held)
         np.testing.assert_allclose(state.accumulated, total, rtol=1e-5, atol=1e-6)
+
+
+def pushed(tx, pushes, params, *, jit=True):
+    """The state and the parameters after these pushes, ``(grads, local_step)``."""
+    step = functools.partial(gx.apply_gradients, tx)
+    step = jax.jit(step) if jit else step
+    state = tx.init(params)
+    for grads, local_step in pushes:
+        params, state = step(grads, state, params, local_step=jnp.int32(local_step))
+    return params, state
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_late_push_counts_its_weight_and_the_mean_is_over_pushes(jit):
+    """1 and 3 make a step; 4 is a step late and 8 in time: (4 / √2 + 8) / 2."""
+    tx = gx.conditional_accumulator(
+        optax.sgd(1.0), 2, max_staleness=jnp.inf, weight=fedbuff
+    )
+    pushes = [(jnp.float32(g), k) for g, k in ((1.0, 0), (3.0, 0), (4.0, 0), (8.0, 1))]
+    params, state = pushed(tx, pushes[:2], jnp.float32(0), jit=jit)
+    assert (params, state.global_step, state.stale_count) == (-2.0, 1, 0)
+    params, state = pushed(tx, pushes[:3], jnp.float32(0), jit=jit)
+    assert (params, state.num_accumulated, state.stale_count) == (-2.0, 1, 0)
+    np.testing.assert_allclose(state.accumulated, 4 / np.sqrt(2), rtol=1e-6)
+    params, state = pushed(tx, pushes, jnp.float32(0), jit=jit)
+    np.testing.assert_allclose(params, -2 - (4 / np.sqrt(2) + 8) / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_push_that_is_too_late_asks_for_no_weight_and_reaches_nothing(jit):
+    tx = gx.conditional_accumulator(
+        optax.sgd(1.0), 1, max_staleness=1, weight=lambda s: 1 / (2 - s)
+    )
+    params = {"w": jnp.zeros(3), "b": jnp.zeros(())}
+    fresh = [(jax.tree.map(jnp.ones_like, params), k) for k in range(2)]
+    params_before, before = pushed(tx, fresh, params, jit=jit)
+    wild = {"w": jnp.array([jnp.nan, 1.0, jnp.inf]), "b": jnp.float32(1)}
+    after = pushed(tx, [*fresh, (wild, 0)], params, jit=jit)
+    assert after[1].stale_count == before.stale_count + 1 == 1
+    expected = params_before, before._replace(stale_count=after[1].stale_count)
+    jax.tree.map(np.testing.assert_array_equal, after, expected)
+
+
+def test_a_push_ahead_of_its_time_has_the_weight_of_a_fresh_one():
+    tx = gx.conditional_accumulator(optax.sgd(1.0), 1, weight=lambda s: 2 + s)
+    params, _ = pushed(tx, [(jnp.float32(1), 5)], jnp.float32(0))
+    assert params == -2.0
+
+
+def test_the_weight_is_not_rounded_to_half_precision():
+    """The sum takes weight times gradient in its own precision, float32."""
+    tx = gx.conditional_accumulator(
+        optax.identity(), 3, max_staleness=4, weight=lambda s: 1 + s / 1024
+    )
+    params, grad = jnp.zeros(2, jnp.bfloat16), jnp.full(2, 1.0, jnp.bfloat16)
+    state = tx.init(params)._replace(global_step=jnp.int32(4))
+    for local_step in (3, 1):
+        _, state = tx.update(grad, state, params, local_step=local_step)
+    np.testing.assert_array_equal(state.accumulated, np.float32(2 + 4 / 1024))
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float16", "float32"])
+def test_the_weight_scales_each_kind_of_number(dtype):
+    tx = gx.conditional_accumulator(
+        optax.identity(), 2, max_staleness=3, weight=lambda s: 1 / (1 + s)
+    )
+    grad = (
+        np.array([1.5 - 2j, -0.25 + 1j]).astype(dtype)
+        if "c" in dtype
+        else (np.array([1.5, -0.25], dtype))
+    )
+    state = tx.init(jnp.zeros(2, dtype))._replace(global_step=jnp.int32(3))
+    for local_step in (0, 2):
+        updates, state = tx.update(jnp.asarray(grad), state, local_step=local_step)
+    np.testing.assert_allclose(updates, grad * (1 / 4 + 1 / 2) / 2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "row_mean"])
+def test_weighted_rows_of_tables_equal_the_formula(reduction):
+    """Rows 1 and 3 twice, with 1/2 for the late push; by hand, in float64."""
+    tx = gx.conditional_accumulator(
+        optax.sgd(1.0),
+        2,
+        max_staleness=1,
+        weight=lambda s: 1 / (1 + s),
+        reduction=reduction,
+    )
+    table = jnp.zeros((5, 2))
+
+    def rows(indices, values):
+        values = np.float32(values)[:, None] * np.float32([1.0, -2.0])
+        return gx.IndexedSlices(jnp.array(indices), jnp.asarray(values), (5, 2))
+
+    state = tx.init(table)._replace(global_step=jnp.int32(1))
+    for grads, local_step in (
+        (rows([1, 3, 3, 5], [1.0, 2.0, 4.0, 9.0]), 0),  # 5 is padding.
+        (rows([4, 3, 1, 5], [8.0, 16.0, 0.0, 9.0]), 1),
+    ):
+        table, state = gx.apply_gradients(
+            tx, grads, state, table, local_step=local_step
+        )
+    total = np.array([0, 0.5, 0, 3 + 16, 8.0])
+    divisor = {"mean": 2, "sum": 1, "row_mean": np.array([1, 2, 1, 2, 1])}[reduction]
+    expected = -np.outer(total / divisor, [1.0, -2.0])
+    np.testing.assert_allclose(table, expected, rtol=1e-6)
+
+
+def test_a_server_adds_late_pushes_with_their_weights():
+    tx = gx.conditional_accumulator(
+        optax.sgd(1.0), 2, max_staleness=1, weight=lambda s: 1 / (1 + s)
+    )
+    server = gx.ParameterServer({"w": jnp.zeros(2)}, tx)
+    answers = [
+        server.push({"w": jnp.full(2, grad)}, local_step)
+        for grad, local_step in ((1.0, 0), (3.0, 0), (4.0, 0), (8.0, 1), (99.0, 0))
+    ]
+    assert [a.applied for a in answers] == [True, True, True, True, False]
+    assert [a.staleness for a in answers] == [0, 0, 1, 0, 2]
+    assert [a.global_step for a in answers] == [0, 1, 1, 2, 2]
+    # -(1 + 3) / 2 - (4 / 2 + 8) / 2
+    assert server.pull()[0]["w"].tolist() == [-7.0, -7.0]
+    assert (server.stats().accepted, server.stats().dropped) == (4, 1)
 
 
 def test_an_accepted_nan_spoils_its_own_round_alone():
@@ -198,6 +346,21 @@ def test_compensation_is_newton_on_a_parabola():
          "num_required must be an integer scalar, got 1.5"),
         (lambda: gx.conditional_accumulator(optax.sgd(1.0), 2, reduction="max"),
          ValueError, "reduction must be one of 'mean', 'sum', 'row_mean', got 'max'"),
+        (lambda: gx.conditional_accumulator(optax.sgd(1.0), 2, max_staleness=-1),
+         ValueError, r"max_staleness must be in \[0, inf\], got -1"),
+        (lambda: gx.conditional_accumulator(optax.sgd(1.0), 2, max_staleness=1.5),
+         TypeError, r"max_staleness must be an integer scalar, got 1\.5"),
+        (lambda: gx.conditional_accumulator(optax.sgd(1.0), 2, weight=0.5),
+         TypeError, r"weight must be a function of the staleness.*, got 0\.5"),
+        (lambda: _weighed(lambda s: -1), ValueError,
+         r"weight\(staleness\) must be in \[0, inf\), got -1"),
+        (lambda: _weighed(lambda s: jnp.nan), ValueError,
+         r"weight\(staleness\) must be in \[0, inf\), got nan"),
+        (lambda: _weighed(lambda s: jnp.ones(2)), TypeError,
+         r"weight\(staleness\) must be a real scalar, got "),
+        (lambda: _update(gx.conditional_accumulator(
+            optax.sgd(1.0), 2, max_staleness=lambda k: -1.0), local_step=0),
+         ValueError, r"max_staleness\(global_step\) must be in \[0, inf\], got -1"),
         (lambda: gx.scale_by_staleness(-1.0), ValueError,
          r"power must be in \[0, inf\)"),
         (lambda: gx.compensate_delay(-0.1), ValueError,
@@ -220,6 +383,12 @@ def test_bad_input(make, error, message):
 
 def _update(tx, **extra):
     return tx.update(GRADS, tx.init(PARAMS), PARAMS, **extra)
+
+
+def _weighed(weight):
+    return _update(
+        gx.conditional_accumulator(optax.sgd(1.0), 2, weight=weight), local_step=0
+    )
 
 
 def test_a_sum_of_negative_gradients_reaches_its_leaf_as_well():
