@@ -61,5 +61,6 @@ def test_the_run_of_an_engine_goes_on(tmp_path):
     expected = unpacked(golden.ENGINE, tmp_path)
     resumed, made, counts, state = golden.ran(3 * golden.SAVED, tmp_path)
     assert (resumed, made) == (expected["resumed"], 2 * golden.SAVED)
-    assert counts._asdict() == expected["counts"]
+    # Later versions count more.
+    assert counts._asdict() | expected["counts"] == counts._asdict()
     assert_numbers(state, expected["after"])

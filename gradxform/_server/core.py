@@ -113,7 +113,7 @@ class Core:
         """
         self.check_usable()
         if push_id is not None:
-            if (answer := self._answer_to(push_id)) is not None:
+            if (answer := self._answer_to(push_id, local_step)) is not None:
                 return answer
             if self.takes <= 0:
                 raise TakesNoMoreError("the server takes no more pushes of workers.")
@@ -132,13 +132,19 @@ class Core:
             self.takes -= 1
         return result
 
-    def _answer_to(self, push_id: tuple[Hashable, int]) -> PushResult | None:
-        """The answer that this push has got before; None if it is new."""
+    def _answer_to(
+        self, push_id: tuple[Hashable, int], local_step: int
+    ) -> PushResult | None:
+        """The answer that this push has got before; None if it is new.
+
+        Another worker may have made it, with another local step.
+        """
         known = self._answers.get(push_id[0])
         if known is None or push_id[1] > known.number:
             return None
         if push_id[1] == known.number:
-            return known.result
+            staleness = known.result.staleness + known.local_step - local_step
+            return known.result._replace(staleness=max(0, staleness))
         raise AnsweredError(
             f"push_id={push_id} comes after {push_id[0], known.number}: give each "
             "push of a worker a higher number than the one before."

@@ -114,7 +114,9 @@ class Job(NamedTuple):
       deadline: the seconds after which a gradient under way no longer counts for
         ``pace``, in (0, inf]; virtual ones on :func:`simulated`. Its number is given
         to one other worker as well, on the same minibatch. The first answer wins, and
-        the other changes nothing. By default there is no deadline.
+        the other changes nothing. So ``batch`` should be a function of the number: on
+        :func:`threads` nobody else can draw from a stream while it blocks. By default
+        there is no deadline.
     """
 
     params: optax.Params | Callable[[], optax.Params]

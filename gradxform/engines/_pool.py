@@ -239,10 +239,13 @@ class WorkerPool:
             yield push
         elif isinstance(outcome, GivenUpError):
             ledger.give_up(index)  # `_hand_out` starts this number again.
+            self._scheduler.take_back(index, begun)
         elif isinstance(outcome, REASONS):
             ledger.leave_unanswered(index)
             if isinstance(outcome, StreamEndedError) and begun.worker == index:
                 self._leave(index)
+            if isinstance(outcome, ServerDiedError):  # Or its own process.
+                self._scheduler.take_back(index, begun)
             if isinstance(outcome, RefusedError):
                 (local_step,) = outcome.args
                 if not is_past(local_step, ledger.incarnation):

@@ -134,6 +134,11 @@ class Scheduler:
         self._handed_on.discard(index)
         self._free_since[index] = now
 
+    def take_back(self, index: int, begun: Begun) -> None:
+        """Lets somebody else have a number, if the one who got it has no answer."""
+        if begun.worker != index:
+            self._handed_on.discard(begun.worker)
+
     def next_deadline(self, now: float) -> float:
         """When the next gradient passes its deadline; inf if none will."""
         ends = (begun.at + self._deadline for begun in self._ledger.begun.values())

@@ -25,7 +25,10 @@ import gradxform as gx
 from gradxform import engines
 from gradxform.engines import _pool, _threads
 from gradxform.engines._ledger import Ledger
+from gradxform.engines._pool import WorkerPool
 from gradxform.engines._scheduler import Scheduler
+from gradxform.engines._stops import GivenUpError
+from gradxform.engines._work import ServerDiedError
 from tests.engines.test_ledger import World
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -786,6 +789,31 @@ def test_a_number_from_before_a_death_of_the_server_is_not_handed_on():
     assert ledger.go_back(world.status) == 2
     scheduler.survey(members, 100.0)
     assert scheduler.begin(0)[:2] == (0, 0)
+
+
+@pytest.mark.parametrize("outcome", [GivenUpError(), ServerDiedError()])
+def test_a_number_is_handed_on_again_if_a_helper_gives_it_back(outcome):
+    run = Fleet(make_job(3, one_slow(3), 20, deadline=4.0))
+    run.now = 5.0  # Then all three are late, and two are free again.
+    for helper, expected in ((1, (0, 0)), (2, (2, 0)), (1, (0, 0))):
+        list(run._take(helper, outcome))
+        run._scheduler.survey(run._members, run.now)
+        assert run._scheduler.begin(helper)[:2] == expected
+
+
+class Fleet(WorkerPool):
+    """A pool without an engine, in which everybody has begun."""
+
+    def __init__(self, job):
+        super().__init__(job)
+        self.now = 0.0
+        self._begin(World().status)
+        self._scheduler.survey(self._members, self.now)
+        for index in self._members:
+            self._scheduler.begin(index)
+
+    def _clock(self):
+        return self.now
 
 
 RULES_OF_ALL = {
