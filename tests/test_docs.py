@@ -34,7 +34,7 @@ def test_docstring_has_all_sections(name):
         assert "\nArgs:\n" in doc
     if inspect.isfunction(called):
         assert "\nReturns:\n" in doc
-    assert re.search(r"^(References:\n  |Source: )\S", doc, re.M)
+    assert re.search(r"^References:\n  \S", doc, re.M)
     assert re.search(r"^>>> (import|from) .*gradxform", doc, re.M)
     examples = doctest.DocTestParser().get_examples(doc)
     assert any(e.want or e.source.startswith("assert ") for e in examples)

@@ -61,8 +61,9 @@ class ParameterServer(Generic[Params]):
         at the price of one more pass over them. Padding of :class:`IndexedSlices`
         counts for nothing.
 
-    Source: the parameter servers of TensorFlow 1.x, ``tf.train.SyncReplicasOptimizer``
-    and ``tf.contrib.opt.DropStaleGradientOptimizer``.
+    References:
+      The parameter servers of TensorFlow 1.x, ``tf.train.SyncReplicasOptimizer`` and
+      ``tf.contrib.opt.DropStaleGradientOptimizer``.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax, threading
     >>> tx = gx.drop_stale(optax.sgd(0.1), max_staleness=4)

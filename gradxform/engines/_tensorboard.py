@@ -63,7 +63,8 @@ class TensorBoard:
         comes after ``close``.
       OSError: the folder cannot be made, or is not writable.
 
-    Source: the fraction is that of ``tf.contrib.opt.DropStaleGradientOptimizer``.
+    References:
+      ``tf.contrib.opt.DropStaleGradientOptimizer``, for the fraction.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax, tempfile
     >>> from gradxform import engines
