@@ -15,6 +15,7 @@ a skipped push copies nothing.
 - ``scale_by_staleness``, ``compensate_delay``: links to put inside a gate; they make a
   late gradient smaller, or correct it.
 - ``scale_by_worker``: a factor for each worker.
+- ``workers``: the extra argument that says who has pushed.
 - ``counters``: finds the states of gates; ``global_step`` and ``staleness_fraction``.
 - ``sums``: adds up pushes until there are enough, and makes one step of them.
 - ``accumulator``: the gate around such sums for several workers, some of them late.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._late import workers
 from gradxform._trees import arithmetic, checks, dtypes, maps
 from gradxform._trees.stateless import stateless
 
@@ -67,13 +68,7 @@ def scale_by_worker(
         worker: jax.typing.ArrayLike | None = None,
         **_: object,
     ) -> optax.Updates:
-        meaning = "the index of the worker that computed"
-        worker = checks.extra_argument("scale_by_worker", "worker", worker, meaning)
-        checks.integer_scalar("worker", worker)
-        if not isinstance(worker, jax.Array):
-            checks.in_range("worker", worker, f"[0, {n})")
-        i = dtypes.saturated(worker)
-        known, row = (i >= 0) & (i < n), jnp.clip(i, 0, n - 1)
+        known, row = workers.row_of("scale_by_worker", worker, n)
 
         # factors_i g
         def scale(g: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._late import gate, missing
+from gradxform._late import gate, missing, workers
 from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
@@ -186,7 +186,7 @@ def worker_mean(
             boxes.as_in(updates, state.table),
             lambda g: (n, *np.shape(g)),
         )
-        accepted, i = _worker(worker, n)
+        accepted, i = workers.row_of("worker_mean", worker, n)
         extra["worker"] = i
         if local_step is not None or method == "all":
             extra["local_step"] = checks.local_step("worker_mean", local_step)
@@ -200,17 +200,6 @@ def worker_mean(
         return outcome, new._replace(stale_count=stale_count)
 
     return gate.gate(init_fn, inner, push_fn)
-
-
-def _worker(worker: jax.typing.ArrayLike | None, n: int) -> tuple[jax.Array, jax.Array]:
-    """Whether this worker exists, and its row."""
-    meaning = "the index of the worker that computed"
-    worker = checks.extra_argument("worker_mean", "worker", worker, meaning)
-    checks.integer_scalar("worker", worker)
-    if not isinstance(worker, jax.Array):
-        checks.in_range("worker", worker, f"[0, {n})")
-    i = dtypes.saturated(worker)
-    return (i >= 0) & (i < n), jnp.clip(i, 0, n - 1)
 
 
 def num_workers_of(state: optax.OptState) -> int | None:
