@@ -47,7 +47,7 @@ class Scheduler:
         """Looks who is there; the questions that follow are about this moment."""
         self._now, self._members = now, members
         begun = self._ledger.begun
-        self._late = {i for i, x in begun.items() if now >= x.at + self._deadline}
+        self._late = {index for index, x in begun.items() if self._is_late(x, now)}
         self._there = [index for index in members if index not in self._late]
         self._local_steps = tuple(
             x.global_step for index, x in begun.items() if index not in self._late
@@ -68,6 +68,9 @@ class Scheduler:
     def is_late(self, index: int) -> bool:
         """Whether a worker's gradient was past its deadline at that moment."""
         return index in self._late
+
+    def _is_late(self, begun: Begun, now: float) -> bool:
+        return now >= begun.at + self._deadline
 
     def _clock(self, index: int) -> int:
         return self._ledger.next(index) + self._ahead.get(index, 0)
@@ -128,8 +131,8 @@ class Scheduler:
 
     def end(self, index: int, members: Mapping[int, Worker], now: float) -> None:
         """A worker is free again. Called before the ledger forgets its gradient."""
-        self.survey(members, now)
-        if index in self._late:
+        if self._is_late(self._ledger.begun[index], now):
+            self.survey(members, now)
             self._catch_up(index, self._there)
         self._handed_on.discard(index)
         self._free_since[index] = now

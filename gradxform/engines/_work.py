@@ -129,8 +129,8 @@ class Gradient:
             raise RefusedError(self.local_step) from error
         except AnsweredError as error:
             raise SupersededError from error
-        push = Push(*self._push_id, self.local_step, loss, norm, result)
-        return push._replace(computing=computing)
+        answered = *self._push_id, self.local_step, loss, norm, result
+        return Push(*answered, computing=computing)
 
 
 def cast_back(worker: Worker, params: optax.Params) -> Worker:

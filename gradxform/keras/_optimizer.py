@@ -130,11 +130,12 @@ class Optimizer(keras.optimizers.Optimizer):
         del state
         kept = {}
         while leaves:  # A leaf is freed when its variable has a copy.
-            path, leaf = leaves.pop(0)
-            kept[jax.tree_util.keystr(path)] = self._variable(path, leaf)
+            keys, leaf = leaves.pop(0)
+            path = jax.tree_util.keystr(keys)
+            kept[path] = self._variable(path, leaf)
         self._leaves = kept
 
-    def _variable(self, path: tuple[Any, ...], leaf: jax.typing.ArrayLike) -> _Leaf:
+    def _variable(self, path: str, leaf: jax.typing.ArrayLike) -> _Leaf:
         """A variable with the value and the sharding of a leaf of the state."""
         leaf = jnp.array(leaf)  # A copy: a leaf may be a parameter, and Keras donates.
         random = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -143,7 +144,7 @@ class Optimizer(keras.optimizers.Optimizer):
             value.shape,
             dtype=value.dtype.name,
             layout=_layout(value),
-            name=re.sub(r"\W+", "_", jax.tree_util.keystr(path)).strip("_") or "state",
+            name=re.sub(r"\W+", "_", path).strip("_") or "state",
         )
         variable.assign(value)
         return _Leaf(variable, jax.random.key_impl(leaf) if random else None)
