@@ -261,8 +261,7 @@ def printing(parser: argparse.ArgumentParser) -> Iterator[None]:
 
 def find_packages(args: argparse.Namespace) -> None:
     """Raises ``ImportError`` if a package is missing that the options need."""
-    of_demo = ("rich",) if args.list else ("flax", "matplotlib", "rich", "sklearn")
-    extras = dict.fromkeys(of_demo, "demo")
+    extras = dict.fromkeys(("flax", "matplotlib", "rich", "sklearn"), "demo")
     if args.engine == "ray":
         extras["ray"] = "ray"
     if args.checkpoint:
@@ -278,14 +277,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     with printing(parser):  # `--help` prints, too.
         args = parser.parse_args(argv)
+    if args.list:
+        with printing(parser):
+            listing.print_names()
+        return
     try:
         find_packages(args)
     except ImportError as error:
         parser.error(str(error))
-    if args.list:
-        with printing(parser):
-            listing.print_table()
-        return
 
     model, digits = build_model(args.seed), load_digits()
     start = time.perf_counter()

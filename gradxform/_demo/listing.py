@@ -1,20 +1,20 @@
-"""The public names as a table, read from the package itself: ``--list``."""
+"""The public names, read from the package's own source: ``--list``."""
 
 from __future__ import annotations
 
-import inspect
+import ast
+import functools
+import pathlib
 import re
+import shutil
 import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TypeAlias
 
-import gradxform as gx
+Definition: TypeAlias = ast.ClassDef | ast.FunctionDef
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-WIDTH = 60  # Enough for each name, and for words beside it.
+PACKAGES = ("", "engines", "keras")
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 class Row(NamedTuple):
@@ -27,19 +27,42 @@ class Row(NamedTuple):
 
 
 def rows() -> Iterator[Row]:
-    """All public functions and classes by name; states have no row of their own."""
-    for name in sorted(vars(gx)):
-        value = getattr(gx, name)
-        if name.startswith("_") or name.endswith("State") or not callable(value):
+    """All public functions and classes by name; states have no row of their own.
+
+    Keras and Ray need not be installed, since nothing is imported.
+    """
+    for package in PACKAGES:
+        public = dict(_definitions(ROOT / package))
+        for name in sorted(public):
+            if name.endswith("State"):
+                continue
+            doc = ast.get_docstring(public[name]) or ""
+            states = re.findall(r":class:`(\w+State)`", _section(doc, "Returns"))
+            yield Row(
+                f"{package}.{name}".removeprefix("."),
+                re.sub(r":\w+:`~[\w.]*\.|:\w+:|`", "", doc.partition("\n")[0]),
+                tuple(field for state in states for field in _fields(public[state])),
+                tuple(re.findall(r"^(\w+):", _section(doc, "Extra arguments"), re.M)),
+            )
+
+
+def _definitions(folder: pathlib.Path) -> Iterator[tuple[str, Definition]]:
+    """What a package imports as ``x as x``, and where that is defined."""
+    for node in _body(folder / "__init__.py"):
+        if not isinstance(node, ast.ImportFrom) or node.module is None:
             continue
-        doc = inspect.getdoc(value) or ""
-        states = re.findall(r":class:`(\w+State)`", _section(doc, "Returns"))
-        yield Row(
-            name,
-            doc.split("\n")[0].replace("``", ""),
-            tuple(field for state in states for field in getattr(gx, state)._fields),
-            tuple(re.findall(r"^(\w+):", _section(doc, "Extra arguments"), re.M)),
-        )
+        module = ROOT.parent / node.module.replace(".", "/")
+        if module == ROOT:  # A package in it, which has rows of its own.
+            continue
+        for defined in _body(module.with_suffix(".py")):
+            is_definition = isinstance(defined, ast.ClassDef | ast.FunctionDef)
+            if is_definition and defined.name in {alias.asname for alias in node.names}:
+                yield defined.name, defined
+
+
+@functools.cache
+def _body(path: pathlib.Path) -> list[ast.stmt]:
+    return ast.parse(path.read_text("utf-8")).body
 
 
 def _section(doc: str, title: str) -> str:
@@ -48,28 +71,22 @@ def _section(doc: str, title: str) -> str:
     return textwrap.dedent(found[1]) if found else ""
 
 
-def print_table() -> None:
-    """Prints all rows, as wide as the terminal is; names stay in one piece."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+def _fields(state: Definition) -> Iterator[str]:
+    for node in state.body:
+        if isinstance(node, ast.AnnAssign):
+            yield ast.unparse(node.target)
 
-    table = Table(show_lines=True)
-    table.add_column("name", no_wrap=True)
-    table.add_column("what it does", overflow="fold")
+
+def print_names() -> None:
+    """Prints all rows, as wide as the terminal is."""
+    width, lines = shutil.get_terminal_size().columns, []
     for row in rows():
-        lines = [row.what]
+        lines.append(row.name)
+        texts = [row.what]
         for title, names in (("state", row.state), ("extra arguments", row.extra)):
             if names:
-                lines.append(f"{title}: {', '.join(names)}")
-        cells = row.name, "\n".join(lines)
-        table.add_row(*map(escape, cells))  # Brackets in them are no markup.
-    # A narrower terminal breaks the lines by itself.
-    show(table, Console(width=max(Console().width, WIDTH)))
-
-
-def show(table: Table, screen: Console) -> None:
-    """Prints a table with ``print``, which raises Python's own errors."""
-    with screen.capture() as text:
-        screen.print(table)
-    print(text.get(), end="")
+                texts.append(f"{title}: {', '.join(names)}")
+        for text in texts:
+            indents = {"initial_indent": " " * 4, "subsequent_indent": " " * 8}
+            lines += textwrap.wrap(text, width, **indents, break_long_words=False)
+    print("\n".join(lines))

@@ -12,7 +12,6 @@ import optax
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._demo.listing import show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,7 +75,10 @@ def print_report(
     norm = f"{float(optax.tree.get(state, 'global_norm')):.3f}"
     report.add_row("gradient norm", norm, "of the last step, before the clip")
     report.add_row("seconds", f"{seconds:.1f}", "of starting, compiling and training")
-    show(report, console.Console())
+    screen = console.Console()
+    with screen.capture() as text:
+        screen.print(report)
+    print(text.get(), end="")  # It raises Python's own errors.
 
 
 def add_bars(report: Table, results: Sequence[gx.PushResult]) -> None:
