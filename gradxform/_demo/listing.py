@@ -54,9 +54,9 @@ def _definitions(folder: pathlib.Path) -> Iterator[tuple[str, Definition]]:
         module = ROOT.parent / node.module.replace(".", "/")
         if module == ROOT:  # A package in it, which has rows of its own.
             continue
+        names = {alias.asname for alias in node.names}
         for defined in _body(module.with_suffix(".py")):
-            is_definition = isinstance(defined, ast.ClassDef | ast.FunctionDef)
-            if is_definition and defined.name in {alias.asname for alias in node.names}:
+            if isinstance(defined, Definition) and defined.name in names:
                 yield defined.name, defined
 
 
@@ -87,6 +87,6 @@ def print_names() -> None:
             if names:
                 texts.append(f"{title}: {', '.join(names)}")
         for text in texts:
-            indents = {"initial_indent": " " * 4, "subsequent_indent": " " * 8}
-            lines += textwrap.wrap(text, width, **indents, break_long_words=False)
+            wrapped = textwrap.wrap(text, width - 4, subsequent_indent=" " * 4)
+            lines += [f"    {line}" for line in wrapped]
     print("\n".join(lines))
