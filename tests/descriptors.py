@@ -235,7 +235,7 @@ DESCRIPTORS = (
         "conditional_accumulator",
         {"inner": NOVOGRAD, "num_required": 1},
         local_step=1,
-        figures=(0, 11.5),
+        figures=(0, 10),
     ),
     # The second of three pushes acts, and the third is stale.
     D(
@@ -266,7 +266,7 @@ DESCRIPTORS = (
         },
         "late",
         local_step=0,
-        figures=(0, 11.5),
+        figures=(0, 10),
     ),
     D(
         "drop_stale",
@@ -279,7 +279,7 @@ DESCRIPTORS = (
         "accumulator",
         local_step=0,
     ),
-    D("accumulate", {"inner": NOVOGRAD, "num_required": 1}, figures=(0, 11.5)),
+    D("accumulate", {"inner": NOVOGRAD, "num_required": 1}, figures=(0, 10)),
     # With one worker each push is a step; the third is stale.
     Dense(
         "worker_mean",

@@ -67,10 +67,8 @@ def test_a_step_costs_what_its_row_says(row):
     if row.name == "ftrl" and jax.__version_info__ < (0, 12):
         # There the CPU compiler copies the sums of squares before it reads them twice.
         copies, passes = copies + 1, passes + 2
-    # A mean over pushes counts half of a pass more before JAX 0.12.
-    more = 0.01 if jax.__version_info__ >= (0, 12) else 0.51
     assert copies <= found[0] < copies + 0.01
-    assert passes <= found[1] < passes + more
+    assert passes <= found[1] < passes + 0.01
     # Parameters and state are updated in place.
     assert memory.alias_size_in_bytes >= n + size(state)
     if row in UNGATED:
@@ -447,7 +445,6 @@ def test_a_gate_around_the_step_makes_none_either(gate):
 
 GATES = {
     "accumulator": lambda tx: gx.conditional_accumulator(tx, 2),
-    "accumulate": lambda tx: gx.accumulate(tx, 2),
     "fedbuff": fedbuff,
     "drop_stale": lambda tx: gx.drop_stale(tx, 1),
 }
@@ -462,8 +459,6 @@ GATES = {
         ("accumulator", "bfloat16", "bfloat16"),
         ("fedbuff", "float32", "float32"),
         ("fedbuff", "bfloat16", "bfloat16"),
-        ("accumulate", "float32", "bfloat16"),
-        ("accumulate", "bfloat16", "bfloat16"),
         ("drop_stale", "float32", "bfloat16"),
         ("drop_stale", "bfloat16", "bfloat16"),
     ],
@@ -491,7 +486,7 @@ def added(tx, params):
     """A donated push. The compiler knows that it completes no step."""
 
     def push(params, state, grads):
-        state = state._replace(num_accumulated=jnp.int32(0))
+        state = state._replace(num_accumulated=jnp.int32(1))
         return gx.apply_gradients(tx, grads, state, params)
 
     push = jax.jit(push, donate_argnums=(0, 1))
@@ -550,7 +545,7 @@ def test_a_push_that_is_added_is_one_pass_over_sum_and_gradient(dtype, passes):
     """The sum is float32 for both dtypes. In float32 on the whole GPT-2-small."""
     model = gpt2_small if dtype == "float32" else each_kind
     params = model(jnp.dtype(dtype))
-    push = added(MICRO_BATCHES["adagrad"][0], params)
+    push = added(gx.accumulate(CLIPPED["adagrad"], 3), params)
     assert push.memory_analysis().temp_size_in_bytes < 0.02 * size(params)
     accessed = push.cost_analysis()["bytes accessed"] / size(params)
     assert passes <= accessed < passes + 0.01

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,10 +118,7 @@ def accumulate(
         params: optax.Params | None,
         **extra: Any,
     ) -> tuple[Outcome, AccumulateState]:
-        # Always true, but the compiler does not know that, and keeps a conditional. The
-        # sum comes out of it in its own buffer. Without the conditional the step would
-        # read a copy of it.
-        accepted = state.num_accumulated >= 0
+        accepted: jax.Array | Literal[True] = True
         if skip_nonfinite:
             accepted = _all_finite(updates, state.global_step)
             number = increment_if(~accepted, state.nonfinite_count)
