@@ -100,6 +100,30 @@ def lower_step(tx, params, write=gx_step, grads=None):
     return step.lower(params, state, params if grads is None else grads)
 
 
+def lower_training(tx, params, loss_fn, *batch, write=gx_step, scanned=False, **extra):
+    """The step as users write it, loss and gradients inside, on placed shapes.
+
+    Parameters and state are donated. With ``scanned`` the arrays of the batch have one
+    axis more, in front, and a scan over it makes a push of each part. ``extra`` are the
+    shapes of extra arguments of ``tx``. The step returns the loss as well.
+    """
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    state = placed(jax.eval_shape(tx.init, params), mesh)
+    like = jax.tree.map(lambda x: x.sharding, (params, state))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(like, None))
+    def step(params, state, *batch, **extra):
+        def push(model, batch):
+            loss, grads = jax.value_and_grad(loss_fn)(model[0], *batch)
+            return write(tx, *model, grads, **extra), loss
+
+        model = params, state
+        return jax.lax.scan(push, model, batch) if scanned else push(model, batch)
+
+    batch, extra = placed((batch, extra), mesh)
+    return step.lower(params, state, *batch, **extra)
+
+
 def arrays(types):
     """Bytes and memory space (0 is HBM, 1 VMEM) of each array in the text of a type."""
     for dtype, dims, layout in re.findall(r"(\w+)\[([\d,]*)\](?:{([^}]*)})?", types):

@@ -59,6 +59,18 @@ def small_leaves(n=2000, size=256, dtype=jnp.float32):
     return _leaves({f"{i}": (size,) for i in range(n)}, dtype)
 
 
+def dense_layers(number=12, width=1024, dtype=jnp.float32):
+    """Square layers, one after the other; :func:`squares` is a loss for them."""
+    return _leaves({f"{i:03}": (width, width) for i in range(number)}, dtype)
+
+
+def squares(layers, x):
+    """The mean square of what dense layers make of a batch ``[size, width]``."""
+    for name in sorted(layers):
+        x = jnp.tanh(x @ layers[name])
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
 MODELS = {
     "gpt2_small": gpt2_small,
     "resnet50": resnet50,

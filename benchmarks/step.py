@@ -88,9 +88,9 @@ def donated(step, shapes, state, grads, **extra):
     return Built(run, jax.eval_shape(lambda: state), compiled)
 
 
-def optax_step(tx, params, state, grads):
+def optax_step(tx, params, state, grads, **extra):
     """As users of optax write it."""
-    updates, state = tx.update(grads, state, params)
+    updates, state = tx.update(grads, state, params, **extra)
     return optax.apply_updates(params, updates), state
 
 
