@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._trees import arithmetic, checks, maps
+from gradxform._transforms import by_row
+from gradxform._trees import arithmetic, checks, maps, versions
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.indexed_slices import IndexedSlices, RowSparseError, is_sparse
 from gradxform._trees.placeholders import Placeholder, is_placeholder
@@ -48,7 +49,12 @@ def lazy(
     A row that a batch does not touch is not decayed, and its momentum neither moves it
     nor fades. So for momentum, weight decay and the like this is another algorithm than
     ``inner`` on the dense gradient. If ``inner`` takes a norm of a leaf, as for a trust
-    ratio, it is that of the touched rows. A mean over a leaf counts padding.
+    ratio, it is that of the touched rows; padding is in no sum. Sizes, as in masks,
+    labels and means, are those of the table.
+
+    An extra argument that is a tree like the parameters loses the other rows, too. If
+    the table is all of the parameters, arrays like it stay whole: put the table into a
+    dict to pass parameters, such as those of a worker.
 
     Args:
       inner: any transformation whose state has one row for each row of a table. Which
@@ -62,9 +68,10 @@ def lazy(
     Raises:
       TypeError: ``inner`` is no transformation. At an update: its state has no row for
         each row of a table, as that of ``optax.adafactor`` or :func:`novograd`; its
-        rows cannot act alone, as those of ``optax.contrib.muon``; it calls a function
-        of the parameters, as a line search does; or updates and parameters differ in
-        structure or shape. The message names the table and the state.
+        rows cannot act alone, as those of ``optax.contrib.muon``; its update mixes rows
+        but not by a sum, or is another one for a table of more rows; it calls a
+        function of the parameters, as a line search does; or updates and parameters
+        differ in structure or shape. The message names the table.
 
     References:
       ``tfa.optimizers.LazyAdam``, ``torch.optim.SparseAdam``.
@@ -83,6 +90,7 @@ def lazy(
     Array([1.5, 0. , 2. , 0. ], dtype=float32)
     """
     checks.transformation("inner", inner)
+    versions.before_tracing()
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
@@ -101,21 +109,44 @@ def lazy(
             checks.same_shapes("updates", updates, "params", params)
         updates = maps.sum_duplicates(updates)
         tables = _tables(inner.init, updates, state, params)
-        # U_r, S_r ← inner(G_r, S_r, W_r)
-        new_updates, new_state = inner.update(
-            maps.map_leaves(_values, updates),
-            maps.rows(tables, state),
-            None if params is None else maps.rows(updates, params),
-            **{name: _touched(name, value, updates) for name, value in extra.items()},
-        )
+        like = {name: x for name, x in extra.items() if _is_like(x, updates)}
+        rest = {k: _refused(k, x) for k, x in extra.items() if k not in like}
+        try:
+            # U_r, S_r ← inner(G_r, S_r, W_r)
+            new_updates, new_state = by_row.run(
+                lambda g, s, p, like: inner.update(g, s, p, **like, **rest),
+                maps.map_leaves(_values, updates),
+                _rows(tables, state),
+                None if params is None else _rows(updates, params),
+                {name: _rows(updates, x) for name, x in like.items()},
+            )
+            before: Any = jax.tree.structure(state)
+            if before != jax.tree.structure(new_state):
+                raise by_row.MixedRowsError(
+                    "its update returns a state of another structure, as that of "
+                    "optax.monitor (use optax.snapshot)"
+                )
+        except by_row.MixedRowsError as error:
+            paths = [path for path, _ in maps.nodes(updates, is_sparse)]
+            names = ", ".join(map(checks.path_name, paths))
+            raise RowSparseError(_refusal(names, str(error))) from error.__cause__
         new_updates = maps.map_leaves(_as_rows, updates, new_updates)
         return new_updates, maps.put_rows(tables, state, new_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _values(g: Leaf) -> Leaf:
-    return g.values if isinstance(g, IndexedSlices) else g
+def _values(g: Leaf) -> Leaf | by_row.Rows:
+    return by_row.Rows(g, g.values) if isinstance(g, IndexedSlices) else g
+
+
+def _rows(tables: PyTree[IndexedSlices | None], tree: PyTree[Leaf]) -> PyTree[object]:
+    """A tree with only the touched rows of each table."""
+    return maps.map_leaves(
+        lambda g, rows: by_row.Rows(g, rows) if is_sparse(g) else rows,
+        tables,
+        maps.rows(tables, tree),
+    )
 
 
 def _as_rows(g: Leaf, new: PyTree[Leaf]) -> PyTree[Leaf]:
@@ -127,11 +158,27 @@ def _as_rows(g: Leaf, new: PyTree[Leaf]) -> PyTree[Leaf]:
     return g.with_values(jnp.where(inside, values, 0))
 
 
-def _touched(name: str, value: object, updates: optax.Updates) -> object:
-    """An extra argument; if it is a tree like the parameters, the touched rows of it.
+def _is_like(value: object, updates: optax.Updates) -> bool:
+    """Whether an extra argument is a tree like the parameters.
 
-    A function of the parameters must not get their rows instead.
+    An array that is like one that is all of the parameters may be anything else.
     """
+    grads, structure = maps.flatten(updates)
+    leaves, given = maps.flatten(value)
+    is_same: bool = structure == given  # type: ignore[operator]
+    return (
+        is_same
+        and structure.num_nodes > 1  # type: ignore[attr-defined]
+        and all(
+            np.shape(x) == g.dense_shape
+            for x, g in zip(leaves, grads, strict=True)
+            if isinstance(g, IndexedSlices)
+        )
+    )
+
+
+def _refused(name: str, value: object) -> object:
+    """Another extra argument. A function of the parameters must not get their rows."""
 
     def refused(*_: object, **__: object) -> NoReturn:
         raise RowSparseError(
@@ -139,15 +186,6 @@ def _touched(name: str, value: object, updates: optax.Updates) -> object:
             "parameters: only rows of them are there."
         )
 
-    grads, structure = maps.flatten(updates)
-    leaves, given = maps.flatten(value)
-    is_like_params: bool = structure == given  # type: ignore[operator]
-    if is_like_params and all(
-        np.shape(x) == g.dense_shape
-        for x, g in zip(leaves, grads, strict=True)
-        if isinstance(g, IndexedSlices)
-    ):
-        return maps.rows(updates, value)
     return refused if callable(value) else value
 
 

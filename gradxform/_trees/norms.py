@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
@@ -24,6 +26,17 @@ Layers: TypeAlias = PyTree[jax.Array]
 # Every kernel takes milliseconds to compile and microseconds to start. With more arrays
 # in one kernel its operands would take longer to compile than more kernels do.
 _SMALL, _TOGETHER = 4096, 32
+_groups = contextvars.ContextVar("groups", default=True)
+
+
+@contextlib.contextmanager
+def one_by_one() -> Iterator[None]:
+    """Inside of it each array is handled by itself, also a small one."""
+    token = _groups.set(False)
+    try:
+        yield
+    finally:
+        _groups.reset(token)
 
 
 def check_stacked(stacked_axes: StackedAxes, params: optax.Params) -> PyTree[int]:
@@ -203,7 +216,8 @@ def _sum(x: jax.Array, stacked: int) -> jax.Array:
 def _is_small(x: jax.Array) -> bool:
     """Whether it has few entries, on one device; sharded arrays do not count."""
     mesh = jax.typeof(x).sharding.mesh
-    return x.size <= _SMALL and (mesh.empty or mesh.size == 1)
+    on_one = mesh.empty or mesh.size == 1
+    return _groups.get() and x.size <= _SMALL and on_one
 
 
 def _together(

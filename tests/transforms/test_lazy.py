@@ -65,10 +65,10 @@ def touched(g):
     return which, total[which]
 
 
-def padded(g):
-    """The same with zeros up to the number of given rows."""
+def padded(g, to=None):
+    """The same with zeros up to the number of given rows, or another number."""
     which, sums = touched(g)
-    more = len(g.indices) - len(which)
+    more = (to or len(g.indices)) - len(which)
     return which, np.concatenate([sums, np.zeros((more, *sums.shape[1:]), g.dtype)])
 
 
@@ -139,13 +139,7 @@ def numbers(x):
 
 # Every optimizer of optax, and the table on the page.
 
-# They count all given rows, or draw noise for them. So the rows by hand are padded too.
-BY_NUMBER_OF_ROWS = {
-    "optax.add_noise",
-    "optax.clip_by_block_rms",
-    "optax.noisy_sgd",
-    "optax.scale_by_param_block_rms",
-}
+# Noise is drawn for all given rows, and a mean counts the rows of the whole table.
 ALL = FOUND | {"optax.clip_by_block_rms": optax.clip_by_block_rms(0.1)}
 PAGE = pathlib.Path(__file__).parents[2] / "docs/sparse.md"
 NAMES = [
@@ -203,7 +197,11 @@ def test_each_optimizer_of_optax_acts_on_the_rows_as_on_a_table(name):
     assert LISTED[name] == kind
     if kind != "refused":
         extra = {} if name in WITHOUT_VALUE else {"value": jnp.float32(1.0)}
-        take = padded if name in BY_NUMBER_OF_ROWS else touched
+        take = touched
+        if name in ("optax.add_noise", "optax.noisy_sgd"):
+            take = padded
+        elif "block_rms" in name:
+            take = functools.partial(padded, to=HEIGHT)
         tx = optax.with_extra_args_support(ALL[name])
         check_steps(tx if extra else ALL[name], take=take, rtol=1e-5, **extra)
 
@@ -486,6 +484,149 @@ def test_boxes_of_flax_stay():
     assert isinstance(state[0].mu["w"], nn.Partitioned)
     assert jax.tree.structure(state) == jax.tree.structure(tx.init(tree))
     chex.assert_trees_all_equal(updates["w"].value.densify(), plain["w"].densify())
+
+
+# Sizes, and sums without padding.
+
+
+def one_table(height=50):
+    """Parameters, a function for the gradient of row 3, and that gradient, dense."""
+    params, g = {"t": draw(0, height, WIDTH)}, draw(1, 1, WIDTH)
+
+    def grads(*parts):
+        values = jnp.concatenate([g * part for part in parts])
+        return {"t": gx.IndexedSlices([3] * len(parts), values, (height, WIDTH))}
+
+    return params, grads, dense(grads(1.0))
+
+
+def by_size(tree):
+    return jax.tree.map(lambda x: "big" if x.size > 100 else "small", tree)
+
+
+def shares():
+    return optax.stateless(
+        lambda u, p: jax.tree.map(lambda u, p: u / p.shape[0] + u / p.size, u, p)
+    )
+
+
+SIZES = {
+    "labels": optax.partition(
+        {"big": optax.sgd(0.1), "small": optax.sgd(1.0)}, by_size
+    ),
+    "mask": optax.masked(
+        optax.scale(3.0), lambda tree: jax.tree.map(lambda x: x.size > 100, tree)
+    ),
+    "decay": optax.chain(
+        optax.scale(1.0),
+        optax.add_decayed_weights(
+            1.0, lambda p: jax.tree.map(lambda x: x.size > 100, p)
+        ),
+    ),
+    "division": shares(),
+    "block rms": optax.clip_by_block_rms(0.01),
+    "unit norm": optax.adaptive_grad_clip(1e-3),
+}
+
+
+@pytest.mark.parametrize("parts", [1, 2, 50])
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_are_those_of_the_table(name, parts):
+    """One row, given once or in parts, also with as many parts as rows, or more."""
+    params, grads, whole = one_table()
+    tx = SIZES[name]
+    # Other rows are zeros, for a norm of the parameters and their decay.
+    alone = jax.tree.map(lambda p: jnp.zeros_like(p).at[3].set(p[3]), params)
+    expected, _ = tx.update(whole, tx.init(params), alone)
+    lazy = gx.lazy(tx)
+    updates, _ = lazy.update(grads(*[1 / parts] * parts), lazy.init(params), params)
+    np.testing.assert_allclose(
+        updates["t"].densify(), expected["t"], rtol=2e-5, atol=1e-7
+    )
+
+
+NORMS = {
+    "trust": optax.chain(optax.scale_by_adam(eps=0.0), optax.scale_by_trust_ratio()),
+    "clip": optax.chain(optax.scale_by_adam(eps=0.0), optax.clip_by_global_norm(0.1)),
+    "momo": optax.contrib.momo_adam(0.1, eps=0.0),
+    "max": optax.stateless(
+        lambda u, _: jax.tree.map(lambda x: x - jnp.max(jnp.exp(-x)), u)
+    ),
+    "finite": optax.apply_if_finite(optax.scale_by_adam(eps=0.0), 2),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", NORMS)
+def test_padding_reaches_no_sum(name, dtype):
+    """Adam makes it 0 / 0. The rows by hand have no padding."""
+    extra = {"value": jnp.float32(1.0)} if name == "momo" else {}
+    rtol = 1e-5 if dtype == "float32" else 4e-3
+    check_steps(NORMS[name], dtype, rtol=rtol, **extra)
+
+
+def test_padding_has_no_noise_in_a_norm():
+    """The norm is that of the updates themselves."""
+    tx = gx.lazy(
+        optax.chain(optax.add_noise(1.0, 0.0, 0), optax.clip_by_global_norm(0.1))
+    )
+    params, grads, _ = one_table()
+    updates, _ = tx.update(grads(*[0.1] * 10), tx.init(params), params)
+    np.testing.assert_allclose(np.linalg.norm(updates["t"].values), 0.1, rtol=1e-5)
+
+
+MIXED = {
+    "sort": lambda x: jnp.sort(x, axis=0),
+    "cumsum": lambda x: jnp.cumsum(x, axis=0),
+    "iota": lambda x: x * jnp.arange(len(x), dtype=x.dtype)[:, None],
+    "transpose": lambda x: (x.T * 2).T,
+    "rev": lambda x: x[::-1],
+    "dot_general": lambda x: x @ x.T @ x,
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("parts", [2, 50])
+def test_an_update_that_mixes_rows_is_refused(name, parts):
+    params, grads, _ = one_table()
+    tx = gx.lazy(optax.stateless(lambda u, _: jax.tree.map(MIXED[name], u)))
+    with pytest.raises(TypeError, match=r"\['t'\], but its update mixes rows, by '"):
+        tx.update(grads(*[1 / parts] * parts), tx.init(params), params)
+
+
+def test_an_update_for_one_height_alone_is_refused():
+    params, grads, _ = one_table()
+    by_hand = optax.stateless(lambda u, _: {"t": u["t"] * np.ones((50, 1), "float32")})
+    even = optax.stateless(lambda u, _: {"t": -u["t"] if len(u["t"]) % 2 else u["t"]})
+    for tx, message in (
+        (by_hand, "fails for a table"),
+        (even, "another one for a table"),
+    ):
+        with pytest.raises(TypeError, match=rf"\['t'\], but its update .*{message}"):
+            gx.lazy(tx).update(grads(1.0), tx.init(params), params)
+
+
+def test_an_array_like_a_table_that_is_all_parameters_stays_whole():
+    def add_sum(u, state, params=None, *, losses):
+        return u + jnp.sum(losses), state
+
+    table, losses = jnp.zeros(3), jnp.array([1.0, 2.0, 4.0])
+    tx = gx.lazy(optax.GradientTransformationExtraArgs(lambda p: (), add_sum))
+    g = gx.IndexedSlices([1], jnp.array([10.0]), (3,))
+    updates, _ = tx.update(g, tx.init(table), table, losses=losses)
+    assert updates.values.tolist() == [17.0]
+
+
+@pytest.mark.skipif(not hasattr(optax, "monitor"), reason="optax before 0.2.7")
+def test_a_monitor_is_refused():
+    params, grads, _ = one_table()
+    tx = gx.lazy(optax.monitor({"norm": gx.global_norm}))
+    with pytest.raises(TypeError, match=r"another structure.*optax\.snapshot"):
+        tx.update(grads(1.0), tx.init(params), params)
+    tx = gx.lazy(optax.snapshot("norm", gx.global_norm))
+    _, state = tx.update(grads(0.5, 0.5), tx.init(params), params)
+    expected = np.linalg.norm(draw(1, 1, WIDTH))
+    np.testing.assert_allclose(optax.tree.get(state, "norm"), expected, rtol=1e-6)
 
 
 # Errors.
