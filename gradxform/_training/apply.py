@@ -197,6 +197,7 @@ def minimize(
     ...     params, state, loss = step(params, state, x, 2 * x + 1)
     >>> assert loss < 1e-6 and abs(params["w"] - 2) < 1e-3 and params["b"] == 1.0
     """
+    checks.flags(donate=donate)
     step = training_step(
         loss_fn, tx, has_aux=has_aux, trainable=trainable, tables=tables
     )

@@ -88,10 +88,10 @@ def scale_by_adagrad(
     >>> updates  # 3 / √16
     Array([0.75, 0.  ], dtype=float32)
     """
-    initial_accumulator_value = checks.in_range(
-        "initial_accumulator_value", initial_accumulator_value, "[0, inf)"
+    initial_accumulator_value, eps = checks.non_negative(
+        initial_accumulator_value=initial_accumulator_value, eps=eps
     )
-    eps = checks.in_range("eps", eps, "[0, inf)")
+    checks.flags(eps_in_sqrt=eps_in_sqrt, row_wise=row_wise)
     checks.state_dtype("accumulator_dtype", accumulator_dtype)
 
     axes = 1 if row_wise else None  # How many axes of a leaf an accumulator has.
@@ -132,7 +132,12 @@ def scale_by_adagrad(
             checks.same_shapes("updates", updates, "params", params)
         before = boxes.as_in(updates, state.sum_of_squares)
         checks.same_shapes(
-            "updates", updates, "sum_of_squares", before, lambda g: np.shape(g)[:axes]
+            "updates",
+            updates,
+            "sum_of_squares",
+            before,
+            lambda g: np.shape(g)[:axes],
+            squares=True,
         )
         # With a row-sparse gradient, only the rows that it touches.
         updates = maps.sum_duplicates(updates)
