@@ -13,6 +13,7 @@ from gradxform._transforms import clipping
 from gradxform._transforms.learning_rate import scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
+from gradxform._trees.types import Gradient
 
 # The defaults of both functions.
 INITIAL_ACCUMULATOR_VALUE = 0.1
@@ -105,6 +106,9 @@ def scale_by_adagrad(
             params = boxes.unboxed(params)
         return ScaleByAdagradState(sum_of_squares=maps.map_params(accumulator, params))
 
+    def held_by(g: Gradient) -> tuple[int, ...]:
+        return np.shape(g)[:axes]
+
     def mean(row: jax.Array, g: jax.Array) -> jax.Array:
         # The mean of a row without entries is 0, not 0 / 0.
         return row / max(1, math.prod(np.shape(g)[1:]))
@@ -132,12 +136,7 @@ def scale_by_adagrad(
             checks.same_shapes("updates", updates, "params", params)
         before = boxes.as_in(updates, state.sum_of_squares)
         checks.same_shapes(
-            "updates",
-            updates,
-            "sum_of_squares",
-            before,
-            lambda g: np.shape(g)[:axes],
-            squares=True,
+            "updates", updates, "sum_of_squares", before, held_by, squares=True
         )
         # With a row-sparse gradient, only the rows that it touches.
         updates = maps.sum_duplicates(updates)

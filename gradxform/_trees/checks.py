@@ -331,11 +331,16 @@ def same_shapes(
     flat_reference, wanted_structure = _flat(reference)
 
     def fail(path: Path, given: str, wanted: str) -> NoReturn:
+        hint = ""
+        if any(kind.__module__ == "flax.nnx.module" for kind in type(reference).mro()):
+            hint = (
+                f" Of an NNX module, {reference_name} is nnx.state(module, nnx.Param)."
+            )
         raise TypeError(
             f"{name} and {reference_name} differ at {path_name(path)}: {name} has "
             f"{given}, {reference_name} has {wanted}. Pass {name} with the structure "
             f"and shapes of {reference_name}, real for real ones, and None where there "
-            "is none."
+            f"is none.{hint}"
         )
 
     for path, reference_leaf in flat_reference.items():
@@ -382,6 +387,27 @@ def _other_node(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> tuple[Path, str,
         names = [str(node), str(wanted)]
     given, expected = (name.removeprefix("builtins.") for name in names)
     return (), f"a node {given}", f"a node {expected}"
+
+
+def own_state(state: optax.OptState, expected: optax.OptState) -> None:
+    """Raises ``TypeError`` if a state has not the nodes that ``init`` makes."""
+    if _flat(state)[1] != _flat(expected)[1]:
+        path, given, wanted = _other_node(state, expected)
+        raise TypeError(
+            f"state is not that of tx: at {path_name(path)} it has {given}, and tx.init"
+            f"(params) has {wanted}. Pass what tx.init or the last step returned."
+        )
+
+
+def arrays(params: optax.Params) -> None:
+    """Raises ``TypeError`` at the first parameter that is no array and no number."""
+    for path, p in jax.tree.leaves_with_path(params):
+        if not hasattr(p, "dtype") and not isinstance(p, complex | float | int):
+            raise TypeError(
+                f"params has {p!r} at {path_name(path)}, which is no array. Pass the "
+                "arrays of a module alone: those of Equinox are "
+                "eqx.filter(module, eqx.is_inexact_array)."
+            )
 
 
 def same_dtypes(

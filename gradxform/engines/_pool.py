@@ -79,7 +79,6 @@ class WorkerPool:
             checks.in_range("required", job.required, "[1, inf)")
         checks.integer_scalar("pushes", job.pushes)
         checks.in_range("pushes", job.pushes, "[1, inf)")
-        checks.flags(donate=job.donate, require_finite=job.require_finite)
         self._job = job
         self._stops = Stops(job.max_staleness)
         self._scheduler = Scheduler(job)
