@@ -169,8 +169,9 @@ def _plain(value: object, where: str) -> Any:  # A copy of the value.
         return sequence(_plain(entry, f"{where}[{i}]") for i, entry in enumerate(value))
     if value is not None and not isinstance(value, bool | int | float | str):
         raise TypeError(
-            f"{where} must be a JSON value, got {value!r}. Write a dtype as a "
-            "string, 'bfloat16', and a scalar array as its float()."
+            f"{where} must be a JSON value, got {value!r}. Write a dtype as a string, "
+            "'bfloat16', and a scalar array as its float(). If it is a Python "
+            "function, build this transformation in Python."
         )
     if isinstance(value, float) and not abs(value) <= _LARGEST:
         raise ValueError(f"{where} must be finite in float32, got {value!r}.")
@@ -307,7 +308,10 @@ def _argument(
             f"{where} must be a number, got the string {value!r}. YAML reads 1e-3 as a "
             "string: write 1.0e-3 with a point."
         )
-    raise TypeError(f"{where} must be {words}, got {value!r}.")
+    hint = ""
+    if "a Python function" in words:
+        hint = " No config can hold a function: build this transformation in Python."
+    raise TypeError(f"{where} must be {words}, got {value!r}.{hint}")
 
 
 def _is_number(text: str) -> bool:

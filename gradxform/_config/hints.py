@@ -49,7 +49,7 @@ def alternatives(hint: object, whole: bool = True) -> list[Alternative]:
         words = ", ".join(map(repr, args))
         return [(f"one of {words}", lambda value: value in args)]
     if origin is Callable or getattr(hint, "_is_protocol", False):
-        return [("what no config can hold", lambda _: False)]
+        return [("a Python function", lambda _: False)]
     if origin is dict:
         return [_dict(alternatives(args[0]), alternatives(args[1], whole))]
     if origin is tuple and args[-1] is not ...:

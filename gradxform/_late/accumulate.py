@@ -13,7 +13,7 @@ from gradxform._late import gate
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.sums import Reduction, Sums
-from gradxform._trees import constants, maps, versions
+from gradxform._trees import checks, constants, maps, versions
 
 
 class AccumulateState(NamedTuple):
@@ -113,6 +113,7 @@ def accumulate(
     >>> state.global_step, state.num_accumulated, state.nonfinite_count
     (Array(1, dtype=int32), Array(0, dtype=int32), Array(1, dtype=int32))
     """
+    checks.flags(skip_nonfinite=skip_nonfinite)
     sums = Sums(inner, num_required, reduction, accumulator_dtype)
 
     def init_fn(params: optax.Params) -> AccumulateState:

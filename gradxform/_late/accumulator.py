@@ -74,8 +74,11 @@ def conditional_accumulator(
     result of :func:`local_steps`. Other systems divide by something else: the page on
     papers says by what.
 
-    ``None`` for a leaf adds nothing to its sum, just as zeros would. ``inner`` receives
-    the mean over all pushes, even if the last one has ``None`` for that leaf. If no
+    ``None`` for a leaf adds nothing to its sum, just as zeros would. With ``"mean"``
+    the push counts all the same: two pushes of half a tree each give half of each
+    gradient. With ``"row_mean"`` each leaf is divided by the number of pushes that held
+    it, as by TensorFlow's accumulator, which is one for each variable. ``inner``
+    receives that mean even if the last push has ``None`` for the leaf. If no
     push has a gradient for a leaf, its parameter and its state stay as they are, which
     ``minimize(trainable=...)`` needs. ``inner`` sees zeros there, and its result for
     the leaf, such as weight decay, is left out. So the updates of such a leaf are
@@ -104,7 +107,7 @@ def conditional_accumulator(
       reduction: what ``inner`` receives: ``"mean"``, ``"sum"`` or ``"row_mean"``. With
         the last one each row (index of the first axis) is divided by the number of
         pushes that held it, as TensorFlow does with row-sparse gradients. A dense
-        gradient holds every row.
+        gradient holds every row, ``None`` holds none.
       accumulator_dtype: dtype of the sum, by default that of the parameters but at
         least float32: a sum in half precision loses small additions.
 

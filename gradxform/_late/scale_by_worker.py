@@ -42,8 +42,8 @@ def scale_by_worker(
       A transformation without state. Updates keep their shapes and dtypes.
 
     Raises:
-      ValueError: a factor is negative, infinite or NaN; ``factors`` is not one row of
-        numbers; a ``worker`` that is no array is not in [0, n).
+      ValueError: a factor is negative, NaN, or not finite in float32; ``factors`` is
+        not one row of numbers; a ``worker`` that is no array is not in [0, n).
       TypeError: ``factors`` holds no real numbers; ``update`` is called without
         ``worker``, or it is no integer.
 
@@ -86,8 +86,7 @@ def _checked(
     """The factors as an array; the numbers of a traced one are not known."""
     traced = isinstance(factors, jax.core.Tracer)
     array = factors if isinstance(factors, jax.core.Tracer) else np.asarray(factors)
-    kinds = jnp.floating, jnp.integer
-    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+    if not checks.is_real(array):
         raise TypeError(f"factors must hold real numbers, got {factors!r}.")
     if array.ndim != 1 or not array.size:
         raise ValueError(

@@ -54,6 +54,7 @@ class Checkpoint(NamedTuple):
         if given is None:
             return None
         self = given if isinstance(given, Checkpoint) else cls(given)
+        checks.flags(resume=self.resume)
         for name in ("every_steps", "max_to_keep"):
             if getattr(self, name) is not None:
                 checks.integer_scalar(name, getattr(self, name))

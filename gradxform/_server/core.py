@@ -337,6 +337,7 @@ def of_one_process(
     require_finite: bool = False,
 ) -> Core:
     """The core of a server whose arrays this process holds."""
+    checks.flags(donate=donate, require_finite=require_finite)
     tx, params, state = initialize(tx, params)
     specs = Specs(params, state)
     programs = PushPrograms(

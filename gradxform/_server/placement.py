@@ -96,7 +96,9 @@ def initialize(
     calculate with the arrays that they pull.
     """
     with jax.transfer_guard("allow"):  # Every zero in a first state is a transfer.
-        params = copy(params() if is_function(params) else params)
+        params = params() if is_function(params) else params
+        checks.arrays(params)
+        params = copy(params)
         state = tx.init(params)
         gated = with_gate(tx, params, state)
         if gated is not tx:

@@ -133,7 +133,12 @@ def apply_gradients(
         )
     params = maps.sum_duplicates(params)  # Rows of tables are sorted once, here.
     grads = maps.map_with_path(_numbered, params, grads)
-    new, state = _step(tx, grads, state, maps.held(params), **extra)
+    held = maps.held(params)
+    try:
+        new, state = _step(tx, grads, state, held, **extra)
+    except AttributeError:  # Another state has other fields.
+        checks.own_state(state, jax.eval_shape(tx.init, held))
+        raise
     new = maps.map_leaves(
         lambda p, x: p.with_values(x) if is_sparse(p) else x, params, new
     )
@@ -197,6 +202,7 @@ def minimize(
     ...     params, state, loss = step(params, state, x, 2 * x + 1)
     >>> assert loss < 1e-6 and abs(params["w"] - 2) < 1e-3 and params["b"] == 1.0
     """
+    checks.flags(donate=donate)
     step = training_step(
         loss_fn, tx, has_aux=has_aux, trainable=trainable, tables=tables
     )

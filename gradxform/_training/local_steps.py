@@ -118,6 +118,7 @@ def local_steps(
     (8,)
     >>> assert losses[-1] < 1e-4 < 3.0 < loss_fn({"w": jnp.zeros(3)}, x, y)
     """
+    checks.flags(donate=donate)
     step = training_step(loss_fn, tx, has_aux=has_aux, trainable=trainable)
     versions.before_tracing()
 

@@ -151,6 +151,7 @@ def value_and_grad(
     """
     if isinstance(tables, str):
         raise TypeError(f"tables must be a sequence of paths, got {tables!r}.")
+    checks.flags(has_aux=has_aux)
     if tables:
         versions.before_tracing()
 

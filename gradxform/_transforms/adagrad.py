@@ -13,6 +13,7 @@ from gradxform._transforms import clipping
 from gradxform._transforms.learning_rate import scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
+from gradxform._trees.types import Gradient
 
 # The defaults of both functions.
 INITIAL_ACCUMULATOR_VALUE = 0.1
@@ -88,10 +89,10 @@ def scale_by_adagrad(
     >>> updates  # 3 / √16
     Array([0.75, 0.  ], dtype=float32)
     """
-    initial_accumulator_value = checks.in_range(
-        "initial_accumulator_value", initial_accumulator_value, "[0, inf)"
+    initial_accumulator_value, eps = checks.non_negative(
+        initial_accumulator_value=initial_accumulator_value, eps=eps
     )
-    eps = checks.in_range("eps", eps, "[0, inf)")
+    checks.flags(eps_in_sqrt=eps_in_sqrt, row_wise=row_wise)
     checks.state_dtype("accumulator_dtype", accumulator_dtype)
 
     axes = 1 if row_wise else None  # How many axes of a leaf an accumulator has.
@@ -104,6 +105,9 @@ def scale_by_adagrad(
         if row_wise:
             params = boxes.unboxed(params)
         return ScaleByAdagradState(sum_of_squares=maps.map_params(accumulator, params))
+
+    def held_by(g: Gradient) -> tuple[int, ...]:
+        return np.shape(g)[:axes]
 
     def mean(row: jax.Array, g: jax.Array) -> jax.Array:
         # The mean of a row without entries is 0, not 0 / 0.
@@ -132,7 +136,7 @@ def scale_by_adagrad(
             checks.same_shapes("updates", updates, "params", params)
         before = boxes.as_in(updates, state.sum_of_squares)
         checks.same_shapes(
-            "updates", updates, "sum_of_squares", before, lambda g: np.shape(g)[:axes]
+            "updates", updates, "sum_of_squares", before, held_by, squares=True
         )
         # With a row-sparse gradient, only the rows that it touches.
         updates = maps.sum_duplicates(updates)

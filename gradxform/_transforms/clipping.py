@@ -311,7 +311,7 @@ def _factor(norm: jax.typing.ArrayLike, max_norm: jax.typing.ArrayLike) -> jax.A
     """The factor for gradients of this norm, elementwise over norms."""
     norm = dtypes.widen(jnp.asarray(norm))
     max_norm = jnp.asarray(max_norm, norm.dtype)
-    outside = norm > max_norm
+    outside = ~(norm <= max_norm)  # Also for a limit of NaN, so that it shows.
     # max_norm / norm outside the ball, else 1 / 1, which is exactly 1. The quotient
     # comes last: compilers share a quotient among the kernels that need it, and repeat
     # cheaper operations in each of them.

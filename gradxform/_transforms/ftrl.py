@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from gradxform._transforms import clipping
-from gradxform._transforms.learning_rate import rate_at
+from gradxform._transforms.learning_rate import proximal_rate
 from gradxform._trees import arithmetic, checks, compilers, constants, dtypes, maps
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.types import Gradient
@@ -122,19 +122,14 @@ def ftrl(
     """
     if not callable(learning_rate):
         learning_rate = checks.in_range("learning_rate", learning_rate, "(0, inf)")
+    checks.flags(multiply_linear_by_learning_rate=multiply_linear_by_learning_rate)
     power = checks.in_range("learning_rate_power", learning_rate_power, "(-inf, 0]")
-    start, l1, l2, l2_shrinkage, beta = (
-        checks.in_range(name, value, "[0, inf)")
-        for name, value in (
-            ("initial_accumulator_value", initial_accumulator_value),
-            ("l1_regularization_strength", l1_regularization_strength),
-            ("l2_regularization_strength", l2_regularization_strength),
-            (
-                "l2_shrinkage_regularization_strength",
-                l2_shrinkage_regularization_strength,
-            ),
-            ("beta", beta),
-        )
+    start, l1, l2, l2_shrinkage, beta = checks.non_negative(
+        initial_accumulator_value=initial_accumulator_value,
+        l1_regularization_strength=l1_regularization_strength,
+        l2_regularization_strength=l2_regularization_strength,
+        l2_shrinkage_regularization_strength=l2_shrinkage_regularization_strength,
+        beta=beta,
     )
 
     def init_fn(params: optax.Params) -> FtrlState:
@@ -153,8 +148,8 @@ def ftrl(
         **extra: object,
     ) -> tuple[optax.Updates, FtrlState]:
         del extra
-        rate = jnp.asarray(rate_at(learning_rate, state))
-        moves = rate > 0  # False only for a rate that was not known before.
+        rate = proximal_rate(learning_rate, state)
+        moves = rate != 0  # False only for a rate that was not known before.
         inverse = 1 / jnp.where(moves, rate, 1)
         if multiply_linear_by_learning_rate:  # All of z, and of the fraction below.
             of_gradients, of_weights = rate, jnp.ones_like(rate)

@@ -85,11 +85,27 @@ def rate_at(
 def checked_rate(rate: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     """The learning rate of a step; ``TypeError`` if it is not real."""
     rate = checks.real(rate)
-    if jnp.iscomplexobj(rate):
+    if not checks.is_real(rate):
         raise TypeError(f"learning_rate must be real, got {rate!r}.")
     if type(rate) is int:
         return float(rate)
     # Minus an unsigned number would be a large one.
-    if jnp.issubdtype(jnp.result_type(rate), jnp.unsignedinteger):
+    if jnp.issubdtype(jnp.result_type(rate), jnp.integer):
         return jnp.asarray(rate, jnp.float32)
     return rate
+
+
+def proximal_rate(
+    learning_rate: optax.ScalarOrSchedule, state: optax.OptState
+) -> jax.Array:
+    """The learning rate of a step that has no meaning for a negative one.
+
+    A traced rate outside of [0, inf) becomes NaN, and so does the step.
+
+    Raises:
+      ValueError: a rate that is known is outside of [0, inf).
+      TypeError: it is not real.
+    """
+    rate = rate_at(learning_rate, state)
+    rate = jnp.asarray(checks.in_range("learning_rate", rate, "[0, inf)"))
+    return jnp.where((rate >= 0) & (rate < jnp.inf), rate, jnp.nan)

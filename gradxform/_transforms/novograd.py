@@ -122,8 +122,10 @@ def scale_by_novograd(
     """
     b1 = checks.in_range("b1", b1, "[0, 1)")
     b2 = checks.in_range("b2", b2, "[0, 1)")
-    eps = checks.in_range("eps", eps, "[0, inf)")
-    weight_decay = checks.in_range("weight_decay", weight_decay, "[0, inf)")
+    eps, weight_decay = checks.non_negative(eps=eps, weight_decay=weight_decay)
+    checks.flags(
+        grad_averaging=grad_averaging, nesterov=nesterov, eps_in_sqrt=eps_in_sqrt
+    )
     checks.state_dtype("mu_dtype", mu_dtype, complex_too=True)
     decays = not checks.is_known(weight_decay, 0)
 
@@ -309,6 +311,7 @@ def novograd(
         axis_name=axis_name,
         stacked_axes=stacked_axes,
     )
+    checks.flags(lr_in_momentum=lr_in_momentum)
     if lr_in_momentum:
         scaled, learning_rate = _inside_momentum(scaled, learning_rate), 1.0
     return optax.chain(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._transforms.learning_rate import rate_at
+from gradxform._transforms.learning_rate import proximal_rate
 from gradxform._trees import arithmetic, checks, compilers, constants, dtypes, maps
 
 
@@ -83,13 +83,10 @@ def proximal_adagrad(
     """
     if not callable(learning_rate):
         learning_rate = checks.in_range("learning_rate", learning_rate, "[0, inf)")
-    start, l1, l2 = (
-        checks.in_range(name, value, "[0, inf)")
-        for name, value in (
-            ("initial_accumulator_value", initial_accumulator_value),
-            ("l1_regularization_strength", l1_regularization_strength),
-            ("l2_regularization_strength", l2_regularization_strength),
-        )
+    start, l1, l2 = checks.non_negative(
+        initial_accumulator_value=initial_accumulator_value,
+        l1_regularization_strength=l1_regularization_strength,
+        l2_regularization_strength=l2_regularization_strength,
     )
 
     def init_fn(params: optax.Params) -> ProximalAdagradState:
@@ -109,7 +106,7 @@ def proximal_adagrad(
         del extra
         params = checks.params_given("proximal_adagrad", params)
         checks.same_shapes("updates", updates, "params", params)
-        rate = rate_at(learning_rate, state)
+        rate = proximal_rate(learning_rate, state)
 
         def add_square(g: jax.Array, acc: jax.Array) -> jax.Array:
             # acc' = acc + |g|²
@@ -130,7 +127,10 @@ def proximal_adagrad(
             if not checks.is_known(l1, 0):
                 size, least = jnp.abs(v), arithmetic.scale(eta, l1)
                 is_zero = size <= least  # False for NaN, which stays.
-                step += arithmetic.scale(v, least / jnp.where(is_zero, 1, size))
+                # At least `least`: near the border a compiler that rounds otherwise in
+                # another kernel may disagree about `is_zero`.
+                divisor = jnp.maximum(size, jnp.where(least > 0, least, 1))
+                step += arithmetic.scale(v, least / divisor)
             else:
                 is_zero = False
             # w' = 0 where |v| ≤ η·l1

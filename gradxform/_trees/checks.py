@@ -31,7 +31,8 @@ def in_range(name: str, value: Any, interval: str) -> Any:  # Any kind of number
 
     Raises:
       TypeError: ``value`` is not a real scalar.
-      ValueError: ``value`` is outside the interval, or NaN.
+      ValueError: ``value`` is outside the interval, or NaN; or the interval excludes
+        inf, and JAX would round ``value`` to inf.
     """
     value = real(value)
     if isinstance(value, jax.core.Tracer):
@@ -43,7 +44,7 @@ def in_range(name: str, value: Any, interval: str) -> Any:  # Any kind of number
         except OverflowError:
             value = math.inf if value > 0 else -math.inf
     array = np.asarray(value)
-    if array.shape or not any(jnp.issubdtype(array.dtype, kind) for kind in _REAL):
+    if array.shape or not is_real(array):
         raise TypeError(f"{name} must be a real scalar in {interval}, got {value!r}.")
     low, high = (float(bound) for bound in interval[1:-1].split(","))
     number = array.item()
@@ -52,7 +53,15 @@ def in_range(name: str, value: Any, interval: str) -> Any:  # Any kind of number
     if not (above and below):  # NaN compares false with everything and ends here.
         shown = given if type(given) is int else number
         raise ValueError(f"{name} must be in {interval}, got {shown!r}.")
+    widest = jnp.finfo(jnp.result_type(float))  # float64 only with jax_enable_x64.
+    if "inf]" not in interval and abs(number) > float(widest.max):
+        raise ValueError(f"{name} must be finite in {widest.dtype}, got {number!r}.")
     return value
+
+
+def is_real(value: object) -> bool:
+    """Whether a value, traced or not, holds real numbers."""
+    return any(jnp.issubdtype(_dtype(value), kind) for kind in _REAL)
 
 
 def is_known(value: jax.typing.ArrayLike, number: float) -> bool:
@@ -79,7 +88,7 @@ def real(value: T) -> T:
     Any other value is returned as it is. ``optax.inject_hyperparams`` makes all numbers
     complex if parameters are complex.
     """
-    if not jnp.issubdtype(_dtype(value), jnp.complexfloating):
+    if not _is_complex(value):
         return value
     known = not isinstance(value, jax.core.Tracer)
     real_part: T = value.real  # type: ignore[attr-defined]  # Its dtype is complex.
@@ -159,6 +168,18 @@ def no_lookahead(
             "optax.lookahead keeps two copies of the parameters, LookaheadParams, and "
             f"takes the gradients of only one, params.fast: {hint}"
         )
+
+
+def flags(**arguments: bool) -> None:
+    """Raises ``TypeError`` unless each argument is a bool, which is not traced."""
+    for name, value in arguments.items():
+        if not isinstance(value, bool | np.bool):
+            raise TypeError(f"{name} must be True or False, not traced, got {value!r}.")
+
+
+def non_negative(**arguments: jax.typing.ArrayLike) -> list[Any]:  # As `in_range`.
+    """The arguments, each a finite scalar ≥ 0; raises like :func:`in_range`."""
+    return [in_range(name, value, "[0, inf)") for name, value in arguments.items()]
 
 
 def integer_scalar(name: str, value: jax.typing.ArrayLike) -> None:
@@ -283,12 +304,14 @@ def same_shapes(
     *,
     nodes: bool = True,
     none_takes_all: bool = False,
+    squares: bool = False,
 ) -> None:
     """Raises unless ``tree`` fits ``reference``, leaf by leaf.
 
     ``None`` in ``tree`` (no gradient for this leaf) fits anything. Shapes are known
     while tracing, so the check costs nothing in a compiled step. Without it a gradient
-    of shape (3, 1) for a parameter of shape (3,) would broadcast.
+    of shape (3, 1) for a parameter of shape (3,) would broadcast, and a complex one for
+    a real parameter would lose its imaginary part.
 
     Args:
       name: the name of ``tree`` in messages.
@@ -299,6 +322,7 @@ def same_shapes(
       nodes: whether the nodes must be of the same kinds, as for ``jax.tree.map``. If
         False, the same paths to the leaves are enough.
       none_takes_all: whether any leaf fits a ``None`` in ``reference``.
+      squares: whether ``reference`` holds squares, which are real for complex leaves.
 
     Raises:
       TypeError: the two differ; the error names the first such path.
@@ -307,10 +331,16 @@ def same_shapes(
     flat_reference, wanted_structure = _flat(reference)
 
     def fail(path: Path, given: str, wanted: str) -> NoReturn:
+        hint = ""
+        if any(kind.__module__ == "flax.nnx.module" for kind in type(reference).mro()):
+            hint = (
+                f" Of an NNX module, {reference_name} is nnx.state(module, nnx.Param)."
+            )
         raise TypeError(
             f"{name} and {reference_name} differ at {path_name(path)}: {name} has "
             f"{given}, {reference_name} has {wanted}. Pass {name} with the structure "
-            f"and shapes of {reference_name}, and None where there is none."
+            f"and shapes of {reference_name}, real for real ones, and None where there "
+            f"is none.{hint}"
         )
 
     for path, reference_leaf in flat_reference.items():
@@ -321,7 +351,8 @@ def same_shapes(
             continue
         fits = False
         if maps.has_gradient(reference_leaf):
-            fits = expected(leaf) == _shape(reference_leaf)
+            lossy = _is_complex(leaf) and not (squares or _is_complex(reference_leaf))
+            fits = expected(leaf) == _shape(reference_leaf) and not lossy
         if not fits:
             fail(path, _describe(leaf), _describe(reference_leaf))
     for path, leaf in flat.items():
@@ -358,6 +389,27 @@ def _other_node(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> tuple[Path, str,
     return (), f"a node {given}", f"a node {expected}"
 
 
+def own_state(state: optax.OptState, expected: optax.OptState) -> None:
+    """Raises ``TypeError`` if a state has not the nodes that ``init`` makes."""
+    if _flat(state)[1] != _flat(expected)[1]:
+        path, given, wanted = _other_node(state, expected)
+        raise TypeError(
+            f"state is not that of tx: at {path_name(path)} it has {given}, and tx.init"
+            f"(params) has {wanted}. Pass what tx.init or the last step returned."
+        )
+
+
+def arrays(params: optax.Params) -> None:
+    """Raises ``TypeError`` at the first parameter that is no array and no number."""
+    for path, p in jax.tree.leaves_with_path(params):
+        if not hasattr(p, "dtype") and not isinstance(p, complex | float | int):
+            raise TypeError(
+                f"params has {p!r} at {path_name(path)}, which is no array. Pass the "
+                "arrays of a module alone: those of Equinox are "
+                "eqx.filter(module, eqx.is_inexact_array)."
+            )
+
+
 def same_dtypes(
     name: str, tree: PyTree[Leaf], reference_name: str, reference: PyTree[jax.Array]
 ) -> None:
@@ -384,6 +436,10 @@ def dense(
         if isinstance(leaf, IndexedSlices):
             got = f"{_describe(leaf)} at {path_name(path)}"
             raise RowSparseError(f"{name} {needs}, got {got}. {hint}")
+
+
+def _is_complex(value: object) -> bool:
+    return jnp.issubdtype(_dtype(value), jnp.complexfloating)
 
 
 def _dtype(value: object) -> np.dtype[Any]:

@@ -117,7 +117,7 @@ def test_a_threshold_may_be_a_schedule_and_a_weight_may_not():
     assert gx.get_config(tx) == config
     direct = gx.drop_stale(gx.densify(), optax.linear_schedule(**limit))
     agree(tx, direct, {"local_step": 0})
-    with pytest.raises(TypeError, match=r"'weight'\] must be what no config can hold"):
+    with pytest.raises(TypeError, match=r"'weight'\] must be a Python function, or"):
         gx.from_config({"name": "scale_by_staleness", "weight": "hinge"})
 
 
@@ -488,7 +488,8 @@ WRONG = [
     ({"name": "optax.adam", "learning_rate": 0.1, "mu_dtype": "int32"},
      "config['mu_dtype'] must be a floating dtype, got 'int32'."),
     ({"name": "optax.stateless", "f": {"name": "linear_schedule"}},
-     "config['f'] must be what no config can hold, got {'name': 'linear_schedule'}."),
+     "config['f'] must be a Python function, got {'name': 'linear_schedule'}. No "
+     "config can hold a function: build this transformation in Python."),
     ({"name": "optax.contrib.dog", "init_step": ["rough", 1.0]},
      "config['init_step'] must be a list of 2: one of 'distance', 'learning_rate', "
      "'heuristic'; a number, got ['rough', 1.0]."),

@@ -399,3 +399,14 @@ def test_a_sum_of_negative_gradients_reaches_its_leaf_as_well():
     for grads in ({"w": less, "b": less}, {"w": less, "b": None}):
         params, state = gx.apply_gradients(tx, grads, state, params, local_step=0)
     assert (params["w"].tolist(), params["b"].tolist()) == ([1.0] * 2, [0.5] * 2)
+
+
+@pytest.mark.parametrize(("reduction", "part"), [("mean", 0.5), ("row_mean", 1.0)])
+def test_by_what_a_leaf_that_half_of_the_pushes_held_is_divided(reduction, part):
+    tx = gx.conditional_accumulator(optax.sgd(1.0), 2, reduction=reduction)
+    params, state = PARAMS, tx.init(PARAMS)
+    for name in PARAMS:
+        half = {k: g if k == name else None for k, g in GRADS.items()}
+        params, state = gx.apply_gradients(tx, half, state, params, local_step=0)
+    for name, g in GRADS.items():
+        np.testing.assert_array_equal(params[name], PARAMS[name] - part * g)

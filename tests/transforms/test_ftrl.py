@@ -324,3 +324,43 @@ def test_proximal_adagrad_does_not_hide_nan():
     w = jnp.ones(2)
     updates, _ = tx.update(jnp.array([np.nan, 0.1]), tx.init(w), w)
     np.testing.assert_array_equal(np.isnan(updates), [True, False])
+
+
+RATES = {
+    "ftrl": gx.ftrl,
+    "ftrl, multiplied": functools.partial(
+        gx.ftrl, multiply_linear_by_learning_rate=True
+    ),
+    "proximal_adagrad": gx.proximal_adagrad,
+}
+
+
+@pytest.mark.parametrize("make", RATES.values(), ids=RATES)
+def test_a_rate_that_has_no_meaning_is_never_silent(make):
+    w, g = jnp.array([0.5, 0.0]), jnp.array([0.25, 0.0])
+
+    def update(rate):
+        tx = make(lambda _: rate, l1_regularization_strength=0.1)
+        return tx.update(g, tx.init(w), w)[0]
+
+    for rate in (np.nan, -0.1, np.inf):
+        assert np.isnan(jax.jit(update)(rate)).all()
+        with pytest.raises(ValueError, match=r"learning_rate must be in \[0, inf\)"):
+            update(rate)
+    assert np.isfinite(jax.jit(update)(0.1)).all()
+    assert np.isfinite(update(2)).all()  # An integer.
+    np.testing.assert_array_equal(jax.jit(update)(2), jax.jit(update)(2.0))
+
+
+def test_a_limit_of_nan_shows():
+    g = jnp.array([3.0, 4.0])
+    tx = jax.jit(lambda limit: gx.clip_by_norm(limit).update(g, optax.EmptyState()))
+    assert np.isnan(tx(np.nan)[0]).all()
+
+
+@pytest.mark.parametrize("rate", [None, "0.1"])
+@pytest.mark.parametrize("make", [gx.adagrad, gx.ftrl, gx.proximal_adagrad])
+def test_a_schedule_that_gives_no_number_is_named(make, rate):
+    tx, w = make(lambda _: rate), jnp.ones(1)
+    with pytest.raises(TypeError, match="learning_rate must be real, got"):
+        tx.update(w, tx.init(w), w)

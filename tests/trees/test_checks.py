@@ -1,0 +1,161 @@
+"""What is refused wherever it is given: words for bools, numbers that JAX would make
+inf, complex gradients of real parameters, and the state of another optimizer."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gradxform as gx
+
+W = jnp.ones(3)
+INNER = optax.sgd(1.0)
+
+
+def loss(w, x=None):
+    return jnp.sum(w**2)
+
+
+FLAGS = {
+    "skip_nonfinite": lambda no: gx.accumulate(INNER, 2, skip_nonfinite=no),
+    "row_wise": lambda no: gx.adagrad(0.1, row_wise=no),
+    "eps_in_sqrt": lambda no: gx.scale_by_novograd(eps_in_sqrt=no),
+    "nesterov": lambda no: gx.novograd(0.1, nesterov=no),
+    "grad_averaging": lambda no: gx.novograd(0.1, grad_averaging=no),
+    "lr_in_momentum": lambda no: gx.novograd(0.1, lr_in_momentum=no),
+    "multiply_linear_by_learning_rate": lambda no: gx.ftrl(
+        0.1, multiply_linear_by_learning_rate=no
+    ),
+    "donate": lambda no: gx.minimize(loss, INNER, donate=no),
+    "has_aux": lambda no: gx.value_and_grad(loss, has_aux=no),
+    "require_finite": lambda no: gx.ParameterServer(W, INNER, require_finite=no),
+    "resume": lambda no: gx.engines.Checkpoint.of(
+        gx.engines.Checkpoint("folder", resume=no)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_word_is_no_bool(name):
+    with pytest.raises(TypeError, match=f"{name} must be True or False.*got 'no'"):
+        FLAGS[name]("no")
+
+
+def test_other_places_of_these_bools():
+    for make in (
+        lambda: gx.adagrad(0.1, eps_in_sqrt="no"),
+        lambda: gx.local_steps(loss, INNER, donate="no"),
+        lambda: gx.ParameterServer(W, INNER, donate="no"),
+    ):
+        with pytest.raises(TypeError, match="must be True or False"):
+            make()
+    gx.accumulate(INNER, 2, skip_nonfinite=np.True_)
+
+
+LARGE = {
+    "factors": lambda: gx.scale_by_worker([1.0, 1e39]),
+    "weight": lambda: gx.scale_by_staleness(weight=lambda s: 1e39).update(
+        W, optax.EmptyState(), staleness=1
+    ),
+    "learning_rate": lambda: gx.ftrl(1e39),
+    "learning_rate_power": lambda: gx.ftrl(0.1, -1e39),
+    "eps": lambda: gx.adagrad(0.1, eps=1e39),
+    "weight_decay": lambda: gx.novograd(0.1, weight_decay=10**39),
+    "variance_control": lambda: gx.compensate_delay(1e39),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_number_that_float32_makes_infinite_is_refused(name):
+    with pytest.raises(ValueError, match=rf"{name}.* must be finite in float32, got"):
+        LARGE[name]()
+    with jax.enable_x64(True):
+        LARGE[name]()
+
+
+def test_a_limit_may_be_larger_than_every_number():
+    gx.clip_by_norm(1e39)
+    gx.adagrad(0.1, clipvalue=np.inf)
+
+
+COMPLEX = {
+    "ftrl": gx.ftrl(0.1),
+    "proximal_adagrad": gx.proximal_adagrad(0.1),
+    "adagrad, row-wise": gx.scale_by_adagrad(row_wise=True),
+    "novograd": gx.novograd(0.1),
+    "accumulate": gx.accumulate(INNER, 1),
+    "worker_mean": gx.worker_mean(INNER, 1, method="latest"),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_no_imaginary_part_is_lost(name):
+    tx, g = COMPLEX[name], jnp.array([1j, 1, 1], jnp.complex64)
+    state = tx.init(W)
+    with pytest.raises(TypeError, match=r"complex64.* float32"):
+        tx.update(g, state, W, **{"worker": 0} if name == "worker_mean" else {})
+    with pytest.raises(TypeError, match=r"complex64\[3\], params has float32\[3\]"):
+        gx.apply_updates(W, g)
+    gx.apply_updates(g, W)  # A real update of a complex parameter loses nothing.
+
+
+OTHER = {
+    "a tuple": (gx.ftrl(0.1), optax.adam(0.1), "root.* node tuple,.*FtrlState"),
+    "a link": (
+        gx.adagrad(0.1),
+        optax.adam(0.1),
+        r"\[0\] it has a node .*ScaleByAdamState, .*ScaleByAdagradState",
+    ),
+    "a gate": (gx.drop_stale(INNER, 1), INNER, "root.* node tuple.*DropStaleState"),
+    "optax's": (
+        optax.adam(0.1),
+        gx.adagrad(0.1),
+        r"\[0\].*ScaleByAdagradState, .*ScaleByAdamState",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_the_state_of_another_optimizer_is_named(case):
+    tx, other, match = OTHER[case]
+    extra = {"local_step": 0} if case == "a gate" else {}
+    with pytest.raises(TypeError, match=f"state is not that of tx: at .*{match}"):
+        gx.apply_gradients(tx, W, other.init(W), W, **extra)
+
+
+def test_another_attribute_error_stays():
+    def fail(*_):
+        raise AttributeError("of the transformation")
+
+    tx = optax.GradientTransformation(lambda _: optax.EmptyState(), fail)
+    with pytest.raises(AttributeError, match="of the transformation"):
+        gx.apply_gradients(tx, W, tx.init(W), W)
+
+
+def test_a_whole_nnx_module_is_named():
+    module = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    grads = nnx.grad(lambda m: jnp.sum(m(jnp.ones(2))))(module)
+    tx = gx.adagrad(0.1)
+    with pytest.raises(TypeError, match=r"params is nnx\.state\(module, nnx\.Param\)"):
+        gx.apply_gradients(tx, grads, tx.init(module), module)
+    params = nnx.state(module, nnx.Param)
+    new, _ = gx.apply_gradients(tx, grads, tx.init(params), params)
+    assert new["bias"].get_value() < 0
+
+
+def test_a_whole_equinox_module_is_named():
+    module = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    tx = gx.adagrad(0.1)
+    arrays = eqx.filter(module, eqx.is_inexact_array)
+    match = r"params has .* at \.activation, which is no array.*eqx\.filter"
+    for call in (
+        lambda: gx.ParameterServer(module, tx),
+        lambda: gx.minimize(loss, tx)(module, tx.init(arrays)),
+        lambda: gx.local_steps(loss, tx)(module, tx.init(arrays), jnp.ones((1, 2))),
+    ):
+        with pytest.raises(TypeError, match=match):
+            call()
+    gx.ParameterServer(arrays, tx)
