@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.sparse import BCOO
 
 import gradxform as gx
 
@@ -155,6 +156,10 @@ def test_local_step_that_is_no_integer(local_step):
             r"\['layer'\]\['c'\].*params has no leaf",
         ),
         (jnp.ones(3), r"grads and params differ at \['layer'\]"),
+        (
+            {"layer": {"w": BCOO.fromdense(jnp.ones((2, 3))), "b": None}},
+            r"\['w'\]: grads has a node jax\.experimental\.\S+\.BCOO, no array, params",
+        ),
     ],
 )
 def test_gradients_that_do_not_fit_the_params(bad, message):

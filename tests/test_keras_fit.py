@@ -1,5 +1,6 @@
 """``gradxform.keras.Optimizer`` in ``fit``, beside the optimizers of Keras."""
 
+import functools
 import os
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import jax
+import jax.experimental.sparse
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -256,6 +258,45 @@ def test_no_gradient_of_fit_is_late(k):
     assert int(own["stale_count"].value) == 0
 
 
+def test_no_gradient_is_late_for_gates_side_by_side(k):
+    """One of them steps with every batch, and one with every second."""
+
+    def labels(params):
+        return jax.tree.map_with_path(lambda path, _: path[0].key[-4:], params)
+
+    gates = {
+        "rnel": gx.drop_stale(gx.adagrad(0.1), 0),
+        "bias": gx.conditional_accumulator(gx.adagrad(0.1), 2),
+    }
+    steps = {"rnel": gx.adagrad(0.1), "bias": gx.accumulate(gx.adagrad(0.1), 2)}
+    expected, _ = train(k, k.Optimizer(optax.partition(steps, labels)))
+    model, _ = train(k, k.Optimizer(optax.partition(gates, labels)))
+    assert_close(model.weights, expected.weights)
+    counts = {v.path.rpartition("/")[2]: v for v in model.optimizer.variables}
+    counts = {name: int(v.value) for name, v in counts.items() if v.shape == ()}
+    assert sorted(n for x, n in counts.items() if "global_step" in x) == [12, 24]
+    assert [n for x, n in counts.items() if "stale_count" in x] == [0, 0]
+
+
+def test_a_variable_may_be_called_global_step(k):
+    variable = k.keras.Variable(np.float32([2.0, 3.0]), name="global_step")
+    tx = optax.chain(optax.trace(0.5), gx.drop_stale(optax.sgd(1.0), 0))
+    k.Optimizer(tx).apply([jnp.float32([1.0, 1.0])], [variable])
+    np.testing.assert_array_equal(variable.value, [1.0, 2.0])
+
+
+@pytest.mark.parametrize("n_dense", [0, 1])
+def test_a_sparse_gradient_of_jax_is_that_of_keras(k, n_dense):
+    dense = jnp.float32([[0.0, 0.0], [1.0, -2.0], [0.0, 0.0]])
+    grad = jax.experimental.sparse.BCOO.fromdense(dense, n_dense=n_dense)
+    ours, theirs = (k.keras.Variable(np.ones((3, 2)), name="table") for _ in range(2))
+    for _ in range(2):
+        k.Optimizer(gx.adagrad(0.5)).apply([grad], [ours])
+        k.keras.optimizers.Adagrad(0.5).apply([grad], [theirs])
+    assert_close([ours], [theirs])
+    assert np.all((values([ours])[0] == 1) == (dense == 0))
+
+
 def test_an_extra_argument_that_keras_does_not_give_is_an_error(k):
     for tx, missing in (
         (gx.compensate_delay(), "worker_params"),
@@ -307,12 +348,93 @@ def test_a_rate_that_no_state_holds_is_an_error(k):
         (injected(schedule), "comes from a schedule"),
     ):
         optimizer = k.Optimizer(tx)
-        with pytest.raises(AttributeError, match="does not exist yet"):
-            _ = optimizer.learning_rate
+        with pytest.raises(AttributeError, match=error):
+            optimizer.learning_rate = 0.5
         optimizer.build(new_model(k).trainable_variables)
         with pytest.raises(AttributeError, match=error):
             optimizer.learning_rate = 0.5
     assert float(optimizer.learning_rate.value) == pytest.approx(0.1)
+
+
+def test_a_rate_set_before_fit_is_kept(k):
+    expected, _ = train(k, k.keras.optimizers.SGD(0.0625))
+    optimizer = k.Optimizer(optax.inject_hyperparams(optax.sgd)(7.0))
+    model = new_model(k)
+    model.compile(optimizer=optimizer, loss="mse")
+    assert float(optimizer.learning_rate) == 7.0
+    optimizer.learning_rate = 0.125
+    optimizer.learning_rate.assign(optimizer.learning_rate / 2)
+    assert len(optimizer.variables) == 1  # Its place among them is that of the leaf.
+    fit(model, epochs=3)
+    assert_close(model.weights, expected.weights)
+    schedule = k.keras.optimizers.schedules.ExponentialDecay(0.1, 4, 0.5)
+    for unset in (optimizer, k.Optimizer(optax.inject_hyperparams(optax.sgd)(7.0))):
+        with pytest.raises(TypeError, match=r"ExponentialDecay.*to the transformation"):
+            unset.learning_rate = schedule
+
+
+def test_an_optimizer_without_variables_has_a_rate(k):
+    """Keras builds the default of a ``MultiOptimizer`` only if a variable is left."""
+    ours, others = (
+        k.Optimizer(optax.inject_hyperparams(optax.sgd)(0.5)) for _ in range(2)
+    )
+    of_all = k.keras.optimizers.OptimizerMap(others, {"net/.*": ours})
+    multi = k.keras.optimizers.MultiOptimizer(of_all)
+    halve = k.keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 16)
+    model, history = train(k, multi, callbacks=[halve])
+    assert not others.built
+    for each in (ours, others):
+        assert history[f"learning_rate_{each.name}"] == [2**-5, 2**-9, 2**-13]
+    schedule = optax.piecewise_constant_schedule(2**-5, {8: 2**-4, 16: 2**-4})
+    expected, _ = train(k, k.Optimizer(optax.sgd(schedule)))
+    assert_close(model.weights, expected.weights)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_a_model_with_nothing_trainable_is_evaluated(k, policy):
+    k.keras.config.set_dtype_policy(policy)
+    for tx in (gx.drop_stale(gx.novograd(0.1, global_clipnorm=1.0), 0), optax.adam(1)):
+        model = new_model(k)
+        model.trainable = False
+        model.compile(optimizer=k.Optimizer(tx), loss="mse")
+        start = values(model.weights)
+        loss = fit(model).history["loss"]
+        np.testing.assert_allclose(loss, model.evaluate(X, Y, verbose=0), rtol=1e-2)
+        for a, b in zip(start, values(model.weights), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_model_in_hdf5_is_loaded(k, tmp_path):
+    """Keras builds its optimizer without variables, as it does with its own."""
+    loss = k.keras.losses.MeanSquaredError()
+    for optimizer in (k.Optimizer(SAVED["config"]()), k.keras.optimizers.Adagrad()):
+        model = new_model(k)
+        model.compile(optimizer=optimizer, loss=loss)
+        fit(model)
+        model.save(tmp_path / "model.h5")
+        loaded = k.keras.saving.load_model(tmp_path / "model.h5")
+        assert type(loaded.optimizer) is type(optimizer)
+        assert_equal(loaded.weights, model.weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(f"{kind}clipnorm", 1.0) for kind in ("", "global_")],
+        ("clipvalue", 1.0),
+        ("weight_decay", 0.1),
+        ("use_ema", True),
+        ("gradient_accumulation_steps", 2),
+    ],
+)
+def test_a_setting_of_keras_without_effect_is_an_error(k, name, value):
+    optimizer = k.Optimizer(optax.sgd(0.1))
+    with pytest.raises(AttributeError, match=f"^{name} has no effect here"):
+        setattr(optimizer, name, value)
+    setattr(optimizer, name, None)
+    with pytest.raises(AttributeError, match="exclude_from_weight_decay has"):
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
 
 
 def of_two_parts():
@@ -361,9 +483,23 @@ def test_a_registered_function_needs_no_custom_objects(k, tmp_path):
 
 def test_a_transformation_without_a_config_cannot_be_saved(k, tmp_path):
     model, _ = train(k, k.Optimizer(optax.adam(0.01)), epochs=1)
-    with pytest.raises(TypeError, match=r"from_config.*register_keras_serializable"):
+    error = r"from_config.*register_keras_serializable"
+    with pytest.raises(TypeError, match=error):
         model.save(tmp_path / "model.keras")
     model.save_weights(tmp_path / "of.weights.h5")
+    # Keras would write some of these, and nobody could load them.
+    for made in (
+        lambda: optax.adam(0.01),
+        functools.partial(optax.adam, 0.01),
+        Makes().tx,
+    ):
+        with pytest.raises(TypeError, match=error):
+            k.Optimizer(made).get_config()
+
+
+class Makes:
+    def tx(self):
+        return optax.adam(0.01)
 
 
 def test_weights_of_another_model_are_loaded_by_the_place_of_its_layers(k, tmp_path):

@@ -1,20 +1,27 @@
 """Every notebook runs from top to bottom, and holds the outputs of such a run."""
 
+import ast
+import functools
+import importlib.metadata
 import pathlib
 import re
 import sys
+import tomllib
 
 import nbformat
 import pytest
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.conftest import xla_flags
 
-NOTEBOOKS = sorted(
-    (pathlib.Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb")
-)
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+distributions = functools.cache(importlib.metadata.packages_distributions)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # A path on somebody's machine: "/home/...", "C:\\Users\\...", but no part of a URL.
 LOCAL_PATH = re.compile(
@@ -108,6 +115,40 @@ def test_notebook_is_committed_with_the_outputs_of_one_run(path):
     assert not errors(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
     assert path.stat().st_size < 500_000
+
+
+@functools.cache
+def installed_by(extras):
+    """What pip installs with these extras of the project, by canonical names."""
+    wanted = [*PROJECT["dependencies"], f"gradxform[{extras}]"]
+    found = {"gradxform", "ipython"}  # Jupyter is there already.
+    while wanted:
+        requirement = Requirement(wanted.pop())
+        name = canonicalize_name(requirement.name)
+        if name == "gradxform":
+            for extra in requirement.extras:
+                wanted += PROJECT["optional-dependencies"][extra]
+        elif name not in found:
+            found.add(name)
+            lines = map(Requirement, importlib.metadata.requires(name) or ())
+            wanted += [str(x) for x in lines if not x.marker]
+    return found
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_installs_what_it_imports(path):
+    code = "\n".join(cell.source for cell in code_cells(read(path)))
+    (extras,) = re.findall(r"%pip install -q \"gradxform\[(.*)\] @ git\S*\"\n", code)
+    imported = set()
+    for node in ast.walk(ast.parse(re.sub(r"(?m)^( *)%.*$", r"\1pass", code))):
+        if isinstance(node, ast.Import):
+            imported |= {name.name.partition(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module.partition(".")[0])
+    installed, known = installed_by(extras), distributions()
+    for module in imported - sys.stdlib_module_names - {"gradxform"}:
+        assert any(canonicalize_name(x) in installed for x in known[module]), module
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

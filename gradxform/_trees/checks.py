@@ -345,7 +345,7 @@ def same_shapes(
 
     for path, reference_leaf in flat_reference.items():
         if path not in flat:
-            fail(path, "no leaf", _describe(reference_leaf))
+            fail(path, _node_at(path, tree), _describe(reference_leaf))
         leaf = flat[path]
         if not maps.has_gradient(leaf) or (none_takes_all and reference_leaf is None):
             continue
@@ -368,6 +368,15 @@ def _flat(tree: PyTree[Leaf]) -> tuple[dict[Path, Leaf], jax.tree_util.PyTreeDef
     return dict(leaves), structure
 
 
+def _node_at(path: Path, tree: PyTree[Leaf]) -> str:
+    """What a tree has at the path of a leaf of another tree."""
+    nodes = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda at, _: at == path, is_leaf_takes_path=True
+    )
+    found = [node for at, node in nodes if at == path]
+    return f"a node {_kind(found[0])}, no array" if found else "no leaf"
+
+
 def _other_node(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> tuple[Path, str, str]:
     """The first path where two trees with the same leaves have different nodes."""
 
@@ -382,11 +391,15 @@ def _other_node(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> tuple[Path, str,
             if _flat(child)[1] != _flat(like)[1]:
                 path, given, expected = _other_node(child, like)
                 return (*key, *path), given, expected
-    names = [f"{type(x).__module__}.{type(x).__qualname__}" for x in (tree, reference)]
+    names = _kind(tree), _kind(reference)
     if len(set(names)) == 1:  # One kind, but with other keys or static fields.
-        names = [str(node), str(wanted)]
-    given, expected = (name.removeprefix("builtins.") for name in names)
-    return (), f"a node {given}", f"a node {expected}"
+        names = str(node), str(wanted)
+    return (), f"a node {names[0]}", f"a node {names[1]}"
+
+
+def _kind(node: object) -> str:
+    kind = type(node)
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
 def own_state(state: optax.OptState, expected: optax.OptState) -> None:

@@ -7,6 +7,8 @@ and assigns the leaves of the new tree.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
+from optax.tree_utils import NamedTupleKey
 
 import gradxform as gx
 
@@ -33,6 +36,12 @@ if keras.backend.backend() != "jax":
 T = TypeVar("T")
 _RATE = ".hyperparams['learning_rate']"  # Where optax.inject_hyperparams has it.
 _SCHEDULE = ".hyperparams_states['learning_rate']"  # It is there for a schedule.
+_CLIPS = "clipnorm", "clipvalue", "global_clipnorm"
+_PARTS = *_CLIPS, "weight_decay", "use_ema", "gradient_accumulation_steps"
+_NO_EFFECT = (
+    "{} has no effect here: clips, weight decay, its mask, averages and accumulation "
+    "are parts of the transformation. Build one that has them, as by optax.chain."
+)
 
 
 @keras.saving.register_keras_serializable(package="gradxform")
@@ -50,14 +59,16 @@ class Optimizer(keras.optimizers.Optimizer):
     Clips, weight decay and the accumulation of gradients are parts of the
     transformation, so Keras's arguments for them do not exist here, and neither does
     ``use_ema``. In ``fit`` no gradient is late: a gate gets its own global step as
-    ``local_step``. Other extra arguments do not exist in Keras.
+    ``local_step``, and gates side by side get the largest of theirs. Other extra
+    arguments do not exist in Keras. A ``BCOO`` gradient is made dense.
 
     Attributes:
       variables: ``iterations``, then one variable for each leaf of the state. A leaf is
         sharded like its parameters.
       iterations: the number of gradients so far. A gate may have dropped some of them.
       learning_rate: the variable of the rate that ``optax.inject_hyperparams`` keeps in
-        the state. ``ReduceLROnPlateau`` and other callbacks read and set it.
+        the state. ``ReduceLROnPlateau`` and other callbacks read and set it. A rate
+        that is set before ``build`` is kept.
 
     Args:
       tx: the transformation, or a function without arguments that returns it. Keras
@@ -69,8 +80,10 @@ class Optimizer(keras.optimizers.Optimizer):
 
     Raises:
       TypeError: ``tx`` is neither; at ``build``, its update needs an extra argument
-        that Keras does not give; at ``get_config``, Keras cannot save it.
-      AttributeError: ``learning_rate`` is read or set, but no state keeps it.
+        that Keras does not give; at ``get_config``, Keras cannot save it;
+        ``learning_rate`` is set to a schedule.
+      AttributeError: ``learning_rate`` is read or set, but no state keeps it; a clip,
+        weight decay, ``use_ema`` or ``gradient_accumulation_steps`` is set.
 
     References:
       ``keras.optimizers.Optimizer``.
@@ -86,6 +99,8 @@ class Optimizer(keras.optimizers.Optimizer):
     True
     """
 
+    _leaves: dict[str, _Leaf]
+
     def __init__(
         self,
         tx: optax.GradientTransformation | Callable[[], optax.GradientTransformation],
@@ -100,9 +115,20 @@ class Optimizer(keras.optimizers.Optimizer):
             loss_scale_factor=loss_scale_factor,
             name=name,
         )
-        # Keras rebuilds each tuple in an attribute, and that would lose the config.
+        # Keras rebuilds each tuple in an attribute, and that would lose the config. It
+        # counts each variable in one as the optimizer's own.
         object.__setattr__(self, "_given", tx)
         object.__setattr__(self, "_tx", made)
+        object.__setattr__(self, "_leaves", {})
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _PARTS and value not in (None, False):
+            raise AttributeError(_NO_EFFECT.format(name))
+        super().__setattr__(name, value)
+
+    def exclude_from_weight_decay(self, *_: object, **__: object) -> None:
+        """Raises ``AttributeError``: weight decay is a part of the transformation."""
+        raise AttributeError(_NO_EFFECT.format("exclude_from_weight_decay"))
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Makes the state for these variables, as ``fit`` does before its first step.
@@ -118,7 +144,8 @@ class Optimizer(keras.optimizers.Optimizer):
         params = _by_path(variables, [v.value for v in variables])
         state = self._tx.init(params)
         try:
-            jax.eval_shape(self._step, params, state, params)
+            if params:  # Without any `fit` makes no step.
+                jax.eval_shape(self._step, params, state, params)
         except TypeError as error:
             raise TypeError(
                 "Keras gives a transformation the gradients, the parameters, and "
@@ -133,6 +160,8 @@ class Optimizer(keras.optimizers.Optimizer):
             keys, leaf = leaves.pop(0)
             path = jax.tree_util.keystr(keys)
             kept[path] = self._variable(path, leaf)
+            if path in self._leaves:  # A rate that was read or set before.
+                kept[path].assign(self._leaves[path].read())
         self._leaves = kept
 
     def _variable(self, path: str, leaf: jax.typing.ArrayLike) -> _Leaf:
@@ -157,6 +186,8 @@ class Optimizer(keras.optimizers.Optimizer):
         Keras calls it with the variables that have a gradient.
         """
         known = self._trainable_variables
+        # Keras's optimizers take JAX's sparse arrays, too.
+        grads = [g.todense() if hasattr(g, "todense") else g for g in grads]
         given = dict(zip(map(id, trainable_variables), grads, strict=True))
         leaves = self._leaves.values()
         params, state = self._step(
@@ -172,20 +203,21 @@ class Optimizer(keras.optimizers.Optimizer):
     def _step(
         self, grads: optax.Updates, state: optax.OptState, params: optax.Params
     ) -> tuple[optax.Params, optax.OptState]:
-        try:
-            extra = {"local_step": gx.global_step(state)}
-        except ValueError:  # It is no gate, or several side by side.
-            extra = {}
+        # A gradient ahead of a gate's global step is not late for it.
+        found = optax.tree.get_all_with_path(state, "global_step")
+        steps = [x for keys, x in found if isinstance(keys[-1], NamedTupleKey)]
+        extra = {"local_step": functools.reduce(jnp.maximum, steps)} if steps else {}
         return gx.apply_gradients(self._tx, grads, state, params, **extra)
 
     @property
     def learning_rate(self) -> keras.Variable:
         """The rate in the state of ``optax.inject_hyperparams``."""
-        if not self.built:
-            raise AttributeError(
-                "learning_rate is in the optimizer's state, which does not exist yet: "
-                "call optimizer.build(model.trainable_variables) first."
-            )
+        if not self._leaves:  # Before `build` the rate is that of a state without more.
+            leaves = jax.tree.leaves_with_path(self._tx.init(OrderedDict()))
+            by_path = {jax.tree_util.keystr(keys): leaf for keys, leaf in leaves}
+            for path in filter(re.compile(r"\['learning_rate']").search, by_path):
+                variable = keras.Variable(by_path[path], name="learning_rate")
+                self._leaves[path] = _Leaf(variable, None)
         found = [x for path, x in self._leaves.items() if path.endswith(_RATE)]
         if len(found) != 1:
             raise AttributeError(
@@ -199,6 +231,11 @@ class Optimizer(keras.optimizers.Optimizer):
     @learning_rate.setter
     def learning_rate(self, learning_rate: jax.typing.ArrayLike) -> None:
         variable = self.learning_rate
+        if callable(learning_rate):
+            raise TypeError(
+                f"learning_rate must be a number, got {learning_rate!r}: give a "
+                "schedule to the transformation, as in optax.adam(schedule)."
+            )
         if any(_SCHEDULE in path for path in self._leaves):
             raise AttributeError(
                 "learning_rate comes from a schedule, and the next step would "
@@ -212,18 +249,23 @@ class Optimizer(keras.optimizers.Optimizer):
         Raises:
           TypeError: Keras cannot save the transformation.
         """
-        if isinstance(self._given, optax.GradientTransformation):
-            try:
-                tx = gx.get_config(self._given)
-            except TypeError as error:
-                raise TypeError(
-                    "Keras cannot save this optimizer, because its transformation has "
-                    "no config. Build it by gradxform.from_config. Or give Optimizer a "
-                    "function that returns it, and decorate the function with "
-                    "keras.saving.register_keras_serializable()."
-                ) from error
-        else:
-            tx = keras.saving.serialize_keras_object(self._given)
+        given = self._given
+        try:
+            if isinstance(given, optax.GradientTransformation):
+                tx = gx.get_config(given)
+            elif inspect.ismethod(given) or "<lambda>" in getattr(
+                given, "__name__", ""
+            ):
+                raise TypeError("Keras writes such a function, but does not load it.")
+            else:
+                tx = keras.saving.serialize_keras_object(given)
+        except TypeError as error:
+            raise TypeError(
+                "Keras cannot save this optimizer, because its transformation has no "
+                "config. Build it by gradxform.from_config. Or give Optimizer a "
+                "function that returns it, no lambda and no method, and decorate the "
+                "function with keras.saving.register_keras_serializable()."
+            ) from error
         return {
             "tx": tx,
             "loss_scale_factor": self.loss_scale_factor,
