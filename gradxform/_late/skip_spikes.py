@@ -12,7 +12,7 @@ from gradxform._late import gate
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
 from gradxform._late.missing import LeafFlags
-from gradxform._trees import arithmetic, checks, constants, maps, norms
+from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
 
 
@@ -138,7 +138,7 @@ def skip_spikes(
     def is_spike(x: jax.Array, history: jax.Array, num_held: jax.Array) -> jax.Array:
         # Distances from the newest number lose no digits: if all are equal, they are 0.
         # In units of the longest one no square overflows, and none becomes 0.
-        held = jnp.arange(window)[::-1] < num_held
+        held = jnp.arange(window, 0, -1, jnp.int32) <= num_held
         away = jnp.where(held, history - history[-1], 0)
         unit = jnp.maximum(jnp.max(jnp.abs(away)), jnp.finfo(x.dtype).tiny)
         n = jnp.maximum(num_held, 2).astype(x.dtype)
@@ -147,7 +147,7 @@ def skip_spikes(
         std = jnp.sqrt(jnp.sum(squares, where=held) / (n - 1))
         # x - mean(h) > sigmas · std(h)
         above = (x - history[-1]) / unit - mean > jnp.asarray(sigmas, x.dtype) * std
-        return above & (num_held >= warmup)
+        return above & (num_held >= dtypes.saturated(warmup))
 
     def push_fn(
         apply_if: ApplyIf,

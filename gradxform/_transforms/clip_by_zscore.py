@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._transforms.clipping import factor_to, global_norm
-from gradxform._trees import arithmetic, checks, constants, maps
+from gradxform._trees import arithmetic, checks, constants, dtypes, maps
 from gradxform._trees.mesh import AxisName
 
 _EPS = 1e-6  # Of the authors' code.
@@ -115,8 +115,9 @@ def clip_by_zscore(
         del params, extra
         updates = maps.sum_duplicates(updates)  # Once, also for all later links.
         norm = global_norm(updates, axis_name=axis_name).astype(jnp.float32)
+        last = dtypes.saturated(warmup)
         most, keep = (jnp.asarray(x, jnp.float32) for x in (threshold, decay))
-        mean, variance, collects = state.mean, state.variance, state.num_held < warmup
+        mean, variance, collects = state.mean, state.variance, state.num_held < last
         std = arithmetic.safe_sqrt(variance)
         # z = (‖g‖ - mean) / std
         z = (norm - mean) / (std + _EPS)
@@ -127,7 +128,7 @@ def clip_by_zscore(
         factor = factor_to(norm + _EPS, c)
         updates = maps.map_updates(lambda g: arithmetic.scale(g, factor), updates)
 
-        c, n = jnp.minimum(norm, c), jnp.minimum(state.num_held + 1, warmup)
+        c, n = jnp.minimum(norm, c), jnp.minimum(state.num_held + 1, last)
         weight = jnp.where(collects, 1 / n.astype(jnp.float32), 1 - keep)
         # mean ← decay · mean + (1 - decay) · c, and at first the mean of all
         new = mean + weight * (c - mean)
