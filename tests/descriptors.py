@@ -353,8 +353,10 @@ TRANSFORMATIONS = [
 
 # These have no row in a migration table, and need none.
 NO_ORIGINAL = {
+    "clip_by_zscore": "ZClip: the page on spikes says how its code differs",
     "compensate_delay": "DC-ASGD is a paper; no system that people come from has it",
     "delayed": "it stands for what a pipeline does, and no library has it as a part",
     "delayed_nesterov": "a paper; its authors published no optimizer",
     "measure_cosine": "a measurement of its own",
+    "skip_spikes": "the page on spikes compares it with OLMo-core and MaxText",
 }
