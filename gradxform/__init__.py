@@ -56,6 +56,8 @@ from gradxform._late.drop_stale import drop_stale as drop_stale
 from gradxform._late.gate import GatedTransformation as GatedTransformation
 from gradxform._late.scale_by_staleness import scale_by_staleness as scale_by_staleness
 from gradxform._late.scale_by_worker import scale_by_worker as scale_by_worker
+from gradxform._late.skip_spikes import SkipSpikesState as SkipSpikesState
+from gradxform._late.skip_spikes import skip_spikes as skip_spikes
 from gradxform._late.worker_mean import WorkerMeanState as WorkerMeanState
 from gradxform._late.worker_mean import worker_mean as worker_mean
 from gradxform._server.parameter_server import ParameterServer as ParameterServer
@@ -72,6 +74,8 @@ from gradxform._transforms.adagrad import ScaleByAdagradState as ScaleByAdagradS
 from gradxform._transforms.adagrad import adagrad as adagrad
 from gradxform._transforms.adagrad import scale_by_adagrad as scale_by_adagrad
 from gradxform._transforms.alignment import MomentumAlignment as MomentumAlignment
+from gradxform._transforms.clip_by_zscore import ClipByZscoreState as ClipByZscoreState
+from gradxform._transforms.clip_by_zscore import clip_by_zscore as clip_by_zscore
 from gradxform._transforms.clipping import (
     ClipByGlobalNormState as ClipByGlobalNormState,
 )

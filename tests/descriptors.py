@@ -348,6 +348,17 @@ DESCRIPTORS = (
         reads_params=True,
         figures=((0, 4), (0.26, 8.33)),
     ),
+    D("clip_by_zscore", figures=(0, 4)),
+    # The third of three pushes is clipped; in the other row the second one, too.
+    D("clip_by_zscore", {"warmup": 2}, "two"),
+    D("clip_by_zscore", {"threshold": 0.2, "decay": 0.5, "warmup": 1}, "one"),
+    # The third of three pushes is a spike.
+    Dense(
+        "skip_spikes",
+        {"inner": NOVOGRAD, "warmup": 2, "sigmas": 0.5},
+        figures=(0, 8),
+    ),
+    D("skip_spikes", {"inner": ADAGRAD, "window": 4, "sigmas": 0.5}, "window"),
 )
 # The rows that act at once. A gate's conditional has tests of its own.
 UNGATED = [row for row in DESCRIPTORS if not getattr(row.make(), "guard", None)]
@@ -363,8 +374,10 @@ TRANSFORMATIONS = [
 
 # These have no row in a migration table, and need none.
 NO_ORIGINAL = {
+    "clip_by_zscore": "ZClip: the page on spikes says how its code differs",
     "compensate_delay": "DC-ASGD is a paper; no system that people come from has it",
     "delayed": "it stands for what a pipeline does, and no library has it as a part",
     "delayed_nesterov": "a paper; its authors published no optimizer",
     "measure_cosine": "a measurement of its own",
+    "skip_spikes": "the page on spikes compares it with OLMo-core and MaxText",
 }

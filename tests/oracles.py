@@ -20,6 +20,29 @@ def clip_by_global_norm(grads, max_norm, use_norm=None):
     return {k: g * factor for k, g in grads.items()}
 
 
+def clip_by_zscore(
+    params, sequence, learning_rate, threshold=2.5, decay=0.97, warmup=25
+):
+    """Yields ``(params, mean, var)`` after each step: ZClip, with all norms so far."""
+    collected, mean, var = [], 0.0, 0.0
+    for grads in sequence:
+        norm = limit = global_norm(grads)
+        if len(collected) < warmup:
+            if np.isfinite(norm):
+                collected.append(norm)
+                mean, var = np.mean(collected), np.var(collected)
+        elif np.isfinite(norm):
+            z = (norm - mean) / (np.sqrt(var) + 1e-6)
+            if z > threshold:
+                limit = mean + threshold * np.sqrt(var) / (z / threshold)
+            mean = decay * mean + (1 - decay) * limit
+            var = decay * var + (1 - decay) * (limit - mean) ** 2
+        factor = limit / (norm + 1e-6) if limit < norm else 1.0
+        factor = factor if np.isfinite(norm) else np.nan
+        params = {k: params[k] - learning_rate * factor * g for k, g in grads.items()}
+        yield params, mean, var
+
+
 def clip_by_norm(grads, max_norm):
     return {k: clip_by_global_norm({k: g}, max_norm)[k] for k, g in grads.items()}
 
@@ -268,6 +291,23 @@ def drop_stale(params, pushes, max_staleness, apply):
         yield params, global_step, stale
 
 
+def skip_spikes(pushes, window=128, sigmas=6.0, warmup=None):
+    """Plays tuples of a norm and a loss, or None; yields whether a push is applied."""
+    warmup = max(2, window // 2) if warmup is None else warmup
+    histories = [], []
+    for pushed in pushes:
+        pairs = [
+            (x, h) for x, h in zip(pushed, histories, strict=True) if x is not None
+        ]
+        if not all(np.isfinite(x) for x, _ in pairs):
+            yield False
+            continue
+        last = [(x, h[-window:]) for x, h in pairs if len(h) >= warmup]
+        yield not any(x - np.mean(h) > sigmas * np.std(h, ddof=1) for x, h in last)
+        for x, h in pairs:
+            h.append(x)
+
+
 def fresh(pushes, max_staleness):
     """Yields all gradients that acted until then, the step and stale."""
     return drop_stale([], pushes, max_staleness, lambda acted, grads: [*acted, grads])
@@ -408,6 +448,10 @@ def _acting(row, pushes, local_step):
     if row.name == "drop_stale":
         *_, (acted, *_) = fresh(stamped, options["max_staleness"])
         return acted
+    if row.name == "skip_spikes":
+        given = {k: v for k, v in options.items() if k != "inner"}
+        applied = skip_spikes([(global_norm(g), None) for g in pushes], **given)
+        return [g for g, acts in zip(pushes, applied, strict=True) if acts]
     if row.name == "delayed":
         played = delayed(pushes, options["num_steps"])
     elif row.name == "worker_mean":

@@ -123,7 +123,7 @@ def differs(row, argument):
     """Whether the formula gives other numbers without an argument of the row."""
     kwargs = {k: v for k, v in row.kwargs.items() if k != argument}
     without = dataclasses.replace(row, kwargs=kwargs)
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(16)  # The third is the longest.
     params, *pushes = ({"w": rng.standard_normal((3, 2))} for _ in range(4))
     return not all(
         np.allclose(

@@ -33,7 +33,7 @@ _KEPT = "_gradxform_config"  # The attribute that keeps the config.
 # Limits may be infinite: then they never act. All other numbers must be finite.
 _LIMITS = (
     *("clipnorm", "clipvalue", "global_clipnorm"),
-    *("max_delta", "max_norm", "max_staleness"),
+    *("max_delta", "max_norm", "max_staleness", "sigmas"),
 )
 
 _LARGEST = float(np.finfo(np.float32).max)

@@ -15,9 +15,9 @@ def global_step(state: optax.OptState) -> jax.Array:
 
     Args:
       state: a state that holds the state of :func:`drop_stale`,
-        :func:`conditional_accumulator`, :func:`worker_mean` or :func:`accumulate`, also
-        inside ``optax.chain``, ``optax.inject_hyperparams`` or other wrappers. If gates
-        are nested, the outermost one counts.
+        :func:`conditional_accumulator`, :func:`worker_mean`, :func:`accumulate` or
+        :func:`skip_spikes`, also inside ``optax.chain``, ``optax.inject_hyperparams``
+        or other wrappers. If gates are nested, the outermost one counts.
 
     Returns:
       An int32 scalar. It is a copy, so it stays valid when the state is donated to the
@@ -80,11 +80,11 @@ def outermost(state: optax.OptState, field: str) -> jax.Array:
 
 
 def dropped(state: optax.OptState) -> jax.Array:
-    """How many pushes the outermost gate has left out, for any reason."""
-    own = _outermost(state, "global_step")
-    count: jax.Array
-    count = own.stale_count if hasattr(own, "stale_count") else own.nonfinite_count
-    return count
+    """How many pushes the gates in a state have left out, for any reason."""
+    names = "stale_count", "nonfinite_count", "skipped_count"
+    found = (optax.tree.get_all_with_path(state, name) for name in names)
+    counts = [count for pairs in found for _, count in pairs]
+    return sum(counts[1:], counts[0])
 
 
 def increment_if(pred: jax.Array | bool, count: jax.Array) -> jax.Array:

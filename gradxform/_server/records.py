@@ -20,7 +20,7 @@ class PushResult(NamedTuple):
     """The result of one push.
 
     Attributes:
-      applied: False if it was dropped as stale.
+      applied: False if a gate has left it out: it was stale, a spike or not finite.
       staleness: steps taken since the worker's local step.
       global_step: after the push.
       cosine: the cosine between the last two gradients that acted, if the
@@ -63,7 +63,7 @@ class ServerStats(NamedTuple):
     Attributes:
       accepted: pushes that were applied or added; an accumulator takes several for one
         step.
-      dropped: pushes that came too late.
+      dropped: pushes that came too late, or that a gate has left out otherwise.
       staleness: the number of pushes for each staleness, in steps.
       pushes_per_second: from the first push to the last; 0 before the second.
       global_step: steps taken.

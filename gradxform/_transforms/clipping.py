@@ -151,7 +151,7 @@ def clip_by_global_norm(
         else:
             updates = maps.sum_duplicates(updates)  # Once, also for all later links.
             use_norm = global_norm(updates, axis_name=axis_name)
-        factor = _factor(use_norm, max_norm)
+        factor = factor_to(use_norm, max_norm)
         updates = maps.map_updates(lambda g: arithmetic.scale(g, factor), updates)
         return updates, _state(use_norm)
 
@@ -194,7 +194,7 @@ def clip_by_norm(
         updates = maps.sum_duplicates(updates)
         squares = norms.squared_norms(updates, axis_name=axis_name)[0]
         factors = maps.map_updates(
-            lambda square: _factor(arithmetic.safe_sqrt(square), max_norm), squares
+            lambda square: factor_to(arithmetic.safe_sqrt(square), max_norm), squares
         )
         return _scale_layers(updates, factors)
 
@@ -281,12 +281,12 @@ def clip_before(
             )
             if global_clipnorm is not None:
                 norm = arithmetic.safe_sqrt(total)
-                clip_state, factor = _state(norm), _factor(norm, global_clipnorm)
+                clip_state, factor = _state(norm), factor_to(norm, global_clipnorm)
 
             def factor_of(square: jax.Array) -> jax.Array:
                 if clipnorm is None:
                     return factor
-                return _factor(arithmetic.safe_sqrt(square), clipnorm)
+                return factor_to(arithmetic.safe_sqrt(square), clipnorm)
 
             # Half precision stays wide on its way to inner. If two kernels need rounded
             # values, these go to memory; unrounded ones are computed in both kernels.
@@ -307,7 +307,7 @@ def clip_before(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _factor(norm: jax.typing.ArrayLike, max_norm: jax.typing.ArrayLike) -> jax.Array:
+def factor_to(norm: jax.typing.ArrayLike, max_norm: jax.typing.ArrayLike) -> jax.Array:
     """The factor for gradients of this norm, elementwise over norms."""
     norm = dtypes.widen(jnp.asarray(norm))
     max_norm = jnp.asarray(max_norm, norm.dtype)

@@ -48,6 +48,23 @@ def gradients(variant, steps, leaves=tuple(SHAPES)):
     return sequence
 
 
+def spiky(seed, steps):
+    """Pairs of float32 gradients and losses: with spikes in one of the two, in both,
+    and with a new level of both after two thirds of the steps."""
+    rng = np.random.RandomState(seed)
+    pairs = []
+    for step in range(steps):
+        g, (size, loss) = 2 * rng.random_sample(3) - 1, 2 * rng.random_sample(2) - 1
+        size, loss = 1 + 0.1 * size, 3 - step / 200 + 0.1 * loss
+        if step % 17 == 13:
+            size *= (3, 1, 40)[step // 17 % 3]
+            loss *= (1, 2, 5)[step // 17 % 3]
+        if step > 2 * steps / 3:
+            size, loss = 1.6 * size, 1.3 * loss
+        pairs.append(({"w": np.float32(size * g / np.linalg.norm(g))}, loss))
+    return pairs
+
+
 _RATE = {"learning_rate": 0.1, "initial_accumulator_value": 0.1, "epsilon": 1e-7}
 _BARE = {"learning_rate": 0.1, "initial_accumulator_value": 0.0, "epsilon": 1e-7}
 EXPONENTIAL = {

@@ -1,0 +1,188 @@
+"""The gate that skips gradients of which the norm or the loss jumps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform._late import gate
+from gradxform._late.counters import increment_if
+from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
+from gradxform._late.missing import LeafFlags
+from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
+from gradxform._trees.mesh import AxisName
+
+
+class SkipSpikesState(NamedTuple):
+    """State of :func:`skip_spikes`.
+
+    Attributes:
+      global_step: int32[], pushes accepted so far; saturates.
+      skipped_count: int32[], pushes skipped so far; saturates.
+      norm: float32[], the global norm of the last push, accepted or not.
+      history: float32[2, window], the last norms in one row and the last values in the
+        other; a row is filled from its end, and the newest number is the last.
+      num_held: int32[2], how many numbers each row of ``history`` holds.
+      inner_state: the state of the transformation behind the gate.
+    """
+
+    global_step: jax.Array
+    skipped_count: jax.Array
+    norm: jax.Array
+    history: jax.Array
+    num_held: jax.Array
+    inner_state: optax.OptState
+
+
+def skip_spikes(
+    inner: optax.GradientTransformation,
+    *,
+    window: int = 128,
+    sigmas: jax.typing.ArrayLike = 6.0,
+    warmup: jax.typing.ArrayLike | None = None,
+    axis_name: AxisName = None,
+) -> GatedTransformation:
+    r"""Skips a push if its gradient norm or its loss is far above the last ones.
+
+    .. math::
+
+        spike(x) \iff x - mean(h) > sigmas \cdot std(h)
+
+    Here x is the global norm of the push, or the loss that ``update`` got as ``value``,
+    and h are the last ``window`` such numbers before it. The standard deviation is that
+    of a sample: it divides by n - 1. While h has fewer than ``warmup`` numbers, no
+    number is a spike.
+
+    If one of the two is a spike, the push is skipped: the updates are zero, the inner
+    state comes back bit-identical, and ``skipped_count`` grows by 1. The numbers of the
+    push enter their histories all the same. So a new level of the loss is accepted
+    after a while, when it has widened the deviation.
+
+    If one of the two is not finite, the push is skipped, too, also before there is any
+    history. Then neither of them enters a history. A norm is NaN or infinite if any
+    entry is, or if the square of an entry overflows: in float32 above 1e19.
+
+    The state has room for both histories, also if ``update`` gets no ``value``, or gets
+    one only in some calls. ``minimize`` passes the loss by itself. ``state.norm`` is
+    the norm of the last push, for a log. Like any gate, it counts accepted pushes in
+    ``global_step``, and keeps the types of its state.
+
+    Around :func:`accumulate` it judges each micro-batch, and inside of it the mean.
+    There ``value`` is that of the last micro-batch. Put it inside of
+    :func:`drop_stale`: then a stale push enters no history.
+
+    Use :func:`apply_gradients` or ``minimize``, as for :func:`drop_stale`: one
+    conditional guards the whole step, and nothing is copied. The norm is one more pass
+    over the gradients.
+
+    Args:
+      inner: the transformation behind the gate, a whole optimizer as a rule.
+      window: how many numbers of each kind the history holds, in [2, 2³¹ - 1]; it is a
+        shape, so it cannot be traced. Under ``optax.inject_hyperparams`` name it in
+        ``static_args``.
+      sigmas: how many standard deviations above the mean are still no spike, ≥ 0. With
+        inf only pushes that are not finite are skipped.
+      warmup: how many numbers a history needs before it is used, in [2, window]; by
+        default half a window, but at least 2.
+      axis_name: as in :func:`global_norm`. All devices of these axes decide alike.
+
+    Extra arguments of update:
+      value: the loss of the push, a real scalar; optional. ``inner`` gets it, too.
+
+    Returns:
+      A transformation with state :class:`SkipSpikesState`.
+
+    Raises:
+      ValueError: ``window`` is below 2, ``sigmas`` is negative or NaN, or ``warmup`` is
+        not in [2, window].
+      TypeError: ``inner`` is no transformation; ``window`` is no integer, or traced;
+        ``warmup`` is no integer; ``sigmas`` or ``value`` is no real scalar.
+
+    References:
+      ``SkipStepOptimizer`` of OLMo-core, and ``skip_step_on_spikes`` of MaxText. Their
+      ``warmup`` is ``max(2, window // 2) - 1``. There NaN enters the history.
+
+    >>> import gradxform as gx, jax.numpy as jnp, optax
+    >>> tx = gx.skip_spikes(optax.sgd(1.0), window=4)
+    >>> params = jnp.zeros(())
+    >>> state = tx.init(params)
+    >>> for grad in (1.0, 2.0, jnp.nan, 50.0, 3.0):
+    ...     params, state = gx.apply_gradients(tx, jnp.array(grad), state, params)
+    >>> params  # minus 1, 2 and 3
+    Array(-6., dtype=float32)
+    >>> state.global_step, state.skipped_count, state.norm
+    (Array(3, dtype=int32), Array(2, dtype=int32), Array(3., dtype=float32))
+    >>> state.history[0]  # of the norms
+    Array([ 1.,  2., 50.,  3.], dtype=float32)
+    """
+    checks.transformation("inner", inner)
+    window = checks.length("window", window, f"[2, {2**31 - 1}]")
+    sigmas = checks.in_range("sigmas", sigmas, "[0, inf]")
+    warmup = max(2, window // 2) if warmup is None else warmup
+    checks.integer_in_range("warmup", warmup, f"[2, {window}]")
+
+    def init_fn(params: optax.Params) -> SkipSpikesState:
+        norm = constants.zero(params, jnp.float32)
+        return SkipSpikesState(
+            global_step=constants.zero(params, jnp.int32),
+            skipped_count=constants.zero(params, jnp.int32),
+            norm=norm,
+            history=constants.stacked(constants.stacked(norm, window), 2),
+            num_held=constants.stacked(constants.zero(params, jnp.int32), 2),
+            inner_state=inner.init(params),
+        )
+
+    def is_spike(x: jax.Array, history: jax.Array, num_held: jax.Array) -> jax.Array:
+        # Distances from the newest number lose no digits: if all are equal, they are 0.
+        # In units of the longest one no square overflows, and none becomes 0.
+        held = jnp.arange(window, 0, -1, jnp.int32) <= num_held
+        away = jnp.where(held, history - history[-1], 0)
+        unit = jnp.maximum(jnp.max(jnp.abs(away)), jnp.finfo(x.dtype).tiny)
+        n = jnp.maximum(num_held, 2).astype(x.dtype)
+        mean = jnp.sum(away / unit) / n
+        squares = jax.lax.square(away / unit - mean)
+        std = jnp.sqrt(jnp.sum(squares, where=held) / (n - 1))
+        # x - mean(h) > sigmas · std(h)
+        above = (x - history[-1]) / unit - mean > jnp.asarray(sigmas, x.dtype) * std
+        return above & (num_held >= dtypes.saturated(warmup))
+
+    def push_fn(
+        apply_if: ApplyIf,
+        updates: optax.Updates,
+        state: SkipSpikesState,
+        params: optax.Params | None,
+        *,
+        value: jax.typing.ArrayLike | None = None,
+        leaf_flags: LeafFlags | None = None,
+        **extra: Any,
+    ) -> tuple[Outcome, SkipSpikesState]:
+        del params
+        updates = maps.sum_duplicates(updates)  # Once, also for all behind the gate.
+        square = norms.squared_norms(updates, axis_name=axis_name)[1]
+        given = jnp.array([True, value is not None])
+        if value is not None:
+            checks.real_scalar("value", value)
+            extra["value"] = value
+        pair = arithmetic.safe_sqrt(square), 0 if value is None else value
+        x = jnp.stack([jnp.asarray(number, jnp.float32) for number in pair])
+        history, num_held = state.history, state.num_held
+        finite = jnp.all(jnp.isfinite(x))
+        accepted = finite & ~jnp.any(jax.vmap(is_spike)(x, history, num_held) & given)
+        outcome, inner_state, _ = apply_if(
+            accepted, lambda: updates, state.inner_state, leaf_flags, **extra
+        )
+        enters = finite & given
+        later = jnp.concatenate([history[:, 1:], x[:, None]], axis=1)
+        return outcome, SkipSpikesState(
+            global_step=increment_if(accepted, state.global_step),
+            skipped_count=increment_if(~accepted, state.skipped_count),
+            norm=x[0],
+            history=jnp.where(enters[:, None], later, history),
+            num_held=jnp.where(enters, jnp.minimum(num_held + 1, window), num_held),
+            inner_state=inner_state,
+        )
+
+    return gate.gate(init_fn, inner, push_fn)

@@ -1,0 +1,375 @@
+"""skip_spikes: its decisions, against the rule in float64 and the code of others."""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+from gradxform import engines
+from tests import oracles
+from tests.test_golden import build
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+CASES = {
+    f"{path.stem}:{case['name']}": case
+    for path in (GOLDEN / "olmo_core.json", GOLDEN / "maxtext.json")
+    for case in json.loads(path.read_text())["cases"]
+}
+STEPS, NAN, INF = 400, np.nan, np.inf
+
+
+def push(tx, number, state, params, **extra):
+    """The push of a gradient whose norm is this number, without jit."""
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, number, p.dtype), params)
+    return gx.apply_gradients(tx, grads, state, params, **extra)
+
+
+def stream(seed):
+    """400 norms and losses with spikes, a new level, and NaN and inf."""
+    rng = np.random.default_rng(seed)
+    norms = np.exp(0.1 * rng.standard_normal(STEPS))
+    losses = 4 / (1 + np.arange(STEPS) / 50) + 0.05 * rng.standard_normal(STEPS)
+    for numbers, size in ((norms, 10), (losses, 3)):
+        numbers[rng.integers(STEPS, size=12)] *= size
+        numbers[rng.integers(STEPS, size=4)] = [NAN, INF, NAN, INF]
+        numbers[250:] *= 1.5
+    if seed % 3 == 1:
+        norms[0] = losses[1] = NAN  # Before there is a history.
+    if seed % 3 == 2:
+        norms[100:220] = norms[100]  # The deviation is 0.
+        losses -= 1000  # Its mean is far larger than its deviation.
+    return np.float32(norms), np.float32(losses)
+
+
+@functools.cache
+def played(window, warmup, with_loss):
+    """One program for all streams of these arguments."""
+
+    @jax.jit
+    def play(norms, losses, sigmas):
+        tx = gx.skip_spikes(optax.sgd(0.1, 0.9), window=window, sigmas=sigmas)
+        if warmup is not None:
+            tx = gx.skip_spikes(
+                optax.sgd(0.1, 0.9), window=window, sigmas=sigmas, warmup=warmup
+            )
+
+        def body(carry, pushed):
+            params, state = carry
+            extra = {"value": pushed[1]} if with_loss else {}
+            carry = gx.apply_gradients(tx, pushed[0], state, params, **extra)
+            return carry, (carry[0], carry[1].skipped_count)
+
+        params = jnp.float32(1.0)
+        carry = params, tx.init(params)
+        return jax.lax.scan(body, carry, (norms, losses))[1]
+
+    return play
+
+
+KINDS = [(128, None, True), (16, 5, True), (32, 32, False), (2, None, True)]
+
+
+@pytest.mark.parametrize("seed", range(13))
+def test_a_stream_is_that_of_the_rule(seed):
+    window, warmup, with_loss = KINDS[seed % len(KINDS)]
+    sigmas = (6.0, 3.0, 2.0, 10.0)[seed % 4]
+    norms, losses = stream(seed)
+    params, counts = played(window, warmup, with_loss)(norms, losses, sigmas)
+    pairs = [
+        (np.float64(n), np.float64(x) if with_loss else None)
+        for n, x in zip(norms, losses, strict=True)
+    ]
+    applied = [*oracles.skip_spikes(pairs, window, sigmas, warmup)]
+    np.testing.assert_array_equal(counts, np.cumsum(np.logical_not(applied)))
+    p, m, wanted = 1.0, 0.0, []
+    for (norm, _), acts in zip(pairs, applied, strict=True):
+        if acts:
+            m = 0.9 * m + norm
+            p -= 0.1 * m
+        wanted.append(p)
+    np.testing.assert_allclose(params, wanted, rtol=2e-5)
+    assert 4 < int(counts[-1]) < STEPS // 2
+
+
+@pytest.mark.parametrize("name", [k for k, case in CASES.items() if case["ours"]])
+def test_the_decisions_are_those_of_the_original(name):
+    case = CASES[name]
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam
+        tx = build(case["ours"])
+        step = jax.jit(functools.partial(gx.apply_gradients, tx))
+        params = {"w": jnp.float32(case["params"]["w"])}
+        state = tx.init(params)
+        for event in case["events"]:
+            grads, before = {"w": jnp.float32(event["grads"]["w"])}, state.global_step
+            params, state = step(grads, state, params, value=event["value"])
+            assert (state.global_step > before) == event["applied"]
+            np.testing.assert_allclose(params["w"], event["params"]["w"], atol=2e-5)
+    assert state.skipped_count > 3
+
+
+@pytest.mark.parametrize("name", [k for k, case in CASES.items() if not case["ours"]])
+def test_what_the_originals_do_with_nan_is_not_ours(name):
+    case = CASES[name]
+    assert case["why_not"]
+    window = case["settings"].get("rolling_interval_length") or 8
+    tx = gx.skip_spikes(optax.sgd(0.1), window=window)
+    params = {"w": jnp.float32(case["params"]["w"])}
+    state, step = tx.init(params), jax.jit(functools.partial(gx.apply_gradients, tx))
+    for event in case["events"]:
+        grads = {"w": jnp.float32(event["grads"]["w"])}
+        params, state = step(grads, state, params, value=event["value"])
+    skipped = sum(not event["applied"] for event in case["events"])
+    assert np.isfinite(params["w"]).all()
+    assert state.skipped_count <= 3 <= skipped
+    if "gradient" in name:
+        assert np.isnan(case["events"][-1]["params"]["w"]).all()
+
+
+def test_equal_numbers_are_no_spike_and_any_larger_one_is():
+    tx = gx.skip_spikes(optax.sgd(1.0), window=100)
+    params = jnp.zeros(())
+    state, step = tx.init(params), jax.jit(functools.partial(push, tx))
+    for _ in range(150):  # The mean of 0.1 in float32 is not 0.1.
+        params, state = step(0.1, state, params)
+    assert state.skipped_count == 0
+    for number, skipped in ((np.nextafter(np.float32(0.1), 1), 1), (0.05, 1), (0.2, 2)):
+        params, state = step(number, state, params)
+        assert state.skipped_count == skipped
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e30])
+def test_losses_of_any_size_are_judged_alike(scale):
+    _, losses = stream(3)
+    norms = np.ones_like(losses)
+    play = played(16, 5, True)
+    at_one = play(norms, losses, 3.0)[1]
+    np.testing.assert_array_equal(
+        play(norms, losses * np.float32(scale), 3.0)[1], at_one
+    )
+
+
+def test_a_skipped_push_changes_counts_and_history_alone():
+    tx = gx.skip_spikes(optax.adam(0.1), window=4)
+    params = {"w": jnp.ones(3), "half": jnp.ones(2, jnp.bfloat16), "none": None}
+    state = tx.init(params)
+    with jax.numpy_dtype_promotion("standard"):
+        step = jax.jit(functools.partial(push, tx))
+        for number in (1.0, 1.1, 1.2):
+            params, state = step(number, state, params)
+        for number, numbers in ((NAN, 3), (INF, 3), (1e25, 3), (100.0, 4)):
+            after, new = step(number, state, params)
+            for old, same in zip(
+                jax.tree.leaves((params, state.inner_state)),
+                jax.tree.leaves((after, new.inner_state)),
+                strict=True,
+            ):
+                np.testing.assert_array_equal(old, same)
+            assert new.skipped_count == state.skipped_count + 1
+            assert new.global_step == 3
+            assert new.num_held.tolist() == [numbers, 0]
+            state = new
+    assert state.norm == state.history[0, -1] > 100
+
+
+def test_a_new_level_is_accepted_after_a_while():
+    tx = gx.skip_spikes(optax.sgd(0.0), window=16)
+    params = jnp.zeros(())
+    state, step = tx.init(params), jax.jit(functools.partial(push, tx))
+    skipped = []
+    for t in range(60):
+        _, state = step((1 if t < 30 else 5) + 0.1 * (t % 3), state, params)
+        skipped.append(int(state.skipped_count))
+    assert skipped[29] == 0 < skipped[30]
+    assert skipped[-1] == skipped[34] < 5
+
+
+def test_a_loss_may_come_or_not_and_inner_gets_it():
+    def update(updates, state, params=None, *, value, **extra):
+        return updates, value
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: jnp.float32(0), update)
+    tx = gx.skip_spikes(inner, window=4)
+    params = jnp.zeros(())
+    state, kinds = tx.init(params), jax.tree.map(jax.typeof, tx.init(params))
+    for t, value in enumerate((1.0, 1.1, 1.2, 9.0, NAN)):
+        _, state = push(tx, 1.0, state, params, value=jnp.float32(value))
+        assert jax.tree.map(jax.typeof, state) == kinds
+        assert state.skipped_count == max(0, t - 2)
+    assert state.inner_state == jnp.float32(1.2)
+    assert state.num_held.tolist() == [4, 4]
+    tx = gx.skip_spikes(optax.sgd(1.0), window=4)
+    state = tx.init(params)
+    for extra in ({}, {"value": 2}, {}, {"value": -3.0}):
+        _, state = push(tx, 1.0, state, params, **extra)
+    assert state.num_held.tolist() == [4, 2]
+    assert state.skipped_count == 0
+
+
+def test_minimize_passes_the_loss():
+    def loss(params, scale):
+        return jnp.sum(params) * 0 + scale
+
+    tx = gx.skip_spikes(optax.sgd(1.0), window=4)
+    step = gx.minimize(loss, tx)
+    params = jnp.ones(2)
+    state = tx.init(params)
+    for scale in (1.0, 1.1, 1.2, 9.0):
+        params, state, _ = step(params, state, scale)
+    assert state.skipped_count == 1
+    np.testing.assert_array_equal(state.history[1], np.float32([1.0, 1.1, 1.2, 9.0]))
+
+
+def test_in_accumulators_it_judges_the_mean_and_around_them_each_micro_batch():
+    sgd = optax.sgd(1.0)
+    inside = gx.accumulate(gx.skip_spikes(sgd, window=4), 2)
+    around = gx.skip_spikes(gx.accumulate(sgd, 2), window=4)
+    numbers = (1.0, 1.2, 1.1, 1.1, 1.2, 50.0, 1.0)
+    for tx, applied in ((inside, (1.1, 1.1)), (around, (1.1, 1.1, 1.1))):
+        params = jnp.zeros(())
+        state, step = tx.init(params), jax.jit(functools.partial(push, tx))
+        for number in numbers:
+            params, state = step(number, state, params)
+        np.testing.assert_allclose(params, -sum(applied), rtol=1e-6)
+        (_, skipped), *_ = optax.tree.get_all_with_path(state, "skipped_count")
+        assert skipped == 1
+
+
+def test_rows_are_summed_once_and_untouched_rows_stay():
+    tx = gx.skip_spikes(gx.lazy(optax.adam(0.1)), window=2)
+    table = jnp.ones((4, 2))
+    with jax.numpy_dtype_promotion("standard"):
+        state = tx.init(table)
+        step = jax.jit(functools.partial(gx.apply_gradients, tx))
+        for t, scale in enumerate((1.0, 2.0, 90.0, NAN)):
+            rows = scale * jnp.array([[3.0, 0.0], [4.0, 0.0], [NAN, 9.0]])
+            grads = gx.IndexedSlices([1, 1, 4], rows, (4, 2))
+            table, state = step(grads, state, table)
+            assert state.skipped_count == max(0, t - 1)
+            if t == 1:
+                kept = table
+    assert state.history[0].tolist() == [14.0, 630.0]  # of 3 + 4
+    np.testing.assert_array_equal(table, kept)
+    np.testing.assert_array_equal(table[jnp.array([0, 2, 3])], 1.0)
+
+
+@pytest.mark.parametrize("make", [gx.skip_spikes, gx.clip_by_zscore])
+def test_devices_that_share_a_gradient_decide_alike(make):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def transformation(**where):
+        if make is gx.skip_spikes:
+            return make(optax.sgd(0.1), window=4, **where)
+        return make(warmup=2, **where)
+
+    spec = {"w": P("x"), "b": P()}
+    params = {"w": jnp.zeros(16), "b": jnp.zeros(2)}
+
+    def run(tx, params, pushes):
+        def body(carry, grads):
+            params, state = carry
+            return gx.apply_gradients(tx, grads, state, params), ()
+
+        return jax.lax.scan(body, (params, tx.init(params)), pushes)[0]
+
+    one, far = np.ones((5, 16), np.float32), np.zeros((5, 16), np.float32)
+    far[:, 0] = [0, 0, 0, 900, NAN]  # On one device alone.
+    pushes = {"w": one * np.float32([[1], [1.1], [1], [1], [1]]) + far}
+    pushes["b"] = np.ones((5, 2), np.float32)
+    tx = transformation(axis_name="x")
+    sharded = jax.jit(
+        jax.shard_map(
+            functools.partial(run, tx),
+            mesh=mesh,
+            in_specs=(spec, {"w": P(None, "x"), "b": P()}),
+            out_specs=(spec, P()),
+        )
+    )
+    whole = jax.jit(functools.partial(run, transformation()))
+    got, wanted = sharded(params, pushes), whole(params, pushes)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5)
+    if make is gx.skip_spikes:
+        assert got[1].skipped_count == 2
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        gx.skip_spikes(optax.sgd(1.0), window=2),
+        gx.drop_stale(gx.skip_spikes(optax.sgd(1.0), window=2), 9),
+        gx.accumulate(optax.sgd(1.0), 1, skip_nonfinite=True),
+    ],
+    ids=["alone", "in drop_stale", "skip_nonfinite"],
+)
+def test_a_server_says_that_a_push_was_not_applied(tx):
+    server = gx.ParameterServer(jnp.zeros(2), tx)
+    for grad in (1.0, 1.1, NAN):
+        _, step = server.pull()
+        result = server.push(jnp.full(2, grad), step, value=1.0)
+        assert result.applied == (grad < 2)
+    assert server.stats().accepted == 2
+    assert server.stats().dropped == 1
+    np.testing.assert_allclose(server.pull()[0], -2.1, rtol=1e-6)
+
+
+def test_an_engine_says_it_too():
+    def gradient(params, scale):
+        return scale, params * 0 + scale
+
+    worker = engines.Worker(gradient, lambda n: (np.float32(50 if n == 3 else 1),))
+    tx = gx.skip_spikes(optax.sgd(1.0), window=2)
+    with engines.simulated(
+        engines.Job(np.zeros(2, np.float32), tx, [worker], 5)
+    ) as run:
+        applied = [push.result.applied for push in run.pushes]
+    assert applied == [True, True, True, False, True]
+    assert run.counts().dropped == 1
+
+
+def test_keras_fits_with_it():
+    keras = pytest.importorskip("keras")
+    from gradxform.keras import Optimizer
+
+    config = {"name": "skip_spikes", "window": 4, "sigmas": float("inf")}
+    tx = gx.from_config(config | {"inner": {"name": "optax.sgd", "learning_rate": 0.1}})
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer=Optimizer(tx), loss="mse")
+    x = np.ones((4, 2), np.float32)
+    x[1] = NAN  # One batch of four.
+    model.fit(x, np.ones((4, 1)), batch_size=1, verbose=0, shuffle=False)
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+    state = {v.name: v.value for v in model.optimizer.variables}
+    assert state["skipped_count"] == 1
+    assert state["global_step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "match", "options"),
+    [
+        (ValueError, r"window must be in \[2, .*got 1", {"window": 1}),
+        (TypeError, "window must be an integer", {"window": 2.5}),
+        (ValueError, r"sigmas must be in \[0, inf\], got -1", {"sigmas": -1}),
+        (ValueError, "sigmas must be in", {"sigmas": NAN}),
+        (ValueError, r"warmup must be in \[2, 8\], got 9", {"window": 8, "warmup": 9}),
+        (ValueError, r"warmup must be in \[2, 128\], got 1", {"warmup": 1}),
+        (TypeError, "warmup must be an integer", {"warmup": 2.5}),
+        (TypeError, "inner must be", {"inner": 0.1}),
+    ],
+)
+def test_bad_arguments_are_named(kind, match, options):
+    with pytest.raises(kind, match=match):
+        gx.skip_spikes(**{"inner": optax.sgd(0.1)} | options)
+
+
+@pytest.mark.parametrize("value", [np.ones(1), "high", 1j, True, {}])
+def test_a_loss_that_is_no_real_scalar_is_named(value):
+    tx, params = gx.skip_spikes(optax.sgd(1.0)), jnp.zeros(())
+    with pytest.raises(TypeError, match="value must be a real scalar"):
+        push(tx, 1.0, tx.init(params), params, value=value)
