@@ -45,12 +45,14 @@ from benchmarks.compilers import (
     count,
     figures,
     lower_step,
+    lower_training,
     mesh,
     placed,
     size_on_a_chip,
+    traffic,
 )
 from benchmarks.measure import arguments, report
-from benchmarks.models import gpt2_short
+from benchmarks.models import TRAININGS, gpt2_short, training
 from benchmarks.step import CLIP, OPTAX_CLIP, gx_step, optax_step
 
 MOST = {"global_clipnorm": 1.0}
@@ -61,6 +63,7 @@ DTYPES = {
     "bfloat16": ("bfloat16", "bfloat16", "bfloat16"),
     "mixed": ("float32", "bfloat16", None),
 }
+MICRO = 4
 LOOPS = {"gx": gx_step, "optax": optax_step}
 
 
@@ -108,6 +111,27 @@ def chains(dtypes):
     }
 
 
+def micro_batches(dtypes):
+    """Ours and optax's for micro-batches, by name."""
+    inner = {
+        "sgd": (optax.sgd(0.1),) * 2,
+        "adam": (optax.adam(0.1),) * 2,
+        "clip + adamw": tuple(
+            optax.chain(clip, optax.adamw(0.1)) for clip in (CLIP, OPTAX_CLIP)
+        ),
+        "adam, finite": (optax.adam(0.1),) * 2,
+    }
+    found = {}
+    for name, (ours, theirs) in inner.items():
+        finite = name.endswith("finite")
+        skip = {"should_skip_update_fn": optax.skip_not_finite} if finite else {}
+        found[f"accumulate({name})"] = (
+            gx.accumulate(ours, MICRO, skip_nonfinite=finite),
+            optax.MultiSteps(theirs, MICRO, **skip).gradient_transformation(),
+        )
+    return found
+
+
 def devices(target):
     """The chips of a topology, or this machine's first CPU."""
     if target == "cpu":
@@ -116,29 +140,46 @@ def devices(target):
 
 
 class Cells:
-    """The figures of steps for one machine and one choice of dtypes.
+    """The figures of steps for one machine, one model and one choice of dtypes.
 
     Args:
       target: a topology, or ``cpu``.
       dtypes: a key of ``DTYPES``.
-      blocks: of GPT-2-small.
+      model: one of ``TRAININGS``, or None for gradients as arguments.
+      blocks: of GPT-2-small, whose gradients are arguments.
       hlo: a folder for the compiled programs.
     """
 
-    def __init__(self, target, dtypes, blocks=2, hlo=None):
-        self._target, self._dtypes, self._hlo = target, dtypes, hlo
+    def __init__(self, target, dtypes, model=None, blocks=2, hlo=None):
+        self._named, self._target, self._hlo = f"{target} {dtypes} {model}", target, hlo
         on = devices(target)
-        self._params, self._grads = (
-            placed(gpt2_short(jnp.dtype(dtype), blocks), on)
-            for dtype in DTYPES[dtypes][:2]
-        )
+        self._training = None
+        if model:
+            self._training = training(model, DTYPES[dtypes][0])
+            self._params = placed(self._training.params, on)
+        else:
+            self._params, self._grads = (
+                placed(gpt2_short(jnp.dtype(dtype), blocks), on)
+                for dtype in DTYPES[dtypes][:2]
+            )
         self.n = size_on_a_chip(self._params)
         # Both loops make the same program of most chains. It is compiled once.
         self._known = {}
 
-    def of(self, name, tx, loop):
-        """All figures of a step."""
-        lowered = lower_step(tx, self._params, LOOPS[loop], self._grads)
+    def _lowered(self, tx, write, pushes):
+        if not self._training:
+            return lower_step(tx, self._params, write, self._grads)
+        _, batch, loss_fn = self._training
+        if pushes > 1:
+            batch = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((pushes, *x.shape), x.dtype), batch
+            )
+        options = {"write": write, "scanned": pushes > 1}
+        return lower_training(tx, self._params, loss_fn, *batch, **options)
+
+    def of(self, name, tx, loop, pushes=1):
+        """All figures of a step, or of several pushes in a scan."""
+        lowered = self._lowered(tx, LOOPS[loop], pushes)
         text = lowered.as_text()
         if text not in self._known:
             start = time.perf_counter()
@@ -147,13 +188,20 @@ class Cells:
             hlo = compiled.as_text()
             if self._hlo:
                 self._hlo.mkdir(parents=True, exist_ok=True)
-                file = re.sub(
-                    r"\W+", "_", f"{self._target} {self._dtypes} {name} {loop}"
-                )
+                file = re.sub(r"\W+", "_", f"{self._named} {name} {loop} {pushes}")
                 (self._hlo / f"{file}.hlo").write_text(hlo)
-            self._known[text] = measured(compiled, hlo, self.n, self._target)
-            self._known[text]["compile s"] = seconds
+            if self._training:
+                found = whole(compiled, hlo, self.n, pushes)
+            else:
+                found = measured(compiled, hlo, self.n, self._target)
+            self._known[text] = found | {"compile s": seconds}
         return self._known[text]
+
+
+def whole(compiled, hlo, n, pushes):
+    """The figures of a compiled training, for each push of it."""
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    return {"temp": temporary / n, "hbm": traffic(hlo)["hbm"] / n / pushes}
 
 
 def measured(compiled, hlo, n, target):
