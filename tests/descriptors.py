@@ -36,7 +36,8 @@ class Descriptor:
     # float32 parameters, so that they hold minus each parameter exactly.
     sets_params: bool = False
     # Of a donated float32 step: temporary arrays, and passes over memory, in models.
-    figures: tuple[float, float] | None = None
+    # First with gradients as arguments, then with loss and gradients inside.
+    figures: tuple[tuple[float, float], tuple[float, float]] | None = None
 
     def extra(self, params: Any) -> dict[str, Any]:
         """The extra arguments of update, for these parameters."""
@@ -92,12 +93,12 @@ ADAGRAD = D("adagrad", {"learning_rate": 0.1})
 NOVOGRAD = Dense("novograd", {"learning_rate": 0.1, "global_clipnorm": 0.5})
 
 DESCRIPTORS = (
-    D("clip_by_global_norm", {"max_norm": 1.0}, figures=(0, 4)),
-    D("clip_by_norm", {"max_norm": 0.5}, figures=(0, 4)),
-    D("densify", figures=(0, 3)),
-    D("scale_by_learning_rate", {"learning_rate": 0.1}, figures=(0, 3)),
-    D("scale_by_adagrad", figures=(0, 7)),
-    D("adagrad", {"learning_rate": 0.1}, figures=(0, 7)),
+    D("clip_by_global_norm", {"max_norm": 1.0}, figures=((0, 4), (1, 6.83))),
+    D("clip_by_norm", {"max_norm": 0.5}, figures=((0, 4), (0.75, 8.33))),
+    D("densify", figures=((0, 3), (0.26, 7.33))),
+    D("scale_by_learning_rate", {"learning_rate": 0.1}, figures=((0, 3), (0.26, 7.33))),
+    D("scale_by_adagrad", figures=((0, 7), (0.75, 11.33))),
+    D("adagrad", {"learning_rate": 0.1}, figures=((0, 7), (0.75, 11.33))),
     D(
         "adagrad",
         {
@@ -113,7 +114,7 @@ DESCRIPTORS = (
     D("adagrad", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
     D("adagrad", {"learning_rate": 0.1, "clipvalue": 0.1}, "clipvalue", real_only=True),
     D("adagrad", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"),
-    Weights("ftrl", {"learning_rate": 0.1}, figures=(0, 12)),
+    Weights("ftrl", {"learning_rate": 0.1}, figures=((0, 12), (0.75, 16.33))),
     Weights(
         "ftrl",
         {
@@ -126,7 +127,7 @@ DESCRIPTORS = (
             "beta": 0.4,
         },
         "regularized",
-        figures=(0, 12),
+        figures=((0, 12), (0.75, 16.33)),
     ),
     Weights(
         "ftrl",
@@ -142,7 +143,9 @@ DESCRIPTORS = (
         "ftrl", {"learning_rate": 0.1, "clipvalue": 0.1}, "clipvalue", real_only=True
     ),
     Weights("ftrl", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"),
-    Weights("proximal_adagrad", {"learning_rate": 0.1}, figures=(0, 7)),
+    Weights(
+        "proximal_adagrad", {"learning_rate": 0.1}, figures=((0, 7), (0.75, 11.33))
+    ),
     Weights(
         "proximal_adagrad",
         {
@@ -152,10 +155,10 @@ DESCRIPTORS = (
             "l2_regularization_strength": 0.3,
         },
         "regularized",
-        figures=(0, 7),
+        figures=((0, 7), (0.75, 11.33)),
     ),
-    Dense("scale_by_novograd", figures=(0, 7)),
-    Dense("novograd", {"learning_rate": 0.1}, figures=(0, 7)),
+    Dense("scale_by_novograd", figures=((0, 7), (1, 11.33))),
+    Dense("novograd", {"learning_rate": 0.1}, figures=((0, 7), (1, 11.33))),
     Dense(
         "novograd",
         {"learning_rate": 0.1, "weight_decay": 0.01},
@@ -186,11 +189,13 @@ DESCRIPTORS = (
     Dense(
         "novograd", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"
     ),
-    Dense("scale_by_delayed_nesterov", {"num_delay": 2}, figures=(0, 10)),
+    Dense(
+        "scale_by_delayed_nesterov", {"num_delay": 2}, figures=((0, 10), (0.75, 14.33))
+    ),
     Dense(
         "delayed_nesterov",
         {"learning_rate": 0.1, "num_delay": 2, "activation": 0.25},
-        figures=(0, 10),
+        figures=((0, 10), (0.75, 14.33)),
     ),
     Dense(
         "delayed_nesterov",
@@ -199,8 +204,10 @@ DESCRIPTORS = (
         real_only=True,
     ),
     Dense("delayed_nesterov", {"learning_rate": 0.1, "num_delay": 2, "b1": 0.5}, "b1"),
-    Dense("scale_by_momentum_look_ahead", figures=(0, 7)),
-    Dense("momentum_look_ahead", {"learning_rate": 0.1}, figures=(0, 7)),
+    Dense("scale_by_momentum_look_ahead", figures=((0, 7), (0.75, 11.33))),
+    Dense(
+        "momentum_look_ahead", {"learning_rate": 0.1}, figures=((0, 7), (0.75, 11.33))
+    ),
     Dense(
         "momentum_look_ahead",
         {"learning_rate": 0.1, "mu_dtype": jnp.bfloat16},
@@ -212,15 +219,15 @@ DESCRIPTORS = (
         {"learning_rate": 0.1, "b1": 0.5, "alignment": gx.MomentumAlignment()},
         "heloco",
     ),
-    Dense("measure_cosine", figures=(0, 8)),
-    D("lazy", {"inner": ADAGRAD}, figures=(0, 7)),
+    Dense("measure_cosine", figures=((0, 8), (1, 12.33))),
+    D("lazy", {"inner": ADAGRAD}, figures=((0, 7), (0.75, 11.33))),
     D("lazy", {"inner": Dense("momentum_look_ahead", {"learning_rate": 0.1})}, "mu"),
     # The first two pushes with local_step 0 are fresh, the third is stale.
     Dense(
         "drop_stale",
         {"inner": NOVOGRAD, "max_staleness": 1},
         local_step=0,
-        figures=(0, 7),
+        figures=((0, 7), (1, 9.83)),
     ),
     D(
         "drop_stale",
@@ -235,7 +242,7 @@ DESCRIPTORS = (
         "conditional_accumulator",
         {"inner": NOVOGRAD, "num_required": 1},
         local_step=1,
-        figures=(0, 11.5),
+        figures=((0, 10), (1, 12.83)),
     ),
     # The second of three pushes acts, and the third is stale.
     D(
@@ -266,7 +273,7 @@ DESCRIPTORS = (
         },
         "late",
         local_step=0,
-        figures=(0, 11.5),
+        figures=((0, 10), (1, 12.83)),
     ),
     D(
         "drop_stale",
@@ -279,7 +286,11 @@ DESCRIPTORS = (
         "accumulator",
         local_step=0,
     ),
-    D("accumulate", {"inner": NOVOGRAD, "num_required": 1}, figures=(0, 11.5)),
+    D(
+        "accumulate",
+        {"inner": NOVOGRAD, "num_required": 1},
+        figures=((0, 10), (0.26, 12.83)),
+    ),
     # With one worker each push is a step; the third is stale.
     Dense(
         "worker_mean",
@@ -287,7 +298,7 @@ DESCRIPTORS = (
         "all",
         local_step=1,
         worker=0,
-        figures=(1, 19),
+        figures=((1, 19), (2, 21.83)),
     ),
     # The first push fills the table.
     Dense(
@@ -303,7 +314,7 @@ DESCRIPTORS = (
         worker=0,
     ),
     # The first of three pushes acts with the second; in the other row, with the third.
-    Dense("delayed", {"inner": NOVOGRAD, "num_steps": 1}, figures=(0, 9)),
+    Dense("delayed", {"inner": NOVOGRAD, "num_steps": 1}, figures=((0, 9), (1, 13.83))),
     Dense("delayed", {"inner": ADAGRAD, "num_steps": 2}, "two"),
     # The second of three pushes acts, and the third is added.
     D(
@@ -317,15 +328,25 @@ DESCRIPTORS = (
         "schedule",
         local_step=0,
     ),
-    D("scale_by_staleness", {"power": 0.5}, staleness=3, figures=(0, 3)),
+    D(
+        "scale_by_staleness",
+        {"power": 0.5},
+        staleness=3,
+        figures=((0, 3), (0.26, 7.33)),
+    ),
     D("scale_by_staleness", {"weight": lambda s: 1 / (1 + s)}, "weight", staleness=3),
-    D("scale_by_worker", {"factors": [0.5, 2.0]}, worker=1, figures=(0, 3)),
+    D(
+        "scale_by_worker",
+        {"factors": [0.5, 2.0]},
+        worker=1,
+        figures=((0, 3), (0.26, 7.33)),
+    ),
     D(
         "compensate_delay",
         {"variance_control": 0.5},
         worker_params=True,
         reads_params=True,
-        figures=(0, 4),
+        figures=((0, 4), (0.26, 8.33)),
     ),
 )
 # The rows that act at once. A gate's conditional has tests of its own.

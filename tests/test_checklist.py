@@ -64,7 +64,7 @@ def of_a_transformation(name):
         yield f"tests/descriptors.py: a row, D({name!r}, ...)", command(name)
     if not any(row.figures for row in rows):
         yield (
-            "tests/descriptors.py: exact figures of a row, figures=(copies, passes)",
+            "tests/descriptors.py: exact figures of a row, two (copies, passes)",
             command(name, "tests/test_compiled.py"),
         )
     if oracles.of(name) is None and "inner" not in parameters(name):

@@ -11,7 +11,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from benchmarks.models import gpt2_short, gpt2_small, size, small_leaves
+from benchmarks.compilers import lower_training, placed
+from benchmarks.grid import devices
+from benchmarks.models import (
+    dense_layers,
+    gpt2_short,
+    gpt2_small,
+    size,
+    small_leaves,
+    squares,
+)
 from benchmarks.step import CLIP, gx_step, optax_step
 from tests.descriptors import DESCRIPTORS, UNGATED
 
@@ -57,24 +66,47 @@ def check_figures(tx, dtype, copies, passes):
     assert memory.alias_size_in_bytes >= 2 * n
 
 
-@pytest.mark.parametrize("row", [row for row in DESCRIPTORS if row.figures], ids=str)
+def check_row(row, step, n, figures):
+    """Copies and passes, in models of ``n`` bytes."""
+    copies, passes = figures
+    memory, cost = step.memory_analysis(), step.cost_analysis()
+    assert copies * n <= memory.temp_size_in_bytes < (copies + 0.01) * n
+    assert passes * n <= cost["bytes accessed"] < (passes + 0.01) * n
+    if row in UNGATED:
+        assert "conditional" not in step.as_text()
+
+
+WITH_FIGURES = pytest.mark.parametrize(
+    "row", [row for row in DESCRIPTORS if row.figures], ids=str
+)
+
+
+@WITH_FIGURES
 def test_a_step_costs_what_its_row_says(row):
     shapes = leaves(jnp.float32)
     state = [x for x in row.state(shapes) if x.ndim]
     step = compile_step(row.make(), shapes, **jax.eval_shape(row.extra, shapes))
-    n, memory, (copies, passes) = size(shapes), step.memory_analysis(), row.figures
-    found = memory.temp_size_in_bytes / n, step.cost_analysis()["bytes accessed"] / n
+    copies, passes = row.figures[0]
     if row.name == "ftrl" and jax.__version_info__ < (0, 12):
         # There the CPU compiler copies the sums of squares before it reads them twice.
         copies, passes = copies + 1, passes + 2
-    # A mean over pushes counts half of a pass more before JAX 0.12.
-    more = 0.01 if jax.__version_info__ >= (0, 12) else 0.51
-    assert copies <= found[0] < copies + 0.01
-    assert passes <= found[1] < passes + more
+    check_row(row, step, size(shapes), (copies, passes))
     # Parameters and state are updated in place.
-    assert memory.alias_size_in_bytes >= n + size(state)
-    if row in UNGATED:
-        assert "conditional" not in step.as_text()
+    memory = step.memory_analysis()
+    assert memory.alias_size_in_bytes >= size(shapes) + size(state)
+
+
+@WITH_FIGURES
+def test_a_step_with_its_loss_inside_costs_what_its_row_says(row):
+    """Four layers on a batch of four, so one layer's gradient is 0.25 models."""
+    params = placed(dense_layers(4, 512), devices("cpu"))
+    batch = jax.ShapeDtypeStruct((4, 512), jnp.float32)
+    extra = jax.eval_shape(row.extra, params)
+    step = lower_training(row.make(), params, squares, batch, **extra).compile()
+    copies, passes = row.figures[1]
+    if row.name == "ftrl" and jax.__version_info__ < (0, 12):
+        passes += 2
+    check_row(row, step, size(params), (copies, passes))
 
 
 CLIPPED = {
@@ -438,16 +470,18 @@ def fedbuff(tx):
         "delayed-drop_stale",
     ],
 )
-def test_a_gate_around_the_step_makes_none_either(gate):
+def test_a_gate_around_the_step_makes_none_either(gate, request):
     local_step = jax.ShapeDtypeStruct((), jnp.int32)
     step = compiled_step(gate, each_kind, local_step=local_step)
-    assert step.memory_analysis().temp_size_in_bytes < 0.02 * size(each_kind())
+    copies = 0.02
+    if request.node.callspec.id == "both" and jax.__version_info__ < (0, 12):
+        copies = 1.02  # There the CPU compiler copies a sum two conditionals deep.
+    assert step.memory_analysis().temp_size_in_bytes < copies * size(each_kind())
     assert "conditional" in step.as_text()
 
 
 GATES = {
     "accumulator": lambda tx: gx.conditional_accumulator(tx, 2),
-    "accumulate": lambda tx: gx.accumulate(tx, 2),
     "fedbuff": fedbuff,
     "drop_stale": lambda tx: gx.drop_stale(tx, 1),
 }
@@ -462,8 +496,6 @@ GATES = {
         ("accumulator", "bfloat16", "bfloat16"),
         ("fedbuff", "float32", "float32"),
         ("fedbuff", "bfloat16", "bfloat16"),
-        ("accumulate", "float32", "bfloat16"),
-        ("accumulate", "bfloat16", "bfloat16"),
         ("drop_stale", "float32", "bfloat16"),
         ("drop_stale", "bfloat16", "bfloat16"),
     ],
@@ -491,7 +523,7 @@ def added(tx, params):
     """A donated push. The compiler knows that it completes no step."""
 
     def push(params, state, grads):
-        state = state._replace(num_accumulated=jnp.int32(0))
+        state = state._replace(num_accumulated=jnp.int32(1))
         return gx.apply_gradients(tx, grads, state, params)
 
     push = jax.jit(push, donate_argnums=(0, 1))
@@ -550,10 +582,46 @@ def test_a_push_that_is_added_is_one_pass_over_sum_and_gradient(dtype, passes):
     """The sum is float32 for both dtypes. In float32 on the whole GPT-2-small."""
     model = gpt2_small if dtype == "float32" else each_kind
     params = model(jnp.dtype(dtype))
-    push = added(MICRO_BATCHES["adagrad"][0], params)
+    push = added(gx.accumulate(CLIPPED["adagrad"], 3), params)
     assert push.memory_analysis().temp_size_in_bytes < 0.02 * size(params)
     accessed = push.cost_analysis()["bytes accessed"] / size(params)
     assert passes <= accessed < passes + 0.01
+
+
+WHOLE = {
+    "sgd": optax.sgd(0.1),
+    "adam": optax.adam(0.1),
+    "clip-adamw": optax.chain(CLIP, optax.adamw(0.1)),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("name", "write", "scanned"),
+    [
+        ("sgd", optax_step, False),
+        ("clip-adamw", gx_step, True),
+        *(
+            pytest.param(name, write, scanned, marks=pytest.mark.slow)
+            for name in WHOLE
+            for write in (gx_step, optax_step)
+            for scanned in (False, True)
+        ),
+    ],
+)
+def test_micro_batches_keep_no_copy_of_their_gradients(name, write, scanned):
+    """One layer's gradient is 0.083 models."""
+    params = placed(dense_layers(12, 256), devices("cpu"))
+    shape = (4, 4, 256) if scanned else (4, 256)
+    step = lower_training(
+        gx.accumulate(WHOLE[name], 4),
+        params,
+        squares,
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+        write=write,
+        scanned=scanned,
+    ).compile()
+    assert step.memory_analysis().temp_size_in_bytes < 0.15 * size(params)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,9 @@ class AccumulateState(NamedTuple):
       global_step: int32[], how many times the inner transformation has run; saturates.
       num_accumulated: int32[], pushes in the sum.
       nonfinite_count: int32[], pushes left out so far; saturates.
-      accumulated: the sum, like params, in at least float32 by default.
+      accumulated: the sum, like params, in at least float32 by default. Of a leaf that
+        is not in ``pushed``, or if ``num_accumulated`` is 0, it holds no sum: the next
+        push replaces whatever is there.
       pushed: bool[leaves], whether any push in the sum had a gradient for the leaf.
       row_counts: int32[rows] for each leaf, how many pushes in the sum held each row;
         only for ``row_mean``.
@@ -51,7 +53,8 @@ def accumulate(
 
     .. math::
 
-        sum &\leftarrow sum + g, \quad n \leftarrow n + 1 \\
+        sum &\leftarrow g \text{ if } n = 0 \text{, else } sum + g,
+            \quad n \leftarrow n + 1 \\
         g_{inner} &= sum / n \quad\text{once } n \ge num\_required(global\_step)
 
     This is :func:`conditional_accumulator` for a single process. There no gradient
@@ -62,9 +65,15 @@ def accumulate(
     row-sparse gradients and the types of updates and state follow the rules of
     :func:`conditional_accumulator`.
 
-    Use :func:`apply_gradients` or ``minimize``, as for :func:`conditional_accumulator`.
-    ``nnx.Optimizer`` and Flax's ``TrainState`` call ``update`` and apply its updates.
-    Such loops get the same numbers, but they make updates of zeros and add them.
+    If loss and gradients are computed in the same program, also in a ``scan``, each
+    gradient is added as soon as it is known, and no copy of all gradients is kept. So
+    the step needs little more memory than the loss. With ``skip_nonfinite`` all
+    gradients must be known first, so they are kept: one model.
+
+    Use :func:`apply_gradients` or ``minimize``. ``nnx.Optimizer`` and Flax's
+    ``TrainState`` call ``update`` and apply its updates. Such loops get the same
+    numbers and need no more memory: the updates of a step come in the arrays of the
+    sum. But they add updates of zeros with every other push.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
@@ -91,7 +100,7 @@ def accumulate(
         parameters.
 
     References:
-      ``optax.MultiSteps``, which makes two temporary copies of the model.
+      ``optax.MultiSteps``.
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = gx.accumulate(optax.sgd(1.0), num_required=2, skip_nonfinite=True)
@@ -118,10 +127,7 @@ def accumulate(
         params: optax.Params | None,
         **extra: Any,
     ) -> tuple[Outcome, AccumulateState]:
-        # Always true, but the compiler does not know that, and keeps a conditional. The
-        # sum comes out of it in its own buffer. Without the conditional the step would
-        # read a copy of it.
-        accepted = state.num_accumulated >= 0
+        accepted: jax.Array | Literal[True] = True
         if skip_nonfinite:
             accepted = _all_finite(updates, state.global_step)
             number = increment_if(~accepted, state.nonfinite_count)

@@ -87,7 +87,7 @@ def dropped(state: optax.OptState) -> jax.Array:
     return count
 
 
-def increment_if(pred: jax.Array, count: jax.Array) -> jax.Array:
+def increment_if(pred: jax.Array | bool, count: jax.Array) -> jax.Array:
     """The counter, 1 higher if ``pred``; it saturates."""
     return jnp.where(pred, optax.safe_increment(count), count)
 

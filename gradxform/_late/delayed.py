@@ -158,7 +158,7 @@ def delayed(
 
         # Each leaf that has a gradient has an old one to apply.
         full = jnp.all((count >= delays) | ~moves)
-        outcome, inner_state, applied = apply_if(
+        outcome, inner_state, applied, _ = apply_if(
             full, late, state.inner_state, leaf_flags, **extra
         )
         # The new gradient is written after the step has read the old one. So the ring

@@ -135,7 +135,7 @@ def drop_stale(
         fresh = lateness.is_fresh(state.global_step, local_step, max_staleness)
         # A gate inside this one needs the same local_step.
         extra |= {"local_step": local_step, "staleness": staleness}
-        outcome, inner_state, _ = apply_if(
+        outcome, inner_state, _, _ = apply_if(
             fresh, lambda: updates, state.inner_state, leaf_flags, **extra
         )
         return outcome, DropStaleState(

@@ -18,14 +18,17 @@ from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gradxform._late import missing
 from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import has_gate
 from gradxform._late.missing import LeafFlags
-from gradxform._trees import checks, versions
+from gradxform._trees import checks, maps, versions
+from gradxform._trees.compilers import narrow
 from gradxform._trees.extra_args import accepted_kwargs
+from gradxform._trees.types import Leaf, PyTree
 
 # What a push produces: updates or new parameters, None for the updates of a skip.
 Outcome: TypeAlias = optax.Updates | optax.Params | None
@@ -38,6 +41,8 @@ Push: TypeAlias = Callable[..., tuple[Outcome, optax.OptState]]
 # A whole step behind a gate; the outcome is that of `apply` or of `skip`:
 # (apply, skip, updates, state, params, **extra) -> (outcome, state)
 Guard: TypeAlias = Callable[..., tuple[Outcome, optax.OptState]]
+# outcome, room, inner_state, whether it was applied
+_Applied: TypeAlias = tuple[Outcome, optax.Updates | None, optax.OptState, jax.Array]
 
 
 class ApplyIf(Protocol):
@@ -49,15 +54,19 @@ class ApplyIf(Protocol):
         updates: Callable[[], optax.Updates],
         inner_state: optax.OptState,
         leaf_flags: LeafFlags | None,
+        room: optax.Updates | None = None,
         /,
         **extra: object,
-    ) -> tuple[Outcome, optax.OptState, jax.Array]:
-        """Returns ``(outcome, inner_state, applied)``.
+    ) -> tuple[Outcome, optax.OptState, jax.Array, optax.Updates | None]:
+        """Returns ``(outcome, inner_state, applied, room)``.
 
         ``updates`` is called inside the conditional. ``applied`` is ``pred`` as it
         comes out of it. The compiler does not know that they are equal, so it computes
         with ``applied`` only after the step. By then the step has read its gradients,
         and their memory can be written in place.
+
+        ``room`` is like the updates; nobody needs its values after the step. So updates
+        come out of the conditional in its arrays, where they fit, and need no others.
         """
         ...
 
@@ -148,19 +157,26 @@ def gate(
             updates: Callable[[], optax.Updates],
             inner_state: optax.OptState,
             flags: LeafFlags | None,
+            room: optax.Updates | None = None,
             /,
             **extra: object,
-        ) -> tuple[Outcome, optax.OptState, jax.Array]:
-            def applied() -> tuple[Outcome, optax.OptState, jax.Array]:
+        ) -> tuple[Outcome, optax.OptState, jax.Array, optax.Updates | None]:
+            # New parameters take the arrays of the old ones, so they need no room.
+            free = room if skip(params) is None else None
+
+            def applied() -> _Applied:
                 outcome, new_state = _apply(
                     apply, skip, inner, updates(), inner_state, params, flags, **extra
                 )
-                return outcome, new_state, jnp.array(True)
+                return *_put_into(free, outcome), new_state, jnp.array(True)
 
-            def skipped() -> tuple[Outcome, optax.OptState, jax.Array]:
-                return skip(params), inner_state, jnp.array(False)
+            def skipped() -> _Applied:
+                return skip(params), free, inner_state, jnp.array(False)
 
-            return typed_cond(pred, applied, skipped)
+            rest, filled, state, done = typed_cond(pred, applied, skipped)
+            if filled is None:
+                return rest, state, done, room
+            return _taken_from(filled, rest, done), state, done, filled
 
         return push(apply_if, updates, state, params, **extra)
 
@@ -230,3 +246,36 @@ def _apply(
         outcome = missing.chosen(flags, outcome, skip(params))
     like = updates if params is None else params
     return outcome, missing.keep(inner, flags, new_state, state, like)
+
+
+def _put_into(
+    room: optax.Updates | None, updates: Outcome
+) -> tuple[Outcome, optax.Updates | None]:
+    """Moves updates into arrays that hold them exactly; an empty one marks each."""
+    if room is None:
+        return updates, None
+
+    def moved(r: Leaf, u: Leaf) -> tuple[Leaf, Leaf]:
+        if not (isinstance(r, jax.Array) and isinstance(u, jax.Array) and u.size):
+            return u, r
+        if u.shape != r.shape or not np.can_cast(u.dtype, r.dtype):
+            return u, r
+        return jnp.zeros(0, u.dtype), u.astype(r.dtype)
+
+    return (
+        maps.map_leaves(lambda r, u: moved(r, u)[0], room, updates),
+        maps.map_leaves(lambda r, u: moved(r, u)[1], room, updates),
+    )
+
+
+def _taken_from(
+    room: PyTree[jax.Array], rest: Outcome, applied: jax.Array
+) -> optax.Updates:
+    """The updates that :func:`_put_into` got; zeros if they were not applied."""
+
+    def update(r: jax.Array, u: Leaf) -> Leaf:
+        if not isinstance(u, jax.Array) or u.shape != (0,) or not r.size:
+            return u
+        return narrow(jnp.where(applied, r, 0), u.dtype)
+
+    return maps.map_leaves(update, room, rest)

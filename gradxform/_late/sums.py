@@ -20,7 +20,8 @@ from gradxform._late.gate import ApplyIf, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
-from gradxform._trees.types import Leaf, PyTree
+from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.types import Leaf
 
 Reduction = Literal["mean", "sum", "row_mean"]
 
@@ -72,7 +73,7 @@ class Sums:
         updates: optax.Updates,
         state: Any,  # It has the fields of `init`.
         params: optax.Params | None,
-        accepted: jax.Array,
+        accepted: jax.Array | Literal[True],
         *,
         factor: jax.typing.ArrayLike | None = None,
         leaf_flags: LeafFlags | None = None,
@@ -81,30 +82,43 @@ class Sums:
         """The outcome, and the new state.
 
         An ``accepted`` push is added, times ``factor``, and makes the step if it is the
-        last one needed; any other changes nothing.
+        last one needed; any other changes nothing. If it has to be decided, the
+        addition is in a conditional, and takes all gradients at once. If all pushes are
+        accepted, each gradient is added as soon as it is known.
         """
         checks.same_shapes("updates", updates, "accumulated", state.accumulated)
-        count = state.num_accumulated + accepted.astype(jnp.int32)
+        count = increment_if(accepted, state.num_accumulated)
         full = accepted & self._is_enough(count, state.global_step)
+        # The first push of a sum replaces what is there. So nothing else clears it.
+        begun = state.pushed & (state.num_accumulated > 0)
 
-        total, row_counts = typed_cond(
-            accepted,
-            lambda: self._sums_with(updates, factor, leaf_flags, state, count, full),
-            lambda: (state.accumulated, state.row_counts),
+        def added() -> tuple[optax.Updates, optax.Updates]:
+            return self._sums_with(
+                updates, factor, leaf_flags, state, begun, count, full
+            )
+
+        total, row_counts = (
+            added()
+            if accepted is True
+            else typed_cond(
+                accepted, added, lambda: (state.accumulated, state.row_counts)
+            )
         )
-        pushed = state.pushed | (accepted & missing.holds(updates, leaf_flags))
+        pushed = begun | (accepted & missing.holds(updates, leaf_flags))
 
         def reduced() -> optax.Updates:
             # From here on all is dense: inner gets every row that any push held.
             like = state.accumulated if params is None else params
             return maps.map_leaves(_reduced, updates, total, like)
 
-        flags = _flags(updates, total, pushed, leaf_flags)
-        outcome, inner_state, applied = apply_if(
-            full, reduced, state.inner_state, flags, **extra
+        outcome, inner_state, _, accumulated = apply_if(
+            full,
+            reduced,
+            state.inner_state,
+            _flags(updates, total, pushed, leaf_flags),
+            total,
+            **extra,
         )
-        # After the step the sum starts again from 0, in its own buffer.
-        accumulated, row_counts = _zeros_if(applied, (total, row_counts))
         return outcome, state._replace(
             global_step=increment_if(full, state.global_step),
             num_accumulated=jnp.where(full, 0, count),
@@ -132,6 +146,7 @@ class Sums:
         factor: jax.typing.ArrayLike | None,
         leaf_flags: LeafFlags | None,
         state: Any,
+        begun: jax.Array,
         count: jax.Array,
         full: jax.Array,
     ) -> tuple[optax.Updates, optax.Updates]:
@@ -139,38 +154,50 @@ class Sums:
         # sum + factor g and n + 1; in a table only for the rows that the push holds
         flags = missing.flags_of(updates, leaf_flags)
         pushed = maps.sum_duplicates(missing.chosen(flags, updates))
-        by_row = self._reduction == "row_mean"
+        has_begun = jax.tree.unflatten(maps.structure(updates), list(begun))
         row_counts = state.row_counts
-        if by_row:
-            row_counts = boxes.as_in(updates, row_counts)
+        n = 1 if self._reduction == "sum" else count
+        divisors = maps.broadcast(n, state.accumulated)
+        if self._reduction == "row_mean":
+            held = boxes.as_in(updates, row_counts)
+            held = maps.map_leaves(_if_begun, pushed, held, has_begun)
             counts = maps.map_state(
                 lambda _, n, flag: n + (1 if flag is None else flag.astype(n.dtype)),
                 pushed,
-                maps.rows(pushed, row_counts),
+                maps.rows(pushed, held),
                 flags,
             )
-            row_counts = maps.put_rows(pushed, row_counts, counts)
+            divisors = maps.put_rows(pushed, held, counts)
+            row_counts = boxes.as_in(row_counts, divisors)
+        held = maps.map_leaves(_if_begun, pushed, state.accumulated, has_begun)
         sums = maps.map_state(
             functools.partial(arithmetic.wide_sum, factor=factor),
             pushed,
-            maps.rows(pushed, state.accumulated),
+            maps.rows(pushed, held),
         )
-        sums = maps.put_rows(pushed, state.accumulated, sums)
-        if self._reduction != "sum":
-            divisors = row_counts if by_row else maps.broadcast(count, sums)
-            sums = maps.map_leaves(_divide(full), pushed, sums, divisors)
-        return sums, boxes.as_in(state.row_counts, row_counts)
+        sums = maps.put_rows(pushed, held, sums)
+        sums = maps.map_leaves(
+            _finished(full), pushed, sums, divisors, has_begun, state.accumulated
+        )
+        return sums, row_counts
 
 
-def _zeros_if(pred: jax.Array, sums: PyTree[jax.Array]) -> PyTree[jax.Array]:
-    def zeros() -> PyTree[jax.Array]:
-        return jax.tree.map(lambda x: constants.zeros_of_type(jax.typeof(x)), sums)
+def _if_begun(g: Leaf, total: jax.Array, begun: jax.Array) -> jax.Array:
+    """A sum, or zeros if it begins with this push; without a gradient as it is."""
+    if isinstance(g, IndexedSlices):  # The whole table, but only with the first push.
+        zeros = functools.partial(constants.zeros_of_type, jax.typeof(total))
+        return jax.lax.cond(begun, lambda: total, zeros)
+    return jnp.where(begun, total, 0) if maps.has_gradient(g) else total
 
-    return jax.lax.cond(pred, zeros, lambda: sums)
 
-
-def _divide(full: jax.Array) -> Callable[..., Leaf]:
-    def divide(g: Leaf, total: jax.Array, n: jax.Array) -> jax.Array:
+def _finished(full: jax.Array) -> Callable[..., Leaf]:
+    def finished(
+        g: Leaf,
+        total: jax.Array,
+        n: jax.typing.ArrayLike,
+        begun: jax.Array,
+        old: jax.Array,
+    ) -> jax.Array:
         # sum / n with the last push, in the sum's own buffer: inner may read it more
         # than once
         if not maps.has_gradient(total):
@@ -179,13 +206,14 @@ def _divide(full: jax.Array) -> Callable[..., Leaf]:
         def quotient() -> jax.Array:
             one = jnp.ones((), dtypes.compute_dtype(total))
             factor = jnp.where(full, one / jnp.maximum(n, 1).astype(one.dtype), one)
-            return arithmetic.scale_leading(total, factor)
+            held = total if maps.has_gradient(g) else jnp.where(begun, total, 0)
+            return narrow(arithmetic.scale_leading(held, factor), old.dtype)
 
         if maps.is_leaf(g):  # Every row, but only with the last push.
             return jax.lax.cond(full, quotient, lambda: total)
         return quotient()
 
-    return divide
+    return finished
 
 
 def _reduced(g: Leaf, total: jax.Array, like: jax.typing.ArrayLike) -> Leaf:

@@ -255,7 +255,7 @@ class _Push(NamedTuple):
                 lambda g, m: narrow(_row(m, row), maps.dtype_of(g)), self.updates, means
             )
 
-        outcome, inner_state, applied = self.apply_if(
+        outcome, inner_state, applied, _ = self.apply_if(
             full, mean, state.inner_state, self.leaf_flags, **self.extra
         )
         steps = increment_if(full, state.global_step)

@@ -319,3 +319,97 @@ def test_lookahead_around_micro_batches():
         pair = gx.apply_updates(pair, updates)
     # Two steps of 1. The slow parameters go half of the way.
     assert pair.slow.tolist() == pair.fast.tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize("how", [gx.apply_gradients, "update"], ids=["whole", "apart"])
+@pytest.mark.parametrize(
+    ("dtype", "sums"), [("float32", None), ("bfloat16", None), ("float32", "bfloat16")]
+)
+def test_nothing_of_the_sum_before_reaches_the_next(how, dtype, sums):
+    """A NaN in one sum, and leaves that have a gradient, rows, or nothing in turn."""
+    tx = gx.accumulate(optax.sgd(0.5), 2, accumulator_dtype=sums)
+    shape = {"w": (4,), "table": (3, 2)}
+    dense = {k: np.ones(s) for k, s in shape.items()}
+    rows = gx.IndexedSlices(
+        jnp.array([1, 1]), jnp.ones((2, 2), dtype), dense_shape=(3, 2)
+    )
+    pushes = [  # As given, and as dense numbers.
+        ({"w": np.nan, "table": None}, {"w": np.nan, "table": 0}),
+        ({"w": 1, "table": 2}, {"w": 1, "table": 2}),
+        ({"w": None, "table": "rows"}, {"w": 0, "table": "rows"}),
+        ({"w": None, "table": 1}, {"w": 0, "table": 1}),
+        ({"w": 4, "table": "rows"}, {"w": 4, "table": "rows"}),
+        ({"w": None, "table": "rows"}, {"w": 0, "table": "rows"}),
+        ({"w": 8, "table": 2}, {"w": 8, "table": 2}),
+        ({"w": 8, "table": None}, {"w": 8, "table": 0}),
+    ]
+    as_dense = np.array([[0, 0], [2, 2], [0, 0]])
+
+    @jax.jit
+    def step(params, state, grads):
+        if how != "update":
+            return how(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return gx.apply_updates(params, updates), state
+
+    params = {k: jnp.zeros(s, dtype) for k, s in shape.items()}
+    state, held = tx.init(params), []
+    wanted = {k: np.zeros(s) for k, s in shape.items()}
+    for given, meant in pushes:
+        grads = {
+            k: rows
+            if g == "rows"
+            else None
+            if g is None
+            else jnp.full(shape[k], g, dtype)
+            for k, g in given.items()
+        }
+        params, state = step(params, state, grads)
+        held.append(
+            {k: as_dense if g == "rows" else g * dense[k] for k, g in meant.items()}
+        )
+        if len(held) == 2:
+            if not np.isnan(held[0]["w"]).any():
+                wanted = {
+                    k: w - 0.25 * (held[0][k] + held[1][k]) for k, w in wanted.items()
+                }
+            else:  # The round of the NaN. It is taken out by hand.
+                assert np.isnan(params["w"].astype("float32")).all()
+                params = {**params, "w": jnp.zeros(4, dtype)}
+                wanted["table"] = -0.25 * held[1]["table"]
+            held = []
+        for k, w in wanted.items():
+            np.testing.assert_array_equal(params[k].astype("float32"), w)
+
+
+def test_who_resets_the_count_begins_a_new_sum():
+    """As in ``optax.MultiSteps``, whose running mean forgets the old one then, too."""
+    tx = gx.accumulate(optax.sgd(1.0), 2)
+    params = jnp.zeros(2)
+    state = tx.init(params)
+    _, state = tx.update(jnp.full(2, jnp.inf), state, params)
+    state = state._replace(num_accumulated=jnp.int32(0))
+    for g in (1.0, 3.0):
+        updates, state = tx.update(jnp.full(2, g), state, params)
+    np.testing.assert_array_equal(updates, [-2.0, -2.0])
+
+
+def test_an_update_that_the_sum_cannot_hold_is_not_rounded():
+    """The sum is bfloat16, so updates in float32 come out in arrays of their own."""
+    inner = optax.stateless(lambda u, _: jax.tree.map(lambda x: x + 2**-20, u))
+    tx = gx.accumulate(inner, 1, accumulator_dtype="bfloat16")
+    params = jnp.zeros(2)
+    updates, _ = tx.update(jnp.ones(2), tx.init(params), params)
+    np.testing.assert_array_equal(updates, np.float32(1 + 2**-20))
+
+
+@pytest.mark.parametrize("old", [400.0, np.nan])
+def test_a_norm_sees_nothing_of_the_sum_before(old):
+    inner = optax.chain(gx.clip_by_global_norm(1.0), optax.sgd(1.0))
+    tx = gx.accumulate(inner, 1)
+    params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+    _, state = gx.apply_gradients(
+        tx, {"a": jnp.array([old]), "b": jnp.ones(1)}, tx.init(params), params
+    )
+    new, _ = gx.apply_gradients(tx, {"a": None, "b": jnp.full(1, 0.5)}, state, params)
+    np.testing.assert_array_equal([new["a"], new["b"]], [[0.0], [-0.5]])

@@ -71,8 +71,9 @@ def test_equals_a_plain_loop(num_required, reduction, late, pushes):
         wanted -= 0.5 * acts["w"] if acts else 0
         np.testing.assert_allclose(param, wanted, rtol=1e-5, atol=1e-5)
         assert state[:3] == (*counts, len(held), stale)
-        total = sum(g["w"] for g in held)
-        np.testing.assert_allclose(state.accumulated, total, rtol=1e-5, atol=1e-6)
+        if held:  # After a step, nothing clears the sum before the next push.
+            total = sum(g["w"] for g in held)
+            np.testing.assert_allclose(state.accumulated, total, rtol=1e-5, atol=1e-6)
 
 
 def pushed(tx, pushes, params, *, jit=True):
@@ -209,7 +210,6 @@ def test_an_accepted_nan_spoils_its_own_round_alone():
         assert np.isnan(updates).all() == (len(counts) == 2)
     assert counts == [1, 0, 1, 0]
     assert updates.tolist() == [-2.0, -2.0]
-    assert state.accumulated.tolist() == [0.0, 0.0]
 
 
 def test_a_sum_of_half_precision_gradients_is_kept_in_float32():
@@ -263,7 +263,8 @@ def test_a_push_without_gradient_adds_nothing_and_loses_nothing(how):
         else:
             updates, state = tx.update(grads, state, params, local_step=local_step)
             params = gx.apply_updates(params, updates)
-        trace.append((float(params["w"]), float(state.accumulated["w"])))
+        held = state.accumulated["w"] if state.num_accumulated else 0
+        trace.append((float(params["w"]), float(held)))
     assert trace == [(0, 10), (-5, 0), (-5, 100), (-105, 0)]
     np.testing.assert_array_equal(params["ids"], np.arange(3))
 
