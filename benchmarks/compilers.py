@@ -21,9 +21,9 @@ All figures are exact, in units of N, the parameters' bytes on one chip:
 - prefetched, written back: the bytes that these copies bring into VMEM, and out of it.
 - hbm: all that is read from HBM and written to it, each of these copies counted once.
 
-The last four are read from the text of the compiled program. There an operand counts in
-full, even if only a part of it is read. Of a conditional, the branch that moves more
-counts.
+The last four are read from the text of the compiled program. An operand counts in full,
+unless a slice or a gather reads a part of it. The body of a loop counts as often as it
+runs. Of a conditional, the branch that moves more counts.
 """
 
 import functools
@@ -206,7 +206,9 @@ class Program:
         if known:
             return int(known[1])
         condition = re.search(r"condition=%([\w.-]+)", rest)[1]
-        constants = [line[3] for line in self._lines[condition] if line[2] == "constant"]
+        constants = [
+            line[3] for line in self._lines[condition] if line[2] == "constant"
+        ]
         return max(map(int, constants))
 
     def _read(self, computation, value):
