@@ -21,9 +21,9 @@ All figures are exact, in units of N, the parameters' bytes on one chip:
 - prefetched, written back: the bytes that these copies bring into VMEM, and out of it.
 - hbm: all that is read from HBM and written to it, each of these copies counted once.
 
-The last four are read from the text of the compiled program. There an operand counts in
-full, even if only a part of it is read. Of a conditional, the branch that moves more
-counts.
+The last four are read from the text of the compiled program. An operand counts in full,
+unless a slice or a gather reads a part of it. The body of a loop counts as often as it
+runs. Of a conditional, the branch that moves more counts.
 """
 
 import functools
@@ -47,7 +47,8 @@ COLLECTIVES = [
     "all-to-all",
     "collective-permute",
 ]
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2}
+BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 
 
 def mesh(topology):
@@ -139,36 +140,138 @@ MOVES_NOTHING = re.compile(
 )
 
 
+READS_A_PART = "slice", "dynamic-slice", "gather"  # of the first operand
+FUSIONS = "fusion", "fusion-start"
+WRITES_A_PART = {"dynamic-update-slice": 1, "scatter": 2}  # this one, into the first
+
+
+class Program:
+    """The computations of a compiled program, by its text."""
+
+    def __init__(self, hlo):
+        found = re.findall(r"^(?:ENTRY )?%(\S+) .*{\n((?: .*\n)*)}", hlo, re.M)
+        self._lines = {
+            computation: [
+                (name, result, opcode, named(operands) or operands, rest)
+                for name, result, opcode, operands, rest in INSTRUCTION.findall(body)
+            ]
+            for computation, body in found
+        }
+        self._values = {
+            computation: {line[0]: line for line in lines}
+            for computation, lines in self._lines.items()
+        }
+        self._moved = {}
+        self.entry = re.search(r"^ENTRY %(\S+)", hlo, re.M)[1]
+
+    def moved(self, computation):
+        """Bytes that a computation moves, by column."""
+        if computation not in self._moved:
+            total = Counter({"own": 0, "prefetched": 0, "written back": 0, "hbm": 0})
+            for line in self._lines[computation]:
+                total.update(self._moved_by(computation, *line))
+            self._moved[computation] = total
+        return self._moved[computation]
+
+    def _moved_by(self, computation, name, result, opcode, operands, rest):
+        if MOVES_NOTHING.fullmatch(opcode) or "ConcatBitcast" in rest:
+            return {}
+        if opcode == "conditional":
+            branches = re.search(r"branch_computations={.*?}|true_.*false_\S+", rest)[0]
+            moved = map(self.moved, named(branches))
+            return max(moved, key=lambda moved: moved["hbm"])
+        if opcode == "while":
+            moved = self.moved(re.search(r"body=%([\w.-]+)", rest)[1])
+            return {k: self._turns(rest) * n for k, n in moved.items()}
+        if opcode == "call":
+            return self.moved(re.search(r"to_apply=%([\w.-]+)", rest)[1])
+        if opcode in ("copy-start", "slice-start"):
+            # The type is (to, from, …) of a copy, ((from), to, …) of a slice.
+            n, space = list(arrays(result))[opcode == "slice-start"]
+            return {"prefetched" if space else "written back": n, "hbm": n}
+        values = self._values[computation]
+        moved = list(self._written(computation, name))
+        for i, operand in enumerate(operands):
+            whole = list(arrays(values[operand][1]))
+            n = self._used(computation, name, i)
+            moved += [(n, whole[0][1])] if len(whole) == 1 else whole
+        return {
+            "own": sum(n for n, _ in moved),
+            "hbm": sum(n for n, space in moved if space == 0),
+        }
+
+    def _turns(self, rest):
+        """How often the body of a loop runs."""
+        known = re.search(r'known_trip_count":{"n":"(\d+)"', rest)
+        if known:
+            return int(known[1])
+        condition = re.search(r"condition=%([\w.-]+)", rest)[1]
+        constants = [
+            line[3] for line in self._lines[condition] if line[2] == "constant"
+        ]
+        return max(map(int, constants))
+
+    def _read(self, computation, value):
+        """Bytes that a computation reads of a value: less if it takes parts of it."""
+        uses = sum(
+            self._used(computation, name, i)
+            for name, _, _, operands, _ in self._lines[computation]
+            for i, operand in enumerate(operands)
+            if operand == value
+        )
+        return min(uses, size_of(self._values[computation][value][1]))
+
+    def _used(self, computation, name, i):
+        """Bytes that an instruction reads of one of its operands."""
+        values = self._values[computation]
+        _, result, opcode, operands, rest = values[name]
+        if opcode == "bitcast":
+            return self._read(computation, name)
+        if opcode in READS_A_PART and i == 0:
+            return size_of(result)
+        if opcode in WRITES_A_PART and i == 0:
+            return 0
+        if opcode in FUSIONS:
+            called = re.search(r"calls=%([\w.-]+)", rest)[1]
+            for parameter, _, opcode, number, _ in self._lines[called]:
+                if opcode == "parameter" and number == str(i):
+                    return self._read(called, parameter)
+        return size_of(values[operands[i]][1])
+
+    def _written(self, computation, name):
+        """Bytes and memory of each array that an instruction writes."""
+        values = self._values[computation]
+        _, result, opcode, operands, rest = values[name]
+        outer = list(arrays(result))
+        inner = outer
+        if opcode == "bitcast":
+            inner = self._written(computation, operands[0])
+        elif opcode == "tuple":
+            inner = [x for o in operands for x in self._written(computation, o)]
+        elif opcode in WRITES_A_PART:
+            inner = arrays(values[operands[WRITES_A_PART[opcode]]][1])
+        elif opcode in FUSIONS:
+            called = re.search(r"calls=%([\w.-]+)", rest)[1]
+            inner = self._written(called, self._lines[called][-1][0])
+            if opcode != "fusion":  # Its type is ((from), to, …).
+                outer = outer[len(operands) :][: len(inner)]
+        return [(n, space) for (n, _), (_, space) in zip(inner, outer, strict=True)]
+
+
+def named(text):
+    """The names in a part of a line."""
+    return re.findall(r"%([\w.-]+)", text)
+
+
+def size_of(types):
+    """Bytes of all arrays in the text of a type."""
+    return sum(n for n, _ in arrays(types))
+
+
 def traffic(hlo):
-    """Bytes that the entry computation of a compiled program moves, by column."""
-    computations = dict(re.findall(r"^(?:ENTRY )?%(\S+) .*{\n((?: .*\n)*)}", hlo, re.M))
-
-    @functools.cache
-    def of(computation):
-        total = Counter({"own": 0, "prefetched": 0, "written back": 0, "hbm": 0})
-        types = {}
-        for name, result, opcode, operands, rest in INSTRUCTION.findall(
-            computations[computation]
-        ):
-            types[name] = result
-            if MOVES_NOTHING.fullmatch(opcode) or "ConcatBitcast" in rest:
-                continue
-            if opcode == "conditional":
-                branches = re.search(r"branch_computations={(.*?)}", rest)[1]
-                branches = map(of, re.findall(r"%([\w.-]+)", branches))
-                total.update(max(branches, key=lambda moved: moved["hbm"]))
-            elif opcode in ("copy-start", "slice-start"):
-                # The type is (to, from, …) of a copy, ((from), to, …) of a slice.
-                n, space = list(arrays(result))[opcode == "slice-start"]
-                total.update({"prefetched" if space else "written back": n, "hbm": n})
-            else:
-                read = [types[o] for o in re.findall(r"%([\w.-]+)", operands)]
-                moved = [a for text in (*read, result) for a in arrays(text)]
-                total["own"] += sum(n for n, _ in moved)
-                total["hbm"] += sum(n for n, space in moved if space == 0)
-        return total
-
-    return of(re.search(r"^ENTRY %(\S+)", hlo, re.M)[1])
+    """Bytes that a compiled program moves, by column."""
+    program = Program(hlo)
+    return program.moved(program.entry)
 
 
 def count(hlo, opcode):

@@ -1,19 +1,26 @@
 """Compares each step with optax's, for every chain, dtype, loop and compiler.
 
-``python -m benchmarks.grid --targets cpu v5e:2x2 v5p:2x2x1 v6e:2x2 v5e:16x16`` compiles
-the donated step, gradients to parameters, and runs nothing. All targets except
-``cpu`` need libtpu; ``benchmarks.compilers`` explains that, what a topology stands
-for, and the figures. The model is a GPT-2-small with two blocks: 28 leaves, with every
-kind that the whole model has. ``--blocks 12`` takes the whole model, ``--all`` adds all
-other figures for ours and for optax's, and ``--hlo`` writes the programs.
+``python -m benchmarks.grid --targets cpu v5e:2x2`` compiles whole steps: loss,
+gradients and update in one donated program. It runs nothing. ``--models`` chooses from
+a chain of dense layers, a transformer whose layers are scanned, and an embedding. Their
+batches are small beside their parameters. Micro-batches are pushed one a program, and
+four in a ``scan``.
+
+``--gradients`` compiles steps whose gradients are arguments, as in a push to a server,
+on a GPT-2-small with two blocks: 28 leaves, with every kind that the whole model has.
+``--blocks 12`` takes the whole model. Targets such as ``v5p:2x2x1``, ``v6e:2x2`` and
+``v5e:16x16``, and all others except ``cpu``, need libtpu; ``benchmarks.compilers``
+explains that, what a topology stands for, and the figures. ``--all`` adds all other
+figures for ours and for optax's, and ``--hlo`` writes the programs.
 
 The columns are exact, in N, the parameters' bytes on one device. Each has our figure,
 then a bar, then the figure of optax's chain in the same dtypes, with
 ``optax.apply_updates``.
 
 - temp: temporary memory.
-- moved: on CPU the bytes that the loops of the program read and write, by the
-  compiler's count; on TPU ``own``, operands and results in any memory.
+- moved: of a whole step, ``hbm`` for each push; of gradients as arguments, on CPU the
+  bytes that the loops of the program read and write, by the compiler's count, and on
+  TPU ``own``, operands and results in any memory. Each micro-batch counts as acting.
 - hbm: on TPU the bytes that are read from HBM and written to it.
 - worse: the columns above 1.02 times optax's. Temporaries must also be more than 0.03 N
   above, and 3 MB on TPU: that compiler keeps 32 kB for each instruction, and on 256
@@ -45,12 +52,14 @@ from benchmarks.compilers import (
     count,
     figures,
     lower_step,
+    lower_training,
     mesh,
     placed,
     size_on_a_chip,
+    traffic,
 )
 from benchmarks.measure import arguments, report
-from benchmarks.models import gpt2_short
+from benchmarks.models import TRAININGS, gpt2_short, training
 from benchmarks.step import CLIP, OPTAX_CLIP, gx_step, optax_step
 
 MOST = {"global_clipnorm": 1.0}
@@ -61,6 +70,7 @@ DTYPES = {
     "bfloat16": ("bfloat16", "bfloat16", "bfloat16"),
     "mixed": ("float32", "bfloat16", None),
 }
+MICRO = 4
 LOOPS = {"gx": gx_step, "optax": optax_step}
 
 
@@ -108,6 +118,27 @@ def chains(dtypes):
     }
 
 
+def micro_batches():
+    """Ours and optax's for micro-batches, by name."""
+    inner = {
+        "sgd": (optax.sgd(0.1),) * 2,
+        "adam": (optax.adam(0.1),) * 2,
+        "clip + adamw": tuple(
+            optax.chain(clip, optax.adamw(0.1)) for clip in (CLIP, OPTAX_CLIP)
+        ),
+        "adam, finite": (optax.adam(0.1),) * 2,
+    }
+    found = {}
+    for name, (ours, theirs) in inner.items():
+        finite = name.endswith("finite")
+        skip = {"should_skip_update_fn": optax.skip_not_finite} if finite else {}
+        found[f"accumulate({name})"] = (
+            gx.accumulate(ours, MICRO, skip_nonfinite=finite),
+            optax.MultiSteps(theirs, MICRO, **skip).gradient_transformation(),
+        )
+    return found
+
+
 def devices(target):
     """The chips of a topology, or this machine's first CPU."""
     if target == "cpu":
@@ -116,29 +147,46 @@ def devices(target):
 
 
 class Cells:
-    """The figures of steps for one machine and one choice of dtypes.
+    """The figures of steps for one machine, one model and one choice of dtypes.
 
     Args:
       target: a topology, or ``cpu``.
       dtypes: a key of ``DTYPES``.
-      blocks: of GPT-2-small.
+      model: one of ``TRAININGS``, or None for gradients as arguments.
+      blocks: of GPT-2-small, whose gradients are arguments.
       hlo: a folder for the compiled programs.
     """
 
-    def __init__(self, target, dtypes, blocks=2, hlo=None):
-        self._target, self._dtypes, self._hlo = target, dtypes, hlo
+    def __init__(self, target, dtypes, model=None, blocks=2, hlo=None):
+        self._named, self._target, self._hlo = f"{target} {dtypes} {model}", target, hlo
         on = devices(target)
-        self._params, self._grads = (
-            placed(gpt2_short(jnp.dtype(dtype), blocks), on)
-            for dtype in DTYPES[dtypes][:2]
-        )
+        self._training = None
+        if model:
+            self._training = training(model, DTYPES[dtypes][0])
+            self._params = placed(self._training.params, on)
+        else:
+            self._params, self._grads = (
+                placed(gpt2_short(jnp.dtype(dtype), blocks), on)
+                for dtype in DTYPES[dtypes][:2]
+            )
         self.n = size_on_a_chip(self._params)
         # Both loops make the same program of most chains. It is compiled once.
         self._known = {}
 
-    def of(self, name, tx, loop):
-        """All figures of a step."""
-        lowered = lower_step(tx, self._params, LOOPS[loop], self._grads)
+    def _lowered(self, tx, write, pushes):
+        if not self._training:
+            return lower_step(tx, self._params, write, self._grads)
+        _, batch, loss_fn = self._training
+        if pushes > 1:
+            batch = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((pushes, *x.shape), x.dtype), batch
+            )
+        options = {"write": write, "scanned": pushes > 1}
+        return lower_training(tx, self._params, loss_fn, *batch, **options)
+
+    def of(self, name, tx, loop, pushes=1):
+        """All figures of a step, or of several pushes in a scan."""
+        lowered = self._lowered(tx, LOOPS[loop], pushes)
         text = lowered.as_text()
         if text not in self._known:
             start = time.perf_counter()
@@ -147,12 +195,15 @@ class Cells:
             hlo = compiled.as_text()
             if self._hlo:
                 self._hlo.mkdir(parents=True, exist_ok=True)
-                file = re.sub(
-                    r"\W+", "_", f"{self._target} {self._dtypes} {name} {loop}"
-                )
+                file = re.sub(r"\W+", "_", f"{self._named} {name} {loop} {pushes}")
                 (self._hlo / f"{file}.hlo").write_text(hlo)
-            self._known[text] = measured(compiled, hlo, self.n, self._target)
-            self._known[text]["compile s"] = seconds
+            if self._training:
+                memory = compiled.memory_analysis().temp_size_in_bytes
+                moved = traffic(hlo)["hbm"]
+                found = {"temp": memory / self.n, "moved": moved / self.n / pushes}
+            else:
+                found = measured(compiled, hlo, self.n, self._target)
+            self._known[text] = found | {"compile s": seconds}
         return self._known[text]
 
 
@@ -182,21 +233,33 @@ def worse(ours, theirs, kept=0):
 COMPARED = "temp", "moved", "hbm", "collectives"
 
 
-def rows(target, dtypes, only="", everything=False, **options):
-    """The lines of the table for one machine and one choice of dtypes."""
-    cells = Cells(target, dtypes, **options)
+def steps(dtypes, model):
+    """The name of each chain, ours, optax's, and the number of pushes."""
+    for name, (ours, theirs) in chains(dtypes).items():
+        yield name, ours, theirs, 1
+    for pushes in (1, MICRO) if model else ():
+        scanned = ", scanned" if pushes > 1 else ""
+        for name, (ours, theirs) in micro_batches().items():
+            yield f"{name}{scanned}", ours, theirs, pushes
+
+
+def rows(target, dtypes, only="", everything=False, model=None, **options):
+    """The lines of the table for one machine, one model and one choice of dtypes."""
+    cells = Cells(target, dtypes, model, **options)
     kept = 0 if target == "cpu" else 3e6 / cells.n
-    for name, (tx, theirs) in chains(dtypes).items():
+    for name, tx, theirs, pushes in steps(dtypes, model):
         if only not in name:
             continue
-        its = cells.of(f"optax {name}", theirs, "optax")
+        its = cells.of(f"optax {name}", theirs, "optax", pushes)
         for loop in LOOPS:
-            ours = cells.of(name, tx, loop)
+            ours = cells.of(name, tx, loop, pushes)
             columns = [k for k in COMPARED if k in ours]
             compared = [{k: x[k] for k in columns} for x in (ours, its)]
             more = [k for k in ours if k not in columns] if everything else []
             yield {
-                "name": f"{target} {dtypes}: {name}, {loop}",
+                "name": " ".join(
+                    filter(None, (target, model, f"{dtypes}: {name}, {loop}"))
+                ),
                 **{k: f"{ours[k]:.2f} | {its[k]:.2f}" for k in columns},
                 "worse": ", ".join(worse(*compared, kept)),
                 **{k: f"{shown(ours[k])} | {shown(its[k])}" for k in more},
@@ -212,19 +275,23 @@ def main():
     """Prints the tables, and ends with code 1 if a cell is worse than optax's."""
     parser = arguments(__doc__)
     parser.add_argument("--targets", nargs="+", default=["cpu"])
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--models", nargs="*", default=TRAININGS, choices=TRAININGS)
+    parser.add_argument("--gradients", action="store_true", help="as arguments")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
     parser.add_argument("--only", default="", help="chains with this in their name")
     parser.add_argument("--blocks", type=int, default=2, help="of GPT-2-small")
     parser.add_argument("--all", action="store_true", help="all figures")
     parser.add_argument("--hlo", type=pathlib.Path, help="write the programs here")
     options = parser.parse_args()
     jax.config.update("jax_numpy_dtype_promotion", "standard")
+    whole = list(DTYPES) if options.gradients else ["float32", "bfloat16"]
     table = [
         row
         for target in options.targets
-        for dtypes in options.dtypes
+        for model in ([None] if options.gradients else options.models)
+        for dtypes in options.dtypes or whole
         for row in rows(
-            *(target, dtypes, options.only, options.all),
+            *(target, dtypes, options.only, options.all, model),
             blocks=options.blocks,
             hlo=options.hlo,
         )

@@ -1,7 +1,13 @@
-"""The parameter trees that are measured, as shapes."""
+"""The parameter trees that are measured, as shapes, and losses for some of them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
+
+HEAD = 128  # The width of an attention head.
 
 
 def gpt2_small(dtype=jnp.float32):
@@ -71,6 +77,95 @@ def squares(layers, x):
     return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
 
+def transformer(layers=8, width=1024, vocabulary=4096, dtype=jnp.float32):
+    """A decoder whose layers are stacked; :func:`next_tokens` scans them."""
+    layer = {
+        "norm1": (width,),
+        "attention": (width, 3, width // HEAD, HEAD),
+        "projection": (width, width),
+        "norm2": (width,),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+    }
+    stacked = {name: (layers, *shape) for name, shape in layer.items()}
+    return {
+        "embed": jax.ShapeDtypeStruct((vocabulary, width), dtype),
+        "layers": _leaves(stacked, dtype),
+        "norm": jax.ShapeDtypeStruct((width,), dtype),
+    }
+
+
+def normalized(x, scale):
+    """Root-mean-square normalization."""
+    wide = x.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+    return wide.astype(x.dtype) * scale[None, None]
+
+
+def decoder_layer(x, w):
+    """One layer of a transformer, in the form of a scan's body."""
+    h = normalized(x, w["norm1"])
+    q, k, v = jnp.einsum("btd,dchk->cbthk", h, w["attention"])
+    attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    x += attended.reshape(x.shape) @ w["projection"]
+    h = normalized(x, w["norm2"])
+    return x + jax.nn.gelu(h @ w["up"]) @ w["down"], None
+
+
+def cross_entropy(x, norm, embed, tokens):
+    """The mean over all next tokens, from what the last layer gives."""
+    logits = normalized(x, norm) @ embed.T
+    return jnp.mean(
+        optax.softmax_cross_entropy_with_integer_labels(
+            logits[:, :-1].astype(jnp.float32), tokens[:, 1:]
+        )
+    )
+
+
+def next_tokens(params, tokens):
+    """The loss of a :func:`transformer`; its layers are rematerialized."""
+    body = jax.checkpoint(decoder_layer)
+    x, _ = jax.lax.scan(body, params["embed"][tokens], params["layers"])
+    return cross_entropy(x, params["norm"], params["embed"], tokens)
+
+
+def embedding(rows=800_000, width=128, dtype=jnp.float32):
+    """A table, and two layers over four of its rows; see :func:`scores`."""
+    inputs = 4 * width
+    shapes = {"table": (rows, width), "up": (inputs, inputs), "out": (inputs,)}
+    return _leaves(shapes, dtype)
+
+
+def scores(params, words, labels):
+    """The loss of an :func:`embedding` for four words of each example."""
+    x = params["table"][words].reshape(len(words), -1)
+    errors = jnp.tanh(x @ params["up"]) @ params["out"] - labels
+    return jnp.mean(jnp.square(errors.astype(jnp.float32)))
+
+
+class Training(NamedTuple):
+    """What a whole step needs, as shapes, and the loss."""
+
+    params: Any
+    batch: tuple[jax.ShapeDtypeStruct, ...]
+    loss_fn: Callable[..., jax.Array]
+
+
+def training(name, dtype=jnp.float32):
+    """One of the ``TRAININGS``: the batch is small beside the parameters."""
+    dtype = jnp.dtype(dtype)
+    if name == "dense":
+        batch = jax.ShapeDtypeStruct((64, 3072), dtype)
+        return Training(dense_layers(width=3072, dtype=dtype), (batch,), squares)
+    if name == "transformer":
+        tokens = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+        return Training(transformer(dtype=dtype), (tokens,), next_tokens)
+    words = jax.ShapeDtypeStruct((256, 4), jnp.int32)
+    labels = jax.ShapeDtypeStruct((256,), dtype)
+    return Training(embedding(dtype=dtype), (words, labels), scores)
+
+
+TRAININGS = "dense", "transformer", "embedding"
 MODELS = {
     "gpt2_small": gpt2_small,
     "resnet50": resnet50,

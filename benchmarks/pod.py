@@ -36,10 +36,9 @@ from jax.sharding import PartitionSpec as P
 import gradxform as gx
 from benchmarks.compilers import COLLECTIVES, INSTRUCTION, arrays, mesh
 from benchmarks.measure import arguments, report
-from benchmarks.models import size
+from benchmarks.models import cross_entropy, decoder_layer, size, transformer
 from benchmarks.step import ADAGRAD, CLIP, OPTAX_NOVOGRAD, gx_step, optax_step
 
-HEAD = 128  # The width of an attention head.
 STACKED = {"embed": 0, "layers": 1, "norm": 0}  # Axes that stack layers.
 CHAINS = {
     "gradients alone": None,
@@ -78,25 +77,7 @@ CASES = [
 
 def shapes(model):
     """The parameters; those of all layers are stacked."""
-    width = model.width
-    layer = {
-        "norm1": (width,),
-        "attention": (width, 3, width // HEAD, HEAD),
-        "projection": (width, width),
-        "norm2": (width,),
-        "up": (width, 4 * width),
-        "down": (4 * width, width),
-    }
-    tree = {
-        "embed": (model.vocabulary, width),
-        "layers": {name: (model.layers, *shape) for name, shape in layer.items()},
-        "norm": (width,),
-    }
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        tree,
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
+    return transformer(model.layers, model.width, model.vocabulary)
 
 
 def specs(tree):
@@ -128,23 +109,10 @@ def gathered(shard):
     return jax.lax.all_gather(shard.astype(jnp.bfloat16), "chips", tiled=True)
 
 
-def normalized(x, scale):
-    """Root-mean-square normalization."""
-    wide = x.astype(jnp.float32)
-    wide *= jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
-    return wide.astype(x.dtype) * scale[None, None]
-
-
 @jax.checkpoint
 def layer(x, shards):
     """One layer on one chip, in the form of a scan's body."""
-    w = jax.tree.map(gathered, shards)
-    h = normalized(x, w["norm1"])
-    q, k, v = jnp.einsum("btd,dchk->cbthk", h, w["attention"])
-    attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    x += attended.reshape(x.shape) @ w["projection"]
-    h = normalized(x, w["norm2"])
-    return x + jax.nn.gelu(h @ w["up"]) @ w["down"], None
+    return decoder_layer(x, jax.tree.map(gathered, shards))
 
 
 def loss_on(mesh, params, tokens):
@@ -153,11 +121,8 @@ def loss_on(mesh, params, tokens):
     def on_a_chip(params, tokens):
         embed = gathered(params["embed"])
         x, _ = jax.lax.scan(layer, embed[tokens], params["layers"])
-        logits = normalized(x, gathered(params["norm"])) @ embed.T
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits[:, :-1].astype(jnp.float32), tokens[:, 1:]
-        )
-        return jax.lax.pmean(jnp.mean(losses), "chips")
+        loss = cross_entropy(x, gathered(params["norm"]), embed, tokens)
+        return jax.lax.pmean(loss, "chips")
 
     mapped = jax.shard_map(
         on_a_chip, mesh=mesh, in_specs=(specs(params), P("chips")), out_specs=P()

@@ -11,6 +11,7 @@ from flax.training.train_state import TrainState
 
 import gradxform as gx
 from benchmarks import grid
+from benchmarks.compilers import traffic
 
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
@@ -31,6 +32,20 @@ def test_no_cell_on_cpu_is_worse(dtypes, monkeypatch):
     rows = list(grid.rows("cpu", dtypes))
     assert len(rows) == 7 * len(grid.LOOPS)
     assert not [row for row in rows if row["worse"]]
+
+
+def test_a_loop_counts_each_turn_and_a_slice_its_part():
+    rows = jnp.zeros((8, 512, 512))
+
+    def step(total, row):
+        return total + row, None
+
+    def whole(rows):
+        return jax.lax.scan(step, jnp.zeros((512, 512)), rows)[0]
+
+    moved = traffic(jax.jit(whole).lower(rows).compile().as_text())["hbm"]
+    turn = 512 * 512 * 4  # Each turn reads a row and the sum, and writes the sum.
+    assert 24 * turn <= moved < 27 * turn
 
 
 def test_the_page_names_worse_cells():

@@ -93,10 +93,12 @@ def clip_by_global_norm(
     One pass reads the gradients for the norm. The scaling is one multiplication by a
     scalar, which the compiler fuses into the elementwise work that comes next, such as
     :func:`adagrad` or ``optax.adamw``: no clipped copy of the gradients is made (except
-    in float16 on CPU, where rounding keeps it from being fused). A transformation with
-    norms of its own reads the gradients once more. For :func:`novograd` and row-wise
-    :func:`adagrad` use their argument ``global_clipnorm`` instead: it saves that pass,
-    and on CPU the copy that XLA makes for the second norm.
+    in float16 on CPU, where rounding keeps it from being fused). The norm needs all
+    gradients. So a program that computes them as well holds all of them at once, and
+    nothing beside them. A transformation with norms of its own reads the gradients once
+    more. For :func:`novograd` and row-wise :func:`adagrad` use their argument
+    ``global_clipnorm`` instead: it saves that pass, and on CPU the copy that XLA makes
+    for the second norm.
 
     Args:
       max_norm: the largest norm let through, ≥ 0, in the units of the gradients.
