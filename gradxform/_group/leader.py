@@ -412,6 +412,9 @@ class Leader:
     def stats(self) -> ServerStats:
         return self._server.stats()
 
+    def status(self) -> ServerStatus:
+        return self._server.status()
+
     def rest(self) -> ServerStatus:
         return self._server.rest()
 

@@ -109,6 +109,10 @@ class RecoverableServer(ParameterServer[Any]):
         """Steps taken so far; the call waits for nothing."""
         return self._core.version.global_step
 
+    def status(self) -> ServerStatus:
+        """Where it stands now."""
+        return self._turns.run(self._core.status)
+
     def rest(self) -> ServerStatus:
         """Takes no push with a ``push_id`` from now on; returns where it stands."""
         return self._turns.run(self._rest)

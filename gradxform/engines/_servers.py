@@ -214,6 +214,10 @@ class RayServer:
         """See :meth:`ParameterServer.stats`."""
         return self._ask("stats")
 
+    def status(self) -> ServerStatus:
+        """See :meth:`RecoverableServer.status`."""
+        return self._ask("status")
+
     def rest(self) -> ServerStatus:
         """See :meth:`RecoverableServer.rest`."""
         return self._ask("rest")
