@@ -415,6 +415,9 @@ class Leader:
     def status(self) -> ServerStatus:
         return self._server.status()
 
+    def note(self, ahead: dict[int, int | None]) -> None:
+        self._server.note(ahead)
+
     def rest(self) -> ServerStatus:
         return self._server.rest()
 

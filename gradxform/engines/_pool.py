@@ -114,7 +114,8 @@ class WorkerPool:
         for index, worker in self._members.items():
             self._check_row(index, worker)
         self._ledger = Ledger(status)
-        self._scheduler.start(self._ledger, self._members)
+        self._noted = status.ahead
+        self._scheduler.start(self._ledger, self._members, status.ahead)
         self.resumed = status.global_step if status.found else None
         self._began_at = time.monotonic()
         self._begun = True
@@ -175,6 +176,9 @@ class WorkerPool:
         """Asks about each free worker; returns False as soon as one has left."""
         members, scheduler, ledger = self._members, self._scheduler, self._ledger
         scheduler.survey(members, self._clock())
+        if (ahead := scheduler.ahead) != self._noted:
+            self._noted = ahead
+            self.server.note(ahead)
         idle = [i for i in members if not (i in self._busy or i in self._refused)]
         free = [i for i in idle if not (self._job.required and ledger.waits(i))]
         # If all wait for each other, they make the pushes of those past their deadline.
@@ -226,7 +230,8 @@ class WorkerPool:
             raise ValueError(
                 f"pace: it lets none of the {self._denied} free workers begin, and no "
                 "gradient is under way, so nothing would ever change. Let it return "
-                "True if local_steps is empty."
+                "True if local_steps is empty; bounded_staleness and admission need "
+                "the num_required of tx."
             )
         raise ValueError(
             f"required={self._job.required}: all {len(members)} workers have pushed "

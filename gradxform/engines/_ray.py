@@ -322,6 +322,7 @@ class _Ray(WorkerPool):
         status = self.server.begin(self.check)
         lost = self._ledger.go_back(status)
         self._ledger.server_deaths = self.server.deaths
+        self._noted = status.ahead
         self._refused.clear()
         tell(status)
         logger.warning(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Generator, Iterable, Mapping
 
 from gradxform._trees import checks
 from gradxform.engines._job import Job, Worker
 from gradxform.engines._ledger import Begun, Ledger
-from gradxform.engines._pacing import Progress
+from gradxform.engines._pacing import Alike, Progress
 
 
 class Scheduler:
@@ -26,7 +26,6 @@ class Scheduler:
         self._pace = job.pace
         self._deadline = math.inf if job.deadline is None else float(job.deadline)
         self._free_since: dict[int, float] = {}
-        self._ahead: dict[int, int] = {}  # Of a worker's clock, of its answers.
         # Numbers that nobody gets a third time, each with its worker.
         self._handed_on: set[tuple[int, int]] = set()
 
@@ -35,10 +34,16 @@ class Scheduler:
         """Whether another worker may get the same minibatch."""
         return self._deadline < math.inf
 
-    def start(self, ledger: Ledger, members: Iterable[int]) -> None:
-        """Starts the run where the ledger stands."""
+    def start(
+        self,
+        ledger: Ledger,
+        members: Iterable[int],
+        ahead: Mapping[int, int | None] = types.MappingProxyType({}),
+    ) -> None:
+        """Starts the run where the ledger stands; see :attr:`ahead`."""
         self._ledger = ledger
-        known = [index for index in members if ledger.next(index)]
+        self._ahead = {index: lift or 0 for index, lift in ahead.items()}
+        known = [i for i in members if ledger.next(i) and ahead.get(i, 0) is not None]
         for index in members:
             self._free_since[index] = 0.0
             if index not in known:
@@ -60,6 +65,13 @@ class Scheduler:
         # A rule sees the mapping itself, and cannot change it.
         clocks = {index: self._clock(index) for index in self._there}
         self._clocks = types.MappingProxyType(clocks)
+        self._refused: set[int] = set()  # Clocks of workers that may not begin.
+
+    @property
+    def ahead(self) -> dict[int, int | None]:
+        """How far a clock is ahead of the worker's answers; None if it has none now."""
+        lifted: dict[int, int | None] = {i: n for i, n in self._ahead.items() if n}
+        return lifted | dict.fromkeys(self._late)
 
     @property
     def sees_none(self) -> bool:
@@ -90,7 +102,9 @@ class Scheduler:
         """Whether the rule lets a free worker begin now."""
         if self._pace is None:
             return True
-        ledger = self._ledger
+        ledger, clock = self._ledger, self._clocks[index]
+        if clock in self._refused:
+            return False
         progress = Progress(
             index,
             self._clocks,
@@ -100,10 +114,19 @@ class Scheduler:
             ledger.accepted + len(self._local_steps),
         )
         try:
-            return bool(self._pace(progress))
+            may: object = self._pace(progress)
+            if may is None or isinstance(may, Generator | Awaitable):
+                raise TypeError(
+                    f"pace must return True or False, got a {type(may).__name__}."
+                )
+            if not may and isinstance(self._pace, Alike):
+                self._refused.add(clock)
+            return bool(may)
         except Exception as error:
+            if isinstance(error, StopIteration):  # A generator cannot pass it on.
+                error = RuntimeError("pace has raised StopIteration.")
             error.add_note(f"Raised by pace, for {progress}.")
-            raise
+            raise error
 
     def begin(self, index: int, stuck: bool = False) -> Begun:
         """A worker begins its next gradient, or one that is due."""

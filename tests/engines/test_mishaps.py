@@ -1,6 +1,7 @@
 """Deaths, hangs and ends at the wrong moment: a run goes on as if they had not been."""
 
 import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
-from gradxform.engines import _simulated
+from gradxform.engines import _pacing, _simulated
 from gradxform.engines._work import ServerDiedError
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -165,3 +166,118 @@ def test_whoever_has_ended_is_not_in_the_way_in_the_same_round():
     job = job._replace(workers=workers, pace=lambda p: not p.local_steps)
     with engines.simulated(job) as run:
         assert len(list(run.pushes)) == 8
+
+
+@pytest.mark.parametrize("when", ["joined", "came back", "still hangs"])
+def test_a_resume_keeps_the_clock_of_a_worker_that_was_behind(when, tmp_path):
+    """Otherwise all others wait until it has caught up."""
+
+    def seconds(number):
+        hangs = {"came back": 20.0, "still hangs": float("inf")}.get(when, 1.0)
+        return hangs if number == 2 else 1.0
+
+    job = make_job([1.0] * 3, 60, pace=engines.stale_synchronous(0), deadline=3.0)
+    late = engines.Worker(gradient, duration=seconds)
+    if when != "joined":
+        job = job._replace(workers=[*job.workers, late])
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        for done, _ in enumerate(run.pushes, 1):
+            if done == 30 and when == "joined":
+                assert run.add(late) == 3
+    job = job._replace(
+        pushes=100, workers=[*job.workers[:3], make_job([1.0], 1).workers[0]]
+    )
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        pushes = list(run.pushes)
+    assert [sum(p.worker == i for p in pushes) for i in range(4)] == [10] * 4
+
+
+# Rules.
+
+
+def test_workers_with_equal_clocks_are_asked_about_once():
+    """A push would cost a question for each of thousands that wait."""
+    asked = []
+
+    def counted(progress):
+        asked.append(progress.worker)
+        return progress.clocks[progress.worker] <= min(progress.clocks.values())
+
+    job = make_job([1.0] * 50 + [100.0], 101, pace=_pacing.Alike(counted))
+    with engines.simulated(job) as run:
+        assert len(list(run.pushes)) == 101
+    assert len(asked) < 250  # More than a thousand if each that waits is asked.
+    for rule in (
+        engines.stale_synchronous(0),
+        engines.bounded_staleness(0),
+        engines.admission(0, 1),
+    ):
+        assert isinstance(rule, _pacing.Alike)
+
+
+def test_a_wrong_num_required_is_named():
+    job = make_job([1.0] * 4, 60, 4, pace=engines.admission(0, 8))
+    with (
+        pytest.raises(ValueError, match=r"(?s)^pace.*num_required"),
+        engines.simulated(job) as run,
+    ):
+        list(run.pushes)
+
+
+def yields(progress):
+    yield True
+
+
+async def waits(progress):
+    return True
+
+
+def says_nothing(progress):
+    pass
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("rule", [yields, waits, says_nothing])
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
+def test_a_rule_that_gives_no_bool_is_refused(rule, engine):
+    job = make_job([0.0], 9, pace=rule)
+    with (
+        pytest.raises(TypeError, match=r"^pace must return True or False, got a"),
+        engine(job) as run,
+    ):
+        list(run.pushes)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_rule_that_raises_stop_iteration_is_named(engine):
+    job = make_job([0.0], 9, pace=lambda progress: next(iter(())))
+    with (
+        pytest.raises(RuntimeError, match=r"^pace has raised StopIteration") as raised,
+        engine(job) as run,
+    ):
+        list(run.pushes)
+    assert "Raised by pace, for Progress(" in raised.value.__notes__[0]
+
+
+def test_ctrl_c_does_not_wait_for_a_worker_that_is_stuck():
+    begun, over = threading.Event(), threading.Event()
+
+    def stuck(params):
+        begun.set()
+        over.wait(120)
+        return gradient(params)
+
+    job = make_job([], 9)._replace(workers=[engines.Worker(stuck)])
+    before = time.monotonic()
+
+    def interrupt():
+        with engines.threads(job, join_timeout=60.0) as run:
+            run._hand_out()
+            assert begun.wait(60)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    took = time.monotonic() - before
+    over.set()
+    assert took < 50
