@@ -135,7 +135,7 @@ class WorkerPool:
 
     def _until_stopped(self) -> Iterator[Push]:
         try:
-            while not self._is_done():
+            while self._lacks_some() or not self._is_safe():
                 self.check()
                 self._hand_out()
                 self._check_somebody_works()
@@ -144,9 +144,13 @@ class WorkerPool:
             pass
         self.rest()
 
-    def _is_done(self) -> bool:
-        """Whether the parameters hold all pushes."""
-        return self._ledger.stands >= self._job.pushes
+    def _lacks_some(self) -> bool:
+        """Whether the parameters do not hold all pushes yet."""
+        return self._ledger.stands < self._job.pushes
+
+    def _is_safe(self) -> bool:
+        """Whether they still hold all pushes if the server dies now."""
+        return True
 
     def _next(self) -> Iterator[Push]:
         """The next answer, or none yet."""

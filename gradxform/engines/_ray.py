@@ -292,22 +292,20 @@ class _Ray(WorkerPool):
             raise error
         logger.warning("worker %s died and is replaced", index)
 
-    def _is_done(self) -> bool:
-        """Saves the last pushes, so that a server that dies now does not lose them."""
-        if not super()._is_done():
-            return False
+    def _is_safe(self) -> bool:
         self._hear()
-        if super()._is_done():
-            # The end of the context tries again, and raises.
-            with contextlib.suppress(self._ray.exceptions.RayTaskError):
-                self.save()
-            self._hear()
-        return super()._is_done()
+        if self._lacks_some():
+            return False
+        # The end of the context tries again, and raises.
+        with contextlib.suppress(self._ray.exceptions.RayTaskError):
+            self.save()
+        self._hear()
+        return not self._lacks_some()
 
     def _hear(self) -> None:
         try:
             self.server.begin(self.check)  # Starts another one if it has died.
-            super()._hear()
+            self._ledger.hear(self._standing(self.server.status))
         except self._ray.exceptions.RayActorError:
             self._gone = True
             raise
