@@ -412,6 +412,12 @@ class Leader:
     def stats(self) -> ServerStats:
         return self._server.stats()
 
+    def status(self) -> ServerStatus:
+        return self._server.status()
+
+    def note(self, ahead: dict[int, int | None]) -> None:
+        self._server.note(ahead)
+
     def rest(self) -> ServerStatus:
         return self._server.rest()
 

@@ -62,6 +62,7 @@ class Core:
       specs: as given.
       version: parameters and state, and their step. Every step replaces it.
       takes: how many more pushes with a ``push_id`` it takes.
+      ahead: see :meth:`RecoverableServer.note`.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Core:
         self._devices = len(specs.placement.everywhere.device_set)
         self.version = Version.of(params, state)
         self.takes = math.inf
+        self.ahead: dict[int, int | None] = {}
         self._answers: dict[Hashable, Answer] = {}  # The last one, by worker.
         self._accumulated = 0  # Pushes accepted since the last step.
         self._counters = Counters()
@@ -255,6 +257,7 @@ class Core:
             dict(self._answers),  # type: ignore[arg-type]  # Engines use integers.
             self._accumulated,
             num_workers=self._num_workers,
+            ahead=self.ahead,
         )
 
     def __str__(self) -> str:
@@ -312,6 +315,7 @@ class Core:
             "staleness": {str(steps): n for steps, n in stats.staleness.items()},
             "accumulated": self._accumulated,
             "answers": answers,
+            "ahead": [*self.ahead.items()],  # JSON has no keys but strings.
         }
         return Snapshot(stats.accepted + stats.dropped, self.state(), counters)
 
@@ -319,7 +323,9 @@ class Core:
         """In a turn: goes on from a snapshot, whose arrays are at their places."""
         self.restore((snapshot.state["params"], snapshot.state["state"]))
         counters = snapshot.counters
+        # Older versions did not save these two.
         self._accumulated = counters.get("accumulated", 0)
+        self.ahead = dict(counters.get("ahead", ()))
         for worker, number, local_step, result, *counts in counters["answers"]:
             self._answers[worker] = Answer(
                 number, local_step, PushResult(*result), *counts

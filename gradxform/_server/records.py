@@ -101,6 +101,7 @@ class ServerStatus(NamedTuple):
     found: bool = False  # Whether it goes on from a checkpoint.
     notes: tuple[str, ...] = ()  # For the user, about that checkpoint.
     num_workers: int | None = None  # Those that have a row in a `worker_mean`.
+    ahead: Mapping[int, int | None] = {}  # See `RecoverableServer.note`.
 
 
 class Snapshot(NamedTuple):

@@ -109,6 +109,17 @@ class RecoverableServer(ParameterServer[Any]):
         """Steps taken so far; the call waits for nothing."""
         return self._core.version.global_step
 
+    def status(self) -> ServerStatus:
+        """Where it stands now."""
+        return self._turns.run(self._core.status)
+
+    def note(self, ahead: dict[int, int | None]) -> None:
+        """Keeps how far workers' clocks are ahead of their answers, for a checkpoint.
+
+        None means that a worker has no clock now: it is past its deadline.
+        """
+        self._core.ahead = ahead
+
     def rest(self) -> ServerStatus:
         """Takes no push with a ``push_id`` from now on; returns where it stands."""
         return self._turns.run(self._rest)

@@ -48,7 +48,8 @@ def ending(run: WorkerPool, checkpoint: Checkpoint | None) -> Iterator[None]:
             yield
         except Terminated:
             told = True
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
+            run.end(error)
             raise
         except BaseException as error:
             try:

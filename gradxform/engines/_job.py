@@ -113,8 +113,10 @@ class Job(NamedTuple):
         By default every free worker begins.
       deadline: the seconds after which a gradient under way no longer counts for
         ``pace``, in (0, inf]; virtual ones on :func:`simulated`. Its number is given
-        to one other worker as well, on the same minibatch. The first answer wins, and
-        the other changes nothing. So ``batch`` should be a function of the number: on
+        to one other worker as well, who computes it as its owner would, on a device of
+        its own. If all others wait for a step, whoever waits longest takes it, and the
+        next ones until the owner is back. The first answer wins, and the other changes
+        nothing. So ``batch`` should be a function of the number: on
         :func:`threads` nobody else can draw from a stream while it blocks. By default
         there is no deadline.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from typing import NamedTuple
 
-from gradxform._server.records import ServerStatus, is_past
+from gradxform._server.records import Answer, ServerStatus, is_past
 from gradxform.engines._job import Counts, Push, WorkerCounts
 
 
@@ -30,13 +30,15 @@ class Ledger:
 
     Attributes:
       begun: the gradients under way, by the index of the worker that computes them.
-      global_step: the latest step that an answer has told.
+      global_step: the latest step that the server has told.
       accumulated: how many pushes were accepted since that step.
     """
 
     def __init__(self, status: ServerStatus) -> None:
         self.begun: dict[int, Begun] = {}
         self._counted: set[int] = set()  # Of `begun`: the server has answered these.
+        # How often each number was begun that is not answered yet.
+        self._tries: collections.Counter[tuple[int, int]] = collections.Counter()
         self._lost = self._unanswered = self.worker_deaths = self.server_deaths = 0
         self._given_up: collections.Counter[int] = collections.Counter()  # By worker.
         self._go_to(status)
@@ -44,9 +46,17 @@ class Ledger:
 
     def _go_to(self, status: ServerStatus) -> None:
         self._status = status
-        self._last = {worker: x.number for worker, x in status.answers.items()}
-        self._by = {w: (x.accepted, x.dropped) for w, x in status.answers.items()}
+        self._answers = dict(status.answers)  # The last one that was counted.
         self.accepted, self._dropped = status.accepted, status.dropped
+        self.hear(status)
+
+    def hear(self, status: ServerStatus) -> None:
+        """Learns what the server has done, also by pushes whose answers have not come.
+
+        If a worker dies after its push has acted, its answer never comes. The push is
+        made again, and then the answer does not say when the first one has acted.
+        """
+        self._heard = status.answers
         self.global_step, self.accumulated = status.global_step, status.accumulated
 
     @property
@@ -69,40 +79,37 @@ class Ledger:
             len(self.begun) - len(self._counted),
             self._unanswered,
             {
-                worker: WorkerCounts(
-                    *self._by.get(worker, (0, 0)), self._given_up[worker]
-                )
-                for worker in sorted({*self._by, *self._given_up})
+                worker: WorkerCounts(*self._shares(worker), self._given_up[worker])
+                for worker in sorted({*self._answers, *self._given_up})
             },
         )
 
     def next(self, worker: int) -> int:
         """The number of the worker's next push."""
-        return self._last.get(worker, -1) + 1
+        last = self._answers.get(worker)
+        return 0 if last is None else last.number + 1
+
+    def _shares(self, worker: int) -> tuple[int, int]:
+        """How many of its pushes were accepted, and dropped."""
+        last = self._answers.get(worker)
+        return (0, 0) if last is None else (last.accepted, last.dropped)
+
+    def waits(self, worker: int) -> bool:
+        """Whether the step has not been made for which the worker has pushed."""
+        last = self._answers.get(worker)
+        return last is not None and last.local_step >= self.global_step
 
     @property
     def incarnation(self) -> str:
         """The present incarnation of the server; only its answers count."""
         return self._status.incarnation
 
-    @property
-    def began_at(self) -> int:
-        """The global step at which this incarnation of the server began."""
-        return self._status.global_step
-
-    def in_sum(self) -> dict[int, int]:
-        """The local step of each worker's last push before this incarnation began.
-
-        If it equals the step at which this incarnation began, that push is in a sum
-        that has not become a step yet.
-        """
-        return {w: answer.local_step for w, answer in self._status.answers.items()}
-
     # How a gradient begins and ends. `index` is the worker that computes it.
 
     def begin(self, index: int, begun: Begun) -> None:
         """Counts a gradient that begins."""
         self.begun[index] = begun
+        self._tries[begun[:2]] += 1
         self._started += 1
 
     def _end(self, index: int) -> bool:
@@ -116,40 +123,55 @@ class Ledger:
         """Counts a gradient that ends without an answer."""
         self._unanswered += self._end(index)
 
+    def owner_has(self, begun: Begun) -> bool:
+        """Whether the worker whose number it is computes that number now."""
+        own = self.begun.get(begun.worker)
+        return own is not None and own[:2] == begun[:2]
+
     def give_up(self, index: int) -> None:
         """Counts a gradient that is cancelled."""
-        worker = self.begun[index].worker
+        worker, number, *_ = self.begun[index]
+        self._tries[worker, number] -= 1
         self._given_up[worker] += self._end(index)
+
+    def is_repeated(self, push: Push) -> bool:
+        """Whether the answer may be that of an earlier push with the same number."""
+        return self._tries[push.worker, push.number] > 1
 
     def knows(self, push: Push) -> bool:
         """Whether that number was answered before, in this incarnation."""
         past = is_past(push.local_step, self.incarnation)
         return not past and push.number < self.next(push.worker)
 
-    def add(self, index: int, push: Push) -> bool:
-        """Counts an answer; returns whether it is of this incarnation of the server."""
+    def add(self, index: int, push: Push) -> None:
+        """Counts an answer."""
         uncounted = self._end(index)
-        worker, result = push.worker, push.result
+        worker, number, local_step, *_ = push
+        result = push.result
+        del self._tries[worker, number]
         # On its way when the server died.
-        if is_past(push.local_step, self.incarnation):
+        if is_past(local_step, self.incarnation):
             saved = self._status.answers.get(worker)
-            if saved is None or push.number > saved.number:
+            if saved is None or number > saved.number:
                 self._lost += 1
             else:
                 self._unanswered += uncounted
-            return False
-        self._last[worker] = push.number
+            return
         self.accepted += result.applied
         self._dropped += not result.applied
-        accepted, dropped = self._by.get(worker, (0, 0))
-        self._by[worker] = accepted + result.applied, dropped + (not result.applied)
-        if result.global_step > self.global_step:
-            self.global_step, self.accumulated = result.global_step, 0
-        # Another answer may arrive before that of the push that made the step.
-        stepped = result.global_step > push.local_step + result.staleness
-        if result.global_step == self.global_step and not stepped:
-            self.accumulated += result.applied
-        return True
+        heard = self._heard.get(worker)
+        if heard is not None and number <= heard.number:
+            local_step = heard.local_step  # Of the push that has acted.
+        else:
+            if result.global_step > self.global_step:
+                self.global_step, self.accumulated = result.global_step, 0
+            # Another answer may arrive before that of the push that made the step.
+            stepped = result.global_step > local_step + result.staleness
+            if result.global_step == self.global_step and not stepped:
+                self.accumulated += result.applied
+        accepted, dropped = self._shares(worker)
+        accepted, dropped = accepted + result.applied, dropped + (not result.applied)
+        self._answers[worker] = Answer(number, local_step, result, accepted, dropped)
 
     def settle(self, status: ServerStatus) -> None:
         """Takes over all answers of the server, received or not."""
@@ -166,8 +188,8 @@ class Ledger:
             return None
         saved = {worker: x.number for worker, x in status.answers.items()}
         lost = sum(
-            max(0, number - saved.get(worker, -1))
-            for worker, number in self._last.items()
+            max(0, last.number - saved.get(worker, -1))
+            for worker, last in self._answers.items()
         )
         self._lost += lost
         self.server_deaths += 1

@@ -40,6 +40,19 @@ class Progress(NamedTuple):
     started: int
 
 
+class Alike:
+    """A rule that decides alike about workers with equal clocks.
+
+    While others begin, and nobody is answered, its refusals last.
+    """
+
+    def __init__(self, decide: Callable[[Progress], bool]) -> None:
+        self._decide = decide
+
+    def __call__(self, progress: Progress) -> bool:
+        return self._decide(progress)
+
+
 def stale_synchronous(slack: float) -> Callable[[Progress], bool]:
     """No worker is more than ``slack`` gradients ahead of the slowest.
 
@@ -69,7 +82,7 @@ def stale_synchronous(slack: float) -> Callable[[Progress], bool]:
         clocks = progress.clocks
         return clocks[progress.worker] - min(clocks.values()) <= slack
 
-    return pace
+    return Alike(pace)
 
 
 def bounded_staleness(
@@ -117,7 +130,7 @@ def bounded_staleness(
         ahead = (progress.accumulated + len(local_steps)) // num_required
         return progress.global_step + ahead - min(local_steps) <= most
 
-    return pace
+    return Alike(pace)
 
 
 def admission(
@@ -163,7 +176,7 @@ def admission(
         room = (late + progress.global_step + 1) * num_required - progress.started
         return min(free, room) > 0
 
-    return pace
+    return Alike(pace)
 
 
 def _check_num_required(num_required: int) -> None:

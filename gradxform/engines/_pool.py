@@ -114,8 +114,8 @@ class WorkerPool:
         for index, worker in self._members.items():
             self._check_row(index, worker)
         self._ledger = Ledger(status)
-        self._waits = Waits(self._job, self._ledger)
-        self._scheduler.start(self._ledger, self._members)
+        self._noted = status.ahead
+        self._scheduler.start(self._ledger, self._members, status.ahead)
         self.resumed = status.global_step if status.found else None
         self._began_at = time.monotonic()
         self._begun = True
@@ -135,7 +135,7 @@ class WorkerPool:
 
     def _until_stopped(self) -> Iterator[Push]:
         try:
-            while self._ledger.stands < self._job.pushes:
+            while self._lacks_some() or not self._is_safe():
                 self.check()
                 self._hand_out()
                 self._check_somebody_works()
@@ -143,6 +143,14 @@ class WorkerPool:
         except Stopped:
             pass
         self.rest()
+
+    def _lacks_some(self) -> bool:
+        """Whether the parameters do not hold all pushes yet."""
+        return self._ledger.stands < self._job.pushes
+
+    def _is_safe(self) -> bool:
+        """Whether they still hold all pushes if the server dies now."""
+        return True
 
     def _next(self) -> Iterator[Push]:
         """The next answer, or none yet."""
@@ -153,7 +161,8 @@ class WorkerPool:
     def _start(self, index: int, worker: Worker, begun: Begun) -> object:
         """Tells a worker to compute a gradient; returns the engine's handle of it.
 
-        ``begun`` may be the gradient of another worker; ``worker`` has its minibatch.
+        ``begun`` may be the gradient of another worker. Then ``worker`` is that one,
+        with the device and the duration of this one.
         """
         raise NotImplementedError
 
@@ -162,30 +171,42 @@ class WorkerPool:
 
     def _hand_out(self) -> None:
         """Gives a gradient to each worker that has nothing to wait for."""
-        members, scheduler = self._members, self._scheduler
-        for index in self.workers.keys() - members.keys() - self._busy.keys():
+        for index in self.workers.keys() - self._members.keys() - self._busy.keys():
             self._dismiss(index)
+        while not self._asked():
+            pass  # One has left, so the others are asked again.
+
+    def _asked(self) -> bool:
+        """Asks about each free worker; returns False as soon as one has left."""
+        members, scheduler, ledger = self._members, self._scheduler, self._ledger
         scheduler.survey(members, self._clock())
-        free = [
-            index
-            for index in members
-            if not (index in self._busy or index in self._refused)
-            and index not in self._waits
-        ]
+        if (ahead := scheduler.ahead) != self._noted:
+            self._noted = ahead
+            self.server.note(ahead)
+        idle = [i for i in members if not (i in self._busy or i in self._refused)]
+        free = [i for i in idle if not (self._job.required and ledger.waits(i))]
+        # If all wait for each other, they make the pushes of those past their deadline.
+        stuck = not free and scheduler.sees_none
         self._denied = 0
-        for index in scheduler.in_order(free):
-            if self._ledger.stands + self._awaited() >= self._job.pushes:
-                return
+        for index in scheduler.in_order(idle if stuck else free):
+            if ledger.stands + self._awaited() >= self._job.pushes:
+                break
+            if stuck and scheduler.due(stuck) is None:
+                break
             if not scheduler.may_begin(index):
                 self._denied += 1
                 continue
-            begun, worker = scheduler.begin(index), members[index]
+            begun, worker = scheduler.begin(index, stuck), members[index]
             if begun.worker != index:
-                worker = worker._replace(batch=members[begun.worker].batch)
+                worker = members[begun.worker]._replace(
+                    device=worker.device, duration=worker.duration
+                )
             try:
                 self._busy[index] = self._start(index, worker, begun)
             except StreamEndedError as end:
                 list(self._take(index, end))
+                return False
+        return True
 
     def _awaited(self) -> int:
         """How many busy workers are expected to push.
@@ -213,7 +234,8 @@ class WorkerPool:
             raise ValueError(
                 f"pace: it lets none of the {self._denied} free workers begin, and no "
                 "gradient is under way, so nothing would ever change. Let it return "
-                "True if local_steps is empty."
+                "True if local_steps is empty; bounded_staleness and admission need "
+                "the num_required of tx."
             )
         raise ValueError(
             f"required={self._job.required}: all {len(members)} workers have pushed "
@@ -233,25 +255,36 @@ class WorkerPool:
             if ledger.knows(outcome):  # Another worker was first.
                 ledger.leave_unanswered(index)
                 return
+            if ledger.is_repeated(outcome):
+                self._hear()
             push = outcome._replace(time=now, started=begun.at, waited=begun.waited)
-            if ledger.add(index, push):
-                self._waits.add(push)
+            ledger.add(index, push)
             yield push
         elif isinstance(outcome, GivenUpError):
             ledger.give_up(index)  # `_hand_out` starts this number again.
-            self._scheduler.take_back(index, begun)
+            self._scheduler.take_back(begun)
         elif isinstance(outcome, REASONS):
             ledger.leave_unanswered(index)
-            if isinstance(outcome, StreamEndedError) and begun.worker == index:
-                self._leave(index)
+            # If its owner computes the number as well, that one has its minibatch.
+            if isinstance(outcome, StreamEndedError) and not ledger.owner_has(begun):
+                self._leave(begun.worker)
             if isinstance(outcome, ServerDiedError):  # Or its own process.
-                self._scheduler.take_back(index, begun)
+                self._scheduler.take_back(begun)
+                self._hear()
             if isinstance(outcome, RefusedError):
                 (local_step,) = outcome.args
                 if not is_past(local_step, ledger.incarnation):
                     self._refused.add(index)
         else:
             self._raise(begun, outcome)
+
+    def _hear(self) -> None:
+        """Asks the server what it has done."""
+        self._ledger.hear(self._standing(self.server.status))
+
+    def _standing(self, ask: Callable[[], ServerStatus]) -> ServerStatus:
+        """Where the server stands, asked in this way."""
+        return ask()
 
     def _raise(self, begun: Begun, error: BaseException) -> NoReturn:
         """Raises the error of a worker."""
@@ -274,7 +307,7 @@ class WorkerPool:
     def rest(self) -> None:
         """Ends all pushing; counts the answers that ``pushes`` has not given, too."""
         if self._begun:
-            self._ledger.settle(self.server.rest())
+            self._ledger.settle(self._standing(self.server.rest))
 
     def save(self) -> int | None:
         """Writes a last checkpoint; returns its global step, None without one."""
@@ -343,24 +376,3 @@ class _Pushes(Iterator[Push]):
     def __next__(self) -> Push:
         self._check()
         return next(self._pushes)
-
-
-class Waits:
-    """Which workers wait for which step, when several pushes make one step."""
-
-    def __init__(self, job: Job, ledger: Ledger) -> None:
-        self._job, self._ledger = job, ledger
-        self.reset()
-
-    def reset(self) -> None:
-        """Starts anew, from the beginning of the server's incarnation."""
-        self._step, self._for = self._ledger.began_at, self._ledger.in_sum()
-
-    def add(self, push: Push) -> None:
-        """Takes note of an answered push."""
-        self._step = max(self._step, push.result.global_step)
-        self._for[push.worker] = push.local_step
-
-    def __contains__(self, worker: int) -> bool:
-        needed = self._job.required is not None
-        return needed and self._for.get(worker, -1) >= self._step

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,11 @@ from gradxform._group.actors import Group, layout_of
 from gradxform._group.layout import Shardings
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
+from gradxform._server.records import ServerStatus
 from gradxform._trees import checks
 from gradxform.engines._connect import Connection, connect
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
-from gradxform.engines._job import Batch, Job, Push, Run, Worker
+from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._ledger import Begun
 from gradxform.engines._pool import LOOK, REASONS, WorkerPool, tell
 from gradxform.engines._pool import server_options as options_of
@@ -181,20 +182,17 @@ class _RayWorker:
         self,
         number: int,
         actor: ActorHandle[Any],
-        instead: tuple[int, Batch] | None = None,
+        instead: tuple[int, Worker] | None = None,
     ) -> Push | Exception:
         """One gradient, from its minibatch to the answer, or the reason for none.
 
         Args:
           number: its number.
           actor: the server.
-          instead: another worker's index and ``batch``, if the number is of that one.
+          instead: another worker, with its index, if the number is of that one.
         """
         server = WorkersServer(actor, self._message)
-        index, worker = self._index, self._worker
-        if instead is not None:
-            index, batch = instead
-            worker = worker._replace(batch=batch)
+        index, worker = instead or (self._index, self._worker)
 
         def is_over(local_step: int) -> bool:
             # Asks the server only if gradients are ever cancelled.
@@ -254,14 +252,6 @@ class _Ray(WorkerPool):
             except ray.exceptions.RayActorError as error:
                 self._replace_worker(index, error)
                 continue
-            if isinstance(outcome, ServerDiedError):
-                list(self._take(index, outcome))
-                try:
-                    self._go_back()
-                except ray.exceptions.RayActorError:
-                    self._gone = True
-                    raise
-                continue
             for push in self._take(index, outcome):
                 self._hand_out()  # Before the consumer works on this push.
                 yield push
@@ -280,7 +270,7 @@ class _Ray(WorkerPool):
                     "go there: let batch make it when it is first called."
                 )
                 raise
-        instead = None if begun.worker == index else (begun.worker, worker.batch)
+        instead = None if begun.worker == index else (begun.worker, worker)
         return self.workers[index].work.remote(begun.number, self.server.actor, instead)
 
     def _dismiss(self, index: int) -> None:
@@ -302,14 +292,35 @@ class _Ray(WorkerPool):
             raise error
         logger.warning("worker %s died and is replaced", index)
 
+    def _is_safe(self) -> bool:
+        self._hear()
+        if self._lacks_some():
+            return False
+        # The end of the context tries again, and raises.
+        with contextlib.suppress(self._ray.exceptions.RayTaskError):
+            self.save()
+        self._hear()
+        return not self._lacks_some()
+
+    def _hear(self) -> None:
+        try:
+            self.server.begin(self.check)  # Starts another one if it has died.
+            self._ledger.hear(self._standing(self.server.status))
+        except self._ray.exceptions.RayActorError:
+            self._gone = True
+            raise
+
+    def _standing(self, ask: Callable[[], ServerStatus]) -> ServerStatus:
+        while (status := ask()).incarnation != self._ledger.incarnation:
+            self._go_back()
+        return status
+
     def _go_back(self) -> None:
-        """Goes back to the beginning of the server's new incarnation, if it has one."""
+        """Goes back to the beginning of the server's new incarnation."""
         status = self.server.begin(self.check)
         lost = self._ledger.go_back(status)
-        if lost is None:  # Another worker has noticed it before.
-            return
         self._ledger.server_deaths = self.server.deaths
-        self._waits.reset()
+        self._noted = status.ahead
         self._refused.clear()
         tell(status)
         logger.warning(
@@ -324,15 +335,9 @@ class _Ray(WorkerPool):
 
     def rest(self) -> None:
         """See :meth:`WorkerPool.rest`; starts a server that has died again before."""
-        if not self._begun:
-            return
         # The error means that the server has died too often.
         with contextlib.suppress(self._ray.exceptions.RayActorError):
-            while (
-                status := self.server.rest()
-            ).incarnation != self._ledger.incarnation:
-                self._go_back()
-            self._ledger.settle(status)
+            super().rest()
 
     def save(self) -> int | None:
         """See :meth:`WorkerPool.save`."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Generator, Iterable, Mapping
 
 from gradxform._trees import checks
 from gradxform.engines._job import Job, Worker
 from gradxform.engines._ledger import Begun, Ledger
-from gradxform.engines._pacing import Progress
+from gradxform.engines._pacing import Alike, Progress
 
 
 class Scheduler:
@@ -26,18 +26,24 @@ class Scheduler:
         self._pace = job.pace
         self._deadline = math.inf if job.deadline is None else float(job.deadline)
         self._free_since: dict[int, float] = {}
-        self._ahead: dict[int, int] = {}  # Of a worker's clock, of its answers.
-        self._handed_on: set[int] = set()  # Workers whose numbers others got as well.
+        # Numbers that nobody gets a third time, each with its worker.
+        self._handed_on: set[tuple[int, int]] = set()
 
     @property
     def repeats(self) -> bool:
         """Whether another worker may get the same minibatch."""
         return self._deadline < math.inf
 
-    def start(self, ledger: Ledger, members: Iterable[int]) -> None:
-        """Starts the run where the ledger stands."""
+    def start(
+        self,
+        ledger: Ledger,
+        members: Iterable[int],
+        ahead: Mapping[int, int | None] = types.MappingProxyType({}),
+    ) -> None:
+        """Starts the run where the ledger stands; see :attr:`ahead`."""
         self._ledger = ledger
-        known = [index for index in members if ledger.next(index)]
+        self._ahead = {index: lift or 0 for index, lift in ahead.items()}
+        known = [i for i in members if ledger.next(i) and ahead.get(i, 0) is not None]
         for index in members:
             self._free_since[index] = 0.0
             if index not in known:
@@ -59,6 +65,13 @@ class Scheduler:
         # A rule sees the mapping itself, and cannot change it.
         clocks = {index: self._clock(index) for index in self._there}
         self._clocks = types.MappingProxyType(clocks)
+        self._refused: set[int] = set()  # Clocks of workers that may not begin.
+
+    @property
+    def ahead(self) -> dict[int, int | None]:
+        """How far a clock is ahead of the worker's answers; None if it has none now."""
+        lifted: dict[int, int | None] = {i: n for i, n in self._ahead.items() if n}
+        return lifted | dict.fromkeys(self._late)
 
     @property
     def sees_none(self) -> bool:
@@ -89,7 +102,9 @@ class Scheduler:
         """Whether the rule lets a free worker begin now."""
         if self._pace is None:
             return True
-        ledger = self._ledger
+        ledger, clock = self._ledger, self._clocks[index]
+        if clock in self._refused:
+            return False
         progress = Progress(
             index,
             self._clocks,
@@ -99,48 +114,67 @@ class Scheduler:
             ledger.accepted + len(self._local_steps),
         )
         try:
-            return bool(self._pace(progress))
+            may: object = self._pace(progress)
+            if may is None or isinstance(may, Generator | Awaitable):
+                raise TypeError(
+                    f"pace must return True or False, got a {type(may).__name__}."
+                )
+            if not may and isinstance(self._pace, Alike):
+                self._refused.add(clock)
+            return bool(may)
         except Exception as error:
+            if isinstance(error, StopIteration):  # A generator cannot pass it on.
+                error = RuntimeError("pace has raised StopIteration.")
             error.add_note(f"Raised by pace, for {progress}.")
-            raise
+            raise error
 
-    def begin(self, index: int) -> Begun:
-        """A free worker begins its next gradient, or one that is past its deadline."""
-        worker, number = self._handed_to(index) or (index, self._ledger.next(index))
+    def begin(self, index: int, stuck: bool = False) -> Begun:
+        """A worker begins its next gradient, or one that is due."""
+        due = self.due(stuck)
+        if due is not None and due in self._under_way():
+            self._handed_on.add(due)
+        worker, number = due or (index, self._ledger.next(index))
         waited = self._now - self._free_since[index]
         begun = Begun(worker, number, self._ledger.global_step, self._now, waited)
         self._local_steps += (begun.global_step,)
         self._ledger.begin(index, begun)
         return begun
 
-    def _handed_to(self, index: int) -> tuple[int, int] | None:
+    def due(self, stuck: bool) -> tuple[int, int] | None:
         """Worker and number of a gradient past its deadline that nobody else has.
 
         It is the one that was begun first, or of several the one with the lower index.
+        If all others wait (``stuck``), the next number of a worker is due, too, while
+        that one is past its deadline.
         """
-        begun = self._ledger.begun
-        late = sorted(self._late - self._handed_on, key=lambda i: (begun[i].at, i))
-        for each in late:
+        begun, next_of = self._ledger.begun, self._ledger.next
+        for each in sorted(self._late, key=lambda i: (begun[i].at, i)):
             worker, number, *_ = begun[each]
             # The number was answered, or the server has gone back to an earlier one.
-            if worker not in self._members or number != self._ledger.next(worker):
-                continue
-            self._handed_on |= {each, index}  # Nobody gets it a third time.
-            return worker, number
+            known = worker not in self._members or number != next_of(worker)
+            if not (known or (worker, number) in self._handed_on):
+                return worker, number
+            own = each, next_of(each)
+            if stuck and each in self._members and own not in self._under_way():
+                return own
         return None
+
+    def _under_way(self) -> set[tuple[int, int]]:
+        return {x[:2] for x in self._ledger.begun.values()}
 
     def end(self, index: int, members: Mapping[int, Worker], now: float) -> None:
         """A worker is free again. Called before the ledger forgets its gradient."""
-        if self._is_late(self._ledger.begun[index], now):
+        begun = self._ledger.begun[index]
+        if self._is_late(begun, now):
             self.survey(members, now)
             self._catch_up(index, self._there)
-        self._handed_on.discard(index)
+        if begun.worker == index:
+            self.take_back(begun)
         self._free_since[index] = now
 
-    def take_back(self, index: int, begun: Begun) -> None:
+    def take_back(self, begun: Begun) -> None:
         """Lets somebody else have a number, if the one who got it has no answer."""
-        if begun.worker != index:
-            self._handed_on.discard(begun.worker)
+        self._handed_on.discard(begun[:2])
 
     def next_deadline(self, now: float) -> float:
         """When the next gradient passes its deadline; inf if none will."""

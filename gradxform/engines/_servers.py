@@ -214,6 +214,14 @@ class RayServer:
         """See :meth:`ParameterServer.stats`."""
         return self._ask("stats")
 
+    def status(self) -> ServerStatus:
+        """See :meth:`RecoverableServer.status`."""
+        return self._ask("status")
+
+    def note(self, ahead: dict[int, int | None]) -> None:
+        """See :meth:`RecoverableServer.note`; does not wait for it."""
+        self.actor.note.remote(ahead)
+
     def rest(self) -> ServerStatus:
         """See :meth:`RecoverableServer.rest`."""
         return self._ask("rest")

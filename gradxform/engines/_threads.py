@@ -45,7 +45,7 @@ def threads(
       checkpoint: where the run is saved, and from where it goes on: a directory, or a
         :class:`Checkpoint`.
       join_timeout: how many seconds the end of the context waits for busy workers, in
-        [0, inf].
+        [0, inf]. After Ctrl-C it waits for half a second at most.
 
     Raises:
       ValueError: too few workers for a step; a checkpoint of another job.
@@ -163,6 +163,8 @@ class _Threads(WorkerPool):
         self.server.close()
         # `join` takes no inf.
         wait = min(float(self._join_timeout), threading.TIMEOUT_MAX / 2)
+        if isinstance(self._last_word, KeyboardInterrupt):
+            wait = min(wait, LOOK)  # Ctrl-C ends a run at once.
         deadline = time.monotonic() + wait
         for thread in self.workers.values():
             if thread.ident is not None:  # An interrupt may come before it starts.

@@ -14,6 +14,7 @@ import pathlib
 import random
 import threading
 import time
+import types
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -806,8 +807,9 @@ class Fleet(WorkerPool):
 
     def __init__(self, job):
         super().__init__(job)
-        self.now = 0.0
-        self._begin(World().status)
+        self.now, world = 0.0, World()
+        self.server = types.SimpleNamespace(status=world.status_now)
+        self._begin(world.status)
         self._scheduler.survey(self._members, self.now)
         for index in self._members:
             self._scheduler.begin(index)
@@ -1145,10 +1147,13 @@ def test_a_rule_that_lets_nobody_begin_is_an_error(engine, tmp_path):
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_gradient_past_its_deadline_does_not_hide_that_nobody_may_begin(engine):
     """One worker never comes back; a rule that waits for it would wait for good."""
-    over, endless = threading.Event(), engine is engines.simulated
+    over, endless, once = threading.Event(), engine is engines.simulated, []
 
     def stuck_here(params):
-        return gradient(params) if endless else over.wait(60) and gradient(params)
+        if not (endless or once):
+            once.append(True)
+            over.wait(60)
+        return gradient(params)
 
     seconds = math.inf if endless else 0.0
     stuck_worker = engines.Worker(stuck_here, duration=lambda n: seconds)

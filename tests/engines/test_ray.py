@@ -214,6 +214,24 @@ def test_without_a_checkpoint_a_server_that_dies_ends_the_run():
 # The end.
 
 
+def test_a_server_that_dies_right_after_the_last_push_loses_nothing(tmp_path):
+    job = make_job(count=2, pushes=60)
+    checkpoint = engines.Checkpoint(tmp_path, every_steps=28, every_seconds=None)
+    with engines.ray(job, checkpoint=checkpoint) as run:
+        pushes = []
+        for push in run.pushes:
+            pushes.append(push)
+            if len(pushes) == 60:
+                kill(run.server.actor)
+        assert run.counts().server_deaths == 1
+        assert int(run.server.state()["params"]) == -60
+        kill(run.server.actor)  # The last pushes are saved by now.
+        assert int(run.server.state()["params"]) == -60
+    counts = run.counts()
+    assert (counts.accepted, counts.pushed) == (60, len(pushes))
+    assert counts.lost == len(pushes) - 60 > 0
+
+
 def test_answered_pushes_count_and_are_saved_before_they_are_given(tmp_path):
     def gradient(params):
         return 0.0, jnp.ones_like(params)

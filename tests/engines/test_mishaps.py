@@ -1,0 +1,283 @@
+"""Deaths, hangs and ends at the wrong moment: a run goes on as if they had not been."""
+
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from gradxform import engines
+from gradxform.engines import _pacing, _simulated
+from gradxform.engines._work import ServerDiedError
+
+pytestmark = pytest.mark.usefixtures("bounded")
+
+LOCAL = [engines.simulated, engines.threads]
+
+
+def gradient(params, *batch):
+    return np.float32(0), np.ones((), np.float32)
+
+
+def make_job(durations, pushes, batch=1, **more):
+    """One worker for each duration; a step takes ``batch`` pushes."""
+    tx = optax.sgd(1.0) if batch == 1 else gx.accumulate(optax.sgd(1.0), batch)
+    workers = [
+        engines.Worker(
+            gradient, duration=each if callable(each) else lambda n, s=each: s
+        )
+        for each in durations
+    ]
+    return engines.Job(jnp.zeros(()), tx, workers, pushes, **more)
+
+
+def dies_after_its_push(monkeypatch, when):
+    """The process of a worker dies once, between its push and the answer."""
+    push, dead = _simulated.Gradient.push, []
+
+    def push_and_die(self):
+        done = push(self)
+        if (done.worker, done.number) == when and not dead:
+            dead.append(done)
+            raise ServerDiedError
+        return done
+
+    monkeypatch.setattr(_simulated.Gradient, "push", push_and_die)
+    return dead
+
+
+@pytest.mark.parametrize("worker", range(3))
+def test_a_repeated_push_waits_for_the_step_of_the_first_one(worker, monkeypatch):
+    """Worker 2 makes the step. If it dies then, its push comes again one step later."""
+    dead = dies_after_its_push(monkeypatch, (worker, 1))
+    job = make_job([1.0, 1.25, 1.5], 12, 3, required=3)
+    with engines.simulated(job) as run:
+        pushes = [(push.worker, push.number) for push in run.pushes]
+        assert run.server.stats().global_step == 4
+    assert dead
+    assert sorted(pushes) == [(w, n) for w in range(3) for n in range(4)]
+
+
+@pytest.mark.parametrize("when", [(w, n) for w in range(2) for n in range(4)])
+def test_a_push_whose_worker_died_counts_in_the_sum(when, monkeypatch):
+    """Others may not begin as if the server had not got it."""
+    dead = dies_after_its_push(monkeypatch, when)
+    rule, server = engines.bounded_staleness(1, 2), []
+
+    def exact(progress):
+        if server:  # Nothing is on its way on a virtual clock.
+            status = server[0].status()
+            assert progress.global_step == status.global_step
+            assert progress.accumulated == status.accumulated
+        return rule(progress)
+
+    durations = [1.0, 1.0, 1.0, 1.0, 7.0]
+    with engines.simulated(make_job(durations, 40, 2, pace=exact)) as run:
+        server.append(run.server)
+        pushes = list(run.pushes)
+    assert dead
+    assert len({(push.worker, push.number) for push in pushes}) == 40
+    assert max(push.result.staleness for push in pushes) <= 1
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_number_that_is_handed_on_is_its_owners_task(engine):
+    """Worker 1 gets stuck; worker 0 computes the data of worker 1, for its row."""
+    stuck, over = [], threading.Event()
+
+    def worker(index):
+        def compute(params, *batch):
+            assert batch == (index,)
+            if index == 1 and engine is engines.threads and not stuck:
+                stuck.append(True)
+                over.wait(60)
+            return np.float32(index), jnp.full_like(params, index)
+
+        def seconds(number):
+            late = engine is engines.simulated and index == 1
+            return float("inf") if late else 0.01
+
+        return engines.Worker(
+            compute,
+            batch=lambda number: (index,),
+            extra=lambda params, own: {"worker": own},
+            duration=seconds,
+        )
+
+    tx = gx.worker_mean(optax.sgd(1.0), 2, method="latest")
+    job = engines.Job(jnp.zeros(2), tx, [worker(0), worker(1)], 40, deadline=0.1)
+    job = job._replace(pace=engines.stale_synchronous(0))
+    options = {"join_timeout": 0.0} if engine is engines.threads else {}
+    with engine(job, **options) as run:
+        for push in run.pushes:
+            assert push.loss == push.worker
+            if (push.worker, push.number) == (1, 0):
+                break
+        counts = run.server.state()["state"].counts
+        over.set()
+    assert counts[1] == 1
+    assert push.loss == 1.0
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_deadline_helps_where_all_wait_for_each_other(engine):
+    """Worker 2 never comes back from its number 2, and each step needs all three."""
+    over, endless = threading.Event(), engine is engines.simulated
+
+    def stuck(params, index, number, once=[]):  # noqa: B006
+        if (index, number) == (2, 2) and not (endless or once):
+            once.append(True)
+            over.wait(60)
+        return gradient(params)
+
+    def worker(index):
+        def seconds(number):
+            if not endless:
+                return 0.0
+            return float("inf") if (index, number) == (2, 2) else 1.0 + index
+
+        return engines.Worker(stuck, lambda number: (index, number), seconds)
+
+    job = make_job([], 30, 3, required=3, deadline=5.0 if endless else 0.2)
+    job = job._replace(workers=[worker(index) for index in range(3)])
+    options = {} if endless else {"join_timeout": 0.0}
+    with engine(job, **options) as run:
+        pushes = [(push.worker, push.number) for push in run.pushes]
+        assert run.server.stats().global_step == 10
+    over.set()
+    assert sorted(pushes) == [(w, n) for w in range(3) for n in range(10)]
+
+
+def test_whoever_has_ended_is_not_in_the_way_in_the_same_round():
+    """The others are asked again at once, without its clock and its gradient."""
+    stream = iter([(), ()])
+    job = make_job([1.0, 1.0], 20, pace=engines.stale_synchronous(0))
+    ends = engines.Worker(gradient, lambda _: next(stream), lambda _: 2.0)
+    with engines.simulated(job._replace(workers=[ends, *job.workers])) as run:
+        assert len(list(run.pushes)) == 20
+    # All may have a stream, and all may end in one round: that is no error either.
+    streams = [iter([()] * n) for n in (2, 3, 3)]
+    workers = [
+        engines.Worker(gradient, lambda _, each=each: next(each)) for each in streams
+    ]
+    job = job._replace(workers=workers, pace=lambda p: not p.local_steps)
+    with engines.simulated(job) as run:
+        assert len(list(run.pushes)) == 8
+
+
+@pytest.mark.parametrize("when", ["joined", "came back", "still hangs"])
+def test_a_resume_keeps_the_clock_of_a_worker_that_was_behind(when, tmp_path):
+    """Otherwise all others wait until it has caught up."""
+
+    def seconds(number):
+        hangs = {"came back": 20.0, "still hangs": float("inf")}.get(when, 1.0)
+        return hangs if number == 2 else 1.0
+
+    job = make_job([1.0] * 3, 60, pace=engines.stale_synchronous(0), deadline=3.0)
+    late = engines.Worker(gradient, duration=seconds)
+    if when != "joined":
+        job = job._replace(workers=[*job.workers, late])
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        for done, _ in enumerate(run.pushes, 1):
+            if done == 30 and when == "joined":
+                assert run.add(late) == 3
+    job = job._replace(
+        pushes=100, workers=[*job.workers[:3], make_job([1.0], 1).workers[0]]
+    )
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        pushes = list(run.pushes)
+    assert [sum(p.worker == i for p in pushes) for i in range(4)] == [10] * 4
+
+
+# Rules.
+
+
+def test_workers_with_equal_clocks_are_asked_about_once():
+    """A push would cost a question for each of thousands that wait."""
+    asked = []
+
+    def counted(progress):
+        asked.append(progress.worker)
+        return progress.clocks[progress.worker] <= min(progress.clocks.values())
+
+    job = make_job([1.0] * 50 + [100.0], 101, pace=_pacing.Alike(counted))
+    with engines.simulated(job) as run:
+        assert len(list(run.pushes)) == 101
+    assert len(asked) < 250  # More than a thousand if each that waits is asked.
+    for rule in (
+        engines.stale_synchronous(0),
+        engines.bounded_staleness(0),
+        engines.admission(0, 1),
+    ):
+        assert isinstance(rule, _pacing.Alike)
+
+
+def test_a_wrong_num_required_is_named():
+    job = make_job([1.0] * 4, 60, 4, pace=engines.admission(0, 8))
+    with (
+        pytest.raises(ValueError, match=r"(?s)^pace.*num_required"),
+        engines.simulated(job) as run,
+    ):
+        list(run.pushes)
+
+
+def yields(progress):
+    yield True
+
+
+async def waits(progress):
+    return True
+
+
+def says_nothing(progress):
+    pass
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("rule", [yields, waits, says_nothing])
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
+def test_a_rule_that_gives_no_bool_is_refused(rule, engine):
+    job = make_job([0.0], 9, pace=rule)
+    with (
+        pytest.raises(TypeError, match=r"^pace must return True or False, got a"),
+        engine(job) as run,
+    ):
+        list(run.pushes)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_rule_that_raises_stop_iteration_is_named(engine):
+    job = make_job([0.0], 9, pace=lambda progress: next(iter(())))
+    with (
+        pytest.raises(RuntimeError, match=r"^pace has raised StopIteration") as raised,
+        engine(job) as run,
+    ):
+        list(run.pushes)
+    assert "Raised by pace, for Progress(" in raised.value.__notes__[0]
+
+
+def test_ctrl_c_does_not_wait_for_a_worker_that_is_stuck():
+    begun, over = threading.Event(), threading.Event()
+
+    def stuck(params):
+        begun.set()
+        over.wait(120)
+        return gradient(params)
+
+    job = make_job([], 9)._replace(workers=[engines.Worker(stuck)])
+    before = time.monotonic()
+
+    def interrupt():
+        with engines.threads(job, join_timeout=60.0) as run:
+            run._hand_out()
+            assert begun.wait(60)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    took = time.monotonic() - before
+    over.set()
+    assert took < 50
