@@ -171,7 +171,7 @@ def skip_spikes(
         history, num_held = state.history, state.num_held
         finite = jnp.all(jnp.isfinite(x))
         accepted = finite & ~jnp.any(jax.vmap(is_spike)(x, history, num_held) & given)
-        outcome, inner_state, _ = apply_if(
+        outcome, inner_state, _, _ = apply_if(
             accepted, lambda: updates, state.inner_state, leaf_flags, **extra
         )
         enters = finite & given
