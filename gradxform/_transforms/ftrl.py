@@ -71,7 +71,8 @@ def ftrl(
 
     Args:
       learning_rate: a scalar > 0, or a schedule ``count -> scalar``. If it is 0 at some
-        step, weights and state stay as they are. As it falls, ``z`` counts for less and
+        step, weights and state stay as they are; under ``jit`` a rate that is negative,
+        infinite or NaN makes them NaN. As it falls, ``z`` counts for less and
         the weights shrink with it: see ``multiply_linear_by_learning_rate``.
       learning_rate_power: how the rates fall as squares add up, ≤ 0; 0 for a fixed
         rate.

@@ -52,7 +52,8 @@ def proximal_adagrad(
     :class:`IndexedSlices`, only the touched rows move.
 
     Args:
-      learning_rate: a scalar ≥ 0, or a schedule ``count -> scalar``.
+      learning_rate: a scalar ≥ 0, or a schedule ``count -> scalar``. Under ``jit`` a
+        rate that is negative, infinite or NaN makes the weights NaN.
       initial_accumulator_value: what ``acc`` starts from, ≥ 0, in units of squared
         gradients.
       l1_regularization_strength: ``l1`` ≥ 0, in units of gradients.
@@ -127,8 +128,8 @@ def proximal_adagrad(
             if not checks.is_known(l1, 0):
                 size, least = jnp.abs(v), arithmetic.scale(eta, l1)
                 is_zero = size <= least  # False for NaN, which stays.
-                # At least `least`: near the border a compiler that rounds otherwise in
-                # another kernel may disagree about `is_zero`.
+                # At the border of 0 the quotient is 1 on either side, so nothing jumps
+                # if a compiler computes `is_zero` twice, with two results.
                 divisor = jnp.maximum(size, jnp.where(least > 0, least, 1))
                 step += arithmetic.scale(v, least / divisor)
             else:
