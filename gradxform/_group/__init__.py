@@ -1,9 +1,9 @@
 """A server of several processes, for models that do not fit into one.
 
 All processes share one mesh (``mesh``). The ``layout`` says which part of each large
-array lies in which process, and ``sharded`` makes arrays of the mesh from these parts.
-Each ``process`` holds its parts in a core and a reader of its own, as a server of one
-process does. All of them run the same compiled steps in the same sequence.
+array lies in which process. Each ``process`` makes arrays of the mesh from its parts,
+and holds them in a core and a reader of its own, as a server of one process does. All
+of them run the same compiled steps in the same sequence.
 
 One of them is the ``leader``: it is the server for everybody else, remembers its
 answers, and decides. In each turn it first tells each ``follower`` what to do, over a

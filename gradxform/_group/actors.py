@@ -15,7 +15,7 @@ import jax
 import optax
 
 from gradxform._group.layout import Layout, Shardings
-from gradxform._group.messages import Message
+from gradxform._group.messages import PushMessage
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.placement import is_function
@@ -204,7 +204,7 @@ def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
 
 def message(
     layout: Layout, grads: optax.Updates, extra: dict[str, Any]
-) -> tuple[Message, dict[str, Any]]:
+) -> tuple[PushMessage, dict[str, Any]]:
     """The arguments of a push, as the leader takes them."""
     push_id = extra.pop("push_id", None)
-    return Message.of(layout, grads, extra), {"push_id": push_id}
+    return PushMessage.of(layout, grads, extra), {"push_id": push_id}

@@ -10,62 +10,43 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import jax
 
-from gradxform._group.sharded import ShardedParams
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
-from gradxform._server.same_job import described
 from gradxform._server.store import Store, manager_of
 
 if TYPE_CHECKING:
     from orbax.checkpoint import CheckpointManager
 
 
-def store_of(checkpoint: Checkpoint, sharded: ShardedParams) -> Store:
+class GroupStore(Store):
     """One process's store; all processes must write the same snapshots.
+
+    It has one manager for reading alone, and makes a new one for each checkpoint.
 
     Args:
       checkpoint: where, the same in all processes.
-      sharded: how the arrays lie over the processes.
     """
-    return Store(checkpoint, described_by(sharded), GroupManagers())
 
-
-def described_by(sharded: ShardedParams) -> Callable[[object], dict[str, str]]:
-    """Describes the arrays as users see them: without padding, and whole."""
-
-    def as_users_see(_: object) -> dict[str, str]:
-        of_params, of_state = sharded.layouts
-        return described({"params": of_params.types, "state": of_state.types})
-
-    return as_users_see
-
-
-class GroupManagers:
-    """One manager for reading alone, and a new one for each checkpoint."""
-
-    def __init__(self) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
         self._turns = itertools.count()  # The same in all processes.
 
-    def reader(self, checkpoint: Checkpoint) -> CheckpointManager:
-        """One for this process alone."""
+    def _reader(self) -> CheckpointManager:
         here = jax.process_index()
-        return _manager(checkpoint, here, {here}, clean=here == 0)
+        return _manager(self.checkpoint, here, {here}, clean=here == 0)
 
     @contextlib.contextmanager
-    def writer(
-        self, checkpoint: Checkpoint, current: Callable[[], CheckpointManager | None]
-    ) -> Iterator[CheckpointManager]:
-        """One for all processes."""
+    def _writer(self) -> Iterator[CheckpointManager]:
         turn = next(self._turns)  # Also if this process now raises an error.
-        current()
+        self._retake()
         everybody = {*range(jax.process_count())}
         # A new name: the last one may have failed halfway.
-        manager = _manager(checkpoint, 0, everybody, name=f"checkpoint {turn}")
+        manager = _manager(self.checkpoint, 0, everybody, name=f"checkpoint {turn}")
         with contextlib.closing(manager):
             yield manager
 

@@ -9,16 +9,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradxform._group.channel import Followed
-from gradxform._group.checkpoints import store_of
+from gradxform._group.checkpoints import GroupStore
 from gradxform._group.layout import Layout
 from gradxform._group.mesh import enter
-from gradxform._group.messages import Message
+from gradxform._group.messages import PushMessage
 from gradxform._group.process import Process, Wanted, packed_parts
-from gradxform._group.sharded import ShardedParams
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.programs import Prepared
+from gradxform._server.reader import Form
 from gradxform._server.records import summary
-from gradxform._server.requests import Form
 from gradxform._server.saver import Saver
 from gradxform._server.wire import Payload
 
@@ -54,11 +53,10 @@ class Follower:
         followed = Followed(address, self._key, self._number)
         mesh = enter(coordinator, self._number, self._processes)
         params, tx = sys.modules["ray"].get(given)
-        sharded = ShardedParams(params, layout, mesh)
-        self.process = Process(sharded, tx, **options)
+        self.process = Process(params, layout, mesh, tx, **options)
         self._saver = None
         if checkpoint is not None:
-            self._store = store_of(checkpoint, sharded)
+            self._store = GroupStore(checkpoint)
             self._saver = Saver(self._store)
         threading.Thread(
             target=followed.serve,
@@ -69,7 +67,7 @@ class Follower:
 
     # The leader's calls: these may come in any sequence.
 
-    def prepare(self, key: int, message: Message) -> None:
+    def prepare(self, key: int, message: PushMessage) -> None:
         """Does what a push needs before its turn."""
         self._prepared[key] = self.process.prepare(message)
 
@@ -78,7 +76,7 @@ class Follower:
         for number, size in sizes.items():
             self.process.reader.program(number, size, form)
 
-    def take(self, key: int) -> Payload:
+    def collect(self, key: int) -> Payload:
         """What a command has read, to be asked for once."""
         payload = self._box(key).get()
         del self._read[key]
@@ -116,4 +114,4 @@ class Follower:
         snapshot = self.process.core.snapshot()
         assert self._saver is not None
         assert snapshot is not None
-        self._saver.start(snapshot)
+        self._saver.write_soon(snapshot)

@@ -2,9 +2,8 @@
 
 A layout is only a description. It holds no array and no device, so it can be sent.
 
-An array is cut along one axis into equal pieces, and process k has the k-th. If the
-length of the axis does not divide, the processes pad its end. Users see only the shapes
-that they gave.
+An array is cut along one axis into equal pieces, and process k has the k-th. So the
+number of processes must divide the length of that axis.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import checks, maps
 from gradxform._trees.indexed_slices import IndexedSlices
-from gradxform._trees.types import Gradient, Leaf, Param, Path, PyTree, T
+from gradxform._trees.types import Leaf, Param, Path, PyTree, T
 
 AXIS = "server"  # The name of the mesh's axis.
 LARGE = 1 << 20  # Bytes: a larger array is cut, unless the user says otherwise.
@@ -28,13 +27,6 @@ LARGE = 1 << 20  # Bytes: a larger array is cut, unless the user says otherwise.
 Type: TypeAlias = jax.ShapeDtypeStruct  # Shape and dtype of a leaf.
 # How a user wants parameters to be cut; None for the default. See `Layout.of`.
 Shardings: TypeAlias = PyTree[P | None] | Callable[[str, tuple[int, ...]], P | None]
-
-
-class Part:
-    """Stands for a leaf: the part of it that one process has."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self.array = array
 
 
 class Layout(NamedTuple):
@@ -70,7 +62,8 @@ class Layout(NamedTuple):
         Raises:
           TypeError: ``processes`` is no integer; ``shardings`` holds something else.
           ValueError: ``processes`` is below 1; ``shardings`` is no prefix of
-            ``params``, or asks for an impossible cut, with the leaf's path.
+            ``params``, or asks for an impossible cut, with the leaf's path; or the
+            length of an axis to cut does not divide.
         """
         checks.integer_scalar("server_processes", processes)
         checks.in_range("server_processes", processes, checks.COUNTS)
@@ -81,32 +74,19 @@ class Layout(NamedTuple):
         else:
             specs = _sharded(shardings, structure)
         cuts = [
-            _by_size(x, processes) if spec is None else _cut(path, x, spec, processes)
+            _cut(path, x, spec, processes)
             for (path, x), spec in zip(flat, specs, strict=True)
         ]
         return cls(types, tuple(cuts), int(processes))
-
-    @property
-    def padded(self) -> PyTree[Type]:
-        """The tree with padding, as all processes hold it together."""
-        return self._map(lambda x, cut: _stretched(x, cut, self.length(x.shape, cut)))
-
-    def length(self, shape: Sequence[int], cut: int | None) -> int:
-        """The length of an array's cut axis, with padding."""
-        return 0 if cut is None else -(-shape[cut] // self.processes) * self.processes
 
     def shardings(self, mesh: Mesh) -> PyTree[NamedSharding]:
         """The tree of shardings over a mesh with the axis ``"server"``."""
         return self._map(lambda _, cut: NamedSharding(mesh, spec(cut)))
 
     def span(self, shape: Sequence[int], cut: int, process: int) -> tuple[int, int]:
-        """Where a process's part of an array begins and ends, along its cut axis.
-
-        Both count positions in the user's array, without padding: the last parts may be
-        shorter, or empty.
-        """
-        each = self.length(shape, cut) // self.processes
-        return min(process * each, shape[cut]), min((process + 1) * each, shape[cut])
+        """Where a process's part of an array begins and ends, along its cut axis."""
+        each = shape[cut] // self.processes
+        return process * each, (process + 1) * each
 
     def check(self, grads: optax.Updates) -> None:
         """Raises ``TypeError`` if shapes or dtypes differ, and names the path.
@@ -135,8 +115,8 @@ class Layout(NamedTuple):
 
         return cut_of
 
-    def part(self, tree: T, process: int, depth: int = 0) -> T:
-        """A process's share of a tree like this one: padded parts, or whole leaves.
+    def part(self, tree: T, process: int) -> T:
+        """A process's share of a tree like this one: parts, or whole leaves.
 
         Parts are NumPy arrays, and views if possible. Row-sparse leaves stay as they
         are.
@@ -144,80 +124,46 @@ class Layout(NamedTuple):
         Args:
           tree: arrays, row-sparse gradients and ``None``.
           process: from 0.
-          depth: how many keys precede each path: 1 for the extra arguments of a push,
-            a dict by name, whose values may be trees like this one.
         """
         cut_of = self.cut_of()
 
         def take(path: Path, x: Leaf) -> Leaf:
-            cut = cut_of(path[depth:], x)
-            return x if cut is None else self._slice(np.asarray(x), cut, process)
+            cut = cut_of(path, x)
+            return x if cut is None else self.piece(np.asarray(x), cut, process)
 
         return jax.tree.map_with_path(take, tree, is_leaf=maps.is_leaf)
 
-    def _slice(
+    def piece(
         self, x: np.ndarray[Any, Any], cut: int, process: int
     ) -> np.ndarray[Any, Any]:
-        each = self.length(x.shape, cut) // self.processes
-        at = (slice(None),) * cut
-        there = x[(*at, slice(process * each, (process + 1) * each))]
-        if there.shape[cut] == each:
-            return np.ascontiguousarray(there)
-        part = np.zeros((*x.shape[:cut], each, *x.shape[cut + 1 :]), x.dtype)
-        part[(*at, slice(there.shape[cut]))] = there
-        return part
-
-    def join(self, parts: Sequence[PyTree[Gradient]]) -> PyTree[Gradient]:
-        """The tree as users see it, from the shares of all processes in sequence.
-
-        A cut leaf becomes a new NumPy array; of any other leaf it takes the first.
-        """
-        assert len(parts) == self.processes
-        leaves = zip(*map(jax.tree.leaves, parts), strict=True)
-        types, structure = jax.tree.flatten(self.types)
-        joined = [
-            each[0] if cut is None else _joined(type_, cut, each)
-            for type_, cut, each in zip(types, self.cuts, leaves, strict=True)
-        ]
-        return jax.tree.unflatten(structure, joined)
+        """A process's part of an array that is cut along this axis."""
+        there = slice(*self.span(x.shape, cut, process))
+        return np.ascontiguousarray(x[(*[slice(None)] * cut, there)])
 
     def of_state(self, init: Callable[[optax.Params], optax.OptState]) -> Layout:
         """The layout of the optimizer state: each leaf is cut like its parameter.
 
-        Its ``types`` have the user's shapes. To find the axis to cut, it calls ``init``
-        with longer parameters: the axis of the state that grows is the one. So the axis
-        may have another number than in the parameter, and the leaf may have fewer axes.
+        To find the axis to cut, it calls ``init`` with longer parameters: the axis of
+        the state that grows is the one. So the axis may have another number than in
+        the parameter, and the leaf may have fewer axes.
 
         Args:
           init: that of a transformation.
         """
-        padded = self.padded
-        longer = self._map(
-            lambda x, cut: _stretched(
-                x, cut, self.length(x.shape, cut) + self.processes
-            )
-        )
-        seen, lies, grown = (
-            jax.eval_shape(init, types) for types in (self.types, padded, longer)
-        )
-        leaves, structure = jax.tree.flatten(lies)
-        rest = jax.tree.leaves(seen), jax.tree.leaves(grown)
-        pairs = [self._follows(*each) for each in zip(leaves, *rest, strict=True)]
-        types = jax.tree.unflatten(structure, [_type(x) for x, _ in pairs])
-        return Layout(types, tuple(cut for _, cut in pairs), self.processes)
+        longer = self._map(lambda x, cut: _longer(x, cut, self.processes))
+        types, grown = (jax.eval_shape(init, each) for each in (self.types, longer))
+        pairs = zip(jax.tree.leaves(types), jax.tree.leaves(grown), strict=True)
+        cuts = tuple(self._grows(*pair) for pair in pairs)
+        return Layout(jax.tree.map(_type, types), cuts, self.processes)
 
-    def _follows(self, lies: Type, seen: Type, grown: Type) -> tuple[Type, int | None]:
-        """A leaf of the state as users see it, and the axis along which it is cut."""
-        for axis, (now, then) in enumerate(zip(lies.shape, grown.shape, strict=False)):
-            if now == then:
-                continue
-            # A leaf that is made in a more intricate way is whole in each process.
-            if len(grown.shape) == lies.ndim == seen.ndim:
-                like = _stretched(seen, axis, self.length(seen.shape, axis))
-                if like.shape == lies.shape:
-                    return seen, axis
-            break
-        return seen, None
+    def _grows(self, x: Type, grown: Type) -> int | None:
+        """The axis of a leaf of the state that grows with its parameter."""
+        pairs = enumerate(zip(x.shape, grown.shape, strict=False))
+        axis = next((axis for axis, (now, then) in pairs if now != then), None)
+        # A leaf that is made in a more intricate way is whole in each process.
+        if axis is None or x.ndim != len(grown.shape) or x.shape[axis] % self.processes:
+            return None
+        return axis
 
     def _map(self, f: Callable[[Type, int | None], T]) -> PyTree[T]:
         leaves, structure = jax.tree.flatten(self.types)
@@ -235,31 +181,9 @@ def _type(x: Param) -> Type:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=bool(x.weak_type))
 
 
-def _stretched(x: Type, cut: int | None, length: int) -> Type:
-    if cut is None:
-        return _type(x)
-    shape = (*x.shape[:cut], length, *x.shape[cut + 1 :])
+def _longer(x: Type, cut: int | None, more: int) -> Type:
+    shape = [n + more * (axis == cut) for axis, n in enumerate(x.shape)]
     return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
-
-
-def _joined(
-    type_: Type, cut: int, parts: Sequence[jax.typing.ArrayLike]
-) -> np.ndarray[Any, Any]:
-    whole = _aligned(type_)
-    at, begin = (slice(None),) * cut, 0
-    for part in map(np.asarray, parts):
-        there = whole[(*at, slice(begin, begin + part.shape[cut]))]
-        there[...] = part[(*at, slice(there.shape[cut]))]
-        begin += part.shape[cut]
-    return whole
-
-
-def _aligned(type_: Type) -> np.ndarray[Any, Any]:
-    """An array aligned to 64 bytes, which JAX on CPU takes over without a copy."""
-    size = type_.size * np.dtype(type_.dtype).itemsize
-    room = np.empty(size + 63, np.uint8)
-    begin = -room.ctypes.data % 64
-    return room[begin : begin + size].view(type_.dtype).reshape(type_.shape)
 
 
 def _by_size(x: Type, processes: int) -> int | None:
@@ -303,9 +227,24 @@ def _sharded(
 
 
 def _cut(path: Path, x: Type, given: object, processes: int) -> int | None:
-    """The axis that a ``PartitionSpec`` names for a leaf, checked."""
+    """The axis along which a leaf is cut, as its ``PartitionSpec`` or its size says."""
     where = f"server_shardings: {given!r} at {checks.path_name(path)}"
-    shape = f"of shape {list(x.shape)}"
+    axis = _by_size(x, processes) if given is None else _named(where, x, given)
+    if axis is None or processes == 1:
+        return None
+    length = x.shape[axis]
+    if length % processes:
+        raise ValueError(
+            f"{where} cuts axis {axis} of shape {list(x.shape)} into {processes} "
+            f"parts, but {processes} does not divide {length}: let it be "
+            f"{length + -length % processes}, or give P() to have the leaf whole in "
+            "each process."
+        )
+    return axis
+
+
+def _named(where: str, x: Type, given: object) -> int | None:
+    """The axis that a ``PartitionSpec`` names for a leaf, checked."""
     if not isinstance(given, P):
         raise TypeError(f"{where} is no jax.sharding.PartitionSpec.")
     names = [
@@ -325,13 +264,7 @@ def _cut(path: Path, x: Type, given: object, processes: int) -> int | None:
             f"{where} cuts along two axes: give {AXIS!r} once, and None for the others."
         )
     if len(given) > x.ndim:
-        raise ValueError(f"{where} has more axes than the leaf, {shape}.")
-    if not names or processes == 1:
-        return None
-    axis = names[0][0]
-    if x.shape[axis] < processes:
         raise ValueError(
-            f"{where} cuts axis {axis} {shape} into {processes} parts, but the axis is "
-            "shorter: take fewer processes, or P() to have it whole in each."
+            f"{where} has more axes than the leaf, of shape {list(x.shape)}."
         )
-    return axis
+    return names[0][0] if names else None

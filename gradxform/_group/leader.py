@@ -3,50 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import queue
 import socket
 import sys
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from gradxform._group.channel import CommandChannel, end_process
-from gradxform._group.checkpoints import store_of
-from gradxform._group.layout import Layout, Type
+from gradxform._group.checkpoints import GroupStore
+from gradxform._group.layout import Layout
 from gradxform._group.mesh import enter, host
-from gradxform._group.messages import Cut, Gathered, GatheredRows, Message, Table
+from gradxform._group.messages import Cut, Gathered, GatheredRows, PushMessage, Table
 from gradxform._group.process import Process, Wanted, packed_parts
-from gradxform._group.sharded import ShardedParams
-from gradxform._server.actor import Answer, Cache
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.placement import copy
 from gradxform._server.programs import Prepared, Stepped
-from gradxform._server.reader import Reading, RowIds
-from gradxform._server.records import (
-    GlobalStep,
-    PushResult,
-    ServerStats,
-    ServerStatus,
-    Snapshot,
-    summary,
-)
+from gradxform._server.reader import Form, Ids, PullRequest, Reading, RowIds, size_for
+from gradxform._server.records import Snapshot, summary
 from gradxform._server.recoverable import RecoverableServer
-from gradxform._server.requests import (
-    Form,
-    Ids,
-    Key,
-    PullRequest,
-    Tables,
-    size_for,
-)
-from gradxform._server.serial_executor import SerialExecutor
 from gradxform._server.specs import Leaves
 from gradxform._server.store import Store
-from gradxform._server.wire import Payload, Sent, register
+from gradxform._server.transport import Response, SomeRows, Transport, Whole
+from gradxform._server.wire import Payload
 from gradxform._trees.types import PyTree, T
 
 LAST_WORD = 0.5  # Seconds in which the engine gets the cause of a death.
@@ -85,7 +69,7 @@ class Followers:
         key = self.key()
         self.send(name, key, *args, each=each)
         return [
-            actor.take.remote(key)
+            actor.collect.remote(key)
             for actor, own in zip(self._actors, each, strict=True)
             if own is not None
         ]
@@ -121,7 +105,7 @@ class Order(NamedTuple):
     form: Form
 
 
-class GroupTransport:
+class GroupTransport(Transport):
     """All processes prepare a push or a pull; then one command in a turn runs it.
 
     See :class:`~gradxform._server.transport.Transport`.
@@ -132,21 +116,16 @@ class GroupTransport:
     """
 
     def __init__(self, process: Process, followers: Followers) -> None:
-        register()
+        super().__init__(process.core, publishes=True)
         self._process, self._followers = process, followers
-        self.core, layouts = process.core, process.sharded.layouts
-        self._types = [x for each in layouts for x in jax.tree.leaves(each.types)]
-        self._cuts = [cut for each in layouts for cut in each.cuts]
-        self._layout = layouts[0]
-        self.tables = Tables(self._layout.types)
-        self._cache = Cache()
-        self._wholes: dict[Key, Order] = {}
-        self.turns = SerialExecutor("parameter-server")
+        self._types = jax.tree.leaves(self.core.specs.types)
+        self._cuts = [cut for each in process.layouts for cut in each.cuts]
+        self._layout = process.layouts[0]
 
     # Pushes.
 
     @contextlib.contextmanager
-    def prepared(self, grads: Message, extra: dict[str, Any]) -> Iterator[Prepared]:
+    def prepared(self, grads: PushMessage, extra: dict[str, Any]) -> Iterator[Prepared]:
         """Each process prepares its share of the message, which has the ``extra``."""
         followers, key, begun = self._followers, self._followers.key(), False
         own, *others = map(grads.of_process, range(self._layout.processes))
@@ -173,45 +152,34 @@ class GroupTransport:
 
     # Pulls.
 
-    def pull(self, request: PullRequest) -> tuple[Answer, int]:
-        if not request.rows:  # What is cached needs no turn.
-            self.core.check_usable()
-            version = self.core.version
-            if (found := self._cache.find(version, request.key)) is not None:
-                return Answer(found), version.step()
-        others = self._whole(request.key)
-        wanted = self._order(request.rows, request.form)
-        sent, read, parts, seen = self.turns.run(self._send, request, others, wanted)
-        if not request.rows:
-            return Answer(sent), seen
-        own = packed_parts(read, wanted.each[0])
-        return Answer(sent, self._gathered_rows(request, wanted, [own, *parts])), seen
+    def whole(self, numbers: Iterable[int], form: Form) -> Whole:
+        """See :class:`Transport`."""
+        order, specs = self._order(dict.fromkeys(numbers), form), self.core.specs
+        tree = specs.params([*range(specs.num_params)])
+        return functools.partial(self._gathered, tree, order)
 
-    def _send(
-        self, request: PullRequest, others: Order, wanted: Order
-    ) -> tuple[Sent, dict[int, jax.Array], list[Any], GlobalStep]:
-        self.core.check_usable()
-        version, specs = self.core.version, self.core.specs
-        sent = self._cache.find(version, request.key)
-        if sent is None:
-            numbers = specs.params([*range(specs.num_params)])
-            sent = self._gathered(numbers, others)
-            self._cache.add(version, request.key, sent)
-        return sent, *self._read(wanted), version.step()
+    def rows(self, request: PullRequest) -> SomeRows:
+        """See :class:`Transport`."""
+        order = self._order(request.rows, request.form)
+        return functools.partial(self._rows, request, order)
 
-    def state(self) -> Answer:
+    def _rows(self, request: PullRequest, order: Order) -> Callable[[], GatheredRows]:
+        own, parts = self._read_all(order)
+        tables = {
+            i: Table(ids, self._types[i].shape, self._cuts[i] or 0)
+            for i, ids in request.rows.items()
+        }
+        sent = [[*share] for share in order.each if share]
+        return lambda: GatheredRows(
+            tables, sent, [packed_parts(own, order.each[0]), *parts]
+        )
+
+    def state(self) -> Response:
+        """See :class:`Transport`."""
         self.core.check_there()
         numbers = [*range(len(self.core.version.leaves))]
         every = self._order(dict.fromkeys(numbers), None)
-        return Answer(self._gathered(self.core.specs.state(numbers), every))
-
-    def _whole(self, key: Key) -> Order:
-        """Reads the leaves that a request wants whole."""
-        if key not in self._wholes:
-            tables, form = key
-            wanted = set(range(self.core.specs.num_params)) - tables
-            self._wholes[key] = self._order(dict.fromkeys(wanted), form)
-        return self._wholes[key]
+        return Response(self._gathered(self.core.specs.state(numbers), every))
 
     def _order(self, wanted: Mapping[int, Ids | None], form: Form) -> Order:
         """Divides a reading among the processes, which compile what they lack."""
@@ -255,7 +223,7 @@ class GroupTransport:
                 share[number] = own
         return share
 
-    def _read(self, order: Order) -> tuple[dict[int, jax.Array], list[Any]]:
+    def _read_all(self, order: Order) -> tuple[dict[int, jax.Array], list[Any]]:
         """In a turn: own arrays, and references to what the followers send."""
         others = [share or None for share in order.each[1:]]
         parts = self._followers.order("read", others, order.form)
@@ -263,31 +231,13 @@ class GroupTransport:
 
     def _gathered(self, numbers: PyTree[int], order: Order) -> Gathered:
         """In a turn: a tree, from the numbers of its leaves."""
-        own, parts = self._read(order)
-        cut = [i for i in order.each[0] if self._cuts[i] is not None]
-        at = {number: Cut(i) for i, number in enumerate(cut)}
-        layout = Layout(
-            [self._type(i, order.form) for i in cut],
-            tuple(self._cuts[i] for i in cut),
-            self._layout.processes,
-        )
+        own, parts = self._read_all(order)
+        cut = {i: axis for i in order.each[0] if (axis := self._cuts[i]) is not None}
+        at = {i: Cut(place, axis) for place, (i, axis) in enumerate(cut.items())}
         whole = jax.tree.map(lambda i: at[i] if i in at else own.get(i, i), numbers)
         if cut:
             parts = [packed_parts(own, dict.fromkeys(cut), copies=True), *parts]
-        return Gathered(Payload.of(whole, _copied), layout, parts)
-
-    def _type(self, number: int, form: Form) -> Type:
-        dtype = self._process.reader.dtype(number, form)
-        return jax.ShapeDtypeStruct(self._types[number].shape, dtype)
-
-    def _gathered_rows(
-        self, request: PullRequest, order: Order, parts: list[Any]
-    ) -> GatheredRows:
-        tables = {
-            i: Table(ids, self._types[i].shape, self._cuts[i] or 0)
-            for i, ids in request.rows.items()
-        }
-        return GatheredRows(tables, [[*share] for share in order.each if share], parts)
+        return Gathered(Payload.of(whole, _copied), parts)
 
     # Checkpoints.
 
@@ -376,50 +326,24 @@ class Leader:
         mesh = enter(self.where()[0], 0, self._processes)
         self._reserved.close()
         params, tx = sys.modules["ray"].get(given)
-        sharded = ShardedParams(params, layout, mesh)
-        self.process = Process(sharded, tx, **options)
+        self.process = Process(params, layout, mesh, tx, **options)
         others = Followers(self._commands, followers)
         transport = GroupTransport(self.process, others)
-        store = None if checkpoint is None else store_of(checkpoint, sharded)
-        self._server = RecoverableServer.of(transport, store, pushes)
+        store = None if checkpoint is None else GroupStore(checkpoint)
+        self.server = RecoverableServer.of(transport, store, pushes)
 
-    # The server, for engines and workers.
 
-    def begin(self) -> ServerStatus:
-        return self._server.begin()
+def _forwarded(name: str) -> Callable[..., Any]:  # Of any type, as what it calls.
+    method = getattr(RecoverableServer, name)
 
-    def pull(self, *request: Any) -> tuple[Any, int]:  # As ParameterServer.pull.
-        return self._server.pull(*request)
+    @functools.wraps(method)  # So Ray knows the arguments.
+    def forward(self: Leader, *args: object, **options: object) -> Any:
+        return method(self.server, *args, **options)
 
-    def push(
-        self,
-        grads: Message,
-        local_step: int,
-        *,
-        push_id: tuple[Hashable, int] | None = None,
-    ) -> PushResult:
-        return self._server.push(grads, local_step, push_id=push_id)
+    return forward
 
-    def wait(self, global_step: int, timeout: float | None = None) -> int:
-        return self._server.wait(global_step, timeout)
 
-    def global_step(self) -> int:
-        return self._server.global_step()
-
-    def state(self) -> Any:  # An answer, which arrives as the tree.
-        return self._server.state()
-
-    def stats(self) -> ServerStats:
-        return self._server.stats()
-
-    def status(self) -> ServerStatus:
-        return self._server.status()
-
-    def note(self, ahead: dict[int, int | None]) -> None:
-        self._server.note(ahead)
-
-    def rest(self) -> ServerStatus:
-        return self._server.rest()
-
-    def save(self) -> int | None:
-        return self._server.save()
+FOR_WORKERS = "pull", "push", "wait", "global_step"  # They push a `PushMessage`.
+FOR_ENGINES = "begin", "note", "rest", "save", "state", "stats", "status"
+for _name in (*FOR_WORKERS, *FOR_ENGINES):
+    setattr(Leader, _name, _forwarded(_name))

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import optax
 
-from gradxform._group.layout import Layout, Part
+from gradxform._group.layout import Layout
 from gradxform._server import wire
-from gradxform._server.requests import Ids
+from gradxform._server.reader import Ids
 from gradxform._server.wire import Payload, packed
 from gradxform._trees import maps
 from gradxform._trees.indexed_slices import IndexedSlices, ascending
@@ -25,11 +25,18 @@ from gradxform._trees.types import Leaf
 class Cut:
     """Stands for a leaf that is cut, by its number among the cut leaves."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, axis: int) -> None:
+        self.number, self.axis = number, axis
 
 
-class Message(NamedTuple):
+class Part:
+    """Stands for a leaf: the part of it that one process has."""
+
+    def __init__(self, array: np.ndarray[Any, Any], axis: int) -> None:
+        self.array, self.axis = array, axis
+
+
+class PushMessage(NamedTuple):
     """Gradients and extra arguments on their way to the processes of a server.
 
     Attributes:
@@ -41,7 +48,9 @@ class Message(NamedTuple):
     parts: list[Payload]
 
     @classmethod
-    def of(cls, layout: Layout, grads: optax.Updates, extra: dict[str, Any]) -> Message:
+    def of(
+        cls, layout: Layout, grads: optax.Updates, extra: dict[str, Any]
+    ) -> PushMessage:
         """Packs a worker's push.
 
         Raises:
@@ -50,8 +59,7 @@ class Message(NamedTuple):
         wire.register()
         grads = maps.without_float0(grads)
         layout.check(grads)
-        arrays: list[np.ndarray[Any, Any]] = []
-        cuts: list[int] = []
+        cuts: list[tuple[np.ndarray[Any, Any], int]] = []  # The leaves, and axes.
         cut_of = layout.cut_of()
 
         def take(path: tuple[Any, ...], x: Leaf) -> Leaf | Cut:
@@ -59,31 +67,26 @@ class Message(NamedTuple):
             cut = cut_of(path[1 if path[0].idx == 0 else 2 :], x)
             if cut is None:
                 return x
-            arrays.append(np.asarray(x))
-            cuts.append(cut)
-            return Cut(len(cuts) - 1)
+            cuts.append((np.asarray(x), cut))
+            return Cut(len(cuts) - 1, cut)
 
         whole = jax.tree.map_with_path(take, (grads, extra), is_leaf=maps.is_leaf)
-        cut = Layout(arrays, tuple(cuts), layout.processes)
-        parts = [cut.part(arrays, process) for process in range(layout.processes)]
-        return cls(Payload.of(whole), [Payload.of(packed(part)) for part in parts])
+        parts = [
+            Payload.of(packed(layout.piece(*each, process) for each in cuts))
+            for process in range(layout.processes)
+        ]
+        return cls(Payload.of(whole), parts)
 
-    def of_process(self, process: int) -> Message:
+    def of_process(self, process: int) -> PushMessage:
         """The share of one process."""
-        return Message(self.whole, [self.parts[process]])
+        return PushMessage(self.whole, [self.parts[process]])
 
-    def open(self) -> tuple[optax.Updates, dict[str, Any]]:
-        """Gradients and extra arguments, with this process's part of each cut leaf."""
-        (parts,) = (part.take() for part in self.parts)
-        grads, extra = jax.tree.map_with_path(
-            lambda path, x: (
-                x
-                if not isinstance(x, Cut)
-                else parts[x.number]
-                if path[0].idx == 0
-                else Part(parts[x.number])
-            ),
-            self.whole.take(),
+    def received(self) -> tuple[optax.Updates, dict[str, Any]]:
+        """Gradients and extra arguments, with a :class:`Part` for each cut leaf."""
+        (parts,) = (part.received() for part in self.parts)
+        grads, extra = jax.tree.map(
+            lambda x: Part(parts[x.number], x.axis) if isinstance(x, Cut) else x,
+            self.whole.received(),
             is_leaf=maps.is_leaf,
         )
         return grads, extra
@@ -94,22 +97,36 @@ class Gathered(NamedTuple):
 
     Attributes:
       whole: the tree, with a :class:`Cut` for each leaf that is cut.
-      layout: of the leaves that are cut.
       parts: for each process a :class:`Payload`, or a reference to one.
     """
 
     whole: Payload
-    layout: Layout
     parts: list[Any]
 
-    def take(self) -> optax.Params:
+    def received(self) -> optax.Params:
         """The tree, its parts joined."""
-        joined: list[jax.Array] = []
-        if self.parts:
-            joined = jax.device_put(self.layout.join([*map(taken, self.parts)]))
-        return jax.tree.map(
-            lambda x: joined[x.number] if isinstance(x, Cut) else x, self.whole.take()
-        )
+        parts = [*map(received, self.parts)]
+
+        def whole(x: Leaf | Cut) -> Leaf:
+            if not isinstance(x, Cut):
+                return x
+            return jax.device_put(join([each[x.number] for each in parts], x.axis))
+
+        return jax.tree.map(whole, self.whole.received())
+
+
+def join(parts: list[np.ndarray[Any, Any]], axis: int) -> np.ndarray[Any, Any]:
+    """The whole of a leaf, in a new array, from its equal parts.
+
+    The array is aligned to 64 bytes, so JAX on CPU takes it over without a copy.
+    """
+    shape = list(parts[0].shape)
+    shape[axis] *= len(parts)
+    size = sum(x.nbytes for x in parts)
+    room = np.empty(size + 63, np.uint8)
+    begin = -room.ctypes.data % 64
+    whole = room[begin : begin + size].view(parts[0].dtype).reshape(shape)
+    return np.concatenate(parts, axis, out=whole)
 
 
 class Table(NamedTuple):
@@ -133,25 +150,24 @@ class GatheredRows(NamedTuple):
     sent: list[list[int]]
     parts: list[Any]
 
-    def take(self) -> dict[int, IndexedSlices]:
+    def received(self) -> dict[int, IndexedSlices]:
         """The rows of each table, in its place."""
         parts: dict[int, list[np.ndarray[Any, Any]]] = {i: [] for i in self.tables}
-        for numbers, each in zip(self.sent, map(taken, self.parts), strict=True):
+        for numbers, each in zip(self.sent, map(received, self.parts), strict=True):
             for number, rows in zip(numbers, each, strict=True):
                 parts[number].append(rows)
-        return {i: _joined(x, parts[i]) for i, x in self.tables.items()}
+        return {i: _rows(x, parts[i]) for i, x in self.tables.items()}
 
 
-def _joined(table: Table, parts: list[np.ndarray[Any, Any]]) -> IndexedSlices:
+def _rows(table: Table, parts: list[np.ndarray[Any, Any]]) -> IndexedSlices:
     rows = np.concatenate(parts, table.axis)
     values = np.zeros((len(table.ids), *table.shape[1:]), rows.dtype)
-    inside = tuple(map(slice, table.shape))[1:]  # Without padding.
-    values[: len(rows)] = rows[(slice(None), *inside)]
+    values[: len(rows)] = rows
     ids, values = jax.device_put((table.ids, values))
     return ascending(ids, values, table.shape)
 
 
-def taken(part: Any) -> Any:  # A payload, or a reference to one; of any type.
+def received(part: Any) -> Any:  # A payload, or a reference to one; of any type.
     """What a process has sent."""
     ray = sys.modules["ray"]
-    return (ray.get(part) if isinstance(part, ray.ObjectRef) else part).take()
+    return (ray.get(part) if isinstance(part, ray.ObjectRef) else part).received()

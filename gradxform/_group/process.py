@@ -1,26 +1,39 @@
-"""What every process of a server holds and does."""
+"""What every process of a server holds and does.
+
+The processes form a mesh with the one axis ``"server"``, and all run the same programs
+on it. Each process receives its own parts from outside. Here they become arrays of the
+mesh, and no process needs another for that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding
 
-from gradxform._group.messages import Message
-from gradxform._group.sharded import ShardedParams
+from gradxform._group.layout import Layout, spec
+from gradxform._group.messages import Part, PushMessage
 from gradxform._server.core import Core
+from gradxform._server.placement import is_function, with_gate
 from gradxform._server.programs import (
     Prepared,
     PushPrograms,
     check_finite,
+    in_sizes,
+    training_step,
 )
 from gradxform._server.reader import Reader, Reading, RowIds
 from gradxform._server.records import Snapshot
 from gradxform._server.specs import Specs, leaves_like, named
 from gradxform._server.wire import Payload, packed
+from gradxform._trees import maps
+from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.types import Leaf, T
 
 # The rows of each leaf, by its number; None for the whole.
 Wanted: TypeAlias = Mapping[int, RowIds | None]
@@ -32,41 +45,84 @@ class Process:
     All processes must make it together.
 
     Args:
-      sharded: the parameters.
+      params: this process's part of the parameters, as :meth:`Layout.part` gives it; or
+        a function without arguments that gives all of them. The function is compiled,
+        so no process ever holds the whole.
+      layout: of the parameters.
+      mesh: of one device of each process, along ``"server"``.
       tx: the transformation.
       donate: see :class:`ParameterServer`.
       require_finite: see :class:`ParameterServer`.
+
+    Attributes:
+      layouts: of parameters and state.
     """
 
     def __init__(
         self,
-        sharded: ShardedParams,
+        params: optax.Params,
+        layout: Layout,
+        mesh: Mesh,
         tx: optax.GradientTransformation,
         *,
         donate: bool = True,
         require_finite: bool = False,
     ) -> None:
-        self.sharded, self._require_finite = sharded, require_finite
-        tx, params, state = sharded.initialize(tx)
+        self._mesh, self._require_finite = mesh, require_finite
+        self._here = [d for d in mesh.devices.flat if d in mesh.local_devices]
+        tx = with_gate(tx, layout.types, jax.eval_shape(tx.init, layout.types))
+        self.layouts = layout, layout.of_state(tx.init)
+        with jax.disable_jit(False):  # The compiler puts the parts where they belong.
+            if is_function(params):
+                params = made(params, layout, mesh)()
+            else:  # In memory that a step may donate.
+                leaves, tree = jax.tree.flatten(params)
+                own = map(self._array, map(np.array, leaves), layout.cuts)
+                params = jax.block_until_ready(jax.tree.unflatten(tree, own))
+            state = made(tx.init, self.layouts[1], mesh)(params)
         specs = Specs(params, state)
-        self._programs = PushPrograms(sharded.step(tx), specs, donate)
+        step = functools.partial(training_step, tx)
+        self._programs = PushPrograms(step, specs, donate)
         self.core = Core(tx, params, state, specs, self._prepared)
         self.reader = Reader([part_of(x) for x in self.core.version.leaves])
 
     # Pushes.
 
-    def prepare(self, message: Message) -> Prepared:
+    def prepare(self, message: PushMessage) -> Prepared:
         """Makes this process's share of a push ready for its turn."""
-        return self.core.prepare(*message.open())
+        return self.core.prepare(*message.received())
 
     def _prepared(self, grads: optax.Updates, extra: dict[str, Any]) -> Prepared:
-        if self._require_finite:  # Before `bring`: an array of the mesh asks everybody.
-            check_finite(grads)
-        pushed = self.sharded.bring(grads), self.sharded.bring(extra, depth=1)
+        if self._require_finite:  # Before `_brought`: an array of the mesh asks all.
+            check_finite(
+                jax.tree.map(lambda x: x.array if isinstance(x, Part) else x, grads)
+            )
+        pushed = jax.tree.map(self._brought, (grads, extra), is_leaf=maps.is_leaf)
         leaves, tree = jax.tree.flatten(pushed)
         with jax.disable_jit(False):  # No process runs a step by itself.
             step = self._programs.find(leaves, tree).step
         return Prepared(step, jax.block_until_ready(leaves))
+
+    def _brought(self, x: Leaf | Part) -> Leaf:
+        """Makes arrays of the mesh; row-sparse gradients get one of few sizes."""
+        if isinstance(x, Part):
+            return self._array(x.array, x.axis)
+        if isinstance(x, IndexedSlices):
+            return jax.tree.map(self._array, in_sizes(x))
+        return self._array(x) if maps.has_gradient(x) else x
+
+    def _array(self, x: jax.typing.ArrayLike, cut: int | None = None) -> jax.Array:
+        """An array of the mesh, from a part along the cut axis or from a whole leaf."""
+        here, shape = self._here, list(np.shape(x))
+        pieces: Sequence[jax.typing.ArrayLike] = [x] * len(here)
+        if cut is not None:
+            pieces = np.split(x, len(here), cut)
+            shape[cut] *= self._mesh.size // len(here)
+        return jax.make_array_from_single_device_arrays(
+            tuple(shape),
+            NamedSharding(self._mesh, spec(cut)),
+            list(map(jax.device_put, pieces, here)),
+        )
 
     # Pulls.
 
@@ -84,16 +140,15 @@ class Process:
         return named(self.core.specs.types)
 
     def placed(self, snapshot: Snapshot) -> Snapshot:
-        """A snapshot whose arrays are where this process needs them."""
-        own = named(self.core.specs.types)
-        state = {
-            name: self.sharded.own(snapshot.state[name], of=number)
-            for number, name in enumerate(own)
-        }
-        leaves = leaves_like("state", state, "the server's state", own)
-        return snapshot._replace(
-            state=jax.block_until_ready(self.core.specs.state(leaves))
-        )
+        """A snapshot that was read like :meth:`like`, in the order of this process."""
+        own, specs = snapshot.state, self.core.specs
+        leaves = leaves_like("state", own, "the server's state", named(specs.types))
+        return snapshot._replace(state=jax.block_until_ready(specs.state(leaves)))
+
+
+def made(make: Callable[..., T], layout: Layout, mesh: Mesh) -> Callable[..., T]:
+    """Compiles ``make``, so that each process gets only its parts of the result."""
+    return jax.jit(make, out_shardings=layout.shardings(mesh))
 
 
 def part_of(x: jax.Array) -> jax.Array:

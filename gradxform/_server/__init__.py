@@ -5,16 +5,16 @@ state and all rules about pushes. A push gets the compiled step for its types fr
 ``programs`` and is brought to the ``placement`` of the parameters; ``specs`` describes
 their trees.
 ``serial_executor`` lets no signal interrupt the work in a turn: the step, and the one
-assignment of a new ``records.Version``. ``waiters`` wakes the workers that waited for
-this step. A pull is one of ``requests``, and a ``reader`` reads the arrays for it.
+assignment of a new ``records.Version``. A pull is one request, which the ``reader``
+checks, and for which it reads the arrays.
 
-On Ray the server is an ``actor``, which sends each version once. All arrays travel by
-``wire``.
+On Ray the server is an actor, which sends each version once: see ``transport``. All
+arrays travel by ``wire``.
 
 A ``recoverable`` server saves itself while workers go on, and starts from the newest
 complete one of its ``checkpoints``. A ``saver`` is the thread that writes them to a
-``store``, whose ``folder`` belongs to one run at a time; ``same_job`` compares them
-with the run. ``extras`` imports packages that not every user has.
+``store``, whose ``folder`` belongs to one run at a time. ``extras`` imports packages
+that not every user has.
 
 Imports all subpackages above it.
 """

@@ -6,6 +6,8 @@ change or read the arrays; whoever holds the core calls them one after the other
 
 from __future__ import annotations
 
+import collections
+import functools
 import math
 import queue
 from collections.abc import Callable, Hashable
@@ -41,7 +43,6 @@ from gradxform._server.records import (
     summary,
 )
 from gradxform._server.specs import Specs
-from gradxform._server.waiters import Waiters
 from gradxform._trees import checks
 
 Prepare: TypeAlias = Callable[[optax.Updates, dict[str, Any]], Prepared]
@@ -84,7 +85,9 @@ class Core:
         self._answers: dict[Hashable, Answer] = {}  # The last one, by worker.
         self._accumulated = 0  # Pushes accepted since the last step.
         self._counters = Counters()
-        self._waiters = Waiters()
+        # The queues of callers of `wait`, by step: a push looks only at those that it
+        # wakes. The value is the step again, which may know its incarnation.
+        self._waiting: dict[int, dict[Woken, int]] = collections.defaultdict(dict)
         self._closed = False
         self._lost: str | None = None
         self._failed = False  # Whether the last step has raised an error.
@@ -124,13 +127,8 @@ class Core:
         if push_id is not None:
             worker, number = push_id
             *_, accepted, dropped = self._answers.get(worker, (0, 0))
-            self._answers[worker] = Answer(
-                number,
-                int(local_step),
-                result,
-                accepted + result.applied,
-                dropped + (not result.applied),
-            )
+            counts = accepted + result.applied, dropped + (not result.applied)
+            self._answers[worker] = Answer(number, int(local_step), result, *counts)
             self.takes -= 1
         return result
 
@@ -178,7 +176,9 @@ class Core:
         staleness = old.global_step - local_step
         self._accumulated = 0 if stepped else self._accumulated + applied
         self._counters.count(applied, staleness)
-        self._waiters.wake_passed(old.global_step, global_step)
+        for step in range(old.global_step, global_step):
+            for woken in self._waiting.pop(step, ()):
+                woken.put(global_step)
         cosines = counters[2:].view(np.float32).tolist()
         return PushResult(applied, staleness, global_step, *cosines)
 
@@ -196,16 +196,20 @@ class Core:
     def wake_after(self, global_step: int, woken: Woken) -> None:
         """In a turn: puts the answer to a wait into a queue, now or later."""
         if (answer := self.outcome(global_step)) is None:
-            self._waiters.add(global_step, woken)
+            self._waiting[global_step][woken] = global_step
         else:
             woken.put(answer)
 
     def forget(self, global_step: int, woken: Woken) -> None:
         """In a turn: nobody waits at this queue any more."""
-        self._waiters.remove(global_step, woken)
+        self._waiting[global_step].pop(woken, None)
+        if not self._waiting[global_step]:
+            del self._waiting[global_step]
 
     def _wake(self) -> None:
-        for global_step, woken in self._waiters.take_all():
+        waiting = [*self._waiting.values()]
+        self._waiting.clear()
+        for woken, global_step in (each for at in waiting for each in at.items()):
             self.wake_after(global_step, woken)
 
     # Service.
@@ -299,22 +303,12 @@ class Core:
         stats = self.stats()
         if self._failed or not stats.accepted + stats.dropped:
             return None
-        answers = [
-            [worker, number, local_step, list(result), accepted, dropped]
-            for worker, (
-                number,
-                local_step,
-                result,
-                accepted,
-                dropped,
-            ) in self._answers.items()
-        ]
         counters = {
             "global_step": stats.global_step,
             "accepted": stats.accepted,
             "staleness": {str(steps): n for steps, n in stats.staleness.items()},
             "accumulated": self._accumulated,
-            "answers": answers,
+            "answers": [[worker, *answer] for worker, answer in self._answers.items()],
             "ahead": [*self.ahead.items()],  # JSON has no keys but strings.
         }
         return Snapshot(stats.accepted + stats.dropped, self.state(), counters)
@@ -346,16 +340,8 @@ def of_one_process(
     checks.flags(donate=donate, require_finite=require_finite)
     tx, params, state = initialize(tx, params)
     specs = Specs(params, state)
-    programs = PushPrograms(
-        lambda *args: training_step(tx, *args),
-        specs,
-        donate,
-        lambda grads: check_fits(specs.types[0], grads),
-    )
-    return Core(
-        tx,
-        params,
-        state,
-        specs,
-        lambda grads, extra: prepare(programs, require_finite, grads, extra),
-    )
+    step = functools.partial(training_step, tx)
+    check = functools.partial(check_fits, specs.types[0])
+    programs = PushPrograms(step, specs, donate, check)
+    prepare_it = functools.partial(prepare, programs, require_finite)
+    return Core(tx, params, state, specs, prepare_it)

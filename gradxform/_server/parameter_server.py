@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Hashable
 from typing import Any, Generic, NoReturn, Self, SupportsIndex, overload
@@ -10,7 +11,6 @@ from typing import Any, Generic, NoReturn, Self, SupportsIndex, overload
 import jax
 import optax
 
-from gradxform._server.actor import Published, is_actor, was_restarted
 from gradxform._server.core import Woken, of_one_process
 from gradxform._server.programs import Prepared
 from gradxform._server.records import (
@@ -91,9 +91,10 @@ class ParameterServer(Generic[Params]):
         require_finite: bool = False,
     ) -> None:
         core = of_one_process(params, tx, donate=donate, require_finite=require_finite)
-        if was_restarted(self):
+        is_actor = hasattr(type(self), "__ray_actor_class__")
+        if is_actor and _was_restarted():
             core.lose("its Ray actor has died and was started again")
-        self._set_up(Published(core) if is_actor(self) else Local(core))
+        self._set_up(Local(core, publishes=is_actor))
 
     def _set_up(self, transport: Transport) -> None:
         self._transport, self._core = transport, transport.core
@@ -283,3 +284,9 @@ class ParameterServer(Generic[Params]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _was_restarted() -> bool:
+    """Whether Ray has started this actor again after its process died."""
+    context = sys.modules["ray"].get_runtime_context()
+    return bool(context.was_current_actor_reconstructed)

@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 
 from gradxform._late.counters import dropped, outermost
 from gradxform._server.placement import Arrays, bring, compiled
-from gradxform._server.requests import size_for
+from gradxform._server.reader import size_for
 from gradxform._server.specs import Leaves, Specs
 from gradxform._training.apply import apply_gradients
 from gradxform._transforms.measure_cosine import cosines

@@ -102,7 +102,7 @@ class RecoverableServer(ParameterServer[Any]):
         if stepped and saver and saver.is_due(result.global_step):
             snapshot = self._transport.snapshot()
             assert snapshot is not None  # The step has just succeeded.
-            saver.start(snapshot)
+            saver.write_soon(snapshot)
         return result
 
     def global_step(self) -> int:
@@ -146,7 +146,7 @@ class RecoverableServer(ParameterServer[Any]):
     def flush(self) -> None:
         """Waits until the checkpoint that is being written is done."""
         if self._saver is not None:
-            self._saver.wait()
+            self._saver.flush()
 
     def close(self) -> None:
         """As :meth:`ParameterServer.close`; finishes a checkpoint that was begun."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from gradxform._server.records import Snapshot, summary
 from gradxform._server.store import Store
@@ -24,22 +23,14 @@ class Saver:
         self._store = store
         self._every_steps = store.checkpoint.every_steps
         self._every_seconds = store.checkpoint.every_seconds
-        self._idle = threading.Event()
-        self._idle.set()
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._begun = time.monotonic()
-        # What to write, and a queue for the error of whoever waits; None at the end.
-        self._commands: queue.SimpleQueue[
-            tuple[Snapshot, queue.SimpleQueue[BaseException | None] | None] | None
-        ] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._serve, name="checkpoints", daemon=True
-        )
-        self._thread.start()
+        self._last: Future[None] | None = None  # That nobody waits for.
 
     def is_due(self, global_step: int) -> bool:
         """Whether the state after this step should be saved."""
         steps, seconds = self._every_steps, self._every_seconds
-        if not self._idle.is_set():
+        if self._last is not None and not self._last.done():
             return False
         if steps is not None and global_step % steps == 0:
             return True
@@ -49,37 +40,25 @@ class Saver:
         """No checkpoint is due from now on."""
         self._every_steps = self._every_seconds = None
 
-    def start(self, snapshot: Snapshot) -> None:
+    def write_soon(self, snapshot: Snapshot) -> None:
         """Has it written; returns at once."""
-        self._idle.clear()
         self._begun = time.monotonic()
-        self._commands.put((snapshot, None))
+        self._last = self._thread.submit(self._write, snapshot)
 
     def write(self, snapshot: Snapshot) -> None:
         """Has it written, after what was begun before; returns when it is there."""
-        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._commands.put((snapshot, done))
-        if (error := done.get()) is not None:
-            raise error
+        self._thread.submit(self._store.write, snapshot).result()
 
-    def wait(self) -> None:
-        """Waits until nothing is being written."""
-        self._idle.wait()
+    def flush(self) -> None:
+        """Waits until what was begun is written."""
+        wait([] if self._last is None else [self._last])
 
     def close(self) -> None:
         """Finishes the checkpoint that was begun, then ends."""
-        self._commands.put(None)
-        self._thread.join()
+        self._thread.shutdown()
 
-    def _serve(self) -> None:
-        for snapshot, done in iter(self._commands.get, None):
-            error = None
-            try:
-                self._store.write(snapshot)
-            except Exception as raised:
-                error = raised
-                if done is None:  # The run goes on, and the next one may succeed.
-                    logger.error("no checkpoint was written: %s", summary(error))
-            self._idle.set()
-            if done is not None:
-                done.put(error)
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            self._store.write(snapshot)
+        except Exception as error:  # The run goes on, and the next one may succeed.
+            logger.error("no checkpoint was written: %s", summary(error))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from gradxform._server import same_job
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.folder import Folder
@@ -19,38 +18,8 @@ if TYPE_CHECKING:
     from orbax.checkpoint import CheckpointManager
 
 
-class Managers(Protocol):
-    """Makes the managers of orbax through which a store reads and writes."""
-
-    def reader(self, checkpoint: Checkpoint) -> CheckpointManager:
-        """One that reads, and that has removed what was left half written."""
-
-    def writer(
-        self, checkpoint: Checkpoint, current: Callable[[], CheckpointManager | None]
-    ) -> contextlib.AbstractContextManager[CheckpointManager]:
-        """The one that writes the next checkpoint.
-
-        Args:
-          checkpoint: where.
-          current: makes sure that the directory is there, and returns the last reader.
-        """
-
-
-class OneManager:
-    """The manager that reads also writes."""
-
-    def reader(self, checkpoint: Checkpoint) -> CheckpointManager:
-        """See :class:`Managers`."""
-        return manager_of(checkpoint, cleanup_tmp_directories=True)
-
-    @contextlib.contextmanager
-    def writer(
-        self, checkpoint: Checkpoint, current: Callable[[], CheckpointManager | None]
-    ) -> Iterator[CheckpointManager]:
-        """See :class:`Managers`."""
-        manager = current()
-        assert manager is not None
-        yield manager
+class OtherJobError(ValueError):
+    """A checkpoint is complete, but belongs to another job."""
 
 
 def manager_of(checkpoint: Checkpoint, **options: Any) -> CheckpointManager:
@@ -74,24 +43,14 @@ class Store:
 
     Args:
       checkpoint: where, and how many are kept.
-      described: dtype and shape of every array, by its path, as users see them. A
-        checkpoint with other ones belongs to another job.
-      managers: makes orbax's managers.
 
     Attributes:
       checkpoint: as given.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        described: Callable[[dict[str, Any]], dict[str, str]] = same_job.described,
-        managers: Managers | None = None,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self._orbax = require("orbax.checkpoint", "checkpoint")
         self.checkpoint = checkpoint
-        self._described = described
-        self._managers = OneManager() if managers is None else managers
         self._held: int | None = None  # How many pushes the newest one holds.
         self._folder: Folder | None = None  # Once it is taken.
         self._manager: CheckpointManager | None = None  # The one that reads.
@@ -116,8 +75,19 @@ class Store:
         self._folder = folder
 
     def _reopen(self) -> CheckpointManager:
-        self._manager = manager = self._managers.reader(self.checkpoint)
+        self._manager = manager = self._reader()
         return manager
+
+    def _reader(self) -> CheckpointManager:
+        """One that reads, and that has removed what was left half written."""
+        return manager_of(self.checkpoint, cleanup_tmp_directories=True)
+
+    @contextlib.contextmanager
+    def _writer(self) -> Iterator[CheckpointManager]:
+        """The one that writes the next checkpoint, to a directory that is there."""
+        self._retake()
+        assert self._manager is not None
+        yield self._manager
 
     def newest(self) -> int | None:
         """How many pushes the newest holds; None where there is none."""
@@ -135,10 +105,10 @@ class Store:
         args = self._orbax.args
         counters = {
             **snapshot.counters,
-            "arrays": self._described(snapshot.state),
+            "arrays": described(snapshot.state),
             "settings": self.checkpoint.settings,
         }
-        with self._managers.writer(self.checkpoint, self._current) as manager:
+        with self._writer() as manager:
             try:
                 saved = manager.save(
                     snapshot.pushes,
@@ -162,8 +132,8 @@ class Store:
         if self._folder is not None:
             self._folder.seal(snapshot.pushes)
 
-    def _current(self) -> CheckpointManager | None:
-        """The manager that reads, after the directory was made again if it was gone."""
+    def _retake(self) -> None:
+        """Makes the directory again if it was deleted or moved."""
         if self._folder is not None and self._folder.retake():
             self._reopen()  # It forgets the checkpoints that are gone.
             if self.newest() not in (None, self._held):
@@ -173,7 +143,6 @@ class Store:
                     "and another run has saved itself there: give each run a directory "
                     "of its own."
                 )
-        return self._manager
 
     def read_newest(
         self, like: dict[str, Any], read: Callable[[int], Snapshot] | None = None
@@ -199,7 +168,7 @@ class Store:
                 try:
                     snapshot = read(pushes) if read else self.read(pushes, like)
                     break
-                except same_job.OtherJobError:
+                except OtherJobError:
                     raise
                 except Exception as error:
                     fault = summary(error)
@@ -247,10 +216,17 @@ class Store:
             pushes, args=args.Composite(counters=args.JsonRestore())
         )["counters"]
         where, saved = self._where(pushes), counters.pop("arrays")
-        same_job.check(where, saved, self._described(like))
+        wanted = described(like)
+        for path in {**wanted, **saved}:
+            if saved.get(path) != wanted.get(path):
+                raise OtherJobError(
+                    f"checkpoint: {where} is of another job. At {path} it has "
+                    f"{saved.get(path, 'nothing')}, and this job "
+                    f"{wanted.get(path, 'nothing')}. Give another directory."
+                )
         target = jax.tree.map(self._orbax.utils.to_shape_dtype_struct, like)
-        # The arrays here may have another padding. The shapes that users see are equal,
-        # as checked above.
+        # A server of several processes once padded its arrays. `strict=False` reads
+        # them without that. The described shapes have none.
         restore = args.StandardRestore(target, strict=False)
         state = manager.restore(pushes, args=args.Composite(state=restore))["state"]
         self._held = pushes
@@ -262,3 +238,12 @@ class Store:
             self._manager.close()
         if self._folder is not None:
             self._folder.release()
+
+
+def described(state: Mapping[str, Any]) -> dict[str, str]:
+    """Dtype and shape of every array, by its path. Other ones are of another job."""
+    flat, _ = jax.tree.flatten_with_path(state)
+    return {
+        jax.tree_util.keystr(path): jax.core.ShapedArray(x.shape, x.dtype).str_short()
+        for path, x in flat
+    }

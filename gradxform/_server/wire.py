@@ -70,7 +70,7 @@ def _from_bytes(
 class Sent(Protocol):
     """Something on its way to another process."""
 
-    def take(self) -> Any:  # Of any type.
+    def received(self) -> Any:  # Of any type.
         """What was sent, in the process where it has arrived."""
         ...
 
@@ -90,7 +90,7 @@ class Payload(NamedTuple):
             return cls(None, copy(tree))
         return cls(sys.modules["ray"].put(tree), None)
 
-    def take(self) -> Any:
+    def received(self) -> Any:
         """The value."""
         return self.value if self.ref is None else sys.modules["ray"].get(self.ref)
 

@@ -89,7 +89,7 @@ def ray(
         ``"server"``; or a function ``(path, shape) -> PartitionSpec``, with paths such
         as ``"encoder/emb"``. By default, and where it says None, leaves of more than a
         megabyte are cut along their first axis, and each process has all other leaves
-        whole.
+        whole. The number of processes must divide the length of an axis that is cut.
 
     Raises:
       ConnectionError: no cluster has answered at ``address``.

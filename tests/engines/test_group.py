@@ -1,6 +1,7 @@
 """A server of several processes gives the same numbers, and ends the same, as one."""
 
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -19,14 +20,14 @@ from tests.conftest import ON_RAY
 from tests.engines.test_ray import assert_counted
 from tests.engines.test_recovery import stop_at
 
-ROWS, DIM, WIDE = 301, 4, 7  # Neither 2 nor 3 divides the first and the last.
+ROWS, DIM, WIDE = 300, 4, 6
 
 
 def make_params():
     rng = np.random.default_rng(0)
     shapes = {
         "item": (ROWS, DIM),
-        "user": (64, DIM),
+        "user": (66, DIM),
         "hidden": (DIM, WIDE),
         "out": (WIDE,),
     }
@@ -54,7 +55,7 @@ sparse = jax.jit(gx.value_and_grad(loss, tables=("item", "user")))
 def batch(number):
     rng = np.random.default_rng(number)
     items = rng.integers(0, ROWS, 13).astype(np.int32)
-    users = rng.integers(0, 64, 13).astype(np.int32)
+    users = rng.integers(0, 66, 13).astype(np.int32)
     return items, users, rng.standard_normal(13).astype(np.float32)
 
 
@@ -143,15 +144,20 @@ def each(spec):
         (ValueError, r"at \['hidden'\] cuts along two", 5, each(P("server", "server"))),
         (
             ValueError,
-            r"at \['hidden'\] has more axes than the leaf, of shape \[4, 7\]",
+            r"at \['hidden'\] has more axes than the leaf, of shape \[4, 6\]",
             *(5, each(P(None, None, "server"))),
         ),
         (
             ValueError,
-            r"at \['hidden'\] cuts axis 0 of shape \[4, 7\] into 5 parts",
+            r"at \['hidden'\] cuts axis 0 of shape \[4, 6\] into 5 parts",
             *(5, each(P("server"))),
         ),
         (TypeError, r"at \['hidden'\] is no", 5, each("server")),
+        (
+            ValueError,
+            r"at \['item'\] cuts axis 0 of shape \[300, 4\] into 7 .*let it be 301",
+            *(7, {**dict.fromkeys(make_params()), "item": P("server")}),
+        ),
     ],
 )
 def test_bad_input_is_an_error_at_once(error, says, processes, shardings):
@@ -207,7 +213,7 @@ def test_processes_train_as_one_does(gate, count, standard_promotion):
         shapes = on_group(
             lambda _, leaves: [x.addressable_data(0).shape for x in leaves], run
         )
-    columns, items, users = (-(-size // count) for size in (WIDE, ROWS, 64))
+    columns, items, users = (size // count for size in (WIDE, ROWS, 66))
     assert shapes == [[(DIM, columns), (items, DIM), (WIDE,), (users, DIM)]] * count
 
 
@@ -246,24 +252,24 @@ def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
             refused(server, ValueError, "comes after", ones, step, push_id=("w", -1))
             with pytest.raises(ValueError, match="rows must name tables"):
                 server.pull({"no table": [1]})
-            with pytest.raises(ValueError, match=r"must be in \[0, 301\]"):
+            with pytest.raises(ValueError, match=r"must be in \[0, 300\]"):
                 server.pull({"item": [ROWS + 1]})
             with pytest.raises(TypeError, match="worker_params"):
                 server.push(ones, step)
             # Repeated ids and padding; and most leaves have no gradient.
-            params, _ = server.pull({"item": [300, 150, 0, 300, ROWS]})
-            assert params["item"].indices.tolist() == [0, 150, 300, ROWS, ROWS]
+            params, _ = server.pull({"item": [299, 150, 0, 299, ROWS]})
+            assert params["item"].indices.tolist() == [0, 150, 299, ROWS, ROWS]
             push(server, {**dict.fromkeys(ones), "out": ones["out"]}, step)
         close(run.server.state(), alone.state())
-        rows, _ = run.server.pull({"item": [300, 150, 0], "user": []})
-        expected, _ = alone.pull({"item": [300, 150, 0], "user": []})
+        rows, _ = run.server.pull({"item": [299, 150, 0], "user": []})
+        expected, _ = alone.pull({"item": [299, 150, 0], "user": []})
         close(rows["item"].values, expected["item"].values)
-        # The columns of this one lie in several processes, with padding after them.
+        # The columns of this one lie in several processes.
         columns = [s.pull({"hidden": [3, 1]})[0]["hidden"] for s in (run.server, alone)]
         close(*(x.values for x in columns))
         assert rows["user"].values.shape == (0, DIM)
         # In another dtype, whole and by the row.
-        for asked in ({}, {"item": [300, 150, 0], "hidden": [1]}):
+        for asked in ({}, {"item": [299, 150, 0], "hidden": [1]}):
             halves, _ = run.server.pull(asked, jnp.bfloat16)
             expected, _ = alone.pull(asked, jnp.bfloat16)
             for pair in zip(halves.values(), expected.values(), strict=True):
@@ -283,6 +289,44 @@ def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
             for each in run.server._processes._actors[1:]
         ]
         assert kept == [0]
+
+
+@marked
+@pytest.mark.parametrize("processes", [1, 2])
+def test_each_method_takes_its_arguments_by_keyword(processes, tmp_path):
+    """On the driver, and on the actor that workers call."""
+    ray = pytest.importorskip("ray")
+    options = {"server_processes": processes, "server_shardings": cut_tables}
+    job = idle(gx.drop_stale(optax.sgd(0.1), 9), pushes=2)
+    with engines.ray(job, checkpoint=tmp_path, **options) as run:
+        actor, message = run.server.actor, run.server.message
+
+        def called(name, **arguments):
+            return ray.get(getattr(actor, name).remote(**arguments))
+
+        def push(grads, local_step, push_id):
+            grads, extra = message(grads, {"push_id": push_id})
+            return called("push", grads=grads, local_step=local_step, **extra)
+
+        for number, (pull, pushed) in enumerate(
+            [
+                (run.server.pull, run.server.push),
+                (functools.partial(called, "pull"), push),
+            ]
+        ):
+            params, step = pull(rows={"item": [299, 3]}, dtype=jnp.bfloat16)
+            assert params["item"].indices.tolist() == [3, 299]
+            assert params["user"].dtype == params["item"].dtype == jnp.bfloat16
+            assert pull(dtype=jnp.bfloat16)[0]["item"].shape == (ROWS, DIM)
+            grads = jax.tree.map(np.ones_like, make_params())
+            result = pushed(grads=grads, local_step=step, push_id=("w", number))
+            assert result.global_step == number + 1
+        assert called("wait", global_step=1, timeout=0.0) == 2
+        assert called("global_step") == called("stats").global_step == 2
+        assert run.server.stats()[:2] == called("rest")[2:4] == (2, 0)
+        close(called("state"), run.server.state())
+        assert called("begin").global_step == 0
+        assert called("save") == run.server.save() == 2
 
 
 @marked
@@ -417,9 +461,9 @@ def test_a_group_goes_on_where_one_process_was(tmp_path):
             == [(5, 3)] * 2
         )
     before = {actor["ActorID"] for actor in alive(ray)}
-    other = job._replace(params={"table": np.zeros((11, 3), np.float32)})
+    other = job._replace(params={"table": np.zeros((12, 3), np.float32)})
     with (
-        pytest.raises(ValueError, match=r"of another job.*float32\[11,3\]"),
+        pytest.raises(ValueError, match=r"of another job.*float32\[12,3\]"),
         engines.ray(other, checkpoint=tmp_path, **OF_TWO),
     ):
         pass

@@ -60,6 +60,28 @@ def assert_identical(tree, other):
 # The server.
 
 
+@pytest.mark.parametrize("where", ["here", "actor"])
+def test_each_method_takes_its_arguments_by_keyword(where):
+    given = {"params": {"w": jnp.ones((4, 2))}, "tx": optax.sgd(1.0), "donate": True}
+    if where == "here":
+        server = gx.ParameterServer(**given, require_finite=True)
+        called = lambda name, **kw: getattr(server, name)(**kw)  # noqa: E731
+    else:
+        server = ray.remote(gx.ParameterServer).remote(**given, require_finite=True)
+        called = lambda name, **kw: ray.get(getattr(server, name).remote(**kw))  # noqa: E731
+    part, step = called("pull", rows={"w": [3, 1]}, dtype=jnp.bfloat16)
+    assert part["w"].indices.tolist() == [1, 3]
+    assert part["w"].dtype == jnp.bfloat16
+    grads = {"w": np.ones((4, 2), np.float32)}
+    first = called("push", grads=grads, local_step=step, push_id=("a", 0))
+    assert first == called("push", grads=grads, local_step=step, push_id=("a", 0))
+    assert called("wait", global_step=0, timeout=0.0) == 1
+    assert called("stats").accepted == 1
+    called("restore", state=called("state"))
+    np.testing.assert_array_equal(called("pull", dtype=None)[0]["w"], np.zeros((4, 2)))
+    called("close")
+
+
 def test_a_bad_push_raises_at_the_caller_and_changes_nothing(server):
     seen = push_some(server, 3).global_step
     before = ray.get(server.state.remote())

@@ -92,7 +92,7 @@ def train(job, folder, deaths, rng, processes=1, come_and_go=0):
     """
 
     def cut(path, shape):
-        return P("server") if shape and shape[0] >= processes else P()
+        return P("server") if shape and shape[0] % processes == 0 else P()
 
     pushes, killers, open_ledgers = [], [], []
     checkpoint = engines.Checkpoint(folder, every_seconds=EVERY, max_to_keep=None)
