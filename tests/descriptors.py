@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import gradxform as gx
@@ -35,6 +36,9 @@ class Descriptor:
     # Its updates are float32 where gradients have another dtype than half-precision or
     # float32 parameters, so that they hold minus each parameter exactly.
     sets_params: bool = False
+    # The share of a large leaf's entries that may differ from the formula. It is 0,
+    # unless the update jumps with the state: rounding then turns some entries' signs.
+    jumps: float = 0.0
     # Of a donated float32 step: temporary arrays, and passes over memory, in models.
     # First with gradients as arguments, then with loss and gradients inside.
     figures: tuple[tuple[float, float], tuple[float, float]] | None = None
@@ -71,6 +75,21 @@ class Descriptor:
 
         return jax.tree.map(cast, grads, params) if self.sets_params else grads
 
+    def kept(self, dtype: str = "float32") -> dict[str, np.dtype]:
+        """What ``KEPT`` says of its state, or that inside it, for such parameters."""
+        if inner := self.kwargs.get("inner"):
+            return inner.kept(dtype)
+        own = jnp.dtype(dtype)
+        wide = np.promote_types(own, np.float32)
+        kinds = {"own": own, "wide": wide, "real": jnp.finfo(wide).dtype}
+
+        def dtype_of(field: str, kind: str) -> np.dtype:
+            argument = "mu_dtype" if field == "mu" else "accumulator_dtype"
+            return jnp.dtype(self.kwargs.get(argument) or kinds[kind])
+
+        fields = KEPT.get(self.name.removeprefix("scale_by_"), {})
+        return {field: dtype_of(field, kind) for field, kind in fields.items()}
+
     def state(self, params: optax.Params) -> list[jax.ShapeDtypeStruct]:
         """The arrays of its state. Some rows keep none."""
         return jax.tree.leaves(jax.eval_shape(self.make().init, params))
@@ -88,6 +107,17 @@ Dense = functools.partial(D, rows="refused")
 
 # It computes weights, of the touched rows alone, and returns how they differ.
 Weights = functools.partial(D, rows="touched", reads_params=True, sets_params=True)
+
+# The fields of a state that the formula in oracles.py yields too, in its order. Their
+# dtype is the parameters' "own", that in at least float32, "wide", or the "real" of it.
+KEPT = {
+    "adagrad": {"sum_of_squares": "real"},
+    "ftrl": {"sum_of_squares": "real", "linear": "wide"},
+    "proximal_adagrad": {"sum_of_squares": "real"},
+    "novograd": {"mu": "own", "nu": "real"},
+    "delayed_nesterov": {"mu": "own", "accumulated": "wide"},
+    "momentum_look_ahead": {"mu": "own"},
+}
 
 ADAGRAD = D("adagrad", {"learning_rate": 0.1})
 NOVOGRAD = Dense("novograd", {"learning_rate": 0.1, "global_clipnorm": 0.5})
@@ -112,7 +142,12 @@ DESCRIPTORS = (
     D("adagrad", {"learning_rate": 0.1, "row_wise": True}, "row_wise"),
     D("adagrad", {"learning_rate": 0.1, "accumulator_dtype": jnp.bfloat16}, "bf16"),
     D("adagrad", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
-    D("adagrad", {"learning_rate": 0.1, "clipvalue": 0.1}, "clipvalue", real_only=True),
+    D(
+        "adagrad",
+        {"learning_rate": 0.1, "clipvalue": 0.125},
+        "clipvalue",
+        real_only=True,
+    ),
     D("adagrad", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"),
     Weights("ftrl", {"learning_rate": 0.1}, figures=((0, 12), (0.75, 16.33))),
     Weights(
@@ -140,7 +175,7 @@ DESCRIPTORS = (
     ),
     Weights("ftrl", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
     Weights(
-        "ftrl", {"learning_rate": 0.1, "clipvalue": 0.1}, "clipvalue", real_only=True
+        "ftrl", {"learning_rate": 0.1, "clipvalue": 0.125}, "clipvalue", real_only=True
     ),
     Weights("ftrl", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"),
     Weights(
@@ -182,7 +217,7 @@ DESCRIPTORS = (
     Dense("novograd", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
     Dense(
         "novograd",
-        {"learning_rate": 0.1, "clipvalue": 0.1},
+        {"learning_rate": 0.1, "clipvalue": 0.125},
         "clipvalue",
         real_only=True,
     ),
@@ -221,7 +256,12 @@ DESCRIPTORS = (
     ),
     Dense("measure_cosine", figures=((0, 8), (1, 12.33))),
     D("lazy", {"inner": ADAGRAD}, figures=((0, 7), (0.75, 11.33))),
-    D("lazy", {"inner": Dense("momentum_look_ahead", {"learning_rate": 0.1})}, "mu"),
+    D(
+        "lazy",
+        {"inner": Dense("momentum_look_ahead", {"learning_rate": 0.1})},
+        "mu",
+        rows="touched",
+    ),
     # The first two pushes with local_step 0 are fresh, the third is stale.
     Dense(
         "drop_stale",

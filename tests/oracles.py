@@ -225,10 +225,10 @@ def delayed_nesterov(
     mu, total = ({k: np.zeros_like(p) for k, p in params.items()} for _ in range(2))
     for t, grads in enumerate(sequence):
         eps = float(learning_rate(t)) if callable(learning_rate) else learning_rate
-        total = {k: total[k] + g for k, g in grads.items()}
+        # The sum stays until the next gradient begins another one.
+        total = {k: g + (0 if t % n == 0 else total[k]) for k, g in grads.items()}
         if (t + 1) % n == 0:
             mu = {k: beta * mu[k] + total[k] / n for k in grads}
-            total = {k: np.zeros_like(p) for k, p in params.items()}
             share = 1 - c * n + c
         else:
             share = c
@@ -415,8 +415,13 @@ def of(name):
     return AT_ONCE.get(name) or globals().get(name.removeprefix("scale_by_"))
 
 
-def expected(row, params, pushes, local_step=None):
-    """The sum of all updates of a row of the table, for pushes one by one.
+def expected(row, params, pushes):
+    """The sum of all updates of a row of the table, for pushes one by one."""
+    return after(row, params, pushes)[0]
+
+
+def after(row, params, pushes, local_step=None):
+    """The sum of all updates, then the trees of its state, if a push has acted.
 
     ``pushes`` are dicts of arrays. All of them have the row's ``local_step``.
     """
@@ -424,11 +429,11 @@ def expected(row, params, pushes, local_step=None):
     local_step = row.local_step if local_step is None else local_step
     if "inner" in options:
         acted = _acting(row, pushes, local_step)
-        return expected(options["inner"], params, acted, local_step)
+        return after(options["inner"], params, acted, local_step)
     if not pushes:
-        return tree_map(np.zeros_like, params)
+        return (tree_map(np.zeros_like, params),)
     if row.name in AT_ONCE:
-        return total([AT_ONCE[row.name](grads, **options) for grads in pushes])
+        return (total([AT_ONCE[row.name](grads, **options) for grads in pushes]),)
     oracle = of(row.name)
     if oracle is None:
         raise LookupError(f"tests/oracles.py has no formula of {row.name}")
@@ -437,7 +442,7 @@ def expected(row, params, pushes, local_step=None):
     if "alignment" in options:
         options["alignment"] = options["alignment"]._asdict()
     *_, last = oracle(params, pushes, **{"learning_rate": -1.0} | options)
-    return tree_map(np.subtract, last[0], params)
+    return tree_map(np.subtract, last[0], params), *last[1:]
 
 
 def _acting(row, pushes, local_step):

@@ -137,7 +137,7 @@ def test_a_schedule_is_read_at_the_count_of_the_step(name):
 
 
 def assert_formula(row, update):
-    """The sums of its updates follow the oracle of the row for three pushes."""
+    """The sums of its updates, and its state, follow the oracle for three pushes."""
     start = params = draw(0)
     pushes = [draw(1 + t) for t in range(3)]
     state, summed = row.make().init(params), {"w": 0.0, "b": 0.0}
@@ -145,11 +145,15 @@ def assert_formula(row, update):
         updates, state = update(grads, state, params, **row.extra(params))
         params = optax.apply_updates(params, updates)
         summed = {k: summed[k] + u for k, u in flat(updates).items()}
-        wanted = oracles.expected(row, flat(start), [*map(flat, pushes[:n])])
-        for k in wanted:
-            rtol = 1e-2 if row.variant == "bf16" else 1e-5
-            atol = rtol * np.abs(wanted[k]).max()
-            np.testing.assert_allclose(summed[k], wanted[k], rtol=0, atol=atol)
+        wanted = oracles.after(row, flat(start), [*map(flat, pushes[:n])])
+        got = [summed, *(flat(optax.tree.get(state, field)) for field in row.kept())]
+        if len(wanted) == 1:  # It keeps no state, or no push has acted yet.
+            got = got[:1]
+        for ours, theirs in zip(got, wanted, strict=True):
+            for k in theirs:
+                rtol = 1e-2 if row.variant == "bf16" else 1e-5
+                atol = rtol * np.abs(theirs[k]).max()
+                np.testing.assert_allclose(ours[k], theirs[k], rtol=0, atol=atol)
 
 
 def test_only_a_row_that_reads_params_needs_them(row):
@@ -221,6 +225,8 @@ def test_types_are_stable(row, dtype):
     with precision(dtype):
         params, grads, tx = draw(0, dtype)["w"], draw(1, dtype)["w"], row.make()
         expected = types(tx.init(params))
+        for field, wanted in row.kept(dtype).items():
+            assert optax.tree.get(tx.init(params), field).dtype == wanted, field
         jax.eval_shape(step, params, grads)
 
 
@@ -354,12 +360,16 @@ def test_chain_and_named_chain(row, compiled):
         chex.assert_trees_all_close((updates, state), expected, rtol=2e-6)
 
 
-def test_inject_hyperparams(row, compiled, standard_promotion):
-    """Inside, every number is a traced float32. It widens no gradient in half."""
+def static(row):
+    """The arguments of a row that decide what is computed, and no number does."""
     shapes = "accumulator_dtype", "mu_dtype", "num_steps", "num_workers", "window"
     known = row.parameters()
-    static = [k for k in known if k in shapes or callable(row.kwargs.get(k))]
-    tx = optax.inject_hyperparams(getattr(gx, row.name), static_args=static)(
+    return [k for k in known if k in shapes or callable(row.kwargs.get(k))]
+
+
+def test_inject_hyperparams(row, compiled, standard_promotion):
+    """Inside, every number is a traced float32. It widens no gradient in half."""
+    tx = optax.inject_hyperparams(getattr(gx, row.name), static_args=static(row))(
         **row.arguments()
     )
     # Its numbers have the widest dtype of the parameters.
@@ -378,6 +388,15 @@ def test_inject_hyperparams(row, compiled, standard_promotion):
         # What is in single precision all the way.
         single = updates["nested"], expected[0]["nested"]
         chex.assert_trees_all_close(*single, rtol=1e-5)
+
+
+def test_inject_hyperparams_without_static_args(row):
+    """Every number is traced, or an error says that it cannot be."""
+    must_be = {*static(row)} - {"max_staleness"}  # That may be a schedule.
+    tx = optax.inject_hyperparams(getattr(gx, row.name))(**row.arguments())
+    fails = pytest.raises((TypeError, ValueError), match="static_args")
+    with fails if must_be else contextlib.nullcontext():
+        check_traced_types(row, tx, draw(1), draw(0))
 
 
 def test_numbers_may_be_arrays(row, compiled):
@@ -426,13 +445,21 @@ def test_masked_and_partition_run_each_part_on_its_own(row):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_without_jit_the_numbers_are_the_same(row, dtype):
-    """In float32 the next tests compare them."""
-    params, grads, tx = draw(0, dtype), draw(1, dtype), row.make()
-    expected = run(row, grads, params, jax.jit(tx.update), steps=1)
-    with jax.disable_jit():
-        got = run(row, grads, params, steps=1)
-    chex.assert_trees_all_close(wide(got), wide(expected), rtol=1e-2, atol=1e-4)
+def test_half_precision_is_single_precision_rounded(row, compiled, dtype):
+    """An ulp of the same step in float32, without jit, where each operation rounds."""
+    params, tx = draw(0, dtype), row.make()
+    state, single = tx.init(params), types(compiled.tx.init(wide(params)))
+    for seed in range(1, 4):
+        grads, extra = draw(seed, dtype), row.extra(params)
+        before = jax.tree.map(lambda x, t: np.asarray(x, t.dtype), state, single)
+        wanted = compiled.update(wide(grads), before, wide(params), **extra)
+        with jax.disable_jit():
+            updates, state = tx.update(grads, state, params, **extra)
+        # A clip and a learning rate also round what is between them.
+        ulp = float(jnp.finfo(dtype).eps)
+        chex.assert_trees_all_close(
+            wide((updates, state)), wide(wanted), rtol=ulp, atol=1e-6
+        )
 
 
 def test_no_step_transfers_anything(row):

@@ -86,15 +86,19 @@ class Compiled:
         return total([cast(x, COMPLEX[0] if is_complex else REAL[0]) for x in trace])
 
 
-def agree(got, wanted, dtype, rtol, case):
-    """They agree up to that part of the largest number in their leaf."""
+def agree(got, wanted, dtype, rtol, case, jumps=0.0):
+    """They agree up to that part of the largest number in their leaf.
+
+    The share ``jumps`` of the entries may differ.
+    """
     for k in SHAPES:
         finite = np.isfinite(wanted[k])
         assert np.array_equal(np.isfinite(got[k]), finite), (*case, k)
         if finite.any():
-            error = np.abs(got[k] - wanted[k])[finite].max()
+            errors = np.abs(got[k] - wanted[k])[finite]
             least = PUSHES * float(jnp.finfo(dtype).smallest_subnormal)
-            assert error <= rtol * np.abs(wanted[k])[finite].max() + least, (*case, k)
+            bound = rtol * np.abs(wanted[k])[finite].max() + least
+            assert np.count_nonzero(errors > bound) <= jumps * errors.size, (*case, k)
 
 
 class Draw:
@@ -140,7 +144,7 @@ def test_numbers(row, drawn):
             ):
                 rtol = RTOL["bfloat16" if row.variant == "bf16" else dtype]
                 got = one.play(spoiled(pushes, case))
-                agree(got, wanted, dtype, rtol, (dtype, case))
+                agree(got, wanted, dtype, rtol, (dtype, case), row.jumps)
 
 
 @pytest.fixture(scope="module", params=REAL + COMPLEX)

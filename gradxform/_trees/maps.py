@@ -112,7 +112,11 @@ def all_finite(g: Gradient) -> jax.Array:
 def map_updates(
     f: Callable[..., PyTree[jax.Array]], updates: optax.Updates, *rest: PyTree[object]
 ) -> optax.Updates:
-    """``f`` of each gradient, or of its values if it is row-sparse."""
+    """``f`` of each gradient, or of its values if it is row-sparse.
+
+    For rows ``f`` returns as many rows, and the result is an ``IndexedSlices`` of them
+    with the indices of the gradient.
+    """
 
     def update(g: Leaf, *r: object) -> PyTree[Leaf]:
         if not has_gradient(g):
@@ -129,7 +133,12 @@ def map_state(
     state: PyTree[Leaf],
     *rest: PyTree[Leaf],
 ) -> PyTree[Leaf]:
-    """New state leaves ``f(g, s, ...)``; a leaf without gradient keeps its state."""
+    """New state leaves ``f(g, s, ...)``; a leaf without gradient keeps its state.
+
+    For rows ``f`` gets their values and the leaf of ``state`` as it is: the same rows
+    if :func:`rows` has taken them. The result is what ``f`` returns, an array of these
+    rows, until :func:`put_rows` writes them into the table.
+    """
     return map_leaves(
         lambda g, s, *r: f(values(g), jnp.asarray(s), *r) if has_gradient(g) else s,
         updates,

@@ -12,5 +12,5 @@ mapfile -t pins < <(python -c '
 import tomllib
 for package in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]:
     print(package.replace(">=", "=="))')
-python -m pip install -q -e '.[test]' "${pins[@]}"
+python -m pip install -q -e '.[checkpoint]' "${pins[@]}"
 python -m tests.golden.make_checkpoints
