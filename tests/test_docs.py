@@ -76,7 +76,8 @@ def test_the_reader_of_a_counter_names_each_gate_that_has_it(called, field):
     assert all(f":func:`{gate}`" in said for gate in gates)
     with pytest.raises(ValueError, match=field) as raised:
         called(())
-    assert all(gate in str(raised.value) for gate in gates if gate != "accumulate")
+    for_late_gradients = {*gates} - {"accumulate", "skip_spikes"}
+    assert all(gate in str(raised.value) for gate in for_late_gradients)
 
 
 def own_fields(name):
@@ -133,11 +134,15 @@ def test_every_listed_extra_argument_does_something():
             others = {k: v for k, v in extra.items() if k != name}
             with pytest.raises((TypeError, ValueError), match=name):
                 tx.update(params, tx.init(params), params, **others)
-    # The one that may be left out. Without it the norm of the updates is 2.
+    # Two may be left out. Without this one the norm of the updates is 2.
     tx = gx.clip_by_global_norm(1.0)
     updates, _ = tx.update(params, tx.init(params), use_norm=4.0)
     assert updates.tolist() == (params / 4).tolist()
     seen.add(("clip_by_global_norm", "use_norm"))
+    tx = gx.skip_spikes(gx.scale_by_learning_rate(1.0))
+    updates, _ = tx.update(params, tx.init(params), params, value=jnp.inf)
+    assert not updates.any()
+    seen.add(("skip_spikes", "value"))
     assert seen == {(row.name, name) for row in ROWS.values() for name in row.extra}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -81,10 +83,16 @@ def outermost(state: optax.OptState, field: str) -> jax.Array:
 
 def dropped(state: optax.OptState) -> jax.Array:
     """How many pushes the gates in a state have left out, for any reason."""
-    names = "stale_count", "nonfinite_count", "skipped_count"
-    found = (optax.tree.get_all_with_path(state, name) for name in names)
-    counts = [count for pairs in found for _, count in pairs]
+    counts = [*_left_out(state)]
     return sum(counts[1:], counts[0])
+
+
+def _left_out(state: optax.OptState) -> Iterator[jax.Array]:
+    for _, gate in states(state, "inner_state"):
+        for name in ("stale_count", "nonfinite_count", "skipped_count"):
+            if hasattr(gate, name):
+                yield getattr(gate, name)
+        yield from _left_out(gate.inner_state)
 
 
 def increment_if(pred: jax.Array | bool, count: jax.Array) -> jax.Array:

@@ -171,10 +171,11 @@ def gate(
                 return *_put_into(free, outcome), new_state, jnp.array(True)
 
             def skipped() -> _Applied:
-                return skip(params), free, inner_state, jnp.array(False)
+                unused = () if free is None else free
+                return skip(params), unused, inner_state, jnp.array(False)
 
             rest, filled, state, done = typed_cond(pred, applied, skipped)
-            if filled is None:
+            if free is None:
                 return rest, state, done, room
             return _taken_from(filled, rest, done), state, done, filled
 
@@ -253,7 +254,7 @@ def _put_into(
 ) -> tuple[Outcome, optax.Updates | None]:
     """Moves updates into arrays that hold them exactly; an empty one marks each."""
     if room is None:
-        return updates, None
+        return updates, ()  # None would be a leaf of a type that is not known yet.
 
     def moved(r: Leaf, u: Leaf) -> tuple[Leaf, Leaf]:
         if not (isinstance(r, jax.Array) and isinstance(u, jax.Array) and u.size):

@@ -333,7 +333,10 @@ def test_an_engine_says_it_too():
     assert run.counts().dropped == 1
 
 
-def test_keras_fits_with_it():
+@pytest.mark.slow  # Keras takes seconds to import.
+@pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning:keras")
+def test_keras_fits_with_it(monkeypatch, standard_promotion):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
     from gradxform.keras import Optimizer
 
