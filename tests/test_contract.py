@@ -455,11 +455,12 @@ def test_half_precision_is_single_precision_rounded(row, compiled, dtype):
         wanted = compiled.update(wide(grads), before, wide(params), **extra)
         with jax.disable_jit():
             updates, state = tx.update(grads, state, params, **extra)
-        # A clip and a learning rate also round what is between them.
+        # A number is rounded once: by half an ulp. A rate, and the mean of a gate, take
+        # one that is already rounded.
         ulp = float(jnp.finfo(dtype).eps)
-        chex.assert_trees_all_close(
-            wide((updates, state)), wide(wanted), rtol=ulp, atol=1e-6
-        )
+        for got, exact, once in ((updates, wanted[0], False), (state, wanted[1], True)):
+            rtol = 0.51 * ulp if once and row in UNGATED else ulp
+            chex.assert_trees_all_close(wide(got), wide(exact), rtol=rtol, atol=1e-6)
 
 
 def test_no_step_transfers_anything(row):
@@ -558,18 +559,24 @@ def test_derivatives_through_the_update_are_finite(row):
 
 
 def test_a_leaf_without_gradient_keeps_its_state(row):
-    params, grads = draw(0), draw(1) | {"w": None}
-    tx = row.make()
-    for updates, state in run(row, grads, params):
+    params, tx = draw(0), row.make()
+    start = tx.init(params)
+    if row in UNGATED:  # A gate may wait, and then apply what came before.
+        _, start = tx.update(draw(2), start, params, **row.extra(params))
+    state = start
+    for seed in (1, 3, 4):
+        grads = draw(seed) | {"w": None}
+        updates, state = tx.update(grads, state, params, **row.extra(params))
         # The mean of several pushes is dense; here it is of nothing.
         assert updates["w"] is None or not jnp.any(updates["w"])
-        assert types(state) == types(tx.init(params))
-    for field in ("sum_of_squares", "mu", "nu"):
-        for path, value in optax.tree.get_all_with_path(state, field):
-            initial = dict(optax.tree.get_all_with_path(tx.init(params), field))[path]
-            chex.assert_trees_all_equal(value["w"], initial["w"])
-            b, before = (tree["nested"][1]["b"] for tree in (value, initial))
-            assert np.any(b != before)
+        assert types(state) == types(start)
+    moved = []
+    for field in row.kept():
+        value, initial = (optax.tree.get(x, field) for x in (state, start))
+        chex.assert_trees_all_equal(value["w"], initial["w"])
+        b, before = (tree["nested"][1]["b"] for tree in (value, initial))
+        moved.append(np.any(b != before))
+    assert any(moved) or not moved
 
 
 def test_a_tree_without_leaves(row):
