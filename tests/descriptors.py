@@ -388,7 +388,7 @@ DESCRIPTORS = (
         reads_params=True,
         figures=((0, 4), (0.26, 8.33)),
     ),
-    D("clip_by_zscore", figures=(0, 4)),
+    D("clip_by_zscore", figures=((0, 4), (1, 6.83))),
     # The third of three pushes is clipped; in the other row the second one, too.
     D("clip_by_zscore", {"warmup": 2}, "two"),
     D("clip_by_zscore", {"threshold": 0.2, "decay": 0.5, "warmup": 1}, "one"),
@@ -396,7 +396,7 @@ DESCRIPTORS = (
     Dense(
         "skip_spikes",
         {"inner": NOVOGRAD, "warmup": 2, "sigmas": 0.5},
-        figures=(0, 8),
+        figures=((0, 8), (1, 10.84)),
     ),
     D("skip_spikes", {"inner": ADAGRAD, "window": 4, "sigmas": 0.5}, "window"),
 )

@@ -485,7 +485,8 @@ GUARDS = {
     "zscore": (optax.chain(gx.clip_by_zscore(), gx.adagrad(0.1)), 0, 1),
     "skip": (gx.skip_spikes(gx.adagrad(0.1)), 0, 1),
     "around": (gx.skip_spikes(gx.accumulate(gx.adagrad(0.1), 4)), 0, 1),
-    "inside": (gx.accumulate(gx.skip_spikes(gx.adagrad(0.1)), 4), 0, 1),
+    # The sum is added leaf by leaf: one gradient of four layers is there at a time.
+    "inside": (gx.accumulate(gx.skip_spikes(gx.adagrad(0.1)), 4), 0, 0.25),
     "skip_nonfinite": (gx.accumulate(gx.adagrad(0.1), 1, skip_nonfinite=True), 0, 1),
     "optax": (optax.apply_if_finite(gx.adagrad(0.1), 5), 1, 2),
 }

@@ -363,8 +363,8 @@ def test_chain_and_named_chain(row, compiled):
 def static(row):
     """The arguments of a row that decide what is computed, and no number does."""
     shapes = "accumulator_dtype", "mu_dtype", "num_steps", "num_workers", "window"
-    known = row.parameters()
-    return [k for k in known if k in shapes or callable(row.kwargs.get(k))]
+    values = {k: p.default for k, p in row.parameters().items()} | row.kwargs
+    return [k for k, v in values.items() if callable(v) or (k in shapes and v)]
 
 
 def test_inject_hyperparams(row, compiled, standard_promotion):

@@ -323,10 +323,8 @@ def test_the_mean_equals_that_of_multi_steps(standard_promotion):
 @pytest.mark.parametrize("grad", [1e20, -1e20, 1e20 + 1e20j])
 def test_compensation_of_large_gradients_by_nothing_is_nothing(grad, control, distance):
     grad = jnp.asarray([grad], jnp.complex64 if isinstance(grad, complex) else None)
-    tx = gx.compensate_delay(control)
-    updates, _ = tx.update(
-        grad, tx.init(None), jnp.ones(1), worker_params=jnp.ones(1) - distance
-    )
+    tx, params = gx.compensate_delay(control), jnp.ones_like(grad)
+    updates, _ = tx.update(grad, tx.init(None), params, worker_params=params - distance)
     np.testing.assert_array_equal(updates, grad)
 
 
