@@ -442,7 +442,8 @@ def after(row, params, pushes, local_step=None):
     if "alignment" in options:
         options["alignment"] = options["alignment"]._asdict()
     *_, last = oracle(params, pushes, **{"learning_rate": -1.0} | options)
-    return tree_map(np.subtract, last[0], params), *last[1:]
+    kept = last[1 : 1 + len(row.kept(np.float64))]
+    return tree_map(np.subtract, last[0], params), *kept
 
 
 def _acting(row, pushes, local_step):
