@@ -416,6 +416,7 @@ def test_failed_checkpoints_do_not_pile_up(tmp_path, caplog):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert len(told(caplog)) == 3
+        gc.collect()  # An error of one may hold it while the next one begins.
         assert len([*tmp_path.glob("*.orbax-checkpoint-tmp*")]) <= 1
         next(run.pushes)
     gc.collect()
