@@ -597,11 +597,11 @@ CHECKS = {
     "[engines.Worker(step_fn, dataset_fn(index)) for index in range(2)]": (
         draw_minibatches_of_their_own
     ),
-    "engines.ray(job, server_processes=2, server_shardings={"
+    "engines.ray(job, server_processes=3, server_shardings={"
     '"w": jax.sharding.PartitionSpec("server"), "b": None})': check_scheduled,
     'lambda path, shape: jax.sharding.PartitionSpec("server") '
-    "if shape and shape[0] > 2 else None": lambda shardings: gives((None, 0))(
-        Layout.of(PARAMS, 2, shardings).cuts  # Of b, and of the three entries of w.
+    "if shape and shape[0] % 3 == 0 else None": lambda shardings: gives((None, 0))(
+        Layout.of(PARAMS, 3, shardings).cuts  # Of b, and of the three entries of w.
     ),
     "engines.Job(params, tx, [engines.Worker(step_fn, dataset_fn(0))], pushes=2 * 3)": (
         trains_through_epochs
