@@ -71,7 +71,7 @@ def dense_layers(number=12, width=1024, dtype=jnp.float32):
 
 
 def squares(layers, x):
-    """The mean square of what dense layers make of a batch ``[size, width]``."""
+    """The mean square of the dense layers' output for a batch ``[size, width]``."""
     for name in sorted(layers):
         x = jnp.tanh(x @ layers[name])
     return jnp.mean(jnp.square(x.astype(jnp.float32)))

@@ -76,7 +76,7 @@ class Descriptor:
         return jax.tree.map(cast, grads, params) if self.sets_params else grads
 
     def kept(self, dtype: str = "float32") -> dict[str, np.dtype]:
-        """What ``KEPT`` says of its state, or that inside it, for such parameters."""
+        """The fields of its state, or of the one inside, with dtypes: see ``KEPT``."""
         if inner := self.kwargs.get("inner"):
             return inner.kept(dtype)
         own = jnp.dtype(dtype)

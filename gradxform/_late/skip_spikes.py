@@ -1,4 +1,4 @@
-"""The gate that skips gradients of which the norm or the loss jumps."""
+"""The gate that skips a gradient if its norm or its loss jumps."""
 
 from __future__ import annotations
 

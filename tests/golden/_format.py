@@ -164,6 +164,15 @@ PROXIMAL_ADAGRAD = [
 """What ``tf.train.ProximalAdagradOptimizer`` is run with."""
 
 
+def spoiled(step, key):
+    """A short sequence with one NaN."""
+    pairs = spiky(3, 24)
+    grads, loss = pairs[step]
+    nan = np.float32("nan")
+    pairs[step] = (grads, nan) if key == "loss" else ({"w": grads["w"] * nan}, loss)
+    return pairs
+
+
 def scheduled(adagrad_case_name, **schedule):
     """One more case like ADAGRAD's: a schedule, by its class name and arguments."""
     return (adagrad_case_name, "plain", dict(_RATE, learning_rate=schedule))

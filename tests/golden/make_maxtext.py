@@ -57,23 +57,14 @@ def run(wrapper, name, pairs, window, sigmas, why_not=None):
     return dict(case, params=start, events=events)
 
 
-def spoiled(step, key):
-    """A short sequence with one NaN."""
-    pairs = _format.spiky(3, 24)
-    grads, loss = pairs[step]
-    nan = np.float32("nan")
-    pairs[step] = (grads, nan) if key == "loss" else ({"w": grads["w"] * nan}, loss)
-    return pairs
-
-
 if __name__ == "__main__":
     wrapper = load(sys.argv[1])
     nan = "ours skips the push and lets NaN into no history"
     cases = [
         run(wrapper, "six-sigmas", _format.spiky(1, 120), 32, 6.0),
         run(wrapper, "two-sigmas", _format.spiky(2, 120), 16, 2.0),
-        run(wrapper, "nan-loss", spoiled(12, "loss"), 8, 6.0, nan),
-        run(wrapper, "nan-gradient-at-first", spoiled(1, "grads"), 8, 6.0, nan),
+        run(wrapper, "nan-loss", _format.spoiled(12, "loss"), 8, 6.0, nan),
+        run(wrapper, "nan-gradient-at-first", _format.spoiled(1, "grads"), 8, 6.0, nan),
     ]
     versions = {"maxtext": "e591f30c", "jax": jax.__version__}
     _format.write(__file__, versions, cases)

@@ -40,15 +40,6 @@ def run(name, pairs, window, sigmas, why_not=None):
     return dict(case, params={"w": start}, events=events)
 
 
-def spoiled(step, key):
-    """A short sequence with one NaN."""
-    pairs = _format.spiky(3, 24)
-    grads, loss = pairs[step]
-    nan = np.float32("nan")
-    pairs[step] = (grads, nan) if key == "loss" else ({"w": grads["w"] * nan}, loss)
-    return pairs
-
-
 if __name__ == "__main__":
     nan = "ours skips the push and lets NaN into no history"
     cases = [
@@ -56,8 +47,8 @@ if __name__ == "__main__":
         run("two-sigmas", _format.spiky(2, 120), 16, 2),
         run("short-window", _format.spiky(4, 60), 6, 3),
         run("two-numbers", _format.spiky(3, 12), 4, 6, "ours needs two numbers before"),
-        run("nan-loss", spoiled(12, "loss"), 8, 6, nan),
-        run("nan-gradient", spoiled(12, "grads"), 8, 6, nan),
+        run("nan-loss", _format.spoiled(12, "loss"), 8, 6, nan),
+        run("nan-gradient", _format.spoiled(12, "grads"), 8, 6, nan),
     ]
     versions = {"ai2-olmo-core": "3.0.0", "torch": torch.__version__.partition("+")[0]}
     _format.write(__file__, versions, cases)
