@@ -7,6 +7,7 @@ a skipped push copies nothing.
 
 - ``gate``: the idea, and what all gates share.
 - ``conditional``: a conditional whose two sides may differ in type.
+- ``skip_spikes``: the gate that skips a step whose loss or norm is a spike.
 - ``missing``: what happens to a leaf without a gradient.
 - ``drop_stale``: the gate that drops gradients that come too late.
 - ``worker_mean``: the gate for workers whose data differ, with a row for each.

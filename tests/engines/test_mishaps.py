@@ -151,7 +151,7 @@ def test_a_deadline_helps_where_all_wait_for_each_other(engine):
     assert sorted(pushes) == [(w, n) for w in range(3) for n in range(10)]
 
 
-def test_whoever_has_ended_is_not_in_the_way_in_the_same_round():
+def test_an_ended_stream_is_not_in_the_way_in_the_same_round():
     """The others are asked again at once, without its clock and its gradient."""
     stream = iter([(), ()])
     job = make_job([1.0, 1.0], 20, pace=engines.stale_synchronous(0))

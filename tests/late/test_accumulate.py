@@ -382,7 +382,7 @@ def test_nothing_of_the_sum_before_reaches_the_next(how, dtype, sums):
             np.testing.assert_array_equal(params[k].astype("float32"), w)
 
 
-def test_who_resets_the_count_begins_a_new_sum():
+def test_a_count_that_is_reset_begins_a_new_sum():
     """As in ``optax.MultiSteps``, whose running mean forgets the old one then, too."""
     tx = gx.accumulate(optax.sgd(1.0), 2)
     params = jnp.zeros(2)

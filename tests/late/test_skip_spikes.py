@@ -115,7 +115,7 @@ def test_the_decisions_are_those_of_the_original(name):
 
 
 @pytest.mark.parametrize("name", [k for k, case in CASES.items() if not case["ours"]])
-def test_what_the_originals_do_with_nan_is_not_ours(name):
+def test_the_originals_treat_nan_otherwise(name):
     case = CASES[name]
     assert case["why_not"]
     window = case["settings"].get("rolling_interval_length") or 8
