@@ -65,8 +65,7 @@ class Layout(NamedTuple):
             ``params``, or asks for an impossible cut, with the leaf's path; or the
             length of an axis to cut does not divide.
         """
-        checks.integer_scalar("server_processes", processes)
-        checks.in_range("server_processes", processes, checks.COUNTS)
+        checks.integer_in_range("server_processes", processes, checks.COUNTS)
         types = jax.tree.map(_type, params)
         flat, structure = jax.tree.flatten_with_path(types)
         if callable(shardings):

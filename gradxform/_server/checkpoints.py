@@ -57,8 +57,7 @@ class Checkpoint(NamedTuple):
         checks.flags(resume=self.resume)
         for name in ("every_steps", "max_to_keep"):
             if getattr(self, name) is not None:
-                checks.integer_scalar(name, getattr(self, name))
-                checks.in_range(name, getattr(self, name), "[1, inf)")
+                checks.integer_in_range(name, getattr(self, name), "[1, inf)")
         if self.every_seconds is not None:
             checks.in_range("every_seconds", self.every_seconds, "[0, inf]")
         try:  # The form in which a checkpoint gives them back.

@@ -121,7 +121,7 @@ def bounded_staleness(
     (True, False)
     """
     most = float(checks.in_range("max_staleness", max_staleness, "[0, inf]"))
-    _check_num_required(num_required)
+    checks.integer_in_range("num_required", num_required, "[1, inf)")
 
     def pace(progress: Progress) -> bool:
         local_steps = progress.local_steps
@@ -169,7 +169,7 @@ def admission(
     """
     late = float(checks.in_range("max_staleness", max_staleness, "[0, inf]"))
     most = float(checks.in_range("max_concurrent", max_concurrent, "[1, inf]"))
-    _check_num_required(num_required)
+    checks.integer_in_range("num_required", num_required, "[1, inf)")
 
     def pace(progress: Progress) -> bool:
         free = most - len(progress.local_steps)
@@ -177,8 +177,3 @@ def admission(
         return min(free, room) > 0
 
     return Alike(pace)
-
-
-def _check_num_required(num_required: int) -> None:
-    checks.integer_scalar("num_required", num_required)
-    checks.in_range("num_required", num_required, "[1, inf)")

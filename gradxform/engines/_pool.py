@@ -75,10 +75,8 @@ class WorkerPool:
 
     def __init__(self, job: Job) -> None:
         if job.required is not None:
-            checks.integer_scalar("required", job.required)
-            checks.in_range("required", job.required, "[1, inf)")
-        checks.integer_scalar("pushes", job.pushes)
-        checks.in_range("pushes", job.pushes, "[1, inf)")
+            checks.integer_in_range("required", job.required, "[1, inf)")
+        checks.integer_in_range("pushes", job.pushes, "[1, inf)")
         self._job = job
         self._stops = Stops(job.max_staleness)
         self._scheduler = Scheduler(job)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import os
 import tempfile
@@ -10,6 +9,8 @@ import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from gradxform._server.extras import require
 from gradxform._server.folder import path_of
@@ -245,20 +246,13 @@ def _histogram(values: Sequence[int]) -> dict[str, Any]:
 
     ``n`` lies in ``[n, n + 1)``. Absent integers between two others share an empty one.
     """
-    limits: list[int] = []  # Where each bucket ends, and the next one begins.
-    counts: list[int] = []
-    for value, count in sorted(collections.Counter(values).items()):
-        if limits and limits[-1] < value:
-            limits.append(value)
-            counts.append(0)
-        limits.append(value + 1)
-        counts.append(count)
+    ends = sorted({end for n in values for end in (n, n + 1)})
     return {
         "min": min(values),
-        "max": limits[-1],  # TensorBoard takes it as the end of the last bucket.
+        "max": ends[-1],  # TensorBoard takes it as the end of the last bucket.
         "num": len(values),
         "sum": sum(values),
         "sum_squares": sum(value**2 for value in values),
-        "bucket_limit": limits,
-        "bucket": counts,
+        "bucket_limit": ends[1:],
+        "bucket": np.histogram(values, ends)[0].tolist(),
     }

@@ -142,23 +142,13 @@ def cast_back(worker: Worker, params: optax.Params) -> Worker:
         return worker
     like = jax.eval_shape(params if is_function(params) else lambda: params)
 
-    def cast(given: object) -> LossAndGrads:
+    def gradient(*args: object) -> Generator[object, None, LossAndGrads]:
+        given = worker.gradient(*args)
+        if isinstance(given, types.GeneratorType):
+            given = yield from given
         loss, grads = _pair(given)
         checks.same_shapes("grads", grads, "params", like)
         return loss, maps.map_updates(lambda g, p: g.astype(p.dtype), grads, like)
-
-    def in_pieces(
-        pieces: Generator[object, None, object],
-    ) -> Generator[object, None, LossAndGrads]:
-        return cast((yield from pieces))
-
-    def gradient(
-        *args: object,
-    ) -> LossAndGrads | Generator[object, None, LossAndGrads]:
-        given = worker.gradient(*args)
-        if isinstance(given, types.GeneratorType):
-            return in_pieces(given)
-        return cast(given)
 
     return worker._replace(gradient=gradient)
 
