@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import secrets
@@ -82,7 +81,6 @@ class Group:
                 )
         self._layout, self._options = layout, dict(options)
         self._server_options = dict(server_options)
-        self.message = functools.partial(message, layout)
         given = ray.put(tx)
         parts = range(layout.processes)
         if is_function(params):
@@ -97,7 +95,7 @@ class Group:
     def start(
         self, checkpoint: Checkpoint | None, check: Callable[[], object]
     ) -> ActorHandle[Leader]:
-        """See :class:`Processes`."""
+        """Starts them; returns the actor that answers for them."""
         # Imported here, as they import `multiprocessing`, which nobody else needs.
         from gradxform._group.follower import Follower
         from gradxform._group.leader import Leader
@@ -126,7 +124,7 @@ class Group:
         return leader
 
     def cause(self) -> str | None:
-        """See :class:`Processes`."""
+        """Why they have died, if they have said so."""
         with contextlib.suppress(self._ray.exceptions.RayError):
             if self._ray.wait([self._cause], timeout=0.0)[0]:
                 said: str = self._ray.get(self._cause)
@@ -174,7 +172,7 @@ class Group:
         return options
 
     def kill(self) -> None:
-        """See :class:`Processes`; returns when they are gone."""
+        """Ends them; returns when they are gone."""
         exceptions = self._ray.exceptions
         actors, self._actors = self._actors, []
         for actor in actors:
@@ -203,8 +201,10 @@ def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
 
 
 def message(
-    layout: Layout, grads: optax.Updates, extra: dict[str, Any]
-) -> tuple[PushMessage, dict[str, Any]]:
-    """The arguments of a push, as the leader takes them."""
+    layout: Layout | None, grads: optax.Updates, extra: dict[str, Any]
+) -> tuple[optax.Updates | PushMessage, dict[str, Any]]:
+    """The arguments of a push, as the server's actor takes them."""
+    if layout is None:
+        return grads, extra
     push_id = extra.pop("push_id", None)
     return PushMessage.of(layout, grads, extra), {"push_id": push_id}

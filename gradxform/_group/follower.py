@@ -54,7 +54,6 @@ class Follower:
         mesh = enter(coordinator, self._number, self._processes)
         params, tx = sys.modules["ray"].get(given)
         self.process = Process(params, layout, mesh, tx, **options)
-        self._saver = None
         if checkpoint is not None:
             self._store = GroupStore(checkpoint)
             self._saver = Saver(self._store)
@@ -112,6 +111,5 @@ class Follower:
 
     def _handle_snapshot(self) -> None:
         snapshot = self.process.core.snapshot()
-        assert self._saver is not None
         assert snapshot is not None
         self._saver.write_soon(snapshot)

@@ -64,6 +64,7 @@ class Core:
       version: parameters and state, and their step. Every step replaces it.
       takes: how many more pushes with a ``push_id`` it takes.
       ahead: see :meth:`RecoverableServer.note`.
+      after_step: is called in the turn of a push that has made a step.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Core:
         self.version = Version.of(params, state)
         self.takes = math.inf
         self.ahead: dict[int, int | None] = {}
+        self.after_step: Callable[[], object] | None = None
         self._answers: dict[Hashable, Answer] = {}  # The last one, by worker.
         self._accumulated = 0  # Pushes accepted since the last step.
         self._counters = Counters()
@@ -123,13 +125,15 @@ class Core:
             if self.takes <= 0:
                 raise TakesNoMoreError("the server takes no more pushes of workers.")
         check_step(local_step, self.version)
+        before = self.version.global_step
         result = self._run(prepared, local_step)
         if push_id is not None:
             worker, number = push_id
-            *_, accepted, dropped = self._answers.get(worker, (0, 0))
-            counts = accepted + result.applied, dropped + (not result.applied)
-            self._answers[worker] = Answer(number, int(local_step), result, *counts)
+            last = self._answers.get(worker, Answer())
+            self._answers[worker] = last.then(number, int(local_step), result)
             self.takes -= 1
+        if self.after_step and self.version.global_step > before:
+            self.after_step()
         return result
 
     def _answer_to(

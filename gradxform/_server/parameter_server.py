@@ -12,7 +12,6 @@ import jax
 import optax
 
 from gradxform._server.core import Woken, of_one_process
-from gradxform._server.programs import Prepared
 from gradxform._server.records import (
     NO_COPY,
     PushResult,
@@ -183,15 +182,7 @@ class ParameterServer(Generic[Params]):
         self._core.check_usable()
         check_step(local_step, self._core.version)
         with self._transport.prepared(grads, extra) as prepared:
-            return self._turns.run(self._commit, prepared, local_step, push_id)
-
-    def _commit(
-        self,
-        prepared: Prepared,
-        local_step: int,
-        push_id: tuple[Hashable, int] | None,
-    ) -> PushResult:
-        return self._core.commit(prepared, local_step, push_id)
+            return self._turns.run(self._core.commit, prepared, local_step, push_id)
 
     def wait(self, global_step: int, timeout: float | None = None) -> int:
         """Blocks until the server has passed a step; returns its global step then.

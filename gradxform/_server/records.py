@@ -80,13 +80,19 @@ class ServerStats(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The last answer to a worker, and how many it has got."""
+    """The last answer to a worker, and how many it has got; by default none."""
 
-    number: int  # Of its push.
-    local_step: int  # Of its push.
-    result: PushResult
+    number: int = -1  # Of its push.
+    local_step: int = -1  # Of its push.
+    result: PushResult = PushResult(False, 0, 0)
     accepted: int = 0  # An older version did not save the two counts.
     dropped: int = 0
+
+    def then(self, number: int, local_step: int, result: PushResult) -> Answer:
+        """The one that comes after it."""
+        accepted = self.accepted + result.applied
+        dropped = self.dropped + (not result.applied)
+        return Answer(number, local_step, result, accepted, dropped)
 
 
 class ServerStatus(NamedTuple):

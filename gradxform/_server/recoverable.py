@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from typing import Any
 
 import optax
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.parameter_server import ParameterServer
-from gradxform._server.programs import Prepared
-from gradxform._server.records import PushResult, ServerStatus, Snapshot
+from gradxform._server.records import ServerStatus, Snapshot
 from gradxform._server.saver import Saver
 from gradxform._server.store import Store
 from gradxform._server.transport import Transport
@@ -70,6 +68,7 @@ class RecoverableServer(ParameterServer[Any]):
             status = self._turns.run(self._core.status)
             found = notes is not None
             self._status = status._replace(found=found, notes=tuple(notes or ()))
+            self._core.after_step = self._save_if_due
         return self._status
 
     def _resume(self, store: Store) -> list[str] | None:
@@ -87,23 +86,12 @@ class RecoverableServer(ParameterServer[Any]):
         self._turns.run(self._core.resume, snapshot)
         return notes
 
-    def _commit(
-        self,
-        prepared: Prepared,
-        local_step: int,
-        push_id: tuple[Hashable, int] | None,
-    ) -> PushResult:
-        before = self._core.version
-        result = super()._commit(prepared, local_step, push_id)
-        # Right after a step no sum of pushes is half done. The answer to a repeated
-        # push is an older one.
-        stepped = self._core.version.global_step > before.global_step
-        saver = self._saver if self._status is not None else None
-        if stepped and saver and saver.is_due(result.global_step):
+    def _save_if_due(self) -> None:
+        """In a turn, right after a step: then no sum of pushes is half done."""
+        if self._saver and self._saver.is_due(self.global_step()):
             snapshot = self._transport.snapshot()
             assert snapshot is not None  # The step has just succeeded.
-            saver.write_soon(snapshot)
-        return result
+            self._saver.write_soon(snapshot)
 
     def global_step(self) -> int:
         """Steps taken so far; the call waits for nothing."""
@@ -154,4 +142,4 @@ class RecoverableServer(ParameterServer[Any]):
         if self._saver is not None and self._store is not None:
             self._saver.close()
             self._store.close()
-            self._saver = None
+            self._saver = self._core.after_step = None

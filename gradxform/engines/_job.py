@@ -58,7 +58,7 @@ class Worker(NamedTuple):
       extra: extra arguments for the transformation, ``extra(params, *batch) ->
         {"name": value}``, such as the ``worker_params`` of
         :func:`~gradxform.compensate_delay`. Every push also has ``worker``, the index
-        of the worker, unless one is given here.
+        of the worker, and ``value``, the loss, unless they are given here.
       device: the device for parameters and minibatch, and JAX's default device while
         the gradient is computed; by default all stay where they are. On Ray a worker is
         a process of its own, which gets its devices by ``worker_options``.

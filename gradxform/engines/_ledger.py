@@ -8,6 +8,8 @@ from typing import NamedTuple
 from gradxform._server.records import Answer, ServerStatus, is_past
 from gradxform.engines._job import Counts, Push, WorkerCounts
 
+NONE = Answer()
+
 
 class Begun(NamedTuple):
     """A gradient that was begun."""
@@ -79,25 +81,20 @@ class Ledger:
             len(self.begun) - len(self._counted),
             self._unanswered,
             {
-                worker: WorkerCounts(*self._shares(worker), self._given_up[worker])
+                worker: WorkerCounts(
+                    *self._answers.get(worker, NONE)[3:], self._given_up[worker]
+                )
                 for worker in sorted({*self._answers, *self._given_up})
             },
         )
 
     def next(self, worker: int) -> int:
         """The number of the worker's next push."""
-        last = self._answers.get(worker)
-        return 0 if last is None else last.number + 1
-
-    def _shares(self, worker: int) -> tuple[int, int]:
-        """How many of its pushes were accepted, and dropped."""
-        last = self._answers.get(worker)
-        return (0, 0) if last is None else (last.accepted, last.dropped)
+        return self._answers.get(worker, NONE).number + 1
 
     def waits(self, worker: int) -> bool:
         """Whether the step has not been made for which the worker has pushed."""
-        last = self._answers.get(worker)
-        return last is not None and last.local_step >= self.global_step
+        return self._answers.get(worker, NONE).local_step >= self.global_step
 
     @property
     def incarnation(self) -> str:
@@ -151,16 +148,15 @@ class Ledger:
         del self._tries[worker, number]
         # On its way when the server died.
         if is_past(local_step, self.incarnation):
-            saved = self._status.answers.get(worker)
-            if saved is None or number > saved.number:
+            if number > self._status.answers.get(worker, NONE).number:
                 self._lost += 1
             else:
                 self._unanswered += uncounted
             return
         self.accepted += result.applied
         self._dropped += not result.applied
-        heard = self._heard.get(worker)
-        if heard is not None and number <= heard.number:
+        heard = self._heard.get(worker, NONE)
+        if number <= heard.number:
             local_step = heard.local_step  # Of the push that has acted.
         else:
             if result.global_step > self.global_step:
@@ -169,9 +165,8 @@ class Ledger:
             stepped = result.global_step > local_step + result.staleness
             if result.global_step == self.global_step and not stepped:
                 self.accumulated += result.applied
-        accepted, dropped = self._shares(worker)
-        accepted, dropped = accepted + result.applied, dropped + (not result.applied)
-        self._answers[worker] = Answer(number, local_step, result, accepted, dropped)
+        last = self._answers.get(worker, NONE)
+        self._answers[worker] = last.then(number, local_step, result)
 
     def settle(self, status: ServerStatus) -> None:
         """Takes over all answers of the server, received or not."""
@@ -186,9 +181,8 @@ class Ledger:
         """
         if status.incarnation == self.incarnation:
             return None
-        saved = {worker: x.number for worker, x in status.answers.items()}
         lost = sum(
-            max(0, last.number - saved.get(worker, -1))
+            max(0, last.number - status.answers.get(worker, NONE).number)
             for worker, last in self._answers.items()
         )
         self._lost += lost

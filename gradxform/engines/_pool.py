@@ -82,7 +82,7 @@ class WorkerPool:
         self._scheduler = Scheduler(job)
         self._at_least = 1 if job.required is None else job.required
         self._lock = threading.Lock()
-        self._members = dict(enumerate(map(self._joining, job.workers)))
+        self._members = {i: self._joining(i, w) for i, w in enumerate(job.workers)}
         if len(self._members) < self._at_least:
             raise ValueError(
                 f"workers: a step needs {self._at_least}, got {len(self._members)}."
@@ -96,17 +96,17 @@ class WorkerPool:
         self._begun = self._over = False
         self.pushes = _Pushes(self._check_open, self._until_stopped())
 
-    def _joining(self, worker: Worker) -> Worker:
-        return self._member(cast_back(worker, self._job.params))
-
-    def _member(self, worker: Worker) -> Worker:
+    def _joining(self, index: int, worker: Worker) -> Worker:
         """A worker whose gradient can be computed again, on the same minibatch."""
-        if not (self._stops.ends or self._scheduler.repeats):
-            return worker
-        return worker._replace(batch=functools.lru_cache(maxsize=1)(worker.batch))
+        if self._stops.ends or self._scheduler.repeats:
+            batch = functools.lru_cache(maxsize=1)(worker.batch)
+            worker = worker._replace(batch=batch)
+        return cast_back(worker, self._job.params)
 
-    def _begin(self, status: ServerStatus) -> None:
+    def begin(self, server: RecoverableServer | RayServer) -> None:
         """Starts the run where the server stands."""
+        self.server = server
+        status = server.begin()
         tell(status)
         self._num_workers = status.num_workers
         for index, worker in self._members.items():
@@ -346,7 +346,7 @@ class WorkerPool:
         with self._lock:
             index = next(self._indices)
             self._check_row(index, worker)
-            self._members = {**self._members, index: self._joining(worker)}
+            self._members = {**self._members, index: self._joining(index, worker)}
         self._wake()
         return index
 

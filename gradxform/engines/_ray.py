@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from gradxform._group.actors import Group, layout_of
-from gradxform._group.layout import Shardings
+from gradxform._group.layout import Layout, Shardings
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import ServerStatus
@@ -26,19 +26,15 @@ from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._ledger import Begun
 from gradxform.engines._pool import LOOK, REASONS, WorkerPool, tell
 from gradxform.engines._pool import server_options as options_of
-from gradxform.engines._servers import (
-    Message,
-    One,
-    Processes,
-    RayServer,
-    WorkersServer,
-)
+from gradxform.engines._servers import One, RayServer, WorkersServer
 from gradxform.engines._stops import GivenUpError, Stops
-from gradxform.engines._work import ServerDiedError, work
+from gradxform.engines._work import ServerDiedError, cast_back, work
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
+
+    from gradxform._server.recoverable import RecoverableServer
 
 logger = logging.getLogger("gradxform")
 
@@ -123,14 +119,12 @@ def ray(
         # As early as possible: until then Ray's handler aborts at ``SIGTERM``.
         with ending(run, given):
             what = job.params, job.tx, options_of(job), options
-            processes: Processes = (
-                One(*what) if layout is None else Group(layout, *what)
-            )
-            connection = Connection(ray)
-            server = RayServer(processes, given, max_deaths, connection)
+            processes = One(*what) if layout is None else Group(layout, *what)
+            how = given, max_deaths, Connection(ray), run.check
+            server = RayServer(processes, layout, *how)
             stack.callback(server.kill)
             stack.callback(run.close)
-            run.begin(server, connection)
+            run.begin(server)
             yield run
 
 
@@ -172,10 +166,10 @@ class _RayWorker:
     """A worker in a process of its own."""
 
     def __init__(
-        self, index: int, worker: Worker, stops: Stops, message: Message
+        self, index: int, worker: Worker, stops: Stops, layout: Layout | None
     ) -> None:
         self._index, self._worker, self._stops = index, worker, stops
-        self._message = message
+        self._layout = layout
 
     def work(
         self,
@@ -190,7 +184,7 @@ class _RayWorker:
           actor: the server.
           instead: another worker, with its index, if the number is of that one.
         """
-        server = WorkersServer(actor, self._message)
+        server = WorkersServer(actor, self._layout)
         index, worker = instead or (self._index, self._worker)
 
         def is_over(local_step: int) -> bool:
@@ -214,8 +208,6 @@ class _Ray(WorkerPool):
         self, ray: ModuleType, job: Job, max_deaths: int, options: dict[str, Any]
     ) -> None:
         super().__init__(job)
-        for index, worker in self._members.items():
-            _check(index, worker)
         self._ray, self._max_deaths = ray, max_deaths
         start = ray.remote(_RayWorker)
         self._start_actor = start.options(**options).remote if options else start.remote
@@ -223,17 +215,21 @@ class _Ray(WorkerPool):
         self._gone = False  # The loop knows that the server has died too often.
         self.workers = {}
 
-    def _member(self, worker: Worker) -> Worker:
-        return worker  # On Ray a minibatch is always a function of its number.
+    def _joining(self, index: int, worker: Worker) -> Worker:
+        if worker.device is not None:
+            raise ValueError(
+                f"workers: on Ray worker {index} is a process of its own and cannot "
+                f"have the device {worker.device} of this one: give worker_options."
+            )
+        # A minibatch is always a function of its number here.
+        return cast_back(worker, self._job.params)
 
-    def begin(self, server: RayServer, connection: Connection) -> None:
-        """Begins with this server, where it stands."""
-        self.server, self._connection = server, connection
-        self._begin(server.begin(self.check))
-        self._ledger.server_deaths = server.deaths
+    def begin(self, server: RecoverableServer | RayServer) -> None:
+        super().begin(server)
+        self._ledger.server_deaths = self.server.deaths
 
     def check(self) -> None:
-        self._connection.check()
+        self.server.connection.check()
         super().check()
 
     def _next(self) -> Iterator[Push]:
@@ -261,7 +257,7 @@ class _Ray(WorkerPool):
         if index not in self.workers:
             try:
                 self.workers[index] = self._start_actor(
-                    index, worker, self._stops, self.server.message
+                    index, worker, self._stops, self.server.layout
                 )
             except TypeError as error:  # It cannot be pickled.
                 error.add_note(
@@ -303,7 +299,7 @@ class _Ray(WorkerPool):
 
     def _hear(self) -> None:
         try:
-            self.server.begin(self.check)  # Starts another one if it has died.
+            self.server.begin()  # Starts another one if it has died.
             self._ledger.hear(self._standing(self.server.status))
         except self._ray.exceptions.RayActorError:
             self._gone = True
@@ -316,7 +312,7 @@ class _Ray(WorkerPool):
 
     def _go_back(self) -> None:
         """Goes back to the beginning of the server's new incarnation."""
-        status = self.server.begin(self.check)
+        status = self.server.begin()
         lost = self._ledger.go_back(status)
         self._ledger.server_deaths = self.server.deaths
         self._noted = status.ahead
@@ -327,10 +323,6 @@ class _Ray(WorkerPool):
             status.global_step,
             lost,
         )
-
-    def add(self, worker: Worker) -> int:
-        _check("to come", worker)
-        return super().add(worker)
 
     def rest(self) -> None:
         """See :meth:`WorkerPool.rest`; starts a server that has died again before."""
@@ -345,14 +337,6 @@ class _Ray(WorkerPool):
     def close(self) -> None:
         """Ends all workers."""
         super().close()
-        if self.workers and not self._connection.lost:
+        if self.workers and not self.server.connection.lost:
             for each in self.workers.values():
                 self._ray.kill(each)
-
-
-def _check(index: object, worker: Worker) -> None:
-    if worker.device is not None:
-        raise ValueError(
-            f"workers: on Ray worker {index} is a process of its own and cannot have "
-            f"the device {worker.device} of this one: give worker_options."
-        )

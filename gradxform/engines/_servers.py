@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import optax
 
-from gradxform._group.actors import LOOK
+from gradxform._group.actors import LOOK, Group, message
+from gradxform._group.layout import Layout
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
-from gradxform._server.records import PushResult, ServerStats, ServerStatus
+from gradxform._server.records import PushResult, ServerStatus
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._trees.types import T
 from gradxform.engines._connect import Connection
@@ -28,46 +30,8 @@ logger = logging.getLogger("gradxform")
 AGAIN = 0.1  # Seconds between two questions to an actor that does not answer yet.
 
 
-# What a worker sends: gradients and extra arguments, as the actor takes them.
-Message: TypeAlias = Callable[
-    [optax.Updates, dict[str, Any]], tuple[object, dict[str, Any]]
-]
-
-
-class Processes(Protocol):
-    """The processes that make up the server."""
-
-    @property
-    def message(self) -> Message:
-        """Makes the message of a push."""
-        ...
-
-    def cause(self) -> str | None:
-        """Why they have died, if they have said so."""
-        ...
-
-    def start(
-        self, checkpoint: Checkpoint | None, check: Callable[[], object]
-    ) -> ActorHandle[Any]:
-        """Starts them; returns the actor that answers for them."""
-        ...
-
-    def kill(self) -> None:
-        """Ends them."""
-        ...
-
-
-def unchanged(
-    grads: optax.Updates, extra: dict[str, Any]
-) -> tuple[object, dict[str, Any]]:
-    """The message to a server of one process."""
-    return grads, extra
-
-
 class One:
-    """A server in one process; see :class:`Processes`."""
-
-    message = staticmethod(unchanged)
+    """A server in one process; :class:`Group` is one in several."""
 
     def __init__(
         self,
@@ -83,17 +47,17 @@ class One:
         self._actor: ActorHandle[RecoverableServer] | None = None
 
     def cause(self) -> None:
-        """See :class:`Processes`."""
+        """Why it has died; it does not say so."""
 
     def start(
         self, checkpoint: Checkpoint | None, check: Callable[[], object]
     ) -> ActorHandle[Any]:
-        """See :class:`Processes`."""
+        """Starts it; returns the actor that answers for it."""
         self._actor = self._start(*self._begun_with, checkpoint, **self._options)
         return self._actor
 
     def kill(self) -> None:
-        """See :class:`Processes`."""
+        """Ends it."""
         if self._actor is not None:
             self._ray.kill(self._actor)
 
@@ -103,35 +67,41 @@ class RayServer:
 
     ``actor`` is the actor that answers for it. If it has died, the next call replaces
     it. ``deaths`` says how often that has happened.
+
+    Args:
+      processes: those of the server.
+      layout: of the parameters, if it has several.
+      checkpoint: where it is saved.
+      max_deaths: how often it may die.
+      connection: to Ray's cluster.
+      check: is called while it starts, and may end that by raising.
     """
 
     def __init__(
         self,
-        processes: Processes,
+        processes: One | Group,
+        layout: Layout | None,
         checkpoint: Checkpoint | None,
         max_deaths: int,
         connection: Connection,
+        check: Callable[[], object],
     ) -> None:
         self._ray = require("ray", "ray")
-        self._processes = processes
-        self.message = processes.message
+        self._processes, self.layout = processes, layout
         self._checkpoint = checkpoint
-        self._max_deaths, self._connection = max_deaths, connection
+        self._max_deaths, self.connection, self._check = max_deaths, connection, check
         self.deaths = 0
         self._lock = threading.Lock()  # Only one of two threads replaces a dead actor.
         self.actor: Any = None  # An ActorHandle, once it has begun.
 
-    def begin(self, check: Callable[[], object]) -> ServerStatus:
-        """Starts it if necessary; returns where its incarnation began.
-
-        ``check`` is called while it waits, and may end the wait by raising.
-        """
+    def begin(self) -> ServerStatus:
+        """Starts it if necessary; returns where its incarnation began."""
         if self.actor is None:
             try:
-                self.actor = self._processes.start(self._checkpoint, check)
+                self.actor = self._processes.start(self._checkpoint, self._check)
             except self._ray.exceptions.RayActorError as error:
-                self._replace(None, error, check)
-        return self._ask("begin", check=check)
+                self._replace(None, error, self._check)
+        return self._ask("begin", check=self._check)
 
     def _ask(
         self,
@@ -142,24 +112,24 @@ class RayServer:
     ) -> Any:  # What the actor's method returns.
         exceptions = self._ray.exceptions
         while True:
-            self._connection.check()
+            self.connection.check()
             actor = self.actor
             try:
                 return self._answer(
                     getattr(actor, name).remote(*args, **options), check
                 )
-            except (exceptions.ActorUnavailableError, exceptions.ObjectLostError):
-                time.sleep(AGAIN)  # It may still be alive.
-            except exceptions.RaySystemError as error:
-                if not of_a_lost_object(error):
+            except exceptions.RayError as error:
+                if not tells_of_a_death(error):
                     raise
-                time.sleep(AGAIN)
-            except exceptions.RayActorError as error:
-                self._replace(actor, error, check)
+                gone = isinstance(error, exceptions.RayActorError)
+                if gone and not isinstance(error, exceptions.ActorUnavailableError):
+                    self._replace(actor, error, check)
+                else:
+                    time.sleep(AGAIN)  # It may still be alive.
 
     def _answer(self, asked: ObjectRef[T], check: Callable[[], object]) -> T:
         while not self._ray.wait([asked], timeout=LOOK)[0]:
-            self._connection.check()
+            self.connection.check()
             check()
         return self._ray.get(asked)
 
@@ -194,89 +164,63 @@ class RayServer:
                 else:
                     self.actor = actor
 
-    def pull(self, *request: Any, **options: Any) -> tuple[optax.Params, int]:
-        """See :meth:`ParameterServer.pull`."""
-        return self._ask("pull", *request, **options)
+    # The methods of a `RecoverableServer`, by their own arguments.
+    pull = functools.partialmethod(_ask, "pull")
+    state = functools.partialmethod(_ask, "state")
+    stats = functools.partialmethod(_ask, "stats")
+    status = functools.partialmethod(_ask, "status")
+    rest = functools.partialmethod(_ask, "rest")
+    save = functools.partialmethod(_ask, "save")
 
-    def push(
-        self, grads: optax.Updates, local_step: int, **extra: object
-    ) -> PushResult:
+    def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
         """See :meth:`ParameterServer.push`; raises if the server dies meanwhile."""
-        grads, extra = self.message(grads, extra)
-        pushed = self.actor.push.remote(grads, local_step, **extra)
-        return self._ray.get(pushed)
-
-    def state(self) -> dict[str, Any]:
-        """See :meth:`ParameterServer.state`."""
-        return self._ask("state")
-
-    def stats(self) -> ServerStats:
-        """See :meth:`ParameterServer.stats`."""
-        return self._ask("stats")
-
-    def status(self) -> ServerStatus:
-        """See :meth:`RecoverableServer.status`."""
-        return self._ask("status")
+        grads, extra = message(self.layout, grads, extra)
+        return self._ray.get(self.actor.push.remote(grads, local_step, **extra))
 
     def note(self, ahead: dict[int, int | None]) -> None:
         """See :meth:`RecoverableServer.note`; does not wait for it."""
         self.actor.note.remote(ahead)
 
-    def rest(self) -> ServerStatus:
-        """See :meth:`RecoverableServer.rest`."""
-        return self._ask("rest")
-
-    def save(self) -> int | None:
-        """See :meth:`RecoverableServer.save`."""
-        return self._ask("save")
-
     def kill(self) -> None:
         """Ends its processes, unless they have ended with the cluster."""
-        if not self._connection.lost:
+        if not self.connection.lost:
             self._processes.kill()
 
 
 class WorkersServer:
     """The server for a worker: one actor, which is never replaced."""
 
-    def __init__(self, actor: ActorHandle[Any], message: Message) -> None:
-        self._actor, self._message = actor, message
+    def __init__(self, actor: ActorHandle[Any], layout: Layout | None) -> None:
+        self._actor, self._layout = actor, layout
         self._ray = require("ray", "ray")
 
-    def _ask(self, name: str, *args: object, **extra: object) -> Any:  # See received.
-        exceptions = self._ray.exceptions
+    def _ask(self, name: str, *args: object, **options: object) -> Any:  # As above.
         try:
-            asked = getattr(self._actor, name).remote(*args, **extra)
-            return self._ray.get(asked)
-        except exceptions.RayTaskError as error:
-            if isinstance(error, exceptions.RayActorError):  # Of one of its processes.
-                raise ServerDiedError from error
-            raise  # The server has raised it, so it is alive.
-        except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
-            raise ServerDiedError from error
-        except exceptions.RaySystemError as error:
-            if of_a_lost_object(error):
+            return self._ray.get(getattr(self._actor, name).remote(*args, **options))
+        except self._ray.exceptions.RayError as error:
+            if tells_of_a_death(error):
                 raise ServerDiedError from error
             raise
 
-    def pull(self, *request: Any, **options: Any) -> tuple[optax.Params, int]:
-        return self._ask("pull", *request, **options)
+    pull = functools.partialmethod(_ask, "pull")
+    state = functools.partialmethod(_ask, "state")
+    stats = functools.partialmethod(_ask, "stats")
+    global_step = functools.partialmethod(_ask, "global_step")
 
-    def push(
-        self, grads: optax.Updates, local_step: int, **extra: object
-    ) -> PushResult:
-        grads, extra = self._message(grads, extra)
+    def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
+        """See :meth:`ParameterServer.push`."""
+        grads, extra = message(self._layout, grads, extra)
         return self._ask("push", grads, local_step, **extra)
 
-    def global_step(self) -> int:
-        return self._ask("global_step")
 
+def tells_of_a_death(error: Exception) -> bool:
+    """Whether the server may have died, before its answer or on the answer's way.
 
-def of_a_lost_object(error: Exception) -> bool:
-    """Whether parameters were lost between an answer and its arrival.
-
-    Ray wraps the error of an answer that fetches more when it arrives.
+    Then the answer itself, or parameters that it refers to, can be lost.
     """
-    cause = getattr(error, "client_exc", None)
     exceptions = require("ray", "ray").exceptions
-    return isinstance(cause, exceptions.ObjectLostError | exceptions.RayActorError)
+    if isinstance(error, exceptions.RayTaskError):  # Raised by a server that lives.
+        return isinstance(error, exceptions.RayActorError)  # Of another process of it.
+    # Ray wraps the error of an answer that fetches more when it arrives.
+    error = getattr(error, "client_exc", error)
+    return isinstance(error, exceptions.ObjectLostError | exceptions.RayActorError)

@@ -68,10 +68,8 @@ class _Simulated(WorkerPool):
 
     server: RecoverableServer
 
-    def begin(self, server: RecoverableServer) -> None:
-        """Begins with this server, where it stands."""
-        self.server = server
-        self._begin(server.begin())
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
         self._now = 0.0
         self._arrivals: list[tuple[float, int]] = []
 

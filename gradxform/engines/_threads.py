@@ -96,11 +96,6 @@ class _Threads(WorkerPool):
         self._arrived: queue.SimpleQueue[tuple[int, Push | BaseException] | None]
         self._arrived = queue.SimpleQueue()
 
-    def begin(self, server: RecoverableServer) -> None:
-        """Begins with this server, where it stands."""
-        self.server = server
-        self._begin(server.begin())
-
     def _next(self) -> Iterator[Push]:
         try:
             arrival = self._arrived.get(timeout=self._patience())

@@ -7,7 +7,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Generator
-from typing import Any, Protocol, SupportsFloat, TypeGuard
+from typing import SupportsFloat, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -15,31 +15,15 @@ import numpy as np
 import optax
 
 from gradxform._server.placement import is_function
-from gradxform._server.records import AnsweredError, PushResult, TakesNoMoreError
+from gradxform._server.records import AnsweredError, TakesNoMoreError
 from gradxform._transforms.clipping import global_norm
 from gradxform._trees import checks, maps
-from gradxform._trees.types import Rows, T
-from gradxform.engines._job import LossAndGrads, Push, Worker
+from gradxform._trees.types import T
+from gradxform.engines._job import LossAndGrads, Push, Server, Worker
 from gradxform.engines._stops import GivenUpError, in_pieces
 
 _norm = jax.jit(global_norm)
 ARRAYS = jax.Array, np.ndarray, np.generic
-
-
-class PullPush(Protocol):
-    """What a worker asks of a server."""
-
-    def pull(
-        self,
-        rows: Rows | None = None,
-        dtype: jax.typing.DTypeLike | None = None,
-    ) -> tuple[optax.Params, int]:
-        """See :meth:`ParameterServer.pull`."""
-        ...
-
-    def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
-        """See :meth:`ParameterServer.push`."""
-        ...
 
 
 class StreamEndedError(Exception):
@@ -64,9 +48,7 @@ class ServerDiedError(Exception):
 class Gradient:
     """One gradient, by its number; it pulls its parameters when it is made."""
 
-    def __init__(
-        self, index: int, number: int, worker: Worker, server: PullPush
-    ) -> None:
+    def __init__(self, index: int, number: int, worker: Worker, server: Server) -> None:
         self._push_id = index, number
         self._began = time.monotonic()
         self._worker, self._server = worker, server
@@ -120,7 +102,7 @@ class Gradient:
         computing = time.monotonic() - self._began
         if over():
             raise GivenUpError
-        extra = {"worker": self._push_id[0], **extra}
+        extra = {"worker": self._push_id[0], "value": loss, **extra}
         try:
             result = self._server.push(
                 grads, self.local_step, push_id=self._push_id, **extra
@@ -207,7 +189,7 @@ def work(
     index: int,
     number: int,
     worker: Worker,
-    server: PullPush,
+    server: Server,
     sleep: Callable[[float], object],
     is_over: Callable[[int], bool],
 ) -> Push:

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from gradxform import engines
-from gradxform.engines._servers import ServerDiedError, WorkersServer, unchanged
+from gradxform.engines._servers import ServerDiedError, WorkersServer
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -283,7 +283,7 @@ def test_the_death_of_any_process_is_the_death_of_the_server():
             raise error
 
         push = types.SimpleNamespace(remote=lambda *_, **__: None)
-        server = WorkersServer(types.SimpleNamespace(push=push), unchanged)
+        server = WorkersServer(types.SimpleNamespace(push=push), None)
         server._ray = types.SimpleNamespace(exceptions=exceptions, get=get)
         with pytest.raises(Exception) as raised:  # noqa: PT011
             server.push(None, 0)

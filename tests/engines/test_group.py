@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform import engines
+from gradxform._group.actors import message
 from tests.conftest import ON_RAY
 from tests.engines.test_ray import assert_counted
 from tests.engines.test_recovery import stop_at
@@ -299,13 +300,13 @@ def test_each_method_takes_its_arguments_by_keyword(processes, tmp_path):
     options = {"server_processes": processes, "server_shardings": cut_tables}
     job = idle(gx.drop_stale(optax.sgd(0.1), 9), pushes=2)
     with engines.ray(job, checkpoint=tmp_path, **options) as run:
-        actor, message = run.server.actor, run.server.message
+        actor, layout = run.server.actor, run.server.layout
 
         def called(name, **arguments):
             return ray.get(getattr(actor, name).remote(**arguments))
 
         def push(grads, local_step, push_id):
-            grads, extra = message(grads, {"push_id": push_id})
+            grads, extra = message(layout, grads, {"push_id": push_id})
             return called("push", grads=grads, local_step=local_step, **extra)
 
         for number, (pull, pushed) in enumerate(

@@ -808,8 +808,8 @@ class Fleet(WorkerPool):
     def __init__(self, job):
         super().__init__(job)
         self.now, world = 0.0, World()
-        self.server = types.SimpleNamespace(status=world.status_now)
-        self._begin(world.status)
+        begin, status = (lambda: world.status), world.status_now
+        self.begin(types.SimpleNamespace(begin=begin, status=status))
         self._scheduler.survey(self._members, self.now)
         for index in self._members:
             self._scheduler.begin(index)

@@ -418,7 +418,7 @@ def test_a_worker_has_no_device_of_another_process():
         pass
     with (
         engines.ray(make_job()) as run,
-        pytest.raises(ValueError, match="worker to come is a process"),
+        pytest.raises(ValueError, match="worker 2 is a process"),
     ):
         run.add(worker)
 
