@@ -102,22 +102,20 @@ class Group:
 
         self.kill()
         ray, layout, key = self._ray, self._layout, secrets.token_bytes(32)
-        options = self._placed(check)
-        leader = ray.remote(Leader).options(**options[0]).remote(key, layout.processes)
+        placed = self._placed(check)
+        leader = ray.remote(Leader).options(**placed[0]).remote(key, layout.processes)
         self._actors = [leader]
         self._cause = leader.cause.remote()
         for number in range(1, layout.processes):
-            start = ray.remote(Follower).options(**options[number]).remote
+            start = ray.remote(Follower).options(**placed[number]).remote
             self._actors.append(start(number, key, layout.processes))
         (where,) = self._all([leader.where.remote()], check)
         _, *followers = self._actors
-        what = layout, checkpoint
-        joining = [
-            leader.join.remote(followers, self._given[0], *what, **self._server_options)
-        ]
-        joining += [
-            each.join.remote(where, given, *what, **self._server_options)
-            for each, given in zip(followers, self._given[1:], strict=True)
+        known = [followers, *[where] * len(followers)]  # Whom each has to know.
+        what, options = (layout, checkpoint), self._server_options
+        joining: list[ObjectRef[None]] = [
+            actor.join.remote(*first, *what, **options)
+            for actor, *first in zip(self._actors, known, self._given, strict=True)
         ]
         # If one dies meanwhile, the others wait for it in vain: so look at each.
         self._all(joining, check)

@@ -67,11 +67,11 @@ class Layout(NamedTuple):
         """
         checks.integer_in_range("server_processes", processes, checks.COUNTS)
         types = jax.tree.map(_type, params)
-        flat, structure = jax.tree.flatten_with_path(types)
+        flat = jax.tree.leaves_with_path(types)
         if callable(shardings):
             specs = [shardings(checks.path_str(path), x.shape) for path, x in flat]
         else:
-            specs = _sharded(shardings, structure)
+            specs = _sharded(shardings, types)
         cuts = [
             _cut(path, x, spec, processes)
             for (path, x), spec in zip(flat, specs, strict=True)
@@ -194,12 +194,8 @@ def _is_spec(node: object) -> bool:
     return node is None or isinstance(node, P)
 
 
-def _sharded(
-    shardings: PyTree[P | None], structure: jax.tree_util.PyTreeDef
-) -> list[P | None]:
+def _sharded(shardings: PyTree[P | None], types: PyTree[Type]) -> list[P | None]:
     """The entry of ``shardings`` for each leaf: its own, or its branch's."""
-    if shardings is None:
-        return [None] * structure.num_leaves
     for path, node in jax.tree.leaves_with_path(shardings, is_leaf=_is_spec):
         if not _is_spec(node):
             raise TypeError(
@@ -207,22 +203,15 @@ def _sharded(
                 f"{node!r} at {checks.path_name(path)}."
             )
     try:
-        numbers = jax.tree.unflatten(structure, range(structure.num_leaves))
-        branches: list[Any] = []
-        jax.tree.map(
-            lambda _, branch: branches.append(branch),
-            shardings,
-            numbers,
-            is_leaf=_is_spec,
-        )
+        specs = jax.tree.broadcast(shardings, types, is_leaf=_is_spec)
     except ValueError as error:
         raise ValueError(
             "server_shardings must be a tree like params, or a prefix of one, "
             f"with a PartitionSpec for each leaf or branch: {error}"
         ) from error
-    specs = jax.tree.leaves(shardings, is_leaf=_is_spec)
-    each = zip(specs, map(jax.tree.leaves, branches), strict=True)
-    return [spec for spec, under in each for _ in under]
+    # Where the parameters have None there is no leaf.
+    trees = (jax.tree.leaves(tree, is_leaf=_is_spec) for tree in (types, specs))
+    return [spec for x, spec in zip(*trees, strict=True) if x is not None]
 
 
 def _cut(path: Path, x: Type, given: object, processes: int) -> int | None:

@@ -13,11 +13,11 @@ they run:
 :func:`stale_synchronous`, :func:`admission`, or a function of a :class:`Progress`.
 
 The modules: ``_job`` has the job and the records of its run; ``_work`` computes
-one gradient; ``_stops`` decides when a gradient is cancelled; ``_pacing`` has the
-rules, and ``_scheduler`` asks them; ``_ledger`` counts the gradients; ``_pool`` is the
-common part of all runs; ``_ending`` ends them; ``_simulated``, ``_threads`` and
-``_ray`` are the engines. On Ray, ``_connect`` looks for the cluster, and ``_servers``
-is the server as other processes see it. ``_tensorboard`` writes the curves of a run.
+one gradient, or cancels it; ``_pacing`` has the rules, and ``_scheduler`` asks them;
+``_ledger`` counts the gradients; ``_pool`` is the common part of all runs; ``_ending``
+ends them; ``_simulated``, ``_threads`` and ``_ray`` are the engines. On Ray,
+``_connect`` looks for the cluster, and ``_servers`` is the server as other processes
+see it. ``_tensorboard`` writes the curves of a run.
 """
 
 from gradxform._server.checkpoints import Checkpoint as Checkpoint

@@ -8,7 +8,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeAlias, TypeVar
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.records import summary
@@ -18,6 +18,7 @@ logger = logging.getLogger("gradxform")
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
+_Handling: TypeAlias = contextlib.AbstractContextManager[None]  # Of a signal.
 
 
 @contextlib.contextmanager
@@ -68,15 +69,13 @@ def ending(run: WorkerPool, checkpoint: Checkpoint | None) -> Iterator[None]:
             terminated(step, checkpoint)
 
 
-@contextlib.contextmanager
-def starting(checkpoint: Checkpoint | None) -> Iterator[None]:
+def starting(checkpoint: Checkpoint | None) -> _Handling:
     """Handles ``SIGTERM`` before there is a run that it could end.
 
     Args:
       checkpoint: where the run would have been saved.
     """
-    with _sigterm(lambda *_: terminated(None, checkpoint)):
-        yield
+    return _sigterm(lambda *_: terminated(None, checkpoint))
 
 
 def terminated(step: int | None, checkpoint: Checkpoint | None) -> NoReturn:
@@ -93,23 +92,19 @@ def _outcome(step: int | None, checkpoint: Checkpoint | None) -> str:
     return f"step {step} is saved in {checkpoint.directory}; the same job goes on there"
 
 
-@contextlib.contextmanager
-def _sigterm(handler: Callable[..., None]) -> Iterator[None]:
+def _sigterm(handler: Callable[..., None]) -> _Handling:
     """Handles ``SIGTERM``, unless the program has a handler of its own."""
     before = signal.getsignal(signal.SIGTERM)
     # Ray's handler would end the process without saving the run.
     rays = getattr(before, "__module__", "").startswith("ray.")
-    with _handled(signal.SIGTERM, handler, before is signal.SIG_DFL or rays):
-        yield
+    return _handled(signal.SIGTERM, handler, before is signal.SIG_DFL or rays)
 
 
-@contextlib.contextmanager
-def _sigint(handler: Callable[..., None]) -> Iterator[None]:
+def _sigint(handler: Callable[..., None]) -> _Handling:
     """Calls the handler before the program's own one, unless that is to ignore it."""
     before = signal.getsignal(signal.SIGINT)
     first = functools.partial(handler, before)
-    with _handled(signal.SIGINT, first, callable(before)):
-        yield
+    return _handled(signal.SIGINT, first, callable(before))
 
 
 @contextlib.contextmanager

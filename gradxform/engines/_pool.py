@@ -17,12 +17,13 @@ from gradxform._trees import checks
 from gradxform.engines._job import Counts, Job, Push, Worker
 from gradxform.engines._ledger import Begun, Ledger
 from gradxform.engines._scheduler import Scheduler
-from gradxform.engines._stops import GivenUpError, Stops
 from gradxform.engines._work import (
+    GivenUpError,
     RefusedError,
     ServerDiedError,
+    Stops,
     StreamEndedError,
-    SupersededError,
+    UnansweredError,
     cast_back,
 )
 
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gradxform")
 
 LOOK = 0.5  # Seconds after which a wait for an answer checks the workers again.
-# Why a gradient ends without an answer, though no worker has failed.
-REASONS = RefusedError, ServerDiedError, StreamEndedError, SupersededError
 
 
 class Stopped(Exception):
@@ -78,8 +77,14 @@ class WorkerPool:
             checks.integer_in_range("required", job.required, "[1, inf)")
         checks.integer_in_range("pushes", job.pushes, "[1, inf)")
         self._job = job
+        if job.pace is not None and not callable(job.pace):
+            raise TypeError(
+                "pace must be a function of Progress, such as "
+                f"engines.bounded_staleness(4), or None, got {job.pace!r}."
+            )
+        if job.deadline is not None:
+            checks.in_range("deadline", job.deadline, "(0, inf]")
         self._stops = Stops(job.max_staleness)
-        self._scheduler = Scheduler(job)
         self._at_least = 1 if job.required is None else job.required
         self._lock = threading.Lock()
         self._members = {i: self._joining(i, w) for i, w in enumerate(job.workers)}
@@ -98,7 +103,7 @@ class WorkerPool:
 
     def _joining(self, index: int, worker: Worker) -> Worker:
         """A worker whose gradient can be computed again, on the same minibatch."""
-        if self._stops.ends or self._scheduler.repeats:
+        if self._stops.ends or (self._job.deadline or math.inf) < math.inf:
             batch = functools.lru_cache(maxsize=1)(worker.batch)
             worker = worker._replace(batch=batch)
         return cast_back(worker, self._job.params)
@@ -113,7 +118,8 @@ class WorkerPool:
             self._check_row(index, worker)
         self._ledger = Ledger(status)
         self._noted = status.ahead
-        self._scheduler.start(self._ledger, self._members, status.ahead)
+        start = self._job, self._ledger, self._members, status.ahead
+        self._scheduler = Scheduler(*start)
         self.resumed = status.global_step if status.found else None
         self._began_at = time.monotonic()
         self._begun = True
@@ -184,7 +190,7 @@ class WorkerPool:
         idle = [i for i in members if not (i in self._busy or i in self._refused)]
         free = [i for i in idle if not (self._job.required and ledger.waits(i))]
         # If all wait for each other, they make the pushes of those past their deadline.
-        stuck = not free and scheduler.sees_none
+        stuck = not free and not scheduler.local_steps
         self._denied = 0
         for index in scheduler.in_order(idle if stuck else free):
             if ledger.stands + self._awaited() >= self._job.pushes:
@@ -217,13 +223,13 @@ class WorkerPool:
             return len(self._busy)  # The job needs them all.
         limit = self._clock() - LOOK - 2 * self._longest
         return sum(
-            self._ledger.begun[index].at > limit and not self._scheduler.is_late(index)
+            self._ledger.begun[index].at > limit and index not in self._scheduler.late
             for index in self._busy
         )
 
     def _check_somebody_works(self) -> None:
         """Ends the run if nobody computes: it would wait forever."""
-        if self._busy and not (self._denied and self._scheduler.sees_none):
+        if self._busy and not (self._denied and not self._scheduler.local_steps):
             return
         members = self._members
         if len(members) < self._at_least or self._refused:
@@ -261,7 +267,7 @@ class WorkerPool:
         elif isinstance(outcome, GivenUpError):
             ledger.give_up(index)  # `_hand_out` starts this number again.
             self._scheduler.take_back(begun)
-        elif isinstance(outcome, REASONS):
+        elif isinstance(outcome, UnansweredError):
             ledger.leave_unanswered(index)
             # If its owner computes the number as well, that one has its minibatch.
             if isinstance(outcome, StreamEndedError) and not ledger.owner_has(begun):
@@ -352,7 +358,7 @@ class WorkerPool:
 
     def remove(self, index: int) -> None:
         with self._lock:
-            members = dict(self._members)
+            members = self._members
             if index not in members:
                 raise ValueError(f"index: there is no worker {index!r}.")
             if len(members) == self._at_least:
@@ -360,8 +366,7 @@ class WorkerPool:
                     f"index: removing worker {index} would leave fewer than the "
                     f"{self._at_least} that a step needs."
                 )
-            del members[index]
-            self._members = members
+            self._members = {i: w for i, w in members.items() if i != index}
         self._wake()  # `pace` may let the others begin now.
 
 

@@ -24,11 +24,16 @@ from gradxform.engines._connect import Connection, connect
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._ledger import Begun
-from gradxform.engines._pool import LOOK, REASONS, WorkerPool, tell
+from gradxform.engines._pool import LOOK, WorkerPool, tell
 from gradxform.engines._pool import server_options as options_of
 from gradxform.engines._servers import One, RayServer, WorkersServer
-from gradxform.engines._stops import GivenUpError, Stops
-from gradxform.engines._work import ServerDiedError, cast_back, work
+from gradxform.engines._work import (
+    ServerDiedError,
+    Stops,
+    UnansweredError,
+    cast_back,
+    work,
+)
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -186,15 +191,9 @@ class _RayWorker:
         """
         server = WorkersServer(actor, self._layout)
         index, worker = instead or (self._index, self._worker)
-
-        def is_over(local_step: int) -> bool:
-            # Asks the server only if gradients are ever cancelled.
-            stops = self._stops
-            return stops.ends and stops.is_over(server.global_step(), local_step)
-
         try:
-            return work(index, number, worker, server, time.sleep, is_over)
-        except (*REASONS, GivenUpError) as reason:
+            return work(index, number, worker, server, self._stops, time.sleep)
+        except UnansweredError as reason:
             return type(reason)(*reason.args)  # Without its cause and traceback.
 
 
@@ -209,8 +208,7 @@ class _Ray(WorkerPool):
     ) -> None:
         super().__init__(job)
         self._ray, self._max_deaths = ray, max_deaths
-        start = ray.remote(_RayWorker)
-        self._start_actor = start.options(**options).remote if options else start.remote
+        self._start_actor = ray.remote(_RayWorker).options(**options).remote
         self._deaths: collections.Counter[int] = collections.Counter()
         self._gone = False  # The loop knows that the server has died too often.
         self.workers = {}

@@ -6,46 +6,40 @@ import math
 import types
 from collections.abc import Awaitable, Generator, Iterable, Mapping
 
-from gradxform._trees import checks
 from gradxform.engines._job import Job, Worker
 from gradxform.engines._ledger import Begun, Ledger
 from gradxform.engines._pacing import Alike, Progress
 
 
 class Scheduler:
-    """Asks ``Job.pace``; hands on the numbers of gradients past ``Job.deadline``."""
+    """Asks ``Job.pace``; hands on the numbers of gradients past ``Job.deadline``.
 
-    def __init__(self, job: Job) -> None:
-        if job.pace is not None and not callable(job.pace):
-            raise TypeError(
-                "pace must be a function of Progress, such as "
-                f"engines.bounded_staleness(4), or None, got {job.pace!r}."
-            )
-        if job.deadline is not None:
-            checks.in_range("deadline", job.deadline, "(0, inf]")
-        self._pace = job.pace
-        self._deadline = math.inf if job.deadline is None else float(job.deadline)
-        self._free_since: dict[int, float] = {}
-        # Numbers that nobody gets a third time, each with its worker.
-        self._handed_on: set[tuple[int, int]] = set()
+    Args:
+      job: has the rule and the deadline.
+      ledger: of the run, as it begins.
+      members: the indices of its workers.
+      ahead: what :attr:`ahead` was when the run was saved.
 
-    @property
-    def repeats(self) -> bool:
-        """Whether another worker may get the same minibatch."""
-        return self._deadline < math.inf
+    Attributes:
+      late: the workers whose gradients were past their deadline at the last survey.
+      local_steps: of the gradients under way, but for these.
+    """
 
-    def start(
+    def __init__(
         self,
+        job: Job,
         ledger: Ledger,
         members: Iterable[int],
         ahead: Mapping[int, int | None] = types.MappingProxyType({}),
     ) -> None:
-        """Starts the run where the ledger stands; see :attr:`ahead`."""
-        self._ledger = ledger
+        self._pace, self._ledger = job.pace, ledger
+        self._deadline = math.inf if job.deadline is None else float(job.deadline)
+        # Numbers that nobody gets a third time, each with its worker.
+        self._handed_on: set[tuple[int, int]] = set()
         self._ahead = {index: lift or 0 for index, lift in ahead.items()}
+        self._free_since = dict.fromkeys(members, 0.0)
         known = [i for i in members if ledger.next(i) and ahead.get(i, 0) is not None]
         for index in members:
-            self._free_since[index] = 0.0
             if index not in known:
                 self._catch_up(index, known)
 
@@ -53,10 +47,10 @@ class Scheduler:
         """Looks who is there; the questions that follow are about this moment."""
         self._now, self._members = now, members
         begun = self._ledger.begun
-        self._late = {index for index, x in begun.items() if self._is_late(x, now)}
-        self._there = [index for index in members if index not in self._late]
-        self._local_steps = tuple(
-            x.global_step for index, x in begun.items() if index not in self._late
+        self.late = {index for index, x in begun.items() if self._is_late(x, now)}
+        self._there = [index for index in members if index not in self.late]
+        self.local_steps = tuple(
+            x.global_step for index, x in begun.items() if index not in self.late
         )
         for index in self._there:
             if index not in self._free_since:  # It has joined.
@@ -71,16 +65,7 @@ class Scheduler:
     def ahead(self) -> dict[int, int | None]:
         """How far a clock is ahead of the worker's answers; None if it has none now."""
         lifted: dict[int, int | None] = {i: n for i, n in self._ahead.items() if n}
-        return lifted | dict.fromkeys(self._late)
-
-    @property
-    def sees_none(self) -> bool:
-        """Whether no gradient is under way but those past their deadline."""
-        return not self._local_steps
-
-    def is_late(self, index: int) -> bool:
-        """Whether a worker's gradient was past its deadline at that moment."""
-        return index in self._late
+        return lifted | dict.fromkeys(self.late)
 
     def _is_late(self, begun: Begun, now: float) -> bool:
         return now >= begun.at + self._deadline
@@ -108,10 +93,10 @@ class Scheduler:
         progress = Progress(
             index,
             self._clocks,
-            self._local_steps,
+            self.local_steps,
             ledger.global_step,
             ledger.accumulated,
-            ledger.accepted + len(self._local_steps),
+            ledger.accepted + len(self.local_steps),
         )
         try:
             may: object = self._pace(progress)
@@ -136,7 +121,7 @@ class Scheduler:
         worker, number = due or (index, self._ledger.next(index))
         waited = self._now - self._free_since[index]
         begun = Begun(worker, number, self._ledger.global_step, self._now, waited)
-        self._local_steps += (begun.global_step,)
+        self.local_steps += (begun.global_step,)
         self._ledger.begin(index, begun)
         return begun
 
@@ -148,7 +133,7 @@ class Scheduler:
         that one is past its deadline.
         """
         begun, next_of = self._ledger.begun, self._ledger.next
-        for each in sorted(self._late, key=lambda i: (begun[i].at, i)):
+        for each in sorted(self.late, key=lambda i: (begun[i].at, i)):
             worker, number, *_ = begun[each]
             # The number was answered, or the server has gone back to an earlier one.
             known = worker not in self._members or number != next_of(worker)

@@ -14,8 +14,12 @@ from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._ledger import Begun
 from gradxform.engines._pool import Stopped, WorkerPool, server_options
-from gradxform.engines._stops import GivenUpError
-from gradxform.engines._work import Gradient, StreamEndedError, duration
+from gradxform.engines._work import (
+    GivenUpError,
+    Gradient,
+    StreamEndedError,
+    duration,
+)
 
 
 @contextlib.contextmanager
@@ -82,14 +86,14 @@ class _Simulated(WorkerPool):
 
     def _start(self, index: int, worker: Worker, begun: Begun) -> Gradient:
         try:
-            gradient = Gradient(begun.worker, begun.number, worker, self.server)
-            seconds = duration(begun.worker, begun.number, worker)
+            of = begun.worker, begun.number, worker
+            gradient = Gradient(*of, self.server, self._stops)
+            seconds = duration(*of, default=1.0)
         except StreamEndedError:
             raise
         except Exception as error:
             self._raise(begun, error)
-        took = 1.0 if seconds is None else seconds
-        heapq.heappush(self._arrivals, (self._now + took, index))
+        heapq.heappush(self._arrivals, (self._now + seconds, index))
         return gradient
 
     def _clock(self) -> float:
@@ -97,12 +101,7 @@ class _Simulated(WorkerPool):
 
     def _hand_out(self) -> None:
         """Gives up late gradients; starts them again, and those of idle workers."""
-        step = self.server.global_step()
-        over = {
-            index
-            for index, gradient in self._busy.items()
-            if self._stops.is_over(step, gradient.local_step)
-        }
+        over = {i for i, gradient in self._busy.items() if gradient.is_over()}
         if over:
             self._arrivals = [each for each in self._arrivals if each[1] not in over]
             heapq.heapify(self._arrivals)

@@ -130,13 +130,10 @@ class _Threads(WorkerPool):
     def _work(self, index: int, commands: _Commands) -> None:
         for task in iter(commands.get, None):
             try:
-                push = work(*task, self.server, self._halt.wait, self._is_over)
+                push = work(*task, self.server, self._stops, self._halt.wait)
                 self._arrived.put((index, push))
             except BaseException as error:
                 self._arrived.put((index, error))  # After the end nobody reads it.
-
-    def _is_over(self, local_step: int) -> bool:
-        return self._stops.is_over(self.server.global_step(), local_step)
 
     def _dismiss(self, index: int) -> None:
         self._commands.pop(index).put(None)

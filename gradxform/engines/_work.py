@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import threading
 import time
 import types
 from collections.abc import Callable, Generator
-from typing import SupportsFloat, TypeGuard
+from typing import Any, Protocol, SupportsFloat, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -20,38 +22,91 @@ from gradxform._transforms.clipping import global_norm
 from gradxform._trees import checks, maps
 from gradxform._trees.types import T
 from gradxform.engines._job import LossAndGrads, Push, Server, Worker
-from gradxform.engines._stops import GivenUpError, in_pieces
 
 _norm = jax.jit(global_norm)
 ARRAYS = jax.Array, np.ndarray, np.generic
 
 
-class StreamEndedError(Exception):
+class Asked(Server, Protocol):
+    """A server as a worker asks it."""
+
+    def global_step(self) -> int: ...
+
+
+class UnansweredError(Exception):
+    """A gradient ends without an answer, though its worker has not failed."""
+
+
+class GivenUpError(UnansweredError):
+    """The gradient became too late while it was computed, and was not pushed."""
+
+
+class StreamEndedError(UnansweredError):
     """The worker has no more minibatches."""
 
 
-class RefusedError(Exception):
+class RefusedError(UnansweredError):
     """The server takes no more pushes; the argument is the local step of this one."""
 
 
-class SupersededError(Exception):
+class SupersededError(UnansweredError):
     """The server has answered this push, and a later one of the same worker.
 
     Another worker was first, as this one had passed its deadline.
     """
 
 
-class ServerDiedError(Exception):
+class ServerDiedError(UnansweredError):
     """The server died while a worker pulled or pushed; the driver starts another."""
+
+
+class Stops:
+    """How late a gradient under way may become: ``Job.max_staleness``."""
+
+    def __init__(
+        self, max_staleness: jax.typing.ArrayLike | optax.Schedule | None
+    ) -> None:
+        if max_staleness is not None and not callable(max_staleness):
+            checks.in_range("max_staleness", max_staleness, "[0, inf]")
+        self._max_staleness = max_staleness
+        # As in `drop_stale`, the schedule calculates with JAX. All workers ask for the
+        # same step, so its limit is kept.
+        self._at = functools.lru_cache(maxsize=1)(self._limit)
+
+    def __reduce__(self) -> tuple[type[Stops], tuple[object]]:
+        return Stops, (self._max_staleness,)
+
+    @property
+    def ends(self) -> bool:
+        """Whether any gradient is ever cancelled."""
+        return self._max_staleness is not None
+
+    def is_over(self, server: Asked, local_step: int) -> bool:
+        """Whether a gradient with this local step is too late at the server's step."""
+        if not self.ends:  # Then the server is not asked.
+            return False
+        global_step = int(server.global_step())
+        return global_step - local_step > self._at(global_step)
+
+    def _limit(self, global_step: int) -> float:
+        limit: Any = self._max_staleness  # Checked to be a number, or a schedule.
+        with jax.transfer_guard("allow"):
+            if callable(limit):
+                step = jnp.asarray(min(global_step, np.iinfo(np.int32).max), jnp.int32)
+                limit = checks.scheduled("max_staleness", limit, step, "[0, inf]")
+            number = float(limit)
+        return number if math.isinf(number) else math.floor(number)
 
 
 class Gradient:
     """One gradient, by its number; it pulls its parameters when it is made."""
 
-    def __init__(self, index: int, number: int, worker: Worker, server: Server) -> None:
+    def __init__(
+        self, index: int, number: int, worker: Worker, server: Asked, stops: Stops
+    ) -> None:
         self._push_id = index, number
         self._began = time.monotonic()
-        self._worker, self._server = worker, server
+        self._worker, self._server, self._stops = worker, server, stops
         try:
             self._batch = worker.batch(number)
         except StopIteration as end:
@@ -71,20 +126,16 @@ class Gradient:
         rows = {} if worker.rows is None else worker.rows(*self._batch)
         self._params, self.local_step = server.pull(rows, worker.pull_dtype)
 
-    def push(
-        self,
-        ready: Callable[[], object] = lambda: None,
-        is_over: Callable[[int], bool] = lambda local_step: False,
-    ) -> Push:
+    def is_over(self) -> bool:
+        """Whether it has become too late."""
+        return self._stops.is_over(self._server, self.local_step)
+
+    def push(self, ready: Callable[[], object] = lambda: None) -> Push:
         """Computes it, waits until it is ``ready``, and pushes it.
 
         Raises:
-          GivenUpError: it became too late, as ``is_over(local_step)`` says.
+          GivenUpError: it became too late.
         """
-
-        def over() -> bool:
-            return is_over(self.local_step)
-
         worker, params, batch = self._worker, self._params, self._batch
         where: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if worker.device is not None:
@@ -92,7 +143,7 @@ class Gradient:
             params, batch = _moved((params, batch), worker.device)
         with where:
             given = worker.gradient(params, *batch)
-            loss, grads = _pair(in_pieces(given, over))
+            loss, grads = _pair(in_pieces(given, self.is_over))
             with jax.transfer_guard_host_to_device("allow"):
                 norm = _norm(grads)
             extra = {} if worker.extra is None else worker.extra(params, *batch)
@@ -100,7 +151,7 @@ class Gradient:
             loss, norm = float(loss), float(norm)  # Waits until they are computed.
         ready()
         computing = time.monotonic() - self._began
-        if over():
+        if self.is_over():
             raise GivenUpError
         extra = {"worker": self._push_id[0], "value": loss, **extra}
         try:
@@ -113,6 +164,25 @@ class Gradient:
             raise SupersededError from error
         answered = *self._push_id, self.local_step, loss, norm, result
         return Push(*answered, computing=computing)
+
+
+def in_pieces(given: object, is_over: Callable[[], bool]) -> object:
+    """The result of a gradient function; a generator is run piece by piece.
+
+    Raises:
+      GivenUpError: after one of the pieces, ``is_over`` said so.
+    """
+    if not isinstance(given, types.GeneratorType):
+        return given
+    try:
+        while True:
+            next(given)
+            if is_over():
+                raise GivenUpError
+    except StopIteration as end:
+        return end.value
+    finally:
+        given.close()
 
 
 def cast_back(worker: Worker, params: optax.Params) -> Worker:
@@ -177,10 +247,10 @@ def _moved(tree: T, device: jax.Device) -> T:
     )
 
 
-def duration(index: int, number: int, worker: Worker) -> float | None:
-    """The seconds that a gradient should take; None if the worker does not say."""
+def duration(index: int, number: int, worker: Worker, default: float) -> float:
+    """The seconds that a gradient should take, as the worker says."""
     if worker.duration is None:
-        return None
+        return default
     name = f"duration({number}) of worker {index}, the seconds that its gradient takes,"
     return float(checks.in_range(name, worker.duration(number), "[0, inf]"))
 
@@ -189,22 +259,17 @@ def work(
     index: int,
     number: int,
     worker: Worker,
-    server: Server,
+    server: Asked,
+    stops: Stops,
     sleep: Callable[[float], object],
-    is_over: Callable[[int], bool],
 ) -> Push:
     """Computes and pushes a gradient, in the time that ``duration`` says.
 
     Raises:
-      StreamEndedError: there is no minibatch for it.
-      RefusedError: the server does not take it.
-      SupersededError: the server has taken it from another worker.
-      GivenUpError: it became too late before it was pushed.
+      UnansweredError: it ends without an answer.
     """
-    gradient = Gradient(index, number, worker, server)
-    seconds = duration(index, number, worker)
-    if seconds is None:
-        return gradient.push(is_over=is_over)
+    gradient = Gradient(index, number, worker, server, stops)
     # No sleep takes longer.
-    end = min(time.monotonic() + seconds, threading.TIMEOUT_MAX)
-    return gradient.push(lambda: sleep(max(0.0, end - time.monotonic())), is_over)
+    end = time.monotonic() + duration(index, number, worker, default=0.0)
+    end = min(end, threading.TIMEOUT_MAX)
+    return gradient.push(lambda: sleep(max(0.0, end - time.monotonic())))

@@ -28,8 +28,7 @@ from gradxform.engines import _pool, _threads
 from gradxform.engines._ledger import Ledger
 from gradxform.engines._pool import WorkerPool
 from gradxform.engines._scheduler import Scheduler
-from gradxform.engines._stops import GivenUpError
-from gradxform.engines._work import ServerDiedError
+from gradxform.engines._work import GivenUpError, ServerDiedError
 from tests.engines.test_ledger import World
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -777,8 +776,7 @@ def test_a_number_from_before_a_death_of_the_server_is_not_handed_on():
     ledger = Ledger(world.status)
     job = make_job(2, one_slow(2), 20, deadline=4.0)
     members = dict(enumerate(job.workers))
-    scheduler = Scheduler(job)
-    scheduler.start(ledger, members)
+    scheduler = Scheduler(job, ledger, members)
     for number in range(3):
         scheduler.survey(members, float(number))
         assert scheduler.begin(1)[:2] == (1, number)
