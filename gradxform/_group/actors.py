@@ -8,7 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import optax
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from gradxform._group.leader import Leader
 
 logger = logging.getLogger("gradxform")
+
+Check: TypeAlias = Callable[[], object]  # Called in a wait; it may end it by raising.
 
 LOOK = 0.5  # Seconds after which a wait for an answer looks around again.
 ROOM = 20.0  # Seconds without room, after which a message says so.
@@ -92,9 +94,7 @@ class Group:
         self._cause: ObjectRef[str] | None = None  # The leader's last word.
         self._placement: PlacementGroup | None = None
 
-    def start(
-        self, checkpoint: Checkpoint | None, check: Callable[[], object]
-    ) -> ActorHandle[Leader]:
+    def start(self, checkpoint: Checkpoint | None, check: Check) -> ActorHandle[Leader]:
         """Starts them; returns the actor that answers for them."""
         # Imported here, as they import `multiprocessing`, which nobody else needs.
         from gradxform._group.follower import Follower
@@ -129,7 +129,7 @@ class Group:
                 return said
         return None
 
-    def _all(self, asked: list[ObjectRef[T]], check: Callable[[], object]) -> list[T]:
+    def _all(self, asked: list[ObjectRef[T]], check: Check) -> list[T]:
         """Their answers; raises as soon as one of them has raised."""
         left = asked
         while left:
@@ -138,7 +138,7 @@ class Group:
             self._ray.get(done)
         return self._ray.get(asked)
 
-    def _placed(self, check: Callable[[], object]) -> list[dict[str, Any]]:
+    def _placed(self, check: Check) -> list[dict[str, Any]]:
         """The options of each actor."""
         # An actor that Ray starts again by itself would not belong to the group. Two
         # actors cannot have one name.

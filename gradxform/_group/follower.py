@@ -55,8 +55,7 @@ class Follower:
         params, tx = sys.modules["ray"].get(given)
         self.process = Process(params, layout, mesh, tx, **options)
         if checkpoint is not None:
-            self._store = GroupStore(checkpoint)
-            self._saver = Saver(self._store)
+            self._saver = Saver(GroupStore(checkpoint))
         threading.Thread(
             target=followed.serve,
             args=(self._handle, summary),
@@ -86,7 +85,7 @@ class Follower:
 
     def resume(self, pushes: int) -> None:
         """Goes on from this process's part of a checkpoint."""
-        snapshot = self._store.read(pushes, self.process.like())
+        snapshot = self._saver.store.read(pushes, self.process.like())
         self.process.core.resume(self.process.placed(snapshot))
 
     # The leader's commands, handled in its sequence, on one thread.

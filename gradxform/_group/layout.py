@@ -87,14 +87,6 @@ class Layout(NamedTuple):
         each = shape[cut] // self.processes
         return process * each, (process + 1) * each
 
-    def check(self, grads: optax.Updates) -> None:
-        """Raises ``TypeError`` if shapes or dtypes differ, and names the path.
-
-        The leaves of ``grads`` may be descriptions.
-        """
-        checks.same_shapes("grads", grads, "params", self.types)
-        checks.same_dtypes("grads", grads, "params", self.types)
-
     def cut_of(self) -> Callable[[Path, Leaf], int | None]:
         """A function of a path and a leaf: the axis along which the leaf is cut.
 

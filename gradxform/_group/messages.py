@@ -15,6 +15,7 @@ import optax
 
 from gradxform._group.layout import Layout
 from gradxform._server import wire
+from gradxform._server.programs import check_fits
 from gradxform._server.reader import Ids
 from gradxform._server.wire import Payload, packed
 from gradxform._trees import maps
@@ -58,7 +59,7 @@ class PushMessage(NamedTuple):
         """
         wire.register()
         grads = maps.without_float0(grads)
-        layout.check(grads)
+        check_fits(layout.types, grads)
         cuts: list[tuple[np.ndarray[Any, Any], int]] = []  # The leaves, and axes.
         cut_of = layout.cut_of()
 

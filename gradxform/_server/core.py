@@ -23,14 +23,15 @@ from gradxform._server.placement import Arrays, copy, initialize, on_host
 from gradxform._server.programs import (
     Prepared,
     PushPrograms,
-    check_fits,
     prepare,
     training_step,
 )
 from gradxform._server.records import (
+    Ahead,
     Answer,
     AnsweredError,
     Counters,
+    PushId,
     PushResult,
     ServerClosedError,
     ServerStats,
@@ -82,7 +83,7 @@ class Core:
         self._devices = len(specs.placement.everywhere.device_set)
         self.version = Version.of(params, state)
         self.takes = math.inf
-        self.ahead: dict[int, int | None] = {}
+        self.ahead: Ahead = {}
         self.after_step: Callable[[], object] | None = None
         self._answers: dict[Hashable, Answer] = {}  # The last one, by worker.
         self._accumulated = 0  # Pushes accepted since the last step.
@@ -105,10 +106,7 @@ class Core:
         return self._prepare(grads, extra)
 
     def commit(
-        self,
-        prepared: Prepared,
-        local_step: int,
-        push_id: tuple[Hashable, int] | None = None,
+        self, prepared: Prepared, local_step: int, push_id: PushId | None = None
     ) -> PushResult:
         """In a turn: runs the step of a push, and replaces the version.
 
@@ -135,9 +133,7 @@ class Core:
             self.after_step()
         return result
 
-    def _answer_to(
-        self, push_id: tuple[Hashable, int], local_step: int
-    ) -> PushResult | None:
+    def _answer_to(self, push_id: PushId, local_step: int) -> PushResult | None:
         """The answer that this push has got before; None if it is new.
 
         Another worker may have made it, with another local step.
@@ -344,7 +340,6 @@ def of_one_process(
     tx, params, state = initialize(tx, params)
     specs = Specs(params, state)
     step = functools.partial(training_step, tx)
-    check = functools.partial(check_fits, specs.types[0])
-    programs = PushPrograms(step, specs, donate, check)
+    programs = PushPrograms(step, specs, donate)
     prepare_it = functools.partial(prepare, programs, require_finite)
     return Core(tx, params, state, specs, prepare_it)

@@ -89,18 +89,10 @@ class PushPrograms:
       step: the step to compile.
       specs: of the server's arrays.
       donate: whether a step takes the memory of parameters and state.
-      check: raises if gradients of a new signature do not fit.
     """
 
-    def __init__(
-        self,
-        step: TrainingStep,
-        specs: Specs,
-        donate: bool,
-        check: Callable[[optax.Updates], None] = lambda grads: None,
-    ) -> None:
+    def __init__(self, step: TrainingStep, specs: Specs, donate: bool) -> None:
         self._step, self._specs, self._donate = step, specs, donate
-        self._check = check
         self._params = {
             path: (x.shape, sharding)
             for (path, x), sharding in zip(
@@ -135,7 +127,7 @@ class PushPrograms:
         self, signature: Signature, grads: optax.Updates, extra: dict[str, Any]
     ) -> Program | Refusal:
         # The cheap checks come first: a push that does not fit never costs a trace.
-        self._check(grads)
+        check_fits(self._specs.types[0], grads)
         with self._compiling:
             known = self._programs.get(signature)
             if known is not None:  # Another thread has compiled it meanwhile.
@@ -249,7 +241,10 @@ def in_sizes(leaf: Leaf) -> Leaf:
 
 
 def check_fits(params: PyTree[Any], grads: optax.Updates) -> None:
-    """Raises ``TypeError`` if shapes or dtypes differ, and names the first path."""
+    """Raises ``TypeError`` if shapes or dtypes differ, and names the first path.
+
+    The leaves of both may be descriptions.
+    """
     checks.same_shapes("grads", grads, "params", params)
     checks.same_dtypes("grads", grads, "params", params)
 

@@ -7,13 +7,17 @@ import operator
 import secrets
 import time
 from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import optax
 
 from gradxform._late.counters import dropped, outermost
 from gradxform._trees import checks
+
+PushId: TypeAlias = tuple[Hashable, int]  # A worker, and the number of its push.
+# How far the clock of each worker is ahead of its answers; None if it has none now.
+Ahead: TypeAlias = Mapping[int, int | None]
 
 
 class PushResult(NamedTuple):

@@ -9,7 +9,7 @@ import optax
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.parameter_server import ParameterServer
-from gradxform._server.records import ServerStatus, Snapshot
+from gradxform._server.records import Ahead, ServerStatus, Snapshot
 from gradxform._server.saver import Saver
 from gradxform._server.store import Store
 from gradxform._server.transport import Transport
@@ -49,7 +49,6 @@ class RecoverableServer(ParameterServer[Any]):
 
     def _save_in(self, store: Store | None, pushes: float) -> None:
         self._core.takes = pushes
-        self._store = store
         self._saver = None if store is None else Saver(store)
         self._status: ServerStatus | None = None
 
@@ -64,7 +63,7 @@ class RecoverableServer(ParameterServer[Any]):
             exists with ``resume=False``; or the directory holds something else.
         """
         if self._status is None:
-            notes = None if self._store is None else self._resume(self._store)
+            notes = None if self._saver is None else self._resume(self._saver.store)
             status = self._turns.run(self._core.status)
             found = notes is not None
             self._status = status._replace(found=found, notes=tuple(notes or ()))
@@ -101,7 +100,7 @@ class RecoverableServer(ParameterServer[Any]):
         """Where it stands now."""
         return self._turns.run(self._core.status)
 
-    def note(self, ahead: dict[int, int | None]) -> None:
+    def note(self, ahead: Ahead) -> None:
         """Keeps how far workers' clocks are ahead of their answers, for a checkpoint.
 
         None means that a worker has no clock now: it is past its deadline.
@@ -139,7 +138,6 @@ class RecoverableServer(ParameterServer[Any]):
     def close(self) -> None:
         """As :meth:`ParameterServer.close`; finishes a checkpoint that was begun."""
         super().close()
-        if self._saver is not None and self._store is not None:
+        if self._saver is not None:
             self._saver.close()
-            self._store.close()
             self._saver = self._core.after_step = None

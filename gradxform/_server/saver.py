@@ -17,10 +17,13 @@ class Saver:
 
     Args:
       store: its ``checkpoint`` says how often.
+
+    Attributes:
+      store: as given.
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self.store = store
         self._every_steps = store.checkpoint.every_steps
         self._every_seconds = store.checkpoint.every_seconds
         self._thread = ThreadPoolExecutor(1, "checkpoints")
@@ -47,18 +50,19 @@ class Saver:
 
     def write(self, snapshot: Snapshot) -> None:
         """Has it written, after what was begun before; returns when it is there."""
-        self._thread.submit(self._store.write, snapshot).result()
+        self._thread.submit(self.store.write, snapshot).result()
 
     def flush(self) -> None:
         """Waits until what was begun is written."""
         wait([] if self._last is None else [self._last])
 
     def close(self) -> None:
-        """Finishes the checkpoint that was begun, then ends."""
+        """Finishes the checkpoint that was begun, then closes the store."""
         self._thread.shutdown()
+        self.store.close()
 
     def _write(self, snapshot: Snapshot) -> None:
         try:
-            self._store.write(snapshot)
+            self.store.write(snapshot)
         except Exception as error:  # The run goes on, and the next one may succeed.
             logger.error("no checkpoint was written: %s", summary(error))

@@ -8,7 +8,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import NoReturn, ParamSpec, TypeAlias, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.records import summary
@@ -39,12 +39,14 @@ def ending(run: WorkerPool, checkpoint: Checkpoint | None) -> Iterator[None]:
         told = True
         run.end(Terminated())
 
-    def interrupt(before: Callable[..., object], *signalled: object) -> None:
+    def interrupt(*signalled: object) -> None:
         # Python drops a handler's exception if it interrupts a destructor.
         run.end(KeyboardInterrupt())
         before(*signalled)
 
-    with _sigterm(terminate), _sigint(interrupt):
+    # A program that ignores Ctrl-C has no function here.
+    before: Any = signal.getsignal(signal.SIGINT)
+    with _sigterm(terminate), _handled(signal.SIGINT, interrupt, callable(before)):
         try:
             yield
         except Terminated:
@@ -98,13 +100,6 @@ def _sigterm(handler: Callable[..., None]) -> _Handling:
     # Ray's handler would end the process without saving the run.
     rays = getattr(before, "__module__", "").startswith("ray.")
     return _handled(signal.SIGTERM, handler, before is signal.SIG_DFL or rays)
-
-
-def _sigint(handler: Callable[..., None]) -> _Handling:
-    """Calls the handler before the program's own one, unless that is to ignore it."""
-    before = signal.getsignal(signal.SIGINT)
-    first = functools.partial(handler, before)
-    return _handled(signal.SIGINT, first, callable(before))
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from gradxform.engines._pool import LOOK, WorkerPool, tell
 from gradxform.engines._pool import server_options as options_of
 from gradxform.engines._servers import One, RayServer, WorkersServer
 from gradxform.engines._work import (
+    MaxStaleness,
     ServerDiedError,
     Stops,
     UnansweredError,
@@ -171,10 +172,10 @@ class _RayWorker:
     """A worker in a process of its own."""
 
     def __init__(
-        self, index: int, worker: Worker, stops: Stops, layout: Layout | None
+        self, index: int, worker: Worker, layout: Layout | None, late: MaxStaleness
     ) -> None:
-        self._index, self._worker, self._stops = index, worker, stops
-        self._layout = layout
+        self._index, self._worker, self._layout = index, worker, layout
+        self._stops = Stops(late)
 
     def work(
         self,
@@ -255,7 +256,7 @@ class _Ray(WorkerPool):
         if index not in self.workers:
             try:
                 self.workers[index] = self._start_actor(
-                    index, worker, self._stops, self.server.layout
+                    index, worker, self.server.layout, self._job.max_staleness
                 )
             except TypeError as error:  # It cannot be pickled.
                 error.add_note(

@@ -6,6 +6,7 @@ import math
 import types
 from collections.abc import Awaitable, Generator, Iterable, Mapping
 
+from gradxform._server.records import Ahead
 from gradxform.engines._job import Job, Worker
 from gradxform.engines._ledger import Begun, Ledger
 from gradxform.engines._pacing import Alike, Progress
@@ -26,11 +27,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        job: Job,
-        ledger: Ledger,
-        members: Iterable[int],
-        ahead: Mapping[int, int | None] = types.MappingProxyType({}),
+        self, job: Job, ledger: Ledger, members: Iterable[int], ahead: Ahead
     ) -> None:
         self._pace, self._ledger = job.pace, ledger
         self._deadline = math.inf if job.deadline is None else float(job.deadline)
@@ -62,10 +59,10 @@ class Scheduler:
         self._refused: set[int] = set()  # Clocks of workers that may not begin.
 
     @property
-    def ahead(self) -> dict[int, int | None]:
+    def ahead(self) -> Ahead:
         """How far a clock is ahead of the worker's answers; None if it has none now."""
-        lifted: dict[int, int | None] = {i: n for i, n in self._ahead.items() if n}
-        return lifted | dict.fromkeys(self.late)
+        lifted = {index: lift for index, lift in self._ahead.items() if lift}
+        return {**lifted, **dict.fromkeys(self.late)}
 
     def _is_late(self, begun: Begun, now: float) -> bool:
         return now >= begun.at + self._deadline

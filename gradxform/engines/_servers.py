@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import optax
 
-from gradxform._group.actors import LOOK, Group, message
+from gradxform._group.actors import LOOK, Check, Group, message
 from gradxform._group.layout import Layout
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
-from gradxform._server.records import PushResult, ServerStatus
+from gradxform._server.records import Ahead, PushResult, ServerStatus
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._trees.types import T
 from gradxform.engines._connect import Connection
@@ -49,9 +50,7 @@ class One:
     def cause(self) -> None:
         """Why it has died; it does not say so."""
 
-    def start(
-        self, checkpoint: Checkpoint | None, check: Callable[[], object]
-    ) -> ActorHandle[Any]:
+    def start(self, checkpoint: Checkpoint | None, check: Check) -> ActorHandle[Any]:
         """Starts it; returns the actor that answers for it."""
         self._actor = self._start(*self._begun_with, checkpoint, **self._options)
         return self._actor
@@ -62,6 +61,7 @@ class One:
             self._ray.kill(self._actor)
 
 
+@dataclasses.dataclass(eq=False)
 class RayServer:
     """The server for the driver; each call waits for its answer.
 
@@ -77,47 +77,38 @@ class RayServer:
       check: is called while it starts, and may end that by raising.
     """
 
-    def __init__(
-        self,
-        processes: One | Group,
-        layout: Layout | None,
-        checkpoint: Checkpoint | None,
-        max_deaths: int,
-        connection: Connection,
-        check: Callable[[], object],
-    ) -> None:
+    processes: One | Group
+    layout: Layout | None
+    checkpoint: Checkpoint | None
+    max_deaths: int
+    connection: Connection
+    check: Check
+    deaths: int = 0
+    actor: Any = None  # An ActorHandle, once it has begun.
+
+    def __post_init__(self) -> None:
         self._ray = require("ray", "ray")
-        self._processes, self.layout = processes, layout
-        self._checkpoint = checkpoint
-        self._max_deaths, self.connection, self._check = max_deaths, connection, check
-        self.deaths = 0
         self._lock = threading.Lock()  # Only one of two threads replaces a dead actor.
-        self.actor: Any = None  # An ActorHandle, once it has begun.
 
     def begin(self) -> ServerStatus:
         """Starts it if necessary; returns where its incarnation began."""
         if self.actor is None:
             try:
-                self.actor = self._processes.start(self._checkpoint, self._check)
+                self.actor = self.processes.start(self.checkpoint, self.check)
             except self._ray.exceptions.RayActorError as error:
-                self._replace(None, error, self._check)
-        return self._ask("begin", check=self._check)
+                self._replace(None, error, self.check)
+        return self._ask("begin", check=self.check)
 
     def _ask(
-        self,
-        name: str,
-        *args: object,
-        check: Callable[[], object] = lambda: None,
-        **options: object,
+        self, name: str, *args: object, check: Check = lambda: None, **options: object
     ) -> Any:  # What the actor's method returns.
         exceptions = self._ray.exceptions
         while True:
             self.connection.check()
             actor = self.actor
             try:
-                return self._answer(
-                    getattr(actor, name).remote(*args, **options), check
-                )
+                asked = getattr(actor, name).remote(*args, **options)
+                return self._answer(asked, check)
             except exceptions.RayError as error:
                 if not tells_of_a_death(error):
                     raise
@@ -127,36 +118,33 @@ class RayServer:
                 else:
                     time.sleep(AGAIN)  # It may still be alive.
 
-    def _answer(self, asked: ObjectRef[T], check: Callable[[], object]) -> T:
+    def _answer(self, asked: ObjectRef[T], check: Check) -> T:
         while not self._ray.wait([asked], timeout=LOOK)[0]:
             self.connection.check()
             check()
         return self._ray.get(asked)
 
     def _replace(
-        self,
-        dead: ActorHandle[Any] | None,
-        error: Exception,
-        check: Callable[[], object],
+        self, dead: ActorHandle[Any] | None, error: Exception, check: Check
     ) -> None:
         """Starts another from the last checkpoint, once for all threads."""
         with self._lock:
             while self.actor is dead:
-                if (cause := self._processes.cause()) is not None:
+                if (cause := self.processes.cause()) is not None:
                     error.add_note(f"The server has ended: {cause}.")
-                if self._checkpoint is None:
+                if self.checkpoint is None:
                     error.add_note("The run was not saved: give it a checkpoint.")
                     raise error
-                if self.deaths == self._max_deaths:
+                if self.deaths == self.max_deaths:
                     error.add_note("The server has died more than max_deaths times.")
                     raise error
                 self.deaths += 1
                 if cause is not None:
                     logger.warning("the server has ended: %s", cause)
                 # Even with `resume=False` it must go on from this run's own ones.
-                known = self._checkpoint._replace(resume=True)
+                known = self.checkpoint._replace(resume=True)
                 try:
-                    actor = self._processes.start(known, check)
+                    actor = self.processes.start(known, check)
                     # It must begin before anybody else can call it.
                     self._answer(actor.begin.remote(), check)
                 except self._ray.exceptions.RayActorError as again:
@@ -177,14 +165,14 @@ class RayServer:
         grads, extra = message(self.layout, grads, extra)
         return self._ray.get(self.actor.push.remote(grads, local_step, **extra))
 
-    def note(self, ahead: dict[int, int | None]) -> None:
+    def note(self, ahead: Ahead) -> None:
         """See :meth:`RecoverableServer.note`; does not wait for it."""
         self.actor.note.remote(ahead)
 
     def kill(self) -> None:
         """Ends its processes, unless they have ended with the cluster."""
         if not self.connection.lost:
-            self._processes.kill()
+            self.processes.kill()
 
 
 class WorkersServer:

@@ -9,7 +9,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Generator
-from typing import Any, Protocol, SupportsFloat, TypeGuard
+from typing import Any, Protocol, SupportsFloat, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from gradxform._trees.types import T
 from gradxform.engines._job import LossAndGrads, Push, Server, Worker
 
 _norm = jax.jit(global_norm)
+MaxStaleness: TypeAlias = jax.typing.ArrayLike | optax.Schedule | None
 ARRAYS = jax.Array, np.ndarray, np.generic
 
 
@@ -63,18 +64,13 @@ class ServerDiedError(UnansweredError):
 class Stops:
     """How late a gradient under way may become: ``Job.max_staleness``."""
 
-    def __init__(
-        self, max_staleness: jax.typing.ArrayLike | optax.Schedule | None
-    ) -> None:
+    def __init__(self, max_staleness: MaxStaleness) -> None:
         if max_staleness is not None and not callable(max_staleness):
             checks.in_range("max_staleness", max_staleness, "[0, inf]")
         self._max_staleness = max_staleness
         # As in `drop_stale`, the schedule calculates with JAX. All workers ask for the
         # same step, so its limit is kept.
         self._at = functools.lru_cache(maxsize=1)(self._limit)
-
-    def __reduce__(self) -> tuple[type[Stops], tuple[object]]:
-        return Stops, (self._max_staleness,)
 
     @property
     def ends(self) -> bool:
@@ -239,12 +235,11 @@ def _described(x: object) -> str:
 
 def _moved(tree: T, device: jax.Device) -> T:
     """The same tree with all arrays on the device."""
-    return jax.tree.map(
-        lambda x: (
-            jax.device_put(x, device) if isinstance(x, (jax.Array, np.ndarray)) else x
-        ),
-        tree,
-    )
+
+    def moved(x: Any) -> Any:  # Of any type.
+        return jax.device_put(x, device) if isinstance(x, jax.Array | np.ndarray) else x
+
+    return jax.tree.map(moved, tree)
 
 
 def duration(index: int, number: int, worker: Worker, default: float) -> float:

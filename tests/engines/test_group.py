@@ -118,7 +118,7 @@ def on_group(function, run):
         core = actor.process.core
         return function(actor, core.specs.params_of(core.version.leaves))
 
-    actors = run.server._processes._actors
+    actors = run.server.processes._actors
     asked = [actor.__ray_call__.remote(call) for actor in actors]
     return pytest.importorskip("ray").get(asked)
 
@@ -287,7 +287,7 @@ def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
         # The processes keep nothing that they prepared for a refused push.
         kept = [
             ray.get(each.__ray_call__.remote(lambda follower: len(follower._prepared)))
-            for each in run.server._processes._actors[1:]
+            for each in run.server.processes._actors[1:]
         ]
         assert kept == [0]
 

@@ -776,7 +776,7 @@ def test_a_number_from_before_a_death_of_the_server_is_not_handed_on():
     ledger = Ledger(world.status)
     job = make_job(2, one_slow(2), 20, deadline=4.0)
     members = dict(enumerate(job.workers))
-    scheduler = Scheduler(job, ledger, members)
+    scheduler = Scheduler(job, ledger, members, {})
     for number in range(3):
         scheduler.survey(members, float(number))
         assert scheduler.begin(1)[:2] == (1, number)

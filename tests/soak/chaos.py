@@ -110,7 +110,7 @@ def train(job, folder, deaths, rng, processes=1, come_and_go=0):
                 if victim is None:
                     who = run.server.actor
                     if process:
-                        who = dict(enumerate(run.server._processes._actors)).get(
+                        who = dict(enumerate(run.server.processes._actors)).get(
                             process
                         )
                 if who is not None and kill(who):
@@ -139,7 +139,7 @@ def train(job, folder, deaths, rng, processes=1, come_and_go=0):
         ended = pushes, run.counts(), run.server.stats(), run.server.state()
         if not closes(ended[1]):
             open_ledgers.append(ended[1])
-        actors = getattr(run.server._processes, "_actors", [])
+        actors = getattr(run.server.processes, "_actors", [])
         held = ray.get([actor.__ray_call__.remote(copies) for actor in actors])
         return ended, open_ledgers, all(each == held[0] for each in held)
 
