@@ -129,8 +129,9 @@ class Core:
             last = self._answers.get(worker, Answer())
             self._answers[worker] = last.then(number, int(local_step), result)
             self.takes -= 1
-        if self.after_step and self.version.global_step > before:
-            self.after_step()
+        after_step = self.after_step  # Another thread may take it away.
+        if after_step is not None and self.version.global_step > before:
+            after_step()
         return result
 
     def _answer_to(self, push_id: PushId, local_step: int) -> PushResult | None:

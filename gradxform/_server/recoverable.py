@@ -123,7 +123,7 @@ class RecoverableServer(ParameterServer[Any]):
         """
         if self._saver is None or self._status is None:  # Nothing has begun.
             return None
-        self._saver.rest()
+        self._core.after_step = None  # No checkpoint is due from now on.
         snapshot: Snapshot | None = self._turns.run(self._transport.snapshot)
         if snapshot is None:
             return None

@@ -24,24 +24,19 @@ class Saver:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._every_steps = store.checkpoint.every_steps
-        self._every_seconds = store.checkpoint.every_seconds
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._begun = time.monotonic()
         self._last: Future[None] | None = None  # That nobody waits for.
 
     def is_due(self, global_step: int) -> bool:
         """Whether the state after this step should be saved."""
-        steps, seconds = self._every_steps, self._every_seconds
         if self._last is not None and not self._last.done():
             return False
+        every = self.store.checkpoint
+        steps, seconds = every.every_steps, every.every_seconds
         if steps is not None and global_step % steps == 0:
             return True
         return seconds is not None and time.monotonic() - self._begun >= seconds
-
-    def rest(self) -> None:
-        """No checkpoint is due from now on."""
-        self._every_steps = self._every_seconds = None
 
     def write_soon(self, snapshot: Snapshot) -> None:
         """Has it written; returns at once."""

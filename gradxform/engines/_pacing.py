@@ -7,6 +7,7 @@ function ``pace(progress) -> bool``; any function of that kind is one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -40,17 +41,11 @@ class Progress(NamedTuple):
     started: int
 
 
-class Alike:
+class Alike(functools.partial[bool]):
     """A rule that decides alike about workers with equal clocks.
 
     While others begin, and nobody is answered, its refusals last.
     """
-
-    def __init__(self, decide: Callable[[Progress], bool]) -> None:
-        self._decide = decide
-
-    def __call__(self, progress: Progress) -> bool:
-        return self._decide(progress)
 
 
 def stale_synchronous(slack: float) -> Callable[[Progress], bool]:

@@ -10,13 +10,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from gradxform._server.records import ServerStatus, is_past
+from gradxform._server.recoverable import RecoverableServer
 from gradxform._trees import checks
 from gradxform.engines._job import Counts, Job, Push, Worker
 from gradxform.engines._ledger import Begun, Ledger
 from gradxform.engines._scheduler import Scheduler
+from gradxform.engines._servers import RayServer
 from gradxform.engines._work import (
     GivenUpError,
     RefusedError,
@@ -26,10 +28,6 @@ from gradxform.engines._work import (
     UnansweredError,
     cast_back,
 )
-
-if TYPE_CHECKING:
-    from gradxform._server.recoverable import RecoverableServer
-    from gradxform.engines._servers import RayServer
 
 logger = logging.getLogger("gradxform")
 
@@ -45,12 +43,6 @@ class Terminated(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
-
-
-def tell(status: ServerStatus) -> None:
-    """Logs the notes about the checkpoint from which an incarnation begins."""
-    for note in status.notes:
-        logger.warning("%s", note)
 
 
 def server_options(job: Job) -> dict[str, Any]:
@@ -112,17 +104,22 @@ class WorkerPool:
         """Starts the run where the server stands."""
         self.server = server
         status = server.begin()
-        tell(status)
+        self._go_on(status)
         self._num_workers = status.num_workers
         for index, worker in self._members.items():
             self._check_row(index, worker)
         self._ledger = Ledger(status)
-        self._noted = status.ahead
         start = self._job, self._ledger, self._members, status.ahead
         self._scheduler = Scheduler(*start)
         self.resumed = status.global_step if status.found else None
         self._began_at = time.monotonic()
         self._begun = True
+
+    def _go_on(self, status: ServerStatus) -> None:
+        """Takes note of where an incarnation of the server begins."""
+        self._noted = status.ahead
+        for note in status.notes:  # About its checkpoint.
+            logger.warning("%s", note)
 
     def _check_row(self, index: int, worker: Worker) -> None:
         """Raises ``ValueError`` if no push of this worker could act."""

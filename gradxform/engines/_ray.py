@@ -24,7 +24,7 @@ from gradxform.engines._connect import Connection, connect
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._ledger import Begun
-from gradxform.engines._pool import LOOK, WorkerPool, tell
+from gradxform.engines._pool import LOOK, WorkerPool
 from gradxform.engines._pool import server_options as options_of
 from gradxform.engines._servers import One, RayServer, WorkersServer
 from gradxform.engines._work import (
@@ -116,7 +116,7 @@ def ray(
                     connect(address, connect_timeout)
             try:
                 stack.enter_context(
-                    _cluster(len(job.workers) + server_processes, address)
+                    _cluster(ray, len(job.workers) + server_processes, address)
                 )
             except SystemExit:  # Ray's own answer to ``SIGTERM``, while it starts.
                 terminated(None, given)
@@ -135,13 +135,12 @@ def ray(
 
 
 @contextlib.contextmanager
-def _cluster(num_cpus: int, address: str | None) -> Iterator[None]:
+def _cluster(ray: ModuleType, num_cpus: int, address: str | None) -> Iterator[None]:
     """A connection to a cluster, or a local one with a CPU for each actor."""
-    ray = require("ray", "ray")
     before = signal.getsignal(signal.SIGTERM)
     connection = None
     try:
-        _connect(num_cpus, address)
+        _connect(ray, num_cpus, address)
         connection = Connection(ray)
         yield
     finally:
@@ -152,8 +151,7 @@ def _cluster(num_cpus: int, address: str | None) -> Iterator[None]:
 
 
 @uninterrupted  # An interrupt would leave processes of half a cluster behind.
-def _connect(num_cpus: int, address: str | None) -> None:
-    ray = require("ray", "ray")
+def _connect(ray: ModuleType, num_cpus: int, address: str | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Sends no usage reports.
     # With "local" Ray does not look for a cluster that somebody else has started.
     own = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
@@ -314,9 +312,8 @@ class _Ray(WorkerPool):
         status = self.server.begin()
         lost = self._ledger.go_back(status)
         self._ledger.server_deaths = self.server.deaths
-        self._noted = status.ahead
         self._refused.clear()
-        tell(status)
+        self._go_on(status)
         logger.warning(
             "the server died and goes on from step %s; pushes to be done again: %s",
             status.global_step,

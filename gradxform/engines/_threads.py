@@ -97,8 +97,13 @@ class _Threads(WorkerPool):
         self._arrived = queue.SimpleQueue()
 
     def _next(self) -> Iterator[Push]:
+        now = self._clock()
+        wait = self._scheduler.next_deadline(now) - now
+        # Then another worker may take the place of one that does not answer.
+        if self._ledger.stands + len(self._busy) >= self._job.pushes:
+            wait = min(wait, LOOK)
         try:
-            arrival = self._arrived.get(timeout=self._patience())
+            arrival = self._arrived.get(timeout=min(wait, threading.TIMEOUT_MAX))
         except queue.Empty:
             return
         if arrival is None:
@@ -106,14 +111,6 @@ class _Threads(WorkerPool):
         for push in self._take(*arrival):
             self._hand_out()  # Before the consumer works on this push.
             yield push
-
-    def _patience(self) -> float | None:
-        """How long to wait for an answer before another worker may take its place."""
-        now = self._clock()
-        wait = self._scheduler.next_deadline(now) - now
-        if self._ledger.stands + len(self._busy) >= self._job.pushes:
-            wait = min(wait, LOOK)
-        return wait if wait < threading.TIMEOUT_MAX else None
 
     def _start(self, index: int, worker: Worker, begun: Begun) -> None:
         if index not in self.workers:
