@@ -135,9 +135,7 @@ else:  # Type checkers would take `__getattr__` to have every name.
         "ServerClosedError": "_server.records",
         "ServerStats": "_server.records",
     }
-    __all__ = [
-        name for name in sorted({*globals(), *_LATER}) if not name.startswith("_")
-    ]
+    __all__ = [n for n in sorted({*globals(), *_LATER}) if n[0] != "_"]
 
     def __getattr__(name: str) -> object:
         if name not in _LATER:

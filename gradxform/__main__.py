@@ -157,14 +157,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         params, state = run.server.state().values()
 
     labels = np.argmax(model.logits(params, digits.test_images), axis=-1)
-    table = report.make_table(options, run, pushes, state, seconds)
+    table = report.make_report(options, run, pushes, state, seconds)
     note = report.note(options, argv, done=not pushes)
     accuracy = f"test accuracy {np.mean(labels == digits.test_labels):.3f}\n"
     try:
-        report.show(report.rendered(table) + note + accuracy)
+        report.show(table + note + accuracy)
     finally:  # Also if the reader of the results is gone.
-        if options.plot and pushes:
-            report.save_plot(options.plot, options, pushes, MAX_NORM)
+        report.save_plot(options, pushes, MAX_NORM)
 
 
 if __name__ == "__main__":

@@ -41,28 +41,27 @@ def title_of(options: Options) -> str:
     return title + f"workers {options.workers}, seed {options.seed}"
 
 
-def make_table(
+def make_report(
     options: Options,
     run: engines.Run,
     pushes: Sequence[engines.Push],
     state: optax.OptState,
     seconds: float,
-) -> Table:
-    """A table of the pushes: accepted, dropped, late."""
-    from rich import table
+) -> str:
+    """A table of the pushes as ``rich`` would print it: accepted, dropped, late."""
+    from rich import console, table
 
     counts = run.counts()
     before = "" if run.resumed is None else f"{run.resumed} of them before this run"
-    last = counts.by_worker.get(options.workers - 1, engines.WorkerCounts()).dropped
+    last = counts.by_worker.get(options.workers - 1)
+    late = f"{last.dropped if last else 0} of the last worker"
     fraction = f"{float(gx.staleness_fraction(state)):.3f}"
     norm = f"{float(optax.tree.get(state, 'global_norm')):.3f}"
     report = table.Table(title=title_of(options), title_justify="left")
     report.show_header = False
     report.add_row("steps", f"{int(gx.global_step(state))}", before)
     report.add_row("pushes accepted", f"{counts.accepted}")
-    report.add_row(
-        "pushes dropped", f"{counts.dropped}", f"{last.dropped} of the last worker"
-    )
+    report.add_row("pushes dropped", f"{counts.dropped}", late)
     for name, who in (("worker", "workers"), ("server", "the server")):
         if deaths := getattr(counts, f"{name}_deaths"):
             report.add_row(f"deaths of {who}", f"{deaths}")
@@ -76,7 +75,10 @@ def make_table(
     report.add_section()
     report.add_row("gradient norm", norm, "of the last step, before the clip")
     report.add_row("seconds", f"{seconds:.1f}", "of starting, compiling and training")
-    return report
+    screen = console.Console()
+    with screen.capture() as text:
+        screen.print(report)
+    return text.get()
 
 
 def note(options: Options, argv: Sequence[str] | None, done: bool) -> str:
@@ -108,16 +110,6 @@ def add_bars(report: Table, results: Sequence[gx.PushResult]) -> None:
         report.add_row(f"staleness {span}", text, bar)
 
 
-def rendered(table: Table) -> str:
-    """What ``rich`` would print."""
-    from rich import console
-
-    screen = console.Console()
-    with screen.capture() as text:
-        screen.print(table)
-    return text.get()
-
-
 def show(text: str) -> None:
     """Prints; if that fails, it ends the process with one line.
 
@@ -135,15 +127,15 @@ def show(text: str) -> None:
         fail(f"the results cannot be printed: {error.strerror}")
 
 
-def save_plot(
-    path: str, options: Options, pushes: Sequence[engines.Push], clip: float
-) -> None:
-    """Draws loss, staleness and gradient norm, push by push, as a PNG.
+def save_plot(options: Options, pushes: Sequence[engines.Push], clip: float) -> None:
+    """Draws loss, staleness and gradient norm, push by push, if there is a ``--plot``.
 
     Each point of the norm belongs to one push, as its worker computed it.
     """
     from matplotlib.figure import Figure
 
+    if not (options.plot and pushes):
+        return
     step = np.arange(1, len(pushes) + 1)
     loss, norms = [push.loss for push in pushes], [push.norm for push in pushes]
     kept = np.array([push.result.applied for push in pushes])
@@ -176,6 +168,6 @@ def save_plot(
         spot = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3}
         ax.legend(**spot, frameon=False, markerscale=2)
     try:
-        figure.savefig(path)
+        figure.savefig(options.plot)
     except OSError as error:  # The disk may have filled up meanwhile.
         fail(f"argument --plot: {error}")
