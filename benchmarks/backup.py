@@ -25,7 +25,7 @@ def seconds_to(target, mode, options, model, digits):
     """(seconds, steps) until the test accuracy is at least ``target``."""
     arguments = ["--mode", mode, "--straggler", str(options.straggler)]
     arguments += ["--work", str(options.work), "--steps", str(STEPS * MODES[mode])]
-    job = main_job.make_job(main_job.make_parser().parse_args(arguments), model, digits)
+    job = main_job.make_job(main_job.parse(arguments), model, digits)
     start, tested = None, 0
     with engines.threads(job._replace(pushes=STEPS * len(job.workers))) as run:
         for push in run.pushes:

@@ -47,7 +47,7 @@ def main():
     parser.add_argument("--numbers", type=int, default=0, help="added to the model")
     options = parser.parse_args()
     model, digits = main_job.build_model(0), main_job.load_digits()
-    args = main_job.make_parser().parse_args(["--work", "0.001"])
+    args = main_job.parse(["--work", "0.001"])
     job = main_job.make_job(args, model, digits)
     if options.numbers:
         job = enlarge(job, options.numbers)

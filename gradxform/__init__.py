@@ -35,7 +35,9 @@ many threads, or on many machines through Ray, pull parameters from it and push
 gradients to it. :mod:`gradxform.engines` runs such workers.
 """
 
-from gradxform import engines as engines
+import importlib as _importlib
+import typing as _typing
+
 from gradxform._config.config import from_config as from_config
 from gradxform._config.config import get_config as get_config
 from gradxform._late.accumulate import AccumulateState as AccumulateState
@@ -60,10 +62,6 @@ from gradxform._late.skip_spikes import SkipSpikesState as SkipSpikesState
 from gradxform._late.skip_spikes import skip_spikes as skip_spikes
 from gradxform._late.worker_mean import WorkerMeanState as WorkerMeanState
 from gradxform._late.worker_mean import worker_mean as worker_mean
-from gradxform._server.parameter_server import ParameterServer as ParameterServer
-from gradxform._server.records import PushResult as PushResult
-from gradxform._server.records import ServerClosedError as ServerClosedError
-from gradxform._server.records import ServerStats as ServerStats
 from gradxform._training.apply import apply_gradients as apply_gradients
 from gradxform._training.apply import apply_updates as apply_updates
 from gradxform._training.apply import minimize as minimize
@@ -120,3 +118,30 @@ from gradxform._transforms.proximal_adagrad import proximal_adagrad as proximal_
 from gradxform._trees.indexed_slices import IndexedSlices as IndexedSlices
 
 __version__ = "0.1.0"
+
+# Server and engines are imported when one of their names is first used: most trainings
+# need neither.
+if _typing.TYPE_CHECKING:
+    from gradxform import engines as engines
+    from gradxform._server.parameter_server import ParameterServer as ParameterServer
+    from gradxform._server.records import PushResult as PushResult
+    from gradxform._server.records import ServerClosedError as ServerClosedError
+    from gradxform._server.records import ServerStats as ServerStats
+else:  # Type checkers would take `__getattr__` to have every name.
+    _LATER = {
+        "engines": "engines",
+        "ParameterServer": "_server.parameter_server",
+        "PushResult": "_server.records",
+        "ServerClosedError": "_server.records",
+        "ServerStats": "_server.records",
+    }
+    __all__ = [n for n in sorted({*globals(), *_LATER}) if n[0] != "_"]
+
+    def __getattr__(name: str) -> object:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = _importlib.import_module(f"gradxform.{_LATER[name]}")
+        return module if name == "engines" else getattr(module, name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LATER})

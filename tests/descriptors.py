@@ -406,8 +406,8 @@ UNGATED = [row for row in DESCRIPTORS if not getattr(row.make(), "guard", None)]
 # All that is public. from_config makes one of the others.
 TRANSFORMATIONS = [
     name
-    for name, make in vars(gx).items()
-    if inspect.isfunction(make)
+    for name in gx.__all__
+    if inspect.isfunction(make := getattr(gx, name))
     and "Transformation" in make.__annotations__["return"]
     and name != "from_config"
 ]

@@ -39,7 +39,8 @@ def entries() -> list[str]:
 
 def of_module(module: Any, name: str) -> Iterator[str]:
     """The functions and classes that a module names."""
-    for key, value in vars(module).items():
+    for key in dir(module):
+        value = getattr(module, key)
         if key.startswith("_") or inspect.ismodule(value):
             continue
         if inspect.isclass(value):

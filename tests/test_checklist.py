@@ -20,10 +20,10 @@ from tests.golden import make_checkpoints as golden
 
 ROOT = pathlib.Path(__file__).parents[1]
 PUBLIC = {
-    name: value
+    name: getattr(module, name)
     for module in (gx, gx.engines)
-    for name, value in vars(module).items()
-    if not name.startswith("_") and not inspect.ismodule(value)
+    for name in dir(module)
+    if not name.startswith("_") and not inspect.ismodule(getattr(module, name))
 }
 NUMBER = re.compile(r"ArrayLike|ScalarOrSchedule|\b(float|int)\b")
 

@@ -22,8 +22,8 @@ def public(module):
     """The names that a module gives its users."""
     return sorted(
         name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
+        for name in dir(module)
+        if not name.startswith("_") and not inspect.ismodule(getattr(module, name))
     )
 
 

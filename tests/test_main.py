@@ -23,7 +23,7 @@ from gradxform import __main__ as job
 from gradxform import engines
 
 # The command line shows a part of these alone.
-from gradxform._demo.command_line import ENGINES, MODES, settings_of, writable_png
+from gradxform._demo.command_line import ENGINES, MODES
 from tests.conftest import KILLED, OF_RAY, half, promotion, xla_flags
 from tests.soak.kills import processes_of
 
@@ -135,9 +135,8 @@ def test_the_split_is_stratified_and_complete():
 def test_workers_shift_digits_by_at_most_a_pixel():
     images = np.zeros((5, 8, 8), np.float32)
     images[:, 3, 3] = labels = np.arange(1, 6)  # One lit pixel, as bright as its label.
-    model = job.Model(None, None, lambda params, *batch: batch, None)
     digits = job.Digits(images, images, labels, labels)
-    batch, drawn = job.make_worker(model, digits, 1.0, [0]).batch(3)
+    batch, drawn = job.make_worker(None, digits, 1.0, [0]).batch(3)
     which, down, right = np.nonzero(batch)
     assert which.tolist() == list(range(job.BATCH_SIZE))
     assert batch[which, down, right].tolist() == drawn.tolist()
@@ -145,26 +144,6 @@ def test_workers_shift_digits_by_at_most_a_pixel():
         (d, r) for d in (2, 3, 4) for r in (2, 3, 4)
     }
     assert set(drawn) == set(labels)
-
-
-def test_a_worker_draws_as_many_minibatches_as_it_takes_steps():
-    images, labels = np.zeros((5, 8, 8), np.float32), np.arange(5)
-    model = job.Model(None, None, lambda params, *batches: batches, None)
-    digits = job.Digits(images, images, labels, labels)
-    worker = job.make_worker(model, digits, 1.0, [0], 3)
-    shapes = [np.shape(x) for x in worker.batch(0)]
-    assert shapes == [(3, job.BATCH_SIZE, 8, 8), (3, job.BATCH_SIZE)]
-
-
-def test_workers_that_train_by_themselves_have_optimizers_of_their_own():
-    model = job.Model(jnp.zeros(()), lambda w, x, y: w * x.sum() + y, None, None)
-    own = job.make_local(model, gx.adagrad(1.0, 0.0), unroll=False)
-    first, second = own(), own()
-    batches = jnp.ones((2, 1)), jnp.array([7.0, 8.0])
-    moved = [each.gradient(jnp.zeros(()), *batches) for each in (first, first, second)]
-    for (loss, grad), steps in zip(moved, ([1, 2], [3, 4], [1, 2]), strict=True):
-        np.testing.assert_allclose(grad, np.sum(1 / np.sqrt(steps)), rtol=1e-5)
-        assert loss == 7.0
 
 
 @pytest.mark.slow
@@ -185,10 +164,10 @@ def test_a_fresh_model_guesses():
 
 
 def test_minibatches_and_durations_are_functions_of_seed_worker_and_number():
-    model, digits = job.Model(None, None, None, None), job.load_digits()
+    digits = job.load_digits()
 
     def drawn(*seed, number):
-        worker = job.make_worker(model, digits, 1.0, seed)
+        worker = job.make_worker(None, digits, 1.0, seed)
         images, _ = worker.batch(number)
         return images.tobytes(), worker.duration(number)
 
@@ -202,16 +181,12 @@ def test_minibatches_and_durations_are_functions_of_seed_worker_and_number():
 # Workers and transformation.
 
 
-def arguments(*options):
-    return job.make_parser().parse_args(options)
-
-
 def make_job(*options):
     """The command line's job for a model that is one number."""
-    model = job.Model(jnp.zeros(1), None, lambda params, *batch: batch, None)
+    model = job.Model(jnp.zeros(1), lambda params, *batch: batch, None)
     images, labels = np.zeros((5, 8, 8), np.float32), np.arange(5)
     digits = job.Digits(images, images, labels, labels)
-    return job.make_job(arguments(*options), model, digits)
+    return job.make_job(job.parse(options), model, digits)
 
 
 def test_the_last_worker_is_the_straggler():
@@ -220,21 +195,10 @@ def test_the_last_worker_is_the_straggler():
     np.testing.assert_allclose(means, [0.1, 0.1, 0.5], rtol=0.03)
 
 
-def test_in_mode_local_a_push_stands_for_many_gradients():
-    made = make_job("--mode", "local", "--local-steps", "20", "--work", "0.1")
-    assert made.pushes == 3000 / 20
-    means = [np.mean([*map(w.duration, range(4000))]) for w in made.workers]
-    np.testing.assert_allclose(means, 20 * 0.1, rtol=0.03)
-    # In other modes a push is one gradient; and a number of pushes that is given stays.
-    assert make_job().pushes == 3000
-    assert make_job("--mode", "local", "--steps", "7").pushes == 7
-
-
 @pytest.mark.parametrize(
     ("options", "required"),
     [
         (["--mode", "async", "--max-staleness", "0"], None),
-        (["--mode", "local", "--max-staleness", "0"], None),
         (["--mode", "sync"], 5),
         (["--mode", "backup"], 4),
         (["--mode", "backup", "--backups", "3"], 2),
@@ -256,9 +220,7 @@ def test_the_mode_says_how_many_pushes_a_step_requires(
 @pytest.mark.parametrize(("mode", "optimizer"), half(MODES, job.OPTIMIZERS))
 def test_a_few_steps_lower_the_loss(optimizer, mode, standard_promotion):
     options = ["--mode", mode, "--optimizer", optimizer, "--steps", "120"]
-    if mode == "local":
-        options += ["--local-steps", "2"]  # Each number is compiled.
-    made = job.make_job(arguments(*options), build_model(0), job.load_digits())
+    made = job.make_job(job.parse(options), build_model(0), job.load_digits())
     with engines.simulated(made) as run:
         losses = [push.loss for push in run.pushes]
     assert np.mean(losses[-5:]) < 0.8 * losses[0]
@@ -288,17 +250,6 @@ def test_the_defaults_learn_and_drop(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_defaults_of_mode_local_learn():
-    # A third of the default. Three seeds have reached 0.93 to 0.958.
-    done = run("--mode", "local", "--engine", "simulated", "--steps", "100")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("local on simulated, novograd, workers 4")
-    accepted = int(row(done.stdout, "pushes accepted"))
-    assert accepted + int(row(done.stdout, "pushes dropped")) == 100
-    assert float(done.stdout.split()[-1]) >= 0.9
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "steps", "dropped"),
     [(["--mode", "sync"], 15, 0), (["--mode", "backup", "--straggler", "9"], 19, 2)],
@@ -314,12 +265,11 @@ def test_threads_wait_for_the_pushes_that_a_step_requires(options, steps, droppe
 @pytest.mark.slow
 def test_ray_trains_in_silence():
     pytest.importorskip("ray")
-    options = ["--engine", "ray", "--steps", "30", "--workers", "1", "--mode", "local"]
-    options += ["--local-steps", "2"]
+    options = ["--engine", "ray", "--steps", "30", "--workers", "1"]
     # Its worker is killed in the end.
     done = run(*options, **OF_RAY, **KILLED)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("local on ray, novograd, workers 1, seed 0")
+    assert done.stdout.startswith("async on ray, novograd, workers 1, seed 0")
     assert row(done.stdout, "steps") == "30"
 
 
@@ -416,14 +366,30 @@ def test_ascii_output_is_enough():
     assert done.stdout.isascii()
 
 
+@pytest.mark.slow
+def test_the_end_names_a_command_for_a_picture(short, tmp_path):
+    line = f"with a picture: python -m gradxform {' '.join(SHORT)} --plot run.png\n"
+    assert short.stdout.splitlines(keepends=True)[-2] == line
+    done = call(*SHORT, "--plot", str(tmp_path / "run.png"))
+    without = short.stdout.replace(line, "")
+    assert results(done) == re.sub(r"[━╸╺ ]|seconds .*", "", without)
+
+
+@pytest.mark.slow
+def test_the_staleness_fraction_is_explained(short):
+    told = " ".join(re.findall(r"│ ([^│]+) │$", short.stdout, re.M))
+    meaning = "pushes dropped as too late, for each step: dropped / (steps + 1)"
+    assert meaning in " ".join(told.split())
+
+
 def test_help_explains_every_option():
     done = call("--help")
     assert (done.returncode, done.stderr) == (0, "")
     options, words = done.stdout.split("options:")[1], r"\s+\w+ \w+"
     assert re.search(r"--optimizer \{novograd,adagrad\}" + words, options)
-    assert re.search(r"--mode \{async,backup,local,sync\}" + words, options)
+    assert re.search(r"--mode \{async,backup,sync\}" + words, options)
     assert re.search(r"--engine \{threads,ray,simulated\}" + words, options)
-    integers = "workers", "backups", "local-steps", "max-staleness", "steps", "seed"
+    integers = "workers", "backups", "max-staleness", "steps", "seed"
     integers += ("server-processes",)
     for option in integers:
         assert re.search(rf"--{option} N{words}", options)
@@ -431,8 +397,8 @@ def test_help_explains_every_option():
         assert re.search(rf"--{option} X{words}", options)
     for option in ("plot FILE", "checkpoint DIR", "logdir DIR", "address ADDRESS"):
         assert re.search(f"--{option}{words}", options)
-    assert options.count("(default:") == 15
-    assert "exit code 143" in " ".join(options.split())
+    assert options.count("(default:") == 13
+    assert "exit code 143" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize(
@@ -443,7 +409,6 @@ def test_help_explains_every_option():
         (["--engine", "dask"], ["--engine", "threads", "ray", "simulated", "'dask'"]),
         (["--mode", "backup", "--backups", "4"], ["--backups", "--workers", "4"]),
         (["--mode", "backup", "--workers", "1"], ["--backups", "--workers", "1"]),
-        (["--local-steps", "0"], ["--local-steps", "[1, 1000]", "'0'"]),
         (["--backups", "0"], ["--backups", "[1, 999]", "'0'"]),
         (["--straggler", "0.9"], ["--straggler", "a number in [1, 1000]", "'0.9'"]),
         (["--straggler", "nan"], ["--straggler", "[1, 1000]", "'nan'"]),
@@ -463,27 +428,27 @@ def test_help_explains_every_option():
         (["two\nlines"], ["two lines"]),
         (["--plot", "no/such/directory.png"], ["--plot", "'no/such/directory.png'"]),
         (["--plot", "plot.pdf"], ["--plot", ".png", "'plot.pdf'"]),
-        (["--checkpoint", __file__], ["--checkpoint", "a folder", "Not a directory"]),
-        (["--checkpoint", f"{__file__}/in"], ["--checkpoint", "Not a directory"]),
-        (["--logdir", __file__], ["--logdir", "a folder", "Not a directory"]),
+        (["--checkpoint", __file__], [__file__]),
+        (["--checkpoint", f"{__file__}/in"], ["Not a directory", __file__]),
+        (["--logdir", __file__], [__file__]),
         (["--checkpoint-every", "-1"], ["--checkpoint-every", "[0, inf]", "'-1'"]),
-        (["--address", "auto"], ["--address", "--engine ray", "threads"]),
+        (["--address", "auto"], ["--address: needs --engine ray"]),
         (["--server-processes", "2"], ["--server-processes", "--engine ray"]),
-        (["--connect-timeout", "9"], ["--connect-timeout: needs --engine ray, not"]),
+        (["--connect-timeout", "9"], ["--connect-timeout: needs --engine ray"]),
         (["--checkpoint-every", "9"], ["--checkpoint-every: needs --checkpoint"]),
-        (["--backups", "1"], ["--backups: needs --mode backup, not async"]),
-        (["--local-steps", "10"], ["--local-steps: needs --mode local, not async"]),
-        (["--mode", "sync", "--backups", "1"], ["--backups: needs", ", not sync"]),
+        (["--backups", "1"], ["--backups: needs --mode backup"]),
+        (["--mode", "sync", "--backups", "1"], ["--backups: needs --mode backup"]),
         (
             ["--mode", "sync", "--max-staleness", "4"],  # The default, but it is given.
-            ["--max-staleness: needs --mode async or local, not sync"],
+            ["--max-staleness: needs --mode async"],
         ),
         (["--mode", "backup", "--max-staleness", "9"], ["--max-staleness: needs"]),
         (["--server-processes", "0"], ["--server-processes", "[1, 64]", "'0'"]),
         (["--connect-timeout", "0"], ["--connect-timeout", "[0.001, inf]", "'0'"]),
-        (["--checkpoint", ""], ["--checkpoint", "must not be empty"]),
-        (["--logdir="], ["--logdir", "must not be empty"]),
-        (["--plot", ""], ["--plot", "must not be empty"]),
+        (["--checkpoint", ""], ["checkpoint must be a path", "''"]),
+        (["--logdir="], ["logdir must be a path", "''"]),
+        (["--plot", ""], ["--plot", ".png", "''"]),
+        (["--plot", "/.png/gradxform.png"], ["--plot", "cannot be written"]),
     ],
 )
 def test_a_bad_option_gets_one_line(options, words):
@@ -508,8 +473,9 @@ def test_the_same_command_goes_on_where_it_was(tmp_path):
     assert not [*histogram(again.stdout)]
     other = call(*options, "--steps", "80", "--optimizer", "adagrad")
     check_one_line(other, ["is of another job", folder])
+    assert "nothing is left to do or to draw: all 80 pushes" in again.stdout
     late = call(*options, "--steps", "80", "--plot", str(tmp_path / "none.png"))
-    assert "nothing to draw" in late.stderr
+    assert results(late) == results(again)
     assert not (tmp_path / "none.png").exists()
 
 
@@ -531,8 +497,7 @@ def test_a_resumed_run_warns_of_changed_settings(tmp_path, caplog):
 def test_settings_hold_every_option_that_changes_the_training(mode):
     known = {"mode", "optimizer", "workers", "seed"}
     more = {"sync": set(), "backup": {"backups"}, "async": {"max_staleness"}}
-    more["local"] = {"local_steps", "max_staleness"}
-    assert {*settings_of(arguments("--mode", mode))} == known | more[mode]
+    assert {*job.parse(["--mode", mode]).settings()} == known | more[mode]
 
 
 @pytest.mark.slow
@@ -667,46 +632,9 @@ INTERRUPTED = "python -m gradxform: interrupted\n"
 @pytest.mark.slow
 def test_an_interrupt_during_the_imports_gets_one_line(tmp_path):
     interrupting = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT)"
-    swallowing = (
-        f"try: exec({interrupting!r}); time.sleep(60)\nexcept BaseException: pass"
-    )
-    (tmp_path / "sklearn.py").write_text(swallowing)
+    (tmp_path / "sklearn.py").write_text(f"{interrupting}; time.sleep(60)")
     done = run(*SHORT, PYTHONPATH=str(tmp_path), **KILLED)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", INTERRUPTED)
-
-
-@pytest.mark.slow
-def test_an_interrupt_that_python_drops_is_not_lost():
-    dropping = """
-import contextlib, signal
-from gradxform import __main__ as main_job, engines
-
-class Dropping:
-    def __del__(self):
-        signal.raise_signal(signal.SIGINT)
-
-@contextlib.contextmanager
-def interrupted(job):
-    Dropping()
-    with engines.simulated(job) as run:
-        try:
-            yield run
-        finally:
-            print(run.counts().pushed, flush=True)
-
-main_job.ENGINES["simulated"] = interrupted
-signal.signal(signal.SIGINT, main_job.end)
-main_job.main(["--engine", "simulated", "--steps", "60"])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", dropping],
-        check=False,
-        capture_output=True,
-        env=os.environ | QUICK,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (130, "0\n")
-    assert done.stderr.endswith(INTERRUPTED)
 
 
 @pytest.mark.slow
@@ -743,21 +671,14 @@ def test_an_interrupt_ends_every_engine(engine, tmp_path):
     assert not processes_of(mark)
 
 
-def test_trying_the_plot_leaves_files_as_they_are(tmp_path):
-    old, new = tmp_path / "old.png", tmp_path / "new.png"
-    old.write_bytes(b"precious")
-    assert writable_png(str(old)) == str(old)
-    assert writable_png(str(new)) == str(new)
-    assert old.read_bytes() == b"precious"
-    assert not new.exists()
-
-
 @pytest.mark.slow
 def test_a_plot_that_fails_in_the_end_gets_one_line(tmp_path, monkeypatch):
-    def save_plot(*_):
+    from matplotlib.figure import Figure
+
+    def savefig(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(job, "save_plot", save_plot)
+    monkeypatch.setattr(Figure, "savefig", savefig)
     done = call(*SHORT, "--plot", str(tmp_path / "plot.png"))
     assert done.returncode == 2
     assert "test accuracy" in done.stdout  # The results are not lost with it.

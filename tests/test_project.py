@@ -100,10 +100,37 @@ def test_the_citation_is_of_this_version():
     assert citation["keywords"] == PROJECT["keywords"]
 
 
+def test_the_address_leads_to_the_documentation_the_changelog_and_the_issues():
+    links = dict(PROJECT["urls"])
+    assert links.pop("Issues") == f"{links.pop('Repository')}/issues"
+    files = {
+        name: url.removeprefix(f"{ADDRESS}/blob/main/") for name, url in links.items()
+    }
+    assert files == {"Documentation": "docs/index.md", "Changelog": "CHANGELOG.md"}
+    assert all((ROOT / name).is_file() for name in files.values())
+
+
+def test_the_sdist_holds_the_whole_repository():
+    """Hatchling takes all files, if nobody names some, but those that git ignores.
+
+    `.ci/release` looks into the sdist itself.
+    """
+    assert "sdist" not in PYPROJECT["tool"]["hatch"]["build"]["targets"]
+    command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    ignored = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    assert ignored.stdout == b""
+    assert "comm -23 - " in read_text(".ci/release")
+
+
+def test_the_newest_version_of_the_changelog_is_this_one():
+    changelog = read_text("CHANGELOG.md")
+    assert re.search(r"^## \[(.*)\] - ", changelog, re.M)[1] == gx.__version__
+
+
 def test_workflows_run_the_scripts_of_ci():
     """Workflows and .ci/run call each script of .ci, and workflows run little else."""
     beside = [line for line in commands() if line.split()[0] not in SCRIPTS]
-    assert all(re.match(r"python -m pip install |test -f ", line) for line in beside)
+    assert all(line.startswith("python -m pip install ") for line in beside)
     called = {line.split()[0] for line in commands()} & SCRIPTS
     assert called == SCRIPTS - {".ci/run"}
     entry = (ROOT / ".ci/run").read_text()

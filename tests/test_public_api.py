@@ -29,7 +29,8 @@ def test_the_public_surface_equals_its_list():
 
 def test_an_alias_has_the_defaults_of_its_transformation():
     compared = set()
-    for name, make in vars(gx).items():
+    for name in gx.__all__:
+        make = getattr(gx, name)
         alias = getattr(gx, name.removeprefix("scale_by_"), None)
         if inspect.isfunction(make) and alias not in (None, make):
             for parameter in inspect.signature(make).parameters.values():

@@ -15,7 +15,7 @@ import math
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import numpy as np
 import optax
@@ -31,10 +31,7 @@ Maker: TypeAlias = Callable[..., Any]
 _KEPT = "_gradxform_config"  # The attribute that keeps the config.
 
 # Limits may be infinite: then they never act. All other numbers must be finite.
-_LIMITS = (
-    *("clipnorm", "clipvalue", "global_clipnorm"),
-    *("max_delta", "max_norm", "max_staleness", "sigmas"),
-)
+_LIMITS = (*keras.CLIPS, "max_delta", "max_norm", "max_staleness", "sigmas")
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -189,7 +186,7 @@ def _made(config: object, where: str, kind: str) -> Any:  # By its kind.
     """
     if isinstance(config, dict):
         _translate(config, where)
-    if not _is_named(config):
+    if not (isinstance(config, dict) and isinstance(config.get("name"), str)):
         raise TypeError(
             f"{where} must be a {kind}, a dict with its 'name', got {config!r}."
         )
@@ -205,16 +202,11 @@ def _translate(config: Config, where: str) -> None:
     written = keras.find_translator(config, where)
     if written is not None:
         translator, given, where = written
-        _arguments(
-            translator, given, where
-        )  # Also translates the dicts in it, in place.
+        # Also translates the dicts in it, in place.
+        _arguments(translator, given, where)
         words = _call(translator, given, where)
         config.clear()
         config.update(words)
-
-
-def _is_named(value: object) -> TypeGuard[Config]:
-    return isinstance(value, dict) and isinstance(value.get("name"), str)
 
 
 def _signature(make: Maker) -> inspect.Signature:

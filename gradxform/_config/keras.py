@@ -1,16 +1,19 @@
 """Translates configs that Keras and TensorFlow Addons wrote for their optimizers.
 
-Each function below reads the config of one class. Its parameters are the keys that
-Keras writes. Keras always writes the keys that have no default here. The result is the
-config for :func:`gradxform.from_config` that computes the same. A parameter that the
-function does not use is a key that changes no number.
+Each function below reads the config of one class. For an optimizer there are two: one
+reads the optimizer's own keys, and one reads the keys that all optimizers of Keras 3
+have, or all legacy ones. Their parameters are the keys that Keras writes. Keras always
+writes the keys that have no default here. The result is the config for
+:func:`gradxform.from_config` that computes the same. A parameter that the function does
+not use is a key that changes no number.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import optax
@@ -21,202 +24,44 @@ from gradxform._trees import checks
 Config = dict[str, Any]
 Translator = Callable[..., Config]
 
-_CLIP = {
+# Keras's arguments for clips, and what they are as links of a chain.
+CLIPS = {
     "clipnorm": ("clip_by_norm", "max_norm"),
     "clipvalue": ("optax.clip", "max_delta"),
     "global_clipnorm": ("clip_by_global_norm", "max_norm"),
 }
 
 
-def _adagrad(
-    learning_rate: optax.ScalarOrSchedule,
-    initial_accumulator_value: float,
-    epsilon: float,
-    use_ema: bool,
-    weight_decay: float | None = None,
-    clipnorm: float | None = None,
-    clipvalue: float | None = None,
-    global_clipnorm: float | None = None,
-    ema_momentum: float | None = None,
-    ema_overwrite_frequency: float | None = None,
-    loss_scale_factor: float | None = None,
-    gradient_accumulation_steps: int | None = None,
-    jit_compile: object = None,
-    is_legacy_optimizer: object = None,
-    name: object = None,
-) -> Config:
-    """``keras.optimizers.Adagrad`` of Keras 3 and of TensorFlow from 2.11 on."""
-    rest = use_ema, loss_scale_factor, gradient_accumulation_steps
-    learning_rate, clips = _keras3_base(
-        learning_rate, *rest, _clips(clipnorm, clipvalue, global_clipnorm)
-    )
-    scaled = {
-        "initial_accumulator_value": initial_accumulator_value,
-        "eps": epsilon,
-        "eps_in_sqrt": True,
-    }
-    config = {"name": "adagrad", "learning_rate": learning_rate, **scaled, **clips}
-    if weight_decay:
-        # w ← w - learning_rate · (u + weight_decay · w): the decay is decoupled, but
-        # the rate scales it.
-        transforms = [
-            *({"name": _CLIP[key][0], _CLIP[key][1]: clips[key]} for key in clips),
-            {"name": "scale_by_adagrad", **scaled},
-            {"name": "optax.add_decayed_weights", "weight_decay": weight_decay},
-            {"name": "scale_by_learning_rate", "learning_rate": learning_rate},
-        ]
-        config = {"name": "chain", "transforms": transforms}
-    return _accumulated(config, gradient_accumulation_steps)
+def _adagrad(initial_accumulator_value: float, epsilon: float) -> Config:
+    """``keras.optimizers.Adagrad``."""
+    scaled = {"initial_accumulator_value": initial_accumulator_value, "eps": epsilon}
+    return {"name": "adagrad", **scaled, "eps_in_sqrt": True}
+
+
+def _legacy_adagrad(initial_accumulator_value: float, epsilon: float) -> Config:
+    """``tf.keras.optimizers.Adagrad`` up to TensorFlow 2.10; then in ``legacy``."""
+    return {**_adagrad(initial_accumulator_value, epsilon), "eps_in_sqrt": False}
 
 
 def _ftrl(
-    learning_rate: optax.ScalarOrSchedule,
     learning_rate_power: float,
     initial_accumulator_value: float,
     l1_regularization_strength: float,
     l2_regularization_strength: float,
     l2_shrinkage_regularization_strength: float,
     beta: float,
-    use_ema: bool,
-    weight_decay: float | None = None,
-    clipnorm: float | None = None,
-    clipvalue: float | None = None,
-    global_clipnorm: float | None = None,
-    ema_momentum: float | None = None,
-    ema_overwrite_frequency: float | None = None,
-    loss_scale_factor: float | None = None,
-    gradient_accumulation_steps: int | None = None,
-    jit_compile: object = None,
-    is_legacy_optimizer: object = None,
-    name: object = None,
 ) -> Config:
-    """``keras.optimizers.Ftrl`` of Keras 3 and of TensorFlow from 2.11 on."""
-    if weight_decay:
-        raise ValueError(
-            f"weight_decay={weight_decay!r}: Keras decays the weights before FTRL sets "
-            "them anew. That is not offered. Write null, and "
-            "l2_regularization_strength for smaller weights."
-        )
-    rest = use_ema, loss_scale_factor, gradient_accumulation_steps
-    learning_rate, clips = _keras3_base(
-        learning_rate, *rest, _clips(clipnorm, clipvalue, global_clipnorm)
-    )
-    config = {
-        "name": "ftrl",
-        "learning_rate": learning_rate,
-        "learning_rate_power": learning_rate_power,
-        "initial_accumulator_value": initial_accumulator_value,
-        "l1_regularization_strength": l1_regularization_strength,
-        "l2_regularization_strength": l2_regularization_strength,
-        "l2_shrinkage_regularization_strength": l2_shrinkage_regularization_strength,
-        "beta": beta,
-        **clips,
-    }
-    return _accumulated(config, gradient_accumulation_steps)
-
-
-def _keras3_base(
-    learning_rate: object,
-    use_ema: bool,
-    loss_scale_factor: float | None,
-    gradient_accumulation_steps: int | None,
-    clips: Config,
-) -> tuple[object, Config]:
-    """The rate and the clips, from what each optimizer of Keras 3 has."""
-    if use_ema:
-        raise ValueError(
-            "use_ema=True: the average is no part of a transformation. Write "
-            "use_ema=False, and after each step averaged = optax.incremental_update("
-            "params, averaged, step_size=1 - ema_momentum)."
-        )
-    if loss_scale_factor is not None:
-        raise ValueError(
-            f"loss_scale_factor={loss_scale_factor!r} is only half of loss scaling. "
-            "Write null, and do not scale the loss: sums are float32 here for every "
-            "dtype of the gradients."
-        )
-    if gradient_accumulation_steps and isinstance(learning_rate, Mapping):
-        # Keras's rates count micro-batches: a step takes the rate of its last one.
-        learning_rate = {
-            "name": "at_last_push",
-            "schedule": learning_rate,
-            "num_required": gradient_accumulation_steps,
-        }
-    # In Keras 3 a limit of 0 means no clip.
-    return learning_rate, {key: norm for key, norm in clips.items() if norm > 0}
-
-
-def _accumulated(config: Config, steps: int | None) -> Config:
-    if not steps:  # In Keras 0 means none, too.
-        return config
-    return {"name": "accumulate", "inner": config, "num_required": steps}
-
-
-def _legacy_adagrad(
-    learning_rate: optax.ScalarOrSchedule,
-    initial_accumulator_value: float,
-    epsilon: float,
-    decay: float,
-    clipnorm: float | None = None,
-    clipvalue: float | None = None,
-    global_clipnorm: float | None = None,
-    is_legacy_optimizer: object = None,
-    name: object = None,
-) -> Config:
-    """``tf.keras.optimizers.Adagrad`` up to TensorFlow 2.10; then in ``legacy``."""
-    return {
-        "name": "adagrad",
-        "learning_rate": _decayed(learning_rate, decay),
-        "initial_accumulator_value": initial_accumulator_value,
-        "eps": epsilon,
-        "eps_in_sqrt": False,
-        **_clips(clipnorm, clipvalue, global_clipnorm),
-    }
-
-
-def _legacy_ftrl(
-    learning_rate: optax.ScalarOrSchedule,
-    learning_rate_power: float,
-    initial_accumulator_value: float,
-    l1_regularization_strength: float,
-    l2_regularization_strength: float,
-    l2_shrinkage_regularization_strength: float,
-    decay: float,
-    beta: float = 0.0,  # TensorFlow 1 has none.
-    clipnorm: float | None = None,
-    clipvalue: float | None = None,
-    global_clipnorm: float | None = None,
-    is_legacy_optimizer: object = None,
-    name: object = None,
-) -> Config:
-    """``tf.keras.optimizers.Ftrl`` up to TensorFlow 2.10; then in ``legacy``."""
-    return {
-        "name": "ftrl",
-        "learning_rate": _decayed(learning_rate, decay),
-        "learning_rate_power": learning_rate_power,
-        "initial_accumulator_value": initial_accumulator_value,
-        "l1_regularization_strength": l1_regularization_strength,
-        "l2_regularization_strength": l2_regularization_strength,
-        "l2_shrinkage_regularization_strength": l2_shrinkage_regularization_strength,
-        "beta": beta,
-        **_clips(clipnorm, clipvalue, global_clipnorm),
-    }
+    """``keras.optimizers.Ftrl``, and the one of before; all names are the same here."""
+    return {"name": "ftrl", **locals()}
 
 
 def _novograd(
-    learning_rate: optax.ScalarOrSchedule,
     beta_1: float,
     beta_2: float,
     epsilon: float,
     weight_decay: float,
     grad_averaging: bool,
     amsgrad: bool = False,
-    decay: float = 0.0,
-    clipnorm: float | None = None,
-    clipvalue: float | None = None,
-    global_clipnorm: float | None = None,
-    is_legacy_optimizer: object = None,
-    name: object = None,
 ) -> Config:
     """``tfa.optimizers.NovoGrad``, which is a legacy optimizer in every TensorFlow."""
     if amsgrad:
@@ -229,37 +74,124 @@ def _novograd(
         )
     return {
         "name": "novograd",
-        "learning_rate": _decayed(learning_rate, decay),
         "b1": beta_1,
         "b2": beta_2,
         "eps": epsilon,
         "weight_decay": weight_decay,
         "eps_in_sqrt": False,
         "lr_in_momentum": True,
-        **_clips(clipnorm, clipvalue, global_clipnorm),
     }
 
 
-def _clips(*limits: float | None) -> Config:
-    clips = dict(zip(_CLIP, limits, strict=True))
-    checks.at_most_one(**clips)
-    return {key: limit for key, limit in clips.items() if limit is not None}
+def _keras3(
+    config: Config,
+    learning_rate: optax.ScalarOrSchedule,
+    use_ema: bool,
+    weight_decay: float | None = None,
+    clipnorm: float | None = None,
+    clipvalue: float | None = None,
+    global_clipnorm: float | None = None,
+    ema_momentum: float | None = None,
+    ema_overwrite_frequency: float | None = None,
+    loss_scale_factor: float | None = None,
+    gradient_accumulation_steps: int | None = None,
+    jit_compile: object = None,
+    is_legacy_optimizer: object = None,
+    name: object = None,
+) -> Config:
+    """What each optimizer of Keras 3 and of TensorFlow from 2.11 on has."""
+    if weight_decay and config["name"] == "ftrl":
+        raise ValueError(
+            f"weight_decay={weight_decay!r}: Keras decays the weights before FTRL sets "
+            "them anew. That is not offered. Write null, and "
+            "l2_regularization_strength for smaller weights."
+        )
+    if use_ema:
+        raise ValueError(
+            "use_ema=True: the average is no part of a transformation. Write "
+            "use_ema=False, and after each step averaged = optax.incremental_update("
+            "params, averaged, step_size=1 - ema_momentum)."
+        )
+    if loss_scale_factor is not None:
+        raise ValueError(
+            f"loss_scale_factor={loss_scale_factor!r} is only half of loss scaling. "
+            "Write null, and do not scale the loss: sums are float32 here for every "
+            "dtype of the gradients."
+        )
+    rate: Any = learning_rate  # Also the config of a schedule.
+    accumulated = {"num_required": gradient_accumulation_steps}
+    if gradient_accumulation_steps and isinstance(rate, Mapping):
+        # Keras's rates count micro-batches: a step takes the rate of its last one.
+        rate = {"name": "at_last_push", "schedule": rate, **accumulated}
+    limits = _clips(clipnorm, clipvalue, global_clipnorm)
+    # In Keras 3 a limit of 0 means no clip.
+    clips = {key: limit for key, limit in limits.items() if limit > 0}
+    if weight_decay:
+        # w ← w - learning_rate · (u + weight_decay · w): the decay is decoupled, but
+        # the rate scales it.
+        transforms = [
+            *({"name": CLIPS[key][0], CLIPS[key][1]: clips[key]} for key in clips),
+            {**config, "name": f"scale_by_{config['name']}"},
+            {"name": "optax.add_decayed_weights", "weight_decay": weight_decay},
+            {"name": "scale_by_learning_rate", "learning_rate": rate},
+        ]
+        config = {"name": "chain", "transforms": transforms}
+    else:
+        config = {**config, "learning_rate": rate, **clips}
+    if not gradient_accumulation_steps:  # In Keras 0 means none, too.
+        return config
+    return {"name": "accumulate", "inner": config, **accumulated}
 
 
-def _decayed(learning_rate: object, decay: float) -> object:
-    if not decay:
-        return learning_rate
-    if isinstance(learning_rate, Mapping):
+def _legacy(
+    config: Config,
+    learning_rate: optax.ScalarOrSchedule,
+    decay: float = 0.0,
+    clipnorm: float | None = None,
+    clipvalue: float | None = None,
+    global_clipnorm: float | None = None,
+    is_legacy_optimizer: object = None,
+    name: object = None,
+) -> Config:
+    """What each optimizer up to TensorFlow 2.10 has, and then those in ``legacy``."""
+    rate: Any = learning_rate  # Also the config of a schedule.
+    if decay and isinstance(rate, Mapping):
         raise ValueError(
             f"decay={decay!r} together with a schedule is not offered: write decay=0.0 "
             "and one schedule that does both."
         )
-    return {
-        "name": "inverse_time_decay",
-        "init_value": learning_rate,
-        "transition_steps": 1,
-        "decay_rate": decay,
-    }
+    if decay:
+        decayed = {"init_value": rate, "transition_steps": 1, "decay_rate": decay}
+        rate = {"name": "inverse_time_decay", **decayed}
+    clips = _clips(clipnorm, clipvalue, global_clipnorm)
+    return {**config, "learning_rate": rate, **clips}
+
+
+def _clips(*limits: float | None) -> Config:
+    clips = dict(zip(CLIPS, limits, strict=True))
+    checks.at_most_one(**clips)
+    return {key: limit for key, limit in clips.items() if limit is not None}
+
+
+def _optimizer(generation: Translator, own: Translator) -> Translator:
+    """Reads an optimizer's own keys, and those that all of its generation have."""
+    mine = inspect.signature(own, eval_str=True).parameters
+    _, rate, *common = inspect.signature(generation, eval_str=True).parameters.values()
+
+    def translate(**values: Any) -> Config:
+        given = {key: values.pop(key) for key in mine if key in values}
+        return generation(own(**given), **values)
+
+    return _signed(translate, [rate, *mine.values(), *common])
+
+
+def _signed(
+    translate: Translator, parameters: Iterable[inspect.Parameter]
+) -> Translator:
+    """Says which keywords a function takes, and of which types."""
+    keywords = [p.replace(kind=p.KEYWORD_ONLY) for p in parameters]
+    translate.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    return translate
 
 
 # What Keras calls arguments of the schedules here; the others have the same name.
@@ -283,9 +215,7 @@ def _renamed(schedule: Callable[..., optax.Schedule]) -> Translator:
         return {"name": schedule.__name__, **ours}
 
     last = inspect.Parameter("name", inspect.Parameter.KEYWORD_ONLY, default=None)
-    renamed = [p.replace(name=key) for key, p in written.items()]
-    translate.__signature__ = inspect.Signature([*renamed, last])  # type: ignore[attr-defined]
-    return translate
+    return _signed(translate, [*(p.replace(name=k) for k, p in written.items()), last])
 
 
 def _exponential_decay(
@@ -350,12 +280,16 @@ def _join(schedules: list[Config], boundaries: list[float]) -> Config:
 
 
 # Of optimizers whose configs have a ``decay``, as only legacy ones write it.
-_LEGACY: dict[str, Translator] = {"Adagrad": _legacy_adagrad, "Ftrl": _legacy_ftrl}
+_LEGACY: dict[str, Translator] = {
+    "Adagrad": _optimizer(_legacy, _legacy_adagrad),
+    # TensorFlow 1 has no beta.
+    "Ftrl": _optimizer(_legacy, functools.partial(_ftrl, beta=0.0)),
+}
 
 _TRANSLATORS: dict[str, Translator] = {
-    "Adagrad": _adagrad,
-    "Ftrl": _ftrl,
-    "NovoGrad": _novograd,
+    "Adagrad": _optimizer(_keras3, _adagrad),
+    "Ftrl": _optimizer(_keras3, _ftrl),
+    "NovoGrad": _optimizer(_legacy, _novograd),
     "ExponentialDecay": _exponential_decay,
     "InverseTimeDecay": _renamed(schedules.inverse_time_decay),
     "CosineDecay": _cosine_decay,

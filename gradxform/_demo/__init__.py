@@ -3,8 +3,8 @@
 ``python -m gradxform`` runs ``gradxform/__main__.py``, which makes workers,
 transformation and job. It uses these modules in this order: ``command_line`` checks the
 options before anything is loaded; ``digits`` gives the data and the model; ``report``
-shows the progress and the results. With ``--list`` there is no run: ``listing`` prints
-the public names.
+shows the progress and the results. With ``--list`` there is no run: ``listing`` has the
+public names.
 
 - ``command_line``: every option, with its default and range.
 - ``digits``: the data and the model. It imports nothing of the package.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 import optax
+
+# From parameters, images and labels: the loss and its gradient.
+Gradient: TypeAlias = Callable[..., tuple[jax.Array, optax.Updates]]
 
 
 class Digits(NamedTuple):
@@ -36,9 +39,7 @@ class Model(NamedTuple):
     """Pure functions of the parameters, each compiled once for all workers."""
 
     params: optax.Params
-    loss: Callable[..., jax.Array]  # Of parameters, images and labels; not compiled.
-    # From parameters, images and labels: the loss and its gradient.
-    gradient: Callable[..., tuple[jax.Array, optax.Updates]]
+    gradient: Gradient
     logits: Callable[[optax.Params, np.ndarray], jax.Array]
 
 
@@ -66,4 +67,4 @@ def build_model(seed: int) -> Model:
         entropy = optax.softmax_cross_entropy_with_integer_labels
         return entropy(logits(params, images), labels).mean()
 
-    return Model(params, loss, jax.jit(jax.value_and_grad(loss)), jax.jit(logits))
+    return Model(params, jax.jit(jax.value_and_grad(loss)), jax.jit(logits))

@@ -38,31 +38,34 @@ def rows() -> Iterator[Row]:
                 continue
             doc = ast.get_docstring(public[name]) or ""
             states = re.findall(r":class:`(\w+State)`", _section(doc, "Returns"))
+            parts = [part for state in states for part in public[state].body]
+            fields = [
+                ast.unparse(x.target) for x in parts if isinstance(x, ast.AnnAssign)
+            ]
             yield Row(
                 f"{package}.{name}".removeprefix("."),
                 re.sub(r":\w+:`~[\w.]*\.|:\w+:|`", "", doc.partition("\n")[0]),
-                tuple(field for state in states for field in _fields(public[state])),
-                tuple(re.findall(r"^(\w+):", _section(doc, "Extra arguments"), re.M)),
+                tuple(fields),
+                tuple(entries(doc, "Extra arguments")),
             )
 
 
 def _definitions(folder: pathlib.Path) -> Iterator[tuple[str, Definition]]:
     """What a package imports as ``x as x``, and where that is defined."""
-    for node in _body(folder / "__init__.py"):
+    for node in ast.walk(_tree(folder / "__init__.py")):
         if not isinstance(node, ast.ImportFrom) or node.module is None:
             continue
         module = ROOT.parent / node.module.replace(".", "/")
-        if module == ROOT:  # A package in it, which has rows of its own.
-            continue
         names = {alias.asname for alias in node.names}
-        for defined in _body(module.with_suffix(".py")):
-            if isinstance(defined, Definition) and defined.name in names:
-                yield defined.name, defined
+        if module.with_suffix(".py").exists():  # A package has rows of its own.
+            for defined in _tree(module.with_suffix(".py")).body:
+                if isinstance(defined, Definition) and defined.name in names:
+                    yield defined.name, defined
 
 
 @functools.cache
-def _body(path: pathlib.Path) -> list[ast.stmt]:
-    return ast.parse(path.read_text("utf-8")).body
+def _tree(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
 
 
 def _section(doc: str, title: str) -> str:
@@ -71,22 +74,22 @@ def _section(doc: str, title: str) -> str:
     return textwrap.dedent(found[1]) if found else ""
 
 
-def _fields(state: Definition) -> Iterator[str]:
-    for node in state.body:
-        if isinstance(node, ast.AnnAssign):
-            yield ast.unparse(node.target)
+def entries(doc: str, title: str) -> dict[str, str]:
+    """The names in a section of a docstring, each with what is said about it."""
+    found = re.findall(r"^(\w+): (.*(?:\n .*)*)", _section(doc, title), re.M)
+    return {name: " ".join(said.split()) for name, said in found}
 
 
-def print_names() -> None:
-    """Prints all rows, as wide as the terminal is."""
+def text() -> str:
+    """All rows, as wide as the terminal is."""
     width, lines = shutil.get_terminal_size().columns, []
     for row in rows():
         lines.append(row.name)
-        texts = [row.what]
-        for title, names in (("state", row.state), ("extra arguments", row.extra)):
-            if names:
-                texts.append(f"{title}: {', '.join(names)}")
-        for text in texts:
-            wrapped = textwrap.wrap(text, width - 4, subsequent_indent=" " * 4)
-            lines += [f"    {line}" for line in wrapped]
-    print("\n".join(lines))
+        said = {"state": row.state, "extra arguments": row.extra}
+        told = [
+            f"{title}: {', '.join(names)}" for title, names in said.items() if names
+        ]
+        for each in (row.what, *told):
+            wrapped = textwrap.fill(each, width - 4, subsequent_indent=" " * 4)
+            lines.append(textwrap.indent(wrapped, " " * 4))
+    return "\n".join(lines) + "\n"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import collections
-import io
+import contextlib
+import os
+import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ import optax
 
 import gradxform as gx
 from gradxform import engines
+from gradxform._demo.command_line import PROGRAM, Options, fail
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,63 +25,71 @@ def track(run: engines.Run, total: int) -> Iterator[engines.Push]:
     from rich import console, progress
 
     screen = console.Console(stderr=True)  # So that a pipe gets only the results.
-    if not screen.is_terminal:
-        yield from run.pushes
-        return
-    columns = (
-        progress.BarColumn(20),
-        progress.TaskProgressColumn(),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("{task.fields[text]}"),
-    )
-    late: collections.deque[int] = collections.deque(maxlen=100)
-    with progress.Progress(*columns, console=screen) as bar:
-        task = bar.add_task("pushes", total=total, text="")
+    with progress.Progress(console=screen, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("", total=total)
         for push in run.pushes:
             counts = run.counts()
-            late.append(push.result.staleness)
-            text = f"step {push.result.global_step}, loss {push.loss:.3f}, "
-            text += f"staleness {np.mean(late):.1f}"
-            bar.update(task, completed=counts.accepted + counts.dropped, text=text)
+            text = f"step {push.result.global_step}, loss {push.loss:.3f}"
+            done = counts.accepted + counts.dropped
+            bar.update(task, completed=done, description=text)
             yield push
 
 
-def print_report(
-    title: str,
+def title_of(options: Options) -> str:
+    """What was trained, in a line."""
+    title = f"{options.mode} on {options.engine}, {options.optimizer}, "
+    return title + f"workers {options.workers}, seed {options.seed}"
+
+
+def make_report(
+    options: Options,
     run: engines.Run,
     pushes: Sequence[engines.Push],
     state: optax.OptState,
     seconds: float,
-) -> None:
-    """Prints a table of the pushes: accepted, dropped, late."""
+) -> str:
+    """A table of the pushes as ``rich`` would print it: accepted, dropped, late."""
     from rich import console, table
 
     counts = run.counts()
-    report = table.Table(title=title, title_justify="left", show_header=False)
     before = "" if run.resumed is None else f"{run.resumed} of them before this run"
+    last = counts.by_worker.get(options.workers - 1)
+    late = f"{last.dropped if last else 0} of the last worker"
+    fraction = f"{float(gx.staleness_fraction(state)):.3f}"
+    norm = f"{float(optax.tree.get(state, 'global_norm')):.3f}"
+    report = table.Table(title=title_of(options), title_justify="left")
+    report.show_header = False
     report.add_row("steps", f"{int(gx.global_step(state))}", before)
     report.add_row("pushes accepted", f"{counts.accepted}")
-    last = max((push.worker for push in pushes), default=0)
-    late = sum(push.worker == last and not push.result.applied for push in pushes)
-    report.add_row("pushes dropped", f"{counts.dropped}", f"{late} of the last worker")
+    report.add_row("pushes dropped", f"{counts.dropped}", late)
     for name, who in (("worker", "workers"), ("server", "the server")):
         if deaths := getattr(counts, f"{name}_deaths"):
             report.add_row(f"deaths of {who}", f"{deaths}")
     if counts.lost:
         report.add_row("pushes lost", f"{counts.lost}", "and done again")
-    fraction = f"{float(gx.staleness_fraction(state)):.3f}"
-    report.add_row("staleness fraction", fraction, "dropped / (accepted + 1)")
+    meaning = "pushes dropped as too late, for each step: dropped / (steps + 1)"
+    report.add_row("staleness fraction", fraction, meaning)
+    report.add_section()
     if pushes:
-        report.add_section()
         add_bars(report, [push.result for push in pushes])
     report.add_section()
-    norm = f"{float(optax.tree.get(state, 'global_norm')):.3f}"
     report.add_row("gradient norm", norm, "of the last step, before the clip")
     report.add_row("seconds", f"{seconds:.1f}", "of starting, compiling and training")
     screen = console.Console()
     with screen.capture() as text:
         screen.print(report)
-    print(text.get(), end="")  # It raises Python's own errors.
+    return text.get()
+
+
+def note(options: Options, argv: Sequence[str] | None, done: bool) -> str:
+    """What may be done next, in a line; nothing if there is nothing to say."""
+    if done:
+        before = f"all {options.steps} pushes were made before"
+        return f"nothing is left to do or to draw: {before}; try more --steps\n"
+    if options.plot or options.checkpoint:  # Begun again, it goes on.
+        return ""
+    given = sys.argv[1:] if argv is None else argv
+    return f"with a picture: {PROGRAM} {shlex.join([*given, '--plot', 'run.png'])}\n"
 
 
 def add_bars(report: Table, results: Sequence[gx.PushResult]) -> None:
@@ -88,72 +99,75 @@ def add_bars(report: Table, results: Sequence[gx.PushResult]) -> None:
     applied, staleness, *_ = map(np.array, zip(*results, strict=True))
     width = 1 + staleness.max() // 20  # At most 20 rows, even with many workers.
     counts = np.bincount(staleness // width).tolist()
-    for row, count in enumerate(counts):
+    late = np.bincount(staleness[~applied] // width, minlength=len(counts)).tolist()
+    for row, (count, dropped) in enumerate(zip(counts, late, strict=True)):
         low, high = row * width, (row + 1) * width - 1
         span = f"{low}" if low == high else f"{low} to {high}"
-        dropped = np.sum(~applied & (low <= staleness) & (staleness <= high))
         many = "all" if dropped == count else f"{dropped}"
         text = f"{count}, {many} dropped" if dropped else f"{count}"
         color = "yellow" if dropped else "green"
-        bar = progress_bar.ProgressBar(
-            max(counts), count, 30, complete_style=color, finished_style=color
-        )
+        bar = progress_bar.ProgressBar(max(counts), count, 30, complete_style=color)
         report.add_row(f"staleness {span}", text, bar)
 
 
-def save_plot(
-    path: str,
-    title: str,
-    pushes: Sequence[engines.Push],
-    max_staleness: int,
-    max_norm: float,
-) -> None:
-    """Draws loss, staleness and gradient norm, push by push, as a PNG.
+def show(text: str) -> None:
+    """Prints; if that fails, it ends the process with one line.
+
+    If the reader has gone, as with ``head``, it ends without a line and with exit code
+    141, as other programs do.
+    """
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        # Python flushes again as it ends, and would print another error.
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(141) from None
+        fail(f"the results cannot be printed: {error.strerror}")
+
+
+def save_plot(options: Options, pushes: Sequence[engines.Push], clip: float) -> None:
+    """Draws loss, staleness and gradient norm, push by push, if there is a ``--plot``.
 
     Each point of the norm belongs to one push, as its worker computed it.
     """
     from matplotlib.figure import Figure
 
+    if not (options.plot and pushes):
+        return
     step = np.arange(1, len(pushes) + 1)
     loss, norms = [push.loss for push in pushes], [push.norm for push in pushes]
     kept = np.array([push.result.applied for push in pushes])
     staleness = np.array([push.result.staleness for push in pushes])
-
-    figure = Figure(figsize=(7, 8), dpi=200, layout="constrained")
-    figure.suptitle(title)
-    above, middle, below = axes = figure.subplots(3, sharex=True)
-    # Color-blind readers can tell them apart. In grey the markers differ.
-    blue, orange = "#0072B2", "#D55E00"
-    dots = {"s": 6, "linewidths": 0, "alpha": 0.4, "color": blue}
-    cross = {"s": 12, "marker": "x", "color": orange}
-    limit = {"linestyle": "--", "color": orange}
-
-    above.scatter(step, loss, **dots, label="one minibatch")
     window = 1 + min(49, len(loss) // 10)
     mean = np.convolve(loss, np.full(window, 1 / window), "valid")
-    above.plot(step[window - 1 :], mean, "k", label=f"mean of {window} pushes")
-    above.set(ylabel="loss [nat]", yscale="log")
+    limit = options.only_with("mode").get("max_staleness", 0)
 
-    middle.scatter(step[kept], staleness[kept], **dots, label="accepted")
+    figure = Figure(figsize=(7, 8), dpi=200, layout="constrained")
+    figure.suptitle(title_of(options))
+    above, middle, below = axes = figure.subplots(3, sharex=True)
+    # Color-blind readers can tell them apart. In grey the markers differ.
+    dots = {"marker": ".", "linestyle": "", "color": "#0072B2", "alpha": 0.4}
+    late = {"marker": "x", "linestyle": "", "color": "#D55E00"}
+    line = {"linestyle": "--", "color": "#D55E00"}
+    above.semilogy(step, loss, **dots, markersize=3, label="one minibatch")
+    above.semilogy(step[window - 1 :], mean, "k", label=f"mean of {window} pushes")
+    middle.plot(step[kept], staleness[kept], **dots, markersize=3, label="accepted")
     if not kept.all():
-        middle.scatter(step[~kept], staleness[~kept], **cross, label="dropped")
-        middle.axhline(max_staleness + 0.5, **limit, label=f"limit {max_staleness}")
-    middle.set(ylabel="staleness [steps]")
-    middle.yaxis.get_major_locator().set_params(integer=True)
-
-    below.scatter(step, norms, **dots, label="one minibatch")
-    below.axhline(max_norm, **limit, label=f"clip at {max_norm:g}")
-    below.set(ylabel="gradient norm", yscale="log", xlabel="push")
-
+        middle.plot(step[~kept], staleness[~kept], **late, label="dropped")
+        middle.axhline(limit + 0.5, **line, label=f"limit {limit}")
+    below.semilogy(step, norms, **dots, markersize=3, label="one minibatch")
+    below.axhline(clip, **line, label=f"clip at {clip:g}")
+    above.set_ylabel("loss [nat]")
+    middle.set_ylabel("staleness [steps]")
+    below.set(ylabel="gradient norm", xlabel="push")
     for ax in axes:
-        ax.margins(x=0.01)
         ax.grid(alpha=0.25)
         # The legend lies above the axes, where it hides no point.
         spot = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3}
-        legend = ax.legend(**spot, frameon=False, markerscale=2)
-        for handle in legend.legend_handles:
-            handle.set_alpha(1)
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    with open(path, "wb") as file:  # All at once: an error before leaves no half file.
-        file.write(png.getbuffer())
+        ax.legend(**spot, frameon=False, markerscale=2)
+    try:
+        figure.savefig(options.plot)
+    except OSError as error:  # The disk may have filled up meanwhile.
+        fail(f"argument --plot: {error}")

@@ -236,7 +236,7 @@ def main():
     arguments = ["--steps", str(pushes), "--work", str(options.workers / RATE)]
     arguments += ["--workers", str(options.workers)]
     model, digits = main_job.build_model(0), main_job.load_digits()
-    job = main_job.make_job(main_job.make_parser().parse_args(arguments), model, digits)
+    job = main_job.make_job(main_job.parse(arguments), model, digits)
     rule = PACES[options.pace](options.bound) if options.pace else None
     pace = Asked(rule or (lambda progress: True))
     job = job._replace(pace=pace, deadline=options.deadline)

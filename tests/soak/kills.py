@@ -264,7 +264,7 @@ HEAD += "processes", "folders", "files", "faults"
 def table(pairs, times, seed):
     """Prints a row for each pair of an engine and a signal; counts what is wrong."""
     rng, faults = np.random.default_rng(seed), 0
-    args = main_job.make_parser().parse_args(JOB)
+    args = main_job.parse(JOB)
     job = main_job.make_job(args, main_job.build_model(0), main_job.load_digits())
     with tempfile.TemporaryDirectory(prefix="kills-") as cache:
         for fault in compile_all(cache, job):
