@@ -10,6 +10,7 @@ import doctest
 import pathlib
 import re
 
+import jax
 import pytest
 
 from tests.conftest import promotion
@@ -51,8 +52,8 @@ def type_in(block, names):
     assert not waits or not prompt.push("")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-def test_a_page_can_be_pasted_into_a_prompt(page):
+def paste(page):
+    """Types all blocks of a page into one prompt."""
     found, left = blocks(page)
     assert found
     assert not left
@@ -60,6 +61,29 @@ def test_a_page_can_be_pasted_into_a_prompt(page):
     with promotion():
         for block in found:
             type_in(block, names)
+
+
+TYPED = pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
+
+
+@TYPED
+def test_a_page_can_be_pasted_into_a_prompt(page):
+    paste(page)
+
+
+@pytest.mark.slow
+@TYPED
+@pytest.mark.parametrize(
+    "random_numbers",
+    [
+        lambda: jax.default_prng_impl("rbg"),
+        lambda: jax.threefry_partitionable(False),
+    ],
+    ids=["rbg", "threefry as it was"],
+)
+def test_a_page_holds_for_other_random_numbers(page, random_numbers):
+    with random_numbers():
+        paste(page)
 
 
 @pytest.mark.every
