@@ -102,7 +102,6 @@ def test_a_block_that_cannot_be_pasted_is_found(block):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("page", "left_out"),
     [
@@ -118,10 +117,11 @@ def test_the_blocks_of_a_page_run_in_their_order(page, left_out, monkeypatch):
     assert len(left) == left_out
     names = {"__name__": "__main__"}
     runner, parser = doctest.DocTestRunner(), doctest.DocTestParser()
-    for block in found:
-        if block.startswith(">>> "):
-            test = parser.get_doctest(block, {}, page, page, 0)
-            test.globs = names
-            assert runner.run(test, clear_globs=False).failed == 0
-        else:
-            exec(block, names)
+    with promotion():
+        for block in found:
+            if block.startswith(">>> "):
+                test = parser.get_doctest(block, {}, page, page, 0)
+                test.globs = names
+                assert runner.run(test, clear_globs=False).failed == 0
+            else:
+                exec(block, names)

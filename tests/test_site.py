@@ -189,3 +189,15 @@ def test_a_fault_of_a_built_page_is_found(text, fault, tmp_path):
     expected = [f"page.html: {fault}"] if fault else []
     found = [x.replace("a table is ", "") for x in built_site.faults(tmp_path)]
     assert found == expected
+
+
+def test_every_notebook_has_an_answer_and_a_time():
+    page = (SITE / "notebooks.md").read_text()
+    parts = re.findall(r"^## \[.+\]\((.*)\)\n\n((?:.+\n)+)", page, re.M)
+    assert [(SITE / name).resolve() for name, _ in parts] == NOTEBOOKS
+    for _, text in parts:
+        question, answer = re.fullmatch(r"\*\*(.+)\*\*(.+)\n", text, re.S).groups()
+        assert question.endswith("?")
+        assert re.search(r"\b[\d.]+\sminutes?\.$", answer)
+    listed = re.findall(r"^notebooks/(\w+)$", page, re.M)
+    assert listed == [path.stem for path in NOTEBOOKS]
