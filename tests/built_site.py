@@ -1,7 +1,7 @@
 """What Sphinx does not see: ``python -m tests.built_site docs/_build/html``.
 
-Of the pages that `.ci/site` has built it prints each link that leads to no file or to
-no place in it, and each table of Markdown that was left as text.
+It reads the pages that `.ci/site` has built. It prints each link that leads to no file
+or to no place in it, and each table of Markdown that was left as text.
 """
 
 import html.parser

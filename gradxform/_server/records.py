@@ -80,7 +80,7 @@ class ServerStats(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The last answer to a worker, and how many it has got."""
+    """The last answer to a worker, and how many it has received."""
 
     number: int  # Of its push.
     local_step: int  # Of its push.
