@@ -57,8 +57,8 @@ def draw(curves, theme):
     """The figure: a panel for each guard."""
     from matplotlib.figure import Figure
 
-    figure = Figure((WIDTH, 3.6), layout="constrained")
-    axes = figure.subplots(2, 3, sharex=True, sharey=True)
+    figure = Figure((WIDTH, 5.4), layout="constrained")
+    axes = figure.subplots(3, 2, sharex=True, sharey=True)
     for ax, (name, losses) in zip(axes.flat, curves.items(), strict=True):
         ax.plot(losses, color=theme["gx"], linewidth=2)
         for step in SPIKES:
@@ -72,9 +72,9 @@ def draw(curves, theme):
         ax.set_yticks([0.1, 0.3, 1, 3], ["0.1", "0.3", "1", "3"])
         ax.minorticks_off()
         ax.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].set_ylabel("loss")
-    axes[1, 0].set_ylabel("loss")
-    axes[1, 1].set_xlabel("step; dotted: a spike, dashed: NaN, line: the new level")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("loss")
+    figure.supxlabel("step; dotted: a spike, dashed: NaN, line: the new level", size=11)
     return figure
 
 

@@ -7,12 +7,16 @@ without its prompts; ziamath, because its equations need neither the network nor
 The rest is Sphinx's own.
 """
 
+import base64
 import builtins
+import inspect
+import json
 import os
 import pathlib
 import pydoc
 import re
 import shutil
+import tomllib
 from importlib.util import find_spec
 
 import jax
@@ -23,6 +27,7 @@ from sphinx.util.inspect import TypeAliasForwardRef
 import gradxform
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # Before gradxform.keras is imported.
+HERE = pathlib.Path(__file__).parent
 
 project = "gradxform"
 author = "The gradxform authors"
@@ -49,6 +54,7 @@ pygments_style, pygments_dark_style = "friendly", "github-dark"
 myst_enable_extensions = ["attrs_inline", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # The tests run them; here they are shown.
+nb_render_markdown_format = "myst"  # Their outputs have tables and links to notebooks.
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
@@ -112,20 +118,66 @@ PICTURE = re.compile(
 )
 
 
+NOTEBOOK = re.compile(r"^## \[.*\]\(notebooks/(.*)\.ipynb\)$", re.M)
+PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+COLAB = PROJECT["urls"]["Repository"].replace(
+    "https://github.com", "https://colab.research.google.com/github"
+)
+
+
+def colab(name):
+    """A link that opens a notebook where it runs."""
+    return f"[Open in Colab]({COLAB}/blob/main/notebooks/{name}.ipynb)"
+
+
+def show_notebook(heading):
+    """A notebook's heading, with its link to Colab and its first picture."""
+    name = heading[1]
+    picture = (
+        f"[![A picture of this notebook](notebooks/{name}.png)](notebooks/{name}.ipynb)"
+    )
+    return f"{heading[0]}\n\n{colab(name)}\n\n{picture}"
+
+
+def names_on(text):
+    """The names on a page of the API, where they are, with the first line of each."""
+    (module,) = re.findall(r"currentmodule:: (\S+)", text)
+    for name in re.findall(r"^\.\. auto\w+:: (\w+)", text, re.M):
+        doc = inspect.getdoc(pydoc.locate(f"{module}.{name}"))
+        line = re.sub(r":\w+:`~?(?:\w+\.)*(.*?)`", r"`\1`", doc.split("\n")[0])
+        shown = f"{module}.{name}".replace("gradxform.", "gx.")
+        yield f"- {{py:obj}}`{shown} <{module}.{name}>`: {line.replace('``', '`')}\n"
+
+
+def list_group(heading):
+    """A heading of the API's first page, with the names that it links to."""
+    page = HERE / "api" / f"{heading[1]}.md"
+    return f"{heading[0]}\n\n{''.join(names_on(page.read_text()))}"
+
+
 def read_page(app, *names_and_source):
     """Takes away what the tests need and a reader does not.
 
     Links name texts and notebooks where they lie, and the site has pages of its own for
     them. The empty line at the end of a doctest says that nothing is printed. A picture
     with a twin for dark pages follows the theme of the site, which a reader may switch.
+    The list of notebooks gets their pictures, and the pages of the API get their names.
     """
-    source = names_and_source[-1]
+    page, source = names_and_source[0], names_and_source[-1]
     source[0] = PICTURE.sub(r"![\2](\3){.only-light} ![\2](\1){.only-dark}", source[0])
     text = re.sub(r"\]\(\.\./((?:\.\./)*notebooks/)", r"](\1", source[0])
     up = "" if len(names_and_source) == 3 else "../"  # Texts are included in docs/.
     text = text.replace("](../docs/", f"]({up}").replace("](../README.md", "](index.md")
     text = re.sub(r"\]\([A-Z]+\.md", lambda link: link[0].lower(), text)
-    source[0] = text.replace("\n\n```\n", "\n```\n")
+    text = text.replace("\n\n```\n", "\n```\n")
+    if page == "notebooks":
+        text = NOTEBOOK.sub(show_notebook, text)
+    if page == "api/index":
+        text = re.sub(r"^## \[.*\]\((\w+)\.md\)$", list_group, text, flags=re.M)
+    elif str(page).startswith("api/"):
+        names = "".join(names_on(text))
+        text = text.replace("```{eval-rst}", f"{names}\n```{{eval-rst}}", 1)
+    source[0] = text
 
 
 def show_math(self, node):
@@ -143,12 +195,26 @@ def show_math(self, node):
     raise nodes.SkipNode
 
 
+def copy_notebooks(source, target):
+    """Copies the notebooks, each with a link to Colab, and with its first picture."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    for path in sorted(source.glob("*.ipynb")):
+        notebook = json.loads(path.read_text())
+        outputs = [o for cell in notebook["cells"] for o in cell.get("outputs", ())]
+        pictures = [
+            o["data"]["image/png"] for o in outputs if "image/png" in o.get("data", ())
+        ]
+        (target / f"{path.stem}.png").write_bytes(base64.b64decode(pictures[0]))
+        title = notebook["cells"][0]["source"]
+        title.insert(1, f"\n{colab(path.stem)}\n")
+        (target / path.name).write_text(json.dumps(notebook))
+
+
 def setup(app):
     """Connects these to Sphinx."""
     app.add_html_math_renderer("paths", (show_math, None), (show_math, None))
     app.connect("missing-reference", resolve)
     app.connect("source-read", read_page)
     app.connect("include-read", read_page)
-    here = pathlib.Path(__file__).parent
-    shutil.rmtree(here / "notebooks", ignore_errors=True)
-    shutil.copytree(here.parent / "notebooks", here / "notebooks")
+    copy_notebooks(HERE.parent / "notebooks", HERE / "notebooks")

@@ -55,13 +55,13 @@ OF_RAY = {
 }
 
 # Programs here run a few times on a few numbers: nearly all the time goes into making
-# them fast. What a test starts in a process of its own is compiled as a user's is,
-# unless the test says otherwise.
+# them fast. A process that a test starts compiles as a user's does, unless the test
+# says otherwise.
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("XLA_FLAGS", xla_flags(level=0))
     jax.devices()  # Reads them.
 
-# What a shell starts in the background ignores Ctrl-C, and so would what tests start.
+# A program that a shell starts in the background ignores Ctrl-C. Tests should not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -118,8 +118,8 @@ def parameters(name):
 def idle(name):
     """The arguments that matter to the formula in no row of a transformation.
 
-    A wrong formula for them would stay unseen. What ``scale_by_x`` takes, the rows of
-    its alias ``x`` may switch on.
+    A wrong formula for them would stay unseen. An argument of ``scale_by_x`` may matter
+    in the rows of its alias ``x``.
     """
     names = {name, name.removeprefix("scale_by_")}
     rows = [row for row in DESCRIPTORS if row.name in names]

@@ -385,7 +385,7 @@ def test_lazy_costs_the_rows_and_not_the_table(name):
     """The compiler counts a whole table wherever a program reads or writes rows of it.
 
     A gather reads, and a scatter in place reads and writes. Nothing else touches a
-    table. What is left grows with the rows alone.
+    table. The rest grows with the rows alone.
     """
     (inner, copies, slots), n, width = BY_ROW[name], 1024, 64
     reads = slots + (name in READS_PARAMS)

@@ -144,18 +144,3 @@ def test_every_listed_extra_argument_does_something():
     assert not updates.any()
     seen.add(("skip_spikes", "value"))
     assert seen == {(row.name, name) for row in ROWS.values() for name in row.extra}
-
-
-@pytest.mark.parametrize(
-    "random_numbers",
-    [
-        lambda: jax.default_prng_impl("rbg"),
-        lambda: jax.threefry_partitionable(False),
-    ],
-    ids=["rbg", "threefry as it was"],
-)
-def test_the_readme_holds_for_other_random_numbers(random_numbers):
-    readme = pathlib.Path(__file__).parents[1] / "README.md"
-    with random_numbers():
-        failed, attempted = doctest.testfile(str(readme), module_relative=False)
-    assert failed == 0 < attempted

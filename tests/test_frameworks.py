@@ -570,7 +570,7 @@ def test_functions_that_are_trees_are_called():
 
 @pytest.mark.slow
 def test_the_loop_leaves_the_parameters_of_tensorflow():
-    theirs, ours, _, unprocessed, _, gated = re.findall(BLOCK, LOOP, re.DOTALL)
+    _, theirs, ours, _, unprocessed, _, gated = re.findall(BLOCK, LOOP, re.DOTALL)
     assert "compute_gradients" in theirs
     link = "tx = optax.chain(clip, tx)"
     assert f"`{link}`" in LOOP
@@ -578,13 +578,10 @@ def test_the_loop_leaves_the_parameters_of_tensorflow():
     y = 10 * np.cos(np.arange(20.0, dtype=np.float32)).reshape(5, 4)
     start = {"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)}
 
-    def loss_fn(params, x, y):
-        return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
-
     # TensorFlow 1.15.5 computed these with the code of the left sides.
     clipped = {"w": np.array([0.009013183, 0.08587768, 0.08078636]), "b": 0.11789924}
     as_it_is = {"w": np.array([-0.01362059, 0.08299472, 0.07433566]), "b": 0.16171496}
-    left = {"gx": gx, "jax": jax, "optax": optax, "loss_fn": loss_fn}
+    left = {}
     for code, expected in (
         (ours, clipped),
         (unprocessed, as_it_is),
@@ -604,8 +601,8 @@ def test_the_loop_leaves_the_parameters_of_tensorflow():
 def test_jaspers_config_trains_by_its_formulas():
     page = (DOCS / "coming_from/novograd.md").read_text()
     (code,) = re.findall(BLOCK, page, re.DOTALL)
-    left = {"steps": 4}
-    exec(code, left)
+    left = {}
+    exec(code.replace("steps = 100_000", "steps = 4"), left)
     rng = np.random.default_rng(0)
     params = {"w": rng.standard_normal((3, 2)), "b": np.zeros(2)}
     expected, mu = params, jax.tree.map(np.zeros_like, params)

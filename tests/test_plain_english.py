@@ -36,6 +36,11 @@ TWISTED = re.compile(
     # "Should", "make sure", "otherwise", and a noun with its verb.
     r"|\bshall\b|\bsee(?:s|n)? to it\b"
     rf"|{BEGIN}(?-i:Else\b|Who\b[^.?!]*\.)"
+    # A clause as a subject, and words that say less than they seem to.
+    r"|(?-i:(?<=[^\d#][.;] )(?:What|Whatever|Which)\b[^.?!:]*\.(?!\w))"
+    r"|(?-i:(?<=[.;] )(?:Nor\b|Of (?:a|an|the|these|those) \w+ that\b))"
+    r"|\b(?:is|are|was|were|be|comes?) in time\b|\b(?:do|does|did) as well\b"
+    r"|\bother things than\b|\b(?:has|have|had) got\b"
     # A test whose name has no plain subject.
     r"|\bdef test_(?:who|what|that|those|where)(?:ever)?_",
     re.IGNORECASE,
@@ -84,6 +89,14 @@ def test_no_sentence_is_twisted(path):
         ("## Who waits\n\nWho waits? The server, or else a worker.", False),
         ("It takes no more pushes, and no more than one pass.", False),
         ("Two kernels, each of which reads what it needs.", False),
+        ("It has two branches. What these produce\n    is left open.", True),
+        ("Of the rest. Which part belongs to a table is found by its `init`.", True),
+        ("## 4. What it costs\n\nIt costs a pass. What does it cost? A pass.", False),
+        ("The sum. Of a leaf that has none it holds zeros.", True),
+        ("A push that is in time. A chain does as well.", True),
+        ("In that time a chain does well, and other things also.", False),
+        ("``mask`` holds other things than bools.", True),
+        ("The answer that this push has got before.", True),
     ],
 )
 def test_the_forms_are_found(text, found):

@@ -1,7 +1,7 @@
 """The pages of the site: nothing public is missing, nothing is far, no link is dead.
 
-These tests read the sources alone. Sphinx finds references and pages that lead nowhere;
-`.ci/run` runs it with its warnings as errors.
+These tests read the sources alone. Sphinx finds references and pages that lead nowhere:
+`.ci/site` runs it with its warnings as errors, and looks through the built pages.
 """
 
 import collections
@@ -11,6 +11,8 @@ import re
 import tomllib
 
 import pytest
+
+from tests import built_site
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs"
@@ -26,9 +28,11 @@ TEXTS = [*BESIDE, *PAGES, *NOTEBOOKS]
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.M)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PICTURE = re.compile(r'<picture>.*?srcset="(.*?)".*?alt="(.+?)" src="(.*?)"', re.S)
-# Pages with blocks of code that are no doctests. test_embeddings.py runs the blocks of
-# sparse.md, test_frameworks.py the others.
-RUN_ELSEWHERE = {"frameworks.md", "tensorflow.md", "novograd.md", "sparse.md"}
+# Pages with blocks of code that are no doctests: test_pages.py runs them.
+RUN_ELSEWHERE = {
+    *("README.md", "start.md", "sparse.md"),
+    *("frameworks.md", "tensorflow.md", "novograd.md"),
+}
 
 
 def prose(path):
@@ -92,6 +96,7 @@ def test_every_link_leads_somewhere(path):
 @pytest.mark.parametrize(
     ("page", "what"),
     [
+        ("start.md", "gx.minimize(loss_fn, tx)"),
         ("frameworks.md", "nnx.Optimizer(model, tx"),
         ("coming_from/keras.md", '`get_slot(var, "accumulator")`'),
         ("api/late.md", ":: drop_stale"),
@@ -155,3 +160,44 @@ def test_the_first_cell_installs_from_the_repository(path):
     (line,) = re.findall(r"^ *%pip install -q (.*)$", code, re.M)
     address = project["urls"]["Repository"]
     assert re.match(rf'"gradxform\[demo(,\w+)*\] @ git\+{address}"', line)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (
+            '<p id="here"><a href="#here">a</a> <a href="https://x.y/z#a">b</a></p>',
+            None,
+        ),
+        ('<a href="other.html#there">a</a><img src="pictures/a%20b.png">', None),
+        ('<a href="06_local_steps.ipynb">a</a>', "no such file: 06_local_steps.ipynb"),
+        ('<a href="other.html#here">a</a>', "no such place: other.html#here"),
+        (
+            "<p>| a | b |\n|:\u2013|\u2013:|\n| 1 | 2 |</p>",
+            "left as text: |:\u2013|\u2013:|",
+        ),
+        ("<p>| a | b |\n| --- | --- |\n</p>", "left as text: | --- | --- |"),
+        ("<pre>| a | b |\n| --- | --- |</pre> <p>a | b |</p>", None),
+    ],
+)
+def test_a_fault_of_a_built_page_is_found(text, fault, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/a b.png").touch()
+    (tmp_path / "other.html").write_text('<h1 id="there">A page</h1>')
+    (tmp_path / "page.html").write_text(text)
+    expected = [f"page.html: {fault}"] if fault else []
+    found = [x.replace("a table is ", "") for x in built_site.faults(tmp_path)]
+    assert found == expected
+
+
+def test_every_notebook_has_an_answer_and_a_time():
+    page = (SITE / "notebooks.md").read_text()
+    parts = re.findall(r"^## \[.+\]\((.*)\)\n\n((?:.+\n)+)", page, re.M)
+    assert [(SITE / name).resolve() for name, _ in parts] == NOTEBOOKS
+    for _, text in parts:
+        question, answer = re.fullmatch(r"\*\*(.+)\*\*(.+)\n", text, re.S).groups()
+        assert question.endswith("?")
+        assert re.search(r"\b[\d.]+\sminutes?\.$", answer)
+    listed = re.findall(r"^notebooks/(\w+)$", page, re.M)
+    assert listed == [path.stem for path in NOTEBOOKS]

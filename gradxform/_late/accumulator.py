@@ -23,9 +23,9 @@ class ConditionalAccumulatorState(NamedTuple):
       global_step: int32[], how many times the inner transformation has run; saturates.
       num_accumulated: int32[], pushes in the sum.
       stale_count: int32[], pushes dropped so far; saturates.
-      accumulated: the sum, like params, in at least float32 by default. Of a leaf that
-        is not in ``pushed``, or if ``num_accumulated`` is 0, it holds no sum: the next
-        push replaces whatever is there.
+      accumulated: the sum, like params, in at least float32 by default. It has no
+        sum for a leaf that is not in ``pushed``, and none at all if
+        ``num_accumulated`` is 0: the next push replaces whatever is there.
       pushed: bool[leaves], whether any push in the sum had a gradient for the leaf.
       row_counts: int32[rows] for each leaf, how many pushes in the sum held each row;
         only for ``row_mean``.

@@ -1,12 +1,12 @@
 """Gates: wrappers that decide, push by push, whether a gradient is applied at all.
 
 A gate is written once, as a function of a push. It says when ``inner`` runs, and
-:class:`ApplyIf` is the one conditional between "apply" and "skip". What these two
-produce is left open. In `update` apply gives updates, and skip gives none; in
-`apply_gradients` apply gives new parameters, and skip gives the old ones. So the whole
-step, update and apply, lies inside one conditional. A skipped push reads and writes no
-array of the model's size, as the conditional passes the buffers through. If updates had
-to come out of it, it would copy them.
+:class:`ApplyIf` is the one conditional between "apply" and "skip". The caller
+decides what each branch returns. In `update` apply gives updates, and skip gives none;
+in `apply_gradients` apply gives new parameters, and skip gives the old ones. So the
+whole step, update and apply, lies inside one conditional. A skipped push reads and
+writes no array of the model's size, as the conditional passes the buffers through. If
+updates had to come out of it, it would copy them.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class Core:
         return result
 
     def _answer_to(self, push_id: PushId, local_step: int) -> PushResult | None:
-        """The answer that this push has got before; None if it is new.
+        """The answer that this push received earlier; None if it is new.
 
         Another worker may have made it, with another local step.
         """

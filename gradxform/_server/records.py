@@ -84,7 +84,7 @@ class ServerStats(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The last answer to a worker, and how many it has got; by default none."""
+    """The last answer to a worker, and how many it has received; by default none."""
 
     number: int = -1  # Of its push.
     local_step: int = -1  # Of its push.

@@ -157,7 +157,7 @@ class _ByRow(NamedTuple):
             inputs = [x if g is None else _filled(g, x, 0) for g, x in pairs]
         elif name.startswith("reduce_") and "axes" in params:
             if (g := tables[0]) is not None and 0 in params["axes"]:
-                # Of no rows it is the number that changes no result: 0 for a sum.
+                # Without rows it is the number that changes no result: 0 for a sum.
                 (nothing,) = versions.evaluate(eqn, [inputs[0][:0]])
                 nothing = jnp.expand_dims(nothing, params["axes"])
                 inputs = [_filled(g, inputs[0], nothing)]

@@ -42,9 +42,9 @@ def lazy(
 
     Repeated rows of ``G`` are summed first. The other rows of ``W`` and ``S`` stay as
     they are, to the bit. They are not read or written, so a step costs what its rows
-    cost, however many rows the table has. What ``inner`` keeps for all leaves together,
-    such as Adam's count of steps, counts every step for every row. Dense gradients,
-    also those of tables, are exactly ``inner``'s.
+    cost, however many rows the table has. State that ``inner`` keeps for all leaves
+    together, such as Adam's count of steps, counts every step for every row. Dense
+    gradients, also those of tables, are exactly ``inner``'s.
 
     A row that a batch does not touch is not decayed, and its momentum neither moves it
     nor fades. So for momentum, weight decay and the like this is another algorithm than
@@ -57,8 +57,8 @@ def lazy(
     dict to pass parameters, such as those of a worker.
 
     Args:
-      inner: any transformation whose state has one row for each row of a table. Which
-        part of the state belongs to a table is found by its ``init``.
+      inner: any transformation whose state has one row for each row of a table. `lazy`
+        calls ``inner.init`` to find which state belongs to a table.
 
     Returns:
       A transformation with the state of ``inner``, so that checkpoints of one go on

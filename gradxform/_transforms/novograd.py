@@ -102,8 +102,8 @@ def scale_by_novograd(
     Raises:
       ValueError: an argument is out of its range; ``params`` is missing with weight
         decay; a leaf has fewer axes than ``stacked_axes``.
-      TypeError: ``mask`` holds other things than bools; ``mu_dtype`` does not fit the
-        parameters; updates do not have their structure or shapes.
+      TypeError: ``mask`` holds something other than bools; ``mu_dtype`` does not fit
+        the parameters; updates do not have their structure or shapes.
 
     References:
       Ginsburg et al., `Stochastic gradient methods with layer-wise adaptive moments for

@@ -1,0 +1,127 @@
+"""A reader runs the blocks of a page as they stand, from the first one to the last.
+
+All blocks of a page share one namespace, as in one interpreter. The README and the
+start page are typed line by line, as into Python's prompt. Pages whose blocks are all
+doctests are not here: ``pytest`` runs them, a page in one namespace.
+"""
+
+import code
+import doctest
+import pathlib
+import re
+
+import jax
+import pytest
+
+from tests.conftest import promotion
+
+ROOT = pathlib.Path(__file__).parents[1]
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+# Blocks that only TensorFlow 1 runs, on Python 3.7; test_frameworks.py has its results.
+# The last one needs Ray's processes; test_keras_fit.py runs it.
+LEFT_OUT = (
+    "opt = tf.train.AdagradOptimizer(0.1)\n\n",
+    "train_op = opt.minimize(loss)",
+    "global_step = tf.train.get_or_create_global_step()",
+    "with engines.ray(",
+)
+
+
+def blocks(page):
+    """The blocks of a page, and those of them that are left out."""
+    found = FENCE.findall((ROOT / page).read_text())
+    left = [block for block in found if any(line in block for line in LEFT_OUT)]
+    return [block for block in found if block not in left], left
+
+
+class Prompt(code.InteractiveConsole):
+    """Python's prompt. An error ends it."""
+
+    def showtraceback(self):
+        raise  # noqa: PLE0704 (It is called where an exception is handled.)
+
+    def showsyntaxerror(self, *_, **__):
+        raise  # noqa: PLE0704
+
+
+def type_in(block, names):
+    """Types a block, and Enter behind it."""
+    prompt = Prompt(names)
+    for line in block.splitlines():
+        waits = prompt.push(line)
+    assert not waits or not prompt.push("")
+
+
+def paste(page):
+    """Types all blocks of a page into one prompt."""
+    found, left = blocks(page)
+    assert found
+    assert not left
+    names = {"__name__": "__main__"}
+    with promotion():
+        for block in found:
+            type_in(block, names)
+
+
+TYPED = pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
+
+
+@TYPED
+def test_a_page_can_be_pasted_into_a_prompt(page):
+    paste(page)
+
+
+@pytest.mark.slow
+@TYPED
+@pytest.mark.parametrize(
+    "random_numbers",
+    [
+        lambda: jax.default_prng_impl("rbg"),
+        lambda: jax.threefry_partitionable(False),
+    ],
+    ids=["rbg", "threefry as it was"],
+)
+def test_a_page_holds_for_other_random_numbers(page, random_numbers):
+    with random_numbers():
+        paste(page)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    "block",
+    [
+        "for _ in range(2): x = 1\nassert x\n",  # A prompt wants an empty line between.
+        "for _ in range(2):\n    x = 1\nassert x\n",
+        "def f():\n    x = 1\n\n    return x\n",
+        "assert False\n",
+    ],
+)
+def test_a_block_that_cannot_be_pasted_is_found(block):
+    with pytest.raises((SyntaxError, AssertionError)):
+        type_in(block, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "left_out"),
+    [
+        ("docs/sparse.md", 0),
+        ("docs/frameworks.md", 1),
+        ("docs/coming_from/novograd.md", 0),
+        ("docs/coming_from/tensorflow.md", 3),
+    ],
+)
+def test_the_blocks_of_a_page_run_in_their_order(page, left_out, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")  # The blocks set it for good.
+    found, left = blocks(page)
+    assert len(left) == left_out
+    names = {"__name__": "__main__"}
+    runner, parser = doctest.DocTestRunner(), doctest.DocTestParser()
+    with promotion():
+        for block in found:
+            if block.startswith(">>> "):
+                test = parser.get_doctest(block, {}, page, page, 0)
+                test.globs = names
+                assert runner.run(test, clear_globs=False).failed == 0
+            else:
+                exec(block, names)
