@@ -112,7 +112,7 @@ def lazy(
         updates = maps.sum_duplicates(updates)
         tables = by_row.Tables.of(updates)
         named = {checks.path_name(p): g for p, g in maps.nodes(updates, is_sparse)}
-        like = [name for name, x in extra.items() if _is_like(x, updates)]
+        like = [name for name, x in extra.items() if maps.is_like(x, updates)]
         extra = {k: x if k in like else _refused(k, x) for k, x in extra.items()}
         higher = functools.partial(tables.higher, updates)
         whole = updates if params is None else params
@@ -159,25 +159,6 @@ def _written(new: Leaf, old: Leaf) -> Leaf:
     return maps.put_rows(new, old, new.values) if is_sparse(new) else new
 
 
-def _is_like(value: object, updates: optax.Updates) -> bool:
-    """Whether an extra argument is a tree like the parameters.
-
-    An array that is like one that is all of the parameters may be anything else.
-    """
-    grads, structure = maps.flatten(updates)
-    leaves, given = maps.flatten(value)
-    is_same: bool = structure == given  # type: ignore[operator]
-    return (
-        is_same
-        and structure.num_nodes > 1  # type: ignore[attr-defined]
-        and all(
-            np.shape(x) == g.dense_shape
-            for x, g in zip(leaves, grads, strict=True)
-            if isinstance(g, IndexedSlices)
-        )
-    )
-
-
 def _refused(name: str, value: object) -> object:
     """Another extra argument. A function of the parameters must not get their rows."""
 
@@ -205,7 +186,7 @@ def _higher_state(
     """
 
     def mark(path: Path, g: Leaf, p: optax.Params) -> optax.Params:
-        return Placeholder(checks.path_name(path)) if is_sparse(g) else p
+        return Placeholder(path) if is_sparse(g) else p
 
     def check(path: Path, table: str | None, own: jax.Array, other: jax.Array) -> None:
         g, shape = named.get(table or ""), np.shape(own)
@@ -230,7 +211,7 @@ def _higher_state(
         higher = jax.eval_shape(init, tables.higher(updates, whole))
         marks = jax.eval_shape(init, maps.map_with_path(mark, updates, whole))
         names = jax.tree.map(
-            lambda mark, own: jax.tree.map(lambda _: getattr(mark, "key", None), own),
+            lambda mark, own: jax.tree.map(lambda _: _name(mark), own),
             marks,
             state,
             is_leaf=is_placeholder,
@@ -241,6 +222,11 @@ def _higher_state(
         ) from error
     jax.tree.map_with_path(check, names, state, higher, is_leaf=maps.is_leaf)
     return higher
+
+
+def _name(node: object) -> str | None:
+    """The name of the leaf that this node replaces; None if it replaces none."""
+    return checks.path_name(node.path) if isinstance(node, Placeholder) else None
 
 
 def _kinds(node: Any, path: Path) -> Iterator[str]:

@@ -82,6 +82,23 @@ def masked_like(updates: optax.Updates, tree: PyTree[T]) -> PyTree[T]:
         return tree
 
 
+def is_like(value: object, updates: optax.Updates) -> bool:
+    """Whether an extra argument is a tree like the parameters.
+
+    An array that is like one that is all of the parameters may be anything else.
+    """
+    wanted: Any = structure(updates)
+    return (
+        wanted.num_nodes > 1
+        and wanted == structure(value)
+        and all(
+            np.shape(x) == g.dense_shape
+            for x, g in zip(leaves(value), leaves(updates), strict=True)
+            if isinstance(g, IndexedSlices)
+        )
+    )
+
+
 def values(g: Gradient) -> jax.Array:
     """The stored entries of a gradient, as an array."""
     return jnp.asarray(g.values if isinstance(g, IndexedSlices) else g)
