@@ -98,13 +98,10 @@ def scale_by_adagrad(
     axes = 1 if row_wise else None  # How many axes of a leaf an accumulator has.
 
     def init_fn(params: optax.Params) -> ScaleByAdagradState:
-        def accumulator(p: jax.Array) -> jax.Array:
-            dtype = accumulator_dtype or dtypes.compute_dtype(p)
-            return constants.full_like(p, initial_accumulator_value, dtype, axes=axes)
-
-        if row_wise:
-            params = boxes.unboxed(params)
-        return ScaleByAdagradState(sum_of_squares=maps.map_params(accumulator, params))
+        start, dtype = initial_accumulator_value, dtypes.compute_dtype
+        return ScaleByAdagradState(
+            constants.full(start, params, accumulator_dtype, dtype, axes=axes)
+        )
 
     def held_by(g: Gradient) -> tuple[int, ...]:
         return np.shape(g)[:axes]

@@ -136,9 +136,7 @@ def ftrl(
     def init_fn(params: optax.Params) -> FtrlState:
         return FtrlState(
             count=constants.zero(params, jnp.int32),
-            sum_of_squares=maps.map_params(
-                lambda p: constants.full_like(p, start, dtypes.compute_dtype(p)), params
-            ),
+            sum_of_squares=constants.full(start, params, None, dtypes.compute_dtype),
             linear=constants.zeros(params, None, dtypes.wide_dtype),
         )
 

@@ -93,9 +93,7 @@ def proximal_adagrad(
     def init_fn(params: optax.Params) -> ProximalAdagradState:
         return ProximalAdagradState(
             count=constants.zero(params, jnp.int32),
-            sum_of_squares=maps.map_params(
-                lambda p: constants.full_like(p, start, dtypes.compute_dtype(p)), params
-            ),
+            sum_of_squares=constants.full(start, params, None, dtypes.compute_dtype),
         )
 
     def update_fn(
