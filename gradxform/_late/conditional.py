@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from gradxform._trees import constants, maps, versions
+from gradxform._trees import constants, jaxprs, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import PyTree, T
 
@@ -57,19 +56,12 @@ def _traced(f: Callable[[], T]) -> tuple[Callable[[], T], PyTree[_Type]]:
 
     ``jax.eval_shape`` knows neither shardings nor the axes over which arrays vary.
     """
-    import jax.extend.core
-
-    jaxpr, shapes = jax.make_jaxpr(f, return_shape=True)()
-    treedef, types = jax.tree.structure(shapes), jaxpr.out_avals
+    closed, shapes = jax.make_jaxpr(f, return_shape=True)()
+    treedef, types = jax.tree.structure(shapes), closed.out_avals
 
     def run() -> T:
-        leaves = jax.extend.core.jaxpr_as_fun(jaxpr)()
-        # Constants come back as Python numbers.
-        arrays = [
-            jnp.asarray(x, t.dtype) if np.isscalar(x) else x
-            for x, t in zip(leaves, types, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, arrays)
+        results = jaxprs.run(closed.jaxpr, closed.consts, versions.evaluate)
+        return jax.tree.unflatten(treedef, results)
 
     return run, jax.tree.unflatten(treedef, types)
 

@@ -20,8 +20,9 @@ leaves, and some starts again although a leaf has no gradient. So a gate inside 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, NamedTuple, TypeAlias
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ import optax
 
 from gradxform._late.counters import has_gate, is_gate
 from gradxform._trees import checks, maps
-from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.indexed_slices import is_sparse
 from gradxform._trees.placeholders import Placeholder, is_placeholder
 from gradxform._trees.types import Leaf, Path, PyTree, T
 
@@ -52,38 +53,45 @@ def update(
     among them, for a line search, gets all leaves.
     """
     tx = optax.with_extra_args_support(tx)
-    updates = _unmasked(maps.without_float0(updates), params)
-    missing = _missing(updates)
+    updates, missing = _marked(maps.without_float0(updates), params)
     if not missing:
         return tx.update(updates, state, params, **extra)
+    tree = updates if params is None else maps.masked_like(updates, params)
     # Sums of pushes count by themselves which pushes had a gradient for a leaf.
-    split = None
-    if not has_gate(state, "row_counts"):
-        split = _split(tx, state, updates, params)
-    if split is None:
+    marks = None if has_gate(state, "row_counts") else _marks(tx, tree, state)
+    if marks is None:
         try:
-            return tx.update(updates, state, params, **extra)
+            return tx.update(_unmarked(updates, missing), state, params, **extra)
         except Exception as error:
             error.add_note(
-                f"The gradients have None at {checks.path_name(missing[0])}, and this "
-                "transformation does not keep its state leaf by leaf, or has an "
+                f"The gradients have None at {checks.path_name(missing[0])}, and "
+                "this transformation does not keep its state leaf by leaf, or has an "
                 "accumulator inside of it, so a leaf cannot be left out. Pass zeros "
                 "there, or put the accumulator around the whole transformation."
             )
             raise
-    if not split.leaves:  # Parameters are None there as well.
-        return tx.update(updates, state, params, **extra)
-    shown = {name: split.shown(value) for name, value in extra.items()}
+    whole = dict(maps.leaves_with_path(params))
+
+    def filled(x: T) -> T:
+        return whole[x.path] if isinstance(x, Placeholder) else x
+
+    def shown(value: PyTree[T]) -> PyTree[T]:
+        if callable(value):
+            return lambda *args, **kwargs: value(
+                *jax.tree.map(filled, args, is_leaf=is_placeholder), **kwargs
+            )
+        if not maps.is_like(value, updates):
+            return value
+        return maps.masked_like(updates, value)
+
     new_updates, new_state = tx.update(
-        maps.masked_like(split.tree, updates),
-        _if_missing(split.marks, split.marks, state),
-        None if params is None else split.tree,
-        **shown,
+        updates,
+        _where_marked(lambda mark, _: mark, marks, state),
+        None if params is None else tree,
+        **{name: shown(value) for name, value in extra.items()},
     )
-    new_updates = maps.map_leaves(
-        lambda u: None if is_placeholder(u) else u, new_updates
-    )
-    return new_updates, _if_missing(split.marks, state, new_state)
+    new_state = _where_marked(lambda _, __, old: old, marks, new_state, state)
+    return _unmarked(new_updates, missing), new_state
 
 
 def keep(
@@ -99,25 +107,20 @@ def keep(
     ``applied`` has for each leaf a bool[], or None if it was not skipped for sure;
     ``like`` is the parameters, or a tree of their shapes and dtypes.
     """
-    mark = jax.tree.map(
-        lambda a: True if a is None else None, applied, is_leaf=lambda a: a is None
+    tree = maps.map_with_path(
+        lambda path, a, p: p if a is None else Placeholder(path), applied, like
     )
-    split = _split(tx, old, mark, like)
-    if split is None or not split.leaves:
+    marks = _marks(tx, tree, old)
+    if marks is None:
         return new
-    flags: dict[Hashable, jax.Array] = dict(enumerate(jax.tree.leaves(applied)))
+    flags = dict(maps.leaves_with_path(applied))
 
     def choose(
-        mark: object, new: optax.OptState, old: optax.OptState
+        mark: Placeholder, new: optax.OptState, old: optax.OptState
     ) -> optax.OptState:
-        if not isinstance(mark, Placeholder):
-            return new
-        flag = flags[mark.key]
-        return jax.tree.map(lambda n, o: jnp.where(flag, n, o), new, old)
+        return jax.tree.map(functools.partial(jnp.where, flags[mark.path]), new, old)
 
-    return jax.tree.map(
-        choose, split.marks, new, old, is_leaf=lambda x: is_placeholder(x) or is_gate(x)
-    )
+    return _where_marked(choose, marks, new, old, stop=is_gate)
 
 
 def flags_of(
@@ -159,106 +162,71 @@ def chosen(
     return maps.map_leaves(choose, *trees)
 
 
-def _unmasked(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
-    """None for each leaf of the parameters that is masked in the updates alone."""
+def _marked(
+    updates: optax.Updates, params: optax.Params | None
+) -> tuple[optax.Updates, list[Path]]:
+    """Updates with a placeholder, its path, for each parameter without a gradient."""
+    missing: list[Path] = []
 
-    def unmask(u: PyTree[Leaf], p: optax.Params) -> PyTree[Leaf]:
-        is_masked = isinstance(u, optax.MaskedNode) and jax.tree.leaves(p)
-        return jax.tree.map(lambda _: None, p) if is_masked else u
+    def placeholder(path: Path) -> Placeholder:
+        missing.append(path)
+        return Placeholder(path)
 
-    try:
-        return maps.map_leaves(unmask, updates, params)
-    except ValueError:  # No parameters, or others: the transformation may say so.
-        return updates
-
-
-class _Split(NamedTuple):
-    """A tree without the leaves that have no gradient, and its part of a state.
-
-    Attributes:
-      leaves: the missing leaves, by the keys of their placeholders.
-      whole: the parameters, or a tree like them.
-      tree: the same without the missing leaves.
-      marks: the state that ``init`` makes from ``tree``.
-    """
-
-    leaves: dict[Hashable, optax.Params]
-    whole: optax.Params
-    tree: optax.Params
-    marks: optax.OptState
-
-    def shown(self, value: PyTree[T]) -> PyTree[T]:
-        """An extra argument without the missing leaves, if it is like the parameters.
-
-        A function gets all leaves.
-        """
-
-        def fill(x: T) -> T:
-            return self.leaves[x.key] if isinstance(x, Placeholder) else x
-
-        if callable(value):
-            return lambda *args, **kwargs: value(
-                *jax.tree.map(fill, args, is_leaf=is_placeholder), **kwargs
-            )
-        structure: Any = maps.structure(value)
-        is_like_params = structure == maps.structure(self.whole)
-        if not is_like_params or structure.num_nodes <= 1:
-            return value
-        return maps.masked_like(self.tree, value)
-
-
-def _split(
-    tx: optax.GradientTransformation,
-    state: optax.OptState,
-    updates: optax.Updates,
-    params: optax.Params | None,
-) -> _Split | None:
-    """Splits the trees; None if ``init`` shows no state that is kept leaf by leaf."""
-    whole = maps.map_leaves(_described, updates) if params is None else params
-    leaves: dict[Hashable, optax.Params] = {}
-
-    def without(u: Leaf, p: optax.Params) -> optax.Params:
-        if u is not None or (params is not None and not jax.tree.leaves(p)):
-            return p
-        number = len(leaves)
-        leaves[number] = p
-        return Placeholder(number)
-
-    try:
-        tree = maps.map_leaves(without, updates, whole)
-        marks = jax.eval_shape(tx.init, tree) if leaves else state
-        same = jax.tree.map(
-            lambda mark, s: is_placeholder(mark) or np.shape(mark) == np.shape(s),
-            marks,
-            state,
-            is_leaf=is_placeholder,
+    def mark(path: Path, u: Leaf, p: optax.Params) -> PyTree[Leaf]:
+        if maps.has_gradient(u) or not jax.tree.leaves(p):
+            return u
+        return jax.tree.map_with_path(
+            lambda end, _: placeholder((*path, *end)), p, is_leaf=is_sparse
         )
-    except Exception:  # This init does not accept such a node.
-        return None
-    return _Split(leaves, whole, tree, marks) if all(jax.tree.leaves(same)) else None
+
+    try:
+        return maps.map_with_path(mark, updates, params), missing
+    except ValueError:  # No parameters, or others: the transformation may say so.
+        missing.clear()
+        return maps.map_with_path(
+            lambda path, u: placeholder(path) if u is None else u, updates
+        ), missing
 
 
-def _if_missing(
-    marks: optax.OptState, missing: optax.OptState, held: optax.OptState
-) -> optax.OptState:
-    """``missing`` for the state that ``marks`` mark, and ``held`` for all other."""
-    return jax.tree.map(
-        lambda mark, m, h: m if is_placeholder(mark) else h,
-        marks,
-        missing,
-        held,
-        is_leaf=is_placeholder,
+def _unmarked(updates: optax.Updates, missing: list[Path]) -> optax.Updates:
+    """Updates with None for these placeholders."""
+    return maps.map_leaves(
+        lambda u: None if getattr(u, "path", None) in missing else u, updates
     )
 
 
-def _missing(updates: optax.Updates) -> list[Path]:
-    """The paths without a gradient."""
-    flat = maps.leaves_with_path(updates)
-    return [path for path, u in flat if u is None]
+def _marks(
+    tx: optax.GradientTransformation, tree: optax.Params, state: optax.OptState
+) -> optax.OptState | None:
+    """The state that ``init`` makes from a tree with placeholders.
+
+    It is None if ``init`` shows no state that is kept leaf by leaf.
+    """
+
+    def described(x: Leaf) -> Leaf | jax.ShapeDtypeStruct:
+        return jax.eval_shape(x.densify) if is_sparse(x) else x
+
+    def fits(mark: Any, s: jax.typing.ArrayLike) -> bool:
+        return is_placeholder(mark) or np.shape(mark) == np.shape(s)
+
+    try:
+        marks = jax.eval_shape(tx.init, maps.map_leaves(described, tree))
+        same = jax.tree.map(fits, marks, state, is_leaf=is_placeholder)
+    except Exception:  # This init does not accept such a node.
+        return None
+    return marks if all(jax.tree.leaves(same)) else None
 
 
-def _described(u: Leaf) -> Leaf | jax.ShapeDtypeStruct:
-    """An update with the shape and type of its parameter."""
-    if not isinstance(u, IndexedSlices):
-        return u
-    return jax.ShapeDtypeStruct(u.dense_shape, u.dtype)
+def _where_marked(
+    choose: Callable[..., optax.OptState],
+    marks: optax.OptState,
+    *states: optax.OptState,
+    stop: Callable[[object], bool] = is_placeholder,
+) -> optax.OptState:
+    """``choose(mark, *states)`` at each placeholder, and elsewhere the first state."""
+    return jax.tree.map(
+        lambda mark, *held: choose(mark, *held) if is_placeholder(mark) else held[0],
+        marks,
+        *states,
+        is_leaf=lambda node: is_placeholder(node) or stop(node),
+    )

@@ -17,7 +17,7 @@ from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
 from gradxform._trees.rows import explicit_sharding
-from gradxform._trees.types import Leaf, PyTree
+from gradxform._trees.types import PyTree
 
 Method = Literal["all", "latest", "ringleader"]
 
@@ -328,19 +328,17 @@ def _written(
     """Table, its counts and the means with this push in row ``i`` and mean ``row``."""
 
     def change(
-        flag: jax.Array | None,
-        g: Leaf,
+        g: jax.Array,
         table: jax.Array,
         counts: jax.Array,
         means: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        if not maps.has_gradient(g):
-            return table, counts, means
+        flag: jax.Array | None,
+    ) -> tuple[jax.Array, ...]:
         held = dtypes.widen(_row(table, i))
         old = jnp.where(counts[i] == 0, 0, held)
         count = _one_more(counts[i], newest_only)
         # (g - m_i) / c_i
-        g = jnp.asarray(g).astype(held.dtype)
+        g = g.astype(held.dtype)
         delta = arithmetic.scale(g - old, 1 / count.astype(dtypes.compute_dtype(g)))
         if flag is not None:
             delta = jnp.where(flag, delta, 0)
@@ -352,16 +350,11 @@ def _written(
         new = jnp.where(constants.never(_row(means, row)), 0, old + delta)
         new, sharding = narrow(new, table.dtype), explicit_sharding(table)
         table = table.at[i].set(new, out_sharding=sharding)
-        return table, counts.at[i].set(count), means
+        return g, table, counts.at[i].set(count), means
 
     trees = state.table, state.row_counts, state.means
-    leaves = [maps.leaves(tree) for tree in (flags, updates, *trees)]
-    changed = list(map(change, *leaves))
-    table, counts, means = (
-        jax.tree.unflatten(maps.structure(tree), [each[k] for each in changed])
-        for k, tree in enumerate(trees)
-    )
-    return table, counts, means
+    _, *changed = maps.map_step(change, updates, trees, flags)
+    return tuple(changed)
 
 
 def _restarted(begins: jax.Array, state: WorkerMeanState) -> WorkerMeanState:

@@ -24,17 +24,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._trees import arithmetic, versions
+from gradxform._trees import arithmetic, jaxprs, versions
 from gradxform._trees.rows import inside_or_padding
 from gradxform._trees.table_rows import TableRows
 
 if TYPE_CHECKING:
     from jax.extend.core import (  # type: ignore[attr-defined]  # Of ClosedJaxpr.
         ClosedJaxpr,
-        Jaxpr,
         JaxprEqn,
-        Literal,
-        Var,
     )
 
 # A whole table, or rows of one.
@@ -136,25 +133,13 @@ class _Reader(NamedTuple):
     ids: Ids
 
     def run(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-        return self.evaluate(closed.jaxpr, [*closed.consts, *args])
+        return jaxprs.run(closed.jaxpr, [*closed.consts, *args], self.apply)
 
-    def evaluate(self, jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
-        from jax.extend.core import Literal
-
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
-
-        def values(atoms: Sequence[Var | Literal]) -> list[Any]:
-            return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
-
-        for eqn in jaxpr.eqns:
-            inputs = values(eqn.invars)
-            used = [x for x in inputs if isinstance(x, _Table)]
-            if used:
-                results = self.use(eqn, used[0], inputs)
-            else:
-                results = versions.evaluate(eqn, inputs)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return values(jaxpr.outvars)
+    def apply(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        used = [x for x in inputs if isinstance(x, _Table)]
+        return (
+            self.use(eqn, used[0], inputs) if used else versions.evaluate(eqn, inputs)
+        )
 
     def use(self, eqn: JaxprEqn, table: _Table, inputs: list[Any]) -> list[Any]:
         """The result of an equation for the first table among its inputs."""
@@ -207,7 +192,7 @@ class _Reader(NamedTuple):
 
         def inside(*inputs: object) -> tuple[list[Any], Ids]:
             reader = self._replace(ids={i: [] for i in self.ids})
-            return reader.evaluate(eqn.params["jaxpr"], inputs), reader.ids
+            return jaxprs.run(eqn.params["jaxpr"], inputs, reader.apply), reader.ids
 
         how = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
         results, read = jax.checkpoint(inside, **how)(*inputs)

@@ -98,30 +98,28 @@ def scale_by_adagrad(
     axes = 1 if row_wise else None  # How many axes of a leaf an accumulator has.
 
     def init_fn(params: optax.Params) -> ScaleByAdagradState:
-        def accumulator(p: jax.Array) -> jax.Array:
-            dtype = accumulator_dtype or dtypes.compute_dtype(p)
-            return constants.full_like(p, initial_accumulator_value, dtype, axes=axes)
-
-        if row_wise:
-            params = boxes.unboxed(params)
-        return ScaleByAdagradState(sum_of_squares=maps.map_params(accumulator, params))
+        start, dtype = initial_accumulator_value, dtypes.compute_dtype
+        return ScaleByAdagradState(
+            constants.full(start, params, accumulator_dtype, dtype, axes=axes)
+        )
 
     def held_by(g: Gradient) -> tuple[int, ...]:
         return np.shape(g)[:axes]
 
-    def mean(row: jax.Array, g: jax.Array) -> jax.Array:
-        # The mean of a row without entries is 0, not 0 / 0.
-        return row / max(1, math.prod(np.shape(g)[1:]))
-
-    def add(square: jax.Array, acc: jax.Array) -> jax.Array:
-        # acc ← acc + |g|², a row's mean of squares if row_wise
-        return dtypes.widen(acc).astype(square.dtype) + square
-
     @jax.jit  # Traced once for each shape, not for each leaf.
-    def divide(g: jax.Array, acc: jax.Array) -> jax.Array:
-        # u = g / sqrt(acc + eps), or g / (sqrt(acc) + eps)
-        factor = arithmetic.inverse_sqrt(dtypes.widen(acc), eps, eps_in_sqrt)
-        return arithmetic.scale_leading(g, factor)
+    def divide(
+        g: jax.Array, acc: jax.Array, row: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        if row is None:
+            square = arithmetic.abs_sq(g)
+        else:  # The mean of a row without entries is 0, not 0 / 0.
+            square = row / max(1, math.prod(g.shape[1:]))
+        # acc ← acc + |g|², a row's mean of squares if row_wise
+        total = (dtypes.widen(acc).astype(square.dtype) + square).astype(acc.dtype)
+        # u = g / sqrt(acc + eps), or g / (sqrt(acc) + eps). An unrounded acc would need
+        # a pass of its own.
+        factor = arithmetic.inverse_sqrt(dtypes.widen(total), eps, eps_in_sqrt)
+        return arithmetic.scale_leading(g, factor), total
 
     def update_fn(
         updates: optax.Updates,
@@ -134,26 +132,17 @@ def scale_by_adagrad(
         del extra
         if row_wise and params is not None:  # The accumulators know only the rows.
             checks.same_shapes("updates", updates, "params", params)
-        before = boxes.as_in(updates, state.sum_of_squares)
+        held = boxes.as_in(updates, state.sum_of_squares)
         checks.same_shapes(
-            "updates", updates, "sum_of_squares", before, held_by, squares=True
+            "updates", updates, "sum_of_squares", held, held_by, squares=True
         )
-        # With a row-sparse gradient, only the rows that it touches.
-        updates = maps.sum_duplicates(updates)
-        touched = maps.rows(updates, before)
-        if not row_wise:
-            squares = maps.map_updates(arithmetic.abs_sq, updates)
-        else:
+        squares: tuple[optax.Updates, ...] = ()
+        if row_wise:
+            updates = maps.sum_duplicates(updates)
             rows = clip_sums.rows
-            rows = norms.squared_rows(updates) if rows is None else rows
-            squares = maps.map_updates(mean, rows, updates)
-        sums = maps.map_state(add, squares, touched)
-        # Rounded first: updates from the unrounded sum would need a pass of their own.
-        sums = maps.cast_like(sums, touched)
-        new_updates = maps.map_updates(divide, updates, sums)
-        sums = maps.put_rows(updates, before, sums)
-        sums = boxes.as_in(state.sum_of_squares, sums)
-        return new_updates, ScaleByAdagradState(sum_of_squares=sums)
+            squares = (norms.squared_rows(updates) if rows is None else rows,)
+        updates, *new = maps.map_step(divide, updates, state, *squares)
+        return updates, ScaleByAdagradState(*new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

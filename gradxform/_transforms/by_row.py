@@ -9,18 +9,18 @@ refused.
 
 from __future__ import annotations
 
-import dataclasses
-import fractions
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
-from gradxform._trees import arithmetic, norms, versions
-from gradxform._trees.indexed_slices import IndexedSlices
-from gradxform._trees.types import PyTree
+from gradxform._trees import arithmetic, dtypes, jaxprs, maps, norms, versions
+from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
+from gradxform._trees.types import Leaf, PyTree
 
 if TYPE_CHECKING:
     from jax.extend.core import (  # type: ignore[attr-defined]  # Of ClosedJaxpr.
@@ -30,18 +30,7 @@ if TYPE_CHECKING:
         Var,
     )
 
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Rows of an array that has as many as a table; to JAX it is one leaf.
-
-    Attributes:
-      table: the summed gradient of the table, with the same rows.
-      values: the rows, zeros for padding.
-    """
-
-    table: IndexedSlices
-    values: jax.Array
+_Shape: TypeAlias = tuple[int, ...]
 
 
 class MixedRowsError(Exception):
@@ -53,104 +42,138 @@ _SHAPE = {"broadcast_in_dim": "shape", "random_bits": "shape", "reshape": "new_s
 _CALLS = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
 
 
-def run(f: Callable[..., PyTree[Any]], *args: PyTree[Any]) -> PyTree[Any]:
-    """``f(*args)``, where the arguments hold :class:`Rows` instead of whole arrays.
+class Tables(NamedTuple):
+    """The tables of a step.
 
-    Raises:
-      MixedRowsError: a row of the results depends on other rows, but not by a sum.
+    Attributes:
+      grown: the summed gradient of each table, and its height in the second trace.
     """
-    leaves, treedef = jax.tree.flatten(args)
-    tables = {id(x.table): x.table for x in leaves if isinstance(x, Rows)}
-    heights = {i: max(g.dense_shape[0], 1) for i, g in tables.items()}
-    # Table by table, the highest first, the heights grow by larger and larger shares.
-    order = sorted(heights, key=heights.__getitem__, reverse=True)
-    more = {i: heights[i] + d for d, i in enumerate(order, 1)}
 
-    def trace(heights: dict[int, int]) -> tuple[ClosedJaxpr, Any]:
-        def call(*whole: jax.Array) -> PyTree[jax.Array]:
-            left = iter(whole)
-            filled = [next(left) if isinstance(x, Rows) else x for x in leaves]
+    grown: list[tuple[IndexedSlices, int]]
+
+    @classmethod
+    def of(cls, updates: optax.Updates) -> Tables:
+        """The tables that have a row-sparse gradient."""
+        found = [g for _, g in maps.nodes(updates, is_sparse)]
+        # The highest first: so each grows by a larger share than those before it.
+        found.sort(key=_height, reverse=True)
+        return cls([(g, _height(g) + more) for more, g in enumerate(found, 1)])
+
+    def higher(self, updates: optax.Updates, tree: PyTree[Leaf]) -> PyTree[Leaf]:
+        """A tree like the updates, with descriptions of the tables as they grow."""
+        heights = {id(g): height for g, height in self.grown}
+
+        def describe(g: Leaf, x: Leaf) -> Leaf:
+            if not isinstance(g, IndexedSlices):
+                return x
+            shape = heights[id(g)], *g.dense_shape[1:]
+            return jax.ShapeDtypeStruct(shape, dtypes.dtype_of(x))
+
+        return maps.map_leaves(describe, updates, tree)
+
+    def find(self, shape: _Shape, other: _Shape) -> IndexedSlices | None:
+        """The table whose rows an array has along its first axis, if any.
+
+        ``other`` is its shape in the second trace.
+
+        Raises:
+          LookupError: the two shapes differ in another way.
+        """
+        if shape == other:
+            return None
+        if shape[1:] == other[1:]:
+            for g, height in self.grown:
+                if other[0] * _height(g) == height * max(shape[0], 1):
+                    return g
+        raise LookupError
+
+    def run(
+        self, f: Callable[..., PyTree[Any]], args: PyTree[Any], higher: PyTree[Any]
+    ) -> PyTree[Any]:
+        """``f(*args)``, with an ``IndexedSlices`` for each result that has rows.
+
+        ``higher`` are the arguments as the tables grow, or descriptions of them.
+
+        Raises:
+          MixedRowsError: a row of the results depends on other rows, but not by a sum.
+        """
+        leaves, treedef = maps.flatten(args)
+        shapes = list(map(np.shape, maps.leaves(higher)))
+        found = enumerate(map(self.find, map(np.shape, leaves), shapes))
+        tables = {i: g for i, g in found if g is not None}
+        rows: dict[int, Any] = {
+            i: g.values if leaves[i] is g else maps.rows(g, leaves[i])
+            for i, g in tables.items()
+        }
+
+        def call(whole: dict[int, jax.Array]) -> PyTree[jax.Array]:
+            filled = [whole.get(i, x) for i, x in enumerate(leaves)]
             with norms.one_by_one():  # Tables of one shape would be stacked.
                 return f(*jax.tree.unflatten(treedef, filled))
 
-        types = [
-            jax.typeof(x.values).update(
-                shape=(heights[id(x.table)], *x.values.shape[1:])
-            )
-            for x in leaves
-            if isinstance(x, Rows)
-        ]
-        return jax.make_jaxpr(call, return_shape=True)(*types)
+        def trace(heights: dict[int, int]) -> tuple[ClosedJaxpr, Any]:
+            types = {
+                i: jax.typeof(x).update(shape=(heights[i], *x.shape[1:]))
+                for i, x in rows.items()
+            }
+            return jax.make_jaxpr(call, return_shape=True)(types)
 
-    program, shapes = trace(heights)
-    try:
-        twin, _ = trace(more)
-    except Exception as error:
-        raise MixedRowsError("its update fails for a table of more rows") from error
-    by_share = {
-        fractions.Fraction(more[i] - heights[i], heights[i]): g
-        for i, g in tables.items()
-    }
-    results = _ByRow(by_share).run(
-        program, twin, [x.values for x in leaves if isinstance(x, Rows)]
-    )
-    types, treedef = jax.tree.flatten(shapes)
-    arrays = [_array(x, t) for x, t in zip(results, types, strict=True)]
-    return jax.tree.unflatten(treedef, arrays)
+        program, results = trace({i: _height(g) for i, g in tables.items()})
+        try:
+            twin, _ = trace({i: shapes[i][0] for i in tables})
+        except Exception as error:
+            raise MixedRowsError("its update fails for a table of more rows") from error
+        values = self.evaluate(program, twin, *rows.values())
+        made = self.found(program.jaxpr.outvars, twin.jaxpr.outvars)
+        pairs = zip(made, values, strict=True)
+        values = [x if g is None else g.with_values(x) for g, x in pairs]
+        return jax.tree.unflatten(jax.tree.structure(results), values)
 
+    def found(
+        self, variables: Sequence[Var | Literal], others: Sequence[Var | Literal]
+    ) -> list[IndexedSlices | None]:
+        """The tables of some variables of the first trace."""
+        return list(map(self.find, map(_shape, variables), map(_shape, others)))
 
-class _ByRow(NamedTuple):
-    """Evaluates a jaxpr on rows.
-
-    Attributes:
-      tables: the gradient of each table, by the share by which its height grows from
-        the first trace to the second.
-    """
-
-    tables: dict[fractions.Fraction, IndexedSlices]
-
-    def run(
-        self, program: ClosedJaxpr, twin: ClosedJaxpr, args: Sequence[Any]
+    def evaluate(
+        self, program: ClosedJaxpr, twin: ClosedJaxpr, *args: Any
     ) -> list[Any]:
-        from jax.extend.core import Literal
-
-        jaxpr, other = program.jaxpr, twin.jaxpr
-        env = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        env |= zip(jaxpr.invars, args, strict=True)
-
-        def values(atoms: Sequence[Var | Literal]) -> list[Any]:
-            return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
-
-        if [*map(_kind, jaxpr.eqns)] != [*map(_kind, other.eqns)]:
-            _refuse(
+        """The results of the first trace for these rows."""
+        others = twin.jaxpr.eqns
+        if [*map(_kind, program.jaxpr.eqns)] != [*map(_kind, others)]:
+            raise MixedRowsError(
                 "its update is another one for a table of more rows: a mask or labels "
                 "may depend on sizes, so give them as a tree"
             )
-        for eqn, twin_eqn in zip(jaxpr.eqns, other.eqns, strict=True):
-            results = self.evaluate(eqn, twin_eqn, values(eqn.invars))
-            env.update(zip(eqn.outvars, results, strict=True))
-        return values(jaxpr.outvars)
+        left = iter(others)
+        return jaxprs.run(
+            program.jaxpr,
+            [*program.consts, *args],
+            lambda *equation: self.apply(next(left), *equation),
+        )
 
-    def evaluate(self, eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    def apply(self, twin: JaxprEqn, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         """The results of an equation."""
         name, params = eqn.primitive.name, eqn.params
-        tables = list(map(functools.partial(self.table, eqn), eqn.invars, twin.invars))
-        made = list(map(functools.partial(self.table, eqn), eqn.outvars, twin.outvars))
+        try:
+            tables = self.found(eqn.invars, twin.invars)
+            made = self.found(eqn.outvars, twin.outvars)
+        except LookupError:
+            _refuse(eqn)
         if all(g is None for g in (*tables, *made)):
             return versions.evaluate(eqn, inputs)
         if name in _CALLS:
             key = _CALLS[name]
-            return self.run(params[key], twin.params[key], inputs)
+            return self.evaluate(params[key], twin.params[key], *inputs)
         if name == "cond":
-            index, *operands = inputs
             both = zip(params["branches"], twin.params["branches"], strict=True)
-            branches = [functools.partial(self.branch, *pair) for pair in both]
-            return list(jax.lax.switch(index, branches, *operands))
+            sides = [functools.partial(self.evaluate, *pair) for pair in both]
+            return jax.lax.switch(inputs[0], sides, *inputs[1:])
         if name in _SHAPE:
             (g,), (height, *row) = made, _shape(eqn.outvars[0])
             if g is None:
-                _mixes(eqn)
-            shape = height // max(g.dense_shape[0], 1) * len(g.indices), *row
+                _refuse(eqn)
+            shape = height // _height(g) * len(g.indices), *row
             eqn = eqn.replace(params=params | {_SHAPE[name]: shape})
         elif name == "dot_general":
             pairs = zip(tables, inputs, strict=True)
@@ -162,37 +185,17 @@ class _ByRow(NamedTuple):
                 nothing = jnp.expand_dims(nothing, params["axes"])
                 inputs = [_filled(g, inputs[0], nothing)]
         elif not _is_elementwise(eqn):
-            _mixes(eqn)
+            _refuse(eqn)
         return versions.evaluate(eqn, inputs)
 
-    def branch(
-        self, program: ClosedJaxpr, twin: ClosedJaxpr, *args: jax.Array
-    ) -> list[jax.Array]:
-        """A side of a conditional."""
-        results = self.run(program, twin, args)
-        types = [x.aval for x in program.jaxpr.outvars]
-        return [_array(x, t) for x, t in zip(results, types, strict=True)]
 
-    def table(
-        self, eqn: JaxprEqn, x: Var | Literal, y: Var | Literal
-    ) -> IndexedSlices | None:
-        """The table whose rows a variable has along its first axis, if any."""
-        shape, other = _shape(x), _shape(y)
-        if shape == other:
-            return None
-        if shape[1:] != other[1:] or not shape[0]:
-            _mixes(eqn)
-        share = fractions.Fraction(other[0] - shape[0], shape[0])
-        return self.tables[share] if share in self.tables else _mixes(eqn)
+def _height(g: IndexedSlices) -> int:
+    """The number of rows; a table without rows is traced as if it had one."""
+    return max(g.dense_shape[0], 1)
 
 
-def _shape(x: Var | Literal) -> tuple[int, ...]:
+def _shape(x: Var | Literal) -> _Shape:
     return getattr(x.aval, "shape", ())  # A token has none.
-
-
-def _array(x: Any, like: Any) -> jax.Array:
-    """Constants come back as numbers."""
-    return x if isinstance(x, jax.Array) else jnp.asarray(x, like.dtype)
 
 
 def _filled(g: IndexedSlices, x: jax.Array, fill: Any) -> jax.Array:
@@ -220,12 +223,8 @@ def _is_elementwise(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name != "sort" and all(x.shape == () for x in results)
 
 
-def _mixes(eqn: JaxprEqn) -> NoReturn:
+def _refuse(eqn: JaxprEqn) -> NoReturn:
     from jax.extend import source_info_util
 
-    where = source_info_util.summarize(eqn.source_info)
-    _refuse(f"its update mixes rows, by {eqn.primitive.name!r} {where}".rstrip())
-
-
-def _refuse(what: str) -> NoReturn:
-    raise MixedRowsError(what)
+    name, where = eqn.primitive.name, source_info_util.summarize(eqn.source_info)
+    raise MixedRowsError(f"its update mixes rows, by {name!r} {where}".rstrip())

@@ -11,7 +11,7 @@ import optax
 
 from gradxform._transforms import momentum
 from gradxform._transforms.learning_rate import scale_by_learning_rate
-from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
+from gradxform._trees import arithmetic, checks, constants, dtypes, maps
 
 # The defaults of both functions.
 B1 = 0.9
@@ -126,53 +126,32 @@ def scale_by_delayed_nesterov(
     ) -> tuple[optax.Updates, ScaleByDelayedNesterovState]:
         del params, extra
         momentum.check("delayed_nesterov", updates, state.mu)
-        before = boxes.as_in(updates, state.count)
 
-        def number(_: jax.Array, count: jax.Array) -> jax.Array:
-            return count + 1
-
-        def moves(t: jax.Array) -> jax.Array:
-            return t >= dtypes.saturated(num_delay)
-
-        def again(_: jax.Array, t: jax.Array) -> jax.Array:
-            return jnp.where(moves(t), 0, t)
-
-        def add(g: jax.Array, total: jax.Array, count: jax.Array) -> jax.Array:
+        @jax.jit  # Traced once for each shape, not for each leaf.
+        def step(
+            g: jax.Array, count: jax.Array, mu: jax.Array, total: jax.Array
+        ) -> tuple[jax.Array, ...]:
+            t = count + 1
+            moves = t >= dtypes.saturated(num_delay)
             # Δ_t = Δ_{t-1} + g_t. The first gradient resets it to 0, not the last: so
             # the momentum reads only the new sum, which replaces the old one.
             total = jnp.where(count == 0, 0, total)
-            return arithmetic.wide_sum(g, total).astype(total.dtype)
-
-        def move(
-            _: jax.Array, mu: jax.Array, total: jax.Array, t: jax.Array
-        ) -> jax.Array:
+            total = arithmetic.wide_sum(g, total).astype(total.dtype)
             # mu_t = b1·mu_{t-1} + Δ_t/N where N | t, else mu_{t-1}
-            total = dtypes.widen(total)
-            moved = arithmetic.scale(dtypes.widen(mu).astype(total.dtype), b1)
-            moved += arithmetic.scale(total, 1 / num_delay)
-            return jnp.where(moves(t), moved, dtypes.widen(mu).astype(total.dtype))
-
-        def step(
-            g: jax.Array, mu: jax.Array, moved: jax.Array, t: jax.Array
-        ) -> jax.Array:
+            delta = dtypes.widen(total)
+            old = dtypes.widen(mu).astype(delta.dtype)
+            moved = arithmetic.scale(old, b1) + arithmetic.scale(delta, 1 / num_delay)
+            mu, moved = momentum.stored(g, mu, jnp.where(moves, moved, old))
             # u_t = (1 - cN + c)·b1·mu_t + g_t/N where N | t, else c·b1·mu_t + g_t/N
             numbers = (activation, num_delay, b1)
             c, n, decay = (jnp.asarray(x, dtypes.compute_dtype(g)) for x in numbers)
-            share = jnp.where(moves(t), 1 - c * n + c, c)
-            mu = momentum.for_step(g, mu, moved)
-            g = dtypes.widen(g)
-            return arithmetic.scale(mu, share * decay) + arithmetic.scale(g, 1 / n)
+            share = jnp.where(moves, 1 - c * n + c, c)
+            u = arithmetic.scale(moved, share * decay)
+            u += arithmetic.scale(dtypes.widen(g), 1 / n)
+            return u.astype(g.dtype), jnp.where(moves, 0, t), mu, total
 
-        count = maps.map_state(number, updates, before)
-        sums = maps.map_state(add, updates, state.accumulated, before)
-        moved = maps.map_updates(move, updates, state.mu, sums, count)
-        mu = momentum.stored(updates, moved, state.mu)
-        stepped = maps.map_updates(step, updates, mu, moved, count)
-        count = maps.map_state(again, updates, count)
-        new_state = ScaleByDelayedNesterovState(
-            count=boxes.as_in(state.count, count), mu=mu, accumulated=sums
-        )
-        return maps.cast_like(stepped, updates), new_state
+        updates, *new = maps.map_step(step, updates, state)
+        return updates, ScaleByDelayedNesterovState(*new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

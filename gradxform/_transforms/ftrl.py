@@ -136,13 +136,11 @@ def ftrl(
     def init_fn(params: optax.Params) -> FtrlState:
         return FtrlState(
             count=constants.zero(params, jnp.int32),
-            sum_of_squares=maps.map_params(
-                lambda p: constants.full_like(p, start, dtypes.compute_dtype(p)), params
-            ),
+            sum_of_squares=constants.full(start, params, None, dtypes.compute_dtype),
             linear=constants.zeros(params, None, dtypes.wide_dtype),
         )
 
-    def follow(
+    def move(
         updates: optax.Updates,
         state: FtrlState,
         params: optax.Params,
@@ -162,31 +160,23 @@ def ftrl(
                 x = arithmetic.scale(x, factor)
             return x
 
-        def plus_square(g: jax.Array, n: jax.Array) -> jax.Array:
-            # n' = n + |g|²
-            return n + arithmetic.abs_sq(g).astype(n.dtype)
-
         @jax.jit  # Traced once for each shape, not for each leaf.
-        def add_linear(
-            g: jax.Array, z: jax.Array, n: jax.Array, w: jax.Array
-        ) -> jax.Array:
+        def follow(
+            g: jax.Array, n: jax.Array, z: jax.Array, w: jax.Array
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
+            # n' = n + |g|²
+            square = arithmetic.abs_sq(g).astype(n.dtype)
             # z' = z + g + 2·l2_shrinkage·w - (n'^-power - n^-power)/learning_rate·w
             # A difference of roots, so that all of them add up to the divisor below.
-            sigma = _root(plus_square(g, n), power) - _root(n, power)
+            sigma = _root(n + square, power) - _root(n, power)
             g, w = (dtypes.widen(x).astype(z.dtype) for x in (g, w))
             pull = scaled(g + scaled(w, 2, l2_shrinkage), of_gradients)
-            return jnp.where(moves, z + pull - scaled(w, sigma, of_weights), z)
-
-        @jax.jit
-        def add_square(g: jax.Array, n: jax.Array, new_z: jax.Array) -> jax.Array:
+            new_z = jnp.where(moves, z + pull - scaled(w, sigma, of_weights), z)
             # Once z' is known, nobody needs n, and n' can be written in its place.
             n = compilers.after(n, new_z)
-            return jnp.where(moves, plus_square(g, n), n)
-
-        @jax.jit
-        def move(_: jax.Array, z: jax.Array, n: jax.Array, w: jax.Array) -> jax.Array:
+            new_n = jnp.where(moves, n + square, n)
             # w' = -(z' - l1·z'/|z'|) / ((beta + n'^-power)/learning_rate + 2·l2)
-            z, n = compilers.apart(z), compilers.apart(n)  # Or they are computed again.
+            z, n = map(compilers.apart, (new_z, new_n))  # Or they are computed again.
             divisor = scaled(jnp.asarray(beta, n.dtype) + _root(n, power), of_weights)
             divisor += scaled(jnp.asarray(l2, n.dtype), 2, of_gradients)
             is_zero = divisor < np.finfo(n.dtype).tiny
@@ -198,25 +188,15 @@ def ftrl(
             new = scaled(z, -1 / jnp.where(is_zero, 1, divisor))
             new = jnp.where(is_zero, 0, new)
             # w' - w
-            return jnp.where(moves, new - dtypes.widen(w).astype(z.dtype), 0)
+            return jnp.where(moves, new - w, 0), new_n, new_z
 
-        # With a row-sparse gradient, only the rows that it touches.
         updates = maps.sum_duplicates(updates)
-        w, n, z = (
-            maps.rows(updates, tree)
-            for tree in (params, state.sum_of_squares, state.linear)
-        )
-        new_z = maps.map_state(add_linear, updates, z, n, w)
-        new_n = maps.map_state(add_square, updates, n, new_z)
-        moved = maps.map_updates(move, updates, new_z, new_n, w)
-        return moved, FtrlState(
-            count=optax.safe_increment(state.count),
-            sum_of_squares=maps.put_rows(updates, state.sum_of_squares, new_n),
-            linear=maps.put_rows(updates, state.linear, new_z),
-        )
+        w = maps.rows(updates, params)
+        updates, *new = maps.map_step(follow, updates, state[1:], w)
+        return updates, FtrlState(optax.safe_increment(state.count), *new)
 
     clipped = clipping.clip_before(
-        optax.GradientTransformationExtraArgs(init_fn, follow),
+        optax.GradientTransformationExtraArgs(init_fn, move),
         clipnorm=clipnorm,
         clipvalue=clipvalue,
         global_clipnorm=global_clipnorm,

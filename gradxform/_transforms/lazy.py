@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -15,7 +17,7 @@ from gradxform._trees import arithmetic, checks, maps, versions
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.indexed_slices import IndexedSlices, RowSparseError, is_sparse
 from gradxform._trees.placeholders import Placeholder, is_placeholder
-from gradxform._trees.types import Leaf, Path, PyTree
+from gradxform._trees.types import Leaf, Path
 
 # States with a row for each row of a table, which still cannot act by the row.
 _SUM = "adds up several steps, and each touches other rows, so it belongs around lazy"
@@ -108,73 +110,53 @@ def lazy(
         if params is not None:
             checks.same_shapes("updates", updates, "params", params)
         updates = maps.sum_duplicates(updates)
-        tables = _tables(inner.init, updates, state, params)
-        like = {name: x for name, x in extra.items() if _is_like(x, updates)}
-        rest = {k: _refused(k, x) for k, x in extra.items() if k not in like}
+        tables = by_row.Tables.of(updates)
+        named = {checks.path_name(p): g for p, g in maps.nodes(updates, is_sparse)}
+        like = [name for name, x in extra.items() if maps.is_like(x, updates)]
+        extra = {k: x if k in like else _refused(k, x) for k, x in extra.items()}
+        higher = functools.partial(tables.higher, updates)
+        whole = updates if params is None else params
         try:
             # U_r, S_r ← inner(G_r, S_r, W_r)
-            new_updates, new_state = by_row.run(
-                lambda g, s, p, like: inner.update(g, s, p, **like, **rest),
-                maps.map_leaves(_values, updates),
-                _rows(tables, state),
-                None if params is None else _rows(updates, params),
-                {name: _rows(updates, x) for name, x in like.items()},
+            new_updates, new_state = tables.run(
+                lambda g, s, p, extra: inner.update(g, s, p, **extra),
+                (updates, state, params, extra),
+                (
+                    higher(updates),
+                    _higher_state(inner.init, tables, named, updates, state, whole),
+                    None if params is None else higher(params),
+                    {k: higher(x) if k in like else x for k, x in extra.items()},
+                ),
             )
-            before: Any = jax.tree.structure(state)
-            if before != jax.tree.structure(new_state):
+            before: Any = maps.structure(state)
+            if before != maps.structure(new_state):
                 raise by_row.MixedRowsError(
                     "its update returns a state of another structure, as that of "
                     "optax.monitor (use optax.snapshot)"
                 )
         except by_row.MixedRowsError as error:
-            paths = [path for path, _ in maps.nodes(updates, is_sparse)]
-            names = ", ".join(map(checks.path_name, paths))
-            raise RowSparseError(_refusal(names, str(error))) from error.__cause__
-        new_updates = maps.map_leaves(_as_rows, updates, new_updates)
-        return new_updates, maps.put_rows(tables, state, new_state)
+            raise RowSparseError(
+                "gradxform.lazy runs its inner transformation on rows of the table "
+                f"{', '.join(named)}, but {error}. Give the table another optimizer, "
+                "with optax.partition, or put gradxform.densify() in front."
+            ) from error.__cause__
+        new_updates = maps.map_leaves(_without_padding, new_updates)
+        return new_updates, maps.map_leaves(_written, new_state, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _values(g: Leaf) -> Leaf | by_row.Rows:
-    return by_row.Rows(g, g.values) if isinstance(g, IndexedSlices) else g
+def _without_padding(u: Leaf) -> Leaf:
+    """New updates of rows; zeros for padding."""
+    if not isinstance(u, IndexedSlices):
+        return u
+    inside = arithmetic.expand(u.indices < u.dense_shape[0], u.values)
+    return u.with_values(jnp.where(inside, u.values, 0))
 
 
-def _rows(tables: PyTree[IndexedSlices | None], tree: PyTree[Leaf]) -> PyTree[object]:
-    """A tree with only the touched rows of each table."""
-    return maps.map_leaves(
-        lambda g, rows: by_row.Rows(g, rows) if is_sparse(g) else rows,
-        tables,
-        maps.rows(tables, tree),
-    )
-
-
-def _as_rows(g: Leaf, new: PyTree[Leaf]) -> PyTree[Leaf]:
-    """New updates as those of a table's rows; zeros for padding."""
-    if not isinstance(g, IndexedSlices):
-        return new
-    values = jnp.asarray(new)
-    inside = arithmetic.expand(g.indices < g.dense_shape[0], values)
-    return g.with_values(jnp.where(inside, values, 0))
-
-
-def _is_like(value: object, updates: optax.Updates) -> bool:
-    """Whether an extra argument is a tree like the parameters.
-
-    An array that is like one that is all of the parameters may be anything else.
-    """
-    grads, structure = maps.flatten(updates)
-    leaves, given = maps.flatten(value)
-    is_same: bool = structure == given  # type: ignore[operator]
-    return (
-        is_same
-        and structure.num_nodes > 1  # type: ignore[attr-defined]
-        and all(
-            np.shape(x) == g.dense_shape
-            for x, g in zip(leaves, grads, strict=True)
-            if isinstance(g, IndexedSlices)
-        )
-    )
+def _written(new: Leaf, old: Leaf) -> Leaf:
+    """A leaf of the new state, which may be rows of the old one."""
+    return maps.put_rows(new, old, new.values) if is_sparse(new) else new
 
 
 def _refused(name: str, value: object) -> object:
@@ -189,93 +171,62 @@ def _refused(name: str, value: object) -> object:
     return refused if callable(value) else value
 
 
-def _tables(
+def _higher_state(
     init: optax.TransformInitFn,
+    tables: by_row.Tables,
+    named: dict[str, IndexedSlices],
     updates: optax.Updates,
     state: optax.OptState,
-    params: optax.Params | None,
-) -> PyTree[IndexedSlices | None]:
-    """For each leaf of a state the gradient of its table; None if it has no table.
+    whole: optax.Params,
+) -> optax.OptState:
+    """The state as the tables grow, in descriptions.
 
     Raises:
-      TypeError: such a leaf has no row for each row of its table.
+      MixedRowsError: the state of a table has no row for each of its rows.
     """
-    tables: dict[str, IndexedSlices] = {}
 
     def mark(path: Path, g: Leaf, p: optax.Params) -> optax.Params:
-        if isinstance(g, IndexedSlices):
-            tables[checks.path_name(path)] = g
-            return Placeholder(checks.path_name(path))
-        return g if isinstance(g, optax.MaskedNode) else p
+        return Placeholder(path) if is_sparse(g) else p
 
-    def resize(node: optax.Params) -> optax.Params:
-        if (name := _table(node)) is None:
-            return node
-        g = tables[name]
-        return jax.ShapeDtypeStruct((_other_height(g), *g.dense_shape[1:]), g.dtype)
-
-    def check(path: Path, name: str | None, own: jax.Array, other: jax.Array) -> None:
-        shape, other_shape = np.shape(own), np.shape(other)
-        kinds, reason = [*_kinds(state, path)], ""
-        if name is None:
-            fits = shape == other_shape
-        else:
-            g, row = tables[name], shape[1:]
-            heights = g.dense_shape[0], _other_height(g)
-            fits = (shape, other_shape) == tuple((h, *row) for h in heights)
-            kinds = [k for k in kinds if k in _NOT_BY_ROW] or kinds
-            reason = _NOT_BY_ROW.get("".join(kinds[:1]), "")
-        if reason or not fits:
+    def check(path: Path, table: str | None, own: jax.Array, other: jax.Array) -> None:
+        g, shape = named.get(table or ""), np.shape(own)
+        try:
+            fits = tables.find(shape, np.shape(other)) is g
+        except LookupError:
+            fits = False
+        if g is None and fits:
+            return
+        kinds = [*_kinds(state, path)]
+        kinds = [kind for kind in kinds if kind in _NOT_BY_ROW] or kinds
+        reason = _NOT_BY_ROW.get("".join(kinds[:1]))
+        if reason or not fits or (g is not None and shape[0] != g.dense_shape[0]):
             where = " of ".join([jax.tree_util.keystr(path), *kinds[-1:]])
             reason = reason or "has no row for each row of the table"
-            what = f"the state {where}, of shape {list(shape)}, {reason}"
-            raise RowSparseError(_refusal(name or ", ".join(tables), what))
+            raise by_row.MixedRowsError(
+                f"the state {where}, of shape {list(shape)}, {reason}"
+            )
 
-    whole = updates if params is None else params
-    marked = maps.map_with_path(mark, updates, whole)
-    # A table of another height shows which state has a row for each of its rows.
-    resized = jax.tree.map(resize, marked, is_leaf=is_placeholder)
+    whole = maps.masked_like(updates, whole)
     try:
+        higher = jax.eval_shape(init, tables.higher(updates, whole))
+        marks = jax.eval_shape(init, maps.map_with_path(mark, updates, whole))
         names = jax.tree.map(
-            lambda node, own: jax.tree.map(lambda _: _table(node), own),
-            jax.eval_shape(init, marked),
+            lambda mark, own: jax.tree.map(lambda _: _name(mark), own),
+            marks,
             state,
             is_leaf=is_placeholder,
         )
-        other = jax.eval_shape(init, resized)
     except Exception as error:  # This init does not accept such nodes.
-        what = "its init and the given state show no state of that table alone"
-        raise RowSparseError(_refusal(", ".join(tables), what)) from error
-    jax.tree.map_with_path(check, names, state, other, is_leaf=_none)
-    return jax.tree.map(
-        lambda name: None if name is None else tables[name],
-        names,
-        is_leaf=_none,
-    )
+        raise by_row.MixedRowsError(
+            "its init and the given state show no state of that table alone"
+        ) from error
+    jax.tree.map_with_path(check, names, state, higher, is_leaf=maps.is_leaf)
+    return higher
 
 
-def _refusal(table: str, what: str) -> str:
-    return (
-        "gradxform.lazy runs its inner transformation on rows of the table "
-        f"{table}, but {what}. Give the table another optimizer, with "
-        "optax.partition, or put gradxform.densify() in front."
-    )
-
-
-def _none(node: object) -> bool:
-    return node is None
-
-
-def _table(node: object) -> str | None:
-    """The name of the table that this node replaces; None if it replaces none."""
-    name = node.key if isinstance(node, Placeholder) else None
-    return name if isinstance(name, str) else None
-
-
-def _other_height(g: IndexedSlices) -> int:
-    """The number of rows that are given, or one more if the table has as many."""
-    n = len(g.indices)
-    return n if n != g.dense_shape[0] else n + 1
+def _name(node: object) -> str | None:
+    """The name of the leaf that this node replaces; None if it replaces none."""
+    return checks.path_name(node.path) if isinstance(node, Placeholder) else None
 
 
 def _kinds(node: Any, path: Path) -> Iterator[str]:
@@ -283,11 +234,5 @@ def _kinds(node: Any, path: Path) -> Iterator[str]:
     for key in path:
         if hasattr(node, "_fields"):
             yield type(node).__name__
-        if isinstance(key, jax.tree_util.GetAttrKey):
-            node = getattr(node, key.name)
-        elif isinstance(key, jax.tree_util.SequenceKey):
-            node = node[key.idx]
-        elif isinstance(key, jax.tree_util.DictKey):
-            node = node[key.key]
-        else:  # A node of another kind, as in the parameters' own tree.
-            return
+        own = functools.partial(operator.is_not, node)
+        node = dict(jax.tree.leaves_with_path(node, is_leaf=own))[(key,)]

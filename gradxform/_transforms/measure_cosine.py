@@ -105,16 +105,15 @@ def measure_cosine(
         length = arithmetic.safe_sqrt(square) * arithmetic.safe_sqrt(old)
         cosine = dot / jnp.where(length < jnp.finfo(length.dtype).tiny, 1, length)
 
-        def keep(g: jax.Array, old: jax.Array) -> jax.Array:
+        def keep(
+            g: jax.Array, _: jax.Array, __: jax.Array, square: jax.Array
+        ) -> tuple[jax.Array, ...]:
             # The product is computed first. So its inputs need not be copied.
-            return jnp.where(constants.never(dot), 0, g).astype(old.dtype)
+            return g, jnp.where(constants.never(dot), 0, g), square
 
-        squares = maps.map_state(lambda s, old: s.astype(old.dtype), squares, before)
-        return maps.without_float0(updates), MeasureCosineState(
-            cosine=jnp.clip(cosine, -1, 1).astype(jnp.float32),
-            previous=maps.map_state(keep, updates, state.previous),
-            squares=boxes.as_in(state.squares, squares),
-        )
+        updates, *kept = maps.map_step(keep, updates, state[1:], squares)
+        cosine = jnp.clip(cosine, -1, 1).astype(jnp.float32)
+        return updates, MeasureCosineState(cosine, *kept)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

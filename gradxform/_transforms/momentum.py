@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 
-from gradxform._trees import checks, compilers, constants, dtypes, maps
+from gradxform._trees import checks, compilers, constants, dtypes
 
 
 def zeros(params: optax.Params, mu_dtype: jax.typing.DTypeLike | None) -> optax.Updates:
@@ -25,22 +25,18 @@ def check(transformation: str, updates: optax.Updates, mu: optax.Updates) -> Non
     checks.same_shapes("updates", updates, "mu", mu)
 
 
-def for_step(g: jax.Array, mu: jax.Array, moved: jax.Array) -> jax.Array:
-    """The new momentum for the step: ``moved``, or ``mu``, as the state holds it.
-
-    If the dtype of the state holds every number of the gradient's, it is read from
-    there. Then the state can be written in place of the old one, which the step need
-    not read.
-    """
-    if not np.can_cast(g.dtype, mu.dtype):
-        return moved
-    if mu.dtype.itemsize < 4:  # Or it would be computed again for the step.
-        mu = compilers.apart(mu)
-    return dtypes.widen(mu).astype(moved.dtype)
-
-
 def stored(
-    updates: optax.Updates, moved: optax.Updates, mu: optax.Updates
-) -> optax.Updates:
-    """New momenta in the dtypes of the old ones; no gradient leaves the old one."""
-    return maps.map_state(lambda _, old, new: new.astype(old.dtype), updates, mu, moved)
+    g: jax.Array, mu: jax.Array, moved: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The new momentum in the dtype of the old one, ``mu``, and that for the step.
+
+    If that dtype holds every number of the gradient's, the step reads the momentum from
+    the state. Then the state can be written in place of the old one, which the step
+    need not read.
+    """
+    new = moved.astype(mu.dtype)
+    if not np.can_cast(g.dtype, mu.dtype):
+        return new, moved
+    # Or it would be computed again for the step.
+    held = compilers.apart(new) if mu.dtype.itemsize < 4 else new
+    return new, dtypes.widen(held).astype(moved.dtype)

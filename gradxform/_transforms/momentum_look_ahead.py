@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -136,42 +135,33 @@ def scale_by_momentum_look_ahead(
         del params, extra
         momentum.check("momentum_look_ahead", updates, state.mu)
 
-        def factors(g: jax.Array, shares: Shares) -> Iterator[jax.Array]:
-            """Numbers: b1, 1 - b1, a and b, in the dtype of the arithmetic."""
-            numbers = b1, 1 - b1, *shares
-            return (jnp.asarray(x, dtypes.compute_dtype(g)) for x in numbers)
-
-        def move(g: jax.Array, mu: jax.Array, shares: Shares) -> jax.Array:
-            # m_t = b1·m_{t-1} + (1-b1)·(a·g + b·m_{t-1})
-            decay, fresh, a, b = factors(g, shares)
-            g = dtypes.widen(g)
-            moved = scale_leading(dtypes.widen(mu).astype(g.dtype), decay + fresh * b)
-            return moved + scale_leading(g, fresh * a)
-
+        @jax.jit  # Traced once for each shape, not for each leaf.
         def step(
-            g: jax.Array, mu: jax.Array, moved: jax.Array, shares: Shares
-        ) -> jax.Array:
+            g: jax.Array, mu: jax.Array, shares: Shares
+        ) -> tuple[jax.Array, jax.Array]:
+            numbers = b1, 1 - b1, *shares
+            decay, fresh, a, b = (
+                jnp.asarray(x, dtypes.compute_dtype(g)) for x in numbers
+            )
+            # m_t = b1·m_{t-1} + (1-b1)·(a·g + b·m_{t-1})
+            wide, kept = dtypes.widen(g), decay + fresh * b
+            moved = scale_leading(dtypes.widen(mu).astype(wide.dtype), kept)
+            moved += scale_leading(wide, fresh * a)
+            mu, moved = momentum.stored(g, mu, moved)
             # u_t = a·g + b·m_{t-1} + b1·m_t. It computes m_{t-1} back from m_t, so m_t
             # can replace m_{t-1}: nothing reads that any longer.
-            decay, fresh, a, b = factors(g, shares)
-            kept = decay + fresh * b
             none = kept == 0  # Then b1 and b are 0, and u_t is m_t.
             kept = jnp.where(none, 1, kept)
             back = jnp.where(none, 1, b / kept)
-            mu = momentum.for_step(g, mu, moved)
-            g = dtypes.widen(g)
-            g_share, mu_share = a * (decay / kept), back + decay
-            return scale_leading(g, g_share) + scale_leading(mu, mu_share)
+            u = scale_leading(wide, a * (decay / kept))
+            return (u + scale_leading(moved, back + decay)).astype(g.dtype), mu
 
         if alignment is None:
             shares = maps.map_updates(lambda _: (1.0, 0.0), updates)
         else:
             shares = aligned(updates, state.mu, alignment, axis_name, stacked_axes)
-        moved = maps.map_updates(move, updates, state.mu, shares)
-        mu = momentum.stored(updates, moved, state.mu)
-        stepped = maps.map_updates(step, updates, mu, moved, shares)
-        new_state = ScaleByMomentumLookAheadState(mu=mu)
-        return maps.cast_like(stepped, updates), new_state
+        updates, *mu = maps.map_step(step, updates, state, shares)
+        return updates, ScaleByMomentumLookAheadState(*mu)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

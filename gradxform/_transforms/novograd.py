@@ -180,46 +180,40 @@ def scale_by_novograd(
             first = (state.count == 0) | ((nu == 0) & jnp.signbit(nu))
             return jnp.where(first, square, averaged)
 
-        def normalize(g: jax.Array, nu: jax.Array) -> jax.Array:
+        def step(
+            g: jax.Array,
+            mu: jax.Array,
+            nu: jax.Array,
+            w: jax.typing.ArrayLike = 0,
+            decays: bool = False,
+        ) -> tuple[jax.Array, jax.Array]:
             # ĝ = g / sqrt(nu + eps), or g / (sqrt(nu) + eps)
             inverse = arithmetic.inverse_sqrt(nu, eps, eps_in_sqrt)
-            return arithmetic.scale_leading(dtypes.widen(g), inverse)
-
-        def decay(g: jax.Array, w: jax.Array, decays: bool) -> jax.Array:
-            # ĝ + weight_decay·w
-            if not decays:
-                return g
-            return g + arithmetic.scale(
-                dtypes.widen(jnp.asarray(w)).astype(g.dtype), weight_decay
-            )
-
-        def accumulate(d: jax.Array, mu: jax.Array) -> jax.Array:
+            d = arithmetic.scale_leading(dtypes.widen(g), inverse)
+            if decays:  # ĝ + weight_decay·w
+                w = dtypes.widen(jnp.asarray(w)).astype(d.dtype)
+                d += arithmetic.scale(w, weight_decay)
+            if grad_averaging:  # d = (1-b1)·(ĝ + weight_decay·w)
+                d = arithmetic.scale(d, 1 - b1)
+            if step_size is not None:
+                d = arithmetic.scale(d, step_size)
             # mu = b1·mu + d
-            return arithmetic.scale(dtypes.widen(mu).astype(d.dtype), b1) + d
+            mu = arithmetic.scale(dtypes.widen(mu).astype(d.dtype), b1) + d
+            # u = mu, or d + b1·mu
+            u = arithmetic.scale(mu, b1) + d if nesterov else mu
+            return u.astype(g.dtype), mu
 
         nu = norms.map_layers(average, squares, state.nu)
-        d = maps.map_updates(normalize, updates, boxes.as_in(updates, nu))
+        rest: tuple[PyTree[object], ...] = (boxes.as_in(updates, nu),)
         if decays:
             hint = " A traced weight_decay may be any number: if it stays 0 name it in "
             hint += "inject_hyperparams(static_args=…)."
             name = f"weight_decay={weight_decay!r}"
             params = checks.params_given(name, params, hint)
-            d = maps.map_updates(decay, d, params, decayed(params))
-        if grad_averaging:  # d = (1-b1)·(ĝ + weight_decay·w)
-            d = maps.map_updates(lambda d: arithmetic.scale(d, 1 - b1), d)
-        if step_size is not None:
-            d = maps.map_updates(lambda d: arithmetic.scale(d, step_size), d)
-        mu = maps.map_state(accumulate, d, state.mu)
-        if nesterov:  # u = d + b1·mu
-            stepped = maps.map_updates(accumulate, d, mu)
-        else:
-            stepped = maps.map_updates(lambda _, m: m, updates, mu)
-        new_state = ScaleByNovogradState(
-            count=optax.safe_increment(state.count),
-            mu=maps.cast_like(mu, state.mu),
-            nu=nu,
-        )
-        return maps.cast_like(stepped, updates), new_state
+            rest = *rest, params, decayed(params)
+        updates, mu = maps.map_step(step, updates, [state.mu], *rest)
+        count = optax.safe_increment(state.count)
+        return updates, ScaleByNovogradState(count=count, mu=mu, nu=nu)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

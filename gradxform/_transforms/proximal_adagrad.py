@@ -93,9 +93,7 @@ def proximal_adagrad(
     def init_fn(params: optax.Params) -> ProximalAdagradState:
         return ProximalAdagradState(
             count=constants.zero(params, jnp.int32),
-            sum_of_squares=maps.map_params(
-                lambda p: constants.full_like(p, start, dtypes.compute_dtype(p)), params
-            ),
+            sum_of_squares=constants.full(start, params, None, dtypes.compute_dtype),
         )
 
     def update_fn(
@@ -109,14 +107,13 @@ def proximal_adagrad(
         checks.same_shapes("updates", updates, "params", params)
         rate = proximal_rate(learning_rate, state)
 
-        def add_square(g: jax.Array, acc: jax.Array) -> jax.Array:
-            # acc' = acc + |g|²
-            return acc + arithmetic.abs_sq(g).astype(acc.dtype)
-
         @jax.jit  # Traced once for each shape, not for each leaf.
-        def move(g: jax.Array, acc: jax.Array, w: jax.Array) -> jax.Array:
-            acc = compilers.apart(acc)  # Or it is computed again.
-            wide = dtypes.widen(w)
+        def move(
+            g: jax.Array, acc: jax.Array, w: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            # acc' = acc + |g|²
+            total = acc + arithmetic.abs_sq(g).astype(acc.dtype)
+            acc, wide = compilers.apart(total), dtypes.widen(w)  # Not computed again.
             # η = learning_rate / sqrt(acc'), but 0 where no gradient came yet
             is_known = ~(acc < np.finfo(acc.dtype).tiny)
             eta = jax.lax.rsqrt(jnp.where(is_known, acc, 1))
@@ -137,15 +134,12 @@ def proximal_adagrad(
             # w' = 0 where |v| ≤ η·l1
             update = arithmetic.scale(-step, 1 / (1 + decay))
             update = jnp.where(is_zero, -wide, update)
-            return update.astype(g.dtype if g.dtype == w.dtype else wide.dtype)
+            dtype = g.dtype if g.dtype == w.dtype else wide.dtype
+            return update.astype(dtype), total
 
-        # With a row-sparse gradient, only the rows that it touches.
         updates = maps.sum_duplicates(updates)
-        w, acc = (maps.rows(updates, x) for x in (params, state.sum_of_squares))
-        sums = maps.map_state(add_square, updates, acc)
-        return maps.map_updates(move, updates, sums, w), ProximalAdagradState(
-            count=optax.safe_increment(state.count),
-            sum_of_squares=maps.put_rows(updates, state.sum_of_squares, sums),
-        )
+        w = maps.rows(updates, params)
+        updates, *sums = maps.map_step(move, updates, [state.sum_of_squares], w)
+        return updates, ProximalAdagradState(optax.safe_increment(state.count), *sums)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

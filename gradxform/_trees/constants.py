@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -48,22 +49,27 @@ def full_like(
     return jnp.full_like(p, value, dtype=dtype, shape=p.shape[:axes], device=sharding)
 
 
-def zeros(
+def full(
+    value: jax.typing.ArrayLike,
     params: optax.Params,
     dtype: jax.typing.DTypeLike | None,
     default: Callable[[jax.Array], jax.typing.DTypeLike] | None = None,
     *,
     axes: int | None = None,
 ) -> optax.Updates:
-    """Zeros for each parameter, in its shape, or in that of its first ``axes`` axes.
+    """``value`` in the shape of each parameter, or of its first ``axes`` axes.
 
     If ``dtype`` is None, it is ``default`` of the parameter.
     """
     if axes is not None:
         params = unboxed(params)
     return map_params(
-        lambda p: full_like(p, 0, dtype or (default and default(p)), axes=axes), params
+        lambda p: full_like(p, value, dtype or (default and default(p)), axes=axes),
+        params,
     )
+
+
+zeros = functools.partial(full, 0)
 
 
 def stacked(x: jax.Array, n: int) -> jax.Array:

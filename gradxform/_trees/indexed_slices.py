@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, Self, TypeGuard
 
 import jax
@@ -235,21 +235,6 @@ class IndexedSlices(metaclass=_NamesHint):
             return add_rows(table, self)
         self._refuse()
 
-    # One line each: to a type checker a chain of assignments has no type.
-    __add__: Callable[..., NoReturn] = _refuse
-    __sub__: Callable[..., NoReturn] = _refuse
-    __rsub__: Callable[..., NoReturn] = _refuse
-    __mul__: Callable[..., NoReturn] = _refuse
-    __rmul__: Callable[..., NoReturn] = _refuse
-    __neg__: Callable[..., NoReturn] = _refuse
-    __truediv__: Callable[..., NoReturn] = _refuse
-    __rtruediv__: Callable[..., NoReturn] = _refuse
-    __pow__: Callable[..., NoReturn] = _refuse
-    __matmul__: Callable[..., NoReturn] = _refuse
-    __rmatmul__: Callable[..., NoReturn] = _refuse
-    __getitem__: Callable[..., NoReturn] = _refuse
-    __array__: Callable[..., NoReturn] = _refuse
-
     # Values come first: optax.inject_hyperparams gives its numbers the dtype of the
     # first leaf.
     def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, ...]]:
@@ -306,6 +291,13 @@ class IndexedSlices(metaclass=_NamesHint):
         self._indices, self.values = indices, values
         self.dense_shape, self._summed = dense_shape, summed
         return self
+
+
+_OPERATORS = (
+    "add sub rsub mul rmul neg truediv rtruediv pow matmul rmatmul getitem array"
+)
+for _name in _OPERATORS.split():
+    setattr(IndexedSlices, f"__{_name}__", IndexedSlices._refuse)
 
 
 def is_sparse(node: object) -> TypeGuard[IndexedSlices]:

@@ -7,17 +7,14 @@ there is no gradient, the leaf stays in updates, a ``float0`` as ``None``, its s
 stays as it was, and whatever other trees hold there is not looked at.
 
 A function that is not linear in the gradient needs repeated rows summed first. A
-function that also reads state or parameters needs the rows that the gradient touches::
-
-    updates = sum_duplicates(updates)
-    new = map_state(f, updates, rows(updates, state))
-    state = put_rows(updates, state, new)
+function that also reads state or parameters needs the rows that the gradient touches.
+:func:`map_step` does both, so a formula is one function of arrays.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -85,6 +82,23 @@ def masked_like(updates: optax.Updates, tree: PyTree[T]) -> PyTree[T]:
         return tree
 
 
+def is_like(value: object, updates: optax.Updates) -> bool:
+    """Whether an extra argument is a tree like the parameters.
+
+    An array that is like one that is all of the parameters may be anything else.
+    """
+    wanted: Any = structure(updates)
+    return (
+        wanted.num_nodes > 1
+        and wanted == structure(value)
+        and all(
+            np.shape(x) == g.dense_shape
+            for x, g in zip(leaves(value), leaves(updates), strict=True)
+            if isinstance(g, IndexedSlices)
+        )
+    )
+
+
 def values(g: Gradient) -> jax.Array:
     """The stored entries of a gradient, as an array."""
     return jnp.asarray(g.values if isinstance(g, IndexedSlices) else g)
@@ -145,6 +159,39 @@ def map_state(
         state,
         *rest,
     )
+
+
+def map_step(
+    f: Callable[..., tuple[jax.Array, ...]],
+    updates: optax.Updates,
+    state: Sequence[PyTree[Leaf]],
+    *rest: PyTree[object],
+) -> list[Any]:  # Updates, and trees as in `state`.
+    """New updates and new state: ``u, *s = f(g, *s, *rest)`` for each gradient.
+
+    Of a table with a row-sparse gradient ``f`` gets the touched rows: those of the
+    gradient, with repeated ones summed, and those of the state. Its results for them
+    are written into the table. A state leaf keeps its dtype, and a tree of state its
+    nodes, if it has a leaf for each gradient. A leaf without gradient keeps its state.
+    """
+    gradients, treedef = flatten(sum_duplicates(updates))
+    number = len(state)
+
+    def step(g: Leaf, *others: Any) -> Sequence[Leaf]:
+        old, given = others[:number], others[number:]
+        if not has_gradient(g):
+            return _without_float0(g), *old
+        u, *new = f(values(g), *(jnp.asarray(rows(g, s)) for s in old), *given)
+        pairs = zip(old, new, strict=True)
+        kept = (put_rows(g, s, x.astype(dtype_of(s))) for s, x in pairs)
+        return g.with_values(u) if isinstance(g, IndexedSlices) else u, *kept
+
+    up_to = treedef.flatten_up_to  # type: ignore[attr-defined]
+    results = list(map(step, gradients, *map(leaves, state), *map(up_to, rest)))
+    return [
+        jax.tree.unflatten(structure(tree), [result[i] for result in results])
+        for i, tree in enumerate((updates, *state))
+    ]
 
 
 def sum_duplicates(updates: optax.Updates) -> optax.Updates:

@@ -147,8 +147,8 @@ def _read_again(x: jax.Array, square: jax.Array) -> jax.Array:
 
 def squared_rows(
     updates: optax.Updates, *, limit: jax.typing.ArrayLike | None = None
-) -> optax.Updates:
-    """``Σ min(|g|, limit)²`` of each row, over all axes but the first.
+) -> PyTree[jax.Array]:
+    """``Σ min(|g|, limit)²`` of each row that is there, over all axes but the first.
 
     On CPU, barriers keep all of it apart from the clip of the updates. Otherwise it
     would read the clip's results from memory; a clamp is not fused with a sum at all.
@@ -163,7 +163,9 @@ def squared_rows(
             g = jnp.minimum(jnp.abs(g), most)
         return compilers.apart(_sum(arithmetic.abs_sq(g), min(1, g.ndim)))
 
-    return maps.map_updates(sums, updates)
+    return maps.map_leaves(
+        lambda g: sums(maps.values(g)) if maps.has_gradient(g) else g, updates
+    )
 
 
 def map_layers(

@@ -6,33 +6,33 @@ appears wherever the parameter's state would be.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import jax
 import optax
+
+from gradxform._trees.types import Path
 
 
 @jax.tree_util.register_pytree_node_class
 class Placeholder(optax.MaskedNode):
-    """A node without leaves that replaces the leaf of this key."""
+    """A node without leaves that replaces the leaf at this path."""
 
-    key: Hashable
+    path: Path
 
-    def __new__(cls, key: Hashable) -> Placeholder:
+    def __new__(cls, path: Path) -> Placeholder:
         """A masked node that says which one it is."""
         node = super().__new__(cls)
-        node.key = key
+        node.path = path
         return node
 
-    def tree_flatten(self) -> tuple[tuple[()], Hashable]:
-        """No children, and the key."""
-        return (), self.key
+    def tree_flatten(self) -> tuple[tuple[()], Path]:
+        """No children, and the path."""
+        return (), self.path
 
     @classmethod
-    def tree_unflatten(cls, key: Hashable, children: object) -> Placeholder:
+    def tree_unflatten(cls, path: Path, children: object) -> Placeholder:
         """The same again."""
         del children
-        return cls(key)
+        return cls(path)
 
 
 def is_placeholder(node: object) -> bool:
