@@ -149,7 +149,7 @@ def save_plot(options: Options, pushes: Sequence[engines.Push], clip: float) -> 
     above, middle, below = axes = figure.subplots(3, sharex=True)
     # Color-blind readers can tell them apart. In grey the markers differ.
     dots = {"marker": ".", "linestyle": "", "color": "#0072B2", "alpha": 0.4}
-    late = {"marker": "x", "linestyle": "", "color": "#D55E00"}
+    late = {"marker": "x", "linestyle": "", "color": "#D55E00", "markersize": 4}
     line = {"linestyle": "--", "color": "#D55E00"}
     above.semilogy(step, loss, **dots, markersize=3, label="one minibatch")
     above.semilogy(step[window - 1 :], mean, "k", label=f"mean of {window} pushes")
