@@ -69,6 +69,7 @@ class Store:
         folder.take()
         try:
             folder.check()
+            folder.sweep()
             self._reopen()
         except BaseException:
             folder.release()

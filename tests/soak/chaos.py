@@ -110,9 +110,7 @@ def train(job, folder, deaths, rng, processes=1, come_and_go=0):
                 if victim is None:
                     who = run.server.actor
                     if process:
-                        who = dict(enumerate(run.server.processes._actors)).get(
-                            process
-                        )
+                        who = dict(enumerate(run.server.processes._actors)).get(process)
                 if who is not None and kill(who):
                     return
                 time.sleep(0.1)  # Between two lives: then the next one.
