@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+from collections.abc import Hashable
 from typing import Any, Generic, NoReturn, Self, SupportsIndex, overload
 
 import jax
@@ -13,7 +14,6 @@ import optax
 from gradxform._server.core import Woken, of_one_process
 from gradxform._server.records import (
     NO_COPY,
-    PushId,
     PushResult,
     ServerClosedError,
     ServerStats,
@@ -148,7 +148,7 @@ class ParameterServer(Generic[Params]):
         grads: optax.Updates,
         local_step: int,
         *,
-        push_id: PushId | None = None,
+        push_id: tuple[Hashable, int] | None = None,
         **extra: object,
     ) -> PushResult:
         """Applies gradients, adds them to a sum, or drops them, as ``tx`` decides.
