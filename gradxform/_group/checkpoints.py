@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import jax
 
 from gradxform._server.checkpoints import Checkpoint
-from gradxform._server.extras import require
 from gradxform._server.store import Store, manager_of
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class GroupStore(Store):
 
     def _reader(self) -> CheckpointManager:
         here = jax.process_index()
-        return _manager(self.checkpoint, here, {here}, clean=here == 0)
+        return self._made(here, {here}, clean=self._in_bucket and here == 0)
 
     @contextlib.contextmanager
     def _writer(self) -> Iterator[CheckpointManager]:
@@ -46,28 +45,21 @@ class GroupStore(Store):
         self._retake()
         everybody = {*range(jax.process_count())}
         # A new name: the last one may have failed halfway.
-        manager = _manager(self.checkpoint, 0, everybody, name=f"checkpoint {turn}")
+        manager = self._made(0, everybody, clean=False, name=f"checkpoint {turn}")
         with contextlib.closing(manager):
             yield manager
 
-
-def _manager(
-    checkpoint: Checkpoint,
-    first: int,
-    processes: set[int],
-    *,
-    clean: bool = False,
-    name: str | None = None,
-) -> CheckpointManager:
-    """A manager for some processes, which wait for each other under a name."""
-    ocp = require("orbax.checkpoint", "checkpoint")
-    return manager_of(
-        checkpoint,
-        create=False,
-        cleanup_tmp_directories=clean,
-        multiprocessing_options=ocp.options.MultiprocessingOptions(
-            primary_host=first,
-            active_processes=processes,
-            barrier_sync_key_prefix=name,
-        ),
-    )
+    def _made(
+        self, first: int, processes: set[int], *, clean: bool, name: str | None = None
+    ) -> CheckpointManager:
+        """A manager for some processes, which wait for each other under a name."""
+        return manager_of(
+            self.checkpoint,
+            create=False,
+            cleanup_tmp_directories=clean,
+            multiprocessing_options=self._orbax.options.MultiprocessingOptions(
+                primary_host=first,
+                active_processes=processes,
+                barrier_sync_key_prefix=name,
+            ),
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+from collections.abc import Hashable
 from typing import Any, Generic, NoReturn, Self, SupportsIndex, overload
 
 import jax
@@ -13,7 +14,6 @@ import optax
 from gradxform._server.core import Woken, of_one_process
 from gradxform._server.records import (
     NO_COPY,
-    PushId,
     PushResult,
     ServerClosedError,
     ServerStats,
@@ -91,8 +91,10 @@ class ParameterServer(Generic[Params]):
     ) -> None:
         core = of_one_process(params, tx, donate=donate, require_finite=require_finite)
         is_actor = hasattr(type(self), "__ray_actor_class__")
-        if is_actor and _was_restarted():
-            core.lose("its Ray actor has died and was started again")
+        if is_actor:
+            context = sys.modules["ray"].get_runtime_context()
+            if context.was_current_actor_reconstructed:
+                core.lose("its Ray actor has died and was started again")
         self._set_up(Local(core, publishes=is_actor))
 
     def _set_up(self, transport: Transport) -> None:
@@ -146,7 +148,7 @@ class ParameterServer(Generic[Params]):
         grads: optax.Updates,
         local_step: int,
         *,
-        push_id: PushId | None = None,
+        push_id: tuple[Hashable, int] | None = None,
         **extra: object,
     ) -> PushResult:
         """Applies gradients, adds them to a sum, or drops them, as ``tx`` decides.
@@ -275,9 +277,3 @@ class ParameterServer(Generic[Params]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _was_restarted() -> bool:
-    """Whether Ray has started this actor again after its process died."""
-    context = sys.modules["ray"].get_runtime_context()
-    return bool(context.was_current_actor_reconstructed)

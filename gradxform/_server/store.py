@@ -11,7 +11,7 @@ import jax
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
-from gradxform._server.folder import Folder
+from gradxform._server.folder import Folder, is_remote
 from gradxform._server.records import Snapshot, summary
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Store:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._orbax = require("orbax.checkpoint", "checkpoint")
         self.checkpoint = checkpoint
+        self._in_bucket = is_remote(os.fspath(checkpoint.directory))
         self._held: int | None = None  # How many pushes the newest one holds.
         self._folder: Folder | None = None  # Once it is taken.
         self._manager: CheckpointManager | None = None  # The one that reads.
@@ -68,6 +69,7 @@ class Store:
         folder.take()
         try:
             folder.check()
+            folder.sweep()
             self._reopen()
         except BaseException:
             folder.release()
@@ -79,8 +81,8 @@ class Store:
         return manager
 
     def _reader(self) -> CheckpointManager:
-        """One that reads, and that has removed what was left half written."""
-        return manager_of(self.checkpoint, cleanup_tmp_directories=True)
+        """One that reads; in a bucket it removes what was left half written."""
+        return manager_of(self.checkpoint, cleanup_tmp_directories=self._in_bucket)
 
     @contextlib.contextmanager
     def _writer(self) -> Iterator[CheckpointManager]:
@@ -120,7 +122,8 @@ class Store:
             except BaseException:
                 if self._folder is not None:
                     with contextlib.suppress(Exception):
-                        self._reopen()  # Removes the half-written checkpoint.
+                        self._folder.sweep()
+                        self._reopen()
                 raise
         if not saved:
             raise OSError(
@@ -133,8 +136,11 @@ class Store:
             self._folder.seal(snapshot.pushes)
 
     def _retake(self) -> None:
-        """Makes the directory again if it was deleted or moved."""
-        if self._folder is not None and self._folder.retake():
+        """Sweeps the directory; makes it again if it was deleted or moved."""
+        if self._folder is None:
+            return
+        self._folder.sweep()
+        if self._folder.retake():
             self._reopen()  # It forgets the checkpoints that are gone.
             if self.newest() not in (None, self._held):
                 self._folder.release()
@@ -237,6 +243,7 @@ class Store:
         if self._manager is not None:
             self._manager.close()
         if self._folder is not None:
+            self._folder.sweep()
             self._folder.release()
 
 

@@ -41,7 +41,7 @@ class Ledger:
         self._counted: set[int] = set()  # Of `begun`: the server has answered these.
         # How often each number was begun that is not answered yet.
         self._tries: collections.Counter[tuple[int, int]] = collections.Counter()
-        self._lost = self._unanswered = self.worker_deaths = self.server_deaths = 0
+        self._lost = self._unanswered = self.worker_deaths = 0
         self._given_up: collections.Counter[int] = collections.Counter()  # By worker.
         self._go_to(status)
         self._started = self.stands
@@ -75,12 +75,11 @@ class Ledger:
             self._dropped,
             self._lost,
             self.worker_deaths,
-            self.server_deaths,
-            self._given_up.total(),
-            self._started,
-            len(self.begun) - len(self._counted),
-            self._unanswered,
-            {
+            given_up=self._given_up.total(),
+            started=self._started,
+            under_way=len(self.begun) - len(self._counted),
+            unanswered=self._unanswered,
+            by_worker={
                 worker: WorkerCounts(
                     *self._answers.get(worker, NONE)[3:], self._given_up[worker]
                 )
@@ -186,7 +185,6 @@ class Ledger:
             for worker, last in self._answers.items()
         )
         self._lost += lost
-        self.server_deaths += 1
         self._take_over(status, self.stands - lost)
         return lost
 

@@ -22,25 +22,24 @@ from gradxform._server.records import ServerStatus
 from gradxform._trees import checks
 from gradxform.engines._connect import Connection, connect
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
-from gradxform.engines._job import Job, Push, Run, Worker
+from gradxform.engines._job import Counts, Job, Push, Run, Worker
 from gradxform.engines._ledger import Begun
 from gradxform.engines._pool import LOOK, WorkerPool
 from gradxform.engines._pool import server_options as options_of
 from gradxform.engines._servers import One, RayServer, WorkersServer
 from gradxform.engines._work import (
+    Gradient,
     MaxStaleness,
     ServerDiedError,
     Stops,
     UnansweredError,
     cast_back,
-    work,
 )
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-    from gradxform._server.recoverable import RecoverableServer
 
 logger = logging.getLogger("gradxform")
 
@@ -191,7 +190,8 @@ class _RayWorker:
         server = WorkersServer(actor, self._layout)
         index, worker = instead or (self._index, self._worker)
         try:
-            return work(index, number, worker, server, self._stops, time.sleep)
+            gradient = Gradient(index, number, worker, server, self._stops)
+            return gradient.work(time.sleep)
         except UnansweredError as reason:
             return type(reason)(*reason.args)  # Without its cause and traceback.
 
@@ -220,10 +220,6 @@ class _Ray(WorkerPool):
             )
         # A minibatch is always a function of its number here.
         return cast_back(worker, self._job.params)
-
-    def begin(self, server: RecoverableServer | RayServer) -> None:
-        super().begin(server)
-        self._ledger.server_deaths = self.server.deaths
 
     def check(self) -> None:
         self.server.connection.check()
@@ -311,7 +307,6 @@ class _Ray(WorkerPool):
         """Goes back to the beginning of the server's new incarnation."""
         status = self.server.begin()
         lost = self._ledger.go_back(status)
-        self._ledger.server_deaths = self.server.deaths
         self._refused.clear()
         self._go_on(status)
         logger.warning(
@@ -319,6 +314,9 @@ class _Ray(WorkerPool):
             status.global_step,
             lost,
         )
+
+    def counts(self) -> Counts:
+        return super().counts()._replace(server_deaths=self.server.deaths)
 
     def rest(self) -> None:
         """See :meth:`WorkerPool.rest`; starts a server that has died again before."""

@@ -14,12 +14,7 @@ from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._ledger import Begun
 from gradxform.engines._pool import Stopped, WorkerPool, server_options
-from gradxform.engines._work import (
-    GivenUpError,
-    Gradient,
-    StreamEndedError,
-    duration,
-)
+from gradxform.engines._work import GivenUpError, Gradient, StreamEndedError
 
 
 @contextlib.contextmanager
@@ -86,9 +81,9 @@ class _Simulated(WorkerPool):
 
     def _start(self, index: int, worker: Worker, begun: Begun) -> Gradient:
         try:
-            of = begun.worker, begun.number, worker
-            gradient = Gradient(*of, self.server, self._stops)
-            seconds = duration(*of, default=1.0)
+            task = begun.worker, begun.number, worker
+            gradient = Gradient(*task, self.server, self._stops)
+            seconds = gradient.duration(1.0)
         except StreamEndedError:
             raise
         except Exception as error:

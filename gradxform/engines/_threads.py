@@ -18,7 +18,7 @@ from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._ledger import Begun
 from gradxform.engines._pool import LOOK, WorkerPool, server_options
-from gradxform.engines._work import work
+from gradxform.engines._work import Gradient
 
 logger = logging.getLogger("gradxform")
 
@@ -127,7 +127,7 @@ class _Threads(WorkerPool):
     def _work(self, index: int, commands: _Commands) -> None:
         for task in iter(commands.get, None):
             try:
-                push = work(*task, self.server, self._stops, self._halt.wait)
+                push = Gradient(*task, self.server, self._stops).work(self._halt.wait)
                 self._arrived.put((index, push))
             except BaseException as error:
                 self._arrived.put((index, error))  # After the end nobody reads it.

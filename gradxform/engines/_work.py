@@ -122,6 +122,25 @@ class Gradient:
         rows = {} if worker.rows is None else worker.rows(*self._batch)
         self._params, self.local_step = server.pull(rows, worker.pull_dtype)
 
+    def duration(self, default: float) -> float:
+        """The seconds that it should take, if the worker says so."""
+        if self._worker.duration is None:
+            return default
+        index, number = self._push_id
+        name = f"duration({number}) of worker {index}, the seconds that its gradient"
+        seconds = self._worker.duration(number)
+        return float(checks.in_range(f"{name} takes,", seconds, "[0, inf]"))
+
+    def work(self, sleep: Callable[[float], object]) -> Push:
+        """Computes and pushes it, in the time that ``duration`` says.
+
+        Raises:
+          UnansweredError: it ends without an answer.
+        """
+        # No sleep takes longer.
+        end = min(time.monotonic() + self.duration(0.0), threading.TIMEOUT_MAX)
+        return self.push(lambda: sleep(max(0.0, end - time.monotonic())))
+
     def is_over(self) -> bool:
         """Whether it has become too late."""
         return self._stops.is_over(self._server, self.local_step)
@@ -240,31 +259,3 @@ def _moved(tree: T, device: jax.Device) -> T:
         return jax.device_put(x, device) if isinstance(x, jax.Array | np.ndarray) else x
 
     return jax.tree.map(moved, tree)
-
-
-def duration(index: int, number: int, worker: Worker, default: float) -> float:
-    """The seconds that a gradient should take, as the worker says."""
-    if worker.duration is None:
-        return default
-    name = f"duration({number}) of worker {index}, the seconds that its gradient takes,"
-    return float(checks.in_range(name, worker.duration(number), "[0, inf]"))
-
-
-def work(
-    index: int,
-    number: int,
-    worker: Worker,
-    server: Asked,
-    stops: Stops,
-    sleep: Callable[[float], object],
-) -> Push:
-    """Computes and pushes a gradient, in the time that ``duration`` says.
-
-    Raises:
-      UnansweredError: it ends without an answer.
-    """
-    gradient = Gradient(index, number, worker, server, stops)
-    # No sleep takes longer.
-    end = time.monotonic() + duration(index, number, worker, default=0.0)
-    end = min(end, threading.TIMEOUT_MAX)
-    return gradient.push(lambda: sleep(max(0.0, end - time.monotonic())))

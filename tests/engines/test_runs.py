@@ -90,6 +90,44 @@ def test_a_transformation_gets_its_extra_arguments(engine):
         list_all(engine, make_job([worker._replace(extra=None)], 10, tx))
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_gate_gets_the_loss_of_each_push(own):
+    """The tenth loss is a spike, though its gradient is like the others."""
+
+    def gradient(params, number):
+        return 100.0 if number == 9 else 1.0 + 0.01 * (number % 3), jnp.ones_like(
+            params
+        )
+
+    extra = (lambda params, number: {"value": jnp.float32(1.0)}) if own else None
+    worker = engines.Worker(gradient, lambda number: (number,), extra=extra)
+    tx = gx.skip_spikes(optax.sgd(1.0), window=8)
+    with engines.simulated(make_job([worker], 12, tx)) as run:
+        skipped = [push.number for push in run.pushes if not push.result.applied]
+    assert skipped == ([] if own else [9])
+
+
+def test_a_transformation_without_extra_arguments_is_compiled_once(standard_promotion):
+    """Each push has another loss, and a push by hand has none."""
+    traced = []
+
+    def update(updates, state, params=None):
+        traced.append(updates)
+        return updates, state
+
+    worker = engines.Worker(lambda w, n: (float(n), -jnp.ones_like(w)), lambda n: (n,))
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    with engines.simulated(make_job([worker], 9, tx)) as run:
+        next(run.pushes)
+        first = len(traced)
+        pushes = [*run.pushes]
+        assert len(traced) == first
+        params, step = run.server.pull()
+        assert run.server.push(jnp.ones_like(params), step).applied
+        np.testing.assert_allclose(run.server.pull()[0], params + 1)
+    assert [push.loss for push in pushes] == [*range(1, 9)]
+
+
 @pytest.mark.parametrize("engine", LOCAL)
 def test_any_optimizer_and_any_tree_will_do(engine, standard_promotion):
     params = {"w": jnp.ones((3, 2)), "half": jnp.ones(2, jnp.bfloat16), "none": None}
