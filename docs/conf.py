@@ -120,9 +120,8 @@ PICTURE = re.compile(
 
 NOTEBOOK = re.compile(r"^## \[.*\]\(notebooks/(.*)\.ipynb\)$", re.M)
 PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
-COLAB = PROJECT["urls"]["Repository"].replace(
-    "https://github.com", "https://colab.research.google.com/github"
-)
+REPOSITORY = PROJECT["urls"]["Repository"]
+COLAB = REPOSITORY.replace("github.com", "colab.research.google.com/github")
 
 
 def colab(name):
@@ -169,6 +168,7 @@ def read_page(app, *names_and_source):
     up = "" if len(names_and_source) == 3 else "../"  # Texts are included in docs/.
     text = text.replace("](../docs/", f"]({up}").replace("](../README.md", "](index.md")
     text = re.sub(r"\]\([A-Z]+\.md", lambda link: link[0].lower(), text)
+    text = re.sub(r"\]\([./]*(tests/[\w/]+\.md)", rf"]({REPOSITORY}/blob/main/\1", text)
     text = text.replace("\n\n```\n", "\n```\n")
     if page == "notebooks":
         text = NOTEBOOK.sub(show_notebook, text)
