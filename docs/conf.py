@@ -132,9 +132,7 @@ def colab(name):
 def show_notebook(heading):
     """A notebook's heading, with its link to Colab and its first picture."""
     name = heading[1]
-    picture = (
-        f"[![A picture of this notebook](notebooks/{name}.png)](notebooks/{name}.ipynb)"
-    )
+    picture = f"![A picture of this notebook](notebooks/{name}.png){{.preview}}"
     return f"{heading[0]}\n\n{colab(name)}\n\n{picture}"
 
 
@@ -144,7 +142,7 @@ def names_on(text):
     for name in re.findall(r"^\.\. auto\w+:: (\w+)", text, re.M):
         doc = inspect.getdoc(pydoc.locate(f"{module}.{name}"))
         line = re.sub(r":\w+:`~?(?:\w+\.)*(.*?)`", r"`\1`", doc.split("\n")[0])
-        shown = f"{module}.{name}".replace("gradxform.", "gx.")
+        shown = re.sub(r"^gradxform\.(?!keras)", "gx.", f"{module}.{name}")
         yield f"- {{py:obj}}`{shown} <{module}.{name}>`: {line.replace('``', '`')}\n"
 
 
