@@ -120,9 +120,8 @@ PICTURE = re.compile(
 
 NOTEBOOK = re.compile(r"^## \[.*\]\(notebooks/(.*)\.ipynb\)$", re.M)
 PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
-COLAB = PROJECT["urls"]["Repository"].replace(
-    "https://github.com", "https://colab.research.google.com/github"
-)
+REPOSITORY = PROJECT["urls"]["Repository"]
+COLAB = REPOSITORY.replace("github.com", "colab.research.google.com/github")
 
 
 def colab(name):
@@ -133,9 +132,7 @@ def colab(name):
 def show_notebook(heading):
     """A notebook's heading, with its link to Colab and its first picture."""
     name = heading[1]
-    picture = (
-        f"[![A picture of this notebook](notebooks/{name}.png)](notebooks/{name}.ipynb)"
-    )
+    picture = f"![A picture of this notebook](notebooks/{name}.png){{.preview}}"
     return f"{heading[0]}\n\n{colab(name)}\n\n{picture}"
 
 
@@ -145,7 +142,7 @@ def names_on(text):
     for name in re.findall(r"^\.\. auto\w+:: (\w+)", text, re.M):
         doc = inspect.getdoc(pydoc.locate(f"{module}.{name}"))
         line = re.sub(r":\w+:`~?(?:\w+\.)*(.*?)`", r"`\1`", doc.split("\n")[0])
-        shown = f"{module}.{name}".replace("gradxform.", "gx.")
+        shown = re.sub(r"^gradxform\.(?!keras)", "gx.", f"{module}.{name}")
         yield f"- {{py:obj}}`{shown} <{module}.{name}>`: {line.replace('``', '`')}\n"
 
 
@@ -169,6 +166,7 @@ def read_page(app, *names_and_source):
     up = "" if len(names_and_source) == 3 else "../"  # Texts are included in docs/.
     text = text.replace("](../docs/", f"]({up}").replace("](../README.md", "](index.md")
     text = re.sub(r"\]\([A-Z]+\.md", lambda link: link[0].lower(), text)
+    text = re.sub(r"\]\([./]*(tests/[\w/]+\.md)", rf"]({REPOSITORY}/blob/main/\1", text)
     text = text.replace("\n\n```\n", "\n```\n")
     if page == "notebooks":
         text = NOTEBOOK.sub(show_notebook, text)

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.ad_checkpoint import checkpoint_name
 
 import gradxform as gx
 
@@ -406,3 +407,47 @@ def test_a_gate_in_linens_own_train_state_takes_rows():
     rows = gx.IndexedSlices([3, 3], jnp.ones((2, 2)), (5, 2))
     state = state.apply_gradients(grads={"table": rows})
     assert state.params["table"].tolist() == [[1, 1]] * 3 + [[-1, -1], [1, 1]]
+
+
+WHOLE, READ = jnp.ones((100, 16)), jnp.array([7, 42])
+
+
+def rows_of(read):
+    """The rows of the gradient of a table that a loss reads like this."""
+    value_and_grad = gx.value_and_grad(lambda t: jnp.sum(read(t) ** 2), tables=[""])
+    return value_and_grad(WHOLE)[1].indices.tolist()
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("read", "rows"),
+    [
+        (jax.checkpoint(lambda table: table[READ]), [7, 42]),
+        (lambda table: checkpoint_name(table, "rows")[READ], [7, 42]),
+        (lambda table: jax.lax.stop_gradient(table)[READ], []),
+        (lambda table: jnp.stack(list(table)), [*range(100)]),
+        (lambda table: table[READ][:, :2], [7, 42]),
+    ],
+    ids=["remat", "name", "stopped", "each row", "cut rows"],
+)
+def test_a_named_table_may_be_read_like_this(read, rows):
+    assert rows_of(read) == rows
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("operation", "read"),
+    [
+        ("gather", lambda table: table[READ, :2]),
+        ("scan", lambda table: jax.lax.map(lambda i: table[i], READ)),
+        (
+            "cond",
+            lambda table: jax.lax.cond(True, lambda: table[READ], lambda: table[READ]),
+        ),
+        ("mul", lambda table: table * 2),
+        ("transpose", lambda table: table.T),
+    ],
+)
+def test_an_error_names_the_operation_that_reads_a_named_table(operation, read):
+    with pytest.raises(TypeError, match=f"used by '{operation}'"):
+        rows_of(read)
