@@ -20,7 +20,7 @@ import optax
 
 from gradxform._trees import arithmetic, dtypes, jaxprs, maps, norms, versions
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
-from gradxform._trees.types import Leaf, PyTree
+from gradxform._trees.types import Leaf, Path, PyTree
 
 if TYPE_CHECKING:
     from jax.extend.core import (  # type: ignore[attr-defined]  # Of ClosedJaxpr.
@@ -46,30 +46,32 @@ class Tables(NamedTuple):
     """The tables of a step.
 
     Attributes:
-      grown: the summed gradient of each table, and its height in the second trace.
+      gradients: the summed gradient of each table, by the table's path.
+      heights: its number of rows in the second trace.
     """
 
-    grown: list[tuple[IndexedSlices, int]]
+    gradients: dict[Path, IndexedSlices]
+    heights: dict[Path, int]
 
     @classmethod
     def of(cls, updates: optax.Updates) -> Tables:
         """The tables that have a row-sparse gradient."""
-        found = [g for _, g in maps.nodes(updates, is_sparse)]
+        found = dict(maps.nodes(updates, is_sparse))
         # The highest first: so each grows by a larger share than those before it.
-        found.sort(key=_height, reverse=True)
-        return cls([(g, _height(g) + more) for more, g in enumerate(found, 1)])
+        paths = sorted(found, key=lambda path: -_height(found[path]))
+        grown = {p: _height(found[p]) + more for more, p in enumerate(paths, 1)}
+        return cls(found, grown)
 
-    def higher(self, updates: optax.Updates, tree: PyTree[Leaf]) -> PyTree[Leaf]:
+    def higher(self, tree: PyTree[Leaf]) -> PyTree[Leaf]:
         """A tree like the updates, with descriptions of the tables as they grow."""
-        heights = {id(g): height for g, height in self.grown}
 
-        def describe(g: Leaf, x: Leaf) -> Leaf:
-            if not isinstance(g, IndexedSlices):
+        def describe(path: Path, x: Any) -> Leaf:
+            if path not in self.gradients:
                 return x
-            shape = heights[id(g)], *g.dense_shape[1:]
+            shape = self.heights[path], *np.shape(x)[1:]
             return jax.ShapeDtypeStruct(shape, dtypes.dtype_of(x))
 
-        return maps.map_leaves(describe, updates, tree)
+        return maps.map_with_path(describe, tree)
 
     def find(self, shape: _Shape, other: _Shape) -> IndexedSlices | None:
         """The table whose rows an array has along its first axis, if any.
@@ -82,8 +84,8 @@ class Tables(NamedTuple):
         if shape == other:
             return None
         if shape[1:] == other[1:]:
-            for g, height in self.grown:
-                if other[0] * _height(g) == height * max(shape[0], 1):
+            for path, g in self.gradients.items():
+                if other[0] * _height(g) == self.heights[path] * max(shape[0], 1):
                     return g
         raise LookupError
 

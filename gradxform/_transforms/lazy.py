@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.indexed_slices import IndexedSlices, RowSparseError, is_sparse
 from gradxform._trees.placeholders import Placeholder, is_placeholder
 from gradxform._trees.types import Leaf, Path
+
+_Shape: TypeAlias = tuple[int, ...]
 
 # States with a row for each row of a table, which still cannot act by the row.
 _SUM = "adds up several steps, and each touches other rows, so it belongs around lazy"
@@ -111,21 +113,19 @@ def lazy(
             checks.same_shapes("updates", updates, "params", params)
         updates = maps.sum_duplicates(updates)
         tables = by_row.Tables.of(updates)
-        named = {checks.path_name(p): g for p, g in maps.nodes(updates, is_sparse)}
         like = [name for name, x in extra.items() if maps.is_like(x, updates)]
         extra = {k: x if k in like else _refused(k, x) for k, x in extra.items()}
-        higher = functools.partial(tables.higher, updates)
-        whole = updates if params is None else params
+        whole = maps.masked_like(updates, updates if params is None else params)
         try:
             # U_r, S_r ← inner(G_r, S_r, W_r)
             new_updates, new_state = tables.run(
                 lambda g, s, p, extra: inner.update(g, s, p, **extra),
                 (updates, state, params, extra),
                 (
-                    higher(updates),
-                    _higher_state(inner.init, tables, named, updates, state, whole),
-                    None if params is None else higher(params),
-                    {k: higher(x) if k in like else x for k, x in extra.items()},
+                    tables.higher(updates),
+                    _higher_state(inner.init, tables, state, whole),
+                    None if params is None else tables.higher(params),
+                    {k: tables.higher(x) if k in like else x for k, x in extra.items()},
                 ),
             )
             before: Any = maps.structure(state)
@@ -135,10 +135,11 @@ def lazy(
                     "optax.monitor (use optax.snapshot)"
                 )
         except by_row.MixedRowsError as error:
+            names = ", ".join(map(checks.path_name, tables.gradients))
             raise RowSparseError(
                 "gradxform.lazy runs its inner transformation on rows of the table "
-                f"{', '.join(named)}, but {error}. Give the table another optimizer, "
-                "with optax.partition, or put gradxform.densify() in front."
+                f"{names}, but {error}. Give the table another optimizer, with "
+                "optax.partition, or put gradxform.densify() in front."
             ) from error.__cause__
         new_updates = maps.map_leaves(_without_padding, new_updates)
         return new_updates, maps.map_leaves(_written, new_state, state)
@@ -174,8 +175,6 @@ def _refused(name: str, value: object) -> object:
 def _higher_state(
     init: optax.TransformInitFn,
     tables: by_row.Tables,
-    named: dict[str, IndexedSlices],
-    updates: optax.Updates,
     state: optax.OptState,
     whole: optax.Params,
 ) -> optax.OptState:
@@ -184,49 +183,42 @@ def _higher_state(
     Raises:
       MixedRowsError: the state of a table has no row for each of its rows.
     """
+    found: list[tuple[Path, Path | None, _Shape, _Shape]] = []
 
-    def mark(path: Path, g: Leaf, p: optax.Params) -> optax.Params:
-        return Placeholder(path) if is_sparse(g) else p
+    def mark(path: Path, p: Leaf) -> Leaf:
+        return Placeholder(path) if path in tables.gradients else p
 
-    def check(path: Path, table: str | None, own: jax.Array, other: jax.Array) -> None:
-        g, shape = named.get(table or ""), np.shape(own)
-        try:
-            fits = tables.find(shape, np.shape(other)) is g
-        except LookupError:
-            fits = False
-        if g is None and fits:
-            return
+    def note(path: Path, mark: object, *trees: optax.OptState) -> None:
+        table = mark.path if isinstance(mark, Placeholder) else None
+        own, other = map(jax.tree.leaves_with_path, trees)
+        for (end, x), (_, y) in zip(own, other, strict=True):
+            found.append(((*path, *end), table, np.shape(x), np.shape(y)))
+
+    try:
+        higher = jax.eval_shape(init, tables.higher(whole))
+        marks = jax.eval_shape(init, maps.map_with_path(mark, whole))
+        jax.tree.map_with_path(note, marks, state, higher, is_leaf=is_placeholder)
+    except Exception as error:  # This init does not accept such nodes.
+        raise by_row.MixedRowsError(
+            "its init and the given state show no state of that table alone"
+        ) from error
+    for path, table, shape, other in found:
+        fits = shape == other
+        if table in tables.gradients:
+            heights = tables.gradients[table].dense_shape[0], tables.heights[table]
+            fits = (shape, other) == tuple((height, *shape[1:]) for height in heights)
+        elif fits:
+            continue
         kinds = [*_kinds(state, path)]
         kinds = [kind for kind in kinds if kind in _NOT_BY_ROW] or kinds
         reason = _NOT_BY_ROW.get("".join(kinds[:1]))
-        if reason or not fits or (g is not None and shape[0] != g.dense_shape[0]):
+        if reason or not fits:
             where = " of ".join([jax.tree_util.keystr(path), *kinds[-1:]])
             reason = reason or "has no row for each row of the table"
             raise by_row.MixedRowsError(
                 f"the state {where}, of shape {list(shape)}, {reason}"
             )
-
-    whole = maps.masked_like(updates, whole)
-    try:
-        higher = jax.eval_shape(init, tables.higher(updates, whole))
-        marks = jax.eval_shape(init, maps.map_with_path(mark, updates, whole))
-        names = jax.tree.map(
-            lambda mark, own: jax.tree.map(lambda _: _name(mark), own),
-            marks,
-            state,
-            is_leaf=is_placeholder,
-        )
-    except Exception as error:  # This init does not accept such nodes.
-        raise by_row.MixedRowsError(
-            "its init and the given state show no state of that table alone"
-        ) from error
-    jax.tree.map_with_path(check, names, state, higher, is_leaf=maps.is_leaf)
     return higher
-
-
-def _name(node: object) -> str | None:
-    """The name of the leaf that this node replaces; None if it replaces none."""
-    return checks.path_name(node.path) if isinstance(node, Placeholder) else None
 
 
 def _kinds(node: Any, path: Path) -> Iterator[str]:

@@ -178,13 +178,11 @@ def map_layers(
     shared array would be compiled for each layer anew.
     """
 
-    def together(squares: list[jax.Array], states: list[jax.Array]) -> list[jax.Array]:
-        return list(f(jnp.stack(squares), jnp.stack(states)))
+    def together(*operands: list[jax.Array]) -> list[jax.Array]:
+        return list(f(*map(jnp.stack, operands)))
 
-    def one_by_one(
-        squares: list[jax.Array], states: list[jax.Array]
-    ) -> list[jax.Array]:
-        return list(map(f, squares, states))
+    def one_by_one(*operands: list[jax.Array]) -> list[jax.Array]:
+        return list(map(f, *operands))
 
     leaves = maps.leaves(squares)
     states, treedef = maps.flatten(state)

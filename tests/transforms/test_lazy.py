@@ -660,6 +660,13 @@ REFUSED = {
     ),
     "measure_cosine": (gx.measure_cosine(), "MeasureCosineState, .*whole gradients"),
     "delayed": (gx.delayed(optax.adam(0.1), 2), "DelayedState, .*no row"),
+    "two for each row": (
+        optax.GradientTransformation(
+            lambda p: jax.tree.map(lambda x: jnp.zeros((2 * len(x), WIDTH)), p),
+            lambda u, s, _: (u, s),
+        ),
+        r"\['t'\], of shape .*no row",
+    ),
     "worker_mean": (
         gx.worker_mean(optax.adam(0.1), 2, method="latest"),
         "WorkerMeanState, .*no row",
