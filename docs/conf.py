@@ -86,7 +86,7 @@ autodoc_type_aliases = {
 TypeAliasForwardRef.__repr__ = lambda self: self.name  # Inside of unions and the like.
 jax.Array.__qualname__ = "Array"  # JAX 0.10 says jaxlib._jax.Array, which is nowhere.
 
-# Which page has a name cannot be told from the name, so the links lead to a search.
+# A name does not tell its page, so the links lead to a search.
 SITES = {
     "jax": "https://docs.jax.dev/en/latest/search.html?q=",
     "optax": "https://optax.readthedocs.io/en/latest/search.html?q=",
