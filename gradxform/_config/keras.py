@@ -188,7 +188,7 @@ def _optimizer(generation: Translator, own: Translator) -> Translator:
 def _signed(
     translate: Translator, parameters: Iterable[inspect.Parameter]
 ) -> Translator:
-    """Says which keywords a function takes, and of which types."""
+    """Says which keywords a function takes, and their types."""
     keywords = [p.replace(kind=p.KEYWORD_ONLY) for p in parameters]
     translate.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
     return translate
