@@ -6,7 +6,6 @@ A gate around it says which pushes it takes; all else is the same for each gate.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -176,10 +175,9 @@ class Sums:
             maps.rows(pushed, held),
         )
         sums = maps.put_rows(pushed, held, sums)
-        sums = maps.map_leaves(
-            _finished(full), pushed, sums, divisors, has_begun, state.accumulated
-        )
-        return sums, row_counts
+        trees = sums, divisors, has_begun, state.accumulated
+        finished = functools.partial(_finished, full)
+        return maps.map_leaves(finished, pushed, *trees), row_counts
 
 
 def _if_begun(g: Leaf, total: jax.Array, begun: jax.Array) -> jax.Array:
@@ -190,30 +188,28 @@ def _if_begun(g: Leaf, total: jax.Array, begun: jax.Array) -> jax.Array:
     return jnp.where(begun, total, 0) if maps.has_gradient(g) else total
 
 
-def _finished(full: jax.Array) -> Callable[..., Leaf]:
-    def finished(
-        g: Leaf,
-        total: jax.Array,
-        n: jax.typing.ArrayLike,
-        begun: jax.Array,
-        old: jax.Array,
-    ) -> jax.Array:
-        # sum / n with the last push, in the sum's own buffer: inner may read it more
-        # than once
-        if not maps.has_gradient(total):
-            return total
+def _finished(
+    full: jax.Array,
+    g: Leaf,
+    total: jax.Array,
+    n: jax.typing.ArrayLike,
+    begun: jax.Array,
+    old: jax.Array,
+) -> jax.Array:
+    # sum / n with the last push, in the sum's own buffer: inner may read it more than
+    # once
+    if not maps.has_gradient(total):
+        return total
 
-        def quotient() -> jax.Array:
-            one = jnp.ones((), dtypes.compute_dtype(total))
-            factor = jnp.where(full, one / jnp.maximum(n, 1).astype(one.dtype), one)
-            held = total if maps.has_gradient(g) else jnp.where(begun, total, 0)
-            return narrow(arithmetic.scale_leading(held, factor), old.dtype)
+    def quotient() -> jax.Array:
+        one = jnp.ones((), dtypes.compute_dtype(total))
+        factor = jnp.where(full, one / jnp.maximum(n, 1).astype(one.dtype), one)
+        held = total if maps.has_gradient(g) else jnp.where(begun, total, 0)
+        return narrow(arithmetic.scale_leading(held, factor), old.dtype)
 
-        if maps.is_leaf(g):  # Every row, but only with the last push.
-            return jax.lax.cond(full, quotient, lambda: total)
-        return quotient()
-
-    return finished
+    if maps.is_leaf(g):  # Every row, but only with the last push.
+        return jax.lax.cond(full, quotient, lambda: total)
+    return quotient()
 
 
 def _reduced(g: Leaf, total: jax.Array, like: jax.typing.ArrayLike) -> Leaf:

@@ -231,11 +231,8 @@ def training_step(
         learning = learning_leaves(trainable, params)
 
         def loss(learning: optax.Params, *batch: object) -> Any:  # As `loss_fn`.
-            merged = jax.tree.map(
-                lambda p, frozen: frozen if p is None else p,
-                learning,
-                params,
-                is_leaf=lambda node: node is None,
+            merged = maps.map_leaves(
+                lambda p, frozen: frozen if p is None else p, learning, params
             )
             return loss_fn(merged, *batch)
 

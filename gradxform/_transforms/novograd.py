@@ -11,6 +11,7 @@ import optax
 from gradxform._transforms import clipping, momentum
 from gradxform._transforms.learning_rate import rate_at, scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
+from gradxform._trees.compilers import after
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import StackedAxes
 from gradxform._trees.types import Prefix, PyTree
@@ -165,6 +166,9 @@ def scale_by_novograd(
             squares, _ = norms.squared_norms(
                 updates, axis_name=axis_name, stacked_axes=stacked_axes
             )
+            # On CPU a clip in front of it writes scaled gradients for these sums. Then
+            # the momentum reads these, too, and they may take the gradients' memory.
+            updates = maps.map_updates(after, updates, squares)
 
         @jax.jit  # Traced once for each shape, not for each layer.
         def average(square: jax.Array, nu: jax.Array) -> jax.Array:
