@@ -249,11 +249,8 @@ def test_a_worker_sleeps_for_the_rest_of_its_duration(monkeypatch):
     rests = []
     with gx.ParameterServer(job.params, job.tx) as server:
         for index, worker in enumerate(job.workers):
-
-            def never(local_step):
-                return False
-
-            push = _work.work(index, 7, worker, server, rests.append, never)
+            work = _work.Gradient(index, 7, worker, server, _work.Stops(None)).work
+            push = work(rests.append)
             result = gx.PushResult(True, 0, index + 1)
             assert push[:6] == (index, 7, index, -index, 1.0, result)
     assert rests == [0.375, 0.0]

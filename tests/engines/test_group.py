@@ -486,7 +486,7 @@ def test_a_death_while_a_checkpoint_is_written_costs_that_one(tmp_path):
 
         def hang(actor, _):
             if jax.process_index() != 0:
-                actor._store.write = lambda snapshot: time.sleep(1000)
+                actor._saver.store.write = lambda snapshot: time.sleep(1000)
 
         for push in run.pushes:
             if push.result.global_step == 30:
