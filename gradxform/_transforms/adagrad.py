@@ -141,7 +141,8 @@ def scale_by_adagrad(
             updates = maps.sum_duplicates(updates)
             rows = clip_sums.rows
             squares = (norms.squared_rows(updates) if rows is None else rows,)
-        updates, *new = maps.map_step(divide, updates, state, *squares)
+        kept = [state.sum_of_squares]
+        updates, *new = maps.map_step(divide, updates, kept, *squares)
         return updates, ScaleByAdagradState(*new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -150,7 +150,8 @@ def scale_by_delayed_nesterov(
             u += arithmetic.scale(dtypes.widen(g), 1 / n)
             return u.astype(g.dtype), jnp.where(moves, 0, t), mu, total
 
-        updates, *new = maps.map_step(step, updates, state)
+        kept = state.count, state.mu, state.accumulated
+        updates, *new = maps.map_step(step, updates, kept)
         return updates, ScaleByDelayedNesterovState(*new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -192,7 +192,8 @@ def ftrl(
 
         updates = maps.sum_duplicates(updates)
         w = maps.rows(updates, params)
-        updates, *new = maps.map_step(follow, updates, state[1:], w)
+        kept = state.sum_of_squares, state.linear
+        updates, *new = maps.map_step(follow, updates, kept, w)
         return updates, FtrlState(optax.safe_increment(state.count), *new)
 
     clipped = clipping.clip_before(

@@ -111,7 +111,8 @@ def measure_cosine(
             # The product is computed first. So its inputs need not be copied.
             return g, jnp.where(constants.never(dot), 0, g), square
 
-        updates, *kept = maps.map_step(keep, updates, state[1:], squares)
+        held = [state.previous, state.squares]
+        updates, *kept = maps.map_step(keep, updates, held, squares)
         cosine = jnp.clip(cosine, -1, 1).astype(jnp.float32)
         return updates, MeasureCosineState(cosine, *kept)
 

@@ -160,7 +160,7 @@ def scale_by_momentum_look_ahead(
             shares = maps.map_updates(lambda _: (1.0, 0.0), updates)
         else:
             shares = aligned(updates, state.mu, alignment, axis_name, stacked_axes)
-        updates, *mu = maps.map_step(step, updates, state, shares)
+        updates, *mu = maps.map_step(step, updates, [state.mu], shares)
         return updates, ScaleByMomentumLookAheadState(*mu)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -187,7 +187,8 @@ def map_step(
         return g.with_values(u) if isinstance(g, IndexedSlices) else u, *kept
 
     up_to = treedef.flatten_up_to  # type: ignore[attr-defined]
-    results = list(map(step, gradients, *map(leaves, state), *map(up_to, rest)))
+    columns = gradients, *map(leaves, state), *map(up_to, rest)
+    results = [step(*row) for row in zip(*columns, strict=True)]
     return [
         jax.tree.unflatten(structure(tree), [result[i] for result in results])
         for i, tree in enumerate((updates, *state))
