@@ -1,6 +1,7 @@
 """No step costs more than optax's: on CPU here, on TPU in tests/tpu."""
 
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,76 @@ def test_no_cell_on_cpu_is_worse(dtypes, monkeypatch):
     rows = list(grid.rows("cpu", dtypes))
     assert len(rows) == 7 * len(grid.LOOPS)
     assert not [row for row in rows if row["worse"]]
+
+
+RESULTS = grid.read(pathlib.Path("benchmarks/results/grid.csv"))
+PAGE = pathlib.Path("docs/grid.md")
+# Machines and chains, scanned or not. Below its tables the page gives the reasons.
+EXPLAINED = {
+    ("cpu", "clip + novograd"),
+    ("cpu", "clip + optax.lion"),
+}
+
+
+def worse_cells(results):
+    """Each cell of these results that is worse, with its loop."""
+    return {
+        (key, loop)
+        for key, found in results.items()
+        for loop in grid.worse_loops(key, found)
+    }
+
+
+def measured(model, dtypes, only=""):
+    """Cells of this machine, compiled now."""
+    names = {name for name, *_ in grid.steps(dtypes, model) if only in name}
+    cells = grid.Cells("cpu", dtypes, model).compared(names)
+    return {(release(), "cpu", model, dtypes, name): found for name, found in cells}
+
+
+def release():
+    """This release of JAX if it has results on CPU, or the newest that has."""
+    found = [release for release, target in grid.machines(RESULTS) if target == "cpu"]
+    return jax.__version__ if jax.__version__ in found else found[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "only"),
+    [
+        ("dense", "clip + optax.adamw"),
+        ("dense", "clip + novograd"),
+        ("embedding", "accumulate(adam)"),
+    ],
+)
+def test_in_a_whole_step_only_the_listed_cells_are_worse(model, only):
+    cells = measured(model, "float32", only)
+    assert len(cells) >= 2  # One push in a program, and four in a scan.
+    assert worse_cells(cells) <= worse_cells(RESULTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["dense", "embedding"])
+@pytest.mark.parametrize("dtypes", ["float32", "bfloat16"])
+def test_of_all_whole_steps_only_the_listed_cells_are_worse(model, dtypes):
+    cells = measured(model, dtypes)
+    assert len(cells) == 2 * (7 + 4)
+    assert worse_cells(cells) <= worse_cells(RESULTS)
+
+
+def test_the_page_has_the_results(tmp_path):
+    path = tmp_path / "grid.md"
+    path.write_text(PAGE.read_text())
+    grid.write_page(path, RESULTS)
+    command = "python -m benchmarks.grid --targets --results FILE --page docs/grid.md"
+    assert path.read_text() == PAGE.read_text(), f"it needs: {command}"
+
+
+def test_the_page_explains_each_worse_cell():
+    found = {
+        (target, chain.removesuffix(grid.SCANNED))
+        for (_, target, *_, chain), _ in worse_cells(RESULTS)
+    }
+    assert found == EXPLAINED
 
 
 def test_a_loop_counts_each_turn_and_a_slice_its_part():
