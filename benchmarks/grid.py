@@ -415,52 +415,59 @@ def worse_cells(results):
                 yield f"| {' | '.join(columns)} |"
 
 
-def alike(found, other):
-    """Whether two lines of results show the same, to two hundredths of N."""
-    return other is not None and all(
-        abs(found[loop][k] - other[loop][k]) <= 0.02 for loop, k in FIGURES
+def alike_all(results, keys, others):
+    """Whether lines of results show what others show, to two hundredths of N."""
+    return all(
+        other in results
+        and all(
+            abs(results[key][loop][k] - results[other][loop][k]) <= 0.02
+            for loop, k in FIGURES
+        )
+        for key, other in zip(keys, others, strict=True)
     )
 
 
 def tables(results, machine):
     """All chains on one machine, as Markdown.
 
-    Without those that show what they show without the scan or with the newest release.
+    Without a scanned chain that shows what it shows without the scan, and without the
+    cells that show what they show with the newest release.
     """
     newest = next(x for x in machines(results) if x[1] == machine[1])
     columns = list(itertools.product(TRAININGS, ("float32", "bfloat16")))
-    shown = []
+    shown = {}
     for name, *_ in steps("float32", "dense"):
-        cells = [(*machine, *column, name) for column in columns]
-        known = [key for key in cells if key in results]
-        one_push = name.removesuffix(SCANNED)
-        if one_push != name and all(
-            alike(results[key], results.get((*key[:4], one_push))) for key in known
-        ):
-            continue
-        if newest != machine and all(
-            alike(results[key], results.get((*newest, *key[2:]))) for key in known
-        ):
-            continue
-        shown.append((name, cells))
+        keys = [(*machine, *column, name) for column in columns]
+        keys = [key for key in keys if key in results]
+        one_push = [(*key[:4], name.removesuffix(SCANNED)) for key in keys]
+        later = [(*newest, *key[2:]) for key in keys]
+        if one_push == keys or not alike_all(results, keys, one_push):
+            shown[name] = {
+                key[2:4]: results[key]
+                for key, other in zip(keys, later, strict=True)
+                if machine == newest or not alike_all(results, [key], [other])
+            }
     for figure, head in HEADS.items():
         yield f"\n| {head} | {' | '.join(f'{m}, {d}' for m, d in columns)} |"
         yield "|---" * (1 + len(columns)) + "|"
-        for name, cells in shown:
+        for name, cells in shown.items():
             texts = []
-            for key in cells:
-                found = results.get(key)
+            for column in columns:
+                found = cells.get(column)
                 text = pair(found, figure) if found else ""
-                worse = found and figure in worse_loops(key, found).get("gx", ())
-                texts.append(f"**{text}**" if worse else text)
-            yield f"| `{name}` | {' | '.join(texts)} |"
+                key = (*machine, *column, name)
+                is_worse = found and figure in worse_loops(key, found).get("gx", ())
+                texts.append(f"**{text}**" if is_worse else text)
+            if cells:
+                yield f"| `{name}` | {' | '.join(texts)} |"
 
 
 def page(results):
     """The results as Markdown."""
     yield from summary(results)
-    yield "\nAll cells that are worse:\n"
+    yield "\n<details><summary>All cells that are worse</summary>\n"
     yield from worse_cells(results)
+    yield "\n</details>"
     for machine in machines(results):
         yield f"\n<details><summary>{title(machine)}</summary>"
         yield from tables(results, machine)

@@ -154,7 +154,7 @@ class Training(NamedTuple):
 def training(name, dtype=jnp.float32, small=False):
     """One of the ``TRAININGS``: the batch is small beside the parameters.
 
-    A ``small`` one has about 12 million parameters. The others are so large that their
+    A ``small`` one has 13 to 15 million parameters. The others are so large that their
     temporaries stand out from what a compiler keeps beside arrays.
     """
     dtype = jnp.dtype(dtype)
