@@ -6,10 +6,10 @@ a chain of dense layers, a transformer whose layers are scanned, and an embeddin
 batches are small beside their parameters. Batches are pushed one a program, and four in
 a ``scan``.
 
-``--results FILE`` takes the cells that the file has for these releases, and adds each
-missing cell as soon as it is compiled. ``--page FILE`` writes the tables of all results
-between two marks of a page; ``docs/grid.md`` has ``benchmarks/results/grid.csv``.
-``--targets`` without a target compiles nothing.
+``--results FILE`` takes the cells that the file has for this JAX, and adds each missing
+one as soon as it is compiled. To measure cells again, remove their lines. ``--page
+FILE`` writes the tables of all results between two marks of a page: ``docs/grid.md``
+has those of ``benchmarks/results/grid.csv``. ``--targets`` alone compiles nothing.
 
 ``--gradients`` compiles steps whose gradients are arguments, as in a push to a server,
 on a GPT-2-small with two blocks: 28 leaves, with every kind that the whole model has.
@@ -497,6 +497,10 @@ def main():
     parser.add_argument("--results", type=pathlib.Path, help="whole steps, kept here")
     parser.add_argument("--page", type=pathlib.Path, help="write their tables here")
     options = parser.parse_args()
+    if options.results and options.gradients:
+        parser.error("--results keeps whole steps: leave out --gradients")
+    if options.page and not options.results:
+        parser.error("--page shows results: say --results FILE")
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     whole = list(DTYPES) if options.gradients else ["float32", "bfloat16"]
     if options.results:
