@@ -44,6 +44,7 @@ EXPLAINED = {
     "cpu": {*NOVOGRAD, "clip + optax.lion", "accumulate(adam)"},
     "v5e:2x2": {*NOVOGRAD, "clip + optax.adamw", *SUMS},
     "v6e:2x2": {*NOVOGRAD, *SUMS},
+    "v5p:2x2x1": SUMS,
     "h100": {*SUMS, "accumulate(adam, finite)"},
 }
 
