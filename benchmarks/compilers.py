@@ -4,6 +4,10 @@ It needs libtpu, in an environment of its own (with it installed, JAX looks for 
 ``pip install "jax[tpu]" -e .``. It takes every topology that libtpu knows: ``v4:2x2x1``
 and ``tpu7x:2x2x1`` are two more than those of ``benchmarks.grid``.
 
+``h100`` is an NVIDIA H100. Its compiler needs no GPU either: ``pip install
+"jax[cuda13]" -e .``, with JAX 0.12 or later. ``h100.txtpb`` describes the card. Without
+a card the compiler cannot try which kernels are fastest.
+
 A topology of up to 8 chips stands for one chip. On a larger one, parameters, state and
 gradients are sharded over all chips. Each array is cut along the largest dimension that
 the number of chips divides; other arrays are replicated. There, ``bytes`` also counts
@@ -23,12 +27,14 @@ All figures are exact, in units of N, the parameters' bytes on one chip:
 
 The last four are read from the text of the compiled program. An operand counts in full,
 unless a slice or a gather reads a part of it. The body of a loop counts as often as it
-runs. Of a conditional, the branch that moves more counts.
+runs. Of a conditional, the branch that moves more counts, or with ``branch=min`` the
+other one.
 """
 
 import functools
 import math
 import os
+import pathlib
 import re
 from collections import Counter
 
@@ -38,7 +44,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.step import gx_step
+from benchmarks.step import gx_step, training_step
 
 COLLECTIVES = [
     "all-reduce",
@@ -59,7 +65,11 @@ def mesh(topology):
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # In others, too.
     jax.config.update("jax_platforms", "cpu")  # Nothing here runs on a TPU.
-    devices = topologies.get_topology_desc(topology, platform="tpu").devices
+    options = {"platform": "tpu"}
+    if topology == "h100":
+        described = pathlib.Path(__file__).with_name("h100.txtpb").read_text()
+        options = {"platform": "cuda", "topology": "1x1x1", "target_config": described}
+    devices = topologies.get_topology_desc(topology, **options).devices
     return Mesh(np.array(devices if len(devices) > 8 else devices[:1]), "chips")
 
 
@@ -104,23 +114,17 @@ def lower_step(tx, params, write=gx_step, grads=None):
 def lower_training(tx, params, loss_fn, *batch, write=gx_step, scanned=False, **extra):
     """The step as users write it, loss and gradients inside, on placed shapes.
 
-    Parameters and state are donated. With ``scanned`` the arrays of the batch have one
-    axis more, in front, and a scan over it makes a push of each part. ``extra`` are the
-    shapes of extra arguments of ``tx``. The step returns the loss as well.
+    It is ``benchmarks.step.training_step``, and parameters and state are donated.
+    ``extra`` are the shapes of extra arguments of ``tx``.
     """
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     state = placed(jax.eval_shape(tx.init, params), mesh)
     like = jax.tree.map(lambda x: x.sharding, (params, state))
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(like, None))
-    def step(params, state, *batch, **extra):
-        def push(model, batch):
-            loss, grads = jax.value_and_grad(loss_fn)(model[0], *batch)
-            return write(tx, *model, grads, **extra), loss
-
-        model = params, state
-        return jax.lax.scan(push, model, batch) if scanned else push(model, batch)
-
+    step = jax.jit(
+        training_step(tx, loss_fn, write, scanned),
+        donate_argnums=(0, 1),
+        out_shardings=(like, None),
+    )
     batch, extra = placed((batch, extra), mesh)
     return step.lower(params, state, *batch, **extra)
 
@@ -146,9 +150,13 @@ WRITES_A_PART = {"dynamic-update-slice": 1, "scatter": 2}  # this one, into the 
 
 
 class Program:
-    """The computations of a compiled program, by its text."""
+    """The computations of a compiled program, by its text.
 
-    def __init__(self, hlo):
+    Of a conditional, ``branch`` chooses the figures of one branch by their ``hbm``.
+    """
+
+    def __init__(self, hlo, branch=max):
+        self._branch = branch
         found = re.findall(r"^(?:ENTRY )?%(\S+) .*{\n((?: .*\n)*)}", hlo, re.M)
         self._lines = {
             computation: [
@@ -179,7 +187,7 @@ class Program:
         if opcode == "conditional":
             branches = re.search(r"branch_computations={.*?}|true_.*false_\S+", rest)[0]
             moved = map(self.moved, named(branches))
-            return max(moved, key=lambda moved: moved["hbm"])
+            return self._branch(moved, key=lambda moved: moved["hbm"])
         if opcode == "while":
             moved = self.moved(re.search(r"body=%([\w.-]+)", rest)[1])
             return {k: self._turns(rest) * n for k, n in moved.items()}
@@ -268,9 +276,9 @@ def size_of(types):
     return sum(n for n, _ in arrays(types))
 
 
-def traffic(hlo):
+def traffic(hlo, branch=max):
     """Bytes that a compiled program moves, by column."""
-    program = Program(hlo)
+    program = Program(hlo, branch)
     return program.moved(program.entry)
 
 

@@ -3,13 +3,18 @@
 ``python -m benchmarks.grid --targets cpu v5e:2x2`` compiles whole steps: loss,
 gradients and update in one donated program. It runs nothing. ``--models`` chooses from
 a chain of dense layers, a transformer whose layers are scanned, and an embedding. Their
-batches are small beside their parameters. Micro-batches are pushed one a program, and
-four in a ``scan``.
+batches are small beside their parameters. Batches are pushed one a program, and four in
+a ``scan``.
+
+``--results FILE`` takes the cells that the file has for this JAX, and adds each missing
+one as soon as it is compiled. To measure cells again, remove their lines. ``--page
+FILE`` writes the tables of all results between two marks of a page: ``docs/grid.md``
+has those of ``benchmarks/results/grid.csv``. ``--targets`` alone compiles nothing.
 
 ``--gradients`` compiles steps whose gradients are arguments, as in a push to a server,
 on a GPT-2-small with two blocks: 28 leaves, with every kind that the whole model has.
 ``--blocks 12`` takes the whole model. Targets such as ``v5p:2x2x1``, ``v6e:2x2`` and
-``v5e:16x16``, and all others except ``cpu``, need libtpu; ``benchmarks.compilers``
+``v5e:16x16`` need libtpu, and ``h100`` needs ``jax[cuda13]``; ``benchmarks.compilers``
 explains that, what a topology stands for, and the figures. ``--all`` adds all other
 figures for ours and for optax's, and ``--hlo`` writes the programs.
 
@@ -20,11 +25,12 @@ then a bar, then the figure of optax's chain in the same dtypes, with
 - temp: temporary memory.
 - moved: of a whole step, ``hbm`` for each push; of gradients as arguments, on CPU the
   bytes that the loops of the program read and write, by the compiler's count, and on
-  TPU ``own``, operands and results in any memory. Each micro-batch counts as acting.
+  TPU ``own``, operands and results in any memory. Each micro-batch counts as acting;
+  with ``--all``, ``added`` counts it as one that is only added.
 - hbm: on TPU the bytes that are read from HBM and written to it.
 - worse: the columns above 1.02 times optax's. Temporaries must also be more than 0.03 N
-  above, and 3 MB on TPU: that compiler keeps 32 kB for each instruction, and on 256
-  chips, with 0.4 to 0.8 MB of parameters each, this is most of all temporaries.
+  above, and 3 MB except on CPU: the TPU compiler keeps 32 kB for each instruction, and
+  on 256 chips, with 0.4 to 0.8 MB of parameters each, this is most of all temporaries.
 
 Loops: ``gx`` is ``gx.apply_gradients``; ``optax`` is ``tx.update`` and
 ``optax.apply_updates``. ``nnx.Optimizer.update`` and Flax's
@@ -35,6 +41,8 @@ it. There, gradients and parameters are cast in front of the whole chain. The sa
 done for optax's optimizers behind our clip.
 """
 
+import csv
+import itertools
 import pathlib
 import re
 import sys
@@ -59,7 +67,7 @@ from benchmarks.compilers import (
     traffic,
 )
 from benchmarks.measure import arguments, report
-from benchmarks.models import TRAININGS, gpt2_short, training
+from benchmarks.models import TRAININGS, gpt2_short, size, training
 from benchmarks.step import CLIP, OPTAX_CLIP, gx_step, optax_step
 
 MOST = {"global_clipnorm": 1.0}
@@ -71,6 +79,7 @@ DTYPES = {
     "mixed": ("float32", "bfloat16", None),
 }
 MICRO = 4
+SCANNED = ", scanned"
 LOOPS = {"gx": gx_step, "optax": optax_step}
 
 
@@ -159,6 +168,7 @@ class Cells:
 
     def __init__(self, target, dtypes, model=None, blocks=2, hlo=None):
         self._named, self._target, self._hlo = f"{target} {dtypes} {model}", target, hlo
+        self._dtypes, self._model = dtypes, model
         on = devices(target)
         self._training = None
         if model:
@@ -199,12 +209,26 @@ class Cells:
                 (self._hlo / f"{file}.hlo").write_text(hlo)
             if self._training:
                 memory = compiled.memory_analysis().temp_size_in_bytes
-                moved = traffic(hlo)["hbm"]
-                found = {"temp": memory / self.n, "moved": moved / self.n / pushes}
+                moved, added = (
+                    traffic(hlo, branch)["hbm"] / self.n / pushes
+                    for branch in (max, min)
+                )
+                found = {"temp": memory / self.n, "moved": moved, "added": added}
             else:
                 found = measured(compiled, hlo, self.n, self._target)
             self._known[text] = found | {"compile s": seconds}
         return self._known[text]
+
+    def compared(self, names):
+        """The name of each of these chains, and its figures by loop.
+
+        Those of optax's chain are under "theirs".
+        """
+        for name, tx, theirs, pushes in steps(self._dtypes, self._model):
+            if name in names:
+                found = {"theirs": self.of(f"optax {name}", theirs, "optax", pushes)}
+                found |= {loop: self.of(name, tx, loop, pushes) for loop in LOOPS}
+                yield name, found
 
 
 def measured(compiled, hlo, n, target):
@@ -224,6 +248,11 @@ def measured(compiled, hlo, n, target):
     }
 
 
+def kept(target, n):
+    """What a compiler keeps beside arrays, in parameters of ``n`` bytes."""
+    return 0 if target == "cpu" else 3e6 / n
+
+
 def worse(ours, theirs, kept=0):
     """The names of the columns where ours is worse; ``kept`` is no temporary."""
     slack = {"temp": max(0.03, kept)}
@@ -235,24 +264,20 @@ COMPARED = "temp", "moved", "hbm", "collectives"
 
 def steps(dtypes, model):
     """The name of each chain, ours, optax's, and the number of pushes."""
-    for name, (ours, theirs) in chains(dtypes).items():
-        yield name, ours, theirs, 1
-    for pushes in (1, MICRO) if model else ():
-        scanned = ", scanned" if pushes > 1 else ""
-        for name, (ours, theirs) in micro_batches().items():
+    found = chains(dtypes) | (micro_batches() if model else {})
+    for pushes in (1, MICRO) if model else (1,):
+        scanned = SCANNED if pushes > 1 else ""
+        for name, (ours, theirs) in found.items():
             yield f"{name}{scanned}", ours, theirs, pushes
 
 
 def rows(target, dtypes, only="", everything=False, model=None, **options):
     """The lines of the table for one machine, one model and one choice of dtypes."""
     cells = Cells(target, dtypes, model, **options)
-    kept = 0 if target == "cpu" else 3e6 / cells.n
-    for name, tx, theirs, pushes in steps(dtypes, model):
-        if only not in name:
-            continue
-        its = cells.of(f"optax {name}", theirs, "optax", pushes)
+    names = {name for name, *_ in steps(dtypes, model) if only in name}
+    for name, found in cells.compared(names):
         for loop in LOOPS:
-            ours = cells.of(name, tx, loop, pushes)
+            ours, its = found[loop], found["theirs"]
             columns = [k for k in COMPARED if k in ours]
             compared = [{k: x[k] for k in columns} for x in (ours, its)]
             more = [k for k in ours if k not in columns] if everything else []
@@ -261,7 +286,7 @@ def rows(target, dtypes, only="", everything=False, model=None, **options):
                     filter(None, (target, model, f"{dtypes}: {name}, {loop}"))
                 ),
                 **{k: f"{ours[k]:.2f} | {its[k]:.2f}" for k in columns},
-                "worse": ", ".join(worse(*compared, kept)),
+                "worse": ", ".join(worse(*compared, kept(target, cells.n))),
                 **{k: f"{shown(ours[k])} | {shown(its[k])}" for k in more},
             }
 
@@ -271,10 +296,197 @@ def shown(x):
     return f"{x:.2f}" if isinstance(x, float) else x
 
 
+# The figures of whole steps, as the page calls them.
+HEADS = {"temp": "temporaries", "moved": "moved"}
+# A line of a file of results: a chain on one machine, and its figures in three loops.
+KEYS = "jax", "target", "model", "dtypes", "chain"
+FIGURES = [(whose, k) for whose in (*LOOPS, "theirs") for k in HEADS]
+
+
+def read(path):
+    """The results in a file: by ``KEYS``, the figures by loop."""
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    found = {}
+    for line in lines:
+        whose = {loop: {} for loop, _ in FIGURES}
+        for loop, k in FIGURES:
+            whose[loop][k] = float(line[f"{loop} {k}"])
+        found[tuple(line[key] for key in KEYS)] = whose
+    return found
+
+
+def add(path, target, model, dtypes, only=""):
+    """Compiles the cells that the file of results lacks, and adds each to the file."""
+    if not path.exists():
+        path.write_text(",".join([*KEYS, *map(" ".join, FIGURES)]) + "\n")
+    place, known = (jax.__version__, target, model, dtypes), read(path)
+    names = {
+        name
+        for name, *_ in steps(dtypes, model)
+        if only in name and (*place, name) not in known
+    }
+    for name, found in Cells(target, dtypes, model).compared(names):
+        figures = (f"{found[loop][k]:.4f}" for loop, k in FIGURES)
+        with path.open("a", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerow([*place, name, *figures])
+
+
+TITLES = {
+    "cpu": "CPU",
+    "v5e:2x2": "TPU v5e",
+    "v6e:2x2": "TPU v6e",
+    "v5p:2x2x1": "TPU v5p",
+    "h100": "NVIDIA H100",
+}
+WRITTEN = {
+    "gx": "`gx.apply_gradients`",
+    "optax": "`optax.apply_updates`",
+    "both": "both",
+}
+BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
+
+
+def worse_loops(key, found):
+    """The figures that are worse than optax's, for each loop with any."""
+    _, target, model, dtypes, _ = key
+    n = size(training(model, DTYPES[dtypes][0]).params)
+    its, *ours = ({k: found[x][k] for k in HEADS} for x in ("theirs", *LOOPS))
+    compared = [worse(x, its, kept(target, n)) for x in ours]
+    loops = dict(zip(LOOPS, compared, strict=True))
+    return {loop: figures for loop, figures in loops.items() if figures}
+
+
+def pair(found, figure, loop="gx"):
+    """Ours and optax's in a cell of the page; bold letters say that ours is worse."""
+    return f"{found[loop][figure]:.2f} / {found['theirs'][figure]:.2f}"
+
+
+def version(release):
+    """A release, so that it can be compared."""
+    return tuple(map(int, release.split(".")))
+
+
+def machines(results):
+    """Each target and release, in the order of ``TITLES``, the newest release first."""
+    found = {key[:2] for key in results}
+    newest_first = sorted(found, key=lambda key: version(key[0]), reverse=True)
+    return sorted(newest_first, key=lambda key: list(TITLES).index(key[1]))
+
+
+def title(machine):
+    """The name of a target with a release of JAX."""
+    release, target = machine
+    return f"{TITLES[target]}, JAX {release}"
+
+
+def summary(results):
+    """How many cells of each machine are worse, as Markdown."""
+    yield "| | cells | more temporaries | more is moved |"
+    yield "|---|---|---|---|"
+    for machine in machines(results):
+        cells = [key for key in results if key[:2] == machine]
+        loops = [x for key in cells for x in worse_loops(key, results[key]).values()]
+        counts = (sum(k in columns for columns in loops) for k in HEADS)
+        columns = title(machine), len(LOOPS) * len(cells), *counts
+        yield f"| {' | '.join(map(str, columns))} |"
+
+
+def worse_cells(results):
+    """All cells that are worse, as Markdown."""
+    yield "| | chain | loop | ours / optax's |"
+    yield "|---|---|---|---|"
+    lines = {}
+    for key, found in results.items():
+        loops = worse_loops(key, found)
+        texts = [
+            f"{key[2]}, {key[3]}: "
+            + ", ".join(f"{HEADS[k]} {pair(found, k, loop)}" for k in loops[loop])
+            for loop in loops
+        ]
+        if len(set(texts)) == 1 < len(loops):
+            texts, loops = texts[:1], ["both"]
+        for loop, text in zip(loops, texts, strict=True):
+            lines.setdefault((key[:2], key[4], loop), []).append(text)
+    for machine in machines(results):
+        for (where, name, loop), texts in lines.items():
+            if where == machine:
+                columns = title(machine), f"`{name}`", WRITTEN[loop], "; ".join(texts)
+                yield f"| {' | '.join(columns)} |"
+
+
+def alike_all(results, keys, others):
+    """Whether lines of results show what others show, to two hundredths of N."""
+    return all(
+        other in results
+        and all(
+            abs(results[key][loop][k] - results[other][loop][k]) <= 0.02
+            for loop, k in FIGURES
+        )
+        for key, other in zip(keys, others, strict=True)
+    )
+
+
+def tables(results, machine):
+    """All chains on one machine, as Markdown.
+
+    Without a scanned chain that shows what it shows without the scan, and without the
+    cells that show what they show with the newest release.
+    """
+    newest = next(x for x in machines(results) if x[1] == machine[1])
+    columns = list(itertools.product(TRAININGS, ("float32", "bfloat16")))
+    shown = {}
+    for name, *_ in steps("float32", "dense"):
+        keys = [(*machine, *column, name) for column in columns]
+        keys = [key for key in keys if key in results]
+        one_push = [(*key[:4], name.removesuffix(SCANNED)) for key in keys]
+        later = [(*newest, *key[2:]) for key in keys]
+        if one_push == keys or not alike_all(results, keys, one_push):
+            shown[name] = {
+                key[2:4]: results[key]
+                for key, other in zip(keys, later, strict=True)
+                if machine == newest or not alike_all(results, [key], [other])
+            }
+    for figure, head in HEADS.items():
+        yield f"\n| {head} | {' | '.join(f'{m}, {d}' for m, d in columns)} |"
+        yield "|---" * (1 + len(columns)) + "|"
+        for name, cells in shown.items():
+            texts = []
+            for column in columns:
+                found = cells.get(column)
+                text = pair(found, figure) if found else ""
+                key = (*machine, *column, name)
+                is_worse = found and figure in worse_loops(key, found).get("gx", ())
+                texts.append(f"**{text}**" if is_worse else text)
+            if cells:
+                yield f"| `{name}` | {' | '.join(texts)} |"
+
+
+def page(results):
+    """The results as Markdown."""
+    yield from summary(results)
+    yield "\n<details><summary>All cells that are worse</summary>\n"
+    yield from worse_cells(results)
+    yield "\n</details>"
+    for machine in machines(results):
+        yield f"\n<details><summary>{title(machine)}</summary>"
+        yield from tables(results, machine)
+        yield "\n</details>"
+
+
+def write_page(path, results):
+    """Puts the tables between the marks of a page."""
+    text = path.read_text()
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    tables = "\n".join(page(results))
+    path.write_text(f"{before}{BEGIN}\n{tables}\n\n{END}{after}")
+
+
 def main():
     """Prints the tables, and ends with code 1 if a cell is worse than optax's."""
     parser = arguments(__doc__)
-    parser.add_argument("--targets", nargs="+", default=["cpu"])
+    parser.add_argument("--targets", nargs="*", default=["cpu"])
     parser.add_argument("--models", nargs="*", default=TRAININGS, choices=TRAININGS)
     parser.add_argument("--gradients", action="store_true", help="as arguments")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
@@ -282,9 +494,23 @@ def main():
     parser.add_argument("--blocks", type=int, default=2, help="of GPT-2-small")
     parser.add_argument("--all", action="store_true", help="all figures")
     parser.add_argument("--hlo", type=pathlib.Path, help="write the programs here")
+    parser.add_argument("--results", type=pathlib.Path, help="whole steps, kept here")
+    parser.add_argument("--page", type=pathlib.Path, help="write their tables here")
     options = parser.parse_args()
+    if options.results and options.gradients:
+        parser.error("--results keeps whole steps: leave out --gradients")
+    if options.page and not options.results:
+        parser.error("--page shows results: say --results FILE")
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     whole = list(DTYPES) if options.gradients else ["float32", "bfloat16"]
+    if options.results:
+        for cell in itertools.product(
+            options.targets, options.models, options.dtypes or whole
+        ):
+            add(options.results, *cell, options.only)
+        if options.page:
+            write_page(options.page, read(options.results))
+        return
     table = [
         row
         for target in options.targets

@@ -151,18 +151,25 @@ class Training(NamedTuple):
     loss_fn: Callable[..., jax.Array]
 
 
-def training(name, dtype=jnp.float32):
-    """One of the ``TRAININGS``: the batch is small beside the parameters."""
+def training(name, dtype=jnp.float32, small=False):
+    """One of the ``TRAININGS``: the batch is small beside the parameters.
+
+    A ``small`` one has 13 to 15 million parameters. The others are so large that their
+    temporaries stand out from what a compiler keeps beside arrays.
+    """
     dtype = jnp.dtype(dtype)
     if name == "dense":
-        batch = jax.ShapeDtypeStruct((64, 3072), dtype)
-        return Training(dense_layers(width=3072, dtype=dtype), (batch,), squares)
+        width = 1024 if small else 3072
+        batch = jax.ShapeDtypeStruct((64, width), dtype)
+        return Training(dense_layers(width=width, dtype=dtype), (batch,), squares)
     if name == "transformer":
         tokens = jax.ShapeDtypeStruct((2, 64), jnp.int32)
-        return Training(transformer(dtype=dtype), (tokens,), next_tokens)
+        params = transformer(4 if small else 16, width=512, dtype=dtype)
+        return Training(params, (tokens,), next_tokens)
     words = jax.ShapeDtypeStruct((256, 4), jnp.int32)
     labels = jax.ShapeDtypeStruct((256,), dtype)
-    return Training(embedding(dtype=dtype), (words, labels), scores)
+    params = embedding(100_000 if small else 800_000, dtype=dtype)
+    return Training(params, (words, labels), scores)
 
 
 TRAININGS = "dense", "transformer", "embedding"

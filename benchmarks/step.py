@@ -1,4 +1,9 @@
-"""The donated step, gradients to parameters: ours against optax's, Keras's and torch's.
+"""The donated step: ours against optax's, Keras's and torch's.
+
+``python -m benchmarks.step --whole dense transformer embedding`` times whole steps, as
+users write them: loss, gradients and update in one program, and micro-batches in a
+``scan``. The models are those of ``benchmarks.grid``, but smaller. Everything else
+below is about steps from gradients to parameters.
 
 ``python -m benchmarks.step --model gpt2_small --dtype float32`` takes the chains group
 by group. A group's rows are interleaved in one run. An addition that reads and writes
@@ -54,9 +59,11 @@ from benchmarks.measure import (
     report,
     times,
 )
-from benchmarks.models import size, tree
+from benchmarks.models import TRAININGS, size, training, tree
 
 PROFILED = 3  # Steps.
+ROWS = 1000  # From which a batch of a whole step takes some.
+MICRO = 4  # Pushes in a scan.
 ADDED = 2**29  # Bytes of the array that measures the bandwidth.
 FRESH, STALE = 2**30, -(2**30)  # Local steps that are always fresh, and always stale.
 
@@ -79,6 +86,13 @@ class Row(NamedTuple):
     touches: Callable[[Any, Any], Any] = lambda params, state: (params, state)
 
 
+class Whole(NamedTuple):
+    """One line of the table, for a whole step."""
+
+    name: str
+    build: Callable[[Any, Any], Built]  # From the model's shapes and parameters.
+
+
 def donated(step, shapes, state, grads, **extra):
     """The run of a jitted ``step(params, state, grads) -> (params, state)``."""
     jitted = jax.jit(step, donate_argnums=(0, 1))
@@ -97,6 +111,53 @@ def optax_step(tx, params, state, grads, **extra):
 def gx_step(tx, params, state, grads, **extra):
     """As users of gradxform write it."""
     return gx.apply_gradients(tx, grads, state, params, **extra)
+
+
+def training_step(tx, loss_fn, write=gx_step, scanned=False):
+    """The step as users write it, loss and gradients inside.
+
+    With ``scanned`` the arrays of the batch have one axis more, in front, and a scan
+    over it makes a push of each part. The step returns the model and the loss.
+    """
+
+    def step(params, state, *batch, **extra):
+        def push(model, batch):
+            loss, grads = jax.value_and_grad(loss_fn)(model[0], *batch)
+            return write(tx, *model, grads, **extra), loss
+
+        model = params, state
+        return jax.lax.scan(push, model, batch) if scanned else push(model, batch)
+
+    return step
+
+
+def trained(model, tx, write=gx_step, pushes=1):
+    """A whole step of one of the ``TRAININGS``, or a scan of several."""
+
+    def build(shapes, params):
+        _, batch, loss_fn = training(model, jax.tree.leaves(shapes)[0].dtype, True)
+        if pushes > 1:
+            batch = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((pushes, *x.shape), x.dtype), batch
+            )
+        batch = [inputs(x) for x in batch]
+        step = jax.jit(
+            training_step(tx, loss_fn, write, pushes > 1), donate_argnums=(0, 1)
+        )
+        state = tx.init(params)
+        compiled = step.lower(params, state, *batch).compile()
+        parameters_and_state = jax.tree.map(jnp.copy, params), state
+        run = in_place(lambda *xs: compiled(*xs)[0], parameters_and_state, *batch)
+        return Built(run, jax.eval_shape(lambda: state), compiled)
+
+    return build
+
+
+def inputs(x):
+    """Numbers of this shape: normal ones, or indices of the first rows."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return jax.random.randint(jax.random.key(0), x.shape, 0, ROWS, x.dtype)
+    return jax.random.normal(jax.random.key(0), x.shape, x.dtype)
 
 
 def by_optax(tx):
@@ -242,6 +303,54 @@ GROUPS = {
 }
 
 
+def whole(model):
+    """The groups of whole steps of one of the ``TRAININGS``, by name."""
+    chains = {
+        "clip + adagrad": (
+            OPTAX_ADAGRAD,
+            {
+                "clip + adagrad": optax.chain(CLIP, gx.adagrad(0.1)),
+                "adagrad(global_clipnorm)": ADAGRAD,
+            },
+        ),
+        "clip + novograd": (
+            OPTAX_NOVOGRAD,
+            {
+                "clip + novograd": optax.chain(CLIP, gx.novograd(0.1)),
+                "novograd(global_clipnorm)": gx.novograd(0.1, global_clipnorm=1),
+            },
+        ),
+        "clip + adamw": (
+            optax.chain(OPTAX_CLIP, optax.adamw(0.1)),
+            {"clip + optax adamw": optax.chain(CLIP, optax.adamw(0.1))},
+        ),
+    }
+    micro = {
+        "adam": (optax.adam(0.1),) * 2,
+        "clip + adamw": (
+            chains["clip + adamw"][0],
+            *chains["clip + adamw"][1].values(),
+        ),
+    }
+    found = {
+        name: [
+            Whole(f"optax {name}", trained(model, theirs, optax_step)),
+            *(Whole(f"gx {mine}", trained(model, tx)) for mine, tx in ours.items()),
+        ]
+        for name, (theirs, ours) in chains.items()
+    }
+    for name, (theirs, ours) in micro.items():
+        multi = optax.MultiSteps(theirs, MICRO).gradient_transformation()
+        sums = gx.accumulate(ours, MICRO)
+        found[f"{MICRO} micro-batches, {name}"] = [
+            Whole(
+                f"optax MultiSteps({name})", trained(model, multi, optax_step, MICRO)
+            ),
+            Whole(f"gx accumulate({name})", trained(model, sums, pushes=MICRO)),
+        ]
+    return found
+
+
 def available(row):
     """Whether the row can be built here; prints it if not."""
     library, backend = row.name.split()[0], jax.default_backend()
@@ -277,8 +386,10 @@ def measure(rows, grads, rounds, added=ADDED):
         if step.compiled:
             temporaries = step.compiled.memory_analysis().temp_size_in_bytes
             line["temp/N"] = round(temporaries / n, 3)
-            moved["bytes"] = step.compiled.cost_analysis()["bytes accessed"]
-        moved["least"] = least_bytes(row, shapes, step.state)
+            if isinstance(row, Row):
+                moved["bytes"] = step.compiled.cost_analysis()["bytes accessed"]
+        if isinstance(row, Row):
+            moved["least"] = least_bytes(row, shapes, step.state)
         line |= {f"{k}/N": round(moved[k] / n, 2) for k in moved}
         against = None if row.name == first else seconds[first]
         line |= times(seconds[row.name], against)
@@ -329,9 +440,9 @@ def kernels(rows, grads):
             }
 
 
-def chosen(word=""):
+def chosen(word="", groups=None):
     """Groups of the rows whose names contain the word; always with the first row."""
-    for group, (first, *others) in GROUPS.items():
+    for group, (first, *others) in (groups or GROUPS).items():
         named = [row for row in others if word in f"{group}: {row.name}"]
         if named or word in f"{group}: {first.name}":
             yield [row for row in (first, *named) if available(row)]
@@ -344,13 +455,22 @@ def main():
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--only", default="", help="rows with this in their name")
     parser.add_argument("--kernels", action="store_true", help="those of a GPU")
+    parser.add_argument("--whole", nargs="+", choices=TRAININGS, help="whole steps")
     options = parser.parse_args()
     if options.kernels and jax.default_backend() != "gpu":
         raise SystemExit("--kernels measures a GPU, and JAX has none here.")
-    for model in options.model:
-        shapes = tree(model, options.dtype)
-        grads, lines, rates = draw(shapes, 0), [], []
-        for rows in chosen(options.only):
+    for model in options.whole or options.model:
+        if options.whole:
+            shapes = training(model, options.dtype, True).params
+            grads, groups = (
+                jax.tree.map(lambda x: 0.02 * inputs(x), shapes),
+                whole(model),
+            )
+        else:
+            shapes = tree(model, options.dtype)
+            grads, groups = draw(shapes, 0), GROUPS
+        lines, rates = [], []
+        for rows in chosen(options.only, groups):
             if options.kernels:
                 lines += kernels(rows, grads)
             else:
@@ -360,7 +480,7 @@ def main():
             jax.clear_caches()  # Steps over thousands of leaves hold gigabytes.
         name = f"{int(model):,} leaves" if model.isdigit() else model
         path = options.json
-        if path and len(options.model) > 1:
+        if path and len(options.whole or options.model) > 1:
             path = path.with_stem(f"{path.stem}_{model}")
         title = f"{name}, {options.dtype}, N = {size(shapes) / 1e6:.1f} MB"
         if rates:

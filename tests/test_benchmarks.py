@@ -1,5 +1,6 @@
 """The benchmarks run and count right. These tests do not judge what they measure."""
 
+import functools
 import importlib.util
 import json
 import math
@@ -9,10 +10,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import gradxform as gx
 from benchmarks import compile as compile_benchmark
-from benchmarks import measure, memory, plot, race, step
+from benchmarks import measure, memory, models, plot, race, step
 from benchmarks.__main__ import main, programs
 from benchmarks.models import MODELS, small_leaves, tree
 
@@ -141,6 +144,44 @@ def test_a_step_is_measured(group, capsys, monkeypatch):
         assert line["min ms"] > 0
     assert "against" not in lines[0]
     assert {line["against"] for line in lines[1:]} == {lines[0]["name"]}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_whole_step_is_measured(monkeypatch):
+    def small(name, dtype, small):
+        assert (name, small) == ("dense", True)
+        batch = (jax.ShapeDtypeStruct((8, 16), dtype),)
+        return models.Training(models.dense_layers(2, 16, dtype), batch, models.squares)
+
+    monkeypatch.setattr(step, "training", small)
+    shapes = small("dense", jnp.float32, True).params
+    for rows in step.chosen("adamw", step.whole("dense")):
+        lines, _ = step.measure(rows, measure.draw(shapes, 0), rounds=2, added=2**16)
+        assert [line["name"].split()[0] for line in lines] == ["optax", "gx"]
+        for line in lines:
+            assert line["min ms"] > 0
+            assert not {"bytes/N", "least/N"} & set(line)  # Those are of the update.
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_scan_of_pushes_trains_as_the_pushes_do():
+    step_of = functools.partial(
+        step.training_step, gx.accumulate(optax.sgd(0.1), 2), models.squares
+    )
+    layers = models.dense_layers(2, 16)
+    params = jax.tree.map(lambda x: 0.3 * x, measure.draw(layers, 0))
+    model = params, gx.accumulate(optax.sgd(0.1), 2).init(params)
+    batches = jax.random.normal(jax.random.key(1), (4, 8, 16))
+    scanned, losses = step_of(scanned=True)(*model, batches)
+    expected = []
+    for batch in batches:
+        model, loss = step_of()(*model, batch)
+        expected.append(loss)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for name, leaf in model[0].items():
+        np.testing.assert_allclose(scanned[0][name], leaf, rtol=1e-5)
+    assert expected[0] != expected[-1]
 
 
 LEAST = {

@@ -1,6 +1,7 @@
 """No step costs more than optax's: on CPU here, on TPU in tests/tpu."""
 
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,105 @@ def test_no_cell_on_cpu_is_worse(dtypes, monkeypatch):
     rows = list(grid.rows("cpu", dtypes))
     assert len(rows) == 7 * len(grid.LOOPS)
     assert not [row for row in rows if row["worse"]]
+
+
+RESULTS = grid.read(pathlib.Path("benchmarks/results/grid.csv"))
+PAGE = pathlib.Path("docs/grid.md")
+# The chains, scanned or not, whose worse cells the page explains, by machine.
+SUMS = {f"accumulate({name})" for name in ("sgd", "adam", "clip + adamw")}
+NOVOGRAD = {"clip + novograd", "novograd(global_clipnorm)"}
+EXPLAINED = {
+    "cpu": {*NOVOGRAD, "clip + optax.lion", "accumulate(adam)"},
+    "v5e:2x2": {*NOVOGRAD, "clip + optax.adamw", *SUMS},
+    "v6e:2x2": {*NOVOGRAD, *SUMS},
+    "v5p:2x2x1": SUMS,
+    "h100": {*SUMS, "accumulate(adam, finite)"},
+}
+
+
+def worse_cells(results):
+    """Each cell of these results that is worse, with its loop."""
+    return {
+        (key, loop)
+        for key, found in results.items()
+        for loop in grid.worse_loops(key, found)
+    }
+
+
+def measured(model, dtypes, only=""):
+    """Cells of this machine, compiled now."""
+    names = {name for name, *_ in grid.steps(dtypes, model) if only in name}
+    cells = grid.Cells("cpu", dtypes, model).compared(names)
+    return {(release(), "cpu", model, dtypes, name): found for name, found in cells}
+
+
+def release():
+    """This release of JAX if it has results on CPU, or the newest that has."""
+    found = [release for release, target in grid.machines(RESULTS) if target == "cpu"]
+    return jax.__version__ if jax.__version__ in found else found[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "only"),
+    [
+        ("dense", "clip + optax.adamw"),
+        ("dense", "clip + novograd"),
+        ("embedding", "accumulate(adam)"),
+    ],
+)
+def test_in_a_whole_step_only_the_listed_cells_are_worse(model, only):
+    cells = measured(model, "float32", only)
+    assert len(cells) >= 2  # One push in a program, and four in a scan.
+    assert worse_cells(cells) <= worse_cells(RESULTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["dense", "embedding"])
+@pytest.mark.parametrize("dtypes", ["float32", "bfloat16"])
+def test_of_all_whole_steps_only_the_listed_cells_are_worse(model, dtypes):
+    cells = measured(model, dtypes)
+    assert len(cells) == 2 * (7 + 4)
+    assert worse_cells(cells) <= worse_cells(RESULTS)
+
+
+def test_a_cell_in_the_file_is_not_compiled_again(tmp_path, monkeypatch):
+    path, compiled = tmp_path / "grid.csv", []
+    figures = {"temp": 1.0, "moved": 7.25}
+    found = dict.fromkeys([*grid.LOOPS, "theirs"], figures)
+
+    class Cells:
+        def __init__(self, *place):
+            self.place = place
+
+        def compared(self, names):
+            for name in sorted(names):
+                compiled.append((*self.place, name))
+                yield name, found
+
+    monkeypatch.setattr(grid, "Cells", Cells)
+    place = "cpu", "float32", "dense"
+    names = ["accumulate(adam)", "accumulate(adam), scanned", "accumulate(sgd)"]
+    for only in (names[1], "accumulate(adam)", names[2]):
+        grid.add(path, "cpu", "dense", "float32", only)
+    names = [names[1], names[0], names[2], f"{names[2]}, scanned"]
+    assert compiled == [(*place, name) for name in names]
+    key = jax.__version__, "cpu", "dense", "float32"
+    assert grid.read(path) == {(*key, name): found for name in names}
+
+
+def test_the_page_has_the_results(tmp_path):
+    path = tmp_path / "grid.md"
+    path.write_text(PAGE.read_text())
+    grid.write_page(path, RESULTS)
+    command = "python -m benchmarks.grid --targets --results FILE --page docs/grid.md"
+    assert path.read_text() == PAGE.read_text(), f"it needs: {command}"
+
+
+def test_the_page_explains_each_worse_cell():
+    found = {}
+    for (_, target, *_, chain), _ in worse_cells(RESULTS):
+        found.setdefault(target, set()).add(chain.removesuffix(grid.SCANNED))
+    assert found == EXPLAINED
 
 
 def test_a_loop_counts_each_turn_and_a_slice_its_part():
