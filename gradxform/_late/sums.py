@@ -20,7 +20,7 @@ from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
 from gradxform._trees.indexed_slices import IndexedSlices
-from gradxform._trees.types import Leaf
+from gradxform._trees.types import Leaf, PyTree
 
 Reduction = Literal["mean", "sum", "row_mean"]
 
@@ -159,33 +159,65 @@ class Sums:
         divisors = maps.broadcast(n, state.accumulated)
         if self._reduction == "row_mean":
             held = boxes.as_in(updates, row_counts)
-            held = maps.map_leaves(_if_begun, pushed, held, has_begun)
-            counts = maps.map_state(
-                lambda _, n, flag: n + (1 if flag is None else flag.astype(n.dtype)),
+            divisors = _put(
                 pushed,
-                maps.rows(pushed, held),
-                flags,
+                held,
+                maps.map_state(
+                    lambda _, n, flag: (
+                        n + (1 if flag is None else flag.astype(n.dtype))
+                    ),
+                    pushed,
+                    _held(pushed, held, has_begun),
+                    flags,
+                ),
+                has_begun,
             )
-            divisors = maps.put_rows(pushed, held, counts)
             row_counts = boxes.as_in(row_counts, divisors)
-        held = maps.map_leaves(_if_begun, pushed, state.accumulated, has_begun)
-        sums = maps.map_state(
-            functools.partial(arithmetic.wide_sum, factor=factor),
+        sums = _put(
             pushed,
-            maps.rows(pushed, held),
+            state.accumulated,
+            maps.map_state(
+                functools.partial(arithmetic.wide_sum, factor=factor),
+                pushed,
+                _held(pushed, state.accumulated, has_begun),
+            ),
+            has_begun,
         )
-        sums = maps.put_rows(pushed, held, sums)
         trees = sums, divisors, has_begun, state.accumulated
         finished = functools.partial(_finished, full)
         return maps.map_leaves(finished, pushed, *trees), row_counts
 
 
-def _if_begun(g: Leaf, total: jax.Array, begun: jax.Array) -> jax.Array:
-    """A sum, or zeros if it begins with this push; without a gradient as it is."""
-    if isinstance(g, IndexedSlices):  # The whole table, but only with the first push.
+def _held(
+    pushed: optax.Updates, totals: PyTree[jax.Array], begun: PyTree[jax.Array]
+) -> PyTree[jax.Array]:
+    """The rows of a sum that a push adds to; zeros if the sum begins with this push."""
+
+    def held(g: Leaf, rows: jax.Array, begun: jax.Array) -> jax.Array:
+        return jnp.where(begun, rows, 0) if maps.has_gradient(g) else rows
+
+    return maps.map_leaves(held, pushed, maps.rows(pushed, totals), begun)
+
+
+def _put(
+    pushed: optax.Updates,
+    totals: PyTree[jax.Array],
+    rows: PyTree[jax.Array],
+    begun: PyTree[jax.Array],
+) -> PyTree[jax.Array]:
+    """Sums with new rows; the first push of a sum also clears the rest of a table."""
+
+    def put(g: Leaf, total: jax.Array, rows: jax.Array, begun: jax.Array) -> jax.Array:
+        if not isinstance(g, IndexedSlices):
+            return rows
         zeros = functools.partial(constants.zeros_of_type, jax.typeof(total))
-        return jax.lax.cond(begun, lambda: total, zeros)
-    return jnp.where(begun, total, 0) if maps.has_gradient(g) else total
+        return jax.lax.cond(
+            begun,
+            lambda: maps.put_rows(g, total, rows),
+            lambda: maps.put_rows(g, zeros(), rows),
+        )
+
+    return maps.map_leaves(put, pushed, totals, rows, begun)
 
 
 def _finished(
