@@ -184,9 +184,9 @@ def wide(seed, size):
     """Numbers of both signs over four orders of magnitude, none of them a tie."""
     rng = np.random.RandomState(seed)
     mantissas = 1 + np.floor(2**23 * rng.random_sample(size)) / 2**23
-    exponents = -np.floor(14 * rng.random_sample(size)).astype(int)
+    sizes = 2.0 ** -np.floor(14 * rng.random_sample(size))
     signs = np.where(rng.random_sample(size) < 0.5, -1, 1)
-    return np.float32(signs * np.ldexp(mantissas, exponents))
+    return np.float32(signs * mantissas * sizes)
 
 
 class Bowl:
@@ -199,12 +199,9 @@ class Bowl:
         self.rng, shape = np.random.RandomState(seed), (size // 64, 64)
         draw = self.rng.random_sample
         self.start = np.float32(np.round(256 * draw(shape) - 128) / 128)
-        self.target = self.start + np.float32(
-            np.round(2**16 * draw(shape)) / 2**18 - 1 / 8
-        )
-        self.curvature = np.float32(
-            np.ldexp(1.0, -np.floor(7 * draw(shape)).astype(int))
-        )
+        away = np.round(2**16 * draw(shape)) / 2**18 - 1 / 8
+        self.target = self.start + np.float32(away)
+        self.curvature = np.float32(2.0 ** -np.floor(7 * draw(shape)))
 
     def gradient(self, w):
         """The next gradient at w, in float32."""
