@@ -1,6 +1,6 @@
 """Makes flashoptim.json: FlashOptim's own code for JAX, without its kernels for GPUs.
 
-With Python 3.11, from the repository's root, with a checkout of it, fc24600d, elsewhere:
+With Python 3.11, from the repository's root, with a checkout at fc24600d elsewhere:
 
     git clone https://github.com/samacqua/flashoptim-jax ../flashoptim-jax
     pip install "jax==0.10.2" "optax==0.2.8" "numpy==2.4.6"
