@@ -10,7 +10,7 @@ import optax
 
 from gradxform._transforms import half
 from gradxform._trees import checks, constants, dtypes, maps
-from gradxform._trees.compilers import narrow
+from gradxform._trees.compilers import after, narrow
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Leaf, Param, Params, Path
@@ -240,14 +240,19 @@ def _moved(u: Leaf, p: Leaf, r: Leaf) -> tuple[Leaf, Leaf]:
 
 
 def _step(u: jax.Array, p: jax.Array, r: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # x' = x + u
-    x = jnp.asarray(_joined(p, r)) + u
-    before = half.widen(p)
-    rounded, _ = _split(x, p, r)
-    update = rounded - before
-    # A parameter that becomes 2¹⁶ times smaller may miss the new one.
-    reached = half.nearest(before + update, p.dtype)
-    _, new = _split(jnp.where(reached == rounded, x, reached), p, r)
+    def step(p: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # x' = x + u
+        x = jnp.asarray(_joined(p, r)) + u
+        before = half.widen(p)
+        rounded, _ = _split(x, p, r)
+        update = rounded - before
+        # A parameter that becomes 2¹⁶ times smaller may miss the new one.
+        reached = half.nearest(before + update, p.dtype)
+        _, new = _split(jnp.where(reached == rounded, x, reached), p, r)
+        return update, new
+
+    _, new = step(p)
+    update, _ = step(after(p, new))
     return update, new
 
 
