@@ -1,0 +1,271 @@
+"""Parameters in half precision, and in the state the rest of their float32 numbers."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform._transforms import half
+from gradxform._trees import checks, constants, dtypes, maps
+from gradxform._trees.compilers import after, narrow
+from gradxform._trees.extra_args import accepted_kwargs
+from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.types import Leaf, Param, Params, Path
+
+# Into how many parts half the distance of two parameters is divided. Of float16, with
+# 2¹⁴ parts, every float32 from 2⁻¹⁶ on is one.
+_PARTS = {jnp.dtype(jnp.int8): 127, jnp.dtype(jnp.int16): 2**14}
+
+
+class MasterWeightsState(NamedTuple):
+    """State of :func:`master_weights`.
+
+    Attributes:
+      residual: like params, of the dtype ``residual_dtype``: float32 less the rounded
+        parameter. None for a parameter that is not in half precision.
+      inner_state: the state of ``inner``, for float32 parameters.
+    """
+
+    residual: optax.Updates
+    inner_state: optax.OptState
+
+
+def master_weights(
+    inner: optax.GradientTransformation,
+    *,
+    residual_dtype: Literal["int16", "int8", "bfloat16"] = "int16",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Trains parameters in half precision as if they were float32.
+
+    The state holds the residual ``r``: what rounding took from the float32 parameter.
+
+    .. math::
+
+        x &= w + r, \qquad u, S \leftarrow inner(g, S, x), \qquad x' = x + u \\
+        w' &= round(x'), \qquad r' = x' - w'
+
+    ``inner`` sees float32 alone: its ``init`` and its ``update`` get the float32
+    parameters ``x`` and gradients in float32. So its state, its weight decay and its
+    norms are those of float32. Parameters are rounded to the nearest number.
+
+    With ``residual_dtype="int16"`` a bfloat16 parameter and its residual together are
+    the float32 number, to the bit: the upper and the lower 16 bits. So a training is
+    that of float32 parameters on the same gradients, for every ``inner``. Between two
+    nearest numbers, it takes that with the larger size, as 16 bits hold no other rule.
+    ``"int8"`` keeps 8 bits more than bfloat16 has, in one byte: the residual in units
+    of 1/127 of half the distance between two parameters. With ``"bfloat16"`` this is
+    Kahan's summation: the residual has the 8 bits of a bfloat16.
+
+    float16 has 11 bits, but ends at 65,504 and has few bits below 6e-5. With
+    ``"int16"`` every float32 from 1.6e-5 to 65,504 is held to the bit, and a smaller
+    one up to 9e-13.
+
+    Parameters in float32, and in other dtypes with at least 32 bits, pass through.
+
+    The update is the difference of two rounded parameters, in float32. So
+    ``optax.apply_updates`` and :func:`apply_updates` give exactly the new rounded
+    parameter. One case is beyond float32: if a parameter becomes 2¹⁶ times smaller and
+    changes its sign, the sum may miss it by 2⁻²⁴ of the old one. Then ``x'`` is the
+    number that is reached, so nothing drifts.
+
+    Args:
+      inner: any transformation whose updates are added to the parameters.
+      residual_dtype: ``"int16"``, ``"int8"`` or ``"bfloat16"``.
+
+    Returns:
+      A transformation with state :class:`MasterWeightsState`. Its updates are float32
+      for parameters in half precision. :func:`get_master_weights` gives the float32
+      parameters. If the gradient of a table is :class:`IndexedSlices`, only the touched
+      rows of it and of the residual are read and written.
+
+    Raises:
+      ValueError: another ``residual_dtype``, or ``params`` is missing in an update.
+      TypeError: ``inner`` is no transformation; a parameter has integers, or less than
+        16 bits; the state is that of another transformation or of parameters in other
+        dtypes; or updates and parameters differ in structure or shape.
+
+    References:
+      Micikevicius et al., `Mixed precision training
+      <https://arxiv.org/abs/1710.03740>`__, 2018.
+      Zamirai et al., `Revisiting bfloat16 training
+      <https://arxiv.org/abs/2010.06192>`__, 2020 (Kahan).
+      Gonzalez Ortiz et al., `FlashOptim <https://arxiv.org/abs/2602.23349>`__, 2026
+      (``"int8"``).
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> def train(tx, w):
+    ...     state = tx.init(w)
+    ...     for _ in range(100):
+    ...         w, state = gx.apply_gradients(tx, jnp.ones_like(w), state, w)
+    ...     return w, state
+    >>> tx, start = gx.adagrad(1e-3), jnp.ones(1, jnp.bfloat16)
+    >>> train(tx, start)[0]  # Each step is too small for bfloat16.
+    Array([1], dtype=bfloat16)
+    >>> w, state = train(gx.master_weights(tx), start)
+    >>> w
+    Array([0.980469], dtype=bfloat16)
+    >>> full, _ = train(tx, jnp.ones(1))
+    >>> assert gx.get_master_weights(w, state) == full
+    """
+    checks.transformation("inner", inner)
+    checks.one_of("residual_dtype", residual_dtype, ("int16", "int8", "bfloat16"))
+    inner = optax.with_extra_args_support(inner)
+
+    def zeros(p: Param) -> jax.Array | None:
+        kind = jnp.dtype(residual_dtype)
+        return constants.full_like(p, 0, kind) if half.is_half(p) else None
+
+    def init_fn(params: optax.Params) -> MasterWeightsState:
+        half.check("master_weights", params)
+        return MasterWeightsState(
+            residual=maps.map_params(zeros, params),
+            inner_state=inner.init(maps.map_params(_widened, params)),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: MasterWeightsState,
+        params: optax.Params | None = None,
+        **extra: object,
+    ) -> tuple[optax.Updates, MasterWeightsState]:
+        params = checks.params_given("master_weights", params)
+        checks.same_shapes("updates", updates, "params", params)
+        if not isinstance(state, MasterWeightsState):
+            checks.own_state(state, jax.eval_shape(init_fn, params))
+        _check(params, state.residual)
+        updates = maps.sum_duplicates(maps.map_updates(_widened, updates))
+        wide = maps.map_leaves(_held, updates, params, state.residual)
+        updates, inner_state = inner.update(
+            updates, state.inner_state, wide, **accepted_kwargs(inner, extra)
+        )
+        pairs = maps.map_leaves(_moved, updates, params, state.residual)
+        residual = maps.map_leaves(lambda _, pair: pair[1], updates, pairs)
+        updates = maps.map_leaves(lambda _, pair: pair[0], updates, pairs)
+        return updates, MasterWeightsState(residual, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def get_master_weights(params: Params, state: optax.OptState) -> Params:
+    """The float32 parameters of :func:`master_weights`, for evaluation and export.
+
+    Args:
+      params: the parameters in half precision.
+      state: a state with that of :func:`master_weights` anywhere in it, as inside of a
+        gate or of ``optax.partition``.
+
+    Returns:
+      The parameters; those in half precision in float32.
+
+    Raises:
+      TypeError: the state has none of :func:`master_weights`, or is not that of these
+        parameters.
+
+    >>> import gradxform as gx, jax.numpy as jnp, optax
+    >>> tx = gx.drop_stale(gx.master_weights(optax.sgd(1.0)), max_staleness=0)
+    >>> w = jnp.ones(1, jnp.bfloat16)
+    >>> grads = jnp.full(1, 2**-12)
+    >>> w, state = gx.apply_gradients(tx, grads, tx.init(w), w, local_step=0)
+    >>> w, gx.get_master_weights(w, state)
+    (Array([1], dtype=bfloat16), Array([0.99975586], dtype=float32))
+    """
+    found = maps.nodes(state, lambda node: isinstance(node, MasterWeightsState))
+    if not found:
+        raise TypeError(
+            "state has no MasterWeightsState, got none in "
+            f"{type(state).__name__}. Pass the state of gradxform.master_weights."
+        )
+    for _, own in found:
+        _check(params, own.residual)
+        params = maps.map_leaves(_joined, params, own.residual)
+    return params
+
+
+def _widened(p: Param) -> Param:
+    if not half.is_half(p):
+        return p
+    if isinstance(p, jax.ShapeDtypeStruct):
+        return p.update(dtype=jnp.float32)
+    return half.widen(p)
+
+
+def _joined(p: Leaf, r: Leaf) -> Leaf:
+    """The float32 of a parameter and its residual; a parameter without one."""
+    if not (maps.has_gradient(p) and maps.has_gradient(r)):
+        return p
+    p, r = maps.values(p), maps.values(r)
+    wide = half.widen(p)
+    if jnp.issubdtype(r.dtype, jnp.floating):
+        return wide + half.widen(r)
+    if r.dtype == jnp.int16 and p.dtype == jnp.bfloat16:
+        # The upper 16 bits, and the lower ones with a sign.
+        return half.of_bits(half.bits_of(wide) + r.astype(jnp.int32))
+    part = half.spacing(wide, p.dtype) * (0.5 / _PARTS[r.dtype])
+    return wide + r.astype(jnp.float32) * part
+
+
+def _split(x: jax.Array, p: jax.Array, r: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rounded parameter, in float32, and the residual of float32."""
+    if r.dtype == jnp.int16 and p.dtype == jnp.bfloat16:
+        # Of two nearest ones, the one with the larger size: the lower bits are then a
+        # signed number, and there is one pair for each float32.
+        rounded = half.of_bits((half.bits_of(x) + 0x8000) & ~0xFFFF)
+        lower = half.bits_of(x) & 0xFFFF
+        return jnp.where(x != x, x, rounded), lower.astype(jnp.int16)
+    rounded = half.nearest(x, p.dtype)
+    rest = x - rounded
+    if r.dtype == jnp.bfloat16:
+        return rounded, narrow(rest, r.dtype)
+    parts = rest / half.spacing(rounded, p.dtype) * (2.0 * _PARTS[r.dtype])
+    return rounded, jnp.round(parts).astype(r.dtype)
+
+
+def _held(g: Leaf, p: Leaf, r: Leaf) -> Leaf:
+    """What ``inner`` gets for a parameter: float32, of a table the touched rows."""
+    if not isinstance(g, IndexedSlices) or not maps.has_gradient(r):
+        return _joined(p, r)
+    return g.with_values(jnp.asarray(_joined(maps.rows(g, p), maps.rows(g, r))))
+
+
+def _moved(u: Leaf, p: Leaf, r: Leaf) -> tuple[Leaf, Leaf]:
+    """The update of a rounded parameter, and its residual."""
+    if not (maps.has_gradient(u) and maps.has_gradient(r)):
+        return u, r
+    rows = (jnp.asarray(maps.rows(u, x)) for x in (p, r))
+    update, new = _step(maps.values(u), *rows)
+    return maps.map_updates(lambda _: update, u), maps.put_rows(u, r, new)
+
+
+def _step(u: jax.Array, p: jax.Array, r: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def step(p: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # x' = x + u
+        x = jnp.asarray(_joined(p, r)) + u
+        before = half.widen(p)
+        rounded, _ = _split(x, p, r)
+        update = rounded - before
+        # A parameter that becomes 2¹⁶ times smaller may miss the new one.
+        reached = half.nearest(before + update, p.dtype)
+        _, new = _split(jnp.where(reached == rounded, x, reached), p, r)
+        return update, new
+
+    _, new = step(p)
+    update, _ = step(after(p, new))
+    return update, new
+
+
+def _check(params: optax.Params, residual: optax.Updates) -> None:
+    """Raises ``TypeError`` unless each parameter in half precision has a residual."""
+    checks.same_shapes("state.residual", residual, "params", params)
+
+    def check(path: Path, p: Leaf, r: Leaf) -> None:
+        if not isinstance(r, optax.MaskedNode) and half.is_half(p) == (r is None):
+            raise TypeError(
+                f"params have {dtypes.dtype_of(p)} at {checks.path_name(path)}, and "
+                "state.residual is that of parameters in another precision. Pass "
+                "parameters in the dtypes that init has seen."
+            )
+
+    maps.map_with_path(check, params, residual)
