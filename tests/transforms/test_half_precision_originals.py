@@ -1,8 +1,8 @@
 """Half precision, against runs of the originals: tests/golden/README.md says which.
 
-To the bit: FlashOptim's 24 bits, and the steps of Kahan's sum if bfloat16 holds each sum.
-The others differ by how they round. Then the bound is that of the rounding, or our error
-is compared with theirs.
+To the bit: FlashOptim's 24 bits, AnyPrecision's parameters with state in float32, and
+Kahan's sum if bfloat16 holds each sum. Elsewhere they round in other places, so errors
+and losses are compared.
 """
 
 import functools
@@ -77,8 +77,8 @@ def test_a_sum_that_bfloat16_holds_is_torch_optimis_to_the_bit():
     np.testing.assert_array_equal(np.float32(residual), column(case, "compensation"))
 
 
-# Half a unit in the last place of a parameter is a compensation's most, and bfloat16 keeps
-# 8 bits of it. The originals round it twice a step, and two of them Adam's moments too.
+# A compensation is up to half a unit in the last place, and bfloat16 keeps 8 bits of it.
+# The originals round it twice a step, and two of them Adam's moments, too.
 @pytest.mark.parametrize(
     ("case", "theirs_at_most"),
     [
@@ -203,7 +203,7 @@ def error(case, read):
     return rms, np.mean((read == 0) & (numbers != 0))
 
 
-# Another companding: a root instead of their softsign, a fourth root for what has no sign.
+# Theirs spend the codes otherwise: ours give more of them to small numbers.
 @pytest.mark.parametrize(
     ("case", "block_size", "factor"),
     [
@@ -267,7 +267,7 @@ SEVEN = gx.master_weights(gx.low_bit_state(ADAMW), residual_dtype="int8")
             "torchao:adamw-stochastic",
             optax.chain(ADAMW, gx.round_stochastically(1)),
             "bfloat16",
-            0.1,
+            0.15,  # Adam's moments are in bfloat16 in both, and rounded otherwise.
         ),
         ("flashoptim:adamw-flash", SEVEN, "bfloat16", 0.02),
         (
