@@ -77,7 +77,7 @@ def test_a_sum_that_bfloat16_holds_is_torch_optimis_to_the_bit():
     np.testing.assert_array_equal(np.float32(residual), column(case, "compensation"))
 
 
-# A compensation is up to half a unit in the last place, and bfloat16 keeps 8 bits of it.
+# A compensation is at most half a unit in the last place, and keeps 8 bits of it.
 # The originals round it twice a step, and two of them Adam's moments, too.
 @pytest.mark.parametrize(
     ("case", "theirs_at_most"),
