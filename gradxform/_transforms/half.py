@@ -1,7 +1,8 @@
-"""Half precision, bfloat16 or float16: parameters in it, their spacing, rounding to it.
+"""Half precision, bfloat16 or float16: which parameters have it, and rounding to it.
 
-A compiler may keep more precision than ``x.astype(jnp.bfloat16)`` asks for. So numbers
-are rounded here by their bits, or by steps whose size is a power of two.
+A compiler may keep more precision than ``x.astype(jnp.bfloat16)`` asks for, but not
+more than ``lax.reduce_precision`` does. No function here looks at bits: from then on
+the TPU compiler would no longer write several results in one pass.
 """
 
 from __future__ import annotations
@@ -34,36 +35,40 @@ def check(name: str, params: optax.Params) -> None:
         )
 
 
-def bits_of(x: jax.Array) -> jax.Array:
-    """The bits of float32 as int32."""
-    return jax.lax.bitcast_convert_type(x, jnp.int32)
-
-
-def of_bits(bits: jax.Array) -> jax.Array:
-    """The float32 with these bits."""
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
 def widen(p: jax.Array) -> jax.Array:
     """A parameter in half precision as float32, without precision that it lacks."""
-    if p.dtype == jnp.bfloat16:
-        bits = jax.lax.bitcast_convert_type(p, jnp.int16).astype(jnp.int32)
-        return of_bits(bits << 16)
     return nearest(p.astype(jnp.float32), p.dtype)
-
-
-def spacing(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """The distance of numbers of ``dtype`` near ``x``, in float32; 2⁻¹⁰⁷ or more."""
-    info = jnp.finfo(dtype)
-    # Without its fraction a number is a power of two.
-    power = of_bits(bits_of(x) & 0x7F800000)
-    least = max(float(info.tiny), 2.0**-100)
-    return jnp.clip(power, least, 2.0**127) * jnp.float32(info.eps)
 
 
 def nearest(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     """float32 as the nearest number of ``dtype``, or the even one of two."""
     if dtype == jnp.bfloat16:
         return jax.lax.reduce_precision(x, 8, 7)
-    step = spacing(x, dtype)
-    return jnp.round(x / step) * step
+    info = jnp.finfo(dtype)
+    # Below its normal numbers float16 has those of float32 between 0.5 and 1, minus
+    # them; above its largest one is inf.
+    small = jnp.abs(x) < float(info.tiny)
+    y = jnp.where(small, (x + 0.75) - 0.75, jax.lax.reduce_precision(x, 8, 10))
+    return jnp.where(jnp.abs(y) > float(info.max), jnp.sign(y) * jnp.inf, y)
+
+
+def neighbour(t: jax.Array, way: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """The number of ``dtype`` next to ``t``: above it for a ``way`` > 0, else below."""
+    info = jnp.finfo(dtype)
+    # Between a half and one and a half of the distance, wherever ``t`` is.
+    step = (0.6 * float(info.eps)) * jnp.maximum(jnp.abs(t), float(info.tiny))
+    return nearest(t + jnp.sign(way) * step, dtype)
+
+
+def split(x: jax.Array, dtype: np.dtype[Any]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The nearest number of ``dtype``, the next one on the other side of ``x``, and
+    which part of the way to it ``x`` has gone, in [0, 0.5].
+
+    If that is no finite number, as for NaN, the part is 0.
+    """
+    near = nearest(x, dtype)
+    rest = x - near
+    far = neighbour(near, rest, dtype)
+    gap = jnp.abs(far - near)
+    known = (gap > 0) & (gap < jnp.inf)
+    return near, far, jnp.where(known, jnp.abs(rest) / jnp.where(known, gap, 1), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -10,14 +11,13 @@ import optax
 
 from gradxform._transforms import half
 from gradxform._trees import checks, constants, dtypes, maps
-from gradxform._trees.compilers import after, narrow
+from gradxform._trees.compilers import after, apart, narrow
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Leaf, Param, Params, Path
 
-# Into how many parts half the distance of two parameters is divided. Of float16, with
-# 2¹⁴ parts, every float32 from 2⁻¹⁶ on is one.
-_PARTS = {jnp.dtype(jnp.int8): 127, jnp.dtype(jnp.int16): 2**14}
+# Into how many parts the way to the next number in half precision is divided.
+_PARTS = {jnp.dtype(jnp.int8): 254.0, jnp.dtype(jnp.int16): 2.0**16}
 
 
 class MasterWeightsState(NamedTuple):
@@ -51,17 +51,17 @@ def master_weights(
     parameters ``x`` and gradients in float32. So its state, its weight decay and its
     norms are those of float32. Parameters are rounded to the nearest number.
 
-    With ``residual_dtype="int16"`` a bfloat16 parameter and its residual together are
-    the float32 number, to the bit: the upper and the lower 16 bits. So a training is
-    that of float32 parameters on the same gradients, for every ``inner``. Between two
-    nearest numbers, it takes that with the larger size, as 16 bits hold no other rule.
-    ``"int8"`` keeps 8 bits more than bfloat16 has, in one byte: the residual in units
-    of 1/127 of half the distance between two parameters. With ``"bfloat16"`` this is
+    With ``residual_dtype="int16"`` the residual is the part of the way to the next
+    number in half precision, in 1/65536. So a bfloat16 parameter and its residual are
+    the float32 number, to the bit (from 10⁻³¹ on), and a training is that of float32
+    parameters on the same gradients, for every ``inner``. In the middle between two
+    numbers it takes the upper one: 16 bits have no room for another rule. ``"int8"``
+    takes one byte, for parts of 1/127 of half the way. With ``"bfloat16"`` this is
     Kahan's summation: the residual has the 8 bits of a bfloat16.
 
-    float16 has 11 bits, but ends at 65,504 and has few bits below 6e-5. With
-    ``"int16"`` every float32 from 1.6e-5 to 65,504 is held to the bit, and a smaller
-    one up to 9e-13.
+    float16 has 11 bits, but ends at 65,504 and has fewer bits below 6·10⁻⁵. With
+    ``"int16"`` every float32 from 8·10⁻⁶ to 65,504 is held to the bit, and a smaller
+    one up to 5·10⁻¹³.
 
     Parameters in float32, and in other dtypes with at least 32 bits, pass through.
 
@@ -141,7 +141,11 @@ def master_weights(
         updates, inner_state = inner.update(
             updates, state.inner_state, wide, **accepted_kwargs(inner, extra)
         )
-        pairs = maps.map_leaves(_moved, updates, params, state.residual)
+        # Leaf after leaf on CPU, where each needs temporary memory.
+        done: list[jax.Array] = []
+        pairs = maps.map_leaves(
+            lambda u, p, r: _moved(u, p, r, done), updates, params, state.residual
+        )
         residual = maps.map_leaves(lambda _, pair: pair[1], updates, pairs)
         updates = maps.map_leaves(lambda _, pair: pair[0], updates, pairs)
         return updates, MasterWeightsState(residual, inner_state)
@@ -180,7 +184,7 @@ def get_master_weights(params: Params, state: optax.OptState) -> Params:
         )
     for _, own in found:
         _check(params, own.residual)
-        params = maps.map_leaves(_joined, params, own.residual)
+        params = maps.map_leaves(lambda r, p: _held(None, p, r), own.residual, params)
     return params
 
 
@@ -192,68 +196,61 @@ def _widened(p: Param) -> Param:
     return half.widen(p)
 
 
-def _joined(p: Leaf, r: Leaf) -> Leaf:
-    """The float32 of a parameter and its residual; a parameter without one."""
-    if not (maps.has_gradient(p) and maps.has_gradient(r)):
-        return p
-    p, r = maps.values(p), maps.values(r)
-    wide = half.widen(p)
-    if jnp.issubdtype(r.dtype, jnp.floating):
-        return wide + half.widen(r)
-    if r.dtype == jnp.int16 and p.dtype == jnp.bfloat16:
-        # The upper 16 bits, and the lower ones with a sign.
-        return half.of_bits(half.bits_of(wide) + r.astype(jnp.int32))
-    part = half.spacing(wide, p.dtype) * (0.5 / _PARTS[r.dtype])
-    return wide + r.astype(jnp.float32) * part
+def _joined(p: jax.Array, r: jax.Array) -> jax.Array:
+    """The float32 of a parameter and its residual."""
+    near, rest = half.widen(p), r.astype(jnp.float32)
+    if r.dtype not in _PARTS:
+        return near + rest
+    gap = jnp.abs(half.neighbour(near, rest, p.dtype) - near)
+    return jnp.where(rest == 0, near, near + rest * gap / _PARTS[r.dtype])
 
 
 def _split(x: jax.Array, p: jax.Array, r: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The rounded parameter, in float32, and the residual of float32."""
-    if r.dtype == jnp.int16 and p.dtype == jnp.bfloat16:
-        # Of two nearest ones, the one with the larger size: the lower bits are then a
-        # signed number, and there is one pair for each float32.
-        rounded = half.of_bits((half.bits_of(x) + 0x8000) & ~0xFFFF)
-        lower = half.bits_of(x) & 0xFFFF
-        return jnp.where(x != x, x, rounded), lower.astype(jnp.int16)
-    rounded = half.nearest(x, p.dtype)
-    rest = x - rounded
-    if r.dtype == jnp.bfloat16:
-        return rounded, narrow(rest, r.dtype)
-    parts = rest / half.spacing(rounded, p.dtype) * (2.0 * _PARTS[r.dtype])
-    return rounded, jnp.round(parts).astype(r.dtype)
+    near, far, part = half.split(x, p.dtype)
+    if r.dtype not in _PARTS:
+        return near, narrow(x - near, r.dtype)
+    parts = jnp.round(jnp.sign(far - near) * part * _PARTS[r.dtype])
+    # From the middle up: int16 holds -2¹⁵, but not 2¹⁵.
+    is_middle = parts == 2.0**15
+    near, parts = jnp.where(is_middle, far, near), jnp.where(is_middle, -parts, parts)
+    return near, parts.astype(r.dtype)
 
 
 def _held(g: Leaf, p: Leaf, r: Leaf) -> Leaf:
     """What ``inner`` gets for a parameter: float32, of a table the touched rows."""
-    if not isinstance(g, IndexedSlices) or not maps.has_gradient(r):
-        return _joined(p, r)
-    return g.with_values(jnp.asarray(_joined(maps.rows(g, p), maps.rows(g, r))))
+    if not (maps.has_gradient(p) and maps.has_gradient(r)):
+        return p
+    wide = _joined(*_rows(g, p, r))
+    return g.with_values(wide) if isinstance(g, IndexedSlices) else wide
 
 
-def _moved(u: Leaf, p: Leaf, r: Leaf) -> tuple[Leaf, Leaf]:
+def _moved(u: Leaf, p: Leaf, r: Leaf, done: list[jax.Array]) -> tuple[Leaf, Leaf]:
     """The update of a rounded parameter, and its residual."""
     if not (maps.has_gradient(u) and maps.has_gradient(r)):
         return u, r
-    rows = (jnp.asarray(maps.rows(u, x)) for x in (p, r))
-    update, new = _step(maps.values(u), *rows)
-    return maps.map_updates(lambda _: update, u), maps.put_rows(u, r, new)
+    update, residual = _step(maps.values(u), *_rows(u, p, r), done)
+    done[:] = [residual]
+    return maps.map_updates(lambda _: update, u), maps.put_rows(u, r, residual)
 
 
-def _step(u: jax.Array, p: jax.Array, r: jax.Array) -> tuple[jax.Array, jax.Array]:
-    def step(p: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # x' = x + u
-        x = jnp.asarray(_joined(p, r)) + u
-        before = half.widen(p)
-        rounded, _ = _split(x, p, r)
-        update = rounded - before
-        # A parameter that becomes 2¹⁶ times smaller may miss the new one.
-        reached = half.nearest(before + update, p.dtype)
-        _, new = _split(jnp.where(reached == rounded, x, reached), p, r)
-        return update, new
+def _rows(g: Leaf, p: Leaf, r: Leaf) -> tuple[jax.Array, jax.Array]:
+    return jnp.asarray(maps.rows(g, p)), jnp.asarray(maps.rows(g, r))
 
-    _, new = step(p)
-    update, _ = step(after(p, new))
-    return update, new
+
+def _step(
+    u: jax.Array, p: jax.Array, r: jax.Array, done: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    # x' = x + u
+    x = apart(_joined(after(p, *done), r) + u)
+    rounded, _ = _split(x, p, r)
+    # A parameter that becomes 2¹⁶ times smaller may miss the new one.
+    before = half.widen(p)
+    reached = half.nearest(before + (rounded - before), p.dtype)
+    _, residual = _split(jnp.where(reached == rounded, x, reached), p, r)
+    # w' - w, where the compiler for CPU writes w' once w is no longer needed.
+    x, p = after(x, residual), after(p, residual)
+    return _split(x, p, r)[0] - half.widen(p), residual
 
 
 def _check(params: optax.Params, residual: optax.Updates) -> None:

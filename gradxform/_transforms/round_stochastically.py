@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from gradxform._transforms import half
@@ -100,8 +99,9 @@ def round_stochastically(
                 return u
             p = jnp.asarray(p)
             before = half.widen(p)
-            bits = jax.random.bits(key, p.shape, jnp.uint16)
-            return _rounded(before + u.astype(jnp.float32), p.dtype, bits) - before
+            near, far, part = half.split(before + u.astype(jnp.float32), p.dtype)
+            random = jax.random.bits(key, p.shape, jnp.uint16).astype(jnp.float32)
+            return jnp.where(random < part * 2.0**16, far, near) - before
 
         updates = maps.sum_duplicates(updates)
         rows = maps.rows(updates, params)
@@ -110,19 +110,3 @@ def round_stochastically(
         ), RoundStochasticallyState(state.key, optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _rounded(x: jax.Array, dtype: np.dtype[Any], random: jax.Array) -> jax.Array:
-    """float32 rounded to ``dtype`` up or down at random."""
-    if dtype == jnp.bfloat16:
-        # Adds up to one step of bfloat16, in its parts of float32, and cuts off.
-        new = half.of_bits((half.bits_of(x) + random.astype(jnp.int32)) & ~0xFFFF)
-    else:
-        step = half.spacing(x, dtype)
-        new = jnp.floor(x / step + (random >> 3).astype(jnp.float32) * 2.0**-13) * step
-    info = jnp.finfo(dtype)
-    # Above the largest number is inf. A number below that stays finite.
-    most = jnp.float32(info.max)
-    new = jnp.clip(new, -most, most)
-    inside = jnp.abs(x) <= min(2.0**info.maxexp, float(jnp.finfo(jnp.float32).max))
-    return jnp.where(inside, new, x)
