@@ -4,10 +4,10 @@
 ``tx.init`` would return, with scalars such as counts.
 
 ``--targets cpu v5e:2x2`` compiles the donated steps of half precision instead, and
-runs nothing. The gradients are arguments, on a GPT-2-small with two blocks. Then the
-loss is inside, on twelve dense layers. ``benchmarks.compilers`` explains the columns.
-They are in N, the bytes of the parameters. ``least`` is what a step has to move: the
-parameters and the state in and out, and the gradients in.
+runs nothing. They are on twelve dense layers. The gradients are arguments, and then the
+loss is inside. ``benchmarks.compilers`` explains the columns. They are in N, the bytes of
+the parameters. ``least`` is what a step has to move: the parameters and the state in and
+out, and the gradients in.
 """
 
 import itertools
@@ -20,7 +20,7 @@ import gradxform as gx
 from benchmarks.compilers import figures, lower_step, lower_training, placed
 from benchmarks.grid import devices
 from benchmarks.measure import arguments, report
-from benchmarks.models import gpt2_short, gpt2_small, size, training
+from benchmarks.models import gpt2_small, size, training
 
 ADAMW = optax.adamw(1e-3)
 # With the dtype of the parameters.
@@ -83,8 +83,6 @@ def steps(target, inside):
     """The lines of the second table, for one machine."""
     for name, (dtype, tx) in HALF_PRECISION.items():
         params, batch, loss_fn = training("dense", dtype)
-        if not inside:
-            params = gpt2_short(jnp.dtype(dtype))
         params = placed(params, devices(target))
         step = (
             lower_training(tx, params, loss_fn, *batch)
