@@ -5,9 +5,9 @@
 
 ``--targets cpu v5e:2x2`` compiles the donated steps of half precision instead, and
 runs nothing. They are on twelve dense layers. The gradients are arguments, and then the
-loss is inside. ``benchmarks.compilers`` explains the columns. They are in N, the bytes of
-the parameters. ``least`` is what a step has to move: the parameters and the state in and
-out, and the gradients in.
+loss is inside. ``benchmarks.compilers`` explains the columns. They are in N, the bytes
+of the parameters. ``least`` is what a step has to move: the parameters and the state in
+and out, and the gradients in.
 """
 
 import itertools
