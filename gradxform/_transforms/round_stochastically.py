@@ -100,7 +100,9 @@ def round_stochastically(
                 return u
             p = jnp.asarray(p)
             before = half.widen(p)
-            near, far, part = half.split(before + u.astype(jnp.float32), p.dtype)
+            x = before + u.astype(jnp.float32)
+            near = half.nearest(x, p.dtype)
+            far, part = half.part_of_way(x, near, p.dtype)
             is_far = _random(key, p.shape) < part * 2.0**16
             return jnp.where(is_far, far, near) - before
 
