@@ -60,15 +60,14 @@ def neighbour(t: jax.Array, way: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     return nearest(t + jnp.sign(way) * step, dtype)
 
 
-def split(x: jax.Array, dtype: np.dtype[Any]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The nearest number of ``dtype``, the next one on the other side of ``x``, and
-    which part of the way to it ``x`` has gone, in [0, 0.5].
-
-    If that is no finite number, as for NaN, the part is 0.
+def part_of_way(
+    x: jax.Array, near: jax.Array, dtype: np.dtype[Any]
+) -> tuple[jax.Array, jax.Array]:
+    """The number of ``dtype`` next to ``near``, towards ``x``, and the part of the way
+    there that ``x`` has gone; it is 0 if that number is not finite.
     """
-    near = nearest(x, dtype)
     rest = x - near
     far = neighbour(near, rest, dtype)
     gap = jnp.abs(far - near)
     known = (gap > 0) & (gap < jnp.inf)
-    return near, far, jnp.where(known, jnp.abs(rest) / jnp.where(known, gap, 1), 0)
+    return far, jnp.where(known, jnp.abs(rest) / jnp.where(known, gap, 1), 0)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._transforms import half
-from gradxform._trees import checks, constants, dtypes, maps
+from gradxform._trees import arithmetic, checks, constants, dtypes, maps
 from gradxform._trees.compilers import after, apart, narrow
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.indexed_slices import IndexedSlices
@@ -205,16 +205,24 @@ def _joined(p: jax.Array, r: jax.Array) -> jax.Array:
     return jnp.where(rest == 0, near, near + rest * gap / _PARTS[r.dtype])
 
 
-def _split(x: jax.Array, p: jax.Array, r: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rounded parameter, in float32, and the residual of float32."""
-    near, far, part = half.split(x, p.dtype)
-    if r.dtype not in _PARTS:
-        return near, narrow(x - near, r.dtype)
-    parts = jnp.round(jnp.sign(far - near) * part * _PARTS[r.dtype])
+def _rounded(x: jax.Array, p: jax.Array, r: jax.Array) -> jax.Array:
+    """The nearest number in half precision, in float32."""
+    near = half.nearest(x, p.dtype)
+    if r.dtype != jnp.int16:
+        return near
     # From the middle up: int16 holds -2¹⁵, but not 2¹⁵.
-    is_middle = parts == 2.0**15
-    near, parts = jnp.where(is_middle, far, near), jnp.where(is_middle, -parts, parts)
-    return near, parts.astype(r.dtype)
+    far, part = half.part_of_way(x, near, p.dtype)
+    return jnp.where(part == 0.5, jnp.maximum(near, far), near)
+
+
+def _residual(x: jax.Array, near: jax.Array, p: jax.Array, r: jax.Array) -> jax.Array:
+    if r.dtype not in _PARTS:
+        return narrow(x - near, r.dtype)
+    far, part = half.part_of_way(x, near, p.dtype)
+    parts = jnp.sign(far - near) * jnp.round(part * _PARTS[r.dtype])
+    parts = jnp.where(part > 0, parts, 0)
+    most = float(jnp.iinfo(r.dtype).max)
+    return jnp.clip(parts, -most - 1, most).astype(r.dtype)
 
 
 def _held(g: Leaf, p: Leaf, r: Leaf) -> Leaf:
@@ -243,14 +251,14 @@ def _step(
 ) -> tuple[jax.Array, jax.Array]:
     # x' = x + u
     x = apart(_joined(after(p, *done), r) + u)
-    rounded, _ = _split(x, p, r)
-    # A parameter that becomes 2¹⁶ times smaller may miss the new one.
+    # What `apply_updates` gives, to the same operations, so that TPU makes both in one
+    # pass. A parameter that becomes 2¹⁶ times smaller may miss the rounded one.
     before = half.widen(p)
-    reached = half.nearest(before + (rounded - before), p.dtype)
-    _, residual = _split(jnp.where(reached == rounded, x, reached), p, r)
+    reached = arithmetic.rounded_sum(_rounded(x, p, r) - before, p)
+    residual = _residual(x, half.widen(reached), p, r)
     # w' - w, where the compiler for CPU writes w' once w is no longer needed.
     x, p = after(x, residual), after(p, residual)
-    return _split(x, p, r)[0] - half.widen(p), residual
+    return _rounded(x, p, r) - half.widen(p), residual
 
 
 def _check(params: optax.Params, residual: optax.Updates) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gradxform._transforms import half
@@ -99,9 +100,11 @@ def round_stochastically(
                 return u
             p = jnp.asarray(p)
             before = half.widen(p)
-            near, far, part = half.split(before + u.astype(jnp.float32), p.dtype)
-            random = jax.random.bits(key, p.shape, jnp.uint16).astype(jnp.float32)
-            return jnp.where(random < part * 2.0**16, far, near) - before
+            x = before + u.astype(jnp.float32)
+            near = half.nearest(x, p.dtype)
+            far, part = half.part_of_way(x, near, p.dtype)
+            is_far = _random(key, p.shape) < part * 2.0**16
+            return jnp.where(is_far, far, near) - before
 
         updates = maps.sum_duplicates(updates)
         rows = maps.rows(updates, params)
@@ -110,3 +113,23 @@ def round_stochastically(
         ), RoundStochasticallyState(state.key, optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _random(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Whole numbers in [0, 2¹⁶), as float32, made from a key and the place of each.
+
+    ``jax.random.bits`` is a loop for the CPU compiler, which writes each of its parts
+    to memory. This is a part of every pass that reads it.
+    """
+    x = jnp.zeros(shape, jnp.uint32)
+    for axis, length in enumerate(shape):
+        place = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        x = x * np.uint32(length % 2**32) + place
+    for word in key.astype(jnp.uint32):
+        # Two rounds of multiply and shift, each of which turns half of the bits for
+        # each bit that differs.
+        x = x ^ word
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            x = (x ^ (x >> shift)) * np.uint32(factor)
+        x = x ^ (x >> 16)
+    return (x >> 16).astype(jnp.float32)
