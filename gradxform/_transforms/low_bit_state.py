@@ -219,7 +219,8 @@ def _encoded(x: jax.Array, n: int) -> LowBitArray:
     part = jnp.minimum(size / jnp.where(most > 0, most, 1), 1)
     root = jnp.sqrt(part)
     # No positive number becomes 0.
-    above = jnp.maximum(jnp.round(255 * jnp.sqrt(root)), x > 0) - 128
+    least = (x > 0).astype(x.dtype)
+    above = jnp.maximum(jnp.round(255 * jnp.sqrt(root)), least) - 128
     signed = jnp.round(127 * root) * jnp.sign(x)
     codes = jnp.where(unsigned, above, signed).astype(jnp.int8)
     scale = jnp.where(unsigned, -scale, scale)
