@@ -136,7 +136,10 @@ def master_weights(
         if not isinstance(state, MasterWeightsState):
             checks.own_state(state, jax.eval_shape(init_fn, params))
         _check(params, state.residual)
-        updates = maps.sum_duplicates(maps.map_updates(_widened, updates))
+        updates = maps.map_updates(
+            lambda g, r: g if r is None else dtypes.widen(g), updates, state.residual
+        )
+        updates = maps.sum_duplicates(updates)
         wide = maps.map_leaves(_held, updates, params, state.residual)
         updates, inner_state = inner.update(
             updates, state.inner_state, wide, **accepted_kwargs(inner, extra)
