@@ -77,8 +77,9 @@ def low_bit_state(
 
     A NaN or an infinite entry makes all of its block NaN or infinite.
 
-    For row-sparse gradients put :func:`lazy` around it, with ``block_axis=-1``: then
-    the touched rows alone are read and written. Otherwise a step reads whole tables.
+    For row-sparse gradients put :func:`lazy` around it, with ``block_axis=-1`` and
+    ``min_size=1``: then the touched rows alone are read and written. Otherwise a step
+    reads whole tables.
 
     Args:
       inner: any transformation.
@@ -245,7 +246,7 @@ def _encoded(x: jax.Array, axis: int, n: int) -> LowBitArray:
     signed = jnp.round(127 * root) * jnp.sign(x)
     codes = jnp.where(unsigned, above, signed).astype(jnp.int8)
     scales = jnp.where(unsigned, -most, most).astype(dtype)
-    return LowBitArray(_joined(codes, axis, length), jnp.squeeze(scales, axis + 1))
+    return LowBitArray(_joined(codes, axis, length), _joined(scales, axis, n))
 
 
 def _decoded(node: LowBitArray, axis: int) -> jax.Array:
