@@ -121,6 +121,8 @@ def idle(name):
     A wrong formula for them would stay unseen. What ``scale_by_x`` takes, the rows of
     its alias ``x`` may switch on.
     """
+    if name == "low_bit_state":  # They say how near it comes: test_half_precision.py.
+        return
     names = {name, name.removeprefix("scale_by_")}
     rows = [row for row in DESCRIPTORS if row.name in names]
     for p in parameters(name).values():

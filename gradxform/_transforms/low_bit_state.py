@@ -241,8 +241,7 @@ def _encoded(x: jax.Array, axis: int, n: int) -> LowBitArray:
     part = jnp.minimum(jnp.abs(x) / jnp.where(most > 0, most, 1), 1)
     root = jnp.sqrt(part)
     # No positive number becomes 0.
-    least = (x > 0).astype(x.dtype)
-    above = jnp.maximum(jnp.round(255 * jnp.sqrt(root)), least) - 128
+    above = jnp.maximum(jnp.round(255 * jnp.sqrt(root)), jnp.where(x > 0, 1, 0.0)) - 128
     signed = jnp.round(127 * root) * jnp.sign(x)
     codes = jnp.where(unsigned, above, signed).astype(jnp.int8)
     scales = jnp.where(unsigned, -most, most).astype(dtype)
