@@ -106,13 +106,13 @@ def low_bit_state(
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax
     >>> params = {"w": jnp.zeros((64, 128)), "b": jnp.zeros(128)}
-    >>> tx = gx.low_bit_state(optax.scale_by_adam())
+    >>> tx = gx.low_bit_state(optax.trace(0.9))
     >>> grads = {"w": jnp.full((64, 128), 2.0), "b": jnp.ones(128)}
     >>> updates, state = tx.update(grads, tx.init(params), params)
-    >>> mu = state.inner_state.mu
-    >>> mu["w"].codes.dtype, mu["w"].scales.shape, mu["b"].dtype
+    >>> trace = state.inner_state.trace
+    >>> trace["w"].codes.dtype, trace["w"].scales.shape, trace["b"].dtype
     (dtype('int8'), (1, 128), dtype('float32'))
-    >>> assert jnp.allclose(updates["w"], 1)
+    >>> assert jnp.allclose(tx.update(grads, state)[0]["w"], 2 + 0.9 * 2)
     """
     checks.transformation("inner", inner)
     checks.length("bits", bits, "[8, 8]")

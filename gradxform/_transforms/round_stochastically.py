@@ -45,8 +45,8 @@ def round_stochastically(
 
     The random numbers depend on the seed, on the number of the step, on the number of
     the leaf and on the place in it. They are the same on every sharding. A number of
-    half precision, inf and NaN stay as they are. A finite number does not become inf,
-    unless it is beyond the next power of two above the largest number.
+    half precision, inf and NaN stay as they are. A finite number becomes inf only if
+    the nearest number is inf. Each random number has 16 bits, of a hash of its place.
 
     Args:
       seed: an integer.
