@@ -2,15 +2,50 @@
 
 ``python -m benchmarks.memory`` makes no array. It takes the shapes and dtypes that
 ``tx.init`` would return, with scalars such as counts.
+
+``--targets cpu v5e:2x2`` compiles the donated steps of half precision instead, and
+runs nothing. They are on twelve dense layers. The gradients are arguments, and then the
+loss is inside. ``benchmarks.compilers`` explains the columns. They are in N, the bytes
+of the parameters. ``least`` is what a step has to move: the parameters and the state in
+and out, and the gradients in.
 """
+
+import itertools
 
 import jax
 import jax.numpy as jnp
 import optax
 
 import gradxform as gx
+from benchmarks.compilers import figures, lower_step, lower_training, placed
+from benchmarks.grid import devices
 from benchmarks.measure import arguments, report
-from benchmarks.models import gpt2_small, size
+from benchmarks.models import gpt2_small, size, training
+
+ADAMW = optax.adamw(1e-3)
+# With the dtype of the parameters.
+HALF_PRECISION = {
+    "optax.adamw, float32": ("float32", ADAMW),
+    "optax.adamw": ("bfloat16", ADAMW),
+    "gx.master_weights": ("bfloat16", gx.master_weights(ADAMW)),
+    "gx.master_weights(residual_dtype=bfloat16)": (
+        "bfloat16",
+        gx.master_weights(ADAMW, residual_dtype="bfloat16"),
+    ),
+    "gx.master_weights(residual_dtype=int8)": (
+        "bfloat16",
+        gx.master_weights(ADAMW, residual_dtype="int8"),
+    ),
+    "gx.round_stochastically": (
+        "bfloat16",
+        optax.chain(ADAMW, gx.round_stochastically(0)),
+    ),
+    "gx.low_bit_state": ("float32", gx.low_bit_state(ADAMW)),
+    "gx.master_weights(gx.low_bit_state, residual_dtype=int8)": (
+        "bfloat16",
+        gx.master_weights(gx.low_bit_state(ADAMW), residual_dtype="int8"),
+    ),
+}
 
 OPTIMIZERS = {
     "optax.adam": optax.adam(1e-3),
@@ -26,6 +61,7 @@ OPTIMIZERS = {
     "gx.novograd": gx.novograd(0.1),
     "gx.novograd(mu_dtype=bfloat16)": gx.novograd(0.1, mu_dtype=jnp.bfloat16),
     "gx.novograd(mu_dtype=float32)": gx.novograd(0.1, mu_dtype=jnp.float32),
+    **{name: tx for name, (_, tx) in HALF_PRECISION.items() if name.startswith("gx")},
 }
 
 
@@ -43,10 +79,41 @@ def measure():
         yield {"name": name, **columns}
 
 
+def steps(target, inside):
+    """The lines of the second table, for one machine."""
+    for name, (dtype, tx) in HALF_PRECISION.items():
+        params, batch, loss_fn = training("dense", dtype)
+        params = placed(params, devices(target))
+        step = (
+            lower_training(tx, params, loss_fn, *batch)
+            if inside
+            else lower_step(tx, params)
+        ).compile()
+        n, state = size(params), size(jax.eval_shape(tx.init, params))
+        found = {
+            "temp": step.memory_analysis().temp_size_in_bytes / n,
+            "bytes": step.cost_analysis()["bytes accessed"] / n,
+            "least": 3 + 2 * state / n,
+        }
+        if target != "cpu":
+            found |= figures(step, n)
+        where = f"{target}, loss inside" if inside else target
+        columns = {key: round(value, 2) for key, value in found.items()}
+        yield {"name": f"{where}: {name}", **columns}
+
+
 def main():
     """Prints the table."""
-    options = arguments(__doc__).parse_args()
-    report("bytes of state per parameter", list(measure()), options.json)
+    parser = arguments(__doc__)
+    parser.add_argument("--targets", nargs="+", help="of compiled steps")
+    options = parser.parse_args()
+    title, rows = "bytes of state per parameter", list(measure())
+    if options.targets:
+        jax.config.update("jax_numpy_dtype_promotion", "standard")
+        title = "the donated step, in N"
+        both = itertools.product(options.targets, (False, True))
+        rows = [row for each in both for row in steps(*each)]
+    report(title, rows, options.json)
 
 
 if __name__ == "__main__":

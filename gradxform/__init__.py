@@ -94,6 +94,16 @@ from gradxform._transforms.lazy import lazy as lazy
 from gradxform._transforms.learning_rate import (
     scale_by_learning_rate as scale_by_learning_rate,
 )
+from gradxform._transforms.low_bit_state import LowBitArray as LowBitArray
+from gradxform._transforms.low_bit_state import LowBitState as LowBitState
+from gradxform._transforms.low_bit_state import low_bit_state as low_bit_state
+from gradxform._transforms.master_weights import (
+    MasterWeightsState as MasterWeightsState,
+)
+from gradxform._transforms.master_weights import (
+    get_master_weights as get_master_weights,
+)
+from gradxform._transforms.master_weights import master_weights as master_weights
 from gradxform._transforms.measure_cosine import (
     MeasureCosineState as MeasureCosineState,
 )
@@ -115,6 +125,12 @@ from gradxform._transforms.proximal_adagrad import (
     ProximalAdagradState as ProximalAdagradState,
 )
 from gradxform._transforms.proximal_adagrad import proximal_adagrad as proximal_adagrad
+from gradxform._transforms.round_stochastically import (
+    RoundStochasticallyState as RoundStochasticallyState,
+)
+from gradxform._transforms.round_stochastically import (
+    round_stochastically as round_stochastically,
+)
 from gradxform._trees.indexed_slices import IndexedSlices as IndexedSlices
 
 __version__ = "0.1.0"

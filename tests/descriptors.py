@@ -36,6 +36,8 @@ class Descriptor:
     # Its updates are float32 where gradients have another dtype than half-precision or
     # float32 parameters, so that they hold minus each parameter exactly.
     sets_params: bool = False
+    # Its updates are float32 for parameters in half precision.
+    wide_updates: bool = False
     # The share of a large leaf's entries that may differ from the formula. It is 0,
     # unless the update jumps with the state: rounding then turns some entries' signs.
     jumps: float = 0.0
@@ -71,9 +73,12 @@ class Descriptor:
         """The gradients in the dtypes that its updates have."""
 
         def cast(g: jax.Array, p: jax.Array) -> jax.Array:
+            if self.wide_updates:
+                return g.astype(jnp.float32) if p.dtype.itemsize == 2 else g
             return g if g.dtype == p.dtype else g.astype(jnp.float32)
 
-        return jax.tree.map(cast, grads, params) if self.sets_params else grads
+        casts = self.sets_params or self.wide_updates
+        return jax.tree.map(cast, grads, params) if casts else grads
 
     def kept(self, dtype: str = "float32") -> dict[str, np.dtype]:
         """The fields of its state, or of the one inside, with dtypes: see ``KEPT``."""
@@ -399,6 +404,30 @@ DESCRIPTORS = (
         figures=((0, 8), (1, 10.84)),
     ),
     D("skip_spikes", {"inner": ADAGRAD, "window": 4, "sigmas": 0.5}, "window"),
+    # Parameters in float32 pass through.
+    D(
+        "master_weights",
+        {"inner": ADAGRAD},
+        reads_params=True,
+        wide_updates=True,
+        figures=((0, 7), (0.75, 11.33)),
+    ),
+    D(
+        "master_weights",
+        {"inner": ADAGRAD, "residual_dtype": "int8"},
+        "int8",
+        reads_params=True,
+        wide_updates=True,
+    ),
+    D(
+        "round_stochastically",
+        {"seed": 0},
+        reads_params=True,
+        wide_updates=True,
+        figures=((0, 3), (0.26, 7.33)),
+    ),
+    # Its arrays are too small for 8 bits, but not where figures are taken.
+    D("low_bit_state", {"inner": ADAGRAD}, figures=((1.01, 9.36), (1.07, 13.7))),
 )
 # The rows that act at once. A gate's conditional has tests of its own.
 UNGATED = [row for row in DESCRIPTORS if not getattr(row.make(), "guard", None)]
@@ -418,6 +447,11 @@ NO_ORIGINAL = {
     "compensate_delay": "DC-ASGD is a paper; no system that people come from has it",
     "delayed": "it stands for what a pipeline does, and no library has it as a part",
     "delayed_nesterov": "a paper; its authors published no optimizer",
+    "low_bit_state": "the page on half precision compares it with torchao's and "
+    "FlashOptim's, which belong to their own optimizers",
+    "master_weights": "the page on half precision compares it with torch-optimi's and "
+    "FlashOptim's, which belong to their own optimizers",
     "measure_cosine": "a measurement of its own",
+    "round_stochastically": "the page on half precision compares it with torchao's",
     "skip_spikes": "the page on spikes compares it with OLMo-core and MaxText",
 }

@@ -395,6 +395,8 @@ def total(trees):
 AT_ONCE = {
     "densify": lambda g: g,
     "measure_cosine": lambda g: g,
+    # Of float32 parameters.
+    "round_stochastically": lambda g, seed: g,
     "clip_by_global_norm": clip_by_global_norm,
     "clip_by_norm": clip_by_norm,
     # Of three steps, as in the rows of the table.
@@ -448,7 +450,7 @@ def after(row, params, pushes, local_step=None):
 
 def _acting(row, pushes, local_step):
     """The gradients that a gate gives to its inner transformation, one by one."""
-    if row.name == "lazy":
+    if row.name in ("lazy", "master_weights", "low_bit_state"):
         return pushes
     options, stamped = row.kwargs, [(grads, local_step) for grads in pushes]
     if row.name == "drop_stale":

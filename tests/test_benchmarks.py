@@ -282,7 +282,23 @@ def test_bytes_of_state():
     vectors = 12 * (3 * 768 + 768 + 4 * 768 + 768 + 4 * 768) + 2 * 768
     parameters = 124_439_808
     scalar, layers = 4 / parameters, 4 * leaves / parameters
+    # 8 bits and a scale of 128 of them, but vectors are too small for that. The last
+    # block of "wte" has fewer rows.
+    vector, last = vectors / parameters, (393 - 50257 / 128) * 768 / parameters
+    low_bits, low_bits_half = (
+        2 * ((1 + size / 128) * (1 - vector) + size * (vector + last)) + scalar
+        for size in (4, 2)
+    )
     expected = {
+        "gx.master_weights": (8 + scalar, 10 + scalar),
+        "gx.master_weights(residual_dtype=bfloat16)": (8 + scalar, 10 + scalar),
+        "gx.master_weights(residual_dtype=int8)": (8 + scalar, 9 + scalar),
+        "gx.round_stochastically": (8 + 4 * scalar, 4 + 4 * scalar),
+        "gx.low_bit_state": (low_bits, low_bits_half),
+        "gx.master_weights(gx.low_bit_state, residual_dtype=int8)": (
+            low_bits,
+            low_bits + 1,
+        ),
         "optax.adam": (8 + scalar, 4 + scalar),
         "optax.adamw": (8 + scalar, 4 + scalar),
         "optax.sgd(momentum)": (4, 2),

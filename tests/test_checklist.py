@@ -121,6 +121,8 @@ def idle(name):
     A wrong formula for them would stay unseen. An argument of ``scale_by_x`` may matter
     in the rows of its alias ``x``.
     """
+    if name == "low_bit_state":  # They say how near it comes: test_half_precision.py.
+        return
     names = {name, name.removeprefix("scale_by_")}
     rows = [row for row in DESCRIPTORS if row.name in names]
     for p in parameters(name).values():

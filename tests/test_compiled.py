@@ -122,6 +122,20 @@ def test_novograd_behind_a_clip_keeps_one_copy_of_its_gradients():
     assert copies <= found < copies + 0.01
 
 
+@pytest.mark.parametrize(
+    ("tx", "copies"),
+    [
+        (gx.master_weights(gx.adagrad(0.1)), 0.5),
+        (optax.chain(gx.adagrad(0.1), gx.round_stochastically(0)), 0),
+    ],
+    ids=["master_weights", "round_stochastically"],
+)
+def test_bfloat16_needs_room_for_one_leaf_in_float32_at_most(tx, copies):
+    shapes = leaves(jnp.bfloat16, 4)
+    memory = compile_step(tx, shapes).memory_analysis()
+    assert memory.temp_size_in_bytes < (copies + 0.01) * size(shapes)
+
+
 CLIPPED = {
     "adagrad": optax.chain(CLIP, gx.adagrad(0.1)),
     "adagrad-global_clipnorm": gx.adagrad(0.1, global_clipnorm=1.0),

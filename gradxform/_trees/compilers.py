@@ -83,13 +83,13 @@ def linear(
 # no such copy; there a barrier would make one if x itself is not computed yet.
 apart = linear("apart", lambda x: x, cpu=jax.lax.optimization_barrier)
 
-# after(x, known) is x, with which the compiler for CPU does nothing before `known` is
+# after(x, *known) is x, with which the compiler for CPU does nothing before `known` are
 # known. Two barriers around one array are one for the compiler, and their users share
 # what they compute. These two are not.
 after = linear(
     "after",
-    lambda x, known: x,
-    cpu=lambda x, known: jax.lax.optimization_barrier((x, known))[0],
+    lambda x, *known: x,
+    cpu=lambda x, *known: jax.lax.optimization_barrier((x, *known))[0],
 )
 
 

@@ -173,6 +173,46 @@ def spoiled(step, key):
     return pairs
 
 
+def coarse(seed, steps, size=8, parts=128):
+    """Gradients "w" that bfloat16 holds: multiples of 1/parts in (-1, 1)."""
+    rng = np.random.RandomState(seed)
+    drawn = np.round(parts * (2 * rng.random_sample((steps, size)) - 1)) / parts
+    return [{"w": np.float32(g)} for g in drawn]
+
+
+def wide(seed, size):
+    """Numbers of both signs over four orders of magnitude, none of them a tie."""
+    rng = np.random.RandomState(seed)
+    mantissas = 1 + np.floor(2**23 * rng.random_sample(size)) / 2**23
+    sizes = 2.0 ** -np.floor(14 * rng.random_sample(size))
+    signs = np.where(rng.random_sample(size) < 0.5, -1, 1)
+    return np.float32(signs * mantissas * sizes)
+
+
+class Bowl:
+    """4,096 numbers that noisy gradients pull to their targets.
+
+    The curvatures are powers of two from 1 to 1/64. A mean of squares is the loss.
+    """
+
+    def __init__(self, seed=7, size=4096):
+        self.rng, shape = np.random.RandomState(seed), (size // 64, 64)
+        draw = self.rng.random_sample
+        self.start = np.float32(np.round(256 * draw(shape) - 128) / 128)
+        away = np.round(2**16 * draw(shape)) / 2**18 - 1 / 8
+        self.target = self.start + np.float32(away)
+        self.curvature = np.float32(2.0 ** -np.floor(7 * draw(shape)))
+
+    def gradient(self, w):
+        """The next gradient at w, in float32."""
+        noise = np.float32(self.rng.random_sample(w.shape) - 0.5)
+        return self.curvature * (np.float32(w) - self.target) + noise / 16
+
+    def loss(self, w):
+        """The loss at w, in float64."""
+        return np.mean(self.curvature * np.square(np.float64(w) - self.target)) / 2
+
+
 def scheduled(adagrad_case_name, **schedule):
     """One more case like ADAGRAD's: a schedule, by its class name and arguments."""
     return (adagrad_case_name, "plain", dict(_RATE, learning_rate=schedule))

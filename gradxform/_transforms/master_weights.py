@@ -1,0 +1,279 @@
+"""Parameters in half precision, and in the state the rest of their float32 numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform._transforms import half
+from gradxform._trees import arithmetic, checks, constants, dtypes, maps
+from gradxform._trees.compilers import after, apart, narrow
+from gradxform._trees.extra_args import accepted_kwargs
+from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.types import Leaf, Param, Params, Path
+
+# Into how many parts the way to the next number in half precision is divided.
+_PARTS = {jnp.dtype(jnp.int8): 254.0, jnp.dtype(jnp.int16): 2.0**16}
+
+
+class MasterWeightsState(NamedTuple):
+    """State of :func:`master_weights`.
+
+    Attributes:
+      residual: like params, of the dtype ``residual_dtype``: float32 less the rounded
+        parameter. None for a parameter that is not in half precision.
+      inner_state: the state of ``inner``, for float32 parameters.
+    """
+
+    residual: optax.Updates
+    inner_state: optax.OptState
+
+
+def master_weights(
+    inner: optax.GradientTransformation,
+    *,
+    residual_dtype: Literal["int16", "int8", "bfloat16"] = "int16",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Trains parameters in half precision as if they were float32.
+
+    The state holds the residual ``r``: what rounding took from the float32 parameter.
+
+    .. math::
+
+        x &= w + r, \qquad u, S \leftarrow inner(g, S, x), \qquad x' = x + u \\
+        w' &= round(x'), \qquad r' = x' - w'
+
+    ``inner`` sees float32 alone: its ``init`` and its ``update`` get the float32
+    parameters ``x`` and gradients in float32. So its state, its weight decay and its
+    norms are those of float32. Parameters are rounded to the nearest number.
+
+    With ``residual_dtype="int16"`` the residual is the part of the way to the next
+    number in half precision, in 1/65536. So a bfloat16 parameter and its residual are
+    the float32 number, to the bit (from 10⁻³¹ on), and a training is that of float32
+    parameters on the same gradients, for every ``inner``. In the middle between two
+    numbers it takes the upper one: 16 bits have no room for another rule. ``"int8"``
+    takes one byte, for parts of 1/127 of half the way. With ``"bfloat16"`` this is
+    Kahan's summation: the residual has the 8 bits of a bfloat16.
+
+    float16 has 11 bits, but ends at 65,504 and has fewer bits below 6·10⁻⁵. With
+    ``"int16"`` every float32 from 8·10⁻⁶ to 65,504 is held to the bit, and a smaller
+    one up to 5·10⁻¹³.
+
+    Parameters in float32, and in other dtypes with at least 32 bits, pass through.
+
+    The update is the difference of two rounded parameters, in float32. So
+    ``optax.apply_updates`` and :func:`apply_updates` give exactly the new rounded
+    parameter. One case is beyond float32: if a parameter becomes 2¹⁶ times smaller and
+    changes its sign, the sum may miss it by 2⁻²⁴ of the old one. Then ``x'`` is the
+    number that is reached, so nothing drifts.
+
+    Args:
+      inner: any transformation whose updates are added to the parameters.
+      residual_dtype: ``"int16"``, ``"int8"`` or ``"bfloat16"``.
+
+    Returns:
+      A transformation with state :class:`MasterWeightsState`. Its updates are float32
+      for parameters in half precision. :func:`get_master_weights` gives the float32
+      parameters. If the gradient of a table is :class:`IndexedSlices`, only the touched
+      rows of it and of the residual are read and written.
+
+    Raises:
+      ValueError: another ``residual_dtype``, or ``params`` is missing in an update.
+      TypeError: ``inner`` is no transformation; a parameter has integers, or less than
+        16 bits; the state is that of another transformation or of parameters in other
+        dtypes; or updates and parameters differ in structure or shape.
+
+    References:
+      Micikevicius et al., `Mixed precision training
+      <https://arxiv.org/abs/1710.03740>`__, 2018.
+      Zamirai et al., `Revisiting bfloat16 training
+      <https://arxiv.org/abs/2010.06192>`__, 2020 (Kahan).
+      Gonzalez Ortiz et al., `FlashOptim <https://arxiv.org/abs/2602.23349>`__, 2026
+      (``"int8"``).
+
+    >>> import gradxform as gx, jax.numpy as jnp
+    >>> def train(tx, w):
+    ...     state = tx.init(w)
+    ...     for _ in range(100):
+    ...         w, state = gx.apply_gradients(tx, jnp.ones_like(w), state, w)
+    ...     return w, state
+    >>> tx, start = gx.adagrad(1e-3), jnp.ones(1, jnp.bfloat16)
+    >>> train(tx, start)[0]  # Each step is too small for bfloat16.
+    Array([1], dtype=bfloat16)
+    >>> w, state = train(gx.master_weights(tx), start)
+    >>> w
+    Array([0.980469], dtype=bfloat16)
+    >>> full, _ = train(tx, jnp.ones(1))
+    >>> assert gx.get_master_weights(w, state) == full
+    """
+    checks.transformation("inner", inner)
+    checks.one_of("residual_dtype", residual_dtype, ("int16", "int8", "bfloat16"))
+    inner = optax.with_extra_args_support(inner)
+
+    def zeros(p: Param) -> jax.Array | None:
+        kind = jnp.dtype(residual_dtype)
+        return constants.full_like(p, 0, kind) if half.is_half(p) else None
+
+    def init_fn(params: optax.Params) -> MasterWeightsState:
+        half.check("master_weights", params)
+        return MasterWeightsState(
+            residual=maps.map_params(zeros, params),
+            inner_state=inner.init(maps.map_params(_widened, params)),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: MasterWeightsState,
+        params: optax.Params | None = None,
+        **extra: object,
+    ) -> tuple[optax.Updates, MasterWeightsState]:
+        params = checks.params_given("master_weights", params)
+        checks.same_shapes("updates", updates, "params", params)
+        if not isinstance(state, MasterWeightsState):
+            checks.own_state(state, jax.eval_shape(init_fn, params))
+        _check(params, state.residual)
+        updates = maps.map_updates(
+            lambda g, r: g if r is None else dtypes.widen(g), updates, state.residual
+        )
+        updates = maps.sum_duplicates(updates)
+        wide = maps.map_leaves(_held, updates, params, state.residual)
+        updates, inner_state = inner.update(
+            updates, state.inner_state, wide, **accepted_kwargs(inner, extra)
+        )
+        # Leaf after leaf on CPU, where each needs temporary memory.
+        done: list[jax.Array] = []
+        pairs = maps.map_leaves(
+            lambda u, p, r: _moved(u, p, r, done), updates, params, state.residual
+        )
+        residual = maps.map_leaves(lambda _, pair: pair[1], updates, pairs)
+        updates = maps.map_leaves(lambda _, pair: pair[0], updates, pairs)
+        return updates, MasterWeightsState(residual, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def get_master_weights(params: Params, state: optax.OptState) -> Params:
+    """The float32 parameters of :func:`master_weights`, for evaluation and export.
+
+    Args:
+      params: the parameters in half precision.
+      state: a state with that of :func:`master_weights` anywhere in it, as inside of a
+        gate or of ``optax.partition``.
+
+    Returns:
+      The parameters; those in half precision in float32.
+
+    Raises:
+      TypeError: the state has none of :func:`master_weights`, or is not that of these
+        parameters.
+
+    >>> import gradxform as gx, jax.numpy as jnp, optax
+    >>> tx = gx.drop_stale(gx.master_weights(optax.sgd(1.0)), max_staleness=0)
+    >>> w = jnp.ones(1, jnp.bfloat16)
+    >>> grads = jnp.full(1, 2**-12)
+    >>> w, state = gx.apply_gradients(tx, grads, tx.init(w), w, local_step=0)
+    >>> w, gx.get_master_weights(w, state)
+    (Array([1], dtype=bfloat16), Array([0.99975586], dtype=float32))
+    """
+    found = maps.nodes(state, lambda node: isinstance(node, MasterWeightsState))
+    if not found:
+        raise TypeError(
+            "state has no MasterWeightsState, got none in "
+            f"{type(state).__name__}. Pass the state of gradxform.master_weights."
+        )
+    for _, own in found:
+        _check(params, own.residual)
+        params = maps.map_leaves(lambda r, p: _held(None, p, r), own.residual, params)
+    return params
+
+
+def _widened(p: Param) -> Param:
+    if not half.is_half(p):
+        return p
+    if isinstance(p, jax.ShapeDtypeStruct):
+        return p.update(dtype=jnp.float32)
+    return half.widen(p)
+
+
+def _joined(p: jax.Array, r: jax.Array) -> jax.Array:
+    """The float32 of a parameter and its residual."""
+    near, rest = half.widen(p), r.astype(jnp.float32)
+    if r.dtype not in _PARTS:
+        return near + rest
+    gap = jnp.abs(half.neighbour(near, rest, p.dtype) - near)
+    return jnp.where(rest == 0, near, near + rest * gap / _PARTS[r.dtype])
+
+
+def _rounded(x: jax.Array, p: jax.Array, r: jax.Array) -> jax.Array:
+    """The nearest number in half precision, in float32."""
+    near = half.nearest(x, p.dtype)
+    if r.dtype != jnp.int16:
+        return near
+    # From the middle up: int16 holds -2¹⁵, but not 2¹⁵.
+    far, part = half.part_of_way(x, near, p.dtype)
+    return jnp.where(part == 0.5, jnp.maximum(near, far), near)
+
+
+def _residual(x: jax.Array, near: jax.Array, p: jax.Array, r: jax.Array) -> jax.Array:
+    if r.dtype not in _PARTS:
+        return narrow(x - near, r.dtype)
+    far, part = half.part_of_way(x, near, p.dtype)
+    parts = jnp.sign(far - near) * jnp.round(part * _PARTS[r.dtype])
+    parts = jnp.where(part > 0, parts, 0)
+    most = float(jnp.iinfo(r.dtype).max)
+    return jnp.clip(parts, -most - 1, most).astype(r.dtype)
+
+
+def _held(g: Leaf, p: Leaf, r: Leaf) -> Leaf:
+    """What ``inner`` gets for a parameter: float32, of a table the touched rows."""
+    if not (maps.has_gradient(p) and maps.has_gradient(r)):
+        return p
+    wide = _joined(*_rows(g, p, r))
+    return g.with_values(wide) if isinstance(g, IndexedSlices) else wide
+
+
+def _moved(u: Leaf, p: Leaf, r: Leaf, done: list[jax.Array]) -> tuple[Leaf, Leaf]:
+    """The update of a rounded parameter, and its residual."""
+    if not (maps.has_gradient(u) and maps.has_gradient(r)):
+        return u, r
+    update, residual = _step(maps.values(u), *_rows(u, p, r), done)
+    done[:] = [residual]
+    return maps.map_updates(lambda _: update, u), maps.put_rows(u, r, residual)
+
+
+def _rows(g: Leaf, p: Leaf, r: Leaf) -> tuple[jax.Array, jax.Array]:
+    return jnp.asarray(maps.rows(g, p)), jnp.asarray(maps.rows(g, r))
+
+
+def _step(
+    u: jax.Array, p: jax.Array, r: jax.Array, done: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    # x' = x + u
+    x = apart(_joined(after(p, *done), r) + u)
+    # What `apply_updates` gives, to the same operations, so that TPU makes both in one
+    # pass. A parameter that becomes 2¹⁶ times smaller may miss the rounded one.
+    before = half.widen(p)
+    reached = arithmetic.rounded_sum(_rounded(x, p, r) - before, p)
+    residual = _residual(x, half.widen(reached), p, r)
+    # w' - w, where the compiler for CPU writes w' once w is no longer needed.
+    x, p = after(x, residual), after(p, residual)
+    return _rounded(x, p, r) - half.widen(p), residual
+
+
+def _check(params: optax.Params, residual: optax.Updates) -> None:
+    """Raises ``TypeError`` unless each parameter in half precision has a residual."""
+    checks.same_shapes("state.residual", residual, "params", params)
+
+    def check(path: Path, p: Leaf, r: Leaf) -> None:
+        if not isinstance(r, optax.MaskedNode) and half.is_half(p) == (r is None):
+            raise TypeError(
+                f"params have {dtypes.dtype_of(p)} at {checks.path_name(path)}, and "
+                "state.residual is that of parameters in another precision. Pass "
+                "parameters in the dtypes that init has seen."
+            )
+
+    maps.map_with_path(check, params, residual)

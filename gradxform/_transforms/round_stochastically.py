@@ -1,0 +1,135 @@
+"""Updates of parameters in half precision, rounded up or down at random."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradxform._transforms import half
+from gradxform._trees import checks, constants, maps
+
+
+class RoundStochasticallyState(NamedTuple):
+    """State of :func:`round_stochastically`.
+
+    Attributes:
+      key: uint32[2], made from the seed.
+      count: int32[], the updates so far.
+    """
+
+    key: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # A tuple's method of that name.
+
+
+def round_stochastically(
+    seed: jax.typing.ArrayLike,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Rounds new parameters in half precision up or down at random; the last link.
+
+    Between two neighbours ``a < b`` in half precision, with :math:`x = w + u` in
+    float32:
+
+    .. math:: w' = \begin{cases}
+          b & \text{with probability } (x - a) / (b - a) \\
+          a & \text{otherwise}
+        \end{cases}
+
+    So ``w'`` is ``x`` on average, and small updates are not lost as in rounding to the
+    nearest. The state has no array of the model's size. Put it last in a chain.
+    The new update is :math:`w' - w` in float32, with which ``optax.apply_updates`` and
+    :func:`apply_updates` give exactly ``w'``.
+
+    The random numbers depend on the seed, on the number of the step, on the number of
+    the leaf and on the place in it. They are the same on every sharding. A number of
+    half precision, inf and NaN stay as they are. A finite number becomes inf only if
+    the nearest number is inf. Each random number has 16 bits, of a hash of its place.
+
+    Args:
+      seed: an integer.
+
+    Returns:
+      A transformation with state :class:`RoundStochasticallyState`. Updates of
+      parameters in float32 stay as they are. If the gradient of a table is
+      :class:`IndexedSlices`, only the touched rows are rounded.
+
+    Raises:
+      ValueError: ``params`` is missing in an update.
+      TypeError: ``seed`` is no integer; a parameter has integers, or less than 16 bits;
+        or updates and parameters differ in structure or shape.
+
+    References:
+      Zamirai et al., `Revisiting bfloat16 training
+      <https://arxiv.org/abs/2010.06192>`__, 2020.
+
+    >>> import gradxform as gx, jax, jax.numpy as jnp, optax
+    >>> tx = optax.chain(optax.sgd(2**-10), gx.round_stochastically(seed=0))
+    >>> w = jnp.ones(1000, jnp.bfloat16)  # The next number below 1 is 1 - 2⁻⁸.
+    >>> new, state = gx.apply_gradients(tx, jnp.ones_like(w), tx.init(w), w)
+    >>> moved = jnp.mean(new == 1 - 2**-8)
+    >>> assert abs(moved - 0.25) < 0.05 and jnp.all((new == 1) | (new == 1 - 2**-8))
+    """
+    checks.integer_scalar("seed", seed)
+
+    def init_fn(params: optax.Params) -> RoundStochasticallyState:
+        half.check("round_stochastically", params)
+        return RoundStochasticallyState(
+            key=jax.random.PRNGKey(seed) + constants.zero(params, jnp.uint32),
+            count=constants.zero(params, jnp.int32),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: RoundStochasticallyState,
+        params: optax.Params | None = None,
+        **extra: object,
+    ) -> tuple[optax.Updates, RoundStochasticallyState]:
+        del extra
+        params = checks.params_given("round_stochastically", params)
+        checks.same_shapes("updates", updates, "params", params)
+        step_key = jax.random.fold_in(state.key, state.count)
+        leaves, structure = maps.flatten(updates)
+        numbers = jax.tree.unflatten(structure, range(len(leaves)))
+
+        def rounded(u: jax.Array, p: jax.typing.ArrayLike, number: int) -> jax.Array:
+            key = jax.random.fold_in(step_key, number)
+            if not half.is_half(p):
+                return u
+            p = jnp.asarray(p)
+            before = half.widen(p)
+            x = before + u.astype(jnp.float32)
+            near = half.nearest(x, p.dtype)
+            far, part = half.part_of_way(x, near, p.dtype)
+            is_far = _random(key, p.shape) < part * 2.0**16
+            return jnp.where(is_far, far, near) - before
+
+        updates = maps.sum_duplicates(updates)
+        rows = maps.rows(updates, params)
+        return maps.map_updates(
+            rounded, updates, rows, numbers
+        ), RoundStochasticallyState(state.key, optax.safe_increment(state.count))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _random(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Whole numbers in [0, 2¹⁶), as float32, made from a key and the place of each.
+
+    ``jax.random.bits`` is a loop for the CPU compiler, which writes each of its parts
+    to memory. This is a part of every pass that reads it.
+    """
+    x = jnp.zeros(shape, jnp.uint32)
+    for axis, length in enumerate(shape):
+        place = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        x = x * np.uint32(length % 2**32) + place
+    for word in key.astype(jnp.uint32):
+        # Two rounds of multiply and shift, each of which turns half of the bits for
+        # each bit that differs.
+        x = x ^ word
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            x = (x ^ (x >> shift)) * np.uint32(factor)
+        x = x ^ (x >> 16)
+    return (x >> 16).astype(jnp.float32)

@@ -1,0 +1,280 @@
+"""Few bits: parameters in half precision, random rounding, and state in 8 bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+
+OPTIMIZERS = {
+    "momentum": lambda: optax.sgd(0.1, 0.9),
+    "adam": lambda: optax.adam(1e-2),
+    "adamw": lambda: optax.adamw(1e-2),
+    "lion": lambda: optax.lion(1e-3),
+    "adagrad": lambda: gx.adagrad(0.1, global_clipnorm=1.0),
+    "novograd": lambda: gx.novograd(0.1),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3)),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    """Optax's own code promotes dtypes and ranks."""
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
+
+
+def draw(seed, dtype, scale=1.0):
+    rng = np.random.default_rng(seed)
+    shapes = {"w": (16, 24), "b": (7,)}
+    return {
+        k: jnp.asarray(scale * rng.normal(size=s), dtype) for k, s in shapes.items()
+    }
+
+
+def wide(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def bits(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float32).view(np.int32), tree)
+
+
+def trained(tx, params, dtype, steps=6, wrap=lambda f: f):
+    """The parameters and the state after some steps on given gradients."""
+
+    @wrap
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for t in range(steps):
+        grads = draw(1 + t, jnp.bfloat16, 10.0 ** (t % 4 - 2))
+        grads = jax.tree.map(lambda g: g.astype(dtype), grads)
+        params, state = step(params, state, grads)
+    return params, state
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_training_is_that_of_float32_to_the_bit(name, dtype):
+    start = draw(0, dtype)
+    expected, _ = trained(OPTIMIZERS[name](), wide(start), jnp.float32)
+    tx = gx.master_weights(OPTIMIZERS[name]())
+    params, state = trained(tx, start, jnp.bfloat16)
+    got = gx.get_master_weights(params, state)
+    jax.tree.map(np.testing.assert_array_equal, bits(got), bits(expected))
+    nearest = jax.tree.map(lambda x: x.astype(dtype), expected)
+    jax.tree.map(np.testing.assert_array_equal, wide(params), wide(nearest))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adagrad"])
+def test_a_compiled_training_is_near_to_that_of_float32(name):
+    start = draw(0, jnp.bfloat16)
+    expected, _ = trained(OPTIMIZERS[name](), wide(start), jnp.float32, wrap=jax.jit)
+    tx = gx.master_weights(OPTIMIZERS[name]())
+    got = gx.get_master_weights(*trained(tx, start, jnp.bfloat16, wrap=jax.jit))
+    for k in got:
+        np.testing.assert_allclose(got[k], expected[k], rtol=1e-5, atol=1e-6)
+
+
+def numbers(seed):
+    """Of any size and sign, with many ties and powers of two."""
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, 2**32, 512, dtype=np.uint32)
+    bits[::4] &= np.uint32(0xFF800000)  # Powers of two,
+    bits[1::4] = bits[1::4] & np.uint32(0xFFFF0000) | np.uint32(0x8000)  # and ties.
+    x = bits.view(np.float32)
+    size = np.abs(x)
+    return np.where(np.isfinite(x) & (size > 1e-30) & (size < 1e30), x, 1.0)
+
+
+@pytest.mark.parametrize("residual_dtype", ["int16", "int8", "bfloat16"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_the_update_gives_the_rounded_number_for_any_bits(residual_dtype, wrap):
+    """Each update sets float32 to another number."""
+    given = optax.GradientTransformationExtraArgs(
+        lambda params: (),
+        lambda updates, state, params: (updates - params, state),
+    )
+    tx = gx.master_weights(given, residual_dtype=residual_dtype)
+
+    @wrap
+    def step(params, state, target):
+        before = gx.get_master_weights(params, state)
+        updates, state = tx.update(target, state, params)
+        return optax.apply_updates(params, updates), state, before + (target - before)
+
+    part = {"int16": 2.0**-16, "int8": 1 / 250, "bfloat16": 2.0**-9}[residual_dtype]
+    params = jnp.asarray(numbers(0)).astype(jnp.bfloat16)
+    state = tx.init(params)
+    for seed in range(1, 30):
+        old = np.abs(np.float32(params))
+        params, state, wanted = step(params, state, jnp.asarray(numbers(seed)))
+        got, wanted = np.asarray(gx.get_master_weights(params, state)), np.array(wanted)
+        # A float32 sum cannot make a number 2¹⁶ times smaller than where it began.
+        usual = np.abs(wanted) >= old * 2.0**-14
+        assert usual.sum() > 200
+        if residual_dtype == "int16":
+            np.testing.assert_array_equal(got[usual], wanted[usual])
+        gap = np.abs(wanted) * 2.0**-7
+        assert (np.abs(np.float32(params) - wanted) <= 0.51 * gap)[usual].all()
+        error = np.abs(got - wanted)
+        assert (error[usual] <= (part * gap)[usual]).all()
+        assert (error <= part * gap + old * 2.0**-23).all()
+
+
+def test_bytes_of_a_parameter_with_its_gradient():
+    params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
+    tx = gx.master_weights(gx.low_bit_state(optax.adamw(1e-3)), residual_dtype="int8")
+    state = jax.eval_shape(tx.init, params)
+    held = jax.tree.leaves((params, params, state))  # Gradients are like parameters.
+    total = sum(x.size * x.dtype.itemsize for x in held) / 2**20
+    assert 7 <= total < 7.1
+
+
+def test_only_touched_rows_of_a_table_and_its_residual_change():
+    table = jnp.ones((6, 2), jnp.bfloat16)
+    tx = gx.master_weights(gx.lazy(optax.adamw(1e-3)))
+    full, plain = wide(table), gx.lazy(optax.adamw(1e-3))
+    state, own = tx.init(table), plain.init(full)
+    for rows in ([4, 1, 4], [1], [6, 0]):
+        grads = gx.IndexedSlices(rows, jnp.ones((len(rows), 2), jnp.bfloat16), (6, 2))
+        updates, state = tx.update(grads, state, table)
+        assert updates.values.shape == (len(rows), 2)
+        table = optax.apply_updates(table, updates)
+        grads = grads.with_values(wide(grads.values))
+        updates, own = plain.update(grads, own, full)
+        full = optax.apply_updates(full, updates)
+    got = gx.get_master_weights(table, state)
+    np.testing.assert_array_equal(got, full)
+    np.testing.assert_array_equal(got[jnp.array([2, 3, 5])], 1)
+
+
+def test_leaves_in_float32_and_without_gradient_stay():
+    params = {
+        "half": jnp.ones(3, jnp.bfloat16),
+        "full": jnp.ones(3),
+        "frozen": jnp.ones(2, jnp.bfloat16),
+    }
+    tx = gx.master_weights(optax.adam(0.1))
+    state = tx.init(params)
+    assert state.residual["full"] is None
+    grads = {"half": jnp.ones(3, jnp.bfloat16), "full": jnp.ones(3), "frozen": None}
+    params, after = gx.apply_gradients(tx, grads, state, params)
+    np.testing.assert_array_equal(wide(params["frozen"]), 1)
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+    np.testing.assert_allclose(params["full"], 0.9, rtol=1e-6)
+
+
+def test_random_rounding_is_right_on_average_and_the_same_for_a_seed():
+    tx = gx.round_stochastically(7)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        eps = float(jnp.finfo(dtype).eps)
+        params = jnp.asarray([[1.0], [-1.0]] * 1000, dtype) * jnp.ones(64, dtype)
+        state, draws = tx.init(params), []
+        for _ in range(3):
+            updates = jnp.full(params.shape, 0.25 * eps)
+            moved, new = tx.update(updates, state, params)
+            again, _ = jax.jit(tx.update)(updates, state, params)
+            np.testing.assert_array_equal(moved, again)
+            draws.append(np.asarray(optax.apply_updates(params, moved), np.float64))
+            state = new
+        moved = (np.array(draws) - np.asarray(params, np.float64)) / eps
+        assert set(np.unique(moved[:, ::2])) == {0, 1}  # Above 1 the distance is eps,
+        assert set(np.unique(moved[:, 1::2])) == {0, 0.5}  # and below it the half.
+        deviation = np.sqrt(0.25 * 0.75 / moved[:, ::2].size)
+        assert abs(moved.mean() - 0.25) < 4 * deviation
+        assert (
+            abs(np.corrcoef(moved[0, ::2].ravel(), moved[1, ::2].ravel())[0, 1]) < 0.02
+        )
+
+
+def test_random_rounding_leaves_numbers_of_half_precision_and_no_numbers():
+    given = np.array([np.inf, -np.inf, np.nan, 3.38e38, 2.0, 0.0, -0.0], np.float32)
+    params = jnp.asarray(given).astype(jnp.bfloat16)
+    tx = gx.round_stochastically(0)
+    updates, _ = tx.update(jnp.zeros(7), tx.init(params), params)
+    got = np.float32(optax.apply_updates(params, updates))
+    finite = np.isfinite(given)
+    np.testing.assert_array_equal(got[finite], np.float32(params)[finite])
+    assert not np.isfinite(got[~finite]).any()
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_state_in_8_bits_is_near_and_no_second_moment_is_lost(axis):
+    rng = np.random.default_rng(0)
+    grads = jnp.asarray(
+        rng.normal(size=(300, 70)) * 10.0 ** rng.uniform(-5, 0, (300, 70))
+    )
+    grads = grads.astype(jnp.float32)
+    tx = gx.low_bit_state(optax.scale_by_adam(), block_axis=axis)
+    _, state = tx.update(grads, tx.init(grads))
+    updates, after = tx.update(jnp.zeros_like(grads), state)
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+    # A small first moment may become 4 times as large; a second one never becomes 0.
+    assert np.abs(updates).max() < 3
+    x = np.float64(grads) ** 2 * 1e-3
+    nu = state.inner_state.nu
+    assert nu.codes.dtype == jnp.int8
+    assert (np.asarray(nu.scales) < 0).all()
+    tenth = np.sqrt(x) > 0.1 * np.sqrt(x.max())
+    exact, _ = optax.scale_by_adam().update(grads, optax.scale_by_adam().init(grads))
+    np.testing.assert_allclose(np.abs(exact)[tenth], 1, rtol=1e-2)
+
+
+def test_kept_and_small_arrays_stay_as_they_are():
+    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+    tx = gx.low_bit_state(optax.scale_by_adam(), keep=["nu/w"])
+    state = tx.init(params).inner_state
+    assert isinstance(state.mu["w"], gx.LowBitArray)
+    assert state.nu["w"].dtype == state.mu["b"].dtype == jnp.float32
+    with pytest.raises(ValueError, match="keep must name leaves of the state, got 'w'"):
+        gx.low_bit_state(optax.scale_by_adam(), keep=["w"]).init(params)
+
+
+def test_lazy_takes_the_touched_rows_of_state_in_8_bits():
+    table = jnp.zeros((512, 16))
+    tx = gx.lazy(gx.low_bit_state(optax.adam(0.1), block_axis=-1, min_size=1))
+    state = tx.init(table)
+    grads = gx.IndexedSlices([3, 500], jnp.ones((2, 16)), (512, 16))
+    updates, state = tx.update(grads, state, table)
+    np.testing.assert_allclose(updates.values, -0.1, rtol=1e-2)
+    codes = optax.tree.get(state, "mu").codes
+    assert np.flatnonzero(np.asarray(codes).any(1)).tolist() == [3, 500]
+
+
+SGD, RANDOM = optax.sgd(0.1), gx.round_stochastically(0)
+MASTER = gx.master_weights(SGD)
+HALF, WHOLE = {"w": jnp.ones(2, jnp.bfloat16)}, {"n": jnp.arange(2)}
+BAD_INPUT = {
+    "residual_dtype must be one of 'int16'": lambda: gx.master_weights(
+        SGD, residual_dtype="int4"
+    ),
+    "inner must be": lambda: gx.master_weights(None),
+    "bits must be in": lambda: gx.low_bit_state(SGD, bits=4),
+    "block_size must be in": lambda: gx.low_bit_state(SGD, block_size=0),
+    "state must be that of": lambda: gx.low_bit_state(SGD).update(HALF, (), HALF),
+    "seed must be an integer": lambda: gx.round_stochastically(0.5),
+    r"master_weights takes .* int32 at \['n'\]": lambda: MASTER.init(WHOLE),
+    r"round_stochastically takes .* int32 at \['n'\]": lambda: RANDOM.init(WHOLE),
+    "master_weights needs params": lambda: MASTER.update(HALF, MASTER.init(HALF)),
+    "round_stochastically needs params": lambda: RANDOM.update(HALF, RANDOM.init(HALF)),
+    "state is not that of tx": lambda: MASTER.update(HALF, SGD.init(HALF), HALF),
+    "parameters in another precision": lambda: MASTER.update(
+        HALF, MASTER.init(wide(HALF)), HALF
+    ),
+    "no MasterWeightsState": lambda: gx.get_master_weights(HALF, SGD.init(HALF)),
+}
+
+
+@pytest.mark.parametrize("words", BAD_INPUT)
+def test_bad_input_is_named(words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        BAD_INPUT[words]()
