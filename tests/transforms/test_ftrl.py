@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import gradxform as gx
-from tests import oracles
 
 HELD = {"l1_regularization_strength": 1.0}
 DTYPES = ("float16", "bfloat16", "float32")
@@ -47,56 +46,6 @@ def test_updates_of_weights_of_another_dtype_hold_the_weights_exactly():
     assert updates.dtype == jnp.float32
     np.testing.assert_array_equal(updates, -w)
     np.testing.assert_array_equal(optax.apply_updates(w, updates), 0)
-
-
-@pytest.mark.parametrize(
-    "optional", [{}, {"l2_shrinkage_regularization_strength": 0.1}]
-)
-def test_only_touched_rows_move(optional):
-    rng = np.random.default_rng(0)
-    table = jnp.asarray(rng.standard_normal((6, 3)), jnp.float32)
-    # Row 4 twice, a row of zeros, and padding of NaN.
-    ids = np.array([4, 1, 4, 0, 6])
-    values = rng.standard_normal((5, 3)).astype(np.float32)
-    values[3], values[4] = 0, np.nan
-    tx = gx.ftrl(0.5, l1_regularization_strength=0.3, **optional)
-    state, params = tx.init(table), table
-    summed = np.zeros((6, 3))
-    np.add.at(summed, ids[:4], values[:4].astype(np.float64))
-    touched, rest = [0, 1, 4], [2, 3, 5]
-    step = jax.jit(functools.partial(gx.apply_gradients, tx))
-    for n in (1, 2, 3):
-        params, state = step(gx.IndexedSlices(ids, values, (6, 3)), state, params)
-        *_, wanted = oracles.ftrl(
-            {"w": np.asarray(table, np.float64)[touched]},
-            [{"w": summed[touched]}] * n,
-            0.5,
-            l1_regularization_strength=0.3,
-            **optional,
-        )
-        got = params, state.sum_of_squares, state.linear
-        for ours, theirs in zip(got, wanted, strict=True):
-            np.testing.assert_allclose(ours[touched,], theirs["w"], atol=1e-5)
-        before = table, 0.1, 0.0
-        for ours, was in zip(got, before, strict=True):
-            kept = np.broadcast_to(was, (6, 3))[rest].astype(np.float32)
-            np.testing.assert_array_equal(ours[rest,], kept)
-
-
-def test_untouched_rows_are_neither_read_nor_written():
-    height, width, n = 1 << 17, 32, 256
-    params = jax.ShapeDtypeStruct((height, width), jnp.float32)
-    grads = gx.IndexedSlices(jnp.arange(n), jnp.zeros((n, width)), params.shape)
-    tx = gx.ftrl(0.1, **HELD)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, grads):
-        return gx.apply_gradients(tx, grads, state, params)
-
-    state = jax.eval_shape(tx.init, params)
-    memory = step.lower(params, state, grads).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 10 * n * width * 4
-    assert memory.alias_size_in_bytes >= 3 * height * width * 4
 
 
 def test_complex_weights_shrink_towards_zero_in_the_direction_of_their_own():
@@ -244,47 +193,6 @@ def test_a_traced_power_gives_the_numbers_of_a_known_one(power):
     known = jax.tree.leaves(tx.update(g, tx.init(w), w))
     for a, b in zip(jax.tree.leaves(update(power)), known, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"learning_rate": 0.0}, ValueError, r"learning_rate must be in \(0, inf\)"),
-        ({"learning_rate": -0.1}, ValueError, r"learning_rate must be in \(0, inf\)"),
-        ({"learning_rate": 1j}, TypeError, "learning_rate must be a real scalar"),
-        (
-            {"learning_rate_power": 0.5},
-            ValueError,
-            r"learning_rate_power must be in \(-inf, 0\], got 0.5",
-        ),
-        ({"learning_rate_power": np.nan}, ValueError, "learning_rate_power must be in"),
-        (
-            {"initial_accumulator_value": -1.0},
-            ValueError,
-            "initial_accumulator_value must be in",
-        ),
-        (
-            {"l1_regularization_strength": -1.0},
-            ValueError,
-            "l1_regularization_strength must be in",
-        ),
-        (
-            {"l2_regularization_strength": np.inf},
-            ValueError,
-            "l2_regularization_strength must be in",
-        ),
-        (
-            {"l2_shrinkage_regularization_strength": -1.0},
-            ValueError,
-            "l2_shrinkage_regularization_strength must be in",
-        ),
-        ({"beta": -1.0}, ValueError, "beta must be in"),
-        ({"clipnorm": 1.0, "clipvalue": 1.0}, ValueError, "at most one of"),
-    ],
-)
-def test_a_bad_argument_is_named(arguments, error, match):
-    with pytest.raises(error, match=match):
-        gx.ftrl(**{"learning_rate": 0.1} | arguments)
 
 
 def test_a_rate_that_a_schedule_gives_must_be_real():
