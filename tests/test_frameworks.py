@@ -11,14 +11,12 @@ from typing import Any
 
 import chex
 import equinox as eqx
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from flax.core import FrozenDict
 from flax.training import train_state
 
 import gradxform as gx
@@ -488,29 +486,6 @@ def test_equinoxs_leaves_without_gradient_are_none():
     assert state.stale_count == 1
 
 
-class Module(eqx.Module):
-    tx: optax.GradientTransformation
-
-
-@flax.struct.dataclass
-class Struct:
-    tx: optax.GradientTransformation
-
-
-@pytest.mark.parametrize(
-    "again",
-    [
-        lambda tx: eqx.combine(*eqx.partition(Module(tx), callable)).tx,
-        lambda tx: jax.tree.map(lambda f: f, Struct(tx)).tx,
-    ],
-    ids=["Equinox", "Flax"],
-)
-def test_a_gate_that_was_in_a_field_is_gated(again):
-    tx = late()
-    assert again(tx) == tx
-    assert again(tx).guard is tx.guard is not None
-
-
 def test_a_gate_is_an_argument_of_filter_jit():
     grads = params = {"w": jnp.ones(3)}
 
@@ -522,12 +497,6 @@ def test_a_gate_is_an_argument_of_filter_jit():
     after, state = push(gx.drop_stale(optax.sgd(0.1), 0), params, jnp.int32(0))
     assert state.stale_count == 1
     chex.assert_trees_all_equal(after, params)
-
-
-def test_a_frozen_dict_is_no_dict():
-    grads, params = {"w": jnp.ones(3)}, FrozenDict({"w": jnp.ones(3)})
-    with pytest.raises(TypeError, match=r"the root.* dict.* flax.*FrozenDict"):
-        gx.apply_gradients(gx.adagrad(0.1), grads, None, params)
 
 
 class Affine(eqx.Module):
