@@ -437,15 +437,6 @@ def test_linens_own_train_state_forwards_nothing():
         create(gx.clip_by_global_norm(1.0)).apply_gradients(grads=params, use_norm=2.0)
 
 
-def test_linens_own_train_state_takes_micro_batches():
-    tx, params = gx.accumulate(optax.sgd(1.0), 2), {"w": jnp.zeros(3)}
-    state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
-    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-    for grad, expected in ((1.0, 0.0), (3.0, -2.0), (5.0, -2.0)):
-        state = step(state, {"w": jnp.full(3, grad)})
-        assert state.params["w"].tolist() == [expected] * 3
-
-
 def test_linens_subclass_forwards_and_skips_the_whole_step():
     own = run("Flax Linen", [])["TrainState"]
     params = {"w": jnp.ones(3)}
