@@ -136,15 +136,6 @@ def test_on_either_side_of_the_thresholds(cosine, kind, length):
         np.testing.assert_allclose(new, mixed, rtol=1e-4, atol=2e-6 * length)
 
 
-def test_it_is_continuous_where_a_gradient_begins_to_agree():
-    """As in the authors' code, and not as in their paper."""
-    m = draw(30)
-    near = [
-        corrected(jnp.asarray(at_an_angle(m, 0.2 + d, 5.0)), m) for d in (-1e-5, 1e-5)
-    ]
-    np.testing.assert_allclose(*near, atol=1e-3)
-
-
 @pytest.mark.parametrize("eps", [1e-8, 0.5])
 def test_short_gradients_and_momenta_correct_nothing(eps):
     align = gx.MomentumAlignment(eps=eps)
