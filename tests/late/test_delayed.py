@@ -204,15 +204,6 @@ def test_inner_sees_the_parameters_and_the_extra_arguments_of_today():
     assert seen[-1] == (3, 23)
 
 
-def test_through_a_server_every_push_is_a_step():
-    server = gx.ParameterServer(jnp.zeros(2), gx.delayed(optax.sgd(1.0), 1))
-    for t in range(3):
-        result = server.push(jnp.full(2, 10.0**t), server.pull()[1])
-        assert (result.applied, result.global_step) == (True, t + 1)
-    params, _ = server.pull()
-    assert params.tolist() == [-11.0, -11.0]
-
-
 def test_a_gradient_that_is_held_is_dense():
     params = {"table": jnp.zeros((4, 2)), "tail": jnp.zeros((4, 2))}
     rows = gx.IndexedSlices([1], jnp.ones((1, 2)), (4, 2))
