@@ -22,6 +22,7 @@ NUM_DELAY = RATE | {"num_delay": 4}
 OUT_OF_RANGE = [
     (gx.clip_by_global_norm, {"max_norm": -1.0}),
     (gx.clip_by_global_norm, {"max_norm": float("nan")}),
+    (gx.clip_by_global_norm, {"max_norm": np.float32(-1)}),
     (gx.clip_by_global_norm, {"max_norm": jnp.float32(-1)}),
     (gx.clip_by_norm, {"max_norm": -1.0}),
     (gx.clip_by_norm, {"max_norm": float("nan")}),
