@@ -11,14 +11,12 @@ from typing import Any
 
 import chex
 import equinox as eqx
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from flax.core import FrozenDict
 from flax.training import train_state
 
 import gradxform as gx
@@ -439,15 +437,6 @@ def test_linens_own_train_state_forwards_nothing():
         create(gx.clip_by_global_norm(1.0)).apply_gradients(grads=params, use_norm=2.0)
 
 
-def test_linens_own_train_state_takes_micro_batches():
-    tx, params = gx.accumulate(optax.sgd(1.0), 2), {"w": jnp.zeros(3)}
-    state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
-    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-    for grad, expected in ((1.0, 0.0), (3.0, -2.0), (5.0, -2.0)):
-        state = step(state, {"w": jnp.full(3, grad)})
-        assert state.params["w"].tolist() == [expected] * 3
-
-
 def test_linens_subclass_forwards_and_skips_the_whole_step():
     own = run("Flax Linen", [])["TrainState"]
     params = {"w": jnp.ones(3)}
@@ -488,29 +477,6 @@ def test_equinoxs_leaves_without_gradient_are_none():
     assert state.stale_count == 1
 
 
-class Module(eqx.Module):
-    tx: optax.GradientTransformation
-
-
-@flax.struct.dataclass
-class Struct:
-    tx: optax.GradientTransformation
-
-
-@pytest.mark.parametrize(
-    "again",
-    [
-        lambda tx: eqx.combine(*eqx.partition(Module(tx), callable)).tx,
-        lambda tx: jax.tree.map(lambda f: f, Struct(tx)).tx,
-    ],
-    ids=["Equinox", "Flax"],
-)
-def test_a_gate_that_was_in_a_field_is_gated(again):
-    tx = late()
-    assert again(tx) == tx
-    assert again(tx).guard is tx.guard is not None
-
-
 def test_a_gate_is_an_argument_of_filter_jit():
     grads = params = {"w": jnp.ones(3)}
 
@@ -522,12 +488,6 @@ def test_a_gate_is_an_argument_of_filter_jit():
     after, state = push(gx.drop_stale(optax.sgd(0.1), 0), params, jnp.int32(0))
     assert state.stale_count == 1
     chex.assert_trees_all_equal(after, params)
-
-
-def test_a_frozen_dict_is_no_dict():
-    grads, params = {"w": jnp.ones(3)}, FrozenDict({"w": jnp.ones(3)})
-    with pytest.raises(TypeError, match=r"the root.* dict.* flax.*FrozenDict"):
-        gx.apply_gradients(gx.adagrad(0.1), grads, None, params)
 
 
 class Affine(eqx.Module):

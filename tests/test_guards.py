@@ -16,6 +16,9 @@ import gradxform as gx
 PARAMS = {"layer": {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}}
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 
+SGD = {"inner": optax.sgd(0.1)}
+RATE = {"learning_rate": 0.1}
+NUM_DELAY = RATE | {"num_delay": 4}
 OUT_OF_RANGE = [
     (gx.clip_by_global_norm, {"max_norm": -1.0}),
     (gx.clip_by_global_norm, {"max_norm": float("nan")}),
@@ -26,31 +29,54 @@ OUT_OF_RANGE = [
     (gx.scale_by_adagrad, {"initial_accumulator_value": -0.1}),
     (gx.scale_by_adagrad, {"initial_accumulator_value": float("inf")}),
     (gx.scale_by_adagrad, {"eps": -1e-7}),
-    (gx.adagrad, {"learning_rate": 0.1, "initial_accumulator_value": -0.1}),
-    (gx.adagrad, {"learning_rate": 0.1, "eps": float("nan")}),
-    (gx.adagrad, {"learning_rate": 0.1, "clipnorm": -1.0}),
-    (gx.adagrad, {"learning_rate": 0.1, "clipvalue": -1.0}),
-    (gx.adagrad, {"learning_rate": 0.1, "global_clipnorm": float("nan")}),
+    (gx.adagrad, RATE | {"clipnorm": -1.0}),
+    (gx.adagrad, RATE | {"clipvalue": -1.0}),
+    (gx.adagrad, RATE | {"global_clipnorm": float("nan")}),
     (gx.scale_by_novograd, {"b1": 1.0}),
     (gx.scale_by_novograd, {"b1": -0.1}),
     (gx.scale_by_novograd, {"b2": 1.0}),
     (gx.scale_by_novograd, {"b2": float("nan")}),
     (gx.scale_by_novograd, {"eps": -1e-8}),
     (gx.scale_by_novograd, {"weight_decay": -0.1}),
-    (gx.novograd, {"learning_rate": 0.1, "b1": 1.5}),
-    (gx.novograd, {"learning_rate": 0.1, "b2": -0.1}),
-    (gx.novograd, {"learning_rate": 0.1, "clipnorm": -1.0}),
-    (gx.novograd, {"learning_rate": 0.1, "clipvalue": -1.0}),
-    (gx.novograd, {"learning_rate": 0.1, "global_clipnorm": -1.0}),
-    (gx.drop_stale, {"inner": optax.sgd(0.1), "max_staleness": -1}),
-    (gx.drop_stale, {"inner": optax.sgd(0.1), "max_staleness": float("nan")}),
+    (gx.novograd, RATE | {"clipnorm": -1.0}),
+    (gx.novograd, RATE | {"clipvalue": -1.0}),
+    (gx.novograd, RATE | {"global_clipnorm": -1.0}),
+    (gx.ftrl, {"learning_rate": 0.0}),
+    (gx.ftrl, RATE | {"learning_rate_power": 0.5}),
+    (gx.ftrl, RATE | {"learning_rate_power": float("nan")}),
+    (gx.ftrl, RATE | {"initial_accumulator_value": -1.0}),
+    (gx.ftrl, RATE | {"l1_regularization_strength": -1.0}),
+    (gx.ftrl, RATE | {"l2_regularization_strength": float("inf")}),
+    (gx.ftrl, RATE | {"l2_shrinkage_regularization_strength": -1.0}),
+    (gx.ftrl, RATE | {"beta": -1.0}),
+    (gx.delayed_nesterov, RATE | {"num_delay": 0}),
+    (gx.delayed_nesterov, NUM_DELAY | {"b1": 1.0}),
+    (gx.delayed_nesterov, NUM_DELAY | {"activation": 0.26}),
+    (gx.delayed_nesterov, NUM_DELAY | {"activation": -0.1}),
+    (gx.delayed_nesterov, NUM_DELAY | {"activation": float("nan")}),
+    (gx.momentum_look_ahead, RATE | {"b1": 1.0}),
+    (gx.drop_stale, SGD | {"max_staleness": -1}),
+    (gx.drop_stale, SGD | {"max_staleness": float("nan")}),
     (gx.scale_by_staleness, {"power": float("nan")}),
-    (gx.conditional_accumulator, {"inner": optax.sgd(0.1), "num_required": 0}),
-    (gx.conditional_accumulator, {"inner": optax.sgd(0.1), "num_required": 2**31}),
-    (gx.accumulate, {"inner": optax.sgd(0.1), "num_required": 0}),
+    (gx.scale_by_staleness, {"power": -1.0}),
+    (gx.compensate_delay, {"variance_control": -0.1}),
+    (gx.conditional_accumulator, SGD | {"num_required": 0}),
+    (gx.conditional_accumulator, SGD | {"num_required": 2**31}),
+    (gx.conditional_accumulator, SGD | {"num_required": 2, "max_staleness": -1}),
+    (gx.accumulate, SGD | {"num_required": 0}),
+    (gx.worker_mean, SGD | {"method": "all", "num_workers": 0}),
+    (gx.clip_by_zscore, {"threshold": -1}),
+    (gx.clip_by_zscore, {"decay": 1.5}),
+    (gx.clip_by_zscore, {"warmup": 0}),
+    (gx.skip_spikes, SGD | {"window": 1}),
+    (gx.skip_spikes, SGD | {"sigmas": -1}),
+    (gx.skip_spikes, SGD | {"sigmas": float("nan")}),
+    (gx.skip_spikes, SGD | {"window": 8, "warmup": 9}),
+    (gx.skip_spikes, SGD | {"warmup": 1}),
 ]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("factory", "kwargs"),
     OUT_OF_RANGE,
@@ -76,7 +102,7 @@ def test_the_ends_of_the_ranges_are_allowed():
     gx.drop_stale(optax.sgd(0.1), 0)
 
 
-@pytest.mark.parametrize("alias", [gx.adagrad, gx.novograd])
+@pytest.mark.parametrize("alias", [gx.adagrad, gx.novograd, gx.ftrl])
 @pytest.mark.parametrize(
     "clips",
     [
@@ -116,10 +142,27 @@ def test_local_step_that_is_no_count(local_step):
             tx.update(GRADS, tx.init(PARAMS), PARAMS, local_step=local_step)
 
 
-@pytest.mark.parametrize("max_staleness", [1.5, 1.0, np.float32(2), True])
-def test_max_staleness_that_is_no_integer(max_staleness):
-    with pytest.raises(TypeError, match=r"^max_staleness must be"):
-        gx.drop_stale(optax.sgd(0.1), max_staleness)
+NO_INTEGER = [
+    (gx.drop_stale, SGD, "max_staleness"),
+    (gx.conditional_accumulator, SGD, "num_required"),
+    (gx.conditional_accumulator, SGD | {"num_required": 2}, "max_staleness"),
+    (gx.accumulate, SGD, "num_required"),
+    (gx.worker_mean, SGD | {"method": "all"}, "num_workers"),
+    (gx.delayed_nesterov, RATE, "num_delay"),
+    (gx.clip_by_zscore, {}, "warmup"),
+    (gx.skip_spikes, SGD, "window"),
+    (gx.skip_spikes, SGD, "warmup"),
+]
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("value", [1.5, 1.0, np.float32(2), True, "2", np.ones(2, int)])
+@pytest.mark.parametrize(
+    ("factory", "kwargs", "name"), NO_INTEGER, ids=lambda x: getattr(x, "__name__", x)
+)
+def test_a_count_that_is_no_integer(factory, kwargs, name, value):
+    with pytest.raises(TypeError, match=rf"^{name} must be an? (integer|real) scalar"):
+        factory(**kwargs, **{name: value})
 
 
 @pytest.mark.parametrize("inner", [lambda x: x, optax.sgd, None])
@@ -128,6 +171,11 @@ def test_max_staleness_that_is_no_integer(max_staleness):
     [
         ("inner", lambda tx: gx.drop_stale(tx, 1)),
         ("inner", lambda tx: gx.conditional_accumulator(tx, 1)),
+        ("inner", lambda tx: gx.accumulate(tx, 1)),
+        ("inner", lambda tx: gx.worker_mean(tx, 1, method="all")),
+        ("inner", lambda tx: gx.delayed(tx, 1)),
+        ("inner", gx.skip_spikes),
+        ("inner", gx.lazy),
         ("tx", lambda tx: gx.minimize(lambda p: p, tx)),
     ],
 )
@@ -286,6 +334,10 @@ REAL_DTYPES = [
 ]
 DTYPES = [
     lambda dtype: gx.novograd(0.1, mu_dtype=dtype),
+    lambda dtype: gx.momentum_look_ahead(0.1, mu_dtype=dtype),
+    lambda dtype: gx.delayed_nesterov(0.1, num_delay=2, mu_dtype=dtype),
+    lambda dtype: gx.delayed_nesterov(0.1, num_delay=2, accumulator_dtype=dtype),
+    lambda dtype: gx.delayed(optax.sgd(0.1), 2, ring_dtype=dtype),
     lambda dtype: gx.conditional_accumulator(
         optax.sgd(0.1), 2, accumulator_dtype=dtype
     ),

@@ -332,39 +332,6 @@ def test_a_row_of_the_page_equals_the_authors_runs(method):
         run_equals(case, tx, case["events"], max_staleness, atol)
 
 
-def pushed(case):
-    """A server's answers to the trace's events, and those it should give.
-
-    A worker that gives up a gradient pushes it here, at that very time. The server has
-    to drop it.
-    """
-    of = tree(case["problem"])
-    tx = build(case["ours"], case.get("settings"))
-    server = gx.ParameterServer(of["start"], tx)
-    pulled = [server.pull() for _ in case["durations"]]
-    for event in case["events"]:
-        worker = event["worker"]
-        params, local_step = pulled[worker]
-        noise = of["noise"][event["number"] % len(of["noise"])]
-        _, grads = quadratic(params, of["curvature"][worker], of["pull"][worker], noise)
-        assert local_step == event["local_step"]
-        result = server.push(grads, local_step, worker=worker)
-        yield event, result, server.pull()[0]
-        pulled[worker] = server.pull()
-
-
-@pytest.mark.parametrize("name", [name for name in OURS if name not in FEDERATED])
-def test_gradients_that_the_authors_give_up_are_dropped_here(name):
-    # Muon adds 1e-7 to a norm, optax 1e-8 to one with the bias corrected.
-    atol = 1e-6 if "muon" in name else 1e-9
-    with promotion():
-        for event, result, w in pushed(CASES[name]):
-            assert result.applied == ("given_up" not in event)
-            assert result.global_step == event["global_step"]
-            if "params" in event:
-                np.testing.assert_allclose(w, event["params"], rtol=0, atol=atol)
-
-
 @pytest.mark.parametrize("name", [name for name in OURS if name in FEDERATED])
 def test_weights_of_the_federated_ones(name):
     case = CASES[name]

@@ -160,7 +160,7 @@ def on_one_device(factory):
 MODES = "automatic", "explicit", "shard_map"
 # These differ from another row of their factory in the arithmetic of each entry alone,
 # or in when a gate acts, which no device asks another one. So they take turns: each has
-# one of the modes. ``test_worker_mean.py`` has its methods on each kind of mesh.
+# one of the modes. ``test_gates.py`` has worker_mean's methods on each kind of mesh.
 TURNS = ["tf1", "clipvalue", "bf16", "schedule", "weight_decay", "grad_averaging"]
 TURNS += ["nesterov", "eps_outside", "lr_in_momentum", "nested", "waiting", "two"]
 TURNS += ["all", "latest", "ringleader"]

@@ -6,8 +6,6 @@ minus that step. On threads the tests assert counts, and nothing about time.
 
 import collections
 import dataclasses
-import os
-import signal
 import threading
 import types
 
@@ -215,24 +213,6 @@ def test_threads_run_at_the_same_time():
 
     pushes, *_ = run(engines.threads, make_job("sync", [0.0] * 3, 6, gradient=meeting))
     assert len(pushes) == 6
-
-
-def test_an_interrupt_wakes_threads_that_sleep():
-    woken = threading.Event()
-
-    def interrupt():
-        # Again and again: Python drops one that arrives while a destructor runs.
-        while not woken.wait(2.0):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    with engines.threads(make_job("async", [3600.0] * 3)) as running:
-        threading.Thread(target=interrupt).start()
-        with pytest.raises(KeyboardInterrupt):
-            next(running.pushes)
-        woken.set()
-        threads = [*running.workers.values()]
-    assert len(threads) == 3
-    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_worker_sleeps_for_the_rest_of_its_duration(monkeypatch):

@@ -517,41 +517,6 @@ def test_no_push_is_later_than_the_bound_and_nothing_stalls():
     assert any(reached)  # A rule that never reached its bound would wait too much.
 
 
-@pytest.mark.slow
-def test_no_push_is_later_than_the_bound_in_thousands_of_simulations():
-    assert sum(check_bound(seed) for seed in range(3000)) > 300
-
-
-@pytest.mark.parametrize("bound", [0, 3, 10])
-def test_workers_that_are_as_quick_reach_the_bound_and_no_more(bound):
-    """As many as the bound allows compute at once: one more than S."""
-    rule = engines.bounded_staleness(bound)
-    simulation = Simulation(16, lambda w, n: 1.0, asks(rule))
-    done = list(simulation.run(200))
-    assert max(push.staleness for push in done) == bound
-    begun = {}
-    for push in done:
-        begun[push.started] = begun.get(push.started, 0) + 1
-    assert max(begun.values()) == bound + 1
-
-
-def share_of_long(done):
-    return sum(push.time - push.started > 4 for push in done) / len(done)
-
-
-def test_long_tasks_keep_their_share_of_what_is_trained():
-    """The data have 0.2. A threshold on what has been computed takes most of it."""
-    seconds, pushes = long_tasks(0), 3000
-    for bound in (4, 10):
-        rule = engines.bounded_staleness(bound)
-        done = list(Simulation(8, seconds, asks(rule)).run(pushes))
-        # Five times the standard deviation of a mean of 3000.
-        assert abs(share_of_long(done) - 0.2) < 5 * math.sqrt(0.2 * 0.8 / pushes)
-    free = Simulation(8, seconds, lambda s, w: True)
-    kept = [push for push in free.run(pushes) if push.staleness <= 10]
-    assert share_of_long(kept) < 0.05
-
-
 def test_a_slow_worker_keeps_its_share_and_nothing_is_dropped():
     """A threshold drops each push of the slow one; the rule lets the others wait."""
     job = make_job(8, one_slow(8), 200)
@@ -603,82 +568,6 @@ def test_admission_decides_as_areal_does():
             assert rule(progress) == (may == "1"), (case["name"], progress)
             decisions += 1
     assert decisions >= 20_000
-
-
-@pytest.mark.parametrize("slack", [0, 2])
-def test_stale_synchronous_decides_as_petuums_vector_clock(slack):
-    rule, rng = engines.stale_synchronous(slack), random.Random(slack)
-    for workers in (1, 2, 5):
-        vector = VectorClock(range(workers))
-        for _ in range(300):
-            worker = rng.randrange(workers)
-            progress = engines.Progress(worker, vector.clocks, (), 0, 0, 0)
-            may = vector.least >= max(0, vector.clocks[worker] - slack)
-            assert rule(progress) == may
-            if may:
-                vector.tick(worker)
-        assert min(vector.clocks.values()) > 0
-
-
-def windowed(rule, seconds, batch, width, steps):
-    """torchtitan's buffer: a task is trained only within a window at the oldest one.
-
-    Returns the staleness of each task that was trained. With ``width`` None whatever is
-    done is trained, in the order in which it is done.
-    """
-    step, begun, now, waiting = 0, 0, 0.0, {}
-    events, done, taken, staleness = [], [], [], []
-    while step < steps:
-        running = len(events)
-        while rule(
-            engines.Progress(
-                *(0, {0: 0}, (0,) * running, step, len(taken)),
-                begun,
-            )
-        ):
-            heapq.heappush(events, (now + seconds(0, begun), begun))
-            waiting[begun] = step
-            begun, running = begun + 1, running + 1
-        now, task = heapq.heappop(events)
-        done.append(task)
-        while done:
-            first = min(waiting)
-            inside = [task for task in done if width is None or task < first + width]
-            if not inside:
-                break
-            task = inside[0] if width is None else min(inside)
-            done.remove(task)
-            taken.append(step - waiting.pop(task))
-            if len(taken) == batch:
-                staleness += taken
-                step, taken = step + 1, []
-    return staleness
-
-
-def test_admission_and_a_window_keep_torchtitans_bound():
-    """Its slots are those of the rule; the bound is floor((B + W - 2) / P).
-
-    B = (S + 1) P tasks are begun and not trained yet. The rule alone has no bound: a
-    task may be overtaken by any number of others.
-    """
-    latest_of_all = 0
-    for seed in range(40):
-        rng = random.Random(seed)
-        bound, batch = rng.randint(0, 3), rng.randint(1, 4)
-        slots = (bound + 1) * batch
-        width = rng.randint(1, slots)
-        rule = engines.admission(bound, 10**6, batch)
-        tasks = long_tasks(seed)
-        latest = max(windowed(rule, tasks, batch, width, 150))
-        most = (slots + width - 2) // batch
-        assert latest <= most
-        latest_of_all += latest == most
-        if width == 1:
-            assert most <= bound
-    assert latest_of_all > 10
-    rule = engines.admission(1, 10**6, 2)
-    alone = windowed(rule, lambda w, n: 100.0 if n == 9 else 1.0, 2, None, 300)
-    assert max(alone) == 100
 
 
 # What went wrong elsewhere.
@@ -1008,18 +897,6 @@ def check_threads(seed, bound, batch, pushes):
         push.waited >= 0 and push.computing > 0 and push.started < push.time
         for push in got
     )
-
-
-@pytest.mark.slow
-def test_threads_keep_the_slack_with_random_sleeps():
-    slack = 2
-    job = threaded(1, engines.stale_synchronous(slack), 1, 400)
-    got, _ = played(job, engines.threads)
-    clocks = dict.fromkeys(range(6), 0)
-    for push in got:
-        # It was begun at most so many before the slowest one.
-        assert push.number - min(clocks.values()) <= slack
-        clocks[push.worker] += 1
 
 
 @pytest.mark.slow

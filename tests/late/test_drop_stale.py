@@ -80,14 +80,6 @@ def _jitted_step(max_staleness):
     return _steps[max_staleness]
 
 
-def test_a_local_step_ahead_is_fresh():
-    tx = gx.drop_stale(optax.sgd(1.0), 0)
-    state = tx.init(PARAMS)
-    params, state = gx.apply_gradients(tx, GRADS, state, PARAMS, local_step=7)
-    assert (state.global_step, state.staleness) == (1, -7)
-    chex.assert_trees_all_equal(params["w"], PARAMS["w"] - GRADS["w"])
-
-
 OPTIMIZERS = {
     "adamw": optax.adamw(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9),

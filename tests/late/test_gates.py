@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 
@@ -92,3 +94,53 @@ def test_inner_receives_every_extra_argument(gate):
     staleness = {"staleness"} if gate == "drop_stale" else set()
     assert seen.keys() == {"local_step", "value", *extra} | staleness
     assert seen["value"] == 3
+
+
+HOLD = {  # Gates that hold gradients, the field that does, and the leaves.
+    "delayed": (gx.delayed(gx.adagrad(0.1), {"a": 2, "b": 0}), "ring", "a"),
+    **{
+        method: (gx.worker_mean(optax.sgd(0.5), 2, method=method), "table", "ab")
+        for method in ("all", "latest", "ringleader")
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("gate", HOLD)
+def test_on_a_mesh_held_gradients_lie_as_their_parameters(
+    gate, compiled, kind, in_context
+):
+    tx, field, leaves = HOLD[gate]
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind,) * 2)
+
+    def step(params, state, grads, worker):
+        extra = {"worker": worker, "local_step": np.int32(LARGEST)}
+        return gx.apply_gradients(tx, grads, state, params, **extra)
+
+    if compiled:
+        step = jax.jit(step, donate_argnums=(0, 1))
+
+    def play(place):
+        params = {k: place(np.zeros((8, 4), np.float32)) for k in "ab"}
+        state = (jax.jit(tx.init) if compiled else tx.init)(params)
+        types = jax.tree.map(jax.typeof, state)
+        for t, worker in enumerate((0, 1, 1, 0, 0, 1)):
+            rng = np.random.default_rng(t)
+            grads = {k: place(np.float32(rng.standard_normal((8, 4)))) for k in "ab"}
+            params, state = step(params, state, grads, np.int32(worker))
+        assert jax.tree.map(jax.typeof, state) == types
+        return params, state
+
+    expected, _ = play(jnp.asarray)
+    with in_context(mesh):
+        lie = NamedSharding(mesh, P("x", "y"))
+        params, state = play(functools.partial(jax.device_put, device=lie))
+    rows = NamedSharding(mesh, P(None, "x", "y"))
+    for k in leaves:
+        assert getattr(state, field)[k].sharding.is_equivalent_to(rows, 3)
+        assert np.any(expected[k] != 0)
+    chex.assert_trees_all_close(
+        *map(jax.device_get, (params, expected)), rtol=1e-5, atol=1e-6
+    )

@@ -142,32 +142,6 @@ def test_a_dropped_push_is_nobodys():
     assert state.inner_state[0].trace["w"].tolist() == [1.0, 1.0]
 
 
-def test_a_server_and_its_local_steps():
-    """Adam on the server, sgd with momentum on the worker; what is frozen stays."""
-
-    def loss_fn(params, x):
-        return jnp.sum((params["w"] @ x - params["frozen"]["v"]) ** 2)
-
-    local, trainable = optax.sgd(0.01, momentum=0.9), {"w": True, "frozen": False}
-    steps = gx.local_steps(loss_fn, local, trainable=trainable)
-    outer = gx.drop_stale(optax.adam(0.1), 0)
-    server, state = gx.ParameterServer(start(), outer), local.init(start())
-    with server:
-        for _ in range(2):
-            params, seen = server.pull()
-            pseudo, state, _ = steps(params, state, jnp.ones((3, 2)))
-            assert server.push(pseudo, seen).applied
-        params, _ = server.pull()
-        moments = optax.tree.get(server.state()["state"], "mu")
-    chex.assert_trees_all_equal(params["frozen"], start()["frozen"])
-    # Adam's step is the rate, whatever the gradient's size.
-    np.testing.assert_allclose(
-        jnp.abs(params["w"] - start()["w"]), 0.2, rtol=0.05, atol=0.01
-    )
-    assert not moments["frozen"]["v"].any()
-    assert moments["w"].all()
-
-
 def test_some_leaves_now_and_others_then():
     """As with two optimizers that know nothing of each other."""
     tx = optax.sgd(0.1, momentum=0.9)
@@ -209,17 +183,6 @@ def test_a_line_search_sees_all_parameters():
     chex.assert_trees_all_equal(got["frozen"], frozen)
     np.testing.assert_allclose(got["w"], expected["w"], rtol=1e-5)
     np.testing.assert_allclose(got["w"], [[4, 5], [4, 5]], rtol=1e-4)
-
-
-def test_trees_beside_the_gradients_lose_the_leaf_too():
-    tx = gx.drop_stale(optax.chain(gx.compensate_delay(0.5), optax.adam(0.1)), 9)
-    params = start()
-    worker = jax.tree.map(lambda p: p - 1, params)
-    after, _ = gx.apply_gradients(
-        tx, grads(0), tx.init(params), params, local_step=0, worker_params=worker
-    )
-    chex.assert_trees_all_equal(after["frozen"], params["frozen"])
-    assert not jnp.array_equal(after["w"], params["w"])
 
 
 def start_of_zeros(params):
@@ -333,25 +296,6 @@ def test_a_gradient_of_integers_equals_none(row):
         for how in ("float0", "masked"):
             got = trained(without(how, (2,)), step)
             chex.assert_trees_all_equal(got, expected)
-
-
-@pytest.mark.parametrize("inner", INNER)
-def test_optaxs_own_take_a_gradient_of_integers(inner):
-    """Which they do not where they are called alone."""
-    tx, params = INNER[inner](), with_integers()
-
-    @jax.jit
-    def step(params, state):
-        grads = jax.grad(
-            lambda p: jnp.sum(p["w"] ** 2 * jnp.sum(p["frozen"])), allow_int=True
-        )(params)
-        return gx.apply_gradients(tx, grads, state, params)
-
-    got, _ = step(params, tx.init(params))
-    g = {"w": 6 * params["w"], "frozen": None}
-    expected, _ = gx.apply_gradients(tx, g, tx.init(params), params)
-    chex.assert_trees_all_equal(got["frozen"], params["frozen"])
-    np.testing.assert_allclose(got["w"], expected["w"], rtol=1e-6)
 
 
 def test_a_gradient_of_integers_alone_is_none_at_all():

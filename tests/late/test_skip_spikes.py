@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from gradxform import engines
 from tests import oracles
 from tests.test_golden import build
 
@@ -212,20 +211,6 @@ def test_a_loss_may_come_or_not_and_inner_gets_it():
     assert state.skipped_count == 0
 
 
-def test_minimize_passes_the_loss():
-    def loss(params, scale):
-        return jnp.sum(params) * 0 + scale
-
-    tx = gx.skip_spikes(optax.sgd(1.0), window=4)
-    step = gx.minimize(loss, tx)
-    params = jnp.ones(2)
-    state = tx.init(params)
-    for scale in (1.0, 1.1, 1.2, 9.0):
-        params, state, _ = step(params, state, scale)
-    assert state.skipped_count == 1
-    np.testing.assert_array_equal(state.history[1], np.float32([1.0, 1.1, 1.2, 9.0]))
-
-
 def test_in_accumulators_it_judges_the_mean_and_around_them_each_micro_batch():
     sgd = optax.sgd(1.0)
     inside = gx.accumulate(gx.skip_spikes(sgd, window=4), 2)
@@ -319,20 +304,6 @@ def test_a_server_says_that_a_push_was_not_applied(tx):
     np.testing.assert_allclose(server.pull()[0], -2.1, rtol=1e-6)
 
 
-def test_an_engine_says_it_too():
-    def gradient(params, scale):
-        return scale, params * 0 + scale
-
-    worker = engines.Worker(gradient, lambda n: (np.float32(50 if n == 3 else 1),))
-    tx = gx.skip_spikes(optax.sgd(1.0), window=2)
-    with engines.simulated(
-        engines.Job(np.zeros(2, np.float32), tx, [worker], 5)
-    ) as run:
-        applied = [push.result.applied for push in run.pushes]
-    assert applied == [True, True, True, False, True]
-    assert run.counts().dropped == 1
-
-
 @pytest.mark.slow  # Keras takes seconds to import.
 @pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning:keras")
 def test_keras_fits_with_it(monkeypatch, standard_promotion):
@@ -351,24 +322,6 @@ def test_keras_fits_with_it(monkeypatch, standard_promotion):
     state = {v.name: v.value for v in model.optimizer.variables}
     assert state["skipped_count"] == 1
     assert state["global_step"] == 3
-
-
-@pytest.mark.parametrize(
-    ("kind", "match", "options"),
-    [
-        (ValueError, r"window must be in \[2, .*got 1", {"window": 1}),
-        (TypeError, "window must be an integer", {"window": 2.5}),
-        (ValueError, r"sigmas must be in \[0, inf\], got -1", {"sigmas": -1}),
-        (ValueError, "sigmas must be in", {"sigmas": NAN}),
-        (ValueError, r"warmup must be in \[2, 8\], got 9", {"window": 8, "warmup": 9}),
-        (ValueError, r"warmup must be in \[2, 128\], got 1", {"warmup": 1}),
-        (TypeError, "warmup must be an integer", {"warmup": 2.5}),
-        (TypeError, "inner must be", {"inner": 0.1}),
-    ],
-)
-def test_bad_arguments_are_named(kind, match, options):
-    with pytest.raises(kind, match=match):
-        gx.skip_spikes(**{"inner": optax.sgd(0.1)} | options)
 
 
 @pytest.mark.parametrize("value", [np.ones(1), "high", 1j, True, {}])

@@ -10,8 +10,6 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from tests import oracles
@@ -64,23 +62,6 @@ def test_equals_lists_of_all_pushes(n, method, pushes):
             expected = expected - 0.5 * acts
         np.testing.assert_allclose(params, expected, rtol=1e-5, atol=1e-5)
         assert (state.global_step, state.stale_count) == (global_step, stale)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_update_and_the_whole_step_are_the_same(method):
-    tx, step = step_of(3, method)
-    params = other = jnp.zeros((2, 3))
-    state, other_state = tx.init(params), tx.init(params)
-    for t, worker in enumerate((0, 1, 0, 2, 2, 1, 0, 0, 1, 2, 1, 1)):
-        grad, seen = jnp.float32(value(t)), gx.global_step(other_state)
-        updates, other_state = tx.update(
-            grad, other_state, other, worker=worker, local_step=seen
-        )
-        other = optax.apply_updates(other, updates)
-        params, state = step(params, state, grad, np.int32(worker), seen)
-    chex.assert_trees_all_close((params, state), (other, other_state), rtol=1e-6)
-    assert state.global_step > 2
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -138,65 +119,11 @@ def test_the_mean_of_the_newest_pushes_keeps_nan_and_inf():
     assert state.global_step == 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("named", [False, True], ids=["bare", "set_mesh"])
-def test_on_a_mesh_each_row_lies_as_its_parameter(method, kind, named):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
-    lay = NamedSharding(mesh, P("x"))
-    tx, step = step_of(2, method)
-    params = jax.device_put(jnp.zeros((8, 3)), lay)
-    if named:
-        with jax.set_mesh(mesh):
-            played(tx, step, params, lay)
-    else:
-        played(tx, step, params, lay)
-
-
-def played(tx, step, params, lay):
-    state = tx.init(params)
-    plain, plain_state = jnp.zeros((8, 3)), None
-    plain_state = tx.init(plain)
-    for t, worker in enumerate((0, 1, 1, 0, 0, 1)):
-        grad = np.random.default_rng(t).standard_normal((8, 3)).astype("float32")
-        at = np.int32(worker), np.int32(plain_state.global_step)
-        plain, plain_state = step(plain, plain_state, jnp.asarray(grad), *at)
-        params, state = step(params, state, jax.device_put(grad, lay), *at)
-        rows = NamedSharding(lay.mesh, P(None, "x"))
-        assert state.table.sharding.is_equivalent_to(rows, 3)
-    np.testing.assert_allclose(params, plain, rtol=1e-6, atol=1e-7)
-    assert plain_state.global_step > 0
-
-
-@pytest.mark.slow
-def test_a_leaf_without_gradient_adds_nothing_to_its_row():
-    tx = gx.worker_mean(optax.sgd(1.0), 2, method="all")
-    params = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
-    state, one = tx.init(params), jnp.ones(2)
-    for worker, grads in (
-        (0, {"a": one, "b": 4 * one}),
-        (0, {"a": one, "b": None}),
-        (1, {"a": one, "b": one}),
-    ):
-        params, state = gx.apply_gradients(
-            tx, grads, state, params, worker=worker, local_step=0
-        )
-    np.testing.assert_array_equal(params["a"], -np.ones(2))
-    np.testing.assert_array_equal(params["b"], -np.full(2, (4 + 1) / 2))
-
-
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: gx.worker_mean(INNER, 0, method="all"), ValueError,
-         r"num_workers must be in \[1, 2147483647\], got 0"),
-        (lambda: gx.worker_mean(INNER, 1.5, method="all"), TypeError,
-         "num_workers must be an integer scalar, got 1.5"),
         (lambda: gx.worker_mean(INNER, 2, method="mean"), ValueError,
          "method must be one of 'all', 'latest', 'ringleader', got 'mean'"),
-        (lambda: gx.worker_mean(2, 2, method="all"), TypeError,
-         "inner must be an optax.GradientTransformation"),
         (lambda: pushed(local_step=0), TypeError, "worker_mean needs worker: pass"),
         (lambda: pushed(worker=0), TypeError, "worker_mean needs local_step: pass"),
         (lambda: pushed(worker=2, local_step=0), ValueError,
@@ -235,35 +162,6 @@ def test_through_a_server(method):
     assert steps == {
         "all": [0, 1, 1, 2], "latest": [0, 0, 1, 2], "ringleader": [0, 1, 2, 2]
     }[method]  # fmt: skip
-    with pytest.raises(ValueError, match=r"worker must be in \[0, 2\), got 7"):
-        server.push(jnp.ones(2), server.pull()[1], worker=7)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["latest", "ringleader"])
-def test_behind_drop_stale_a_late_push_reaches_no_table(method):
-    """The oracle sees only the pushes that are not too late."""
-    tx = gx.drop_stale(gx.worker_mean(INNER, 2, method=method), max_staleness=1)
-    params, expected = jnp.zeros((2, 3)), np.zeros((2, 3))
-    state, kept, accepted = tx.init(params), [], 0
-    for t, (worker, late) in enumerate(
-        [(0, 0), (1, 1), (0, 2), (1, 0), (0, 3), (0, 0)]
-    ):
-        grad = value(t) if late < 2 else np.full((2, 3), np.nan)
-        step = max(0, accepted - late)
-        too_late = accepted - step > 1
-        if not too_late:
-            kept.append((grad, worker, 0))
-            accepted += 1
-            *_, (acts, steps, _) = oracles.worker_mean(kept, 2, method)
-            expected = expected - (0 if acts is None else 0.5 * acts)
-        params, state = gx.apply_gradients(
-            tx, jnp.float32(grad), state, params, worker=worker, local_step=step
-        )
-        np.testing.assert_allclose(params, expected, rtol=1e-5, atol=1e-6)
-        assert state.global_step == accepted
-        assert state.inner_state.global_step == steps
-    assert state.stale_count == 2
 
 
 def test_a_mean_in_double_precision():

@@ -158,14 +158,6 @@ def test_parameters_change_where_the_global_step_cannot_grow():
         assert server.push({"w": jnp.ones(())}, last)[:3] == (True, 0, last)
 
 
-def test_extra_arguments_reach_the_transformation():
-    tx = gx.drop_stale(optax.chain(gx.compensate_delay(1.0), optax.sgd(1.0)), 5)
-    server = gx.ParameterServer({"w": jnp.array([2.0])}, tx)
-    worker = {"w": jnp.array([1.5])}
-    server.push({"w": jnp.array([1.0])}, 0, worker_params=worker)
-    np.testing.assert_allclose(server.pull()[0]["w"], 2.0 - (1.0 + 1.0 * 0.5))
-
-
 def test_wait():
     server = gx.ParameterServer(PARAMS, late_sgd())
     with concurrent.futures.ThreadPoolExecutor(16) as pool:

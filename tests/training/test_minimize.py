@@ -293,17 +293,6 @@ def test_a_stale_step_changes_nothing():
     assert stale_loss < loss
 
 
-def test_an_accumulator_acts_on_the_mean_of_two():
-    tx = gx.conditional_accumulator(optax.sgd(0.1), 2)
-    step = gx.minimize(loss_fn, tx, donate=False)
-    params, state, _ = step(start(), tx.init(start()), X[:10], Y[:10], local_step=0)
-    chex.assert_trees_all_equal(params, start())
-    params, state, _ = step(params, state, X[10:], Y[10:], local_step=0)
-    expected = 0.1 * 2 * np.mean(X * Y[:, None], axis=0)  # From zero, by hand.
-    np.testing.assert_allclose(params["w"], expected, rtol=1e-5)
-    assert gx.global_step(state) == 1
-
-
 @pytest.mark.parametrize(
     ("extra", "expected"), [({}, np.mean(Y**2)), ({"value": 7.0}, 7.0)]
 )
@@ -326,23 +315,6 @@ def test_reduce_on_plateau(extra, scale):
     for _ in range(4):  # The loss goes down each time; a value that is given does not.
         params, state, _ = step(params, state, X, Y, **extra)
     assert state[1].scale == scale
-
-
-def test_the_second_call_does_not_retrace():
-    traces = 0
-
-    def counted(params, *batch):
-        nonlocal traces
-        traces += 1
-        return loss_fn(params, *batch)
-
-    tx = gx.drop_stale(chain(), 5)
-    step = gx.minimize(counted, tx)
-    params, state, _ = step(start(), tx.init(start()), X, Y, local_step=0)
-    first = traces
-    for n in range(1, 4):
-        params, state, _ = step(params, state, X + n, Y, local_step=n)
-    assert traces == first > 0
 
 
 def temporaries(height, tables, row_wise):

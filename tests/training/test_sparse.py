@@ -297,21 +297,6 @@ def test_a_stale_push_of_rows_reaches_nothing():
 # The server.
 
 
-def test_a_server_takes_rows():
-    params = {"t": jnp.zeros((5, 2)), "b": jnp.zeros(3)}
-    server = gx.ParameterServer(params, gx.adagrad(0.1), require_finite=True)
-    grads = {
-        "t": gx.IndexedSlices([1, 4, 1], jnp.ones((3, 2)), (5, 2)),
-        "b": jnp.ones(3),
-    }
-    assert server.push(grads, 0).applied
-    pulled, _ = server.pull()
-    expected, _ = gx.apply_gradients(
-        gx.adagrad(0.1), densified(grads), gx.adagrad(0.1).init(params), params
-    )
-    chex.assert_trees_all_close(pulled, expected, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("table", "error", "message"),
     [
@@ -361,6 +346,7 @@ def compile_step(tx, height, rows=256, width=16, **extra):
         (CHAINS["clip"], {}),
         (CHAINS["clips"], {}),
         (CHAINS["row_wise"], {}),
+        (gx.ftrl(0.1, l1_regularization_strength=1.0), {}),
         (gx.drop_stale(CHAINS["clip"], 1), {"local_step": 0}),
     ],
 )

@@ -79,11 +79,6 @@ def test_a_norm_that_is_not_finite_makes_everything_nan(clip, dtype, bad):
     assert np.all(np.isnan(updates["b"])) == (clip is gx.clip_by_global_norm)
 
 
-def test_squares_beyond_float32_are_an_infinite_norm():
-    grads = jnp.array([1e30, 1.0])
-    assert jnp.all(jnp.isnan(clipped(gx.clip_by_global_norm, 1.0, grads)))
-
-
 @pytest.mark.parametrize("bad", [1e30, np.inf, np.nan])
 def test_in_front_of_apply_if_finite_it_marks_every_step_to_skip(bad):
     rest = optax.apply_if_finite(gx.adagrad(0.1), max_consecutive_errors=5)

@@ -120,24 +120,6 @@ def test_dtypes_of_the_sum():
     assert state.accumulated.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"num_delay": 0}, ValueError, r"num_delay must be in \[1, 2147483647\]"),
-        ({"num_delay": 2.0}, TypeError, "num_delay must be an integer"),
-        ({"num_delay": 4, "activation": 0.26}, ValueError, r"in \[0, 0.25\], got 0.26"),
-        ({"num_delay": 4, "activation": -0.1}, ValueError, "activation must be in"),
-        ({"num_delay": 4, "activation": np.nan}, ValueError, "activation must be in"),
-        ({"num_delay": 4, "b1": 1.0}, ValueError, r"b1 must be in \[0, 1\)"),
-        ({"num_delay": 4, "mu_dtype": int}, TypeError, "mu_dtype must be"),
-        ({"num_delay": 4, "accumulator_dtype": int}, TypeError, "accumulator_dtype"),
-    ],
-)
-def test_bad_arguments(kwargs, error, message):
-    with pytest.raises(error, match=message):
-        gx.delayed_nesterov(0.1, **kwargs)
-
-
 @pytest.mark.parametrize("num_delay", [3, 7, 10, 49])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_the_largest_activation_in_any_precision(dtype, num_delay):

@@ -87,6 +87,9 @@ ADAGRAD = [
     {"clipnorm": 1.0},
     {"clipvalue": 0.2},
     {"global_clipnorm": 1.0},
+    {"row_wise": True, "clipnorm": 1.0},
+    {"row_wise": True, "clipvalue": 0.2},
+    {"row_wise": True, "global_clipnorm": 1.0},
 ]
 
 
@@ -275,20 +278,6 @@ def test_adagrad_divides_by_the_sum_that_is_stored():
         np.testing.assert_allclose(updates, expected, rtol=1e-6)
 
 
-def test_accumulator_dtype_holds_the_sum():
-    params = {"w": jnp.ones((2, 2), jnp.bfloat16)}
-    for given, dtype in ((None, jnp.float32), (jnp.bfloat16, jnp.bfloat16)):
-        state = gx.adagrad(0.1, accumulator_dtype=given).init(params)
-        assert optax.tree.get(state, "sum_of_squares")["w"].dtype == dtype
-
-
-def test_row_wise_adagrad_keeps_one_number_a_row():
-    params = {"table": jnp.ones((10, 4, 2)), "bias": jnp.ones(3), "s": jnp.ones(())}
-    state = gx.scale_by_adagrad(row_wise=True).init(params)
-    shapes = jax.tree.map(jnp.shape, state.sum_of_squares)
-    assert shapes == {"table": (10,), "bias": (3,), "s": ()}
-
-
 def test_counts_saturate():
     """A wrapped count would start nu and the schedule again."""
     largest = jnp.int32(np.iinfo(np.int32).max)
@@ -331,17 +320,6 @@ def test_a_row_without_entries_has_no_square():
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
     sums = optax.tree.get(state, "sum_of_squares")
     np.testing.assert_array_equal(sums["table"], np.float32([0.1, 0.1, 0.1]))
-
-
-@pytest.mark.parametrize("clip", ["clipnorm", "clipvalue", "global_clipnorm"])
-def test_row_wise_adagrad_sums_the_squares_of_clipped_gradients(clip):
-    grads = {"w": np.float32([[3.0, -4.0], [-0.5, 0.25]])}
-    options = {"learning_rate": 0.1, "row_wise": True, clip: 0.75}
-    ((params, acc),) = oracles.adagrad(grads, [grads], **options)
-    tx = gx.adagrad(**options)
-    updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-    agree(updates, jax.tree.map(np.subtract, params, grads), rtol=1e-6)
-    agree(optax.tree.get(state, "sum_of_squares"), acc, rtol=1e-6)
 
 
 @pytest.mark.parametrize("eps_in_sqrt", [True, False])

@@ -136,15 +136,6 @@ def test_on_either_side_of_the_thresholds(cosine, kind, length):
         np.testing.assert_allclose(new, mixed, rtol=1e-4, atol=2e-6 * length)
 
 
-def test_it_is_continuous_where_a_gradient_begins_to_agree():
-    """As in the authors' code, and not as in their paper."""
-    m = draw(30)
-    near = [
-        corrected(jnp.asarray(at_an_angle(m, 0.2 + d, 5.0)), m) for d in (-1e-5, 1e-5)
-    ]
-    np.testing.assert_allclose(*near, atol=1e-3)
-
-
 @pytest.mark.parametrize("eps", [1e-8, 0.5])
 def test_short_gradients_and_momenta_correct_nothing(eps):
     align = gx.MomentumAlignment(eps=eps)
@@ -168,42 +159,6 @@ def test_an_eps_that_is_0_in_single_precision():
     align = gx.MomentumAlignment(eps=1e-60)
     for g, m in ((jnp.zeros(3), jnp.ones(3)), (jnp.ones(3), jnp.zeros(3))):
         chex.assert_trees_all_equal(corrected(g, m, align), g)
-
-
-def test_with_a_decay_of_0_it_is_gradient_descent():
-    """Nothing looks ahead then."""
-    params, grads = draw(5), draw(6, 5, seed=1)
-    ours, theirs = gx.momentum_look_ahead(0.1, 0.0), optax.sgd(0.1)
-    state, other = ours.init(params), theirs.init(params)
-    for g in grads:
-        updates, state = ours.update(g, state)
-        expected, other = theirs.update(g, other)
-        chex.assert_trees_all_close(updates, expected, rtol=1e-6)
-
-
-def test_gradients_that_agree_are_not_touched():
-    """They are as without alignment, but for the last digit."""
-    tx = gx.scale_by_momentum_look_ahead(0.9)
-    aligned = gx.scale_by_momentum_look_ahead(0.9, alignment=ALIGN)
-    g = draw(20)
-    state = other = tx.init(g)
-    for t in range(4):
-        grads = g + 0.1 * draw(20, seed=t + 1)
-        updates, state = jax.jit(tx.update)(grads, state)
-        got, other = jax.jit(aligned.update)(grads, other)
-        chex.assert_trees_all_close((got, other), (updates, state), rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_each_leaf_has_a_cosine_of_its_own():
-    m = {"a": draw(8), "b": draw(8, seed=1), "s": jnp.float32(2.0)}
-    g = {"a": 2 * m["a"], "b": -m["b"], "s": jnp.float32(-2.0)}
-    alone = {key: corrected(g[key], m[key]) for key in g}
-    chex.assert_trees_all_equal(corrected(g, m), alone)
-    chex.assert_trees_all_equal(alone["a"], g["a"])
-    # By hand: κ = 1/4, so an eighth is taken off.
-    np.testing.assert_allclose(alone["b"], 7 / 8 * g["b"], rtol=1e-6)
-    np.testing.assert_allclose(alone["s"], -2 * 7 / 8, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -335,27 +290,16 @@ def test_a_start_that_cannot_be_told():
 # Bad input.
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"b1": 1.0}, ValueError, r"b1 must be in \[0, 1\)"),
-        ({"mu_dtype": int}, TypeError, "mu_dtype must be"),
-        ({"alignment": True}, TypeError, "must be a gradxform.MomentumAlignment"),
-        ({"alignment": {"eps": 1}}, TypeError, "must be a gradxform.MomentumAlignment"),
-    ],
-)
-def test_bad_arguments(kwargs, error, message):
-    with pytest.raises(error, match=message):
-        gx.momentum_look_ahead(0.1, **kwargs)
+def test_an_alignment_of_another_type():
+    with pytest.raises(TypeError, match=r"must be a gradxform.MomentumAlignment"):
+        gx.momentum_look_ahead(0.1, alignment={"eps": 1})
 
 
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
         ({"aligned": 1.5}, r"alignment.aligned must be in \[-1, 1\], got 1.5"),
-        ({"aligned": np.nan}, r"alignment.aligned must be in"),
-        ({"opposed": 0.3}, r"opposed must be below alignment.aligned=0.2, got 0.3"),
-        ({"opposed": 0.2}, "opposed must be below"),
+        ({"opposed": 0.2}, r"opposed must be below alignment.aligned=0.2, got 0.2"),
         ({"confidence": -1.0}, r"alignment.confidence must be in \[0, inf\)"),
         ({"rotation": -1.0}, "alignment.rotation must be in"),
         ({"shrinkage": -0.1}, "alignment.shrinkage must be in"),

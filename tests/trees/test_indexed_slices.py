@@ -125,23 +125,6 @@ def test_shape_and_dtype_are_those_of_the_dense_gradient():
 # What JAX does with a pytree.
 
 
-@pytest.mark.slow
-def test_it_goes_through_jit_cond_scan_vmap_and_pickle():
-    grads = slices([4, 0, 4])
-    expected = grads.densify()
-    passed = jax.jit(lambda g: g)(grads)
-    chosen = jax.lax.cond(True, lambda: grads, lambda: grads)
-    carried, _ = jax.lax.scan(lambda g, _: (g, None), grads, length=2)
-    read = pickle.loads(pickle.dumps(jax.device_get(grads)))
-    for other in (passed, chosen, carried, read):
-        assert isinstance(other, gx.IndexedSlices)
-        np.testing.assert_array_equal(other.densify(), expected)
-    values = jnp.stack([grads.values, 2 * grads.values])
-    both = jax.vmap(lambda v: grads.with_values(v).sum_duplicates())(values)
-    dense = jax.vmap(lambda g: g.densify())(both)
-    np.testing.assert_allclose(dense, jnp.stack([expected, 2 * expected]), rtol=1e-6)
-
-
 def test_other_rows_do_not_count_as_summed():
     summed = slices([1, 3]).sum_duplicates()
     _, ones = jax.tree.leaves(slices([1, 1]))
