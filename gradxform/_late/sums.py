@@ -6,6 +6,7 @@ A gate around it says which pushes it takes; all else is the same for each gate.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -18,11 +19,13 @@ from gradxform._late.counters import increment_if
 from gradxform._late.gate import ApplyIf, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
-from gradxform._trees.compilers import narrow
+from gradxform._trees.compilers import in_turn, narrow
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Leaf, PyTree
 
 Reduction = Literal["mean", "sum", "row_mean"]
+
+LARGE = 2**16  # Entries of a leaf that has a kernel of its own on GPU.
 
 
 class Sums:
@@ -173,19 +176,34 @@ class Sums:
                 has_begun,
             )
             row_counts = boxes.as_in(row_counts, divisors)
-        sums = _put(
-            pushed,
-            state.accumulated,
-            maps.map_state(
-                functools.partial(arithmetic.wide_sum, factor=factor),
-                pushed,
-                _held(pushed, state.accumulated, has_begun),
-            ),
-            has_begun,
-        )
-        trees = sums, divisors, has_begun, state.accumulated
-        finished = functools.partial(_finished, full)
-        return maps.map_leaves(finished, pushed, *trees), row_counts
+
+        def added(
+            g: Leaf, total: jax.Array, n: jax.typing.ArrayLike, begun: jax.Array
+        ) -> jax.Array:
+            add = functools.partial(arithmetic.wide_sum, factor=factor)
+            rows = maps.map_state(add, g, _held(g, total, begun))
+            return _finished(full, g, _put(g, total, rows, begun), n, begun, total)
+
+        trees = state.accumulated, divisors, has_begun
+        return _in_turn(added, pushed, *trees), row_counts
+
+
+def _in_turn(
+    f: Callable[..., jax.Array], pushed: optax.Updates, *rest: PyTree[Any]
+) -> PyTree[jax.Array]:
+    """``map_leaves``, the last leaf first, as a backward pass makes them.
+
+    On GPU a large gradient waits for the sum before it. Otherwise the compiler adds all
+    of them in one kernel, and so keeps them all.
+    """
+    leaves = zip(*map(maps.leaves, (pushed, *rest)), strict=True)
+    results: list[jax.Array] = []
+    last: tuple[jax.Array, ...] = ()
+    for g, *leaf in reversed([*leaves]):
+        large = isinstance(g, jax.Array) and g.size >= LARGE
+        results.append(f(in_turn(g, *last) if large else g, *leaf))
+        last = (results[-1],) if large else last
+    return jax.tree.unflatten(maps.structure(pushed), results[::-1])
 
 
 def _held(

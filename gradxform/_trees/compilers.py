@@ -24,14 +24,13 @@ _Operand: TypeAlias = jax.Array | ad.UndefinedPrimal
 def linear(
     name: str,
     f: Callable[..., jax.Array],
-    *,
-    cpu: Callable[..., jax.Array],
+    **platforms: Callable[..., jax.Array],
 ) -> Callable[..., jax.Array]:
-    """``f``, which is elementwise and linear; programs for CPU use ``cpu`` instead.
+    """``f``, which is elementwise and linear; some platforms have another form of it.
 
     Operands after the first do not change the result. They are computed before it.
 
-    ``cpu`` may work on bits or use a barrier, which have no derivative, transpose or
+    That form may work on bits or use a barrier, which have no derivative, transpose or
     Taylor series. So it replaces ``f`` only when a program is lowered for a platform,
     after JAX has transformed it.
     """
@@ -61,7 +60,7 @@ def linear(
     operation.def_abstract_eval(type_of)
     ad.deflinear2(operation, transposed)
     batching.primitive_batchers[operation] = batched
-    for how, platform in ((f, None), (cpu, "cpu")):
+    for platform, how in ((None, f), *platforms.items()):
         lowered = mlir.lower_fun(how, multiple_results=False)
         mlir.register_lowering(operation, lowered, platform=platform)
 
@@ -83,14 +82,17 @@ def linear(
 # no such copy; there a barrier would make one if x itself is not computed yet.
 apart = linear("apart", lambda x: x, cpu=jax.lax.optimization_barrier)
 
+
+def _last_known(x: jax.Array, *known: jax.Array) -> jax.Array:
+    return jax.lax.optimization_barrier((x, *known))[0]
+
+
 # after(x, *known) is x, with which the compiler for CPU does nothing before `known` are
 # known. Two barriers around one array are one for the compiler, and their users share
 # what they compute. These two are not.
-after = linear(
-    "after",
-    lambda x, *known: x,
-    cpu=lambda x, *known: jax.lax.optimization_barrier((x, *known))[0],
-)
+after = linear("after", lambda x, *known: x, cpu=_last_known)
+# The same for GPU alone.
+in_turn = linear("in_turn", lambda x, *known: x, cuda=_last_known, rocm=_last_known)
 
 
 def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
