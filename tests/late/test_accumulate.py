@@ -397,3 +397,13 @@ def test_a_norm_sees_nothing_of_the_sum_before(old):
     )
     new, _ = gx.apply_gradients(tx, {"a": None, "b": jnp.full(1, 0.5)}, state, params)
     np.testing.assert_array_equal([new["a"], new["b"]], [[0.0], [-0.5]])
+
+
+def test_on_gpu_a_large_gradient_waits_for_the_sum_before_it():
+    tx = gx.accumulate(optax.sgd(0.1), 4)
+    params = {k: jnp.zeros((256, 256)) for k in "abc"} | {"small": jnp.zeros(8)}
+    push = jax.jit(functools.partial(gx.apply_gradients, tx))
+    traced = push.trace(params, tx.init(params), params)
+    for platform, barriers in ("cuda", 2), ("rocm", 2), ("tpu", 0):
+        program = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert program.count("optimization_barrier %") == barriers
