@@ -207,14 +207,7 @@ def _select(
     tables: Tables, paths: list[str], leaves: dict[int, Any]
 ) -> dict[int, readings.Table]:
     """The leaves that are named, or parts of a table, by their number."""
-    if not callable(tables):
-        for path in tables:
-            if path not in paths:
-                raise ValueError(
-                    f"tables must name leaves of params, got {path!r}; there are "
-                    f"{', '.join(map(repr, paths))}."
-                )
-    is_named = tables if callable(tables) else tables.__contains__
+    is_named = checks.names("tables", tables, "params", paths)
     named: dict[int, readings.Table] = {}
     for i, leaf in leaves.items():
         if not is_sparse(leaf) and not is_named(paths[i]):

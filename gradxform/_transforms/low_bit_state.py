@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from gradxform._trees import checks, dtypes
 from gradxform._trees.compilers import apart
 from gradxform._trees.extra_args import accepted_kwargs
+from gradxform._trees.types import Path
 
 _SHORTEST = 8  # A scale takes as much as 4 codes.
 
@@ -29,6 +30,9 @@ class LowBitArray(NamedTuple):
 
     codes: jax.Array
     scales: jax.Array
+
+
+_Held: TypeAlias = jax.Array | LowBitArray
 
 
 class LowBitState(NamedTuple):
@@ -126,23 +130,18 @@ def low_bit_state(
 
     def init_fn(params: optax.Params) -> LowBitState:
         state = inner.init(params)
-        flat, structure = jax.tree.flatten_with_path(state)
-        names = [checks.path_str(path) for path, _ in flat]
-        is_kept = keep if callable(keep) else _named(keep, names)
+        names = [checks.path_str(path) for path, _ in jax.tree.leaves_with_path(state)]
+        is_kept = checks.names("keep", keep, "the state", names)
 
-        def held(name: str, x: jax.Array) -> jax.Array | LowBitArray:
+        def held(path: Path, x: jax.Array) -> _Held:
             axis = axis_of(x)
             small = np.size(x) < min_size or np.shape(x)[axis:] < (_SHORTEST,)
-            if (
-                small
-                or is_kept(name)
-                or not jnp.issubdtype(dtypes.dtype_of(x), jnp.floating)
-            ):
+            is_real = jnp.issubdtype(dtypes.dtype_of(x), jnp.floating)
+            if small or not is_real or is_kept(checks.path_str(path)):
                 return x
             return _encoded(x, axis, _blocks(x, axis, block_size))
 
-        leaves = [held(name, x) for name, (_, x) in zip(names, flat, strict=True)]
-        return LowBitState(jax.tree.unflatten(structure, leaves))
+        return LowBitState(jax.tree.map_with_path(held, state))
 
     def update_fn(
         updates: optax.Updates,
@@ -151,27 +150,20 @@ def low_bit_state(
         **extra: object,
     ) -> tuple[optax.Updates, LowBitState]:
         if not isinstance(state, LowBitState):
-            raise TypeError(
-                f"state must be that of gradxform.low_bit_state, got {type(state)}. "
-                "Pass what its init or the last step returned."
-            )
-        held = state.inner_state
-        extra = accepted_kwargs(inner, extra)
+            checks.own_state(state, LowBitState(state))
 
-        def decode(x: jax.Array | LowBitArray) -> jax.Array:
+        def decode(x: _Held) -> jax.Array:
             return _decoded(x, axis_of(x.codes)) if isinstance(x, LowBitArray) else x
 
-        def encode(
-            old: jax.Array | LowBitArray, x: jax.Array
-        ) -> jax.Array | LowBitArray:
+        def encode(old: _Held, x: jax.Array) -> _Held:
             if not isinstance(old, LowBitArray):
                 return x
-            axis = axis_of(x)
-            return _encoded(x, axis, old.scales.shape[axis])
+            return _encoded(x, axis_of(x), old.scales.shape[axis_of(x)])
 
-        wide = jax.tree.map(decode, held, is_leaf=_is_low)
+        wide = jax.tree.map(decode, state.inner_state, is_leaf=_is_low)
+        extra = accepted_kwargs(inner, extra)
         updates, new = inner.update(updates, wide, params, **extra)
-        new = jax.tree.map(encode, held, new, is_leaf=_is_low)
+        new = jax.tree.map(encode, state.inner_state, new, is_leaf=_is_low)
         return updates, LowBitState(new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -179,16 +171,6 @@ def low_bit_state(
 
 def _is_low(node: object) -> bool:
     return isinstance(node, LowBitArray)
-
-
-def _named(keep: Sequence[str], names: list[str]) -> Callable[[str], bool]:
-    for name in keep:
-        if name not in names:
-            raise ValueError(
-                f"keep must name leaves of the state, got {name!r}; there are "
-                f"{', '.join(map(repr, names))}."
-            )
-    return keep.__contains__
 
 
 def _blocks(x: jax.Array, axis: int, block_size: int) -> int:
@@ -211,21 +193,19 @@ def _parts(x: jax.Array, axis: int) -> int:
 
 def _in_blocks(x: jax.Array, axis: int, n: int) -> jax.Array:
     """An array with one more axis: ``n`` blocks, the last one filled with 0."""
-    before, length, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
-    size = -(-length // n)
-    if n * size != length:
-        x = jnp.pad(
-            x, [(0, n * size - length if a == axis else 0) for a in range(x.ndim)]
-        )
-    return x.reshape(*before, n, size, *after)
+    size = -(-x.shape[axis] // n)
+    missing = n * size - x.shape[axis]
+    if missing:
+        x = jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)])
+    return x.reshape(*x.shape[:axis], n, size, *x.shape[axis + 1 :])
 
 
 def _joined(x: jax.Array, axis: int, length: int) -> jax.Array:
     """Blocks as one axis again."""
     x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-    return (
-        x if x.shape[axis] == length else jax.lax.slice_in_dim(x, 0, length, axis=axis)
-    )
+    if x.shape[axis] != length:
+        x = jax.lax.slice_in_dim(x, 0, length, axis=axis)
+    return x
 
 
 def _encoded(x: jax.Array, axis: int, n: int) -> LowBitArray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -115,8 +114,7 @@ def master_weights(
     inner = optax.with_extra_args_support(inner)
 
     def zeros(p: Param) -> jax.Array | None:
-        kind = jnp.dtype(residual_dtype)
-        return constants.full_like(p, 0, kind) if half.is_half(p) else None
+        return constants.full_like(p, 0, residual_dtype) if half.is_half(p) else None
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
         half.check("master_weights", params)
@@ -144,13 +142,28 @@ def master_weights(
         updates, inner_state = inner.update(
             updates, state.inner_state, wide, **accepted_kwargs(inner, extra)
         )
-        # Leaf after leaf on CPU, where each needs temporary memory.
         done: list[jax.Array] = []
-        pairs = maps.map_leaves(
-            lambda u, p, r: _moved(u, p, r, done), updates, params, state.residual
+
+        def move(u: jax.Array, r: jax.Array, p: jax.Array) -> tuple[jax.Array, ...]:
+            # x' = x + u, leaf after leaf on CPU, where each needs temporary memory.
+            p = jnp.asarray(p)
+            x = apart(_joined(after(p, *done), r) + u)
+            # What `apply_updates` gives, to the same operations, so that TPU makes both
+            # in one pass. A parameter that becomes 2¹⁶ times smaller may miss the
+            # rounded one.
+            before = half.widen(p)
+            reached = arithmetic.rounded_sum(_rounded(x, p, r) - before, p)
+            done[:] = [_residual(x, half.widen(reached), p, r)]
+            # w' - w, where the compiler for CPU writes w' once w is no longer needed.
+            x, p = after(x, *done), after(p, *done)
+            return _rounded(x, p, r) - half.widen(p), *done
+
+        halves = maps.map_leaves(
+            lambda u, r: u if maps.has_gradient(r) else None, updates, state.residual
         )
-        residual = maps.map_leaves(lambda _, pair: pair[1], updates, pairs)
-        updates = maps.map_leaves(lambda _, pair: pair[0], updates, pairs)
+        rows = maps.rows(halves, params)
+        halves, residual = maps.map_step(move, halves, [state.residual], rows)
+        updates = maps.map_leaves(lambda u, n: u if n is None else n, updates, halves)
         return updates, MasterWeightsState(residual, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -232,36 +245,8 @@ def _held(g: Leaf, p: Leaf, r: Leaf) -> Leaf:
     """What ``inner`` gets for a parameter: float32, of a table the touched rows."""
     if not (maps.has_gradient(p) and maps.has_gradient(r)):
         return p
-    wide = _joined(*_rows(g, p, r))
+    wide = _joined(*(jnp.asarray(maps.rows(g, x)) for x in (p, r)))
     return g.with_values(wide) if isinstance(g, IndexedSlices) else wide
-
-
-def _moved(u: Leaf, p: Leaf, r: Leaf, done: list[jax.Array]) -> tuple[Leaf, Leaf]:
-    """The update of a rounded parameter, and its residual."""
-    if not (maps.has_gradient(u) and maps.has_gradient(r)):
-        return u, r
-    update, residual = _step(maps.values(u), *_rows(u, p, r), done)
-    done[:] = [residual]
-    return maps.map_updates(lambda _: update, u), maps.put_rows(u, r, residual)
-
-
-def _rows(g: Leaf, p: Leaf, r: Leaf) -> tuple[jax.Array, jax.Array]:
-    return jnp.asarray(maps.rows(g, p)), jnp.asarray(maps.rows(g, r))
-
-
-def _step(
-    u: jax.Array, p: jax.Array, r: jax.Array, done: Sequence[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    # x' = x + u
-    x = apart(_joined(after(p, *done), r) + u)
-    # What `apply_updates` gives, to the same operations, so that TPU makes both in one
-    # pass. A parameter that becomes 2¹⁶ times smaller may miss the rounded one.
-    before = half.widen(p)
-    reached = arithmetic.rounded_sum(_rounded(x, p, r) - before, p)
-    residual = _residual(x, half.widen(reached), p, r)
-    # w' - w, where the compiler for CPU writes w' once w is no longer needed.
-    x, p = after(x, residual), after(p, residual)
-    return _rounded(x, p, r) - half.widen(p), residual
 
 
 def _check(params: optax.Params, residual: optax.Updates) -> None:

@@ -95,10 +95,9 @@ def round_stochastically(
         numbers = jax.tree.unflatten(structure, range(len(leaves)))
 
         def rounded(u: jax.Array, p: jax.typing.ArrayLike, number: int) -> jax.Array:
-            key = jax.random.fold_in(step_key, number)
             if not half.is_half(p):
                 return u
-            p = jnp.asarray(p)
+            p, key = jnp.asarray(p), jax.random.fold_in(step_key, number)
             before = half.widen(p)
             x = before + u.astype(jnp.float32)
             near = half.nearest(x, p.dtype)
@@ -108,9 +107,9 @@ def round_stochastically(
 
         updates = maps.sum_duplicates(updates)
         rows = maps.rows(updates, params)
-        return maps.map_updates(
-            rounded, updates, rows, numbers
-        ), RoundStochasticallyState(state.key, optax.safe_increment(state.count))
+        updates = maps.map_updates(rounded, updates, rows, numbers)
+        count = optax.safe_increment(state.count)
+        return updates, RoundStochasticallyState(state.key, count)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

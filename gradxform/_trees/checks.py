@@ -7,7 +7,7 @@ Only concrete values are checked. A traced value (a hyperparameter under ``jit``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import jax
@@ -289,6 +289,21 @@ def path_name(path: Path) -> str:
 def path_str(path: Path) -> str:
     """The name of a leaf for users: its keys with slashes between them."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def names(
+    name: str, given: Collection[str] | Callable[[str], bool], of: str, paths: list[str]
+) -> Callable[[str], bool]:
+    """Whether a path is one of those given, each of which has to be in ``paths``."""
+    if callable(given):
+        return given
+    for path in given:
+        if path not in paths:
+            raise ValueError(
+                f"{name} must name leaves of {of}, got {path!r}; there are "
+                f"{', '.join(map(repr, paths))}."
+            )
+    return given.__contains__
 
 
 def _shape(leaf: Gradient) -> tuple[int, ...]:

@@ -260,7 +260,9 @@ BAD_INPUT = {
     "inner must be": lambda: gx.master_weights(None),
     "bits must be in": lambda: gx.low_bit_state(SGD, bits=4),
     "block_size must be in": lambda: gx.low_bit_state(SGD, block_size=0),
-    "state must be that of": lambda: gx.low_bit_state(SGD).update(HALF, (), HALF),
+    "at the root it has tuple, .* has .*LowBitState": lambda: gx.low_bit_state(
+        SGD
+    ).update(HALF, (), HALF),
     "seed must be an integer": lambda: gx.round_stochastically(0.5),
     r"master_weights takes .* int32 at \['n'\]": lambda: MASTER.init(WHOLE),
     r"round_stochastically takes .* int32 at \['n'\]": lambda: RANDOM.init(WHOLE),
