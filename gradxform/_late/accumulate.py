@@ -67,7 +67,8 @@ def accumulate(
 
     If loss and gradients are computed in the same program, also in a ``scan``, each
     gradient is added as soon as it is known, and no copy of all gradients is kept. So
-    the step needs little more memory than the loss. With ``skip_nonfinite`` all
+    the step needs little more memory than the loss. The gradients of scanned layers are
+    known together, so they are kept. With ``skip_nonfinite`` all
     gradients must be known first, so they are kept: one model.
 
     Use :func:`apply_gradients` or ``minimize``. ``nnx.Optimizer`` and Flax's
