@@ -331,8 +331,8 @@ def compile_step(tx, height, rows=256, width=16, **extra):
     values = jax.ShapeDtypeStruct((rows, width), jnp.float32)
     state = jax.eval_shape(tx.init, params)
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, indices, values)
-    # As users compile it: without these emitters a scatter is a loop, and JAX 0.10 copies
-    # a table in front of a loop.
+    # As users compile it: without these emitters a scatter is a loop, and JAX 0.10
+    # copies a table in front of a loop.
     users = {"xla_cpu_use_fusion_emitters": True}
     options = users if jax.__version_info__ < (0, 11) else None
     return lowered.compile(compiler_options=options).memory_analysis()
