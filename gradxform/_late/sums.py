@@ -194,13 +194,15 @@ def _in_turn(
     """``map_leaves``, the last leaf first, as a backward pass makes them.
 
     On GPU a large gradient waits for the sum before it. Otherwise the compiler adds all
-    of them in one kernel, and so keeps them all.
+    of them in one kernel, and so keeps them all. The largest do not wait: one may be
+    scattered into its sum, without an array of its own.
     """
     leaves = zip(*map(maps.leaves, (pushed, *rest)), strict=True)
+    most = sum(g.size for g in jax.tree.leaves(pushed)) // 8
     results: list[jax.Array] = []
     last: tuple[jax.Array, ...] = ()
     for g, *leaf in reversed([*leaves]):
-        large = isinstance(g, jax.Array) and g.size >= LARGE
+        large = isinstance(g, jax.Array) and LARGE <= g.size <= most
         results.append(f(in_turn(g, *last) if large else g, *leaf))
         last = (results[-1],) if large else last
     return jax.tree.unflatten(maps.structure(pushed), results[::-1])

@@ -400,8 +400,10 @@ def test_a_norm_sees_nothing_of_the_sum_before(old):
 
 
 def test_on_gpu_a_large_gradient_waits_for_the_sum_before_it():
+    """But not the largest: one may be scattered into its sum."""
     tx = gx.accumulate(optax.sgd(0.1), 4)
-    params = {k: jnp.zeros((256, 256)) for k in "abc"} | {"small": jnp.zeros(8)}
+    layers = {f"layer {i}": jnp.zeros((256, 256)) for i in range(3)}
+    params = layers | {"table": jnp.zeros((2560, 256)), "bias": jnp.zeros(256)}
     push = jax.jit(functools.partial(gx.apply_gradients, tx))
     traced = push.trace(params, tx.init(params), params)
     for platform, barriers in ("cuda", 2), ("rocm", 2), ("tpu", 0):
