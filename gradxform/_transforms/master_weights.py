@@ -184,6 +184,9 @@ def get_master_weights(params: Params, state: optax.OptState) -> Params:
       TypeError: the state has none of :func:`master_weights`, or is not that of these
         parameters.
 
+    References:
+      Those of :func:`master_weights`.
+
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = gx.drop_stale(gx.master_weights(optax.sgd(1.0)), max_staleness=0)
     >>> w = jnp.ones(1, jnp.bfloat16)
