@@ -118,6 +118,8 @@ def test_a_stop_for_infinite_gradients_goes_inside():
         np.testing.assert_allclose(got[k], expected, rtol=1e-5, atol=1e-5)
 
 
+# Of the table. Before JAX 0.11 the compiler keeps two bytes for each row.
+COPIES = 0.1 if jax.__version_info__ >= (0, 11) else 0.15
 LOW = functools.partial(gx.low_bit_state, block_axis=-1, min_size=1)
 # With the same optimizer in float32, and how near it comes.
 TABLES = {
@@ -164,7 +166,7 @@ def test_a_step_reads_and_writes_the_touched_rows_of_a_table(name):
     assert moved == [1, 7, 4000]
     residual = np.asarray(optax.tree.get(state, "residual"))
     assert set(np.flatnonzero(residual.any(1))) <= set(moved)
-    assert temporary < 0.1 * start.nbytes
+    assert temporary < COPIES * start.nbytes
 
 
 def test_random_rounding_of_a_table_goes_behind_lazy():
@@ -173,7 +175,7 @@ def test_random_rounding_of_a_table_goes_behind_lazy():
     new, _, temporary = pushed(tx, table)
     moved = (new != 1).any(1)
     assert np.flatnonzero(moved).tolist() == [1, 7, 4000]
-    assert temporary < 0.1 * table.nbytes
+    assert temporary < COPIES * table.nbytes
     with pytest.raises(TypeError, match=r"_random.*Give the table another opt"):
         pushed(gx.lazy(optax.chain(optax.adamw(0.1), random)), table)
 
