@@ -231,6 +231,55 @@ def test_injected_numbers_in_half_precision(k, exact):
     assert np.isfinite(history["loss"][-1]) == exact
 
 
+HALVES = {
+    "int16": lambda: gx.master_weights(optax.adamw(2**-10)),
+    "8 bits": lambda: gx.master_weights(
+        gx.low_bit_state(optax.adamw(2**-10), min_size=64), residual_dtype="int8"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_model_in_bfloat16_takes_small_steps(k, name, tmp_path):
+    """Its loss falls as in float32; without master weights half of that."""
+
+    def trained(tx, policy):
+        k.keras.config.set_dtype_policy(policy)
+        model, history = train(k, k.Optimizer(tx), epochs=10)
+        return model, history["loss"]
+
+    _, full = trained(optax.adamw(2**-10), "float32")
+    model, loss = trained(HALVES[name](), "bfloat16")
+    _, plain = trained(optax.adamw(2**-10), "bfloat16")
+    assert {v.dtype for v in model.trainable_variables} == {"bfloat16"}
+    fell, fell_in_float32 = loss[0] - loss[-1], full[0] - full[-1]
+    assert fell > 0.8 * fell_in_float32
+    assert plain[0] - plain[-1] < 0.65 * fell_in_float32
+    # Weights and state are saved and read, and training goes on from them.
+    model.save_weights(tmp_path / "of.weights.h5")
+    fit(model)
+    other = new_model(k)
+    other.compile(optimizer=k.Optimizer(HALVES[name]()), loss="mse")
+    other.optimizer.build(other.trainable_variables)
+    other.load_weights(tmp_path / "of.weights.h5")
+    assert [v.dtype for v in other.optimizer.variables] == [
+        v.dtype for v in model.optimizer.variables
+    ]
+    k.keras.config.set_dtype_policy("bfloat16")
+    fit(other)
+    assert_equal(other.weights, model.weights)
+    assert_equal(other.optimizer.variables, model.optimizer.variables)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_mixed_precision_needs_no_master_weights(k, policy):
+    """Its variables are float32, so they pass through."""
+    k.keras.config.set_dtype_policy(policy)
+    expected, _ = train(k, k.Optimizer(optax.adamw(2**-10)))
+    model, _ = train(k, k.Optimizer(HALVES["int16"]()))
+    assert_equal(model.weights, expected.weights)
+
+
 STEPS = {
     "accumulate": lambda tx: gx.accumulate(tx, 2),
     "conditional_accumulator": lambda tx: gx.conditional_accumulator(tx, 2),

@@ -290,7 +290,7 @@ def _argument(
     if "dict[int" in str(hint) and isinstance(value, dict):  # JSON's keys are strings.
         value = {_integer(key): entry for key, entry in value.items()}
     allowed = hints.alternatives(hint, whole)
-    if "dtype" in parameter.name:
+    if "dtype" in parameter.name and "Literal" not in str(hint):
         allowed = [hints.dtype()]
     if any(fits(value) for _, fits in allowed):
         return value

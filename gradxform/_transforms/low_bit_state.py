@@ -125,16 +125,13 @@ def low_bit_state(
     checks.length("block_axis", block_axis, "[-2, -1]")
     inner = optax.with_extra_args_support(inner)
 
-    def axis_of(x: jax.Array) -> int:
-        return max(np.ndim(x) + block_axis, 0)
-
     def init_fn(params: optax.Params) -> LowBitState:
         state = inner.init(params)
         names = [checks.path_str(path) for path, _ in jax.tree.leaves_with_path(state)]
         is_kept = checks.names("keep", keep, "the state", names)
 
         def held(path: Path, x: jax.Array) -> _Held:
-            axis = axis_of(x)
+            axis = max(np.ndim(x) + block_axis, 0)
             small = np.size(x) < min_size or np.shape(x)[axis:] < (_SHORTEST,)
             is_real = jnp.issubdtype(dtypes.dtype_of(x), jnp.floating)
             if small or not is_real or is_kept(checks.path_str(path)):
@@ -153,12 +150,12 @@ def low_bit_state(
             checks.own_state(state, LowBitState(state))
 
         def decode(x: _Held) -> jax.Array:
-            return _decoded(x, axis_of(x.codes)) if isinstance(x, LowBitArray) else x
+            return _decoded(x, _axis(x)) if isinstance(x, LowBitArray) else x
 
         def encode(old: _Held, x: jax.Array) -> _Held:
             if not isinstance(old, LowBitArray):
                 return x
-            return _encoded(x, axis_of(x), old.scales.shape[axis_of(x)])
+            return _encoded(x, _axis(old), old.scales.shape[_axis(old)])
 
         wide = jax.tree.map(decode, state.inner_state, is_leaf=_is_low)
         extra = accepted_kwargs(inner, extra)
@@ -171,6 +168,11 @@ def low_bit_state(
 
 def _is_low(node: object) -> bool:
     return isinstance(node, LowBitArray)
+
+
+def _axis(x: LowBitArray) -> int:
+    """The axis along which an array has blocks, of 8 entries or more."""
+    return int(np.argmin(np.equal(x.codes.shape, x.scales.shape)))
 
 
 def _blocks(x: jax.Array, axis: int, block_size: int) -> int:

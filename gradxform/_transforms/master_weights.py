@@ -66,9 +66,9 @@ def master_weights(
 
     The update is the difference of two rounded parameters, in float32. So
     ``optax.apply_updates`` and :func:`apply_updates` give exactly the new rounded
-    parameter. One case is beyond float32: if a parameter becomes 2¹⁶ times smaller and
-    changes its sign, the sum may miss it by 2⁻²⁴ of the old one. Then ``x'`` is the
-    number that is reached, so nothing drifts.
+    parameter. One case is beyond float32: if a parameter becomes about 2¹⁶ times
+    smaller, or in float16 2¹³ times, the sum may miss it by 2⁻²⁴ of the old one. Then
+    ``x'`` is the number that is reached, so nothing drifts.
 
     Args:
       inner: any transformation whose updates are added to the parameters.
@@ -149,8 +149,8 @@ def master_weights(
             p = jnp.asarray(p)
             x = apart(_joined(after(p, *done), r) + u)
             # What `apply_updates` gives, to the same operations, so that TPU makes both
-            # in one pass. A parameter that becomes 2¹⁶ times smaller may miss the
-            # rounded one.
+            # in one pass. It may miss a number that is 2¹⁶ times smaller, or in float16
+            # 2¹³ times.
             before = half.widen(p)
             reached = arithmetic.rounded_sum(_rounded(x, p, r) - before, p)
             done[:] = [_residual(x, half.widen(reached), p, r)]
@@ -183,6 +183,9 @@ def get_master_weights(params: Params, state: optax.OptState) -> Params:
     Raises:
       TypeError: the state has none of :func:`master_weights`, or is not that of these
         parameters.
+
+    References:
+      Those of :func:`master_weights`.
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = gx.drop_stale(gx.master_weights(optax.sgd(1.0)), max_staleness=0)

@@ -47,6 +47,7 @@ def round_stochastically(
     the leaf and on the place in it. They are the same on every sharding. A number of
     half precision, inf and NaN stay as they are. A finite number becomes inf only if
     the nearest number is inf. Each random number has 16 bits, of a hash of its place.
+    So it cannot be inside of :func:`lazy`, which shows it no place: put it behind.
 
     Args:
       seed: an integer.
@@ -59,7 +60,8 @@ def round_stochastically(
     Raises:
       ValueError: ``params`` is missing in an update.
       TypeError: ``seed`` is no integer; a parameter has integers, or less than 16 bits;
-        or updates and parameters differ in structure or shape.
+        the state is that of another transformation; or updates and parameters differ in
+        structure or shape.
 
     References:
       Zamirai et al., `Revisiting bfloat16 training
@@ -90,6 +92,8 @@ def round_stochastically(
         del extra
         params = checks.params_given("round_stochastically", params)
         checks.same_shapes("updates", updates, "params", params)
+        if not isinstance(state, RoundStochasticallyState):
+            checks.own_state(state, init_fn(params))
         step_key = jax.random.fold_in(state.key, state.count)
         leaves, structure = maps.flatten(updates)
         numbers = jax.tree.unflatten(structure, range(len(leaves)))

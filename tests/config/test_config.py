@@ -986,3 +986,14 @@ def test_reading_configs_of_keras_imports_no_keras():
 def test_others_names_for_b1_and_b2_are_known(key):
     with pytest.raises(ValueError, match=f"{key!r}, did you mean 'b{key[-1]}'"):
         gx.from_config({"name": "novograd", "learning_rate": 0.1, key: 0.9})
+
+
+def test_a_residual_dtype_is_one_that_master_weights_has():
+    """It is no dtype to compute in, as other arguments of that name are."""
+    config = {"name": "master_weights", "inner": {"name": "optax.adam", "b1": 0.5}}
+    config["inner"]["learning_rate"] = 0.1
+    for dtype in ("int16", "int8", "bfloat16"):
+        tx = gx.from_config(config | {"residual_dtype": dtype})
+        assert tx.init(jnp.ones(2, jnp.bfloat16)).residual.dtype == dtype
+    with pytest.raises(TypeError, match=r"residual_dtype'\] must be one of 'int16', "):
+        gx.from_config(config | {"residual_dtype": "float32"})

@@ -31,6 +31,7 @@ from benchmarks.compilers import (
     traffic,
 )
 from benchmarks.compilers import figures as figures_on
+from benchmarks.memory import HALF_PRECISION
 from benchmarks.models import dense_layers, gpt2_short, gpt2_small, squares
 from benchmarks.step import CLIP, gx_step, optax_step
 
@@ -146,6 +147,23 @@ def test_lion_behind_the_clip_costs_no_more_in_either_loop(monkeypatch):
     rows = list(grid.rows("v5e:2x2", "bfloat16", only="lion"))
     assert [row["moved"] for row in rows] == ["6.00 | 6.00"] * 2
     assert not [row for row in rows if row["worse"]]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [
+        ("gx.master_weights", 0.05),
+        ("gx.round_stochastically", 0.05),
+        ("gx.low_bit_state", 0.4),
+    ],
+)
+def test_half_precision_needs_no_copy_of_the_model(name, bound):
+    """With AdamW and the gradients as arguments; the page on costs has the figures."""
+    dtype, tx = HALF_PRECISION[name]
+    params = placed(matrices(jnp.dtype(dtype), 0), mesh("v5e:2x2"))
+    found = figures_on(lower_step(tx, params).compile(), size_on_a_chip(params))
+    assert found["temp"] < bound
 
 
 @DTYPES

@@ -118,7 +118,7 @@ def test_the_update_gives_the_rounded_number_for_any_bits(residual_dtype, wrap):
         old = np.abs(np.float32(params))
         params, state, wanted = step(params, state, jnp.asarray(numbers(seed)))
         got, wanted = np.asarray(gx.get_master_weights(params, state)), np.array(wanted)
-        # A float32 sum cannot make a number 2¹⁶ times smaller than where it began.
+        # No float32 is the way to a number that is 2¹⁶ times smaller.
         usual = np.abs(wanted) >= old * 2.0**-14
         assert usual.sum() > 200
         if residual_dtype == "int16":
@@ -128,6 +128,101 @@ def test_the_update_gives_the_rounded_number_for_any_bits(residual_dtype, wrap):
         error = np.abs(got - wanted)
         assert (error[usual] <= (part * gap)[usual]).all()
         assert (error <= part * gap + old * 2.0**-23).all()
+
+
+@pytest.mark.parametrize(("dtype", "exponent"), [("bfloat16", 16), ("float16", 13)])
+def test_a_parameter_may_become_so_much_smaller_and_is_not_missed(dtype, exponent):
+    """All parameters in [1, 2), random residuals, and numbers that are that smaller."""
+    rng = np.random.default_rng(0)
+    every = np.arange(1, 2, float(jnp.finfo(dtype).eps))
+    shape = (max(200_000 // len(every), 1), len(every))
+    params = jnp.asarray(np.broadcast_to(every, shape)).astype(dtype)
+    tx = gx.master_weights(optax.scale(1.0))
+    state = tx.init(params)
+    state = state._replace(
+        residual=jnp.asarray(rng.integers(-(2**15), 2**15, shape), jnp.int16)
+    )
+    old = np.asarray(gx.get_master_weights(params, state))
+    smaller = 2.0 ** rng.uniform(-exponent - 5, 0, shape) * rng.choice([-1, 1], shape)
+    change = (np.float32(smaller) - old).astype(np.float32)
+    wanted = (old + change).astype(np.float32)
+    updates, after = tx.update(jnp.asarray(change), state, params)
+    new = optax.apply_updates(params, updates)
+    got, new = np.asarray(gx.get_master_weights(new, after)), np.float32(new)
+    nearest = np.float32(jnp.asarray(wanted).astype(dtype))
+    # In the middle between two numbers both are as near.
+    missed = np.abs(new - wanted) != np.abs(nearest - wanted)
+    times = np.abs(old / wanted)
+    assert missed.any()
+    assert 0.99 * 2.0**exponent < times[missed].min() < 1.5 * 2.0**exponent
+    assert np.abs(got - wanted).max() <= 2.0**-24 * 1.01 * old.max()
+    assert np.abs(new - nearest)[missed].max() <= 2.0**-24 * 1.01 * old.max()
+
+
+def digits_loss(params, images, labels):
+    hidden = jax.nn.relu(images @ params["w1"] + params["b1"])
+    logits = hidden @ params["w2"] + params["b2"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+LEARN = {
+    "adamw": lambda: optax.adamw(3e-3),
+    "lion": lambda: optax.lion(1e-3),
+    "momentum": lambda: optax.sgd(0.1, 0.9),
+    "novograd": lambda: gx.novograd(0.02),
+    "adagrad": lambda: gx.adagrad(0.05),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEARN)
+def test_with_a_state_in_8_bits_handwritten_digits_are_learned_as_in_float32(name):
+    datasets = pytest.importorskip("sklearn.datasets")
+    images, labels = datasets.load_digits(return_X_y=True)
+    images, labels = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
+    rng = np.random.default_rng(0)
+    params = {
+        "w1": jnp.asarray(rng.normal(size=(64, 64)) / 8, jnp.float32),
+        "b1": jnp.zeros(64),
+        "w2": jnp.asarray(rng.normal(size=(64, 10)) / 8, jnp.float32),
+        "b2": jnp.zeros(10),
+    }
+    batches = jnp.asarray(rng.integers(0, len(images), (200, 64)))
+
+    def loss_and_bytes(tx):
+        def step(carry, batch):
+            params, state = carry
+            grads = jax.grad(digits_loss)(params, images[batch], labels[batch])
+            return gx.apply_gradients(tx, grads, state, params), None
+
+        @jax.jit
+        def train(carry):
+            (params, state), _ = jax.lax.scan(step, carry, batches)
+            return digits_loss(params, images, labels), state
+
+        loss, state = train((params, tx.init(params)))
+        return loss, sum(x.nbytes for x in jax.tree.leaves(state))
+
+    full, whole = loss_and_bytes(LEARN[name]())
+    low, part = loss_and_bytes(gx.low_bit_state(LEARN[name](), min_size=64))
+    assert full < 0.5 < digits_loss(params, images, labels)
+    np.testing.assert_allclose(low, full, rtol=0.1)
+    assert low != full
+    assert part < 0.3 * whole
+
+
+def test_a_state_with_blocks_along_another_axis_goes_on():
+    """A state knows its blocks, so other settings do not read it as another one."""
+    params = {"w": jnp.ones((64, 96))}
+    rng = np.random.default_rng(0)
+    grads = {"w": jnp.asarray(rng.normal(size=(64, 96)), jnp.float32)}
+    first = gx.low_bit_state(optax.trace(0.9))
+    _, state = first.update(grads, first.init(params))
+    expected, other = first.update(grads, state)
+    second = gx.low_bit_state(optax.trace(0.9), block_axis=-1, block_size=16)
+    updates, after = second.update(grads, state)
+    np.testing.assert_array_equal(updates["w"], expected["w"])
+    jax.tree.map(np.testing.assert_array_equal, after, other)
 
 
 def test_bytes_of_a_parameter_with_its_gradient():
@@ -258,9 +353,20 @@ BAD_INPUT = {
         SGD, residual_dtype="int4"
     ),
     "inner must be": lambda: gx.master_weights(None),
-    "bits must be in": lambda: gx.low_bit_state(SGD, bits=4),
-    "block_size must be in": lambda: gx.low_bit_state(SGD, block_size=0),
-    "at the root it has tuple, .* has .*LowBitState": lambda: gx.low_bit_state(
+    "residual_dtype must be .* got <class": lambda: gx.master_weights(
+        SGD, residual_dtype=jnp.int8
+    ),
+    r"bits must be in \[8, 8\], got 4": lambda: gx.low_bit_state(SGD, bits=4),
+    "bits must be an integer": lambda: gx.low_bit_state(SGD, bits=8.0),
+    r"block_size must be in \[8, .*\], got 0": lambda: gx.low_bit_state(
+        SGD, block_size=0
+    ),
+    "block_size must be in .* got 65537": lambda: gx.low_bit_state(
+        SGD, block_size=65537
+    ),
+    r"min_size must be in \[1": lambda: gx.low_bit_state(SGD, min_size=0),
+    r"block_axis must be in \[-2, -1\]": lambda: gx.low_bit_state(SGD, block_axis=0),
+    "at the root it has a node tuple, .* has .*LowBitState": lambda: gx.low_bit_state(
         SGD
     ).update(HALF, (), HALF),
     "seed must be an integer": lambda: gx.round_stochastically(0.5),
@@ -269,6 +375,12 @@ BAD_INPUT = {
     "master_weights needs params": lambda: MASTER.update(HALF, MASTER.init(HALF)),
     "round_stochastically needs params": lambda: RANDOM.update(HALF, RANDOM.init(HALF)),
     "state is not that of tx": lambda: MASTER.update(HALF, SGD.init(HALF), HALF),
+    "at the root it has .*MasterWeightsState, .* has .*LowBitState": lambda: (
+        gx.low_bit_state(SGD).update(HALF, MASTER.init(HALF), HALF)
+    ),
+    "root it has .*MasterWeightsState, .* has .*RoundStochasticallyState": lambda: (
+        RANDOM.update(HALF, MASTER.init(HALF), HALF)
+    ),
     "parameters in another precision": lambda: MASTER.update(
         HALF, MASTER.init(wide(HALF)), HALF
     ),

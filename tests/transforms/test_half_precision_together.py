@@ -1,0 +1,222 @@
+"""Half precision and states in 8 bits, with other transformations and in a server."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own code promotes.
+
+RATE = 2.0**-7  # optax.inject_hyperparams holds it in bfloat16.
+LABELS = {"w": "w", "b": "b"}
+# Each of `make`, which makes an optimizer of a rate.
+WRAPS = {
+    "partition": lambda make: optax.partition(
+        {"w": make(RATE), "b": make(2 * RATE)}, LABELS
+    ),
+    "masked": lambda make: optax.masked(make(RATE), {"w": True, "b": False}),
+    "inject_hyperparams": lambda make: optax.inject_hyperparams(make)(RATE),
+    "MultiSteps": lambda make: optax.MultiSteps(
+        make(RATE), 2
+    ).gradient_transformation(),
+    "drop_stale": lambda make: gx.drop_stale(make(RATE), 0),
+    "skip_spikes": lambda make: gx.skip_spikes(make(RATE)),
+    "accumulate": lambda make: gx.accumulate(make(RATE), 2, skip_nonfinite=True),
+    "conditional_accumulator": lambda make: gx.conditional_accumulator(make(RATE), 2),
+}
+LATE = "drop_stale", "conditional_accumulator"
+
+
+def draw(seed, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(seed)
+    shapes = {"w": (16, 8), "b": (8,)}
+    half = {k: jnp.asarray(rng.normal(size=s), jnp.bfloat16) for k, s in shapes.items()}
+    return jax.tree.map(lambda x: x.astype(dtype), half)
+
+
+def trained(tx, dtype, name=""):
+    """After six pushes; the third one is late, or it is NaN."""
+
+    @jax.jit
+    def step(params, state, grads, extra):
+        return gx.apply_gradients(tx, grads, state, params, **extra)
+
+    params = draw(0, dtype)
+    state = tx.init(params)
+    types = jax.tree.map(jax.typeof, state)
+    for t in range(6):
+        grads, extra = draw(t + 1, dtype), {}
+        if name in LATE:
+            extra = {"local_step": jnp.int32(0 if t == 2 else 100)}
+        elif name in ("skip_spikes", "accumulate") and t == 2:
+            grads = jax.tree.map(lambda g: g * jnp.nan, grads)
+        params, state = step(params, state, grads, extra)
+    assert jax.tree.map(jax.typeof, state) == types
+    return params, state
+
+
+@functools.cache
+def in_float32(name):
+    params, _ = trained(WRAPS[name](optax.adamw), jnp.float32, name)
+    assert np.abs(params["w"] - draw(0, jnp.float32)["w"]).max() > RATE
+    return params
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_wrappers_around_master_weights_see_no_difference(name):
+    tx = WRAPS[name](lambda rate: gx.master_weights(optax.adamw(rate)))
+    params, state = trained(tx, jnp.bfloat16, name)
+    got = gx.get_master_weights(params, state)
+    for k, expected in in_float32(name).items():
+        if name == "masked" and k == "b":  # Not in it.
+            assert got[k].dtype == jnp.bfloat16
+            continue
+        # A mean of gradients is in their dtype, bfloat16.
+        tol = 1e-4 if "acc" in name or name == "MultiSteps" else 1e-5
+        np.testing.assert_allclose(got[k], expected, rtol=1e-5, atol=tol)
+        nearest = got[k].astype(jnp.bfloat16).astype(jnp.float32)
+        np.testing.assert_array_equal(params[k].astype(jnp.float32), nearest)
+    sums = optax.tree.get(state, "accumulated", default={})
+    assert {x.dtype for x in jax.tree.leaves(sums)} <= {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_wrappers_inside_master_weights_see_float32(name):
+    tx = gx.master_weights(WRAPS[name](optax.adamw))
+    got = gx.get_master_weights(*trained(tx, jnp.bfloat16, name))
+    for k, expected in in_float32(name).items():
+        np.testing.assert_allclose(got[k], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["outside", "inside"])
+@pytest.mark.parametrize("name", WRAPS)
+def test_wrappers_and_a_state_in_8_bits(name, outside):
+    low = functools.partial(gx.low_bit_state, min_size=1)
+    tx = (
+        WRAPS[name](lambda rate: low(optax.adamw(rate)))
+        if outside
+        else low(WRAPS[name](optax.adamw))
+    )
+    params, state = trained(tx, jnp.float32, name)
+    codes = [x for x in jax.tree.leaves(state) if x.dtype == jnp.int8]
+    assert {x.shape for x in codes} >= {(16, 8)}
+    for k, expected in in_float32(name).items():
+        # Six steps of `RATE` at most, each with an error of a few percent.
+        np.testing.assert_allclose(params[k], expected, atol=RATE)
+
+
+def test_a_stop_for_infinite_gradients_goes_inside():
+    """Outside of it optax wants updates in the dtype of the gradients."""
+    tx = gx.master_weights(optax.apply_if_finite(optax.adamw(RATE), 2))
+    got = gx.get_master_weights(*trained(tx, jnp.bfloat16, "skip_spikes"))
+    for k, expected in in_float32("skip_spikes").items():
+        np.testing.assert_allclose(got[k], expected, rtol=1e-5, atol=1e-5)
+
+
+# Of the table. Before JAX 0.11 the compiler keeps two bytes for each row.
+COPIES = 0.1 if jax.__version_info__ >= (0, 11) else 0.15
+LOW = functools.partial(gx.low_bit_state, block_axis=-1, min_size=1)
+# With the same optimizer in float32, and how near it comes.
+TABLES = {
+    "adagrad inside": (gx.master_weights(gx.adagrad(0.1)), gx.adagrad(0.1), 1e-6),
+    "lazy around": (
+        gx.lazy(gx.master_weights(optax.adamw(0.1))),
+        gx.lazy(optax.adamw(0.1)),
+        1e-6,
+    ),
+    "8 bits": (
+        gx.lazy(gx.master_weights(LOW(optax.adamw(0.1)), residual_dtype="int8")),
+        gx.lazy(optax.adamw(0.1)),
+        2e-2,
+    ),
+}
+
+
+def pushed(tx, table):
+    """The table and the state after two pushes, and the step's temporary bytes."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(table, state, grads):
+        return gx.apply_gradients(tx, grads, state, table)
+
+    table = jnp.copy(table)
+    state = tx.init(table)
+    for rows in ([7, 1, 7], [1, 4000, 1]):
+        values = jnp.full((3, 8), 1, table.dtype).at[0].set(-0.25)
+        grads = gx.IndexedSlices(rows, values, table.shape)
+        table, state = step(table, state, grads)
+    memory = step.lower(table, state, grads).compile().memory_analysis()
+    return table, state, memory.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_step_reads_and_writes_the_touched_rows_of_a_table(name):
+    tx, plain, tol = TABLES[name]
+    start = jnp.ones((20000, 8), jnp.bfloat16)
+    table, state, temporary = pushed(tx, start)
+    expected, _, _ = pushed(plain, start.astype(jnp.float32))
+    got = gx.get_master_weights(table, state)
+    np.testing.assert_allclose(got, expected, atol=tol)
+    moved = np.flatnonzero((np.asarray(got) != 1).any(1)).tolist()
+    assert moved == [1, 7, 4000]
+    residual = np.asarray(optax.tree.get(state, "residual"))
+    assert set(np.flatnonzero(residual.any(1))) <= set(moved)
+    assert temporary < COPIES * start.nbytes
+
+
+def test_random_rounding_of_a_table_goes_behind_lazy():
+    table, random = jnp.ones((20000, 8), jnp.bfloat16), gx.round_stochastically(0)
+    tx = optax.chain(gx.lazy(optax.adamw(0.1)), random)
+    new, _, temporary = pushed(tx, table)
+    moved = (new != 1).any(1)
+    assert np.flatnonzero(moved).tolist() == [1, 7, 4000]
+    assert temporary < COPIES * table.nbytes
+    with pytest.raises(TypeError, match=r"_random.*Give the table another opt"):
+        pushed(gx.lazy(optax.chain(optax.adamw(0.1), random)), table)
+
+
+SERVED = {
+    "master_weights": gx.master_weights(optax.adamw(RATE)),
+    "8 bits": gx.master_weights(
+        gx.low_bit_state(optax.adamw(RATE), min_size=1), residual_dtype="int8"
+    ),
+    "random": optax.chain(optax.adamw(RATE), gx.round_stochastically(0)),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_server_sends_half_precision_and_goes_on_from_its_state(name):
+    servers = [gx.ParameterServer(draw(0), SERVED[name]) for _ in range(2)]
+    first, second = servers
+
+    def push(server, seed):
+        params, step = server.pull()
+        assert {p.dtype for p in params.values()} == {jnp.dtype(jnp.bfloat16)}
+        assert server.push(draw(seed), step).applied
+
+    for seed in range(1, 4):
+        push(first, seed)
+    second.restore(first.state())
+    for server in servers:
+        push(server, 9)
+    states = [
+        [np.asarray(x) for x in jax.tree.leaves((s.state()["params"], s.state()))]
+        for s in servers
+    ]
+    for a, b in zip(*states, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+    # To those of a loop that has no server.
+    params, state = draw(0), SERVED[name].init(draw(0))
+    for seed in (1, 2, 3, 9):
+        params, state = gx.apply_gradients(SERVED[name], draw(seed), state, params)
+    pulled, _ = second.pull()
+    for k in params:
+        np.testing.assert_allclose(
+            np.float32(pulled[k]), np.float32(params[k]), rtol=2**-6, atol=2**-7
+        )
