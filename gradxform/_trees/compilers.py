@@ -73,6 +73,9 @@ def linear(
             jet.deflinear(operation)
         return once(*operands)
 
+    # Ray pickles what has another name by value, and the other process has no rule for
+    # a copy of the operation.
+    apply.__name__ = apply.__qualname__ = name
     return apply
 
 
@@ -103,7 +106,7 @@ def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     integer operations that round the same way.
     """
     if x.dtype == jnp.float32 and jnp.dtype(dtype) == jnp.bfloat16:
-        return _to_bfloat16(x)
+        return to_bfloat16(x)
     return x.astype(dtype)
 
 
@@ -119,4 +122,4 @@ def _upper_half(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
 
 
-_to_bfloat16 = linear("to_bfloat16", _converted, cpu=_upper_half)
+to_bfloat16 = linear("to_bfloat16", _converted, cpu=_upper_half)

@@ -4,6 +4,7 @@ The functions are private: no public one shows each of their bits.
 """
 
 import functools
+import pickle
 
 import chex
 import jax
@@ -150,3 +151,10 @@ def test_sharded_arrays_stay_sharded(axis_type):
     for f in (jax.jit(doubled), jax.jit(parts), doubled):
         assert f(x).sharding.spec == P("x")
         np.testing.assert_array_equal(f(x), 2 * x.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["apart", "after", "in_turn", "to_bfloat16"])
+def test_ray_gets_an_operation_by_its_name(name):
+    """In another process a copy of it would have no rule for a compiler."""
+    operation = getattr(compilers, name)
+    assert pickle.loads(pickle.dumps(operation)) is operation
