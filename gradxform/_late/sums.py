@@ -198,7 +198,7 @@ def _in_turn(
     scattered into its sum, without an array of its own.
     """
     leaves = zip(*map(maps.leaves, (pushed, *rest)), strict=True)
-    most = sum(g.size for g in jax.tree.leaves(pushed)) // 8
+    most = sum(jnp.size(g) for g in jax.tree.leaves(pushed)) // 8
     results: list[jax.Array] = []
     last: tuple[jax.Array, ...] = ()
     for g, *leaf in reversed([*leaves]):
