@@ -162,27 +162,14 @@ class Sums:
         divisors = maps.broadcast(n, state.accumulated)
         if self._reduction == "row_mean":
             held = boxes.as_in(updates, row_counts)
-            divisors = _put(
-                pushed,
-                held,
-                maps.map_state(
-                    lambda _, n, flag: (
-                        n + (1 if flag is None else flag.astype(n.dtype))
-                    ),
-                    pushed,
-                    _held(pushed, held, has_begun),
-                    flags,
-                ),
-                has_begun,
-            )
+            divisors = _moved(_counted, pushed, held, has_begun, flags)
             row_counts = boxes.as_in(row_counts, divisors)
+        add = functools.partial(arithmetic.wide_sum, factor=factor)
 
         def added(
             g: Leaf, total: jax.Array, n: jax.typing.ArrayLike, begun: jax.Array
         ) -> jax.Array:
-            add = functools.partial(arithmetic.wide_sum, factor=factor)
-            rows = maps.map_state(add, g, _held(g, total, begun))
-            return _finished(full, g, _put(g, total, rows, begun), n, begun, total)
+            return _finished(full, g, _moved(add, g, total, begun), n, begun, total)
 
         trees = state.accumulated, divisors, has_begun
         return _in_turn(added, pushed, *trees), row_counts
@@ -208,26 +195,25 @@ def _in_turn(
     return jax.tree.unflatten(maps.structure(pushed), results[::-1])
 
 
-def _held(
-    pushed: optax.Updates, totals: PyTree[jax.Array], begun: PyTree[jax.Array]
-) -> PyTree[jax.Array]:
-    """The rows of a sum that a push adds to; zeros if the sum begins with this push."""
-
-    def held(g: Leaf, rows: jax.Array, begun: jax.Array) -> jax.Array:
-        return jnp.where(begun, rows, 0) if maps.has_gradient(g) else rows
-
-    return maps.map_leaves(held, pushed, maps.rows(pushed, totals), begun)
-
-
-def _put(
+def _moved(
+    f: Callable[..., jax.Array],
     pushed: optax.Updates,
     totals: PyTree[jax.Array],
-    rows: PyTree[jax.Array],
     begun: PyTree[jax.Array],
+    *rest: PyTree[jax.Array | None],
 ) -> PyTree[jax.Array]:
-    """Sums with new rows; the first push of a sum also clears the rest of a table."""
+    """New sums ``f(g, sum, ...)``; the sum is 0 if it begins with this push.
 
-    def put(g: Leaf, total: jax.Array, rows: jax.Array, begun: jax.Array) -> jax.Array:
+    In a table ``f`` gets the rows of the push. The first one also clears all others.
+    """
+
+    def move(
+        g: Leaf, total: jax.Array, begun: jax.Array, *others: jax.Array | None
+    ) -> jax.Array:
+        if not maps.has_gradient(g):
+            return total
+        held: Any = maps.rows(g, total)  # An array, like the sum.
+        rows = f(maps.values(g), jnp.where(begun, held, 0), *others)
         if not isinstance(g, IndexedSlices):
             return rows
         zeros = functools.partial(constants.zeros_of_type, jax.typeof(total))
@@ -237,7 +223,12 @@ def _put(
             lambda: maps.put_rows(g, zeros(), rows),
         )
 
-    return maps.map_leaves(put, pushed, totals, rows, begun)
+    return maps.map_leaves(move, pushed, totals, begun, *rest)
+
+
+def _counted(_: jax.Array, n: jax.Array, flag: jax.Array | None) -> jax.Array:
+    # n + 1, if the leaf has a gradient
+    return n + (1 if flag is None else flag.astype(n.dtype))
 
 
 def _finished(
