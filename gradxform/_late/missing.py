@@ -151,7 +151,9 @@ def chosen(
 ) -> PyTree[Leaf]:
     """The new leaves, but the old ones, or zeros, where a flag is False."""
 
-    def choose(flag: jax.Array | None, new: Leaf, old: Any = 0) -> Leaf:
+    def choose(
+        flag: jax.Array | None, new: Leaf, old: jax.typing.ArrayLike = 0
+    ) -> Leaf:
         if flag is None or not maps.has_gradient(new):
             return new
         return jnp.where(flag, new, old)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import optax
 
 from gradxform._trees import arithmetic, dtypes, jaxprs, maps, norms, versions
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
-from gradxform._trees.types import Leaf, Path, PyTree
+from gradxform._trees.types import Leaf, Path, PyTree, Shape
 
 if TYPE_CHECKING:
     from jax.extend.core import (  # type: ignore[attr-defined]  # Of ClosedJaxpr.
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
         Literal,
         Var,
     )
-
-_Shape: TypeAlias = tuple[int, ...]
 
 
 class MixedRowsError(Exception):
@@ -73,7 +71,7 @@ class Tables(NamedTuple):
 
         return maps.map_with_path(describe, tree)
 
-    def find(self, shape: _Shape, other: _Shape) -> IndexedSlices | None:
+    def find(self, shape: Shape, other: Shape) -> IndexedSlices | None:
         """The table whose rows an array has along its first axis, if any.
 
         ``other`` is its shape in the second trace.
@@ -138,7 +136,7 @@ class Tables(NamedTuple):
         return list(map(self.find, map(_shape, variables), map(_shape, others)))
 
     def evaluate(
-        self, program: ClosedJaxpr, twin: ClosedJaxpr, *args: Any
+        self, program: ClosedJaxpr, twin: ClosedJaxpr, *args: jax.Array
     ) -> list[Any]:
         """The results of the first trace for these rows."""
         others = twin.jaxpr.eqns
@@ -196,7 +194,7 @@ def _height(g: IndexedSlices) -> int:
     return max(g.dense_shape[0], 1)
 
 
-def _shape(x: Var | Literal) -> _Shape:
+def _shape(x: Var | Literal) -> Shape:
     return getattr(x.aval, "shape", ())  # A token has none.
 
 

@@ -211,8 +211,7 @@ def ftrl(
         params: optax.Params | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, optax.OptState]:
-        params = checks.params_given("ftrl", params)
-        checks.same_shapes("updates", updates, "params", params)
+        params = checks.params_like("ftrl", updates, params)
         moved, state = clipped.update(updates, state, params, **extra)
 
         def rounded(u: jax.Array, g: Gradient, w: jax.typing.ArrayLike) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,7 @@ from gradxform._trees import arithmetic, checks, maps, versions
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.indexed_slices import IndexedSlices, RowSparseError, is_sparse
 from gradxform._trees.placeholders import Placeholder, is_placeholder
-from gradxform._trees.types import Leaf, Path
-
-_Shape: TypeAlias = tuple[int, ...]
+from gradxform._trees.types import Leaf, Path, Shape
 
 # States with a row for each row of a table, which still cannot act by the row.
 _SUM = "adds up several steps, and each touches other rows, so it belongs around lazy"
@@ -183,7 +181,7 @@ def _higher_state(
     Raises:
       MixedRowsError: the state of a table has no row for each of its rows.
     """
-    found: list[tuple[Path, Path | None, _Shape, _Shape]] = []
+    found: list[tuple[Path, Path | None, Shape, Shape]] = []
 
     def mark(path: Path, p: Leaf) -> Leaf:
         return Placeholder(path) if path in tables.gradients else p

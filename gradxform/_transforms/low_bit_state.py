@@ -146,8 +146,7 @@ def low_bit_state(
         params: optax.Params | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, LowBitState]:
-        if not isinstance(state, LowBitState):
-            checks.own_state(state, LowBitState(state))
+        checks.own_kind(state, LowBitState)
 
         def decode(x: _Held) -> jax.Array:
             return _decoded(x, _axis(x)) if isinstance(x, LowBitArray) else x

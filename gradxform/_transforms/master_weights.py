@@ -129,10 +129,8 @@ def master_weights(
         params: optax.Params | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, MasterWeightsState]:
-        params = checks.params_given("master_weights", params)
-        checks.same_shapes("updates", updates, "params", params)
-        if not isinstance(state, MasterWeightsState):
-            checks.own_state(state, jax.eval_shape(init_fn, params))
+        params = checks.params_like("master_weights", updates, params)
+        checks.own_kind(state, MasterWeightsState)
         _check(params, state.residual)
         updates = maps.map_updates(
             lambda g, r: g if r is None else dtypes.widen(g), updates, state.residual

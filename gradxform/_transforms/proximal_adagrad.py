@@ -103,8 +103,7 @@ def proximal_adagrad(
         **extra: object,
     ) -> tuple[optax.Updates, ProximalAdagradState]:
         del extra
-        params = checks.params_given("proximal_adagrad", params)
-        checks.same_shapes("updates", updates, "params", params)
+        params = checks.params_like("proximal_adagrad", updates, params)
         rate = proximal_rate(learning_rate, state)
 
         @jax.jit  # Traced once for each shape, not for each leaf.

@@ -90,10 +90,8 @@ def round_stochastically(
         **extra: object,
     ) -> tuple[optax.Updates, RoundStochasticallyState]:
         del extra
-        params = checks.params_given("round_stochastically", params)
-        checks.same_shapes("updates", updates, "params", params)
-        if not isinstance(state, RoundStochasticallyState):
-            checks.own_state(state, init_fn(params))
+        params = checks.params_like("round_stochastically", updates, params)
+        checks.own_kind(state, RoundStochasticallyState)
         step_key = jax.random.fold_in(state.key, state.count)
         leaves, structure = maps.flatten(updates)
         numbers = jax.tree.unflatten(structure, range(len(leaves)))
@@ -129,8 +127,8 @@ def _random(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         place = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         x = x * np.uint32(length % 2**32) + place
     for word in key.astype(jnp.uint32):
-        # Two rounds of multiply and shift, each of which turns half of the bits for
-        # each bit that differs.
+        # Two rounds of multiply and shift. If one bit differs, each round turns half of
+        # all bits.
         x = x ^ word
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
             x = (x ^ (x >> shift)) * np.uint32(factor)

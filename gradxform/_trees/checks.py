@@ -136,6 +136,15 @@ def params_given(
     return params
 
 
+def params_like(
+    name: str, updates: optax.Updates, params: optax.Params | None
+) -> optax.Params:
+    """The parameters; raises also if updates differ from them in structure or shape."""
+    params = params_given(name, params)
+    same_shapes("updates", updates, "params", params)
+    return params
+
+
 def local_step(transformation: str, value: jax.typing.ArrayLike | None) -> jax.Array:
     """The local step of a push as an int32 scalar; ``TypeError`` if it is not one."""
     meaning = "the global step that the worker saw before it computed"
@@ -294,7 +303,7 @@ def path_str(path: Path) -> str:
 def names(
     name: str, given: Collection[str] | Callable[[str], bool], of: str, paths: list[str]
 ) -> Callable[[str], bool]:
-    """Whether a path is one of those given, each of which has to be in ``paths``."""
+    """Whether a path is one of those given. All of these have to be in ``paths``."""
     if callable(given):
         return given
     for path in given:
@@ -389,7 +398,7 @@ def _node_at(path: Path, tree: PyTree[Leaf]) -> str:
         tree, is_leaf=lambda at, _: at == path, is_leaf_takes_path=True
     )
     found = [node for at, node in nodes if at == path]
-    return f"a node {_kind(found[0])}, no array" if found else "no leaf"
+    return f"a node {_name(type(found[0]))}, no array" if found else "no leaf"
 
 
 def _other_node(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> tuple[Path, str, str]:
@@ -406,25 +415,33 @@ def _other_node(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> tuple[Path, str,
             if _flat(child)[1] != _flat(like)[1]:
                 path, given, expected = _other_node(child, like)
                 return (*key, *path), given, expected
-    names = _kind(tree), _kind(reference)
+    names = _name(type(tree)), _name(type(reference))
     if len(set(names)) == 1:  # One kind, but with other keys or static fields.
         names = str(node), str(wanted)
     return (), f"a node {names[0]}", f"a node {names[1]}"
 
 
-def _kind(node: object) -> str:
-    kind = type(node)
+def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
 def own_state(state: optax.OptState, expected: optax.OptState) -> None:
     """Raises ``TypeError`` if a state has not the nodes that ``init`` makes."""
     if _flat(state)[1] != _flat(expected)[1]:
-        path, given, wanted = _other_node(state, expected)
-        raise TypeError(
-            f"state is not that of tx: at {path_name(path)} it has {given}, and tx.init"
-            f"(params) has {wanted}. Pass what tx.init or the last step returned."
-        )
+        raise _not_own(*_other_node(state, expected))
+
+
+def own_kind(state: optax.OptState, kind: type) -> None:
+    """Raises ``TypeError`` if a state is not of the class that ``init`` makes."""
+    if not isinstance(state, kind):
+        raise _not_own((), f"a node {_name(type(state))}", f"a node {_name(kind)}")
+
+
+def _not_own(path: Path, given: str, wanted: str) -> TypeError:
+    return TypeError(
+        f"state is not that of tx: at {path_name(path)} it has {given}, and tx.init"
+        f"(params) has {wanted}. Pass what tx.init or the last step returned."
+    )
 
 
 def arrays(params: optax.Params) -> None:

@@ -31,5 +31,6 @@ Gradient: TypeAlias = jax.typing.ArrayLike | IndexedSlices
 Leaf: TypeAlias = Gradient | optax.MaskedNode | None
 # The keys that lead to a leaf, from the root.
 Path: TypeAlias = tuple[Hashable, ...]
+Shape: TypeAlias = tuple[int, ...]
 # Ids of rows, by the path of their table.
 Rows: TypeAlias = Mapping[str, jax.typing.ArrayLike]
