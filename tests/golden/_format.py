@@ -289,6 +289,11 @@ def ours_ftrl(settings, steps):
     return dict(settings, transformation="ftrl", learning_rate=rates(settings, steps))
 
 
+def compared(ours, why_not=None):
+    """What a case says of our side: ours, or why there is none."""
+    return {"ours": None, "why_not": why_not} if why_not else {"ours": ours}
+
+
 def write(maker, versions, cases):
     """Writes ``make_x.py``'s cases to ``x.json`` beside it, a step or event a line."""
     names = [case["name"] for case in cases]

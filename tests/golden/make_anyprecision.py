@@ -39,9 +39,8 @@ def run(name, momentum, variance, compensation, weight_decay=0.0, why_not=None):
         events.append(dict(event, compensation={"w": kept}))
     case = {"name": name, "symbol": "torchdistx.optimizers.AnyPrecisionAdamW"}
     case["settings"] = dict(ADAMW, weight_decay=weight_decay, **dtypes)
-    case["ours"] = None if why_not else dict(OURS, transformation="optax.adamw")
-    if why_not:
-        case["why_not"] = why_not
+    ours = dict(OURS, transformation="optax.adamw")
+    case.update(_format.compared(ours, why_not))
     return dict(case, params={"w": START}, events=events)
 
 

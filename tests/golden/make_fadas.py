@@ -70,9 +70,7 @@ def run(name, threshold=None, why_not=None):
     }
     case = {"name": name, "symbol": "update.update_model_inplace"}
     case["settings"] = dict(ARGS, update_freq=BUFFER, tauc=threshold)
-    case.update(dtype="float64", ours=None if why_not else ours)
-    if why_not:
-        case["why_not"] = why_not
+    case.update(dtype="float64", **_format.compared(ours, why_not))
     return dict(case, params=start, events=events)
 
 

@@ -77,9 +77,7 @@ def run(name, aggregator, settings, weight, why_not=None):
         }
     symbol = aggregator.__module__ + "." + aggregator.__name__
     case = {"name": name, "symbol": symbol, "settings": OmegaConf.to_object(configs)}
-    case.update(dtype="float64", ours=None if why_not else ours)
-    if why_not:
-        case["why_not"] = why_not
+    case.update(dtype="float64", **_format.compared(ours, why_not))
     return dict(case, params=start, events=events)
 
 

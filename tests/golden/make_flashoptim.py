@@ -40,9 +40,8 @@ def quantized(name, x, write, read, group_size=128, why_not=None):
     kept = write(jnp.asarray(x), group_size)
     case = {"name": name, "symbol": write.__name__}
     ours = {"transformation": "low_bit_state", "block_size": group_size}
-    case.update(settings={"group_size": group_size}, ours=None if why_not else ours)
-    if why_not:
-        case["why_not"] = why_not
+    case["settings"] = {"group_size": group_size}
+    case.update(_format.compared(ours, why_not))
     case.update(numbers=x, scales=np.float32(kept.scales), codes=np.int32(kept.values))
     return dict(case, read=np.asarray(read(kept, group_size)))
 

@@ -109,9 +109,7 @@ def run(name, optimizer, reduction, weight, ours, max_staleness=None, why_not=No
     )
     symbol = type(server).__module__ + "." + type(server).__name__
     case = {"name": name, "symbol": symbol, "settings": settings, "dtype": "float64"}
-    case["ours"] = None if why_not else ours
-    if why_not:
-        case["why_not"] = why_not
+    case.update(_format.compared(ours, why_not))
     return dict(case, params=start, events=events)
 
 

@@ -51,9 +51,7 @@ def run(wrapper, name, pairs, window, sigmas, why_not=None):
     ours["warmup"] = max(2, window // 2) - 1
     ours["inner"] = {"transformation": "optax.adam", "learning_rate": 0.1}
     settings = {"interval": window, "scaling_factor": sigmas}
-    case.update(settings=settings, ours=None if why_not else ours)
-    if why_not:
-        case["why_not"] = why_not
+    case.update(settings=settings, **_format.compared(ours, why_not))
     return dict(case, params=start, events=events)
 
 

@@ -34,9 +34,7 @@ def run(name, pairs, window, sigmas, why_not=None):
     ours = {"transformation": "skip_spikes", "window": window, "sigmas": sigmas}
     ours["warmup"] = max(2, window // 2) - 1
     ours["inner"] = dict(OURS, transformation="optax.adamw")
-    case.update(settings=settings, ours=None if why_not else ours)
-    if why_not:
-        case["why_not"] = why_not
+    case.update(settings=settings, **_format.compared(ours, why_not))
     return dict(case, params={"w": start}, events=events)
 
 
