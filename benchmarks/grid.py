@@ -358,7 +358,7 @@ def worse_loops(key, found):
 
 
 def pair(found, figure, loop="gx"):
-    """Ours and optax's in a cell of the page; bold letters say that ours is worse."""
+    """Ours and optax's, as a cell of the page has them."""
     return f"{found[loop][figure]:.2f} / {found['theirs'][figure]:.2f}"
 
 

@@ -140,7 +140,7 @@ class Transport:
         raise NotImplementedError
 
     def rows(self, request: PullRequest) -> SomeRows:
-        """Compiles what reads the rows that a request wants."""
+        """Compiles the program that reads a request's rows."""
         raise NotImplementedError
 
     # Pushes.
