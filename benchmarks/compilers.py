@@ -27,8 +27,8 @@ All figures are exact, in units of N, the parameters' bytes on one chip:
 
 The last four are read from the text of the compiled program. An operand counts in full,
 unless a slice or a gather reads a part of it. The body of a loop counts as often as it
-runs. Of a conditional, the branch that moves more counts, or with ``branch=min`` the
-other one.
+runs. Of a conditional, the branch that moves more counts, or for ``min`` in ``taken``
+the other one.
 """
 
 import functools
@@ -152,11 +152,12 @@ WRITES_A_PART = {"dynamic-update-slice": 1, "scatter": 2}  # this one, into the 
 class Program:
     """The computations of a compiled program, by its text.
 
-    Of a conditional, ``branch`` chooses the figures of one branch by their ``hbm``.
+    ``taken`` chooses the branch that counts, by its ``hbm``, for each conditional of a
+    computation in turn; the last one also for all others.
     """
 
-    def __init__(self, hlo, branch=max):
-        self._branch = branch
+    def __init__(self, hlo, taken=(max,)):
+        self._taken = taken
         found = re.findall(r"^(?:ENTRY )?%(\S+) .*{\n((?: .*\n)*)}", hlo, re.M)
         self._lines = {
             computation: [
@@ -187,7 +188,7 @@ class Program:
         if opcode == "conditional":
             branches = re.search(r"branch_computations={.*?}|true_.*false_\S+", rest)[0]
             moved = map(self.moved, named(branches))
-            return self._branch(moved, key=lambda moved: moved["hbm"])
+            return self._choice(computation, name)(moved, key=lambda x: x["hbm"])
         if opcode == "while":
             moved = self.moved(re.search(r"body=%([\w.-]+)", rest)[1])
             return {k: self._turns(rest) * n for k, n in moved.items()}
@@ -208,6 +209,12 @@ class Program:
             "hbm": sum(n for n, space in moved if space == 0),
         }
 
+    def _choice(self, computation, name):
+        """``max`` or ``min``, for a conditional."""
+        lines = self._lines[computation]
+        number = [line[0] for line in lines if line[2] == "conditional"].index(name)
+        return self._taken[min(number, len(self._taken) - 1)]
+
     def _turns(self, rest):
         """How often the body of a loop runs."""
         known = re.search(r'known_trip_count":{"n":"(\d+)"', rest)
@@ -221,13 +228,16 @@ class Program:
 
     def _read(self, computation, value):
         """Bytes that a computation reads of a value: less if it takes parts of it."""
+        whole = size_of(self._values[computation][value][1])
+        if value == self._lines[computation][-1][0]:  # The result, for the caller.
+            return whole
         uses = sum(
             self._used(computation, name, i)
             for name, _, _, operands, _ in self._lines[computation]
             for i, operand in enumerate(operands)
             if operand == value
         )
-        return min(uses, size_of(self._values[computation][value][1]))
+        return min(uses, whole)
 
     def _used(self, computation, name, i):
         """Bytes that an instruction reads of one of its operands."""
@@ -276,9 +286,9 @@ def size_of(types):
     return sum(n for n, _ in arrays(types))
 
 
-def traffic(hlo, branch=max):
+def traffic(hlo, taken=(max,)):
     """Bytes that a compiled program moves, by column."""
-    program = Program(hlo, branch)
+    program = Program(hlo, taken)
     return program.moved(program.entry)
 
 

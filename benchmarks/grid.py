@@ -23,10 +23,10 @@ then a bar, then the figure of optax's chain in the same dtypes, with
 ``optax.apply_updates``.
 
 - temp: temporary memory.
-- moved: of a whole step, ``hbm`` for each push; of gradients as arguments, on CPU the
-  bytes that the loops of the program read and write, by the compiler's count, and on
-  TPU ``own``, operands and results in any memory. Each micro-batch counts as acting;
-  with ``--all``, ``added`` counts it as one that is only added.
+- moved: of a whole step, ``hbm`` for each push, the mean of four: one acts, three are
+  only added. With ``--all``, ``acts`` and ``added`` have each of them. Of gradients as
+  arguments, on CPU the bytes that the loops of the program read and write, by the
+  compiler's count, and on TPU ``own``, operands and results in any memory.
 - hbm: on TPU the bytes that are read from HBM and written to it.
 - worse: the columns above 1.02 times optax's. Temporaries must also be more than 0.03 N
   above, and 3 MB except on CPU: the TPU compiler keeps 32 kB for each instruction, and
@@ -209,11 +209,15 @@ class Cells:
                 (self._hlo / f"{file}.hlo").write_text(hlo)
             if self._training:
                 memory = compiled.memory_analysis().temp_size_in_bytes
-                moved, added = (
-                    traffic(hlo, branch)["hbm"] / self.n / pushes
-                    for branch in (max, min)
+                # The first conditional asks whether a push is finite.
+                only_added = (max, min) if "finite" in name else (min,)
+                acts, added = (
+                    traffic(hlo, taken)["hbm"] / self.n / pushes
+                    for taken in ((max,), only_added)
                 )
-                found = {"temp": memory / self.n, "moved": moved, "added": added}
+                moved = (acts + (MICRO - 1) * added) / MICRO
+                found = {"temp": memory / self.n, "moved": moved}
+                found |= {"acts": acts, "added": added}
             else:
                 found = measured(compiled, hlo, self.n, self._target)
             self._known[text] = found | {"compile s": seconds}
