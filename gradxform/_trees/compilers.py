@@ -1,21 +1,24 @@
-"""Operations that keep the compiler for CPU from slower programs.
+"""Operations that keep compilers from slower programs.
 
 ``linear`` makes them. ``apart`` and ``after`` are barriers: values that are cheaper to
 compute twice are not shared. ``narrow`` rounds to half precision at each reader, so no
-rounded copy goes to memory.
+rounded copy goes to memory. ``in_hbm`` says where a value is on TPU.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from gradxform._trees import versions
+
+if TYPE_CHECKING:
+    from jax.extend.mlir import ir
 
 # Unknown, if the cotangent is for it.
 _Operand: TypeAlias = jax.Array | ad.UndefinedPrimal
@@ -24,6 +27,7 @@ _Operand: TypeAlias = jax.Array | ad.UndefinedPrimal
 def linear(
     name: str,
     f: Callable[..., jax.Array],
+    tpu: mlir.LoweringRule | None = None,
     **platforms: Callable[..., jax.Array],
 ) -> Callable[..., jax.Array]:
     """``f``, which is elementwise and linear; some platforms have another form of it.
@@ -32,7 +36,7 @@ def linear(
 
     That form may work on bits or use a barrier, which have no derivative, transpose or
     Taylor series. So it replaces ``f`` only when a program is lowered for a platform,
-    after JAX has transformed it.
+    after JAX has transformed it. That of TPU is a lowering rule itself.
     """
     operation = versions.Primitive(f"gradxform_{name}")
 
@@ -63,6 +67,8 @@ def linear(
     for platform, how in ((None, f), *platforms.items()):
         lowered = mlir.lower_fun(how, multiple_results=False)
         mlir.register_lowering(operation, lowered, platform=platform)
+    if tpu:
+        mlir.register_lowering(operation, tpu, platform="tpu")
 
     once: Callable[..., jax.Array]
     once = jax.jit(operation.bind)  # Traced once for each shape, not for each leaf.
@@ -96,6 +102,23 @@ def _last_known(x: jax.Array, *known: jax.Array) -> jax.Array:
 after = linear("after", lambda x, *known: x, cpu=_last_known)
 # The same for GPU alone.
 in_turn = linear("in_turn", lambda x, *known: x, cuda=_last_known, rocm=_last_known)
+
+
+def _pinned(_: mlir.LoweringRuleContext, x: ir.Value[Any]) -> Sequence[ir.Value[Any]]:
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import stablehlo
+
+    # JAX says in the same way that an array is to be in the host's memory.
+    call = stablehlo.CustomCallOp([x.type], [x], "annotate_device_placement")
+    call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+        {"_xla_buffer_placement": ir.StringAttr.get("pinned_device")}
+    )
+    return call.results
+
+
+# in_hbm(x) is x, which the compiler for TPU keeps in HBM. What it keeps in VMEM for a
+# conditional, a branch of it may first move to another array in HBM.
+in_hbm = linear("in_hbm", lambda x: x, _pinned)
 
 
 def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -199,6 +199,15 @@ def test_one_collective_on_256_chips(name):
     assert collectives(text) == {"all-reduce": 1}
 
 
+def test_sums_that_stay_in_hbm_stay_sharded():
+    """The norm needs the only collective, as without `accumulate`."""
+    params = placed(gpt2_short(), mesh("v5e:16x16"))
+    tx = gx.accumulate(CHAINS["clip + adagrad"], 4)
+    lowered = lower_step(tx, params)
+    assert "pinned_device" in lowered.as_text()
+    assert collectives(lowered.compile().as_text()) == {"all-reduce": 1}
+
+
 @functools.cache
 def row_sparse_step(height):
     """The step, from a loss that reads 1,024 rows of a table to the new parameters."""
@@ -228,14 +237,21 @@ def test_a_row_sparse_step_does_not_depend_on_the_height_of_the_table():
 
 
 @pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("width", [1024, 2048])
 @pytest.mark.parametrize(
     ("write", "scanned"), [(gx_step, False), (optax_step, False), (gx_step, True)]
 )
-def test_micro_batches_keep_no_copy_of_their_gradients(write, scanned):
-    """With the loss inside; one layer's gradient is 0.083 N, and before it was 1 N."""
-    params = placed(dense_layers(12, 2048), mesh("v5e:2x2"))
-    batch = jax.ShapeDtypeStruct((4, 16, 2048) if scanned else (16, 2048), jnp.float32)
+def test_micro_batches_keep_no_copy_of_their_gradients(write, scanned, width):
+    """With the loss inside; one layer's gradient is 0.083 N.
+
+    At the smaller width all sums fit into VMEM. Where the updates come out of the
+    conditional, the compiler copied sums that it had there: 1.19 N.
+    """
+    params = placed(dense_layers(12, width), mesh("v5e:2x2"))
+    batch = jax.ShapeDtypeStruct(
+        (4, 16, width) if scanned else (16, width), jnp.float32
+    )
     tx = gx.accumulate(optax.adam(0.1), 4)
     lowered = lower_training(tx, params, squares, batch, write=write, scanned=scanned)
     temporary = lowered.compile().memory_analysis().temp_size_in_bytes
-    assert temporary <= 0.35 * size_on_a_chip(params)
+    assert temporary <= 0.15 * size_on_a_chip(params)

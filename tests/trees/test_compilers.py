@@ -101,6 +101,8 @@ def test_ordered_sums_work_under_every_jax_transformation():
     expected = taken_through(lambda x: 2 * x, x)
     chex.assert_trees_all_equal(got, expected)
     chex.assert_trees_all_equal_dtypes(got, expected)
+    got = taken_through(lambda x: compilers.in_hbm(2 * x), x)
+    chex.assert_trees_all_equal(got, expected)
     # A value that only has to be computed earlier gives no derivative.
     known = jnp.ones(())
     for how in (jax.grad, jax.jacfwd):
@@ -153,7 +155,10 @@ def test_sharded_arrays_stay_sharded(axis_type):
         np.testing.assert_array_equal(f(x), 2 * x.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("name", ["apart", "after", "in_turn", "to_bfloat16"])
+OPERATIONS = ["apart", "after", "in_turn", "in_hbm", "to_bfloat16"]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_ray_gets_an_operation_by_its_name(name):
     """In another process a copy of it would have no rule for a compiler."""
     operation = getattr(compilers, name)
