@@ -148,6 +148,37 @@ def test_a_loop_counts_each_turn_and_a_slice_its_part():
     assert 24 * turn <= moved < 27 * turn
 
 
+def test_each_conditional_counts_with_the_branch_that_is_taken():
+    def step(first, second, x, y):
+        x = jax.lax.cond(first, lambda x: x + 1, lambda x: x, x)
+        return x, jax.lax.cond(second, lambda y: y + x, lambda y: y, y)
+
+    n = 512 * 512 * 4
+    x = jnp.zeros((512, 512))
+    lowered = jax.jit(step, donate_argnums=(2, 3)).lower(False, True, x, x)
+    hlo = lowered.compile().as_text()
+    found = {
+        taken: traffic(hlo, taken)["hbm"] // n
+        for taken in [(max,), (max, min), (min, max), (min,)]
+    }
+    assert list(found.values()) == [5, 2, 3, 0]  # x in and out; x and y in, y out.
+
+
+def test_a_fusion_reads_all_that_it_passes_on():
+    hlo = """
+%fused (p: f32[8,128]) -> f32[1024] {
+  %p = f32[8,128]{1,0} parameter(0)
+  ROOT %b = f32[1024]{0} bitcast(%p)
+}
+
+ENTRY %main (x: f32[8,128]) -> f32[1024] {
+  %x = f32[8,128]{1,0} parameter(0)
+  ROOT %f = f32[1024]{0:S(1)} fusion(%x), kind=kLoop, calls=%fused
+}
+"""
+    assert traffic(hlo)["hbm"] == 8 * 128 * 4
+
+
 def test_the_page_names_worse_cells():
     theirs = {"temp": 0.0, "moved": 8.0, "hbm": 5.0, "collectives": 1}
     assert grid.worse(theirs, theirs) == []
