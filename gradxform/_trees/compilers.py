@@ -98,6 +98,16 @@ after = linear("after", lambda x, *known: x, cpu=_last_known)
 in_turn = linear("in_turn", lambda x, *known: x, cuda=_last_known, rocm=_last_known)
 
 
+def where(pred: jax.Array, x: jax.Array) -> jax.Array:
+    """``x`` if ``pred``, else zeros.
+
+    The compiler for GPU makes one array of all zeros of a shape. If a loss begins a sum
+    with it, as for the gradients of scanned layers, it is written and kept for both. It
+    does not know this zero.
+    """
+    return jnp.where(pred, x, in_turn(jnp.zeros((), x.dtype)))
+
+
 def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """``x.astype(dtype)``, without a copy if the result is read twice.
 
