@@ -12,15 +12,20 @@ from gradxform._trees import constants, jaxprs, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import PyTree, T
 
+Side: TypeAlias = Callable[[], T]
 _Type: TypeAlias = jax.core.ShapedArray
 
 
-def typed_cond(pred: jax.Array, apply: Callable[[], T], skip: Callable[[], T]) -> T:
+def typed_cond(pred: jax.Array, apply: Side[T], skip: Side[T], whole: bool = True) -> T:
     """``lax.cond(pred, apply, skip)`` with two sides that may differ in type.
 
     Both return trees. ``skip`` returns the old values and so sets the types: parameters
     and state keep their dtypes and devices for gradients of any type. Where it returns
     None, as for updates, ``apply`` sets the type, and the result is zeros of it.
+
+    XLA for GPU decides by a bool in another way: it computes both sides and selects, if
+    they are elementwise. If not, it puts ``apply`` first, and then copies the arrays
+    that ``skip`` passes through. A ``whole`` conditional is by a number, and stays.
     """
     skipped, before = _traced(skip)
 
@@ -48,7 +53,9 @@ def typed_cond(pred: jax.Array, apply: Callable[[], T], skip: Callable[[], T]) -
             after,
         )
 
-    return jax.lax.cond(pred, applied, skip_typed)
+    if not whole:
+        return jax.lax.cond(pred, applied, skip_typed)
+    return jax.lax.switch(pred.astype(np.int32), (skip_typed, applied))
 
 
 def _traced(f: Callable[[], T]) -> tuple[Callable[[], T], PyTree[_Type]]:

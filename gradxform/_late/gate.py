@@ -26,7 +26,7 @@ from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import has_gate
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, maps, versions
-from gradxform._trees.compilers import narrow
+from gradxform._trees.compilers import narrow, where
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.types import Leaf, PyTree
 
@@ -174,7 +174,10 @@ def gate(
                 unused = () if free is None else free
                 return skip(params), unused, inner_state, jnp.array(False)
 
-            rest, filled, state, done = typed_cond(pred, applied, skipped)
+            # Selects need no room for updates, and move less if no state is skipped.
+            dimensions = map(jnp.ndim, jax.tree.leaves(inner_state))
+            whole = free is not None and any(dimensions)
+            rest, filled, state, done = typed_cond(pred, applied, skipped, whole)
             if free is None:
                 return rest, state, done, room
             return _taken_from(filled, rest, done), state, done, filled
@@ -277,6 +280,6 @@ def _taken_from(
     def update(r: jax.Array, u: Leaf) -> Leaf:
         if not isinstance(u, jax.Array) or u.shape != (0,) or not r.size:
             return u
-        return narrow(jnp.where(applied, r, 0), u.dtype)
+        return narrow(where(applied, r), u.dtype)
 
     return maps.map_leaves(update, room, rest)

@@ -19,7 +19,7 @@ from gradxform._late.counters import increment_if
 from gradxform._late.gate import ApplyIf, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
-from gradxform._trees.compilers import in_hbm, in_turn, narrow
+from gradxform._trees.compilers import in_hbm, in_turn, narrow, where
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Leaf, PyTree
 
@@ -216,7 +216,7 @@ def _moved(
         if not maps.has_gradient(g):
             return total
         held: Any = maps.rows(g, total)  # An array, like the sum.
-        rows = f(maps.values(g), jnp.where(begun, held, 0), *others)
+        rows = f(maps.values(g), where(begun, held), *others)
         if not isinstance(g, IndexedSlices):
             return rows
         zeros = functools.partial(constants.zeros_of_type, jax.typeof(total))
@@ -250,7 +250,7 @@ def _finished(
     def quotient() -> jax.Array:
         one = jnp.ones((), dtypes.compute_dtype(total))
         factor = jnp.where(full, one / jnp.maximum(n, 1).astype(one.dtype), one)
-        held = total if maps.has_gradient(g) else jnp.where(begun, total, 0)
+        held = total if maps.has_gradient(g) else where(begun, total)
         return narrow(arithmetic.scale_leading(held, factor), old.dtype)
 
     if maps.is_leaf(g):  # Every row, but only with the last push.

@@ -121,6 +121,16 @@ def _pinned(_: mlir.LoweringRuleContext, x: ir.Value[Any]) -> Sequence[ir.Value[
 in_hbm = linear("in_hbm", lambda x: x, _pinned)
 
 
+def where(pred: jax.Array, x: jax.Array) -> jax.Array:
+    """``x`` if ``pred``, else zeros.
+
+    The compiler for GPU makes one array of all zeros of a shape. If a loss begins a sum
+    with it, as for the gradients of scanned layers, it is written and kept for both. It
+    does not know this zero.
+    """
+    return jnp.where(pred, x, in_turn(jnp.zeros((), x.dtype)))
+
+
 def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """``x.astype(dtype)``, without a copy if the result is read twice.
 

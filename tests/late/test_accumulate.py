@@ -1,6 +1,7 @@
 """Micro-batches: the same numbers as optax's own, and what optax lacks."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -408,4 +409,6 @@ def test_on_gpu_a_large_gradient_waits_for_the_sum_before_it():
     traced = push.trace(params, tx.init(params), params)
     for platform, barriers in ("cuda", 2), ("rocm", 2), ("tpu", 0):
         program = traced.lower(lowering_platforms=(platform,)).as_text()
-        assert program.count("optimization_barrier %") == barriers
+        # The zero of an empty sum has one, too.
+        found = re.findall("optimization_barrier %.*: tensor<256x256xf32>", program)
+        assert len(found) == barriers

@@ -144,3 +144,25 @@ def test_on_a_mesh_held_gradients_lie_as_their_parameters(
     chex.assert_trees_all_close(
         *map(jax.device_get, (params, expected)), rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("tx", "whole"),
+    [
+        (gx.accumulate(optax.trace(0.9), 2), True),
+        (gx.accumulate(optax.sgd(optax.constant_schedule(0.1)), 2), False),
+        (gx.drop_stale(optax.trace(0.9), 1), False),
+    ],
+    ids=["state", "no arrays", "no room"],
+)
+def test_a_gate_with_room_and_state_stays_a_conditional(tx, whole):
+    """XLA for GPU decides by an integer only, and then passes on what is skipped.
+
+    It would find the bool behind a conversion, but not behind a clamp.
+    """
+    params = jnp.ones(3)
+    update = functools.partial(tx.update, local_step=jnp.int32(0))
+    traced = jax.make_jaxpr(update)(params, tx.init(params), params)
+    (number,) = (eqn.invars[0] for eqn in traced.eqns if eqn.primitive.name == "cond")
+    (made,) = (eqn for eqn in traced.eqns if number in eqn.outvars)
+    assert made.primitive.name == ("clamp" if whole else "convert_element_type")

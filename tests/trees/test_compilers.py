@@ -163,3 +163,19 @@ def test_ray_gets_an_operation_by_its_name(name):
     """In another process a copy of it would have no rule for a compiler."""
     operation = getattr(compilers, name)
     assert pickle.loads(pickle.dumps(operation)) is operation
+
+
+@pytest.mark.parametrize(
+    ("platform", "hidden"), [("cuda", True), ("cpu", False), ("tpu", False)]
+)
+def test_only_the_compiler_for_gpu_does_not_know_a_zero(platform, hidden):
+    """It would share an array of zeros with the loss, and keep it for both."""
+    step = jax.jit(compilers.where).trace(jnp.array(True), jnp.ones(3))
+    text = step.lower(lowering_platforms=(platform,)).as_text()
+    assert ("optimization_barrier" in text) == hidden
+
+
+def test_zeros_replace_what_is_not_finite():
+    x = jnp.array([np.nan, np.inf, -1.0])
+    np.testing.assert_array_equal(compilers.where(jnp.array(False), x), np.zeros(3))
+    np.testing.assert_array_equal(compilers.where(jnp.array(True), x), x)
