@@ -12,11 +12,13 @@ from gradxform._trees import constants, jaxprs, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import PyTree, T
 
-Side: TypeAlias = Callable[[], T]
+_Side: TypeAlias = Callable[[], T]
 _Type: TypeAlias = jax.core.ShapedArray
 
 
-def typed_cond(pred: jax.Array, apply: Side[T], skip: Side[T], whole: bool = True) -> T:
+def typed_cond(
+    pred: jax.Array, apply: _Side[T], skip: _Side[T], kept: bool = True
+) -> T:
     """``lax.cond(pred, apply, skip)`` with two sides that may differ in type.
 
     Both return trees. ``skip`` returns the old values and so sets the types: parameters
@@ -25,7 +27,7 @@ def typed_cond(pred: jax.Array, apply: Side[T], skip: Side[T], whole: bool = Tru
 
     XLA for GPU decides by a bool in another way: it computes both sides and selects, if
     they are elementwise. If not, it puts ``apply`` first, and then copies the arrays
-    that ``skip`` passes through. A ``whole`` conditional is by a number, and stays.
+    that ``skip`` passes through. If it is to be ``kept``, a number decides.
     """
     skipped, before = _traced(skip)
 
@@ -53,7 +55,7 @@ def typed_cond(pred: jax.Array, apply: Side[T], skip: Side[T], whole: bool = Tru
             after,
         )
 
-    if not whole:
+    if not kept:
         return jax.lax.cond(pred, applied, skip_typed)
     return jax.lax.switch(pred.astype(np.int32), (skip_typed, applied))
 

@@ -175,9 +175,8 @@ def gate(
                 return skip(params), unused, inner_state, jnp.array(False)
 
             # Selects need no room for updates, and move less if no state is skipped.
-            dimensions = map(jnp.ndim, jax.tree.leaves(inner_state))
-            whole = free is not None and any(dimensions)
-            rest, filled, state, done = typed_cond(pred, applied, skipped, whole)
+            kept = free is not None and any(map(jnp.ndim, jax.tree.leaves(inner_state)))
+            rest, filled, state, done = typed_cond(pred, applied, skipped, kept)
             if free is None:
                 return rest, state, done, room
             return _taken_from(filled, rest, done), state, done, filled

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
+from gradxform._trees.arithmetic import scale
+from gradxform._trees.compilers import after
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import Layers, StackedAxes
 from gradxform._trees.stateless import stateless
@@ -154,7 +156,9 @@ def clip_by_global_norm(
             updates = maps.sum_duplicates(updates)  # Once, also for all later links.
             use_norm = global_norm(updates, axis_name=axis_name)
         factor = factor_to(use_norm, max_norm)
-        updates = maps.map_updates(lambda g: arithmetic.scale(g, factor), updates)
+        # On CPU no kernel begins an update before the norm is known. Those of Lion
+        # would, and keep copies.
+        updates = maps.map_updates(lambda g: scale(after(g, factor), factor), updates)
         return updates, _state(use_norm)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -143,10 +143,6 @@ def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return x.astype(dtype)
 
 
-def _converted(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16)
-
-
 def _upper_half(x: jax.Array) -> jax.Array:
     # Without its lower half a NaN may look like inf.
     nan = jnp.full_like(x, jnp.nan)
@@ -155,4 +151,4 @@ def _upper_half(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
 
 
-to_bfloat16 = linear("to_bfloat16", _converted, cpu=_upper_half)
+to_bfloat16 = linear("to_bfloat16", lambda x: x.astype(jnp.bfloat16), cpu=_upper_half)

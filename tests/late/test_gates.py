@@ -147,7 +147,7 @@ def test_on_a_mesh_held_gradients_lie_as_their_parameters(
 
 
 @pytest.mark.parametrize(
-    ("tx", "whole"),
+    ("tx", "kept"),
     [
         (gx.accumulate(optax.trace(0.9), 2), True),
         (gx.accumulate(optax.sgd(optax.constant_schedule(0.1)), 2), False),
@@ -155,7 +155,7 @@ def test_on_a_mesh_held_gradients_lie_as_their_parameters(
     ],
     ids=["state", "no arrays", "no room"],
 )
-def test_a_gate_with_room_and_state_stays_a_conditional(tx, whole):
+def test_a_gate_with_room_and_state_stays_a_conditional(tx, kept):
     """XLA for GPU decides by an integer only, and then passes on what is skipped.
 
     It would find the bool behind a conversion, but not behind a clamp.
@@ -165,4 +165,4 @@ def test_a_gate_with_room_and_state_stays_a_conditional(tx, whole):
     traced = jax.make_jaxpr(update)(params, tx.init(params), params)
     (number,) = (eqn.invars[0] for eqn in traced.eqns if eqn.primitive.name == "cond")
     (made,) = (eqn for eqn in traced.eqns if number in eqn.outvars)
-    assert made.primitive.name == ("clamp" if whole else "convert_element_type")
+    assert made.primitive.name == ("clamp" if kept else "convert_element_type")
