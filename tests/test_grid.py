@@ -38,14 +38,17 @@ def test_no_cell_on_cpu_is_worse(dtypes, monkeypatch):
 RESULTS = grid.read(pathlib.Path("benchmarks/results/grid.csv"))
 PAGE = pathlib.Path("docs/grid.md")
 # The chains, scanned or not, whose worse cells the page explains, by machine.
-SUMS = {f"accumulate({name})" for name in ("sgd", "adam", "clip + adamw")}
 NOVOGRAD = {"clip + novograd", "novograd(global_clipnorm)"}
+ADAGRAD = {"clip + adagrad", "adagrad(global_clipnorm)"}
+CLIPS = {f"clip + optax.{name}" for name in ("adamw", "sgd", "lion")}
+SUMS = {f"accumulate({name})" for name in ("sgd", "adam", "clip + adamw")}
+ON_TPU = {"accumulate(sgd)", "accumulate(clip + adamw)"}
 EXPLAINED = {
-    "cpu": {*NOVOGRAD, "clip + optax.lion", "accumulate(adam)"},
-    "v5e:2x2": {*NOVOGRAD, "clip + optax.adamw", *SUMS},
-    "v6e:2x2": {*NOVOGRAD, *SUMS},
-    "v5p:2x2x1": SUMS,
-    "h100": {*SUMS, "accumulate(adam, finite)"},
+    "cpu": {*NOVOGRAD, *ADAGRAD, *CLIPS, "accumulate(adam)"},
+    "v5e:2x2": {*NOVOGRAD, "clip + optax.adamw", *ON_TPU},
+    "v6e:2x2": {*NOVOGRAD, *ADAGRAD, *ON_TPU},
+    "v5p:2x2x1": {*NOVOGRAD, *ADAGRAD, *CLIPS, "accumulate(sgd)"},
+    "h100": SUMS,
 }
 
 
