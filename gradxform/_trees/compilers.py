@@ -116,8 +116,8 @@ def _pinned(_: mlir.LoweringRuleContext, x: ir.Value[Any]) -> Sequence[ir.Value[
     return call.results
 
 
-# in_hbm(x) is x. The compiler for TPU keeps it in HBM. If it were in VMEM, a branch of a
-# conditional might first move it to another array in HBM.
+# in_hbm(x) is x. The compiler for TPU keeps it in HBM. If it were in VMEM, a branch of
+# a conditional might first move it to another array in HBM.
 in_hbm = linear("in_hbm", lambda x: x, _pinned)
 
 
