@@ -16,6 +16,7 @@ from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import Layers, StackedAxes
 from gradxform._trees.stateless import stateless
 from gradxform._trees.types import Leaf, PyTree
+from gradxform._trees.versions import scatter_copies
 
 
 def global_norm(tree: PyTree[Leaf], *, axis_name: AxisName = None) -> jax.Array:
@@ -156,10 +157,14 @@ def clip_by_global_norm(
             updates = maps.sum_duplicates(updates)  # Once, also for all later links.
             use_norm = global_norm(updates, axis_name=axis_name)
         factor = factor_to(use_norm, max_norm)
-        # On CPU no kernel begins an update before the norm is known. Those of Lion
-        # would, and keep copies.
-        updates = maps.map_updates(lambda g: scale(after(g, factor), factor), updates)
-        return updates, _state(use_norm)
+
+        def scaled(g: jax.Array) -> jax.Array:
+            # On CPU no kernel begins such an update before the norm is known. It would
+            # copy what it reads.
+            waits = g.dtype.itemsize == 2 and not scatter_copies(g.dtype)
+            return scale(after(g, factor) if waits else g, factor)
+
+        return maps.map_updates(scaled, updates), _state(use_norm)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
