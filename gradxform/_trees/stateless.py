@@ -23,4 +23,6 @@ def stateless(
     ) -> tuple[optax.Updates, optax.EmptyState]:
         return update(updates, params=params, **extra), state
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+    return optax.GradientTransformationExtraArgs(
+        lambda _: optax.EmptyState(), update_fn
+    )
