@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
-from gradxform._trees.arithmetic import scale
 from gradxform._trees.compilers import after
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import Layers, StackedAxes
@@ -162,7 +161,7 @@ def clip_by_global_norm(
             # On CPU no kernel begins such an update before the norm is known. It would
             # copy what it reads.
             waits = g.dtype.itemsize == 2 and not scatter_copies(g.dtype)
-            return scale(after(g, factor) if waits else g, factor)
+            return arithmetic.scale(after(g, factor) if waits else g, factor)
 
         return maps.map_updates(scaled, updates), _state(use_norm)
 
