@@ -63,7 +63,6 @@ from gradxform._late.skip_spikes import skip_spikes as skip_spikes
 from gradxform._late.worker_mean import WorkerMeanState as WorkerMeanState
 from gradxform._late.worker_mean import worker_mean as worker_mean
 from gradxform._training.apply import apply_gradients as apply_gradients
-from gradxform._training.apply import apply_updates as apply_updates
 from gradxform._training.apply import minimize as minimize
 from gradxform._training.local_steps import local_steps as local_steps
 from gradxform._training.lookup import lookup as lookup
@@ -131,6 +130,7 @@ from gradxform._transforms.round_stochastically import (
 from gradxform._transforms.round_stochastically import (
     round_stochastically as round_stochastically,
 )
+from gradxform._trees.apply_updates import apply_updates as apply_updates
 from gradxform._trees.indexed_slices import IndexedSlices as IndexedSlices
 
 __version__ = "0.1.0"

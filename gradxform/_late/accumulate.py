@@ -11,7 +11,7 @@ import optax
 
 from gradxform._late import gate
 from gradxform._late.counters import increment_if
-from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
+from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._late.sums import Reduction, Sums
 from gradxform._trees import checks, constants, maps, versions
 
@@ -122,21 +122,20 @@ def accumulate(
             nonfinite_count=constants.zero(params, jnp.int32), **sums.init(params)
         )
 
-    def push_fn(
-        apply_if: ApplyIf,
+    def decide(
         updates: optax.Updates,
         state: AccumulateState,
         params: optax.Params | None,
         **extra: Any,
-    ) -> tuple[Outcome, AccumulateState]:
+    ) -> Decision:
         accepted: jax.Array | Literal[True] = True
         if skip_nonfinite:
             accepted = _all_finite(updates, state.global_step)
             number = increment_if(~accepted, state.nonfinite_count)
             state = state._replace(nonfinite_count=number)
-        return sums.push(apply_if, updates, state, params, accepted, **extra)
+        return sums.decide(updates, state, params, accepted, **extra)
 
-    return gate.gate(init_fn, inner, push_fn)
+    return gate.gate(init_fn, inner, decide)
 
 
 def _all_finite(updates: optax.Updates, global_step: jax.Array) -> jax.Array:

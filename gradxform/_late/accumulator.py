@@ -11,7 +11,7 @@ import optax
 
 from gradxform._late import gate, lateness
 from gradxform._late.counters import increment_if
-from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
+from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._late.sums import Reduction, Sums
 from gradxform._trees import checks, constants
 
@@ -168,15 +168,14 @@ def conditional_accumulator(
             stale_count=constants.zero(params, jnp.int32), **sums.init(params)
         )
 
-    def push_fn(
-        apply_if: ApplyIf,
+    def decide(
         updates: optax.Updates,
         state: ConditionalAccumulatorState,
         params: optax.Params | None,
         *,
         local_step: jax.typing.ArrayLike | None = None,
         **extra: Any,
-    ) -> tuple[Outcome, ConditionalAccumulatorState]:
+    ) -> Decision:
         local_step = checks.local_step("conditional_accumulator", local_step)
         # accepted iff s <= max_staleness(global_step)
         accepted = lateness.is_fresh(state.global_step, local_step, max_staleness)
@@ -187,8 +186,6 @@ def conditional_accumulator(
             factor = lateness.factor(weight, jnp.where(accepted, s, 0))
         state = state._replace(stale_count=increment_if(~accepted, state.stale_count))
         extra["local_step"] = local_step
-        return sums.push(
-            apply_if, updates, state, params, accepted, factor=factor, **extra
-        )
+        return sums.decide(updates, state, params, accepted, factor=factor, **extra)
 
-    return gate.gate(init_fn, inner, push_fn)
+    return gate.gate(init_fn, inner, decide)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from gradxform._late import gate, missing
-from gradxform._late.gate import ApplyIf, Outcome
+from gradxform._late.gate import Decision
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
@@ -134,15 +134,14 @@ def delayed(
             inner_state=inner_state,
         )
 
-    def push_fn(
-        apply_if: ApplyIf,
+    def decide(
         updates: optax.Updates,
         state: DelayedState,
         params: optax.Params | None,
         *,
         leaf_flags: LeafFlags | None = None,
         **extra: Any,
-    ) -> tuple[Outcome, DelayedState]:
+    ) -> Decision:
         del params
         _check_updates(updates, ring := boxes.as_in(updates, state.ring))
         leaves, treedef = maps.flatten(updates)
@@ -158,36 +157,33 @@ def delayed(
 
         # Each leaf that has a gradient has an old one to apply.
         full = jnp.all((count >= delays) | ~moves)
-        outcome, inner_state, applied, _ = apply_if(
-            full, late, state.inner_state, leaf_flags, **extra
-        )
-        # The new gradient is written after the step has read the old one. So the ring
-        # buffer needs no copy.
-        never = constants.never(applied.astype(jnp.float32))
 
-        def written(
-            g: Leaf, ring: jax.Array, slot: jax.Array, flag: jax.Array | None
-        ) -> jax.Array:
-            if not maps.has_gradient(g) or not (delay := _delay(ring)):
-                return ring
-            if flag is not None:
-                g = jnp.where(flag, g, _oldest(g, ring, slot))
-            new = jnp.where(never, 0, narrow(jnp.asarray(g), ring.dtype))[None]
-            if delay == 1:
-                return new
-            return jax.lax.dynamic_update_slice_in_dim(ring, new, slot, 0)
+        def settle(state: DelayedState, applied: jax.Array, _: object) -> DelayedState:
+            # The new gradient is written after the step has read the old one. So the
+            # ring buffer needs no copy.
+            never = constants.never(applied.astype(jnp.float32))
 
-        flags = missing.flags_of(updates, leaf_flags)
-        flags = maps.leaves(flags)
-        ring = jax.tree.unflatten(treedef, map(written, leaves, rings, slots, flags))
+            def written(
+                g: Leaf, ring: jax.Array, slot: jax.Array, flag: jax.Array | None
+            ) -> jax.Array:
+                if not maps.has_gradient(g) or not (delay := _delay(ring)):
+                    return ring
+                if flag is not None:
+                    g = jnp.where(flag, g, _oldest(g, ring, slot))
+                new = jnp.where(never, 0, narrow(jnp.asarray(g), ring.dtype))[None]
+                if delay == 1:
+                    return new
+                return jax.lax.dynamic_update_slice_in_dim(ring, new, slot, 0)
+
+            flags = maps.leaves(missing.flags_of(updates, leaf_flags))
+            new = jax.tree.unflatten(treedef, map(written, leaves, rings, slots, flags))
+            return state._replace(ring=boxes.as_in(state.ring, new))
+
         one_more = jnp.where(count + 1 < 2 * delays, count + 1, delays)
-        return outcome, DelayedState(
-            count=jnp.where(moves, one_more, count),
-            ring=boxes.as_in(state.ring, ring),
-            inner_state=inner_state,
-        )
+        state = state._replace(count=jnp.where(moves, one_more, count))
+        return Decision(full, late, state, extra, leaf_flags, settle=settle)
 
-    return gate.gate(init_fn, inner, push_fn)
+    return gate.gate(init_fn, inner, decide)
 
 
 def _delay(ring: Leaf) -> int:

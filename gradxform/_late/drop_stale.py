@@ -10,7 +10,7 @@ import optax
 
 from gradxform._late import gate, lateness
 from gradxform._late.counters import increment_if
-from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
+from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, constants
 
@@ -117,8 +117,7 @@ def drop_stale(
             inner_state=inner.init(params),
         )
 
-    def push_fn(
-        apply_if: ApplyIf,
+    def decide(
         updates: optax.Updates,
         state: DropStaleState,
         params: optax.Params | None,
@@ -126,7 +125,7 @@ def drop_stale(
         local_step: jax.typing.ArrayLike | None = None,
         leaf_flags: LeafFlags | None = None,
         **extra: Any,
-    ) -> tuple[Outcome, DropStaleState]:
+    ) -> Decision:
         del params
         local_step = checks.local_step("drop_stale", local_step)
         # staleness = global_step - local_step
@@ -135,14 +134,11 @@ def drop_stale(
         fresh = lateness.is_fresh(state.global_step, local_step, max_staleness)
         # A gate inside this one needs the same local_step.
         extra |= {"local_step": local_step, "staleness": staleness}
-        outcome, inner_state, _, _ = apply_if(
-            fresh, lambda: updates, state.inner_state, leaf_flags, **extra
-        )
-        return outcome, DropStaleState(
+        state = state._replace(
             global_step=increment_if(fresh, state.global_step),
             stale_count=increment_if(~fresh, state.stale_count),
             staleness=staleness,
-            inner_state=inner_state,
         )
+        return Decision(fresh, lambda: updates, state, extra, leaf_flags)
 
-    return gate.gate(init_fn, inner, push_fn)
+    return gate.gate(init_fn, inner, decide)

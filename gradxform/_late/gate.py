@@ -1,27 +1,26 @@
 """Gates: wrappers that decide, push by push, whether a gradient is applied at all.
 
-A gate is written once, as a function of a push. It says when ``inner`` runs, and
-:class:`ApplyIf` is the one conditional between "apply" and "skip". The caller
-decides what each branch returns. In `update` apply gives updates, and skip gives none;
-in `apply_gradients` apply gives new parameters, and skip gives the old ones. So the
-whole step, update and apply, lies inside one conditional. A skipped push reads and
-writes no array of the model's size, as the conditional passes the buffers through. If
-updates had to come out of it, it would copy them.
+A gate is a function that decides and runs nothing: it looks at a push and returns a
+:class:`Decision`. Only this module runs one, in one conditional between "apply" and
+"skip". In ``update`` apply gives updates, and skip gives none. In ``apply_gradients``
+apply gives new parameters, and skip gives the old ones. So the whole step, update and
+apply, lies inside one conditional. A skipped push reads and writes no array of the
+model's size, as the conditional passes the buffers through. If updates had to come out
+of it, it would copy them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._late import missing
+from gradxform._late import missing, plain
 from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import has_gate
 from gradxform._late.missing import LeafFlags
@@ -32,64 +31,67 @@ from gradxform._trees.types import Leaf, PyTree
 
 # What a push produces: updates or new parameters, None for the updates of a skip.
 Outcome: TypeAlias = optax.Updates | optax.Params | None
-# params -> outcome
-Skip: TypeAlias = Callable[[optax.Params | None], Outcome]
-# (inner, updates, inner_state, params, **extra) -> (outcome, inner_state)
-Apply: TypeAlias = Callable[..., tuple[Outcome, optax.OptState]]
-# (apply_if, updates, state, params, **extra) -> (outcome, state)
-Push: TypeAlias = Callable[..., tuple[Outcome, optax.OptState]]
-# A whole step behind a gate; the outcome is that of `apply` or of `skip`:
-# (apply, skip, updates, state, params, **extra) -> (outcome, state)
-Guard: TypeAlias = Callable[..., tuple[Outcome, optax.OptState]]
-# outcome, room, inner_state, whether it was applied
-_Applied: TypeAlias = tuple[Outcome, optax.Updates | None, optax.OptState, jax.Array]
 
 
-class ApplyIf(Protocol):
-    """The conditional of a gate: applies updates through ``inner`` if ``pred``."""
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What a gate decides about a push.
 
-    def __call__(
-        self,
-        pred: jax.Array,
-        updates: Callable[[], optax.Updates],
-        inner_state: optax.OptState,
-        leaf_flags: LeafFlags | None,
-        room: optax.Updates | None = None,
-        /,
-        **extra: object,
-    ) -> tuple[Outcome, optax.OptState, jax.Array, optax.Updates | None]:
-        """Returns ``(outcome, inner_state, applied, room)``.
+    Attributes:
+      applies: bool[], whether the transformation behind the gate runs.
+      updates: returns what it then gets; called inside the conditional.
+      state: the new state of the gate, but with the old ``inner_state``.
+      extra: the extra arguments for the transformation behind the gate.
+      leaf_flags: which leaves have a gradient, where only the step knows it.
+      room: like the updates; nobody needs its values after the step. So updates come
+        out of the conditional in its arrays, where they fit, and need no others.
+      settle: ``settle(state, applied, room)`` returns the state that is new after the
+        step, as a gradient is written only then. ``applied`` is ``applies`` as it comes
+        out of the conditional, and so is ``room``. The compiler does not know that the
+        two bools are equal, so it computes with ``applied`` only after the step. By
+        then the step has read its gradients, and their memory can be written in place.
+    """
 
-        ``updates`` is called inside the conditional. ``applied`` is ``pred`` as it
-        comes out of it. The compiler does not know that they are equal, so it computes
-        with ``applied`` only after the step. By then the step has read its gradients,
-        and their memory can be written in place.
-
-        ``room`` is like the updates; nobody needs its values after the step. So updates
-        come out of the conditional in its arrays, where they fit, and need no others.
-        """
-        ...
+    applies: jax.Array
+    updates: Callable[[], optax.Updates]
+    state: optax.OptState
+    extra: dict[str, object]
+    leaf_flags: LeafFlags | None = None
+    room: optax.Updates | None = None
+    settle: Callable[..., optax.OptState] = lambda state, applied, room: state
 
 
-@dataclasses.dataclass(unsafe_hash=True)
-class _GatedUpdate:
-    """An ``update`` that carries its gate, also into another transformation."""
+# (updates, state, params, **extra) -> decision
+Decide: TypeAlias = Callable[..., Decision]
 
-    update: optax.TransformUpdateExtraArgsFn
-    guard: Guard
 
-    def __post_init__(self) -> None:
-        # Profilers and `jax.named_call` ask a function for its name.
-        functools.update_wrapper(self, self.update)
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """The ``update`` of a gate, which says how it decides and what is behind it.
 
-    def __call__(
+    Attributes:
+      decide: what the gate does with a push. Inside of a sum it also gets
+        ``leaf_flags``, see ``missing``.
+      inner: the transformation behind the gate.
+    """
+
+    decide: Decide
+    inner: optax.GradientTransformationExtraArgs
+
+    # Profilers and `jax.named_call` ask a function for its name.
+    __name__ = __qualname__ = "update_fn"
+
+    def update_fn(
         self,
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, optax.OptState]:
-        return self.update(updates, state, params, **extra)
+        """As the ``update`` of any transformation."""
+        return _run(self, updates, state, params, whole=False, **extra)
+
+    __call__ = update_fn
 
 
 class GatedTransformation(optax.GradientTransformationExtraArgs):
@@ -105,105 +107,37 @@ class GatedTransformation(optax.GradientTransformationExtraArgs):
       guard: the gate, for :func:`apply_gradients`; None if ``update`` has none.
     """
 
-    def __new__(
-        cls,
-        init: optax.TransformInitFn,
-        update: optax.TransformUpdateExtraArgsFn,
-        guard: Guard | None = None,
-    ) -> GatedTransformation:
-        """A pair of ``init`` and ``update``; attaches ``guard`` if it is given."""
-        if guard is not None:
-            update = _GatedUpdate(update, guard)
-        return super().__new__(cls, init, update)
-
     @property
-    def guard(self) -> Guard | None:
+    def guard(self) -> Gate | None:
         """The gate that came with ``update``."""
-        return guard_of(self)
+        return gate_of(self)
 
 
-def guard_of(tx: optax.GradientTransformation) -> Guard | None:
+def gate_of(tx: optax.GradientTransformation) -> Gate | None:
     """The gate of a transformation, if it is one."""
-    return tx.update.guard if isinstance(tx.update, _GatedUpdate) else None
+    return tx.update if isinstance(tx.update, Gate) else None
 
 
 def gate(
-    init: optax.TransformInitFn, inner: optax.GradientTransformation, push: Push
+    init: optax.TransformInitFn, inner: optax.GradientTransformation, decide: Decide
 ) -> GatedTransformation:
-    """Makes a transformation from what a gate does with a push.
-
-    Args:
-      init: as in any ``GradientTransformation``.
-      inner: the transformation behind the gate.
-      push: ``push(apply_if, updates, state, params, **extra)`` returns the outcome and
-        the new state. It calls ``apply_if``, see :class:`ApplyIf`, which gives both the
-        outcome and the new state of ``inner``. Inside of a sum it also gets
-        ``leaf_flags``, see ``missing``.
-    """
+    """Makes a transformation from what a gate decides about a push."""
     versions.before_tracing()
     inner = optax.with_extra_args_support(inner)
-
-    def guard(
-        apply: Apply,
-        skip: Skip,
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None,
-        /,
-        **extra: object,
-    ) -> tuple[Outcome, optax.OptState]:
-        def apply_if(
-            pred: jax.Array,
-            updates: Callable[[], optax.Updates],
-            inner_state: optax.OptState,
-            flags: LeafFlags | None,
-            room: optax.Updates | None = None,
-            /,
-            **extra: object,
-        ) -> tuple[Outcome, optax.OptState, jax.Array, optax.Updates | None]:
-            # New parameters take the arrays of the old ones, so they need no room.
-            free = room if skip(params) is None else None
-
-            def applied() -> _Applied:
-                outcome, new_state = _apply(
-                    apply, skip, inner, updates(), inner_state, params, flags, **extra
-                )
-                return *_put_into(free, outcome), new_state, jnp.array(True)
-
-            def skipped() -> _Applied:
-                unused = () if free is None else free
-                return skip(params), unused, inner_state, jnp.array(False)
-
-            # Selects need no room for updates, and move less if no state is skipped.
-            kept = free is not None and any(map(jnp.ndim, jax.tree.leaves(inner_state)))
-            rest, filled, state, done = typed_cond(pred, applied, skipped, kept)
-            if free is None:
-                return rest, state, done, room
-            return _taken_from(filled, rest, done), state, done, filled
-
-        return push(apply_if, updates, state, params, **extra)
-
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra: object,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        return guard(_update, lambda _: None, updates, state, params, **extra)
-
-    return GatedTransformation(init, update_fn, guard)
+    return GatedTransformation(init, Gate(decide, inner))
 
 
-def _update(
-    inner: optax.GradientTransformation,
+def step(
+    tx: optax.GradientTransformation,
     updates: optax.Updates,
     state: optax.OptState,
-    params: optax.Params | None,
+    params: optax.Params,
     **extra: object,
-) -> tuple[optax.Updates, optax.OptState]:
-    if guard_of(inner) is not None:  # A gate knows leaves without a gradient.
-        return inner.update(updates, state, params, **extra)
-    return missing.update(inner, updates, state, params, **extra)
+) -> tuple[optax.Params, optax.OptState]:
+    """``(params, state)`` after the whole step; gates within gates guard it, too."""
+    if gate := gate_of(tx):
+        return _run(gate, updates, state, params, whole=True, **extra)
+    return plain.step(tx, updates, state, params, **extra)
 
 
 def inner_state(
@@ -224,36 +158,69 @@ def inner_state(
     return state
 
 
-def _apply(
-    apply: Apply,
-    skip: Skip,
-    inner: optax.GradientTransformation,
+def _run(
+    gate: Gate,
     updates: optax.Updates,
     state: optax.OptState,
     params: optax.Params | None,
-    leaf_flags: LeafFlags | None,
-    /,
+    *,
+    whole: bool,
     **extra: object,
 ) -> tuple[Outcome, optax.OptState]:
-    """``apply``, but skips leaves without a gradient, as ``leaf_flags`` says it."""
-    extra = accepted_kwargs(inner, extra)
-    if not leaf_flags:
-        return apply(inner, updates, state, params, **extra)
-    if has_gate(state):
-        extra["leaf_flags"] = leaf_flags
-    outcome, new_state = apply(inner, updates, state, params, **extra)
-    if guard_of(inner) is not None:
-        return outcome, new_state
-    flags = missing.flags_of(updates, leaf_flags)
-    if not has_gate(state, "pushed"):  # The gradients of a sum may be older ones.
-        outcome = missing.chosen(flags, outcome, skip(params))
+    """The outcome of a push and the new state; new parameters if ``whole``."""
+    decision = gate.decide(updates, state, params, **extra)
+    unchanged = params if whole else None
+    # New parameters take the arrays of the old ones, so they need no room.
+    room = None if whole else decision.room
+    before = decision.state.inner_state
+
+    def applied() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:
+        outcome, new = _applied(gate.inner, decision, params, unchanged, whole)
+        return *_put_into(room, outcome), new, jnp.array(True)
+
+    def skipped() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:
+        return unchanged, () if room is None else room, before, jnp.array(False)
+
+    # Selects need no room for updates, and move less if no state is skipped.
+    kept = room is not None and any(map(jnp.ndim, jax.tree.leaves(before)))
+    outcome, filled, new, done = typed_cond(decision.applies, applied, skipped, kept)
+    if room is not None:
+        outcome = _taken_from(filled, outcome, done)
+    new = decision.state._replace(inner_state=new)
+    filled = decision.room if room is None else filled
+    return outcome, decision.settle(new, done, filled)
+
+
+def _applied(
+    inner: optax.GradientTransformationExtraArgs,
+    decision: Decision,
+    params: optax.Params | None,
+    unchanged: Outcome,
+    whole: bool,
+) -> tuple[Outcome, optax.OptState]:
+    """What ``inner`` makes of a push, but for leaves without a gradient."""
+    updates, before = decision.updates(), decision.state.inner_state
+    extra = accepted_kwargs(inner, decision.extra)
+    flags = decision.leaf_flags
+    if flags and has_gate(before):
+        extra["leaf_flags"] = flags
+    own = gate_of(inner)
+    if own is not None:
+        return _run(own, updates, before, params, whole=whole, **extra)
+    run = plain.step if whole else plain.update
+    outcome, new = run(inner, updates, before, params, **extra)
+    if not flags:
+        return outcome, new
+    chosen = missing.flags_of(updates, flags)
+    if not has_gate(before, "pushed"):  # The gradients of a sum may be older ones.
+        outcome = missing.chosen(chosen, outcome, unchanged)
     like = updates if params is None else params
-    return outcome, missing.keep(inner, flags, new_state, state, like)
+    return outcome, missing.keep(inner, chosen, new, before, like)
 
 
 def _put_into(
     room: optax.Updates | None, updates: Outcome
-) -> tuple[Outcome, optax.Updates | None]:
+) -> tuple[Outcome, optax.Updates]:
     """Moves updates into arrays that hold them exactly; an empty one marks each."""
     if room is None:
         return updates, ()  # None would be a leaf of a type that is not known yet.

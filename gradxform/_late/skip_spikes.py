@@ -10,7 +10,7 @@ import optax
 
 from gradxform._late import gate
 from gradxform._late.counters import increment_if
-from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
+from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
@@ -149,8 +149,7 @@ def skip_spikes(
         above = (x - history[-1]) / unit - mean > jnp.asarray(sigmas, x.dtype) * std
         return above & (num_held >= dtypes.saturated(warmup))
 
-    def push_fn(
-        apply_if: ApplyIf,
+    def decide(
         updates: optax.Updates,
         state: SkipSpikesState,
         params: optax.Params | None,
@@ -158,7 +157,7 @@ def skip_spikes(
         value: jax.typing.ArrayLike | None = None,
         leaf_flags: LeafFlags | None = None,
         **extra: Any,
-    ) -> tuple[Outcome, SkipSpikesState]:
+    ) -> Decision:
         del params
         updates = maps.sum_duplicates(updates)  # Once, also for all behind the gate.
         square = norms.squared_norms(updates, axis_name=axis_name)[1]
@@ -171,18 +170,15 @@ def skip_spikes(
         history, num_held = state.history, state.num_held
         finite = jnp.all(jnp.isfinite(x))
         accepted = finite & ~jnp.any(jax.vmap(is_spike)(x, history, num_held) & given)
-        outcome, inner_state, _, _ = apply_if(
-            accepted, lambda: updates, state.inner_state, leaf_flags, **extra
-        )
         enters = finite & given
         later = jnp.concatenate([history[:, 1:], x[:, None]], axis=1)
-        return outcome, SkipSpikesState(
+        state = state._replace(
             global_step=increment_if(accepted, state.global_step),
             skipped_count=increment_if(~accepted, state.skipped_count),
             norm=x[0],
             history=jnp.where(enters[:, None], later, history),
             num_held=jnp.where(enters, jnp.minimum(num_held + 1, window), num_held),
-            inner_state=inner_state,
         )
+        return Decision(accepted, lambda: updates, state, extra, leaf_flags)
 
-    return gate.gate(init_fn, inner, push_fn)
+    return gate.gate(init_fn, inner, decide)

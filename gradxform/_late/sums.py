@@ -16,7 +16,7 @@ import optax
 from gradxform._late import gate, missing
 from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import increment_if
-from gradxform._late.gate import ApplyIf, Outcome
+from gradxform._late.gate import Decision
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import in_hbm, in_turn, narrow, where
@@ -69,9 +69,8 @@ class Sums:
             "inner_state": inner_state,
         }
 
-    def push(
+    def decide(
         self,
-        apply_if: ApplyIf,
         updates: optax.Updates,
         state: Any,  # It has the fields of `init`.
         params: optax.Params | None,
@@ -80,8 +79,8 @@ class Sums:
         factor: jax.typing.ArrayLike | None = None,
         leaf_flags: LeafFlags | None = None,
         **extra: object,
-    ) -> tuple[Outcome, Any]:
-        """The outcome, and the new state.
+    ) -> Decision:
+        """What happens with a push.
 
         An ``accepted`` push is added, times ``factor``, and makes the step if it is the
         last one needed; any other changes nothing. If it has to be decided, the
@@ -113,21 +112,21 @@ class Sums:
             like = state.accumulated if params is None else params
             return maps.map_leaves(_reduced, updates, total, like)
 
-        outcome, inner_state, _, accumulated = apply_if(
-            full,
-            reduced,
-            state.inner_state,
-            _flags(updates, total, pushed, leaf_flags),
-            total,
-            **extra,
-        )
-        return outcome, state._replace(
+        new = state._replace(
             global_step=increment_if(full, state.global_step),
             num_accumulated=jnp.where(full, 0, count),
-            accumulated=accumulated,
             pushed=pushed & ~full,
             row_counts=row_counts,
-            inner_state=inner_state,
+        )
+        flags = _flags(updates, total, pushed, leaf_flags)
+        return Decision(
+            full,
+            reduced,
+            new,
+            extra,
+            flags,
+            room=total,
+            settle=lambda new, _, total: new._replace(accumulated=total),
         )
 
     def _is_enough(self, count: jax.Array, global_step: jax.Array) -> jax.Array:

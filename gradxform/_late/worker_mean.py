@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -12,7 +13,7 @@ import optax
 from gradxform._late import gate, missing, workers
 from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import increment_if
-from gradxform._late.gate import ApplyIf, GatedTransformation, Outcome
+from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
@@ -166,8 +167,7 @@ def worker_mean(
             inner_state=inner_state,
         )
 
-    def push_fn(
-        apply_if: ApplyIf,
+    def decide(
         updates: optax.Updates,
         state: WorkerMeanState,
         params: optax.Params | None,
@@ -176,7 +176,7 @@ def worker_mean(
         local_step: jax.typing.ArrayLike | None = None,
         leaf_flags: LeafFlags | None = None,
         **extra: Any,
-    ) -> tuple[Outcome, WorkerMeanState]:
+    ) -> Decision:
         del params
         checks.dense("worker_mean", updates)
         checks.same_shapes(
@@ -194,12 +194,11 @@ def worker_mean(
             # fresh iff local_step >= global_step
             accepted &= extra["local_step"] >= state.global_step
 
-        push = _Push(i, accepted, updates, leaf_flags, apply_if, extra)
-        outcome, new = _METHODS[method](push, state)
-        stale_count = increment_if(~accepted, state.stale_count)
-        return outcome, new._replace(stale_count=stale_count)
+        state = state._replace(stale_count=increment_if(~accepted, state.stale_count))
+        push = _Push(i, accepted, updates, leaf_flags, extra)
+        return _METHODS[method](push, state)
 
-    return gate.gate(init_fn, inner, push_fn)
+    return gate.gate(init_fn, inner, decide)
 
 
 def num_workers_of(state: optax.OptState) -> int | None:
@@ -216,7 +215,6 @@ class _Push(NamedTuple):
       accepted: bool[], whether the push counts; any other leaves the table as it is.
       updates: its gradients.
       leaf_flags: which leaves have a gradient, where only the step knows it.
-      apply_if: the conditional between apply and skip.
       extra: extra arguments for the transformation behind the gate.
     """
 
@@ -224,7 +222,6 @@ class _Push(NamedTuple):
     accepted: jax.Array
     updates: optax.Updates
     leaf_flags: LeafFlags | None
-    apply_if: ApplyIf
     extra: dict[str, object]
 
     def into_table(
@@ -244,10 +241,8 @@ class _Push(NamedTuple):
             counts=counts, table=table, row_counts=row_counts, means=means
         )
 
-    def step(
-        self, full: jax.Array, state: WorkerMeanState, row: jax.Array
-    ) -> tuple[Outcome, WorkerMeanState, jax.Array]:
-        """Applies ``inner`` to this row of the means if ``full``."""
+    def step(self, full: jax.Array, state: WorkerMeanState, row: jax.Array) -> Decision:
+        """Applies ``inner`` to this row of the means of a state if ``full``."""
         means = boxes.as_in(self.updates, state.means)
 
         def mean() -> optax.Updates:
@@ -255,12 +250,13 @@ class _Push(NamedTuple):
                 lambda g, m: narrow(_row(m, row), maps.dtype_of(g)), self.updates, means
             )
 
-        outcome, inner_state, applied, _ = self.apply_if(
-            full, mean, state.inner_state, self.leaf_flags, **self.extra
+        return Decision(
+            full,
+            mean,
+            state._replace(global_step=increment_if(full, state.global_step)),
+            self.extra,
+            self.leaf_flags,
         )
-        steps = increment_if(full, state.global_step)
-        state = state._replace(global_step=steps, inner_state=inner_state)
-        return outcome, state, applied
 
 
 def _one_more(count: jax.Array, newest_only: bool) -> jax.Array:
@@ -268,26 +264,30 @@ def _one_more(count: jax.Array, newest_only: bool) -> jax.Array:
     return jnp.ones_like(count) if newest_only else count + 1
 
 
-def _all(push: _Push, state: WorkerMeanState) -> tuple[Outcome, WorkerMeanState]:
+def _all(push: _Push, state: WorkerMeanState) -> Decision:
     """Malenia SGD."""
     state = push.into_table(state, state.turn)
     # Once each worker has pushed, the step is made.
     full = push.accepted & jnp.all(state.counts > 0)
-    outcome, state, applied = push.step(full, state, state.turn)
+
     # Everything starts again from zero.
-    return outcome, _cleared(applied, _restarted(full, state), state.turn)
+    def settle(
+        state: WorkerMeanState, applied: jax.Array, _: object
+    ) -> WorkerMeanState:
+        return _cleared(applied, _restarted(full, state), state.turn)
+
+    return dataclasses.replace(push.step(full, state, state.turn), settle=settle)
 
 
-def _latest(push: _Push, state: WorkerMeanState) -> tuple[Outcome, WorkerMeanState]:
+def _latest(push: _Push, state: WorkerMeanState) -> Decision:
     """Incremental aggregated gradients."""
     complete = jnp.all(state.counts > 0)
     state = push.into_table(state, state.turn, newest_only=True)
     # Once each worker has pushed, every further push makes a step.
-    outcome, state, _ = push.step(push.accepted & complete, state, state.turn)
-    return outcome, state
+    return push.step(push.accepted & complete, state, state.turn)
 
 
-def _ringleader(push: _Push, state: WorkerMeanState) -> tuple[Outcome, WorkerMeanState]:
+def _ringleader(push: _Push, state: WorkerMeanState) -> Decision:
     """Ringleader ASGD."""
     n, i = state.counts.size, push.worker
     # The push of a worker that has stepped belongs to the next cycle.
@@ -298,16 +298,20 @@ def _ringleader(push: _Push, state: WorkerMeanState) -> tuple[Outcome, WorkerMea
     # step. In the second phase each worker makes one.
     complete = jnp.all(state.counts > 0) | jnp.any(state.stepped)
     full = push.accepted & complete & ~ahead
-    outcome, state, applied = push.step(full, state, row)
-    # The row of a worker that has stepped is empty for the next cycle.
-    state = _restarted(full & (jnp.arange(n, dtype=jnp.int32) == i), state)
-    stepped = state.stepped.at[i].set(full | ahead)
-    # After n steps the next cycle begins.
-    over = applied & jnp.all(stepped)
-    state = _cleared(over, state, row)
-    return outcome, state._replace(
-        stepped=stepped & ~over, turn=jnp.where(over, 1 - state.turn, state.turn)
-    )
+
+    def settle(
+        state: WorkerMeanState, applied: jax.Array, _: object
+    ) -> WorkerMeanState:
+        # The row of a worker that has stepped is empty for the next cycle.
+        state = _restarted(full & (jnp.arange(n, dtype=jnp.int32) == i), state)
+        stepped = state.stepped.at[i].set(full | ahead)
+        # After n steps the next cycle begins.
+        over = applied & jnp.all(stepped)
+        state = _cleared(over, state, row)
+        turn = jnp.where(over, 1 - state.turn, state.turn)
+        return state._replace(stepped=stepped & ~over, turn=turn)
+
+    return dataclasses.replace(push.step(full, state, row), settle=settle)
 
 
 _METHODS = {"all": _all, "latest": _latest, "ringleader": _ringleader}

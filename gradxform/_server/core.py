@@ -78,7 +78,7 @@ class Core:
     ) -> None:
         self.specs, self._prepare = specs, prepare
         # A gate inside of another transformation lets that one change the parameters.
-        self._gated = gate.guard_of(tx) is not None
+        self._gated = gate.gate_of(tx) is not None
         self._num_workers = num_workers_of(state)
         self._devices = len(specs.placement.everywhere.device_set)
         self.version = Version.of(params, state)

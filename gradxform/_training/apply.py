@@ -1,4 +1,4 @@
-"""The verbs: apply updates, apply gradients, minimize a loss."""
+"""The verbs: apply gradients, minimize a loss."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from gradxform._late import gate, missing
+from gradxform._late import gate
 from gradxform._training.donation import Donating
 from gradxform._training.lookup import Tables, value_and_grad
 from gradxform._trees import checks, maps, versions
-from gradxform._trees.compilers import narrow
 from gradxform._trees.extra_args import accepted_kwargs
-from gradxform._trees.indexed_slices import IndexedSlices, RowSparseError, is_sparse
+from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees.table_rows import TableRows
-from gradxform._trees.types import Gradient, Leaf, Params, Path, Prefix, PyTree, State
+from gradxform._trees.types import Leaf, Params, Path, Prefix, PyTree, State
 
 
 class Step(Protocol):
@@ -29,44 +27,6 @@ class Step(Protocol):
 
     @property
     def lower(self) -> Callable[..., jax.stages.Lowered]: ...
-
-
-def apply_updates(params: Params, updates: PyTree[Leaf]) -> Params:
-    r"""Adds updates to parameters.
-
-    .. math:: w \leftarrow w + u
-
-    Args:
-      params: arrays of any shapes and dtypes; ``None`` stays ``None``.
-      updates: a tree of the same structure and shapes; ``None`` leaves a parameter as
-        it is, and :class:`IndexedSlices` change the rows that they hold.
-
-    Returns:
-      The new parameters, in the dtypes of ``params``; the sum is rounded once, from at
-      least float32. Integer updates of integers are added as integers; other updates of
-      integers are truncated first.
-
-    Raises:
-      TypeError: structures or shapes differ. The message names the first such path.
-        (``optax.apply_updates`` would broadcast.)
-
-    References:
-      ``optax.apply_updates``.
-
-    >>> import gradxform as gx, jax.numpy as jnp
-    >>> params = {"w": jnp.array([1.0, 2.0]), "frozen": jnp.array(3)}
-    >>> gx.apply_updates(params, {"w": jnp.array([0.5, -2.0]), "frozen": None})["w"]
-    Array([1.5, 0. ], dtype=float32)
-    """
-    checks.same_shapes("updates", updates, "params", params, none_takes_all=True)
-
-    def add(u: Gradient, p: jax.typing.ArrayLike | None) -> Leaf:
-        if p is None or not maps.has_gradient(u):
-            return p
-        return maps.add_update(u, jnp.asarray(p))
-
-    new: Params = maps.map_leaves(add, updates, params)
-    return new
 
 
 def apply_gradients(
@@ -135,7 +95,7 @@ def apply_gradients(
     grads = maps.map_with_path(_numbered, params, grads)
     held = maps.held(params)
     try:
-        new, state = _step(tx, grads, state, held, **extra)
+        new, state = gate.step(tx, grads, state, held, **extra)
     except AttributeError:  # Another state has other fields.
         checks.own_state(state, jax.eval_shape(tx.init, held))
         raise
@@ -266,67 +226,3 @@ def _numbered(path: Path, p: Leaf, g: Leaf) -> Leaf:
         )
     part = TableRows.of(p)
     return IndexedSlices(part.positions(g.indices), g.values, part.values.shape)
-
-
-def _step(
-    tx: optax.GradientTransformation,
-    updates: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params,
-    **extra: object,
-) -> tuple[optax.Params, optax.OptState]:
-    if guard := gate.guard_of(tx):  # Gates within gates guard one another.
-        return guard(_step, _skip, updates, state, params, **extra)
-
-    def update(updates: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
-        return missing.update(tx, updates, state, params, **extra)
-
-    try:
-        updates, after = update(updates)
-    except Exception as error:
-        if not isinstance(error, RowSparseError) and _takes_only_dense(update, updates):
-            raise RowSparseError from error
-        raise
-    return apply_updates(params, updates), _as_before(after, state)
-
-
-def _takes_only_dense(update: Callable[..., object], updates: optax.Updates) -> bool:
-    """Whether row-sparse gradients alone make it fail; a trace computes no values."""
-
-    def traces(kind: Callable[[Leaf], Leaf]) -> bool:
-        try:
-            return bool(jax.eval_shape(lambda: update(maps.map_leaves(kind, updates))))
-        except Exception:
-            return False
-
-    if not any(map(is_sparse, jax.tree.leaves(updates, is_leaf=is_sparse))):
-        return False
-    return not traces(lambda g: g) and traces(
-        lambda g: g.densify() if is_sparse(g) else g
-    )
-
-
-def _as_before(new: optax.OptState, old: optax.OptState) -> optax.OptState:
-    """A new state in the dtypes of the old one; a leaf that is None stays the old one.
-
-    A leaf that has become complex keeps its dtype, and so does a tree of other nodes.
-    """
-
-    def cast(x: jax.Array | None, before: jax.Array | None) -> jax.Array | None:
-        if x is None:
-            return before
-        was, now = (getattr(leaf, "dtype", None) for leaf in (before, x))
-        if was == now or was is None or now is None:
-            return x
-        kinds = jnp.floating, jnp.complexfloating, jnp.integer
-        alike = any(all(jnp.issubdtype(d, kind) for d in (was, now)) for kind in kinds)
-        return narrow(x, was) if alike else x
-
-    try:
-        return maps.map_leaves(cast, new, old)
-    except ValueError:
-        return new
-
-
-def _skip(params: optax.Params) -> optax.Params:
-    return params

@@ -5,6 +5,7 @@ import functools
 import pickle
 import re
 import sys
+from typing import NamedTuple
 
 import chex
 import hypothesis
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import strategies as st
 
 import gradxform as gx
+from gradxform._late.gate import Decision, Gate
 from tests import oracles
 
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
@@ -220,39 +222,48 @@ REBUILT = {
 
 @pytest.mark.parametrize("how", REBUILT)
 def test_a_gate_made_anew_of_its_parts_is_gated(how):
-    tx = gx.GatedTransformation(_init, _update, _guard)
+    tx = gx.GatedTransformation(_init, GATE)
     again = REBUILT[how](tx)
     assert again == tx
-    # An update would add to the parameters; only the gate gives this answer.
-    params, state = gx.apply_gradients(again, GRADS, again.init(PARAMS), PARAMS)
-    assert state == "guarded"
+    assert again.guard == GATE
+    # The gate of this one skips every push.
+    state = again.init(PARAMS)
+    params, state = gx.apply_gradients(again, GRADS, state, PARAMS)
+    assert state == _State(1, optax.EmptyState())
     chex.assert_trees_all_equal(params, PARAMS)
 
 
 def test_an_update_in_the_place_of_a_gates_is_not_gated():
-    tx = gx.GatedTransformation(_init, _update, _guard)
+    tx = gx.GatedTransformation(_init, GATE)
 
     @functools.wraps(tx.update)
     def update(*args, **extra):
         return tx.update(*args, **extra)
 
     logged = tx._replace(update=update)
-    assert tx.guard is _guard
+    assert tx.guard is GATE
     assert logged.guard is None
-    params, _ = gx.apply_gradients(logged, GRADS, (), PARAMS)
-    chex.assert_trees_all_equal(params["w"], PARAMS["w"] + GRADS["w"])
+
+
+class _State(NamedTuple):
+    decided: int
+    inner_state: optax.OptState
 
 
 def _init(params):
-    return ()
+    return _State(0, optax.EmptyState())
+
+
+def _decide(updates, state, params, **extra):
+    never = jnp.array(False)
+    return Decision(never, lambda: updates, state._replace(decided=1), extra)
 
 
 def _update(updates, state, params=None, **extra):
     return updates, state
 
 
-def _guard(apply, skip, updates, state, params, **extra):
-    return skip(params), "guarded"
+GATE = Gate(_decide, optax.GradientTransformationExtraArgs(_init, _update))
 
 
 @pytest.mark.parametrize("global_step", [0, 2**31 - 1])
