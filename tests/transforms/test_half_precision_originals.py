@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import gradxform as gx
-from tests.golden import _format
+from benchmarks.golden import _format
 from tests.test_golden import build
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"

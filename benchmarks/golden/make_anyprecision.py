@@ -5,7 +5,7 @@ One file of it is run, and nothing is built:
 
     git clone https://github.com/pytorch/torchdistx ../torchdistx  # at 9c1b9f5c
     pip install "torch==2.13.0" "numpy==2.4.6"
-    python tests/golden/make_anyprecision.py ../torchdistx
+    python benchmarks/golden/make_anyprecision.py ../torchdistx
 """
 
 import os

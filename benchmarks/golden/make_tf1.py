@@ -3,7 +3,7 @@
 With Python 3.7, from the repository's root:
 
     pip install "tensorflow==1.15.5" "protobuf<3.21" "numpy<1.19"
-    python tests/golden/make_tf1.py
+    python benchmarks/golden/make_tf1.py
 """
 
 import _format

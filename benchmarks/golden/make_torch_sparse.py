@@ -3,7 +3,7 @@
 With Python 3.11, from the repository's root:
 
     pip install "torch==2.14.1" "numpy==2.4.6"
-    python tests/golden/make_torch_sparse.py
+    python benchmarks/golden/make_torch_sparse.py
 
 SparseAdam takes no dense gradients, so there is no "b".
 """

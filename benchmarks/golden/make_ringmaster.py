@@ -5,7 +5,7 @@ With Python 3.11, from the repository's root, and the simulator checked out else
     git clone -b ringmaster_muon https://github.com/vectozavr/ringmaster-lmo \\
         ../ringmaster-lmo  # at 08b9f68d
     pip install "numpy==2.4.6"
-    python tests/golden/make_ringmaster.py ../ringmaster-lmo
+    python benchmarks/golden/make_ringmaster.py ../ringmaster-lmo
 
 Its ``function`` module imports PyTorch and packages that draw. No master and no
 transport uses it, so an empty module stands in for it.

@@ -4,7 +4,7 @@ Standalone Keras 2 and the ``tf.keras`` of TensorFlow 1.12 and 1.13, in graph mo
 TensorFlow. Runs on Python 3.6 and later, with the packages that README.md names for
 each file. From the repository's root:
 
-    python tests/golden/make_keras2.py keras2_2
+    python benchmarks/golden/make_keras2.py keras2_2
 """
 
 import sys
@@ -128,7 +128,7 @@ def main(name):
 
         versions["keras"] = keras.__version__
     cases = [adagrad(keras, symbol, clipnorm, *case) for case in CASES]
-    _format.write("tests/golden/make_" + name + ".py", versions, cases)
+    _format.write("make_" + name + ".py", versions, cases)
 
 
 if __name__ == "__main__":

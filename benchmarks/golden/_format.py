@@ -295,7 +295,7 @@ def compared(ours, why_not=None):
 
 
 def write(maker, versions, cases):
-    """Writes ``make_x.py``'s cases to ``x.json`` beside it, a step or event a line."""
+    """Writes ``make_x.py``'s cases to ``tests/golden/x.json``, a step or event a line."""
     names = [case["name"] for case in cases]
     assert len(set(names)) == len(names), "two cases of one name"
     made_with = {"python": platform.python_version(), "numpy": np.__version__}
@@ -312,8 +312,9 @@ def write(maker, versions, cases):
         blocks.append("  {\n" + ",\n".join(lines) + "\n  }")
     text = '{\n "made_with": ' + _dump(made_with)
     text += ',\n "cases": [\n' + ",\n".join(blocks) + "\n ]\n}\n"
-    folder, script = os.path.split(os.path.abspath(maker))
-    path = os.path.join(folder, script[len("make_") : -len(".py")] + ".json")
+    name = os.path.basename(maker)[len("make_") : -len(".py")] + ".json"
+    here = os.path.dirname(os.path.abspath(__file__))
+    path = os.path.join(here, "..", "..", "tests", "golden", name)
     with open(path, "w") as file:
         file.write(text)
     sys.stdout.write(

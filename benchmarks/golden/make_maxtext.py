@@ -5,7 +5,7 @@ of its functions are read and run, and nothing else in it:
 
     git clone https://github.com/AI-Hypercomputer/maxtext ../maxtext  # at e591f30c
     pip install "jax==0.10.2" "optax==0.2.8"
-    python tests/golden/make_maxtext.py ../maxtext
+    python benchmarks/golden/make_maxtext.py ../maxtext
 """
 
 import ast

@@ -3,7 +3,7 @@
 With Python 3.11, from the repository's root:
 
     pip install "keras==3.15.1" "jax==0.10.2"
-    python tests/golden/make_keras3.py
+    python benchmarks/golden/make_keras3.py
 """
 
 import os

@@ -4,7 +4,7 @@ With Python 3.11, from the repository's root, with a checkout at fc24600d elsewh
 
     git clone https://github.com/samacqua/flashoptim-jax ../flashoptim-jax
     pip install "jax==0.10.2" "optax==0.2.8" "numpy==2.4.6"
-    python tests/golden/make_flashoptim.py ../flashoptim-jax
+    python benchmarks/golden/make_flashoptim.py ../flashoptim-jax
 """
 
 import sys

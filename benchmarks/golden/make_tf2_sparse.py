@@ -3,7 +3,7 @@
 With Python 3.7, from the repository's root:
 
     pip install "tensorflow==2.11.0" "tensorflow-addons==0.19.0"
-    python tests/golden/make_tf2_sparse.py
+    python benchmarks/golden/make_tf2_sparse.py
 
 The new Adagrad's ``jit_compile`` is left at its default, which is False where there is
 no GPU.

@@ -4,7 +4,7 @@ With Python 3.11, from the repository's root, at commit 8c4df236:
 
     pip install "torch==2.13.0" "numpy==2.4.6"
     git clone https://github.com/yujiaw98/FADAS ../FADAS
-    python tests/golden/make_fadas.py ../FADAS
+    python benchmarks/golden/make_fadas.py ../FADAS
 """
 
 import sys

@@ -3,7 +3,7 @@
 With Python 3.11, from the repository's root, and AReaL checked out elsewhere:
 
     git clone https://github.com/inclusionAI/AReaL ../AReaL  # at 4aef98d8
-    python tests/golden/make_areal.py ../AReaL
+    python benchmarks/golden/make_areal.py ../AReaL
 
 ``areal.api`` imports PyTorch. The manager needs one class of it, the record of its
 counts, which is taken from its source.

@@ -3,7 +3,7 @@
 With Python 3.13, from the repository's root:
 
     pip install "ai2-olmo-core==3.0.0" "torch==2.13.0" "numpy==2.5.5"
-    python tests/golden/make_olmo_core.py
+    python benchmarks/golden/make_olmo_core.py
 """
 
 import _format

@@ -3,7 +3,7 @@
 With Python 3.11, from the repository's root:
 
     pip install "torch==2.13.0" "monai==1.6.1"
-    python tests/golden/make_monai.py
+    python benchmarks/golden/make_monai.py
 """
 
 import _format

@@ -3,7 +3,7 @@
 With Python 3.11, from the repository's root:
 
     pip install "torchao==0.18.0" "torch==2.13.0" "numpy==2.4.6"
-    python tests/golden/make_torchao.py
+    python benchmarks/golden/make_torchao.py
 """
 
 import os

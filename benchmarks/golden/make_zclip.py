@@ -4,7 +4,7 @@ With Python 3.13, from the repository's root, with a checkout of their code else
 
     git clone https://github.com/bluorion-com/ZClip ../ZClip  # at 584ce4f5
     pip install "torch==2.13.0" "numpy==2.5.5"
-    python tests/golden/make_zclip.py ../ZClip
+    python benchmarks/golden/make_zclip.py ../ZClip
 """
 
 import sys

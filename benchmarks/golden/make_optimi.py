@@ -3,7 +3,7 @@
 With Python 3.11, from the repository's root:
 
     pip install "torch-optimi==0.3.3" "torch==2.13.0" "numpy==2.4.6" packaging
-    python tests/golden/make_optimi.py
+    python benchmarks/golden/make_optimi.py
 """
 
 import _format

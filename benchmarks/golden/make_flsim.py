@@ -4,7 +4,7 @@ With Python 3.10, from the repository's root:
 
     pip install "flsim==0.1.0" "torch==2.2.2" "numpy==1.26.4" "hydra-core==1.2.0" \
         "opacus==1.4.0"
-    python tests/golden/make_flsim.py
+    python benchmarks/golden/make_flsim.py
 """
 
 import dataclasses

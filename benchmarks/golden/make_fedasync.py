@@ -3,7 +3,7 @@
 With Python 3.11, from the repository's root:
 
     pip install "appfl==1.12.0" "torch==2.13.0"
-    python tests/golden/make_fedasync.py
+    python benchmarks/golden/make_fedasync.py
 """
 
 import _format

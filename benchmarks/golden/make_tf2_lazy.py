@@ -3,7 +3,7 @@
 With Python 3.7, from the repository's root:
 
     pip install "tensorflow==2.11.0" "tensorflow-addons==0.19.0"
-    python tests/golden/make_tf2_lazy.py
+    python benchmarks/golden/make_tf2_lazy.py
 
 Its slots ``m`` and ``v`` have PyTorch's names here, ``exp_avg`` and ``exp_avg_sq``.
 """

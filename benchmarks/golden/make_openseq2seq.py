@@ -4,7 +4,7 @@ With Python 3.7, from the repository's root, and OpenSeq2Seq checked out elsewhe
 
     git clone https://github.com/NVIDIA/OpenSeq2Seq ../OpenSeq2Seq  # at 8681d381
     pip install "tensorflow==1.15.5" "protobuf<3.21" "numpy<1.19"
-    python tests/golden/make_openseq2seq.py ../OpenSeq2Seq
+    python benchmarks/golden/make_openseq2seq.py ../OpenSeq2Seq
 """
 
 import importlib.util

@@ -6,7 +6,7 @@ elsewhere. Two of its classes are read and run, and nothing else in it:
     git clone https://github.com/aaasif-isu/panofabric-engine \\
         ../panofabric-engine  # at 0953c64d
     pip install "torch==2.13.0" "numpy==2.4.6"
-    python tests/golden/make_heloco.py ../panofabric-engine/heloco_stable_v2.ipynb
+    python benchmarks/golden/make_heloco.py ../panofabric-engine/heloco_stable_v2.ipynb
 """
 
 import ast
