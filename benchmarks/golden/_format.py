@@ -295,7 +295,7 @@ def compared(ours, why_not=None):
 
 
 def write(maker, versions, cases):
-    """Writes ``make_x.py``'s cases to ``tests/golden/x.json``, a step or event a line."""
+    """Writes the cases of ``make_x.py`` to ``tests/golden/x.json``, a step a line."""
     names = [case["name"] for case in cases]
     assert len(set(names)) == len(names), "two cases of one name"
     made_with = {"python": platform.python_version(), "numpy": np.__version__}
