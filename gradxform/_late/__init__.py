@@ -1,11 +1,11 @@
 """Decides whether a gradient is applied, and what lateness does to it.
 
-A wrapper here is a gate. Its ``guard`` decides in one place when a push is applied. It
-leaves open what that produces: ``update`` produces updates, ``apply_gradients`` the
-whole step with the new parameters. So one conditional holds all that a push may do, and
-a skipped push copies nothing.
+A wrapper here is a gate: a function that decides and runs nothing. ``gate`` alone runs
+what it has decided, in one conditional that holds all that a push may do. So a skipped
+push copies nothing.
 
-- ``gate``: the idea, and what all gates share.
+- ``gate``: the decision about a push, and the conditional that follows it.
+- ``plain``: one step of a transformation that is no gate.
 - ``conditional``: a conditional whose two sides may differ in type.
 - ``skip_spikes``: the gate that skips a step whose loss or norm is a spike.
 - ``missing``: what happens to a leaf without a gradient.
