@@ -1,4 +1,4 @@
-"""What is public: names, arguments, defaults, fields and methods, with their types.
+"""What is public: names, arguments, defaults, fields and methods.
 
 ``python -m tests.public_api > tests/public_api.txt`` writes down what is public now.
 ``test_public_api.py`` compares: a change of the surface is a line in a diff.
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
-import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import gradxform as gx
 from gradxform._demo import listing  # What the demo lists is public.
 
-WIDTH = 88
 SPECIAL = ("__call__", "__enter__")  # Methods that have a syntax of their own.
 # Defaults that print what they are.
 PLAIN = (type(None), bool, int, float, str, tuple, dict)
@@ -32,8 +29,8 @@ def entries() -> list[str]:
     # No signature has these, and an update has to be called with them.
     for row in listing.rows():
         if row.extra:
-            name = f"gradxform.{row.name}(...).update"
-            found.append(broken(name, ["...", "*", *row.extra]))
+            arguments = ", ".join(["...", "*", *row.extra])
+            found.append(f"gradxform.{row.name}(...).update({arguments})")
     return sorted(found, key=lambda entry: entry[entry.index("gradxform.") :].lower())
 
 
@@ -46,96 +43,59 @@ def of_module(module: Any, name: str) -> Iterator[str]:
         if inspect.isclass(value):
             yield from of_class(value, f"{name}.{key}")
         else:
-            yield of_call(f"{name}.{key}", value)
+            yield name_of(value) + f"{name}.{key}" + arguments(value)
 
 
 def of_class(cls: type, name: str) -> Iterator[str]:
-    """How it is made, what it is, and what it has."""
+    """How it is made, and what it has."""
     own = [c for c in cls.__mro__ if c.__module__.partition(".")[0] == "gradxform"]
-    known = tuple | BaseException | gx.GatedTransformation.__base__
-    is_a = next((f" is a {c.__name__}" for c in cls.__mro__ if c not in own), "")
-    yield of_making(f"class {name}", own) + is_a * issubclass(cls, known)
-    told = {*getattr(cls, "_fields", ())}
+    is_made = {"__new__", "__init__"}.intersection(*[c.__dict__ for c in own[:1]])
+    fields = getattr(cls, "_fields", ())
+    plain = fields or (is_made and not getattr(cls, "_is_protocol", False))
+    yield f"class {name}{arguments(cls) if plain else ''}"
+    told = {*fields}
     for c in own:
-        types = inspect.get_annotations(c)
-        for key, value in {**dict.fromkeys(types), **vars(c)}.items():
+        for key in {**inspect.get_annotations(c), **vars(c)}:
             if key in told or (key.startswith("_") and key not in SPECIAL):
                 continue
             told.add(key)
-            if isinstance(value, property):
-                types[key] = inspect.get_annotations(value.fget)["return"]
-            if key in types:
-                yield f"{name}.{key}: {text(types[key], c)}"
+            value = inspect.getattr_static(c, key, None)
+            function = getattr(value, "__func__", value)
+            if not callable(function):
+                yield f"{name}.{key}"
             else:
-                function = getattr(value, "__func__", value)
-                yield of_call(f"{name}.{key}", function, bound=True)
+                bound = not isinstance(value, staticmethod)
+                yield name_of(function) + f"{name}.{key}" + arguments(function, bound)
 
 
-def of_making(name: str, own: Iterable[type]) -> str:
-    """A class with its arguments: they are its own, or those of its nearest base."""
-    for c in own:
-        if "_fields" in vars(c):
-            types, defaults = inspect.get_annotations(c), vars(c)["_field_defaults"]
-            return broken(
-                name,
-                [
-                    f"{field}: {text(types[field], c)}"
-                    + (f" = {default(defaults[field])}" if field in defaults else "")
-                    for field in vars(c)["_fields"]
-                ],
-            )
-        for key in ("__new__", "__init__"):
-            if key in vars(c) and not getattr(c, "_is_protocol", False):
-                return of_call(name, getattr(c, key), bound=True, made=True)
-    return name
-
-
-def of_call(name: str, function: Any, bound: bool = False, made: bool = False) -> str:
-    """A function with its arguments; ``bound`` leaves out the first one."""
+def name_of(function: Any) -> str:
+    """What stands in front of the name of a context manager."""
     inner = inspect.unwrap(function)
-    if inner is not function and inspect.isgeneratorfunction(inner):
-        name = f"with {name}"
-    signature = inspect.signature(inner)
-    arguments: list[str] = []
-    named = False
-    for p in [*signature.parameters.values()][bound:]:
-        if p.kind is p.KEYWORD_ONLY and not named:
-            arguments.append("*")
-        named = named or p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)
-        stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
-        what = "" if p.annotation is p.empty else f": {text(p.annotation, inner)}"
-        without = "" if p.default is p.empty else f" = {default(p.default)}"
-        arguments.append(f"{stars}{p.name}{what}{without}")
-    gives = signature.return_annotation
-    given = "" if made or gives is signature.empty else f" -> {text(gives, inner)}"
-    return broken(name, arguments, given)
+    made_by_it = inner is not function and inspect.isgeneratorfunction(inner)
+    return "with " if made_by_it else ""
 
 
-def broken(name: str, arguments: list[str], result: str = "") -> str:
-    """A call in one line, or with a line for each argument where that is too long."""
-    line = f"{name}({', '.join(arguments)}){result}"
-    if len(line) <= WIDTH:
-        return line
-    return "\n".join([f"{name}(", *(f"    {a}," for a in arguments), f"){result}"])
+def arguments(function: Any, bound: bool = False) -> str:
+    """Its arguments with their defaults; ``bound`` leaves out the first one."""
+    signature = inspect.signature(inspect.unwrap(function))
+    parameters = [
+        p.replace(annotation=p.empty, default=Text.of(p.default))
+        for p in signature.parameters.values()
+    ]
+    return str(inspect.Signature(parameters[bound:]))
 
 
-def text(annotation: Any, of: Any) -> str:
-    """An annotation as the source has it, but with the words that a Literal allows."""
-    if isinstance(annotation, typing.ForwardRef):  # As a NamedTuple keeps it.
-        annotation = annotation.__forward_arg__
-    names = inspect.getmodule(of).__dict__
+class Text(str):
+    """A default that prints as it is written."""
 
-    def spelled(match: re.Match[str]) -> str:
-        value = names.get(match[0])
-        is_words = typing.get_origin(value) is typing.Literal
-        return f"Literal{[*typing.get_args(value)]}" if is_words else match[0]
+    __repr__ = str.__str__
 
-    return re.sub(r"\w+", spelled, annotation)
-
-
-def default(value: Any) -> str:
-    """A default, if it can be written down."""
-    return repr(value) if isinstance(value, PLAIN) else "..."
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """A default, if it can be written down."""
+        if value is inspect.Parameter.empty:
+            return value
+        return cls(repr(value) if isinstance(value, PLAIN) else "...")
 
 
 if __name__ == "__main__":
