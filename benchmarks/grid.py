@@ -8,8 +8,9 @@ a ``scan``.
 
 ``--results FILE`` takes the cells that the file has for this JAX, and adds each missing
 one as soon as it is compiled. To measure cells again, remove their lines. ``--page
-FILE`` writes the tables of all results between two marks of a page: ``benchmarks/results/grid.md``
-has those of ``benchmarks/results/grid.csv``. ``--targets`` alone compiles nothing.
+FILE`` writes the tables of all results between two marks of a page:
+``benchmarks/results/grid.md`` has those of ``grid.csv`` beside it. ``--targets`` alone
+compiles nothing.
 
 ``--gradients`` compiles steps whose gradients are arguments, as in a push to a server,
 on a GPT-2-small with two blocks: 28 leaves, with every kind that the whole model has.

@@ -66,21 +66,21 @@ def compensate_delay(
         worker_params = maps.masked_like(updates, worker_params)
         checks.same_shapes("updates", updates, "worker_params", worker_params)
 
-        def compensate(g: jax.Array, w: jax.Array, w_worker: jax.Array) -> jax.Array:
+        def compensate(
+            g: jax.Array, w: jax.Array, w_worker: jax.Array
+        ) -> tuple[jax.Array]:
             # g + λ·g⊙g⊙(w - w_worker)
             wide = dtypes.widen(g)
-            now, then = (
-                dtypes.widen(jnp.asarray(x)).astype(wide.dtype) for x in (w, w_worker)
-            )
+            now, then = (dtypes.widen(x).astype(wide.dtype) for x in (w, w_worker))
             # λ and the distance are multiplied first: if one of them is 0, the product
             # is 0, although g⊙g may overflow.
             correction = arithmetic.scale(now - then, variance_control)
             for _ in range(2):
                 correction = arithmetic.scale(correction, jnp.abs(wide))
-            return (wide + correction).astype(g.dtype)
+            return ((wide + correction).astype(g.dtype),)
 
-        updates = maps.sum_duplicates(updates)
-        now, then = (maps.rows(updates, tree) for tree in (params, worker_params))
-        return maps.map_updates(compensate, updates, now, then)
+        reads = params, worker_params
+        (updates,) = maps.map_step(compensate, updates, [], reads=reads)
+        return updates
 
     return stateless(corrected)

@@ -190,10 +190,8 @@ def ftrl(
             # w' - w
             return jnp.where(moves, new - w, 0), new_n, new_z
 
-        updates = maps.sum_duplicates(updates)
-        w = maps.rows(updates, params)
         kept = state.sum_of_squares, state.linear
-        updates, *new = maps.map_step(follow, updates, kept, w)
+        updates, *new = maps.map_step(follow, updates, kept, reads=[params])
         return updates, FtrlState(optax.safe_increment(state.count), *new)
 
     clipped = clipping.clip_before(

@@ -136,9 +136,8 @@ def proximal_adagrad(
             dtype = g.dtype if g.dtype == w.dtype else wide.dtype
             return update.astype(dtype), total
 
-        updates = maps.sum_duplicates(updates)
-        w = maps.rows(updates, params)
-        updates, *sums = maps.map_step(move, updates, [state.sum_of_squares], w)
+        sums = [state.sum_of_squares]
+        updates, *sums = maps.map_step(move, updates, sums, reads=[params])
         return updates, ProximalAdagradState(optax.safe_increment(state.count), *sums)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -166,28 +166,31 @@ def map_step(
     updates: optax.Updates,
     state: Sequence[PyTree[Leaf]],
     *rest: PyTree[object],
+    reads: Sequence[PyTree[Leaf]] = (),
 ) -> list[Any]:  # Updates, and trees as in `state`.
-    """New updates and new state: ``u, *s = f(g, *s, *rest)`` for each gradient.
+    """New updates and new state: ``u, *s = f(g, *s, *reads, *rest)``, by the gradient.
 
     Of a table with a row-sparse gradient ``f`` gets the touched rows: those of the
-    gradient, with repeated ones summed, and those of the state. Its results for them
-    are written into the table. A state leaf keeps its dtype, and a tree of state its
-    nodes, if it has a leaf for each gradient. A leaf without gradient keeps its state.
+    gradient, with repeated ones summed, and those of the state and of what it reads,
+    such as parameters. Its results for them are written into the table. A state leaf
+    keeps its dtype, and a tree of state its nodes, if it has a leaf for each gradient.
+    A leaf without gradient keeps its state.
     """
     gradients, treedef = flatten(sum_duplicates(updates))
-    number = len(state)
+    number, end = len(state), len(state) + len(reads)
 
     def step(g: Leaf, *others: Any) -> Sequence[Leaf]:
-        old, given = others[:number], others[number:]
+        old, given = others[:number], others[end:]
         if not has_gradient(g):
             return _without_float0(g), *old
-        u, *new = f(values(g), *(jnp.asarray(rows(g, s)) for s in old), *given)
+        touched = (jnp.asarray(rows(g, x)) for x in others[:end])
+        u, *new = f(values(g), *touched, *given)
         pairs = zip(old, new, strict=True)
         kept = (put_rows(g, s, x.astype(dtype_of(s))) for s, x in pairs)
         return g.with_values(u) if isinstance(g, IndexedSlices) else u, *kept
 
     up_to = treedef.flatten_up_to  # type: ignore[attr-defined]
-    columns = gradients, *map(leaves, state), *map(up_to, rest)
+    columns = gradients, *map(leaves, state), *map(up_to, (*reads, *rest))
     results = [step(*row) for row in zip(*columns, strict=True)]
     return [
         jax.tree.unflatten(structure(tree), [result[i] for result in results])
