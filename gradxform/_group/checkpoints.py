@@ -33,7 +33,7 @@ class GroupStore(Store):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
-        self._turns = itertools.count()  # The same in all processes.
+        self._attempts = itertools.count()  # The same in all processes.
 
     def _reader(self) -> CheckpointManager:
         here = jax.process_index()
@@ -41,11 +41,11 @@ class GroupStore(Store):
 
     @contextlib.contextmanager
     def _writer(self) -> Iterator[CheckpointManager]:
-        turn = next(self._turns)  # Also if this process now raises an error.
+        attempt = next(self._attempts)  # Also if this process now raises an error.
         self._retake()
         everybody = {*range(jax.process_count())}
         # A new name: the last one may have failed halfway.
-        manager = self._made(0, everybody, clean=False, name=f"checkpoint {turn}")
+        manager = self._made(0, everybody, clean=False, name=f"checkpoint {attempt}")
         with contextlib.closing(manager):
             yield manager
 
