@@ -100,25 +100,25 @@ class Folder:
                 raise self._in_use("another run of this process")
             _taken[identity] = file
         self._identity = identity
-        if fcntl is None:
-            return
         try:
-            self._await_lock(file)
+            if fcntl is not None:
+                self._lock(file)
         except BaseException:
             self.release()
             raise
-        with contextlib.suppress(OSError):  # A full disk: later errors lack the name.
-            os.ftruncate(file, 0)
-            owner = f"process {os.getpid()} on {socket.gethostname()}"
-            os.pwrite(file, owner.encode(), 0)
 
-    def _await_lock(self, file: int) -> None:
+    def _lock(self, file: int) -> None:
+        """Waits for the lock, and writes down who has it."""
         deadline = time.monotonic() + PATIENCE
         while not _locked(file):
             if time.monotonic() > deadline:
                 owner = os.pread(file, 1000, 0).decode(errors="replace").strip()
                 raise self._in_use(owner or "another process")
             time.sleep(0.05)
+        with contextlib.suppress(OSError):  # A full disk: later errors lack the name.
+            os.ftruncate(file, 0)
+            owner = f"process {os.getpid()} on {socket.gethostname()}"
+            os.pwrite(file, owner.encode(), 0)
 
     def retake(self) -> bool:
         """Takes the folder again if it was deleted or moved; returns whether it was.

@@ -61,7 +61,8 @@ class RecoverableServer(ParameterServer[Any]):
         Raises:
           OSError: another run saves itself there, or the directory is not writable.
           ValueError: the checkpoint belongs to another job, or is not complete, or
-            exists with ``resume=False``; or the directory holds something else.
+            exists with ``resume=False``; or the directory holds something else; or
+            orbax cannot tell two arrays apart.
         """
         if self._status is None:
             notes = None if self._saver is None else self._resume(self._saver.store)
@@ -123,6 +124,10 @@ class RecoverableServer(ParameterServer[Any]):
         if self._saver is None or self._status is None:  # Nothing has begun.
             return None
         self._core.after_step = None  # No checkpoint is due from now on.
+        self._saver.flush()
+        status = self.status()
+        if status.accepted + status.dropped == self._saver.store.saved:
+            return status.global_step
         snapshot: Snapshot | None = self._turns.run(self._transport.snapshot)
         if snapshot is None:
             return None

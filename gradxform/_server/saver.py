@@ -60,9 +60,7 @@ class Saver:
 
     def write(self, snapshot: Snapshot) -> None:
         """Has it written, after what was begun before; returns when it is there."""
-        self.flush()
-        if snapshot.pushes != self.store.saved:  # Otherwise it is saved already.
-            self._thread.submit(self._write, snapshot).result()
+        self._thread.submit(self._write, snapshot).result()
 
     def flush(self) -> None:
         """Waits until what was begun is written."""
