@@ -1,6 +1,7 @@
 """Folders of checkpoints: broken, foreign, full, or used by two runs at once."""
 
 import errno
+import gc
 import json
 import logging
 import os
@@ -520,22 +521,30 @@ def assert_untouched(directory, before, saved):
     assert bits(again) == bits(saved)
 
 
+# What orbax leaves behind after its error.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
-def test_without_descriptors_no_checkpoint_is_broken(saved, tmp_path):
-    before, through = files_in(tmp_path), False
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+@pytest.mark.parametrize("free", [*range(9), 12, 16, 24, 48])
+def test_without_descriptors_no_checkpoint_is_broken(free, saved, tmp_path):
+    before, own = files_in(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(map(int, os.listdir("/proc/self/fd")))
-    for more in (1, 2, 3, 4, 6, 8, 12, 16, 24, 48):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, hard))
-        try:
-            through = save(tmp_path)[2].resumed == 20
-        except Exception as error:
-            told = [str(error), *getattr(error, "__notes__", ())]
-            assert not any("is not whole" in x for x in told)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert files_in(tmp_path) == before
-    assert through
+    between = [os.open(os.devnull, os.O_RDONLY)]
+    while between[-1] < used:
+        between.append(os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (between[-1] + 1 + free, own[1]))
+    error = None
+    try:
+        assert save(tmp_path)[2].resumed == 20
+    except Exception as raised:
+        error = raised
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, own)
+        for file in between:
+            os.close(file)
+    assert (error is not None) if free < 2 else not isinstance(error, AssertionError)
+    assert "is not whole" not in str(error)
+    del error
+    gc.collect()
     assert_untouched(tmp_path, before, saved)
 
 
@@ -588,7 +597,7 @@ def test_an_alarm_of_the_program_is_no_fault_of_a_checkpoint(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupted)
-            with pytest.raises(kind, match="the time is over"):
+            with pytest.raises(kind, match=r"^the time is over"):
                 save(tmp_path, pushes=30)
     finally:
         signal.signal(signal.SIGALRM, own)
@@ -743,7 +752,7 @@ def test_after_a_snapshot_without_memory_the_next_one_is_not_at_once(caplog):
     assert not saver.is_due(2)
     time.sleep(0.25)
     assert saver.is_due(3)
-    assert len(told(caplog)) == 1
+    assert told(caplog) == ["no checkpoint was written: MemoryError: "]
 
 
 # Files of others.
