@@ -1,9 +1,10 @@
 """Checkpoints that several processes write together.
 
 Each process has a store. Only the first one opens the directory and chooses the newest
-checkpoint. The others read its choice, and no process waits for another. All write
-together, each its parts of the same snapshots. They wait for each other through JAX's
-coordination service, never in a collective: it could come between those of a step.
+checkpoint. The others read its choice, and no process waits for another. When each has
+copied its parts of the same snapshot, all write together. They wait for each other
+through JAX's coordination service, never in a collective: it could come between those
+of a step.
 """
 
 from __future__ import annotations

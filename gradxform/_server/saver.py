@@ -31,6 +31,7 @@ class Saver:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self._thread.submit(time.monotonic)  # Starts it: memory may be short later.
         self._begun = time.monotonic()
         self._last: Future[None] | None = None  # That nobody waits for.
 

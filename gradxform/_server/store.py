@@ -232,11 +232,12 @@ class Store:
         )["counters"]
         where, saved = self._where(pushes), counters.pop("arrays")
         wanted = described(like)
+        arrays = {**wanted, **saved}  # The error names one of these, if it can.
         empty = counters.pop("empty", None)
         if empty is not None:  # Older versions did not save them.
             saved |= dict.fromkeys(empty, EMPTY)
             wanted |= dict.fromkeys(empty_nodes(like), EMPTY)
-        for path in {**wanted, **saved}:
+        for path in {**arrays, **wanted, **saved}:
             if saved.get(path) != wanted.get(path):
                 raise ValueError(
                     f"checkpoint: {where} is of another job. At {path} it has "

@@ -739,6 +739,23 @@ def test_a_snapshot_without_memory_costs_one_checkpoint(
     assert message.startswith(f"no checkpoint was written: {type(error).__name__}")
 
 
+def test_a_checkpoint_needs_no_new_thread(tmp_path, monkeypatch):
+    """A push has acted when the first one is due."""
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    job = make_job(20, required=1, count=1)
+    checkpoint = engines.Checkpoint(tmp_path, 10, None)
+    with engines.simulated(job, checkpoint=checkpoint) as run:
+        for _ in range(9):
+            next(run.pushes)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            assert next(run.pushes).result.global_step == 10
+    assert {*steps_in(tmp_path)} == {10}
+
+
 def test_after_a_snapshot_without_memory_the_next_one_is_not_at_once(caplog):
     """A run that is saved by the clock would otherwise copy after every step."""
 
