@@ -649,6 +649,28 @@ def test_a_state_of_the_same_arrays_may_be_another_job_s(tmp_path, standard_prom
     assert ended(engines.simulated, adam, checkpoint=tmp_path)[2].resumed is not None
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "where"),
+    [
+        ({"b": {}}, {}, "['b']"),
+        ({}, {"b": None}, "['b']"),
+        ({"b": {"c": {}}}, {"b": {}}, "['b']"),
+        ({"b": [(), ()]}, {"b": [()]}, "['b'][1]"),
+        ({"b": ()}, {"b": {}}, None),  # Orbax reads these.
+    ],
+)
+def test_nodes_without_arrays_belong_to_a_job(one, other, where, tmp_path):
+    jobs = [job_of({"w": X, **more}, optax.sgd(0.1)) for more in (one, other)]
+    ended(engines.simulated, jobs[0], checkpoint=tmp_path)
+    if where is None:
+        assert ended(engines.simulated, jobs[1], checkpoint=tmp_path)[2].resumed == 3
+        return
+    match = re.escape(f"of another job. At ['params']{where}")
+    with pytest.raises(ValueError, match=match):
+        ended(engines.simulated, jobs[1], checkpoint=tmp_path)
+    assert [*steps_in(tmp_path)] == [3]
+
+
 X, Y = np.arange(3, dtype=np.float32), 10 + np.arange(3, dtype=np.float32)
 
 
