@@ -275,8 +275,7 @@ def empty_nodes(state: Mapping[str, Any]) -> list[str]:
     """The paths of all nodes without children. Orbax needs the same ones to read."""
 
     def is_empty(node: object) -> bool:
-        structure = jax.tree.structure(node)
-        return structure.num_nodes == 1 and not structure.num_leaves
+        return not jax.tree.leaves(node, is_leaf=lambda child: child is not node)
 
     flat = jax.tree.leaves_with_path(state, is_leaf=is_empty)
     return [jax.tree_util.keystr(path) for path, node in flat if is_empty(node)]
