@@ -1,9 +1,10 @@
 """Checkpoints that several processes write together.
 
 Each process has a store. Only the first one opens the directory and chooses the newest
-checkpoint. The others read its choice, and no process waits for another. All write
-together, each its parts of the same snapshots. They wait for each other through JAX's
-coordination service, never in a collective: it could come between those of a step.
+checkpoint. The others read its choice, and no process waits for another. When each has
+copied its parts of the same snapshot, all write together. They wait for each other
+through JAX's coordination service, never in a collective: it could come between those
+of a step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class GroupStore(Store):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
-        self._turns = itertools.count()  # The same in all processes.
+        self._attempts = itertools.count()  # The same in all processes.
 
     def _reader(self) -> CheckpointManager:
         here = jax.process_index()
@@ -41,11 +42,11 @@ class GroupStore(Store):
 
     @contextlib.contextmanager
     def _writer(self) -> Iterator[CheckpointManager]:
-        turn = next(self._turns)  # Also if this process now raises an error.
+        attempt = next(self._attempts)  # Also if this process now raises an error.
         self._retake()
         everybody = {*range(jax.process_count())}
         # A new name: the last one may have failed halfway.
-        manager = self._made(0, everybody, clean=False, name=f"checkpoint {turn}")
+        manager = self._made(0, everybody, clean=False, name=f"checkpoint {attempt}")
         with contextlib.closing(manager):
             yield manager
 

@@ -6,7 +6,10 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
+
+import jax
 
 from gradxform._group.channel import Followed
 from gradxform._group.checkpoints import GroupStore
@@ -17,8 +20,8 @@ from gradxform._group.process import Process, Wanted, packed_parts
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.programs import Prepared
 from gradxform._server.reader import Form
-from gradxform._server.records import summary
-from gradxform._server.saver import Saver
+from gradxform._server.records import Snapshot, summary
+from gradxform._server.saver import NO_MEMORY, Saver
 from gradxform._server.wire import Payload
 
 
@@ -34,9 +37,10 @@ class Follower:
     def __init__(self, number: int, key: bytes, processes: int) -> None:
         self._number, self._key, self._processes = number, key, processes
         self._prepared: dict[int, Prepared] = {}
-        # What each command to read gives, in a queue: the call that takes it may come
-        # before it is there.
-        self._read: dict[int, queue.SimpleQueue[Callable[[], Payload]]] = {}
+        self._snapshots: dict[int, Future[Snapshot | None]] = {}
+        # What each command gives that has an answer, in a queue: the call that takes it
+        # may come before it is there.
+        self._answers: dict[int, queue.SimpleQueue[Callable[[], Payload | None]]] = {}
 
     def join(
         self,
@@ -74,14 +78,14 @@ class Follower:
         for number, size in sizes.items():
             self.process.reader.program(number, size, form)
 
-    def collect(self, key: int) -> Payload:
-        """What a command has read, to be asked for once."""
-        payload = self._box(key).get()
-        del self._read[key]
-        return payload()
+    def collect(self, key: int) -> Payload | None:
+        """The answer to a command, to be asked for once."""
+        answer = self._box(key).get()
+        del self._answers[key]
+        return answer()
 
-    def _box(self, key: int) -> queue.SimpleQueue[Callable[[], Payload]]:
-        return self._read.setdefault(key, queue.SimpleQueue())
+    def _box(self, key: int) -> queue.SimpleQueue[Callable[[], Payload | None]]:
+        return self._answers.setdefault(key, queue.SimpleQueue())
 
     def resume(self, pushes: int) -> None:
         """Goes on from this process's part of a checkpoint."""
@@ -98,6 +102,7 @@ class Follower:
 
     def _handle_forget(self, key: int) -> None:
         self._prepared.pop(key, None)
+        self._snapshots.pop(key, None)
 
     def _handle_read(self, key: int, form: Form, wanted: Wanted) -> None:
         reading = self.process.reader.prepare(wanted, form)
@@ -108,7 +113,17 @@ class Follower:
         else:
             self._box(key).put(lambda: packed_parts(arrays, wanted))
 
-    def _handle_snapshot(self) -> None:
-        snapshot = self.process.core.snapshot()
-        assert snapshot is not None
-        self._saver.write_soon(snapshot)
+    def _handle_snapshot(self, key: int) -> None:
+        self._snapshots[key] = copied = Future[Snapshot | None]()
+        try:
+            copied.set_result(self.process.core.snapshot())
+        except NO_MEMORY as error:  # The run goes on without this checkpoint.
+            copied.set_exception(error)
+
+        def answer() -> None:
+            jax.block_until_ready(copied.result())
+
+        self._box(key).put(answer)
+
+    def _handle_write(self, key: int) -> None:
+        self._saver.write_soon(self._snapshots.pop(key).result)

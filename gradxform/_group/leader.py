@@ -242,10 +242,26 @@ class GroupTransport(Transport):
     # Checkpoints.
 
     def snapshot(self) -> Snapshot | None:
+        """See :class:`Transport`. It is ready if each process has copied its parts."""
         taken = self.core.snapshot()
-        if taken is not None:
-            self._followers.send("snapshot")
-        return taken
+        if taken is None:
+            return None
+        key = self._followers.key()
+        self._followers.send("snapshot", key)
+        return taken._replace(ready=functools.partial(self._ready, key, taken.state))
+
+    def _ready(self, key: int, state: dict[str, Any]) -> None:
+        """On the saver's thread: the followers begin to write theirs, if all have one.
+
+        If one of them would begin alone, it would wait for the others.
+        """
+        try:
+            with self._followers.asked("collect", key):
+                jax.block_until_ready(state)
+        except BaseException:
+            self._followers.send("forget", key)
+            raise
+        self._followers.send("write", key)
 
     def read_newest(self, store: Store) -> tuple[Snapshot, list[str]]:
         like = self._process.like()

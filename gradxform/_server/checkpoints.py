@@ -20,12 +20,17 @@ class Checkpoint(NamedTuple):
     is skipped. Its name is the number of pushes that it holds. A run is saved once more
     at its end, also if ``SIGTERM`` or an exception ends it; but not after Ctrl-C, nor
     after a failed step of the server. Until a checkpoint is written, it takes the
-    memory of a second model and optimizer state.
+    memory of a second model and optimizer state. Without that memory it is skipped, and
+    an error is logged.
 
     The directory belongs to one run at a time: a second run gets an error that names
-    the first. Each checkpoint holds checksums of its files. If the newest checkpoint
-    has changed, lacks parts or cannot be read, the run goes on from the newest complete
-    one, with a warning, and renames the broken one, for example to ``40.broken``.
+    the first. Each checkpoint holds checksums of its files. If files of the newest
+    checkpoint have changed or are missing, the run goes on from the newest complete
+    one, with a warning, and renames the broken one, for example to ``40.broken``. Any
+    other error while a checkpoint is read is raised, and renames nothing.
+
+    Orbax names each array by its keys with dots between them. Two arrays with one name,
+    as in ``{"a.b": x, "a": {"b": y}}``, are an error at the beginning.
 
     Attributes:
       directory: the path of the checkpoints' folder. On Ray, the server's machine and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -24,9 +25,26 @@ COUNTERS = "counters/metadata"
 ITEMS = "counters", "state"
 PATIENCE = 5.0  # Seconds for a process that has died, or is about to end.
 
-# All folders that runs of this process write to, by device and inode.
-_taken: dict[tuple[int, int], Folder] = {}
+# What `flock` raises where a file system has no locks.
+NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+# Errors of opening a path that mean that no such file is there.
+NO_FILE = FileNotFoundError, NotADirectoryError, IsADirectoryError
+
+# The open lock files of all folders that runs of this process write to, by device and
+# inode. No other file gets the inode of an open one.
+_taken: dict[tuple[int, int], int] = {}
 _lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    # A child shares the locks of its parent, and would keep them after its end.
+    for file in _taken.values():
+        os.close(file)
+    _taken.clear()
+
+
+if fcntl is not None:
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def path_of(name: str, given: str | os.PathLike[str]) -> str:
@@ -63,8 +81,7 @@ class Folder:
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self._path = None if is_remote(directory) else pathlib.Path(directory)
-        self._file: int | None = None
-        self._identity: tuple[int, int] | None = None
+        self._identity: tuple[int, int] | None = None  # Of the lock file, once taken.
 
     def take(self) -> None:
         """Locks the folder for this run, until :meth:`release` or this process's end.
@@ -75,29 +92,33 @@ class Folder:
         if self._path is None:
             return
         self._path.mkdir(parents=True, exist_ok=True)
-        stat = os.stat(self._path)
-        identity = stat.st_dev, stat.st_ino
+        file = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        identity = _identity(os.fstat(file))
         with _lock:
-            other = _taken.get(identity)
-            if other is not None and other.is_there():
+            if identity in _taken:
+                os.close(file)
                 raise self._in_use("another run of this process")
-            _taken[identity] = self
-            self._identity = identity
-        if fcntl is None:
-            return
-        # This lock ends with the process, and child processes do not inherit it.
-        self._file = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            _taken[identity] = file
+        self._identity = identity
+        try:
+            if fcntl is not None:
+                self._lock(file)
+        except BaseException:
+            self.release()
+            raise
+
+    def _lock(self, file: int) -> None:
+        """Waits for the lock, and writes down who has it."""
         deadline = time.monotonic() + PATIENCE
-        while not self._locked():
+        while not _locked(file):
             if time.monotonic() > deadline:
-                owner = os.pread(self._file, 1000, 0).decode(errors="replace").strip()
-                self.release()
+                owner = os.pread(file, 1000, 0).decode(errors="replace").strip()
                 raise self._in_use(owner or "another process")
             time.sleep(0.05)
         with contextlib.suppress(OSError):  # A full disk: later errors lack the name.
-            os.ftruncate(self._file, 0)
+            os.ftruncate(file, 0)
             owner = f"process {os.getpid()} on {socket.gethostname()}"
-            os.pwrite(self._file, owner.encode(), 0)
+            os.pwrite(file, owner.encode(), 0)
 
     def retake(self) -> bool:
         """Takes the folder again if it was deleted or moved; returns whether it was.
@@ -115,23 +136,10 @@ class Folder:
         """Whether the folder that this run has taken is still at its path."""
         assert self._path is not None
         try:
-            if self._file is None:
-                stat = os.stat(self._path)
-                return (stat.st_dev, stat.st_ino) == self._identity
-            # A new folder may get the inode of the old one. An open file keeps its own.
-            return os.path.samestat(os.stat(self._path / LOCK), os.fstat(self._file))
+            there = _identity(os.stat(self._path / LOCK))
         except FileNotFoundError:
             return False
-
-    def _locked(self) -> bool:
-        assert self._file is not None
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return False
-        except OSError:  # Some file systems have no locks.
-            pass
-        return True
+        return there == self._identity and there in _taken
 
     def _in_use(self, owner: str) -> OSError:
         return OSError(
@@ -141,13 +149,10 @@ class Folder:
 
     def release(self) -> None:
         """Unlocks the folder for other runs."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        identity, self._identity = self._identity, None
         with _lock:
-            if self._identity and _taken.get(self._identity) is self:
-                del _taken[self._identity]
-            self._identity = None
+            if identity is not None and identity in _taken:
+                os.close(_taken.pop(identity))
 
     def check(self) -> None:
         """Looks for entries that no run has made.
@@ -193,36 +198,38 @@ class Folder:
             os.replace(half, where / SUMS)
 
     def fault(self, number: int) -> str | None:
-        """The fault of a checkpoint; None if none is known."""
+        """The fault in the content of a checkpoint; None if none is known.
+
+        Raises:
+          OSError: it cannot be read now, which says nothing about its content.
+        """
         if self._path is None:
             return None
         where = self._path / f"{number}"
-        try:
-            counters = json.loads((where / COUNTERS).read_bytes())
-            counters["arrays"], counters["answers"]
-        except FileNotFoundError:
+        if (data := _content(where / COUNTERS)) is None:
             return f"it has no {COUNTERS}"
+        try:
+            counters = json.loads(data)
+            counters["arrays"], counters["answers"]
         except KeyError as error:
             return f"{COUNTERS} has no {error}"
-        except (OSError, TypeError, ValueError) as error:  # Also of json and of UTF-8.
+        except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
             return f"{COUNTERS}: {error}"
-        if not (where / SUMS).exists():  # Of an older version, or of a full disk.
-            return None
+        if (data := _content(where / SUMS)) is None:  # An older version, a full disk.
+            return None if (where / "state").is_dir() else "it has no state"
         try:
-            sums = json.loads((where / SUMS).read_bytes())
-        except ValueError as error:
+            sums = json.loads(data)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             return f"{SUMS}: {error}"
-        found = _sums(where)
         for name, each in sums.items():
-            if found.get(name) != each:
-                how = "has changed" if name in found else "is missing"
+            if (found := _sum(where / name)) != each:
+                how = "is missing" if found is None else "has changed"
                 return f"{name} {how} since it was written"
         return None
 
     def set_aside(self, number: int) -> str:
         """Renames a broken checkpoint, which frees its number; returns the new name."""
-        if self._path is None:
-            raise ValueError(f"checkpoint: move {self.directory}/{number} away.")
+        assert self._path is not None  # No fault is known of those in a bucket.
         new = self._path / f"{number}.broken"
         if new.exists():
             new = self._path / f"{number}.broken-{time.time_ns()}"
@@ -230,15 +237,51 @@ class Folder:
         return str(new)
 
 
-def _sums(where: pathlib.Path) -> dict[str, list[int]]:
+def _identity(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino
+
+
+def _locked(file: int) -> bool:
+    """Locks an open file, unless another process has locked it; returns whether."""
+    try:
+        # Not `lockf`: its lock ends as soon as this process closes the file anywhere,
+        # also after `shutil.copytree` has read it.
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return True
+
+
+def _content(path: pathlib.Path) -> bytes | None:
+    """The bytes of a file; None if it is not there."""
+    try:
+        return path.read_bytes()
+    except NO_FILE:
+        return None
+
+
+def _sums(where: pathlib.Path) -> dict[str, list[int] | None]:
     """Size and CRC-32 of each file of a checkpoint."""
-    files = [path for item in ITEMS for path in (where / item).rglob("*")]
-    return {str(x.relative_to(where)): _sum(x) for x in files if x.is_file()}
+    # Not `rglob`, which leaves out a folder that it cannot read.
+    walks = [os.walk(where / item, onerror=_raise) for item in ITEMS]
+    files = [pathlib.Path(top, x) for walk in walks for top, _, xs in walk for x in xs]
+    return {str(x.relative_to(where)): _sum(x) for x in files}
 
 
-def _sum(path: pathlib.Path) -> list[int]:
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _sum(path: pathlib.Path) -> list[int] | None:
+    """Size and CRC-32 of a file; None if it is not there."""
     crc = size = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            crc, size = zlib.crc32(chunk, crc), size + len(chunk)
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                crc, size = zlib.crc32(chunk, crc), size + len(chunk)
+    except NO_FILE:
+        return None
     return [size, crc]

@@ -57,9 +57,8 @@ class Tables:
     def __init__(self, params: PyTree[Param]) -> None:
         flat = jax.tree.leaves_with_path(params)
         self.shapes = [x.shape for _, x in flat]
-        self._numbers = {
-            checks.path_str(path): i for i, (path, x) in enumerate(flat) if x.shape
-        }
+        self._numbers = {path: i for i, (path, x) in enumerate(flat) if x.shape}
+        self._known = checks.by_name(self._numbers)
 
     def request(
         self, rows: Rows | None, dtype: jax.typing.DTypeLike | None
@@ -80,12 +79,8 @@ class Tables:
         return PullRequest(dict(checked), wanted)
 
     def _row_ids(self, path: str, ids: jax.typing.ArrayLike) -> tuple[int, Ids]:
-        number = self._numbers.get(path)
-        if number is None:
-            tables = ", ".join(map(repr, self._numbers))
-            raise ValueError(
-                f"rows must name tables of params, got {path!r}; there are {tables}."
-            )
+        named = checks.named("rows", path, "tables of params", self._known)
+        number = self._numbers[named]
         height = self.shapes[number][0]
         asked = rows_of(f"rows[{path!r}]", np.asarray(ids), height).ravel()
         return number, filled(np.unique(asked), len(asked), height)

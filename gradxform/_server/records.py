@@ -6,7 +6,7 @@ import collections
 import operator
 import secrets
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -114,12 +114,18 @@ class ServerStatus(NamedTuple):
     ahead: Mapping[int, int | None] = {}  # See `RecoverableServer.note`.
 
 
+def _is_ready() -> None:
+    """The arrays of one process need nobody else."""
+
+
 class Snapshot(NamedTuple):
     """All that a server needs to go on, taken at one moment."""
 
     pushes: int  # How many it has answered.
     state: dict[str, Any]
     counters: dict[str, Any]
+    # Is called before it is written; raises if another process lacks its part.
+    ready: Callable[[], None] = _is_ready
 
 
 class Counters:

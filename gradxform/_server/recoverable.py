@@ -11,6 +11,7 @@ from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.parameter_server import ParameterServer
 from gradxform._server.records import Ahead, ServerStatus, Snapshot
 from gradxform._server.saver import Saver
+from gradxform._server.specs import named
 from gradxform._server.store import Store
 from gradxform._server.transport import Transport
 
@@ -60,7 +61,8 @@ class RecoverableServer(ParameterServer[Any]):
         Raises:
           OSError: another run saves itself there, or the directory is not writable.
           ValueError: the checkpoint belongs to another job, or is not complete, or
-            exists with ``resume=False``; or the directory holds something else.
+            exists with ``resume=False``; or the directory holds something else; or
+            orbax cannot tell two arrays apart.
         """
         if self._status is None:
             notes = None if self._saver is None else self._resume(self._saver.store)
@@ -72,7 +74,7 @@ class RecoverableServer(ParameterServer[Any]):
 
     def _resume(self, store: Store) -> list[str] | None:
         """Goes on from the newest checkpoint; returns its notes, None without one."""
-        store.open()
+        store.open(named(self._core.specs.types))
         newest = store.newest()
         if newest is None:
             return None
@@ -88,9 +90,7 @@ class RecoverableServer(ParameterServer[Any]):
     def _save_if_due(self) -> None:
         """In a turn, right after a step: then no sum of pushes is half done."""
         if self._saver and self._saver.is_due(self.global_step()):
-            snapshot = self._transport.snapshot()
-            assert snapshot is not None  # The step has just succeeded.
-            self._saver.write_soon(snapshot)
+            self._saver.write_soon(self._transport.snapshot)
 
     def global_step(self) -> int:
         """Steps taken so far; the call waits for nothing."""
@@ -124,6 +124,10 @@ class RecoverableServer(ParameterServer[Any]):
         if self._saver is None or self._status is None:  # Nothing has begun.
             return None
         self._core.after_step = None  # No checkpoint is due from now on.
+        self._saver.flush()
+        status = self.status()
+        if status.accepted + status.dropped == self._saver.store.saved:
+            return status.global_step
         snapshot: Snapshot | None = self._turns.run(self._transport.snapshot)
         if snapshot is None:
             return None

@@ -12,14 +12,14 @@ import jax
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.folder import Folder, is_remote
-from gradxform._server.records import Snapshot, summary
+from gradxform._server.records import Snapshot
+from gradxform._trees import checks
 
 if TYPE_CHECKING:
     from orbax.checkpoint import CheckpointManager
 
 
-class OtherJobError(ValueError):
-    """A checkpoint is complete, but belongs to another job."""
+EMPTY = "a node without arrays"
 
 
 def manager_of(checkpoint: Checkpoint, **options: Any) -> CheckpointManager:
@@ -46,25 +46,31 @@ class Store:
 
     Attributes:
       checkpoint: as given.
+      saved: how many pushes the last one holds that was written or read.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._orbax = require("orbax.checkpoint", "checkpoint")
         self.checkpoint = checkpoint
         self._in_bucket = is_remote(os.fspath(checkpoint.directory))
-        self._held: int | None = None  # How many pushes the newest one holds.
+        self.saved: int | None = None
         self._folder: Folder | None = None  # Once it is taken.
         self._manager: CheckpointManager | None = None  # The one that reads.
 
-    def open(self) -> None:
+    def open(self, state: Mapping[str, Any]) -> None:
         """Takes the directory.
+
+        Args:
+          state: describes what will be saved there.
 
         Raises:
           OSError: another run writes there, or the directory is not writable.
-          ValueError: it holds something else.
+          ValueError: it holds something else; or orbax cannot tell two arrays of
+            ``state`` apart.
         """
         if self._folder is not None:
             return
+        _check_names(state)
         folder = Folder(os.fspath(self.checkpoint.directory))
         folder.take()
         try:
@@ -97,17 +103,16 @@ class Store:
         return self._manager.latest_step()
 
     def write(self, snapshot: Snapshot) -> None:
-        """Writes a checkpoint, unless the newest one holds the same pushes.
+        """Writes a checkpoint.
 
         Raises:
           OSError: another run writes there, or the disk is full.
         """
-        if snapshot.pushes == self._held:
-            return  # It is saved already.
         args = self._orbax.args
         counters = {
             **snapshot.counters,
             "arrays": described(snapshot.state),
+            "empty": empty_nodes(snapshot.state),
             "settings": self.checkpoint.settings,
         }
         with self._writer() as manager:
@@ -131,7 +136,7 @@ class Store:
                 f"{snapshot.pushes} pushes: another run writes there. Give each run a "
                 "directory of its own."
             )
-        self._held = snapshot.pushes
+        self.saved = snapshot.pushes
         if self._folder is not None:
             self._folder.seal(snapshot.pushes)
 
@@ -140,15 +145,19 @@ class Store:
         if self._folder is None:
             return
         self._folder.sweep()
-        if self._folder.retake():
+        if not self._folder.retake():
+            return
+        try:
             self._reopen()  # It forgets the checkpoints that are gone.
-            if self.newest() not in (None, self._held):
-                self._folder.release()
+            if self.newest() not in (None, self.saved):
                 raise OSError(
                     f"{self.checkpoint.directory} was deleted or moved during the run, "
                     "and another run has saved itself there: give each run a directory "
                     "of its own."
                 )
+        except BaseException:  # The next checkpoint tries again.
+            self._folder.release()
+            raise
 
     def read_newest(
         self, like: dict[str, Any], read: Callable[[int], Snapshot] | None = None
@@ -156,7 +165,8 @@ class Store:
         """The newest complete one, its arrays placed as those of ``like``; and notes.
 
         Newer ones, which are broken, are renamed. The notes tell the user of them, and
-        of changed settings.
+        of changed settings. Only the files decide which ones are broken. Any error
+        while one is read is raised: it may lack memory, for example.
 
         Args:
           like: parameters and state, or their descriptions.
@@ -171,13 +181,7 @@ class Store:
         for pushes in sorted(self._manager.all_steps(), reverse=True):
             fault = self._folder.fault(pushes)
             if fault is None:
-                try:
-                    snapshot = read(pushes) if read else self.read(pushes, like)
-                    break
-                except OtherJobError:
-                    raise
-                except Exception as error:
-                    fault = summary(error)
+                break
             faults[pushes] = fault
         else:
             pushes, fault = next(iter(faults.items()))
@@ -185,6 +189,11 @@ class Store:
                 f"checkpoint: {self._where(pushes)} is not whole, {fault}, and there "
                 "is no other to go on from. Move it away, or give another directory."
             )
+        try:
+            snapshot = read(pushes) if read else self.read(pushes, like)
+        except BaseException as error:
+            error.add_note(f"Raised while {self._where(pushes)} was read.")
+            raise
         notes = [
             f"checkpoint: {self._where(broken)} is not whole, {fault}. It is now "
             f"{self._folder.set_aside(broken)}, and the run goes on from "
@@ -223,9 +232,14 @@ class Store:
         )["counters"]
         where, saved = self._where(pushes), counters.pop("arrays")
         wanted = described(like)
-        for path in {**wanted, **saved}:
+        arrays = {**wanted, **saved}  # The error names one of these, if it can.
+        empty = counters.pop("empty", None)
+        if empty is not None:  # Older versions did not save them.
+            saved |= dict.fromkeys(empty, EMPTY)
+            wanted |= dict.fromkeys(empty_nodes(like), EMPTY)
+        for path in {**arrays, **wanted, **saved}:
             if saved.get(path) != wanted.get(path):
-                raise OtherJobError(
+                raise ValueError(
                     f"checkpoint: {where} is of another job. At {path} it has "
                     f"{saved.get(path, 'nothing')}, and this job "
                     f"{wanted.get(path, 'nothing')}. Give another directory."
@@ -235,16 +249,17 @@ class Store:
         # them without that. The described shapes have none.
         restore = args.StandardRestore(target, strict=False)
         state = manager.restore(pushes, args=args.Composite(state=restore))["state"]
-        self._held = pushes
+        self.saved = pushes
         return Snapshot(pushes, state, counters)
 
     def close(self) -> None:
         """Lets go of the directory."""
-        if self._manager is not None:
-            self._manager.close()
-        if self._folder is not None:
-            self._folder.sweep()
-            self._folder.release()
+        with contextlib.ExitStack() as stack:
+            if self._folder is not None:
+                stack.callback(self._folder.release)
+                stack.callback(self._folder.sweep)
+            if self._manager is not None:
+                stack.callback(self._manager.close)
 
 
 def described(state: Mapping[str, Any]) -> dict[str, str]:
@@ -254,3 +269,24 @@ def described(state: Mapping[str, Any]) -> dict[str, str]:
         jax.tree_util.keystr(path): jax.core.ShapedArray(x.shape, x.dtype).str_short()
         for path, x in flat
     }
+
+
+def empty_nodes(state: Mapping[str, Any]) -> list[str]:
+    """The paths of all nodes without children. Orbax needs the same ones to read."""
+
+    def is_empty(node: object) -> bool:
+        return not jax.tree.leaves(node, is_leaf=lambda child: child is not node)
+
+    flat = jax.tree.leaves_with_path(state, is_leaf=is_empty)
+    return [jax.tree_util.keystr(path) for path, node in flat if is_empty(node)]
+
+
+def _check_names(state: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` if orbax would save two arrays under one name."""
+    paths = [path for path, _ in jax.tree.leaves_with_path(state)]
+    for name, same in checks.by_name(paths, separator=".").items():
+        if len(same) > 1:
+            raise ValueError(
+                f"checkpoint: {' and '.join(map(checks.path_name, same))} would be "
+                f"saved under the one name {name!r}. Rename one of them."
+            )

@@ -164,7 +164,10 @@ def value_and_grad(
             return dense_way(params, *batch, **kwargs)
         paths = [checks.path_str(path) for path, _ in flat]
         leaves = dict(enumerate(leaf for _, leaf in flat))
-        named = _select(tables, paths, leaves)
+        is_named = checks.names(
+            "tables", tables, "leaves of params", (path for path, _ in flat)
+        )
+        named = _select(is_named, paths, leaves)
         dense = {i: leaf for i, leaf in leaves.items() if i not in named}
 
         def loss(dense: dict[int, Any], read: dict[int, Any]) -> tuple[Any, Any]:
@@ -204,10 +207,9 @@ def value_and_grad(
 
 
 def _select(
-    tables: Tables, paths: list[str], leaves: dict[int, Any]
+    is_named: Callable[[str], bool], paths: list[str], leaves: dict[int, Any]
 ) -> dict[int, readings.Table]:
     """The leaves that are named, or parts of a table, by their number."""
-    is_named = checks.names("tables", tables, "params", paths)
     named: dict[int, readings.Table] = {}
     for i, leaf in leaves.items():
         if not is_sparse(leaf) and not is_named(paths[i]):

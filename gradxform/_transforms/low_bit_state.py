@@ -127,8 +127,8 @@ def low_bit_state(
 
     def init_fn(params: optax.Params) -> LowBitState:
         state = inner.init(params)
-        names = [checks.path_str(path) for path, _ in jax.tree.leaves_with_path(state)]
-        is_kept = checks.names("keep", keep, "the state", names)
+        paths = [path for path, _ in jax.tree.leaves_with_path(state)]
+        is_kept = checks.names("keep", keep, "leaves of the state", paths)
 
         def held(path: Path, x: jax.Array) -> _Held:
             axis = max(np.ndim(x) + block_axis, 0)

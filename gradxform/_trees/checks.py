@@ -7,7 +7,7 @@ Only concrete values are checked. A traced value (a hyperparameter under ``jit``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -295,23 +295,51 @@ def path_name(path: Path) -> str:
     return jax.tree_util.keystr(path) or "the root"
 
 
-def path_str(path: Path) -> str:
+def path_str(path: Path, separator: str = "/") -> str:
     """The name of a leaf for users: its keys with slashes between them."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    return jax.tree_util.keystr(path, simple=True, separator=separator)
+
+
+def by_name(paths: Iterable[Path], separator: str = "/") -> dict[str, list[Path]]:
+    """The paths by their names. Keys may hold slashes, so two may have one name."""
+    found: dict[str, list[Path]] = {}
+    for path in paths:
+        found.setdefault(path_str(path, separator), []).append(path)
+    return found
+
+
+def named(name: str, given: str, of: str, known: Mapping[str, list[Path]]) -> Path:
+    """The one path with the given name; ``known`` is from :func:`by_name`.
+
+    Raises:
+      ValueError: no path has this name, or several have.
+    """
+    paths = known.get(given, [])
+    if not paths:
+        raise ValueError(
+            f"{name} must name {of}, got {given!r}; there are "
+            f"{', '.join(map(repr, known))}."
+        )
+    if len(paths) > 1:
+        raise ValueError(
+            f"{name} must name one of {of}, got {given!r}, which is "
+            f"{' and '.join(map(path_name, paths))}. Rename one of them."
+        )
+    return paths[0]
 
 
 def names(
-    name: str, given: Collection[str] | Callable[[str], bool], of: str, paths: list[str]
+    name: str,
+    given: Collection[str] | Callable[[str], bool],
+    of: str,
+    paths: Iterable[Path],
 ) -> Callable[[str], bool]:
-    """Whether a path is one of those given. All of these have to be in ``paths``."""
+    """Whether a name is one of those given; each has to be that of one path."""
     if callable(given):
         return given
-    for path in given:
-        if path not in paths:
-            raise ValueError(
-                f"{name} must name leaves of {of}, got {path!r}; there are "
-                f"{', '.join(map(repr, paths))}."
-            )
+    known = by_name(paths)
+    for each in given:
+        named(name, each, of, known)
     return given.__contains__
 
 

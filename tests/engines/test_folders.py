@@ -1,5 +1,7 @@
 """Folders of checkpoints: broken, foreign, full, or used by two runs at once."""
 
+import errno
+import gc
 import json
 import logging
 import os
@@ -7,10 +9,12 @@ import pathlib
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +23,13 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
+import gradxform as gx
 from gradxform import engines
 
-# For another process that needs no JAX, its patience, and the names of its files.
-from gradxform._server import folder
+# `folder`: for another process that needs no JAX, its patience, the names of its files.
+from gradxform._server import core, folder
+from gradxform._server import store as stores
+from gradxform._server.saver import Saver
 from tests.engines.test_recovery import LOCAL, bits, ended, make_job, steps_in
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -151,6 +158,149 @@ def test_a_run_waits_for_a_folder_that_is_about_to_be_free(tmp_path):
     assert max(steps_in(tmp_path)) == 20
 
 
+def refused(directory):
+    """The error of another process that takes the folder; None if it gets it."""
+    with holder(directory) as other:
+        _, error = other.communicate()
+    return re.search(rb"process \d+ on .* saves a run in", error)
+
+
+@pytest.mark.slow
+def test_a_copy_of_the_folder_inside_of_the_loop_leaves_it_locked(tmp_path):
+    """A process that closes a file loses all POSIX locks that it has on it."""
+    directory = tmp_path / "run"
+    with engines.simulated(make_job(30), checkpoint=directory) as run:
+        next(run.pushes)
+        shutil.copytree(directory, tmp_path / "copy")
+        assert refused(directory)
+    assert not refused(directory)
+
+
+ORPHAN = """
+import os, runpy, sys, time
+runpy.run_path(sys.argv[1])["Folder"](sys.argv[2]).take()
+if os.fork() == 0:
+    time.sleep(60)
+print(flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_child_does_not_hold_the_folder_of_a_dead_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "PATIENCE", 0.2)
+    code = [sys.executable, "-c", ORPHAN, folder.__file__, str(tmp_path)]
+    with subprocess.Popen(
+        code, stdout=subprocess.PIPE, start_new_session=True
+    ) as parent:
+        assert parent.stdout.readline() == b"\n"
+        parent.wait()
+        try:
+            folder.Folder(str(tmp_path)).take()
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)  # The child.
+    os.close(folder._taken.popitem()[1])
+
+
+def failing(monkeypatch, owner, name, error, times=1):
+    """Lets a function fail for the first times."""
+    function, left = getattr(owner, name), [error] * times
+
+    def fail(*args, **options):
+        if left:
+            raise left.pop()
+        return function(*args, **options)
+
+    monkeypatch.setattr(owner, name, fail)
+
+
+NO_DESCRIPTOR = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (folder.os, "open", PermissionError(errno.EACCES, "denied")),
+        (folder.os, "open", NO_DESCRIPTOR),
+        (folder.fcntl, "flock", OSError(errno.EIO, "a disk fails")),
+        (folder.os, "ftruncate", KeyboardInterrupt()),
+    ],
+)
+def test_a_folder_that_could_not_be_taken_is_free(
+    owner, name, error, tmp_path, monkeypatch
+):
+    wanted = folder.Folder(str(tmp_path))
+    with monkeypatch.context() as patch:
+        failing(patch, owner, name, error)
+        with pytest.raises(type(error)):
+            wanted.take()
+    assert not folder._taken
+    assert not wanted.is_there()
+    other = folder.Folder(str(tmp_path))
+    other.take()
+    assert folder._taken
+    other.release()
+
+
+def test_a_folder_without_locks_belongs_to_one_run_of_a_process(tmp_path, monkeypatch):
+    for code in folder.NO_LOCKS:
+        with monkeypatch.context() as patch:
+            failing(patch, folder.fcntl, "flock", OSError(code, "no locks"))
+            first = folder.Folder(str(tmp_path))
+            first.take()
+        with pytest.raises(OSError, match="another run of this process"):
+            folder.Folder(str(tmp_path)).take()
+        assert first.is_there()
+        first.release()
+
+
+@pytest.mark.slow
+def test_a_vanished_folder_that_cannot_be_taken_yet_is_locked_later(
+    tmp_path, monkeypatch
+):
+    directory = tmp_path / "run"
+    taken = folder.Folder(str(directory))
+    taken.take()
+    shutil.rmtree(directory)
+    with monkeypatch.context() as patch:
+        failing(patch, folder.os, "open", NO_DESCRIPTOR)
+        with pytest.raises(OSError, match="Too many open files"):
+            taken.retake()
+    assert not taken.is_there()
+    assert taken.retake()
+    assert refused(directory)
+    taken.release()
+
+
+def test_another_run_is_seen_after_a_failure_in_the_folder_that_vanished(
+    tmp_path, monkeypatch
+):
+    """A store that has read nothing yet may not write among another run's."""
+    directory = tmp_path / "run"
+    save(directory, pushes=10)
+    own = stores.Store(engines.Checkpoint(str(directory)))
+    own.open({})
+    shutil.rmtree(directory)
+    save(directory)
+    with monkeypatch.context() as patch:
+        failing(patch, stores, "manager_of", NO_DESCRIPTOR)
+        with pytest.raises(OSError, match="Too many open files"):
+            own._retake()
+    with pytest.raises(OSError, match="another run has saved itself there"):
+        own._retake()
+    own.close()
+    assert not folder._taken
+
+
+def test_a_folder_is_free_after_a_store_that_could_not_be_closed(tmp_path, monkeypatch):
+    own = stores.Store(engines.Checkpoint(str(tmp_path)))
+    own.open({})
+    failing(monkeypatch, folder.Folder, "sweep", PermissionError(13, "denied"))
+    with pytest.raises(PermissionError):
+        own.close()
+    assert not folder._taken
+
+
 def remove(directory, tmp_path):
     shutil.rmtree(directory)  # A new folder may get its inode.
 
@@ -188,7 +338,7 @@ def test_a_folder_that_vanishes_during_a_run_is_taken_again(engine, change, tmp_
         assert f"process {os.getpid()} on " in error.decode()
         run.stop()
     assert max(steps_in(directory)) == run.counts().pushed
-    assert folder._taken == {}
+    assert not folder._taken
 
 
 @pytest.mark.slow
@@ -286,7 +436,7 @@ BREAKS = {
     forget: "counters/metadata has no 'arrays'",
     lose_counters: "it has no counters/metadata",
     lose_state: "is missing since it was written",
-    unseal: "Error",
+    unseal: "it has no state",
     unseal_and_garble: "checksums.json: ",
 }
 
@@ -358,6 +508,290 @@ def test_a_broken_one_is_no_reason_to_take_another_job_s(saved, tmp_path):
 def test_one_that_was_written_before_there_were_checksums_is_read(saved, tmp_path):
     (tmp_path / "20" / folder.SUMS).unlink()
     assert save(tmp_path)[2].resumed == 20
+
+
+# Whole ones that cannot be read now.
+
+
+def assert_untouched(directory, before, saved):
+    """Nothing was renamed, and the next run goes on from the newest one."""
+    assert files_in(directory) == before
+    _, again, run = save(directory)
+    assert run.resumed == 20
+    assert bits(again) == bits(saved)
+
+
+# What orbax leaves behind after its error.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize("free", [*range(9), 12, 16, 24, 48])
+def test_without_descriptors_no_checkpoint_is_broken(free, saved, tmp_path):
+    before, own = files_in(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir("/proc/self/fd")))
+    between = [os.open(os.devnull, os.O_RDONLY)]
+    while between[-1] < used:
+        between.append(os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (between[-1] + 1 + free, own[1]))
+    error = None
+    try:
+        assert save(tmp_path)[2].resumed == 20
+    except Exception as raised:
+        error = raised
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, own)
+        for file in between:
+            os.close(file)
+    assert (error is not None) if free < 2 else not isinstance(error, AssertionError)
+    assert "is not whole" not in str(error)
+    del error
+    gc.collect()
+    assert_untouched(tmp_path, before, saved)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no memory"),
+        NO_DESCRIPTOR,
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory"),
+        ValueError("RESOURCE_EXHAUSTED: too many open files [tensorstore]"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_an_error_of_reading_is_no_fault_of_a_checkpoint(
+    error, saved, tmp_path, monkeypatch
+):
+    before = files_in(tmp_path)
+    with monkeypatch.context() as patch:
+        failing(patch, ocp.CheckpointManager, "restore", error, times=2)
+        with pytest.raises(type(error)) as raised:
+            save(tmp_path)
+    assert raised.value is error
+    assert f"{tmp_path}/20 was read" in error.__notes__[-1]
+    assert_untouched(tmp_path, before, saved)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (folder.zlib, "crc32"),
+        (pathlib.Path, "read_bytes"),
+        (ocp.CheckpointManager, "restore"),
+    ],
+)
+@pytest.mark.parametrize("kind", [TimeoutError, RuntimeError, ValueError])
+def test_an_alarm_of_the_program_is_no_fault_of_a_checkpoint(
+    kind, owner, name, saved, tmp_path, monkeypatch
+):
+    """The error of a signal's handler comes out of whatever it interrupts."""
+    before, function = files_in(tmp_path), getattr(owner, name)
+
+    def interrupted(*args, **options):
+        signal.raise_signal(signal.SIGALRM)
+        return function(*args, **options)
+
+    def handler(*_):
+        raise kind("the time is over")
+
+    own = signal.signal(signal.SIGALRM, handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            with pytest.raises(kind, match=r"^the time is over"):
+                save(tmp_path, pushes=30)
+    finally:
+        signal.signal(signal.SIGALRM, own)
+    assert_untouched(tmp_path, before, saved)
+
+
+def test_a_folder_that_cannot_be_listed_is_not_sealed(saved, tmp_path, monkeypatch):
+    """Checksums of some of the files would hide what is missing of the others."""
+    (tmp_path / "20" / folder.SUMS).unlink()
+    with monkeypatch.context() as patch:
+        failing(patch, os, "scandir", NO_DESCRIPTOR)
+        folder.Folder(str(tmp_path)).seal(20)
+    assert not (tmp_path / "20" / folder.SUMS).exists()
+    folder.Folder(str(tmp_path)).seal(20)
+    sums = json.loads((tmp_path / "20" / folder.SUMS).read_bytes())
+    assert {*sums} == {*files_in(tmp_path / "20")} - {
+        folder.SUMS,
+        *(name for name in files_in(tmp_path / "20") if "/" not in name),
+    }
+
+
+# Another job's.
+
+
+def test_a_state_of_the_same_arrays_may_be_another_job_s(tmp_path, standard_promotion):
+    """AdamW's state is Adam's, with one more node that has no array."""
+    job = make_job(10)
+    adam, adamw = (
+        job._replace(tx=gx.drop_stale(make(0.1), 9))
+        for make in [optax.adam, optax.adamw]
+    )
+    with engines.simulated(adam, checkpoint=tmp_path) as run:
+        list(run.pushes)
+    before = files_in(tmp_path)
+    where = re.escape(f"{tmp_path}/10 is of another job. At ['state'].inner_state[2]")
+    with pytest.raises(ValueError, match=where):
+        ended(engines.simulated, adamw, checkpoint=tmp_path)
+    assert files_in(tmp_path) == before
+    # One that was written before these nodes were saved.
+    where = tmp_path / "10"
+    counters = json.loads((where / folder.COUNTERS).read_bytes())
+    del counters["empty"]
+    (where / folder.COUNTERS).write_text(json.dumps(counters))
+    folder.Folder(str(tmp_path)).seal(10)
+    before = files_in(tmp_path)
+    with pytest.raises(ValueError, match="tree structures"):
+        ended(engines.simulated, adamw, checkpoint=tmp_path)
+    assert files_in(tmp_path) == before
+    assert ended(engines.simulated, adam, checkpoint=tmp_path)[2].resumed is not None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "where"),
+    [
+        ({"b": {}}, {}, "['b']"),
+        ({}, {"b": None}, "['b']"),
+        ({"b": {"c": {}}}, {"b": {}}, "['b']"),
+        ({"b": [(), ()]}, {"b": [()]}, "['b'][1]"),
+        ({"b": ()}, {"b": {}}, None),  # Orbax reads these.
+    ],
+)
+def test_nodes_without_arrays_belong_to_a_job(one, other, where, tmp_path):
+    jobs = [job_of({"w": X, **more}, optax.sgd(0.1)) for more in (one, other)]
+    ended(engines.simulated, jobs[0], checkpoint=tmp_path)
+    if where is None:
+        assert ended(engines.simulated, jobs[1], checkpoint=tmp_path)[2].resumed == 3
+        return
+    match = re.escape(f"of another job. At ['params']{where}")
+    with pytest.raises(ValueError, match=match):
+        ended(engines.simulated, jobs[1], checkpoint=tmp_path)
+    assert [*steps_in(tmp_path)] == [3]
+
+
+X, Y = np.arange(3, dtype=np.float32), 10 + np.arange(3, dtype=np.float32)
+
+
+def job_of(params, tx):
+    gradient = jax.jit(jax.value_and_grad(lambda p: optax.tree.norm(p, squared=True)))
+    return engines.Job(params, tx, [engines.Worker(gradient)], 3)
+
+
+def with_state(state):
+    return optax.GradientTransformation(lambda _: state, lambda u, s, p=None: (u, s))
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize(
+    ("params", "state", "one", "other"),
+    [
+        ({"a.b": X, "a": {"b": Y}}, {}, "['params']['a.b']", "['params']['a']['b']"),
+        ({"a": [X], "a.0": Y}, {}, "['params']['a'][0]", "['params']['a.0']"),
+        ({"a": {"": X}, "a.": Y}, {}, "['params']['a']['']", "['params']['a.']"),
+        ({"w": X}, {"m.n": X, "m": {"n": Y}}, "['m.n']", "['m']['n']"),
+    ],
+)
+def test_arrays_that_orbax_cannot_tell_apart_are_refused_at_once(
+    engine, params, state, one, other, tmp_path
+):
+    job, directory = job_of(params, with_state(state)), tmp_path / "run"
+    with pytest.raises(ValueError, match="under the one name") as raised:
+        ended(engine, job, checkpoint=directory)
+    assert one in str(raised.value)
+    assert other in str(raised.value)
+    assert not directory.exists()
+    assert ended(engine, job)[2].counts().pushed == 3  # Nothing is saved.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"a.b": X, "a": {"c": Y}},
+        {"a": X, "a/b": Y},
+        {"a": X, "a/.zarray": Y},
+        {"": X, ".": Y},
+        {"a": [X], "a.1": Y},
+    ],
+)
+def test_other_names_may_hold_dots(params, tmp_path):
+    job = job_of(params, optax.sgd(0.1, 0.9))
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        list(run.pushes)
+        before = run.server.state()
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        assert run.resumed == 3
+        assert bits(run.server.state()) == bits(before)
+
+
+# No memory.
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize(
+    "error", [MemoryError("none"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")]
+)
+def test_a_snapshot_without_memory_costs_one_checkpoint(
+    engine, error, tmp_path, monkeypatch, caplog
+):
+    """The push that it belongs to has acted: it gets its answer."""
+    job = make_job(30, required=1, count=1)
+    checkpoint = engines.Checkpoint(tmp_path, 10, None, max_to_keep=None)
+    state, pushes = core.Core.state, []
+
+    def short(self):
+        if self.version.global_step == 20:
+            raise error
+        return state(self)
+
+    monkeypatch.setattr(core.Core, "state", short)
+    with (
+        caplog.at_level(logging.ERROR, "gradxform"),
+        engine(job, checkpoint=checkpoint) as run,
+    ):
+        for push in run.pushes:
+            pushes.append(push)
+            run.server.flush()
+    assert [push.result.global_step for push in pushes] == [*range(1, 31)]
+    assert run.counts()[:3] == (30, 30, 0)
+    assert {*steps_in(tmp_path)} == {10, 30}
+    (message,) = told(caplog)
+    assert message.startswith(f"no checkpoint was written: {type(error).__name__}")
+
+
+def test_a_checkpoint_needs_no_new_thread(tmp_path, monkeypatch):
+    """A push has acted when the first one is due."""
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    job = make_job(20, required=1, count=1)
+    checkpoint = engines.Checkpoint(tmp_path, 10, None)
+    with engines.simulated(job, checkpoint=checkpoint) as run:
+        for _ in range(9):
+            next(run.pushes)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            assert next(run.pushes).result.global_step == 10
+    assert {*steps_in(tmp_path)} == {10}
+
+
+def test_after_a_snapshot_without_memory_the_next_one_is_not_at_once(caplog):
+    """A run that is saved by the clock would otherwise copy after every step."""
+
+    def take():
+        raise MemoryError
+
+    saver = Saver(types.SimpleNamespace(checkpoint=engines.Checkpoint("", None, 0.2)))
+    time.sleep(0.25)
+    assert saver.is_due(1)
+    saver.write_soon(take)
+    assert not saver.is_due(2)
+    time.sleep(0.25)
+    assert saver.is_due(3)
+    assert told(caplog) == ["no checkpoint was written: MemoryError: "]
 
 
 # Files of others.

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import gradxform as gx
 from gradxform import engines
 from gradxform._group.actors import message
+from gradxform._group.checkpoints import GroupStore
 from tests.conftest import ON_RAY
 from tests.engines.test_ray import assert_counted
 from tests.engines.test_recovery import stop_at
@@ -630,3 +631,83 @@ def test_a_death_while_the_group_starts_is_one_of_the_servers(tmp_path):
         assert run.server.stats().global_step == 20
         # This death counts as any other. Without a checkpoint it would end the run.
         assert run.counts().server_deaths == 1
+
+
+def fails_in_a_resume(flag, dies):
+    """A transformation with which a follower fails once, while it reads its parts."""
+
+    def init(params):
+        read = GroupStore.read
+
+        def fail(store, pushes, like):
+            if jax.process_index():
+                with contextlib.suppress(FileExistsError):
+                    os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+                    if dies:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    raise MemoryError("there is no room")
+            return read(store, pushes, like)
+
+        GroupStore.read = fail
+        return sgd.init(params)
+
+    sgd = optax.sgd(1.0)
+    return optax.GradientTransformation(init, sgd.update)
+
+
+@marked
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_follower_that_fails_in_a_resume_is_no_fault_of_the_checkpoint(
+    dies, tmp_path
+):
+    directory = tmp_path / "run"
+    checkpoint = engines.Checkpoint(directory, every_steps=10, max_to_keep=None)
+    with engines.simulated(slow(20), checkpoint=checkpoint) as run:
+        list(run.pushes)
+    job = slow(30, gx.drop_stale(fails_in_a_resume(str(tmp_path / "flag"), dies), 10))
+    error = pytest.raises(MemoryError, match="there is no room")
+    with (
+        contextlib.nullcontext() if dies else error,
+        engines.ray(job, checkpoint=checkpoint, **OF_TWO) as run,
+    ):
+        assert run.resumed == 20
+        assert len(list(run.pushes)) == 10
+        assert run.counts().server_deaths == 1
+    names = {path.name for path in directory.iterdir() if path.is_dir()}
+    assert {"10", "20"} <= names
+    assert all(map(str.isdigit, names))  # None is broken.
+
+
+@marked
+def test_a_process_without_memory_for_a_snapshot_costs_one_checkpoint(tmp_path):
+    checkpoint = engines.Checkpoint(tmp_path, 10, None, max_to_keep=None)
+
+    def short_in(which, step):
+        def sabotage(actor, _):
+            core = actor.process.core
+            state = core.state
+
+            def short():
+                if core.version.global_step == step:
+                    raise MemoryError("there is no room")
+                return state()
+
+            if jax.process_index() == which:
+                core.state = short
+
+        return sabotage
+
+    def left_over(actor, _):
+        return len(getattr(actor, "_snapshots", ()))
+
+    with engines.ray(slow(50), checkpoint=checkpoint, **OF_TWO) as run:
+        on_group(short_in(1, 20), run)
+        on_group(short_in(0, 30), run)
+        assert len(list(run.pushes)) == 50
+        assert run.counts()[:3] == (50, 50, 0)
+        assert run.counts().server_deaths == 0
+        assert on_group(left_over, run) == [0, 0]
+    names = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert {"10", "40", "50"} <= names <= {"10", "40", "50"}
+    with engines.simulated(slow(50), checkpoint=tmp_path) as run:
+        assert run.counts().pushed == 50

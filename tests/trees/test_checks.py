@@ -159,3 +159,30 @@ def test_a_whole_equinox_module_is_named():
         with pytest.raises(TypeError, match=match):
             call()
     gx.ParameterServer(arrays, tx)
+
+
+TABLE = jnp.zeros((8, 2))
+TWINS = {"a/b": TABLE, "a": {"b": TABLE, "c": TABLE}}
+
+
+def pull(name):
+    server = gx.ParameterServer(TWINS, optax.sgd(0.1))
+    return server.pull(rows={name: [1]})[0]
+
+
+def gradients(name):
+    gradient = gx.value_and_grad(lambda p: jnp.sum(p["a"]["c"][1]), tables=[name])
+    return gradient(TWINS)[1]
+
+
+def keep(name):
+    tx = gx.low_bit_state(optax.trace(0.9), min_size=1, keep=[f"trace/{name}"])
+    return tx.init(TWINS).inner_state.trace
+
+
+@pytest.mark.parametrize("use", [pull, gradients, keep])
+def test_a_name_of_two_leaves_is_an_error_with_both(use):
+    """A key may hold a slash. Without the error one of the two would be taken."""
+    with pytest.raises(ValueError, match=r"\['a'\]\['b'\] and .*\['a/b'\]\. Rename"):
+        use("a/b")
+    assert type(use("a/c")["a"]["c"]) is not type(use("a/c")["a"]["b"])
