@@ -24,6 +24,7 @@ import optax
 from gradxform._late import missing
 from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import has_gate
+from gradxform._late.measure_cosine import cosines
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.compilers import narrow, where
@@ -239,7 +240,7 @@ def _apply(
     extra = accepted_kwargs(inner, extra)
     if not leaf_flags:
         return apply(inner, updates, state, params, **extra)
-    if has_gate(state):
+    if has_gate(state) or cosines(state):
         extra["leaf_flags"] = leaf_flags
     outcome, new_state = apply(inner, updates, state, params, **extra)
     if guard_of(inner) is not None:

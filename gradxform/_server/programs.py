@@ -13,11 +13,11 @@ import optax
 from jax.sharding import Sharding
 
 from gradxform._late.counters import dropped, outermost
+from gradxform._late.measure_cosine import cosines
 from gradxform._server.placement import Arrays, bring, compiled
 from gradxform._server.reader import size_for
 from gradxform._server.specs import Leaves, Specs
 from gradxform._training.apply import apply_gradients
-from gradxform._transforms.measure_cosine import cosines
 from gradxform._trees import checks, maps
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse, padded
 from gradxform._trees.types import Leaf, PyTree
