@@ -152,9 +152,12 @@ def delayed(
         count = state.count
         slots = jnp.where(count < delays, count, count - delays)  # count mod d
 
+        flags = missing.flags_of(updates, leaf_flags)
+
         def late() -> optax.Updates:
-            # g_{t - d}
-            return jax.tree.unflatten(treedef, map(_oldest, leaves, rings, slots))
+            # g_{t - d}, and zeros for a leaf without a gradient
+            old = jax.tree.unflatten(treedef, map(_oldest, leaves, rings, slots))
+            return missing.chosen(flags, old)
 
         # Each leaf that has a gradient has an old one to apply.
         full = jnp.all((count >= delays) | ~moves)
@@ -177,9 +180,8 @@ def delayed(
                 return new
             return jax.lax.dynamic_update_slice_in_dim(ring, new, slot, 0)
 
-        flags = missing.flags_of(updates, leaf_flags)
-        flags = maps.leaves(flags)
-        ring = jax.tree.unflatten(treedef, map(written, leaves, rings, slots, flags))
+        rows = map(written, leaves, rings, slots, maps.leaves(flags))
+        ring = jax.tree.unflatten(treedef, rows)
         one_more = jnp.where(count + 1 < 2 * delays, count + 1, delays)
         return outcome, DelayedState(
             count=jnp.where(moves, one_more, count),

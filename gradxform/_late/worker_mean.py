@@ -249,11 +249,14 @@ class _Push(NamedTuple):
     ) -> tuple[Outcome, WorkerMeanState, jax.Array]:
         """Applies ``inner`` to this row of the means if ``full``."""
         means = boxes.as_in(self.updates, state.means)
+        flags = missing.flags_of(self.updates, self.leaf_flags)
 
         def mean() -> optax.Updates:
-            return maps.map_updates(
+            # Zeros for a leaf without a gradient, as from any sum.
+            mean = maps.map_updates(
                 lambda g, m: narrow(_row(m, row), maps.dtype_of(g)), self.updates, means
             )
+            return missing.chosen(flags, mean)
 
         outcome, inner_state, applied, _ = self.apply_if(
             full, mean, state.inner_state, self.leaf_flags, **self.extra
