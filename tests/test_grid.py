@@ -16,9 +16,7 @@ from benchmarks.compilers import traffic
 
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
-    pytest.mark.skipif(
-        jax.__version_info__ < (0, 10), reason="its compiler keeps copies of its own"
-    ),
+    pytest.mark.figures,
 ]
 
 

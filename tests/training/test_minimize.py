@@ -327,6 +327,7 @@ def temporaries(height, tables, row_wise):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.figures
 @pytest.mark.parametrize("row_wise", [False, True])
 def test_temporaries_do_not_grow_with_the_table(row_wise):
     small = temporaries(1_000, ["emb"], row_wise)
