@@ -17,7 +17,7 @@ import optax
 
 from gradxform._trees import dtypes, maps
 from gradxform._trees.indexed_slices import IndexedSlices, RowSparseError, is_sparse
-from gradxform._trees.types import Gradient, Leaf, Path, PyTree, T
+from gradxform._trees.types import Gradient, Leaf, Path, Prefix, PyTree, T
 
 COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # For counts, which are int32 on devices.
 _REAL = (jnp.floating, jnp.integer)
@@ -273,11 +273,42 @@ def of_same_kind(
             )
 
 
-def bools(name: str, values: PyTree[bool], params: optax.Params) -> None:
-    """Raises ``TypeError`` unless ``values`` has one bool for each leaf of ``params``.
+def prefix(
+    name: str, given: Prefix[T], tree: PyTree[Leaf], tree_name: str = "params"
+) -> PyTree[T]:
+    """One value of a prefix tree for each leaf of ``tree``, as :func:`maps.broadcast`.
+
+    Raises:
+      TypeError: it is no prefix of ``tree``; the error names the first such path.
+    """
+    given = maps.prefix_of(given, tree)
+    if not _is_prefix(given, tree):
+        path, got, wanted = _other_node(given, tree, _is_prefix)
+        raise TypeError(
+            f"{name} and {tree_name} differ at {path_name(path)}: {name} has {got}, "
+            f"{tree_name} has {wanted}. Pass one value, or a tree with the nodes and "
+            f"keys of {tree_name}, in which one value may stand for a whole branch."
+        )
+    return maps.broadcast(given, tree)
+
+
+def _is_prefix(given: PyTree[object], tree: PyTree[Leaf]) -> bool:
+    try:
+        maps.map_leaves(lambda *_: None, given, tree)
+    except ValueError:
+        return False
+    return True
+
+
+def bools(name: str, given: Prefix[bool], params: optax.Params) -> PyTree[bool]:
+    """One bool of a prefix tree for each leaf of ``params``.
 
     None may be traced, as they decide what is computed.
+
+    Raises:
+      TypeError: it holds something else, or is no prefix of ``params``.
     """
+    values = prefix(name, given, params)
 
     def check(path: Path, _: object, value: jax.typing.ArrayLike) -> None:
         traced = isinstance(value, jax.core.Tracer)
@@ -288,6 +319,7 @@ def bools(name: str, values: PyTree[bool], params: optax.Params) -> None:
             )
 
     jax.tree.map_with_path(check, params, values, is_leaf=is_sparse)
+    return values
 
 
 def path_name(path: Path) -> str:
@@ -401,8 +433,16 @@ def _node_at(path: Path, tree: PyTree[Leaf]) -> str:
     return f"a node {_name(type(found[0]))}, no array" if found else "no leaf"
 
 
-def _other_node(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> tuple[Path, str, str]:
-    """The first path where two trees with the same leaves have different nodes."""
+def _same_nodes(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> bool:
+    return _flat(tree)[1] == _flat(reference)[1]
+
+
+def _other_node(
+    tree: PyTree[Leaf],
+    reference: PyTree[Leaf],
+    fits: Callable[[PyTree[Leaf], PyTree[Leaf]], bool] = _same_nodes,
+) -> tuple[Path, str, str]:
+    """The first path where two trees that do not fit have different nodes."""
 
     def top(
         node: PyTree[Leaf],
@@ -412,13 +452,16 @@ def _other_node(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> tuple[Path, str,
     (children, node), (wanted_children, wanted) = top(tree), top(reference)
     if node == wanted:
         for (key, child), (_, like) in zip(children, wanted_children, strict=True):
-            if _flat(child)[1] != _flat(like)[1]:
-                path, given, expected = _other_node(child, like)
+            if not fits(child, like):
+                path, given, expected = _other_node(child, like, fits)
                 return (*key, *path), given, expected
     names = _name(type(tree)), _name(type(reference))
     if len(set(names)) == 1:  # One kind, but with other keys or static fields.
         names = str(node), str(wanted)
-    return (), f"a node {names[0]}", f"a node {names[1]}"
+    has_node = f"a node {names[0]}"
+    if maps.is_leaf(reference) or jax.tree_util.all_leaves([reference]):
+        return (), has_node, _describe(reference)
+    return (), has_node, f"a node {names[1]}"
 
 
 def _name(kind: type) -> str:
@@ -445,8 +488,18 @@ def _not_own(path: Path, given: str, wanted: str) -> TypeError:
 
 
 def arrays(params: optax.Params) -> None:
-    """Raises ``TypeError`` at the first parameter that is no array and no number."""
-    for path, p in jax.tree.leaves_with_path(params):
+    """Raises unless parameters are arrays or numbers, and there are any.
+
+    Raises:
+      ValueError: there are none.
+      TypeError: one is something else; the error names its path.
+    """
+    flat = jax.tree.leaves_with_path(params)
+    if not flat:
+        raise ValueError(
+            f"params has no array, got {params!r}: pass a tree with at least one."
+        )
+    for path, p in flat:
         if not hasattr(p, "dtype") and not isinstance(p, complex | float | int):
             raise TypeError(
                 f"params has {p!r} at {path_name(path)}, which is no array. Pass the "

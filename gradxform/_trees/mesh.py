@@ -35,7 +35,9 @@ def sums(
     if (names := _given_names(axis_name)) is not None:
         axes = _varying_axes(flat, names, stacked)
     else:
-        specs = jax.tree.leaves(maps.broadcast(axis_name, layers))
+        specs = jax.tree.leaves(
+            checks.prefix("axis_name", axis_name, layers, "updates")
+        )
         axes = _sharded_axes(flat, specs, stacked)
     whole = _psum([x for _, x in flat], [within for _, within in axes])
     together = _psum(list(map(jnp.sum, whole)), [across for across, _ in axes])
