@@ -206,11 +206,14 @@ def prepare(
 
     Raises:
       TypeError: ``grads`` does not fit, or the transformation raises it.
-      ValueError: the transformation raises it; or with ``require_finite`` a gradient
-        holds NaN or inf.
+      ValueError: the transformation raises it; an array is deleted; or with
+        ``require_finite`` a gradient holds NaN or inf.
     """
     grads = maps.without_float0(grads)
     leaves, tree = jax.tree.flatten((grads, extra), is_leaf=is_sparse)
+    if not all(map(checks.is_usable, leaves)):
+        checks.usable("grads", grads)
+        checks.usable("extra", extra)
     if IndexedSlices in map(type, leaves):
         with jax.transfer_guard("allow"):
             pushed = jax.tree.unflatten(tree, map(in_sizes, leaves))

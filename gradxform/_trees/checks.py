@@ -6,6 +6,7 @@ Only concrete values are checked. A traced value (a hyperparameter under ``jit``
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn
@@ -506,6 +507,54 @@ def arrays(params: optax.Params) -> None:
                 "arrays of a module alone: those of Equinox are "
                 "eqx.filter(module, eqx.is_inexact_array)."
             )
+
+
+def is_usable(leaf: object) -> bool:
+    """Whether a leaf of a tree holds numbers now: an array, or a number."""
+    if isinstance(leaf, jax.Array):
+        return not isinstance(leaf, jax.core.Tracer) and not leaf.is_deleted()
+    return hasattr(leaf, "dtype") or isinstance(leaf, complex | float | int)
+
+
+def usable(name: str, tree: PyTree[Leaf]) -> None:
+    """Raises unless each leaf of a tree holds numbers now.
+
+    Raises:
+      TypeError: one is no array, or traced; the error names its path.
+      ValueError: one was deleted, or donated to a program.
+    """
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if is_usable(leaf):
+            continue
+        if isinstance(leaf, jax.core.Tracer):
+            raise TypeError(
+                f"{name} has a traced array at {path_name(path)}, which has no numbers "
+                "yet. Call this outside of jit, grad and vmap."
+            )
+        if isinstance(leaf, jax.Array):
+            raise ValueError(
+                f"{name} has a deleted array at {path_name(path)}, {_describe(leaf)}: "
+                "it was donated to a program, or deleted. Use it before that, or give "
+                "the program a copy."
+            )
+        raise TypeError(f"{name} has {leaf!r} at {path_name(path)}, which is no array.")
+
+
+def not_while_tracing(method: str) -> None:
+    """Raises ``RuntimeError`` if JAX traces the caller, so that it would run once."""
+    # Inside of jit JAX traces each operation, also one on an array that is known.
+    if isinstance(jax.device_put(_known(), may_alias=True), jax.core.Tracer):
+        raise RuntimeError(
+            f"{method} was called while JAX traces a function, as inside of jit or "
+            "scan. There it would run once, and its result would be a constant of the "
+            "program. Call it outside, and pass its result to the function."
+        )
+
+
+@functools.cache
+def _known() -> jax.Array:
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+        return jnp.zeros(())
 
 
 def same_dtypes(
