@@ -176,9 +176,10 @@ class ParameterServer(Generic[Params]):
             ``push_id`` no such pair.
           ValueError: ``local_step`` is negative, ahead of the server, or from before a
             :meth:`restore`; ``push_id`` is below the last one of its worker; no leaf
-            has a gradient; a leaf is not finite although ``require_finite`` is set; an
-            array was deleted, or donated to a program;
+            has a gradient; a leaf is not finite although ``require_finite`` is set;
             ``worker`` has no row in a :func:`worker_mean`.
+          RuntimeError: an array was deleted, or donated to a program; or ``push`` is
+            called inside of ``jit`` or the like.
           ServerClosedError: the server is closed, or has lost its parameters.
         """
         checks.not_while_tracing("push")

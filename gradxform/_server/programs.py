@@ -206,8 +206,9 @@ def prepare(
 
     Raises:
       TypeError: ``grads`` does not fit, or the transformation raises it.
-      ValueError: the transformation raises it; an array is deleted; or with
-        ``require_finite`` a gradient holds NaN or inf.
+      ValueError: the transformation raises it; or with ``require_finite`` a gradient
+        holds NaN or inf.
+      RuntimeError: an array is deleted.
     """
     grads = maps.without_float0(grads)
     leaves, tree = jax.tree.flatten((grads, extra), is_leaf=is_sparse)

@@ -521,7 +521,7 @@ def usable(name: str, tree: PyTree[Leaf]) -> None:
 
     Raises:
       TypeError: one is no array, or traced; the error names its path.
-      ValueError: one was deleted, or donated to a program.
+      RuntimeError: one was deleted, or donated to a program.
     """
     for path, leaf in jax.tree.leaves_with_path(tree):
         if is_usable(leaf):
@@ -532,7 +532,7 @@ def usable(name: str, tree: PyTree[Leaf]) -> None:
                 "yet. Call this outside of jit, grad and vmap."
             )
         if isinstance(leaf, jax.Array):
-            raise ValueError(
+            raise RuntimeError(  # As JAX does.
                 f"{name} has a deleted array at {path_name(path)}, {_describe(leaf)}: "
                 "it was donated to a program, or deleted. Use it before that, or give "
                 "the program a copy."

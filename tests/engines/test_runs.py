@@ -454,7 +454,7 @@ def test_gradients_that_hold_no_numbers_are_named(engine):
         grads.delete()
         return 1.0, grads
 
-    with pytest.raises(ValueError, match="grads has a deleted array at the root"):
+    with pytest.raises(RuntimeError, match="grads has a deleted array at the root"):
         list_all(engine, make_job([engines.Worker(deleted)]))
     with pytest.raises(TypeError, match="grads has 'x' at the root, which is no arr"):
         list_all(engine, make_job([engines.Worker(lambda params: (1.0, "x"))]))
