@@ -432,7 +432,7 @@ def test_a_job_that_cannot_be_is_refused(engine, changes):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_what_is_no_worker_is_refused(engine):
+def test_only_workers_are_taken(engine):
     worker = engines.Worker(ones)
     match = r"workers: worker {} must be an engines\.Worker, got .*engines\.Worker\("
     for workers, index in (([ones], 0), ([worker, ones], 1), (worker, 0)):
