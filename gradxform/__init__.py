@@ -56,6 +56,10 @@ from gradxform._late.delayed import delayed as delayed
 from gradxform._late.drop_stale import DropStaleState as DropStaleState
 from gradxform._late.drop_stale import drop_stale as drop_stale
 from gradxform._late.gate import GatedTransformation as GatedTransformation
+from gradxform._late.measure_cosine import (
+    MeasureCosineState as MeasureCosineState,
+)
+from gradxform._late.measure_cosine import measure_cosine as measure_cosine
 from gradxform._late.scale_by_staleness import scale_by_staleness as scale_by_staleness
 from gradxform._late.scale_by_worker import scale_by_worker as scale_by_worker
 from gradxform._late.skip_spikes import SkipSpikesState as SkipSpikesState
@@ -103,10 +107,6 @@ from gradxform._transforms.master_weights import (
     get_master_weights as get_master_weights,
 )
 from gradxform._transforms.master_weights import master_weights as master_weights
-from gradxform._transforms.measure_cosine import (
-    MeasureCosineState as MeasureCosineState,
-)
-from gradxform._transforms.measure_cosine import measure_cosine as measure_cosine
 from gradxform._transforms.momentum_look_ahead import (
     ScaleByMomentumLookAheadState as ScaleByMomentumLookAheadState,
 )

@@ -24,9 +24,7 @@ from benchmarks.models import (
 from benchmarks.step import CLIP, gx_step, optax_step
 from tests.descriptors import DESCRIPTORS, UNGATED
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="its compiler keeps copies of its own"
-)
+pytestmark = pytest.mark.figures
 
 
 def each_kind(dtype=jnp.float32):
@@ -86,11 +84,7 @@ def test_a_step_costs_what_its_row_says(row):
     shapes = leaves(jnp.float32)
     state = [x for x in row.state(shapes) if x.ndim]
     step = compile_step(row.make(), shapes, **jax.eval_shape(row.extra, shapes))
-    copies, passes = row.figures[0]
-    if row.name == "ftrl" and jax.__version_info__ < (0, 12):
-        # There the CPU compiler copies the sums of squares before it reads them twice.
-        copies, passes = copies + 1, passes + 2
-    check_row(row, step, size(shapes), (copies, passes))
+    check_row(row, step, size(shapes), row.figures[0])
     # Parameters and state are updated in place.
     memory = step.memory_analysis()
     assert memory.alias_size_in_bytes >= size(shapes) + size(state)
@@ -103,10 +97,7 @@ def test_a_step_with_its_loss_inside_costs_what_its_row_says(row):
     batch = jax.ShapeDtypeStruct((4, 512), jnp.float32)
     extra = jax.eval_shape(row.extra, params)
     step = lower_training(row.make(), params, squares, batch, **extra).compile()
-    copies, passes = row.figures[1]
-    if row.name == "ftrl" and jax.__version_info__ < (0, 12):
-        passes += 2
-    check_row(row, step, size(params), (copies, passes))
+    check_row(row, step, size(params), row.figures[1])
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -116,10 +107,7 @@ def test_novograd_behind_a_clip_keeps_one_copy_of_its_gradients():
     batch = jax.ShapeDtypeStruct((4, 512), jnp.float32)
     tx = optax.chain(CLIP, gx.novograd(0.1))
     step = lower_training(tx, params, squares, batch).compile()
-    # Before 0.12 the compiler scales them in each kernel that needs them.
-    copies = 1 if jax.__version_info__ >= (0, 12) else 2
-    found = step.memory_analysis().temp_size_in_bytes / size(params)
-    assert copies <= found < copies + 0.01
+    assert 1 <= step.memory_analysis().temp_size_in_bytes / size(params) < 1.01
 
 
 @pytest.mark.parametrize(
@@ -131,8 +119,6 @@ def test_novograd_behind_a_clip_keeps_one_copy_of_its_gradients():
     ids=["master_weights", "round_stochastically"],
 )
 def test_bfloat16_needs_room_for_one_leaf_in_float32_at_most(tx, copies):
-    if copies and jax.__version_info__ < (0, 12):
-        copies = 3.5  # That compiler drops the barriers between leaves.
     shapes = leaves(jnp.bfloat16, 4)
     memory = compile_step(tx, shapes).memory_analysis()
     assert memory.temp_size_in_bytes < (copies + 0.01) * size(shapes)
@@ -258,8 +244,6 @@ def test_a_push_to_the_mean_over_workers_costs_the_same_for_all_of_them(
 
     That is 1 N, or 2 N where the row is float32 and the model bfloat16.
     """
-    if accumulator_dtype and jax.__version_info__ < (0, 12):
-        pytest.skip("its CPU compiler passes over the whole table to write one row")
     shapes = leaves(dtype)
     copies = jnp.dtype(accumulator_dtype or "float32").itemsize
     copies /= jnp.dtype(dtype).itemsize
@@ -353,11 +337,7 @@ def test_a_ring_in_half_precision_needs_no_module_either(num_steps):
     n, memory = size(shapes), step.memory_analysis()
     assert memory.temp_size_in_bytes < 3000
     assert memory.alias_size_in_bytes > (num_steps + 1) * n
-    passes = 5
-    if jax.__version_info__ < (0, 12) and num_steps > 1:
-        # There the CPU compiler passes over all slots to write one.
-        passes += 3 * num_steps - 2
-    assert passes * n <= step.cost_analysis()["bytes accessed"] < (passes + 0.01) * n
+    assert 5 * n <= step.cost_analysis()["bytes accessed"] < 5.01 * n
 
 
 def test_without_a_delay_there_is_no_ring():
@@ -435,10 +415,8 @@ def test_lazy_costs_the_rows_and_not_the_table(name):
         memory, costs = compiled.memory_analysis(), compiled.cost_analysis()
         assert memory.temp_size_in_bytes < (copies + 0.1) * given
         assert memory.alias_size_in_bytes >= (1 + slots) * whole
-        rest = 0.0  # Without its fusion emitters it counts fewer tables and copies.
-        if jax.__version_info__ >= (0, 11):
-            assert memory.temp_size_in_bytes > copies * given
-            rest = costs["bytes accessed"] - (reads + 2 * (1 + slots)) * whole
+        assert memory.temp_size_in_bytes > copies * given
+        rest = costs["bytes accessed"] - (reads + 2 * (1 + slots)) * whole
         assert rest < 7.1 * (2 + slots) * given
         before = lowered.cost_analysis()["bytes accessed"]
         left.append((memory.temp_size_in_bytes, rest, costs["flops"], before))
@@ -499,13 +477,10 @@ def fedbuff(tx):
         "delayed-drop_stale",
     ],
 )
-def test_a_gate_around_the_step_makes_none_either(gate, request):
+def test_a_gate_around_the_step_makes_none_either(gate):
     local_step = jax.ShapeDtypeStruct((), jnp.int32)
     step = compiled_step(gate, each_kind, local_step=local_step)
-    copies = 0.02
-    if request.node.callspec.id == "both" and jax.__version_info__ < (0, 12):
-        copies = 1.02  # There the CPU compiler copies a sum two conditionals deep.
-    assert step.memory_analysis().temp_size_in_bytes < copies * size(each_kind())
+    assert step.memory_analysis().temp_size_in_bytes < 0.02 * size(each_kind())
     assert "conditional" in step.as_text()
 
 

@@ -148,6 +148,7 @@ def temporaries(name, tables, height):
     return stats.temp_size_in_bytes
 
 
+@pytest.mark.figures
 @pytest.mark.slow
 def test_no_step_makes_anything_of_the_tables_size(name):
     assert temporaries(name, True, 100_000) == temporaries(name, True, HEIGHT)
@@ -246,7 +247,17 @@ def checkpoints(jaxpr):
                 yield from checkpoints(inner)
 
 
-@pytest.mark.parametrize(
+def program(make, height):
+    """Value and gradient, by the row for its table; the loss; and parameters."""
+    loss, params = make(height)
+    is_table = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): x.shape[0] == height
+        for path, x in jax.tree.leaves_with_path(params)
+    }
+    return gx.value_and_grad(loss, tables=is_table.get), loss, params
+
+
+WITH_CHECKPOINTS = pytest.mark.parametrize(
     "make",
     [
         jaxs_checkpoint,
@@ -256,19 +267,12 @@ def checkpoints(jaxpr):
         equinoxs_checkpoint,
     ],
 )
+
+
+@WITH_CHECKPOINTS
 def test_a_whole_model_may_be_computed_again_in_the_backward_pass(make):
-    batch = 1000
-
-    def program(height):
-        loss, params = make(height)
-        is_table = {
-            jax.tree_util.keystr(path, simple=True, separator="/"): x.shape[0] == height
-            for path, x in jax.tree.leaves_with_path(params)
-        }
-        return gx.value_and_grad(loss, tables=is_table.get), loss, params
-
-    sparse, loss, params = program(50)
-    ids = jnp.asarray(np.random.default_rng(0).integers(0, 50, batch), jnp.int32)
+    sparse, loss, params = program(make, 50)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 50, 1000), jnp.int32)
     value, grads = jax.jit(sparse)(params, ids)
     expected_value, expected = jax.jit(jax.value_and_grad(loss))(params, ids)
     np.testing.assert_allclose(value, expected_value, rtol=1e-5)
@@ -289,8 +293,14 @@ def test_a_whole_model_may_be_computed_again_in_the_backward_pass(make):
         x.aval.shape for x in jaxs.invars
     )
 
+
+@pytest.mark.figures
+@WITH_CHECKPOINTS
+def test_a_model_that_is_computed_again_makes_no_table_either(make):
+    ids = jax.ShapeDtypeStruct((1000,), jnp.int32)
+
     def temporaries(height):
-        sparse, _, params = program(height)
+        sparse, _, params = program(make, height)
         lowered = jax.jit(sparse).lower(jax.eval_shape(lambda: params), ids)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 

@@ -16,6 +16,7 @@ import pytest
 
 import gradxform as gx
 from tests import test_frameworks
+from tests.conftest import NEWEST_JAX
 
 pytestmark = [
     pytest.mark.slow,
@@ -623,6 +624,7 @@ def compiled_step(optimizer):
     return step.cost_analysis()["bytes accessed"], step.memory_analysis()
 
 
+@pytest.mark.figures
 @pytest.mark.parametrize("name", ["adam", "adagrad", "adagrad, clipped"])
 def test_a_step_of_fit_costs_as_much_as_that_of_keras(k, name):
     theirs, ours = {
@@ -783,6 +785,7 @@ def test_the_recipe_on_ray_trains_a_table_that_no_worker_holds(k):
     assert part[0].dense_shape == table
     assert part[0].values.shape == (1024, 16)
     assert table not in {x.shape for x in jax.live_arrays()}
-    batch = left["words"], left["labels"]
-    compiled = left["value_and_grad"].lower(part, *batch).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+    if NEWEST_JAX:
+        batch = left["words"], left["labels"]
+        compiled = left["value_and_grad"].lower(part, *batch).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 2**20

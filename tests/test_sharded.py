@@ -274,6 +274,7 @@ def test_global_norm():
     np.testing.assert_allclose(norm(grads), expected, rtol=1e-6)
 
 
+@pytest.mark.figures
 def test_a_clip_costs_one_collective_a_set_of_axes():
     tx = gx.clip_by_global_norm(1.0, axis_name="x")
     specs = {k: P("x") for k in "abc"}

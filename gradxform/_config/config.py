@@ -13,6 +13,7 @@ import difflib
 import inspect
 import math
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -111,8 +112,15 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     Traceback (most recent call last):
     ValueError: config: unknown key 'learning_rte', did you mean 'learning_rate'? ...
     """
-    plain = _plain(config, "config")
-    tx = _made(plain, "config", "transformation")  # Translates Keras's configs.
+    try:
+        plain = _plain(config, "config")
+        tx = _made(plain, "config", "transformation")  # Translates Keras's configs.
+    except RecursionError:
+        raise ValueError(
+            "config is nested too deeply: Python allows "
+            f"{sys.getrecursionlimit()} calls inside of each other, and each level "
+            "needs a few."
+        ) from None
     tx = optax.with_extra_args_support(tx)
     setattr(tx, _KEPT, plain)
     return tx
@@ -268,6 +276,8 @@ def _call(make: Callable[..., T], arguments: Mapping[str, object], where: str) -
     """Calls a function; adds the place in the config to its errors."""
     try:
         return make(**arguments)
+    except RecursionError:
+        raise
     except Exception as error:  # Optax divides by zero, and asserts.
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{where}: {error}") from error

@@ -38,7 +38,7 @@ def typed_cond(
             apply(),
         )
 
-    if jax.config.jax_disable_jit and not isinstance(pred, jax.core.Tracer):
+    if versions.jit_is_disabled() and not isinstance(pred, jax.core.Tracer):
         # Nothing is traced, so whoever debugs `inner` sees its numbers.
         if pred:
             return apply_typed()

@@ -151,9 +151,12 @@ def delayed(
         count = state.count
         slots = jnp.where(count < delays, count, count - delays)  # count mod d
 
+        flags = missing.flags_of(updates, leaf_flags)
+
         def late() -> optax.Updates:
-            # g_{t - d}
-            return jax.tree.unflatten(treedef, map(_oldest, leaves, rings, slots))
+            # g_{t - d}, and zeros for a leaf without a gradient
+            old = jax.tree.unflatten(treedef, map(_oldest, leaves, rings, slots))
+            return missing.chosen(flags, old)
 
         # Each leaf that has a gradient has an old one to apply.
         full = jnp.all((count >= delays) | ~moves)
@@ -175,8 +178,8 @@ def delayed(
                     return new
                 return jax.lax.dynamic_update_slice_in_dim(ring, new, slot, 0)
 
-            flags = maps.leaves(missing.flags_of(updates, leaf_flags))
-            new = jax.tree.unflatten(treedef, map(written, leaves, rings, slots, flags))
+            rows = map(written, leaves, rings, slots, maps.leaves(flags))
+            new = jax.tree.unflatten(treedef, rows)
             return state._replace(ring=boxes.as_in(state.ring, new))
 
         one_more = jnp.where(count + 1 < 2 * delays, count + 1, delays)

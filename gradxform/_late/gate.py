@@ -23,6 +23,7 @@ import optax
 from gradxform._late import missing, plain
 from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import has_gate
+from gradxform._late.measure_cosine import cosines
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.compilers import narrow, where
@@ -202,7 +203,7 @@ def _applied(
     updates, before = decision.updates(), decision.state.inner_state
     extra = accepted_kwargs(inner, decision.extra)
     flags = decision.leaf_flags
-    if flags and has_gate(before):
+    if flags and (has_gate(before) or cosines(before)):
         extra["leaf_flags"] = flags
     own = gate_of(inner)
     if own is not None:

@@ -15,7 +15,8 @@ and the leaf's state is the old one (:func:`keep`).
 
 A gate treats such a leaf by its own rules: some of its state is one vector for all
 leaves, and some starts again although a leaf has no gradient. So a gate inside gets
-``None`` as it is, and the flags as an extra argument, ``leaf_flags``.
+``None`` as it is, and the flags as an extra argument, ``leaf_flags``. A link whose one
+number comes from the state of all leaves gets them, too: ``measure_cosine``.
 """
 
 from __future__ import annotations

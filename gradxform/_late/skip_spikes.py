@@ -12,7 +12,7 @@ from gradxform._late import gate
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._late.missing import LeafFlags
-from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
+from gradxform._trees import arithmetic, checks, constants, dtypes, maps, mesh, norms
 from gradxform._trees.mesh import AxisName
 
 
@@ -87,10 +87,14 @@ def skip_spikes(
         inf only pushes that are not finite are skipped.
       warmup: how many numbers a history needs before it is used, in [2, window]; by
         default half a window, but at least 2.
-      axis_name: as in :func:`global_norm`. All devices of these axes decide alike.
+      axis_name: as in :func:`global_norm`. All devices of these axes decide alike, by
+        the norm of all their gradients and by the mean of their ``value``. So NaN on
+        one device makes all of them skip the push. Specs name the axes over which
+        leaves are sharded; reduce ``value`` yourself over any other axis.
 
     Extra arguments of update:
-      value: the loss of the push, a real scalar; optional. ``inner`` gets it, too.
+      value: the loss of the push, a real scalar; optional. ``inner`` gets it, too, as
+        it was passed.
 
     Returns:
       A transformation with state :class:`SkipSpikesState`.
@@ -162,11 +166,12 @@ def skip_spikes(
         updates = maps.sum_duplicates(updates)  # Once, also for all behind the gate.
         square = norms.squared_norms(updates, axis_name=axis_name)[1]
         given = jnp.array([True, value is not None])
+        loss = jnp.zeros((), jnp.float32)
         if value is not None:
             checks.real_scalar("value", value)
             extra["value"] = value
-        pair = arithmetic.safe_sqrt(square), 0 if value is None else value
-        x = jnp.stack([jnp.asarray(number, jnp.float32) for number in pair])
+            loss = mesh.mean(jnp.asarray(value, jnp.float32), axis_name, updates)
+        x = jnp.stack([arithmetic.safe_sqrt(square).astype(jnp.float32), loss])
         history, num_held = state.history, state.num_held
         finite = jnp.all(jnp.isfinite(x))
         accepted = finite & ~jnp.any(jax.vmap(is_spike)(x, history, num_held) & given)

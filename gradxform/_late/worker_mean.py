@@ -244,11 +244,14 @@ class _Push(NamedTuple):
     def step(self, full: jax.Array, state: WorkerMeanState, row: jax.Array) -> Decision:
         """Applies ``inner`` to this row of the means of a state if ``full``."""
         means = boxes.as_in(self.updates, state.means)
+        flags = missing.flags_of(self.updates, self.leaf_flags)
 
         def mean() -> optax.Updates:
-            return maps.map_updates(
+            # Zeros for a leaf without a gradient, as from any sum.
+            mean = maps.map_updates(
                 lambda g, m: narrow(_row(m, row), maps.dtype_of(g)), self.updates, means
             )
+            return missing.chosen(flags, mean)
 
         return Decision(
             full,

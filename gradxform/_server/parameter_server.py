@@ -133,6 +133,8 @@ class ParameterServer(Generic[Params]):
         Raises:
           TypeError: ids are no integers, or ``dtype`` is no dtype of floating numbers.
           ValueError: ``rows`` names no table, or an id lies outside of the table.
+          RuntimeError: it is called inside of ``jit`` or the like, where it would run
+            only once; so are :meth:`push` and :meth:`state`.
           ServerClosedError: the server is closed, or has lost its parameters.
 
         >>> import gradxform as gx, jax.numpy as jnp, optax
@@ -141,6 +143,7 @@ class ParameterServer(Generic[Params]):
         >>> params["w"]
         Array([1, 0.100098], dtype=bfloat16)
         """
+        checks.not_while_tracing("pull")
         return self._transport.pull(self._transport.tables.request(rows, dtype))
 
     def push(
@@ -175,8 +178,11 @@ class ParameterServer(Generic[Params]):
             :meth:`restore`; ``push_id`` is below the last one of its worker; no leaf
             has a gradient; a leaf is not finite although ``require_finite`` is set;
             ``worker`` has no row in a :func:`worker_mean`.
+          RuntimeError: an array was deleted, or donated to a program; or ``push`` is
+            called inside of ``jit`` or the like.
           ServerClosedError: the server is closed, or has lost its parameters.
         """
+        checks.not_while_tracing("push")
         # The cheap checks come first, and none of them delays other workers.
         local_step = as_step("local_step", local_step)
         if push_id is not None:
@@ -236,6 +242,7 @@ class ParameterServer(Generic[Params]):
         Raises:
           ServerClosedError: the server has lost its parameters.
         """
+        checks.not_while_tracing("state")
         return self._turns.run(self._transport.state)
 
     def restore(self, state: dict[str, Any]) -> None:

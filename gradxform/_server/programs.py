@@ -13,12 +13,12 @@ import optax
 from jax.sharding import Sharding
 
 from gradxform._late.counters import dropped, outermost
+from gradxform._late.measure_cosine import cosines
 from gradxform._server.placement import Arrays, bring, compiled
 from gradxform._server.reader import size_for
 from gradxform._server.specs import Leaves, Specs
 from gradxform._training.apply import apply_gradients
-from gradxform._transforms.measure_cosine import cosines
-from gradxform._trees import checks, maps
+from gradxform._trees import checks, maps, versions
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse, padded
 from gradxform._trees.types import Leaf, PyTree
 
@@ -32,7 +32,7 @@ Step: TypeAlias = Callable[[Leaves, Leaves, np.int32], Stepped]
 TrainingStep: TypeAlias = Callable[
     [Arrays, optax.Updates, dict[str, Any], np.int32], tuple[Arrays, jax.Array]
 ]
-# The structure of (grads, extra), the types of its leaves, and `jax_disable_jit`.
+# The structure of (grads, extra), the types of its leaves, and whether jit is disabled.
 Types: TypeAlias = tuple[jax.core.ShapedArray, ...]
 Signature: TypeAlias = tuple[jax.tree_util.PyTreeDef, Types, bool]
 
@@ -115,7 +115,7 @@ class PushPrograms:
           ValueError: the transformation raises it.
         """
         types = _types(leaves, tree.children()[0].num_leaves)
-        signature = tree, types, jax.config.jax_disable_jit
+        signature = tree, types, versions.jit_is_disabled()
         program = self._programs.get(signature)
         if program is None:
             program = self._compile(signature, *jax.tree.unflatten(tree, leaves))
@@ -208,9 +208,13 @@ def prepare(
       TypeError: ``grads`` does not fit, or the transformation raises it.
       ValueError: the transformation raises it; or with ``require_finite`` a gradient
         holds NaN or inf.
+      RuntimeError: an array is deleted.
     """
     grads = maps.without_float0(grads)
     leaves, tree = jax.tree.flatten((grads, extra), is_leaf=is_sparse)
+    if not all(map(checks.is_usable, leaves)):
+        checks.usable("grads", grads)
+        checks.usable("extra", extra)
     if IndexedSlices in map(type, leaves):
         with jax.transfer_guard("allow"):
             pushed = jax.tree.unflatten(tree, map(in_sizes, leaves))

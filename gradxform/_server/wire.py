@@ -58,7 +58,7 @@ class Bytes:
     def __reduce__(self) -> tuple[Any, ...]:
         x = self._array
         bits = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-        return _from_bytes, (pickle.PickleBuffer(bits), x.dtype.name, x.shape)
+        return _from_bytes, (pickle.PickleBuffer(bits.data), x.dtype.name, x.shape)
 
 
 def _from_bytes(

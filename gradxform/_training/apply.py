@@ -145,7 +145,8 @@ def minimize(
       ``update`` takes it.
 
     Raises:
-      ValueError: no parameter is trainable, or ``tables`` names no leaf of them.
+      ValueError: no parameter is trainable, or ``tables`` names no leaf of them,
+        or one that is not trainable.
       TypeError: as :func:`value_and_grad`; or ``tx`` is no transformation.
 
     References:
@@ -189,6 +190,7 @@ def training_step(
     ) -> tuple[Any, ...]:
         checks.no_lookahead(params, state)
         learning = learning_leaves(trainable, params)
+        _check_tables(tables, learning)
 
         def loss(learning: optax.Params, *batch: object) -> Any:  # As `loss_fn`.
             merged = maps.map_leaves(
@@ -210,9 +212,21 @@ def learning_leaves(
     trainable: Prefix[bool] | None, params: optax.Params
 ) -> optax.Params:
     """The trainable parameters; None for the others."""
-    mask = maps.broadcast(True if trainable is None else trainable, params)
-    checks.bools("trainable", mask, params)
+    given = True if trainable is None else trainable
+    mask = checks.bools("trainable", given, params)
     return jax.tree.map(lambda learns, p: p if learns else None, mask, params)
+
+
+def _check_tables(tables: Tables, learning: optax.Params) -> None:
+    """Raises ``ValueError`` if a table is named that is not trainable."""
+    if callable(tables):
+        return
+    for path, p in maps.leaves_with_path(learning):
+        if p is None and (name := checks.path_str(path)) in tables:
+            raise ValueError(
+                f"tables names {name!r}, which is not trainable, so it gets no "
+                "gradient. Leave it out of tables, or let trainable be True there."
+            )
 
 
 def _numbered(path: Path, p: Leaf, g: Leaf) -> Leaf:

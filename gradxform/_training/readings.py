@@ -29,10 +29,7 @@ from gradxform._trees.rows import inside_or_padding
 from gradxform._trees.table_rows import TableRows
 
 if TYPE_CHECKING:
-    from jax.extend.core import (  # type: ignore[attr-defined]  # Of ClosedJaxpr.
-        ClosedJaxpr,
-        JaxprEqn,
-    )
+    from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 # A whole table, or rows of one.
 Table: TypeAlias = jax.Array | TableRows

@@ -23,12 +23,7 @@ from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees.types import Leaf, Path, PyTree, Shape
 
 if TYPE_CHECKING:
-    from jax.extend.core import (  # type: ignore[attr-defined]  # Of ClosedJaxpr.
-        ClosedJaxpr,
-        JaxprEqn,
-        Literal,
-        Var,
-    )
+    from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 
 class MixedRowsError(Exception):

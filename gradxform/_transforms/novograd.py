@@ -103,8 +103,9 @@ def scale_by_novograd(
     Raises:
       ValueError: an argument is out of its range; ``params`` is missing with weight
         decay; a leaf has fewer axes than ``stacked_axes``.
-      TypeError: ``mask`` holds something other than bools; ``mu_dtype`` does not fit
-        the parameters; updates do not have their structure or shapes.
+      TypeError: ``mask`` holds something other than bools; a prefix tree or
+        ``mu_dtype`` does not fit the parameters; updates do not have their structure
+        or shapes.
 
     References:
       Ginsburg et al., `Stochastic gradient methods with layer-wise adaptive moments for
@@ -131,10 +132,7 @@ def scale_by_novograd(
     decays = not checks.is_known(weight_decay, 0)
 
     def decayed(params: optax.Params) -> PyTree[bool]:
-        prefix = True if mask is None else mask
-        which = maps.broadcast(prefix, params)
-        checks.bools("mask", which, params)
-        return which
+        return checks.bools("mask", True if mask is None else mask, params)
 
     def init_fn(params: optax.Params) -> ScaleByNovogradState:
         axes = norms.check_stacked(stacked_axes, params)

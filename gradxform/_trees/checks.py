@@ -6,6 +6,7 @@ Only concrete values are checked. A traced value (a hyperparameter under ``jit``
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ import optax
 
 from gradxform._trees import dtypes, maps
 from gradxform._trees.indexed_slices import IndexedSlices, RowSparseError, is_sparse
-from gradxform._trees.types import Gradient, Leaf, Path, PyTree, T
+from gradxform._trees.types import Gradient, Leaf, Path, Prefix, PyTree, T
 
 COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # For counts, which are int32 on devices.
 _REAL = (jnp.floating, jnp.integer)
@@ -273,11 +274,42 @@ def of_same_kind(
             )
 
 
-def bools(name: str, values: PyTree[bool], params: optax.Params) -> None:
-    """Raises ``TypeError`` unless ``values`` has one bool for each leaf of ``params``.
+def prefix(
+    name: str, given: Prefix[T], tree: PyTree[Leaf], tree_name: str = "params"
+) -> PyTree[T]:
+    """One value of a prefix tree for each leaf of ``tree``, as :func:`maps.broadcast`.
+
+    Raises:
+      TypeError: it is no prefix of ``tree``; the error names the first such path.
+    """
+    given = maps.prefix_of(given, tree)
+    if not _is_prefix(given, tree):
+        path, got, wanted = _other_node(given, tree, _is_prefix)
+        raise TypeError(
+            f"{name} and {tree_name} differ at {path_name(path)}: {name} has {got}, "
+            f"{tree_name} has {wanted}. Pass one value, or a tree with the nodes and "
+            f"keys of {tree_name}, in which one value may stand for a whole branch."
+        )
+    return maps.broadcast(given, tree)
+
+
+def _is_prefix(given: PyTree[object], tree: PyTree[Leaf]) -> bool:
+    try:
+        maps.map_leaves(lambda *_: None, given, tree)
+    except ValueError:
+        return False
+    return True
+
+
+def bools(name: str, given: Prefix[bool], params: optax.Params) -> PyTree[bool]:
+    """One bool of a prefix tree for each leaf of ``params``.
 
     None may be traced, as they decide what is computed.
+
+    Raises:
+      TypeError: it holds something else, or is no prefix of ``params``.
     """
+    values = prefix(name, given, params)
 
     def check(path: Path, _: object, value: jax.typing.ArrayLike) -> None:
         traced = isinstance(value, jax.core.Tracer)
@@ -288,6 +320,7 @@ def bools(name: str, values: PyTree[bool], params: optax.Params) -> None:
             )
 
     jax.tree.map_with_path(check, params, values, is_leaf=is_sparse)
+    return values
 
 
 def path_name(path: Path) -> str:
@@ -429,8 +462,16 @@ def _node_at(path: Path, tree: PyTree[Leaf]) -> str:
     return f"a node {_name(type(found[0]))}, no array" if found else "no leaf"
 
 
-def _other_node(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> tuple[Path, str, str]:
-    """The first path where two trees with the same leaves have different nodes."""
+def _same_nodes(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> bool:
+    return _flat(tree)[1] == _flat(reference)[1]
+
+
+def _other_node(
+    tree: PyTree[Leaf],
+    reference: PyTree[Leaf],
+    fits: Callable[[PyTree[Leaf], PyTree[Leaf]], bool] = _same_nodes,
+) -> tuple[Path, str, str]:
+    """The first path where two trees that do not fit have different nodes."""
 
     def top(
         node: PyTree[Leaf],
@@ -440,13 +481,16 @@ def _other_node(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> tuple[Path, str,
     (children, node), (wanted_children, wanted) = top(tree), top(reference)
     if node == wanted:
         for (key, child), (_, like) in zip(children, wanted_children, strict=True):
-            if _flat(child)[1] != _flat(like)[1]:
-                path, given, expected = _other_node(child, like)
+            if not fits(child, like):
+                path, given, expected = _other_node(child, like, fits)
                 return (*key, *path), given, expected
     names = _name(type(tree)), _name(type(reference))
     if len(set(names)) == 1:  # One kind, but with other keys or static fields.
         names = str(node), str(wanted)
-    return (), f"a node {names[0]}", f"a node {names[1]}"
+    has_node = f"a node {names[0]}"
+    if maps.is_leaf(reference) or jax.tree_util.all_leaves([reference]):
+        return (), has_node, _describe(reference)
+    return (), has_node, f"a node {names[1]}"
 
 
 def _name(kind: type) -> str:
@@ -473,14 +517,72 @@ def _not_own(path: Path, given: str, wanted: str) -> TypeError:
 
 
 def arrays(params: optax.Params) -> None:
-    """Raises ``TypeError`` at the first parameter that is no array and no number."""
-    for path, p in jax.tree.leaves_with_path(params):
+    """Raises unless parameters are arrays or numbers, and there are any.
+
+    Raises:
+      ValueError: there are none.
+      TypeError: one is something else; the error names its path.
+    """
+    flat = jax.tree.leaves_with_path(params)
+    if not flat:
+        raise ValueError(
+            f"params has no array, got {params!r}: pass a tree with at least one."
+        )
+    for path, p in flat:
         if not hasattr(p, "dtype") and not isinstance(p, complex | float | int):
             raise TypeError(
                 f"params has {p!r} at {path_name(path)}, which is no array. Pass the "
                 "arrays of a module alone: those of Equinox are "
                 "eqx.filter(module, eqx.is_inexact_array)."
             )
+
+
+def is_usable(leaf: object) -> bool:
+    """Whether a leaf of a tree holds numbers now: an array, or a number."""
+    if isinstance(leaf, jax.Array):
+        return not isinstance(leaf, jax.core.Tracer) and not leaf.is_deleted()
+    return hasattr(leaf, "dtype") or isinstance(leaf, complex | float | int)
+
+
+def usable(name: str, tree: PyTree[Leaf]) -> None:
+    """Raises unless each leaf of a tree holds numbers now.
+
+    Raises:
+      TypeError: one is no array, or traced; the error names its path.
+      RuntimeError: one was deleted, or donated to a program.
+    """
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if is_usable(leaf):
+            continue
+        if isinstance(leaf, jax.core.Tracer):
+            raise TypeError(
+                f"{name} has a traced array at {path_name(path)}, which has no numbers "
+                "yet. Call this outside of jit, grad and vmap."
+            )
+        if isinstance(leaf, jax.Array):
+            raise RuntimeError(  # As JAX does.
+                f"{name} has a deleted array at {path_name(path)}, {_describe(leaf)}: "
+                "it was donated to a program, or deleted. Use it before that, or give "
+                "the program a copy."
+            )
+        raise TypeError(f"{name} has {leaf!r} at {path_name(path)}, which is no array.")
+
+
+def not_while_tracing(method: str) -> None:
+    """Raises ``RuntimeError`` if JAX traces the caller, so that it would run once."""
+    # Inside of jit JAX traces each operation, also one on an array that is known.
+    if isinstance(jax.device_put(_known(), may_alias=True), jax.core.Tracer):
+        raise RuntimeError(
+            f"{method} was called while JAX traces a function, as inside of jit or "
+            "scan. There it would run once, and its result would be a constant of the "
+            "program. Call it outside, and pass its result to the function."
+        )
+
+
+@functools.cache
+def _known() -> jax.Array:
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+        return jnp.zeros(())
 
 
 def same_dtypes(

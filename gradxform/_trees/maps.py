@@ -279,8 +279,12 @@ def broadcast(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
             lambda x: value if has_gradient(x) else None, branch, is_leaf=is_sparse
         )
 
-    prefix = prefix(tree) if _is_function(prefix) else prefix
-    return map_leaves(fill, prefix, tree)
+    return map_leaves(fill, prefix_of(prefix, tree), tree)
+
+
+def prefix_of(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
+    """The prefix tree; if a function was given, what it returns for ``tree``."""
+    return prefix(tree) if _is_function(prefix) else prefix
 
 
 def _is_function(

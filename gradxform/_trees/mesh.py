@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from gradxform._trees import checks, maps, versions
-from gradxform._trees.types import Path, Prefix, PyTree
+from gradxform._trees.types import Leaf, Path, Prefix, PyTree
 
 # One axis, several, or a prefix tree of PartitionSpecs; None outside of shard_map.
 AxisName: TypeAlias = str | Sequence[str] | Prefix[PartitionSpec] | None
@@ -30,17 +30,39 @@ def sums(
     and ``stacked`` how many of its axes stack layers.
     """
     flat, treedef = jax.tree.flatten_with_path(layers)
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
     # A leaf is sharded over those of the names over which it varies, or a prefix tree
     # of `PartitionSpec` says it.
-    if isinstance(names, tuple | list) and all(isinstance(n, str) for n in names):
-        axes = _varying_axes(flat, tuple(names), stacked)
+    if (names := _given_names(axis_name)) is not None:
+        axes = _varying_axes(flat, names, stacked)
     else:
-        specs = jax.tree.leaves(maps.broadcast(axis_name, layers))
+        specs = jax.tree.leaves(
+            checks.prefix("axis_name", axis_name, layers, "updates")
+        )
         axes = _sharded_axes(flat, specs, stacked)
     whole = _psum([x for _, x in flat], [within for _, within in axes])
     together = _psum(list(map(jnp.sum, whole)), [across for across, _ in axes])
     return jax.tree.unflatten(treedef, whole), together
+
+
+def mean(x: jax.Array, axis_name: AxisName, tree: PyTree[Leaf]) -> jax.Array:
+    """The mean of a number over the devices of these axes: equal on all of them.
+
+    Specs in ``axis_name`` are a prefix of ``tree``; their axes are all that they name.
+    """
+    if (names := _given_names(axis_name)) is None:
+        specs = jax.tree.leaves(maps.prefix_of(axis_name, tree))
+        names = tuple(dict.fromkeys(name for spec in specs for name in _names(spec)))
+    # Over an axis over which it does not vary, it is equal already.
+    axes = tuple(n for n in names if n in _varying(x) or not _is_tracked(n))
+    return jax.lax.pmean(x, axes) if axes else x
+
+
+def _given_names(axis_name: AxisName) -> tuple[str, ...] | None:
+    """The axes, if they are given by their names; None if specs say them."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if isinstance(names, tuple | list) and all(isinstance(n, str) for n in names):
+        return tuple(names)
+    return None
 
 
 def _varying_axes(

@@ -60,7 +60,7 @@ def check_stacked(stacked_axes: StackedAxes, params: optax.Params) -> PyTree[int
                 f"shape {list(jnp.shape(p))}, got {stacked}."
             )
 
-    axes = maps.broadcast(stacked_axes or 0, params)
+    axes = checks.prefix("stacked_axes", stacked_axes or 0, params)
     jax.tree.map_with_path(check, params, axes)
     return axes
 

@@ -29,6 +29,12 @@ def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return getattr(jax.lax, "pvary")(x, axes)  # noqa: B009
 
 
+def jit_is_disabled() -> bool:
+    """Whether functions are called as they are, for a debugger: ``jax.disable_jit``."""
+    # JAX's types know this setting from 0.12 on.
+    return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009
+
+
 def scatter_copies(dtype: np.dtype[Any]) -> bool:
     """Whether the compiler for CPU scatters into a wider copy of such an array."""
     is_float8 = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1

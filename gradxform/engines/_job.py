@@ -250,9 +250,10 @@ class Run(Protocol):
 
     Attributes:
       pushes: an iterator over the pushes as they are answered. It ends with the job, or
-        when the streams of all workers have ended. It raises a worker's error; the run
-        is saved all the same. While nobody asks for the next push, each worker finishes
-        its present gradient, and rests.
+        when streams have ended and too few workers are left for a step: none, or fewer
+        than ``Job.required``. It raises a worker's error; the run is saved all the
+        same. While nobody asks for the next push, each worker finishes its present
+        gradient, and rests. Only one thread may read it.
       server: may be asked for parameters and state at any time, also after the last
         push.
       workers: the threads or Ray actors of the workers, by index. Workers that have

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import logging
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from gradxform._server.records import ServerStatus, is_past
@@ -79,6 +80,10 @@ class WorkerPool:
         self._stops = Stops(job.max_staleness)
         self._at_least = 1 if job.required is None else job.required
         self._lock = threading.Lock()
+        if not isinstance(job.workers, Iterable):
+            raise TypeError(
+                f"workers must be a sequence of engines.Worker, got {job.workers!r}."
+            )
         self._members = {i: self._joining(i, w) for i, w in enumerate(job.workers)}
         if len(self._members) < self._at_least:
             raise ValueError(
@@ -95,6 +100,11 @@ class WorkerPool:
 
     def _joining(self, index: int, worker: Worker) -> Worker:
         """A worker whose gradient can be computed again, on the same minibatch."""
+        if not isinstance(worker, Worker):
+            raise TypeError(
+                f"workers: worker {index} must be an engines.Worker, got {worker!r}. "
+                "Give a sequence of engines.Worker(gradient, batch)."
+            )
         if self._stops.ends or (self._job.deadline or math.inf) < math.inf:
             batch = functools.lru_cache(maxsize=1)(worker.batch)
             worker = worker._replace(batch=batch)
@@ -134,7 +144,7 @@ class WorkerPool:
         """Seconds since the run began."""
         return time.monotonic() - self._began_at
 
-    def _until_stopped(self) -> Iterator[Push]:
+    def _until_stopped(self) -> Generator[Push, None, None]:
         try:
             while self._lacks_some() or not self._is_safe():
                 self.check()
@@ -348,8 +358,9 @@ class WorkerPool:
     def add(self, worker: Worker) -> int:
         with self._lock:
             index = next(self._indices)
+            worker = self._joining(index, worker)
             self._check_row(index, worker)
-            self._members = {**self._members, index: self._joining(index, worker)}
+            self._members = {**self._members, index: worker}
         self._wake()
         return index
 
@@ -368,11 +379,19 @@ class WorkerPool:
 
 
 class _Pushes(Iterator[Push]):
-    """The iterator over the pushes, which raises once its context is over."""
+    """The iterator over the pushes, for one thread; it raises once its run is over."""
 
-    def __init__(self, check: Callable[[], None], pushes: Iterator[Push]) -> None:
+    def __init__(
+        self, check: Callable[[], None], pushes: Generator[Push, None, None]
+    ) -> None:
         self._check, self._pushes = check, pushes
 
     def __next__(self) -> Push:
         self._check()
+        if inspect.getgeneratorstate(self._pushes) == inspect.GEN_RUNNING:
+            raise RuntimeError(
+                "pushes: another thread or a signal handler asks for the next push "
+                "before the last one that was asked for is here. Read it in one place, "
+                "and hand the pushes on, for example through a queue.Queue."
+            )
         return next(self._pushes)

@@ -18,6 +18,7 @@ from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import Ahead, PushResult, ServerStatus
 from gradxform._server.recoverable import RecoverableServer
+from gradxform._trees import checks
 from gradxform._trees.types import T
 from gradxform.engines._connect import Connection
 from gradxform.engines._work import ServerDiedError
@@ -102,6 +103,7 @@ class RayServer:
     def _ask(
         self, name: str, *args: object, check: Check = lambda: None, **options: object
     ) -> Any:  # What the actor's method returns.
+        checks.not_while_tracing(name)
         exceptions = self._ray.exceptions
         while True:
             self.connection.check()
@@ -162,6 +164,8 @@ class RayServer:
 
     def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
         """See :meth:`ParameterServer.push`; raises if the server dies meanwhile."""
+        checks.not_while_tracing("push")
+        checks.usable("grads", grads)
         grads, extra = message(self.layout, grads, extra)
         return self._ray.get(self.actor.push.remote(grads, local_step, **extra))
 

@@ -88,7 +88,13 @@ class _Simulated(WorkerPool):
             raise
         except Exception as error:
             self._raise(begun, error)
-        heapq.heappush(self._arrivals, (self._now + seconds, index))
+        if math.isinf(arrival := self._now + seconds) and not math.isinf(seconds):
+            raise ValueError(
+                f"duration({begun.number}) of worker {index} is {seconds!r} at "
+                f"{self._now!r} seconds: no float holds the sum. Give shorter "
+                "durations, or inf for a gradient that never arrives."
+            )
+        heapq.heappush(self._arrivals, (arrival, index))
         return gradient
 
     def _clock(self) -> float:

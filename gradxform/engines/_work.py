@@ -236,6 +236,7 @@ def _pair(given: object) -> LossAndGrads:
             f"{must}the loss a scalar, got {_described(loss)} as the loss: take its "
             "mean. A function from jax.grad leaves the loss out."
         )
+    checks.usable("grads", grads)
     return loss, grads
 
 

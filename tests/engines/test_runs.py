@@ -238,6 +238,13 @@ def test_an_impossible_duration_is_an_error(engine, given, error):
     assert raised.value.__notes__ == ["Raised by worker 1, for its gradient 3."]
 
 
+def test_durations_that_no_clock_can_add_up_are_an_error():
+    worker = engines.Worker(ones, duration=lambda n: 1.0 if n < 2 else 1e308)
+    match = r"^duration\(3\) of worker 0 is 1e\+308 at 1e\+308 seconds: no float"
+    with pytest.raises(ValueError, match=match):
+        list_all(engines.simulated, make_job([worker]))
+
+
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("kind", [int, np.float32, jnp.float32, jnp.bfloat16, np.array])
 def test_a_duration_may_be_any_real_number(engine, kind):
@@ -424,7 +431,56 @@ def test_a_job_that_cannot_be_is_refused(engine, changes):
         list_all(engine, make_job([engines.Worker(ones)])._replace(**changes))
 
 
+@pytest.mark.parametrize("engine", LOCAL)
+def test_only_workers_are_taken(engine):
+    worker = engines.Worker(ones)
+    match = r"workers: worker {} must be an engines\.Worker, got .*engines\.Worker\("
+    for workers, index in (([ones], 0), ([worker, ones], 1), (worker, 0)):
+        with pytest.raises(TypeError, match=match.format(index)):
+            list_all(engine, make_job(workers))
+    for workers in (3, ones):
+        with pytest.raises(TypeError, match="workers must be a sequence of engines"):
+            list_all(engine, make_job(workers))
+    with engine(make_job([worker])) as run:
+        with pytest.raises(TypeError, match=match.format(1)):
+            run.add(ones)
+        assert {push.worker for push in run.pushes} == {0}
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_gradients_that_hold_no_numbers_are_named(engine):
+    def deleted(params):
+        _, grads = ones(params)
+        grads.delete()
+        return 1.0, grads
+
+    with pytest.raises(RuntimeError, match="grads has a deleted array at the root"):
+        list_all(engine, make_job([engines.Worker(deleted)]))
+    with pytest.raises(TypeError, match="grads has 'x' at the root, which is no arr"):
+        list_all(engine, make_job([engines.Worker(lambda params: (1.0, "x"))]))
+
+
 # Its end.
+
+
+def test_one_thread_alone_reads_the_pushes():
+    begun, going, done = threading.Event(), threading.Event(), []
+
+    def gradient(params):
+        begun.set()
+        going.wait()
+        return ones(params)
+
+    with engines.threads(make_job([engines.Worker(gradient)])) as run:
+        reader = threading.Thread(target=lambda: done.extend(run.pushes))
+        reader.start()
+        begun.wait()
+        with pytest.raises(RuntimeError, match="pushes: another thread or a signal"):
+            next(run.pushes)
+        going.set()
+        reader.join()
+        assert len(done) == 20
+        assert list(run.pushes) == []
 
 
 def test_a_run_that_waits_for_a_push_can_be_stopped_by_another_thread():

@@ -284,6 +284,57 @@ def test_devices_that_share_a_gradient_decide_alike(make):
         assert got[1].skipped_count == 2
 
 
+@pytest.mark.every
+@pytest.mark.parametrize("how", ["tracked", "two axes", "untracked", "vmap"])
+def test_devices_with_losses_of_their_own_decide_alike(how):
+    # Gradients are ones. On device 0 one loss is high, and another is NaN.
+    losses = np.ones((6, 8), np.float32) * np.float32([[1], [2], [1], [2], [1], [2]])
+    losses[3, 0], losses[4, 0] = 900, NAN
+    specs = how in ("untracked", "vmap")
+    where = {"w": P("x"), "b": P()} if specs else "x"
+    if how == "two axes":  # Losses differ over one of them, gradients over the other.
+        where = "y", "x"
+    tx = gx.skip_spikes(optax.sgd(0.1), window=4, axis_name=where)
+    start = {"w": jnp.zeros(16), "b": jnp.zeros(2)}
+
+    def run(params, losses):
+        def body(carry, loss):
+            params, state = carry
+            grads = jax.tree.map(jnp.ones_like, params)
+            return gx.apply_gradients(
+                tx, grads, state, params, value=loss.reshape(())
+            ), ()
+
+        (params, state), _ = jax.lax.scan(body, (params, tx.init(params)), losses)
+        count = state.skipped_count.astype(jnp.float32)
+        return params, jnp.concatenate([count[None], state.history[1]])[None]
+
+    axis = "y" if how == "two axes" else "x"
+    if how == "vmap":
+        parts = {"w": start["w"].reshape(8, 2), "b": start["b"]}
+        axes = {"w": 0, "b": None}
+        params, told = jax.vmap(run, (axes, 1), axis_name="x")(parts, losses)
+        params["b"] = params["b"][0]
+    else:
+        shape = {"x": 1, "y": 8} if how == "two axes" else {"x": 8}
+        kinds = (jax.sharding.AxisType.Auto,) * len(shape)
+        mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
+        spec = {"w": P("x"), "b": P()}
+        params, told = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(spec, P(None, axis)),
+            # Where JAX tracks it, it is equal on all devices. Elsewhere each tells it.
+            out_specs=(spec, P("x") if how == "untracked" else P()),
+            check_vma=not specs,
+        )(start, losses)
+    means = np.float32([1, 2, 1, (900 + 7 * 2) / 8, 2])  # Without NaN.
+    for device in told.reshape(-1, 5):
+        np.testing.assert_allclose(device, [2, *means[1:]], rtol=1e-6)
+    for leaf in jax.tree.leaves(params):
+        np.testing.assert_allclose(leaf, -0.4, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "tx",
     [

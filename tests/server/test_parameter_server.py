@@ -557,3 +557,65 @@ def test_a_result_is_one_plain_tuple():
     assert result != result._replace(cosine=0.5)
     assert pickle.loads(pickle.dumps(result)) == copy.deepcopy(result) == result
     assert gx.PushResult(True, 0, 2) == (True, 0, 2, None)
+
+
+CALLS = {
+    "pull": lambda server: server.pull(),
+    "push": lambda server: server.push(PARAMS, 0),
+    "state": lambda server: server.state(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_jax_traces_is_an_error(name):
+    """In a compiled function it would run once, and give a constant."""
+    server = gx.ParameterServer(PARAMS, optax.sgd(1.0))
+
+    def call():
+        CALLS[name](server)
+        return jnp.zeros(())
+
+    traced = {
+        "jit": jax.jit(call),
+        "scan": lambda: jax.lax.scan(lambda c, _: (call(), c), 0.0, jnp.arange(2)),
+        "cond": lambda: jax.lax.cond(True, call, call),
+        "grad": lambda: jax.jit(jax.grad(lambda x: call() * x))(1.0),
+        "eval_shape": lambda: jax.eval_shape(call),
+    }
+    for trace in traced.values():
+        with pytest.raises(RuntimeError, match=f"^{name} was called while JAX traces"):
+            trace()
+    assert server.stats().accepted == 0
+    with jax.transfer_guard("disallow"):
+        CALLS["pull"](server)  # Outside it is as before.
+    jax.vmap(lambda x: call() * x)(jnp.ones(2))  # Here nothing is traced for later.
+    with jax.disable_jit():
+        jax.jit(call)()
+
+
+def test_gradients_that_hold_no_numbers_are_named():
+    server = gx.ParameterServer(PARAMS, optax.sgd(1.0))
+    grads = jax.tree.map(jnp.copy, PARAMS)
+    grads["b"].delete()
+    given = jax.jit(lambda x: x + 1, donate_argnums=0)
+    lost = jnp.ones(3)
+    given(lost)
+    cases = [
+        (grads, {}, RuntimeError, r"grads has a deleted array at \['b'\], "),
+        (PARAMS, {"value": lost}, RuntimeError, r"extra has a deleted .* donated to a"),
+        ("x", {}, TypeError, "grads has 'x' at the root, which is no array"),
+        (PARAMS, {"value": "x"}, TypeError, r"extra has 'x' at \['value'\]"),
+    ]
+    for pushed, extra, error, match in cases:
+        with pytest.raises(error, match=match):
+            server.push(pushed, 0, **extra)
+
+    def traced(scale):
+        server.push(jax.tree.map(lambda p: scale * p, PARAMS), 0)
+        return scale
+
+    for call in (jax.grad(traced), lambda x: jax.vmap(traced)(jnp.ones(2) * x)):
+        with pytest.raises(TypeError, match=r"grads has a traced array at .*vmap"):
+            call(1.0)
+    assert server.stats().accepted == 0
+    server.push(PARAMS, 0)

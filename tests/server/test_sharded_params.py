@@ -257,6 +257,7 @@ def collectives(step):
 TABLES = {"whole": gx.adagrad(0.1), "row_wise": gx.adagrad(0.1, row_wise=True)}
 
 
+@pytest.mark.figures
 @pytest.mark.slow
 @pytest.mark.parametrize("tables", TABLES)
 def test_rows_of_a_push_cost_no_pass_over_the_table(tables):
@@ -270,6 +271,7 @@ def test_rows_of_a_push_cost_no_pass_over_the_table(tables):
     assert twice.temp_size_in_bytes < 1.01 * one.temp_size_in_bytes
 
 
+@pytest.mark.figures
 def test_a_dense_push_moves_the_norm_alone():
     step, part = compiled(80_000, 0, optax.chain(CLIP, gx.adagrad(0.1)))
     assert collectives(step) == {"all-reduce": 1}
@@ -289,15 +291,23 @@ def by_columns(height):
     return jax.lax.fori_loop(0, 64, column, jnp.zeros((height, 64)))
 
 
-def test_random_numbers_by_columns_need_little_beside_the_part():
-    height, mesh = 80_000, Mesh(np.array(jax.devices()[:COUNT]), ("server",))
+def made_by_columns(height):
+    mesh = Mesh(np.array(jax.devices()[:COUNT]), ("server",))
 
     def make():
         return {"table": by_columns(height)}
 
     layout = Layout.of(jax.eval_shape(make), COUNT)
-    compiled = made(make, layout, mesh).lower().compile()
-    part = height // COUNT * 64 * 4
+    return made(make, layout, mesh).lower().compile()
+
+
+def test_random_numbers_by_columns_are_those_of_one_device():
+    got = made_by_columns(800)()["table"]
+    np.testing.assert_array_equal(got, by_columns(800))
+
+
+@pytest.mark.figures
+def test_random_numbers_by_columns_need_little_beside_the_part():
+    compiled, part = made_by_columns(80_000), 80_000 // COUNT * 64 * 4
     assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * part
     assert collectives(compiled) == {}
-    np.testing.assert_array_equal(compiled()["table"], by_columns(height))

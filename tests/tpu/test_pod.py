@@ -59,13 +59,12 @@ def test_the_optimizer_needs_one_all_reduce_of_scalars(name, topology):
 @CHAINS
 def test_the_optimizer_needs_no_temporary_memory(name, topology):
     """It needs none beyond SGD's, which are the model's."""
-    newer = jax.__version_info__ >= (0, 11)  # As in test_tpu.py.
     ours, theirs = (
         compiled(chain, topology).memory_analysis().temp_size_in_bytes
         for chain in (name, "optax sgd")
     )
     gradients = size(pod.shapes(model(topology))) / pod.mesh(topology).size
-    assert ours <= theirs + (0.09 if newer else 0.05) * gradients
+    assert ours <= theirs + 0.09 * gradients
 
 
 def test_pieces_of_one_collective_count_once():

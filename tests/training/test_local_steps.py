@@ -207,6 +207,7 @@ def test_the_outer_step_of_one_worker_comes_to_where_it_is():
     chex.assert_trees_all_close(params, trained, rtol=1e-6)
 
 
+@pytest.mark.figures
 def test_the_gradient_is_the_only_copy():
     """Besides it, the trained parameters become the pseudo-gradient in their place."""
     shapes = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}

@@ -456,6 +456,7 @@ def memory(height, tables, loss=LOSS):
     return stats.temp_size_in_bytes, stats.output_size_in_bytes
 
 
+@pytest.mark.figures
 def test_no_array_of_the_size_of_the_table():
     assert memory(1_000, ["emb"]) == memory(1_000_000, ["emb"])
     again = ["emb"], jax.checkpoint(LOSS)

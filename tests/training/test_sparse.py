@@ -331,13 +331,10 @@ def compile_step(tx, height, rows=256, width=16, **extra):
     values = jax.ShapeDtypeStruct((rows, width), jnp.float32)
     state = jax.eval_shape(tx.init, params)
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, indices, values)
-    # As users compile it: without these emitters a scatter is a loop, and JAX 0.10
-    # copies a table in front of a loop.
-    users = {"xla_cpu_use_fusion_emitters": True}
-    options = users if jax.__version_info__ < (0, 11) else None
-    return lowered.compile(compiler_options=options).memory_analysis()
+    return lowered.compile().memory_analysis()
 
 
+@pytest.mark.figures
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "extra"),
@@ -369,6 +366,7 @@ def test_rows_of_each_device_inside_shard_map_over_some_of_the_axes():
     assert params.ravel().tolist() == [1, 3] * 4
 
 
+@pytest.mark.figures
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_densify_makes_a_share_of_the_table_on_each_device(axis_type, in_context):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
@@ -392,6 +390,7 @@ def test_densify_makes_a_share_of_the_table_on_each_device(axis_type, in_context
     assert compiled.memory_analysis().temp_size_in_bytes < 0.02 * share
 
 
+@pytest.mark.figures
 @pytest.mark.parametrize("reduction", ["mean", "sum", "row_mean"])
 def test_an_accumulator_keeps_no_second_table(reduction):
     tx = gx.conditional_accumulator(gx.adagrad(0.1), 8, reduction=reduction)

@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core import freeze
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 
@@ -186,3 +188,86 @@ def test_a_name_of_two_leaves_is_an_error_with_both(use):
     with pytest.raises(ValueError, match=r"\['a'\]\['b'\] and .*\['a/b'\]\. Rename"):
         use("a/b")
     assert type(use("a/c")["a"]["c"]) is not type(use("a/c")["a"]["b"])
+
+
+FROZEN = freeze({"a": {"w": jnp.ones(2)}, "b": jnp.ones(3)})
+SGD = optax.sgd(0.1)
+
+
+def with_mask(mask):
+    gx.novograd(0.1, weight_decay=0.1, mask=mask).init(FROZEN)
+
+
+def with_stacked_axes(axes):
+    gx.novograd(0.1, stacked_axes=axes).init(FROZEN)
+
+
+def with_trainable(trainable):
+    gx.minimize(loss, SGD, trainable=trainable)(FROZEN, SGD.init(FROZEN))
+
+
+def of_a_worker(trainable):
+    steps = gx.local_steps(loss, SGD, trainable=trainable)
+    steps(FROZEN, SGD.init(FROZEN), jnp.ones(2))
+
+
+def with_axis_name(specs):
+    gx.global_norm(FROZEN, axis_name=specs)
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "value", "reference"),
+    [
+        (with_mask, "mask", True, "params"),
+        (with_stacked_axes, "stacked_axes", 0, "params"),
+        (with_trainable, "trainable", True, "params"),
+        (of_a_worker, "trainable", True, "params"),
+        (with_axis_name, "axis_name", P(), "updates"),
+    ],
+    ids=["mask", "stacked_axes", "trainable", "local_steps", "axis_name"],
+)
+@pytest.mark.parametrize(
+    ("tree", "where"),
+    [
+        (lambda x: {"a": x, "b": x}, "the root: {0} has a node dict, {1} has .*Frozen"),
+        (lambda x: freeze({"a": x}), r"the root: .*\('a',\).*\('a', 'b'\)"),
+        (lambda x: freeze({"a": {"v": x}, "b": x}), r"\['a'\]: .*\{{'v'.*\{{'w'"),
+        (lambda x: freeze({"a": x, "b": {"x": x}}), r"\['b'\]: .* has float32\[3?\]"),
+        # A function gives a tree, too.
+        (lambda x: lambda _: {"a": x, "b": x}, "the root: {0} has a node dict, "),
+    ],
+    ids=["dict", "a key too few", "another key", "too deep", "function"],
+)
+def test_a_prefix_that_does_not_fit_is_named(call, name, value, reference, tree, where):
+    where = where.format(name, reference)
+    match = f"{name} and {reference} differ at {where}.*Pass one value, or a tree"
+    with pytest.raises(TypeError, match=match):
+        call(tree(value))
+
+
+def test_a_prefix_of_the_same_nodes_fits():
+    with_mask(freeze({"a": True, "b": False}))
+    with_stacked_axes(freeze({"a": {"w": 1}, "b": 0}))
+    with_axis_name(freeze({"a": P(), "b": P()}))
+    with_mask(None)
+
+
+def test_a_table_that_is_named_and_does_not_learn():
+    params = {"emb": jnp.ones((4, 2)), "w": jnp.ones(2)}
+    state, ids = SGD.init(params), jnp.array(1)
+
+    def loss(params, ids):
+        return jnp.sum(params["emb"][ids] * params["w"])
+
+    trainable = {"emb": False, "w": True}
+    step = gx.minimize(loss, SGD, trainable=trainable, tables=["emb"])
+    with pytest.raises(ValueError, match=r"tables names 'emb', which is not trainable"):
+        step(params, state, ids)
+    params, *_ = gx.minimize(loss, SGD, trainable=trainable)(params, state, ids)
+    assert params["w"].tolist() == np.float32([0.9, 0.9]).tolist()
+
+
+@pytest.mark.parametrize("params", [{}, {"a": None}, ()])
+def test_no_parameters_at_all(params):
+    with pytest.raises(ValueError, match=r"params has no array, got .*at least one"):
+        gx.ParameterServer(params, SGD)

@@ -54,6 +54,7 @@ def test_the_derivative_is_that_of_a_cast():
     np.testing.assert_allclose(jax.grad(squares)(2.0), 4 * (1 + 2.5**2))
 
 
+@pytest.mark.figures
 def test_two_readers_make_no_copy():
     def read_twice(x):
         half = narrow(x, "bfloat16").astype(jnp.float32)

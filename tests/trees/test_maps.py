@@ -80,7 +80,7 @@ def test_each_gradient_of_a_stack_is_judged_alone(dtype):
     assert finite.tolist() == [True, False, True]
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="its compiler is another")
+@pytest.mark.figures
 @pytest.mark.parametrize(("dtype", "temporaries", "passes"), FIGURES)
 def test_the_check_is_one_pass_over_the_gradients(dtype, temporaries, passes):
     grads = [jax.ShapeDtypeStruct((512, 512), dtype)] * 3

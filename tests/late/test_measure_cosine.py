@@ -1,5 +1,7 @@
 """The cosine of consecutive gradients, against float64 NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,3 +128,50 @@ def test_squares_end_where_the_docstring_says(length, cosine):
     for grads in ([3.0, 0.0], [4.0, 3.0]):
         _, state = tx.update(jnp.array(grads) * np.float32(length), state)
     np.testing.assert_allclose(state.cosine, cosine, rtol=1e-5)
+
+
+AROUND = {
+    "accumulate": (lambda tx: gx.accumulate(tx, 2), {}),
+    "conditional": (lambda tx: gx.conditional_accumulator(tx, 2), {"local_step": 99}),
+    "twice": (lambda tx: gx.accumulate(gx.accumulate(tx, 1), 2), {}),
+    "gate inside": (
+        lambda tx: gx.accumulate(gx.drop_stale(tx, 9), 2),
+        {"local_step": 99},
+    ),
+    "masked": (
+        lambda tx: gx.accumulate(optax.masked(tx, {"w": True, "b": True}), 2),
+        {},
+    ),
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("around", AROUND)
+def test_in_a_sum_a_leaf_without_gradient_counts_for_nothing(around):
+    wrap, extra = AROUND[around]
+    tx = wrap(optax.chain(gx.measure_cosine(), optax.sgd(0.0)))
+    a, b, c, d = (draw(t) for t in range(4))
+    bad = {**a, "w": a["w"].at[0, 0].set(jnp.nan)}  # It is in no other cosine.
+    half = {**b, "w": None}
+    state = tx.init(a)
+    step = jax.jit(functools.partial(gx.apply_gradients, tx, **extra))
+    found = []
+    for pair in ((a, a), (half, half), (half, c), (bad, bad), (half, half), (d, d)):
+        for g in pair:
+            _, state = step(g, state, a)
+        found.append(optax.tree.get(state, "cosine"))
+    mixed = {"w": c["w"] / 2, "b": (b["b"] + c["b"]) / 2}
+    wanted = [
+        0,
+        cosine(b["b"], a["b"]),
+        cosine(mixed, {"w": a["w"], "b": b["b"]}),
+        np.nan,
+        cosine(b["b"], a["b"]),  # The NaN is in the other leaf.
+        np.nan,
+    ]
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    # A leaf of zeros is a gradient: the length of the one before counts.
+    for g in (a, a, half | {"w": 0 * a["w"]}, half | {"w": 0 * a["w"]}):
+        _, state = step(g, state, a)
+    wanted = cosine({"w": 0 * a["w"], "b": b["b"]}, a)
+    np.testing.assert_allclose(optax.tree.get(state, "cosine"), wanted, atol=1e-6)
