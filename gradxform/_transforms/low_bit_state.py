@@ -20,10 +20,46 @@ from gradxform._trees.types import Leaf, PyTree, T
 
 _SHORTEST = 8  # A scale takes as much as 4 codes.
 
-_WHOLE = frozenset()
+# State that stays as it is, by its class and field: steps are lost beside it in 8 bits.
+_WHOLE = {
+    # Parameters, or their copy: a step changes less than the next code does.
+    "COCOBState.init_particles",
+    "DoGState.init_params",
+    "DoWGState.init_params",
+    "MadgradState.x0",
+    "MechanicState.x0",
+    "ProdigyState.params0",
+    "SAMState.cache",
+    "ScaleByDistanceOverGradientsState.init_params",
+    "ScaleByLBFGSState.params",
+    "ScheduleFreeState.z",
+    # Sums over all steps, which parameters are computed from.
+    "COCOBState.cumulative_gradients",
+    "COCOBState.reward",
+    "COCOBState.subgradients",
+    "DAdaptAdamWState.grad_sum",
+    "FtrlState.linear",
+    "MadgradState.s",
+    "ProdigyState.grad_sum",
+    "WorkerMeanState.means",
+    # Numbers that are subtracted from others near to them.
+    "MomoAdamState.exp_avg",
+    "MomoState.exp_avg",
+    "ScaleByLBFGSState.updates",
+    "ScaleByRStdDevState.mu",
+    "ScaleByRStdDevState.nu",
+    "ScaleByRStdDevWithCountState.mu",
+    "ScaleByRStdDevWithCountState.nu",
+    "WorkerMeanState.table",
+    # What rounding took from parameters.
+    "MasterWeightsState.residual",
+    # The sign of its zeros has a meaning, and 8 bits have no -0.0.
+    "ScaleByNovogradState.nu",
+}
 
 # Those of an array in 8 bits; a masked node for a leaf that is not.
 _Scales: TypeAlias = jax.Array | optax.MaskedNode
+_Encoded: TypeAlias = tuple[jax.Array, jax.Array]  # Scales and codes.
 
 
 class LowBitState(NamedTuple):
@@ -50,7 +86,7 @@ def low_bit_state(
     block_axis: Literal[-1, -2] = -2,
     keep: Sequence[str] | Callable[[str], bool] = (),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keeps the large arrays of any optimizer's state in 8 bits.
+    r"""Keeps the large arrays of an optimizer's state in 8 bits.
 
     Each array is divided into blocks along its last axis but one, or, if
     ``block_axis=-1`` or if it has only one, along the last. A block has one scale
@@ -70,9 +106,22 @@ def low_bit_state(
 
     Which arrays are large is found in the state that ``inner.init`` makes: those of
     floating point with at least ``min_size`` entries, and at least 8 along that axis.
-    Everything else stays as it is. ``inner`` gets its state in its own dtypes.
-    If that axis is divided among devices, no block is on two of them. Under ``jit``
-    that holds for explicit axes; for others the blocks have to fit.
+    Everything else stays as it is. ``inner`` gets its state in the dtypes that it had
+    after ``init``, and it keeps them.
+
+    8 bits suit averages of gradients and of their squares. They do not suit a copy of
+    the parameters, or a sum of all gradients: there they round a step away. Such state
+    of optax and of this library stays as it is: that of ``schedule_free``, the weights
+    and sums of ``madgrad``, ``cocob``, ``prodigy`` and of others, the linear term of
+    :func:`ftrl`. Name that of your own transformations in ``keep``.
+
+    The number of blocks follows from the length of the axis alone. Blocks are equal,
+    and longer than half of ``block_size``, if such a number divides the length. Among
+    these numbers it is the one with the most factors of two. So a state has the same
+    shapes on every mesh and under ``jit``, and its checkpoint fits any number of
+    devices. Codes lie where the array would lie. If the number of blocks can be divided
+    among the devices along that axis, each has its own scales, else all of them. In
+    ``jax.shard_map`` each device has blocks of its own: call ``init`` there, too.
 
     A NaN or an infinite entry makes all of its block NaN or infinite.
 
@@ -91,7 +140,8 @@ def low_bit_state(
 
     Returns:
       A transformation with state :class:`LowBitState`. An array takes a quarter of
-      float32's bytes, and 4 bytes for each block.
+      float32's bytes, and 4 bytes for each block. ``optax.tree.map_params`` takes codes
+      for parameters. It calls ``transform_non_params`` once, for all scales together.
 
     Raises:
       ValueError: an argument is out of its range; ``keep`` names no array of the state.
@@ -108,9 +158,11 @@ def low_bit_state(
     >>> tx = gx.low_bit_state(optax.trace(0.9))
     >>> grads = {"w": jnp.full((64, 128), 2.0), "b": jnp.ones(128)}
     >>> updates, state = tx.update(grads, tx.init(params), params)
-    >>> codes = state.inner_state.trace
-    >>> codes["w"].dtype, [jnp.shape(s) for s in jax.tree.leaves(state.scales)]
-    (dtype('int8'), (1, 128), dtype('float32'))
+    >>> trace = state.inner_state.trace
+    >>> trace["w"].dtype, trace["b"].dtype
+    (dtype('int8'), dtype('float32'))
+    >>> [scales.shape for scales in jax.tree.leaves(state.scales)]
+    [(1, 128)]
     >>> assert jnp.allclose(tx.update(grads, state)[0]["w"], 2 + 0.9 * 2)
     """
     checks.transformation("inner", inner)
@@ -138,6 +190,7 @@ def low_bit_state(
             is_real = not small and jnp.issubdtype(dtypes.dtype_of(x), jnp.floating)
             if whole or not is_real or is_kept(name):
                 return optax.MaskedNode(), x
+            x = jnp.asarray(x)
             return _encoded(x, axis, _blocks(x.shape[axis], block_size), x.dtype)
 
         entries = zip(names, maps.leaves(state), _whole(state), strict=True)
@@ -151,14 +204,15 @@ def low_bit_state(
     ) -> tuple[optax.Updates, LowBitState]:
         checks.own_kind(state, LowBitState)
         extra = accepted_kwargs(inner, extra)
-        if not isinstance(state.scales, tuple):  # There are no parameters.
+        if hasattr(state.scales, "dtype"):  # There are no parameters.
             updates, new = inner.update(updates, state.inner_state, params, **extra)
             return updates, LowBitState(state.scales, new)
         old, structure = maps.flatten(state.inner_state)
         pairs = zip(state.scales, old, strict=True)
         wide = jax.tree.unflatten(structure, [_decoded(*pair) for pair in pairs])
         updates, new = inner.update(updates, wide, params, **extra)
-        entries = zip(state.scales, old, structure.flatten_up_to(new), strict=True)
+        up_to = structure.flatten_up_to  # type: ignore[attr-defined]
+        entries = zip(state.scales, old, up_to(new), strict=True)
         return updates, _state(structure, [_again(*entry) for entry in entries])
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -204,12 +258,14 @@ def _again(scales: _Scales, old: Any, x: Any) -> tuple[_Scales, Leaf]:  # Any le
     if not isinstance(scales, optax.MaskedNode):
         axis = _axis(old, scales)
         return _encoded(x, axis, scales.shape[axis], scales.dtype)
-    if maps.has_gradient(x) and jnp.issubdtype(dtypes.dtype_of(x), jnp.inexact):
-        x = jnp.asarray(x).astype(dtypes.dtype_of(old))
+    if maps.has_gradient(old) and maps.has_gradient(x):
+        before, now = map(dtypes.dtype_of, (old, x))
+        if before != now and jnp.issubdtype(now, jnp.floating):
+            x = jnp.asarray(x, before)
     return scales, x
 
 
-def _encoded(x: jax.Array, axis: int, n: int, dtype: Any) -> tuple[jax.Array, ...]:
+def _encoded(x: jax.Array, axis: int, n: int, dtype: Any) -> _Encoded:
     """A scale for each of ``n`` blocks, in a dtype, and 8 bits for each entry."""
     there = jax.typeof(x).sharding
     spec = [*there.spec, *[None] * (x.ndim - len(there.spec))]
@@ -252,7 +308,7 @@ def _joined(x: jax.Array, axis: int, length: int) -> jax.Array:
     return x
 
 
-def _encode(x: jax.Array, *, axis: int, n: int, dtype: Any) -> tuple[jax.Array, ...]:
+def _encode(x: jax.Array, *, axis: int, n: int, dtype: Any) -> _Encoded:
     length, x = x.shape[axis], dtypes.widen(x)
     # A maximum may drop NaN on CPU, but not inf. On CPU it needs an array in memory.
     x = apart(_in_blocks(jnp.where(x != x, jnp.inf, x), axis, n))
