@@ -272,14 +272,14 @@ def test_a_checkpoint_of_eight_devices_goes_on_on_four(tmp_path):
 
 def test_the_state_of_a_leaf_just_below_min_size_has_a_layout():
     """A server of several processes compares it with that of longer parameters."""
-    params = {"w": jnp.zeros((1020, 4)), "v": jnp.zeros((1024, 4))}
+    params = {"w": jnp.zeros((1022, 4)), "v": jnp.zeros((1024, 4))}
     layout = Layout.of(params, 2, {"w": P("server"), "v": P("server")})
     tx = gx.low_bit_state(optax.trace(0.9))
     state = layout.of_state(tx.init)
     assert types(state.types) == types(jax.eval_shape(tx.init, params))
     cuts = zip(jax.tree.leaves(state.types), state.cuts, strict=True)
     cut = {x.shape: axis for x, axis in cuts}
-    assert cut[1020, 4] == cut[1024, 4] == 0
+    assert cut[1022, 4] == cut[1024, 4] == 0
 
 
 # State that would lose the training.
@@ -328,6 +328,8 @@ def end(tx):
 
 @pytest.mark.parametrize("name", LOST)
 def test_iterates_and_sums_stay_whole(name):
+    if name == "madgrad" and not hasattr(optax.contrib, name):
+        pytest.skip("this optax has no madgrad")
     exact, low = end(LOST[name]()), end(LOW(LOST[name]()))
     assert exact < 0.01
     assert low < 1.5 * exact + 2e-4
