@@ -97,7 +97,6 @@ from gradxform._transforms.lazy import lazy as lazy
 from gradxform._transforms.learning_rate import (
     scale_by_learning_rate as scale_by_learning_rate,
 )
-from gradxform._transforms.low_bit_state import LowBitArray as LowBitArray
 from gradxform._transforms.low_bit_state import LowBitState as LowBitState
 from gradxform._transforms.low_bit_state import low_bit_state as low_bit_state
 from gradxform._transforms.master_weights import (

@@ -87,8 +87,8 @@ def test_state_lies_where_parameters_lie(factory, mode, init):
         assert x.sharding.mesh.size == 8
         assert x.sharding.is_equivalent_to(expected, x.ndim)
 
-    def alone(x):
-        check(x, P(), x)
+    def alone(tree):  # Of `low_bit_state` it is a tuple.
+        jax.tree.map(lambda x: check(x, P(), x), tree)
 
     params = draw(0)
     if factory == "master_weights":  # For others it has no state.

@@ -143,8 +143,12 @@ class Layout(NamedTuple):
         """
         longer = self._map(lambda x, cut: _longer(x, cut, self.processes))
         types, grown = (jax.eval_shape(init, each) for each in (self.types, longer))
-        pairs = zip(jax.tree.leaves(types), jax.tree.leaves(grown), strict=True)
-        cuts = tuple(self._grows(*pair) for pair in pairs)
+        # Of longer parameters the state may have other leaves, too.
+        by_path = dict(jax.tree.leaves_with_path(grown))
+        cuts = tuple(
+            self._grows(x, by_path.get(path, x))
+            for path, x in jax.tree.leaves_with_path(types)
+        )
         return Layout(jax.tree.map(_type, types), cuts, self.processes)
 
     def _grows(self, x: Type, grown: Type) -> int | None:

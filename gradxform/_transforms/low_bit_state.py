@@ -1,48 +1,79 @@
-"""The large arrays of any optimizer's state in 8 bits."""
+"""The large arrays of an optimizer's state in 8 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from gradxform._trees import checks, dtypes
+from gradxform._trees import checks, dtypes, maps
 from gradxform._trees.compilers import apart
 from gradxform._trees.extra_args import accepted_kwargs
-from gradxform._trees.types import Path
+from gradxform._trees.types import Leaf, PyTree, T
 
 _SHORTEST = 8  # A scale takes as much as 4 codes.
 
+# State that stays as it is, by its class and field: steps are lost beside it in 8 bits.
+_WHOLE = {
+    # Parameters, or their copy: a step changes less than the next code does.
+    "COCOBState.init_particles",
+    "DoGState.init_params",
+    "DoWGState.init_params",
+    "MadgradState.x0",
+    "MechanicState.x0",
+    "ProdigyState.params0",
+    "SAMState.cache",
+    "ScaleByDistanceOverGradientsState.init_params",
+    "ScaleByLBFGSState.params",
+    "ScheduleFreeState.z",
+    # Sums over all steps, which parameters are computed from.
+    "COCOBState.cumulative_gradients",
+    "COCOBState.reward",
+    "COCOBState.subgradients",
+    "DAdaptAdamWState.grad_sum",
+    "FtrlState.linear",
+    "MadgradState.s",
+    "ProdigyState.grad_sum",
+    "WorkerMeanState.means",
+    # Numbers that are subtracted from others near to them.
+    "MomoAdamState.exp_avg",
+    "MomoState.exp_avg",
+    "ScaleByLBFGSState.updates",
+    "ScaleByRStdDevState.mu",
+    "ScaleByRStdDevState.nu",
+    "ScaleByRStdDevWithCountState.mu",
+    "ScaleByRStdDevWithCountState.nu",
+    "WorkerMeanState.table",
+    # What rounding took from parameters.
+    "MasterWeightsState.residual",
+    # The sign of its zeros has a meaning, and 8 bits have no -0.0.
+    "ScaleByNovogradState.nu",
+}
 
-class LowBitArray(NamedTuple):
-    """An array of :class:`LowBitState`.
-
-    Attributes:
-      codes: int8, in the shape of the array.
-      scales: like the array, but along one axis a number for each block: its largest
-        size, negative if no entry of the block is. Then the codes have no sign.
-    """
-
-    codes: jax.Array
-    scales: jax.Array
-
-
-_Held: TypeAlias = jax.Array | LowBitArray
+# Those of an array in 8 bits; a masked node for a leaf that is not.
+_Scales: TypeAlias = jax.Array | optax.MaskedNode
+_Encoded: TypeAlias = tuple[jax.Array, jax.Array]  # Scales and codes.
 
 
 class LowBitState(NamedTuple):
     """State of :func:`low_bit_state`.
 
     Attributes:
-      inner_state: the state of ``inner``, with a :class:`LowBitArray` for each large
-        array.
+      scales: a tuple with an entry for each leaf of ``inner_state``. For an array in 8
+        bits it is like the array, but along one axis a number for each block: its
+        largest size, negative if no entry of the block is. Then the codes have no sign.
+        For any other leaf it is a masked node.
+      inner_state: the state of ``inner``, with codes, int8, for each array in 8 bits.
     """
 
+    scales: tuple[_Scales, ...] | jax.Array
     inner_state: optax.OptState
 
 
@@ -55,7 +86,7 @@ def low_bit_state(
     block_axis: Literal[-1, -2] = -2,
     keep: Sequence[str] | Callable[[str], bool] = (),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keeps the large arrays of any optimizer's state in 8 bits.
+    r"""Keeps the large arrays of an optimizer's state in 8 bits.
 
     Each array is divided into blocks along its last axis but one, or, if
     ``block_axis=-1`` or if it has only one, along the last. A block has one scale
@@ -75,9 +106,22 @@ def low_bit_state(
 
     Which arrays are large is found in the state that ``inner.init`` makes: those of
     floating point with at least ``min_size`` entries, and at least 8 along that axis.
-    Everything else stays as it is. ``inner`` gets its state in its own dtypes.
-    If that axis is divided among devices, no block is on two of them. Under ``jit``
-    that holds for explicit axes; for others the blocks have to fit.
+    Everything else stays as it is. ``inner`` gets its state in the dtypes that it had
+    after ``init``, and it keeps them.
+
+    8 bits suit averages of gradients and of their squares. They do not suit a copy of
+    the parameters, or a sum of all gradients: there they round a step away. Such state
+    of optax and of this library stays as it is: that of ``schedule_free``, the weights
+    and sums of ``madgrad``, ``cocob``, ``prodigy`` and of others, the linear term of
+    :func:`ftrl`. Name that of your own transformations in ``keep``.
+
+    The number of blocks follows from the length of the axis alone. Blocks are equal,
+    and longer than half of ``block_size``, if such a number divides the length. Among
+    these numbers it is the one with the most factors of two. So a state has the same
+    shapes on every mesh and under ``jit``, and its checkpoint fits any number of
+    devices. Codes lie where the array would lie. If the number of blocks can be divided
+    among the devices along that axis, each has its own scales, else all of them. In
+    ``jax.shard_map`` each device has blocks of its own: call ``init`` there, too.
 
     A NaN or an infinite entry makes all of its block NaN or infinite.
 
@@ -96,7 +140,8 @@ def low_bit_state(
 
     Returns:
       A transformation with state :class:`LowBitState`. An array takes a quarter of
-      float32's bytes, and 4 bytes for each block.
+      float32's bytes, and 4 bytes for each block. ``optax.tree.map_params`` takes codes
+      for parameters. It calls ``transform_non_params`` once, for all scales together.
 
     Raises:
       ValueError: an argument is out of its range; ``keep`` names no array of the state.
@@ -114,8 +159,10 @@ def low_bit_state(
     >>> grads = {"w": jnp.full((64, 128), 2.0), "b": jnp.ones(128)}
     >>> updates, state = tx.update(grads, tx.init(params), params)
     >>> trace = state.inner_state.trace
-    >>> trace["w"].codes.dtype, trace["w"].scales.shape, trace["b"].dtype
-    (dtype('int8'), (1, 128), dtype('float32'))
+    >>> trace["w"].dtype, trace["b"].dtype
+    (dtype('int8'), dtype('float32'))
+    >>> [scales.shape for scales in jax.tree.leaves(state.scales)]
+    [(1, 128)]
     >>> assert jnp.allclose(tx.update(grads, state)[0]["w"], 2 + 0.9 * 2)
     """
     checks.transformation("inner", inner)
@@ -127,18 +174,27 @@ def low_bit_state(
 
     def init_fn(params: optax.Params) -> LowBitState:
         state = inner.init(params)
-        paths = [path for path, _ in jax.tree.leaves_with_path(state)]
+        if not maps.leaves(params):
+            # In `optax.tree.map_params` one node without leaves is all parameters, and
+            # the state has it where it is like them. Scales are not: one leaf is all.
+            return LowBitState(jnp.zeros(()), state)
+        paths = [path for path, _ in maps.leaves_with_path(state)]
         is_kept = checks.names("keep", keep, "leaves of the state", paths)
+        names = map(checks.path_str, paths)
 
-        def held(path: Path, x: jax.Array) -> _Held:
+        def encoded(name: str, x: Any, whole: bool) -> tuple[_Scales, Leaf]:
+            if isinstance(x, optax.MaskedNode):  # It may say which leaf it replaces.
+                return x, x
             axis = max(np.ndim(x) + block_axis, 0)
             small = np.size(x) < min_size or np.shape(x)[axis:] < (_SHORTEST,)
-            is_real = jnp.issubdtype(dtypes.dtype_of(x), jnp.floating)
-            if small or not is_real or is_kept(checks.path_str(path)):
-                return x
-            return _encoded(x, axis, _blocks(x, axis, block_size))
+            is_real = not small and jnp.issubdtype(dtypes.dtype_of(x), jnp.floating)
+            if whole or not is_real or is_kept(name):
+                return optax.MaskedNode(), x
+            x = jnp.asarray(x)
+            return _encoded(x, axis, _blocks(x.shape[axis], block_size), x.dtype)
 
-        return LowBitState(jax.tree.map_with_path(held, state))
+        entries = zip(names, maps.leaves(state), _whole(state), strict=True)
+        return _state(maps.structure(state), [encoded(*entry) for entry in entries])
 
     def update_fn(
         updates: optax.Updates,
@@ -147,49 +203,92 @@ def low_bit_state(
         **extra: object,
     ) -> tuple[optax.Updates, LowBitState]:
         checks.own_kind(state, LowBitState)
-
-        def decode(x: _Held) -> jax.Array:
-            return _decoded(x, _axis(x)) if isinstance(x, LowBitArray) else x
-
-        def encode(old: _Held, x: jax.Array) -> _Held:
-            if not isinstance(old, LowBitArray):
-                return x
-            return _encoded(x, _axis(old), old.scales.shape[_axis(old)])
-
-        wide = jax.tree.map(decode, state.inner_state, is_leaf=_is_low)
         extra = accepted_kwargs(inner, extra)
+        if hasattr(state.scales, "dtype"):  # There are no parameters.
+            updates, new = inner.update(updates, state.inner_state, params, **extra)
+            return updates, LowBitState(state.scales, new)
+        old, structure = maps.flatten(state.inner_state)
+        pairs = zip(state.scales, old, strict=True)
+        wide = jax.tree.unflatten(structure, [_decoded(*pair) for pair in pairs])
         updates, new = inner.update(updates, wide, params, **extra)
-        new = jax.tree.map(encode, state.inner_state, new, is_leaf=_is_low)
-        return updates, LowBitState(new)
+        up_to = structure.flatten_up_to  # type: ignore[attr-defined]
+        entries = zip(state.scales, old, up_to(new), strict=True)
+        return updates, _state(structure, [_again(*entry) for entry in entries])
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _is_low(node: object) -> bool:
-    return isinstance(node, LowBitArray)
+def _state(structure: Any, entries: list[tuple[_Scales, Leaf]]) -> LowBitState:
+    scales, leaves = (tuple(entry[i] for entry in entries) for i in range(2))
+    return LowBitState(scales, jax.tree.unflatten(structure, leaves))
 
 
-def _axis(x: LowBitArray) -> int:
-    """The axis along which an array has blocks, of 8 entries or more."""
-    return int(np.argmin(np.equal(x.codes.shape, x.scales.shape)))
+def _whole(node: PyTree[object], whole: bool = False) -> Iterator[bool]:
+    """For each leaf of a state, whether its field says that it stays as it is."""
+    children = jax.tree.leaves_with_path(
+        node, is_leaf=lambda x: x is not node or maps.is_leaf(x)
+    )
+    for path, child in children:
+        if path:
+            field = f"{type(node).__name__}.{getattr(path[0], 'name', '')}"
+            yield from _whole(child, whole or field in _WHOLE)
+        else:  # The node is a leaf.
+            yield whole
 
 
-def _blocks(x: jax.Array, axis: int, block_size: int) -> int:
-    """The number of blocks along an axis; each is on one device."""
-    length, parts = x.shape[axis], _parts(x, axis)
-    own = length // parts
-    fewest = -(-own // block_size)
-    # Of one length, if that makes them at most half as long.
-    counts = (n for n in range(fewest, 2 * fewest + 1) if own % n == 0)
-    return parts * next(counts, fewest)
+def _blocks(length: int, block_size: int) -> int:
+    """The number of blocks along an axis, which follows from its length alone.
+
+    They are of one length, if it can be more than half of ``block_size``. Of these
+    numbers that with the most factors of two suits most meshes.
+    """
+    fewest = -(-length // block_size)
+    counts = np.arange(fewest, 2 * fewest)
+    counts = counts[length % counts == 0]
+    return int(max(counts, key=lambda n: n & -n, default=fewest))
 
 
-def _parts(x: jax.Array, axis: int) -> int:
-    """The number of parts into which devices divide an axis."""
-    sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
-    if not isinstance(sharding, NamedSharding):
-        return 1
-    return x.shape[axis] // sharding.shard_shape(x.shape)[axis]
+def _axis(codes: jax.Array, scales: jax.Array) -> int:
+    """The axis along which an array has blocks, of 2 entries or more."""
+    return int(np.argmin(np.equal(codes.shape, scales.shape)))
+
+
+def _again(scales: _Scales, old: Any, x: Any) -> tuple[_Scales, Leaf]:  # Any leaves.
+    """The new array in the types of the old one."""
+    if not isinstance(scales, optax.MaskedNode):
+        axis = _axis(old, scales)
+        return _encoded(x, axis, scales.shape[axis], scales.dtype)
+    if maps.has_gradient(old) and maps.has_gradient(x):
+        before, now = map(dtypes.dtype_of, (old, x))
+        if before != now and jnp.issubdtype(now, jnp.floating):
+            x = jnp.asarray(x, before)
+    return scales, x
+
+
+def _encoded(x: jax.Array, axis: int, n: int, dtype: Any) -> _Encoded:
+    """A scale for each of ``n`` blocks, in a dtype, and 8 bits for each entry."""
+    there = jax.typeof(x).sharding
+    spec = [*there.spec, *[None] * (x.ndim - len(there.spec))]
+    if n % (x.shape[axis] // there.shard_shape(x.shape)[axis]):
+        spec[axis] = None  # A block is on several devices.
+    places = there.update(spec=P(*spec)), there
+    return _placed(functools.partial(_encode, axis=axis, n=n, dtype=dtype), places)(x)
+
+
+def _decoded(scales: _Scales, codes: Any) -> Any:  # Any leaf.
+    if isinstance(scales, optax.MaskedNode):
+        return codes
+    decode = functools.partial(_decode, axis=_axis(codes, scales))
+    return _placed(decode, jax.typeof(codes).sharding)(scales, codes)
+
+
+def _placed(f: Callable[..., T], places: PyTree[NamedSharding]) -> Callable[..., T]:
+    """``f``, with its results there. On explicit axes blocks may not fit the devices.
+
+    Then JAX has no type for an array in blocks. The compiler needs none.
+    """
+    axes = jax.tree.leaves(places)[0].mesh.explicit_axes
+    return jax.sharding.auto_axes(f, axes=axes, out_sharding=places) if axes else f
 
 
 def _in_blocks(x: jax.Array, axis: int, n: int) -> jax.Array:
@@ -209,10 +308,8 @@ def _joined(x: jax.Array, axis: int, length: int) -> jax.Array:
     return x
 
 
-def _encoded(x: jax.Array, axis: int, n: int) -> LowBitArray:
-    """8 bits for each entry, and a scale for each of ``n`` blocks."""
-    length, dtype = x.shape[axis], x.dtype
-    x = dtypes.widen(x)
+def _encode(x: jax.Array, *, axis: int, n: int, dtype: Any) -> _Encoded:
+    length, x = x.shape[axis], dtypes.widen(x)
     # A maximum may drop NaN on CPU, but not inf. On CPU it needs an array in memory.
     x = apart(_in_blocks(jnp.where(x != x, jnp.inf, x), axis, n))
     low, high = (f(x, axis=axis + 1, keepdims=True) for f in (jnp.min, jnp.max))
@@ -226,14 +323,14 @@ def _encoded(x: jax.Array, axis: int, n: int) -> LowBitArray:
     signed = jnp.round(127 * root) * jnp.sign(x)
     codes = jnp.where(unsigned, above, signed).astype(jnp.int8)
     scales = jnp.where(unsigned, -most, most).astype(dtype)
-    return LowBitArray(_joined(codes, axis, length), _joined(scales, axis, n))
+    return _joined(scales, axis, n), _joined(codes, axis, length)
 
 
-def _decoded(node: LowBitArray, axis: int) -> jax.Array:
-    scale = jnp.expand_dims(node.scales, axis + 1)
-    codes = _in_blocks(node.codes, axis, node.scales.shape[axis]).astype(jnp.float32)
+def _decode(scales: jax.Array, codes: jax.Array, *, axis: int) -> jax.Array:
+    length, n = codes.shape[axis], scales.shape[axis]
+    scale = dtypes.widen(jnp.expand_dims(scales, axis + 1))
+    codes = _in_blocks(codes, axis, n).astype(scale.dtype)
     root = (codes + 128) / 255
     signed = codes * jnp.abs(codes) / 127**2
     part = jnp.where(scale < 0, (root * root) * (root * root), signed)
-    x = part * jnp.abs(scale).astype(jnp.float32)
-    return _joined(x, axis, node.codes.shape[axis]).astype(node.scales.dtype)
+    return _joined(part * jnp.abs(scale), axis, length).astype(scales.dtype)

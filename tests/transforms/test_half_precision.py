@@ -316,9 +316,9 @@ def test_state_in_8_bits_is_near_and_no_second_moment_is_lost(axis):
     # A small first moment may become 4 times as large; a second one never becomes 0.
     assert np.abs(updates).max() < 3
     x = np.float64(grads) ** 2 * 1e-3
-    nu = state.inner_state.nu
-    assert nu.codes.dtype == jnp.int8
-    assert (np.asarray(nu.scales) < 0).all()
+    assert state.inner_state.nu.dtype == jnp.int8
+    _, of_nu = jax.tree.leaves(state.scales)
+    assert (np.asarray(of_nu) < 0).all()
     tenth = np.sqrt(x) > 0.1 * np.sqrt(x.max())
     exact, _ = optax.scale_by_adam().update(grads, optax.scale_by_adam().init(grads))
     np.testing.assert_allclose(np.abs(exact)[tenth], 1, rtol=1e-2)
@@ -328,7 +328,7 @@ def test_kept_and_small_arrays_stay_as_they_are():
     params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
     tx = gx.low_bit_state(optax.scale_by_adam(), keep=["nu/w"])
     state = tx.init(params).inner_state
-    assert isinstance(state.mu["w"], gx.LowBitArray)
+    assert state.mu["w"].dtype == jnp.int8
     assert state.nu["w"].dtype == state.mu["b"].dtype == jnp.float32
     with pytest.raises(ValueError, match="keep must name leaves of the state, got 'w'"):
         gx.low_bit_state(optax.scale_by_adam(), keep=["w"]).init(params)
@@ -341,7 +341,8 @@ def test_lazy_takes_the_touched_rows_of_state_in_8_bits():
     grads = gx.IndexedSlices([3, 500], jnp.ones((2, 16)), (512, 16))
     updates, state = tx.update(grads, state, table)
     np.testing.assert_allclose(updates.values, -0.1, rtol=1e-2)
-    codes = optax.tree.get(state, "mu").codes
+    codes = optax.tree.get(state, "mu")
+    assert codes.dtype == jnp.int8
     assert np.flatnonzero(np.asarray(codes).any(1)).tolist() == [3, 500]
 
 
