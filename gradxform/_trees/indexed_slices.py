@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn, Self, TypeGuard
 
@@ -14,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from gradxform._trees.arithmetic import rounded_sum
 from gradxform._trees.dtypes import wide_dtype
-from gradxform._trees.opaque import from_leaf, is_opaque, to_leaf
+from gradxform._trees.opaque import from_bits, from_leaf, is_opaque, to_leaf
 from gradxform._trees.rows import (
     as_array,
     is_known,
@@ -143,7 +141,7 @@ class IndexedSlices(metaclass=_NamesHint):
         if not (hasattr(given, "dtype") and is_opaque(given.dtype)):
             return given
         if isinstance(given, jax.Array):
-            return from_leaf(given)
+            return from_leaf(given, self.dense_shape[0])
         return given.update(dtype=jnp.dtype(jnp.int32))  # A description.
 
     @property
@@ -241,7 +239,7 @@ class IndexedSlices(metaclass=_NamesHint):
         """Children and static data."""
         given = self._indices
         is_number = isinstance(given, jax.Array | np.ndarray) and given.dtype == "int32"
-        leaf = to_leaf(given) if is_number else given
+        leaf = to_leaf(given, self.dense_shape[0]) if is_number else given
         return (self.values, leaf), self.dense_shape
 
     def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, ...]]:
@@ -254,19 +252,19 @@ class IndexedSlices(metaclass=_NamesHint):
     def tree_unflatten(cls, dense_shape: tuple[int, ...], children: Any) -> Any:
         """From any children, as JAX also uses other objects than arrays.
 
+        A map to bools makes a mask. One bool stands for the table there, that of its
+        values, because optax maps a mask of gradients over parameters too.
+
         Raises:
           TypeError: the indices are plain numbers, so something has calculated them.
         """
         values, indices = children
         if isinstance(values, bool):
-            # Optax maps a mask of gradients over parameters too. So one bool stands for
-            # the table there. Anywhere else the structure stays as it was. The mask is
-            # made by the same call of `jax.tree.map`, so only the caller tells.
-            if _is_mask_of_optax():
-                return values
-        elif isinstance(indices, jax.Array | np.ndarray):
+            return values
+        if isinstance(indices, jax.Array | np.ndarray):
             if indices.dtype == "uint32" and indices.shape[-1:] == (1,):
-                indices = indices[..., 0].view("int32")  # The form in host callbacks.
+                # The form in host callbacks.
+                indices = from_bits(indices, dense_shape[0])
             elif jnp.issubdtype(indices.dtype, np.number):
                 raise RowSparseError
         return cls._make(indices, values, dense_shape, summed=False)
@@ -275,7 +273,8 @@ class IndexedSlices(metaclass=_NamesHint):
         given = self._indices
         if not (isinstance(given, jax.Array) and is_opaque(given.dtype)):
             return np.asarray(given)
-        return np.asarray(jax.random.key_data(given))[..., 0].view(np.int32)
+        bits = np.asarray(jax.random.key_data(given))
+        return from_bits(bits, self.dense_shape[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
         indices: Any = self._host_indices()
@@ -351,11 +350,3 @@ class RowSparseError(TypeError):
 
     def __init__(self, message: str = _HINT) -> None:
         super().__init__(message)
-
-
-def _is_mask_of_optax() -> bool:
-    """Whether a function of optax, such as ``masked``, has called for this tree."""
-    return any(
-        str(frame.f_globals.get("__name__")).partition(".")[0] == "optax"
-        for frame, _ in traceback.walk_stack(sys._getframe())
-    )

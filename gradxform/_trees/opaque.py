@@ -1,16 +1,19 @@
 """Row indices as leaves of a pytree, in a dtype that JAX refuses to calculate with.
 
 JAX can still move, gather and select such leaves. It would add and multiply plain
-numbers as it does gradients, and the result would be the index of another row.
+numbers as it does gradients, and the result would be the index of another row. It also
+makes zeros of such a dtype, as in ``jnp.zeros_like``. They stand for padding: the bits
+count the rows from the end of the table.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @functools.cache
@@ -34,18 +37,23 @@ def _no_generator(*_: object) -> NoReturn:
     raise TypeError("Row indices make no random numbers.")
 
 
-@functools.partial(jax.jit, inline=True)
-def to_leaf(indices: jax.Array) -> jax.Array:
-    """Indices, int32, as an array of the opaque dtype."""
-    bits = jax.lax.bitcast_convert_type(indices, jnp.uint32)
+@functools.partial(jax.jit, inline=True, static_argnames="height")
+def to_leaf(indices: jax.Array, height: int) -> jax.Array:
+    """Indices of a table, int32 in [0, height], as an array of the opaque dtype."""
+    bits = jax.lax.bitcast_convert_type(height - indices, jnp.uint32)
     return jax.random.wrap_key_data(bits[..., None], impl=_opaque())
 
 
-@functools.partial(jax.jit, inline=True)
-def from_leaf(leaf: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, inline=True, static_argnames="height")
+def from_leaf(leaf: jax.Array, height: int) -> jax.Array:
     """The indices again, int32."""
     bits = jax.random.key_data(leaf).squeeze(-1)
-    return jax.lax.bitcast_convert_type(bits, jnp.int32)
+    return height - jax.lax.bitcast_convert_type(bits, jnp.int32)
+
+
+def from_bits(bits: np.ndarray[Any, Any], height: int) -> np.ndarray[Any, Any]:
+    """The indices from an opaque array's bits, uint32[..., 1], in host memory."""
+    return height - bits[..., 0].view(np.int32)
 
 
 def is_opaque(dtype: jax.typing.DTypeLike) -> bool:

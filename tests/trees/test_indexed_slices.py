@@ -384,15 +384,82 @@ def test_host_callbacks_equinox_and_pickle_get_it_whole():
     assert (indices.shape, indices.dtype) == ((3,), jnp.int32)
 
 
-def test_bools_keep_the_structure():
-    """Only optax gets one bool for a table: it maps such a mask over parameters too."""
-    for chosen in (True, False):
-        mask = jax.tree.map(lambda _, chosen=chosen: chosen, GRADS)
-        assert jax.tree.structure(mask) == jax.tree.structure(GRADS)
-        kept = jax.tree.map(lambda g, keep: g if keep else None, GRADS, mask)
-        assert len(jax.tree.leaves(kept)) == (3 if chosen else 0)
-    has_two_axes = jax.tree.map(lambda x: x.ndim == 2, GRADS["table"])
-    assert jax.tree.leaves(has_two_axes) == [True, False]
+def tables_alone(grads):
+    """Two lines as users write them."""
+    mask = jax.tree.map(lambda x: x.ndim == 2, grads)
+    return mask, jax.tree.map(lambda keep, g: g if keep else None, mask, grads)
+
+
+def test_a_mask_has_one_bool_for_a_table_wherever_it_is_made():
+    """Optax maps such a mask over parameters too."""
+    found = []
+
+    def update(updates, _):
+        found.append(tables_alone(updates))
+        return updates
+
+    tx = optax.chain(optax.stateless(update), optax.identity())
+    tx.update(GRADS, tx.init(PARAMS))
+    for mask, kept in (tables_alone(GRADS), *found):
+        assert mask == {"table": True, "w": False}
+        chex.assert_trees_all_equal(kept, {"table": GRADS["table"], "w": None})
+        masked = optax.masked(gx.adagrad(0.1), mask)
+        after, _ = gx.apply_gradients(masked, GRADS, masked.init(PARAMS), PARAMS)
+        assert jnp.any(after["table"] != 1, axis=1).tolist() == [1, 0, 0, 0, 1]
+    mask = jax.tree.map(lambda _: False, GRADS["table"])
+    assert mask is False
+
+
+STEPS = {
+    "lazy": gx.lazy(optax.sgd(0.1, momentum=0.9)),
+    "adagrad": gx.adagrad(0.1, initial_accumulator_value=0.0, eps=0.0),
+    "row_wise": gx.adagrad(0.1, row_wise=True, global_clipnorm=1.0),
+    "ftrl": gx.ftrl(0.1, l1_regularization_strength=0.1),
+    "clip": optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1)),
+    "row_mean": gx.accumulate(gx.adagrad(0.1), 3, reduction="row_mean"),
+    "late": gx.conditional_accumulator(gx.adagrad(0.1), 3, reduction="row_mean"),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_gradient_that_is_left_out_has_no_rows(name, wrap):
+    """``where`` with zeros, leaf by leaf. The zero of an index is not row 0."""
+    tx, extra = STEPS[name], {"local_step": 0} if name == "late" else {}
+
+    def step(params, state, ok, g):
+        g = jax.tree.map(lambda x: jnp.where(ok, x, jnp.zeros_like(x)), g)
+        updates, state = tx.update({"t": g}, state, params, **extra)
+        return gx.apply_updates(params, updates), state, g
+
+    params = {"t": jnp.ones((5, 2))}
+    both = params, tx.init(params)
+    for t, ok in enumerate((True, False, True)):
+        before = both[0]
+        *both, g = wrap(step)(*both, ok, slices([0, 2, 0], seed=t))
+        assert g.indices.tolist() == ([0, 2, 0] if ok else [5, 5, 5])
+        if not ok:
+            chex.assert_trees_all_equal(both[0], before)
+    # The same steps, of pushes without rows in the second's place.
+    expected = params, tx.init(params)
+    for t, rows in enumerate(([0, 2, 0], [5, 5, 5], [0, 2, 0])):
+        *expected, _ = step(*expected, True, slices(rows, seed=t))
+    chex.assert_trees_all_close(both, expected, rtol=1e-6)
+    assert jnp.any(both[0]["t"] != 1, axis=1).tolist() == [1, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("height", [0, 5, 2**31 - 1])
+def test_rows_keep_their_numbers_as_leaves_and_back(height):
+    rows = sorted({0, height // 2, height})
+    values = np.zeros((len(rows), 2), np.float32)
+    g = gx.IndexedSlices(rows, values, (height, 2))
+    for again in (
+        jax.jit(lambda g: g)(g),
+        jax.tree.map(lambda x: x, g),
+        pickle.loads(pickle.dumps(jax.jit(lambda g: g)(g))),
+    ):
+        assert again.indices.tolist() == rows
 
 
 def by_key(params):
