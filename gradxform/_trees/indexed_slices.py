@@ -63,10 +63,9 @@ class IndexedSlices(metaclass=_NamesHint):
     step, ``optax.apply_updates`` computes ``table + updates``: the table with the rows
     added.
 
-    In ``optax.partition`` and ``optax.masked`` a mask for ``values`` holds for both
-    leaves, and their path ends in ``.values``. If your function for the labels looks at
-    the end of a path, call it once, on the parameters: ``optax.partition(txs,
-    labels(params))``.
+    A map keeps the structure, also one that makes a mask or labels. Optax maps these
+    over parameters too, where a table is one leaf. So if they are a function, call it
+    once, on the parameters: ``optax.partition(txs, labels(params))``.
 
     Args:
       indices: integers of shape [n], in any order, of any integer dtype; they are kept
@@ -249,18 +248,13 @@ class IndexedSlices(metaclass=_NamesHint):
         return tuple(zip(keys, children, strict=True)), dense_shape
 
     @classmethod
-    def tree_unflatten(cls, dense_shape: tuple[int, ...], children: Any) -> Any:
+    def tree_unflatten(cls, dense_shape: tuple[int, ...], children: Any) -> Self:
         """From any children, as JAX also uses other objects than arrays.
-
-        A map to bools makes a mask. One bool stands for the table there, that of its
-        values, because optax maps a mask of gradients over parameters too.
 
         Raises:
           TypeError: the indices are plain numbers, so something has calculated them.
         """
         values, indices = children
-        if isinstance(values, bool):
-            return values
         if isinstance(indices, jax.Array | np.ndarray):
             if indices.dtype == "uint32" and indices.shape[-1:] == (1,):
                 # The form in host callbacks.
@@ -340,8 +334,9 @@ _HINT = (
     "ones, which would change its row indices along with its values. gradxform's own "
     "clips, adagrad, scale_by_learning_rate, apply_updates and wrappers take it as "
     "it is. Wrap an optimizer in gradxform.lazy, which runs it on these rows alone, or "
-    "put gradxform.densify() in front of it. Map a function with "
-    "jax.tree.map(..., is_leaf=lambda x: isinstance(x, gradxform.IndexedSlices))."
+    "put gradxform.densify() in front of it. If optax.masked or optax.partition got a "
+    "function for its mask or labels, call it once, on the parameters. Map a function "
+    "with jax.tree.map(..., is_leaf=lambda x: isinstance(x, gradxform.IndexedSlices))."
 )
 
 

@@ -395,13 +395,8 @@ def test_the_rate_may_come_after_it():
 
 def test_wrappers_may_be_outside():
     lazy = gx.lazy(optax.adam(0.1))
-
-    def of_path(path, _):
-        return "tables" if path[0].key == "tables" else "rest"
-
     partition = optax.partition(
-        {"tables": lazy, "rest": optax.adam(0.1)},
-        lambda tree: jax.tree.map_with_path(of_path, tree),
+        {"tables": lazy, "rest": optax.adam(0.1)}, {"tables": "tables", "dense": "rest"}
     )
     injected = optax.inject_hyperparams(lambda rate: gx.lazy(optax.adam(rate)))(0.1)
     gated = gx.drop_stale(lazy, 1)

@@ -384,30 +384,29 @@ def test_host_callbacks_equinox_and_pickle_get_it_whole():
     assert (indices.shape, indices.dtype) == ((3,), jnp.int32)
 
 
-def tables_alone(grads):
-    """Two lines as users write them."""
-    mask = jax.tree.map(lambda x: x.ndim == 2, grads)
-    return mask, jax.tree.map(lambda keep, g: g if keep else None, mask, grads)
+def chosen(grads, keep):
+    """Two lines as users write them, with either tree first."""
+    mask = jax.tree.map(lambda x: x.ndim in keep, grads)
+    first = jax.tree.map(lambda g, keep: g if keep else None, grads, mask)
+    second = jax.tree.map(lambda keep, g: g if keep else None, mask, grads)
+    return mask, first, second
 
 
-def test_a_mask_has_one_bool_for_a_table_wherever_it_is_made():
-    """Optax maps such a mask over parameters too."""
-    found = []
+@pytest.mark.parametrize(("keep", "number"), [((1, 2), 3), ((2,), 1), ((), 0)])
+def test_a_mask_keeps_the_structure_wherever_it_is_made(keep, number):
+    found = [chosen(GRADS, keep)]
 
     def update(updates, _):
-        found.append(tables_alone(updates))
+        found.append(chosen(updates, keep))
         return updates
 
     tx = optax.chain(optax.stateless(update), optax.identity())
     tx.update(GRADS, tx.init(PARAMS))
-    for mask, kept in (tables_alone(GRADS), *found):
-        assert mask == {"table": True, "w": False}
-        chex.assert_trees_all_equal(kept, {"table": GRADS["table"], "w": None})
-        masked = optax.masked(gx.adagrad(0.1), mask)
-        after, _ = gx.apply_gradients(masked, GRADS, masked.init(PARAMS), PARAMS)
-        assert jnp.any(after["table"] != 1, axis=1).tolist() == [1, 0, 0, 0, 1]
-    mask = jax.tree.map(lambda _: False, GRADS["table"])
-    assert mask is False
+    for mask, *kept in found:
+        assert jax.tree.structure(mask) == jax.tree.structure(GRADS)
+        for tree in kept:
+            assert len(jax.tree.leaves(tree)) == number
+            assert isinstance(tree["table"], gx.IndexedSlices)
 
 
 STEPS = {
@@ -479,22 +478,29 @@ def by_ndim(params):
     return jax.tree.map(lambda p: "table" if p.ndim == 2 else "rest", params)
 
 
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("label", [by_key, by_string, by_ndim, by_key(PARAMS)])
-def test_functions_that_label_or_mask(label):
+def of_each_kind(label):
+    """An optimizer for the table and one for the rest, and both of them together."""
     tables, rest = gx.adagrad(0.1, row_wise=True), optax.adamw(0.1)
 
-    def masks(name):
+    def mask(name):
         if callable(label):
             return lambda p: jax.tree.map(lambda x: x == name, label(p))
         return jax.tree.map(lambda x: x == name, label)
 
-    for tx in (
+    together = (
         optax.partition({"table": tables, "rest": rest}, label),
         optax.chain(
-            optax.masked(tables, masks("table")), optax.masked(rest, masks("rest"))
+            optax.masked(tables, mask("table")), optax.masked(rest, mask("rest"))
         ),
-    ):
+    )
+    return tables, rest, together
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("label", [by_key, by_string, by_ndim])
+def test_labels_and_masks_of_the_parameters(label):
+    tables, rest, together = of_each_kind(label(PARAMS))
+    for tx in together:
         params, state = PARAMS, tx.init(PARAMS)
         for _ in range(2):
             params, state = gx.apply_gradients(tx, GRADS, state, params)
@@ -505,6 +511,19 @@ def test_functions_that_label_or_mask(label):
                 updates, state = alone.update(grads, state, expected)
                 expected += updates
             np.testing.assert_allclose(params[name], expected, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_function_that_labels_or_masks_belongs_inside_of_lazy():
+    """Optax maps its result, which has the structure of gradients, over parameters."""
+    for tx in of_each_kind(by_key)[2]:
+        state = tx.init(PARAMS)
+        with pytest.raises(ValueError, match=r"IndexedSlices': a row-sparse gradient"):
+            tx.update(GRADS, state, PARAMS)
+        with pytest.raises(TypeError, match=r"call it once, on the parameters"):
+            gx.apply_gradients(tx, GRADS, state, PARAMS)
+        params, _ = gx.apply_gradients(gx.lazy(tx), GRADS, state, PARAMS)
+        assert jnp.any(params["table"] != 1, axis=1).tolist() == [1, 0, 0, 0, 1]
 
 
 @pytest.mark.slow
