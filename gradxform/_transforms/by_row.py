@@ -251,8 +251,8 @@ def _constants(jaxpr: Jaxpr) -> list[Shape]:
     from jax.extend.core import Literal
 
     read = (x for eqn in jaxpr.eqns for x in eqn.invars)
-    literals = [x for x in (*read, *jaxpr.outvars) if isinstance(x, Literal)]
-    return [*map(_shape, (*jaxpr.constvars, *literals))]
+    literals = (x for x in (*read, *jaxpr.outvars) if isinstance(x, Literal))
+    return [*map(_shape, jaxpr.constvars), *map(_shape, literals)]
 
 
 def _derivative(eqn: JaxprEqn) -> ClosedJaxpr:

@@ -9,11 +9,13 @@ count the rows from the end of the table.
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from gradxform._trees.rows import A
 
 
 @functools.cache
@@ -47,13 +49,12 @@ def to_leaf(indices: jax.Array, height: int) -> jax.Array:
 @functools.partial(jax.jit, inline=True, static_argnames="height")
 def from_leaf(leaf: jax.Array, height: int) -> jax.Array:
     """The indices again, int32."""
-    bits = jax.random.key_data(leaf).squeeze(-1)
-    return height - jax.lax.bitcast_convert_type(bits, jnp.int32)
+    return from_bits(jax.random.key_data(leaf), height)
 
 
-def from_bits(bits: np.ndarray[Any, Any], height: int) -> np.ndarray[Any, Any]:
-    """The indices from an opaque array's bits, uint32[..., 1], in host memory."""
-    return height - bits[..., 0].view(np.int32)
+def from_bits(bits: A, height: int) -> A:
+    """The indices from the opaque array's bits, uint32[..., 1]."""
+    return height - bits.squeeze(-1).view(np.int32)  # type: ignore[return-value]
 
 
 def is_opaque(dtype: jax.typing.DTypeLike) -> bool:
