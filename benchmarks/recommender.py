@@ -47,15 +47,12 @@ OF_TABLES = {
 
 def make_tx(max_staleness, tables="adagrad"):
     """The common recipe: an optimizer by the row for tables, AdamW for the rest."""
-
-    def kind(path, _):
-        return "table" if path[0].key in TABLES else "rest"
-
     optimizers = {
         "table": OF_TABLES[tables],
         "rest": optax.adamw(3e-3),
     }
-    each = optax.partition(optimizers, lambda p: jax.tree.map_with_path(kind, p))
+    labels = dict.fromkeys((*map("{}_layer".format, TABLES), "bias"), "rest")
+    each = optax.partition(optimizers, labels | dict.fromkeys(TABLES, "table"))
     return gx.drop_stale(optax.chain(gx.clip_by_global_norm(1.0), each), max_staleness)
 
 

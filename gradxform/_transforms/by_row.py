@@ -3,8 +3,8 @@
 The function is traced with the tables' own shapes, so whatever looks at sizes sees the
 truth: masks, labels, the number of entries in a mean. A second trace, with more rows,
 shows which sizes count rows. Then each equation is evaluated for the rows that are
-there. A sum over rows leaves out padding. An equation that mixes rows in another way is
-refused.
+there. A sum over rows leaves out padding. Any other equation must be elementwise, or it
+is refused.
 """
 
 from __future__ import annotations
@@ -18,21 +18,28 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._trees import arithmetic, dtypes, jaxprs, maps, norms, versions
+from gradxform._trees import (
+    arithmetic,
+    compilers,
+    dtypes,
+    jaxprs,
+    maps,
+    norms,
+    versions,
+)
 from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees.types import Leaf, Path, PyTree, Shape
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 
-class MixedRowsError(Exception):
+class MixedRowsError(TypeError):
     """The function cannot run on a few rows; the message says what it does."""
 
 
 # These make an array of a shape, which is one of their parameters.
 _SHAPE = {"broadcast_in_dim": "shape", "random_bits": "shape", "reshape": "new_sizes"}
-_CALLS = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
 
 
 class Tables(NamedTuple):
@@ -76,9 +83,10 @@ class Tables(NamedTuple):
         """
         if shape == other:
             return None
-        if shape[1:] == other[1:]:
+        if len(shape) == len(other) and shape[1:] == other[1:]:
             for path, g in self.gradients.items():
-                if other[0] * _height(g) == self.heights[path] * max(shape[0], 1):
+                each, rest = divmod(max(shape[0], 1), _height(g))  # Entries of a row.
+                if not rest and other[0] == each * self.heights[path]:
                     return g
         raise LookupError
 
@@ -115,11 +123,11 @@ class Tables(NamedTuple):
 
         program, results = trace({i: _height(g) for i, g in tables.items()})
         try:
-            twin, _ = trace({i: shapes[i][0] for i in tables})
+            higher_program, _ = trace({i: shapes[i][0] for i in tables})
         except Exception as error:
             raise MixedRowsError("its update fails for a table of more rows") from error
-        values = self.evaluate(program, twin, *rows.values())
-        made = self.found(program.jaxpr.outvars, twin.jaxpr.outvars)
+        values = self.evaluate(program, higher_program, *rows.values())
+        made = self.found(program.jaxpr.outvars, higher_program.jaxpr.outvars)
         pairs = zip(made, values, strict=True)
         values = [x if g is None else g.with_values(x) for g, x in pairs]
         return jax.tree.unflatten(jax.tree.structure(results), values)
@@ -128,40 +136,48 @@ class Tables(NamedTuple):
         self, variables: Sequence[Var | Literal], others: Sequence[Var | Literal]
     ) -> list[IndexedSlices | None]:
         """The tables of some variables of the first trace."""
-        return list(map(self.find, map(_shape, variables), map(_shape, others)))
+        shapes = zip(map(_shape, variables), map(_shape, others), strict=True)
+        return [self.find(*pair) for pair in shapes]
 
     def evaluate(
-        self, program: ClosedJaxpr, twin: ClosedJaxpr, *args: jax.Array
+        self, program: ClosedJaxpr, higher: ClosedJaxpr, *args: jax.Array
     ) -> list[Any]:
         """The results of the first trace for these rows."""
-        others = twin.jaxpr.eqns
-        if [*map(_kind, program.jaxpr.eqns)] != [*map(_kind, others)]:
+        own, other = _constants(program.jaxpr), _constants(higher.jaxpr)
+        if _kinds(program.jaxpr) != _kinds(higher.jaxpr) or len(own) != len(other):
             raise MixedRowsError(
                 "its update is another one for a table of more rows: a mask or labels "
                 "may depend on sizes, so give them as a tree"
             )
-        left = iter(others)
+        for shape, changed in zip(own, other, strict=True):
+            if shape != changed:
+                raise MixedRowsError(
+                    f"its update has a constant of shape {list(shape)}, which depends "
+                    "on the number of rows: use jax.numpy, as in jnp.zeros"
+                )
+        left = iter(higher.jaxpr.eqns)
         return jaxprs.run(
             program.jaxpr,
             [*program.consts, *args],
             lambda *equation: self.apply(next(left), *equation),
         )
 
-    def apply(self, twin: JaxprEqn, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    def apply(self, higher: JaxprEqn, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         """The results of an equation."""
         name, params = eqn.primitive.name, eqn.params
         try:
-            tables = self.found(eqn.invars, twin.invars)
-            made = self.found(eqn.outvars, twin.outvars)
+            tables = self.found(eqn.invars, higher.invars)
+            made = self.found(eqn.outvars, higher.outvars)
         except LookupError:
             _refuse(eqn)
         if all(g is None for g in (*tables, *made)):
             return versions.evaluate(eqn, inputs)
-        if name in _CALLS:
-            key = _CALLS[name]
-            return self.evaluate(params[key], twin.params[key], *inputs)
+        if name == "jit":
+            return self.evaluate(params["jaxpr"], higher.params["jaxpr"], *inputs)
+        if name == "custom_jvp_call":
+            return self.with_rule(eqn, higher)(*inputs)
         if name == "cond":
-            both = zip(params["branches"], twin.params["branches"], strict=True)
+            both = zip(params["branches"], higher.params["branches"], strict=True)
             sides = [functools.partial(self.evaluate, *pair) for pair in both]
             return jax.lax.switch(inputs[0], sides, *inputs[1:])
         if name in _SHAPE:
@@ -173,15 +189,34 @@ class Tables(NamedTuple):
         elif name == "dot_general":
             pairs = zip(tables, inputs, strict=True)
             inputs = [x if g is None else _filled(g, x, 0) for g, x in pairs]
-        elif name.startswith("reduce_") and "axes" in params:
+        elif name in versions.REDUCTIONS:
             if (g := tables[0]) is not None and 0 in params["axes"]:
                 # Without rows it is the number that changes no result: 0 for a sum.
                 (nothing,) = versions.evaluate(eqn, [inputs[0][:0]])
                 nothing = jnp.expand_dims(nothing, params["axes"])
                 inputs = [_filled(g, inputs[0], nothing)]
-        elif not _is_elementwise(eqn):
+        elif not compilers.is_elementwise(name):
             _refuse(eqn)
         return versions.evaluate(eqn, inputs)
+
+    def with_rule(self, eqn: JaxprEqn, higher: JaxprEqn) -> Callable[..., list[Any]]:
+        """The function of a ``custom_jvp`` for these rows, with its derivative."""
+        programs = eqn.params["call_jaxpr"], higher.params["call_jaxpr"]
+        f = jax.custom_jvp(functools.partial(self.evaluate, *programs))
+
+        @f.defjvp
+        def rule(
+            primals: Sequence[Any], tangents: Sequence[Any]
+        ) -> tuple[list[Any], list[Any]]:
+            programs = _derivative(eqn), _derivative(higher)
+            results = iter(self.evaluate(*programs, *primals, *tangents))
+            values = [next(results) for _ in eqn.outvars]
+            return values, [
+                next(results) if _is_real(x) else np.zeros(x.shape, jax.dtypes.float0)
+                for x in values
+            ]
+
+        return f
 
 
 def _height(g: IndexedSlices) -> int:
@@ -201,25 +236,40 @@ def _filled(g: IndexedSlices, x: jax.Array, fill: Any) -> jax.Array:
     return jnp.where(arithmetic.expand(inside, x), x, jnp.asarray(fill, x.dtype))
 
 
-def _kind(eqn: JaxprEqn) -> tuple[str, int, int]:
-    return eqn.primitive.name, len(eqn.invars), len(eqn.outvars)
+def _kinds(jaxpr: Jaxpr) -> list[tuple[str, int, int]]:
+    return [(x.primitive.name, len(x.invars), len(x.outvars)) for x in jaxpr.eqns]
 
 
-def _is_elementwise(eqn: JaxprEqn) -> bool:
-    """Whether each entry depends on one of each input: then it takes numbers, too."""
-    numbers = [
-        jax.ShapeDtypeStruct((), x.aval.dtype)  # type: ignore[attr-defined]
-        for x in eqn.invars
-    ]
-    try:
-        results = jax.eval_shape(lambda *x: versions.evaluate(eqn, x), *numbers)
-    except Exception:
-        return False
-    return eqn.primitive.name != "sort" and all(x.shape == () for x in results)
+def _constants(jaxpr: Jaxpr) -> list[Shape]:
+    """The shapes of the arrays that a program has, and does not get or compute."""
+    from jax.extend.core import Literal
+
+    read = (x for eqn in jaxpr.eqns for x in eqn.invars)
+    literals = (x for x in (*read, *jaxpr.outvars) if isinstance(x, Literal))
+    return [*map(_shape, jaxpr.constvars), *map(_shape, literals)]
+
+
+def _derivative(eqn: JaxprEqn) -> ClosedJaxpr:
+    """The results of an equation and the tangents of the real ones, as JAX has them."""
+    primals: list[Any] = [x.aval for x in eqn.invars]
+    number = len(primals)
+
+    def jvp(*args: jax.Array) -> list[jax.Array]:
+        values, tangents = jax.jvp(
+            lambda *x: versions.evaluate(eqn, x), args[:number], args[number:]
+        )
+        return [*values, *(t for t in tangents if _is_real(t))]
+
+    return jax.make_jaxpr(jvp)(*primals, *(x.to_tangent_aval() for x in primals))
+
+
+def _is_real(x: jax.Array) -> bool:
+    """Whether it has a derivative: integers have none."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _refuse(eqn: JaxprEqn) -> NoReturn:
     from jax.extend import source_info_util
 
     name, where = eqn.primitive.name, source_info_util.summarize(eqn.source_info)
-    raise MixedRowsError(f"its update mixes rows, by {name!r} {where}".rstrip())
+    raise MixedRowsError(f"its update may mix rows, by {name!r} {where}".rstrip())

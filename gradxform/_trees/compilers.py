@@ -20,6 +20,7 @@ from gradxform._trees import versions
 if TYPE_CHECKING:
     from jax.extend.mlir import ir
 
+_OWN = "gradxform_"  # The names of the operations here begin so.
 # Unknown, if the cotangent is for it.
 _Operand: TypeAlias = jax.Array | ad.UndefinedPrimal
 
@@ -38,7 +39,7 @@ def linear(
     Taylor series. So it replaces ``f`` only when a program is lowered for a platform,
     after JAX has transformed it. That of TPU is a lowering rule itself.
     """
-    operation = versions.Primitive(f"gradxform_{name}")
+    operation = versions.Primitive(_OWN + name)
 
     def type_of(
         x: jax.core.ShapedArray, *before: jax.core.ShapedArray
@@ -90,6 +91,11 @@ def linear(
 # Then the cast is no longer fused, and its result goes to memory. Other platforms make
 # no such copy; there a barrier would make one if x itself is not computed yet.
 apart = linear("apart", lambda x: x, cpu=jax.lax.optimization_barrier)
+
+
+def is_elementwise(name: str) -> bool:
+    """Whether the operation of this name, of JAX or from here, is elementwise."""
+    return name in versions.ELEMENTWISE or name.startswith(_OWN)
 
 
 def _last_known(x: jax.Array, *known: jax.Array) -> jax.Array:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn, Self, TypeGuard
 
@@ -14,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from gradxform._trees.arithmetic import rounded_sum
 from gradxform._trees.dtypes import wide_dtype
-from gradxform._trees.opaque import from_leaf, is_opaque, to_leaf
+from gradxform._trees.opaque import from_bits, from_leaf, is_opaque, to_leaf
 from gradxform._trees.rows import (
     as_array,
     is_known,
@@ -65,10 +63,9 @@ class IndexedSlices(metaclass=_NamesHint):
     step, ``optax.apply_updates`` computes ``table + updates``: the table with the rows
     added.
 
-    In ``optax.partition`` and ``optax.masked`` a mask for ``values`` holds for both
-    leaves, and their path ends in ``.values``. If your function for the labels looks at
-    the end of a path, call it once, on the parameters: ``optax.partition(txs,
-    labels(params))``.
+    A map keeps the structure, also one that makes a mask or labels. Optax maps these
+    over parameters too, where a table is one leaf. So if they are a function, call it
+    once, on the parameters: ``optax.partition(txs, labels(params))``.
 
     Args:
       indices: integers of shape [n], in any order, of any integer dtype; they are kept
@@ -143,7 +140,7 @@ class IndexedSlices(metaclass=_NamesHint):
         if not (hasattr(given, "dtype") and is_opaque(given.dtype)):
             return given
         if isinstance(given, jax.Array):
-            return from_leaf(given)
+            return from_leaf(given, self.dense_shape[0])
         return given.update(dtype=jnp.dtype(jnp.int32))  # A description.
 
     @property
@@ -241,7 +238,7 @@ class IndexedSlices(metaclass=_NamesHint):
         """Children and static data."""
         given = self._indices
         is_number = isinstance(given, jax.Array | np.ndarray) and given.dtype == "int32"
-        leaf = to_leaf(given) if is_number else given
+        leaf = to_leaf(given, self.dense_shape[0]) if is_number else given
         return (self.values, leaf), self.dense_shape
 
     def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, ...]]:
@@ -251,22 +248,17 @@ class IndexedSlices(metaclass=_NamesHint):
         return tuple(zip(keys, children, strict=True)), dense_shape
 
     @classmethod
-    def tree_unflatten(cls, dense_shape: tuple[int, ...], children: Any) -> Any:
+    def tree_unflatten(cls, dense_shape: tuple[int, ...], children: Any) -> Self:
         """From any children, as JAX also uses other objects than arrays.
 
         Raises:
           TypeError: the indices are plain numbers, so something has calculated them.
         """
         values, indices = children
-        if isinstance(values, bool):
-            # Optax maps a mask of gradients over parameters too. So one bool stands for
-            # the table there. Anywhere else the structure stays as it was. The mask is
-            # made by the same call of `jax.tree.map`, so only the caller tells.
-            if _is_mask_of_optax():
-                return values
-        elif isinstance(indices, jax.Array | np.ndarray):
+        if isinstance(indices, jax.Array | np.ndarray):
             if indices.dtype == "uint32" and indices.shape[-1:] == (1,):
-                indices = indices[..., 0].view("int32")  # The form in host callbacks.
+                # The form in host callbacks.
+                indices = from_bits(indices, dense_shape[0])
             elif jnp.issubdtype(indices.dtype, np.number):
                 raise RowSparseError
         return cls._make(indices, values, dense_shape, summed=False)
@@ -275,7 +267,8 @@ class IndexedSlices(metaclass=_NamesHint):
         given = self._indices
         if not (isinstance(given, jax.Array) and is_opaque(given.dtype)):
             return np.asarray(given)
-        return np.asarray(jax.random.key_data(given))[..., 0].view(np.int32)
+        bits = np.asarray(jax.random.key_data(given))
+        return from_bits(bits, self.dense_shape[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
         indices: Any = self._host_indices()
@@ -341,8 +334,9 @@ _HINT = (
     "ones, which would change its row indices along with its values. gradxform's own "
     "clips, adagrad, scale_by_learning_rate, apply_updates and wrappers take it as "
     "it is. Wrap an optimizer in gradxform.lazy, which runs it on these rows alone, or "
-    "put gradxform.densify() in front of it. Map a function with "
-    "jax.tree.map(..., is_leaf=lambda x: isinstance(x, gradxform.IndexedSlices))."
+    "put gradxform.densify() in front of it. If optax.masked or optax.partition got a "
+    "function for its mask or labels, call it once, on the parameters. Map a function "
+    "with jax.tree.map(..., is_leaf=lambda x: isinstance(x, gradxform.IndexedSlices))."
 )
 
 
@@ -351,11 +345,3 @@ class RowSparseError(TypeError):
 
     def __init__(self, message: str = _HINT) -> None:
         super().__init__(message)
-
-
-def _is_mask_of_optax() -> bool:
-    """Whether a function of optax, such as ``masked``, has called for this tree."""
-    return any(
-        str(frame.f_globals.get("__name__")).partition(".")[0] == "optax"
-        for frame, _ in traceback.walk_stack(sys._getframe())
-    )

@@ -1,7 +1,9 @@
 """Row indices as leaves of a pytree, in a dtype that JAX refuses to calculate with.
 
 JAX can still move, gather and select such leaves. It would add and multiply plain
-numbers as it does gradients, and the result would be the index of another row.
+numbers as it does gradients, and the result would be the index of another row. It also
+makes zeros of such a dtype, as in ``jnp.zeros_like``. They stand for padding: the bits
+count the rows from the end of the table.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from gradxform._trees.rows import A
 
 
 @functools.cache
@@ -34,18 +39,22 @@ def _no_generator(*_: object) -> NoReturn:
     raise TypeError("Row indices make no random numbers.")
 
 
-@functools.partial(jax.jit, inline=True)
-def to_leaf(indices: jax.Array) -> jax.Array:
-    """Indices, int32, as an array of the opaque dtype."""
-    bits = jax.lax.bitcast_convert_type(indices, jnp.uint32)
+@functools.partial(jax.jit, inline=True, static_argnames="height")
+def to_leaf(indices: jax.Array, height: int) -> jax.Array:
+    """Indices of a table, int32 in [0, height], as an array of the opaque dtype."""
+    bits = jax.lax.bitcast_convert_type(height - indices, jnp.uint32)
     return jax.random.wrap_key_data(bits[..., None], impl=_opaque())
 
 
-@functools.partial(jax.jit, inline=True)
-def from_leaf(leaf: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, inline=True, static_argnames="height")
+def from_leaf(leaf: jax.Array, height: int) -> jax.Array:
     """The indices again, int32."""
-    bits = jax.random.key_data(leaf).squeeze(-1)
-    return jax.lax.bitcast_convert_type(bits, jnp.int32)
+    return from_bits(jax.random.key_data(leaf), height)
+
+
+def from_bits(bits: A, height: int) -> A:
+    """The indices from the opaque array's bits, uint32[..., 1]."""
+    return height - bits.squeeze(-1).view(np.int32)  # type: ignore[return-value]
 
 
 def is_opaque(dtype: jax.typing.DTypeLike) -> bool:

@@ -12,6 +12,24 @@ import numpy as np
 # The class of jax.extend.core, whose import takes a tenth of a second.
 Primitive: Any = type(jax.lax.convert_element_type_p)
 
+# Operations for which each entry of a result depends on the same entry of each operand,
+# or on one number for all. Each version lacks some of them.
+_ELEMENTWISE = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy
+    copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
+    igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p
+    log2 logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square
+    optimization_barrier or pcast polygamma polynomial population_count pow pvary real
+    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
+    sub tan tanh xor zeta
+"""
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
+# These have the parameter `axes`, and a result also if there are no entries.
+_REDUCTIONS = "and max min or prod sum xor"
+REDUCTIONS = frozenset(f"reduce_{name}" for name in _REDUCTIONS.split())
+
 
 def varying_axes(x_type: jax.core.ShapedArray) -> frozenset[str]:
     """The manual mesh axes over which an array of this type differs by device."""

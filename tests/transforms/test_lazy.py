@@ -1,11 +1,14 @@
 """``lazy`` gives what the inner optimizer gives on rows that the test takes."""
 
 import functools
+import itertools
 import pathlib
 import re
 
 import chex
 import flax.linen as nn
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._trees import versions
 from tests.test_optax_all import FOUND, QUICK, WITHOUT_VALUE
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -391,13 +395,8 @@ def test_the_rate_may_come_after_it():
 
 def test_wrappers_may_be_outside():
     lazy = gx.lazy(optax.adam(0.1))
-
-    def of_path(path, _):
-        return "tables" if path[0].key == "tables" else "rest"
-
     partition = optax.partition(
-        {"tables": lazy, "rest": optax.adam(0.1)},
-        lambda tree: jax.tree.map_with_path(of_path, tree),
+        {"tables": lazy, "rest": optax.adam(0.1)}, {"tables": "tables", "dense": "rest"}
     )
     injected = optax.inject_hyperparams(lambda rate: gx.lazy(optax.adam(rate)))(0.1)
     gated = gx.drop_stale(lazy, 1)
@@ -590,7 +589,7 @@ MIXED = {
 def test_an_update_that_mixes_rows_is_refused(name, parts):
     params, grads, _ = one_table()
     tx = gx.lazy(optax.stateless(lambda u, _: jax.tree.map(MIXED[name], u)))
-    with pytest.raises(TypeError, match=r"\['t'\], but its update mixes rows, by '"):
+    with pytest.raises(TypeError, match=r"\['t'\], but its update may mix rows, by '"):
         tx.update(grads(*[1 / parts] * parts), tx.init(params), params)
 
 
@@ -604,6 +603,346 @@ def test_an_update_for_one_height_alone_is_refused():
     ):
         with pytest.raises(TypeError, match=rf"\['t'\], but its update .*{message}"):
             gx.lazy(tx).update(grads(1.0), tx.init(params), params)
+
+
+# What people write in an update: the dense numbers, or a refusal that says why.
+
+
+def entries(x):
+    return jnp.sum(x, dtype=jnp.float32).astype(x.dtype)
+
+
+def numpy_rows(x):
+    return np.arange(len(x), dtype=x.dtype)[:, None]
+
+
+def masked_sum(x):
+    return x * jnp.sum(numpy_rows(x) * x)
+
+
+def fixed_point(x):
+    """``c`` with ``len(x) · c = Σx``, by a solver of JAX."""
+    return jax.lax.custom_root(
+        lambda c: len(x) * c - entries(x),
+        jnp.zeros((), x.dtype),
+        lambda f, c: entries(x) / len(x),
+        lambda f, y: y / len(x),
+    )
+
+
+def from_host(f, x, shape):
+    return jax.pure_callback(f, jax.ShapeDtypeStruct(shape, x.dtype), x)
+
+
+@jax.custom_vjp
+def with_its_own_gradient(x):
+    return 2 * x
+
+
+with_its_own_gradient.defvjp(lambda x: (2 * x, None), lambda _, g: (g,))
+
+
+@jax.custom_jvp
+def rounded(x):
+    """Straight through: its derivative is 1."""
+    return jnp.round(x)
+
+
+rounded.defjvp(lambda x, t: (rounded(*x), *t))
+
+# Each row by itself.
+ALONE = {
+    "elementwise": lambda x: jnp.where(x > 0, jnp.exp(-x), jax.lax.erf(x)) ** 2,
+    "special": lambda x: jax.scipy.special.gammaln(x * x + 1) + jnp.logaddexp(x, -x),
+    "bits": lambda x: -(jnp.sign(x) * jnp.abs(jnp.nextafter(x, x + 1))),
+    "parts": lambda x: (x * 1j * (2 + 1j)).imag.astype(x.dtype),
+    "row sums": lambda x: x / (1 + jnp.sum(x * x, axis=1, keepdims=True)),
+    "row maxima": lambda x: x - jnp.max(x, axis=1, keepdims=True),
+    "product": lambda x: x @ jnp.full((x.shape[1], x.shape[1]), 0.5, x.dtype),
+    "row products": lambda x: jnp.einsum("ij,ij->i", x, x)[:, None] - x,
+    "flat": lambda x: jnp.tanh(x.reshape(-1)).reshape(x.shape),
+    "vmap": jax.vmap(lambda row: jax.nn.silu(row) - jnp.mean(row)),
+    "jit": jax.jit(lambda x: jnp.clip(x, -0.5, 0.5)),
+    "zeros": lambda x: x + jnp.zeros(x.shape, x.dtype),
+    "barrier": lambda x: jax.lax.optimization_barrier((x, 2 * x))[1],
+    "custom_jvp": lambda x: jax.nn.relu(rounded(3 * x)),
+    "height": lambda x: x / len(x) + x.size,
+}
+# With a number from all rows.
+TOGETHER = {
+    "sum": lambda x: x - entries(x),
+    "mean": lambda x: x - jnp.mean(x, axis=0),
+    "softmax": lambda x: jax.nn.softmax(x, axis=0),
+    "any": lambda x: jnp.where(jnp.any(x > 1), x, -x),
+    "all": lambda x: jnp.where(jnp.all(jnp.isfinite(x)), x, 0),
+    "min": lambda x: x * jnp.min(jnp.cosh(x)),
+    "prod": lambda x: x + jnp.prod(jnp.cos(x)),
+    "norm": lambda x: x / (1 + jnp.linalg.norm(x)),
+    "cond": lambda x: jax.lax.cond(entries(x) > 0, jnp.sin, lambda x: x * x, x),
+    "dot": lambda x: x * jnp.einsum("ij,ij->", x, x),
+}
+# By the name of the operation, or by what it does.
+UNKNOWN = {
+    "scan": lambda x: x * jax.lax.scan(lambda c, r: (c + r.sum(), None), 0.0, x)[0],
+    "scan of rows": lambda x: jax.lax.map(lambda row: 2 * row, x),
+    "while": lambda x: jax.lax.while_loop(
+        lambda c: jnp.sum(c) < 9, lambda c: c + jnp.exp(x), x
+    ),
+    "scan by fori_loop": lambda x: jax.lax.fori_loop(
+        0, len(x), lambda i, y: y + x[i].sum(), x
+    ),
+    "remat2": jax.checkpoint(lambda x: x * jnp.cumsum(x, axis=0)),
+    "composite": jax.lax.composite(lambda x: x * jnp.cumsum(x, axis=0), name="of.mine"),
+    "custom_vjp_call": with_its_own_gradient,
+    "pure_callback": lambda x: from_host(lambda x: np.asarray(x)[::-1], x, x.shape),
+    "pure_callback to a number": lambda x: (
+        x * from_host(lambda x: x.dtype.type(len(x)), x, ())
+    ),
+    "debug_callback": lambda x: jax.debug.callback(lambda _: None, x) or x,
+    "(call_hi_primitive|custom_linear_solve|custom_root)": lambda x: x * fixed_point(x),
+    "sort": lambda x: x - jnp.median(x),
+    "argmax": lambda x: x * jnp.argmax(x, axis=0).astype(x.dtype),
+    "cumsum": lambda x: jnp.cumsum(x, axis=0),
+    "reduce": lambda x: x * jax.lax.reduce(x, x.dtype.type(0), jnp.add, (0, 1)),
+    "reduce_window_sum": lambda x: jax.lax.reduce_window(
+        x, x.dtype.type(0), jax.lax.add, (3, 1), (1, 1), "SAME"
+    ),
+    "iota": lambda x: x * jax.lax.broadcasted_iota(x.dtype, x.shape, 0),
+    "random_split": lambda x: (
+        x
+        * jax.vmap(lambda key: jax.random.normal(key, (1,)))(
+            jax.random.split(jax.random.key(0), len(x))
+        )
+    ),
+    "concatenate": lambda x: jnp.concatenate([x, x]).reshape(len(x), -1)[:, :3],
+    "transpose": lambda x: (x.T * jnp.arange(len(x), dtype=x.dtype)).T,
+}
+CONSTANT = {
+    "times": lambda x: x * numpy_rows(x),
+    "plus": lambda x: x + np.ones(x.shape, x.dtype),
+    "instead": lambda x: np.zeros(x.shape, x.dtype),
+    "sum": masked_sum,
+    "jit": jax.jit(lambda x: x * numpy_rows(x)),
+    "cond": lambda x: jax.lax.cond(
+        entries(x) > 0, lambda x: x * numpy_rows(x), jnp.sin, x
+    ),
+    "relu": lambda x: jax.nn.relu(x) * numpy_rows(x),
+}
+
+
+def on_arrays(f):
+    return optax.stateless(lambda u, _: jax.tree.map(f, u))
+
+
+def of_touched_rows(f, indices, height, width, dtype="float32", seed=0):
+    """``f`` on the touched rows of a table by ``lazy``, and by the dense gradient."""
+    values = draw(seed, len(indices), width, dtype=dtype)
+    g = {"t": gx.IndexedSlices(indices, values, (height, width))}
+    tx, params = on_arrays(f), {"t": jnp.zeros((height, width), dtype)}
+    which = np.unique([i for i in indices if i < height]).astype(int)
+    lazy = gx.lazy(tx)
+    updates, _ = lazy.update(g, lazy.init(params), params)
+    wanted, _ = tx.update(dense(g), tx.init(params), params)
+    return updates["t"].densify()[which], wanted["t"][which]
+
+
+FEW, EVERY = [2, 5, 2, 6], [3, 0, 1, 2, 6, 5, 4, 3]  # Of 6 rows; 6 is padding.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ALONE)
+def test_an_update_by_the_row_is_the_dense_one_there(name, dtype):
+    got, wanted = of_touched_rows(ALONE[name], FEW, 6, 3, dtype)
+    tol = 1e-5 if dtype == "float32" else 2e-2
+    np.testing.assert_allclose(numbers(got), numbers(wanted), rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_sum_over_all_rows_is_the_dense_one(name):
+    """The gradient has all rows, some twice, and padding, which is in no sum."""
+    got, wanted = of_touched_rows(TOGETHER[name], EVERY, 6, 3)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("indices", [FEW, [5, 4, 3, 2, 1, 0]], ids=str)
+def test_an_operation_that_is_not_known_by_the_row_is_refused(name, indices):
+    """Also if the gradient has as many rows as the table."""
+    operation = name.partition(" ")[0]
+    with pytest.raises(TypeError, match=rf"may mix rows, by '{operation}'"):
+        of_touched_rows(UNKNOWN[name], indices, 6, 3)
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+@pytest.mark.parametrize("indices", [FEW, [5, 4, 3, 2, 1, 0]], ids=str)
+def test_a_constant_of_the_tables_height_is_refused(name, indices):
+    with pytest.raises(TypeError, match=r"a constant of shape \[6, [13]\], which"):
+        of_touched_rows(CONSTANT[name], indices, 6, 3)
+
+
+@pytest.mark.slow
+@hypothesis.given(
+    st.lists(st.sampled_from([*ALONE, *TOGETHER, *UNKNOWN, *CONSTANT]), max_size=3),
+    st.sampled_from([1, 2, 6]),
+    st.sampled_from([1, 3]),
+    st.lists(st.integers(0, 6), max_size=5),
+    st.integers(0, 2**32 - 1),
+)
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_any_update_is_the_dense_one_or_refused(names, height, width, more, seed):
+    """Some of these updates, one after another, on tables of any size.
+
+    A sum runs over the touched rows, so there the gradient has all rows.
+    """
+    both = ALONE | TOGETHER | UNKNOWN | CONSTANT
+    indices = [min(i, height) for i in more]
+    if not ALONE.keys() >= set(names):
+        indices += range(height)
+
+    def f(x):
+        return functools.reduce(lambda x, name: both[name](x), names, x)
+
+    if {*names} & (UNKNOWN | CONSTANT).keys():
+        with pytest.raises(TypeError, match=r"gradxform\.lazy runs its inner"):
+            of_touched_rows(f, indices, height, width, seed=seed)
+    else:
+        got, wanted = of_touched_rows(f, indices, height, width, seed=seed)
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+COLLECTIVES = {
+    "psum": functools.partial(jax.lax.psum, axis_name="i"),
+    "pmax": functools.partial(jax.lax.pmax, axis_name="i"),
+    "ppermute": lambda x: jax.lax.ppermute(x, "i", [(0, 1), (1, 0)]),
+    "all_gather": lambda x: jax.lax.all_gather(x, "i").sum(0),
+    "all_to_all": lambda x: jax.lax.all_to_all(x[:, :2], "i", 1, 1, tiled=True),
+}
+
+
+@pytest.mark.parametrize("over", ["vmap", "shard_map"])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_rows_of_other_devices_are_refused(name, over):
+    """Row 0 of a device would meet row 3 of another."""
+    tx, params = gx.lazy(on_arrays(COLLECTIVES[name])), {"t": jnp.zeros((6, 2))}
+
+    def update(index):
+        g = {"t": gx.IndexedSlices(index, jnp.ones((1, 2)), (6, 2))}
+        return tx.update(g, tx.init(params), params)[0]["t"].densify()
+
+    indices = jnp.array([[0], [3]])
+    if over == "vmap":
+        run = jax.vmap(update, axis_name="i")
+    else:
+        mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+        run = jax.shard_map(
+            lambda i: update(i[0]),
+            mesh=mesh,
+            in_specs=P("i"),
+            out_specs=P("i"),
+            check_vma=False,
+        )
+    with pytest.raises(TypeError, match=r"may mix rows, by '(p|all|slice)"):
+        run(indices)
+
+
+def test_a_number_may_be_summed_over_devices():
+    """It is one number for all rows, as without ``lazy``."""
+    tx = on_arrays(lambda x: x * jax.lax.psum(entries(x), "i"))
+    params = {"t": jnp.zeros((6, 2))}
+
+    def update(tx, index):
+        g = {"t": gx.IndexedSlices(index, 1.0 + jnp.ones((1, 2)), (6, 2))}
+        g = g if tx is lazy else dense(g)
+        return dense(tx.update(g, tx.init(params), params)[0])["t"]
+
+    lazy, indices = gx.lazy(tx), jnp.array([[0], [3]])
+    got, wanted = (
+        jax.vmap(functools.partial(update, t), axis_name="i")(indices)
+        for t in (lazy, tx)
+    )
+    np.testing.assert_array_equal(got, wanted)
+
+
+DERIVATIVES = {
+    "straight through": lambda x: rounded(1.4 * x),
+    "relu at 0": lambda x: jax.nn.relu(x * jnp.array([0.0, 1.0])),
+    "jit": jax.jit(lambda x: jax.nn.relu(x) * rounded(x)),
+    "cond": lambda x: jax.lax.cond(entries(x) > -9, rounded, jnp.sin, x),
+    "twice": lambda x: jax.nn.softplus(rounded(x)) * jnp.logaddexp(x, -x),
+    "sum": lambda x: rounded(x) * entries(jax.nn.relu(x)),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("derive", [jax.jacrev, jax.jacfwd], ids=["rev", "fwd"])
+def test_derivatives_through_it_are_the_dense_ones(name, derive, wrap):
+    indices, values = [4, 0, 6, 1, 2, 3, 5], draw(3, 7, 2)
+    tx, params = on_arrays(DERIVATIVES[name]), {"t": jnp.zeros((6, 2))}
+
+    def update(tx, values):
+        g = {"t": gx.IndexedSlices(indices, values, (6, 2))}
+        g = g if tx is lazy else dense(g)
+        return dense(tx.update(g, tx.init(params), params)[0])["t"]
+
+    lazy = gx.lazy(tx)
+    got, wanted = (
+        wrap(derive(functools.partial(update, t)))(values) for t in (lazy, tx)
+    )
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    assert np.any(wanted)
+
+
+def test_a_derivative_that_mixes_rows_is_refused():
+    @jax.custom_jvp
+    def f(x):
+        return 2 * x
+
+    f.defjvp(lambda x, t: (f(*x), jnp.cumsum(*t, axis=0)))
+
+    lazy, params = gx.lazy(on_arrays(f)), {"t": jnp.zeros((6, 2))}
+
+    def total(values):
+        g = {"t": gx.IndexedSlices([4, 2], values, (6, 2))}
+        return jnp.sum(lazy.update(g, lazy.init(params), params)[0]["t"].values)
+
+    assert total(jnp.ones((2, 2))) == 8
+    with pytest.raises(TypeError, match="may mix rows, by 'cumsum'"):
+        jax.grad(total)(jnp.ones((2, 2)))
+
+
+def test_a_reshape_across_rows_is_refused():
+    """Two tables: the lower one grows by two rows, so that both traces have pairs."""
+    tx = gx.lazy(on_arrays(lambda x: x.reshape(-1, 2).cumsum(1).reshape(x.shape)))
+    shapes = (6, 4), (4, 3)
+    params = [jnp.zeros(shape) for shape in shapes]
+    g = [gx.IndexedSlices([1, 2], jnp.ones((2, s[1])), s) for s in shapes]
+    with pytest.raises(TypeError, match=r"may mix rows, by '(cumsum|reshape)'"):
+        tx.update(g, tx.init(params), params)
+    tx = gx.lazy(on_arrays(lambda x: (2 * x.reshape(-1, 2)).reshape(x.shape)))
+    with pytest.raises(TypeError, match="may mix rows, by 'reshape'"):
+        tx.update(g, tx.init(params), params)
+
+
+def test_each_operation_of_the_list_is_elementwise():
+    """Those that take numbers: entry i of the result has entry i of the operands."""
+    from jax.extend.core import primitives
+
+    tried = 0
+    for p in vars(primitives).values():
+        name = getattr(p, "name", None)
+        if name not in versions.ELEMENTWISE:
+            continue
+        for arity, dtype in itertools.product((1, 2, 3), ("float32", "int32", "bool")):
+            x = [jnp.asarray([[1, 2], [3, 4], [5, 6]], dtype)] * arity
+            try:
+                whole = p.bind(*x)
+            except (AssertionError, LookupError, TypeError, ValueError):
+                continue  # It takes others, or parameters.
+            part = p.bind(*(x[1:] for x in x))
+            chex.assert_trees_all_equal(part, jax.tree.map(lambda x: x[1:], whole))
+            tried += 1
+    assert tried > 60
 
 
 def test_an_array_like_a_table_that_is_all_parameters_stays_whole():

@@ -384,15 +384,81 @@ def test_host_callbacks_equinox_and_pickle_get_it_whole():
     assert (indices.shape, indices.dtype) == ((3,), jnp.int32)
 
 
-def test_bools_keep_the_structure():
-    """Only optax gets one bool for a table: it maps such a mask over parameters too."""
-    for chosen in (True, False):
-        mask = jax.tree.map(lambda _, chosen=chosen: chosen, GRADS)
+def chosen(grads, keep):
+    """Two lines as users write them, with either tree first."""
+    mask = jax.tree.map(lambda x: x.ndim in keep, grads)
+    first = jax.tree.map(lambda g, keep: g if keep else None, grads, mask)
+    second = jax.tree.map(lambda keep, g: g if keep else None, mask, grads)
+    return mask, first, second
+
+
+@pytest.mark.parametrize(("keep", "number"), [((1, 2), 3), ((2,), 1), ((), 0)])
+def test_a_mask_keeps_the_structure_wherever_it_is_made(keep, number):
+    found = [chosen(GRADS, keep)]
+
+    def update(updates, _):
+        found.append(chosen(updates, keep))
+        return updates
+
+    tx = optax.chain(optax.stateless(update), optax.identity())
+    tx.update(GRADS, tx.init(PARAMS))
+    for mask, *kept in found:
         assert jax.tree.structure(mask) == jax.tree.structure(GRADS)
-        kept = jax.tree.map(lambda g, keep: g if keep else None, GRADS, mask)
-        assert len(jax.tree.leaves(kept)) == (3 if chosen else 0)
-    has_two_axes = jax.tree.map(lambda x: x.ndim == 2, GRADS["table"])
-    assert jax.tree.leaves(has_two_axes) == [True, False]
+        for tree in kept:
+            assert len(jax.tree.leaves(tree)) == number
+            assert isinstance(tree["table"], gx.IndexedSlices)
+
+
+STEPS = {
+    "lazy": gx.lazy(optax.sgd(0.1, momentum=0.9)),
+    "adagrad": gx.adagrad(0.1, initial_accumulator_value=0.0, eps=0.0),
+    "row_wise": gx.adagrad(0.1, row_wise=True, global_clipnorm=1.0),
+    "ftrl": gx.ftrl(0.1, l1_regularization_strength=0.1),
+    "clip": optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1)),
+    "row_mean": gx.accumulate(gx.adagrad(0.1), 3, reduction="row_mean"),
+    "late": gx.conditional_accumulator(gx.adagrad(0.1), 3, reduction="row_mean"),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_gradient_that_is_left_out_has_no_rows(name, wrap):
+    """``where`` with zeros, leaf by leaf. The zero of an index is not row 0."""
+    tx, extra = STEPS[name], {"local_step": 0} if name == "late" else {}
+
+    def step(params, state, ok, g):
+        g = jax.tree.map(lambda x: jnp.where(ok, x, jnp.zeros_like(x)), g)
+        updates, state = tx.update({"t": g}, state, params, **extra)
+        return gx.apply_updates(params, updates), state, g
+
+    params = {"t": jnp.ones((5, 2))}
+    both = params, tx.init(params)
+    for t, ok in enumerate((True, False, True)):
+        before = both[0]
+        *both, g = wrap(step)(*both, ok, slices([0, 2, 0], seed=t))
+        assert g.indices.tolist() == ([0, 2, 0] if ok else [5, 5, 5])
+        if not ok:
+            chex.assert_trees_all_equal(both[0], before)
+    # The same steps, of pushes without rows in the second's place.
+    expected = params, tx.init(params)
+    for t, rows in enumerate(([0, 2, 0], [5, 5, 5], [0, 2, 0])):
+        *expected, _ = step(*expected, True, slices(rows, seed=t))
+    chex.assert_trees_all_close(both, expected, rtol=1e-6)
+    assert jnp.any(both[0]["t"] != 1, axis=1).tolist() == [1, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("height", [0, 5, 2**31 - 1])
+def test_rows_keep_their_numbers_as_leaves_and_back(height):
+    rows = sorted({0, height // 2, height})
+    values = np.zeros((len(rows), 2), np.float32)
+    g = gx.IndexedSlices(rows, values, (height, 2))
+    for again in (
+        jax.jit(lambda g: g)(g),
+        jax.tree.map(lambda x: x, g),
+        pickle.loads(pickle.dumps(jax.jit(lambda g: g)(g))),
+    ):
+        assert again.indices.tolist() == rows
 
 
 def by_key(params):
@@ -412,22 +478,29 @@ def by_ndim(params):
     return jax.tree.map(lambda p: "table" if p.ndim == 2 else "rest", params)
 
 
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("label", [by_key, by_string, by_ndim, by_key(PARAMS)])
-def test_functions_that_label_or_mask(label):
+def of_each_kind(label):
+    """An optimizer for the table and one for the rest, and both of them together."""
     tables, rest = gx.adagrad(0.1, row_wise=True), optax.adamw(0.1)
 
-    def masks(name):
+    def mask(name):
         if callable(label):
             return lambda p: jax.tree.map(lambda x: x == name, label(p))
         return jax.tree.map(lambda x: x == name, label)
 
-    for tx in (
+    together = (
         optax.partition({"table": tables, "rest": rest}, label),
         optax.chain(
-            optax.masked(tables, masks("table")), optax.masked(rest, masks("rest"))
+            optax.masked(tables, mask("table")), optax.masked(rest, mask("rest"))
         ),
-    ):
+    )
+    return tables, rest, together
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("label", [by_key, by_string, by_ndim])
+def test_labels_and_masks_of_the_parameters(label):
+    tables, rest, together = of_each_kind(label(PARAMS))
+    for tx in together:
         params, state = PARAMS, tx.init(PARAMS)
         for _ in range(2):
             params, state = gx.apply_gradients(tx, GRADS, state, params)
@@ -438,6 +511,19 @@ def test_functions_that_label_or_mask(label):
                 updates, state = alone.update(grads, state, expected)
                 expected += updates
             np.testing.assert_allclose(params[name], expected, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_function_that_labels_or_masks_belongs_inside_of_lazy():
+    """Optax maps its result, which has the structure of gradients, over parameters."""
+    for tx in of_each_kind(by_key)[2]:
+        state = tx.init(PARAMS)
+        with pytest.raises(ValueError, match=r"IndexedSlices': a row-sparse gradient"):
+            tx.update(GRADS, state, PARAMS)
+        with pytest.raises(TypeError, match=r"call it once, on the parameters"):
+            gx.apply_gradients(tx, GRADS, state, PARAMS)
+        params, _ = gx.apply_gradients(gx.lazy(tx), GRADS, state, PARAMS)
+        assert jnp.any(params["table"] != 1, axis=1).tolist() == [1, 0, 0, 0, 1]
 
 
 @pytest.mark.slow
