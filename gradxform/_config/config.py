@@ -30,9 +30,9 @@ _MAX_DEPTH = 100  # A level takes up to five calls of Python's stack of 1,000.
 _LIMITS = {"clipnorm", "clipvalue", "global_clipnorm", "max_delta", "max_norm"}
 _LIMITS |= {"max_staleness", "sigmas"}
 
-# Arguments that are names, or trees with any keys and labels.
-_AS_THEY_ARE = {"axis_name", "freeze_mask", "mask", "num_steps", "param_labels"}
-_AS_THEY_ARE |= {"stacked_axes", "weight_decay_mask"}
+# Arguments that are names, or trees: no dict in them stands for a call.
+AS_THEY_ARE = {"axis_name", "freeze_mask", "mask", "num_steps", "param_labels"}
+AS_THEY_ARE |= {"stacked_axes", "trust_ratio_mask", "weight_decay_mask"}
 
 # Optax's transformations whose annotations do not say that they are transformations.
 _UNANNOTATED = (
@@ -72,12 +72,18 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
       The transformation; :func:`get_config` gives its config back.
 
     Raises:
-      ValueError: a key or a name is unknown, or a key is missing; an argument is out of
-        its range, NaN, or infinite without being a limit; a config of Keras has an
-        option that is not offered here (``use_ema=True``). The message names the place
-        in the config, and says what to do instead.
-      TypeError: an argument has the wrong type: YAML, for example, reads ``1e-3`` as a
-        string.
+      ValueError: a key or a name is unknown, or a key is missing; a number is NaN,
+        larger than float32 or int32 holds, or infinite without being a limit; dicts and
+        lists are nested more than 100 deep; a config of Keras has an option that is not
+        offered here (``use_ema=True``); the function that is called refuses an
+        argument, such as a negative ``eps``.
+      TypeError: a value is none of JSON; a flag is not true or false, or another
+        argument is; a number is in quotes, as YAML reads ``1e-3``; the function that is
+        called refuses the type of an argument. Some functions of optax do that only
+        when they are used.
+
+    A message begins with the place in the config. In a config of Keras it is the place
+    in what :func:`get_config` would return.
 
     References:
       ``tf.keras.optimizers.deserialize``.
@@ -188,14 +194,14 @@ def _make(value: Any, where: str, key: object = None) -> Any:  # Of any type.
     _run(keras.translate, where, config=value)
     is_call = isinstance(value.get("name"), str)
     made = {
-        k: v if is_call and k in _AS_THEY_ARE else _make(v, f"{where}[{k!r}]", k)
+        k: v if is_call and k in AS_THEY_ARE else _make(v, f"{where}[{k!r}]", k)
         for k, v in value.items()
     }
     if is_call:
         name = made.pop("name")
-        if name not in _makers():
-            raise _unknown("name", name, _makers(), f"{where}['name']")
-        return _call(_makers()[name], made, where)
+        if name not in makers():
+            raise _unknown("name", name, makers(), f"{where}['name']")
+        return _call(makers()[name], made, where)
     if key == "alignment":
         return _call(gx.MomentumAlignment, made, where)
     if key == "boundaries_and_scales":  # JSON's keys are strings.
@@ -209,18 +215,18 @@ def _call(make: Callable[..., Any], arguments: Mapping[str, Any], where: str) ->
     for key, value in arguments.items():
         if key not in parameters:
             raise _unknown("key", key, parameters, where)
-        if key in _AS_THEY_ARE:
+        if key in AS_THEY_ARE:
             continue
         is_flag = isinstance(parameters[key].default, bool)
         if isinstance(value, bool) != is_flag:
             words = "must be" if is_flag else "cannot be"
             raise TypeError(f"{where}[{key!r}] {words} true or false, got {value!r}.")
-        # Most functions of optax take all of these. A transformation is a tuple.
+        # Most functions of optax take these. A transformation is a tuple.
         wrong = key == "learning_rate" and isinstance(value, str | dict | list | tuple)
         if wrong or (isinstance(value, str) and re.fullmatch(r"[-+.\deE]*\d", value)):
             raise TypeError(
-                f"{where}[{key!r}] must be a number, or a schedule with its 'name', got "
-                f"{value!r}. YAML reads 1e-3 as a string: write 1.0e-3 with a point."
+                f"{where}[{key!r}] must be a number, or a schedule with its 'name', "
+                f"got {value!r}. YAML reads 1e-3 as a string: write 1.0e-3."
             )
     needed = [p.name for p in parameters.values() if p.default is p.empty]
     if missing := [key for key in needed if key not in arguments]:
@@ -244,13 +250,14 @@ def _chain(transforms: list[Any]) -> optax.GradientTransformationExtraArgs:
 
 
 @functools.cache
-def _makers() -> dict[str, Callable[..., Any]]:
+def makers() -> dict[str, Callable[..., Any]]:
     """What a config may name: public functions that make transformations or schedules.
 
     Nothing else is called.
     """
-    public: dict[str, Any] = {f"optax.{k}": v for k, v in vars(optax).items()}
-    public |= {f"optax.contrib.{k}": v for k, v in vars(optax.contrib).items()}
+    public: dict[str, Any] = {}
+    for module in (optax.contrib, optax.transforms, optax.schedules, optax):
+        public |= {f"{module.__name__}.{k}": v for k, v in vars(module).items()}
     public |= vars(gx) | vars(schedules) | vars(optax.schedules)
     public |= {"chain": _chain, "optax.chain": _chain, "from_config": None}
     return {k: v for k, v in public.items() if "._" not in k and _makes(k, v)}
