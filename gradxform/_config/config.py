@@ -1,46 +1,44 @@
 """Transformations as plain dicts: ``from_config`` and ``get_config``.
 
-A dict with a ``"name"`` stands for a call of the function with that name; the other
-entries are its arguments. A config that Keras wrote is translated first. The function's
-own signature says which keys are allowed, which are needed and which values they take.
+A dict with a ``"name"`` stands for a call of the function with that name. The other
+entries are its arguments. Dicts with a name among them are made first. A config that
+Keras wrote is translated before.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
+import functools
 import inspect
-import math
 import re
-import sys
-import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import optax
 
 import gradxform as gx
-from gradxform._config import hints, keras, schedules
-from gradxform._config.keras import Config
-from gradxform._trees.types import T
-
-# It makes a transformation, a schedule, a record, or the config of one.
-Maker: TypeAlias = Callable[..., Any]
+from gradxform._config import keras, schedules
+from gradxform._trees import checks
 
 _KEPT = "_gradxform_config"  # The attribute that keeps the config.
 
-# Limits may be infinite: then they never act. All other numbers must be finite.
-_LIMITS = (*keras.CLIPS, "max_delta", "max_norm", "max_staleness", "sigmas")
+_MAX_DEPTH = 100  # A level takes up to five calls of Python's stack of 1,000.
 
-_LARGEST = float(np.finfo(np.float32).max)
+# Limits may be infinite: then they never act. All other numbers must be finite.
+_LIMITS = {"clipnorm", "clipvalue", "global_clipnorm", "max_delta", "max_norm"}
+_LIMITS |= {"max_staleness", "sigmas"}
+
+# Arguments that are names, or trees: no dict in them stands for a call.
+AS_THEY_ARE = {"axis_name", "freeze_mask", "mask", "num_steps", "param_labels"}
+AS_THEY_ARE |= {"stacked_axes", "trust_ratio_mask", "weight_decay_mask"}
 
 # Optax's transformations whose annotations do not say that they are transformations.
-_UNANNOTATED = {
-    *("dog", "dowg", "hutchinson_estimator_diag_hessian"),
-    *("monitor", "scale_by_factored_rms"),
-}
+_UNANNOTATED = (
+    *("contrib.dog", "contrib.dowg", "contrib.hutchinson_estimator_diag_hessian"),
+    *("optax.monitor", "optax.scale_by_factored_rms"),
+)
 
 
 def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
@@ -74,12 +72,18 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
       The transformation; :func:`get_config` gives its config back.
 
     Raises:
-      ValueError: a key or a name is unknown, or a key is missing; an argument is out of
-        its range, NaN, or infinite without being a limit; a config of Keras has an
-        option that is not offered here (``use_ema=True``). The message names the place
-        in the config, and says what to do instead.
-      TypeError: an argument has the wrong type: YAML, for example, reads ``1e-3`` as a
-        string.
+      ValueError: a key or a name is unknown, or a key is missing; a number is NaN,
+        larger than float32 or int32 holds, or infinite without being a limit; dicts and
+        lists are nested more than 100 deep; a config of Keras has an option that is not
+        offered here (``use_ema=True``); the function that is called refuses an
+        argument, such as a negative ``eps``.
+      TypeError: a value is none of JSON; a flag is not true or false, or another
+        argument is; a number is in quotes, as YAML reads ``1e-3``; the function that is
+        called refuses the type of an argument. Some functions of optax do that only
+        when they are used.
+
+    A message begins with the place in the config. In a config of Keras it is the place
+    in what :func:`get_config` would return.
 
     References:
       ``tf.keras.optimizers.deserialize``.
@@ -112,15 +116,9 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     Traceback (most recent call last):
     ValueError: config: unknown key 'learning_rte', did you mean 'learning_rate'? ...
     """
-    try:
-        plain = _plain(config, "config")
-        tx = _made(plain, "config", "transformation")  # Translates Keras's configs.
-    except RecursionError:
-        raise ValueError(
-            "config is nested too deeply: Python allows "
-            f"{sys.getrecursionlimit()} calls inside of each other, and each level "
-            "needs a few."
-        ) from None
+    plain = _plain(config, "config")
+    tx = _make(plain, "config")  # Translates Keras's configs.
+    checks.transformation("config", tx)
     tx = optax.with_extra_args_support(tx)
     setattr(tx, _KEPT, plain)
     return tx
@@ -151,255 +149,133 @@ def get_config(tx: optax.GradientTransformation) -> dict[str, Any]:
     config = getattr(tx, _KEPT, None)
     if config is None:
         raise TypeError(
-            "get_config knows the transformations that from_config built, got a "
-            f"{type(tx).__name__} made otherwise: its arguments cannot be read back. "
-            "Build it by from_config, with its wrappers and chains."
+            "get_config knows the transformations that from_config built, with their "
+            f"wrappers and chains, got a {type(tx).__name__} made otherwise."
         )
     return copy.deepcopy(config)
 
 
-def _plain(value: object, where: str) -> Any:  # A copy of the value.
+def _plain(value: object, where: str, depth: int = 0, key: object = None) -> Any:
     """A copy, checked to hold only values of JSON and finite numbers."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"config is nested more than {_MAX_DEPTH} deep.")
     if hasattr(value, "to_dict"):  # ml_collections' ConfigDict is no Mapping.
         value = value.to_dict()
     if isinstance(value, Mapping):
-        return {
-            key: entry
-            if key in _LIMITS and isinstance(entry, float) and entry == math.inf
-            else _plain(entry, f"{where}[{key!r}]")
-            for key, entry in value.items()
-        }
+        return {k: _plain(v, f"{where}[{k!r}]", depth + 1, k) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        sequence = tuple if isinstance(value, tuple) else list
-        return sequence(_plain(entry, f"{where}[{i}]") for i, entry in enumerate(value))
+        entries = [_plain(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+        return tuple(entries) if isinstance(value, tuple) else entries
     if value is not None and not isinstance(value, bool | int | float | str):
         raise TypeError(
             f"{where} must be a JSON value, got {value!r}. Write a dtype as a string, "
             "'bfloat16', and a scalar array as its float(). If it is a Python "
             "function, build this transformation in Python."
         )
-    if isinstance(value, float) and not abs(value) <= _LARGEST:
-        raise ValueError(f"{where} must be finite in float32, got {value!r}.")
-    if isinstance(value, int) and not -(2**31) <= value < 2**31:
+    largest = float(np.finfo(np.float32).max) if isinstance(value, float) else 2**31 - 1
+    is_limit = key in _LIMITS and value == np.inf
+    if isinstance(value, int | float) and not (abs(value) <= largest or is_limit):
         raise ValueError(
-            f"{where} must be an int32, got {value!r}. Write 1e10 for a larger number."
+            f"{where} must be finite in float32, or an int32, got {value!r}. For a "
+            "larger integer, write 1e10."
         )
     return value
 
 
-def _made(config: object, where: str, kind: str) -> Any:  # By its kind.
-    """Makes a ``"transformation"`` or a ``"schedule"`` from a dict with a name.
+def _make(value: Any, where: str, key: object = None) -> Any:  # Of any type.
+    """Makes what a dict with a name stands for, and first all such dicts inside.
 
     It translates a config of Keras in place.
     """
-    if isinstance(config, dict):
-        _translate(config, where)
-    if not (isinstance(config, dict) and isinstance(config.get("name"), str)):
-        raise TypeError(
-            f"{where} must be a {kind}, a dict with its 'name', got {config!r}."
-        )
-    given = dict(config)
-    name = given.pop("name")
-    make = _function(name, f"{where}['name']", kind)
-    if _kind(make) != kind:  # Checked before anything is called.
-        raise TypeError(f"{where} must be a {kind}, which {name!r} does not make.")
-    return _call(make, _arguments(make, given, where), where)
-
-
-def _translate(config: Config, where: str) -> None:
-    written = keras.find_translator(config, where)
-    if written is not None:
-        translator, given, where = written
-        # Also translates the dicts in it, in place.
-        _arguments(translator, given, where)
-        words = _call(translator, given, where)
-        config.clear()
-        config.update(words)
-
-
-def _signature(make: Maker) -> inspect.Signature:
-    signature = inspect.signature(make, eval_str=True)
-    if not hasattr(make, "_fields"):
-        return signature
-    known = typing.get_type_hints(make)  # A named tuple's annotations are strings.
-    fields = signature.parameters.values()
-    return signature.replace(
-        parameters=[field.replace(annotation=known[field.name]) for field in fields]
-    )
-
-
-def _kind(make: Maker) -> str | None:
-    """The kind of object that a function makes, by its annotation."""
-    if inspect.isclass(make):
-        return None
-    made = _signature(make).return_annotation
-    if inspect.isclass(made) and issubclass(made, optax.GradientTransformation):
-        return "transformation"
-    if make.__module__.startswith("optax.") and make.__name__ in _UNANNOTATED:
-        return "transformation"
-    return "schedule" if made == optax.Schedule else None
-
-
-def _arguments(make: Maker, given: Mapping[str, object], where: str) -> Config:
-    """The arguments of a function, from the entries of a config."""
-    parameters = _signature(make).parameters
-    _check_keys(parameters, given, where)
-    # Schedules divide by numbers of steps, so these need not be integers.
-    whole = _kind(make) == "transformation"
-    return {
-        key: _argument(value, f"{where}[{key!r}]", parameters[key], whole)
-        for key, value in given.items()
+    if isinstance(value, list | tuple):
+        return type(value)(_make(v, f"{where}[{i}]") for i, v in enumerate(value))
+    if not isinstance(value, dict):
+        return value
+    _run(keras.translate, where, config=value)
+    is_call = isinstance(value.get("name"), str)
+    made = {
+        k: v if is_call and k in AS_THEY_ARE else _make(v, f"{where}[{k!r}]", k)
+        for k, v in value.items()
     }
+    if is_call:
+        name = made.pop("name")
+        if name not in makers():
+            raise _unknown("name", name, makers(), f"{where}['name']")
+        return _call(makers()[name], made, where)
+    if key == "alignment":
+        return _call(gx.MomentumAlignment, made, where)
+    if key == "boundaries_and_scales":  # JSON's keys are strings.
+        return _run(lambda: {int(str(k)): v for k, v in made.items()}, where)
+    return made
 
 
-def _check_keys(
-    parameters: Mapping[str, inspect.Parameter], given: Mapping[str, object], where: str
-) -> None:
-    """Raises unless the function can be called with these keys as its arguments."""
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
-        raise ValueError(
-            f"{where}: a dict cannot hold arguments that have no names. Write a chain "
-            "as {'name': 'chain', 'transforms': [...]}."
-        )
-    allowed = f"Allowed are {', '.join(parameters) or 'none'}."
-    for key in given:
+def _call(make: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
+    """Calls a function with the entries of a config as its arguments."""
+    parameters = inspect.signature(make).parameters
+    for key, value in arguments.items():
         if key not in parameters:
-            meant = _did_you_mean(key, parameters)
-            raise ValueError(f"{where}: unknown key {key!r}{meant} {allowed}")
+            raise _unknown("key", key, parameters, where)
+        if key in AS_THEY_ARE:
+            continue
+        is_flag = isinstance(parameters[key].default, bool)
+        if isinstance(value, bool) != is_flag:
+            words = "must be" if is_flag else "cannot be"
+            raise TypeError(f"{where}[{key!r}] {words} true or false, got {value!r}.")
+        # Most functions of optax take these. A transformation is a tuple.
+        wrong = key == "learning_rate" and isinstance(value, str | dict | list | tuple)
+        if wrong or (isinstance(value, str) and re.fullmatch(r"[-+.\deE]*\d", value)):
+            raise TypeError(
+                f"{where}[{key!r}] must be a number, or a schedule with its 'name', "
+                f"got {value!r}. YAML reads 1e-3 as a string: write 1.0e-3."
+            )
     needed = [p.name for p in parameters.values() if p.default is p.empty]
-    missing = ", ".join(repr(key) for key in needed if key not in given)
-    if missing:
-        raise ValueError(f"{where}: missing {missing}. {allowed}")
+    if missing := [key for key in needed if key not in arguments]:
+        raise ValueError(f"{where}: missing {', '.join(map(repr, missing))}.")
+    return _run(make, where, **arguments)
 
 
-def _call(make: Callable[..., T], arguments: Mapping[str, object], where: str) -> T:
-    """Calls a function; adds the place in the config to its errors."""
+def _run(function: Callable[..., Any], where: str, /, **arguments: Any) -> Any:
+    """Calls a function, and puts the place in the config in front of its errors."""
     try:
-        return make(**arguments)
-    except RecursionError:
-        raise
+        return function(**arguments)
     except Exception as error:  # Optax divides by zero, and asserts.
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{where}: {error}") from error
 
 
-def _argument(
-    value: object, where: str, parameter: inspect.Parameter, whole: bool
-) -> object:
-    """Makes one argument of a function from an entry of a config."""
-    hint = parameter.annotation
-    if hint is parameter.empty and isinstance(parameter.default, int | float):
-        hint = type(parameter.default)
-    if "GradientTransformation" in str(hint) and value != parameter.default:
-        return _transformations(value, where, str(hint))
-    if hints.holds_schedules(hint):
-        value = _with_schedules(value, where)
-    record = hints.record(hint)
-    if record is not None and isinstance(value, dict):
-        return _call(record, _arguments(record, value, where), where)
-    if "dict[int" in str(hint) and isinstance(value, dict):  # JSON's keys are strings.
-        value = {_integer(key): entry for key, entry in value.items()}
-    allowed = hints.alternatives(hint, whole)
-    if "dtype" in parameter.name and "Literal" not in str(hint):
-        allowed = [hints.dtype()]
-    if any(fits(value) for _, fits in allowed):
-        return value
-    words = hints.words(allowed)
-    if words.startswith("a number") and isinstance(value, str) and _is_number(value):
-        raise TypeError(
-            f"{where} must be a number, got the string {value!r}. YAML reads 1e-3 as a "
-            "string: write 1.0e-3 with a point."
-        )
-    hint = ""
-    if "a Python function" in words:
-        hint = " No config can hold a function: build this transformation in Python."
-    raise TypeError(f"{where} must be {words}, got {value!r}.{hint}")
-
-
-def _is_number(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        float(text)
-        return True
-    return False
-
-
-def _integer(key: object) -> object:
-    return int(key) if isinstance(key, str) and re.fullmatch(r"\d{1,9}", key) else key
-
-
-def _transformations(value: object, where: str, annotation: str) -> object:
-    """One transformation, or a list or dict of them, as the annotation says."""
-    kind = re.search("list|dict|Mapping", annotation)
-    if kind is None:
-        return _made(value, where, "transformation")
-    if isinstance(value, list | tuple) and kind[0] == "list":
-        entries: Iterable[tuple[Any, object]] = enumerate(value)  # A key of any kind.
-    elif isinstance(value, dict) and kind[0] != "list":
-        entries = value.items()
-    else:
-        what = f"a {kind[0]} of transformations"
-        raise TypeError(f"{where} must be {what}, got {value!r}.")
-    made = {k: _made(v, f"{where}[{k!r}]", "transformation") for k, v in entries}
-    return made if isinstance(value, dict) else list(made.values())
-
-
-def _with_schedules(value: object, where: str) -> object:
-    """The value, or the list of values, with schedules made from dicts."""
-    if isinstance(value, list | tuple):
-        return [_with_schedules(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    if isinstance(value, dict) and {"name", "class_name"} & value.keys():
-        return _made(value, where, "schedule")
-    return value
-
-
-def _chain(
-    transforms: list[optax.GradientTransformation],
-) -> optax.GradientTransformationExtraArgs:
+def _chain(transforms: list[Any]) -> optax.GradientTransformationExtraArgs:
+    for i, transform in enumerate(transforms):
+        checks.transformation(f"transforms[{i}]", transform)
     return optax.chain(*transforms)
 
 
-def _transformation_makers() -> dict[str, Maker]:
-    """The public functions that make transformations, and the chain."""
-    public = {k: v for k, v in vars(gx).items() if inspect.isfunction(v)}
-    del public["from_config"]
-    makers = {k: v for k, v in public.items() if _kind(v) == "transformation"}
-    return makers | {"chain": _chain}
+@functools.cache
+def makers() -> dict[str, Callable[..., Any]]:
+    """What a config may name: public functions that make transformations or schedules.
+
+    Nothing else is called.
+    """
+    public: dict[str, Any] = {}
+    for module in (optax.contrib, optax.transforms, optax.schedules, optax):
+        public |= {f"{module.__name__}.{k}": v for k, v in vars(module).items()}
+    public |= vars(gx) | vars(schedules) | vars(optax.schedules)
+    public |= {"chain": _chain, "optax.chain": _chain, "from_config": None}
+    return {k: v for k, v in public.items() if "._" not in k and _makes(k, v)}
 
 
-def _function(name: str, where: str, kind: str) -> Maker:
-    """The function with this name, whether it makes ``kind`` or not."""
-    makers = {
-        "transformation": _transformation_makers(),
-        "schedule": schedules.makers(),
-    }
-    for known in makers.values():
-        if name in known:
-            return known[name]
-    of_optax = _of_optax(name.removeprefix("optax."))
-    if of_optax is not None and name.startswith("optax."):
-        return of_optax
-    if of_optax is not None:
-        meant = f", did you mean 'optax.{name}'?"
-    else:
-        of_optax_too = (f"optax.{entry}" for entry in dir(optax))
-        meant = _did_you_mean(name, [*makers[kind], *of_optax_too])
-    raise ValueError(
-        f"{where}: unknown name {name!r}{meant} A {kind} is one of "
-        f"{', '.join(sorted(makers[kind]))}, or one of optax's, such as 'optax.adamw'."
-    )
+def _makes(name: str, value: Any) -> bool:  # Any object.
+    """Whether it is a function that makes a transformation or a schedule."""
+    function = getattr(value, "func", value)  # `optax.nadam` is a partial.
+    made = str(getattr(function, "__annotations__", {}).get("return"))
+    kinds = ("Transformation", "ExtraArgs", "Schedule", str(optax.Schedule))
+    return made.removesuffix("'>").endswith(kinds) or name.endswith(_UNANNOTATED)
 
 
-def _of_optax(path: str) -> Maker | None:
-    """A public function of optax, such as ``adamw`` or ``contrib.muon``."""
-    value: object = optax
-    for name in path.split("."):
-        value = None if name.startswith("_") else getattr(value, name, None)
-    function = getattr(value, "func", value)  # `nadam` is a functools.partial.
-    is_optax = str(getattr(function, "__module__", "")).startswith("optax.")
-    return value if callable(value) and is_optax else None
-
-
-def _did_you_mean(word: object, known: Iterable[str]) -> str:
+def _unknown(what: str, word: object, known: Iterable[str], where: str) -> ValueError:
+    """The error for an unknown key or name."""
     spelt = re.sub(r"^beta_?(?=\d$)", "b", str(word))  # Other libraries say beta_1.
-    close = difflib.get_close_matches(spelt, known, n=1)
-    return f", did you mean {close[0]!r}?" if close else "."
+    last = {name.split(".")[-1]: name for name in known}  # "optax.adamw" by "adamw"
+    close = difflib.get_close_matches(spelt.split(".")[-1], last, n=1)
+    meant = f", did you mean {last[close[0]]!r}?" if close else "."
+    allowed = ", ".join(k for k in known if not k.startswith("optax.")) or "none"
+    return ValueError(f"{where}: unknown {what} {word!r}{meant} Allowed are {allowed}.")

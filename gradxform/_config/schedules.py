@@ -1,10 +1,8 @@
-"""The schedules that a config can name: optax's, and Keras's that optax lacks."""
+"""Keras's schedules that optax lacks."""
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -103,16 +101,12 @@ def cosine_decay_restarts(
     checks.in_range("t_mul", t_mul, "[1, inf)")
 
     def start(n: jax.Array) -> jax.Array:  # In units of first_decay_steps.
-        if t_mul == 1:
-            return n
-        return jnp.expm1(n * math.log(t_mul)) / (t_mul - 1)
+        return n if t_mul == 1 else jnp.expm1(n * math.log(t_mul)) / (t_mul - 1)
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         time = jnp.asarray(count, float) / first_decay_steps
-        if t_mul == 1:
-            nearest = jnp.round(time)
-        else:
-            nearest = jnp.round(jnp.log1p(time * (t_mul - 1)) / math.log(t_mul))
+        n = time if t_mul == 1 else jnp.log1p(time * (t_mul - 1)) / math.log(t_mul)
+        nearest = jnp.round(n)
         # Rounding must not mistake the first step of a cosine for the end of the one
         # before.
         n = jnp.where(time < start(nearest) * (1 - 1e-6), nearest - 1, nearest)
@@ -168,14 +162,3 @@ def at_last_push(schedule: optax.Schedule, num_required: int) -> optax.Schedule:
     """
     checks.in_range("num_required", num_required, checks.COUNTS)
     return lambda count: schedule(num_required * (count + 1) - 1)
-
-
-def makers() -> dict[str, Callable[..., optax.Schedule]]:
-    """The functions that make schedules, by name: optax's, and those above."""
-    return {
-        name: value
-        for names in (vars(optax.schedules), globals())
-        for name, value in names.items()
-        if inspect.isfunction(value)
-        and value.__annotations__.get("return") in (optax.Schedule, "optax.Schedule")
-    }

@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -25,6 +26,7 @@ import pytest
 import yaml
 
 import gradxform as gx
+from gradxform._config.config import AS_THEY_ARE, makers
 from tests import test_golden
 from tests.descriptors import DESCRIPTORS, Descriptor
 
@@ -117,7 +119,7 @@ def test_a_threshold_may_be_a_schedule_and_a_weight_may_not():
     assert gx.get_config(tx) == config
     direct = gx.drop_stale(gx.densify(), optax.linear_schedule(**limit))
     agree(tx, direct, {"local_step": 0})
-    with pytest.raises(TypeError, match=r"'weight'\] must be a Python function, or"):
+    with pytest.raises(TypeError, match="config: weight must be a function of the"):
         gx.from_config({"name": "scale_by_staleness", "weight": "hinge"})
 
 
@@ -133,7 +135,7 @@ def test_numbers_of_a_record_are_a_dict():
         ({"align": 1}, ValueError, where + ": unknown key 'align'"),
         ({"eps": "1"}, TypeError, where + r"\['eps'\] must be a number"),
         ({"eps": 0}, ValueError, r"config: alignment.eps must be in \(0, inf\)"),
-        (True, TypeError, where + " must be a dict of aligned, opposed, .* or null"),
+        (True, TypeError, where + " cannot be true or false"),
     ):
         with pytest.raises(error, match=message):
             gx.from_config({**config, "alignment": given})
@@ -247,6 +249,23 @@ def test_frozen_config_dict():
     assert gx.get_config(tx) == config
 
 
+@pytest.mark.parametrize("link", ["inner", "transforms"])
+def test_a_config_that_is_very_deep_or_holds_itself(link):
+    """It is no RecursionError, which a program may take for a fault of its own."""
+    deep = ADAGRAD
+    for _ in range(3000):
+        deep = {"name": "chain", link: deep if link == "inner" else [deep]}
+    endless = {"name": "chain"}
+    endless[link] = endless if link == "inner" else [endless]
+    for config in (deep, endless):
+        with pytest.raises(ValueError, match="config is nested more than 100 deep"):
+            gx.from_config(config)
+    config, direct = ADAGRAD, gx.adagrad(0.1)
+    for _ in range(49):  # Each link is a dict and a list.
+        config, direct = {"name": "chain", "transforms": [config]}, optax.chain(direct)
+    agree(gx.from_config(config), direct)
+
+
 def test_the_config_is_neither_changed_nor_shared():
     config = copy.deepcopy(NESTED)
     tx = gx.from_config(config)
@@ -314,8 +333,40 @@ def test_trees_are_taken_as_they_are():
     mask = {"name": True, "b": False}
     masked = {"name": "optax.masked", "inner": sgd, "mask": mask}
     decay = {**NOVOGRAD, "weight_decay": 0.1, "mask": mask}
-    for tx in map(gx.from_config, (masked, decay)):
+    axes = {**NOVOGRAD, "stacked_axes": {"name": 0, "b": 0}}
+    late = {"name": "delayed", "inner": sgd, "num_steps": {"name": 1, "b": 1}}
+    frozen = {"name": "optax.freeze", "mask": mask}
+    everywhere = {**decay, "mask": True}
+    lars = {"name": "optax.lars", "learning_rate": 0.1, "trust_ratio_mask": mask}
+    configs = masked, decay, axes, late, frozen, everywhere, lars
+    for tx in map(gx.from_config, configs):
         tx.init({"name": 0.0, "b": 0.0})
+
+
+def test_a_label_may_be_the_name_of_a_function():
+    sgd = {"name": "optax.sgd", "learning_rate": 1.0}
+    config = {
+        "name": "optax.partition",
+        "transforms": {"densify": sgd, "name": {"name": "densify"}, "mask": sgd},
+        "param_labels": {"name": "densify", "b": "name", "c": "mask"},
+    }
+    tx = gx.from_config(config)
+    assert gx.get_config(tx) == config
+    grads = {"name": 1.0, "b": 1.0, "c": 1.0}
+    updates, _ = tx.update(grads, tx.init(grads), grads)
+    assert updates == {"name": -1.0, "b": 1.0, "c": -1.0}
+
+
+@pytest.mark.parametrize("name", makers())
+def test_trees_and_flags_are_known_as_such(name):
+    """In optax, too: a new tree there needs an entry here, and a flag has a default."""
+    for key, parameter in inspect.signature(makers()[name]).parameters.items():
+        hint = str(parameter.annotation)
+        is_tree = re.search("mask$|labels", key)
+        if is_tree or re.search("PyTree|Prefix|StackedAxes|AxisName", hint):
+            assert key in AS_THEY_ARE
+        if hint in ("bool", "<class 'bool'>"):
+            assert isinstance(parameter.default, bool)
 
 
 def test_only_functions_of_the_right_kind_are_called(monkeypatch):
@@ -331,7 +382,7 @@ def test_only_functions_of_the_right_kind_are_called(monkeypatch):
         {"name": "optax.safe_increment", "count": 0},
         {**ADAGRAD, "learning_rate": {"name": "optax.safe_increment", "count": 0}},
     ):
-        with pytest.raises(TypeError, match=r"which 'optax.safe_increment' does not"):
+        with pytest.raises(ValueError, match=r"unknown name 'optax\.safe_incr"):
             gx.from_config(config)
     assert not called
 
@@ -368,23 +419,27 @@ WRONG = [
      "config: unknown key 'epsilon', did you mean 'eps'?"),
     ({**ADAGRAD, 1: 1}, "config: unknown key 1. Allowed are"),
     ({"name": "densify", "x": 1}, "config: unknown key 'x'. Allowed are none."),
-    ({"name": "adagrad"},
-     "config: missing 'learning_rate'. Allowed are learning_rate, "),
-    ({"name": "drop_stale"}, "config: missing 'inner', 'max_staleness'. Allowed are"),
+    ({"name": "adagrad"}, "config: missing 'learning_rate'."),
+    ({"name": "drop_stale"}, "config: missing 'inner', 'max_staleness'."),
+    ({"name": "optax.chain", "args": [ADAGRAD]},
+     "config: unknown key 'args'. Allowed are transforms."),
     # Names.
     ({"name": "adagradd"},
      "config['name']: unknown name 'adagradd', did you mean 'ada"),
-    ({"name": "zzzz"},
-     "unknown name 'zzzz'. A transformation is one of accumulate, adag"),
+    ({"name": "zzzz"}, "unknown name 'zzzz'. Allowed are accumulate, "),
     ({"name": "adamw"}, "unknown name 'adamw', did you mean 'optax.adamw'?"),
     ({"name": "optax.adamww"},
      "unknown name 'optax.adamww', did you mean 'optax.adamw'?"),
     ({"name": "optax.tree_utils.functools.partial"}, "unknown name 'optax.tree_uti"),
     ({"name": "optax.Schedule"}, "unknown name 'optax.Schedule'"),
+    ({"name": "optax.MultiSteps", "opt": ADAGRAD, "every_k_schedule": 2},
+     "unknown name 'optax.MultiSteps'"),
+    ({"name": "GatedTransformation", "init": 1, "update": 1},
+     "unknown name 'GatedTransformation'"),
     ({"name": "from_config", "config": ADAGRAD}, "unknown name 'from_config'"),
     (rated(dict(LINEAR, name="lineal_schedule")),
      f"{RATE}['name']: unknown name 'lineal_schedule', did you mean "
-     "'linear_schedule'? A schedule is one of at_last_push, constant_sch"),
+     "'linear_schedule'?"),
     # The place that is named.
     (
         {
@@ -415,76 +470,67 @@ WRONG = [
     (dict(ADAGRAD, eps=-1), "config: eps must be in [0, inf), got -1."),
     (dict(ADAGRAD, clipnorm=1.0, clipvalue=1.0),
      "config: at most one of clipnorm, clipvalue, global_clipnorm may be given"),
-    # What an argument holds.
-    (rated("1e-3"),
-     f"{RATE} must be a number, got the string '1e-3'. YAML reads 1e-3 as a string"),
-    (rated(True), f"{RATE} must be a number, or a schedule"),
-    (rated({"init_value": 1.0}),
-     f"{RATE} must be a number, or a schedule, a dict with its 'name', got {{'init_"),
-    ({"name": "optax.sgd", "learning_rate": [0.1]},
-     f"{RATE} must be a number, or a schedule"),
-    (rated(jnp.float32(1)), f"{RATE} must be a JSON value"),
-    (dict(ADAGRAD, accumulator_dtype="bfloat61"),
-     "config['accumulator_dtype'] must be a floating dtype, got 'bfloat61'."),
-    (dict(ADAGRAD, row_wise="false"),
-     "config['row_wise'] must be true or false, got 'false'."),
+    # What functions of optax would take for a number or a flag.
+    (rated("1e-3"), f"{RATE} must be a number, or a schedule with its 'name', got "
+     "'1e-3'. YAML reads 1e-3 as a string"),
+    ({"name": "optax.adamw", "learning_rate": 0.1, "eps": "1E-8"},
+     "config['eps'] must be a number, or a schedule with its 'name', got '1E-8'."),
+    (rated(dict(LINEAR, transition_steps="100")),
+     f"{RATE}['transition_steps'] must be a number"),
+    (rated(True), f"{RATE} cannot be true or false, got True."),
+    (rated("fast"), f"{RATE} must be a number, or a schedule with its 'name', got 'f"),
+    (rated({"init_value": 1.0}), f"{RATE} must be a number, or a schedule with its "),
+    ({"name": "optax.sgd", "learning_rate": [0.1]}, f"{RATE} must be a number"),
+    (rated({"name": "densify"}), f"{RATE} must be a number, or a schedule with its "),
+    ({"name": "optax.adamw", "learning_rate": 0.1, "weight_decay": True},
+     "config['weight_decay'] cannot be true or false, got True."),
+    ({"name": "optax.sgd", "learning_rate": 0.1, "nesterov": "false"},
+     "config['nesterov'] must be true or false, got 'false'."),
     ({"name": "optax.sgd", "learning_rate": 0.1, "nesterov": 1},
      "config['nesterov'] must be true or false, got 1."),
-    (rated({"name": "densify"}),
-     f"{RATE} must be a schedule, which 'densify' does not make."),
+    # What functions refuse themselves.
+    (rated(jnp.float32(1)), f"{RATE} must be a JSON value"),
+    (dict(ADAGRAD, accumulator_dtype="bfloat61"),
+     "config: accumulator_dtype must be a real floating dtype, got 'bfloat61'"),
+    (dict(ADAGRAD, eps="tiny"),
+     "config: eps must be a real scalar in [0, inf), got 'tiny'."),
+    (dict(ADAGRAD, clipnorm=[1.0]),
+     "config: clipnorm must be a real scalar in [0, inf], got [1.0]."),
+    ({"name": "optax.contrib.prodigy", "betas": [0.9]},
+     "config: not enough values to unpack (expected 2, got 1)"),
     # Transformations.
-    (None, "config must be a transformation, a dict with its 'name', got None."),
-    ({"learning_rate": 0.1}, "config must be a transformation, a dict with its 'name'"),
-    (dict(LINEAR, transition_steps=1),
-     "config must be a transformation, which 'linear_schedule' does not make."),
-    ({"name": "optax.MultiSteps", "opt": ADAGRAD, "every_k_schedule": 2},
-     "config must be a transformation, which 'optax.MultiSteps' does not make."),
-    ({"name": "optax.chain", "args": [ADAGRAD]},
-     "config: a dict cannot hold arguments that have no names. Write a chain as"),
+    (None, "config must be an optax.GradientTransformation, with init and update, got"),
+    ({"learning_rate": 0.1}, "config must be an optax.GradientTransformation, with in"),
+    (dict(LINEAR, transition_steps=1), "config must be an optax.GradientTransforma"),
     ({"name": "drop_stale", "inner": None, "max_staleness": 1},
-     "config['inner'] must be a transformation, a dict with its 'name', got None."),
+     "config: inner must be an optax.GradientTransformation, with init and update, g"),
     ({"name": "drop_stale", "inner": optax.sgd(0.1), "max_staleness": 1},
      "config['inner'][0] must be a JSON value"),
     ({"name": "chain", "transforms": ADAGRAD},
-     "config['transforms'] must be a list of transformations, got {'name': 'ada"),
+     "config: transforms[0] must be an optax.GradientTransformation"),
     ({"name": "optax.partition", "transforms": [ADAGRAD], "param_labels": "a"},
-     "config['transforms'] must be a Mapping of transformations, got ["),
+     "config: 'list' object has no attribute 'items'"),
     (rated(dict(INVERSE, transition_steps=0)),
      f"{RATE}: transition_steps must be in (0, inf), got 0."),
     # Numbers.
     *(
-        (rated(rate), f"{RATE} must be finite in float32, got ")
-        for rate in (float("nan"), float("inf"), -float("inf"), 1e39)
+        (rated(rate), f"{RATE} must be finite in float32, or an int32, got ")
+        for rate in (float("nan"), float("inf"), -float("inf"), 1e39, 10**30)
     ),
-    (rated(10**30),
-     f"{RATE} must be an int32, got 1000000000000000000000000000000. Write 1e10 for"),
-    (dict(ADAGRAD, eps="tiny"), "config['eps'] must be a number, got 'tiny'."),
-    (dict(ADAGRAD, eps=True), "config['eps'] must be a number, got True."),
-    (dict(ADAGRAD, clipnorm=[1.0]), "config['clipnorm'] must be a number, or null, g"),
-    ({"name": "optax.lbfgs", "memory_size": 2.5},
-     "config['memory_size'] must be an integer, got 2.5."),
-    ({"name": "optax.contrib.prodigy", "betas": [0.9]},
-     "config['betas'] must be a list of 2: a number; a number, got [0.9]."),
-    ({"name": "optax.stateless", "f": {"name": "linear_schedule"}},
-     "config['f'] must be a Python function, got {'name': 'linear_schedule'}. No "
-     "config can hold a function: build this transformation in Python."),
-    ({"name": "optax.contrib.dog", "init_step": ["rough", 1.0]},
-     "config['init_step'] must be a list of 2: one of 'distance', 'learning_rate', "
-     "'heuristic'; a number, got ['rough', 1.0]."),
+    (dict(ADAGRAD, clipnorm=-float("inf")), "config['clipnorm'] must be finite in fl"),
     # Schedules.
-    (rated(dict(JOINED, boundaries=["a"])),
-     f"{RATE}['boundaries'] must be a list, each a number, got ['a']."),
-    (rated(dict(JOINED, schedules=[], boundaries=[])),
-     f"{RATE}['schedules'] must be a list, each a schedule, a dict with its "),
     *(
-        (
-            rated(dict(STEPS, boundaries_and_scales=scales)),
-            f"{RATE}['boundaries_and_scales'] must be a dict from an integer to a numb",
+        (rated(dict(STEPS, boundaries_and_scales=scales)), f"{RATE}{message}")
+        for scales, message in (
+            ([1, 2], ": 'list' object has no attribute"),
+            ("1", "['boundaries_and_scales'] must be a number"),
+            (True, "['boundaries_and_scales'] cannot be true or false"),
+            ({"a": 1.0}, "['boundaries_and_scales']: invalid literal for int()"),
+            ({1.5: 1.0}, "['boundaries_and_scales']: invalid literal for int()"),
+            ({1: "a"}, ": '>=' not supported between"),
+            ({1: -float("inf")}, "['boundaries_and_scales'][1] must be finite in"),
         )
-        for scales in ([1, 2], "1", 1, True, {"a": 1.0}, {1.5: 1.0}, {1: "a"})
     ),
-    (rated(dict(STEPS, boundaries_and_scales={1: -float("inf")})),
-     f"{RATE}['boundaries_and_scales'][1] must be finite in float32, got -inf."),
     (
         rated(
             {
@@ -647,7 +693,7 @@ def test_ftrl_trains_as_keras_does_step_for_step(setting):
         **SETTINGS[setting],
     )
     if SETTINGS[setting].get("weight_decay"):
-        with pytest.raises(ValueError, match="sets them anew"):
+        with pytest.raises(ValueError, match=r"weight_decay=0\.1 is not offered"):
             gx.from_config(optimizer.get_config())
     else:
         trains_alike(optimizer)
@@ -675,9 +721,7 @@ def trains_alike(optimizer):
 @runs_keras
 def test_the_name_that_a_user_chose():
     optimizer = keras.optimizers.Adagrad(0.5, name="mine")
-    with pytest.raises(
-        ValueError, match=r"under the name 'mine', which does not tell "
-    ):
+    with pytest.raises(ValueError, match="unknown name 'mine'"):
         gx.from_config(optimizer.get_config())
     config = gx.get_config(gx.from_config(keras.optimizers.serialize(optimizer)))
     assert config == {
@@ -852,32 +896,42 @@ def serialized(config, class_name="Adagrad", **envelope):
 
 
 WRONG_OF_KERAS = [
-    (dict(KERAS3, use_ema=True), "config: use_ema=True: the average is no part of a "),
-    (dict(KERAS3, loss_scale_factor=2.0), "config: loss_scale_factor=2.0 is only half"),
+    (dict(KERAS3, use_ema=True), "config: use_ema=True is not offered. Write false"),
+    (dict(KERAS3, loss_scale_factor=2.0),
+     "config: loss_scale_factor=2.0 is not offered. Write null"),
     (dict(KERAS3, gradient_accumulation_steps=-1),
      "config: num_required must be in [1, 2147483647], got -1."),
     (dict(TFA, grad_averaging=True),
-     "config: grad_averaging=True: TensorFlow Addons s"),
+     "config: grad_averaging=True is not offered. TensorFlow Addons skips it"),
     (dict(TFA, amsgrad=True), "config: amsgrad=True is not offered"),
     (dict(KERAS3_FTRL, weight_decay=0.1),
-     "config: weight_decay=0.1: Keras decays the weights before FTRL sets them"),
+     "config: weight_decay=0.1 is not offered. Write null, and l2_regularization_str"),
     (dict(LEGACY_FTRL, learning_rate_power=0.5),
      "config: learning_rate_power must be in (-inf, 0], got 0.5."),
     (dict(LEGACY, weight_decay=0.1),
-     "config: unknown key 'weight_decay'. Allowed are learn"),
-    (dict(KERAS3, clip_norm=1.0), "config: unknown key 'clip_norm', did you mean 'cl"),
+     "config: unknown keys ['weight_decay']: not those of Keras's Adagrad."),
+    (dict(LEGACY_FTRL, weight_decay=0.1), "config: weight_decay=0.1 is not offered."),
+    (dict(KERAS3, clip_norm=1.0), "config: unknown keys ['clip_norm']"),
     (dict(LEGACY, clipnorm=1.0, clipvalue=1.0),
      "config: at most one of clipnorm, clipvalue, global_clipnorm may be given"),
     (dict(TF2, weight_decay=0.1, clipnorm=1.0, clipvalue=1.0),
      "config: at most one of clipnorm, clipvalue, global_clipnorm may be given"),
     (dict(LEGACY, decay=0.5, learning_rate=EXPONENTIAL),
-     "config: decay=0.5 together with a schedule is not offered"),
-    (serialized(dict(KERAS3, use_emma=True)),
-     "config['config']: unknown key 'use_emma', did you mean 'use_ema'? Allowed"),
+     "config: decay=0.5 is not offered beside a schedule."),
+    (serialized(dict(KERAS3, use_emma=True)), "config: unknown keys ['use_emma']"),
     (serialized({"learning_rate": 0.1}),
-     "config['config']: missing 'initial_accumulator_value', 'epsilon', 'use_ema'."),
-    (serialized(KERAS3, clipnorm=1.0), "config must be serialized by Keras, a dict "),
-    (serialized(None), "config must be serialized by Keras, a dict with 'class_name'"),
+     "config: missing 'initial_accumulator_value', as Keras's Adagrad has."),
+    # Neither a decay nor a use_ema says where its eps is.
+    *(
+        (
+            serialized({k: LEGACY[k] for k in LEGACY if k != "decay"} | {**rate}),
+            "config: missing 'decay', as Keras's Adagrad has.",
+        )
+        for rate in ({}, {"learning_rate": EXPONENTIAL})
+    ),
+    (serialized(KERAS3, clipnorm=1.0), "config: unknown keys ['clipnorm']"),
+    (serialized(None), "config: 'NoneType' object has no attribute"),
+    ({"class_name": "Adagrad"}, "config: missing 'config'"),
     (serialized(KERAS3, class_name="Adam"),
      "config: the class 'Adam' of None is not read. These classes of Keras are: "),
     (serialized(KERAS3, module="my.optimizers"),
@@ -887,7 +941,7 @@ WRONG_OF_KERAS = [
             KERAS3,
             learning_rate={**EXPONENTIAL, "class_name": "NoisyLinearCosineDecay"},
         ),
-        "config['learning_rate']: the class 'NoisyLinearCosineDecay' of None is not "
+        "config: the class 'NoisyLinearCosineDecay' of None is not "
         "read. These classes of Keras are: Adagrad, Ftrl, NovoGrad, ExponentialDecay, "
         "InverseTimeDecay, CosineDecay, CosineDecayRestarts, LinearCosineDecay, "
         "PiecewiseConstantDecay, PolynomialDecay.",
@@ -901,17 +955,24 @@ WRONG_OF_KERAS = [
                 ),
             )
         ),
-        "config['config']['learning_rate']['config']: unknown key 'staircas', did you ",
+        "config: unknown keys ['staircas']: not those of Keras's ExponentialDecay.",
     ),
     (serialized({**EXPONENTIAL["config"], "decay_rate": 0.0}, "ExponentialDecay"),
-     "config['config']: decay_rate=0 is not offered"),
+     "config: decay_rate=0 is not offered"),
     (serialized({"boundaries": [1], "values": [1.0]}, "PiecewiseConstantDecay"),
-     "config['config']: values must have one entry more than boundaries, got 1 val"),
-    (EXPONENTIAL, "must be a transformation, which 'exponential_decay' does not make."),
+     "config: values must have one entry more than boundaries."),
+    (serialized({"boundaries": 1, "values": [1.0]}, "PiecewiseConstantDecay"),
+     "config: 'int' object is not iterable"),
+    (EXPONENTIAL, "config must be an optax.GradientTransformation"),
     (dict(KERAS3, learning_rate=serialized(KERAS3)),
-     "config['learning_rate'] must be a schedule, which 'adagrad' does not make."),
-    ({"name": "adam", "use_ema": False},
-     "config has the key 'use_ema', so Keras wrote"),
+     "config['learning_rate'] must be a number, or a schedule with its 'name', got "),
+    ({"name": "adam", "use_ema": False}, "config['name']: unknown name 'adam', did"),
+    (dict(KERAS3, epsilon="small"),
+     "config: eps must be a real scalar in [0, inf), got 'small'."),
+    (dict(KERAS3, weight_decay=0.1, learning_rate="fast"),
+     "config['transforms'][2]['learning_rate'] must be a number, or a schedule"),
+    (serialized({"boundaries": [float("inf")], "values": []}, "PiecewiseConstantDecay"),
+     "config['config']['boundaries'][0] must be finite in float32, or an int32, got"),
 ]  # fmt: skip
 
 
@@ -922,46 +983,6 @@ def test_an_error_names_unreadable_parts_of_a_keras_config(config, message):
     with pytest.raises((TypeError, ValueError)) as raised:
         gx.from_config(config)
     assert message in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("config", "where"),
-    [
-        ({**KERAS3, "epsilon": "small"}, "config['epsilon'] must be a number"),
-        (
-            {**KERAS3, "weight_decay": 0.1, "learning_rate": "fast"},
-            "config['learning_rate'] must be a number, or a schedule",
-        ),
-        (
-            serialized(
-                {
-                    **KERAS3,
-                    "weight_decay": 0.1,
-                    "learning_rate": serialized(
-                        {**EXPONENTIAL["config"], "decay_steps": None},
-                        "ExponentialDecay",
-                    ),
-                }
-            ),
-            "config['config']['learning_rate']['config']['decay_steps'] must be a num",
-        ),
-        (
-            serialized(
-                {"boundaries": [float("inf")], "values": [1.0, 2.0]},
-                "PiecewiseConstantDecay",
-            ),
-            "config['config']['boundaries'][0] must be finite in float32, got inf.",
-        ),
-        (
-            serialized({"boundaries": 1, "values": [1.0]}, "PiecewiseConstantDecay"),
-            "config['config']['boundaries'] must be a list, each a number, got 1.",
-        ),
-    ],
-)
-def test_an_error_names_the_place_in_a_keras_config(config, where):
-    with pytest.raises((TypeError, ValueError)) as raised:
-        gx.from_config(config)
-    assert str(raised.value).startswith(where)
 
 
 def test_keys_of_keras_that_change_no_number():
@@ -995,7 +1016,7 @@ def test_a_residual_dtype_is_one_that_master_weights_has():
     for dtype in ("int16", "int8", "bfloat16"):
         tx = gx.from_config(config | {"residual_dtype": dtype})
         assert tx.init(jnp.ones(2, jnp.bfloat16)).residual.dtype == dtype
-    with pytest.raises(TypeError, match=r"residual_dtype'\] must be one of 'int16', "):
+    with pytest.raises(ValueError, match="residual_dtype must be one of 'int16', "):
         gx.from_config(config | {"residual_dtype": "float32"})
 
 
