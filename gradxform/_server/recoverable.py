@@ -101,10 +101,7 @@ class RecoverableServer(ParameterServer[Any]):
         return self._turns.run(self._core.status)
 
     def note(self, ahead: Ahead) -> None:
-        """Keeps how far workers' clocks are ahead of their answers, for a checkpoint.
-
-        None means that a worker has no clock now: it is past its deadline.
-        """
+        """Keeps how far clocks are ahead of their workers' answers, to be saved."""
         self._core.ahead = ahead
 
     def rest(self) -> ServerStatus:

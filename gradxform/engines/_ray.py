@@ -23,7 +23,6 @@ from gradxform._trees import checks
 from gradxform.engines._connect import Connection, connect
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
 from gradxform.engines._job import Counts, Job, Push, Run, Worker
-from gradxform.engines._ledger import Begun
 from gradxform.engines._pool import LOOK, WorkerPool
 from gradxform.engines._pool import server_options as options_of
 from gradxform.engines._servers import One, RayServer, WorkersServer
@@ -174,24 +173,17 @@ class _RayWorker:
         self._index, self._worker, self._layout = index, worker, layout
         self._stops = Stops(late)
 
-    def work(
-        self,
-        number: int,
-        actor: ActorHandle[Any],
-        instead: tuple[int, Worker] | None = None,
-    ) -> Push | Exception:
+    def work(self, number: int, actor: ActorHandle[Any]) -> Push | Exception:
         """One gradient, from its minibatch to the answer, or the reason for none.
 
         Args:
           number: its number.
           actor: the server.
-          instead: another worker, with its index, if the number is of that one.
         """
         server = WorkersServer(actor, self._layout)
-        index, worker = instead or (self._index, self._worker)
+        own = self._index, number, self._worker
         try:
-            gradient = Gradient(index, number, worker, server, self._stops)
-            return gradient.work(time.sleep)
+            return Gradient(*own, server, self._stops).work(time.sleep)
         except UnansweredError as reason:
             return type(reason)(*reason.args)  # Without its cause and traceback.
 
@@ -227,9 +219,7 @@ class _Ray(WorkerPool):
 
     def _next(self) -> Iterator[Push]:
         ray, of = self._ray, {push: index for index, push in self._busy.items()}
-        now = self._clock()
-        timeout = min(LOOK, self._scheduler.next_deadline(now) - now)
-        ready, _ = ray.wait([*of], num_returns=1, timeout=timeout)
+        ready, _ = ray.wait([*of], num_returns=1, timeout=LOOK)
         for done in ready:
             index = of[done]
             outcome: Push | Exception
@@ -245,7 +235,7 @@ class _Ray(WorkerPool):
                 yield push
 
     def _start(
-        self, index: int, worker: Worker, begun: Begun
+        self, index: int, worker: Worker, number: int
     ) -> ObjectRef[Push | Exception]:
         if index not in self.workers:
             try:
@@ -258,8 +248,7 @@ class _Ray(WorkerPool):
                     "go there: let batch make it when it is first called."
                 )
                 raise
-        instead = None if begun.worker == index else (begun.worker, worker)
-        return self.workers[index].work.remote(begun.number, self.server.actor, instead)
+        return self.workers[index].work.remote(number, self.server.actor)
 
     def _dismiss(self, index: int) -> None:
         self._ray.kill(self.workers.pop(index))
