@@ -242,7 +242,7 @@ class Run(Protocol):
         is saved all the same. While nobody asks for the next push, each worker finishes
         its present gradient, and rests.
       server: may be asked for parameters and state at any time, also after the last
-        push.
+        push. It cannot be restored: a run goes back by itself, to its checkpoints.
       workers: the threads or Ray actors of the workers, by index. Workers that have
         left are not in it.
       resumed: the global step of the checkpoint that the run goes on from, or None.

@@ -18,7 +18,7 @@ from gradxform._group.actors import Group, layout_of
 from gradxform._group.layout import Layout, Shardings
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
-from gradxform._server.records import ServerStatus
+from gradxform._server.records import ServerStatus, is_past
 from gradxform._trees import checks
 from gradxform.engines._connect import Connection, connect
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
@@ -173,17 +173,22 @@ class _RayWorker:
         self._index, self._worker, self._layout = index, worker, layout
         self._stops = Stops(late)
 
-    def work(self, number: int, actor: ActorHandle[Any]) -> Push | Exception:
+    def work(
+        self, number: int, actor: ActorHandle[Any], incarnation: str
+    ) -> Push | Exception:
         """One gradient, from its minibatch to the answer, or the reason for none.
 
         Args:
           number: its number.
           actor: the server.
+          incarnation: of the server, for which it is the next number.
         """
-        server = WorkersServer(actor, self._layout)
-        own = self._index, number, self._worker
+        server, worker = WorkersServer(actor, self._layout), self._worker
         try:
-            return Gradient(*own, server, self._stops).work(time.sleep)
+            gradient = Gradient(self._index, number, worker, server, self._stops)
+            if is_past(gradient.local_step, incarnation):
+                raise ServerDiedError  # Another caller has replaced it.
+            return gradient.work(time.sleep)
         except UnansweredError as reason:
             return type(reason)(*reason.args)  # Without its cause and traceback.
 
@@ -248,7 +253,9 @@ class _Ray(WorkerPool):
                     "go there: let batch make it when it is first called."
                 )
                 raise
-        return self.workers[index].work.remote(number, self.server.actor)
+        return self.workers[index].work.remote(
+            number, self.server.actor, self._ledger.incarnation
+        )
 
     def _dismiss(self, index: int) -> None:
         self._ray.kill(self.workers.pop(index))
