@@ -14,6 +14,7 @@ import jax
 import optax
 
 from gradxform._group.layout import Layout, Shardings
+from gradxform._group.mesh import LOOPBACK, host
 from gradxform._group.messages import PushMessage
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
@@ -109,7 +110,12 @@ class Group:
         for number in range(1, layout.processes):
             start = ray.remote(Follower).options(**placed[number]).remote
             self._actors.append(start(number, key, layout.processes))
-        (where,) = self._all([leader.where.remote()], check)
+        asked: list[ObjectRef[str]]
+        asked = [actor.__ray_call__.remote(host) for actor in self._actors]
+        hosts = self._all(asked, check)
+        # On one machine nobody else needs to reach them.
+        address = hosts[0] if len({*hosts}) > 1 else LOOPBACK
+        (where,) = self._all([leader.listen.remote(address)], check)
         _, *followers = self._actors
         known = [followers, *[where] * len(followers)]  # Whom each has to know.
         what, options = (layout, checkpoint), self._server_options

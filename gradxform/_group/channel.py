@@ -13,18 +13,25 @@ import os
 import pickle
 import queue
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    answer_challenge,
+    deliver_challenge,
+)
 from typing import Any
 
 # TCP keepalive: seconds of silence before the first probe, seconds between two probes,
 # and how many of them may stay unanswered.
 SILENCE, BETWEEN, UNANSWERED = 5, 2, 3
 PATIENCE = 5.0  # A step fails in all processes within these seconds, or only in one.
+HANDSHAKE = 30  # Seconds of silence in which a connection has to prove that it belongs.
 
 
 def end_process(why: str) -> None:
@@ -37,7 +44,7 @@ class CommandChannel:
     """The leader's end: sends each order to all followers.
 
     Args:
-      host: the address of this machine, as the others know it.
+      host: the address of this machine at which it listens.
       key: the secret that the others must know, too.
       end: the function that ends this process.
     """
@@ -45,9 +52,9 @@ class CommandChannel:
     def __init__(
         self, host: str, key: bytes, end: Callable[[str], None] = end_process
     ) -> None:
-        self._listener = Listener((host, 0), backlog=128, authkey=key)
-        self.address: tuple[str, int] = self._listener.address
-        self._end = end
+        self._listener = socket.create_server((host, 0), backlog=128)
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self._key, self._end = key, end
         self._connections: list[Connection[Any, Any]] = []
         self._lock = threading.Lock()  # For one order at a time.
         self._failed = threading.Event()
@@ -56,16 +63,41 @@ class CommandChannel:
     def accept(self, followers: int) -> None:
         """Waits until this number of followers is connected."""
         found: dict[int, Connection[Any, Any]] = {}
+        arrived: queue.SimpleQueue[tuple[int, Connection[Any, Any]]]
+        arrived = queue.SimpleQueue()
+        _start(self._listen, arrived.put)
         while len(found) < followers:
-            # A stranger who scans for open ports is no follower.
-            with contextlib.suppress(AuthenticationError, EOFError, OSError):
-                connection = self._listener.accept()
-                found[connection.recv()] = connection
+            number, connection = arrived.get()
+            found[number] = connection
+        with contextlib.suppress(OSError):  # It wakes the thread that listens.
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._connections = [found[number] for number in sorted(found)]
         for connection in self._connections:
             _tune(connection)
             _start(self._watch, connection)
+
+    def _listen(self, found: Callable[..., None]) -> None:
+        # Each on a thread of its own: a stranger who says nothing holds up nobody.
+        with contextlib.suppress(OSError):  # The listener is closed.
+            while True:
+                connected, _ = self._listener.accept()
+                _start(self._know, Connection(connected.detach()), found)
+
+    def _know(
+        self, connection: Connection[Any, Any], found: Callable[..., None]
+    ) -> None:
+        """Hands on the connection of a follower, and its number; closes any other."""
+        try:
+            _set_timeout(connection, HANDSHAKE)
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            number = connection.recv()
+            _set_timeout(connection, 0)
+        except (AuthenticationError, EOFError, OSError):
+            connection.close()
+        else:
+            found((number, connection))
 
     def send(
         self, name: str, *args: object, each: Sequence[object] | None = None
@@ -152,9 +184,20 @@ def _start(function: Callable[..., None], *args: object) -> None:
     threading.Thread(target=function, args=args, name="channel", daemon=True).start()
 
 
+def _socket_of(connection: Connection[Any, Any]) -> socket.socket:
+    return socket.socket(fileno=os.dup(connection.fileno()))
+
+
+def _set_timeout(connection: Connection[Any, Any], seconds: int) -> None:
+    """Lets a read raise ``OSError`` after so many seconds of silence; 0 for never."""
+    with _socket_of(connection) as same:
+        timeval = struct.pack("@ll", seconds, 0)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+
+
 def _tune(connection: Connection[Any, Any]) -> None:
     """Sends each order at once, and notices when the other machine has vanished."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+    with _socket_of(connection) as same:
         same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in {

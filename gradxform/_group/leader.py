@@ -18,7 +18,7 @@ import numpy as np
 from gradxform._group.channel import CommandChannel, end_process
 from gradxform._group.checkpoints import GroupStore
 from gradxform._group.layout import Layout
-from gradxform._group.mesh import enter, host
+from gradxform._group.mesh import enter
 from gradxform._group.messages import Cut, Gathered, GatheredRows, PushMessage, Table
 from gradxform._group.process import Process, Wanted, packed_parts
 from gradxform._server.checkpoints import Checkpoint
@@ -287,7 +287,7 @@ def _copied(tree: T) -> T:
 class Leader:
     """The actor that workers and engines call.
 
-    It begins in two steps, as its followers must know its address first.
+    It begins in steps: all must know where the others are, and then its ports.
 
     Args:
       key: the secret of the server's processes.
@@ -296,18 +296,22 @@ class Leader:
 
     def __init__(self, key: bytes, processes: int) -> None:
         self._cause: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._commands = CommandChannel(host(), key, self._end)
+        self._key, self._processes = key, processes
+
+    def listen(self, host: str) -> tuple[str, tuple[str, int]]:
+        """Opens its ports at an address of this machine.
+
+        Returns:
+          The addresses of JAX's coordinator and of the channel.
+        """
+        self._commands = CommandChannel(host, self._key, self._end)
         # Holds the port until the coordinator binds to it, too.
         self._reserved = socket.socket()
         if hasattr(socket, "SO_REUSEPORT"):
             self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        self._reserved.bind((host(), 0))
-        self._processes = processes
-
-    def where(self) -> tuple[str, tuple[str, int]]:
-        """The addresses of JAX's coordinator and of the channel."""
-        address, port, *_ = self._reserved.getsockname()
-        return f"{address}:{port}", self._commands.address
+        self._reserved.bind((host, 0))
+        self._coordinator = f"{host}:{self._reserved.getsockname()[1]}"
+        return self._coordinator, self._commands.address
 
     def cause(self) -> str:
         """Waits until this process has to end; returns why."""
@@ -339,7 +343,7 @@ class Leader:
           options: those of :class:`Process`.
         """
         self._commands.accept(len(followers))
-        mesh = enter(self.where()[0], 0, self._processes)
+        mesh = enter(self._coordinator, 0, self._processes)
         self._reserved.close()
         params, tx = sys.modules["ray"].get(given)
         self.process = Process(params, layout, mesh, tx, **options)

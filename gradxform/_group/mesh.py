@@ -16,17 +16,20 @@ from jax.sharding import PartitionSpec as P
 from gradxform._group.layout import AXIS
 
 HOUR = 3600
+LOOPBACK = "127.0.0.1"
 
 
-def host() -> str:
-    """The address of this machine in the cluster."""
+def host(actor: object) -> str:
+    """The address in the cluster of an actor's machine; called in the actor."""
     return sys.modules["ray"].util.get_node_ip_address()
 
 
 def enter(coordinator: str, process: int, processes: int) -> Mesh:
     """Makes this process one of several; returns the mesh of one device of each.
 
-    It must come before anything touches JAX's devices in this process.
+    It must come before anything touches JAX's devices in this process. The coordinator
+    believes whoever connects, so it listens only at its address, and not at all others
+    of its machine.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     with contextlib.suppress(AttributeError):  # JAX has this option since 0.8.
@@ -40,6 +43,7 @@ def enter(coordinator: str, process: int, processes: int) -> Mesh:
         process,
         cluster_detection_method="deactivate",  # This is no job of Slurm's.
         initialization_timeout=HOUR,  # The engine notices before when one has died.
+        coordinator_bind_address=coordinator,
     )
     devices = [jax.local_devices(process_index=k)[0] for k in range(processes)]
     mesh = Mesh(np.array(devices), (AXIS,))

@@ -29,7 +29,6 @@ from gradxform._server.programs import (
 from gradxform._server.records import (
     Ahead,
     Answer,
-    AnsweredError,
     Counters,
     PushId,
     PushResult,
@@ -111,13 +110,13 @@ class Core:
         """In a turn: runs the step of a push, and replaces the version.
 
         Raises:
-          AnsweredError: ``push_id`` is below the last one of its worker.
           TakesNoMoreError: the workers have made all their pushes.
-          ValueError: ``local_step`` is of another incarnation.
+          ValueError: ``local_step`` is of another incarnation; ``push_id`` is below the
+            last one of its worker.
         """
         self.check_usable()
         if push_id is not None:
-            if (answer := self._answer_to(push_id, local_step)) is not None:
+            if (answer := self._answer_to(push_id)) is not None:
                 return answer
             if self.takes <= 0:
                 raise TakesNoMoreError("the server takes no more pushes of workers.")
@@ -134,18 +133,14 @@ class Core:
             after_step()
         return result
 
-    def _answer_to(self, push_id: PushId, local_step: int) -> PushResult | None:
-        """The answer that this push received earlier; None if it is new.
-
-        Another worker may have made it, with another local step.
-        """
+    def _answer_to(self, push_id: PushId) -> PushResult | None:
+        """The answer that this push received earlier; None if it is new."""
         known = self._answers.get(push_id[0])
         if known is None or push_id[1] > known.number:
             return None
         if push_id[1] == known.number:
-            staleness = known.result.staleness + known.local_step - local_step
-            return known.result._replace(staleness=max(0, staleness))
-        raise AnsweredError(
+            return known.result
+        raise ValueError(
             f"push_id={push_id} comes after {push_id[0], known.number}: give each "
             "push of a worker a higher number than the one before."
         )
@@ -317,9 +312,9 @@ class Core:
         """In a turn: goes on from a snapshot, whose arrays are at their places."""
         self.restore((snapshot.state["params"], snapshot.state["state"]))
         counters = snapshot.counters
-        # Older versions did not save these two.
+        # Older versions did not save these two, or saved None for a worker.
         self._accumulated = counters.get("accumulated", 0)
-        self.ahead = dict(counters.get("ahead", ()))
+        self.ahead = {worker: n for worker, n in counters.get("ahead", ()) if n}
         for worker, number, local_step, result, *counts in counters["answers"]:
             self._answers[worker] = Answer(
                 number, local_step, PushResult(*result), *counts

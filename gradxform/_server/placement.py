@@ -46,9 +46,19 @@ def compiled(f: Callable[..., T], *args: object, **options: Any) -> Callable[...
     The program takes numbers of the host, also under ``jax_transfer_guard``. It runs
     under ``jax_disable_jit`` as well.
     """
+    return built(traced(f, *args, **options))
+
+
+def traced(f: Callable[..., T], *args: object, **options: Any) -> jax.stages.Traced:
+    """The first half of :func:`compiled`."""
     with jax.disable_jit(False):
-        program = jax.jit(f, **options).lower(*args).compile()
-    return functools.partial(_run, program)
+        return jax.jit(f, **options).trace(*args)
+
+
+def built(traced: jax.stages.Traced) -> Callable[..., Any]:
+    """The second half of it."""
+    with jax.disable_jit(False):
+        return functools.partial(_run, traced.lower().compile())
 
 
 def _run(program: Callable[..., T], *args: object) -> T:

@@ -14,7 +14,8 @@ from jax.sharding import Sharding
 
 from gradxform._late.counters import dropped, outermost
 from gradxform._late.measure_cosine import cosines
-from gradxform._server.placement import Arrays, bring, compiled
+from gradxform._server.callbacks import Callbacks, has_callbacks
+from gradxform._server.placement import Arrays, bring, built, compiled, traced
 from gradxform._server.reader import size_for
 from gradxform._server.specs import Leaves, Specs
 from gradxform._training.apply import apply_gradients
@@ -171,19 +172,21 @@ class PushPrograms:
 
         if by_hand:
             return Program(step_by_hand, shardings)
+        args = jax.tree.leaves(specs.types), pushed, np.int32(0)
+        options = {
+            "donate_argnums": 0 if self._donate else (),
+            # Along automatic axes the compiler may choose other shardings.
+            "out_shardings": (jax.tree.leaves(specs.shardings), place.everywhere)
+            if place.committed
+            else None,
+        }
         with place.default_device():
-            program = compiled(
-                step,
-                jax.tree.leaves(specs.types),
-                pushed,
-                np.int32(0),
-                donate_argnums=0 if self._donate else (),
-                # Along automatic axes the compiler may choose other shardings.
-                out_shardings=(jax.tree.leaves(specs.shardings), place.everywhere)
-                if place.committed
-                else None,
-            )
-            return Program(program, shardings)
+            trace = traced(step, *args, **options)
+            if not has_callbacks(trace.jaxpr):
+                return Program(built(trace), shardings)
+            callbacks = Callbacks(len(place.everywhere.device_set))
+            program = compiled(callbacks.inside(step, *args), *args, **options)
+            return Program(callbacks.around(program), shardings)
 
     def _shardings_of(self, tree: PyTree[Leaf], depth: int) -> Iterator[Sharding]:
         """A leaf like a parameter has its sharding; others are whole on each device."""

@@ -16,8 +16,7 @@ from gradxform._late.counters import dropped, outermost
 from gradxform._trees import checks
 
 PushId: TypeAlias = tuple[Hashable, int]  # A worker, and the number of its push.
-# How far the clock of each worker is ahead of its answers; None if it has none now.
-Ahead: TypeAlias = Mapping[int, int | None]
+Ahead: TypeAlias = Mapping[int, int]  # How far workers' clocks are ahead of answers.
 
 
 class PushResult(NamedTuple):
@@ -55,10 +54,6 @@ class ServerClosedError(RuntimeError):
 
 class TakesNoMoreError(RuntimeError):
     """The workers have made all pushes that the server takes."""
-
-
-class AnsweredError(ValueError):
-    """The server has answered a later push of that worker."""
 
 
 class ServerStats(NamedTuple):
@@ -111,7 +106,7 @@ class ServerStatus(NamedTuple):
     found: bool = False  # Whether it goes on from a checkpoint.
     notes: tuple[str, ...] = ()  # For the user, about that checkpoint.
     num_workers: int | None = None  # Those that have a row in a `worker_mean`.
-    ahead: Mapping[int, int | None] = {}  # See `RecoverableServer.note`.
+    ahead: Mapping[int, int] = {}  # See `RecoverableServer.note`.
 
 
 def _is_ready() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import optax
 
@@ -14,6 +14,13 @@ from gradxform._server.saver import Saver
 from gradxform._server.specs import named
 from gradxform._server.store import Store
 from gradxform._server.transport import Transport
+
+NO_RESTORE = (
+    "restore: a state() does not say which minibatches of a run it holds. A run goes "
+    "back by itself, to the newest of its checkpoints, which say it. To go back "
+    "further, leave the engine's context, move later checkpoints elsewhere, and run "
+    "the same job again."
+)
 
 
 class RecoverableServer(ParameterServer[Any]):
@@ -101,10 +108,7 @@ class RecoverableServer(ParameterServer[Any]):
         return self._turns.run(self._core.status)
 
     def note(self, ahead: Ahead) -> None:
-        """Keeps how far workers' clocks are ahead of their answers, for a checkpoint.
-
-        None means that a worker has no clock now: it is past its deadline.
-        """
+        """Keeps how far clocks are ahead of their workers' answers, to be saved."""
         self._core.ahead = ahead
 
     def rest(self) -> ServerStatus:
@@ -133,6 +137,10 @@ class RecoverableServer(ParameterServer[Any]):
             return None
         self._saver.write(snapshot)
         return snapshot.counters["global_step"]
+
+    def restore(self, state: dict[str, Any]) -> NoReturn:
+        """Raises ``RuntimeError``: the counts of the run would be those of another."""
+        raise RuntimeError(NO_RESTORE)
 
     def flush(self) -> None:
         """Waits until the checkpoint that is being written is done."""

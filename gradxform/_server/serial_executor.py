@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextvars
 import os
 import queue
 import threading
@@ -91,25 +92,30 @@ class SerialExecutor:
         return answer
 
 
+# The turns that the present call has. Callbacks have those of the call that they serve.
+_taken: contextvars.ContextVar[tuple[_Turn, ...]]
+_taken = contextvars.ContextVar("taken", default=())
+
+
 class _Turn:
     """One call at a time; never taken by the main thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._owner: int | None = None
 
     def take(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        if self._owner == threading.get_ident():
+        taken = _taken.get()
+        if self in taken:
             raise RuntimeError(
                 "this call comes from inside of another one, which waits for it: a "
                 "callback of tx cannot ask the server that runs it."
             )
         with self._lock:
-            self._owner = threading.get_ident()
+            token = _taken.set((*taken, self))
             try:
                 return function(*args)
             finally:
-                self._owner = None
+                _taken.reset(token)
 
 
 def _serve(calls: queue.SimpleQueue[Call | None], turn: _Turn) -> None:

@@ -111,14 +111,6 @@ class Job(NamedTuple):
         the one that has waited longest is asked first, then the lower index. If it lets
         nobody begin while no gradient is under way, the run ends with a ``ValueError``.
         By default every free worker begins.
-      deadline: the seconds after which a gradient under way no longer counts for
-        ``pace``, in (0, inf]; virtual ones on :func:`simulated`. Its number is given
-        to one other worker as well, who computes it as its owner would, on a device of
-        its own. If all others wait for a step, whoever waits longest takes it, and the
-        next ones until the owner is back. The first answer wins, and the other changes
-        nothing. So ``batch`` should be a function of the number: on
-        :func:`threads` nobody else can draw from a stream while it blocks. By default
-        there is no deadline.
     """
 
     params: optax.Params | Callable[[], optax.Params]
@@ -130,15 +122,13 @@ class Job(NamedTuple):
     require_finite: bool = False
     donate: bool = True
     pace: Callable[[Progress], bool] | None = None
-    deadline: float | None = None
 
 
 class Push(NamedTuple):
     """One push that was answered.
 
     Attributes:
-      worker: the index of its worker. After ``Job.deadline`` another worker may have
-        computed it.
+      worker: the index of its worker.
       number: which of that worker's gradients it is, from 0.
       local_step: the global step that the worker saw before it computed.
       loss: the loss of its minibatch, at the parameters that the worker had pulled.
@@ -201,10 +191,8 @@ class Counts(NamedTuple):
         checkpoint.
       under_way: gradients that workers compute or push now.
       unanswered: gradients without an answer of their own: the worker or the server
-        died, the stream had ended, the server needed no more, or another worker was
-        first with the same number.
-      by_worker: the counts of each worker, by its index. A gradient counts for the
-        worker whose minibatch it has.
+        died, the stream had ended, or the server needed no more.
+      by_worker: the counts of each worker, by its index.
     """
 
     pushed: int = 0
@@ -255,7 +243,7 @@ class Run(Protocol):
         same. While nobody asks for the next push, each worker finishes its present
         gradient, and rests. Only one thread may read it.
       server: may be asked for parameters and state at any time, also after the last
-        push.
+        push. It cannot be restored: a run goes back by itself, to its checkpoints.
       workers: the threads or Ray actors of the workers, by index. Workers that have
         left are not in it.
       resumed: the global step of the checkpoint that the run goes on from, or None.

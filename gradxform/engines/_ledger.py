@@ -14,8 +14,7 @@ NONE = Answer()
 class Begun(NamedTuple):
     """A gradient that was begun."""
 
-    worker: int  # Whose number it is.
-    number: int
+    number: int  # Which of its worker's gradients it is.
     global_step: int  # The ledger's, when it began.
     at: float  # Seconds since the run began.
     waited: float
@@ -31,7 +30,7 @@ class Ledger:
     never reached the server keeps its number.
 
     Attributes:
-      begun: the gradients under way, by the index of the worker that computes them.
+      begun: the gradients under way, by the index of the worker.
       global_step: the latest step that the server has told.
       accumulated: how many pushes were accepted since that step.
     """
@@ -100,49 +99,38 @@ class Ledger:
         """The present incarnation of the server; only its answers count."""
         return self._status.incarnation
 
-    # How a gradient begins and ends. `index` is the worker that computes it.
+    # How a gradient begins and ends.
 
-    def begin(self, index: int, begun: Begun) -> None:
+    def begin(self, worker: int, begun: Begun) -> None:
         """Counts a gradient that begins."""
-        self.begun[index] = begun
-        self._tries[begun[:2]] += 1
+        self.begun[worker] = begun
+        self._tries[worker, begun.number] += 1
         self._started += 1
 
-    def _end(self, index: int) -> bool:
+    def _end(self, worker: int) -> bool:
         """Forgets a gradient; returns whether it is still to be counted."""
-        self.begun.pop(index, None)
-        counted = index in self._counted
-        self._counted.discard(index)
+        self.begun.pop(worker, None)
+        counted = worker in self._counted
+        self._counted.discard(worker)
         return not counted
 
-    def leave_unanswered(self, index: int) -> None:
+    def leave_unanswered(self, worker: int) -> None:
         """Counts a gradient that ends without an answer."""
-        self._unanswered += self._end(index)
+        self._unanswered += self._end(worker)
 
-    def owner_has(self, begun: Begun) -> bool:
-        """Whether the worker whose number it is computes that number now."""
-        own = self.begun.get(begun.worker)
-        return own is not None and own[:2] == begun[:2]
-
-    def give_up(self, index: int) -> None:
+    def give_up(self, worker: int) -> None:
         """Counts a gradient that is cancelled."""
-        worker, number, *_ = self.begun[index]
-        self._tries[worker, number] -= 1
-        self._given_up[worker] += self._end(index)
+        self._tries[worker, self.begun[worker].number] -= 1
+        self._given_up[worker] += self._end(worker)
 
     def is_repeated(self, push: Push) -> bool:
         """Whether the answer may be that of an earlier push with the same number."""
         return self._tries[push.worker, push.number] > 1
 
-    def knows(self, push: Push) -> bool:
-        """Whether that number was answered before, in this incarnation."""
-        past = is_past(push.local_step, self.incarnation)
-        return not past and push.number < self.next(push.worker)
-
-    def add(self, index: int, push: Push) -> None:
+    def add(self, push: Push) -> None:
         """Counts an answer."""
-        uncounted = self._end(index)
         worker, number, local_step, *_ = push
+        uncounted = self._end(worker)
         result = push.result
         del self._tries[worker, number]
         # On its way when the server died.
@@ -190,15 +178,10 @@ class Ledger:
 
     def _take_over(self, status: ServerStatus, seen: int) -> None:
         """Counts what the server has answered, beyond the answers that were seen."""
-        unseen = {
-            (worker, answer.number)
-            for worker, answer in status.answers.items()
-            if answer.number >= self.next(worker)
-        }
-        for index, begun in self.begun.items():
-            if (key := (begun.worker, begun.number)) in unseen:
-                unseen.remove(key)  # Another worker may compute it, too.
-                self._counted.add(index)
+        for worker, begun in self.begun.items():
+            last = status.answers.get(worker, NONE).number
+            if begun.number == last >= self.next(worker):
+                self._counted.add(worker)
                 seen += 1
         self._go_to(status)
         self._started += self.stands - seen  # No worker has made these pushes.

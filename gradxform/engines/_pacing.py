@@ -17,9 +17,6 @@ from gradxform._trees import checks
 class Progress(NamedTuple):
     """What a rule sees when it is asked about one worker.
 
-    A gradient that is past ``Job.deadline`` counts in none of these, and its worker has
-    no clock until it comes back.
-
     Attributes:
       worker: the index of the worker that asks.
       clocks: how many gradients of each worker were answered, for the workers that are
@@ -93,9 +90,6 @@ def bounded_staleness(
     global step, :math:`a` the pushes accumulated since, and :math:`l_j` the local steps
     of the :math:`r` gradients under way. The left side is the staleness of the oldest
     gradient if all others, and the new one, are pushed before it.
-
-    A gradient that ``Job.deadline`` has left out may be later. It can also make each
-    other push one step later.
 
     Args:
       max_staleness: the bound, in [0, inf].

@@ -17,7 +17,7 @@ from gradxform._server.records import ServerStatus, is_past
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._trees import checks
 from gradxform.engines._job import Counts, Job, Push, Worker
-from gradxform.engines._ledger import Begun, Ledger
+from gradxform.engines._ledger import Ledger
 from gradxform.engines._scheduler import Scheduler
 from gradxform.engines._servers import RayServer
 from gradxform.engines._work import (
@@ -75,8 +75,6 @@ class WorkerPool:
                 "pace must be a function of Progress, such as "
                 f"engines.bounded_staleness(4), or None, got {job.pace!r}."
             )
-        if job.deadline is not None:
-            checks.in_range("deadline", job.deadline, "(0, inf]")
         self._stops = Stops(job.max_staleness)
         self._at_least = 1 if job.required is None else job.required
         self._lock = threading.Lock()
@@ -105,7 +103,7 @@ class WorkerPool:
                 f"workers: worker {index} must be an engines.Worker, got {worker!r}. "
                 "Give a sequence of engines.Worker(gradient, batch)."
             )
-        if self._stops.ends or (self._job.deadline or math.inf) < math.inf:
+        if self._stops.ends:
             batch = functools.lru_cache(maxsize=1)(worker.batch)
             worker = worker._replace(batch=batch)
         return cast_back(worker, self._job.params)
@@ -169,12 +167,8 @@ class WorkerPool:
 
     # The workers that compute.
 
-    def _start(self, index: int, worker: Worker, begun: Begun) -> object:
-        """Tells a worker to compute a gradient; returns the engine's handle of it.
-
-        ``begun`` may be the gradient of another worker. Then ``worker`` is that one,
-        with the device and the duration of this one.
-        """
+    def _start(self, index: int, worker: Worker, number: int) -> object:
+        """Tells a worker to compute a gradient; returns the engine's handle of it."""
         raise NotImplementedError
 
     def _dismiss(self, index: int) -> None:
@@ -196,24 +190,16 @@ class WorkerPool:
             self.server.note(ahead)
         idle = [i for i in members if not (i in self._busy or i in self._refused)]
         free = [i for i in idle if not (self._job.required and ledger.waits(i))]
-        # If all wait for each other, they make the pushes of those past their deadline.
-        stuck = not free and not scheduler.local_steps
         self._denied = 0
-        for index in scheduler.in_order(idle if stuck else free):
+        for index in scheduler.in_order(free):
             if ledger.stands + self._awaited() >= self._job.pushes:
-                break
-            if stuck and scheduler.due(stuck) is None:
                 break
             if not scheduler.may_begin(index):
                 self._denied += 1
                 continue
-            begun, worker = scheduler.begin(index, stuck), members[index]
-            if begun.worker != index:
-                worker = members[begun.worker]._replace(
-                    device=worker.device, duration=worker.duration
-                )
+            number = scheduler.begin(index)
             try:
-                self._busy[index] = self._start(index, worker, begun)
+                self._busy[index] = self._start(index, members[index], number)
             except StreamEndedError as end:
                 list(self._take(index, end))
                 return False
@@ -222,21 +208,17 @@ class WorkerPool:
     def _awaited(self) -> int:
         """How many busy workers are expected to push.
 
-        A worker that is past its deadline, or takes far longer than any gradient so
-        far, is left out, as it may never come back. Another may push in its place, and
-        the server takes the first.
+        A worker that takes far longer than any gradient so far is left out, as it may
+        never come back. Another may push in its place, and the server takes the first.
         """
         if self._ledger.stands + len(self._busy) < self._job.pushes:
             return len(self._busy)  # The job needs them all.
         limit = self._clock() - LOOK - 2 * self._longest
-        return sum(
-            self._ledger.begun[index].at > limit and index not in self._scheduler.late
-            for index in self._busy
-        )
+        return sum(self._ledger.begun[index].at > limit for index in self._busy)
 
     def _check_somebody_works(self) -> None:
         """Ends the run if nobody computes: it would wait forever."""
-        if self._busy and not (self._denied and not self._scheduler.local_steps):
+        if self._busy:
             return
         members = self._members
         if len(members) < self._at_least or self._refused:
@@ -260,34 +242,28 @@ class WorkerPool:
         self._busy.pop(index, None)
         ledger, now = self._ledger, self._clock()
         begun = ledger.begun[index]
-        self._scheduler.end(index, self._members, now)
+        self._scheduler.end(index, now)
         if isinstance(outcome, Push):
             self._longest = max(self._longest, now - begun.at)
-            if ledger.knows(outcome):  # Another worker was first.
-                ledger.leave_unanswered(index)
-                return
             if ledger.is_repeated(outcome):
                 self._hear()
             push = outcome._replace(time=now, started=begun.at, waited=begun.waited)
-            ledger.add(index, push)
+            ledger.add(push)
             yield push
         elif isinstance(outcome, GivenUpError):
             ledger.give_up(index)  # `_hand_out` starts this number again.
-            self._scheduler.take_back(begun)
         elif isinstance(outcome, UnansweredError):
             ledger.leave_unanswered(index)
-            # If its owner computes the number as well, that one has its minibatch.
-            if isinstance(outcome, StreamEndedError) and not ledger.owner_has(begun):
-                self._leave(begun.worker)
+            if isinstance(outcome, StreamEndedError):
+                self._leave(index)
             if isinstance(outcome, ServerDiedError):  # Or its own process.
-                self._scheduler.take_back(begun)
                 self._hear()
             if isinstance(outcome, RefusedError):
                 (local_step,) = outcome.args
                 if not is_past(local_step, ledger.incarnation):
                     self._refused.add(index)
         else:
-            self._raise(begun, outcome)
+            self._raise(index, begun.number, outcome)
 
     def _hear(self) -> None:
         """Asks the server what it has done."""
@@ -297,14 +273,13 @@ class WorkerPool:
         """Where the server stands, asked in this way."""
         return ask()
 
-    def _raise(self, begun: Begun, error: BaseException) -> NoReturn:
+    def _raise(self, worker: int, number: int, error: BaseException) -> NoReturn:
         """Raises the error of a worker."""
         if isinstance(error, StopIteration):  # A generator cannot pass it on.
             error = RuntimeError(
                 "a stream has ended, though not in batch. Only there an end means that "
                 "the worker has nothing left to do."
             ).with_traceback(error.__traceback__)
-        worker, number, *_ = begun
         error.add_note(f"Raised by worker {worker}, for its gradient {number}.")
         raise error
 

@@ -18,12 +18,11 @@ from gradxform._group.actors import Group, layout_of
 from gradxform._group.layout import Layout, Shardings
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
-from gradxform._server.records import ServerStatus
+from gradxform._server.records import ServerStatus, is_past
 from gradxform._trees import checks
 from gradxform.engines._connect import Connection, connect
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
 from gradxform.engines._job import Counts, Job, Push, Run, Worker
-from gradxform.engines._ledger import Begun
 from gradxform.engines._pool import LOOK, WorkerPool
 from gradxform.engines._pool import server_options as options_of
 from gradxform.engines._servers import One, RayServer, WorkersServer
@@ -175,22 +174,20 @@ class _RayWorker:
         self._stops = Stops(late)
 
     def work(
-        self,
-        number: int,
-        actor: ActorHandle[Any],
-        instead: tuple[int, Worker] | None = None,
+        self, number: int, actor: ActorHandle[Any], incarnation: str
     ) -> Push | Exception:
         """One gradient, from its minibatch to the answer, or the reason for none.
 
         Args:
           number: its number.
           actor: the server.
-          instead: another worker, with its index, if the number is of that one.
+          incarnation: of the server, for which it is the next number.
         """
-        server = WorkersServer(actor, self._layout)
-        index, worker = instead or (self._index, self._worker)
+        server, worker = WorkersServer(actor, self._layout), self._worker
         try:
-            gradient = Gradient(index, number, worker, server, self._stops)
+            gradient = Gradient(self._index, number, worker, server, self._stops)
+            if is_past(gradient.local_step, incarnation):
+                raise ServerDiedError  # Another caller has replaced it.
             return gradient.work(time.sleep)
         except UnansweredError as reason:
             return type(reason)(*reason.args)  # Without its cause and traceback.
@@ -227,9 +224,7 @@ class _Ray(WorkerPool):
 
     def _next(self) -> Iterator[Push]:
         ray, of = self._ray, {push: index for index, push in self._busy.items()}
-        now = self._clock()
-        timeout = min(LOOK, self._scheduler.next_deadline(now) - now)
-        ready, _ = ray.wait([*of], num_returns=1, timeout=timeout)
+        ready, _ = ray.wait([*of], num_returns=1, timeout=LOOK)
         for done in ready:
             index = of[done]
             outcome: Push | Exception
@@ -245,7 +240,7 @@ class _Ray(WorkerPool):
                 yield push
 
     def _start(
-        self, index: int, worker: Worker, begun: Begun
+        self, index: int, worker: Worker, number: int
     ) -> ObjectRef[Push | Exception]:
         if index not in self.workers:
             try:
@@ -258,8 +253,9 @@ class _Ray(WorkerPool):
                     "go there: let batch make it when it is first called."
                 )
                 raise
-        instead = None if begun.worker == index else (begun.worker, worker)
-        return self.workers[index].work.remote(begun.number, self.server.actor, instead)
+        return self.workers[index].work.remote(
+            number, self.server.actor, self._ledger.incarnation
+        )
 
     def _dismiss(self, index: int) -> None:
         self._ray.kill(self.workers.pop(index))

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import optax
 
@@ -17,7 +17,7 @@ from gradxform._group.layout import Layout
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import Ahead, PushResult, ServerStatus
-from gradxform._server.recoverable import RecoverableServer
+from gradxform._server.recoverable import NO_RESTORE, RecoverableServer
 from gradxform._trees import checks
 from gradxform._trees.types import T
 from gradxform.engines._connect import Connection
@@ -168,6 +168,10 @@ class RayServer:
         checks.usable("grads", grads)
         grads, extra = message(self.layout, grads, extra)
         return self._ray.get(self.actor.push.remote(grads, local_step, **extra))
+
+    def restore(self, state: dict[str, Any]) -> NoReturn:
+        """See :meth:`RecoverableServer.restore`."""
+        raise RuntimeError(NO_RESTORE)
 
     def note(self, ahead: Ahead) -> None:
         """See :meth:`RecoverableServer.note`; does not wait for it."""

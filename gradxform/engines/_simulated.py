@@ -12,7 +12,6 @@ from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.recoverable import RecoverableServer
 from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
-from gradxform.engines._ledger import Begun
 from gradxform.engines._pool import Stopped, WorkerPool, server_options
 from gradxform.engines._work import GivenUpError, Gradient, StreamEndedError
 
@@ -79,18 +78,17 @@ class _Simulated(WorkerPool):
     def _awaited(self) -> int:
         return 0  # By a virtual clock a wasted gradient costs no time.
 
-    def _start(self, index: int, worker: Worker, begun: Begun) -> Gradient:
+    def _start(self, index: int, worker: Worker, number: int) -> Gradient:
         try:
-            task = begun.worker, begun.number, worker
-            gradient = Gradient(*task, self.server, self._stops)
+            gradient = Gradient(index, number, worker, self.server, self._stops)
             seconds = gradient.duration(1.0)
         except StreamEndedError:
             raise
         except Exception as error:
-            self._raise(begun, error)
+            self._raise(index, number, error)
         if math.isinf(arrival := self._now + seconds) and not math.isinf(seconds):
             raise ValueError(
-                f"duration({begun.number}) of worker {index} is {seconds!r} at "
+                f"duration({number}) of worker {index} is {seconds!r} at "
                 f"{self._now!r} seconds: no float holds the sum. Give shorter "
                 "durations, or inf for a gradient that never arrives."
             )
@@ -112,10 +110,6 @@ class _Simulated(WorkerPool):
 
     def _next(self) -> Iterator[Push]:
         time, index = self._arrivals[0]
-        deadline = self._scheduler.next_deadline(self._now)
-        if deadline < time:
-            self._now = deadline
-            return
         if time == math.inf:  # Then all others never arrive, either.
             raise Stopped
         heapq.heappop(self._arrivals)

@@ -16,14 +16,13 @@ from gradxform._server.recoverable import RecoverableServer
 from gradxform._trees import checks
 from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
-from gradxform.engines._ledger import Begun
 from gradxform.engines._pool import LOOK, WorkerPool, server_options
 from gradxform.engines._work import Gradient
 
 logger = logging.getLogger("gradxform")
 
-# Worker and number of a gradient, and who computes it; None is the end.
-_Commands: TypeAlias = "queue.SimpleQueue[tuple[int, int, Worker] | None]"
+# The number of the next gradient, and how it is computed; None is the end.
+_Commands: TypeAlias = "queue.SimpleQueue[tuple[int, Worker] | None]"
 
 
 @contextlib.contextmanager
@@ -97,13 +96,10 @@ class _Threads(WorkerPool):
         self._arrived = queue.SimpleQueue()
 
     def _next(self) -> Iterator[Push]:
-        now = self._clock()
-        wait = self._scheduler.next_deadline(now) - now
-        # Then another worker may take the place of one that does not answer.
-        if self._ledger.stands + len(self._busy) >= self._job.pushes:
-            wait = min(wait, LOOK)
+        # At the end another worker may push instead of one that does not answer.
+        at_end = self._ledger.stands + len(self._busy) >= self._job.pushes
         try:
-            arrival = self._arrived.get(timeout=min(wait, threading.TIMEOUT_MAX))
+            arrival = self._arrived.get(timeout=LOOK if at_end else None)
         except queue.Empty:
             return
         if arrival is None:
@@ -112,7 +108,7 @@ class _Threads(WorkerPool):
             self._hand_out()  # Before the consumer works on this push.
             yield push
 
-    def _start(self, index: int, worker: Worker, begun: Begun) -> None:
+    def _start(self, index: int, worker: Worker, number: int) -> None:
         if index not in self.workers:
             commands = self._commands[index] = queue.SimpleQueue()
             self.workers[index] = thread = threading.Thread(
@@ -122,13 +118,13 @@ class _Threads(WorkerPool):
                 daemon=True,  # They do not keep the process alive.
             )
             thread.start()
-        self._commands[index].put((begun.worker, begun.number, worker))
+        self._commands[index].put((number, worker))
 
     def _work(self, index: int, commands: _Commands) -> None:
         for task in iter(commands.get, None):
             try:
-                push = Gradient(*task, self.server, self._stops).work(self._halt.wait)
-                self._arrived.put((index, push))
+                gradient = Gradient(index, *task, self.server, self._stops)
+                self._arrived.put((index, gradient.work(self._halt.wait)))
             except BaseException as error:
                 self._arrived.put((index, error))  # After the end nobody reads it.
 

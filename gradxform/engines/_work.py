@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from gradxform._server.placement import is_function
-from gradxform._server.records import AnsweredError, TakesNoMoreError
+from gradxform._server.records import TakesNoMoreError
 from gradxform._transforms.clipping import global_norm
 from gradxform._trees import checks, maps
 from gradxform._trees.types import T
@@ -48,13 +48,6 @@ class StreamEndedError(UnansweredError):
 
 class RefusedError(UnansweredError):
     """The server takes no more pushes; the argument is the local step of this one."""
-
-
-class SupersededError(UnansweredError):
-    """The server has answered this push, and a later one of the same worker.
-
-    Another worker was first, as this one had passed its deadline.
-    """
 
 
 class ServerDiedError(UnansweredError):
@@ -175,8 +168,6 @@ class Gradient:
             )
         except TakesNoMoreError as error:
             raise RefusedError(self.local_step) from error
-        except AnsweredError as error:
-            raise SupersededError from error
         answered = *self._push_id, self.local_step, loss, norm, result
         return Push(*answered, computing=computing)
 

@@ -1018,15 +1018,3 @@ def test_a_residual_dtype_is_one_that_master_weights_has():
         assert tx.init(jnp.ones(2, jnp.bfloat16)).residual.dtype == dtype
     with pytest.raises(ValueError, match="residual_dtype must be one of 'int16', "):
         gx.from_config(config | {"residual_dtype": "float32"})
-
-
-@pytest.mark.parametrize("wrapped", ["inner", "transforms"])
-def test_a_config_that_is_nested_too_deeply_is_an_error(wrapped):
-    config = {"name": "optax.sgd", "learning_rate": 0.1}
-    for _ in range(3000):
-        if wrapped == "inner":
-            config = {"name": "drop_stale", "max_staleness": 1, "inner": config}
-        else:
-            config = {"name": "chain", "transforms": [config]}
-    with pytest.raises(ValueError, match=r"^config is nested too deeply: "):
-        gx.from_config(config)

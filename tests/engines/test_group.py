@@ -291,6 +291,14 @@ def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
             for each in run.server.processes._actors[1:]
         ]
         assert kept == [0]
+        # All are on one machine, so they listen where no other machine reaches them.
+        at = ray.get(
+            run.server.actor.__ray_call__.remote(
+                lambda leader: (leader._coordinator, *leader._commands.address)
+            )
+        )
+        assert at[0].startswith("127.0.0.1:")
+        assert at[1] == "127.0.0.1"
 
 
 @marked

@@ -77,7 +77,7 @@ def test_every_push_is_accounted_for(seed):
             if ledger.stands + len(asked) + len(on_the_way) < goal:
                 number = ledger.next(worker)
                 asked[worker] = number, str(world.incarnations)
-                ledger.begin(worker, Begun(worker, number, 0, 0.0, 0.0))
+                ledger.begin(worker, Begun(number, 0, 0.0, 0.0))
                 starts += 1
         event = rng.choice(["arrive", "arrive", "answer", "answer", "save", "die"])
         if event == "save":
@@ -92,7 +92,7 @@ def test_every_push_is_accounted_for(seed):
         elif event == "answer" and on_the_way:
             worker = int(rng.choice([*on_the_way]))
             answered += 1
-            ledger.add(worker, on_the_way.pop(worker))
+            ledger.add(on_the_way.pop(worker))
         elif event == "die" and rng.random() < 0.3:
             world.begin()
             silent = []
@@ -117,7 +117,7 @@ def test_every_push_is_accounted_for(seed):
     before = world.done
     heard = world.push(0, ledger.next(0))
     world.push(1, ledger.next(1))
-    ledger.add(0, heard)
+    ledger.add(heard)
     ledger.settle(world.status_now())
     assert_accounts(ledger, world, before + 2)
     assert ledger.next(1) == world.answers[1].number + 1
@@ -160,7 +160,7 @@ def test_pushes_of_nobody_in_a_checkpoint_are_accounted_for():
     world = World()
     ledger = Ledger(world.status)
     for number in range(4):
-        ledger.add(0, world.push(0, number))
+        ledger.add(world.push(0, number))
     world.save()
     world.begin()
     # Meanwhile three pushes without a name were applied, and saved with the others.
@@ -168,6 +168,6 @@ def test_pushes_of_nobody_in_a_checkpoint_are_accounted_for():
     ledger.go_back(world.status._replace(accepted=accepted))
     counts = ledger.counts
     assert counts.accepted + counts.dropped + counts.lost == counts.pushed == 7
-    ledger.add(0, world.push(0, 4))
+    ledger.add(world.push(0, 4))
     counts = ledger.counts
     assert counts.accepted + counts.dropped + counts.lost == counts.pushed == 8

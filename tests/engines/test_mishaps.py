@@ -83,74 +83,6 @@ def test_a_push_whose_worker_died_counts_in_the_sum(when, monkeypatch):
     assert max(push.result.staleness for push in pushes) <= 1
 
 
-@pytest.mark.parametrize("engine", LOCAL)
-def test_a_number_that_is_handed_on_is_its_owners_task(engine):
-    """Worker 1 gets stuck; worker 0 computes the data of worker 1, for its row."""
-    stuck, over = [], threading.Event()
-
-    def worker(index):
-        def compute(params, *batch):
-            assert batch == (index,)
-            if index == 1 and engine is engines.threads and not stuck:
-                stuck.append(True)
-                over.wait(60)
-            return np.float32(index), jnp.full_like(params, index)
-
-        def seconds(number):
-            late = engine is engines.simulated and index == 1
-            return float("inf") if late else 0.01
-
-        return engines.Worker(
-            compute,
-            batch=lambda number: (index,),
-            extra=lambda params, own: {"worker": own},
-            duration=seconds,
-        )
-
-    tx = gx.worker_mean(optax.sgd(1.0), 2, method="latest")
-    job = engines.Job(jnp.zeros(2), tx, [worker(0), worker(1)], 40, deadline=0.1)
-    job = job._replace(pace=engines.stale_synchronous(0))
-    options = {"join_timeout": 0.0} if engine is engines.threads else {}
-    with engine(job, **options) as run:
-        for push in run.pushes:
-            assert push.loss == push.worker
-            if (push.worker, push.number) == (1, 0):
-                break
-        counts = run.server.state()["state"].counts
-        over.set()
-    assert counts[1] == 1
-    assert push.loss == 1.0
-
-
-@pytest.mark.parametrize("engine", LOCAL)
-def test_a_deadline_helps_where_all_wait_for_each_other(engine):
-    """Worker 2 never comes back from its number 2, and each step needs all three."""
-    over, endless = threading.Event(), engine is engines.simulated
-
-    def stuck(params, index, number, once=[]):  # noqa: B006
-        if (index, number) == (2, 2) and not (endless or once):
-            once.append(True)
-            over.wait(60)
-        return gradient(params)
-
-    def worker(index):
-        def seconds(number):
-            if not endless:
-                return 0.0
-            return float("inf") if (index, number) == (2, 2) else 1.0 + index
-
-        return engines.Worker(stuck, lambda number: (index, number), seconds)
-
-    job = make_job([], 30, 3, required=3, deadline=5.0 if endless else 0.2)
-    job = job._replace(workers=[worker(index) for index in range(3)])
-    options = {} if endless else {"join_timeout": 0.0}
-    with engine(job, **options) as run:
-        pushes = [(push.worker, push.number) for push in run.pushes]
-        assert run.server.stats().global_step == 10
-    over.set()
-    assert sorted(pushes) == [(w, n) for w in range(3) for n in range(10)]
-
-
 def test_an_ended_stream_is_not_in_the_way_in_the_same_round():
     """The others are asked again at once, without its clock and its gradient."""
     stream = iter([(), ()])
@@ -168,28 +100,38 @@ def test_an_ended_stream_is_not_in_the_way_in_the_same_round():
         assert len(list(run.pushes)) == 8
 
 
-@pytest.mark.parametrize("when", ["joined", "came back", "still hangs"])
-def test_a_resume_keeps_the_clock_of_a_worker_that_was_behind(when, tmp_path):
+def test_a_resume_keeps_the_clock_of_a_worker_that_joined(tmp_path):
     """Otherwise all others wait until it has caught up."""
-
-    def seconds(number):
-        hangs = {"came back": 20.0, "still hangs": float("inf")}.get(when, 1.0)
-        return hangs if number == 2 else 1.0
-
-    job = make_job([1.0] * 3, 60, pace=engines.stale_synchronous(0), deadline=3.0)
-    late = engines.Worker(gradient, duration=seconds)
-    if when != "joined":
-        job = job._replace(workers=[*job.workers, late])
+    job = make_job([1.0] * 3, 60, pace=engines.stale_synchronous(0))
+    joins = engines.Worker(gradient, duration=lambda number: 1.0)
     with engines.simulated(job, checkpoint=tmp_path) as run:
         for done, _ in enumerate(run.pushes, 1):
-            if done == 30 and when == "joined":
-                assert run.add(late) == 3
-    job = job._replace(
-        pushes=100, workers=[*job.workers[:3], make_job([1.0], 1).workers[0]]
-    )
+            if done == 30:
+                assert run.add(joins) == 3
+    job = job._replace(pushes=100, workers=[*job.workers, joins])
     with engines.simulated(job, checkpoint=tmp_path) as run:
         pushes = list(run.pushes)
     assert [sum(p.worker == i for p in pushes) for i in range(4)] == [10] * 4
+
+
+def test_a_checkpoint_of_a_run_with_a_deadline_loads(tmp_path):
+    """Earlier versions saved None as the clock of a worker past its deadline."""
+    asked, rule = [], engines.stale_synchronous(5)
+
+    def recorded(progress):
+        asked.append(dict(progress.clocks))
+        return rule(progress)
+
+    job = make_job([1.0, 1.0, 4.0], 12, pace=recorded)
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        pushes = [push.worker for push in run.pushes]
+        run.server.note({0: 2, 2: None})
+    asked.clear()
+    with engines.simulated(job._replace(pushes=30), checkpoint=tmp_path) as run:
+        resumed = [push.worker for push in run.pushes]
+    clocks = {worker: pushes.count(worker) for worker in range(3)}
+    assert asked[0] == clocks | {0: clocks[0] + 2}
+    assert len(resumed) == 18
 
 
 # Rules.

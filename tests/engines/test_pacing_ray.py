@@ -1,6 +1,7 @@
-"""Rules that let workers wait, and deadlines, over Ray's processes."""
+"""Rules that let workers wait, over Ray's processes."""
 
 import random
+import threading
 import time
 
 import jax.numpy as jnp
@@ -79,30 +80,31 @@ def test_no_push_is_later_than_the_bound_while_workers_come_and_go():
     assert len(counts.by_worker) > 3
 
 
-def test_a_process_that_blocks_stops_nobody_after_the_deadline(tmp_path):
-    """Another worker computes its number, and everybody waits for that."""
+def test_a_process_that_hangs_is_killed_and_taken_for_dead(tmp_path):
+    """All others wait for its gradient; another process computes it."""
+    mark = tmp_path / "hangs"
 
-    def blocked(params, index, number):
-        if (index, number) == (0, 2) and not (tmp_path / "blocked").exists():
-            (tmp_path / "blocked").touch()
+    def hangs(params, index, number):
+        if (index, number) == (0, 2) and not mark.exists():
+            mark.touch()
             time.sleep(600)
         return 0.0, jnp.ones_like(params)
 
     def worker(index):
-        def batch(number):
-            return index, np.int32(number)
+        return engines.Worker(hangs, lambda number: (index, np.int32(number)))
 
-        return engines.Worker(blocked, batch)
+    def kill():
+        while not mark.exists():
+            time.sleep(0.1)
+        ray.kill(run.workers[0])
 
     workers = [worker(index) for index in range(3)]
-    rule = engines.stale_synchronous(0)
-    job = make_job(1, 60, workers, pace=rule, deadline=2.0)
+    job = make_job(1, 30, workers, pace=engines.stale_synchronous(0))
     with engines.ray(job) as run:
-        pushes = []
-        for push in run.pushes:
-            pushes.append((push.worker, push.number))
-            assert_closed(run)
+        killer = threading.Thread(target=kill)
+        killer.start()
+        pushes = [(push.worker, push.number) for push in run.pushes]
+        killer.join()
         counts = assert_closed(run)
-    assert (0, 2) in pushes
-    assert len({*pushes}) == len(pushes) == counts.accepted == 60
-    assert counts.worker_deaths == 0
+    assert sorted(pushes) == [(w, n) for w in range(3) for n in range(10)]
+    assert counts.worker_deaths == 1

@@ -174,6 +174,28 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(tmp_path, caplog):
     assert run.counts().dropped == 0
 
 
+def test_a_server_that_another_call_has_replaced_goes_on_from_its_checkpoint(tmp_path):
+    """No worker is busy when it dies, so none notices; a call of the user does."""
+    job = make_job(count=1, pushes=20)
+    checkpoint = engines.Checkpoint(tmp_path, every_steps=4, every_seconds=None)
+    with engines.ray(job, checkpoint=checkpoint) as run:
+        pushes = []
+        for push in run.pushes:
+            pushes.append(push)
+            assert len(pushes) < 60
+            if len(pushes) == 10:
+                with pytest.raises(RuntimeError, match="goes back by itself"):
+                    run.server.restore(run.server.state())
+                time.sleep(2.0)  # The worker has made its next push, and rests.
+                kill(run.server.actor)
+                assert int(run.server.state()["params"]) == -8
+        assert_counted(run, pushes, job)
+        assert run.counts().server_deaths == 1
+        assert int(run.server.state()["params"]) == -20
+    known = [push.number for push in pushes]
+    assert known == [*range(11), *range(8, 20)]
+
+
 def test_a_worker_that_always_dies_is_an_error():
     with engines.ray(make_job(count=1, gradient=dying), max_deaths=1) as run:
         with pytest.raises(ray.exceptions.ActorDiedError) as raised:

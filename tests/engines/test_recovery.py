@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -579,3 +580,22 @@ def test_a_repeated_push_of_a_resumed_run_has_its_cosine(tmp_path):
         again = run.server.push(grads, seen, push_id=(1, 0))
     assert again[:3] == unknown[:3]
     assert np.isnan([again.cosine, unknown.cosine]).all()
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_server_of_a_run_cannot_be_restored(engine, count):
+    """The run would wait for pushes that the server takes for others, without end."""
+    with engine(make_job(20, count=count)) as run:
+        for done, _ in enumerate(run.pushes, 1):
+            if done == 5:
+                state = run.server.state()
+            if done == 10:
+                before = run.server.state()
+                with pytest.raises(RuntimeError, match="goes back by itself"):
+                    run.server.restore(state)
+                if engine is engines.simulated:
+                    chex.assert_trees_all_equal(run.server.state(), before)
+    counts, stats = run.counts(), run.server.stats()
+    assert done == 20 == counts.accepted + counts.dropped
+    assert (stats.accepted, stats.dropped) == (counts.accepted, counts.dropped)

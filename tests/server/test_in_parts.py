@@ -4,6 +4,7 @@
 memory or bytes, or hang it now and then, so the tests here ask the modules themselves.
 """
 
+import contextlib
 import os
 import pickle
 import queue
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from multiprocessing import AuthenticationError
 
@@ -22,6 +24,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._group import channel as channels
 from gradxform._group.channel import CommandChannel, Followed
 from gradxform._group.layout import Layout
 from gradxform._group.mesh import await_answer
@@ -295,6 +298,76 @@ def test_each_follower_gets_the_same_commands_in_the_same_sequence(channel):
 def shut(connection):
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.shutdown(socket.SHUT_RDWR)
+
+
+def test_strangers_do_not_hold_up_the_followers():
+    """One says nothing, one sends garbage, one stops in the middle of a message."""
+    commands = CommandChannel("127.0.0.1", KEY, print)
+    with contextlib.ExitStack() as stack:
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x40half"):
+            stranger = socket.create_connection(commands.address)
+            stack.enter_context(stranger).sendall(said)
+        accepts = threading.Thread(target=commands.accept, args=(1,), daemon=True)
+        accepts.start()
+        time.sleep(0.2)  # Now it knows the strangers.
+        followed = Followed(commands.address, KEY, 1, print)
+        accepts.join(SECONDS)
+        assert not accepts.is_alive()
+        got = queue.SimpleQueue()
+        handle = lambda *command: got.put(command)  # noqa: E731
+        threading.Thread(target=followed.serve, args=(handle, str), daemon=True).start()
+        commands.send("push", 7)
+        assert got.get(timeout=SECONDS) == ("push", 7)
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(commands.address)
+
+
+def test_a_silent_stranger_is_left_after_a_while(monkeypatch):
+    monkeypatch.setattr(channels, "HANDSHAKE", 1)
+    commands = CommandChannel("127.0.0.1", KEY, print)
+    threading.Thread(target=commands.accept, args=(1,), daemon=True).start()
+    with socket.create_connection(commands.address, SECONDS) as stranger:
+        while stranger.recv(1000):  # First the challenge, then the end.
+            pass
+    # The time is only for the handshake: a follower may be silent for longer.
+    followed = Followed(commands.address, KEY, 1, print)
+    got = queue.SimpleQueue()
+    handle = lambda *command: got.put(command)  # noqa: E731
+    threading.Thread(target=followed.serve, args=(handle, str), daemon=True).start()
+    time.sleep(1.5)
+    commands.send("push", 7)
+    assert got.get(timeout=SECONDS) == ("push", 7)
+
+
+COORDINATOR = """
+import sys
+from gradxform._group.mesh import enter
+enter(sys.argv[1], 0, 1)
+print("here", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_the_coordinator_listens_only_at_its_own_address():
+    """A stranger who registers there as one of the processes ends the server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", COORDINATOR, f"127.0.0.1:{port}"]
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, text=True) as process:
+        try:
+            assert process.stdout.readline() == "here\n"
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            for elsewhere in ("127.0.0.2", "::1"):  # Also addresses of this machine.
+                with pytest.raises(OSError):  # noqa: PT011
+                    socket.create_connection((elsewhere, port), SECONDS)
+            process.communicate("", SECONDS)
+            assert process.returncode == 0
+        finally:
+            process.kill()
 
 
 def test_the_end_of_a_follower_ends_the_leader(channel):

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 
@@ -63,8 +66,18 @@ def assert_goes_on(server):
 # A step that fails while it runs.
 
 
-def test_without_donation_a_failing_step_changes_nothing():
-    server = server_of(donate=False)
+def on_three_devices(tree):
+    """The same parameters, cut: the devices exchange what a callback returns."""
+    mesh = jax.make_mesh((3,), ("x",), (AxisType.Auto,), devices=jax.devices()[:3])
+    return jax.device_put(tree, NamedSharding(mesh, P("x")))
+
+
+PLACES = [lambda tree: tree, on_three_devices]
+
+
+@pytest.mark.parametrize("placed", PLACES)
+def test_without_donation_a_failing_step_changes_nothing(placed):
+    server = server_of(params=placed(ONES), donate=False)
     server.push(ONES, 0)
     before, stats = server.state(), server.stats()
     with pytest.raises(jax.errors.JaxRuntimeError, match="unlucky"):
@@ -74,9 +87,10 @@ def test_without_donation_a_failing_step_changes_nothing():
     assert_goes_on(server)
 
 
+@pytest.mark.parametrize("placed", PLACES)
 @pytest.mark.parametrize("number", [13.0, 14.0])
-def test_with_donation_a_failing_step_is_told_to_all_until_a_restore(number):
-    server = server_of()
+def test_with_donation_a_failing_step_is_told_to_all_until_a_restore(number, placed):
+    server = server_of(params=placed(ONES))
     server.push(ONES, 0)
     saved = server.state()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -184,20 +198,50 @@ def test_a_misfit_is_never_traced_and_a_failing_step_is_traced_once():
     assert len(traced) <= 3  # A conditional may look at its branches twice.
 
 
-def test_a_callback_that_asks_its_server_is_told_so():
-    servers = []
+CALLS = {
+    "pure_callback": lambda f, x: jax.pure_callback(f, jax.typeof(x), x),
+    "io_callback": lambda f, x: io_callback(f, jax.typeof(x), x),
+    # In a loop, in a branch, and without a result.
+    "debug.callback": lambda f, x: jax.lax.fori_loop(
+        0, 1, lambda _, y: called(f, y), x
+    ),
+}
+
+
+def called(f, x):
+    jax.lax.cond(
+        x.sum() > -1.0, jax.jit(lambda: jax.debug.callback(f, x)), lambda: None
+    )
+    return x
+
+
+@pytest.mark.parametrize("method", ["stats", "pull", "state"])
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("placed", PLACES)
+def test_a_callback_that_asks_its_server_is_told_so(placed, name, method):
+    """On several devices another thread calls it, and it would wait for good."""
+    asks = []
 
     def ask(x):
-        servers[0].stats()
-        return x
+        if asks:
+            getattr(asks[0], method)()
+        return np.asarray(x)
 
     def update(u, _):
-        return jax.tree.map(lambda x: jax.pure_callback(ask, jax.typeof(x), x), u)
+        return jax.tree.map(functools.partial(CALLS[name], ask), u)
 
-    server = server_of(optax.stateless(update), donate=False)
-    servers.append(server)
+    tx = optax.chain(optax.stateless(update), optax.sgd(0.1))
+    server = server_of(tx, placed(ONES), donate=False)
+    other = server_of(optax.sgd(0.1))
+    asks.append(other)  # It may ask another one.
+    assert_goes_on(server)
+    asks[0] = server
+    before = server.state()
     with pytest.raises(jax.errors.JaxRuntimeError, match="a callback of tx cannot ask"):
-        server.push(ONES, 0)
+        server.push(ONES, 1)
+    chex.assert_trees_all_equal(server.state(), before)
+    asks.clear()
+    assert_goes_on(server)
 
 
 # Retries.
@@ -213,10 +257,10 @@ def test_a_push_that_comes_again_acts_once():
     chex.assert_trees_all_equal(server.state(), before)
     assert server.stats().accepted == 2
     assert server.push(ONES, 1, push_id=("a", 2))[:3] == (True, 1, 3)
-    # Others that repeat it began later, and one even after the answer.
-    for local_step, staleness in ((1, 1), (2, 0), (3, 0)):
+    # A process that replaces the worker's has pulled later; the first answer is that.
+    for local_step in (1, 2, 3):
         again = server.push(ONES, local_step, push_id=("a", 2))
-        assert again[:3] == (True, staleness, 3)
+        assert again[:3] == (True, 1, 3)
     with pytest.raises(ValueError, match=r"push_id=\('a', 1\) comes after \('a', 2\)"):
         server.push(ONES, 0, push_id=("a", 1))
     for bad in ("a", ("a",), ("a", 0.5), ([], 1), ["a", 1]):

@@ -9,9 +9,9 @@ checkpoints. It exits with 1 if anything is unaccounted for. ``--without`` makes
 same run without deaths. With ``--server-processes N`` the server is N processes, and
 any of them may die. Every leaf with at least N rows is cut over all of them. At the
 end the program compares the copies of the other leaves. With ``--pace`` a rule says
-when workers begin, and with ``--deadline`` others get what takes longer. With
-``--come-and-go`` a worker leaves now and then, and another joins. After every push the
-ledger has to close, and with ``bounded_staleness`` no push may be later than its bound.
+when workers begin. With ``--come-and-go`` a worker leaves now and then, and another
+joins. After every push the ledger has to close, and with ``bounded_staleness`` no push
+may be later than its bound.
 """
 
 import argparse
@@ -225,7 +225,6 @@ def main():
     parser.add_argument("--without", action="store_true", help="nobody is killed")
     parser.add_argument("--pace", choices=PACES, help="a rule for the workers")
     parser.add_argument("--bound", type=int, default=2, help="its first argument")
-    parser.add_argument("--deadline", type=float, help="seconds of a gradient")
     parser.add_argument(
         "--come-and-go", type=int, default=0, help="pushes between two changes"
     )
@@ -237,7 +236,7 @@ def main():
     job = main_job.make_job(main_job.parse(arguments), model, digits)
     rule = PACES[options.pace](options.bound) if options.pace else None
     pace = Asked(rule or (lambda progress: True))
-    job = job._replace(pace=pace, deadline=options.deadline)
+    job = job._replace(pace=pace)
     rng = np.random.default_rng(options.seed)
     workers = options.worker_deaths or max(2, round(2 * options.minutes))
     server = options.server_deaths or max(1, round(0.5 * options.minutes))
@@ -256,7 +255,7 @@ def main():
         checks["the ledger closes after every push"] = not unclosed
         started = ended[1].started
         checks["started = how often workers were let begin"] = started == pace.begun
-        if options.pace == "bounded_staleness" and options.deadline is None:
+        if options.pace == "bounded_staleness":
             latest = max(push.result.staleness for push in ended[0])
             checks[f"no push is later than {options.bound}"] = latest <= options.bound
         *_, counts, _, state = ended

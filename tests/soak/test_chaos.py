@@ -21,7 +21,7 @@ pytest.importorskip("ray")
         (1, 4, 1000, 0.96, ""),
         (2, 2, 300, 0.8, ""),
         (1, 4, 300, 0.5, "--pace bounded_staleness --come-and-go 100"),
-        (1, 4, 300, 0.5, "--pace stale_synchronous --deadline 0.25"),
+        (1, 4, 300, 0.5, "--pace stale_synchronous"),
     ],
 )
 def test_every_push_of_a_chaos_run_is_counted(processes, workers, pushes, goal, more):
