@@ -282,12 +282,13 @@ def test_bytes_of_state():
     vectors = 12 * (3 * 768 + 768 + 4 * 768 + 768 + 4 * 768) + 2 * 768
     parameters = 124_439_808
     scalar, layers = 4 / parameters, 4 * leaves / parameters
-    # 8 bits and a scale of 128 of them, but vectors are too small for that. The last
-    # block of "wte" has fewer rows.
-    vector, last = vectors / parameters, (393 - 50257 / 128) * 768 / parameters
+    # 8 bits and a scale for up to 128 of them, but vectors are too small for that. 768
+    # and 3,072 are divided into blocks of 96, so that there are 8 and 32 of them.
+    matrices = 12 * 768 * (3 + 1 + 4 + 4) * 768
+    scales = (matrices / 96 + (1024 / 128 + 393) * 768) / parameters
+    vector = vectors / parameters
     low_bits, low_bits_half = (
-        2 * ((1 + size / 128) * (1 - vector) + size * (vector + last)) + scalar
-        for size in (4, 2)
+        2 * (1 - vector + size * (vector + scales)) + scalar for size in (4, 2)
     )
     expected = {
         "gx.master_weights": (8 + scalar, 10 + scalar),
