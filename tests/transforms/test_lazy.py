@@ -865,7 +865,7 @@ def test_a_number_may_be_summed_over_devices():
 
 DERIVATIVES = {
     "straight through": lambda x: rounded(1.4 * x),
-    "relu at 0": lambda x: jax.nn.relu(x * jnp.array([0.0, 1.0])),
+    "relu at 0": lambda x: x + jax.nn.relu(x - jax.lax.stop_gradient(x)),
     "jit": jax.jit(lambda x: jax.nn.relu(x) * rounded(x)),
     "cond": lambda x: jax.lax.cond(entries(x) > -9, rounded, jnp.sin, x),
     "twice": lambda x: jax.nn.softplus(rounded(x)) * jnp.logaddexp(x, -x),
