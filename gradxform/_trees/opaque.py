@@ -12,6 +12,11 @@ from typing import NoReturn
 import jax
 import jax.numpy as jnp
 
+TAG = (  # The name of the dtype in JAX's errors.
+    "indices of a row-sparse gradient: wrap this in gradxform.lazy, or put "
+    "gradxform.densify() in front"
+)
+
 
 @functools.cache
 def _opaque() -> object:
@@ -24,9 +29,7 @@ def _opaque() -> object:
         random_bits=_no_generator,
         fold_in=_no_generator,
         name="gradxform.IndexedSlices",
-        # The name of the dtype in JAX's errors.
-        tag="indices of a row-sparse gradient: wrap this in gradxform.lazy, or put "
-        "gradxform.densify() in front",
+        tag=TAG,
     )
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx, serialization, traverse_util
 
 import gradxform as gx
 
@@ -178,6 +179,130 @@ def test_random_rounding_of_a_table_goes_behind_lazy():
     assert temporary < COPIES * table.nbytes
     with pytest.raises(TypeError, match=r"_random.*Give the table another opt"):
         pushed(gx.lazy(optax.chain(optax.adamw(0.1), random)), table)
+
+
+def test_an_inner_transformation_that_takes_no_rows_is_named():
+    table = {"t": jnp.ones((6, 2), jnp.bfloat16)}
+    grads = {"t": gx.IndexedSlices([4], jnp.ones((1, 2), jnp.bfloat16), (6, 2))}
+    for inner in (
+        optax.inject_hyperparams(gx.adagrad)(0.1),
+        gx.accumulate(optax.adamw(0.1), 2),
+        optax.chain(gx.densify(), optax.adamw(0.1)),
+    ):
+        tx = gx.master_weights(inner)
+        state = tx.init(table)
+        for step in (tx.update, jax.jit(tx.update)):
+            with pytest.raises(TypeError, match=r"rows of \['t'\].* hyperparam_dtype"):
+                for _ in range(2):
+                    _, state = step(grads, state, table)
+        with pytest.raises(TypeError, match=r"rows of \['t'\].*Put gradxform.lazy"):
+            gx.apply_gradients(tx, grads, tx.init(table), table)
+    # Any other error stays as it is.
+    tx = gx.master_weights(gx.drop_stale(gx.adagrad(0.1), 1))
+    with pytest.raises(TypeError, match="drop_stale needs local_step"):
+        tx.update(grads, tx.init(table), table)
+
+
+def with_rows(rate):
+    return gx.lazy(optax.adamw(rate))
+
+
+INJECT = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
+# What the error and the page say, each with what it is in float32.
+SAID = {
+    "inside": (gx.master_weights(INJECT(gx.adagrad)(0.1)), gx.adagrad(0.1)),
+    "lazy inside": (gx.master_weights(INJECT(with_rows)(0.1)), with_rows(0.1)),
+    "outside": (
+        INJECT(lambda rate: gx.master_weights(gx.adagrad(rate)))(rate=0.1),
+        gx.adagrad(0.1),
+    ),
+    "lazy around": (
+        gx.lazy(gx.master_weights(INJECT(optax.adamw)(0.1))),
+        with_rows(0.1),
+    ),
+    "sum around": (
+        gx.accumulate(gx.lazy(gx.master_weights(optax.adamw(0.1))), 2),
+        gx.accumulate(with_rows(0.1), 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_an_inner_transformation_takes_rows_as_the_error_says(name):
+    tx, plain = SAID[name]
+    start = jnp.ones((5000, 8), jnp.bfloat16)
+    table, state, _ = pushed(tx, start)
+    expected, _, _ = pushed(plain, start.astype(jnp.float32))
+    got = gx.get_master_weights(table, state)
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+    assert np.abs(expected - 1).max() > 0.05
+
+
+MIXED = {
+    "half": jnp.ones((4, 2), jnp.bfloat16),
+    "full": jnp.ones(2),
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("residual_dtype", ["int16", "int8"])
+def test_tools_for_states_take_that_of_parameters_in_two_precisions(residual_dtype):
+    tx = gx.master_weights(optax.adam(RATE), residual_dtype=residual_dtype)
+    state = tx.init(MIXED)
+    names = jax.tree.map_with_path(lambda path, _: path[0].key, MIXED)
+    found = optax.tree.map_params(
+        tx,
+        lambda x, name: x if isinstance(x, optax.MaskedNode) else name,
+        state,
+        names,
+        transform_non_params=lambda _: "none",
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    )
+    assert found.residual == names | {"full": optax.MaskedNode()}
+    assert optax.tree.get(found, "mu") == names
+    # As EasyLM saves it: flattened, and each leaf to bytes.
+    flat = traverse_util.flatten_dict(serialization.to_state_dict(state))
+    read = {
+        path: serialization.from_bytes(None, serialization.to_bytes(x))
+        for path, x in flat.items()
+        if x is not None
+    }
+    assert ("residual", "full") not in read
+    again = serialization.from_state_dict(
+        state, traverse_util.unflatten_dict(flat | read)
+    )
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+def test_an_optimizer_of_nnx_trains_parameters_in_two_precisions():
+    def made(dtype):
+        model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), param_dtype=dtype)
+        model.bias[...] = jnp.zeros(2)
+        return model
+
+    def trained(model, tx):
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, x):
+            grads = nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)
+            optimizer.update(model, grads)
+
+        for _ in range(3):
+            step(model, optimizer, jnp.ones((4, 3)))
+        return optimizer
+
+    model = made(jnp.bfloat16)
+    model.bias = nnx.Param(jnp.zeros(2))
+    before = np.float32(model.kernel[...])
+    optimizer = trained(model, gx.master_weights(optax.adamw(1e-4)))
+    after = np.float32(
+        gx.get_master_weights(
+            nnx.state(model, nnx.Param), nnx.pure(optimizer.opt_state)
+        )["kernel"][...]
+    )
+    assert model.bias[...].dtype == jnp.float32
+    np.testing.assert_allclose(np.abs(after - before), 3e-4, rtol=0.05)
 
 
 SERVED = {
