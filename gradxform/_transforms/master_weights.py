@@ -287,19 +287,24 @@ def _residual(
     r: jax.Array,
     threshold: jax.Array | None,
 ) -> jax.Array:
-    """What ``near``, the new parameter, lacks of ``x``; 0 if it is not finite."""
+    """What ``near``, the new parameter, lacks of ``x``; 0 if it is not finite.
+
+    With a threshold it is rounded up, not farther from 0, for thresholds above one
+    number. So equal steps are rounded in turn when they pass 0 or the middle, too.
+    """
     if threshold is not None and r.dtype not in _PARTS:
         rest = jnp.where(jnp.isfinite(near), x - near, 0)
+        is_above = rest > half.nearest(rest, r.dtype)
+        threshold = jnp.where(is_above, 1 - threshold, threshold)
         return narrow(half.rounded_at(threshold, rest, r.dtype), r.dtype)
     far, part = half.part_of_way(x, near, p.dtype)
-    parts = part * _PARTS[r.dtype]
+    parts = jnp.where(part > 0, jnp.sign(far - near) * part * _PARTS[r.dtype], 0)
     if threshold is None:
         parts = jnp.round(parts)
     else:
         # float32 rounds the sum of a parameter and whole parts, by less than this.
         error = 128 * float(jnp.finfo(jnp.float32).eps / jnp.finfo(p.dtype).eps)
         parts = jnp.floor(parts + jnp.clip(threshold, error, 1 - error))
-    parts = jnp.where(part > 0, jnp.sign(far - near) * parts, 0)
     most = float(jnp.iinfo(r.dtype).max)
     return jnp.clip(parts, -most - 1, most).astype(r.dtype)
 

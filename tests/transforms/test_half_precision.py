@@ -181,9 +181,14 @@ def test_steps_below_a_part_move_as_far_as_they_should(
         return jax.lax.scan(step, (params, state), length=3000)[0]
 
     params, state = train(params, tx.init(params))
-    moved = start - np.float64(gx.get_master_weights(params, state))
-    # A few parts, and what float32 loses of each step.
-    np.testing.assert_allclose(moved, 3000 * rate, rtol=0.09, atol=4 * eps / 254)
+    got = np.float64(gx.get_master_weights(params, state))
+    in_float32 = np.float32(start)
+    for _ in range(3000):
+        in_float32 = in_float32 - np.float32(rate)
+    # Below 1e-6 float32 rounds each step by up to a sixth of it.
+    lost = np.abs(in_float32 - (start - 3000 * rate))
+    error = np.abs(got - (start - 3000 * rate))
+    assert (error <= lost + 0.01 * 3000 * rate + 3 * eps / 254).all()
 
 
 def test_a_row_that_is_touched_now_and_then_moves_as_far_as_it_should():
@@ -203,7 +208,8 @@ def test_a_row_that_is_touched_now_and_then_moves_as_far_as_it_should():
 
     got = np.float64(gx.get_master_weights(*train(table, tx.init(table))))
     times = np.array([3000, 1500, 1000, 600, 3, 0])[:, None]
-    np.testing.assert_allclose(1 - got, 1e-5 * times + 0 * got, atol=4 * 2**-7 / 254)
+    expected = np.broadcast_to(1 - 1e-5 * times, got.shape)
+    np.testing.assert_allclose(got, expected, atol=1e-4)  # Seven parts.
 
 
 @pytest.mark.parametrize("residual_dtype", ["int16", "int8", "bfloat16"])
@@ -245,9 +251,9 @@ def test_float16_is_rounded_as_by_numpy_where_it_has_fewer_bits():
     with np.errstate(over="ignore"):
         expected = x.astype(np.float16).astype(np.float32)
     # In the middle between two numbers it takes the upper one.
-    tie = (
-        np.abs(x.astype(np.float64) - expected) == np.spacing(np.float16(expected)) / 2
-    )
+    finite = np.where(np.isfinite(expected), expected, 0)
+    gap = np.float64(np.spacing(np.float16(np.abs(finite))))
+    tie = np.abs(np.where(np.isfinite(x), x, 0) - np.float64(finite)) == gap / 2
     np.testing.assert_array_equal(np.asarray(updates)[~tie], expected[~tie])
 
 
@@ -272,20 +278,18 @@ def test_small_steps_of_small_numbers_in_float16_are_not_lost():
         tx = gx.master_weights(step, residual_dtype=residual_dtype)
         np.testing.assert_allclose(moved(tx), 3e-6, rtol=tol)
     # A step of 1e-8 is 0.17 of the way to the next number.
-    chain = optax.chain(
-        optax.scale(-1.0), optax.scale(-1e-8), gx.round_stochastically(0)
-    )
+    chain = optax.chain(step, gx.round_stochastically(0))
     np.testing.assert_allclose(moved(chain), 3e-6, rtol=0.02)
 
 
 def test_large_numbers_are_those_of_float32_to_the_bit():
     rng = np.random.default_rng(0)
-    start = jnp.asarray(2.0 ** rng.uniform(118, 127.9, 512), jnp.bfloat16)
+    start = jnp.asarray(2.0 ** rng.uniform(118, 127.5, 512), jnp.bfloat16)
     full, plain = start.astype(jnp.float32), optax.sgd(1.0)
     txs = [gx.master_weights(plain, residual_dtype=d) for d in ("int16", "int8")]
     runs = [(start, tx.init(start)) for tx in txs]
     for _ in range(5):
-        grads = np.float32(rng.normal(size=512)) * np.asarray(full) * 2.0**-9
+        grads = np.float32(2.0**-9 * rng.normal(size=512)) * np.asarray(full)
         full = full - grads
         runs = [
             gx.apply_gradients(tx, jnp.asarray(grads), state, params)
@@ -573,7 +577,7 @@ BAD_INPUT = {
     "float32 at .* parameters in another": lambda: gx.get_master_weights(
         wide(HALF), MASTER.init(HALF)
     ),
-    "at the root it has .*[.]MasterWeightsState, .* CountedMasterWeightsState": lambda: (
+    "root it has .*[.]MasterWeightsState, .*CountedMasterWeightsState": lambda: (
         gx.master_weights(SGD, residual_dtype="int8").update(
             HALF, MASTER.init(HALF), HALF
         )

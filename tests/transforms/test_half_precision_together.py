@@ -193,8 +193,7 @@ def test_an_inner_transformation_that_takes_no_rows_is_named():
         state = tx.init(table)
         for step in (tx.update, jax.jit(tx.update)):
             with pytest.raises(TypeError, match=r"rows of \['t'\].* hyperparam_dtype"):
-                for _ in range(2):
-                    _, state = step(grads, state, table)
+                step(grads, state, table)
         with pytest.raises(TypeError, match=r"rows of \['t'\].*Put gradxform.lazy"):
             gx.apply_gradients(tx, grads, tx.init(table), table)
     # Any other error stays as it is.
@@ -234,7 +233,7 @@ def test_an_inner_transformation_takes_rows_as_the_error_says(name):
     table, state, _ = pushed(tx, start)
     expected, _, _ = pushed(plain, start.astype(jnp.float32))
     got = gx.get_master_weights(table, state)
-    np.testing.assert_allclose(got, expected, atol=1e-6)
+    np.testing.assert_allclose(got, expected, atol=2e-6)
     assert np.abs(expected - 1).max() > 0.05
 
 
@@ -260,49 +259,41 @@ def test_tools_for_states_take_that_of_parameters_in_two_precisions(residual_dty
     )
     assert found.residual == names | {"full": optax.MaskedNode()}
     assert optax.tree.get(found, "mu") == names
-    # As EasyLM saves it: flattened, and each leaf to bytes.
+    # As EasyLM saves and reads it: flattened, each leaf as bytes.
     flat = traverse_util.flatten_dict(serialization.to_state_dict(state))
-    read = {
-        path: serialization.from_bytes(None, serialization.to_bytes(x))
-        for path, x in flat.items()
-        if x is not None
-    }
-    assert ("residual", "full") not in read
-    again = serialization.from_state_dict(
-        state, traverse_util.unflatten_dict(flat | read)
+    saved = {path: serialization.to_bytes(x) for path, x in flat.items()}
+    read = {path: serialization.from_bytes(None, x) for path, x in saved.items()}
+    empty = traverse_util.flatten_dict(
+        serialization.to_state_dict(tx.init(MIXED)), keep_empty_nodes=True
     )
+    read |= {k: x for k, x in empty.items() if x is traverse_util.empty_node}
+    again = serialization.from_state_dict(state, traverse_util.unflatten_dict(read))
     jax.tree.map(np.testing.assert_array_equal, again, state)
 
 
 def test_an_optimizer_of_nnx_trains_parameters_in_two_precisions():
-    def made(dtype):
-        model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), param_dtype=dtype)
-        model.bias[...] = jnp.zeros(2)
-        return model
-
-    def trained(model, tx):
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer, x):
-            grads = nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)
-            optimizer.update(model, grads)
-
-        for _ in range(3):
-            step(model, optimizer, jnp.ones((4, 3)))
-        return optimizer
-
-    model = made(jnp.bfloat16)
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
     model.bias = nnx.Param(jnp.zeros(2))
+    tx = gx.master_weights(optax.adamw(1e-4), residual_dtype="int8")
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     before = np.float32(model.kernel[...])
-    optimizer = trained(model, gx.master_weights(optax.adamw(1e-4)))
-    after = np.float32(
-        gx.get_master_weights(
-            nnx.state(model, nnx.Param), nnx.pure(optimizer.opt_state)
-        )["kernel"][...]
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+
+    for _ in range(3):
+        step(model, optimizer, jnp.ones((4, 3)))
+    params, state = jax.tree.map(
+        lambda x: x[...],
+        (nnx.state(model, nnx.Param), optimizer.opt_state),
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
     )
-    assert model.bias[...].dtype == jnp.float32
-    np.testing.assert_allclose(np.abs(after - before), 3e-4, rtol=0.05)
+    after = gx.get_master_weights(params, state)
+    assert params["bias"].dtype == jnp.float32
+    assert params["kernel"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.abs(after["kernel"] - before), 3e-4, rtol=0.2)
 
 
 SERVED = {
