@@ -274,9 +274,9 @@ def test_tools_for_states_take_that_of_parameters_in_two_precisions(residual_dty
 def test_an_optimizer_of_nnx_trains_parameters_in_two_precisions():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
     model.bias = nnx.Param(jnp.zeros(2))
-    tx = gx.master_weights(optax.adamw(1e-4), residual_dtype="int8")
+    tx = gx.master_weights(optax.adam(0.01), residual_dtype="int8")
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    before = np.float32(model.kernel[...])
+    kernel = np.float32(model.kernel[...])
 
     @nnx.jit
     def step(model, optimizer, x):
@@ -285,15 +285,9 @@ def test_an_optimizer_of_nnx_trains_parameters_in_two_precisions():
 
     for _ in range(3):
         step(model, optimizer, jnp.ones((4, 3)))
-    params, state = jax.tree.map(
-        lambda x: x[...],
-        (nnx.state(model, nnx.Param), optimizer.opt_state),
-        is_leaf=lambda x: isinstance(x, nnx.Variable),
-    )
-    after = gx.get_master_weights(params, state)
-    assert params["bias"].dtype == jnp.float32
-    assert params["kernel"].dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.abs(after["kernel"] - before), 3e-4, rtol=0.2)
+    assert (model.kernel[...].dtype, model.bias[...].dtype) == ("bfloat16", "float32")
+    for after, before in ((model.kernel[...], kernel), (model.bias[...], 0)):
+        np.testing.assert_allclose(np.abs(np.float32(after) - before), 0.03, rtol=0.1)
 
 
 SERVED = {
