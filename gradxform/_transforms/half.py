@@ -45,10 +45,11 @@ def nearest(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     if dtype == jnp.bfloat16:
         return jax.lax.reduce_precision(x, 8, 7)
     info = jnp.finfo(dtype)
-    # Below its normal numbers float16 has those of float32 between 0.5 and 1, minus
-    # them; above its largest one is inf.
-    small = jnp.abs(x) < float(info.tiny)
-    y = jnp.where(small, (x + 0.75) - 0.75, jax.lax.reduce_precision(x, 8, 10))
+    # Below its normal numbers float16 has whole multiples of its smallest one; above
+    # its largest one is inf. Compilers fold a sum (x + c) - c into x.
+    small, least = jnp.abs(x) < float(info.tiny), float(info.smallest_subnormal)
+    multiple = jnp.round(x * (1 / least)) * least
+    y = jnp.where(small, multiple, jax.lax.reduce_precision(x, 8, 10))
     return jnp.where(jnp.abs(y) > float(info.max), jnp.sign(y) * jnp.inf, y)
 
 
@@ -58,6 +59,32 @@ def neighbour(t: jax.Array, way: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     # Between a half and one and a half of the distance, wherever ``t`` is.
     step = (0.6 * float(info.eps)) * jnp.maximum(jnp.abs(t), float(info.tiny))
     return nearest(t + jnp.sign(way) * step, dtype)
+
+
+def even_threshold(count: jax.Array) -> jax.Array:
+    """A threshold in [0, 1) of 16 bits, as float32: 1/2, then by the golden ratio.
+
+    Any number of them in turn is spread evenly, and so is every second or third one.
+    """
+    ratio = np.uint32(0x9E3779B9)  # 2³² (√5 - 1) / 2, an odd number.
+    x = count.astype(jnp.uint32) * ratio + np.uint32(2**31)
+    return (x >> 16).astype(jnp.float32) * 2.0**-16
+
+
+def difference(new: jax.Array, old: jax.Array) -> jax.Array:
+    """``new - old``, but 0 if both are the same infinity, so that it stays."""
+    return jnp.where(new == old, 0, new - old)
+
+
+def rounded_at(threshold: jax.Array, x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """One of the two numbers of ``dtype`` around ``x``, in float32.
+
+    It is the farther one if ``x`` is more than the threshold of the way there. So it is
+    ``x`` on average over thresholds that are spread evenly over [0, 1).
+    """
+    near = nearest(x, dtype)
+    far, part = part_of_way(x, near, dtype)
+    return jnp.where(threshold < part, far, near)
 
 
 def part_of_way(

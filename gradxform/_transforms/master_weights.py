@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,12 @@ from gradxform._transforms import half
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps
 from gradxform._trees.compilers import after, apart, narrow
 from gradxform._trees.extra_args import accepted_kwargs
-from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._trees.indexed_slices import (
+    IndexedSlices,
+    RowSparseError,
+    is_sparse,
+    refuses_rows,
+)
 from gradxform._trees.types import Leaf, Param, Params, Path
 
 # Into how many parts the way to the next number in half precision is divided.
@@ -24,12 +29,29 @@ class MasterWeightsState(NamedTuple):
 
     Attributes:
       residual: like params, of the dtype ``residual_dtype``: float32 less the rounded
-        parameter. None for a parameter that is not in half precision.
+        parameter. A masked node for a parameter that is not in half precision.
       inner_state: the state of ``inner``, for float32 parameters.
     """
 
     residual: optax.Updates
     inner_state: optax.OptState
+
+
+class CountedMasterWeightsState(NamedTuple):
+    """State of :func:`master_weights` with a residual of 8 bits.
+
+    Attributes:
+      residual: as in :class:`MasterWeightsState`.
+      inner_state: the state of ``inner``, for float32 parameters.
+      count: int32[], the updates so far.
+    """
+
+    residual: optax.Updates
+    inner_state: optax.OptState
+    count: jax.Array  # type: ignore[assignment]  # A tuple's method of that name.
+
+
+_State: TypeAlias = MasterWeightsState | CountedMasterWeightsState
 
 
 def master_weights(
@@ -113,33 +135,49 @@ def master_weights(
     checks.one_of("residual_dtype", residual_dtype, ("int16", "int8", "bfloat16"))
     inner = optax.with_extra_args_support(inner)
 
-    def zeros(p: Param) -> jax.Array | None:
-        return constants.full_like(p, 0, residual_dtype) if half.is_half(p) else None
+    counts = residual_dtype != "int16"
 
-    def init_fn(params: optax.Params) -> MasterWeightsState:
+    def zeros(p: Param) -> jax.Array | optax.MaskedNode:
+        if not half.is_half(p):
+            return optax.MaskedNode()
+        return constants.full_like(p, 0, residual_dtype)
+
+    def init_fn(params: optax.Params) -> _State:
         half.check("master_weights", params)
-        return MasterWeightsState(
-            residual=maps.map_params(zeros, params),
-            inner_state=inner.init(maps.map_params(_widened, params)),
+        return _state(
+            maps.map_params(zeros, params),
+            inner.init(maps.map_params(_widened, params)),
+            constants.zero(params, jnp.int32) if counts else None,
         )
 
     def update_fn(
         updates: optax.Updates,
-        state: MasterWeightsState,
+        state: _State,
         params: optax.Params | None = None,
         **extra: object,
-    ) -> tuple[optax.Updates, MasterWeightsState]:
+    ) -> tuple[optax.Updates, _State]:
         params = checks.params_like("master_weights", updates, params)
-        checks.own_kind(state, MasterWeightsState)
+        checks.own_kind(
+            state, CountedMasterWeightsState if counts else MasterWeightsState
+        )
         _check(params, state.residual)
         updates = maps.map_updates(
-            lambda g, r: g if r is None else dtypes.widen(g), updates, state.residual
+            lambda g, r: dtypes.widen(g) if maps.has_gradient(r) else g,
+            updates,
+            state.residual,
         )
         updates = maps.sum_duplicates(updates)
         wide = maps.map_leaves(_held, updates, params, state.residual)
-        updates, inner_state = inner.update(
-            updates, state.inner_state, wide, **accepted_kwargs(inner, extra)
-        )
+        try:
+            updates, inner_state = inner.update(
+                updates, state.inner_state, wide, **accepted_kwargs(inner, extra)
+            )
+        except TypeError as error:
+            if refuses_rows(error):
+                raise _takes_no_rows(wide) from error
+            raise
+        count = state.count if isinstance(state, CountedMasterWeightsState) else None
+        threshold = None if count is None else half.even_threshold(count)
         done: list[jax.Array] = []
 
         def move(u: jax.Array, r: jax.Array, p: jax.Array) -> tuple[jax.Array, ...]:
@@ -149,12 +187,12 @@ def master_weights(
             # What `apply_updates` gives, to the same operations, so that TPU makes both
             # in one pass. It may miss a number that is 2¹⁶ times smaller, or in float16
             # 2¹³ times.
-            before = half.widen(p)
-            reached = arithmetic.rounded_sum(_rounded(x, p, r) - before, p)
-            done[:] = [_residual(x, half.widen(reached), p, r)]
+            u = half.difference(_rounded(x, p, r), half.widen(p))
+            reached = half.widen(arithmetic.rounded_sum(u, p))
+            done[:] = [_residual(x, reached, p, r, threshold)]
             # w' - w, where the compiler for CPU writes w' once w is no longer needed.
             x, p = after(x, *done), after(p, *done)
-            return _rounded(x, p, r) - half.widen(p), *done
+            return half.difference(_rounded(x, p, r), half.widen(p)), *done
 
         halves = maps.map_leaves(
             lambda u, r: u if maps.has_gradient(r) else None, updates, state.residual
@@ -162,7 +200,8 @@ def master_weights(
         rows = maps.rows(halves, params)
         halves, residual = maps.map_step(move, halves, [state.residual], rows)
         updates = maps.map_leaves(lambda u, n: u if n is None else n, updates, halves)
-        return updates, MasterWeightsState(residual, inner_state)
+        count = None if count is None else optax.safe_increment(count)
+        return updates, _state(residual, inner_state, count)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -193,16 +232,24 @@ def get_master_weights(params: Params, state: optax.OptState) -> Params:
     >>> w, gx.get_master_weights(w, state)
     (Array([1], dtype=bfloat16), Array([0.99975586], dtype=float32))
     """
-    found = maps.nodes(state, lambda node: isinstance(node, MasterWeightsState))
+    found = maps.nodes(state, lambda node: isinstance(node, _State))
     if not found:
         raise TypeError(
             "state has no MasterWeightsState, got none in "
             f"{type(state).__name__}. Pass the state of gradxform.master_weights."
         )
     for _, own in found:
-        _check(params, own.residual)
+        _check(params, own.residual, masked=True)
         params = maps.map_leaves(lambda r, p: _held(None, p, r), own.residual, params)
     return params
+
+
+def _state(
+    residual: optax.Updates, inner_state: optax.OptState, count: jax.Array | None
+) -> _State:
+    if count is None:
+        return MasterWeightsState(residual, inner_state)
+    return CountedMasterWeightsState(residual, inner_state, count)
 
 
 def _widened(p: Param) -> Param:
@@ -219,7 +266,8 @@ def _joined(p: jax.Array, r: jax.Array) -> jax.Array:
     if r.dtype not in _PARTS:
         return near + rest
     gap = jnp.abs(half.neighbour(near, rest, p.dtype) - near)
-    return jnp.where(rest == 0, near, near + rest * gap / _PARTS[r.dtype])
+    # A part of the way first: the sum of all parts may be above the largest float32.
+    return jnp.where(rest == 0, near, near + rest * (1 / _PARTS[r.dtype]) * gap)
 
 
 def _rounded(x: jax.Array, p: jax.Array, r: jax.Array) -> jax.Array:
@@ -232,12 +280,31 @@ def _rounded(x: jax.Array, p: jax.Array, r: jax.Array) -> jax.Array:
     return jnp.where(part == 0.5, jnp.maximum(near, far), near)
 
 
-def _residual(x: jax.Array, near: jax.Array, p: jax.Array, r: jax.Array) -> jax.Array:
-    if r.dtype not in _PARTS:
-        return narrow(x - near, r.dtype)
+def _residual(
+    x: jax.Array,
+    near: jax.Array,
+    p: jax.Array,
+    r: jax.Array,
+    threshold: jax.Array | None,
+) -> jax.Array:
+    """What ``near``, the new parameter, lacks of ``x``; 0 if it is not finite.
+
+    With a threshold it is rounded up, not farther from 0, for thresholds above one
+    number. So equal steps are rounded in turn when they pass 0 or the middle, too.
+    """
+    if threshold is not None and r.dtype not in _PARTS:
+        rest = jnp.where(jnp.isfinite(near), x - near, 0)
+        is_above = rest > half.nearest(rest, r.dtype)
+        threshold = jnp.where(is_above, 1 - threshold, threshold)
+        return narrow(half.rounded_at(threshold, rest, r.dtype), r.dtype)
     far, part = half.part_of_way(x, near, p.dtype)
-    parts = jnp.sign(far - near) * jnp.round(part * _PARTS[r.dtype])
-    parts = jnp.where(part > 0, parts, 0)
+    parts = jnp.where(part > 0, jnp.sign(far - near) * part * _PARTS[r.dtype], 0)
+    if threshold is None:
+        parts = jnp.round(parts)
+    else:
+        # float32 rounds the sum of a parameter and whole parts, by less than this.
+        error = 128 * float(jnp.finfo(jnp.float32).eps / jnp.finfo(p.dtype).eps)
+        parts = jnp.floor(parts + jnp.clip(threshold, error, 1 - error))
     most = float(jnp.iinfo(r.dtype).max)
     return jnp.clip(parts, -most - 1, most).astype(r.dtype)
 
@@ -250,12 +317,31 @@ def _held(g: Leaf, p: Leaf, r: Leaf) -> Leaf:
     return g.with_values(wide) if isinstance(g, IndexedSlices) else wide
 
 
-def _check(params: optax.Params, residual: optax.Updates) -> None:
-    """Raises ``TypeError`` unless each parameter in half precision has a residual."""
+def _takes_no_rows(wide: optax.Params) -> RowSparseError:
+    found = maps.leaves_with_path(wide)
+    names = ", ".join(checks.path_name(path) for path, p in found if is_sparse(p))
+    return RowSparseError(
+        f"gradxform.master_weights gives its inner transformation the touched rows of "
+        f"{names}, as gradients and as parameters, but that transformation takes only "
+        "whole tables. Put gradxform.lazy around master_weights, and a sum, such as "
+        "gradxform.accumulate, around both. optax.inject_hyperparams takes rows if "
+        "you pass hyperparam_dtype=jnp.float32."
+    )
+
+
+def _check(
+    params: optax.Params, residual: optax.Updates, *, masked: bool = False
+) -> None:
+    """Raises ``TypeError`` unless each parameter in half precision has a residual.
+
+    With ``masked`` the residual may lack parameters of another transformation.
+    """
     checks.same_shapes("state.residual", residual, "params", params)
 
     def check(path: Path, p: Leaf, r: Leaf) -> None:
-        if not isinstance(r, optax.MaskedNode) and half.is_half(p) == (r is None):
+        if not maps.has_gradient(p) or (masked and not maps.has_gradient(r)):
+            return
+        if maps.has_gradient(r) != half.is_half(p):
             raise TypeError(
                 f"params have {dtypes.dtype_of(p)} at {checks.path_name(path)}, and "
                 "state.residual is that of parameters in another precision. Pass "

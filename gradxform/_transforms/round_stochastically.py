@@ -12,6 +12,8 @@ import optax
 from gradxform._transforms import half
 from gradxform._trees import checks, constants, maps
 
+_KEYS = "threefry2x32"  # Whatever JAX's default is: the same seed, the same numbers.
+
 
 class RoundStochasticallyState(NamedTuple):
     """State of :func:`round_stochastically`.
@@ -79,7 +81,8 @@ def round_stochastically(
     def init_fn(params: optax.Params) -> RoundStochasticallyState:
         half.check("round_stochastically", params)
         return RoundStochasticallyState(
-            key=jax.random.PRNGKey(seed) + constants.zero(params, jnp.uint32),
+            key=jax.random.key_data(jax.random.key(seed, impl=_KEYS))
+            + constants.zero(params, jnp.uint32),
             count=constants.zero(params, jnp.int32),
         )
 
@@ -92,7 +95,8 @@ def round_stochastically(
         del extra
         params = checks.params_like("round_stochastically", updates, params)
         checks.own_kind(state, RoundStochasticallyState)
-        step_key = jax.random.fold_in(state.key, state.count)
+        step_key = jax.random.wrap_key_data(state.key, impl=_KEYS)
+        step_key = jax.random.fold_in(step_key, state.count)
         leaves, structure = maps.flatten(updates)
         numbers = jax.tree.unflatten(structure, range(len(leaves)))
 
@@ -102,10 +106,8 @@ def round_stochastically(
             p, key = jnp.asarray(p), jax.random.fold_in(step_key, number)
             before = half.widen(p)
             x = before + u.astype(jnp.float32)
-            near = half.nearest(x, p.dtype)
-            far, part = half.part_of_way(x, near, p.dtype)
-            is_far = _random(key, p.shape) < part * 2.0**16
-            return jnp.where(is_far, far, near) - before
+            threshold = _random(jax.random.key_data(key), p.shape)
+            return half.difference(half.rounded_at(threshold, x, p.dtype), before)
 
         updates = maps.sum_duplicates(updates)
         rows = maps.rows(updates, params)
@@ -117,7 +119,7 @@ def round_stochastically(
 
 
 def _random(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Whole numbers in [0, 2¹⁶), as float32, made from a key and the place of each.
+    """Numbers of 16 bits in [0, 1), as float32, made from a key and the place of each.
 
     ``jax.random.bits`` is a loop for the CPU compiler, which writes each of its parts
     to memory. This is a part of every pass that reads it.
@@ -133,4 +135,4 @@ def _random(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
             x = (x ^ (x >> shift)) * np.uint32(factor)
         x = x ^ (x >> 16)
-    return (x >> 16).astype(jnp.float32)
+    return (x >> 16).astype(jnp.float32) * 2.0**-16

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from gradxform._trees.arithmetic import rounded_sum
 from gradxform._trees.dtypes import wide_dtype
-from gradxform._trees.opaque import from_bits, from_leaf, is_opaque, to_leaf
+from gradxform._trees.opaque import TAG, from_bits, from_leaf, is_opaque, to_leaf
 from gradxform._trees.rows import (
     as_array,
     is_known,
@@ -345,3 +345,8 @@ class RowSparseError(TypeError):
 
     def __init__(self, message: str = _HINT) -> None:
         super().__init__(message)
+
+
+def refuses_rows(error: TypeError) -> bool:
+    """Whether a function raised it that does not know row-sparse gradients."""
+    return str(error) == _HINT or TAG in str(error)

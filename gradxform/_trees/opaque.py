@@ -17,6 +17,11 @@ import numpy as np
 
 from gradxform._trees.rows import A
 
+TAG = (  # The name of the dtype in JAX's errors.
+    "indices of a row-sparse gradient: wrap this in gradxform.lazy, or put "
+    "gradxform.densify() in front"
+)
+
 
 @functools.cache
 def _opaque() -> object:
@@ -29,9 +34,7 @@ def _opaque() -> object:
         random_bits=_no_generator,
         fold_in=_no_generator,
         name="gradxform.IndexedSlices",
-        # The name of the dtype in JAX's errors.
-        tag="indices of a row-sparse gradient: wrap this in gradxform.lazy, or put "
-        "gradxform.densify() in front",
+        tag=TAG,
     )
 
 

@@ -159,6 +159,192 @@ def test_a_parameter_may_become_so_much_smaller_and_is_not_missed(dtype, exponen
     assert np.abs(new - nearest)[missed].max() <= 2.0**-24 * 1.01 * old.max()
 
 
+@pytest.mark.parametrize(
+    "direction", [optax.scale_by_adam(), optax.identity()], ids=["adam", "sgd"]
+)
+@pytest.mark.parametrize("residual_dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_steps_below_a_part_move_as_far_as_they_should(
+    dtype, residual_dtype, direction
+):
+    """Each weight by itself: at 1, and at the numbers around it."""
+    eps = float(jnp.finfo(dtype).eps)
+    start = np.array([1, -1, 1 - eps, 1 + 3 * eps, 1.5])[:, None]
+    rates, steps = np.array([3e-7, 3e-6, 1e-5]), 3000
+    step = optax.chain(direction, optax.stateless(lambda u, _: -jnp.float32(rates) * u))
+    tx = gx.master_weights(step, residual_dtype=residual_dtype)
+    params = jnp.asarray(np.broadcast_to(start, (5, 3)), dtype)
+
+    @jax.jit
+    def train(params, state):
+        def step(carry, _):
+            grads = jnp.ones((5, 3))
+            return gx.apply_gradients(tx, grads, carry[1], carry[0]), None
+
+        return jax.lax.scan(step, (params, state), length=steps)[0]
+
+    got = gx.get_master_weights(*train(params, tx.init(params)))
+    in_float32 = np.float32(params)
+    for _ in range(steps):
+        in_float32 = in_float32 - np.float32(rates)
+    # Below 1e-6 float32 rounds each step by up to a sixth of it.
+    lost = np.abs(in_float32 - (start - steps * rates))
+    error = np.abs(np.float64(got) - (start - steps * rates))
+    assert (error <= lost + 0.01 * steps * rates + 3 * eps / 254).all()
+
+
+def test_a_row_that_is_touched_now_and_then_moves_as_far_as_it_should():
+    table = jnp.ones((6, 4), jnp.bfloat16)
+    inner = gx.lazy(optax.sgd(1e-5))
+    tx = gx.master_weights(inner, residual_dtype="int8")
+    every = jnp.array([1, 2, 3, 5, 1000])  # Row i in each step of so many.
+
+    @jax.jit
+    def train(table, state):
+        def step(carry, number):
+            rows = jnp.where(number % every == 0, jnp.arange(5), 6)
+            grads = gx.IndexedSlices(rows, jnp.ones((5, 4), jnp.bfloat16), (6, 4))
+            return gx.apply_gradients(tx, grads, carry[1], carry[0]), None
+
+        return jax.lax.scan(step, (table, state), jnp.arange(3000))[0]
+
+    got = np.float64(gx.get_master_weights(*train(table, tx.init(table))))
+    times = np.array([3000, 1500, 1000, 600, 3, 0])[:, None]
+    expected = np.broadcast_to(1 - 1e-5 * times, got.shape)
+    np.testing.assert_allclose(got, expected, atol=1e-4)  # Seven parts.
+
+
+@pytest.mark.parametrize("residual_dtype", ["int16", "int8", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_zero_update_changes_no_bit(dtype, residual_dtype):
+    """Of each number in [1, 2) with many residuals, at many steps."""
+    eps = float(jnp.finfo(dtype).eps)
+    params = jnp.asarray(np.arange(1, 2, eps), dtype)[:, None]
+    params = jnp.broadcast_to(params, (len(params), 254))
+    tx = gx.master_weights(optax.scale(1.0), residual_dtype=residual_dtype)
+    half_way = jnp.broadcast_to(eps / 2 * np.linspace(-0.49, 0.99, 254), params.shape)
+    updates, state = tx.update(jnp.float32(half_way), tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+    _, state = tx.update(jnp.zeros(params.shape), state, params)
+    before = np.asarray(state.residual)
+
+    @jax.jit
+    def still(params, state):
+        def step(carry, _):
+            params, state = carry
+            updates, state = tx.update(jnp.zeros(params.shape), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, state), length=300)[0]
+
+    after, state = still(params, state)
+    np.testing.assert_array_equal(wide(after), wide(params))
+    np.testing.assert_array_equal(state.residual, before)
+    assert len(np.unique(before)) > 100
+
+
+def test_float16_is_rounded_as_by_numpy_where_it_has_fewer_bits():
+    rng = np.random.default_rng(0)
+    x = np.float32(2.0 ** rng.uniform(-28, 17, 4096) * rng.choice([-1, 1], 4096))
+    x = np.concatenate([x, np.float32([0, np.inf, -np.inf, np.nan, 2**-25, 65520])])
+    tx = gx.master_weights(optax.scale(1.0))
+    params = jnp.zeros(len(x), jnp.float16)
+    updates, _ = jax.jit(tx.update)(jnp.asarray(x), tx.init(params), params)
+    with np.errstate(over="ignore"):
+        expected = x.astype(np.float16).astype(np.float32)
+    # In the middle between two numbers it takes the upper one.
+    finite = np.where(np.isfinite(expected), expected, 0)
+    gap = np.float64(np.spacing(np.float16(np.abs(finite))))
+    tie = np.abs(np.where(np.isfinite(x), x, 0) - np.float64(finite)) == gap / 2
+    np.testing.assert_array_equal(np.asarray(updates)[~tie], expected[~tie])
+
+
+def test_small_steps_of_small_numbers_in_float16_are_not_lost():
+    start = jnp.full(4096, 3e-6, jnp.float16)
+
+    def moved(tx):
+        @jax.jit
+        def train(params, state):
+            def step(carry, _):
+                return gx.apply_gradients(tx, jnp.ones(4096), carry[1], carry[0]), None
+
+            return jax.lax.scan(step, (params, state), length=300)[0]
+
+        params, state = train(start, tx.init(start))
+        if not isinstance(state, tuple) or not hasattr(state, "residual"):
+            return np.mean(np.float64(params) - np.float64(start))
+        return np.float64(gx.get_master_weights(params, state)) - np.float64(start)
+
+    step = optax.sgd(-1e-8)
+    for residual_dtype, tol in {"int16": 1e-4, "int8": 1e-2, "bfloat16": 1e-2}.items():
+        tx = gx.master_weights(step, residual_dtype=residual_dtype)
+        np.testing.assert_allclose(moved(tx), 3e-6, rtol=tol)
+    # A step of 1e-8 is 0.17 of the way to the next number.
+    chain = optax.chain(step, gx.round_stochastically(0))
+    np.testing.assert_allclose(moved(chain), 3e-6, rtol=0.02)
+
+
+def test_large_numbers_are_those_of_float32_to_the_bit():
+    rng = np.random.default_rng(0)
+    start = jnp.asarray(2.0 ** rng.uniform(118, 127.5, 512), jnp.bfloat16)
+    full, plain = start.astype(jnp.float32), optax.sgd(1.0)
+    txs = [gx.master_weights(plain, residual_dtype=d) for d in ("int16", "int8")]
+    runs = [(start, tx.init(start)) for tx in txs]
+    for _ in range(5):
+        grads = np.float32(2.0**-9 * rng.normal(size=512)) * np.asarray(full)
+        full = full - grads
+        runs = [
+            gx.apply_gradients(tx, jnp.asarray(grads), state, params)
+            for tx, (params, state) in zip(txs, runs, strict=True)
+        ]
+    exact, near = (gx.get_master_weights(*run) for run in runs)
+    np.testing.assert_array_equal(exact, full)
+    np.testing.assert_allclose(near, full, rtol=5 * 2.0**-7 / 254)
+
+
+ENDS = [np.inf, -np.inf, np.nan, 3.3e38, -3.3e38, 0.0, -0.0, 1e-38]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "step"), [(lambda f: f, 0.0), (jax.jit, 0.25)], ids=["eager", "jit"]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        gx.master_weights(optax.scale(1.0)),
+        gx.master_weights(optax.scale(1.0), residual_dtype="int8"),
+        gx.master_weights(optax.scale(1.0), residual_dtype="bfloat16"),
+        gx.round_stochastically(0),
+    ],
+    ids=["int16", "int8", "bfloat16", "random"],
+)
+def test_what_is_infinite_or_no_number_stays_so(tx, dtype, wrap, step):
+    params = jnp.asarray(ENDS, jnp.float32).astype(dtype)
+    start, state = np.float32(params), tx.init(params)
+    for _ in range(3):
+        updates, state = wrap(tx.update)(jnp.full(8, step), state, params)
+        params = optax.apply_updates(params, updates)
+    ended = ~np.isfinite(start) | (np.abs(start) > 1)
+    np.testing.assert_array_equal(np.float32(params)[ended], start[ended])
+    np.testing.assert_allclose(np.float32(params)[~ended], 3 * step, atol=1e-37)
+    if hasattr(state, "residual"):
+        assert np.isfinite(np.float32(state.residual)).all()
+        master = np.asarray(gx.get_master_weights(params, state))
+        np.testing.assert_array_equal(master[ended], start[ended])
+
+
+@pytest.mark.parametrize("residual_dtype", ["int16", "int8", "bfloat16"])
+def test_a_number_may_become_infinite(residual_dtype):
+    params = jnp.full(2, 3.3e38, jnp.bfloat16)
+    tx = gx.master_weights(optax.scale(1.0), residual_dtype=residual_dtype)
+    state, grads = tx.init(params), jnp.array([1e37, 3e38])
+    for _ in range(2):
+        params, state = gx.apply_gradients(tx, grads, state, params)
+    np.testing.assert_array_equal(wide(params), np.inf)
+    np.testing.assert_array_equal(gx.get_master_weights(params, state), np.inf)
+
+
 def digits_loss(params, images, labels):
     hidden = jax.nn.relu(images @ params["w1"] + params["b1"])
     logits = hidden @ params["w2"] + params["b2"]
@@ -260,7 +446,7 @@ def test_leaves_in_float32_and_without_gradient_stay():
     }
     tx = gx.master_weights(optax.adam(0.1))
     state = tx.init(params)
-    assert state.residual["full"] is None
+    assert state.residual["full"] == optax.MaskedNode()
     grads = {"half": jnp.ones(3, jnp.bfloat16), "full": jnp.ones(3), "frozen": None}
     params, after = gx.apply_gradients(tx, grads, state, params)
     np.testing.assert_array_equal(wide(params["frozen"]), 1)
@@ -291,15 +477,22 @@ def test_random_rounding_is_right_on_average_and_the_same_for_a_seed():
         )
 
 
-def test_random_rounding_leaves_numbers_of_half_precision_and_no_numbers():
-    given = np.array([np.inf, -np.inf, np.nan, 3.38e38, 2.0, 0.0, -0.0], np.float32)
-    params = jnp.asarray(given).astype(jnp.bfloat16)
-    tx = gx.round_stochastically(0)
-    updates, _ = tx.update(jnp.zeros(7), tx.init(params), params)
-    got = np.float32(optax.apply_updates(params, updates))
-    finite = np.isfinite(given)
-    np.testing.assert_array_equal(got[finite], np.float32(params)[finite])
-    assert not np.isfinite(got[~finite]).any()
+@pytest.mark.parametrize(
+    "setting",
+    [lambda: jax.enable_custom_prng(True), lambda: jax.default_prng_impl("rbg")],
+    ids=["custom", "rbg"],
+)
+def test_random_rounding_is_the_same_with_every_setting_of_keys(setting):
+    tx, params = gx.round_stochastically(7), jnp.ones((64, 64), jnp.bfloat16)
+    updates = jnp.full((64, 64), 2.0**-9)
+    expected, usual = tx.update(updates, tx.init(params), params)
+    with setting():
+        state = tx.init(params)
+        got, after = tx.update(updates, state, params)
+    assert (state.key.shape, state.key.dtype) == ((2,), jnp.uint32)
+    np.testing.assert_array_equal(state.key, usual.key)
+    np.testing.assert_array_equal(got, expected)
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
@@ -384,6 +577,14 @@ BAD_INPUT = {
     ),
     "parameters in another precision": lambda: MASTER.update(
         HALF, MASTER.init(wide(HALF)), HALF
+    ),
+    "float32 at .* parameters in another": lambda: gx.get_master_weights(
+        wide(HALF), MASTER.init(HALF)
+    ),
+    "root it has .*[.]MasterWeightsState, .*CountedMasterWeightsState": lambda: (
+        gx.master_weights(SGD, residual_dtype="int8").update(
+            HALF, MASTER.init(HALF), HALF
+        )
     ),
     "no MasterWeightsState": lambda: gx.get_master_weights(HALF, SGD.init(HALF)),
 }

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx, serialization, traverse_util
 
 import gradxform as gx
 
@@ -191,6 +192,115 @@ def test_a_step_of_some_rows_makes_no_table(tx):
     grads = gx.IndexedSlices([1, 4000, 1], jnp.ones((3, 8), table.dtype), table.shape)
     compiled = step_of(tx).lower(table, jax.eval_shape(tx.init, table), grads).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * 20000 * 8 * 2
+
+
+def test_an_inner_transformation_that_takes_no_rows_is_named():
+    table = {"t": jnp.ones((6, 2), jnp.bfloat16)}
+    grads = {"t": gx.IndexedSlices([4], jnp.ones((1, 2), jnp.bfloat16), (6, 2))}
+    for inner in (
+        optax.inject_hyperparams(gx.adagrad)(0.1),
+        gx.accumulate(optax.adamw(0.1), 2),
+        optax.chain(gx.densify(), optax.adamw(0.1)),
+    ):
+        tx = gx.master_weights(inner)
+        state = tx.init(table)
+        for step in (tx.update, jax.jit(tx.update)):
+            with pytest.raises(TypeError, match=r"rows of \['t'\].* hyperparam_dtype"):
+                step(grads, state, table)
+        with pytest.raises(TypeError, match=r"rows of \['t'\].*Put gradxform.lazy"):
+            gx.apply_gradients(tx, grads, tx.init(table), table)
+    # Any other error stays as it is.
+    tx = gx.master_weights(gx.drop_stale(gx.adagrad(0.1), 1))
+    with pytest.raises(TypeError, match="drop_stale needs local_step"):
+        tx.update(grads, tx.init(table), table)
+
+
+def with_rows(rate):
+    return gx.lazy(optax.adamw(rate))
+
+
+INJECT = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
+# What the error and the page say, each with what it is in float32.
+SAID = {
+    "inside": (gx.master_weights(INJECT(gx.adagrad)(0.1)), gx.adagrad(0.1)),
+    "lazy inside": (gx.master_weights(INJECT(with_rows)(0.1)), with_rows(0.1)),
+    "outside": (
+        INJECT(lambda rate: gx.master_weights(gx.adagrad(rate)))(rate=0.1),
+        gx.adagrad(0.1),
+    ),
+    "lazy around": (
+        gx.lazy(gx.master_weights(INJECT(optax.adamw)(0.1))),
+        with_rows(0.1),
+    ),
+    "sum around": (
+        gx.accumulate(gx.lazy(gx.master_weights(optax.adamw(0.1))), 2),
+        gx.accumulate(with_rows(0.1), 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_an_inner_transformation_takes_rows_as_the_error_says(name):
+    tx, plain = SAID[name]
+    start = jnp.ones((5000, 8), jnp.bfloat16)
+    table, state, _ = pushed(tx, start)
+    expected, _, _ = pushed(plain, start.astype(jnp.float32))
+    got = gx.get_master_weights(table, state)
+    np.testing.assert_allclose(got, expected, atol=2e-6)
+    assert np.abs(expected - 1).max() > 0.05
+
+
+MIXED = {
+    "half": jnp.ones((4, 2), jnp.bfloat16),
+    "full": jnp.ones(2),
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("residual_dtype", ["int16", "int8"])
+def test_tools_for_states_take_that_of_parameters_in_two_precisions(residual_dtype):
+    tx = gx.master_weights(optax.adam(RATE), residual_dtype=residual_dtype)
+    state = tx.init(MIXED)
+    names = jax.tree.map_with_path(lambda path, _: path[0].key, MIXED)
+    found = optax.tree.map_params(
+        tx,
+        lambda x, name: x if isinstance(x, optax.MaskedNode) else name,
+        state,
+        names,
+        transform_non_params=lambda _: "none",
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    )
+    assert found.residual == names | {"full": optax.MaskedNode()}
+    assert optax.tree.get(found, "mu") == names
+    # As EasyLM saves and reads it: flattened, each leaf as bytes.
+    flat = traverse_util.flatten_dict(serialization.to_state_dict(state))
+    saved = {path: serialization.to_bytes(x) for path, x in flat.items()}
+    read = {path: serialization.from_bytes(None, x) for path, x in saved.items()}
+    empty = traverse_util.flatten_dict(
+        serialization.to_state_dict(tx.init(MIXED)), keep_empty_nodes=True
+    )
+    read |= {k: x for k, x in empty.items() if x is traverse_util.empty_node}
+    again = serialization.from_state_dict(state, traverse_util.unflatten_dict(read))
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+def test_an_optimizer_of_nnx_trains_parameters_in_two_precisions():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    model.bias = nnx.Param(jnp.zeros(2))
+    tx = gx.master_weights(optax.adam(0.01), residual_dtype="int8")
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    kernel = np.float32(model.kernel[...])
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+
+    for _ in range(3):
+        step(model, optimizer, jnp.ones((4, 3)))
+    assert (model.kernel[...].dtype, model.bias[...].dtype) == ("bfloat16", "float32")
+    for after, before in ((model.kernel[...], kernel), (model.bias[...], 0)):
+        np.testing.assert_allclose(np.abs(np.float32(after) - before), 0.03, rtol=0.1)
 
 
 SERVED = {
