@@ -13,12 +13,10 @@ from gradxform._server.records import summary
 from gradxform._trees.types import T
 
 if TYPE_CHECKING:
-    from jax.extend.core import (
-        ClosedJaxpr,
-        JaxprEqn,
-    )
+    from jax.extend.core import JaxprEqn
 
 Callback: TypeAlias = Callable[..., Sequence[Any]]
+Jaxpr: TypeAlias = Any  # Closed or not; both have one class since JAX 0.12.
 
 
 class Callbacks:
@@ -58,7 +56,7 @@ class Callbacks:
         from jax.extend.core import jaxpr_as_fun
 
         closed, shape = jax.make_jaxpr(step, return_shape=True)(*args)
-        evaluate = jaxpr_as_fun(_map(closed, kinds_of(closed), self._callback))
+        evaluate = jaxpr_as_fun(_with_callbacks(closed, self._callback))
         tree = jax.tree.structure(shape)
         return lambda *args: jax.tree.unflatten(tree, evaluate(*jax.tree.leaves(args)))
 
@@ -78,39 +76,45 @@ class Callbacks:
         return call
 
 
-def has_callbacks(closed: ClosedJaxpr) -> bool:
-    """Whether the jaxpr calls back to the host."""
-    found: list[JaxprEqn] = []
-    _map(closed, kinds_of(closed), found.append)
-    return bool(found)
+def has_callbacks(jaxpr: Jaxpr) -> bool:
+    """Whether a closed jaxpr calls back to the host."""
+    kinds = _kinds_of(jaxpr)
+
+    def has(x: object) -> bool:
+        if type(x) is tuple:
+            return any(map(has, x))
+        eqns: Sequence[JaxprEqn] = x.eqns if isinstance(x, kinds) else ()
+        return any(
+            _calls_back(eqn) or any(map(has, eqn.params.values())) for eqn in eqns
+        )
+
+    return has(jaxpr)
 
 
-# The classes of closed jaxprs and of jaxprs, which are one since JAX 0.12. To import
-# them would take a tenth of a second.
-Kinds: TypeAlias = tuple[type[Any], type[Any]]
+def _calls_back(eqn: JaxprEqn) -> bool:
+    return callable(eqn.params.get("callback"))
 
 
-def kinds_of(closed: ClosedJaxpr) -> Kinds:
-    """The classes of this one and of the jaxpr in it."""
-    return type(closed), type(closed.jaxpr)
+def _kinds_of(closed: Jaxpr) -> tuple[type[Any], type[Any]]:
+    """The classes of jaxprs, open and closed; to import them takes 0.1 seconds."""
+    return type(closed.jaxpr), type(closed)
 
 
-def _map(x: Any, kinds: Kinds, of_callback: Callable[[JaxprEqn], object]) -> Any:
-    """Replaces callbacks in a jaxpr, or in a parameter that may hold jaxprs."""
-    closed, plain = kinds
-    if type(x) is tuple:
-        return tuple(_map(each, kinds, of_callback) for each in x)
-    if isinstance(x, plain):
-        return x.replace(eqns=[_mapped(eqn, kinds, of_callback) for eqn in x.eqns])
-    if isinstance(x, closed):
-        return x.replace(jaxpr=_map(x.jaxpr, kinds, of_callback))
-    return x
+def _with_callbacks(closed: Jaxpr, of: Callable[[JaxprEqn], Callback]) -> Jaxpr:
+    """The same jaxpr; ``of(eqn)`` gives the callback of each equation that has one."""
+    plain, _ = kinds = _kinds_of(closed)
 
+    def mapped(x: Any) -> Any:  # A parameter of any type.
+        if type(x) is tuple:
+            return tuple(map(mapped, x))
+        if isinstance(x, plain):
+            return x.replace(eqns=[of_eqn(eqn) for eqn in x.eqns])
+        return x.replace(jaxpr=mapped(x.jaxpr)) if isinstance(x, kinds) else x
 
-def _mapped(
-    eqn: JaxprEqn, kinds: Kinds, of_callback: Callable[[JaxprEqn], object]
-) -> JaxprEqn:
-    params = {name: _map(x, kinds, of_callback) for name, x in eqn.params.items()}
-    if callable(params.get("callback")):
-        params["callback"] = of_callback(eqn)
-    return eqn.replace(params=params)
+    def of_eqn(eqn: JaxprEqn) -> JaxprEqn:
+        params = {name: mapped(x) for name, x in eqn.params.items()}
+        if _calls_back(eqn):
+            params["callback"] = of(eqn)
+        return eqn.replace(params=params)
+
+    return mapped(closed)
