@@ -475,8 +475,6 @@ WRONG = [
      "'1e-3'. YAML reads 1e-3 as a string"),
     ({"name": "optax.adamw", "learning_rate": 0.1, "eps": "1E-8"},
      "config['eps'] must be a number, or a schedule with its 'name', got '1E-8'."),
-    (rated(dict(LINEAR, transition_steps="100")),
-     f"{RATE}['transition_steps'] must be a number"),
     (rated(True), f"{RATE} cannot be true or false, got True."),
     (rated("fast"), f"{RATE} must be a number, or a schedule with its 'name', got 'f"),
     (rated({"init_value": 1.0}), f"{RATE} must be a number, or a schedule with its "),
@@ -486,18 +484,12 @@ WRONG = [
      "config['weight_decay'] cannot be true or false, got True."),
     ({"name": "optax.sgd", "learning_rate": 0.1, "nesterov": "false"},
      "config['nesterov'] must be true or false, got 'false'."),
-    ({"name": "optax.sgd", "learning_rate": 0.1, "nesterov": 1},
-     "config['nesterov'] must be true or false, got 1."),
     # What functions refuse themselves.
     (rated(jnp.float32(1)), f"{RATE} must be a JSON value"),
     (dict(ADAGRAD, accumulator_dtype="bfloat61"),
      "config: accumulator_dtype must be a real floating dtype, got 'bfloat61'"),
     (dict(ADAGRAD, eps="tiny"),
      "config: eps must be a real scalar in [0, inf), got 'tiny'."),
-    (dict(ADAGRAD, clipnorm=[1.0]),
-     "config: clipnorm must be a real scalar in [0, inf], got [1.0]."),
-    ({"name": "optax.contrib.prodigy", "betas": [0.9]},
-     "config: not enough values to unpack (expected 2, got 1)"),
     # Transformations.
     (None, "config, by its 'name', must be an optax.GradientTransformation, with"),
     ({"learning_rate": 0.1}, "config, by its 'name', must be an optax.Grad"),
@@ -508,8 +500,6 @@ WRONG = [
      "config['inner'][0] must be a JSON value"),
     ({"name": "chain", "transforms": ADAGRAD},
      "config: transforms[0] must be an optax.GradientTransformation"),
-    ({"name": "optax.partition", "transforms": [ADAGRAD], "param_labels": "a"},
-     "config: 'list' object has no attribute 'items'"),
     (rated(dict(INVERSE, transition_steps=0)),
      f"{RATE}: transition_steps must be in (0, inf), got 0."),
     # Numbers.
@@ -522,12 +512,8 @@ WRONG = [
     *(
         (rated(dict(STEPS, boundaries_and_scales=scales)), f"{RATE}{message}")
         for scales, message in (
-            ([1, 2], ": 'list' object has no attribute"),
-            ("1", "['boundaries_and_scales'] must be a number"),
-            (True, "['boundaries_and_scales'] cannot be true or false"),
             ({"a": 1.0}, "['boundaries_and_scales']: invalid literal for int()"),
             ({1.5: 1.0}, "['boundaries_and_scales']: invalid literal for int()"),
-            ({1: "a"}, ": '>=' not supported between"),
             ({1: -float("inf")}, "['boundaries_and_scales'][1] must be finite in"),
         )
     ),
@@ -961,8 +947,6 @@ WRONG_OF_KERAS = [
      "config: decay_rate=0 is not offered"),
     (serialized({"boundaries": [1], "values": [1.0]}, "PiecewiseConstantDecay"),
      "config: values must have one entry more than boundaries."),
-    (serialized({"boundaries": 1, "values": [1.0]}, "PiecewiseConstantDecay"),
-     "config: 'int' object is not iterable"),
     (EXPONENTIAL, "config, by its 'name', must be an optax.Grad"),
     (dict(KERAS3, learning_rate=serialized(KERAS3)),
      "config['learning_rate'] must be a number, or a schedule with its 'name', got "),
