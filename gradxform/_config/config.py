@@ -118,7 +118,7 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     """
     plain = _plain(config, "config")
     tx = _make(plain, "config")  # Translates Keras's configs.
-    checks.transformation("config", tx)
+    checks.transformation("config, by its 'name',", tx)
     tx = optax.with_extra_args_support(tx)
     setattr(tx, _KEPT, plain)
     return tx
