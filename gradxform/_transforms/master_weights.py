@@ -78,13 +78,21 @@ def master_weights(
     parameters on the same gradients, for every ``inner``. In the middle between two
     numbers it takes the upper one: 16 bits have no room for another rule. ``"int8"``
     takes one byte, for parts of 1/127 of half the way. With ``"bfloat16"`` this is
-    Kahan's summation: the residual has the 8 bits of a bfloat16.
+    Kahan's summation: the residual is a bfloat16, whose 8 bits are finer near zero.
+
+    A small step is less than a part, and rounding to the nearest would lose it each
+    time. So these 8 bits are rounded up where the rest of a part is above :math:`1 -
+    t`. The threshold changes with the step ``k``: :math:`t = (1/2 + k (\sqrt 5 - 1) / 2)
+    \bmod 1`. Of equal steps as many are rounded up as should be, so their sum is right
+    to a few parts. The limit is that of float32: a step that is below 2⁻²⁵ of its
+    parameter is lost, and others are rounded to float32.
 
     float16 has 11 bits, but ends at 65,504 and has fewer bits below 6·10⁻⁵. With
     ``"int16"`` every float32 from 8·10⁻⁶ to 65,504 is held to the bit, and a smaller
     one up to 5·10⁻¹³.
 
-    Parameters in float32, and in other dtypes with at least 32 bits, pass through.
+    Parameters in float32, and in other dtypes with at least 32 bits, pass through. An
+    infinite parameter stays infinite, and NaN stays NaN.
 
     The update is the difference of two rounded parameters, in float32. So
     ``optax.apply_updates`` and :func:`apply_updates` give exactly the new rounded
@@ -97,16 +105,18 @@ def master_weights(
       residual_dtype: ``"int16"``, ``"int8"`` or ``"bfloat16"``.
 
     Returns:
-      A transformation with state :class:`MasterWeightsState`. Its updates are float32
-      for parameters in half precision. :func:`get_master_weights` gives the float32
-      parameters. If the gradient of a table is :class:`IndexedSlices`, only the touched
-      rows of it and of the residual are read and written.
+      A transformation with state :class:`MasterWeightsState`, or with 8 bits
+      :class:`CountedMasterWeightsState`. Its updates are float32 for parameters in half
+      precision. :func:`get_master_weights` gives the float32 parameters. If the
+      gradient of a table is :class:`IndexedSlices`, only the touched rows of it and of
+      the residual are read and written, and ``inner`` gets these rows alone.
 
     Raises:
       ValueError: another ``residual_dtype``, or ``params`` is missing in an update.
       TypeError: ``inner`` is no transformation; a parameter has integers, or less than
         16 bits; the state is that of another transformation or of parameters in other
-        dtypes; or updates and parameters differ in structure or shape.
+        dtypes; updates and parameters differ in structure or shape; or ``inner`` gets
+        rows of a table and takes only whole ones.
 
     References:
       Micikevicius et al., `Mixed precision training

@@ -19,7 +19,7 @@ class RoundStochasticallyState(NamedTuple):
     """State of :func:`round_stochastically`.
 
     Attributes:
-      key: uint32[2], made from the seed.
+      key: uint32[2], made from the seed, with each ``jax_default_prng_impl`` the same.
       count: int32[], the updates so far.
     """
 
