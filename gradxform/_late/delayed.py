@@ -152,7 +152,7 @@ def delayed(
         count = state.count
         slots = jnp.where(count < delays, count, count - delays)  # count mod d
 
-        def late() -> optax.Updates:
+        def late(_: None) -> optax.Updates:
             # g_{t - d}
             return jax.tree.unflatten(treedef, map(_oldest, leaves, rings, slots))
 
@@ -187,7 +187,7 @@ def delayed(
             inner_state=inner_state,
         )
 
-    return gate.gate(init_fn, inner, push_fn)
+    return gate.gate(init_fn, inner, push_fn, ordered=True)
 
 
 def _delay(ring: Leaf) -> int:

@@ -5,8 +5,10 @@ A gate is written once, as a function of a push. It says when ``inner`` runs, an
 decides what each branch returns. In `update` apply gives updates, and skip gives none;
 in `apply_gradients` apply gives new parameters, and skip gives the old ones. So the
 whole step, update and apply, lies inside one conditional. A skipped push reads and
-writes no array of the model's size, as the conditional passes the buffers through. If
-updates had to come out of it, it would copy them.
+writes no array of the model's size, as the conditional passes the buffers through.
+Updates have to come out of it, in arrays of their own. So in `update` there is no
+conditional if ``inner`` has no array in its state, as SGD: its updates are computed
+with each push, and then chosen or not.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ import numpy as np
 import optax
 
 from gradxform._late import missing
-from gradxform._late.conditional import typed_cond
+from gradxform._late.conditional import Decision, typed_cond
 from gradxform._late.counters import has_gate
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, maps, versions
-from gradxform._trees.compilers import narrow, where
+from gradxform._trees.compilers import LARGE, in_hbm, narrow, where
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.types import Leaf, PyTree
 
@@ -51,7 +53,7 @@ class ApplyIf(Protocol):
     def __call__(
         self,
         pred: jax.Array,
-        updates: Callable[[], optax.Updates],
+        updates: Callable[[optax.Updates | None], optax.Updates],
         inner_state: optax.OptState,
         leaf_flags: LeafFlags | None,
         room: optax.Updates | None = None,
@@ -60,10 +62,11 @@ class ApplyIf(Protocol):
     ) -> tuple[Outcome, optax.OptState, jax.Array, optax.Updates | None]:
         """Returns ``(outcome, inner_state, applied, room)``.
 
-        ``updates`` is called inside the conditional. ``applied`` is ``pred`` as it
-        comes out of it. The compiler does not know that they are equal, so it computes
-        with ``applied`` only after the step. By then the step has read its gradients,
-        and their memory can be written in place.
+        ``updates(room)`` is called inside the conditional. ``applied`` is ``pred`` as
+        it comes out of it. The compiler does not know that they are equal, so it
+        computes with ``applied`` only after the step. By then the step has read its
+        gradients, and their memory can be written in place. This holds if the gate is
+        ``ordered``: for others, a choice may replace the conditional.
 
         ``room`` is like the updates; nobody needs its values after the step. So updates
         come out of the conditional in its arrays, where they fit, and need no others.
@@ -128,7 +131,11 @@ def guard_of(tx: optax.GradientTransformation) -> Guard | None:
 
 
 def gate(
-    init: optax.TransformInitFn, inner: optax.GradientTransformation, push: Push
+    init: optax.TransformInitFn,
+    inner: optax.GradientTransformation,
+    push: Push,
+    *,
+    ordered: bool = False,
 ) -> GatedTransformation:
     """Makes a transformation from what a gate does with a push.
 
@@ -139,6 +146,8 @@ def gate(
         the new state. It calls ``apply_if``, see :class:`ApplyIf`, which gives both the
         outcome and the new state of ``inner``. Inside of a sum it also gets
         ``leaf_flags``, see ``missing``.
+      ordered: whether ``push`` writes into arrays that the step reads, and so needs the
+        order of ``applied``, see :class:`ApplyIf`.
     """
     versions.before_tracing()
     inner = optax.with_extra_args_support(inner)
@@ -154,19 +163,29 @@ def gate(
     ) -> tuple[Outcome, optax.OptState]:
         def apply_if(
             pred: jax.Array,
-            updates: Callable[[], optax.Updates],
+            updates: Callable[[optax.Updates | None], optax.Updates],
             inner_state: optax.OptState,
             flags: LeafFlags | None,
             room: optax.Updates | None = None,
             /,
             **extra: object,
         ) -> tuple[Outcome, optax.OptState, jax.Array, optax.Updates | None]:
+            by: Decision = "bool"
+            if skip(params) is None and not ordered:
+                has_arrays = any(map(jnp.ndim, jax.tree.leaves(inner_state)))
+                if not has_arrays:
+                    by = "select"  # The compiler fuses it with adding the updates.
+                elif room is not None:
+                    by = "number"
+            if by != "select":
+                room = _in_hbm(room)
             # New parameters take the arrays of the old ones, so they need no room.
-            free = room if skip(params) is None else None
+            free = room if by == "number" else None
 
             def applied() -> _Applied:
                 outcome, new_state = _apply(
-                    apply, skip, inner, updates(), inner_state, params, flags, **extra
+                    *(apply, skip, inner, updates(room), inner_state, params, flags),
+                    **extra,
                 )
                 return *_put_into(free, outcome), new_state, jnp.array(True)
 
@@ -174,9 +193,7 @@ def gate(
                 unused = () if free is None else free
                 return skip(params), unused, inner_state, jnp.array(False)
 
-            # Selects need no room for updates, and move less if no state is skipped.
-            kept = free is not None and any(map(jnp.ndim, jax.tree.leaves(inner_state)))
-            rest, filled, state, done = typed_cond(pred, applied, skipped, kept)
+            rest, filled, state, done = typed_cond(pred, applied, skipped, by)
             if free is None:
                 return rest, state, done, room
             return _taken_from(filled, rest, done), state, done, filled
@@ -249,6 +266,15 @@ def _apply(
         outcome = missing.chosen(flags, outcome, skip(params))
     like = updates if params is None else params
     return outcome, missing.keep(inner, flags, new_state, state, like)
+
+
+def _in_hbm(room: optax.Updates | None) -> optax.Updates | None:
+    """Keeps large arrays in HBM on TPU: in VMEM, a skip would move them to HBM."""
+
+    def pinned(r: Leaf) -> Leaf:
+        return in_hbm(r) if isinstance(r, jax.Array) and r.size >= LARGE else r
+
+    return maps.map_leaves(pinned, room)
 
 
 def _put_into(

@@ -199,7 +199,7 @@ def worker_mean(
         stale_count = increment_if(~accepted, state.stale_count)
         return outcome, new._replace(stale_count=stale_count)
 
-    return gate.gate(init_fn, inner, push_fn)
+    return gate.gate(init_fn, inner, push_fn, ordered=True)
 
 
 def num_workers_of(state: optax.OptState) -> int | None:
@@ -250,7 +250,7 @@ class _Push(NamedTuple):
         """Applies ``inner`` to this row of the means if ``full``."""
         means = boxes.as_in(self.updates, state.means)
 
-        def mean() -> optax.Updates:
+        def mean(_: None) -> optax.Updates:
             return maps.map_updates(
                 lambda g, m: narrow(_row(m, row), maps.dtype_of(g)), self.updates, means
             )
