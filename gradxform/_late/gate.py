@@ -6,9 +6,8 @@ decides what each branch returns. In `update` apply gives updates, and skip give
 in `apply_gradients` apply gives new parameters, and skip gives the old ones. So the
 whole step, update and apply, lies inside one conditional. A skipped push reads and
 writes no array of the model's size, as the conditional passes the buffers through.
-Updates have to come out of it, in arrays of their own. So in `update` there is no
-conditional if ``inner`` has no array in its state, as SGD: its updates are computed
-with each push, and then chosen or not.
+If updates had to come out of it, it would copy them. So in `update`, a step whose
+state has no arrays, as SGD's, is computed with each push on TPU, and then chosen.
 """
 
 from __future__ import annotations
@@ -170,17 +169,17 @@ def gate(
             /,
             **extra: object,
         ) -> tuple[Outcome, optax.OptState, jax.Array, optax.Updates | None]:
+            is_update = skip(params) is None
+            has_arrays = any(map(jnp.ndim, jax.tree.leaves(inner_state)))
             by: Decision = "bool"
-            if skip(params) is None and not ordered:
-                has_arrays = any(map(jnp.ndim, jax.tree.leaves(inner_state)))
-                if not has_arrays:
-                    by = "select"  # The compiler fuses it with adding the updates.
-                elif room is not None:
-                    by = "number"
+            if is_update and not has_arrays and not ordered:
+                by = "select"
+            elif is_update and room is not None:
+                by = "number"
             if by != "select":
                 room = _in_hbm(room)
             # New parameters take the arrays of the old ones, so they need no room.
-            free = room if by == "number" else None
+            free = room if is_update else None
 
             def applied() -> _Applied:
                 outcome, new_state = _apply(
