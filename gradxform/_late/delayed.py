@@ -153,7 +153,7 @@ def delayed(
 
         flags = missing.flags_of(updates, leaf_flags)
 
-        def late() -> optax.Updates:
+        def late(_: object) -> optax.Updates:
             # g_{t - d}, and zeros for a leaf without a gradient
             old = jax.tree.unflatten(treedef, map(_oldest, leaves, rings, slots))
             return missing.chosen(flags, old)
@@ -184,7 +184,9 @@ def delayed(
 
         one_more = jnp.where(count + 1 < 2 * delays, count + 1, delays)
         state = state._replace(count=jnp.where(moves, one_more, count))
-        return Decision(full, late, state, extra, leaf_flags, settle=settle)
+        return Decision(
+            *(full, late, state, extra, leaf_flags), settle=settle, ordered=True
+        )
 
     return gate.gate(init_fn, inner, decide)
 

@@ -139,6 +139,6 @@ def drop_stale(
             stale_count=increment_if(~fresh, state.stale_count),
             staleness=staleness,
         )
-        return Decision(fresh, lambda: updates, state, extra, leaf_flags)
+        return Decision(fresh, lambda _: updates, state, extra, leaf_flags)
 
     return gate.gate(init_fn, inner, decide)

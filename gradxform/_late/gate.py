@@ -6,7 +6,8 @@ A gate is a function that decides and runs nothing: it looks at a push and retur
 apply gives new parameters, and skip gives the old ones. So the whole step, update and
 apply, lies inside one conditional. A skipped push reads and writes no array of the
 model's size, as the conditional passes the buffers through. If updates had to come out
-of it, it would copy them.
+of it, it would copy them. So in ``update``, a step whose state has no arrays, as SGD's,
+is computed with each push on TPU, and then chosen.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import numpy as np
 import optax
 
 from gradxform._late import missing, plain
-from gradxform._late.conditional import typed_cond
+from gradxform._late.conditional import By, typed_cond
 from gradxform._late.counters import has_gate
 from gradxform._late.measure_cosine import cosines
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, maps, versions
-from gradxform._trees.compilers import narrow, where
+from gradxform._trees.compilers import LARGE, in_hbm, narrow, where
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.types import Leaf, PyTree
 
@@ -40,26 +41,30 @@ class Decision:
 
     Attributes:
       applies: bool[], whether the transformation behind the gate runs.
-      updates: returns what it then gets; called inside the conditional.
+      updates: ``updates(room)`` returns what it then gets; called inside the
+        conditional.
       state: the new state of the gate, but with the old ``inner_state``.
       extra: the extra arguments for the transformation behind the gate.
       leaf_flags: which leaves have a gradient, where only the step knows it.
       room: like the updates; nobody needs its values after the step. So updates come
         out of the conditional in its arrays, where they fit, and need no others.
       settle: ``settle(state, applied, room)`` returns the state that is new after the
-        step, as a gradient is written only then. ``applied`` is ``applies`` as it comes
-        out of the conditional, and so is ``room``. The compiler does not know that the
-        two bools are equal, so it computes with ``applied`` only after the step. By
-        then the step has read its gradients, and their memory can be written in place.
+        step. ``applied`` is ``applies`` as it comes out of the conditional, and
+        ``room`` comes out of it, too.
+      ordered: whether ``settle`` writes into arrays that the step reads. The compiler
+        does not know that ``applies`` and ``applied`` are equal, so it computes with
+        ``applied`` only after the step. By then the step has read its gradients, and
+        their memory can be written in place.
     """
 
     applies: jax.Array
-    updates: Callable[[], optax.Updates]
+    updates: Callable[[optax.Updates | None], optax.Updates]
     state: optax.OptState
     extra: dict[str, object]
     leaf_flags: LeafFlags | None = None
     room: optax.Updates | None = None
     settle: Callable[..., optax.OptState] = lambda state, applied, room: state
+    ordered: bool = False
 
 
 # (updates, state, params, **extra) -> decision
@@ -171,36 +176,42 @@ def _run(
     """The outcome of a push and the new state; new parameters if ``whole``."""
     decision = gate.decide(updates, state, params, **extra)
     unchanged = params if whole else None
-    # New parameters take the arrays of the old ones, so they need no room.
-    room = None if whole else decision.room
     before = decision.state.inner_state
+    has_arrays = any(map(jnp.ndim, jax.tree.leaves(before)))
+    by: By = "bool"
+    if not (whole or has_arrays or decision.ordered):
+        by = "select"
+    elif not whole and decision.room is not None:
+        by = "number"
+    room = decision.room if by == "select" else _in_hbm(decision.room)
+    # New parameters take the arrays of the old ones, so they need no room.
+    free = None if whole else room
 
     def applied() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:
-        outcome, new = _applied(gate.inner, decision, params, unchanged, whole)
-        return *_put_into(room, outcome), new, jnp.array(True)
+        updates = decision.updates(room)
+        outcome, new = _applied(gate.inner, updates, decision, params, unchanged, whole)
+        return *_put_into(free, outcome), new, jnp.array(True)
 
     def skipped() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:
-        return unchanged, () if room is None else room, before, jnp.array(False)
+        return unchanged, () if free is None else free, before, jnp.array(False)
 
-    # Selects need no room for updates, and move less if no state is skipped.
-    kept = room is not None and any(map(jnp.ndim, jax.tree.leaves(before)))
-    outcome, filled, new, done = typed_cond(decision.applies, applied, skipped, kept)
-    if room is not None:
-        outcome = _taken_from(filled, outcome, done)
+    outcome, filled, new, done = typed_cond(decision.applies, applied, skipped, by)
+    if free is not None:
+        outcome, room = _taken_from(filled, outcome, done), filled
     new = decision.state._replace(inner_state=new)
-    filled = decision.room if room is None else filled
-    return outcome, decision.settle(new, done, filled)
+    return outcome, decision.settle(new, done, room)
 
 
 def _applied(
     inner: optax.GradientTransformationExtraArgs,
+    updates: optax.Updates,
     decision: Decision,
     params: optax.Params | None,
     unchanged: Outcome,
     whole: bool,
 ) -> tuple[Outcome, optax.OptState]:
     """What ``inner`` makes of a push, but for leaves without a gradient."""
-    updates, before = decision.updates(), decision.state.inner_state
+    before = decision.state.inner_state
     extra = accepted_kwargs(inner, decision.extra)
     flags = decision.leaf_flags
     if flags and (has_gate(before) or cosines(before)):
@@ -217,6 +228,15 @@ def _applied(
         outcome = missing.chosen(chosen, outcome, unchanged)
     like = updates if params is None else params
     return outcome, missing.keep(inner, chosen, new, before, like)
+
+
+def _in_hbm(room: optax.Updates | None) -> optax.Updates | None:
+    """Keeps large arrays in HBM on TPU: in VMEM, a skip would move them to HBM."""
+
+    def pinned(r: Leaf) -> Leaf:
+        return in_hbm(r) if isinstance(r, jax.Array) and r.size >= LARGE else r
+
+    return maps.map_leaves(pinned, room)
 
 
 def _put_into(

@@ -184,6 +184,6 @@ def skip_spikes(
             history=jnp.where(enters[:, None], later, history),
             num_held=jnp.where(enters, jnp.minimum(num_held + 1, window), num_held),
         )
-        return Decision(accepted, lambda: updates, state, extra, leaf_flags)
+        return Decision(accepted, lambda _: updates, state, extra, leaf_flags)
 
     return gate.gate(init_fn, inner, decide)

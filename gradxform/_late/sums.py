@@ -19,13 +19,11 @@ from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
-from gradxform._trees.compilers import in_hbm, in_turn, narrow, where
+from gradxform._trees.compilers import LARGE, in_turn, narrow, where
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Leaf, PyTree
 
 Reduction = Literal["mean", "sum", "row_mean"]
-
-LARGE = 2**16  # Entries of a leaf whose sum has a kernel of its own.
 
 
 class Sums:
@@ -107,7 +105,7 @@ class Sums:
         )
         pushed = begun | (accepted & missing.holds(updates, leaf_flags))
 
-        def reduced() -> optax.Updates:
+        def reduced(total: optax.Updates) -> optax.Updates:
             # From here on all is dense: inner gets every row that any push held.
             like = state.accumulated if params is None else params
             return maps.map_leaves(_reduced, updates, total, like)
@@ -179,10 +177,9 @@ def _in_turn(
 ) -> PyTree[jax.Array]:
     """``map_leaves``, the last leaf first, as a backward pass makes them.
 
-    On TPU a large sum stays in HBM for the step. On GPU a large gradient waits for the
-    sum before it. Otherwise the compiler adds all of them in one kernel, and so keeps
-    them all. The largest do not wait: one may be scattered into its sum, without an
-    array of its own.
+    On GPU a large gradient waits for the sum before it. Otherwise the compiler adds all
+    of them in one kernel, and so keeps them all. The largest do not wait: one may be
+    scattered into its sum, without an array of its own.
     """
     leaves = zip(*map(maps.leaves, (pushed, *rest)), strict=True)
     most = sum(jnp.size(g) for g in jax.tree.leaves(pushed)) // 8
@@ -192,7 +189,7 @@ def _in_turn(
         large = isinstance(total, jax.Array) and total.size >= LARGE
         waits = large and isinstance(g, jax.Array) and g.size <= most
         result = f(in_turn(g, *last) if waits else g, total, *leaf)
-        results.append(in_hbm(result) if large else result)
+        results.append(result)
         last = (result,) if waits else last
     return jax.tree.unflatten(maps.structure(pushed), results[::-1])
 

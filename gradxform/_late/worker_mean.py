@@ -246,7 +246,7 @@ class _Push(NamedTuple):
         means = boxes.as_in(self.updates, state.means)
         flags = missing.flags_of(self.updates, self.leaf_flags)
 
-        def mean() -> optax.Updates:
+        def mean(_: object) -> optax.Updates:
             # Zeros for a leaf without a gradient, as from any sum.
             mean = maps.map_updates(
                 lambda g, m: narrow(_row(m, row), maps.dtype_of(g)), self.updates, means
@@ -259,6 +259,7 @@ class _Push(NamedTuple):
             state._replace(global_step=increment_if(full, state.global_step)),
             self.extra,
             self.leaf_flags,
+            ordered=True,
         )
 
 

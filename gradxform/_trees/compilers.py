@@ -20,6 +20,8 @@ from gradxform._trees import versions
 if TYPE_CHECKING:
     from jax.extend.mlir import ir
 
+LARGE = 2**16  # Entries of an array that has a kernel of its own.
+
 _OWN = "gradxform_"  # The names of the operations here begin so.
 # Unknown, if the cotangent is for it.
 _Operand: TypeAlias = jax.Array | ad.UndefinedPrimal

@@ -147,15 +147,15 @@ def test_on_a_mesh_held_gradients_lie_as_their_parameters(
 
 
 @pytest.mark.parametrize(
-    ("tx", "kept"),
+    ("tx", "decision"),
     [
-        (gx.accumulate(optax.trace(0.9), 2), True),
-        (gx.accumulate(optax.sgd(optax.constant_schedule(0.1)), 2), False),
-        (gx.drop_stale(optax.trace(0.9), 1), False),
+        (gx.accumulate(optax.trace(0.9), 2), "clamp"),
+        (gx.drop_stale(optax.trace(0.9), 1), "convert_element_type"),
+        (gx.delayed(optax.sgd(0.1), 1), "convert_element_type"),
     ],
-    ids=["state", "no arrays", "no room"],
+    ids=["state", "no room", "ordered"],
 )
-def test_a_gate_with_room_and_state_stays_a_conditional(tx, kept):
+def test_a_gate_with_room_and_state_stays_a_conditional(tx, decision):
     """XLA for GPU decides by an integer only, and then passes on what is skipped.
 
     It would find the bool behind a conversion, but not behind a clamp.
@@ -165,4 +165,100 @@ def test_a_gate_with_room_and_state_stays_a_conditional(tx, kept):
     traced = jax.make_jaxpr(update)(params, tx.init(params), params)
     (number,) = (eqn.invars[0] for eqn in traced.eqns if eqn.primitive.name == "cond")
     (made,) = (eqn for eqn in traced.eqns if number in eqn.outvars)
-    assert made.primitive.name == ("clamp" if kept else "convert_element_type")
+    assert made.primitive.name == decision
+
+
+RATE = optax.constant_schedule(0.1)
+WITHOUT_ARRAYS = {
+    "accumulate": gx.accumulate(optax.sgd(RATE), 2),
+    "conditional_accumulator": gx.conditional_accumulator(optax.sgd(RATE), 2),
+    "drop_stale": gx.drop_stale(optax.sgd(RATE), 0),
+    "skip_spikes": gx.skip_spikes(optax.sgd(RATE)),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ARRAYS)
+@pytest.mark.parametrize("write", ["update", "apply_gradients"])
+def test_without_arrays_of_state_update_has_no_conditional_on_tpu(name, write):
+    """Updates would come out of it, in arrays of their own."""
+    tx, params = WITHOUT_ARRAYS[name], jnp.ones(3)
+
+    def step(grads, state):
+        if write == "update":
+            return tx.update(grads, state, params, local_step=jnp.int32(0))
+        return gx.apply_gradients(tx, grads, state, params, local_step=jnp.int32(0))
+
+    traced = jax.jit(step).trace(params, tx.init(params))
+    cases = {}
+    for platform in ("tpu", "cpu", "cuda"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        cases[platform] = text.count("stablehlo.case")
+    assert cases["cpu"] == cases["cuda"] == cases["tpu"] + (write == "update")
+
+
+def as_on_tpu(*args, default, tpu=None, **others):
+    """``jax.lax.platform_dependent``, as if this were a TPU."""
+    return (tpu or default)(*args)
+
+
+def test_side_effects_of_a_step_stay_behind_the_gate(monkeypatch):
+    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_tpu)
+    seen = []
+
+    def update_fn(updates, state, params=None):
+        jax.debug.callback(lambda x: seen.append(float(x)), updates)
+        return updates, state
+
+    shown = optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
+    tx, params = gx.accumulate(shown, 2), jnp.array(0.0)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for g in (1.0, 3.0, 5.0, 9.0):
+        _, state = update(jnp.array(g), state, params)
+    jax.effects_barrier()
+    assert seen == [2.0, 7.0]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_choice_lets_nothing_of_a_skipped_gradient_through(
+    compiled, bad, monkeypatch
+):
+    """The schedule's count stays too: its next rate is 0.5."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_tpu)
+    tx = gx.drop_stale(optax.sgd(lambda count: 1 / (1 + count.astype(jnp.float32))), 0)
+    params = jnp.zeros(3)
+    update = jax.jit(tx.update) if compiled else tx.update
+    state = tx.init(params)
+    found = []
+    for g, local_step in ((1.0, 0), (bad, 0), (4.0, 1)):
+        updates, state = update(jnp.full(3, g), state, params, local_step=local_step)
+        found.append(updates)
+    expected = [np.full(3, x, np.float32) for x in (-1.0, 0.0, -2.0)]
+    chex.assert_trees_all_equal(found, expected)
+    assert optax.tree.get(state, "count") == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_choice_gives_the_numbers_of_the_conditional(dtype, monkeypatch):
+    inner = optax.chain(gx.clip_by_global_norm(0.5), optax.sgd(RATE))
+
+    def play():
+        tx, params = gx.accumulate(inner, 3), {"w": jnp.ones((4, 8), dtype)}
+        state, found = tx.init(params), []
+        step = jax.jit(tx.update)
+        for t in range(7):
+            g = jax.random.normal(jax.random.key(t), (4, 8), dtype)
+            updates, state = step({"w": g}, state, params)
+            params = optax.apply_updates(params, updates)
+            found.append((updates, params))
+        assert jax.tree.map(jax.typeof, state) == jax.tree.map(
+            jax.typeof, tx.init(params)
+        )
+        return found, state.global_step
+
+    decided = play()
+    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_tpu)
+    chex.assert_trees_all_equal(play(), decided)
+    # Only the third and the sixth push moved anything.
+    moved = [bool(jnp.any(updates["w"] != 0)) for updates, _ in decided[0]]
+    assert moved == [False, False, True] * 2 + [False]
