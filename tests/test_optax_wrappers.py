@@ -18,6 +18,7 @@ import optax
 import pytest
 
 import gradxform as gx
+from tests.descriptors import DESCRIPTORS
 
 STEPS, LATE = 12, (5, 8)
 RNG = np.random.default_rng(0)
@@ -177,6 +178,22 @@ def test_map_params_finds_the_state_of_stacked_layers(stacked_axes):
     )  # fmt: skip
     assert optax.tree.get(names, "mu") == optax.tree.get(names, "nu")
     assert optax.tree.get(names, "nu") == {"w": "w", "b": "b"}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
+def test_map_params_takes_the_state_of_parameters_in_two_precisions(row):
+    params = {"full": jnp.ones((4, 2)), "half": jnp.ones((4, 2), jnp.bfloat16)}
+    tx, names = row.make(), {"full": "full", "half": "half"}
+    found = optax.tree.map_params(
+        tx,
+        lambda _, name: name,
+        tx.init(params),
+        names,
+        transform_non_params=lambda _: "none",
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    )
+    assert set(jax.tree.leaves(found)) <= {"full", "half", "none"}
 
 
 def test_wrappers_that_forward_no_extra_arguments_raise():
