@@ -74,8 +74,8 @@ def accumulate(
     Use :func:`apply_gradients` or ``minimize``. ``nnx.Optimizer`` and Flax's
     ``TrainState`` call ``update`` and apply its updates. Such loops get the same
     numbers and need no more memory: the updates of a step come in the arrays of the
-    sum. But they add updates of zeros with every other push. On TPU, if ``inner`` has no
-    array in its state, as SGD, it computes its updates with each push, and only those
+    sum. But they add updates of zeros with every other push. If ``inner`` has no array
+    in its state, as SGD, on TPU its updates are computed with each push, and only those
     of a step are not zero.
 
     Args:
