@@ -10,6 +10,7 @@ device, so a transformation need not know about the kinds.
 - ``opaque``: row indices as leaves that JAX refuses to calculate with.
 - ``types``: names for what a gradient tree holds, for annotations.
 - ``maps``: maps over trees, ``f(values)`` or ``f(values, state)``.
+- ``apply_updates``: adds updates to parameters.
 - ``boxes``: trees with and without boxes, Flax's wrappers that name mesh axes.
 - ``dtypes``: dtypes to calculate in, and numbers in them.
 - ``arithmetic``: sums, products and roots that are rounded once, from at least float32.
