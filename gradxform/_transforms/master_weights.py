@@ -81,12 +81,14 @@ def master_weights(
     Kahan's summation: the residual is a bfloat16, whose 8 bits are finer near zero.
 
     A small step is less than a part, and rounding to the nearest would lose it each
-    time. So these 8 bits are rounded up where the rest of a part is above
-    :math:`1 - t`. The threshold changes with the step ``k``:
-    :math:`t = (1/2 + k (\sqrt 5 - 1) / 2) \bmod 1`. Of equal steps as many are rounded
-    up as should be, so their sum is right to a few parts. The limit is that of float32:
-    a step that is below 2⁻²⁵ of its parameter is lost, and others are rounded to
-    float32.
+    time. So these 8 bits are rounded up where the rest of a part is above ``1 - t``,
+    with another threshold in each step:
+
+    .. math:: t_k = (1/2 + k (\sqrt 5 - 1) / 2) \bmod 1
+
+    Of equal steps as many are rounded up as should be, so their sum is right to a few
+    parts. The limit is that of float32: a step that is below 2⁻²⁵ of its
+    parameter is lost, and others are rounded to float32.
 
     float16 has 11 bits, but ends at 65,504 and has fewer bits below 6·10⁻⁵. With
     ``"int16"`` every float32 from 8·10⁻⁶ to 65,504 is held to the bit, and a smaller

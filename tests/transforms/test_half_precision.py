@@ -319,7 +319,7 @@ ENDS = [np.inf, -np.inf, np.nan, 3.3e38, -3.3e38, 0.0, -0.0, 1e-38]
     ],
     ids=["int16", "int8", "bfloat16", "random"],
 )
-def test_what_is_infinite_or_no_number_stays_so(tx, dtype, wrap, step):
+def test_infinities_and_nan_stay(tx, dtype, wrap, step):
     params = jnp.asarray(ENDS, jnp.float32).astype(dtype)
     start, state = np.float32(params), tx.init(params)
     for _ in range(3):

@@ -197,11 +197,13 @@ def test_a_step_of_some_rows_makes_no_table(tx):
 def test_an_inner_transformation_that_takes_no_rows_is_named():
     table = {"t": jnp.ones((6, 2), jnp.bfloat16)}
     grads = {"t": gx.IndexedSlices([4], jnp.ones((1, 2), jnp.bfloat16), (6, 2))}
-    for inner in (
-        optax.inject_hyperparams(gx.adagrad)(0.1),
+    inners = [
         gx.accumulate(optax.adamw(0.1), 2),
         optax.chain(gx.densify(), optax.adamw(0.1)),
-    ):
+    ]
+    if optax.__version__ != "0.2.6":  # It looks only at the first leaf's dtype.
+        inners.append(optax.inject_hyperparams(gx.adagrad)(0.1))
+    for inner in inners:
         tx = gx.master_weights(inner)
         state = tx.init(table)
         for step in (tx.update, jax.jit(tx.update)):
