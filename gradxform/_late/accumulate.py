@@ -74,9 +74,9 @@ def accumulate(
     Use :func:`apply_gradients` or ``minimize``. ``nnx.Optimizer`` and Flax's
     ``TrainState`` call ``update`` and apply its updates. Such loops get the same
     numbers and need no more memory: the updates of a step come in the arrays of the
-    sum. But they add updates of zeros with every other push. On TPU an ``inner`` without
-    arrays in its state, such as SGD, computes its updates with each push. Those of a
-    push that makes no step are then replaced by zeros.
+    sum. But they add updates of zeros with every other push. On TPU, an ``inner``
+    without arrays in its state, such as SGD, computes its updates with each push. Those
+    of a push that makes no step are then replaced by zeros.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
