@@ -185,7 +185,7 @@ def master_weights(
             updates, inner_state = inner.update(
                 updates, state.inner_state, wide, **accepted_kwargs(inner, extra)
             )
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             if refuses_rows(error):
                 raise _takes_no_rows(wide) from error
             raise

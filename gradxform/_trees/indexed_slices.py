@@ -347,6 +347,6 @@ class RowSparseError(TypeError):
         super().__init__(message)
 
 
-def refuses_rows(error: TypeError) -> bool:
+def refuses_rows(error: Exception) -> bool:
     """Whether a function raised it that does not know row-sparse gradients."""
     return str(error) == _HINT or TAG in str(error)
