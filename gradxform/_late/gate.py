@@ -84,8 +84,14 @@ class Gate:
     decide: Decide
     inner: optax.GradientTransformationExtraArgs
 
-    # Profilers and `jax.named_call` ask a function for its name.
-    __name__ = __qualname__ = "update_fn"
+    def __post_init__(self) -> None:
+        # Profilers, `jax.named_call` and other tools ask a function for these.
+        scope, _, _ = self.decide.__qualname__.rpartition(".")
+        vars(self).update(
+            __name__="update_fn",
+            __qualname__=f"{scope}.update_fn",
+            __module__=self.decide.__module__,
+        )
 
     def update_fn(
         self,
