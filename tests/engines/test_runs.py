@@ -399,7 +399,10 @@ def test_too_few_workers_are_refused(engine):
         run.remove(1)
         with pytest.raises(ValueError, match="no worker 1"):
             run.remove(1)
-        assert {push.worker for push in list(run.pushes)[-8:]} == {0, 2}
+        workers = [push.worker for push in run.pushes]
+        # The gradient that it was computing may still come.
+        assert workers.count(1) <= 1
+        assert {*workers} - {1} == {0, 2}
 
 
 @pytest.mark.parametrize("engine", LOCAL)
