@@ -152,7 +152,7 @@ def delayed(
         count = state.count
         slots = jnp.where(count < delays, count, count - delays)  # count mod d
 
-        def late(_: None) -> optax.Updates:
+        def late() -> optax.Updates:
             # g_{t - d}
             return jax.tree.unflatten(treedef, map(_oldest, leaves, rings, slots))
 

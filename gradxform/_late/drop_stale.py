@@ -136,7 +136,7 @@ def drop_stale(
         # A gate inside this one needs the same local_step.
         extra |= {"local_step": local_step, "staleness": staleness}
         outcome, inner_state, _, _ = apply_if(
-            fresh, lambda _: updates, state.inner_state, leaf_flags, **extra
+            fresh, lambda: updates, state.inner_state, leaf_flags, **extra
         )
         return outcome, DropStaleState(
             global_step=increment_if(fresh, state.global_step),

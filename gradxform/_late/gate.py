@@ -5,9 +5,9 @@ A gate is written once, as a function of a push. It says when ``inner`` runs, an
 decides what each branch returns. In `update` apply gives updates, and skip gives none;
 in `apply_gradients` apply gives new parameters, and skip gives the old ones. So the
 whole step, update and apply, lies inside one conditional. A skipped push reads and
-writes no array of the model's size, as the conditional passes the buffers through.
-If updates had to come out of it, it would copy them. So in `update`, a step whose
-state has no arrays, as SGD's, is computed with each push on TPU, and then chosen.
+writes no array of the model's size, as the conditional passes the buffers through. If
+updates had to come out of it, it would copy them. So in `update`, a step whose state
+has no arrays, as SGD's, is computed with each push on TPU, and then chosen or not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from gradxform._late.conditional import Decision, typed_cond
 from gradxform._late.counters import has_gate
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, maps, versions
-from gradxform._trees.compilers import LARGE, in_hbm, narrow, where
+from gradxform._trees.compilers import narrow, where
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.types import Leaf, PyTree
 
@@ -46,13 +46,36 @@ Guard: TypeAlias = Callable[..., tuple[Outcome, optax.OptState]]
 _Applied: TypeAlias = tuple[Outcome, optax.Updates | None, optax.OptState, jax.Array]
 
 
-class ApplyIf(Protocol):
-    """The conditional of a gate: applies updates through ``inner`` if ``pred``."""
+@dataclasses.dataclass(frozen=True)
+class ApplyIf:
+    """The conditional of a gate: applies updates through ``inner`` if ``pred``.
+
+    Attributes:
+      apply: what a push does that is applied, and ``skip`` what another one does.
+      inner: the transformation behind the gate.
+      params: the parameters, or None.
+      ordered: see :func:`gate`.
+    """
+
+    apply: Apply
+    skip: Skip
+    inner: optax.GradientTransformation
+    params: optax.Params | None
+    ordered: bool
+
+    def selects(self, inner_state: optax.OptState) -> bool:
+        """Whether updates are computed in any case on TPU, and then chosen or not.
+
+        Updates that come out of a conditional need arrays of their own, and are added
+        in a kernel of their own. But it is a conditional that skips arrays of state.
+        """
+        has_arrays = any(map(jnp.ndim, jax.tree.leaves(inner_state)))
+        return self.skip(self.params) is None and not has_arrays and not self.ordered
 
     def __call__(
         self,
         pred: jax.Array,
-        updates: Callable[[optax.Updates | None], optax.Updates],
+        updates: Callable[[], optax.Updates],
         inner_state: optax.OptState,
         leaf_flags: LeafFlags | None,
         room: optax.Updates | None = None,
@@ -61,16 +84,36 @@ class ApplyIf(Protocol):
     ) -> tuple[Outcome, optax.OptState, jax.Array, optax.Updates | None]:
         """Returns ``(outcome, inner_state, applied, room)``.
 
-        ``updates(room)`` is called inside the conditional. ``applied`` is ``pred`` as
-        it comes out of it. The compiler does not know that they are equal, so it
-        computes with ``applied`` only after the step. By then the step has read its
-        gradients, and their memory can be written in place. This holds if the gate is
-        ``ordered``: for others, a choice may replace the conditional.
+        ``updates`` is called inside the conditional. ``applied`` is ``pred`` as it
+        comes out of it. The compiler does not know that they are equal, so it computes
+        with ``applied`` only after the step. By then the step has read its gradients,
+        and their memory can be written in place. This needs an ``ordered`` gate.
 
         ``room`` is like the updates; nobody needs its values after the step. So updates
         come out of the conditional in its arrays, where they fit, and need no others.
         """
-        ...
+        apply, skip, inner, params = self.apply, self.skip, self.inner, self.params
+        # New parameters take the arrays of the old ones, so they need no room.
+        free = room if skip(params) is None else None
+
+        def applied() -> _Applied:
+            outcome, new_state = _apply(
+                *(apply, skip, inner, updates(), inner_state, params, leaf_flags),
+                **extra,
+            )
+            return *_put_into(free, outcome), new_state, jnp.array(True)
+
+        def skipped() -> _Applied:
+            unused = () if free is None else free
+            return skip(params), unused, inner_state, jnp.array(False)
+
+        by: Decision = "bool" if free is None else "number"
+        if self.selects(inner_state):
+            by = "select"
+        rest, filled, state, done = typed_cond(pred, applied, skipped, by)
+        if free is None:
+            return rest, state, done, room
+        return _taken_from(filled, rest, done), state, done, filled
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -160,43 +203,7 @@ def gate(
         /,
         **extra: object,
     ) -> tuple[Outcome, optax.OptState]:
-        def apply_if(
-            pred: jax.Array,
-            updates: Callable[[optax.Updates | None], optax.Updates],
-            inner_state: optax.OptState,
-            flags: LeafFlags | None,
-            room: optax.Updates | None = None,
-            /,
-            **extra: object,
-        ) -> tuple[Outcome, optax.OptState, jax.Array, optax.Updates | None]:
-            is_update = skip(params) is None
-            has_arrays = any(map(jnp.ndim, jax.tree.leaves(inner_state)))
-            by: Decision = "bool"
-            if is_update and not has_arrays and not ordered:
-                by = "select"
-            elif is_update and room is not None:
-                by = "number"
-            if by != "select":
-                room = _in_hbm(room)
-            # New parameters take the arrays of the old ones, so they need no room.
-            free = room if is_update else None
-
-            def applied() -> _Applied:
-                outcome, new_state = _apply(
-                    *(apply, skip, inner, updates(room), inner_state, params, flags),
-                    **extra,
-                )
-                return *_put_into(free, outcome), new_state, jnp.array(True)
-
-            def skipped() -> _Applied:
-                unused = () if free is None else free
-                return skip(params), unused, inner_state, jnp.array(False)
-
-            rest, filled, state, done = typed_cond(pred, applied, skipped, by)
-            if free is None:
-                return rest, state, done, room
-            return _taken_from(filled, rest, done), state, done, filled
-
+        apply_if = ApplyIf(apply, skip, inner, params, ordered)
         return push(apply_if, updates, state, params, **extra)
 
     def update_fn(
@@ -265,15 +272,6 @@ def _apply(
         outcome = missing.chosen(flags, outcome, skip(params))
     like = updates if params is None else params
     return outcome, missing.keep(inner, flags, new_state, state, like)
-
-
-def _in_hbm(room: optax.Updates | None) -> optax.Updates | None:
-    """Keeps large arrays in HBM on TPU: in VMEM, a skip would move them to HBM."""
-
-    def pinned(r: Leaf) -> Leaf:
-        return in_hbm(r) if isinstance(r, jax.Array) and r.size >= LARGE else r
-
-    return maps.map_leaves(pinned, room)
 
 
 def _put_into(

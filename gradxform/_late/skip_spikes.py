@@ -172,7 +172,7 @@ def skip_spikes(
         finite = jnp.all(jnp.isfinite(x))
         accepted = finite & ~jnp.any(jax.vmap(is_spike)(x, history, num_held) & given)
         outcome, inner_state, _, _ = apply_if(
-            accepted, lambda _: updates, state.inner_state, leaf_flags, **extra
+            accepted, lambda: updates, state.inner_state, leaf_flags, **extra
         )
         enters = finite & given
         later = jnp.concatenate([history[:, 1:], x[:, None]], axis=1)

@@ -19,11 +19,13 @@ from gradxform._late.counters import increment_if
 from gradxform._late.gate import ApplyIf, Outcome
 from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
-from gradxform._trees.compilers import LARGE, in_turn, narrow, where
+from gradxform._trees.compilers import in_hbm, in_turn, narrow, where
 from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Leaf, PyTree
 
 Reduction = Literal["mean", "sum", "row_mean"]
+
+LARGE = 2**16  # Entries of a leaf whose sum has a kernel of its own.
 
 
 class Sums:
@@ -92,9 +94,12 @@ class Sums:
         # The first push of a sum replaces what is there. So nothing else clears it.
         begun = state.pushed & (state.num_accumulated > 0)
 
+        # In VMEM, a branch of the conditional would first move them.
+        pinned = not apply_if.selects(state.inner_state)
+
         def added() -> tuple[optax.Updates, optax.Updates]:
             return self._sums_with(
-                updates, factor, leaf_flags, state, begun, count, full
+                updates, factor, leaf_flags, state, begun, count, full, pinned
             )
 
         total, row_counts = (
@@ -106,7 +111,7 @@ class Sums:
         )
         pushed = begun | (accepted & missing.holds(updates, leaf_flags))
 
-        def reduced(total: optax.Updates) -> optax.Updates:
+        def reduced() -> optax.Updates:
             # From here on all is dense: inner gets every row that any push held.
             like = state.accumulated if params is None else params
             return maps.map_leaves(_reduced, updates, total, like)
@@ -149,6 +154,7 @@ class Sums:
         begun: jax.Array,
         count: jax.Array,
         full: jax.Array,
+        pinned: bool,
     ) -> tuple[optax.Updates, optax.Updates]:
         """Sums and row counts with this push; divides the sums if it is the last."""
         # sum + factor g and n + 1; in a table only for the rows that the push holds
@@ -170,17 +176,21 @@ class Sums:
             return _finished(full, g, _moved(add, g, total, begun), n, begun, total)
 
         trees = state.accumulated, divisors, has_begun
-        return _in_turn(added, pushed, *trees), row_counts
+        return _in_turn(added, pinned, pushed, *trees), row_counts
 
 
 def _in_turn(
-    f: Callable[..., jax.Array], pushed: optax.Updates, *rest: PyTree[Any]
+    f: Callable[..., jax.Array],
+    pinned: bool,
+    pushed: optax.Updates,
+    *rest: PyTree[Any],
 ) -> PyTree[jax.Array]:
     """``map_leaves``, the last leaf first, as a backward pass makes them.
 
-    On GPU a large gradient waits for the sum before it. Otherwise the compiler adds all
-    of them in one kernel, and so keeps them all. The largest do not wait: one may be
-    scattered into its sum, without an array of its own.
+    On TPU a large sum is ``pinned`` to HBM for the step. On GPU a large gradient waits
+    for the sum before it. Otherwise the compiler adds all of them in one kernel, and so
+    keeps them all. The largest do not wait: one may be scattered into its sum, without
+    an array of its own.
     """
     leaves = zip(*map(maps.leaves, (pushed, *rest)), strict=True)
     most = sum(jnp.size(g) for g in jax.tree.leaves(pushed)) // 8
@@ -190,7 +200,7 @@ def _in_turn(
         large = isinstance(total, jax.Array) and total.size >= LARGE
         waits = large and isinstance(g, jax.Array) and g.size <= most
         result = f(in_turn(g, *last) if waits else g, total, *leaf)
-        results.append(result)
+        results.append(in_hbm(result) if large and pinned else result)
         last = (result,) if waits else last
     return jax.tree.unflatten(maps.structure(pushed), results[::-1])
 

@@ -250,7 +250,7 @@ class _Push(NamedTuple):
         """Applies ``inner`` to this row of the means if ``full``."""
         means = boxes.as_in(self.updates, state.means)
 
-        def mean(_: None) -> optax.Updates:
+        def mean() -> optax.Updates:
             return maps.map_updates(
                 lambda g, m: narrow(_row(m, row), maps.dtype_of(g)), self.updates, means
             )

@@ -20,8 +20,6 @@ from gradxform._trees import versions
 if TYPE_CHECKING:
     from jax.extend.mlir import ir
 
-LARGE = 2**16  # Entries of an array that has a kernel of its own.
-
 # Unknown, if the cotangent is for it.
 _Operand: TypeAlias = jax.Array | ad.UndefinedPrimal
 
