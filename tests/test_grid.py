@@ -47,7 +47,7 @@ EXPLAINED = {
     "cpu": {*NOVOGRAD, *ADAGRAD, *CLIPS, "accumulate(adam)"},
     "v5e:2x2": {*NOVOGRAD, "clip + optax.adamw", *ON_TPU},
     "v6e:2x2": {*NOVOGRAD, *ADAGRAD, *ON_TPU},
-    "v5p:2x2x1": {*NOVOGRAD, *ADAGRAD, *CLIPS, "accumulate(sgd)"},
+    "v5p:2x2x1": {*NOVOGRAD, *ADAGRAD, *CLIPS},
     "h100": SUMS,
 }
 
