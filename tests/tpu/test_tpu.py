@@ -32,7 +32,7 @@ from benchmarks.compilers import (
 )
 from benchmarks.compilers import figures as figures_on
 from benchmarks.memory import HALF_PRECISION
-from benchmarks.models import dense_layers, gpt2_short, gpt2_small, squares
+from benchmarks.models import dense_layers, gpt2_short, gpt2_small, squares, training
 from benchmarks.step import CLIP, gx_step, optax_step
 
 CHAINS = {}
@@ -230,12 +230,13 @@ def test_a_row_sparse_step_does_not_depend_on_the_height_of_the_table():
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
 def test_micro_batches_of_sgd_in_optaxs_loop_move_no_more_than_optaxs(topology):
     """Its updates came out of a conditional, and each push added them: 3 N more."""
-    params = placed(dense_layers(4, 2048), mesh(topology))
-    batch, n = jax.ShapeDtypeStruct((16, 2048), jnp.float32), size_on_a_chip(params)
+    shapes, batch, loss_fn = training("dense")
+    params = placed(shapes, mesh(topology))
+    n = size_on_a_chip(params)
     theirs = optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation()
     temporary, moved = [], []
     for tx in (gx.accumulate(optax.sgd(0.1), 4), theirs):
-        lowered = lower_training(tx, params, squares, batch, write=optax_step)
+        lowered = lower_training(tx, params, loss_fn, *batch, write=optax_step)
         compiled = lowered.compile()
         temporary.append(compiled.memory_analysis().temp_size_in_bytes / n)
         moved.append(traffic(compiled.as_text())["hbm"] / n)
