@@ -233,6 +233,11 @@ def test_a_gate_made_anew_of_its_parts_is_gated(how):
     chex.assert_trees_all_equal(params, PARAMS)
 
 
+def test_the_class_of_a_gate_is_sent_by_its_name():
+    """By value it would be another class in the other process, and no gate there."""
+    assert pickle.loads(pickle.dumps(Gate)) is Gate
+
+
 def test_an_update_in_the_place_of_a_gates_is_not_gated():
     tx = gx.GatedTransformation(_init, GATE)
 
