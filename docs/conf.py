@@ -166,7 +166,8 @@ def read_page(app, *names_and_source):
     up = "" if len(names_and_source) == 3 else "../"  # Texts are included in docs/.
     text = text.replace("](../docs/", f"]({up}").replace("](../README.md", "](index.md")
     text = re.sub(r"\]\([A-Z]+\.md", lambda link: link[0].lower(), text)
-    text = re.sub(r"\]\([./]*(tests/[\w/]+\.md)", rf"]({REPOSITORY}/blob/main/\1", text)
+    beside = r"\]\([./]*((?:tests|benchmarks)/[\w/]+\.md)"
+    text = re.sub(beside, rf"]({REPOSITORY}/blob/main/\1", text)
     text = text.replace("\n\n```\n", "\n```\n")
     if page == "notebooks":
         text = NOTEBOOK.sub(show_notebook, text)

@@ -74,7 +74,7 @@ class LowBitState(NamedTuple):
       inner_state: the state of ``inner``, with codes, int8, for each array in 8 bits.
     """
 
-    scales: tuple[_Scales, ...] | jax.Array
+    scales: tuple[jax.Array | optax.MaskedNode, ...] | jax.Array
     inner_state: optax.OptState
 
 
