@@ -38,8 +38,8 @@ class Follower:
         self._number, self._key, self._processes = number, key, processes
         self._prepared: dict[int, Prepared] = {}
         self._snapshots: dict[int, Future[Snapshot | None]] = {}
-        # What each command gives that has an answer, in a queue: the call that takes it
-        # may come before it is there.
+        # The answers of commands, each in a queue. The call that takes an answer may come
+        # before it is there.
         self._answers: dict[int, queue.SimpleQueue[Callable[[], Payload | None]]] = {}
 
     def join(

@@ -225,7 +225,7 @@ def _applied(
     own = gate_of(inner)
     if own is not None:
         return _run(own, updates, before, params, whole=whole, **extra)
-    run = plain.step if whole else plain.update
+    run = plain.step if whole else missing.update
     outcome, new = run(inner, updates, before, params, **extra)
     if not flags:
         return outcome, new

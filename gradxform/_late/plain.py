@@ -1,4 +1,4 @@
-"""One step of a transformation that is no gate: updates, or new parameters."""
+"""One whole step of a transformation that is no gate."""
 
 from __future__ import annotations
 
@@ -14,17 +14,6 @@ from gradxform._trees.apply_updates import apply_updates
 from gradxform._trees.compilers import narrow
 from gradxform._trees.indexed_slices import RowSparseError, is_sparse
 from gradxform._trees.types import Leaf
-
-
-def update(
-    tx: optax.GradientTransformation,
-    updates: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params | None,
-    **extra: object,
-) -> tuple[optax.Updates, optax.OptState]:
-    """``(updates, state)``; leaves without a gradient take no part."""
-    return missing.update(tx, updates, state, params, **extra)
 
 
 def step(
@@ -44,13 +33,15 @@ def step(
         given = maps.map_leaves(kind, updates)
         try:
             return bool(
-                jax.eval_shape(lambda: update(tx, given, state, params, **extra))
+                jax.eval_shape(
+                    lambda: missing.update(tx, given, state, params, **extra)
+                )
             )
         except Exception:
             return False
 
     try:
-        changes, after = update(tx, updates, state, params, **extra)
+        changes, after = missing.update(tx, updates, state, params, **extra)
     except Exception as error:
         if isinstance(error, RowSparseError) or not any(
             map(is_sparse, maps.leaves(updates))

@@ -170,9 +170,9 @@ def map_step(
 ) -> list[Any]:  # Updates, and trees as in `state`.
     """New updates and new state: ``u, *s = f(g, *s, *reads, *rest)``, by the gradient.
 
-    Of a table with a row-sparse gradient ``f`` gets the touched rows: those of the
-    gradient, with repeated ones summed, and those of the state and of what it reads,
-    such as parameters. Its results for them are written into the table. A state leaf
+    Of a table with a row-sparse gradient ``f`` gets the touched rows, from the gradient
+    with repeated rows summed, from the state, and from trees that it only reads, such
+    as parameters. Its results for them are written into the table. A state leaf
     keeps its dtype, and a tree of state its nodes, if it has a leaf for each gradient.
     A leaf without gradient keeps its state.
     """
