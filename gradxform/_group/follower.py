@@ -38,7 +38,7 @@ class Follower:
         self._number, self._key, self._processes = number, key, processes
         self._prepared: dict[int, Prepared] = {}
         self._snapshots: dict[int, Future[Snapshot | None]] = {}
-        # The answers of commands, each in a queue. The call that takes an answer may come
+        # The answers of commands, each in a queue. The call that takes one may come
         # before it is there.
         self._answers: dict[int, queue.SimpleQueue[Callable[[], Payload | None]]] = {}
 
