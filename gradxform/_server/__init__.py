@@ -6,7 +6,8 @@ state and all rules about pushes. A push gets the compiled step for its types fr
 their trees.
 ``serial_executor`` lets no signal interrupt the work in a turn: the step, and the one
 assignment of a new ``records.Version``. A pull is one request, which the ``reader``
-checks, and for which it reads the arrays.
+checks, and for which it reads the arrays. If a callback of a step asks its own server,
+``callbacks`` gives it an error.
 
 On Ray the server is an actor, which sends each version once: see ``transport``. All
 arrays travel by ``wire``.
