@@ -66,11 +66,14 @@ from gradxform._late.skip_spikes import SkipSpikesState as SkipSpikesState
 from gradxform._late.skip_spikes import skip_spikes as skip_spikes
 from gradxform._late.worker_mean import WorkerMeanState as WorkerMeanState
 from gradxform._late.worker_mean import worker_mean as worker_mean
+from gradxform._rows.densify import densify as densify
+from gradxform._rows.indexed_slices import IndexedSlices as IndexedSlices
+from gradxform._rows.lazy import lazy as lazy
+from gradxform._rows.lookup import lookup as lookup
+from gradxform._rows.lookup import value_and_grad as value_and_grad
 from gradxform._training.apply import apply_gradients as apply_gradients
 from gradxform._training.apply import minimize as minimize
 from gradxform._training.local_steps import local_steps as local_steps
-from gradxform._training.lookup import lookup as lookup
-from gradxform._training.lookup import value_and_grad as value_and_grad
 from gradxform._transforms.adagrad import ScaleByAdagradState as ScaleByAdagradState
 from gradxform._transforms.adagrad import adagrad as adagrad
 from gradxform._transforms.adagrad import scale_by_adagrad as scale_by_adagrad
@@ -90,10 +93,8 @@ from gradxform._transforms.delayed_nesterov import delayed_nesterov as delayed_n
 from gradxform._transforms.delayed_nesterov import (
     scale_by_delayed_nesterov as scale_by_delayed_nesterov,
 )
-from gradxform._transforms.densify import densify as densify
 from gradxform._transforms.ftrl import FtrlState as FtrlState
 from gradxform._transforms.ftrl import ftrl as ftrl
-from gradxform._transforms.lazy import lazy as lazy
 from gradxform._transforms.learning_rate import (
     scale_by_learning_rate as scale_by_learning_rate,
 )
@@ -133,7 +134,6 @@ from gradxform._transforms.round_stochastically import (
     round_stochastically as round_stochastically,
 )
 from gradxform._trees.apply_updates import apply_updates as apply_updates
-from gradxform._trees.indexed_slices import IndexedSlices as IndexedSlices
 
 __version__ = "0.1.0"
 

@@ -22,7 +22,7 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._group.layout import Layout  # It needs no cluster of processes.
+from gradxform._ray.layout import Layout  # It needs no cluster of processes.
 from tests import oracles, test_golden
 from tests.conftest import ON_RAY
 

@@ -14,12 +14,16 @@ PACKAGE = pathlib.Path(gx.__file__).parent
 # API.
 MAY_IMPORT = {
     "_trees": set(),
-    "_transforms": {"_trees"},
-    "_late": {"_trees"},
-    "_training": {"_trees", "_late"},
-    "_server": {"_trees", "_transforms", "_late", "_training"},
-    "_group": {"_trees", "_transforms", "_late", "_training", "_server"},
-    "engines": {"_trees", "_transforms", "_late", "_training", "_server", "_group"},
+    "_rows": {"_trees"},
+    "_transforms": {"_trees", "_rows"},
+    "_late": {"_trees", "_rows"},
+    "_training": {"_trees", "_rows", "_late"},
+    "_server": {"_trees", "_rows", "_transforms", "_late", "_training"},
+    "engines": {"_trees", "_rows", "_transforms", "_late", "_training", "_server"},
+    "_ray": {
+        *("_trees", "_rows", "_transforms", "_late", "_training", "_server"),
+        "engines",
+    },
     "_config": {"", "_trees"},
     "keras": {""},
     "_demo": {"", "_server", "engines"},

@@ -23,5 +23,5 @@ push copies nothing.
 - ``accumulator``: the gate around such sums for several workers, some of them late.
 - ``accumulate``: the gate around such sums for micro-batches, which all count.
 
-Imports ``_trees``.
+Imports ``_trees`` and ``_rows``.
 """

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
+from gradxform._rows.indexed_slices import IndexedSlices
 from gradxform._trees import constants, jaxprs, maps, versions
-from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import PyTree, T
 
 _Side: TypeAlias = Callable[[], T]

@@ -31,8 +31,8 @@ import numpy as np
 import optax
 
 from gradxform._late.counters import has_gate, is_gate
+from gradxform._rows.indexed_slices import is_sparse
 from gradxform._trees import checks, maps
-from gradxform._trees.indexed_slices import is_sparse
 from gradxform._trees.placeholders import Placeholder, is_placeholder
 from gradxform._trees.types import Leaf, Path, PyTree, T
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import missing
+from gradxform._rows.indexed_slices import RowSparseError, is_sparse
 from gradxform._trees import maps
 from gradxform._trees.apply_updates import apply_updates
 from gradxform._trees.compilers import narrow
-from gradxform._trees.indexed_slices import RowSparseError, is_sparse
 from gradxform._trees.types import Leaf
 
 

@@ -18,9 +18,9 @@ from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision
 from gradxform._late.missing import LeafFlags
+from gradxform._rows.indexed_slices import IndexedSlices
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import LARGE, in_turn, narrow, where
-from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Leaf, PyTree
 
 Reduction = Literal["mean", "sum", "row_mean"]

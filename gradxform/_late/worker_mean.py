@@ -15,9 +15,9 @@ from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._late.missing import LeafFlags
+from gradxform._rows.rows import explicit_sharding
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
-from gradxform._trees.rows import explicit_sharding
 from gradxform._trees.types import PyTree
 
 Method = Literal["all", "latest", "ringleader"]

@@ -14,13 +14,13 @@ from jax.sharding import Sharding
 
 from gradxform._late.counters import dropped, outermost
 from gradxform._late.measure_cosine import cosines
+from gradxform._rows.indexed_slices import IndexedSlices, is_sparse, padded
 from gradxform._server.callbacks import Callbacks, has_callbacks
 from gradxform._server.placement import Arrays, bring, built, compiled, traced
 from gradxform._server.reader import size_for
 from gradxform._server.specs import Leaves, Specs
 from gradxform._training.apply import apply_gradients
 from gradxform._trees import checks, maps, versions
-from gradxform._trees.indexed_slices import IndexedSlices, is_sparse, padded
 from gradxform._trees.types import Leaf, PyTree
 
 MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes first.

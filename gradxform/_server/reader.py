@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradxform._rows.rows import rows_of, take_summed
 from gradxform._server.placement import Placement, compiled
 from gradxform._trees import checks
-from gradxform._trees.rows import rows_of, take_summed
 from gradxform._trees.types import Param, PyTree, Rows
 
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]

@@ -12,7 +12,9 @@ import jax
 import numpy as np
 import optax
 
-from gradxform._server import wire
+from gradxform._ray import wire
+from gradxform._ray.wire import Payload, Sent
+from gradxform._rows.indexed_slices import IndexedSlices, ascending
 from gradxform._server.core import Core
 from gradxform._server.placement import copy
 from gradxform._server.programs import Prepared
@@ -31,8 +33,6 @@ from gradxform._server.records import GlobalStep, Snapshot, Version
 from gradxform._server.serial_executor import SerialExecutor
 from gradxform._server.specs import named
 from gradxform._server.store import Store
-from gradxform._server.wire import Payload, Sent
-from gradxform._trees.indexed_slices import IndexedSlices, ascending
 
 # What a pull does in a turn: it reads whole leaves, and rows. Rows are finished later.
 Whole: TypeAlias = Callable[[], Sent]

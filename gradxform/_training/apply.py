@@ -9,12 +9,12 @@ import jax
 import optax
 
 from gradxform._late import gate
+from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
+from gradxform._rows.lookup import Tables, value_and_grad
+from gradxform._rows.table_rows import TableRows
 from gradxform._training.donation import Donating
-from gradxform._training.lookup import Tables, value_and_grad
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.extra_args import accepted_kwargs
-from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
-from gradxform._trees.table_rows import TableRows
 from gradxform._trees.types import Leaf, Params, Path, Prefix, PyTree, State
 
 

@@ -6,9 +6,8 @@ One transformation a file, which has the name of its alias. Beside these:
   puts Keras's clip arguments in front of an optimizer and hands it the norms.
 - ``momentum``: how momentum begins and is read, for every optimizer that has one.
 - ``alignment``: HeLoCo's correction of a gradient, for ``momentum_look_ahead``.
-- ``by_row``: evaluates an ``update`` on some rows of a table, for ``lazy``.
 - ``half``: half precision, for ``master_weights`` and ``round_stochastically``.
 - ``learning_rate``: the last link of every alias.
 
-Imports ``_trees``.
+Imports ``_trees`` and ``_rows``.
 """

@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._transforms import half
-from gradxform._trees import arithmetic, checks, constants, dtypes, maps
-from gradxform._trees.compilers import after, apart, narrow
-from gradxform._trees.extra_args import accepted_kwargs
-from gradxform._trees.indexed_slices import (
+from gradxform._rows.indexed_slices import (
     IndexedSlices,
     RowSparseError,
     is_sparse,
     refuses_rows,
 )
+from gradxform._transforms import half
+from gradxform._trees import arithmetic, checks, constants, dtypes, maps
+from gradxform._trees.compilers import after, apart, narrow
+from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.types import Leaf, Param, Params, Path
 
 # Into how many parts the way to the next number in half precision is divided.

@@ -4,10 +4,6 @@ A leaf is an array, ``None`` where the loss gave no gradient, or the few rows of
 that a batch has touched. The maps here take every kind of leaf, in any dtype, on any
 device, so a transformation need not know about the kinds.
 
-- ``rows``: row numbers of tables; reads and writes of rows.
-- ``indexed_slices``: the row-sparse gradient.
-- ``table_rows``: its subclass for parameters, where it is rows of a table.
-- ``opaque``: row indices as leaves that JAX refuses to calculate with.
 - ``types``: names for what a gradient tree holds, for annotations.
 - ``maps``: maps over trees, ``f(values)`` or ``f(values, state)``.
 - ``apply_updates``: adds updates to parameters.
@@ -29,7 +25,7 @@ With these, a transformation without state is one line of arithmetic and one map
 
 >>> import jax.numpy as jnp
 >>> from gradxform._trees import arithmetic, maps
->>> from gradxform._trees.indexed_slices import IndexedSlices
+>>> from gradxform._rows.indexed_slices import IndexedSlices
 >>> updates = {"w": jnp.ones(2), "frozen": None}
 >>> updates["table"] = IndexedSlices([3], jnp.ones((1, 2)), (5, 2))
 >>> halved = maps.map_updates(lambda g: arithmetic.scale(g, 0.5), updates)

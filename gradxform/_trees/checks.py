@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._rows.indexed_slices import IndexedSlices, RowSparseError, is_sparse
 from gradxform._trees import dtypes, maps
-from gradxform._trees.indexed_slices import IndexedSlices, RowSparseError, is_sparse
 from gradxform._trees.types import Gradient, Leaf, Path, Prefix, PyTree, T
 
 COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # For counts, which are int32 on devices.

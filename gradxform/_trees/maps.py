@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._rows.indexed_slices import IndexedSlices, add_rows, is_sparse
+from gradxform._rows.rows import take_rows, take_summed, write_summed
+from gradxform._rows.table_rows import TableRows
 from gradxform._trees import arithmetic
-from gradxform._trees.indexed_slices import IndexedSlices, add_rows, is_sparse
-from gradxform._trees.rows import take_rows, take_summed, write_summed
-from gradxform._trees.table_rows import TableRows
 from gradxform._trees.types import Gradient, Leaf, Param, Path, Prefix, PyTree, T
 
 

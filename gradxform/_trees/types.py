@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import optax
 
-from gradxform._trees.indexed_slices import IndexedSlices
+from gradxform._rows.indexed_slices import IndexedSlices
 
 T = TypeVar("T")
 # Trees that come out in the type in which they came in.

@@ -15,11 +15,11 @@ they run:
 The modules: ``_job`` has the job and the records of its run; ``_work`` computes
 one gradient, or cancels it; ``_pacing`` has the rules, and ``_scheduler`` asks them;
 ``_ledger`` counts the gradients; ``_pool`` is the common part of all runs; ``_ending``
-ends them; ``_simulated``, ``_threads`` and ``_ray`` are the engines. On Ray,
-``_connect`` looks for the cluster, and ``_servers`` is the server as other processes
-see it. ``_tensorboard`` writes the curves of a run.
+ends them; ``_simulated`` and ``_threads`` are engines, and ``_ray`` beside this subpackage
+has the third. ``_tensorboard`` writes the curves of a run.
 """
 
+from gradxform._ray.engine import ray as ray
 from gradxform._server.checkpoints import Checkpoint as Checkpoint
 from gradxform.engines._job import Counts as Counts
 from gradxform.engines._job import Job as Job
@@ -32,7 +32,6 @@ from gradxform.engines._pacing import Progress as Progress
 from gradxform.engines._pacing import admission as admission
 from gradxform.engines._pacing import bounded_staleness as bounded_staleness
 from gradxform.engines._pacing import stale_synchronous as stale_synchronous
-from gradxform.engines._ray import ray as ray
 from gradxform.engines._simulated import simulated as simulated
 from gradxform.engines._tensorboard import TensorBoard as TensorBoard
 from gradxform.engines._threads import threads as threads

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
+from gradxform._ray.servers import RayServer
 from gradxform._server.records import ServerStatus, is_past
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._trees import checks
 from gradxform.engines._job import Counts, Job, Push, Worker
 from gradxform.engines._ledger import Ledger
 from gradxform.engines._scheduler import Scheduler
-from gradxform.engines._servers import RayServer
 from gradxform.engines._work import (
     GivenUpError,
     RefusedError,

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from gradxform import engines
-from gradxform.engines._servers import ServerDiedError, WorkersServer
+from gradxform._ray.servers import ServerDiedError, WorkersServer
 
 pytestmark = pytest.mark.usefixtures("bounded")
 

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._group.actors import message
-from gradxform._group.checkpoints import GroupStore
+from gradxform._ray.actors import message
+from gradxform._ray.group_checkpoints import GroupStore
 from tests.conftest import ON_RAY
 from tests.engines.test_ray import assert_counted
 from tests.engines.test_recovery import stop_at

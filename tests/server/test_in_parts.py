@@ -24,16 +24,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from gradxform._group import channel as channels
-from gradxform._group.channel import CommandChannel, Followed
-from gradxform._group.layout import Layout
-from gradxform._group.mesh import await_answer
-from gradxform._group.messages import PushMessage, join
-from gradxform._server import wire
+from gradxform._ray import channel as channels
+from gradxform._ray import wire
+from gradxform._ray.channel import CommandChannel, Followed
+from gradxform._ray.layout import Layout
+from gradxform._ray.mesh import await_answer
+from gradxform._ray.messages import PushMessage, join
+from gradxform._ray.wire import Payload, packed
 from gradxform._server.core import of_one_process
 from gradxform._server.reader import PullRequest
 from gradxform._server.transport import Local
-from gradxform._server.wire import Payload, packed
 
 # Which part lies where.
 
@@ -341,7 +341,7 @@ def test_a_silent_stranger_is_left_after_a_while(monkeypatch):
 
 COORDINATOR = """
 import sys
-from gradxform._group.mesh import enter
+from gradxform._ray.mesh import enter
 enter(sys.argv[1], 0, 1)
 print("here", flush=True)
 sys.stdin.read()
@@ -378,7 +378,7 @@ def test_the_end_of_a_follower_ends_the_leader(channel):
 
 HANGS = f"""
 import sys, threading
-from gradxform._group.channel import Followed
+from gradxform._ray.channel import Followed
 followed = Followed(("127.0.0.1", int(sys.argv[1])), {KEY!r}, 1)
 print("here", flush=True)
 threading.Event().wait()  # As in a collective that nobody else will join.

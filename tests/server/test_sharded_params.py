@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from gradxform._group.layout import Layout
-from gradxform._group.messages import Part
-from gradxform._group.process import Process, made
+from gradxform._ray.layout import Layout
+from gradxform._ray.messages import Part
+from gradxform._ray.process import Process, made
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.folder import SUMS
 from gradxform._server.recoverable import RecoverableServer

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from gradxform._group.layout import Layout
+from gradxform._ray.layout import Layout
 from tests import test_optax_all
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own code promotes.

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from gradxform._trees.rows import write_summed  # Public ones write sums alone.
+from gradxform._rows.rows import write_summed  # Public ones write sums alone.
 
 
 def slices(indices, height=5, width=2, seed=0, dtype="float32"):

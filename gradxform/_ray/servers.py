@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import optax
 
-from gradxform._group.actors import LOOK, Check, Group, message
-from gradxform._group.layout import Layout
+from gradxform._ray.actors import LOOK, Check, Group, message
+from gradxform._ray.connect import Connection
+from gradxform._ray.layout import Layout
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import Ahead, PushResult, ServerStatus
 from gradxform._server.recoverable import NO_RESTORE, RecoverableServer
 from gradxform._trees import checks
 from gradxform._trees.types import T
-from gradxform.engines._connect import Connection
 from gradxform.engines._work import ServerDiedError
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees import (
     arithmetic,
     compilers,
@@ -27,7 +28,6 @@ from gradxform._trees import (
     norms,
     versions,
 )
-from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees.types import Leaf, Path, PyTree, Shape
 
 if TYPE_CHECKING:

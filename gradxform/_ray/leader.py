@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gradxform._group.channel import CommandChannel, end_process
-from gradxform._group.checkpoints import GroupStore
-from gradxform._group.layout import Layout
-from gradxform._group.mesh import enter
-from gradxform._group.messages import Cut, Gathered, GatheredRows, PushMessage, Table
-from gradxform._group.process import Process, Wanted, packed_parts
+from gradxform._ray.channel import CommandChannel, end_process
+from gradxform._ray.group_checkpoints import GroupStore
+from gradxform._ray.layout import Layout
+from gradxform._ray.mesh import enter
+from gradxform._ray.messages import Cut, Gathered, GatheredRows, PushMessage, Table
+from gradxform._ray.process import Process, Wanted, packed_parts
+from gradxform._ray.wire import Payload
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.placement import copy
 from gradxform._server.programs import Prepared, Stepped
@@ -30,7 +31,6 @@ from gradxform._server.recoverable import RecoverableServer
 from gradxform._server.specs import Leaves
 from gradxform._server.store import Store
 from gradxform._server.transport import Response, SomeRows, Transport, Whole
-from gradxform._server.wire import Payload
 from gradxform._trees.types import PyTree, T
 
 LAST_WORD = 0.5  # Seconds in which the engine gets the cause of a death.

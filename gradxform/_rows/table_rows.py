@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradxform._trees.indexed_slices import IndexedSlices
-from gradxform._trees.rows import is_known, read_rows, searchsorted
+from gradxform._rows.indexed_slices import IndexedSlices
+from gradxform._rows.rows import is_known, read_rows, searchsorted
 
 
 @jax.tree_util.register_pytree_with_keys_class

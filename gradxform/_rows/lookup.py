@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._training import readings
-from gradxform._trees import checks, constants, maps, versions
-from gradxform._trees.indexed_slices import IndexedSlices, is_sparse
-from gradxform._trees.rows import (
+from gradxform._rows import readings
+from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
+from gradxform._rows.rows import (
     as_array,
     explicit_sharding,
     mesh_context,
@@ -20,7 +19,8 @@ from gradxform._trees.rows import (
     replicated,
     rows_of,
 )
-from gradxform._trees.table_rows import TableRows
+from gradxform._rows.table_rows import TableRows
+from gradxform._trees import checks, constants, maps, versions
 from gradxform._trees.types import Params
 
 # Which tables get row-sparse gradients: their paths, or a predicate on the path.

@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from gradxform._group.actors import Group, layout_of
-from gradxform._group.layout import Layout, Shardings
+from gradxform._ray.actors import Group, layout_of
+from gradxform._ray.connect import Connection, connect
+from gradxform._ray.layout import Layout, Shardings
+from gradxform._ray.servers import One, RayServer, WorkersServer
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import ServerStatus, is_past
 from gradxform._trees import checks
-from gradxform.engines._connect import Connection, connect
 from gradxform.engines._ending import ending, starting, terminated, uninterrupted
 from gradxform.engines._job import Counts, Job, Push, Run, Worker
 from gradxform.engines._pool import LOOK, WorkerPool
 from gradxform.engines._pool import server_options as options_of
-from gradxform.engines._servers import One, RayServer, WorkersServer
 from gradxform.engines._work import (
     Gradient,
     MaxStaleness,

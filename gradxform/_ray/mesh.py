@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._group.layout import AXIS
+from gradxform._ray.layout import AXIS
 
 HOUR = 3600
 LOOPBACK = "127.0.0.1"

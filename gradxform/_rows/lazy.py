@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._transforms import by_row
+from gradxform._rows import by_row
+from gradxform._rows.indexed_slices import IndexedSlices, RowSparseError, is_sparse
 from gradxform._trees import arithmetic, checks, maps, versions
 from gradxform._trees.extra_args import accepted_kwargs
-from gradxform._trees.indexed_slices import IndexedSlices, RowSparseError, is_sparse
 from gradxform._trees.placeholders import Placeholder, is_placeholder
 from gradxform._trees.types import Leaf, Path, Shape
 

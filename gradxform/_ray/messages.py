@@ -13,13 +13,13 @@ import jax
 import numpy as np
 import optax
 
-from gradxform._group.layout import Layout
-from gradxform._server import wire
+from gradxform._ray import wire
+from gradxform._ray.layout import Layout
+from gradxform._ray.wire import Payload, packed
+from gradxform._rows.indexed_slices import IndexedSlices, ascending
 from gradxform._server.programs import check_fits
 from gradxform._server.reader import Ids
-from gradxform._server.wire import Payload, packed
 from gradxform._trees import maps
-from gradxform._trees.indexed_slices import IndexedSlices, ascending
 from gradxform._trees.types import Leaf
 
 

@@ -17,8 +17,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradxform._rows.indexed_slices import IndexedSlices
 from gradxform._trees import checks, maps
-from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Leaf, Param, Path, PyTree, T
 
 AXIS = "server"  # The name of the mesh's axis.

@@ -1,4 +1,8 @@
-"""A server of several processes, for models that do not fit into one.
+"""Everything that needs Ray or more than one process.
+
+``engine`` is the engine on Ray: ``connect`` looks for the cluster, ``servers`` is the
+server as other processes see it, and arrays travel by ``wire``. The other modules are a
+server of several processes, for models that do not fit into one.
 
 All processes share one mesh (``mesh``). The ``layout`` says which part of each large
 array lies in which process. Each ``process`` makes arrays of the mesh from its parts,
@@ -11,7 +15,7 @@ answers, and decides. In each turn it first tells each ``follower`` what to do, 
 processes prepare a push or a pull before its turn, each its own part. Pushes and pulls
 travel in ``messages``: each process receives and sends only its own parts.
 
-All processes write their parts of the same ``checkpoints``. ``actors`` starts and ends
+All processes write their parts of the same checkpoints (``group_checkpoints``). ``actors`` starts and ends
 the processes, as Ray actors.
 
 Imports all subpackages above it.

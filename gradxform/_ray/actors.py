@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import optax
 
-from gradxform._group.layout import Layout, Shardings
-from gradxform._group.mesh import LOOPBACK, host
-from gradxform._group.messages import PushMessage
+from gradxform._ray.layout import Layout, Shardings
+from gradxform._ray.mesh import LOOPBACK, host
+from gradxform._ray.messages import PushMessage
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.placement import is_function
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from ray.util.placement_group import PlacementGroup
 
-    from gradxform._group.leader import Leader
+    from gradxform._ray.leader import Leader
 
 logger = logging.getLogger("gradxform")
 
@@ -98,8 +98,8 @@ class Group:
     def start(self, checkpoint: Checkpoint | None, check: Check) -> ActorHandle[Leader]:
         """Starts them; returns the actor that answers for them."""
         # Imported here, as they import `multiprocessing`, which nobody else needs.
-        from gradxform._group.follower import Follower
-        from gradxform._group.leader import Leader
+        from gradxform._ray.follower import Follower
+        from gradxform._ray.leader import Leader
 
         self.kill()
         ray, layout, key = self._ray, self._layout, secrets.token_bytes(32)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradxform._trees.rows import A
+from gradxform._rows.rows import A
 
 TAG = (  # The name of the dtype in JAX's errors.
     "indices of a row-sparse gradient: wrap this in gradxform.lazy, or put "

@@ -16,8 +16,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from gradxform._group.layout import Layout, spec
-from gradxform._group.messages import Part, PushMessage
+from gradxform._ray.layout import Layout, spec
+from gradxform._ray.messages import Part, PushMessage
+from gradxform._ray.wire import Payload, packed
+from gradxform._rows.indexed_slices import IndexedSlices
 from gradxform._server.core import Core
 from gradxform._server.placement import is_function, with_gate
 from gradxform._server.programs import (
@@ -30,9 +32,7 @@ from gradxform._server.programs import (
 from gradxform._server.reader import Reader, Reading, RowIds
 from gradxform._server.records import Snapshot
 from gradxform._server.specs import Specs, leaves_like, named
-from gradxform._server.wire import Payload, packed
 from gradxform._trees import maps
-from gradxform._trees.indexed_slices import IndexedSlices
 from gradxform._trees.types import Leaf, T
 
 # The rows of each leaf, by its number; None for the whole.

@@ -24,9 +24,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradxform._rows.rows import inside_or_padding
+from gradxform._rows.table_rows import TableRows
 from gradxform._trees import arithmetic, jaxprs, versions
-from gradxform._trees.rows import inside_or_padding
-from gradxform._trees.table_rows import TableRows
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn

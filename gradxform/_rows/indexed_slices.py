@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from gradxform._trees.arithmetic import rounded_sum
-from gradxform._trees.dtypes import wide_dtype
-from gradxform._trees.opaque import TAG, from_bits, from_leaf, is_opaque, to_leaf
-from gradxform._trees.rows import (
+from gradxform._rows.opaque import TAG, from_bits, from_leaf, is_opaque, to_leaf
+from gradxform._rows.rows import (
     as_array,
     is_known,
     replicated,
@@ -24,6 +22,8 @@ from gradxform._trees.rows import (
     to_jax,
     write_summed,
 )
+from gradxform._trees.arithmetic import rounded_sum
+from gradxform._trees.dtypes import wide_dtype
 
 
 class _NamesHint(type):

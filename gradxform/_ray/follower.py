@@ -11,18 +11,18 @@ from typing import Any
 
 import jax
 
-from gradxform._group.channel import Followed
-from gradxform._group.checkpoints import GroupStore
-from gradxform._group.layout import Layout
-from gradxform._group.mesh import enter
-from gradxform._group.messages import PushMessage
-from gradxform._group.process import Process, Wanted, packed_parts
+from gradxform._ray.channel import Followed
+from gradxform._ray.group_checkpoints import GroupStore
+from gradxform._ray.layout import Layout
+from gradxform._ray.mesh import enter
+from gradxform._ray.messages import PushMessage
+from gradxform._ray.process import Process, Wanted, packed_parts
+from gradxform._ray.wire import Payload
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.programs import Prepared
 from gradxform._server.reader import Form
 from gradxform._server.records import Snapshot, summary
 from gradxform._server.saver import NO_MEMORY, Saver
-from gradxform._server.wire import Payload
 
 
 class Follower:
