@@ -15,8 +15,8 @@ answers, and decides. In each turn it first tells each ``follower`` what to do, 
 processes prepare a push or a pull before its turn, each its own part. Pushes and pulls
 travel in ``messages``: each process receives and sends only its own parts.
 
-All processes write their parts of the same checkpoints (``group_checkpoints``). ``actors`` starts and ends
-the processes, as Ray actors.
+All processes write their parts of the same checkpoints (``group_checkpoints``).
+``actors`` starts and ends the processes, as Ray actors.
 
 Imports all subpackages above it.
 """

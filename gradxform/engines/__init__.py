@@ -15,8 +15,8 @@ they run:
 The modules: ``_job`` has the job and the records of its run; ``_work`` computes
 one gradient, or cancels it; ``_pacing`` has the rules, and ``_scheduler`` asks them;
 ``_ledger`` counts the gradients; ``_pool`` is the common part of all runs; ``_ending``
-ends them; ``_simulated`` and ``_threads`` are engines, and ``_ray`` beside this subpackage
-has the third. ``_tensorboard`` writes the curves of a run.
+ends them; ``_simulated`` and ``_threads`` are engines. The third is in the subpackage
+``_ray``. ``_tensorboard`` writes the curves of a run.
 """
 
 from gradxform._ray.engine import ray as ray
