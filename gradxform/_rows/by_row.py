@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._rows.boundary import touched
 from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees import (
     arithmetic,
@@ -29,17 +30,14 @@ from gradxform._trees import (
     versions,
 )
 from gradxform._trees.types import Leaf, Path, PyTree, Shape
+from gradxform._trees.versions import Op
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+    from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 
 class MixedRowsError(TypeError):
     """The function cannot run on a few rows; the message says what it does."""
-
-
-# These make an array of a shape, which is one of their parameters.
-_SHAPE = {"broadcast_in_dim": "shape", "random_bits": "shape", "reshape": "new_sizes"}
 
 
 class Tables(NamedTuple):
@@ -105,7 +103,7 @@ class Tables(NamedTuple):
         found = enumerate(map(self.find, map(np.shape, leaves), shapes))
         tables = {i: g for i, g in found if g is not None}
         rows: dict[int, Any] = {
-            i: g.values if leaves[i] is g else maps.rows(g, leaves[i])
+            i: g.values if leaves[i] is g else touched(g, leaves[i])
             for i, g in tables.items()
         }
 
@@ -143,50 +141,49 @@ class Tables(NamedTuple):
         self, program: ClosedJaxpr, higher: ClosedJaxpr, *args: jax.Array
     ) -> list[Any]:
         """The results of the first trace for these rows."""
-        own, other = _constants(program.jaxpr), _constants(higher.jaxpr)
-        if _kinds(program.jaxpr) != _kinds(higher.jaxpr) or len(own) != len(other):
+        own, other = program.jaxpr, higher.jaxpr
+        shapes, grown = (list(map(_shape, jaxprs.constants(x))) for x in (own, other))
+        alike = jaxprs.operations(own) == jaxprs.operations(other)
+        if not alike or len(shapes) != len(grown):
             raise MixedRowsError(
                 "its update is another one for a table of more rows: a mask or labels "
                 "may depend on sizes, so give them as a tree"
             )
-        for shape, changed in zip(own, other, strict=True):
+        for shape, changed in zip(shapes, grown, strict=True):
             if shape != changed:
                 raise MixedRowsError(
                     f"its update has a constant of shape {list(shape)}, which depends "
                     "on the number of rows: use jax.numpy, as in jnp.zeros"
                 )
-        left = iter(higher.jaxpr.eqns)
-        return jaxprs.run(
-            program.jaxpr,
-            [*program.consts, *args],
-            lambda *equation: self.apply(next(left), *equation),
-        )
+        return jaxprs.run(own, [*program.consts, *args], self.apply, other)
 
-    def apply(self, higher: JaxprEqn, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
-        """The results of an equation."""
-        name, params = eqn.primitive.name, eqn.params
+    def apply(
+        self, name: str, inputs: list[Any], eqn: JaxprEqn, higher: JaxprEqn
+    ) -> list[Any] | None:
+        """The results of an equation; None if it has nothing to do with tables."""
+        params = eqn.params
         try:
             tables = self.found(eqn.invars, higher.invars)
             made = self.found(eqn.outvars, higher.outvars)
         except LookupError:
             _refuse(eqn)
         if all(g is None for g in (*tables, *made)):
-            return versions.evaluate(eqn, inputs)
-        if name == "jit":
+            return None
+        if name == Op.JIT:
             return self.evaluate(params["jaxpr"], higher.params["jaxpr"], *inputs)
-        if name == "custom_jvp_call":
+        if name == Op.CUSTOM_JVP:
             return self.with_rule(eqn, higher)(*inputs)
-        if name == "cond":
+        if name == Op.COND:
             both = zip(params["branches"], higher.params["branches"], strict=True)
             sides = [functools.partial(self.evaluate, *pair) for pair in both]
             return jax.lax.switch(inputs[0], sides, *inputs[1:])
-        if name in _SHAPE:
+        if name in versions.OF_SHAPE:
             (g,), (height, *row) = made, _shape(eqn.outvars[0])
             if g is None:
                 _refuse(eqn)
             shape = height // _height(g) * len(g.indices), *row
-            eqn = eqn.replace(params=params | {_SHAPE[name]: shape})
-        elif name == "dot_general":
+            eqn = eqn.replace(params=params | {versions.OF_SHAPE[name]: shape})
+        elif name == Op.DOT:
             pairs = zip(tables, inputs, strict=True)
             inputs = [x if g is None else _filled(g, x, 0) for g, x in pairs]
         elif name in versions.REDUCTIONS:
@@ -236,19 +233,6 @@ def _filled(g: IndexedSlices, x: jax.Array, fill: Any) -> jax.Array:
     return jnp.where(arithmetic.expand(inside, x), x, jnp.asarray(fill, x.dtype))
 
 
-def _kinds(jaxpr: Jaxpr) -> list[tuple[str, int, int]]:
-    return [(x.primitive.name, len(x.invars), len(x.outvars)) for x in jaxpr.eqns]
-
-
-def _constants(jaxpr: Jaxpr) -> list[Shape]:
-    """The shapes of the arrays that a program has, and does not get or compute."""
-    from jax.extend.core import Literal
-
-    read = (x for eqn in jaxpr.eqns for x in eqn.invars)
-    literals = (x for x in (*read, *jaxpr.outvars) if isinstance(x, Literal))
-    return [*map(_shape, jaxpr.constvars), *map(_shape, literals)]
-
-
 def _derivative(eqn: JaxprEqn) -> ClosedJaxpr:
     """The results of an equation and the tangents of the real ones, as JAX has them."""
     primals: list[Any] = [x.aval for x in eqn.invars]
@@ -269,7 +253,4 @@ def _is_real(x: jax.Array) -> bool:
 
 
 def _refuse(eqn: JaxprEqn) -> NoReturn:
-    from jax.extend import source_info_util
-
-    name, where = eqn.primitive.name, source_info_util.summarize(eqn.source_info)
-    raise MixedRowsError(f"its update may mix rows, by {name!r} {where}".rstrip())
+    raise MixedRowsError(f"its update may mix rows, by {jaxprs.place(eqn)}")

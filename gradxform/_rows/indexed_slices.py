@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn, Self, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Self, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from gradxform._rows.rows import (
 )
 from gradxform._trees.arithmetic import rounded_sum
 from gradxform._trees.dtypes import wide_dtype
+from gradxform._trees.types import SparseLeaf
+
+C = TypeVar("C")
 
 
 class _NamesHint(type):
@@ -39,8 +42,53 @@ _SHORT_HINT = (
 )
 
 
+_HINT = (
+    "a row-sparse gradient (gradxform.IndexedSlices) was given to a function for dense "
+    "ones, which would change its row indices along with its values. gradxform's own "
+    "clips, adagrad, scale_by_learning_rate, apply_updates and wrappers take it as "
+    "it is. Wrap an optimizer in gradxform.lazy, which runs it on these rows alone, or "
+    "put gradxform.densify() in front of it. If optax.masked or optax.partition got a "
+    "function for its mask or labels, call it once, on the parameters. Map a function "
+    "with jax.tree.map(..., is_leaf=lambda x: isinstance(x, gradxform.IndexedSlices))."
+)
+
+
+PART_HINT = (
+    "a part of a table (gradxform.TableRows) is no array. Read its rows with "
+    "gradxform.lookup, or inside of a loss for gradxform.value_and_grad, where it is a "
+    "table."
+)
+
+
+class RowSparseError(TypeError):
+    """A row-sparse gradient was given to a function for dense ones."""
+
+    def __init__(self, message: str = _HINT) -> None:
+        super().__init__(message)
+
+
+_OPERATORS = (
+    "add sub rsub mul rmul neg truediv rtruediv pow matmul rmatmul getitem array"
+)
+
+
+def no_array(message: str = _HINT) -> Callable[[type[C]], type[C]]:
+    """A decorator of a class: to calculate with its objects is an error."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise RowSparseError(message)
+
+    def decorate(cls: type[C]) -> type[C]:
+        for name in _OPERATORS.split():
+            setattr(cls, f"__{name}__", refuse)
+        return cls
+
+    return decorate
+
+
 @jax.tree_util.register_pytree_with_keys_class
-class IndexedSlices(metaclass=_NamesHint):
+@no_array()
+class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
     r"""The gradient of a table after a batch has read a few of its rows.
 
     .. math:: G_r = \sum_{i:\ indices_i = r} values_i
@@ -95,13 +143,13 @@ class IndexedSlices(metaclass=_NamesHint):
     >>> assert gx.global_norm(grads) == gx.global_norm(grads.densify())
     """
 
-    values: jax.Array  # [n, *dense_shape[1:]]
     dense_shape: tuple[int, ...]
     # Whether the indices ascend without repetition, up to the padding at their end.
     # It belongs to this object and not to the pytree. The result of a conditional, or
     # the argument of a jitted function, has lost it and is sorted again.
     _summed: bool
     _indices: Any  # int32[n], or of the opaque dtype, as in a pytree's leaves.
+    _values: jax.Array
 
     def __init__(
         self,
@@ -124,12 +172,12 @@ class IndexedSlices(metaclass=_NamesHint):
             )
         # Sorting needs all rows of a gradient, so each device gets all of them.
         self._indices = replicated(to_jax(rows_of("indices", given, shape[0])))
-        self.values = replicated(to_jax(rows))
+        self._values = replicated(to_jax(rows))
         if not is_known(given) or np.any(np.asarray(given) == shape[0]):
             inside = jnp.expand_dims(
                 self._indices < shape[0], tuple(range(1, rows.ndim))
             )
-            self.values = jnp.where(inside, self.values, 0)
+            self._values = jnp.where(inside, self._values, 0)
         self.dense_shape = shape
         self._summed = False
 
@@ -144,19 +192,14 @@ class IndexedSlices(metaclass=_NamesHint):
         return given.update(dtype=jnp.dtype(jnp.int32))  # A description.
 
     @property
+    def values(self) -> jax.Array:
+        """The rows, one for each index."""
+        return self._values
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the dense gradient it stands for."""
         return self.dense_shape
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of the dense gradient it stands for."""
-        return len(self.dense_shape)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the values."""
-        return self.values.dtype
 
     def densify(self, *, out_sharding: NamedSharding | None = None) -> jax.Array:
         """The dense gradient it stands for, an array of the table's size.
@@ -224,13 +267,10 @@ class IndexedSlices(metaclass=_NamesHint):
             f"dense_shape={self.dense_shape!r})"
         )
 
-    def _refuse(self, *_: object) -> NoReturn:
-        raise RowSparseError
-
     def __radd__(self, table: object) -> jax.Array:  # For optax.apply_updates.
         if isinstance(table, jax.Array) and table.shape == self.shape:
             return add_rows(table, self)
-        self._refuse()
+        raise RowSparseError
 
     # Values come first: optax.inject_hyperparams gives its numbers the dtype of the
     # first leaf.
@@ -281,16 +321,9 @@ class IndexedSlices(metaclass=_NamesHint):
         cls, indices: Any, values: Any, dense_shape: tuple[int, ...], summed: bool
     ) -> Self:
         self = object.__new__(cls)
-        self._indices, self.values = indices, values
+        self._indices, self._values = indices, values
         self.dense_shape, self._summed = dense_shape, summed
         return self
-
-
-_OPERATORS = (
-    "add sub rsub mul rmul neg truediv rtruediv pow matmul rmatmul getitem array"
-)
-for _name in _OPERATORS.split():
-    setattr(IndexedSlices, f"__{_name}__", IndexedSlices._refuse)
 
 
 def is_sparse(node: object) -> TypeGuard[IndexedSlices]:
@@ -329,24 +362,8 @@ def add_rows(table: jax.Array, rows: IndexedSlices) -> jax.Array:
     return write_summed(table, rows.indices, new)
 
 
-_HINT = (
-    "a row-sparse gradient (gradxform.IndexedSlices) was given to a function for dense "
-    "ones, which would change its row indices along with its values. gradxform's own "
-    "clips, adagrad, scale_by_learning_rate, apply_updates and wrappers take it as "
-    "it is. Wrap an optimizer in gradxform.lazy, which runs it on these rows alone, or "
-    "put gradxform.densify() in front of it. If optax.masked or optax.partition got a "
-    "function for its mask or labels, call it once, on the parameters. Map a function "
-    "with jax.tree.map(..., is_leaf=lambda x: isinstance(x, gradxform.IndexedSlices))."
-)
-
-
-class RowSparseError(TypeError):
-    """A row-sparse gradient was given to a function for dense ones."""
-
-    def __init__(self, message: str = _HINT) -> None:
-        super().__init__(message)
-
-
 def refuses_rows(error: Exception) -> bool:
-    """Whether a function raised it that does not know row-sparse gradients."""
-    return str(error) == _HINT or TAG in str(error)
+    """Whether a function raised it that does not know row-sparse leaves."""
+    # JAX's own errors have the last two in them.
+    hints = _HINT, PART_HINT, _SHORT_HINT, TAG
+    return any(hint in str(error) for hint in hints)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._rows import by_row
+from gradxform._rows import boundary, by_row
 from gradxform._rows.indexed_slices import IndexedSlices, RowSparseError, is_sparse
 from gradxform._trees import arithmetic, checks, maps, versions
 from gradxform._trees.extra_args import accepted_kwargs
@@ -99,7 +99,7 @@ def lazy(
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        return inner.init(maps.held(params))
+        return inner.init(maps.stored(params))
 
     def update_fn(
         updates: optax.Updates,
@@ -112,7 +112,7 @@ def lazy(
             return inner.update(updates, state, params, **extra)
         if params is not None:
             checks.same_shapes("updates", updates, "params", params)
-        updates = maps.sum_duplicates(updates)
+        updates = boundary.entered(updates)
         tables = by_row.Tables.of(updates)
         like = [name for name, x in extra.items() if maps.is_like(x, updates)]
         extra = {k: x if k in like else _refused(k, x) for k, x in extra.items()}
@@ -158,7 +158,7 @@ def _without_padding(u: Leaf) -> Leaf:
 
 def _written(new: Leaf, old: Leaf) -> Leaf:
     """A leaf of the new state, which may be rows of the old one."""
-    return maps.put_rows(new, old, new.values) if is_sparse(new) else new
+    return boundary.written(new, old, new.values) if is_sparse(new) else new
 
 
 def _refused(name: str, value: object) -> object:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from gradxform._rows import readings
-from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
+from gradxform._rows.indexed_slices import IndexedSlices
 from gradxform._rows.rows import (
     as_array,
     explicit_sharding,
@@ -19,7 +19,7 @@ from gradxform._rows.rows import (
     replicated,
     rows_of,
 )
-from gradxform._rows.table_rows import TableRows
+from gradxform._rows.table_rows import TableRows, no_gradients
 from gradxform._trees import checks, constants, maps, versions
 from gradxform._trees.types import Params
 
@@ -39,7 +39,7 @@ class ValueAndGrad(Protocol[Value_co]):
 
 
 def lookup(
-    table: jax.typing.ArrayLike | IndexedSlices, ids: jax.typing.ArrayLike
+    table: jax.typing.ArrayLike | TableRows, ids: jax.typing.ArrayLike
 ) -> jax.Array:
     r"""The rows of a table with these indices: ``table[ids]``.
 
@@ -48,8 +48,7 @@ def lookup(
     and has an id for padding.
 
     Args:
-      table: of shape [rows, \*row]; or a part of such a table, the rows that
-        ``ParameterServer.pull(rows=...)`` gave, as an :class:`IndexedSlices`.
+      table: of shape [rows, \*row]; or a part of such a table, :class:`TableRows`.
       ids: integers of any shape and integer dtype, in [0, rows]. The id ``rows`` is
         padding: it reads zeros and gets no gradient.
 
@@ -71,9 +70,7 @@ def lookup(
     Array([[3., 4.],
            [0., 0.]], dtype=float32)
     """
-    if isinstance(table, IndexedSlices):
-        table = TableRows.of(table)
-    else:
+    if not isinstance(table, TableRows):
         table = jnp.asarray(table)
     if not table.ndim:
         raise ValueError("table must have at least one axis, got a scalar.")
@@ -104,8 +101,8 @@ def value_and_grad(
     made, even if the loss casts the table first. Rows of ``stop_gradient(table)`` are
     not among them. All other parameters get JAX's own gradients.
 
-    A parameter may be a part of a table, from ``ParameterServer.pull(rows=...)``: the
-    loss sees a table, and can read only those rows. It need not be named.
+    A parameter may be a part of a table, :class:`TableRows`: the loss sees a table, and
+    can read only those rows. It need not be named.
 
     Args:
       loss_fn: ``loss_fn(params, *batch, **kwargs)`` returns a scalar, or ``(scalar,
@@ -158,8 +155,9 @@ def value_and_grad(
     def wrapped(
         params: optax.Params, *batch: object, **kwargs: object
     ) -> tuple[Any, optax.Updates]:
-        flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_sparse)
-        if not tables and not any(is_sparse(leaf) for _, leaf in flat):
+        no_gradients(params)
+        flat, treedef = jax.tree.flatten_with_path(params, is_leaf=_is_part)
+        if not tables and not any(_is_part(leaf) for _, leaf in flat):
             dense_way = jax.value_and_grad(loss_fn, has_aux=has_aux)
             return dense_way(params, *batch, **kwargs)
         paths = [checks.path_str(path) for path, _ in flat]
@@ -195,7 +193,7 @@ def value_and_grad(
             return value, (aux, ids)
 
         both = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
-        with mesh_context(maps.values(x) for x in leaves.values()):
+        with mesh_context(map(jnp.asarray, maps.stored(list(leaves.values())))):
             taps = {i: [*map(constants.zeros_of_type, types[i])] for i in named}
             (value, (aux, ids)), (grads, rows) = both(dense, taps)
         for i, table in named.items():
@@ -206,16 +204,20 @@ def value_and_grad(
     return wrapped
 
 
+def _is_part(node: object) -> TypeGuard[TableRows]:
+    return isinstance(node, TableRows)
+
+
 def _select(
     is_named: Callable[[str], bool], paths: list[str], leaves: dict[int, Any]
 ) -> dict[int, readings.Table]:
     """The leaves that are named, or parts of a table, by their number."""
     named: dict[int, readings.Table] = {}
     for i, leaf in leaves.items():
-        if not is_sparse(leaf) and not is_named(paths[i]):
+        if not _is_part(leaf) and not is_named(paths[i]):
             continue
         # A part of a table needs no name: it has no other gradient.
-        named[i] = TableRows.of(leaf) if is_sparse(leaf) else jnp.asarray(leaf)
+        named[i] = leaf if _is_part(leaf) else jnp.asarray(leaf)
         if not named[i].ndim or not jnp.issubdtype(named[i].dtype, jnp.inexact):
             raise ValueError(
                 "tables must name arrays of floating-point rows, but "
@@ -231,7 +233,7 @@ def _slices(
     row = table.shape[1:]
     # On explicit mesh axes each device gets all rows, even if a gather of them was on
     # automatic axes.
-    known = map(explicit_sharding, [maps.values(table), *ids, *rows])
+    known = map(explicit_sharding, [jnp.asarray(maps.stored(table)), *ids, *rows])
     mesh = next((s.mesh for s in known if s is not None), None)
     flat_ids = [replicated(i, mesh).ravel() for i in ids]
     flat_rows = [replicated(r, mesh).reshape(-1, *row) for r in rows]

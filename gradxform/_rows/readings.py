@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from gradxform._rows.rows import inside_or_padding
 from gradxform._rows.table_rows import TableRows
 from gradxform._trees import arithmetic, jaxprs, versions
+from gradxform._trees.versions import Op
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn
@@ -57,9 +58,6 @@ class _Table:
     names: tuple[str, ...] = ()  # Those that `checkpoint_name` gave it.
     stopped: bool = False  # Whether `stop_gradient` was applied.
 
-
-# These keep the values of a table, and make no copy by themselves.
-_SAME = {"pvary", "pcast", "reshard", "sharding_constraint"}
 
 _HOW = (
     "{0!r} is one of tables, so the loss can only read rows of it, by "
@@ -132,56 +130,46 @@ class _Reader(NamedTuple):
     def run(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         return jaxprs.run(closed.jaxpr, [*closed.consts, *args], self.apply)
 
-    def apply(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
-        used = [x for x in inputs if isinstance(x, _Table)]
-        return (
-            self.use(eqn, used[0], inputs) if used else versions.evaluate(eqn, inputs)
-        )
-
-    def use(self, eqn: JaxprEqn, table: _Table, inputs: list[Any]) -> list[Any]:
-        """The result of an equation for the first table among its inputs."""
-        name = eqn.primitive.name
-        if name == "jit":
+    def apply(self, name: str, inputs: list[Any], eqn: JaxprEqn) -> list[Any] | None:
+        """The result of an equation for the first table among its inputs, if any."""
+        tables = (x for x in inputs if isinstance(x, _Table))
+        if (table := next(tables, None)) is None:
+            return None
+        if name == Op.JIT:
             return self.run(eqn.params["jaxpr"], inputs)
-        if name == "unstack" and eqn.params["axis"] == 0:  # From JAX 0.12 on.
+        if name == Op.UNSTACK and eqn.params["axis"] == 0:
             rows = jax.make_jaxpr(lambda x: [x[i] for i in range(len(x))])
             return self.run(rows(eqn.invars[0].aval), inputs)
-        if name == "remat2":
+        if name == Op.CHECKPOINT:
             return self.checkpoint(eqn, inputs)
-        if name == "convert_element_type":
+        if name == Op.COPY:
+            return [table]
+        if name == Op.CAST:
             casts = *table.casts, _result(eqn).dtype
             return [dataclasses.replace(table, casts=casts)]
-        if name == "name":
+        if name == Op.NAME:
             names = *table.names, eqn.params["name"]
             return [dataclasses.replace(table, names=names)]
-        if name == "stop_gradient":
+        if name == Op.STOP_GRADIENT:
             return [dataclasses.replace(table, stopped=True)]
-        array = table.array
-        if isinstance(array, TableRows) and name == "reshard":
-            # Wherever the table goes, its rows are whole on each device.
-            there = NamedSharding(_result(eqn).sharding.mesh, P())
-            array = jax.sharding.reshard(array, there)
-            return [dataclasses.replace(table, array=array)]
-        if name == "copy":
-            return [table]
-        if name in _SAME:
-            if isinstance(array, TableRows):  # It makes no difference there.
-                return [table]
-            (array,) = versions.evaluate(eqn, [array])
+        if name in versions.SAME_VALUES:
+            array = table.array
+            if not isinstance(array, TableRows):
+                (array,) = versions.evaluate(eqn, [array])
+            elif name == Op.RESHARD:
+                # Wherever the table goes, its rows are whole on each device.
+                there = NamedSharding(_result(eqn).sharding.mesh, P())
+                array = jax.sharding.reshard(array, there)
             return [dataclasses.replace(table, array=array)]
         with eqn.ctx.manager:  # It may have made explicit mesh axes automatic.
-            reading = _reading(eqn, table, inputs)
+            reading = _reading(name, eqn, table, inputs)
             if reading is not None:
                 return [self.read(eqn, table, inputs, *reading)]
-        from jax.extend import source_info_util
-
-        where = source_info_util.summarize(eqn.source_info)  # "" in an interpreter.
-        by = f"by {name!r} {where}".rstrip()
-        how = f"used {by}"
+        how = f"used by {jaxprs.place(eqn)}"
         if table.casts and jnp.issubdtype(table.casts[-1], jnp.integer):
             # Indexing by an array first compares it with 0.
-            kind = "as indices, " if name == "lt" else ""
-            how = f"used {kind}cast to {table.casts[-1]}, {by}"
+            kind = "as indices, " if name == Op.LESS else ""
+            how = f"used {kind}cast to {table.casts[-1]}, by {jaxprs.place(eqn)}"
         self.refuse(table, how)
 
     def checkpoint(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
@@ -238,7 +226,7 @@ class _Reader(NamedTuple):
 
 
 def _reading(
-    eqn: JaxprEqn, table: _Table, inputs: list[Any]
+    name: str, eqn: JaxprEqn, table: _Table, inputs: list[Any]
 ) -> tuple[jax.Array, jax.Array] | None:
     """The rows that get a gradient in a reading, and the rows that it reads.
 
@@ -246,10 +234,10 @@ def _reading(
     anything but read whole rows.
     """
     height, *row = shape = table.array.shape
-    name, params = eqn.primitive.name, eqn.params
+    params = eqn.params
     if inputs[0] is not table:
         return None
-    if name == "slice":
+    if name == Op.SLICE:
         strides = params["strides"] or (1,) * len(shape)
         starts, limits = params["start_indices"], params["limit_indices"]
         cut = [*zip(starts, limits, strides, strict=True)]
@@ -257,12 +245,12 @@ def _reading(
             return None
         ids = jnp.arange(*cut[0], dtype=np.int32)
         return ids, ids
-    if name not in ("dynamic_slice", "gather"):
+    if name not in (Op.DYNAMIC_SLICE, Op.GATHER):
         return None
     length, *sizes = params["slice_sizes"]
     if sizes != row:
         return None
-    if name == "dynamic_slice":  # x[i] with a single i becomes one. It clips.
+    if name == Op.DYNAMIC_SLICE:  # x[i] with a single i becomes one. It clips.
         first = jnp.clip(_wide(jnp.asarray(inputs[1])), 0, height - length)
         ids = first.astype(np.int32) + jnp.arange(length, dtype=np.int32)
         return ids, ids

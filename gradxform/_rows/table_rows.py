@@ -2,35 +2,133 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Self
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from gradxform._rows.indexed_slices import IndexedSlices
+from gradxform._rows.indexed_slices import (
+    PART_HINT,
+    IndexedSlices,
+    ascending,
+    is_sparse,
+    no_array,
+)
 from gradxform._rows.rows import is_known, read_rows, searchsorted
+from gradxform._trees import checks, maps
+from gradxform._trees.types import Leaf, Path, SparseLeaf
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class TableRows(IndexedSlices):
-    """Some rows of a table: ascending, each once, then padding.
+@no_array(PART_HINT)
+class TableRows(SparseLeaf):
+    r"""A part of a table: some of its rows, where the rest of it is elsewhere.
 
-    Users hold an ``IndexedSlices`` of either kind. Among gradients it is a gradient.
-    Among parameters it is rows of a table, and becomes this type before it is read.
+    ``ParameterServer.pull(rows=...)`` gives it in the place of the table. A loss reads
+    its rows as it reads those of a table, through :func:`lookup`. Inside of
+    :func:`value_and_grad` and :func:`minimize` it sees a table, of which it can read
+    only these rows. A step changes these rows; the part is a table of its own there.
+
+    An :class:`IndexedSlices` says that all other rows are zero. This says nothing
+    about them. Like it, this is a pytree node, and JAX refuses to calculate with its
+    indices.
+
+    Args:
+      indices: integers of shape [n], in any order, each once. An index equal to
+        ``dense_shape[0]`` is padding.
+      values: the rows, of shape [n, \*dense_shape[1:]] and of the table's dtype.
+      dense_shape: the shape of the whole table.
+
+    Attributes:
+      indices: int32[n], ascending, with padding at the end.
+      values: the rows in this order; those of padding are zero.
+      dense_shape: as given.
+
+    Raises:
+      TypeError: ``indices`` are not integers.
+      ValueError: shapes do not fit; an index lies outside of [0, dense_shape[0]] or
+        occurs twice. Traced indices cannot be checked.
+
+    References:
+      A pull of some keys from a parameter server: Li et al., `Scaling distributed
+      machine learning with the parameter server
+      <https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu>`__,
+      2014.
+
+    >>> import gradxform as gx, jax, jax.numpy as jnp
+    >>> part = gx.TableRows([7, 2], jnp.array([[70.0], [20.0]]), (1_000_000, 1))
+    >>> part.indices, part.values.ravel()
+    (Array([2, 7], dtype=int32), Array([20., 70.], dtype=float32))
+    >>> gx.lookup(part, [[7, 2]]).ravel()
+    Array([70., 20.], dtype=float32)
+    >>> loss = lambda table, ids: jnp.sum(gx.lookup(table, ids) ** 2)
+    >>> _, grads = gx.value_and_grad(loss)(part, jnp.array([7, 7]))
+    >>> tx = gx.scale_by_learning_rate(0.25)
+    >>> part, _ = gx.apply_gradients(tx, grads, tx.init(part), part)
+    >>> part.values.ravel()  # 70 - 0.25 · (140 + 140)
+    Array([20.,  0.], dtype=float32)
     """
 
+    # A gradient of the same rows. Its indices ascend, each once, then padding.
+    _rows: IndexedSlices
+
+    def __init__(
+        self,
+        indices: jax.typing.ArrayLike | Sequence[int],
+        values: jax.typing.ArrayLike,
+        dense_shape: Sequence[int],
+    ) -> None:
+        rows = IndexedSlices(indices, values, dense_shape)
+        if is_known(rows.indices):
+            known, counts = np.unique(np.asarray(rows.indices), return_counts=True)
+            repeated = known[(counts > 1) & (known < rows.dense_shape[0])]
+            if repeated.size:
+                raise ValueError(
+                    f"indices must name each row once, got {repeated[0]} several times."
+                )
+        self._rows = rows.sum_duplicates()
+
     @classmethod
-    def of(cls, rows: IndexedSlices) -> TableRows:
-        """The rows that a user gave among the parameters."""
-        rows = rows.sum_duplicates()
-        return cls._make(rows.indices, rows.values, rows.dense_shape, summed=True)
+    def ascending(
+        cls, indices: jax.Array, values: jax.Array, dense_shape: tuple[int, ...]
+    ) -> Self:
+        """From indices that ascend without repetition up to the padding; unchecked."""
+        return cls._of(ascending(indices, values, dense_shape))
+
+    @property
+    def indices(self) -> jax.Array:
+        """The rows of the table, int32[n], ascending."""
+        return self._rows.indices
+
+    @property
+    def values(self) -> jax.Array:
+        """The rows, one for each index."""
+        return self._rows.values
+
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
+        """The shape of the whole table."""
+        return self._rows.dense_shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole table."""
+        return self._rows.dense_shape
+
+    def with_values(self, values: jax.Array) -> Self:
+        """The same rows with other values, unchecked."""
+        return self._of(self._rows.with_values(values))
 
     def positions(self, ids: jax.Array) -> jax.Array:
         """The position of each row among these; their number if it is not here."""
-        held, length = self.indices, len(self.indices)
+        own, length = self.indices, len(self.indices)
         if not length:
             return jnp.zeros_like(ids)
-        position = searchsorted(ids, held)
-        found = held.at[position].get(mode="clip")
+        position = searchsorted(ids, own)
+        found = own.at[position].get(mode="clip")
         return jnp.where(found == ids, position, length)
 
     def read(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -50,3 +148,62 @@ class TableRows(IndexedSlices):
                     f"{ids[first]} at position {list(first)}. Pull that row, too."
                 )
         return read_rows(self.values, at), jnp.where(missing, height, ids)
+
+    def __repr__(self) -> str:
+        return (
+            f"TableRows(indices={self.indices!r}, values={self.values!r}, "
+            f"dense_shape={self.dense_shape!r})"
+        )
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, ...]]:
+        """Children and static data."""
+        return self._rows.tree_flatten()
+
+    def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, ...]]:
+        """Children with their names, and static data."""
+        return self._rows.tree_flatten_with_keys()
+
+    @classmethod
+    def tree_unflatten(cls, dense_shape: tuple[int, ...], children: Any) -> Self:
+        """From any children, as JAX also uses other objects than arrays."""
+        return cls._of(IndexedSlices.tree_unflatten(dense_shape, children))
+
+    @classmethod
+    def _of(cls, rows: IndexedSlices) -> Self:
+        self = object.__new__(cls)
+        self._rows = rows
+        return self
+
+
+def no_gradients(params: optax.Params) -> None:
+    """Raises ``TypeError`` if parameters hold a row-sparse gradient."""
+    for path, p in maps.leaves_with_path(params):
+        if is_sparse(p):
+            raise TypeError(
+                f"params has an IndexedSlices at {checks.path_name(path)}, which is a "
+                "gradient. Rows of a table among parameters are gradxform.TableRows."
+            )
+
+
+def numbered(params: optax.Params, grads: optax.Updates) -> optax.Updates:
+    """Gradients that count the rows of a part of a table from 0, as its array does."""
+
+    def number(path: Path, p: Leaf, g: Leaf) -> Leaf:
+        if not isinstance(p, TableRows) or not maps.has_gradient(g):
+            return g
+        if not is_sparse(g):
+            raise TypeError(
+                f"grads must be row-sparse at {checks.path_name(path)}, where params "
+                "hold only a part of a table, got "
+                f"{checks.describe(g)}."
+            )
+        return IndexedSlices(p.positions(g.indices), g.values, p.values.shape)
+
+    return maps.map_with_path(number, params, grads)
+
+
+def with_rows(params: optax.Params, new: optax.Params) -> optax.Params:
+    """Parameters with new arrays, where parts of tables have new rows."""
+    return maps.map_leaves(
+        lambda p, x: p.with_values(x) if isinstance(p, TableRows) else x, params, new
+    )

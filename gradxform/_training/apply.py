@@ -9,13 +9,12 @@ import jax
 import optax
 
 from gradxform._late import gate
-from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
+from gradxform._rows import table_rows
 from gradxform._rows.lookup import Tables, value_and_grad
-from gradxform._rows.table_rows import TableRows
 from gradxform._training.donation import Donating
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.extra_args import accepted_kwargs
-from gradxform._trees.types import Leaf, Params, Path, Prefix, PyTree, State
+from gradxform._trees.types import Leaf, Params, Prefix, PyTree, State
 
 
 class Step(Protocol):
@@ -54,9 +53,8 @@ def apply_gradients(
         parameter and its state as they are; so does the ``float0`` that ``jax.grad``
         with ``allow_int=True`` gives for integers, and an ``optax.MaskedNode``.
       state: the state of ``tx``.
-      params: the parameters. A part of a table, from
-        ``ParameterServer.pull(rows=...)``, is a table of its own here, and its state is
-        the state of its rows.
+      params: the parameters. A part of a table, :class:`TableRows`, is a table of its
+        own here, and its state is the state of its rows.
       **extra: extra arguments of ``tx``, such as ``local_step``.
 
     Returns:
@@ -91,18 +89,14 @@ def apply_gradients(
             "grads has no gradient for any leaf of params; differentiate a loss that "
             "depends on at least one of them."
         )
-    params = maps.sum_duplicates(params)  # Rows of tables are sorted once, here.
-    grads = maps.map_with_path(_numbered, params, grads)
-    held = maps.held(params)
+    table_rows.no_gradients(params)
+    grads, arrays = table_rows.numbered(params, grads), maps.stored(params)
     try:
-        new, state = gate.step(tx, grads, state, held, **extra)
+        new, state = gate.step(tx, grads, state, arrays, **extra)
     except AttributeError:  # Another state has other fields.
-        checks.own_state(state, jax.eval_shape(tx.init, held))
+        checks.own_state(state, jax.eval_shape(tx.init, arrays))
         raise
-    new = maps.map_leaves(
-        lambda p, x: p.with_values(x) if is_sparse(p) else x, params, new
-    )
-    return new, state
+    return table_rows.with_rows(params, new), state
 
 
 def minimize(
@@ -227,16 +221,3 @@ def _check_tables(tables: Tables, learning: optax.Params) -> None:
                 f"tables names {name!r}, which is not trainable, so it gets no "
                 "gradient. Leave it out of tables, or let trainable be True there."
             )
-
-
-def _numbered(path: Path, p: Leaf, g: Leaf) -> Leaf:
-    """A gradient; if the parameter is rows of a table, its rows count from 0."""
-    if not isinstance(p, IndexedSlices) or not maps.has_gradient(g):
-        return g
-    if not isinstance(g, IndexedSlices):
-        raise TypeError(
-            f"grads must be row-sparse at {checks.path_name(path)}, where params hold "
-            f"only a part of a table, got {jax.typeof(g).str_short()}."
-        )
-    part = TableRows.of(p)
-    return IndexedSlices(part.positions(g.indices), g.values, part.values.shape)

@@ -89,7 +89,7 @@ def _captured(
 ) -> list[jax.Array]:
     """Arrays that ``tx.init`` holds, and that a new state may begin with."""
     try:
-        traced = jax.make_jaxpr(tx.init)(maps.held(params))
+        traced = jax.make_jaxpr(tx.init)(maps.stored(params))
     except Exception:  # An init that cannot be traced is taken to make new arrays.
         return []
     return list(traced.consts)

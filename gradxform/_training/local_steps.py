@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from gradxform._late.conditional import typed_cond
+from gradxform._rows import boundary
 from gradxform._training.apply import learning_leaves, training_step
 from gradxform._training.donation import Donating
 from gradxform._trees import checks, dtypes, maps, versions
@@ -130,7 +131,7 @@ def local_steps(
         **extra: object,
     ) -> tuple[Any, ...]:
         hint = "Pull the whole table, or push the gradients of its rows at each step."
-        checks.dense("local_steps", params, "trains whole parameters", hint)
+        boundary.dense("local_steps", params, "trains whole parameters", hint)
         length = _length(batches)
 
         def train(carry: _Carry, batch: tuple[object, ...]) -> tuple[_Carry, _Result]:

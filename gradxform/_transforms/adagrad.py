@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import optax
 
+from gradxform._rows import boundary
 from gradxform._transforms import clipping
 from gradxform._transforms.learning_rate import scale_by_learning_rate
-from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
+from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, norms
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.types import Gradient
 
@@ -138,14 +139,13 @@ def scale_by_adagrad(
         )
         squares: tuple[optax.Updates, ...] = ()
         if row_wise:
-            updates = maps.sum_duplicates(updates)
             rows = clip_sums.rows
             squares = (norms.squared_rows(updates) if rows is None else rows,)
         kept = [state.sum_of_squares]
-        updates, *new = maps.map_step(divide, updates, kept, *squares)
+        updates, *new = boundary.map_step(divide, updates, kept, *squares)
         return updates, ScaleByAdagradState(*new)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return boundary.transformation(init_fn, update_fn)
 
 
 def adagrad(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._rows import boundary
 from gradxform._transforms.clipping import factor_to, global_norm
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps
 from gradxform._trees.mesh import AxisName
@@ -113,7 +114,6 @@ def clip_by_zscore(
         **extra: object,
     ) -> tuple[optax.Updates, ClipByZscoreState]:
         del params, extra
-        updates = maps.sum_duplicates(updates)  # Once, also for all later links.
         norm = global_norm(updates, axis_name=axis_name).astype(jnp.float32)
         last = dtypes.saturated(warmup)
         most, keep = (jnp.asarray(x, jnp.float32) for x in (threshold, decay))
@@ -143,4 +143,4 @@ def clip_by_zscore(
             variance=jnp.where(finite, spread, variance),
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return boundary.transformation(init_fn, update_fn)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._rows import boundary
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
 from gradxform._trees.compilers import after
 from gradxform._trees.mesh import AxisName
@@ -51,6 +52,7 @@ def global_norm(tree: PyTree[Leaf], *, axis_name: AxisName = None) -> jax.Array:
     Array(300., dtype=float32)
     """
     with jax.transfer_guard_host_to_device("allow"):
+        tree = boundary.entered(tree)
         _, total = norms.squared_norms(tree, axis_name=axis_name)
         return arithmetic.safe_sqrt(total)
 
@@ -153,7 +155,6 @@ def clip_by_global_norm(
         if use_norm is not None:
             checks.real_scalar("use_norm", use_norm)
         else:
-            updates = maps.sum_duplicates(updates)  # Once, also for all later links.
             use_norm = global_norm(updates, axis_name=axis_name)
         factor = factor_to(use_norm, max_norm)
 
@@ -165,7 +166,7 @@ def clip_by_global_norm(
 
         return maps.map_updates(scaled, updates), _state(use_norm)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return boundary.transformation(init_fn, update_fn)
 
 
 def clip_by_norm(
@@ -201,14 +202,13 @@ def clip_by_norm(
     max_norm = checks.in_range("max_norm", max_norm, "[0, inf]")
 
     def clipped(updates: optax.Updates, **_: object) -> optax.Updates:
-        updates = maps.sum_duplicates(updates)
         squares = norms.squared_norms(updates, axis_name=axis_name)[0]
         factors = maps.map_updates(
             lambda square: factor_to(arithmetic.safe_sqrt(square), max_norm), squares
         )
         return _scale_layers(updates, factors)
 
-    return stateless(clipped)
+    return boundary.transformation(*stateless(clipped))
 
 
 class ClipSums(NamedTuple):
@@ -275,8 +275,7 @@ def clip_before(
         **extra: object,
     ) -> tuple[optax.Updates, _States]:
         clip_state, inner_state = state
-        given = updates = maps.sum_duplicates(updates)
-        sums = NO_SUMS
+        given, sums = updates, NO_SUMS
         if clipvalue is not None:
             updates = maps.map_updates(lambda g: _clamp(g, clipvalue), given)
             if row_wise:
@@ -314,7 +313,7 @@ def clip_before(
             updates = maps.cast_like(updates, given)
         return updates, (clip_state, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return boundary.transformation(init_fn, update_fn)
 
 
 def factor_to(norm: jax.typing.ArrayLike, max_norm: jax.typing.ArrayLike) -> jax.Array:

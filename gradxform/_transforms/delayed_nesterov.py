@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._rows import boundary
 from gradxform._transforms import momentum
 from gradxform._transforms.learning_rate import scale_by_learning_rate
-from gradxform._trees import arithmetic, checks, constants, dtypes, maps
+from gradxform._trees import arithmetic, checks, constants, dtypes
 
 # The defaults of both functions.
 B1 = 0.9
@@ -151,7 +152,7 @@ def scale_by_delayed_nesterov(
             return u.astype(g.dtype), jnp.where(moves, 0, t), mu, total
 
         kept = state.count, state.mu, state.accumulated
-        updates, *new = maps.map_step(step, updates, kept)
+        updates, *new = boundary.map_step(step, updates, kept)
         return updates, ScaleByDelayedNesterovState(*new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

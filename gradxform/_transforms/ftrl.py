@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._rows import boundary
 from gradxform._transforms import clipping
 from gradxform._transforms.learning_rate import proximal_rate
 from gradxform._trees import arithmetic, checks, compilers, constants, dtypes, maps
@@ -191,7 +192,7 @@ def ftrl(
             return jnp.where(moves, new - w, 0), new_n, new_z
 
         kept = state.sum_of_squares, state.linear
-        updates, *new = maps.map_step(follow, updates, kept, reads=[params])
+        updates, *new = boundary.map_step(follow, updates, kept, reads=[params])
         return updates, FtrlState(optax.safe_increment(state.count), *new)
 
     clipped = clipping.clip_before(

@@ -8,18 +8,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._rows.indexed_slices import (
-    IndexedSlices,
-    RowSparseError,
-    is_sparse,
-    refuses_rows,
-)
+from gradxform._rows import boundary
 from gradxform._transforms import half
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps
 from gradxform._trees.compilers import after, apart, narrow
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.types import Leaf, Param, Params, Path
 
+_TAKES_NO_ROWS = (
+    "gradxform.master_weights gives its inner transformation the touched rows of {}, "
+    "as gradients and as parameters, but that transformation takes only whole tables. "
+    "Put gradxform.lazy around master_weights, and a sum, such as "
+    "gradxform.accumulate, around both. optax.inject_hyperparams takes rows if you "
+    "pass hyperparam_dtype=jnp.float32."
+)
 # Into how many parts the way to the next number in half precision is divided.
 _PARTS = {jnp.dtype(jnp.int8): 254.0, jnp.dtype(jnp.int16): 2.0**16}
 
@@ -179,15 +181,14 @@ def master_weights(
             updates,
             state.residual,
         )
-        updates = maps.sum_duplicates(updates)
+        updates = boundary.entered(updates)
         wide = maps.map_leaves(_held, updates, params, state.residual)
         try:
             updates, inner_state = inner.update(
                 updates, state.inner_state, wide, **accepted_kwargs(inner, extra)
             )
         except (TypeError, ValueError) as error:
-            if refuses_rows(error):
-                raise _takes_no_rows(wide) from error
+            boundary.explain(error, _TAKES_NO_ROWS, wide)
             raise
         count = state.count if isinstance(state, CountedMasterWeightsState) else None
         threshold = None if count is None else half.even_threshold(count)
@@ -195,7 +196,6 @@ def master_weights(
 
         def move(u: jax.Array, r: jax.Array, p: jax.Array) -> tuple[jax.Array, ...]:
             # x' = x + u, leaf after leaf on CPU, where each needs temporary memory.
-            p = jnp.asarray(p)
             x = apart(_joined(after(p, *done), r) + u)
             # What `apply_updates` gives, to the same operations, so that TPU makes both
             # in one pass. It may miss a number that is 2¹⁶ times smaller, or in float16
@@ -210,8 +210,9 @@ def master_weights(
         halves = maps.map_leaves(
             lambda u, r: u if maps.has_gradient(r) else None, updates, state.residual
         )
-        rows = maps.rows(halves, params)
-        halves, residual = maps.map_step(move, halves, [state.residual], rows)
+        halves, residual = boundary.map_step(
+            move, halves, [state.residual], reads=[params]
+        )
         updates = maps.map_leaves(lambda u, n: u if n is None else n, updates, halves)
         count = None if count is None else optax.safe_increment(count)
         return updates, _state(residual, inner_state, count)
@@ -326,20 +327,7 @@ def _held(g: Leaf, p: Leaf, r: Leaf) -> Leaf:
     """What ``inner`` gets for a parameter: float32, of a table the touched rows."""
     if not (maps.has_gradient(p) and maps.has_gradient(r)):
         return p
-    wide = _joined(*(jnp.asarray(maps.rows(g, x)) for x in (p, r)))
-    return g.with_values(wide) if isinstance(g, IndexedSlices) else wide
-
-
-def _takes_no_rows(wide: optax.Params) -> RowSparseError:
-    found = maps.leaves_with_path(wide)
-    names = ", ".join(checks.path_name(path) for path, p in found if is_sparse(p))
-    return RowSparseError(
-        f"gradxform.master_weights gives its inner transformation the touched rows of "
-        f"{names}, as gradients and as parameters, but that transformation takes only "
-        "whole tables. Put gradxform.lazy around master_weights, and a sum, such as "
-        "gradxform.accumulate, around both. optax.inject_hyperparams takes rows if "
-        "you pass hyperparam_dtype=jnp.float32."
-    )
+    return boundary.part(g, _joined(*(boundary.touched(g, x) for x in (p, r))))
 
 
 def _check(

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 
+from gradxform._rows import boundary
 from gradxform._trees import checks, compilers, constants, dtypes
 
 
@@ -21,7 +22,7 @@ def zeros(params: optax.Params, mu_dtype: jax.typing.DTypeLike | None) -> optax.
 
 def check(transformation: str, updates: optax.Updates, mu: optax.Updates) -> None:
     """Raises ``TypeError`` unless updates are dense and of the momentum's shapes."""
-    checks.dense(transformation, updates)
+    boundary.dense(transformation, updates)
     checks.same_shapes("updates", updates, "mu", mu)
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._rows import boundary
 from gradxform._transforms import momentum
 from gradxform._transforms.alignment import (
     MomentumAlignment,
@@ -160,7 +161,7 @@ def scale_by_momentum_look_ahead(
             shares = maps.map_updates(lambda _: (1.0, 0.0), updates)
         else:
             shares = aligned(updates, state.mu, alignment, axis_name, stacked_axes)
-        updates, *mu = maps.map_step(step, updates, [state.mu], shares)
+        updates, *mu = boundary.map_step(step, updates, [state.mu], shares)
         return updates, ScaleByMomentumLookAheadState(*mu)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -296,7 +297,7 @@ def worker_start(
         paths = ", ".join(checks.path_name(path) for path, _ in found)
         raise ValueError(f"the state holds several momenta, at {paths}: pass one part.")
     mu = boxes.as_in(params, found[0][1].mu)  # Flax has other boxes around state.
-    checks.dense("worker_start", params)
+    boundary.dense("worker_start", params)
     checks.same_shapes("the momentum", mu, "params", maps.masked_like(mu, params))
 
     def start(m: Leaf, w: Leaf) -> Leaf:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._rows import boundary
 from gradxform._transforms import clipping, momentum
 from gradxform._transforms.learning_rate import rate_at, scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
@@ -213,7 +214,7 @@ def scale_by_novograd(
             name = f"weight_decay={weight_decay!r}"
             params = checks.params_given(name, params, hint)
             rest = *rest, params, decayed(params)
-        updates, mu = maps.map_step(step, updates, [state.mu], *rest)
+        updates, mu = boundary.map_step(step, updates, [state.mu], *rest)
         count = optax.safe_increment(state.count)
         return updates, ScaleByNovogradState(count=count, mu=mu, nu=nu)
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._rows import boundary
 from gradxform._transforms.learning_rate import proximal_rate
-from gradxform._trees import arithmetic, checks, compilers, constants, dtypes, maps
+from gradxform._trees import arithmetic, checks, compilers, constants, dtypes
 
 
 class ProximalAdagradState(NamedTuple):
@@ -137,7 +138,7 @@ def proximal_adagrad(
             return update.astype(dtype), total
 
         sums = [state.sum_of_squares]
-        updates, *sums = maps.map_step(move, updates, sums, reads=[params])
+        updates, *sums = boundary.map_step(move, updates, sums, reads=[params])
         return updates, ProximalAdagradState(optax.safe_increment(state.count), *sums)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._rows import boundary
 from gradxform._transforms import half
 from gradxform._trees import checks, constants, maps
 
@@ -100,18 +101,16 @@ def round_stochastically(
         leaves, structure = maps.flatten(updates)
         numbers = jax.tree.unflatten(structure, range(len(leaves)))
 
-        def rounded(u: jax.Array, p: jax.typing.ArrayLike, number: int) -> jax.Array:
+        def rounded(u: jax.Array, p: jax.Array, number: int) -> tuple[jax.Array]:
             if not half.is_half(p):
-                return u
-            p, key = jnp.asarray(p), jax.random.fold_in(step_key, number)
+                return (u,)
+            key = jax.random.fold_in(step_key, number)
             before = half.widen(p)
             x = before + u.astype(jnp.float32)
             threshold = _random(jax.random.key_data(key), p.shape)
-            return half.difference(half.rounded_at(threshold, x, p.dtype), before)
+            return (half.difference(half.rounded_at(threshold, x, p.dtype), before),)
 
-        updates = maps.sum_duplicates(updates)
-        rows = maps.rows(updates, params)
-        updates = maps.map_updates(rounded, updates, rows, numbers)
+        (updates,) = boundary.map_step(rounded, updates, [], numbers, reads=[params])
         count = optax.safe_increment(state.count)
         return updates, RoundStochasticallyState(state.key, count)
 

@@ -13,7 +13,7 @@ device, so a transformation need not know about the kinds.
 - ``constants``: zeros and other constants, which lie where the parameters lie.
 - ``compilers``: barriers, and a cast to half precision without a copy of its result.
 - ``placeholders``: nodes without leaves, by which ``init`` shows a leaf's state.
-- ``jaxprs``: evaluates a jaxpr by a rule for its equations.
+- ``jaxprs``: reads jaxprs, evaluates one by a rule for its equations.
 - ``extra_args``: which extra arguments a transformation takes.
 - ``norms``: sums of squares of layers, rows and whole trees in one pass.
 - ``stateless``: a transformation from a function of its updates.
@@ -23,11 +23,10 @@ device, so a transformation need not know about the kinds.
 
 With these, a transformation without state is one line of arithmetic and one map:
 
->>> import jax.numpy as jnp
+>>> import gradxform as gx, jax.numpy as jnp
 >>> from gradxform._trees import arithmetic, maps
->>> from gradxform._rows.indexed_slices import IndexedSlices
 >>> updates = {"w": jnp.ones(2), "frozen": None}
->>> updates["table"] = IndexedSlices([3], jnp.ones((1, 2)), (5, 2))
+>>> updates["table"] = gx.IndexedSlices([3], jnp.ones((1, 2)), (5, 2))
 >>> halved = maps.map_updates(lambda g: arithmetic.scale(g, 0.5), updates)
 >>> assert halved["table"].values.tolist() == [[0.5, 0.5]] and halved["frozen"] is None
 

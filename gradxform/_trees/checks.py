@@ -16,9 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._rows.indexed_slices import IndexedSlices, RowSparseError, is_sparse
 from gradxform._trees import dtypes, maps
-from gradxform._trees.types import Gradient, Leaf, Path, Prefix, PyTree, T
+from gradxform._trees.types import (
+    Gradient,
+    Leaf,
+    Path,
+    Prefix,
+    PyTree,
+    SparseLeaf,
+    T,
+)
 
 COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # For counts, which are int32 on devices.
 _REAL = (jnp.floating, jnp.integer)
@@ -312,7 +319,9 @@ def bools(name: str, given: Prefix[bool], params: optax.Params) -> PyTree[bool]:
     """
     values = prefix(name, given, params)
 
-    def check(path: Path, _: object, value: jax.typing.ArrayLike) -> None:
+    def check(path: Path, p: Leaf, value: jax.typing.ArrayLike) -> None:
+        if not maps.has_gradient(p):
+            return
         traced = isinstance(value, jax.core.Tracer)
         if traced or np.shape(value) or np.asarray(value).dtype != bool:
             raise TypeError(
@@ -320,7 +329,7 @@ def bools(name: str, given: Prefix[bool], params: optax.Params) -> PyTree[bool]:
                 f"{path_name(path)}."
             )
 
-    jax.tree.map_with_path(check, params, values, is_leaf=is_sparse)
+    maps.map_with_path(check, params, values)
     return values
 
 
@@ -431,7 +440,7 @@ def same_shapes(
 
     for path, reference_leaf in flat_reference.items():
         if path not in flat:
-            fail(path, _node_at(path, tree), _describe(reference_leaf))
+            fail(path, _node_at(path, tree), describe(reference_leaf))
         leaf = flat[path]
         if not maps.has_gradient(leaf) or (none_takes_all and reference_leaf is None):
             continue
@@ -440,10 +449,10 @@ def same_shapes(
             lossy = _is_complex(leaf) and not (squares or _is_complex(reference_leaf))
             fits = expected(leaf) == _shape(reference_leaf) and not lossy
         if not fits:
-            fail(path, _describe(leaf), _describe(reference_leaf))
+            fail(path, describe(leaf), describe(reference_leaf))
     for path, leaf in flat.items():
         if path not in flat_reference:
-            fail(path, _describe(leaf), "no leaf")
+            fail(path, describe(leaf), "no leaf")
     if nodes and structure != wanted_structure:
         fail(*_other_node(tree, reference))
 
@@ -490,7 +499,7 @@ def _other_node(
         names = str(node), str(wanted)
     has_node = f"a node {names[0]}"
     if maps.is_leaf(reference) or jax.tree_util.all_leaves([reference]):
-        return (), has_node, _describe(reference)
+        return (), has_node, describe(reference)
     return (), has_node, f"a node {names[1]}"
 
 
@@ -562,7 +571,7 @@ def usable(name: str, tree: PyTree[Leaf]) -> None:
             )
         if isinstance(leaf, jax.Array):
             raise RuntimeError(  # As JAX does.
-                f"{name} has a deleted array at {path_name(path)}, {_describe(leaf)}: "
+                f"{name} has a deleted array at {path_name(path)}, {describe(leaf)}: "
                 "it was donated to a program, or deleted. Use it before that, or give "
                 "the program a copy."
             )
@@ -595,23 +604,9 @@ def same_dtypes(
         if maps.has_gradient(leaf) and dtypes.dtype_of(leaf) != flat[path].dtype:
             raise TypeError(
                 f"{name} and {reference_name} differ in dtype at {path_name(path)}: "
-                f"{name} has {_describe(leaf)}, {reference_name} has "
-                f"{_describe(flat[path])}. Cast it."
+                f"{name} has {describe(leaf)}, {reference_name} has "
+                f"{describe(flat[path])}. Cast it."
             )
-
-
-def dense(
-    name: str,
-    tree: PyTree[Leaf],
-    needs: str = "changes every row at every step, so it takes dense gradients",
-    hint: str = "Use gradxform.lazy(optax.adamw(...)) or adagrad for this leaf, or put "
-    "gradxform.densify() in front, which costs work on the whole table.",
-) -> None:
-    """Raises ``RowSparseError`` for a row-sparse leaf; it says what is needed."""
-    for path, leaf in maps.leaves_with_path(tree):
-        if isinstance(leaf, IndexedSlices):
-            got = f"{_describe(leaf)} at {path_name(path)}"
-            raise RowSparseError(f"{name} {needs}, got {got}. {hint}")
 
 
 def _is_complex(value: object) -> bool:
@@ -623,11 +618,12 @@ def _dtype(value: object) -> np.dtype[Any]:
     return value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
 
 
-def _describe(leaf: object) -> str:
+def describe(leaf: object) -> str:
+    """A leaf's type, for messages."""
     if leaf is None or isinstance(leaf, optax.MaskedNode):
         return repr(leaf)
-    if isinstance(leaf, IndexedSlices):
-        rows = _describe(leaf.values)
-        return f"IndexedSlices of {rows} for {list(leaf.dense_shape)}"
+    if isinstance(leaf, SparseLeaf):
+        stored = describe(leaf.values)
+        return f"{type(leaf).__name__} of {stored} for {list(leaf.shape)}"
     aval = leaf if isinstance(leaf, jax.core.ShapedArray) else jax.typeof(leaf)
     return aval.str_short()

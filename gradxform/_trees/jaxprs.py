@@ -1,28 +1,35 @@
-"""Evaluates jaxprs, equation by equation."""
+"""Reads jaxprs: evaluates one by a rule, and walks through those inside of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
+from gradxform._trees import versions
+
 if TYPE_CHECKING:
-    from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+# (name of the operation, inputs, equation, those of other jaxprs) -> results, or None
+Rule: TypeAlias = Callable[..., Sequence[Any] | None]
 
 # Results that are no arrays yet.
 _CONSTANT = int, float, complex, np.generic, np.ndarray
 
 
 def run(
-    jaxpr: Jaxpr,
-    args: Sequence[Any],
-    rule: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
+    jaxpr: Jaxpr, args: Sequence[Any], rule: Rule | None = None, *others: Jaxpr
 ) -> list[Any]:
-    """The results of a jaxpr; ``rule(eqn, inputs)`` gives those of each equation.
+    """The results of a jaxpr.
 
-    ``args`` are its constants and then its inputs, of any kind that the rule takes.
+    ``rule(name, inputs, eqn, ...)`` gives those of an equation, by the name of its
+    operation. If it returns None, the equation is evaluated as it is. It also gets the
+    equations at this place of ``others``, jaxprs of the same operations.
+
+    ``args`` are constants and then inputs, of any kind that the rule takes.
     """
     from jax.extend.core import Literal
 
@@ -31,10 +38,77 @@ def run(
     def values(atoms: Sequence[Var | Literal]) -> list[Any]:
         return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
 
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, rule(eqn, values(eqn.invars)), strict=True))
+    for eqn, *same in zip(jaxpr.eqns, *(x.eqns for x in others), strict=True):
+        inputs = values(eqn.invars)
+        results = rule and rule(eqn.primitive.name, inputs, eqn, *same)
+        if results is None:
+            results = versions.evaluate(eqn, inputs)
+        env.update(zip(eqn.outvars, results, strict=True))
     types: list[Any] = [x.aval for x in jaxpr.outvars]
     return [
         jnp.asarray(x, t.dtype) if isinstance(x, _CONSTANT) else x
         for x, t in zip(values(jaxpr.outvars), types, strict=True)
     ]
+
+
+def operations(jaxpr: Jaxpr) -> list[tuple[str, int, int]]:
+    """For each equation its operation, and the numbers of its inputs and results."""
+    return [(x.primitive.name, len(x.invars), len(x.outvars)) for x in jaxpr.eqns]
+
+
+def constants(jaxpr: Jaxpr) -> list[Var | Literal]:
+    """The arrays that a jaxpr has, and does not get or compute."""
+    from jax.extend.core import Literal
+
+    read = (x for eqn in jaxpr.eqns for x in eqn.invars)
+    literals = [x for x in (*read, *jaxpr.outvars) if isinstance(x, Literal)]
+    return [*jaxpr.constvars, *literals]
+
+
+def place(eqn: JaxprEqn) -> str:
+    """An equation's operation, and the line of the user's code, for messages."""
+    from jax.extend import source_info_util
+
+    line = source_info_util.summarize(eqn.source_info)  # "" in an interpreter.
+    return f"{eqn.primitive.name!r} {line}".rstrip()
+
+
+def equations(closed: ClosedJaxpr) -> Iterator[JaxprEqn]:
+    """All equations of a jaxpr and of those inside of it."""
+    kinds = _kinds_of(closed)
+
+    def inside(x: Any) -> Iterator[JaxprEqn]:  # A parameter of any type.
+        if type(x) is tuple:
+            for each in x:
+                yield from inside(each)
+        for eqn in x.eqns if isinstance(x, kinds) else ():
+            yield eqn
+            yield from inside(tuple(eqn.params.values()))
+
+    return inside(closed)
+
+
+def replaced(closed: ClosedJaxpr, f: Callable[[JaxprEqn], JaxprEqn]) -> ClosedJaxpr:
+    """The same jaxpr with ``f(eqn)`` for each equation of it and of those inside."""
+    plain, _ = kinds = _kinds_of(closed)
+
+    def mapped(x: Any) -> Any:  # A parameter of any type.
+        if type(x) is tuple:
+            return tuple(map(mapped, x))
+        if isinstance(x, plain):
+            return x.replace(eqns=list(map(of_eqn, x.eqns)))
+        return x.replace(jaxpr=mapped(x.jaxpr)) if isinstance(x, kinds) else x
+
+    def of_eqn(eqn: JaxprEqn) -> JaxprEqn:
+        params = {name: mapped(x) for name, x in eqn.params.items()}
+        return f(eqn.replace(params=params))
+
+    return mapped(closed)  # type: ignore[no-any-return]
+
+
+def _kinds_of(closed: ClosedJaxpr) -> tuple[type[Any], type[Any]]:
+    """The classes of jaxprs, open and closed: one class since JAX 0.12.
+
+    To import them takes a tenth of a second.
+    """
+    return type(closed.jaxpr), type(closed)

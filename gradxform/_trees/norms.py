@@ -77,10 +77,10 @@ def squared_norms(
     A layer is a leaf, or one slice of a leaf's first ``stacked_axes`` axes (an int, or
     a prefix tree of ints; by default none). A leaf that varies over some of the mesh
     axes in ``axis_name`` is sharded there, and its sum runs over them, too. ``squared``
-    says that the updates are squares already.
+    says that the updates are squares already. Sparse leaves have each entry once.
     """
     sums = functools.partial(_sum_of_squares, squared=squared)
-    leaves, treedef = maps.flatten(maps.sum_duplicates(updates))
+    leaves, treedef = maps.flatten(maps.stored(updates))
     stacked = jax.tree.leaves(maps.broadcast(stacked_axes or 0, updates))
     depths = iter(stacked)
     squares: list[jax.Array | None] = [None] * len(leaves)
@@ -88,7 +88,7 @@ def squared_norms(
     for i, g in enumerate(leaves):
         if not maps.has_gradient(g):
             continue
-        x, axes = maps.values(g), next(depths)
+        x, axes = jnp.asarray(g), next(depths)
         if axes or not _is_small(x):
             squares[i] = sums(x, stacked=axes)
         else:
@@ -164,7 +164,8 @@ def squared_rows(
         return compilers.apart(_sum(arithmetic.abs_sq(g), min(1, g.ndim)))
 
     return maps.map_leaves(
-        lambda g: sums(maps.values(g)) if maps.has_gradient(g) else g, updates
+        lambda g: sums(jnp.asarray(g)) if maps.has_gradient(g) else g,
+        maps.stored(updates),
     )
 
 

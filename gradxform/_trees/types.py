@@ -7,12 +7,11 @@ container of any kind. The name says which leaves are in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import jax
+import numpy as np
 import optax
-
-from gradxform._rows.indexed_slices import IndexedSlices
 
 T = TypeVar("T")
 # Trees that come out in the type in which they came in.
@@ -24,9 +23,42 @@ PyTree: TypeAlias = T | Any
 # function of the parameters. Sphinx cannot evaluate ``optax.Params`` inside an alias.
 Prefix: TypeAlias = PyTree[T] | Callable[[Any], PyTree[T]]
 
+
+class SparseLeaf:
+    """A leaf that stores some entries of its array; ``_rows`` has the kinds of them.
+
+    To JAX it is a node. To the maps it is one leaf, and they show its stored entries.
+    If it is an update, ``p + leaf`` adds it to a parameter.
+    """
+
+    @property
+    def values(self) -> jax.Array:
+        """The stored entries."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the whole array."""
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the whole array."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the entries."""
+        return self.values.dtype
+
+    def with_values(self, values: jax.Array) -> Self:
+        """The same places with other entries, unchecked."""
+        raise NotImplementedError
+
+
 # A parameter, or its description, as in ``jax.eval_shape``.
 Param: TypeAlias = jax.Array | jax.ShapeDtypeStruct
-Gradient: TypeAlias = jax.typing.ArrayLike | IndexedSlices
+Gradient: TypeAlias = jax.typing.ArrayLike | SparseLeaf
 # A leaf of a gradient tree. ``None``, a masked node and a ``float0`` are no gradient.
 Leaf: TypeAlias = Gradient | optax.MaskedNode | None
 # The keys that lead to a leaf, from the root.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +13,31 @@ import numpy as np
 # The class of jax.extend.core, whose import takes a tenth of a second.
 Primitive: Any = type(jax.lax.convert_element_type_p)
 
+
+class Op(enum.StrEnum):
+    """Names of the primitives that have a rule of their own somewhere."""
+
+    CAST = "convert_element_type"
+    CHECKPOINT = "remat2"
+    COND = "cond"
+    COPY = "copy"
+    CUSTOM_JVP = "custom_jvp_call"
+    DOT = "dot_general"
+    DYNAMIC_SLICE = "dynamic_slice"
+    GATHER = "gather"
+    JIT = "jit"
+    LESS = "lt"
+    NAME = "name"
+    RESHARD = "reshard"
+    SLICE = "slice"
+    STOP_GRADIENT = "stop_gradient"
+    UNSTACK = "unstack"  # From JAX 0.12 on.
+
+
+# These keep the values of an array, and make no copy by themselves.
+SAME_VALUES = frozenset({"pvary", "pcast", "reshard", "sharding_constraint"})
+# These make an array of a shape, which is one of their parameters.
+OF_SHAPE = {"broadcast_in_dim": "shape", "random_bits": "shape", "reshape": "new_sizes"}
 # Operations for which each entry of a result depends on the same entry of each operand,
 # or on one number for all. Each version lacks some of them.
 _ELEMENTWISE = """

@@ -1,5 +1,7 @@
 """Parts of tables: a loss that reads them trains as if it had the whole table."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,7 @@ def part(indices=(3, 7, 9, HEIGHT, HEIGHT, HEIGHT), dtype="float32"):
     """A part as a server gives it for six ids."""
     padded = np.concatenate([TABLE, np.zeros((1, WIDTH), np.float32)])
     rows = jnp.asarray(padded[list(indices)], dtype)
-    return gx.IndexedSlices(list(indices), rows, TABLE.shape)
+    return gx.TableRows(list(indices), rows, TABLE.shape)
 
 
 def model(table):
@@ -57,9 +59,31 @@ def test_rows_of_a_part_are_those_of_the_table(indices, compiled):
     )
 
 
-def test_repeated_rows_of_a_part_add_up():
-    twice = gx.IndexedSlices([4, 4], jnp.ones((2, WIDTH)), TABLE.shape)
-    assert gx.lookup(twice, [4]).tolist() == [[2.0] * WIDTH]
+def test_a_part_has_each_row_once():
+    with pytest.raises(ValueError, match="each row once, got 4"):
+        gx.TableRows([4, 2, 4], jnp.ones((3, WIDTH)), TABLE.shape)
+
+
+def test_a_part_goes_through_jit_and_pickle_as_it_is():
+    for make in (jax.jit(lambda p: p), lambda p: pickle.loads(pickle.dumps(p))):
+        again = make(part((9, 3, HEIGHT, 7)))
+        assert type(again) is gx.TableRows
+        assert again.dense_shape == TABLE.shape
+        assert again.indices.tolist() == [3, 7, 9, HEIGHT]
+        np.testing.assert_array_equal(again.values[:3], TABLE[HELD])
+
+
+def test_a_gradient_among_parameters_is_refused():
+    """It would be a table of zeros but for these rows, and its rows may repeat."""
+    rows = gx.IndexedSlices([3, 7, 9], TABLE[HELD], TABLE.shape)
+    tx, params = gx.adagrad(0.1), model(rows)
+    match = r"params has an IndexedSlices at \['table'\].*gradxform.TableRows"
+    with pytest.raises(TypeError, match=match):
+        gx.value_and_grad(loss_fn)(params, IDS)
+    with pytest.raises(TypeError, match=match):
+        gx.apply_gradients(tx, params, tx.init(model(TABLE)), params)
+    with pytest.raises(TypeError, match="row-sparse gradient"):
+        gx.lookup(rows, [3])
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -259,14 +283,14 @@ def test_a_traced_id_that_is_not_there_is_padding():
 
 
 def test_an_empty_part_reads_padding():
-    empty = gx.IndexedSlices([], jnp.zeros((0, WIDTH)), TABLE.shape)
+    empty = gx.TableRows([], jnp.zeros((0, WIDTH)), TABLE.shape)
     assert not np.any(jax.jit(gx.lookup)(empty, IDS))
     with pytest.raises(ValueError, match="got 7"):
         gx.lookup(empty, IDS)
 
 
 def test_a_part_of_integers_has_no_gradient():
-    integers = gx.IndexedSlices([3], jnp.ones((1, WIDTH), int), TABLE.shape)
+    integers = gx.TableRows([3], jnp.ones((1, WIDTH), int), TABLE.shape)
     assert gx.lookup(integers, [3]).tolist() == [[1] * WIDTH]
     with pytest.raises(ValueError, match=r"'table' is int32\[50, 3\]"):
         gx.value_and_grad(loss_fn)(model(integers), IDS)

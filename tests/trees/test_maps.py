@@ -1,4 +1,4 @@
-"""The maps over trees: which gradients are finite.
+"""The boundary: which gradients are finite, and a step on the touched rows.
 
 The check is private: the public functions that use it do more, so its cost is unseen.
 """
@@ -14,7 +14,7 @@ import pytest
 
 import gradxform as gx
 from benchmarks.models import size
-from gradxform._trees import maps
+from gradxform._rows import boundary
 
 SIZES = [1, 4095, 4096, 4097, 65_537, 1_000_003]
 DTYPES = ["float32", "bfloat16", "float16", "complex64", "float64"]
@@ -27,7 +27,7 @@ FIGURES = [  # temporaries and bytes accessed, in gradients
 
 
 def all_finite(grads):
-    return jax.jit(lambda g: list(map(maps.all_finite, g)))(grads)
+    return jax.jit(lambda g: list(map(boundary.all_finite, g)))(grads)
 
 
 def spoiled(x, bad):
@@ -76,7 +76,7 @@ def test_padding_may_hold_anything(dtype):
 @pytest.mark.parametrize("dtype", DTYPES[:-1])
 def test_each_gradient_of_a_stack_is_judged_alone(dtype):
     grads = jnp.ones((3, 64, 64), dtype).at[1, 63, 63].set(jnp.nan)
-    finite = jax.jit(jax.vmap(maps.all_finite))(grads)
+    finite = jax.jit(jax.vmap(boundary.all_finite))(grads)
     assert finite.tolist() == [True, False, True]
 
 
@@ -84,7 +84,7 @@ def test_each_gradient_of_a_stack_is_judged_alone(dtype):
 @pytest.mark.parametrize(("dtype", "temporaries", "passes"), FIGURES)
 def test_the_check_is_one_pass_over_the_gradients(dtype, temporaries, passes):
     grads = [jax.ShapeDtypeStruct((512, 512), dtype)] * 3
-    check = jax.jit(lambda g: jnp.stack(list(map(maps.all_finite, g))))
+    check = jax.jit(lambda g: jnp.stack(list(map(boundary.all_finite, g))))
     check = check.lower(grads).compile()
     n = size(grads)
     found = check.memory_analysis().temp_size_in_bytes / n
@@ -114,7 +114,7 @@ def test_a_step_sums_repeated_rows_and_writes_the_new_rows():
 
     @jax.jit
     def step(updates, *state):
-        return maps.map_step(
+        return boundary.map_step(
             lambda g, s, n, factor: (g * factor, s + g**2, n.astype(g.dtype) + g),
             updates,
             state,

@@ -1,0 +1,207 @@
+"""The boundary between row-sparse gradients and formulas, which are of arrays.
+
+A formula that is not linear in the gradient needs repeated rows summed first, and one
+that also reads state or parameters needs the rows that the gradient touches. So a
+transformation is entered with rows that are summed (:func:`transformation`), and
+:func:`map_step` shows a formula the touched rows of a leaf and of its state. Summed
+rows stay summed: whoever is entered next finds nothing to do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform._rows.indexed_slices import (
+    RowSparseError,
+    is_sparse,
+    refuses_rows,
+)
+from gradxform._rows.rows import take_rows, take_summed, write_summed
+from gradxform._rows.table_rows import TableRows
+from gradxform._trees import arithmetic, checks, constants, maps
+from gradxform._trees.types import Gradient, Leaf, PyTree, SparseLeaf
+
+
+def entered(updates: optax.Updates) -> optax.Updates:
+    """Gradients as every formula takes them: repeated rows summed, None for float0."""
+
+    def leaf(g: Leaf) -> Leaf:
+        if is_sparse(g):
+            return g.sum_duplicates()
+        return g if maps.has_gradient(g) else maps.nothing(g)
+
+    return maps.map_leaves(leaf, updates)
+
+
+def transformation(
+    init: optax.TransformInitFn, update: optax.TransformUpdateExtraArgsFn
+) -> optax.GradientTransformationExtraArgs:
+    """A transformation whose ``update`` gets gradients as :func:`entered` makes them.
+
+    One that is linear in the gradients needs no summed rows, and is not made by this.
+    """
+
+    @functools.wraps(update)
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        return update(entered(updates), state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(init, update_fn)
+
+
+def map_step(
+    f: Callable[..., tuple[jax.Array, ...]],
+    updates: optax.Updates,
+    state: Sequence[PyTree[Leaf]],
+    *rest: PyTree[object],
+    reads: Sequence[PyTree[Leaf]] = (),
+) -> list[Any]:  # Updates, and trees as in `state`.
+    """New updates and new state: ``u, *s = f(g, *s, *reads, *rest)``, by the gradient.
+
+    Of a table with a row-sparse gradient ``f`` gets the touched rows, from the gradient
+    with repeated rows summed, from the state, and from trees that it only reads, such
+    as parameters. Its results for them are written into the table. A state leaf
+    keeps its dtype, and a tree of state its nodes, if it has a leaf for each gradient.
+    A leaf without gradient keeps its state.
+    """
+    gradients, treedef = maps.flatten(entered(updates))
+    number, end = len(state), len(state) + len(reads)
+
+    def step(g: Leaf, *others: Any) -> Sequence[Leaf]:
+        old, given = others[:number], others[end:]
+        if not maps.has_gradient(g):
+            return g, *old
+        seen = (touched(g, x) for x in others[:end])
+        u, *new = f(jnp.asarray(maps.stored(g)), *seen, *given)
+        pairs = zip(old, new, strict=True)
+        kept = (written(g, s, x.astype(maps.dtype_of(s))) for s, x in pairs)
+        return g.with_values(u) if is_sparse(g) else u, *kept
+
+    up_to = treedef.flatten_up_to  # type: ignore[attr-defined]
+    columns = gradients, *map(maps.leaves, state), *map(up_to, (*reads, *rest))
+    results = [step(*row) for row in zip(*columns, strict=True)]
+    return [
+        jax.tree.unflatten(maps.structure(tree), [result[i] for result in results])
+        for i, tree in enumerate((updates, *state))
+    ]
+
+
+def touched(g: Leaf, x: Gradient) -> jax.Array:
+    """The rows of a leaf that a summed row-sparse gradient touches; else all of it.
+
+    Padding reads zeros, and so do rows that a part of a table or a gradient lacks.
+    """
+    if not is_sparse(g):
+        return jnp.asarray(x)
+    if is_sparse(x):
+        x = part(x.sum_duplicates(), x.sum_duplicates().values)
+    if isinstance(x, TableRows):
+        return take_rows(x.values, x.positions(g.indices))
+    return take_summed(jnp.asarray(x), g.indices)
+
+
+def part(g: Leaf, rows: jax.Array) -> jax.Array | TableRows:
+    """A parameter with only the rows that :func:`touched` has read; else the leaf."""
+    return TableRows.ascending(g.indices, rows, g.dense_shape) if is_sparse(g) else rows
+
+
+def written(
+    g: Leaf,
+    table: jax.typing.ArrayLike,
+    new: jax.Array,
+    keeps: jax.Array | None = None,
+) -> jax.Array:
+    """A leaf with new rows at those that the gradient touches; else the new leaf.
+
+    A donated table is written in place, and its other rows are not read or written. If
+    ``keeps`` is given and False, they become zero.
+    """
+    if not is_sparse(g):
+        return new
+    table = jnp.asarray(table)
+
+    def write(table: jax.Array) -> jax.Array:
+        return write_summed(table, g.indices, new.astype(table.dtype))
+
+    if keeps is None:
+        return write(table)
+    table_type = jax.typeof(table)
+    return jax.lax.cond(
+        keeps,
+        lambda: write(table),
+        lambda: write(constants.zeros_of_type(table_type)),
+    )
+
+
+def all_finite(g: Gradient) -> jax.Array:
+    """bool[], whether a gradient holds neither NaN nor inf; padding does not count."""
+    x, inside = jnp.asarray(maps.stored(g)), None
+    if is_sparse(g):
+        inside = arithmetic.expand(g.indices < g.dense_shape[0], x)
+    elif x.dtype in (jnp.float32, jnp.float64, jnp.bfloat16):
+        # x - floor(x) is in [0, 1], or NaN if x is not finite. On CPU this sum is one
+        # pass that writes nothing to memory. So is the maximum, but there the compiler
+        # drops NaN. For x - x it takes 0 with xla_cpu_enable_fast_math.
+        return jnp.isfinite(jnp.sum(x - jnp.floor(x)))
+    # For other dtypes, or with padding, it writes less if it writes only these bools.
+    return jnp.all(jnp.isfinite(x), where=inside)
+
+
+def dense(
+    name: str,
+    tree: PyTree[Leaf],
+    needs: str = "changes every row at every step, so it takes dense gradients",
+    hint: str = "Use gradxform.lazy(optax.adamw(...)) or adagrad for this leaf, or put "
+    "gradxform.densify() in front, which costs work on the whole table.",
+) -> None:
+    """Raises ``RowSparseError`` for a row-sparse leaf; it says what is needed."""
+    for path, leaf in maps.leaves_with_path(tree):
+        if isinstance(leaf, SparseLeaf):
+            got = f"{checks.describe(leaf)} at {checks.path_name(path)}"
+            raise RowSparseError(f"{name} {needs}, got {got}. {hint}")
+
+
+def explain(error: Exception, message: str, params: optax.Params) -> None:
+    """Raises ``RowSparseError`` if a transformation has refused row-sparse gradients.
+
+    The message has a place for the names of the parts of tables in ``params``.
+    """
+    if refuses_rows(error):
+        found = maps.leaves_with_path(params)
+        names = [checks.path_name(at) for at, p in found if isinstance(p, SparseLeaf)]
+        raise RowSparseError(message.format(", ".join(names))) from error
+
+
+def blame(
+    error: Exception, f: Callable[[optax.Updates], object], updates: optax.Updates
+) -> None:
+    """Raises ``RowSparseError`` if ``f`` fails on row-sparse updates alone.
+
+    ``error`` is what it has raised.
+    """
+
+    def traced(updates: optax.Updates) -> bool:
+        # A trace computes no values.
+        try:
+            jax.eval_shape(lambda: f(updates))
+        except Exception:
+            return False
+        return True
+
+    if isinstance(error, RowSparseError) or not any(
+        map(is_sparse, maps.leaves(updates))
+    ):
+        return
+    dense = maps.map_leaves(lambda g: g.densify() if is_sparse(g) else g, updates)
+    if not traced(updates) and traced(dense):
+        raise RowSparseError from error
