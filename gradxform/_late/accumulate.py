@@ -13,6 +13,7 @@ from gradxform._late import gate
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._late.sums import Reduction, Sums
+from gradxform._rows import boundary
 from gradxform._trees import checks, constants, maps, versions
 
 
@@ -143,7 +144,7 @@ def accumulate(
 def _all_finite(updates: optax.Updates, global_step: jax.Array) -> jax.Array:
     """Whether a push is finite, on all devices that count their steps together."""
     leaves = filter(maps.has_gradient, maps.leaves(updates))
-    finite = map(maps.all_finite, leaves)
+    finite = map(boundary.all_finite, leaves)
     every = functools.reduce(jnp.logical_and, finite, jnp.array(True))
     varying = versions.varying_axes
     axes = varying(jax.typeof(every)) - varying(jax.typeof(global_step))

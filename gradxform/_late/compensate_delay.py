@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._rows import boundary
 from gradxform._trees import arithmetic, checks, dtypes, maps
 from gradxform._trees.stateless import stateless
 
@@ -80,7 +81,7 @@ def compensate_delay(
             return ((wide + correction).astype(g.dtype),)
 
         reads = params, worker_params
-        (updates,) = maps.map_step(compensate, updates, [], reads=reads)
+        (updates,) = boundary.map_step(compensate, updates, [], reads=reads)
         return updates
 
     return stateless(corrected)

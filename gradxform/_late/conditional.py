@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import numpy as np
 
-from gradxform._rows.indexed_slices import IndexedSlices
 from gradxform._trees import constants, jaxprs, maps, versions
 from gradxform._trees.types import PyTree, T
 
@@ -60,7 +59,10 @@ def typed_cond(
     def skip_typed() -> T:
         return maps.map_leaves(
             lambda old, new: (
-                _as_type(old, new) if maps.has_gradient(old) else _zeros(new)
+                _as_type(old, new)
+                if maps.has_gradient(old)
+                # The zero of an index of a row-sparse gradient is padding.
+                else jax.tree.map(constants.zeros_of_type, new)
             ),
             skipped(),
             after,
@@ -89,7 +91,7 @@ def _traced(f: Callable[[], T]) -> tuple[Callable[[], T], PyTree[_Type], bool]:
     treedef, types = jax.tree.structure(shapes), closed.out_avals
 
     def run() -> T:
-        results = jaxprs.run(closed.jaxpr, closed.consts, versions.evaluate)
+        results = jaxprs.run(closed.jaxpr, closed.consts)
         return jax.tree.unflatten(treedef, results)
 
     return run, jax.tree.unflatten(treedef, types), bool(closed.effects)
@@ -103,19 +105,3 @@ def _as_type(x: jax.Array, like: _Type) -> jax.Array:
         x = jax.sharding.reshard(x, like.sharding)
     varying = versions.varying_axes
     return versions.to_varying(x, varying(like) - varying(jax.typeof(x)))
-
-
-def _zeros(types: PyTree[_Type | IndexedSlices]) -> PyTree[jax.Array | IndexedSlices]:
-    """Updates of these types that change nothing."""
-
-    def nothing(leaf: PyTree[_Type]) -> PyTree[jax.Array]:
-        if not maps.has_gradient(leaf):
-            return leaf
-        if not isinstance(leaf, IndexedSlices):
-            return constants.zeros_of_type(leaf)
-        types: Any = leaf.indices, leaf.values  # Of arrays, not the arrays themselves.
-        indices, values = map(constants.zeros_of_type, types)
-        padding = indices + np.int32(leaf.dense_shape[0])
-        return IndexedSlices(padding, values, leaf.dense_shape)
-
-    return maps.map_leaves(nothing, types)

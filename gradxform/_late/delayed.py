@@ -12,6 +12,7 @@ import optax
 from gradxform._late import gate, missing
 from gradxform._late.gate import Decision
 from gradxform._late.missing import LeafFlags
+from gradxform._rows import boundary
 from gradxform._trees import boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
 from gradxform._trees.types import Leaf, Path, PyTree
@@ -116,7 +117,7 @@ def delayed(
 
     def init_fn(params: optax.Params) -> DelayedState:
         checks.of_same_kind("ring_dtype", ring_dtype, params)
-        params = maps.held(params)
+        params = maps.stored(params)
         inner_state = gate.inner_state(inner, params)
         leaves = boxes.unboxed(params)
 
@@ -251,7 +252,7 @@ def _check_updates(updates: optax.Updates, ring: optax.Updates) -> None:
 
     slots = jax.tree.map(slot, ring)
     checks.same_shapes("updates", updates, "ring", slots, none_takes_all=True)
-    checks.dense(
+    boundary.dense(
         "delayed",
         maps.map_leaves(lambda g, r: g if _delay(r) else None, updates, ring),
         "makes room for gradients in init, which knows no number of rows, so it takes "

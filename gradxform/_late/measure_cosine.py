@@ -10,6 +10,7 @@ import optax
 
 from gradxform._late import missing
 from gradxform._late.missing import LeafFlags
+from gradxform._rows import boundary
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
 
@@ -98,7 +99,7 @@ def measure_cosine(
         **extra: object,
     ) -> tuple[optax.Updates, MeasureCosineState]:
         del params, extra
-        checks.dense("measure_cosine", updates)
+        boundary.dense("measure_cosine", updates)
         checks.same_shapes("updates", updates, "previous", state.previous)
         # A sum of pushes gives zeros for a leaf without a gradient, and a flag.
         flags = missing.flags_of(updates, leaf_flags)
@@ -119,7 +120,7 @@ def measure_cosine(
             return g, jnp.where(constants.never(dot), 0, g), square
 
         held = [state.previous, state.squares]
-        updates, *kept = maps.map_step(keep, updates, held, squares)
+        updates, *kept = boundary.map_step(keep, updates, held, squares)
         cosine = jnp.clip(cosine, -1, 1).astype(jnp.float32)
         return updates, MeasureCosineState(cosine, *kept)
 

@@ -31,7 +31,6 @@ import numpy as np
 import optax
 
 from gradxform._late.counters import has_gate, is_gate
-from gradxform._rows.indexed_slices import is_sparse
 from gradxform._trees import checks, maps
 from gradxform._trees.placeholders import Placeholder, is_placeholder
 from gradxform._trees.types import Leaf, Path, PyTree, T
@@ -175,8 +174,8 @@ def _marked(
     def mark(path: Path, u: Leaf, p: optax.Params) -> PyTree[Leaf]:
         if maps.has_gradient(u) or not jax.tree.leaves(p):
             return u
-        return jax.tree.map_with_path(
-            lambda end, _: placeholder((*path, *end)), p, is_leaf=is_sparse
+        return maps.map_with_path(
+            lambda end, x: placeholder((*path, *end)) if maps.has_gradient(x) else x, p
         )
 
     try:
@@ -203,14 +202,11 @@ def _marks(
     It is None if ``init`` shows no state that is kept leaf by leaf.
     """
 
-    def described(x: Leaf) -> Leaf | jax.ShapeDtypeStruct:
-        return jax.eval_shape(x.densify) if is_sparse(x) else x
-
     def fits(mark: Any, s: jax.typing.ArrayLike) -> bool:
         return is_placeholder(mark) or np.shape(mark) == np.shape(s)
 
     try:
-        marks = jax.eval_shape(tx.init, maps.map_leaves(described, tree))
+        marks = jax.eval_shape(tx.init, maps.described(tree))
         same = jax.tree.map(fits, marks, state, is_leaf=is_placeholder)
     except Exception:  # This init does not accept such a node.
         return None

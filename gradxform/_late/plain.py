@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import optax
 
 from gradxform._late import missing
-from gradxform._rows.indexed_slices import RowSparseError, is_sparse
+from gradxform._rows import boundary
 from gradxform._trees import maps
 from gradxform._trees.apply_updates import apply_updates
 from gradxform._trees.compilers import narrow
-from gradxform._trees.types import Leaf
 
 
 def step(
@@ -29,30 +26,13 @@ def step(
       RowSparseError: ``tx`` fails on row-sparse gradients, and not on dense ones.
     """
 
-    def traced(kind: Callable[[Leaf], Leaf]) -> bool:
-        given = maps.map_leaves(kind, updates)
-        try:
-            return bool(
-                jax.eval_shape(
-                    lambda: missing.update(tx, given, state, params, **extra)
-                )
-            )
-        except Exception:
-            return False
+    def run(updates: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
+        return missing.update(tx, updates, state, params, **extra)
 
     try:
-        changes, after = missing.update(tx, updates, state, params, **extra)
+        changes, after = run(updates)
     except Exception as error:
-        if isinstance(error, RowSparseError) or not any(
-            map(is_sparse, maps.leaves(updates))
-        ):
-            raise
-        # A trace computes no values, and tells whether row-sparse gradients alone
-        # make it fail.
-        if not traced(lambda g: g) and traced(
-            lambda g: g.densify() if is_sparse(g) else g
-        ):
-            raise RowSparseError from error
+        boundary.blame(error, run, updates)
         raise
     return apply_updates(params, changes), _as_before(after, state)
 

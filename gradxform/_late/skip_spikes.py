@@ -12,7 +12,8 @@ from gradxform._late import gate
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._late.missing import LeafFlags
-from gradxform._trees import arithmetic, checks, constants, dtypes, maps, mesh, norms
+from gradxform._rows import boundary
+from gradxform._trees import arithmetic, checks, constants, dtypes, mesh, norms
 from gradxform._trees.mesh import AxisName
 
 
@@ -163,7 +164,7 @@ def skip_spikes(
         **extra: Any,
     ) -> Decision:
         del params
-        updates = maps.sum_duplicates(updates)  # Once, also for all behind the gate.
+        updates = boundary.entered(updates)  # Also for all behind the gate.
         square = norms.squared_norms(updates, axis_name=axis_name)[1]
         given = jnp.array([True, value is not None])
         loss = jnp.zeros((), jnp.float32)

@@ -18,7 +18,7 @@ from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision
 from gradxform._late.missing import LeafFlags
-from gradxform._rows.indexed_slices import IndexedSlices
+from gradxform._rows import boundary
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import LARGE, in_turn, narrow, where
 from gradxform._trees.types import Leaf, PyTree
@@ -152,7 +152,7 @@ class Sums:
         """Sums and row counts with this push; divides the sums if it is the last."""
         # sum + factor g and n + 1; in a table only for the rows that the push holds
         flags = missing.flags_of(updates, leaf_flags)
-        pushed = maps.sum_duplicates(missing.chosen(flags, updates))
+        pushed = boundary.entered(missing.chosen(flags, updates))
         has_begun = jax.tree.unflatten(maps.structure(updates), list(begun))
         row_counts = state.row_counts
         n = 1 if self._reduction == "sum" else count
@@ -211,16 +211,9 @@ def _moved(
     ) -> jax.Array:
         if not maps.has_gradient(g):
             return total
-        held: Any = maps.rows(g, total)  # An array, like the sum.
-        rows = f(maps.values(g), where(begun, held), *others)
-        if not isinstance(g, IndexedSlices):
-            return rows
-        zeros = functools.partial(constants.zeros_of_type, jax.typeof(total))
-        return jax.lax.cond(
-            begun,
-            lambda: maps.put_rows(g, total, rows),
-            lambda: maps.put_rows(g, zeros(), rows),
-        )
+        before = where(begun, boundary.touched(g, total))
+        new = f(jnp.asarray(maps.stored(g)), before, *others)
+        return boundary.written(g, total, new, keeps=begun)
 
     return maps.map_leaves(move, pushed, totals, begun, *rest)
 

@@ -15,6 +15,7 @@ from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._late.missing import LeafFlags
+from gradxform._rows import boundary
 from gradxform._rows.rows import explicit_sharding
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
@@ -178,7 +179,7 @@ def worker_mean(
         **extra: Any,
     ) -> Decision:
         del params
-        checks.dense("worker_mean", updates)
+        boundary.dense("worker_mean", updates)
         checks.same_shapes(
             "updates",
             updates,
@@ -361,7 +362,7 @@ def _written(
         return g, table, counts.at[i].set(count), means
 
     trees = state.table, state.row_counts, state.means
-    _, *changed = maps.map_step(change, updates, trees, flags)
+    _, *changed = boundary.map_step(change, updates, trees, flags)
     return tuple(changed)
 
 
