@@ -16,7 +16,7 @@ import optax
 from gradxform._ray import wire
 from gradxform._ray.layout import Layout
 from gradxform._ray.wire import Payload, packed
-from gradxform._rows.indexed_slices import IndexedSlices, ascending
+from gradxform._rows.table_rows import TableRows
 from gradxform._server.programs import check_fits
 from gradxform._server.reader import Ids
 from gradxform._trees import maps
@@ -151,7 +151,7 @@ class GatheredRows(NamedTuple):
     sent: list[list[int]]
     parts: list[Any]
 
-    def received(self) -> dict[int, IndexedSlices]:
+    def received(self) -> dict[int, TableRows]:
         """The rows of each table, in its place."""
         parts: dict[int, list[np.ndarray[Any, Any]]] = {i: [] for i in self.tables}
         for numbers, each in zip(self.sent, map(received, self.parts), strict=True):
@@ -160,12 +160,12 @@ class GatheredRows(NamedTuple):
         return {i: _rows(x, parts[i]) for i, x in self.tables.items()}
 
 
-def _rows(table: Table, parts: list[np.ndarray[Any, Any]]) -> IndexedSlices:
+def _rows(table: Table, parts: list[np.ndarray[Any, Any]]) -> TableRows:
     rows = np.concatenate(parts, table.axis)
     values = np.zeros((len(table.ids), *table.shape[1:]), rows.dtype)
     values[: len(rows)] = rows
     ids, values = jax.device_put((table.ids, values))
-    return ascending(ids, values, table.shape)
+    return TableRows.ascending(ids, values, table.shape)
 
 
 def received(part: Any) -> Any:  # A payload, or a reference to one; of any type.

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 from gradxform._server.records import summary
+from gradxform._trees import jaxprs
 from gradxform._trees.types import T
 
 if TYPE_CHECKING:
-    from jax.extend.core import JaxprEqn
+    from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 Callback: TypeAlias = Callable[..., Sequence[Any]]
-Jaxpr: TypeAlias = Any  # Closed or not; both have one class since JAX 0.12.
 
 
 class Callbacks:
@@ -56,11 +56,14 @@ class Callbacks:
         from jax.extend.core import jaxpr_as_fun
 
         closed, shape = jax.make_jaxpr(step, return_shape=True)(*args)
-        evaluate = jaxpr_as_fun(_with_callbacks(closed, self._callback))
+        evaluate = jaxpr_as_fun(jaxprs.replaced(closed, self._around))
         tree = jax.tree.structure(shape)
         return lambda *args: jax.tree.unflatten(tree, evaluate(*jax.tree.leaves(args)))
 
-    def _callback(self, eqn: JaxprEqn) -> Callback:
+    def _around(self, eqn: JaxprEqn) -> JaxprEqn:
+        """The same equation; a callback in it runs in the context of the program."""
+        if not _calls_back(eqn):
+            return eqn
         callback: Callback = eqn.params["callback"]
         types: list[Any] = [x.aval for x in eqn.outvars]  # Of arrays.
 
@@ -73,48 +76,13 @@ class Callbacks:
                 self._errors.append(error)
                 return [np.zeros(x.shape, x.dtype) for x in types]
 
-        return call
+        return eqn.replace(params=eqn.params | {"callback": call})
 
 
-def has_callbacks(jaxpr: Jaxpr) -> bool:
-    """Whether a closed jaxpr calls back to the host."""
-    kinds = _kinds_of(jaxpr)
-
-    def has(x: object) -> bool:
-        if type(x) is tuple:
-            return any(map(has, x))
-        eqns: Sequence[JaxprEqn] = x.eqns if isinstance(x, kinds) else ()
-        return any(
-            _calls_back(eqn) or any(map(has, eqn.params.values())) for eqn in eqns
-        )
-
-    return has(jaxpr)
+def has_callbacks(closed: ClosedJaxpr) -> bool:
+    """Whether a jaxpr calls back to the host."""
+    return any(map(_calls_back, jaxprs.equations(closed)))
 
 
 def _calls_back(eqn: JaxprEqn) -> bool:
     return callable(eqn.params.get("callback"))
-
-
-def _kinds_of(closed: Jaxpr) -> tuple[type[Any], type[Any]]:
-    """The classes of jaxprs, open and closed; to import them takes 0.1 seconds."""
-    return type(closed.jaxpr), type(closed)
-
-
-def _with_callbacks(closed: Jaxpr, of: Callable[[JaxprEqn], Callback]) -> Jaxpr:
-    """The same jaxpr; ``of(eqn)`` gives the callback of each equation that has one."""
-    plain, _ = kinds = _kinds_of(closed)
-
-    def mapped(x: Any) -> Any:  # A parameter of any type.
-        if type(x) is tuple:
-            return tuple(map(mapped, x))
-        if isinstance(x, plain):
-            return x.replace(eqns=[of_eqn(eqn) for eqn in x.eqns])
-        return x.replace(jaxpr=mapped(x.jaxpr)) if isinstance(x, kinds) else x
-
-    def of_eqn(eqn: JaxprEqn) -> JaxprEqn:
-        params = {name: mapped(x) for name, x in eqn.params.items()}
-        if _calls_back(eqn):
-            params["callback"] = of(eqn)
-        return eqn.replace(params=params)
-
-    return mapped(closed)

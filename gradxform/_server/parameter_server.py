@@ -121,7 +121,7 @@ class ParameterServer(Generic[Params]):
         Args:
           rows: the ids that the worker will read, integers of any shape, for tables
             named by their paths (as ``"encoder/emb"``). Each such table is replaced by
-            these rows, an :class:`IndexedSlices` with as many rows as ids: in ascending
+            these rows, a :class:`TableRows` with as many rows as ids: in ascending
             order, each once, and padding after them. :func:`lookup` reads from it as
             from the table, and the gradients can be pushed as they are.
           dtype: the dtype of all floating leaves and rows, for example

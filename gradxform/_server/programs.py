@@ -14,6 +14,7 @@ from jax.sharding import Sharding
 
 from gradxform._late.counters import dropped, outermost
 from gradxform._late.measure_cosine import cosines
+from gradxform._rows import boundary
 from gradxform._rows.indexed_slices import IndexedSlices, is_sparse, padded
 from gradxform._server.callbacks import Callbacks, has_callbacks
 from gradxform._server.placement import Arrays, bring, built, compiled, traced
@@ -270,7 +271,7 @@ def check_finite(grads: optax.Updates) -> None:
 
 @jax.jit
 def _all_finite(leaves: list[Any]) -> jax.Array:
-    return jnp.stack(list(map(maps.all_finite, leaves)))
+    return jnp.stack(list(map(boundary.all_finite, leaves)))
 
 
 def as_bits(x: jax.Array) -> jax.Array:

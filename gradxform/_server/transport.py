@@ -14,7 +14,7 @@ import optax
 
 from gradxform._ray import wire
 from gradxform._ray.wire import Payload, Sent
-from gradxform._rows.indexed_slices import IndexedSlices, ascending
+from gradxform._rows.table_rows import TableRows
 from gradxform._server.core import Core
 from gradxform._server.placement import copy
 from gradxform._server.programs import Prepared
@@ -200,9 +200,9 @@ class Local(Transport):
             None, {i: self._part(i, x, read[i]) for i, x in request.rows.items()}
         )
 
-    def _part(self, number: int, ids: Ids, rows: jax.Array) -> IndexedSlices:
+    def _part(self, number: int, ids: Ids, rows: jax.Array) -> TableRows:
         """Rows that were read, as the part of their table that was asked for."""
         put = self.reader.placement.put
         if len(ids) != len(rows):
             rows = put(np.array(jax.device_get(rows)[: len(ids)]))
-        return ascending(put(ids), rows, self.tables.shapes[number])
+        return TableRows.ascending(put(ids), rows, self.tables.shapes[number])

@@ -62,7 +62,7 @@ def batch(number):
 
 
 def gradient(params, *data):
-    rows = isinstance(params["item"], gx.IndexedSlices)
+    rows = isinstance(params["item"], gx.TableRows)
     return (sparse if rows else dense)(params, *data)
 
 

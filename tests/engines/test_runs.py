@@ -71,7 +71,7 @@ def test_rows_of_a_table_are_trained_as_the_whole_table_is(engine):
             norms = [push.norm for push in run.pushes]
             ends.append((run.server.state()["params"], norms))
     chex.assert_trees_all_close(*ends, rtol=1e-5, atol=1e-6)
-    assert {*seen} == {gx.IndexedSlices}
+    assert {*seen} == {gx.TableRows}
     assert not np.array_equal(ends[0][0]["table"], table)
 
 
