@@ -16,7 +16,7 @@ import optax
 from gradxform._ray import wire
 from gradxform._ray.layout import Layout
 from gradxform._ray.wire import Payload, packed
-from gradxform._rows.table_rows import TableRows
+from gradxform._rows.table_rows import TableRows, ascending
 from gradxform._server.programs import check_fits
 from gradxform._server.reader import Ids
 from gradxform._trees import maps
@@ -165,7 +165,7 @@ def _rows(table: Table, parts: list[np.ndarray[Any, Any]]) -> TableRows:
     values = np.zeros((len(table.ids), *table.shape[1:]), rows.dtype)
     values[: len(rows)] = rows
     ids, values = jax.device_put((table.ids, values))
-    return TableRows.ascending(ids, values, table.shape)
+    return ascending(ids, values, table.shape)
 
 
 def received(part: Any) -> Any:  # A payload, or a reference to one; of any type.

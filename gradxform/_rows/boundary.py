@@ -23,7 +23,7 @@ from gradxform._rows.indexed_slices import (
     refuses_rows,
 )
 from gradxform._rows.rows import take_rows, take_summed, write_summed
-from gradxform._rows.table_rows import TableRows
+from gradxform._rows.table_rows import TableRows, ascending, positions
 from gradxform._trees import arithmetic, checks, constants, maps
 from gradxform._trees.types import Gradient, Leaf, PyTree, SparseLeaf
 
@@ -106,13 +106,13 @@ def touched(g: Leaf, x: Gradient) -> jax.Array:
     if is_sparse(x):
         x = part(x.sum_duplicates(), x.sum_duplicates().values)
     if isinstance(x, TableRows):
-        return take_rows(x.values, x.positions(g.indices))
+        return take_rows(x.values, positions(x, g.indices))
     return take_summed(jnp.asarray(x), g.indices)
 
 
 def part(g: Leaf, rows: jax.Array) -> jax.Array | TableRows:
     """A parameter with only the rows that :func:`touched` has read; else the leaf."""
-    return TableRows.ascending(g.indices, rows, g.dense_shape) if is_sparse(g) else rows
+    return ascending(g.indices, rows, g.dense_shape) if is_sparse(g) else rows
 
 
 def written(

@@ -68,7 +68,7 @@ class RowSparseError(TypeError):
 
 
 _OPERATORS = (
-    "add sub rsub mul rmul neg truediv rtruediv pow matmul rmatmul getitem array"
+    "add radd sub rsub mul rmul neg truediv rtruediv pow matmul rmatmul getitem array"
 )
 
 
@@ -79,8 +79,9 @@ def no_array(message: str = _HINT) -> Callable[[type[C]], type[C]]:
         raise RowSparseError(message)
 
     def decorate(cls: type[C]) -> type[C]:
-        for name in _OPERATORS.split():
-            setattr(cls, f"__{name}__", refuse)
+        names = {f"__{name}__" for name in _OPERATORS.split()}
+        for name in names - vars(cls).keys():
+            setattr(cls, name, refuse)
         return cls
 
     return decorate
@@ -267,7 +268,7 @@ class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
             f"dense_shape={self.dense_shape!r})"
         )
 
-    def __radd__(self, table: object) -> jax.Array:  # For optax.apply_updates.
+    def __radd__(self, table: jax.Array) -> jax.Array:
         if isinstance(table, jax.Array) and table.shape == self.shape:
             return add_rows(table, self)
         raise RowSparseError

@@ -156,7 +156,7 @@ def _without_padding(u: Leaf) -> Leaf:
     return u.with_values(jnp.where(inside, u.values, 0))
 
 
-def _written(new: Leaf, old: Leaf) -> Leaf:
+def _written(new: Leaf, old: jax.typing.ArrayLike) -> Leaf:
     """A leaf of the new state, which may be rows of the old one."""
     return boundary.written(new, old, new.values) if is_sparse(new) else new
 

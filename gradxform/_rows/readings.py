@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradxform._rows import table_rows
 from gradxform._rows.rows import inside_or_padding
 from gradxform._rows.table_rows import TableRows
 from gradxform._trees import arithmetic, jaxprs, versions
@@ -198,7 +199,7 @@ class _Reader(NamedTuple):
         fills = eqn.params.get("mode") == jax.lax.GatherScatterMode.FILL_OR_DROP
         fill = eqn.params.get("fill_value")
         if isinstance(part, TableRows):
-            rows, held = part.read(taken)
+            rows, held = table_rows.read(part, taken)
             # A slice of a single row may keep an axis of length 1.
             rows = rows.reshape(_result(eqn).shape)
             ids = jnp.where(held == height, height, ids)

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._rows import indexed_slices
 from gradxform._rows.indexed_slices import (
     PART_HINT,
     IndexedSlices,
-    ascending,
     is_sparse,
     no_array,
 )
@@ -91,13 +91,6 @@ class TableRows(SparseLeaf):
                 )
         self._rows = rows.sum_duplicates()
 
-    @classmethod
-    def ascending(
-        cls, indices: jax.Array, values: jax.Array, dense_shape: tuple[int, ...]
-    ) -> Self:
-        """From indices that ascend without repetition up to the padding; unchecked."""
-        return cls._of(ascending(indices, values, dense_shape))
-
     @property
     def indices(self) -> jax.Array:
         """The rows of the table, int32[n], ascending."""
@@ -121,33 +114,6 @@ class TableRows(SparseLeaf):
     def with_values(self, values: jax.Array) -> Self:
         """The same rows with other values, unchecked."""
         return self._of(self._rows.with_values(values))
-
-    def positions(self, ids: jax.Array) -> jax.Array:
-        """The position of each row among these; their number if it is not here."""
-        own, length = self.indices, len(self.indices)
-        if not length:
-            return jnp.zeros_like(ids)
-        position = searchsorted(ids, own)
-        found = own.at[position].get(mode="clip")
-        return jnp.where(found == ids, position, length)
-
-    def read(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Rows of the table and their ids: padding for rows that are not here.
-
-        Raises:
-          ValueError: a row is not here, and its id is known now.
-        """
-        at, height = self.positions(ids), self.shape[0]
-        missing = at == len(self.indices)
-        if is_known(missing):
-            absent = np.argwhere(missing & (ids < height))
-            if len(absent):
-                first = tuple(absent[0].tolist())
-                raise ValueError(
-                    "ids must be among the rows that this part of the table holds, got "
-                    f"{ids[first]} at position {list(first)}. Pull that row, too."
-                )
-        return read_rows(self.values, at), jnp.where(missing, height, ids)
 
     def __repr__(self) -> str:
         return (
@@ -175,6 +141,42 @@ class TableRows(SparseLeaf):
         return self
 
 
+def ascending(
+    indices: jax.Array, values: jax.Array, dense_shape: tuple[int, ...]
+) -> TableRows:
+    """From indices that ascend without repetition up to the padding; unchecked."""
+    return TableRows._of(indexed_slices.ascending(indices, values, dense_shape))
+
+
+def positions(part: TableRows, ids: jax.Array) -> jax.Array:
+    """The position of each row in a part; the part's length if it is not there."""
+    own, length = part.indices, len(part.indices)
+    if not length:
+        return jnp.zeros_like(ids)
+    position = searchsorted(ids, own)
+    found = own.at[position].get(mode="clip")
+    return jnp.where(found == ids, position, length)
+
+
+def read(part: TableRows, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows of a part and their ids: padding for rows that are not there.
+
+    Raises:
+      ValueError: a row is not there, and its id is known now.
+    """
+    at, height = positions(part, ids), part.shape[0]
+    missing = at == len(part.indices)
+    if is_known(missing):
+        absent = np.argwhere(missing & (ids < height))
+        if len(absent):
+            first = tuple(absent[0].tolist())
+            raise ValueError(
+                "ids must be among the rows that this part of the table holds, got "
+                f"{ids[first]} at position {list(first)}. Pull that row, too."
+            )
+    return read_rows(part.values, at), jnp.where(missing, height, ids)
+
+
 def no_gradients(params: optax.Params) -> None:
     """Raises ``TypeError`` if parameters hold a row-sparse gradient."""
     for path, p in maps.leaves_with_path(params):
@@ -197,7 +199,7 @@ def numbered(params: optax.Params, grads: optax.Updates) -> optax.Updates:
                 "hold only a part of a table, got "
                 f"{checks.describe(g)}."
             )
-        return IndexedSlices(p.positions(g.indices), g.values, p.values.shape)
+        return IndexedSlices(positions(p, g.indices), g.values, p.values.shape)
 
     return maps.map_with_path(number, params, grads)
 

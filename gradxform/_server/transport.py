@@ -14,7 +14,7 @@ import optax
 
 from gradxform._ray import wire
 from gradxform._ray.wire import Payload, Sent
-from gradxform._rows.table_rows import TableRows
+from gradxform._rows.table_rows import TableRows, ascending
 from gradxform._server.core import Core
 from gradxform._server.placement import copy
 from gradxform._server.programs import Prepared
@@ -205,4 +205,4 @@ class Local(Transport):
         put = self.reader.placement.put
         if len(ids) != len(rows):
             rows = put(np.array(jax.device_get(rows)[: len(ids)]))
-        return TableRows.ascending(put(ids), rows, self.tables.shapes[number])
+        return ascending(put(ids), rows, self.tables.shapes[number])

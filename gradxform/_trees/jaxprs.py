@@ -103,7 +103,7 @@ def replaced(closed: ClosedJaxpr, f: Callable[[JaxprEqn], JaxprEqn]) -> ClosedJa
         params = {name: mapped(x) for name, x in eqn.params.items()}
         return f(eqn.replace(params=params))
 
-    return mapped(closed)  # type: ignore[no-any-return]
+    return mapped(closed)
 
 
 def _kinds_of(closed: ClosedJaxpr) -> tuple[type[Any], type[Any]]:

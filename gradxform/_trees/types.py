@@ -51,6 +51,10 @@ class SparseLeaf:
         """The dtype of the entries."""
         return self.values.dtype
 
+    def __radd__(self, table: jax.Array) -> jax.Array:
+        """The sum of a parameter and this update."""
+        raise NotImplementedError
+
     def with_values(self, values: jax.Array) -> Self:
         """The same places with other entries, unchecked."""
         raise NotImplementedError
