@@ -17,9 +17,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._rows.indexed_slices import IndexedSlices
 from gradxform._trees import checks, maps
-from gradxform._trees.types import Leaf, Param, Path, PyTree, T
+from gradxform._trees.types import Leaf, Param, Path, PyTree, SparseLeaf, T
 
 AXIS = "server"  # The name of the mesh's axis.
 LARGE = 1 << 20  # Bytes: a larger array is cut, unless the user says otherwise.
@@ -99,7 +98,7 @@ class Layout(NamedTuple):
         }
 
         def cut_of(path: Path, leaf: Leaf) -> int | None:
-            if not maps.has_gradient(leaf) or isinstance(leaf, IndexedSlices):
+            if not maps.has_gradient(leaf) or isinstance(leaf, SparseLeaf):
                 return None
             shape, cut = known.get(path, (None, None))
             return cut if shape == np.shape(leaf) else None

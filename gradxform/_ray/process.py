@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding
 from gradxform._ray.layout import Layout, spec
 from gradxform._ray.messages import Part, PushMessage
 from gradxform._ray.wire import Payload, packed
-from gradxform._rows.indexed_slices import IndexedSlices
 from gradxform._server.core import Core
 from gradxform._server.placement import is_function, with_gate
 from gradxform._server.programs import (
@@ -33,7 +32,7 @@ from gradxform._server.reader import Reader, Reading, RowIds
 from gradxform._server.records import Snapshot
 from gradxform._server.specs import Specs, leaves_like, named
 from gradxform._trees import maps
-from gradxform._trees.types import Leaf, T
+from gradxform._trees.types import Leaf, SparseLeaf, T
 
 # The rows of each leaf, by its number; None for the whole.
 Wanted: TypeAlias = Mapping[int, RowIds | None]
@@ -107,7 +106,7 @@ class Process:
         """Makes arrays of the mesh; row-sparse gradients get one of few sizes."""
         if isinstance(x, Part):
             return self._array(x.array, x.axis)
-        if isinstance(x, IndexedSlices):
+        if isinstance(x, SparseLeaf):
             return jax.tree.map(self._array, in_sizes(x))
         return self._array(x) if maps.has_gradient(x) else x
 

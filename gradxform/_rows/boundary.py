@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._rows.indexed_slices import (
-    RowSparseError,
-    is_sparse,
-    refuses_rows,
-)
+from gradxform._rows import indexed_slices, table_rows
+from gradxform._rows.indexed_slices import is_sparse
+from gradxform._rows.opaque import TAG
 from gradxform._rows.rows import take_rows, take_summed, write_summed
+from gradxform._rows.stored_rows import RowSparseError
 from gradxform._rows.table_rows import TableRows, ascending, positions
 from gradxform._trees import arithmetic, checks, constants, maps
 from gradxform._trees.types import Gradient, Leaf, PyTree, SparseLeaf
@@ -176,7 +175,9 @@ def explain(error: Exception, message: str, params: optax.Params) -> None:
 
     The message has a place for the names of the parts of tables in ``params``.
     """
-    if refuses_rows(error):
+    # JAX's own errors have the last two in them.
+    hints = indexed_slices.HINT, table_rows.HINT, indexed_slices.SHORT_HINT, TAG
+    if any(hint in str(error) for hint in hints):
         found = maps.leaves_with_path(params)
         names = [checks.path_name(at) for at, p in found if isinstance(p, SparseLeaf)]
         raise RowSparseError(message.format(", ".join(names))) from error
@@ -204,4 +205,4 @@ def blame(
         return
     dense = maps.map_leaves(lambda g: g.densify() if is_sparse(g) else g, updates)
     if not traced(updates) and traced(dense):
-        raise RowSparseError from error
+        raise RowSparseError(indexed_slices.HINT) from error

@@ -19,9 +19,8 @@ import numpy as np
 import optax
 
 from gradxform._rows.boundary import touched
-from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
+from gradxform._rows.indexed_slices import IndexedSlices, filled, is_sparse
 from gradxform._trees import (
-    arithmetic,
     compilers,
     dtypes,
     jaxprs,
@@ -40,7 +39,7 @@ class MixedRowsError(TypeError):
     """The function cannot run on a few rows; the message says what it does."""
 
 
-class Tables(NamedTuple):
+class ByRow(NamedTuple):
     """The tables of a step.
 
     Attributes:
@@ -52,7 +51,7 @@ class Tables(NamedTuple):
     heights: dict[Path, int]
 
     @classmethod
-    def of(cls, updates: optax.Updates) -> Tables:
+    def of(cls, updates: optax.Updates) -> ByRow:
         """The tables that have a row-sparse gradient."""
         found = dict(maps.nodes(updates, is_sparse))
         # The highest first: so each grows by a larger share than those before it.
@@ -185,13 +184,13 @@ class Tables(NamedTuple):
             eqn = eqn.replace(params=params | {versions.OF_SHAPE[name]: shape})
         elif name == Op.DOT:
             pairs = zip(tables, inputs, strict=True)
-            inputs = [x if g is None else _filled(g, x, 0) for g, x in pairs]
+            inputs = [x if g is None else filled(g, x, 0) for g, x in pairs]
         elif name in versions.REDUCTIONS:
             if (g := tables[0]) is not None and 0 in params["axes"]:
                 # Without rows it is the number that changes no result: 0 for a sum.
                 (nothing,) = versions.evaluate(eqn, [inputs[0][:0]])
                 nothing = jnp.expand_dims(nothing, params["axes"])
-                inputs = [_filled(g, inputs[0], nothing)]
+                inputs = [filled(g, inputs[0], nothing)]
         elif not compilers.is_elementwise(name):
             _refuse(eqn)
         return versions.evaluate(eqn, inputs)
@@ -223,14 +222,6 @@ def _height(g: IndexedSlices) -> int:
 
 def _shape(x: Var | Literal) -> Shape:
     return getattr(x.aval, "shape", ())  # A token has none.
-
-
-def _filled(g: IndexedSlices, x: jax.Array, fill: Any) -> jax.Array:
-    """``x`` with another value for padding; it may have several entries for a row."""
-    inside, length = g.indices < g.dense_shape[0], len(x)
-    if length != len(inside):
-        inside = jnp.repeat(inside, length // len(inside), total_repeat_length=length)
-    return jnp.where(arithmetic.expand(inside, x), x, jnp.asarray(fill, x.dtype))
 
 
 def _derivative(eqn: JaxprEqn) -> ClosedJaxpr:

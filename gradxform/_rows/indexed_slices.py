@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from gradxform._rows.opaque import TAG, from_bits, from_leaf, is_opaque, to_leaf
-from gradxform._rows.rows import (
-    as_array,
-    is_known,
-    replicated,
-    rows_of,
-    searchsorted,
-    summed,
-    take_summed,
-    to_jax,
-    write_summed,
-)
-from gradxform._trees.arithmetic import rounded_sum
+from gradxform._rows.rows import searchsorted, summed, take_summed, write_summed
+from gradxform._rows.stored_rows import StoredRows
+from gradxform._trees.arithmetic import expand, rounded_sum
 from gradxform._trees.dtypes import wide_dtype
-from gradxform._trees.types import SparseLeaf
-
-C = TypeVar("C")
 
 
 class _NamesHint(type):
     """Tells the user what to do, wherever an error names the class."""
 
     def __repr__(cls) -> str:
-        return f"<class 'gradxform.{cls.__name__}': {_SHORT_HINT}>"
+        return f"<class 'gradxform.{cls.__name__}': {SHORT_HINT}>"
 
 
-_SHORT_HINT = (
+SHORT_HINT = (
     "a row-sparse gradient: wrap this in gradxform.lazy, or put gradxform.densify() in "
     "front of it"
 )
-
-
-_HINT = (
+HINT = (
     "a row-sparse gradient (gradxform.IndexedSlices) was given to a function for dense "
     "ones, which would change its row indices along with its values. gradxform's own "
     "clips, adagrad, scale_by_learning_rate, apply_updates and wrappers take it as "
@@ -53,43 +37,8 @@ _HINT = (
 )
 
 
-PART_HINT = (
-    "a part of a table (gradxform.TableRows) is no array. Read its rows with "
-    "gradxform.lookup, or inside of a loss for gradxform.value_and_grad, where it is a "
-    "table."
-)
-
-
-class RowSparseError(TypeError):
-    """A row-sparse gradient was given to a function for dense ones."""
-
-    def __init__(self, message: str = _HINT) -> None:
-        super().__init__(message)
-
-
-_OPERATORS = (
-    "add radd sub rsub mul rmul neg truediv rtruediv pow matmul rmatmul getitem array"
-)
-
-
-def no_array(message: str = _HINT) -> Callable[[type[C]], type[C]]:
-    """A decorator of a class: to calculate with its objects is an error."""
-
-    def refuse(*_: object) -> NoReturn:
-        raise RowSparseError(message)
-
-    def decorate(cls: type[C]) -> type[C]:
-        names = {f"__{name}__" for name in _OPERATORS.split()}
-        for name in names - vars(cls).keys():
-            setattr(cls, name, refuse)
-        return cls
-
-    return decorate
-
-
 @jax.tree_util.register_pytree_with_keys_class
-@no_array()
-class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
+class IndexedSlices(StoredRows, metaclass=_NamesHint):
     r"""The gradient of a table after a batch has read a few of its rows.
 
     .. math:: G_r = \sum_{i:\ indices_i = r} values_i
@@ -144,63 +93,7 @@ class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
     >>> assert gx.global_norm(grads) == gx.global_norm(grads.densify())
     """
 
-    dense_shape: tuple[int, ...]
-    # Whether the indices ascend without repetition, up to the padding at their end.
-    # It belongs to this object and not to the pytree. The result of a conditional, or
-    # the argument of a jitted function, has lost it and is sorted again.
-    _summed: bool
-    _indices: Any  # int32[n], or of the opaque dtype, as in a pytree's leaves.
-    _values: jax.Array
-
-    def __init__(
-        self,
-        indices: jax.typing.ArrayLike | Sequence[int],
-        values: jax.typing.ArrayLike,
-        dense_shape: Sequence[int],
-    ) -> None:
-        given, rows = as_array(indices), as_array(values)
-        shape = tuple(int(length) for length in dense_shape)
-        if not shape or shape[0] > np.iinfo(np.int32).max:
-            raise ValueError(
-                "dense_shape must be that of a table with 0 to 2**31 - 1 rows, got "
-                f"{shape}."
-            )
-        if given.ndim != 1 or rows.shape != given.shape + shape[1:]:
-            raise ValueError(
-                "indices and values must have shapes [n] and [n, *dense_shape[1:]], "
-                f"got {list(given.shape)} and {list(rows.shape)} for dense_shape "
-                f"{shape}."
-            )
-        # Sorting needs all rows of a gradient, so each device gets all of them.
-        self._indices = replicated(to_jax(rows_of("indices", given, shape[0])))
-        self._values = replicated(to_jax(rows))
-        if not is_known(given) or np.any(np.asarray(given) == shape[0]):
-            inside = jnp.expand_dims(
-                self._indices < shape[0], tuple(range(1, rows.ndim))
-            )
-            self._values = jnp.where(inside, self._values, 0)
-        self.dense_shape = shape
-        self._summed = False
-
-    @property
-    def indices(self) -> jax.Array:
-        """The rows of the table, int32[n]."""
-        given = self._indices
-        if not (hasattr(given, "dtype") and is_opaque(given.dtype)):
-            return given
-        if isinstance(given, jax.Array):
-            return from_leaf(given, self.dense_shape[0])
-        return given.update(dtype=jnp.dtype(jnp.int32))  # A description.
-
-    @property
-    def values(self) -> jax.Array:
-        """The rows, one for each index."""
-        return self._values
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the dense gradient it stands for."""
-        return self.dense_shape
+    _hint = HINT
 
     def densify(self, *, out_sharding: NamedSharding | None = None) -> jax.Array:
         """The dense gradient it stands for, an array of the table's size.
@@ -210,10 +103,6 @@ class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
         """
         self._check_single()
         return self._sum_at(self.indices, self.dense_shape[0], out_sharding)
-
-    def with_values(self, values: jax.Array) -> IndexedSlices:
-        """The same rows with other values, unchecked."""
-        return self._make(self._indices, values, self.dense_shape, self._summed)
 
     def sum_duplicates(self) -> IndexedSlices:
         """The same gradient, with ascending indices that occur once, except padding.
@@ -262,69 +151,10 @@ class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
                 "jax.vmap(lambda g: g.densify())(grads)."
             )
 
-    def __repr__(self) -> str:
-        return (
-            f"IndexedSlices(indices={self.indices!r}, values={self.values!r}, "
-            f"dense_shape={self.dense_shape!r})"
-        )
-
     def __radd__(self, table: jax.Array) -> jax.Array:
         if isinstance(table, jax.Array) and table.shape == self.shape:
             return add_rows(table, self)
-        raise RowSparseError
-
-    # Values come first: optax.inject_hyperparams gives its numbers the dtype of the
-    # first leaf.
-    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, ...]]:
-        """Children and static data."""
-        given = self._indices
-        is_number = isinstance(given, jax.Array | np.ndarray) and given.dtype == "int32"
-        leaf = to_leaf(given, self.dense_shape[0]) if is_number else given
-        return (self.values, leaf), self.dense_shape
-
-    def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, ...]]:
-        """Children with their names, and static data."""
-        children, dense_shape = self.tree_flatten()
-        keys = map(jax.tree_util.GetAttrKey, ("values", "indices"))
-        return tuple(zip(keys, children, strict=True)), dense_shape
-
-    @classmethod
-    def tree_unflatten(cls, dense_shape: tuple[int, ...], children: Any) -> Self:
-        """From any children, as JAX also uses other objects than arrays.
-
-        Raises:
-          TypeError: the indices are plain numbers, so something has calculated them.
-        """
-        values, indices = children
-        if isinstance(indices, jax.Array | np.ndarray):
-            if indices.dtype == "uint32" and indices.shape[-1:] == (1,):
-                # The form in host callbacks.
-                indices = from_bits(indices, dense_shape[0])
-            elif jnp.issubdtype(indices.dtype, np.number):
-                raise RowSparseError
-        return cls._make(indices, values, dense_shape, summed=False)
-
-    def _host_indices(self) -> np.ndarray[Any, Any]:
-        given = self._indices
-        if not (isinstance(given, jax.Array) and is_opaque(given.dtype)):
-            return np.asarray(given)
-        bits = np.asarray(jax.random.key_data(given))
-        return from_bits(bits, self.dense_shape[0])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        indices: Any = self._host_indices()
-        if isinstance(self.values, jax.Array):  # Both arrive as JAX's arrays.
-            indices = jax.device_put(indices)
-        return self._make, (indices, self.values, self.dense_shape, self._summed)
-
-    @classmethod
-    def _make(
-        cls, indices: Any, values: Any, dense_shape: tuple[int, ...], summed: bool
-    ) -> Self:
-        self = object.__new__(cls)
-        self._indices, self._values = indices, values
-        self.dense_shape, self._summed = dense_shape, summed
-        return self
+        self._refuse()
 
 
 def is_sparse(node: object) -> TypeGuard[IndexedSlices]:
@@ -332,24 +162,12 @@ def is_sparse(node: object) -> TypeGuard[IndexedSlices]:
     return isinstance(node, IndexedSlices)
 
 
-def ascending(
-    indices: jax.Array, values: jax.Array, dense_shape: tuple[int, ...]
-) -> IndexedSlices:
-    """From indices that ascend without repetition up to the padding; unchecked."""
-    return IndexedSlices._make(indices, values, dense_shape, summed=True)
-
-
-def padded(rows: IndexedSlices, length: int) -> IndexedSlices:
-    """The same gradient with padding at its end, in the memory of the host.
-
-    It uses NumPy, so that no program is compiled for each number of rows.
-    """
-    n, shape = len(rows.values), rows.dense_shape
-    values = np.zeros((length, *shape[1:]), rows.dtype)
-    values[:n] = rows.values
-    indices = np.full(length, shape[0], np.int32)
-    indices[:n] = rows._host_indices()
-    return IndexedSlices._make(indices, values, shape, rows._summed)
+def filled(g: IndexedSlices, x: jax.Array, fill: Any) -> jax.Array:
+    """``x`` with another value for padding; it may have several entries for a row."""
+    inside, length = g.indices < g.dense_shape[0], len(x)
+    if length != len(inside):
+        inside = jnp.repeat(inside, length // len(inside), total_repeat_length=length)
+    return jnp.where(expand(inside, x), x, jnp.asarray(fill, x.dtype))
 
 
 def add_rows(table: jax.Array, rows: IndexedSlices) -> jax.Array:
@@ -361,10 +179,3 @@ def add_rows(table: jax.Array, rows: IndexedSlices) -> jax.Array:
         return add(rows.values.astype(table.dtype), **summed(table))
     new = rounded_sum(rows.values, take_summed(table, rows.indices))
     return write_summed(table, rows.indices, new)
-
-
-def refuses_rows(error: Exception) -> bool:
-    """Whether a function raised it that does not know row-sparse leaves."""
-    # JAX's own errors have the last two in them.
-    hints = _HINT, PART_HINT, _SHORT_HINT, TAG
-    return any(hint in str(error) for hint in hints)

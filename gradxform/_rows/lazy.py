@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from gradxform._rows import boundary, by_row
-from gradxform._rows.indexed_slices import IndexedSlices, RowSparseError, is_sparse
-from gradxform._trees import arithmetic, checks, maps, versions
+from gradxform._rows.indexed_slices import IndexedSlices, filled, is_sparse
+from gradxform._rows.stored_rows import RowSparseError
+from gradxform._trees import checks, maps, versions
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.placeholders import Placeholder, is_placeholder
 from gradxform._trees.types import Leaf, Path, Shape
@@ -113,7 +113,7 @@ def lazy(
         if params is not None:
             checks.same_shapes("updates", updates, "params", params)
         updates = boundary.entered(updates)
-        tables = by_row.Tables.of(updates)
+        tables = by_row.ByRow.of(updates)
         like = [name for name, x in extra.items() if maps.is_like(x, updates)]
         extra = {k: x if k in like else _refused(k, x) for k, x in extra.items()}
         whole = maps.masked_like(updates, updates if params is None else params)
@@ -152,8 +152,7 @@ def _without_padding(u: Leaf) -> Leaf:
     """New updates of rows; zeros for padding."""
     if not isinstance(u, IndexedSlices):
         return u
-    inside = arithmetic.expand(u.indices < u.dense_shape[0], u.values)
-    return u.with_values(jnp.where(inside, u.values, 0))
+    return u.with_values(filled(u, u.values, 0))
 
 
 def _written(new: Leaf, old: jax.typing.ArrayLike) -> Leaf:
@@ -175,7 +174,7 @@ def _refused(name: str, value: object) -> object:
 
 def _higher_state(
     init: optax.TransformInitFn,
-    tables: by_row.Tables,
+    tables: by_row.ByRow,
     state: optax.OptState,
     whole: optax.Params,
 ) -> optax.OptState:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._rows import indexed_slices
-from gradxform._rows.indexed_slices import (
-    PART_HINT,
-    IndexedSlices,
-    is_sparse,
-    no_array,
-)
+from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
 from gradxform._rows.rows import is_known, read_rows, searchsorted
+from gradxform._rows.stored_rows import StoredRows
 from gradxform._trees import checks, maps
-from gradxform._trees.types import Leaf, Path, SparseLeaf
+from gradxform._trees.types import Leaf, Path
+
+HINT = (
+    "a part of a table (gradxform.TableRows) is no array. Read its rows with "
+    "gradxform.lookup, or inside of a loss for gradxform.value_and_grad, where it is a "
+    "table."
+)
 
 
 @jax.tree_util.register_pytree_with_keys_class
-@no_array(PART_HINT)
-class TableRows(SparseLeaf):
+class TableRows(StoredRows):
     r"""A part of a table: some of its rows, where the rest of it is elsewhere.
 
     ``ParameterServer.pull(rows=...)`` gives it in the place of the table. A loss reads
@@ -72,8 +71,8 @@ class TableRows(SparseLeaf):
     Array([20.,  0.], dtype=float32)
     """
 
-    # A gradient of the same rows. Its indices ascend, each once, then padding.
-    _rows: IndexedSlices
+    _hint = HINT
+    _always_summed = True
 
     def __init__(
         self,
@@ -81,71 +80,23 @@ class TableRows(SparseLeaf):
         values: jax.typing.ArrayLike,
         dense_shape: Sequence[int],
     ) -> None:
-        rows = IndexedSlices(indices, values, dense_shape)
-        if is_known(rows.indices):
-            known, counts = np.unique(np.asarray(rows.indices), return_counts=True)
-            repeated = known[(counts > 1) & (known < rows.dense_shape[0])]
+        super().__init__(indices, values, dense_shape)
+        if is_known(self.indices):
+            known, counts = np.unique(np.asarray(self.indices), return_counts=True)
+            repeated = known[(counts > 1) & (known < self.dense_shape[0])]
             if repeated.size:
                 raise ValueError(
                     f"indices must name each row once, got {repeated[0]} several times."
                 )
-        self._rows = rows.sum_duplicates()
-
-    @property
-    def indices(self) -> jax.Array:
-        """The rows of the table, int32[n], ascending."""
-        return self._rows.indices
-
-    @property
-    def values(self) -> jax.Array:
-        """The rows, one for each index."""
-        return self._rows.values
-
-    @property
-    def dense_shape(self) -> tuple[int, ...]:
-        """The shape of the whole table."""
-        return self._rows.dense_shape
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole table."""
-        return self._rows.dense_shape
-
-    def with_values(self, values: jax.Array) -> Self:
-        """The same rows with other values, unchecked."""
-        return self._of(self._rows.with_values(values))
-
-    def __repr__(self) -> str:
-        return (
-            f"TableRows(indices={self.indices!r}, values={self.values!r}, "
-            f"dense_shape={self.dense_shape!r})"
-        )
-
-    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, ...]]:
-        """Children and static data."""
-        return self._rows.tree_flatten()
-
-    def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, ...]]:
-        """Children with their names, and static data."""
-        return self._rows.tree_flatten_with_keys()
-
-    @classmethod
-    def tree_unflatten(cls, dense_shape: tuple[int, ...], children: Any) -> Self:
-        """From any children, as JAX also uses other objects than arrays."""
-        return cls._of(IndexedSlices.tree_unflatten(dense_shape, children))
-
-    @classmethod
-    def _of(cls, rows: IndexedSlices) -> Self:
-        self = object.__new__(cls)
-        self._rows = rows
-        return self
+        order = jnp.argsort(self.indices)
+        self._indices, self.values = self.indices[order], self.values[order]
 
 
 def ascending(
     indices: jax.Array, values: jax.Array, dense_shape: tuple[int, ...]
 ) -> TableRows:
     """From indices that ascend without repetition up to the padding; unchecked."""
-    return TableRows._of(indexed_slices.ascending(indices, values, dense_shape))
+    return TableRows._make(indices, values, dense_shape, summed=True)
 
 
 def positions(part: TableRows, ids: jax.Array) -> jax.Array:

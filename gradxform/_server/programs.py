@@ -15,14 +15,14 @@ from jax.sharding import Sharding
 from gradxform._late.counters import dropped, outermost
 from gradxform._late.measure_cosine import cosines
 from gradxform._rows import boundary
-from gradxform._rows.indexed_slices import IndexedSlices, is_sparse, padded
+from gradxform._rows.stored_rows import padded
 from gradxform._server.callbacks import Callbacks, has_callbacks
 from gradxform._server.placement import Arrays, bring, built, compiled, traced
 from gradxform._server.reader import size_for
 from gradxform._server.specs import Leaves, Specs
 from gradxform._training.apply import apply_gradients
 from gradxform._trees import checks, maps, versions
-from gradxform._trees.types import Leaf, PyTree
+from gradxform._trees.types import Leaf, PyTree, SparseLeaf
 
 MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes first.
 
@@ -193,7 +193,7 @@ class PushPrograms:
         """A leaf like a parameter has its sharding; others are whole on each device."""
         everywhere = self._specs.placement.everywhere
         for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=maps.is_leaf):
-            if isinstance(leaf, IndexedSlices):
+            if isinstance(leaf, SparseLeaf):
                 yield from [everywhere] * 2  # Values and indices.
             elif maps.has_gradient(leaf):
                 shape, sharding = self._params.get(path[depth:], (None, None))
@@ -215,11 +215,11 @@ def prepare(
       RuntimeError: an array is deleted.
     """
     grads = maps.without_float0(grads)
-    leaves, tree = jax.tree.flatten((grads, extra), is_leaf=is_sparse)
+    leaves, tree = jax.tree.flatten((grads, extra), is_leaf=_is_sparse_leaf)
     if not all(map(checks.is_usable, leaves)):
         checks.usable("grads", grads)
         checks.usable("extra", extra)
-    if IndexedSlices in map(type, leaves):
+    if any(map(_is_sparse_leaf, leaves)):
         with jax.transfer_guard("allow"):
             pushed = jax.tree.unflatten(tree, map(in_sizes, leaves))
             leaves, tree = jax.tree.flatten(pushed)
@@ -234,12 +234,16 @@ def prepare(
     return Prepared(program.step, leaves)
 
 
-def in_sizes(leaf: Leaf) -> Leaf:
-    """Pads a row-sparse gradient to one of few sizes; returns any other leaf as it is.
+def _is_sparse_leaf(x: object) -> bool:
+    return isinstance(x, SparseLeaf)
 
-    So few programs take all numbers of rows.
+
+def in_sizes(leaf: Leaf) -> Leaf:
+    """Pads the rows of a leaf to one of few numbers; returns an array as it is.
+
+    So few programs take all pushes.
     """
-    if not isinstance(leaf, IndexedSlices) or leaf.values.ndim != leaf.ndim:
+    if not isinstance(leaf, SparseLeaf) or leaf.values.ndim != leaf.ndim:
         return leaf
     length = len(leaf.values)
     local = getattr(leaf.values, "is_fully_addressable", True)

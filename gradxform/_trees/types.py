@@ -31,10 +31,7 @@ class SparseLeaf:
     If it is an update, ``p + leaf`` adds it to a parameter.
     """
 
-    @property
-    def values(self) -> jax.Array:
-        """The stored entries."""
-        raise NotImplementedError
+    values: jax.Array  # The stored entries.
 
     @property
     def shape(self) -> Shape:

@@ -158,22 +158,6 @@ def test_workers_share_pulled_arrays_and_rates(make):
     assert np.float32(0.1) == RATE
 
 
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("num_steps", [None, H])
-def test_a_state_keeps_its_dtypes(num_steps):
-    """A float32 decay would turn a bfloat16 momentum into a float32 one."""
-    tx = masked(optax.sgd(0.1, momentum=jnp.float32(0.5)))
-    state = tx.init(start("bfloat16"))
-    steps = gx.local_steps(loss_fn, tx, trainable=LEARNING, donate=False)
-    grads, after, _ = steps(start("bfloat16"), state, X, Y, num_steps=num_steps)
-    chex.assert_trees_all_equal_dtypes(after, state)
-    # Half precision, so no more than two digits.
-    rough, *_ = gx.local_steps(loss_fn, tx, trainable=LEARNING, donate=False)(
-        start(), tx.init(start()), X, Y
-    )
-    np.testing.assert_allclose(np.float32(grads["w"]), rough["w"], rtol=0.05, atol=0.02)
-
-
 def test_half_precision_is_rounded_once():
     """A parameter does not move in a step that is too small for its precision."""
     tx, x = optax.sgd(1.0), np.float32([-3, -1, 2**-7])

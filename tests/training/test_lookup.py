@@ -9,7 +9,6 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
@@ -44,11 +43,14 @@ def test_lookup_reads_rows_and_zeros_at_the_height(ids, dtype):
     np.testing.assert_array_equal(rows, PADDED[np.asarray(ids)])
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8"])
-@pytest.mark.parametrize("height", [127, 128, 300])
+@pytest.mark.parametrize(
+    ("dtype", "height"),
+    [("int8", 127), ("int8", 128), ("uint8", 300), ("int16", 40_000)],
+)
 def test_a_table_higher_than_the_ids_can_count(dtype, height):
-    rows = gx.lookup(jnp.arange(height), jnp.array([5, 126], dtype))
-    assert rows.tolist() == [5, 126]
+    last = min(height - 1, np.iinfo(dtype).max)
+    rows = gx.lookup(jnp.arange(height), jnp.array([5, last], dtype))
+    assert rows.tolist() == [5, last]
 
 
 def test_int64_ids():
@@ -420,23 +422,6 @@ EMB = {"w": PARAMS["w"], "emb": PARAMS["emb"]}
 SPARSE = gx.value_and_grad(LOSS, tables=["emb"])
 
 
-@pytest.mark.slow
-def test_under_scan_over_steps():
-    tx = optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1))
-    batches = jnp.array([IDS, IDS[::-1], [2, 2, 2, 2, 3]])
-
-    def step(value_and_grad, carry, ids):
-        value, grads = value_and_grad(carry[0], ids)
-        return gx.apply_gradients(tx, grads, carry[1], carry[0]), value
-
-    start = EMB, tx.init(EMB)
-    got, losses = jax.lax.scan(functools.partial(step, SPARSE), start, batches)
-    for ids, loss in zip(batches, losses, strict=True):
-        start, expected_loss = step(jax.value_and_grad(DENSE_LOSS), start, ids)
-        np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    chex.assert_trees_all_close(got, start, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("forward", [True, False])
 def test_under_cond(forward):
     def backward(params, ids):
@@ -730,7 +715,7 @@ def test_a_fill_value_has_the_dtype_of_the_read(dtype, part):
         learned = rows["float32", "0.1"] ** 2, rows["float16 float32", str(-1e9)] * 1e-9
         return params["w"] * sum(map(jnp.sum, learned)), rows
 
-    rows = gx.IndexedSlices([0, 4], table[np.array([0, 4])], (6, 2))
+    rows = gx.TableRows([0, 4], table[np.array([0, 4])], (6, 2))
     sparse = gx.value_and_grad(loss, tables=["emb"], has_aux=True)
     w = jnp.float32(1)
     (value, rows), grads = sparse({"w": w, "emb": rows if part else table})
@@ -759,8 +744,3 @@ def test_a_named_table_gives_its_shape_and_dtype():
         return params["w"]
 
     gx.value_and_grad(loss, tables=["emb"])(EMB)
-
-
-def test_a_table_higher_than_ids_of_two_bytes_can_count():
-    rows = gx.lookup(jnp.arange(40_000), jnp.array([5, 32_767], "int16"))
-    assert rows.tolist() == [5, 32_767]

@@ -279,20 +279,6 @@ def test_the_error_for_lookahead_names_the_cure(synced):
     chex.assert_trees_all_equal(gx.apply_updates(pair, updates).fast, start())
 
 
-def test_a_stale_step_changes_nothing():
-    tx = gx.drop_stale(chain(), max_staleness=0)
-    step = gx.minimize(
-        model_loss, tx, trainable=learning(True), tables=["emb"], donate=False
-    )
-    params, state, loss = step(model(), tx.init(model()), IDS, local_step=0)
-    stale_params, stale_state, stale_loss = step(params, state, IDS, local_step=0)
-    assert changed(params, model()) == {"emb", "layer/w", "layer/b"}
-    chex.assert_trees_all_equal(stale_params, params)
-    chex.assert_trees_all_equal(stale_state.inner_state, state.inner_state)
-    assert (stale_state.global_step, stale_state.stale_count) == (1, 1)
-    assert stale_loss < loss
-
-
 @pytest.mark.parametrize(
     ("extra", "expected"), [({}, np.mean(Y**2)), ({"value": 7.0}, 7.0)]
 )
@@ -303,18 +289,6 @@ def test_tx_receives_the_value_of_the_loss_unless_it_is_given(extra, expected):
     tx = optax.GradientTransformationExtraArgs(lambda _: jnp.float32(0), update)
     _, state, _ = gx.minimize(loss_fn, tx)(start(), tx.init(start()), X, Y, **extra)
     np.testing.assert_allclose(state, expected, rtol=1e-6)
-
-
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(("extra", "scale"), [({}, 1.0), ({"value": 1.0}, 0.5)])
-def test_reduce_on_plateau(extra, scale):
-    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=2)
-    tx = optax.chain(optax.sgd(0.05), plateau)
-    step = gx.minimize(loss_fn, tx)
-    params, state = start(), tx.init(start())
-    for _ in range(4):  # The loss goes down each time; a value that is given does not.
-        params, state, _ = step(params, state, X, Y, **extra)
-    assert state[1].scale == scale
 
 
 def temporaries(height, tables, row_wise):

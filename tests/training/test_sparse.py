@@ -233,20 +233,6 @@ def test_repeated_rows_are_summed_before_the_norm_and_the_square():
     assert params.tolist() == [[-1, 0], [0, 0], [0, -1], [0, 0]]
 
 
-def test_a_clip_ignores_padding():
-    grads = gx.IndexedSlices([1, 4], jnp.array([[3.0, 4.0], [9.0, jnp.nan]]), (4, 2))
-    updates, state = jax.jit(gx.clip_by_global_norm(1.0).update)(grads, None)
-    assert state.global_norm == 5.0
-    np.testing.assert_allclose(updates.densify()[1], [0.6, 0.8], rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_updates_of_repeated_rows_are_all_applied(dtype):
-    updates = gx.IndexedSlices([1, 3, 1], jnp.array([1.0, 2.0, 4.0], dtype), (4,))
-    params = jax.jit(gx.apply_updates)(jnp.ones(4, dtype), updates)
-    assert params.tolist() == [1, 6, 1, 3]
-
-
 def test_padding_reads_no_row():
     tx = gx.scale_by_adagrad()
     state = tx.init(np.zeros(4, np.float32))

@@ -253,21 +253,6 @@ def test_a_prefix_of_the_same_nodes_fits():
     with_mask(None)
 
 
-def test_a_table_that_is_named_and_does_not_learn():
-    params = {"emb": jnp.ones((4, 2)), "w": jnp.ones(2)}
-    state, ids = SGD.init(params), jnp.array(1)
-
-    def loss(params, ids):
-        return jnp.sum(params["emb"][ids] * params["w"])
-
-    trainable = {"emb": False, "w": True}
-    step = gx.minimize(loss, SGD, trainable=trainable, tables=["emb"])
-    with pytest.raises(ValueError, match=r"tables names 'emb', which is not trainable"):
-        step(params, state, ids)
-    params, *_ = gx.minimize(loss, SGD, trainable=trainable)(params, state, ids)
-    assert params["w"].tolist() == np.float32([0.9, 0.9]).tolist()
-
-
 @pytest.mark.parametrize("params", [{}, {"a": None}, ()])
 def test_no_parameters_at_all(params):
     with pytest.raises(ValueError, match=r"params has no array, got .*at least one"):
