@@ -784,9 +784,8 @@ def test_no_float64_and_no_call_to_the_host(factory):
     [
         ("bfloat16", None),
         ("float16", None),
-        ("float8_e4m3fn", None),
         ("float32", "bfloat16"),
-        ("int8", "float8_e5m2"),
+        ("int8", "bfloat16"),
     ],
 )
 def test_a_row_sparse_step_makes_no_table_in_any_dtype(dtype, accumulator):
@@ -798,9 +797,8 @@ def test_a_row_sparse_step_makes_no_table_in_any_dtype(dtype, accumulator):
     step = jax.jit(functools.partial(gx_step, tx), donate_argnums=(0, 1))
     state = jax.eval_shape(tx.init, params)
     memory = step.lower(params, state, grads).compile().memory_analysis()
-    # A uint16 for each row, where the compiler cannot scatter into the dtype, and
-    # arrays of the size of the gradient.
-    assert memory.temp_size_in_bytes < 2 * height + 10 * n * width * 4
+    # Arrays of the size of the gradient.
+    assert memory.temp_size_in_bytes < 10 * n * width * 4
     assert memory.alias_size_in_bytes >= params.size * (
         params.dtype.itemsize + jnp.dtype(accumulator or "float32").itemsize
     )

@@ -12,11 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._trees import versions
-
 Array: TypeAlias = jax.Array | np.ndarray[Any, Any]
 A = TypeVar("A", bound=Array)
-_Write: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]  # Table, indices, rows.
 
 
 def rows_of(name: str, indices: A, height: int) -> A:
@@ -98,54 +95,7 @@ def summed(table: jax.Array) -> dict[str, Any]:
 
 def write_summed(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """The table with new rows at unique indices; in place if it is donated."""
-    narrow = versions.scatter_copies(table.dtype)
-    return (_write_narrow if narrow else _scatter)(table, indices, rows)
-
-
-def _scatter(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     return table.at[indices].set(rows, **summed(table))
-
-
-@jax.custom_jvp
-def _write_narrow(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    return jax.lax.platform_dependent(
-        table, indices, rows, cpu=_choose, default=_scatter
-    )
-
-
-@_write_narrow.defjvp
-def _write_narrow_jvp(  # Bits have no derivative.
-    primals: _Write, tangents: _Write
-) -> tuple[jax.Array, jax.Array]:
-    of_table, _, of_rows = tangents
-    return _write_narrow(*primals), _scatter(of_table, primals[1], of_rows)
-
-
-def _choose(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """The result of ``_scatter``, in one pass over the table and without a copy of it.
-
-    A compiler that cannot scatter into such a dtype makes a wider copy of the table,
-    scatters into that, and narrows it again.
-    """
-    how, n = summed(table), len(indices)
-    if not n:
-        return table
-    of_table, bits = how["out_sharding"], f"uint{8 * table.dtype.itemsize}"
-    of_height = of_table and NamedSharding(of_table.mesh, P(*of_table.spec[:1]))
-    each = jnp.arange(n, dtype=jnp.uint16 if n < 1 << 16 else jnp.uint32)
-    # Bits need no conversion on processors without such numbers.
-    old, new = (jax.lax.bitcast_convert_type(x, bits) for x in (table, rows))
-    # The new rows must be in memory first, and only a scatter surely puts them there.
-    # The compiler could compute them in the loop that writes the table. They would read
-    # overwritten memory, so it would make a copy.
-    new = jnp.zeros_like(new).at[each].set(new, unique_indices=True)
-    # For each row of the table the position of its new row, or n if it has none.
-    position = jnp.zeros(table.shape[0], each.dtype, out_sharding=of_height)
-    position += np.asarray(n, each.dtype)
-    position = position.at[indices].set(each, **how | {"out_sharding": of_height})
-    new = new.at[position].get(mode="clip", out_sharding=of_table)
-    is_old = jnp.expand_dims(position == n, tuple(range(1, table.ndim)))
-    return jax.lax.bitcast_convert_type(jnp.where(is_old, old, new), table.dtype)
 
 
 def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:

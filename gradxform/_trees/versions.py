@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 # The class of jax.extend.core, whose import takes a tenth of a second.
 Primitive: Any = type(jax.lax.convert_element_type_p)
@@ -77,12 +75,6 @@ def jit_is_disabled() -> bool:
     """Whether functions are called as they are, for a debugger: ``jax.disable_jit``."""
     # JAX's types know this setting from 0.12 on.
     return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009
-
-
-def scatter_copies(dtype: np.dtype[Any]) -> bool:
-    """Whether the compiler for CPU scatters into a wider copy of such an array."""
-    is_float8 = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
-    return is_float8 or (dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12))
 
 
 def before_tracing() -> None:

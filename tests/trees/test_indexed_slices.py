@@ -16,7 +16,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from gradxform._rows.rows import write_summed  # Public ones write sums alone.
 
 
 def slices(indices, height=5, width=2, seed=0, dtype="float32"):
@@ -543,46 +542,3 @@ def test_injected_hyperparameters_do_not_take_the_dtype_of_the_indices():
     updates, plain = updates["table"], plain["table"]
     np.testing.assert_array_equal(updates.indices, plain.indices)
     np.testing.assert_allclose(updates.densify(), plain.densify(), rtol=1e-6)
-
-
-# How the rows of a table are written.
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float16", "int8"])
-@pytest.mark.parametrize(("height", "n"), [(10, 4), (3, 9), (0, 2), (10, 0)])
-def test_rows_are_written_in_every_dtype(dtype, height, n):
-    rng = np.random.default_rng(height)
-    table, rows = (
-        rng.integers(0, 9, (k, 2)).astype(jnp.dtype(dtype)) for k in (height, n)
-    )
-    given = min(height, max(n - 1, 0))  # The others are padding.
-    indices = np.full(n, height, np.int32)
-    indices[:given] = np.sort(rng.permutation(height)[:given])
-    expected = table.copy()
-    expected[indices[:given]] = rows[:given]
-    new = jax.jit(write_summed)(*map(jnp.asarray, (table, indices, rows)))
-    assert new.dtype == dtype
-    np.testing.assert_array_equal(new.astype("float32"), expected.astype("float32"))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
-@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_rows_are_written_where_the_table_lies(axis_type, spec, dtype):
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(axis_type,))
-    table, rows = jnp.zeros((4, 2), dtype), jnp.ones((3, 2), dtype)
-    on_mesh = jax.device_put(table, NamedSharding(mesh, spec))
-    whole = jax.device_put((jnp.array([0, 3, 4]), rows), NamedSharding(mesh, P()))
-    new = jax.jit(write_summed, donate_argnums=0)(on_mesh, *whole)
-    assert new.astype("float32").sum(axis=1).tolist() == [2, 0, 0, 2]
-    assert new.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
-
-
-def test_written_rows_have_derivatives_in_every_dtype():
-    def total(table, rows):
-        return jnp.sum(write_summed(table, jnp.array([1, 3]), rows).astype("float32"))
-
-    of = jnp.ones((3, 1), "bfloat16"), jnp.ones((2, 1), "bfloat16")
-    of_table, of_rows = jax.grad(total, argnums=(0, 1))(*of)
-    assert of_table.ravel().tolist() == [1, 0, 1]
-    assert of_rows.ravel().tolist() == [1, 0]  # The last one is padding.
