@@ -175,29 +175,29 @@ def value_and_grad(
             value = loss_fn(jax.tree.unflatten(treedef, mixed), *batch, **kwargs)
             return value if has_aux else (value, None)
 
-        # Each reading has a tap: zeros that count as added to the rows, without memory
-        # for them. Their gradient is the gradient of the rows.
+        # Each reading has an offset: zeros that count as added to the rows, without
+        # memory for them. Their gradient is the gradient of the rows.
         run, types = readings.trace(loss, dense, named, paths)
 
-        def tapped(
-            dense: dict[int, Any], taps: dict[int, list[jax.Array]]
+        def with_offsets(
+            dense: dict[int, Any], offsets: dict[int, list[jax.Array]]
         ) -> tuple[jax.Array, Any]:
-            following = {i: iter(zeros) for i, zeros in taps.items()}
+            following = {i: iter(zeros) for i, zeros in offsets.items()}
 
-            def tap(i: int, rows: jax.Array) -> jax.Array:
+            def on_rows(i: int, rows: jax.Array) -> jax.Array:
                 zeros = next(following[i])
                 there = jax.typeof(rows).sharding
                 if jax.typeof(zeros).sharding.mesh != there.mesh:
                     zeros = jax.sharding.reshard(zeros, there)
-                return _tap(rows, zeros)
+                return _plus(rows, zeros)
 
-            (value, aux), ids = run(dense, tap)
+            (value, aux), ids = run(dense, on_rows)
             return value, (aux, ids)
 
-        both = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
+        both = jax.value_and_grad(with_offsets, argnums=(0, 1), has_aux=True)
         with mesh_context(map(jnp.asarray, maps.stored(list(leaves.values())))):
-            taps = {i: [*map(constants.zeros_of_type, types[i])] for i in named}
-            (value, (aux, ids)), (grads, rows) = both(dense, taps)
+            offsets = {i: [*map(constants.zeros_of_type, types[i])] for i in named}
+            (value, (aux, ids)), (grads, rows) = both(dense, offsets)
         for i, table in named.items():
             grads[i] = _slices(ids[i], rows[i], table)
         grads = jax.tree.unflatten(treedef, [grads[i] for i in leaves])
@@ -212,9 +212,9 @@ def _is_part(node: object) -> TypeGuard[TableRows]:
 
 def _select(
     is_named: Callable[[str], bool], paths: list[str], leaves: dict[int, Any]
-) -> dict[int, readings.Table]:
+) -> dict[int, readings.Source]:
     """The leaves that are named, or parts of a table, by their number."""
-    named: dict[int, readings.Table] = {}
+    named: dict[int, readings.Source] = {}
     for i, leaf in leaves.items():
         if not _is_part(leaf) and not is_named(paths[i]):
             continue
@@ -229,7 +229,7 @@ def _select(
 
 
 def _slices(
-    ids: list[jax.Array], rows: list[jax.Array], table: readings.Table
+    ids: list[jax.Array], rows: list[jax.Array], table: readings.Source
 ) -> IndexedSlices:
     """The gradient of a table; ``rows`` are the gradients of the rows at ``ids``."""
     row = table.shape[1:]
@@ -250,14 +250,14 @@ _Two: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 @jax.custom_jvp
-def _tap(rows: jax.Array, zeros: jax.Array) -> jax.Array:
+def _plus(rows: jax.Array, zeros: jax.Array) -> jax.Array:
     """``rows + zeros``, without the addition."""
     del zeros
     return rows
 
 
-@_tap.defjvp
-def _tap_jvp(primals: _Two, tangents: _Two) -> _Two:
+@_plus.defjvp
+def _plus_jvp(primals: _Two, tangents: _Two) -> _Two:
     rows, _ = primals
     rows_dot, zeros_dot = tangents
     return rows, rows_dot + zeros_dot

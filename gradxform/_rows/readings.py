@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 # A whole table, or rows of one.
-Table: TypeAlias = jax.Array | TableRows
+Source: TypeAlias = jax.Array | TableRows
 # (number of a table, rows of a reading) -> the rows that the loss gets
-Tap = Callable[[int, jax.Array], jax.Array]
+OnRows = Callable[[int, jax.Array], jax.Array]
 # The ids of all readings of each table, by its number.
 Ids = dict[int, list[jax.Array]]
 # The types of their rows.
@@ -53,7 +53,7 @@ class _Table:
     """A variable's table."""
 
     number: int
-    array: Table
+    array: Source
     # The dtypes that it was cast to, one after another.
     casts: tuple[np.dtype[np.generic], ...] = ()
     names: tuple[str, ...] = ()  # Those that `checkpoint_name` gave it.
@@ -72,10 +72,10 @@ _HOW = (
 def trace(
     loss_fn: Callable[[dict[int, Any], dict[int, Any]], Any],
     dense: dict[int, Any],
-    tables: dict[int, Table],
+    tables: dict[int, Source],
     paths: Sequence[str],
-) -> tuple[Callable[[dict[int, Any], Tap], tuple[Any, Ids]], Types]:
-    """``loss_fn(dense, tables)`` as a function of ``dense`` and a tap; types of rows.
+) -> tuple[Callable[[dict[int, Any], OnRows], tuple[Any, Ids]], Types]:
+    """``loss_fn(dense, tables)`` as a function of ``dense`` and ``on_rows``; row types.
 
     The function also returns the ids of the rows.
 
@@ -95,9 +95,9 @@ def trace(
     closed = jax.make_jaxpr(arrays)(dense, {i: _whole(x) for i, x in tables.items()})
     treedef, is_traced, rest = returned
 
-    def run(dense: dict[int, Any], tap: Tap) -> tuple[Any, Ids]:
+    def run(dense: dict[int, Any], on_rows: OnRows) -> tuple[Any, Ids]:
         stand_ins = [_Table(i, table) for i, table in sorted(tables.items())]
-        reader = _Reader(paths, tap, {i: [] for i in tables})
+        reader = _Reader(paths, on_rows, {i: [] for i in tables})
         results = reader.run(closed, [*jax.tree.leaves(dense), *stand_ins])
         for x in results:
             if isinstance(x, _Table):
@@ -125,7 +125,7 @@ class _Reader(NamedTuple):
     """Evaluates a jaxpr that has tables among its variables."""
 
     paths: Sequence[str]
-    tap: Tap
+    on_rows: OnRows
     ids: Ids
 
     def run(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
@@ -199,10 +199,10 @@ class _Reader(NamedTuple):
         fills = eqn.params.get("mode") == jax.lax.GatherScatterMode.FILL_OR_DROP
         fill = eqn.params.get("fill_value")
         if isinstance(part, TableRows):
-            rows, held = table_rows.read(part, taken)
+            rows, there = table_rows.read(part, taken)
             # A slice of a single row may keep an axis of length 1.
             rows = rows.reshape(_result(eqn).shape)
-            ids = jnp.where(held == height, height, ids)
+            ids = jnp.where(there == height, height, ids)
         else:
             if fills and table.casts:
                 eqn = eqn.replace(params=eqn.params | {"fill_value": 0})
@@ -210,7 +210,7 @@ class _Reader(NamedTuple):
             fills = fills and bool(table.casts)
         if not table.stopped:
             self.ids[table.number].append(ids)
-            rows = self.tap(table.number, rows)
+            rows = self.on_rows(table.number, rows)
         for dtype in table.casts:
             rows = rows.astype(dtype)
         for name in table.names:
@@ -303,7 +303,7 @@ def _filling(
     return jnp.asarray(fill, dtype)
 
 
-def _whole(table: Table) -> jax.Array | jax.ShapeDtypeStruct:
+def _whole(table: Source) -> jax.Array | jax.ShapeDtypeStruct:
     """The table as the loss sees it."""
     if not isinstance(table, TableRows):
         return table

@@ -58,14 +58,14 @@ class Donating:
         if self._captured is None:
             checks.arrays(params)
             self._captured = _captured(self._tx, params)
-        held = set(map(id, jax.tree.leaves(kept) + self._captured))
+        elsewhere = set(map(id, jax.tree.leaves(kept) + self._captured))
         mine = set(map(id, leaves))
-        if len(mine) < len(leaves) or not mine.isdisjoint(held):
+        if len(mine) < len(leaves) or not mine.isdisjoint(elsewhere):
             for i, x in enumerate(leaves):
-                if id(x) in held and _has_memory(x):
+                if id(x) in elsewhere and _has_memory(x):
                     # The runtime copies, so no program has to be compiled.
                     leaves[i] = jax.device_put(x, may_alias=False)
-                held.add(id(x))
+                elsewhere.add(id(x))
             donated = jax.tree.unflatten(structure, leaves)
             params, state = donated if self._params_too else (params, donated)
         return self._step(params, state, *batch, **extra)
