@@ -32,7 +32,7 @@ def step(
     try:
         changes, after = run(updates)
     except Exception as error:
-        boundary.blame(error, run, updates)
+        boundary.raise_if_only_rows_fail(error, run, updates)
         raise
     return apply_updates(params, changes), _as_before(after, state)
 

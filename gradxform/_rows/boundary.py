@@ -103,7 +103,8 @@ def touched(g: Leaf, x: Gradient) -> jax.Array:
     if not is_sparse(g):
         return jnp.asarray(x)
     if is_sparse(x):
-        x = part(x.sum_duplicates(), x.sum_duplicates().values)
+        x = x.sum_duplicates()
+        x = part(x, x.values)
     if isinstance(x, TableRows):
         return take_rows(x.values, positions(x, g.indices))
     return take_summed(jnp.asarray(x), g.indices)
@@ -170,7 +171,7 @@ def dense(
             raise RowSparseError(f"{name} {needs}, got {got}. {hint}")
 
 
-def explain(error: Exception, message: str, params: optax.Params) -> None:
+def raise_if_refused(error: Exception, message: str, params: optax.Params) -> None:
     """Raises ``RowSparseError`` if a transformation has refused row-sparse gradients.
 
     The message has a place for the names of the parts of tables in ``params``.
@@ -183,7 +184,7 @@ def explain(error: Exception, message: str, params: optax.Params) -> None:
         raise RowSparseError(message.format(", ".join(names))) from error
 
 
-def blame(
+def raise_if_only_rows_fail(
     error: Exception, f: Callable[[optax.Updates], object], updates: optax.Updates
 ) -> None:
     """Raises ``RowSparseError`` if ``f`` fails on row-sparse updates alone.
@@ -203,6 +204,6 @@ def blame(
         map(is_sparse, maps.leaves(updates))
     ):
         return
-    dense = maps.map_leaves(lambda g: g.densify() if is_sparse(g) else g, updates)
-    if not traced(updates) and traced(dense):
+    whole = maps.map_leaves(lambda g: g.densify() if is_sparse(g) else g, updates)
+    if not traced(updates) and traced(whole):
         raise RowSparseError(indexed_slices.HINT) from error

@@ -188,7 +188,7 @@ def master_weights(
                 updates, state.inner_state, wide, **accepted_kwargs(inner, extra)
             )
         except (TypeError, ValueError) as error:
-            boundary.explain(error, _TAKES_NO_ROWS, wide)
+            boundary.raise_if_refused(error, _TAKES_NO_ROWS, wide)
             raise
         count = state.count if isinstance(state, CountedMasterWeightsState) else None
         threshold = None if count is None else half.even_threshold(count)

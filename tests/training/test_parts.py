@@ -73,6 +73,22 @@ def test_a_part_goes_through_jit_and_pickle_as_it_is():
         np.testing.assert_array_equal(again.values[:3], TABLE[HELD])
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: 2 * p,
+        lambda p: p + p,
+        lambda p: p[0],
+        jnp.asarray,
+        lambda p: jnp.ones(TABLE.shape) - p,
+        lambda p: jax.tree.map(lambda x: 2 * x, p),
+    ],
+)
+def test_a_part_is_no_array(use):
+    with pytest.raises(TypeError, match=r"gradxform\.TableRows|row-sparse gradient"):
+        use(part())
+
+
 def test_a_gradient_among_parameters_is_refused():
     """It would be a table of zeros but for these rows, and its rows may repeat."""
     rows = gx.IndexedSlices([3, 7, 9], TABLE[HELD], TABLE.shape)

@@ -10,6 +10,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gradxform as gx
@@ -135,3 +136,26 @@ def test_a_step_sums_repeated_rows_and_writes_the_new_rows():
     assert new["frozen"] is None
     assert squares["frozen"].tolist() == [1, 1, 1]
     assert jax.tree.map(jax.typeof, sums) == jax.tree.map(jax.typeof, narrow)
+
+
+LINKS = gx.clip_by_global_norm(1.0), gx.clip_by_norm(1.0), gx.clip_by_zscore()
+CHAIN = optax.chain(*LINKS, gx.adagrad(0.1, row_wise=True, clipnorm=1.0))
+
+
+@pytest.mark.parametrize(
+    ("tx", "extra"),
+    [(CHAIN, {}), (gx.drop_stale(CHAIN, 1), {"local_step": 0}), (LINKS[1], {})],
+    ids=["chain", "drop_stale", "link"],
+)
+def test_repeated_rows_are_summed_once_in_a_step(tx, extra):
+    """A sum begins with a sort of the indices; a push that is dropped has none."""
+    params = {"t": jnp.ones((5, 2))}
+    grads = {"t": gx.IndexedSlices([3, 0, 3], jnp.ones((3, 2)), (5, 2))}
+
+    def step(grads, state, params):
+        return gx.apply_gradients(tx, grads, state, params, **extra)
+
+    jaxpr = jax.make_jaxpr(step)(grads, tx.init(params), params)
+    assert str(jaxpr).count(" sort[") == 1
+    outside = {eqn.primitive.name for eqn in jaxpr.eqns}
+    assert ("sort" in outside) == ("local_step" not in extra)
