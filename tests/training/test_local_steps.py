@@ -179,18 +179,6 @@ def test_extra_arguments_and_the_loss_reach_the_optimizer():
     assert last == losses[-1]
 
 
-def test_the_outer_step_of_one_worker_comes_to_where_it_is():
-    inner, outer = gx.adagrad(0.1), gx.drop_stale(optax.sgd(1.0), 0)
-    params = start()
-    steps = gx.local_steps(loss_fn, inner, trainable=LEARNING)
-    grads, *_ = steps(params, inner.init(params), X, Y)
-    trained, *_ = by_hand(inner, params, inner.init(params), H)
-    params, _ = gx.apply_gradients(
-        outer, grads, outer.init(params), params, local_step=0
-    )
-    chex.assert_trees_all_close(params, trained, rtol=1e-6)
-
-
 @pytest.mark.figures
 def test_the_gradient_is_the_only_copy():
     """Besides it, the trained parameters become the pseudo-gradient in their place."""

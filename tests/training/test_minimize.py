@@ -245,18 +245,13 @@ def test_a_donated_step_is_a_jitted_function_still():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("verb", ["apply", "minimize"])
-def test_a_state_keeps_its_dtypes(verb):
+def test_a_state_keeps_its_dtypes():
     """A float32 decay would turn a bfloat16 momentum into a float32 one."""
     tx = optax.sgd(0.5, momentum=jnp.float32(0.5))
     params, ones = jnp.ones(3, jnp.bfloat16), jnp.ones(3, jnp.bfloat16)
     state = tx.init(params)
     for _ in range(2):
-        if verb == "apply":
-            params, state = gx.apply_gradients(tx, ones, state, params)
-        else:
-            step = gx.minimize(jnp.sum, tx, donate=False)
-            params, state, _ = step(params, state)
+        params, state = gx.apply_gradients(tx, ones, state, params)
     assert state[0].trace.dtype == params.dtype == jnp.bfloat16
     assert state[0].trace.tolist() == [1.5] * 3
     assert params.tolist() == [-0.25] * 3
@@ -470,7 +465,11 @@ def test_an_optimizer_that_takes_no_value(standard_promotion):
         updates, state = sam.update(grads, state, expected)
         expected = optax.apply_updates(expected, updates)
     late = gx.drop_stale(sam, 0)
-    for tx, extra in ((sam, lambda t: {}), (late, lambda t: {"local_step": t})):
+    for tx, extra in (
+        (sam, lambda t: {}),
+        (gx.lazy(sam), lambda t: {}),
+        (late, lambda t: {"local_step": t}),
+    ):
         step = gx.minimize(loss_fn, tx)
         params, state = start(), tx.init(start())
         for t in range(2):

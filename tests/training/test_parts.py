@@ -320,6 +320,7 @@ CLIPPED = optax.chain(gx.clip_by_global_norm(0.1), gx.adagrad(0.1))
     [
         CLIPPED,
         gx.adagrad(0.1, row_wise=True),
+        gx.lazy(optax.adam(0.1)),
         gx.drop_stale(CLIPPED, 4),
         gx.accumulate(gx.adagrad(0.1), 2),
         gx.conditional_accumulator(gx.adagrad(0.1), 2, reduction="row_mean"),
@@ -328,7 +329,15 @@ CLIPPED = optax.chain(gx.clip_by_global_norm(0.1), gx.adagrad(0.1))
             {"table": "rows", "w": "rest"},
         ),
     ],
-    ids=["clip", "row_wise", "drop_stale", "accumulate", "row_mean", "partition"],
+    ids=[
+        "clip",
+        "row_wise",
+        "lazy",
+        "drop_stale",
+        "accumulate",
+        "row_mean",
+        "partition",
+    ],
 )
 @pytest.mark.usefixtures("standard_promotion")
 def test_minimize_steps_on_a_part_as_on_the_table(tx):

@@ -210,17 +210,6 @@ def test_each_optimizer_of_optax_acts_on_the_rows_as_on_a_table(name):
         check_steps(tx if extra else ALL[name], take=take, rtol=1e-5, **extra)
 
 
-def test_the_page_names_what_optax_has():
-    names = {name for name in LISTED if not hasattr_path(name)}
-    assert not names or optax.__version__ < "0.2.8", names
-    assert FOUND.keys() <= LISTED.keys()
-
-
-def hasattr_path(name):
-    *_, last = name.split(".")
-    return hasattr(optax.contrib if "contrib" in name else optax, last)
-
-
 # The formula, and what stays.
 
 
@@ -311,18 +300,6 @@ def test_dense_gradients_are_those_of_the_inner_transformation(inner):
         _, state = got
 
 
-def test_the_state_goes_on_without_lazy_and_with_it():
-    params, (first, second, third) = params_of(), pushes()
-    inner = optax.adam(0.1)
-    lazy = gx.lazy(inner)
-    _, state = lazy.update(first, inner.init(params), params)
-    _, state = inner.update(dense(second), state, params)
-    expected = by_hand(inner, third, state, params)
-    updates, state = lazy.update(third, state, params)
-    chex.assert_trees_all_close((dense(updates), state), expected, rtol=2e-6)
-    assert state[0].count == 3
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
 def test_tables_of_every_dtype(dtype):
     check_steps(optax.adam(0.1), dtype, rtol=2e-6 if dtype == "complex64" else 1e-2)
@@ -400,16 +377,6 @@ def test_wrappers_may_be_outside():
         chex.assert_trees_all_close(got, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("wrap", [gx.accumulate, gx.conditional_accumulator])
-def test_an_accumulator_outside_gives_it_a_dense_sum(wrap):
-    extra = {} if wrap is gx.accumulate else {"local_step": 5}
-    given = [*pushes()][:2]
-    got, _ = ends(wrap(gx.lazy(optax.adam(0.1)), 2), given, **extra)
-    mean = jax.tree.map(lambda *g: sum(g) / 2, *map(dense, given))
-    expected, _ = ends(optax.adam(0.1), [mean])
-    chex.assert_trees_all_close(got, expected, rtol=1e-5)
-
-
 def test_extra_arguments_like_the_parameters_lose_the_other_rows_too():
     inner = optax.chain(gx.compensate_delay(0.5), optax.scale(-0.1))
     earlier = jax.tree.map(lambda p: p - 1, params_of())
@@ -436,23 +403,6 @@ def test_a_leaf_without_a_gradient_keeps_its_state():
             )
             chex.assert_trees_all_equal(*kept)
             assert np.any(tree["tables"]["a"] != before["tables"]["a"])
-
-
-def test_it_passes_on_what_the_inner_transformation_takes():
-    """SAM's update takes no ``value``, which ``minimize`` offers to all others."""
-
-    def loss_fn(params):
-        return sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
-
-    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01))
-    both = []
-    for tx in sam, gx.lazy(sam):
-        params, step = params_of(), gx.minimize(loss_fn, tx, donate=False)
-        state = tx.init(params)
-        for _ in range(2):
-            params, state, _ = step(params, state)
-        both.append((params, state))
-    chex.assert_trees_all_equal(*both)
 
 
 def test_boxes_of_flax_stay():
@@ -1067,19 +1017,3 @@ def test_tables_may_be_sharded(axis_type, spec, in_context):
     for x, before in zip((params, state[0].mu, state[0].nu), shardings, strict=True):
         assert x.sharding.is_equivalent_to(before, 2) or axis_type is AxisType.Auto
     chex.assert_trees_all_close((params, state), expected, rtol=1e-6)
-
-
-def test_a_worker_trains_a_part_of_a_table_by_itself():
-    """Its state is that of its rows, which are a table of their own."""
-    tx, params = gx.lazy(optax.adam(0.1)), draw(0, HEIGHT, WIDTH)
-    server = gx.ParameterServer({"t": params}, tx)
-    part, _ = server.pull(rows={"t": [1, 3, 7]})
-    state, whole = tx.init(part), tx.init({"t": params})
-    expected = {"t": params}
-    for t in range(2):
-        grads = {"t": rows([3, 7, 3], t)}
-        part, state = gx.apply_gradients(tx, grads, state, part)
-        expected, whole = gx.apply_gradients(tx, grads, whole, expected)
-    at = jnp.array([1, 3, 7])
-    np.testing.assert_allclose(part["t"].values[:3], expected["t"][at], rtol=1e-6)
-    assert len(state[0].mu["t"]) == len(part["t"].indices) < HEIGHT
