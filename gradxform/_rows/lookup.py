@@ -56,7 +56,7 @@ def lookup(
       An array of shape [\*ids.shape, \*row], of the dtype of the table.
 
     Raises:
-      TypeError: ``ids`` are not integers.
+      TypeError: ``ids`` are not integers, or ``table`` is an :class:`IndexedSlices`.
       ValueError: an id lies outside of [0, rows]. A traced id cannot be checked. If it
         lies outside, it counts as padding; a negative id does not count from the end.
         The same holds for an id if ``table`` is a part that lacks its row.
@@ -70,6 +70,7 @@ def lookup(
     Array([[3., 4.],
            [0., 0.]], dtype=float32)
     """
+    no_gradients("table", table)
     if not isinstance(table, TableRows):
         table = jnp.asarray(table)
     if not table.ndim:
@@ -157,7 +158,7 @@ def value_and_grad(
     def wrapped(
         params: optax.Params, *batch: object, **kwargs: object
     ) -> tuple[Any, optax.Updates]:
-        no_gradients(params)
+        no_gradients("params", params)
         flat, treedef = jax.tree.flatten_with_path(params, is_leaf=_is_part)
         if not tables and not any(_is_part(leaf) for _, leaf in flat):
             dense_way = jax.value_and_grad(loss_fn, has_aux=has_aux)

@@ -128,12 +128,12 @@ def read(part: TableRows, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     return read_rows(part.values, at), jnp.where(missing, height, ids)
 
 
-def no_gradients(params: optax.Params) -> None:
+def no_gradients(name: str, params: optax.Params) -> None:
     """Raises ``TypeError`` if parameters hold a row-sparse gradient."""
     for path, p in maps.leaves_with_path(params):
         if is_sparse(p):
             raise TypeError(
-                f"params has an IndexedSlices at {checks.path_name(path)}, which is a "
+                f"{name} has an IndexedSlices at {checks.path_name(path)}, which is a "
                 "gradient. Rows of a table among parameters are gradxform.TableRows."
             )
 

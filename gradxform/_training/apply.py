@@ -89,7 +89,7 @@ def apply_gradients(
             "grads has no gradient for any leaf of params; differentiate a loss that "
             "depends on at least one of them."
         )
-    table_rows.no_gradients(params)
+    table_rows.no_gradients("params", params)
     grads, arrays = table_rows.numbered(params, grads), maps.stored(params)
     try:
         new, state = gate.step(tx, grads, state, arrays, **extra)

@@ -79,7 +79,7 @@ def test_a_part_goes_through_jit_and_pickle_as_it_is():
         lambda p: 2 * p,
         lambda p: p + p,
         lambda p: p[0],
-        jnp.asarray,
+        np.asarray,
         lambda p: jnp.ones(TABLE.shape) - p,
         lambda p: jax.tree.map(lambda x: 2 * x, p),
     ],
@@ -98,7 +98,7 @@ def test_a_gradient_among_parameters_is_refused():
         gx.value_and_grad(loss_fn)(params, IDS)
     with pytest.raises(TypeError, match=match):
         gx.apply_gradients(tx, params, tx.init(model(TABLE)), params)
-    with pytest.raises(TypeError, match="row-sparse gradient"):
+    with pytest.raises(TypeError, match="table has an IndexedSlices at the root"):
         gx.lookup(rows, [3])
 
 
