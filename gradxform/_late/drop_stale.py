@@ -11,7 +11,6 @@ import optax
 from gradxform._late import gate, lateness
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision, GatedTransformation
-from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, constants
 
 
@@ -123,7 +122,6 @@ def drop_stale(
         params: optax.Params | None,
         *,
         local_step: jax.typing.ArrayLike | None = None,
-        leaf_flags: LeafFlags | None = None,
         **extra: Any,
     ) -> Decision:
         del params
@@ -139,6 +137,6 @@ def drop_stale(
             stale_count=increment_if(~fresh, state.stale_count),
             staleness=staleness,
         )
-        return Decision(fresh, lambda _: updates, state, extra, leaf_flags)
+        return Decision(fresh, lambda _: updates, state, extra)
 
     return gate.gate(init_fn, inner, decide)

@@ -25,7 +25,6 @@ from gradxform._late import missing, plain
 from gradxform._late.conditional import By, typed_cond
 from gradxform._late.counters import has_gate
 from gradxform._late.measure_cosine import cosines
-from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.compilers import LARGE, in_hbm, narrow, where
 from gradxform._trees.extra_args import accepted_kwargs
@@ -45,7 +44,6 @@ class Decision:
         conditional.
       state: the new state of the gate, but with the old ``inner_state``.
       extra: the extra arguments for the transformation behind the gate.
-      leaf_flags: which leaves have a gradient, where only the step knows it.
       room: like the updates; nobody needs its values after the step. So updates come
         out of the conditional in its arrays, where they fit, and need no others.
       settle: ``settle(state, applied, room)`` returns the state that is new after the
@@ -61,7 +59,6 @@ class Decision:
     updates: Callable[[optax.Updates | None], optax.Updates]
     state: optax.OptState
     extra: dict[str, object]
-    leaf_flags: LeafFlags | None = None
     room: optax.Updates | None = None
     settle: Callable[..., optax.OptState] = lambda state, applied, room: state
     ordered: bool = False
@@ -76,8 +73,7 @@ class Gate:
     """The ``update`` of a gate, which says how it decides and what is behind it.
 
     Attributes:
-      decide: what the gate does with a push. Inside of a sum it also gets
-        ``leaf_flags``, see ``missing``.
+      decide: what the gate does with a push.
       inner: the transformation behind the gate.
     """
 
@@ -218,22 +214,20 @@ def _applied(
 ) -> tuple[Outcome, optax.OptState]:
     """What ``inner`` makes of a push, but for leaves without a gradient."""
     before = decision.state.inner_state
-    extra = accepted_kwargs(inner, decision.extra)
-    flags = decision.leaf_flags
-    if flags and (has_gate(before) or cosines(before)):
-        extra["leaf_flags"] = flags
-    own = gate_of(inner)
-    if own is not None:
+    extra = decision.extra
+    if own := gate_of(inner):
         return _run(own, updates, before, params, whole=whole, **extra)
+    flags = missing.flags(updates, extra)
+    if not (has_gate(before) or cosines(before)):  # Nobody asks for them.
+        extra = missing.with_flags(extra)
     run = plain.step if whole else missing.update
-    outcome, new = run(inner, updates, before, params, **extra)
-    if not flags:
+    outcome, new = run(inner, updates, before, params, **accepted_kwargs(inner, extra))
+    if all(isinstance(flag, bool) for flag in jax.tree.leaves(flags)):
         return outcome, new
-    chosen = missing.flags_of(updates, flags)
     if not has_gate(before, "pushed"):  # The gradients of a sum may be older ones.
-        outcome = missing.chosen(chosen, outcome, unchanged)
+        outcome = missing.chosen(flags, outcome, unchanged)
     like = updates if params is None else params
-    return outcome, missing.keep(inner, chosen, new, before, like)
+    return outcome, missing.keep(inner, flags, new, before, like)
 
 
 def _in_hbm(room: optax.Updates | None) -> optax.Updates | None:

@@ -9,21 +9,21 @@ leaf: it gets such a node instead of the leaf, and the node appears wherever the
 state would be.
 
 A sum of pushes knows it only in its step: no push had a gradient for the leaf. It gives
-zeros for such a leaf, and a flag that is False (:data:`LeafFlags`). A transformation
-inside gets the zeros. Afterwards its result for the leaf is left out (:func:`chosen`),
-and the leaf's state is the old one (:func:`keep`).
+zeros for such a leaf, and a flag that is False, in an extra argument that only this
+module reads and writes. A transformation inside gets the zeros. Afterwards its result
+for the leaf is left out (:func:`chosen`), and the leaf's state is the old one
+(:func:`keep`).
 
 A gate treats such a leaf by its own rules: some of its state is one vector for all
 leaves, and some starts again although a leaf has no gradient. So a gate inside gets
-``None`` as it is, and the flags as an extra argument, ``leaf_flags``. A link whose one
-number comes from the state of all leaves gets them, too: ``measure_cosine``.
+``None`` as it is, and asks :func:`flags` which leaves have a gradient. A link whose one
+number comes from the state of all leaves asks, too: ``measure_cosine``.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,10 @@ from gradxform._trees import checks, maps
 from gradxform._trees.placeholders import Placeholder, is_placeholder
 from gradxform._trees.types import Leaf, Path, PyTree, T
 
-# Whether a leaf has a gradient, by its path. Leaves that say it themselves are not in
-# it. A path finds its leaf also in a part of the tree, as in ``optax.partition``.
-LeafFlags: TypeAlias = dict[str, jax.Array]
+# The extra argument with the flags of leaves, by path. Leaves that say it themselves
+# are not in it. A path finds its leaf also in a part of the tree, as in
+# ``optax.partition``.
+_NAME = "leaf_flags"
 
 
 def update(
@@ -97,67 +98,89 @@ def update(
 
 def keep(
     tx: optax.GradientTransformation,
-    applied: PyTree[jax.Array | None],
+    flags: PyTree[bool | jax.Array],
     new: optax.OptState,
     old: optax.OptState,
     like: optax.Params,
 ) -> optax.OptState:
-    """The new state of ``tx``, with the old state of leaves that were skipped.
+    """The new state of ``tx``, with the old state of leaves whose flag is False.
 
     The gates in it know which leaves these are, so their states are the new ones.
-    ``applied`` has for each leaf a bool[], or None if it was not skipped for sure;
     ``like`` is the parameters, or a tree of their shapes and dtypes.
     """
     tree = maps.map_with_path(
-        lambda path, a, p: p if a is None else Placeholder(path), applied, like
+        lambda path, flag, p: p if isinstance(flag, bool) else Placeholder(path),
+        flags,
+        like,
     )
     marks = _marks(tx, tree, old)
     if marks is None:
         return new
-    flags = dict(maps.leaves_with_path(applied))
+    by_path = dict(maps.leaves_with_path(flags))
 
     def choose(
         mark: Placeholder, new: optax.OptState, old: optax.OptState
     ) -> optax.OptState:
-        return jax.tree.map(functools.partial(jnp.where, flags[mark.path]), new, old)
+        flag = by_path[mark.path]
+        return jax.tree.map(lambda x, y: jnp.where(flag, x, y), new, old)
 
     return _where_marked(choose, marks, new, old, stop=is_gate)
 
 
-def flags_of(
-    updates: optax.Updates, leaf_flags: LeafFlags | None
-) -> PyTree[jax.Array | None]:
-    """A tree with the flag of each leaf; None if the leaf itself says it."""
+def flags(
+    updates: optax.Updates, extra: Mapping[str, object]
+) -> PyTree[bool | jax.Array]:
+    """Whether each leaf has a gradient: bool[] if only a sum around it knows."""
+    known: Any = extra.get(_NAME, {})
     return maps.map_with_path(
-        lambda path, _: (leaf_flags or {}).get(jax.tree_util.keystr(path)), updates
+        lambda path, g: (
+            maps.has_gradient(g) and known.get(jax.tree_util.keystr(path), True)
+        ),
+        updates,
     )
 
 
-def holds(
-    updates: optax.Updates, leaf_flags: LeafFlags | None
+def with_flags(
+    extra: dict[str, object], flags: PyTree[bool | jax.Array] = None
+) -> dict[str, object]:
+    """The extra arguments with these flags in place of any others."""
+    named = {
+        jax.tree_util.keystr(path): flag
+        for path, flag in jax.tree.leaves_with_path(flags)
+        if not isinstance(flag, bool)
+    }
+    extra = {name: value for name, value in extra.items() if name != _NAME}
+    return extra | {_NAME: named} if named else extra
+
+
+def as_vector(
+    flags: PyTree[bool | jax.Array],
 ) -> jax.Array | np.ndarray[tuple[int], np.dtype[np.bool]]:
-    """bool[leaves], which leaves have a gradient; in NumPy if the leaves say it."""
-    leaves = maps.leaves(updates)
-    holds = np.array(list(map(maps.has_gradient, leaves)), bool)
-    if not leaf_flags:
-        return holds
-    flags = maps.leaves(flags_of(updates, leaf_flags))
-    return holds & jnp.stack([jnp.array(True) if f is None else f for f in flags])
+    """bool[leaves]; in NumPy if the leaves say it."""
+    leaves = jax.tree.leaves(flags)
+    if all(isinstance(flag, bool) for flag in leaves):
+        return np.array(leaves, bool)
+    return jnp.stack([jnp.array(flag) for flag in leaves])
+
+
+def where(
+    flag: bool | jax.Array, new: jax.Array, old: jax.typing.ArrayLike
+) -> jax.Array:
+    """The new values if a leaf has a gradient."""
+    return new if flag is True else jnp.where(flag, new, old)
 
 
 def chosen(
-    flags: PyTree[jax.Array | None],
-    new: PyTree[Leaf],
-    old: PyTree[Leaf] = None,
+    flags: PyTree[bool | jax.Array], new: PyTree[Leaf], old: PyTree[Leaf] = None
 ) -> PyTree[Leaf]:
-    """The new leaves, but the old ones, or zeros, where a flag is False."""
+    """The new leaves, but the old ones, or zeros, where only a flag says False."""
 
     def choose(
-        flag: jax.Array | None, new: Leaf, old: jax.typing.ArrayLike = 0
+        flag: bool | jax.Array, new: Leaf, old: jax.typing.ArrayLike = 0
     ) -> Leaf:
-        if flag is None or not maps.has_gradient(new):
+        if isinstance(flag, bool) or not maps.has_gradient(new):
             return new
-        return jnp.where(flag, new, old)
+        return where(flag, new, old)
 
     return maps.map_leaves(choose, flags, new, *(() if old is None else (old,)))
 

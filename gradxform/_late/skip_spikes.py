@@ -11,7 +11,6 @@ import optax
 from gradxform._late import gate
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision, GatedTransformation
-from gradxform._late.missing import LeafFlags
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps, mesh, norms
 from gradxform._trees.mesh import AxisName
 
@@ -159,7 +158,6 @@ def skip_spikes(
         params: optax.Params | None,
         *,
         value: jax.typing.ArrayLike | None = None,
-        leaf_flags: LeafFlags | None = None,
         **extra: Any,
     ) -> Decision:
         del params
@@ -184,6 +182,6 @@ def skip_spikes(
             history=jnp.where(enters[:, None], later, history),
             num_held=jnp.where(enters, jnp.minimum(num_held + 1, window), num_held),
         )
-        return Decision(accepted, lambda _: updates, state, extra, leaf_flags)
+        return Decision(accepted, lambda _: updates, state, extra)
 
     return gate.gate(init_fn, inner, decide)

@@ -17,7 +17,6 @@ from gradxform._late import gate, missing
 from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision
-from gradxform._late.missing import LeafFlags
 from gradxform._rows.indexed_slices import IndexedSlices
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import LARGE, in_turn, narrow, where
@@ -75,7 +74,6 @@ class Sums:
         accepted: jax.Array | Literal[True],
         *,
         factor: jax.typing.ArrayLike | None = None,
-        leaf_flags: LeafFlags | None = None,
         **extra: object,
     ) -> Decision:
         """What happens with a push.
@@ -90,11 +88,10 @@ class Sums:
         full = accepted & self._is_enough(count, state.global_step)
         # The first push of a sum replaces what is there. So nothing else clears it.
         begun = state.pushed & (state.num_accumulated > 0)
+        flags = missing.flags(updates, extra)
 
         def added() -> tuple[optax.Updates, optax.Updates]:
-            return self._sums_with(
-                updates, factor, leaf_flags, state, begun, count, full
-            )
+            return self._sums_with(updates, factor, flags, state, begun, count, full)
 
         total, row_counts = (
             added()
@@ -103,7 +100,7 @@ class Sums:
                 accepted, added, lambda: (state.accumulated, state.row_counts)
             )
         )
-        pushed = begun | (accepted & missing.holds(updates, leaf_flags))
+        pushed = begun | (accepted & missing.as_vector(flags))
 
         def reduced(total: optax.Updates) -> optax.Updates:
             # From here on all is dense: inner gets every row that any push held.
@@ -116,13 +113,12 @@ class Sums:
             pushed=pushed & ~full,
             row_counts=row_counts,
         )
-        flags = _flags(updates, total, pushed, leaf_flags)
+        applied = _applied(flags, total, pushed)
         return Decision(
             full,
             reduced,
             new,
-            extra,
-            flags,
+            missing.with_flags(extra, applied),
             room=total,
             settle=lambda new, _, total: new._replace(accumulated=total),
         )
@@ -143,7 +139,7 @@ class Sums:
         self,
         updates: optax.Updates,
         factor: jax.typing.ArrayLike | None,
-        leaf_flags: LeafFlags | None,
+        flags: PyTree[bool | jax.Array],
         state: Any,
         begun: jax.Array,
         count: jax.Array,
@@ -151,7 +147,6 @@ class Sums:
     ) -> tuple[optax.Updates, optax.Updates]:
         """Sums and row counts with this push; divides the sums if it is the last."""
         # sum + factor g and n + 1; in a table only for the rows that the push holds
-        flags = missing.flags_of(updates, leaf_flags)
         pushed = maps.sum_duplicates(missing.chosen(flags, updates))
         has_begun = jax.tree.unflatten(maps.structure(updates), list(begun))
         row_counts = state.row_counts
@@ -199,7 +194,7 @@ def _moved(
     pushed: optax.Updates,
     totals: PyTree[jax.Array],
     begun: PyTree[jax.Array],
-    *rest: PyTree[jax.Array | None],
+    *rest: PyTree[bool | jax.Array],
 ) -> PyTree[jax.Array]:
     """New sums ``f(g, sum, ...)``; the sum is 0 if it begins with this push.
 
@@ -207,7 +202,7 @@ def _moved(
     """
 
     def move(
-        g: Leaf, total: jax.Array, begun: jax.Array, *others: jax.Array | None
+        g: Leaf, total: jax.Array, begun: jax.Array, *others: bool | jax.Array
     ) -> jax.Array:
         if not maps.has_gradient(g):
             return total
@@ -225,9 +220,9 @@ def _moved(
     return maps.map_leaves(move, pushed, totals, begun, *rest)
 
 
-def _counted(_: jax.Array, n: jax.Array, flag: jax.Array | None) -> jax.Array:
+def _counted(_: jax.Array, n: jax.Array, flag: bool | jax.Array) -> jax.Array:
     # n + 1, if the leaf has a gradient
-    return n + (1 if flag is None else flag.astype(n.dtype))
+    return missing.where(flag, n + 1, n)
 
 
 def _finished(
@@ -268,19 +263,13 @@ def _reduced(g: Leaf, total: jax.Array, like: jax.typing.ArrayLike) -> Leaf:
     return narrow(total, jnp.result_type(like))
 
 
-def _flags(
-    updates: optax.Updates,
-    total: optax.Updates,
-    pushed: jax.Array,
-    leaf_flags: LeafFlags | None,
-) -> LeafFlags:
-    """Which leaves are applied; no flag: for sure, or it is no parameter."""
-    flags = {}
-    totals = maps.leaves(total)
-    flat = maps.leaves_with_path(updates)
-    for i, (path, g) in enumerate(flat):
-        name = jax.tree_util.keystr(path)
-        is_sure = maps.has_gradient(g) and name not in (leaf_flags or {})
-        if maps.has_gradient(totals[i]) and not is_sure:
-            flags[name] = pushed[i]
-    return flags
+def _applied(
+    flags: PyTree[bool | jax.Array], total: optax.Updates, pushed: jax.Array
+) -> PyTree[bool | jax.Array]:
+    """Which leaves are applied: True for sure, or if it is no parameter."""
+    trees = map(maps.leaves, (flags, total))
+    applied = [
+        flag is True or not maps.has_gradient(x) or pushed[i]
+        for i, (flag, x) in enumerate(zip(*trees, strict=True))
+    ]
+    return jax.tree.unflatten(maps.structure(flags), applied)

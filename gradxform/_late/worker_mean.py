@@ -14,7 +14,6 @@ from gradxform._late import gate, missing, workers
 from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision, GatedTransformation
-from gradxform._late.missing import LeafFlags
 from gradxform._rows.rows import explicit_sharding
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
@@ -174,7 +173,6 @@ def worker_mean(
         *,
         worker: jax.typing.ArrayLike | None = None,
         local_step: jax.typing.ArrayLike | None = None,
-        leaf_flags: LeafFlags | None = None,
         **extra: Any,
     ) -> Decision:
         del params
@@ -195,7 +193,7 @@ def worker_mean(
             accepted &= extra["local_step"] >= state.global_step
 
         state = state._replace(stale_count=increment_if(~accepted, state.stale_count))
-        push = _Push(i, accepted, updates, leaf_flags, extra)
+        push = _Push(i, accepted, updates, extra)
         return _METHODS[method](push, state)
 
     return gate.gate(init_fn, inner, decide)
@@ -214,14 +212,12 @@ class _Push(NamedTuple):
       worker: int32[], its row of the table.
       accepted: bool[], whether the push counts; any other leaves the table as it is.
       updates: its gradients.
-      leaf_flags: which leaves have a gradient, where only the step knows it.
       extra: extra arguments for the transformation behind the gate.
     """
 
     worker: jax.Array
     accepted: jax.Array
     updates: optax.Updates
-    leaf_flags: LeafFlags | None
     extra: dict[str, object]
 
     def into_table(
@@ -231,7 +227,7 @@ class _Push(NamedTuple):
         i = self.worker
         counts = state.counts.at[i].set(_one_more(state.counts[i], newest_only))
         counts = jnp.where(self.accepted, counts, state.counts)
-        flags = missing.flags_of(self.updates, self.leaf_flags)
+        flags = missing.flags(self.updates, self.extra)
         table, row_counts, means = typed_cond(
             self.accepted,
             lambda: _written(flags, self.updates, state, i, row, newest_only),
@@ -244,7 +240,7 @@ class _Push(NamedTuple):
     def step(self, full: jax.Array, state: WorkerMeanState, row: jax.Array) -> Decision:
         """Applies ``inner`` to this row of the means of a state if ``full``."""
         means = boxes.as_in(self.updates, state.means)
-        flags = missing.flags_of(self.updates, self.leaf_flags)
+        flags = missing.flags(self.updates, self.extra)
 
         def mean(_: object) -> optax.Updates:
             # Zeros for a leaf without a gradient, as from any sum.
@@ -258,7 +254,6 @@ class _Push(NamedTuple):
             mean,
             state._replace(global_step=increment_if(full, state.global_step)),
             self.extra,
-            self.leaf_flags,
             ordered=True,
         )
 
@@ -326,7 +321,7 @@ def _row(x: jax.Array, i: jax.Array) -> jax.Array:
 
 
 def _written(
-    flags: PyTree[jax.Array | None],
+    flags: PyTree[bool | jax.Array],
     updates: optax.Updates,
     state: WorkerMeanState,
     i: jax.Array,
@@ -340,7 +335,7 @@ def _written(
         table: jax.Array,
         counts: jax.Array,
         means: jax.Array,
-        flag: jax.Array | None,
+        flag: bool | jax.Array,
     ) -> tuple[jax.Array, ...]:
         held = dtypes.widen(_row(table, i))
         old = jnp.where(counts[i] == 0, 0, held)
@@ -348,9 +343,8 @@ def _written(
         # (g - m_i) / c_i
         g = g.astype(held.dtype)
         delta = arithmetic.scale(g - old, 1 / count.astype(dtypes.compute_dtype(g)))
-        if flag is not None:
-            delta = jnp.where(flag, delta, 0)
-            count = jnp.where(flag, count, counts[i])
+        delta = missing.where(flag, delta, 0)
+        count = missing.where(flag, count, counts[i])
         share = arithmetic.scale(delta, 1 / table.shape[0])
         share, sharding = narrow(share, means.dtype), explicit_sharding(means)
         means = means.at[row].add(share, out_sharding=sharding)
