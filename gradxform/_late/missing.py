@@ -1,7 +1,8 @@
 """Leaves without a gradient take no part in a step: they stay, and so does their state.
 
-Usually the leaf itself says that the loss gave it no gradient. It is ``None``, or a
-``float0``, or a masked node where parameters have a leaf. Transformations of this
+Usually the leaf itself says that the loss gave it no gradient. Where a step begins, it
+is a ``None``, a ``float0``, or a masked node where parameters have a leaf; behind that
+it is a ``None`` (:func:`normalized`). Transformations of this
 library know ``None``. Others may not: optax's own fail on it, or forget the leaf's
 state. So :func:`update` gives them a node without leaves instead of each such
 leaf, as ``optax.masked`` does. Their ``init`` shows which parts of a state belong to a
@@ -42,6 +43,25 @@ from gradxform._trees.types import Leaf, Path, PyTree, T
 _NAME = "leaf_flags"
 
 
+def normalized(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+    """Updates with ``None`` for each parameter without a gradient.
+
+    A masked node stays where parameters have no leaf, as inside of ``optax.masked``.
+    """
+
+    def none(g: Leaf, p: optax.Params) -> PyTree[Leaf]:
+        if maps.has_gradient(g):
+            return g
+        if isinstance(g, optax.MaskedNode) and not jax.tree.leaves(p):
+            return g
+        return jax.tree.map(lambda _: None, p, is_leaf=is_sparse)
+
+    try:
+        return maps.map_leaves(none, updates, params)
+    except ValueError:  # No parameters, or others.
+        return maps.without_float0(updates)
+
+
 def update(
     tx: optax.GradientTransformation,
     updates: optax.Updates,
@@ -55,7 +75,7 @@ def update(
     among them, for a line search, gets all leaves.
     """
     tx = optax.with_extra_args_support(tx)
-    updates, missing = _marked(maps.without_float0(updates), params)
+    updates, missing = _marked(updates, params)
     if not missing:
         return tx.update(updates, state, params, **extra)
     tree = updates if params is None else maps.masked_like(updates, params)
@@ -131,7 +151,9 @@ def flags(
     updates: optax.Updates, extra: Mapping[str, object]
 ) -> PyTree[bool | jax.Array]:
     """Whether each leaf has a gradient: bool[] if only a sum around it knows."""
-    known: Any = extra.get(_NAME, {})
+    known: Any = extra.get(_NAME)
+    if known is None:
+        return maps.map_leaves(maps.has_gradient, updates)
     return maps.map_with_path(
         lambda path, g: (
             maps.has_gradient(g) and known.get(jax.tree_util.keystr(path), True)
@@ -153,12 +175,17 @@ def with_flags(
     return extra | {_NAME: named} if named else extra
 
 
+def are_known(flags: PyTree[bool | jax.Array]) -> bool:
+    """Whether the leaves themselves say it."""
+    return all(isinstance(flag, bool) for flag in jax.tree.leaves(flags))
+
+
 def as_vector(
     flags: PyTree[bool | jax.Array],
 ) -> jax.Array | np.ndarray[tuple[int], np.dtype[np.bool]]:
     """bool[leaves]; in NumPy if the leaves say it."""
     leaves = jax.tree.leaves(flags)
-    if all(isinstance(flag, bool) for flag in leaves):
+    if are_known(flags):
         return np.array(leaves, bool)
     return jnp.stack([jnp.array(flag) for flag in leaves])
 
@@ -189,26 +216,21 @@ def _marked(
     updates: optax.Updates, params: optax.Params | None
 ) -> tuple[optax.Updates, list[Path]]:
     """Updates with a placeholder, its path, for each parameter without a gradient."""
+    if all(u is not None for u in maps.leaves(updates)):
+        return updates, []
     missing: list[Path] = []
 
-    def placeholder(path: Path) -> Placeholder:
+    def mark(path: Path, u: Leaf, p: Leaf) -> Leaf:
+        if u is not None or p is None:
+            return u
         missing.append(path)
         return Placeholder(path)
-
-    def mark(path: Path, u: Leaf, p: optax.Params) -> PyTree[Leaf]:
-        if maps.has_gradient(u) or not jax.tree.leaves(p):
-            return u
-        return jax.tree.map_with_path(
-            lambda end, _: placeholder((*path, *end)), p, is_leaf=is_sparse
-        )
 
     try:
         return maps.map_with_path(mark, updates, params), missing
     except ValueError:  # No parameters, or others: the transformation may say so.
         missing.clear()
-        return maps.map_with_path(
-            lambda path, u: placeholder(path) if u is None else u, updates
-        ), missing
+        return maps.map_with_path(lambda path, u: mark(path, u, 0), updates), missing
 
 
 def _unmarked(updates: optax.Updates, missing: list[Path]) -> optax.Updates:

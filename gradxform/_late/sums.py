@@ -119,7 +119,7 @@ class Sums:
             reduced,
             new,
             missing.with_flags(extra, applied),
-            room=total,
+            buffers=total,
             settle=lambda new, _, total: new._replace(accumulated=total),
         )
 

@@ -8,8 +8,13 @@ from typing import Any, Protocol, cast
 import jax
 import optax
 
-from gradxform._late import gate
-from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
+from gradxform._late import gate, missing
+from gradxform._rows.indexed_slices import (
+    IndexedSlices,
+    RowSparseError,
+    is_sparse,
+    refuses_rows,
+)
 from gradxform._rows.lookup import Tables, value_and_grad
 from gradxform._rows.table_rows import TableRows
 from gradxform._training.donation import Donating
@@ -94,10 +99,18 @@ def apply_gradients(
     params = maps.sum_duplicates(params)  # Rows of tables are sorted once, here.
     grads = maps.map_with_path(_numbered, params, grads)
     held = maps.held(params)
+    grads = missing.normalized(grads, held)
     try:
-        new, state = gate.step(tx, grads, state, held, **extra)
+        new, state = gate.step(tx, grads, state, held, extra, whole=True)
     except AttributeError:  # Another state has other fields.
         checks.own_state(state, jax.eval_shape(tx.init, held))
+        raise
+    except Exception as error:
+        if isinstance(error, RowSparseError) or not any(map(is_sparse, maps.leaves(grads))):
+            raise
+        if refuses_rows(error):
+            raise RowSparseError from error
+        error.add_note(f"This may be the reason: {RowSparseError()}")
         raise
     new = maps.map_leaves(
         lambda p, x: p.with_values(x) if is_sparse(p) else x, params, new
