@@ -34,7 +34,7 @@ import optax
 from gradxform._late.counters import has_gate, is_gate
 from gradxform._rows.indexed_slices import is_sparse
 from gradxform._trees import checks, maps
-from gradxform._trees.placeholders import Placeholder, is_placeholder
+from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
 from gradxform._trees.types import Leaf, Path, PyTree, T
 
 # The extra argument with the flags of leaves, by path. Leaves that say it themselves
@@ -54,7 +54,7 @@ def normalized(updates: optax.Updates, params: optax.Params | None) -> optax.Upd
             return g
         if isinstance(g, optax.MaskedNode) and not jax.tree.leaves(p):
             return g
-        return jax.tree.map(lambda _: None, p, is_leaf=is_sparse)
+        return maps.map_leaves(lambda x: None if maps.has_gradient(x) else x, p)
 
     try:
         return maps.map_leaves(none, updates, params)
@@ -243,22 +243,19 @@ def _unmarked(updates: optax.Updates, missing: list[Path]) -> optax.Updates:
 def _marks(
     tx: optax.GradientTransformation, tree: optax.Params, state: optax.OptState
 ) -> optax.OptState | None:
-    """The state that ``init`` makes from a tree with placeholders.
-
-    It is None if ``init`` shows no state that is kept leaf by leaf.
-    """
+    """The state with the placeholders of a tree; None if ``init`` shows none."""
 
     def described(x: Leaf) -> Leaf | jax.ShapeDtypeStruct:
         return jax.eval_shape(x.densify) if is_sparse(x) else x
 
+    marks = owners(tx.init, maps.map_leaves(described, tree), state)
+    if marks is None:
+        return None
+
     def fits(mark: Any, s: jax.typing.ArrayLike) -> bool:
         return is_placeholder(mark) or np.shape(mark) == np.shape(s)
 
-    try:
-        marks = jax.eval_shape(tx.init, maps.map_leaves(described, tree))
-        same = jax.tree.map(fits, marks, state, is_leaf=is_placeholder)
-    except Exception:  # This init does not accept such a node.
-        return None
+    same = jax.tree.map(fits, marks, state, is_leaf=is_placeholder)
     return marks if all(jax.tree.leaves(same)) else None
 
 
