@@ -248,8 +248,9 @@ def _marks(
     def described(x: Leaf) -> Leaf | jax.ShapeDtypeStruct:
         return jax.eval_shape(x.densify) if is_sparse(x) else x
 
-    marks = owners(tx.init, maps.map_leaves(described, tree), state)
-    if marks is None:
+    try:
+        marks = owners(tx.init, maps.map_leaves(described, tree), state)
+    except ValueError:
         return None
 
     def fits(mark: Any, s: jax.typing.ArrayLike) -> bool:

@@ -106,7 +106,9 @@ def apply_gradients(
         checks.own_state(state, jax.eval_shape(tx.init, held))
         raise
     except Exception as error:
-        if isinstance(error, RowSparseError) or not any(map(is_sparse, maps.leaves(grads))):
+        if isinstance(error, RowSparseError) or not any(
+            map(is_sparse, maps.leaves(grads))
+        ):
             raise
         if refuses_rows(error):
             raise RowSparseError from error

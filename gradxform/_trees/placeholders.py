@@ -62,16 +62,17 @@ class StateLeaf(NamedTuple):
 
 def owners(
     init: optax.TransformInitFn, params: optax.Params, state: optax.OptState
-) -> optax.OptState | None:
+) -> optax.OptState:
     """The state of parameters with placeholders: each stands for parts of ``state``.
 
-    It is None if ``init`` does not accept them, or if ``state`` has other nodes.
+    Raises:
+      ValueError: ``init`` does not accept them, or ``state`` has other nodes.
     """
     try:
         marks = jax.eval_shape(init, params)
         jax.tree.map(lambda *_: None, marks, state, is_leaf=is_placeholder)
-    except Exception:  # It may fail in any way: ``init`` knows no such node.
-        return None
+    except Exception as error:  # An ``init`` that knows no such node may raise any.
+        raise ValueError("init and state show no state of these leaves.") from error
     return marks
 
 
