@@ -180,7 +180,7 @@ def delayed(
 
         one_more = jnp.where(count + 1 < 2 * delays, count + 1, delays)
         state = state._replace(count=jnp.where(moves, one_more, count))
-        return Decision(full, late, state, extra, settle=settle, ordered=True)
+        return Decision(full, True, late, state, extra, settle=settle, ordered=True)
 
     return gate.gate(init_fn, inner, decide)
 

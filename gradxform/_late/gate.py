@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ import optax
 
 from gradxform._late import missing
 from gradxform._late.conditional import By, typed_cond
-from gradxform._late.counters import has_gate
+from gradxform._late.counters import counted, has_gate
 from gradxform._late.measure_cosine import cosines
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.apply_updates import apply_updates
@@ -41,9 +41,11 @@ class Decision:
 
     Attributes:
       applies: bool[], whether the transformation behind the gate runs.
+      accepted: bool[], whether the push is not left out; also pushes that only enter a
+        sum are accepted.
       updates: ``updates(buffers)`` returns what it then gets; called inside the
         conditional.
-      state: the new state of the gate, but with the old ``inner_state``.
+      state: the new state of the gate, but with the old ``inner_state`` and counters.
       extra: the extra arguments for the transformation behind the gate.
       buffers: like the updates; nobody needs their values after the step. So updates
         come out of the conditional in these arrays, where they fit, and need no others.
@@ -57,6 +59,7 @@ class Decision:
     """
 
     applies: jax.Array
+    accepted: jax.Array | Literal[True]
     updates: Callable[[optax.Updates | None], optax.Updates]
     state: optax.OptState
     extra: dict[str, object]
@@ -222,8 +225,8 @@ def _guarded(
     outcome, filled, new, done = typed_cond(decision.applies, applied, skipped, by)
     if free is not None:
         outcome, buffers = _taken_from(filled, outcome, done), filled
-    new = decision.state._replace(inner_state=new)
-    return outcome, decision.settle(new, done, buffers)
+    state = counted(decision.state, decision.applies, decision.accepted)
+    return outcome, decision.settle(state._replace(inner_state=new), done, buffers)
 
 
 def _in_hbm(buffers: optax.Updates | None) -> optax.Updates | None:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate
-from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps, mesh, norms
 from gradxform._trees.mesh import AxisName
@@ -176,12 +175,10 @@ def skip_spikes(
         enters = finite & given
         later = jnp.concatenate([history[:, 1:], x[:, None]], axis=1)
         state = state._replace(
-            global_step=increment_if(accepted, state.global_step),
-            skipped_count=increment_if(~accepted, state.skipped_count),
             norm=x[0],
             history=jnp.where(enters[:, None], later, history),
             num_held=jnp.where(enters, jnp.minimum(num_held + 1, window), num_held),
         )
-        return Decision(accepted, lambda _: updates, state, extra)
+        return Decision(accepted, accepted, lambda _: updates, state, extra)
 
     return gate.gate(init_fn, inner, decide)

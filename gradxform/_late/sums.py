@@ -117,8 +117,6 @@ def summed(
         else:
             kept = state.accumulated, state.row_counts
             total, row_counts = typed_cond(accepted, added, lambda: kept)
-            number = increment_if(~accepted, getattr(state, left_out))
-            state = state._replace(**{left_out: number})
         pushed = begun | (accepted & missing.as_vector(flags))
 
         def reduced(total: optax.Updates) -> optax.Updates:
@@ -127,13 +125,13 @@ def summed(
             return maps.map_leaves(_reduced, updates, total, like)
 
         new = state._replace(
-            global_step=increment_if(full, state.global_step),
             num_accumulated=jnp.where(full, 0, count),
             pushed=pushed & ~full,
             row_counts=row_counts,
         )
         return Decision(
             full,
+            accepted,
             reduced,
             new,
             missing.with_flags(extra, _applied(flags, total, pushed)),

@@ -261,7 +261,7 @@ def _init(params):
 
 def _decide(updates, state, params, **extra):
     never = jnp.array(False)
-    return Decision(never, lambda _: updates, state._replace(decided=1), extra)
+    return Decision(never, never, lambda _: updates, state._replace(decided=1), extra)
 
 
 def _update(updates, state, params=None, **extra):
