@@ -165,7 +165,7 @@ def delayed(
             def written(
                 g: Leaf, ring: jax.Array, slot: jax.Array, flag: bool | jax.Array
             ) -> jax.Array:
-                if flag is False or not (delay := _delay(ring)):
+                if not maps.has_gradient(g) or not (delay := _delay(ring)):
                     return ring
                 if flag is not True:
                     g = jnp.where(flag, g, _oldest(g, ring, slot))

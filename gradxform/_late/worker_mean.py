@@ -197,7 +197,13 @@ def worker_mean(
 
         were_complete = jnp.all(state.counts > 0)
         flags = missing.flags(updates, extra)
-        state = _with_push(state, updates, flags, i, row, accepted, method == "latest")
+        kept = {name: getattr(state, name) for name in _WRITTEN}
+        written = typed_cond(
+            accepted,
+            lambda: _written(updates, flags, state, i, row, method == "latest"),
+            lambda: kept,
+        )
+        state = state._replace(**written)
         complete = jnp.all(state.counts > 0)
         if method == "latest":
             # Once each worker has pushed, every further push makes a step.
@@ -243,48 +249,27 @@ def num_workers_of(state: optax.OptState) -> int | None:
     return min((own.counts.shape[0] for _, own in found), default=None)
 
 
-def _with_push(
-    state: WorkerMeanState,
-    updates: optax.Updates,
-    flags: PyTree[bool | jax.Array],
-    i: jax.Array,
-    row: jax.Array,
-    accepted: jax.Array,
-    newest_only: bool,
-) -> WorkerMeanState:
-    """The state with a push in row ``i`` of the table, and in this row of the means."""
-    counts = state.counts.at[i].set(_one_more(state.counts[i], newest_only))
-    table, row_counts, means = typed_cond(
-        accepted,
-        lambda: _written(flags, updates, state, i, row, newest_only),
-        lambda: (state.table, state.row_counts, state.means),
-    )
-    return state._replace(
-        counts=jnp.where(accepted, counts, state.counts),
-        table=table,
-        row_counts=row_counts,
-        means=means,
-    )
-
-
-def _one_more(count: jax.Array, newest_only: bool) -> jax.Array:
-    """How many pushes a row holds after one more: c_i + 1, or 1 for the newest only."""
-    return jnp.ones_like(count) if newest_only else count + 1
-
-
 def _row(x: jax.Array, i: jax.Array) -> jax.Array:
     return jnp.asarray(jax.lax.dynamic_index_in_dim(x, i, keepdims=False))
 
 
+# The fields of the state that a push changes.
+_WRITTEN = "counts", "table", "row_counts", "means"
+
+
 def _written(
-    flags: PyTree[bool | jax.Array],
     updates: optax.Updates,
+    flags: PyTree[bool | jax.Array],
     state: WorkerMeanState,
     i: jax.Array,
     row: jax.Array,
     newest_only: bool,
-) -> tuple[optax.Updates, optax.Updates, optax.Updates]:
-    """Table, its counts and the means with this push in row ``i`` and mean ``row``."""
+) -> dict[str, optax.Updates]:
+    """These fields with a push in row ``i`` of the table, and in this row of means."""
+
+    def one_more(counts: jax.Array) -> jax.Array:
+        # c_i + 1, or 1 for the newest push only
+        return jnp.ones_like(counts[i]) if newest_only else counts[i] + 1
 
     def change(
         g: jax.Array,
@@ -295,7 +280,7 @@ def _written(
     ) -> tuple[jax.Array, ...]:
         held = dtypes.widen(_row(table, i))
         old = jnp.where(counts[i] == 0, 0, held)
-        count = _one_more(counts[i], newest_only)
+        count = one_more(counts)
         # (g - m_i) / c_i
         g = g.astype(held.dtype)
         delta = arithmetic.scale(g - old, 1 / count.astype(dtypes.compute_dtype(g)))
@@ -312,7 +297,8 @@ def _written(
 
     trees = state.table, state.row_counts, state.means
     _, *changed = maps.map_step(change, updates, trees, flags)
-    return tuple(changed)
+    counts = state.counts.at[i].set(one_more(state.counts))
+    return dict(zip(_WRITTEN, (counts, *changed), strict=True))
 
 
 def _restarted(begins: jax.Array, state: WorkerMeanState) -> WorkerMeanState:
