@@ -148,20 +148,19 @@ def step(
     extra: dict[str, object],
     *,
     whole: bool,
+    flags: PyTree[bool | jax.Array] = True,
 ) -> tuple[Outcome, optax.OptState]:
     """What ``tx`` makes of normalized updates, and its new state.
 
     These are its updates, or the new parameters if ``whole``; then gates within gates
-    guard the whole step, too. Leaves without a gradient stay.
+    guard the whole step, too. Leaves without a gradient stay; ``flags`` says which have
+    one, see ``missing``.
     """
     if gate := gate_of(tx):
         return _guarded(gate, updates, state, params, extra, whole=whole)
-    flags = missing.flags(updates, extra)
-    if not (has_gate(state) or cosines(state)):  # Nobody asks for them.
+    if not (has_gate(state) or cosines(state)):  # Nobody asks for flags.
         extra = missing.with_flags(extra)
-    outcome, new = missing.update(
-        tx, updates, state, params, **accepted_kwargs(tx, extra)
-    )
+    outcome, new = missing.update(tx, updates, state, params, **extra)
     if whole:
         outcome, new = apply_updates(params, outcome), _as_before(new, state)
     if missing.are_known(flags):
@@ -214,8 +213,10 @@ def _guarded(
 
     def applied() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:
         given = decision.updates(buffers)
+        flags = missing.flags(given, decision.extra)
+        extra = accepted_kwargs(gate.inner, decision.extra)
         outcome, new = step(
-            gate.inner, given, before, params, decision.extra, whole=whole
+            gate.inner, given, before, params, extra, whole=whole, flags=flags
         )
         return *_put_into(free, outcome), new, jnp.array(True)
 
