@@ -154,16 +154,17 @@ def step(
 
     These are its updates, or the new parameters if ``whole``; then gates within gates
     guard the whole step, too. Leaves without a gradient stay; ``flags`` says which have
-    one, see ``missing``.
+    one, if the leaves do not say it.
     """
     if gate := gate_of(tx):
         return _guarded(gate, updates, state, params, extra, whole=whole)
-    if not (has_gate(state) or cosines(state)):  # Nobody asks for flags.
+    # Nobody else asks for flags.
+    if flags is not True and not (has_gate(state) or cosines(state)):
         extra = missing.with_flags(extra)
     outcome, new = missing.update(tx, updates, state, params, **extra)
     if whole:
         outcome, new = apply_updates(params, outcome), _as_before(new, state)
-    if missing.are_known(flags):
+    if flags is True:
         return outcome, new
     if not has_gate(state, "pushed"):  # The gradients of a sum may be older ones.
         outcome = missing.chosen(flags, outcome, params if whole else None)
@@ -213,7 +214,8 @@ def _guarded(
 
     def applied() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:
         given = decision.updates(buffers)
-        flags = missing.flags(given, decision.extra)
+        known = missing.leaves_say_it(decision.extra)
+        flags = True if known else missing.flags(given, decision.extra)
         extra = accepted_kwargs(gate.inner, decision.extra)
         outcome, new = step(
             gate.inner, given, before, params, extra, whole=whole, flags=flags

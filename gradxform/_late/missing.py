@@ -48,6 +48,8 @@ def normalized(updates: optax.Updates, params: optax.Params | None) -> optax.Upd
 
     A masked node stays where parameters have no leaf, as inside of ``optax.masked``.
     """
+    if all(map(maps.has_gradient, maps.leaves(updates))):
+        return updates
 
     def none(g: Leaf, p: optax.Params) -> PyTree[Leaf]:
         if maps.has_gradient(g):
@@ -147,13 +149,18 @@ def keep(
     return _where_marked(choose, marks, new, old, stop=is_gate)
 
 
+def leaves_say_it(extra: Mapping[str, object]) -> bool:
+    """Whether no sum around has flags of leaves."""
+    return _NAME not in extra
+
+
 def flags(
     updates: optax.Updates, extra: Mapping[str, object]
 ) -> PyTree[bool | jax.Array]:
     """Whether each leaf has a gradient: bool[] if only a sum around it knows."""
-    known: Any = extra.get(_NAME)
-    if known is None:
+    if leaves_say_it(extra):
         return maps.map_leaves(maps.has_gradient, updates)
+    known: Any = extra[_NAME]
     return maps.map_with_path(
         lambda path, g: (
             maps.has_gradient(g) and known.get(jax.tree_util.keystr(path), True)
@@ -175,17 +182,12 @@ def with_flags(
     return extra | {_NAME: named} if named else extra
 
 
-def are_known(flags: PyTree[bool | jax.Array]) -> bool:
-    """Whether the leaves themselves say it."""
-    return all(isinstance(flag, bool) for flag in jax.tree.leaves(flags))
-
-
 def as_vector(
     flags: PyTree[bool | jax.Array],
 ) -> jax.Array | np.ndarray[tuple[int], np.dtype[np.bool]]:
     """bool[leaves]; in NumPy if the leaves say it."""
     leaves = jax.tree.leaves(flags)
-    if are_known(flags):
+    if all(isinstance(flag, bool) for flag in leaves):
         return np.array(leaves, bool)
     return jnp.stack([jnp.array(flag) for flag in leaves])
 
