@@ -5,7 +5,6 @@ what it has decided, in one conditional that holds all that a push may do. So a 
 push copies nothing.
 
 - ``gate``: the decision about a push, and the conditional that follows it.
-- ``plain``: one whole step of a transformation that is no gate.
 - ``conditional``: a conditional whose two sides may differ in type.
 - ``skip_spikes``: the gate that skips a step whose loss or norm is a spike.
 - ``missing``: what happens to a leaf without a gradient.

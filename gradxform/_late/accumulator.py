@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import gate, lateness
-from gradxform._late.counters import increment_if
-from gradxform._late.gate import Decision, GatedTransformation
-from gradxform._late.sums import Reduction, Sums
-from gradxform._trees import checks, constants
+from gradxform._late import lateness
+from gradxform._late.gate import GatedTransformation
+from gradxform._late.sums import Reduction, Required, summed
+from gradxform._trees import checks
 
 
 class ConditionalAccumulatorState(NamedTuple):
@@ -43,7 +42,7 @@ class ConditionalAccumulatorState(NamedTuple):
 
 def conditional_accumulator(
     inner: optax.GradientTransformation,
-    num_required: jax.typing.ArrayLike | optax.Schedule,
+    num_required: Required,
     *,
     max_staleness: jax.typing.ArrayLike | optax.Schedule = 0,
     weight: Callable[[jax.Array], jax.typing.ArrayLike] | None = None,
@@ -159,33 +158,30 @@ def conditional_accumulator(
     >>> tx.update(jnp.array(100.0), state, local_step=0)[0]  # -100 / √4
     Array(-50., dtype=float32)
     """
-    sums = Sums(inner, num_required, reduction, accumulator_dtype)
     max_staleness = lateness.checked_bound(max_staleness)
     lateness.check_weight(weight)
 
-    def init_fn(params: optax.Params) -> ConditionalAccumulatorState:
-        return ConditionalAccumulatorState(
-            stale_count=constants.zero(params, jnp.int32), **sums.init(params)
-        )
-
-    def decide(
-        updates: optax.Updates,
-        state: ConditionalAccumulatorState,
-        params: optax.Params | None,
-        *,
-        local_step: jax.typing.ArrayLike | None = None,
-        **extra: Any,
-    ) -> Decision:
+    def enters(
+        updates: optax.Updates, global_step: jax.Array, extra: dict[str, Any]
+    ) -> tuple[jax.Array, jax.typing.ArrayLike | None]:
+        del updates
+        local_step = extra.get("local_step")
         local_step = checks.local_step("conditional_accumulator", local_step)
-        # accepted iff s <= max_staleness(global_step)
-        accepted = lateness.is_fresh(state.global_step, local_step, max_staleness)
-        factor = None
-        if weight is not None:
-            # weight(max(0, s)), asked only for accepted pushes
-            s = jnp.maximum(0, lateness.staleness(state.global_step, local_step))
-            factor = lateness.factor(weight, jnp.where(accepted, s, 0))
-        state = state._replace(stale_count=increment_if(~accepted, state.stale_count))
         extra["local_step"] = local_step
-        return sums.decide(updates, state, params, accepted, factor=factor, **extra)
+        # accepted iff s <= max_staleness(global_step)
+        accepted = lateness.is_fresh(global_step, local_step, max_staleness)
+        if weight is None:
+            return accepted, None
+        # weight(max(0, s)), asked only for accepted pushes
+        s = jnp.maximum(0, lateness.staleness(global_step, local_step))
+        return accepted, lateness.factor(weight, jnp.where(accepted, s, 0))
 
-    return gate.gate(init_fn, inner, decide)
+    return summed(
+        inner,
+        num_required,
+        reduction,
+        accumulator_dtype,
+        state_type=ConditionalAccumulatorState,
+        left_out="stale_count",
+        enters=enters,
+    )

@@ -68,8 +68,7 @@ def typed_cond(
             after,
         )
 
-    def by_bool() -> T:
-        return jax.lax.cond(pred, applied, skip_typed)
+    by_bool = functools.partial(jax.lax.cond, pred, applied, skip_typed)
 
     def by_select() -> T:
         select = functools.partial(jax.lax.select, pred)

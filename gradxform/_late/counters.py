@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,9 @@ import optax
 
 from gradxform._trees import maps
 from gradxform._trees.types import Path
+
+# The fields that count the pushes that a gate has left out, each for a reason.
+_LEFT_OUT = "stale_count", "nonfinite_count", "skipped_count"
 
 
 def global_step(state: optax.OptState) -> jax.Array:
@@ -89,15 +93,26 @@ def dropped(state: optax.OptState) -> jax.Array:
 
 def _left_out(state: optax.OptState) -> Iterator[jax.Array]:
     for _, gate in states(state, "inner_state"):
-        for name in ("stale_count", "nonfinite_count", "skipped_count"):
-            if hasattr(gate, name):
-                yield getattr(gate, name)
+        yield from (getattr(gate, name) for name in _LEFT_OUT if hasattr(gate, name))
         yield from _left_out(gate.inner_state)
 
 
 def increment_if(pred: jax.Array | bool, count: jax.Array) -> jax.Array:
     """The counter, 1 higher if ``pred``; it saturates."""
     return jnp.where(pred, optax.safe_increment(count), count)
+
+
+def counted(
+    state: Any, applies: jax.Array, accepted: jax.Array | Literal[True]
+) -> optax.OptState:
+    """The state of a gate that counts one more step, or one more push left out."""
+    counts = {"global_step": applies}
+    if accepted is not True:
+        counts |= dict.fromkeys(_LEFT_OUT, ~accepted)
+    own = {name: pred for name, pred in counts.items() if hasattr(state, name)}
+    return state._replace(
+        **{name: increment_if(pred, getattr(state, name)) for name, pred in own.items()}
+    )
 
 
 def is_gate(node: object) -> bool:

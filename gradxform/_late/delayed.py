@@ -11,7 +11,6 @@ import optax
 
 from gradxform._late import gate, missing
 from gradxform._late.gate import Decision
-from gradxform._late.missing import LeafFlags
 from gradxform._rows import boundary
 from gradxform._trees import boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
@@ -139,8 +138,6 @@ def delayed(
         updates: optax.Updates,
         state: DelayedState,
         params: optax.Params | None,
-        *,
-        leaf_flags: LeafFlags | None = None,
         **extra: Any,
     ) -> Decision:
         del params
@@ -148,11 +145,10 @@ def delayed(
         leaves, treedef = maps.flatten(updates)
         rings = maps.leaves(ring)
         delays = np.array(list(map(_delay, rings)), np.int32)
-        moves = missing.holds(updates, leaf_flags) & (delays > 0)
+        flags = missing.flags(updates, extra)
+        moves = missing.as_vector(flags) & (delays > 0)
         count = state.count
         slots = jnp.where(count < delays, count, count - delays)  # count mod d
-
-        flags = missing.flags_of(updates, leaf_flags)
 
         def late(_: object) -> optax.Updates:
             # g_{t - d}, and zeros for a leaf without a gradient
@@ -168,11 +164,11 @@ def delayed(
             never = constants.never(applied.astype(jnp.float32))
 
             def written(
-                g: Leaf, ring: jax.Array, slot: jax.Array, flag: jax.Array | None
+                g: Leaf, ring: jax.Array, slot: jax.Array, flag: bool | jax.Array
             ) -> jax.Array:
                 if not maps.has_gradient(g) or not (delay := _delay(ring)):
                     return ring
-                if flag is not None:
+                if flag is not True:
                     g = jnp.where(flag, g, _oldest(g, ring, slot))
                 new = jnp.where(never, 0, narrow(jnp.asarray(g), ring.dtype))[None]
                 if delay == 1:
@@ -185,9 +181,7 @@ def delayed(
 
         one_more = jnp.where(count + 1 < 2 * delays, count + 1, delays)
         state = state._replace(count=jnp.where(moves, one_more, count))
-        return Decision(
-            *(full, late, state, extra, leaf_flags), settle=settle, ordered=True
-        )
+        return Decision(full, True, late, state, extra, settle=settle, ordered=True)
 
     return gate.gate(init_fn, inner, decide)
 

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate, lateness
-from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision, GatedTransformation
-from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, constants
 
 
@@ -123,7 +121,6 @@ def drop_stale(
         params: optax.Params | None,
         *,
         local_step: jax.typing.ArrayLike | None = None,
-        leaf_flags: LeafFlags | None = None,
         **extra: Any,
     ) -> Decision:
         del params
@@ -134,11 +131,7 @@ def drop_stale(
         fresh = lateness.is_fresh(state.global_step, local_step, max_staleness)
         # A gate inside this one needs the same local_step.
         extra |= {"local_step": local_step, "staleness": staleness}
-        state = state._replace(
-            global_step=increment_if(fresh, state.global_step),
-            stale_count=increment_if(~fresh, state.stale_count),
-            staleness=staleness,
-        )
-        return Decision(fresh, lambda _: updates, state, extra, leaf_flags)
+        state = state._replace(staleness=staleness)
+        return Decision(fresh, fresh, lambda _: updates, state, extra)
 
     return gate.gate(init_fn, inner, decide)

@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._late import missing, plain
+from gradxform._late import missing
 from gradxform._late.conditional import By, typed_cond
-from gradxform._late.counters import has_gate
+from gradxform._late.counters import counted, has_gate
 from gradxform._late.measure_cosine import cosines
-from gradxform._late.missing import LeafFlags
 from gradxform._trees import checks, maps, versions
+from gradxform._trees.apply_updates import apply_updates
 from gradxform._trees.compilers import LARGE, in_hbm, narrow, where
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.types import Leaf, PyTree
@@ -41,16 +41,17 @@ class Decision:
 
     Attributes:
       applies: bool[], whether the transformation behind the gate runs.
-      updates: ``updates(room)`` returns what it then gets; called inside the
+      accepted: bool[], whether the push is not left out; also pushes that only enter a
+        sum are accepted.
+      updates: ``updates(buffers)`` returns what it then gets; called inside the
         conditional.
-      state: the new state of the gate, but with the old ``inner_state``.
+      state: the new state of the gate, but with the old ``inner_state`` and counters.
       extra: the extra arguments for the transformation behind the gate.
-      leaf_flags: which leaves have a gradient, where only the step knows it.
-      room: like the updates; nobody needs its values after the step. So updates come
-        out of the conditional in its arrays, where they fit, and need no others.
-      settle: ``settle(state, applied, room)`` returns the state that is new after the
-        step. ``applied`` is ``applies`` as it comes out of the conditional, and
-        ``room`` comes out of it, too.
+      buffers: like the updates; nobody needs their values after the step. So updates
+        come out of the conditional in these arrays, where they fit, and need no others.
+      settle: ``settle(state, applied, buffers)`` returns the state that is new after
+        the step. ``applied`` is ``applies`` as it comes out of the conditional, and
+        ``buffers`` come out of it, too.
       ordered: whether ``settle`` writes into arrays that the step reads. The compiler
         does not know that ``applies`` and ``applied`` are equal, so it computes with
         ``applied`` only after the step. By then the step has read its gradients, and
@@ -58,12 +59,12 @@ class Decision:
     """
 
     applies: jax.Array
+    accepted: jax.Array | Literal[True]
     updates: Callable[[optax.Updates | None], optax.Updates]
     state: optax.OptState
     extra: dict[str, object]
-    leaf_flags: LeafFlags | None = None
-    room: optax.Updates | None = None
-    settle: Callable[..., optax.OptState] = lambda state, applied, room: state
+    buffers: optax.Updates | None = None
+    settle: Callable[..., optax.OptState] = lambda state, applied, buffers: state
     ordered: bool = False
 
 
@@ -76,8 +77,7 @@ class Gate:
     """The ``update`` of a gate, which says how it decides and what is behind it.
 
     Attributes:
-      decide: what the gate does with a push. Inside of a sum it also gets
-        ``leaf_flags``, see ``missing``.
+      decide: what the gate does with a push.
       inner: the transformation behind the gate.
     """
 
@@ -101,7 +101,8 @@ class Gate:
         **extra: object,
     ) -> tuple[optax.Updates, optax.OptState]:
         """As the ``update`` of any transformation."""
-        return _run(self, updates, state, params, whole=False, **extra)
+        updates = missing.normalized(updates, params)
+        return _guarded(self, updates, state, params, extra, whole=False)
 
     __call__ = update_fn
 
@@ -143,19 +144,38 @@ def step(
     tx: optax.GradientTransformation,
     updates: optax.Updates,
     state: optax.OptState,
-    params: optax.Params,
-    **extra: object,
-) -> tuple[optax.Params, optax.OptState]:
-    """``(params, state)`` after the whole step; gates within gates guard it, too."""
+    params: optax.Params | None,
+    extra: dict[str, object],
+    *,
+    whole: bool,
+    flags: PyTree[bool | jax.Array] = True,
+) -> tuple[Outcome, optax.OptState]:
+    """What ``tx`` makes of normalized updates, and its new state.
+
+    These are its updates, or the new parameters if ``whole``; then gates within gates
+    guard the whole step, too. Leaves without a gradient stay; ``flags`` says which have
+    one, if the leaves do not say it.
+    """
     if gate := gate_of(tx):
-        return _run(gate, updates, state, params, whole=True, **extra)
-    return plain.step(tx, updates, state, params, **extra)
+        return _guarded(gate, updates, state, params, extra, whole=whole)
+    # Nobody else asks for flags.
+    if flags is not True and not (has_gate(state) or cosines(state)):
+        extra = missing.with_flags(extra)
+    outcome, new = missing.update(tx, updates, state, params, **extra)
+    if whole:
+        outcome, new = apply_updates(params, outcome), _as_before(new, state)
+    if flags is True:
+        return outcome, new
+    if not has_gate(state, "pushed"):  # The gradients of a sum may be older ones.
+        outcome = missing.chosen(flags, outcome, params if whole else None)
+    like = updates if params is None else params
+    return outcome, missing.keep(tx, flags, new, state, like)
 
 
 def inner_state(
     inner: optax.GradientTransformation, params: optax.Params
 ) -> optax.OptState:
-    """The first state of ``inner``, for a gate with room for one gradient a parameter.
+    """The first state of ``inner``, for a gate that keeps one gradient a parameter.
 
     Raises:
       TypeError: ``optax.lookahead`` is inside, which takes gradients of half of them.
@@ -170,32 +190,36 @@ def inner_state(
     return state
 
 
-def _run(
+def _guarded(
     gate: Gate,
     updates: optax.Updates,
     state: optax.OptState,
     params: optax.Params | None,
+    extra: dict[str, object],
     *,
     whole: bool,
-    **extra: object,
 ) -> tuple[Outcome, optax.OptState]:
-    """The outcome of a push and the new state; new parameters if ``whole``."""
+    """The step of a gate: one conditional, and the new state."""
     decision = gate.decide(updates, state, params, **extra)
-    unchanged = params if whole else None
     before = decision.state.inner_state
-    has_arrays = any(map(jnp.ndim, jax.tree.leaves(before)))
     by: By = "bool"
-    if not (whole or has_arrays or decision.ordered):
+    if not (whole or decision.ordered or any(map(jnp.ndim, jax.tree.leaves(before)))):
         by = "select"
-    elif not whole and decision.room is not None:
+    elif not whole and decision.buffers is not None:
         by = "number"
-    room = decision.room if by == "select" else _in_hbm(decision.room)
-    # New parameters take the arrays of the old ones, so they need no room.
-    free = None if whole else room
+    buffers = decision.buffers if by == "select" else _in_hbm(decision.buffers)
+    # New parameters take the arrays of the old ones, so they need no others.
+    free = None if whole else buffers
+    unchanged = params if whole else None
 
     def applied() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:
-        updates = decision.updates(room)
-        outcome, new = _applied(gate.inner, updates, decision, params, unchanged, whole)
+        given = decision.updates(buffers)
+        known = missing.leaves_say_it(decision.extra)
+        flags = True if known else missing.flags(given, decision.extra)
+        extra = accepted_kwargs(gate.inner, decision.extra)
+        outcome, new = step(
+            gate.inner, given, before, params, extra, whole=whole, flags=flags
+        )
         return *_put_into(free, outcome), new, jnp.array(True)
 
     def skipped() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:
@@ -203,53 +227,25 @@ def _run(
 
     outcome, filled, new, done = typed_cond(decision.applies, applied, skipped, by)
     if free is not None:
-        outcome, room = _taken_from(filled, outcome, done), filled
-    new = decision.state._replace(inner_state=new)
-    return outcome, decision.settle(new, done, room)
+        outcome, buffers = _taken_from(filled, outcome, done), filled
+    state = counted(decision.state, decision.applies, decision.accepted)
+    return outcome, decision.settle(state._replace(inner_state=new), done, buffers)
 
 
-def _applied(
-    inner: optax.GradientTransformationExtraArgs,
-    updates: optax.Updates,
-    decision: Decision,
-    params: optax.Params | None,
-    unchanged: Outcome,
-    whole: bool,
-) -> tuple[Outcome, optax.OptState]:
-    """What ``inner`` makes of a push, but for leaves without a gradient."""
-    before = decision.state.inner_state
-    extra = accepted_kwargs(inner, decision.extra)
-    flags = decision.leaf_flags
-    if flags and (has_gate(before) or cosines(before)):
-        extra["leaf_flags"] = flags
-    own = gate_of(inner)
-    if own is not None:
-        return _run(own, updates, before, params, whole=whole, **extra)
-    run = plain.step if whole else missing.update
-    outcome, new = run(inner, updates, before, params, **extra)
-    if not flags:
-        return outcome, new
-    chosen = missing.flags_of(updates, flags)
-    if not has_gate(before, "pushed"):  # The gradients of a sum may be older ones.
-        outcome = missing.chosen(chosen, outcome, unchanged)
-    like = updates if params is None else params
-    return outcome, missing.keep(inner, chosen, new, before, like)
-
-
-def _in_hbm(room: optax.Updates | None) -> optax.Updates | None:
+def _in_hbm(buffers: optax.Updates | None) -> optax.Updates | None:
     """Keeps large arrays in HBM on TPU: in VMEM, a skip would move them to HBM."""
 
     def pinned(r: Leaf) -> Leaf:
         return in_hbm(r) if isinstance(r, jax.Array) and r.size >= LARGE else r
 
-    return maps.map_leaves(pinned, room)
+    return maps.map_leaves(pinned, buffers)
 
 
 def _put_into(
-    room: optax.Updates | None, updates: Outcome
+    buffers: optax.Updates | None, updates: Outcome
 ) -> tuple[Outcome, optax.Updates]:
     """Moves updates into arrays that hold them exactly; an empty one marks each."""
-    if room is None:
+    if buffers is None:
         return updates, ()  # None would be a leaf of a type that is not known yet.
 
     def moved(r: Leaf, u: Leaf) -> tuple[Leaf, Leaf]:
@@ -260,13 +256,13 @@ def _put_into(
         return jnp.zeros(0, u.dtype), u.astype(r.dtype)
 
     return (
-        maps.map_leaves(lambda r, u: moved(r, u)[0], room, updates),
-        maps.map_leaves(lambda r, u: moved(r, u)[1], room, updates),
+        maps.map_leaves(lambda r, u: moved(r, u)[0], buffers, updates),
+        maps.map_leaves(lambda r, u: moved(r, u)[1], buffers, updates),
     )
 
 
 def _taken_from(
-    room: PyTree[jax.Array], rest: Outcome, applied: jax.Array
+    buffers: PyTree[jax.Array], rest: Outcome, applied: jax.Array
 ) -> optax.Updates:
     """The updates that :func:`_put_into` got; zeros if they were not applied."""
 
@@ -275,4 +271,26 @@ def _taken_from(
             return u
         return narrow(where(applied, r), u.dtype)
 
-    return maps.map_leaves(update, room, rest)
+    return maps.map_leaves(update, buffers, rest)
+
+
+def _as_before(new: optax.OptState, old: optax.OptState) -> optax.OptState:
+    """A new state in the dtypes of the old one; a leaf that is None stays the old one.
+
+    A leaf that has become complex keeps its dtype, and so does a tree of other nodes.
+    """
+
+    def cast(x: jax.Array | None, before: jax.Array | None) -> jax.Array | None:
+        if x is None:
+            return before
+        was, now = (getattr(leaf, "dtype", None) for leaf in (before, x))
+        if was == now or was is None or now is None:
+            return x
+        kinds = jnp.floating, jnp.complexfloating, jnp.integer
+        alike = any(all(jnp.issubdtype(d, kind) for d in (was, now)) for kind in kinds)
+        return narrow(x, was) if alike else x
+
+    try:
+        return maps.map_leaves(cast, new, old)
+    except ValueError:
+        return new

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import missing
-from gradxform._late.missing import LeafFlags
 from gradxform._rows import boundary
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
@@ -94,15 +93,13 @@ def measure_cosine(
         updates: optax.Updates,
         state: MeasureCosineState,
         params: optax.Params | None = None,
-        *,
-        leaf_flags: LeafFlags | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, MeasureCosineState]:
-        del params, extra
+        del params
         boundary.dense("measure_cosine", updates)
         checks.same_shapes("updates", updates, "previous", state.previous)
         # A sum of pushes gives zeros for a leaf without a gradient, and a flag.
-        flags = missing.flags_of(updates, leaf_flags)
+        flags = missing.flags(updates, extra)
         before = missing.chosen(flags, boxes.as_in(updates, state.squares))
         previous = missing.chosen(flags, state.previous)
         squares, square = norms.squared_norms(updates, axis_name=axis_name)

@@ -1,7 +1,8 @@
 """Leaves without a gradient take no part in a step: they stay, and so does their state.
 
-Usually the leaf itself says that the loss gave it no gradient. It is ``None``, or a
-``float0``, or a masked node where parameters have a leaf. Transformations of this
+Usually the leaf itself says that the loss gave it no gradient. Where a step begins, it
+is a ``None``, a ``float0``, or a masked node where parameters have a leaf; behind that
+it is a ``None`` (:func:`normalized`). Transformations of this
 library know ``None``. Others may not: optax's own fail on it, or forget the leaf's
 state. So :func:`update` gives them a node without leaves instead of each such
 leaf, as ``optax.masked`` does. Their ``init`` shows which parts of a state belong to a
@@ -9,21 +10,21 @@ leaf: it gets such a node instead of the leaf, and the node appears wherever the
 state would be.
 
 A sum of pushes knows it only in its step: no push had a gradient for the leaf. It gives
-zeros for such a leaf, and a flag that is False (:data:`LeafFlags`). A transformation
-inside gets the zeros. Afterwards its result for the leaf is left out (:func:`chosen`),
-and the leaf's state is the old one (:func:`keep`).
+zeros for such a leaf, and a flag that is False, in an extra argument that only this
+module reads and writes. A transformation inside gets the zeros. Afterwards its result
+for the leaf is left out (:func:`chosen`), and the leaf's state is the old one
+(:func:`keep`).
 
 A gate treats such a leaf by its own rules: some of its state is one vector for all
 leaves, and some starts again although a leaf has no gradient. So a gate inside gets
-``None`` as it is, and the flags as an extra argument, ``leaf_flags``. A link whose one
-number comes from the state of all leaves gets them, too: ``measure_cosine``.
+``None`` as it is, and asks :func:`flags` which leaves have a gradient. A link whose one
+number comes from the state of all leaves asks, too: ``measure_cosine``.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +33,34 @@ import optax
 
 from gradxform._late.counters import has_gate, is_gate
 from gradxform._trees import checks, maps
-from gradxform._trees.placeholders import Placeholder, is_placeholder
+from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
 from gradxform._trees.types import Leaf, Path, PyTree, T
 
-# Whether a leaf has a gradient, by its path. Leaves that say it themselves are not in
-# it. A path finds its leaf also in a part of the tree, as in ``optax.partition``.
-LeafFlags: TypeAlias = dict[str, jax.Array]
+# The extra argument with the flags of leaves, by path. Leaves that say it themselves
+# are not in it. A path finds its leaf also in a part of the tree, as in
+# ``optax.partition``.
+_NAME = "leaf_flags"
+
+
+def normalized(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+    """Updates with ``None`` for each parameter without a gradient.
+
+    A masked node stays where parameters have no leaf, as inside of ``optax.masked``.
+    """
+    if all(map(maps.has_gradient, maps.leaves(updates))):
+        return updates
+
+    def none(g: Leaf, p: optax.Params) -> PyTree[Leaf]:
+        if maps.has_gradient(g):
+            return g
+        if isinstance(g, optax.MaskedNode) and not jax.tree.leaves(p):
+            return g
+        return maps.map_leaves(lambda x: None if maps.has_gradient(x) else x, p)
+
+    try:
+        return maps.map_leaves(none, updates, params)
+    except ValueError:  # No parameters, or others.
+        return maps.without_float0(updates)
 
 
 def update(
@@ -53,7 +76,7 @@ def update(
     among them, for a line search, gets all leaves.
     """
     tx = optax.with_extra_args_support(tx)
-    updates, missing = _marked(maps.without_float0(updates), params)
+    updates, missing = _marked(updates, params)
     if not missing:
         return tx.update(updates, state, params, **extra)
     tree = updates if params is None else maps.masked_like(updates, params)
@@ -96,67 +119,96 @@ def update(
 
 def keep(
     tx: optax.GradientTransformation,
-    applied: PyTree[jax.Array | None],
+    flags: PyTree[bool | jax.Array],
     new: optax.OptState,
     old: optax.OptState,
     like: optax.Params,
 ) -> optax.OptState:
-    """The new state of ``tx``, with the old state of leaves that were skipped.
+    """The new state of ``tx``, with the old state of leaves whose flag is False.
 
     The gates in it know which leaves these are, so their states are the new ones.
-    ``applied`` has for each leaf a bool[], or None if it was not skipped for sure;
     ``like`` is the parameters, or a tree of their shapes and dtypes.
     """
     tree = maps.map_with_path(
-        lambda path, a, p: p if a is None else Placeholder(path), applied, like
+        lambda path, flag, p: p if isinstance(flag, bool) else Placeholder(path),
+        flags,
+        like,
     )
     marks = _marks(tx, tree, old)
     if marks is None:
         return new
-    flags = dict(maps.leaves_with_path(applied))
+    by_path = dict(maps.leaves_with_path(flags))
 
     def choose(
         mark: Placeholder, new: optax.OptState, old: optax.OptState
     ) -> optax.OptState:
-        return jax.tree.map(functools.partial(jnp.where, flags[mark.path]), new, old)
+        flag = by_path[mark.path]
+        return jax.tree.map(lambda x, y: jnp.where(flag, x, y), new, old)
 
     return _where_marked(choose, marks, new, old, stop=is_gate)
 
 
-def flags_of(
-    updates: optax.Updates, leaf_flags: LeafFlags | None
-) -> PyTree[jax.Array | None]:
-    """A tree with the flag of each leaf; None if the leaf itself says it."""
+def leaves_say_it(extra: Mapping[str, object]) -> bool:
+    """Whether no sum around has flags of leaves."""
+    return _NAME not in extra
+
+
+def flags(
+    updates: optax.Updates, extra: Mapping[str, object]
+) -> PyTree[bool | jax.Array]:
+    """Whether each leaf has a gradient: bool[] if only a sum around it knows."""
+    if leaves_say_it(extra):
+        return maps.map_leaves(maps.has_gradient, updates)
+    known: Any = extra[_NAME]
     return maps.map_with_path(
-        lambda path, _: (leaf_flags or {}).get(jax.tree_util.keystr(path)), updates
+        lambda path, g: (
+            maps.has_gradient(g) and known.get(jax.tree_util.keystr(path), True)
+        ),
+        updates,
     )
 
 
-def holds(
-    updates: optax.Updates, leaf_flags: LeafFlags | None
+def with_flags(
+    extra: dict[str, object], flags: PyTree[bool | jax.Array] = None
+) -> dict[str, object]:
+    """The extra arguments with these flags in place of any others."""
+    named = {
+        jax.tree_util.keystr(path): flag
+        for path, flag in jax.tree.leaves_with_path(flags)
+        if not isinstance(flag, bool)
+    }
+    extra = {name: value for name, value in extra.items() if name != _NAME}
+    return extra | {_NAME: named} if named else extra
+
+
+def as_vector(
+    flags: PyTree[bool | jax.Array],
 ) -> jax.Array | np.ndarray[tuple[int], np.dtype[np.bool]]:
-    """bool[leaves], which leaves have a gradient; in NumPy if the leaves say it."""
-    leaves = maps.leaves(updates)
-    holds = np.array(list(map(maps.has_gradient, leaves)), bool)
-    if not leaf_flags:
-        return holds
-    flags = maps.leaves(flags_of(updates, leaf_flags))
-    return holds & jnp.stack([jnp.array(True) if f is None else f for f in flags])
+    """bool[leaves]; in NumPy if the leaves say it."""
+    leaves = jax.tree.leaves(flags)
+    if all(isinstance(flag, bool) for flag in leaves):
+        return np.array(leaves, bool)
+    return jnp.stack([jnp.array(flag) for flag in leaves])
+
+
+def where(
+    flag: bool | jax.Array, new: jax.Array, old: jax.typing.ArrayLike
+) -> jax.Array:
+    """The new values if a leaf has a gradient."""
+    return new if flag is True else jnp.where(flag, new, old)
 
 
 def chosen(
-    flags: PyTree[jax.Array | None],
-    new: PyTree[Leaf],
-    old: PyTree[Leaf] = None,
+    flags: PyTree[bool | jax.Array], new: PyTree[Leaf], old: PyTree[Leaf] = None
 ) -> PyTree[Leaf]:
-    """The new leaves, but the old ones, or zeros, where a flag is False."""
+    """The new leaves, but the old ones, or zeros, where only a flag says False."""
 
     def choose(
-        flag: jax.Array | None, new: Leaf, old: jax.typing.ArrayLike = 0
+        flag: bool | jax.Array, new: Leaf, old: jax.typing.ArrayLike = 0
     ) -> Leaf:
-        if flag is None or not maps.has_gradient(new):
+        if isinstance(flag, bool) or not maps.has_gradient(new):
             return new
-        return jnp.where(flag, new, old)
+        return where(flag, new, old)
 
     return maps.map_leaves(choose, flags, new, *(() if old is None else (old,)))
 
@@ -165,26 +217,21 @@ def _marked(
     updates: optax.Updates, params: optax.Params | None
 ) -> tuple[optax.Updates, list[Path]]:
     """Updates with a placeholder, its path, for each parameter without a gradient."""
+    if all(u is not None for u in maps.leaves(updates)):
+        return updates, []
     missing: list[Path] = []
 
-    def placeholder(path: Path) -> Placeholder:
+    def mark(path: Path, u: Leaf, p: Leaf) -> Leaf:
+        if u is not None or p is None:
+            return u
         missing.append(path)
         return Placeholder(path)
-
-    def mark(path: Path, u: Leaf, p: optax.Params) -> PyTree[Leaf]:
-        if maps.has_gradient(u) or not jax.tree.leaves(p):
-            return u
-        return maps.map_with_path(
-            lambda end, x: placeholder((*path, *end)) if maps.has_gradient(x) else x, p
-        )
 
     try:
         return maps.map_with_path(mark, updates, params), missing
     except ValueError:  # No parameters, or others: the transformation may say so.
         missing.clear()
-        return maps.map_with_path(
-            lambda path, u: placeholder(path) if u is None else u, updates
-        ), missing
+        return maps.map_with_path(lambda path, u: mark(path, u, 0), updates), missing
 
 
 def _unmarked(updates: optax.Updates, missing: list[Path]) -> optax.Updates:
@@ -197,19 +244,16 @@ def _unmarked(updates: optax.Updates, missing: list[Path]) -> optax.Updates:
 def _marks(
     tx: optax.GradientTransformation, tree: optax.Params, state: optax.OptState
 ) -> optax.OptState | None:
-    """The state that ``init`` makes from a tree with placeholders.
-
-    It is None if ``init`` shows no state that is kept leaf by leaf.
-    """
+    """The state with the placeholders of a tree; None if ``init`` shows none."""
+    try:
+        marks = owners(tx.init, maps.described(tree), state)
+    except ValueError:
+        return None
 
     def fits(mark: Any, s: jax.typing.ArrayLike) -> bool:
         return is_placeholder(mark) or np.shape(mark) == np.shape(s)
 
-    try:
-        marks = jax.eval_shape(tx.init, maps.described(tree))
-        same = jax.tree.map(fits, marks, state, is_leaf=is_placeholder)
-    except Exception:  # This init does not accept such a node.
-        return None
+    same = jax.tree.map(fits, marks, state, is_leaf=is_placeholder)
     return marks if all(jax.tree.leaves(same)) else None
 
 

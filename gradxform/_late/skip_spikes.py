@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate
-from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision, GatedTransformation
-from gradxform._late.missing import LeafFlags
 from gradxform._rows import boundary
 from gradxform._trees import arithmetic, checks, constants, dtypes, mesh, norms
 from gradxform._trees.mesh import AxisName
@@ -160,7 +158,6 @@ def skip_spikes(
         params: optax.Params | None,
         *,
         value: jax.typing.ArrayLike | None = None,
-        leaf_flags: LeafFlags | None = None,
         **extra: Any,
     ) -> Decision:
         del params
@@ -179,12 +176,10 @@ def skip_spikes(
         enters = finite & given
         later = jnp.concatenate([history[:, 1:], x[:, None]], axis=1)
         state = state._replace(
-            global_step=increment_if(accepted, state.global_step),
-            skipped_count=increment_if(~accepted, state.skipped_count),
             norm=x[0],
             history=jnp.where(enters[:, None], later, history),
             num_held=jnp.where(enters, jnp.minimum(num_held + 1, window), num_held),
         )
-        return Decision(accepted, lambda _: updates, state, extra, leaf_flags)
+        return Decision(accepted, accepted, lambda _: updates, state, extra)
 
     return gate.gate(init_fn, inner, decide)

@@ -1,13 +1,14 @@
 """The sum of several pushes, and the one step that follows from it.
 
-A gate around it says which pushes it takes; all else is the same for each gate.
+:func:`accumulate` and :func:`conditional_accumulator` say which pushes enter it; all
+else is the same for both.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,94 +17,107 @@ import optax
 from gradxform._late import gate, missing
 from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import increment_if
-from gradxform._late.gate import Decision
-from gradxform._late.missing import LeafFlags
+from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._rows import boundary
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import LARGE, in_turn, narrow, where
 from gradxform._trees.types import Leaf, PyTree
 
 Reduction = Literal["mean", "sum", "row_mean"]
+Required: TypeAlias = jax.typing.ArrayLike | optax.Schedule
+
+# (updates, global_step, extra) -> whether a push is added, and times which number. It
+# may complete the extra arguments for what is inside.
+Enters: TypeAlias = Callable[
+    [optax.Updates, jax.Array, dict[str, object]],
+    tuple[jax.Array | Literal[True], jax.typing.ArrayLike | None],
+]
 
 
-class Sums:
-    """The sum of the accepted pushes, which is applied once there are enough.
+def summed(
+    inner: optax.GradientTransformation,
+    num_required: Required,
+    reduction: Reduction,
+    accumulator_dtype: jax.typing.DTypeLike | None,
+    *,
+    state_type: Callable[..., Any],  # The class of the state, a NamedTuple.
+    left_out: str,
+    enters: Enters,
+) -> GatedTransformation:
+    """Applies ``inner`` to the sum of the pushes that enter it.
 
-    The arguments are those of :func:`conditional_accumulator`, checked here. The state
-    is that of a gate around it, which may have more fields.
+    A push that enters makes the step if it is the last one needed; any other changes
+    only the counter ``left_out``, a field of the state. If it has to be decided, the
+    addition is in a conditional, and takes all gradients at once. If all pushes enter,
+    each gradient is added as soon as it is known.
     """
+    checks.transformation("inner", inner)
+    if not callable(num_required):
+        checks.integer_in_range("num_required", num_required, checks.COUNTS)
+    checks.one_of("reduction", reduction, ("mean", "sum", "row_mean"))
+    checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
+    by_row = reduction == "row_mean"
 
-    def __init__(
-        self,
-        inner: optax.GradientTransformation,
-        num_required: jax.typing.ArrayLike | optax.Schedule,
-        reduction: Reduction,
-        accumulator_dtype: jax.typing.DTypeLike | None,
-    ) -> None:
-        checks.transformation("inner", inner)
-        if not callable(num_required):
-            checks.integer_in_range("num_required", num_required, checks.COUNTS)
-        checks.one_of("reduction", reduction, ("mean", "sum", "row_mean"))
-        checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
-        self._inner = inner
-        self._num_required = num_required
-        self._reduction = reduction
-        self._dtype = accumulator_dtype
-
-    def init(self, params: optax.Params) -> dict[str, Any]:  # Of any kind.
-        """The fields of a sum of no pushes."""
-        checks.of_same_kind("accumulator_dtype", self._dtype, params)
-        by_row = self._reduction == "row_mean"
-        inner_state = gate.inner_state(self._inner, params)
-        leaves = maps.leaves(params)
-        # Two counters, not one twice: a buffer can be donated only once.
-        return {
-            "global_step": constants.zero(params, jnp.int32),
-            "num_accumulated": constants.zero(params, jnp.int32),
-            "accumulated": constants.zeros(params, self._dtype, dtypes.wide_dtype),
-            # One array for all leaves: on GPU each array costs the start of a kernel.
-            "pushed": constants.stacked(constants.zero(params, bool), len(leaves)),
-            "row_counts": constants.zeros(params, jnp.int32, axes=1) if by_row else (),
-            "inner_state": inner_state,
+    def init_fn(params: optax.Params) -> Any:  # As `state_type`.
+        checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
+        inner_state = gate.inner_state(inner, params)
+        number = len(maps.leaves(params))
+        # Counters are arrays of their own: a buffer can be donated only once.
+        counts = {
+            name: constants.zero(params, jnp.int32)
+            for name in ("global_step", "num_accumulated", left_out)
         }
+        return state_type(
+            **counts,
+            accumulated=constants.zeros(params, accumulator_dtype, dtypes.wide_dtype),
+            # One array for all leaves: on GPU each array costs the start of a kernel.
+            pushed=constants.stacked(constants.zero(params, bool), number),
+            row_counts=constants.zeros(params, jnp.int32, axes=1) if by_row else (),
+            inner_state=inner_state,
+        )
 
     def decide(
-        self,
         updates: optax.Updates,
-        state: Any,  # It has the fields of `init`.
+        state: Any,  # As `state_type`.
         params: optax.Params | None,
-        accepted: jax.Array | Literal[True],
-        *,
-        factor: jax.typing.ArrayLike | None = None,
-        leaf_flags: LeafFlags | None = None,
         **extra: object,
     ) -> Decision:
-        """What happens with a push.
-
-        An ``accepted`` push is added, times ``factor``, and makes the step if it is the
-        last one needed; any other changes nothing. If it has to be decided, the
-        addition is in a conditional, and takes all gradients at once. If all pushes are
-        accepted, each gradient is added as soon as it is known.
-        """
+        accepted, factor = enters(updates, state.global_step, extra)
         checks.same_shapes("updates", updates, "accumulated", state.accumulated)
         count = increment_if(accepted, state.num_accumulated)
-        full = accepted & self._is_enough(count, state.global_step)
+        full = accepted & _is_enough(count, num_required, state.global_step)
         # The first push of a sum replaces what is there. So nothing else clears it.
         begun = state.pushed & (state.num_accumulated > 0)
+        flags = missing.flags(updates, extra)
 
         def added() -> tuple[optax.Updates, optax.Updates]:
-            return self._sums_with(
-                updates, factor, leaf_flags, state, begun, count, full
-            )
+            # sum + factor g and n + 1; in a table only for the rows that the push holds
+            pushed = boundary.entered(missing.chosen(flags, updates))
+            has_begun = jax.tree.unflatten(maps.structure(updates), list(begun))
+            row_counts = state.row_counts
+            n = 1 if reduction == "sum" else count
+            divisors = maps.broadcast(n, state.accumulated)
+            if by_row:
+                held = boxes.as_in(updates, row_counts)
+                divisors = _moved(_counted, pushed, held, has_begun, flags)
+                row_counts = boxes.as_in(row_counts, divisors)
+            add = functools.partial(arithmetic.wide_sum, factor=factor)
 
-        total, row_counts = (
-            added()
-            if accepted is True
-            else typed_cond(
-                accepted, added, lambda: (state.accumulated, state.row_counts)
-            )
-        )
-        pushed = begun | (accepted & missing.holds(updates, leaf_flags))
+            def sum_of(
+                g: Leaf, total: jax.Array, n: jax.typing.ArrayLike, begun: jax.Array
+            ) -> jax.Array:
+                new = _moved(add, g, total, begun)
+                return _finished(full, g, new, n, begun, total)
+
+            trees = state.accumulated, divisors, has_begun
+            return _in_turn(sum_of, pushed, *trees), row_counts
+
+        if accepted is True:
+            total, row_counts = added()
+        else:
+            kept = state.accumulated, state.row_counts
+            total, row_counts = typed_cond(accepted, added, lambda: kept)
+        pushed = begun | (accepted & missing.as_vector(flags))
 
         def reduced(total: optax.Updates) -> optax.Updates:
             # From here on all is dense: inner gets every row that any push held.
@@ -111,65 +125,36 @@ class Sums:
             return maps.map_leaves(_reduced, updates, total, like)
 
         new = state._replace(
-            global_step=increment_if(full, state.global_step),
             num_accumulated=jnp.where(full, 0, count),
             pushed=pushed & ~full,
             row_counts=row_counts,
         )
-        flags = _flags(updates, total, pushed, leaf_flags)
         return Decision(
             full,
+            accepted,
             reduced,
             new,
-            extra,
-            flags,
-            room=total,
+            missing.with_flags(extra, _applied(flags, total, pushed)),
+            buffers=total,
             settle=lambda new, _, total: new._replace(accumulated=total),
         )
 
-    def _is_enough(self, count: jax.Array, global_step: jax.Array) -> jax.Array:
-        # n >= num_required
-        if not callable(self._num_required):
-            return count >= dtypes.saturated(self._num_required)
-        required = checks.scheduled(
-            "num_required", self._num_required, global_step, checks.COUNTS
-        )
-        if jnp.issubdtype(jnp.result_type(required), jnp.integer):
-            return count >= dtypes.saturated(required)
-        # Optax's schedules give real numbers.
-        return count.astype(jnp.float32) >= jnp.asarray(required, jnp.float32)
+    return gate.gate(init_fn, inner, decide)
 
-    def _sums_with(
-        self,
-        updates: optax.Updates,
-        factor: jax.typing.ArrayLike | None,
-        leaf_flags: LeafFlags | None,
-        state: Any,
-        begun: jax.Array,
-        count: jax.Array,
-        full: jax.Array,
-    ) -> tuple[optax.Updates, optax.Updates]:
-        """Sums and row counts with this push; divides the sums if it is the last."""
-        # sum + factor g and n + 1; in a table only for the rows that the push holds
-        flags = missing.flags_of(updates, leaf_flags)
-        pushed = boundary.entered(missing.chosen(flags, updates))
-        has_begun = jax.tree.unflatten(maps.structure(updates), list(begun))
-        row_counts = state.row_counts
-        n = 1 if self._reduction == "sum" else count
-        divisors = maps.broadcast(n, state.accumulated)
-        if self._reduction == "row_mean":
-            held = boxes.as_in(updates, row_counts)
-            divisors = _moved(_counted, pushed, held, has_begun, flags)
-            row_counts = boxes.as_in(row_counts, divisors)
-        add = functools.partial(arithmetic.wide_sum, factor=factor)
 
-        def added(
-            g: Leaf, total: jax.Array, n: jax.typing.ArrayLike, begun: jax.Array
-        ) -> jax.Array:
-            return _finished(full, g, _moved(add, g, total, begun), n, begun, total)
-
-        trees = state.accumulated, divisors, has_begun
-        return _in_turn(added, pushed, *trees), row_counts
+def _is_enough(
+    count: jax.Array, num_required: Required, global_step: jax.Array
+) -> jax.Array:
+    # n >= num_required
+    if not callable(num_required):
+        return count >= dtypes.saturated(num_required)
+    required = checks.scheduled(
+        "num_required", num_required, global_step, checks.COUNTS
+    )
+    if jnp.issubdtype(jnp.result_type(required), jnp.integer):
+        return count >= dtypes.saturated(required)
+    # Optax's schedules give real numbers.
+    return count.astype(jnp.float32) >= jnp.asarray(required, jnp.float32)
 
 
 def _in_turn(
@@ -199,7 +184,7 @@ def _moved(
     pushed: optax.Updates,
     totals: PyTree[jax.Array],
     begun: PyTree[jax.Array],
-    *rest: PyTree[jax.Array | None],
+    *rest: PyTree[bool | jax.Array],
 ) -> PyTree[jax.Array]:
     """New sums ``f(g, sum, ...)``; the sum is 0 if it begins with this push.
 
@@ -207,7 +192,7 @@ def _moved(
     """
 
     def move(
-        g: Leaf, total: jax.Array, begun: jax.Array, *others: jax.Array | None
+        g: Leaf, total: jax.Array, begun: jax.Array, *others: bool | jax.Array
     ) -> jax.Array:
         if not maps.has_gradient(g):
             return total
@@ -218,9 +203,9 @@ def _moved(
     return maps.map_leaves(move, pushed, totals, begun, *rest)
 
 
-def _counted(_: jax.Array, n: jax.Array, flag: jax.Array | None) -> jax.Array:
+def _counted(_: jax.Array, n: jax.Array, flag: bool | jax.Array) -> jax.Array:
     # n + 1, if the leaf has a gradient
-    return n + (1 if flag is None else flag.astype(n.dtype))
+    return missing.where(flag, n + 1, n)
 
 
 def _finished(
@@ -261,19 +246,13 @@ def _reduced(g: Leaf, total: jax.Array, like: jax.typing.ArrayLike) -> Leaf:
     return narrow(total, jnp.result_type(like))
 
 
-def _flags(
-    updates: optax.Updates,
-    total: optax.Updates,
-    pushed: jax.Array,
-    leaf_flags: LeafFlags | None,
-) -> LeafFlags:
-    """Which leaves are applied; no flag: for sure, or it is no parameter."""
-    flags = {}
-    totals = maps.leaves(total)
-    flat = maps.leaves_with_path(updates)
-    for i, (path, g) in enumerate(flat):
-        name = jax.tree_util.keystr(path)
-        is_sure = maps.has_gradient(g) and name not in (leaf_flags or {})
-        if maps.has_gradient(totals[i]) and not is_sure:
-            flags[name] = pushed[i]
-    return flags
+def _applied(
+    flags: PyTree[bool | jax.Array], total: optax.Updates, pushed: jax.Array
+) -> PyTree[bool | jax.Array]:
+    """Which leaves are applied: True for sure, or if it is no parameter."""
+    trees = map(maps.leaves, (flags, total))
+    applied = [
+        flag is True or not maps.has_gradient(x) or pushed[i]
+        for i, (flag, x) in enumerate(zip(*trees, strict=True))
+    ]
+    return jax.tree.unflatten(maps.structure(flags), applied)

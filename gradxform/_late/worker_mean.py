@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -12,9 +11,7 @@ import optax
 
 from gradxform._late import gate, missing, workers
 from gradxform._late.conditional import typed_cond
-from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision, GatedTransformation
-from gradxform._late.missing import LeafFlags
 from gradxform._rows import boundary
 from gradxform._rows.rows import explicit_sharding
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
@@ -175,7 +172,6 @@ def worker_mean(
         *,
         worker: jax.typing.ArrayLike | None = None,
         local_step: jax.typing.ArrayLike | None = None,
-        leaf_flags: LeafFlags | None = None,
         **extra: Any,
     ) -> Decision:
         del params
@@ -191,13 +187,59 @@ def worker_mean(
         extra["worker"] = i
         if local_step is not None or method == "all":
             extra["local_step"] = checks.local_step("worker_mean", local_step)
+        row, ahead = state.turn, jnp.array(False)
         if method == "all":
             # fresh iff local_step >= global_step
             accepted &= extra["local_step"] >= state.global_step
+        if method == "ringleader":
+            # The push of a worker that has stepped belongs to the next cycle.
+            ahead = state.stepped[i]
+            row = jnp.where(ahead, 1 - state.turn, state.turn)
 
-        state = state._replace(stale_count=increment_if(~accepted, state.stale_count))
-        push = _Push(i, accepted, updates, leaf_flags, extra)
-        return _METHODS[method](push, state)
+        were_complete = jnp.all(state.counts > 0)
+        flags = missing.flags(updates, extra)
+        kept = {name: getattr(state, name) for name in _WRITTEN}
+        written = typed_cond(
+            accepted,
+            lambda: _written(updates, flags, state, i, row, method == "latest"),
+            lambda: kept,
+        )
+        state = state._replace(**written)
+        complete = jnp.all(state.counts > 0)
+        if method == "latest":
+            # Once each worker has pushed, every further push makes a step.
+            complete = were_complete
+        if method == "ringleader":
+            # The first phase ends with the push that completes the table, which makes
+            # the first step. In the second phase each worker makes one.
+            complete = (complete | jnp.any(state.stepped)) & ~ahead
+        full = accepted & complete
+        means = boxes.as_in(updates, state.means)
+
+        def mean(_: object) -> optax.Updates:
+            # Zeros for a leaf without a gradient, as from any sum.
+            mean = maps.map_updates(
+                lambda g, m: narrow(_row(m, row), maps.dtype_of(g)), updates, means
+            )
+            return missing.chosen(flags, mean)
+
+        def settle(
+            state: WorkerMeanState, applied: jax.Array, _: object
+        ) -> WorkerMeanState:
+            if method == "latest":
+                return state
+            if method == "all":  # Everything starts again from zero.
+                return _cleared(applied, _restarted(full, state), row)
+            # The row of a worker that has stepped is empty for the next cycle.
+            state = _restarted(full & (jnp.arange(n, dtype=jnp.int32) == i), state)
+            stepped = state.stepped.at[i].set(full | ahead)
+            # After n steps the next cycle begins.
+            over = applied & jnp.all(stepped)
+            state = _cleared(over, state, row)
+            turn = jnp.where(over, 1 - state.turn, state.turn)
+            return state._replace(stepped=stepped & ~over, turn=turn)
+
+        return Decision(full, accepted, mean, state, extra, settle=settle, ordered=True)
 
     return gate.gate(init_fn, inner, decide)
 
@@ -208,150 +250,43 @@ def num_workers_of(state: optax.OptState) -> int | None:
     return min((own.counts.shape[0] for _, own in found), default=None)
 
 
-class _Push(NamedTuple):
-    """The push of one worker.
-
-    Attributes:
-      worker: int32[], its row of the table.
-      accepted: bool[], whether the push counts; any other leaves the table as it is.
-      updates: its gradients.
-      leaf_flags: which leaves have a gradient, where only the step knows it.
-      extra: extra arguments for the transformation behind the gate.
-    """
-
-    worker: jax.Array
-    accepted: jax.Array
-    updates: optax.Updates
-    leaf_flags: LeafFlags | None
-    extra: dict[str, object]
-
-    def into_table(
-        self, state: WorkerMeanState, row: jax.Array, *, newest_only: bool = False
-    ) -> WorkerMeanState:
-        """The state with this push in the worker's row and in this row of the means."""
-        i = self.worker
-        counts = state.counts.at[i].set(_one_more(state.counts[i], newest_only))
-        counts = jnp.where(self.accepted, counts, state.counts)
-        flags = missing.flags_of(self.updates, self.leaf_flags)
-        table, row_counts, means = typed_cond(
-            self.accepted,
-            lambda: _written(flags, self.updates, state, i, row, newest_only),
-            lambda: (state.table, state.row_counts, state.means),
-        )
-        return state._replace(
-            counts=counts, table=table, row_counts=row_counts, means=means
-        )
-
-    def step(self, full: jax.Array, state: WorkerMeanState, row: jax.Array) -> Decision:
-        """Applies ``inner`` to this row of the means of a state if ``full``."""
-        means = boxes.as_in(self.updates, state.means)
-        flags = missing.flags_of(self.updates, self.leaf_flags)
-
-        def mean(_: object) -> optax.Updates:
-            # Zeros for a leaf without a gradient, as from any sum.
-            mean = maps.map_updates(
-                lambda g, m: narrow(_row(m, row), maps.dtype_of(g)), self.updates, means
-            )
-            return missing.chosen(flags, mean)
-
-        return Decision(
-            full,
-            mean,
-            state._replace(global_step=increment_if(full, state.global_step)),
-            self.extra,
-            self.leaf_flags,
-            ordered=True,
-        )
-
-
-def _one_more(count: jax.Array, newest_only: bool) -> jax.Array:
-    """How many pushes a row holds after one more: c_i + 1, or 1 for the newest only."""
-    return jnp.ones_like(count) if newest_only else count + 1
-
-
-def _all(push: _Push, state: WorkerMeanState) -> Decision:
-    """Malenia SGD."""
-    state = push.into_table(state, state.turn)
-    # Once each worker has pushed, the step is made.
-    full = push.accepted & jnp.all(state.counts > 0)
-
-    # Everything starts again from zero.
-    def settle(
-        state: WorkerMeanState, applied: jax.Array, _: object
-    ) -> WorkerMeanState:
-        return _cleared(applied, _restarted(full, state), state.turn)
-
-    return dataclasses.replace(push.step(full, state, state.turn), settle=settle)
-
-
-def _latest(push: _Push, state: WorkerMeanState) -> Decision:
-    """Incremental aggregated gradients."""
-    complete = jnp.all(state.counts > 0)
-    state = push.into_table(state, state.turn, newest_only=True)
-    # Once each worker has pushed, every further push makes a step.
-    return push.step(push.accepted & complete, state, state.turn)
-
-
-def _ringleader(push: _Push, state: WorkerMeanState) -> Decision:
-    """Ringleader ASGD."""
-    n, i = state.counts.size, push.worker
-    # The push of a worker that has stepped belongs to the next cycle.
-    ahead = state.stepped[i]
-    row = jnp.where(ahead, 1 - state.turn, state.turn)
-    state = push.into_table(state, row)
-    # The first phase ends with the push that completes the table, which makes the first
-    # step. In the second phase each worker makes one.
-    complete = jnp.all(state.counts > 0) | jnp.any(state.stepped)
-    full = push.accepted & complete & ~ahead
-
-    def settle(
-        state: WorkerMeanState, applied: jax.Array, _: object
-    ) -> WorkerMeanState:
-        # The row of a worker that has stepped is empty for the next cycle.
-        state = _restarted(full & (jnp.arange(n, dtype=jnp.int32) == i), state)
-        stepped = state.stepped.at[i].set(full | ahead)
-        # After n steps the next cycle begins.
-        over = applied & jnp.all(stepped)
-        state = _cleared(over, state, row)
-        turn = jnp.where(over, 1 - state.turn, state.turn)
-        return state._replace(stepped=stepped & ~over, turn=turn)
-
-    return dataclasses.replace(push.step(full, state, row), settle=settle)
-
-
-_METHODS = {"all": _all, "latest": _latest, "ringleader": _ringleader}
-
-
 def _row(x: jax.Array, i: jax.Array) -> jax.Array:
     return jnp.asarray(jax.lax.dynamic_index_in_dim(x, i, keepdims=False))
 
 
+# The fields of the state that a push changes.
+_WRITTEN = "counts", "table", "row_counts", "means"
+
+
 def _written(
-    flags: PyTree[jax.Array | None],
     updates: optax.Updates,
+    flags: PyTree[bool | jax.Array],
     state: WorkerMeanState,
     i: jax.Array,
     row: jax.Array,
     newest_only: bool,
-) -> tuple[optax.Updates, optax.Updates, optax.Updates]:
-    """Table, its counts and the means with this push in row ``i`` and mean ``row``."""
+) -> dict[str, optax.Updates]:
+    """These fields with a push in row ``i`` of the table, and in this row of means."""
+
+    def one_more(counts: jax.Array) -> jax.Array:
+        # c_i + 1, or 1 for the newest push only
+        return jnp.ones_like(counts[i]) if newest_only else counts[i] + 1
 
     def change(
         g: jax.Array,
         table: jax.Array,
         counts: jax.Array,
         means: jax.Array,
-        flag: jax.Array | None,
+        flag: bool | jax.Array,
     ) -> tuple[jax.Array, ...]:
         held = dtypes.widen(_row(table, i))
         old = jnp.where(counts[i] == 0, 0, held)
-        count = _one_more(counts[i], newest_only)
+        count = one_more(counts)
         # (g - m_i) / c_i
         g = g.astype(held.dtype)
         delta = arithmetic.scale(g - old, 1 / count.astype(dtypes.compute_dtype(g)))
-        if flag is not None:
-            delta = jnp.where(flag, delta, 0)
-            count = jnp.where(flag, count, counts[i])
+        delta = missing.where(flag, delta, 0)
+        count = missing.where(flag, count, counts[i])
         share = arithmetic.scale(delta, 1 / table.shape[0])
         share, sharding = narrow(share, means.dtype), explicit_sharding(means)
         means = means.at[row].add(share, out_sharding=sharding)
@@ -363,7 +298,8 @@ def _written(
 
     trees = state.table, state.row_counts, state.means
     _, *changed = boundary.map_step(change, updates, trees, flags)
-    return tuple(changed)
+    counts = state.counts.at[i].set(one_more(state.counts))
+    return dict(zip(_WRITTEN, (counts, *changed), strict=True))
 
 
 def _restarted(begins: jax.Array, state: WorkerMeanState) -> WorkerMeanState:

@@ -8,6 +8,7 @@ number of processes must divide the length of that axis.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import checks, maps
+from gradxform._trees.placeholders import StateLeaf, leaves_of
 from gradxform._trees.types import Leaf, Param, Path, PyTree, SparseLeaf, T
 
 AXIS = "server"  # The name of the mesh's axis.
@@ -142,22 +144,17 @@ class Layout(NamedTuple):
         """
         longer = self._map(lambda x, cut: _longer(x, cut, self.processes))
         types, grown = (jax.eval_shape(init, each) for each in (self.types, longer))
-        # Of longer parameters the state may have other leaves, too.
-        by_path = dict(jax.tree.leaves_with_path(grown))
-        cuts = tuple(
-            self._grows(x, by_path.get(path, x))
-            for path, x in jax.tree.leaves_with_path(types)
-        )
+        cuts = tuple(map(self._grows, leaves_of(types, grown)))
         return Layout(jax.tree.map(_type, types), cuts, self.processes)
 
-    def _grows(self, x: Type, grown: Type) -> int | None:
+    def _grows(self, leaf: StateLeaf) -> int | None:
         """The axis of a leaf of the state that grows with its parameter."""
-        pairs = enumerate(zip(x.shape, grown.shape, strict=False))
-        axis = next((axis for axis, (now, then) in pairs if now != then), None)
+        now, then = leaf.shape, leaf.grown
         # A leaf that is made in a more intricate way is whole in each process.
-        if axis is None or x.ndim != len(grown.shape) or x.shape[axis] % self.processes:
+        if then is None or len(now) != len(then) or now == then:
             return None
-        return axis
+        axis = [*map(operator.ne, now, then)].index(True)
+        return None if now[axis] % self.processes else axis
 
     def _map(self, f: Callable[[Type, int | None], T]) -> PyTree[T]:
         leaves, structure = jax.tree.flatten(self.types)

@@ -184,26 +184,14 @@ def raise_if_refused(error: Exception, message: str, params: optax.Params) -> No
         raise RowSparseError(message.format(", ".join(names))) from error
 
 
-def raise_if_only_rows_fail(
-    error: Exception, f: Callable[[optax.Updates], object], updates: optax.Updates
-) -> None:
-    """Raises ``RowSparseError`` if ``f`` fails on row-sparse updates alone.
+def explain(error: Exception, updates: optax.Updates) -> None:
+    """Says that row-sparse updates may have made a transformation fail.
 
-    ``error`` is what it has raised.
+    Raises:
+      RowSparseError: it has refused them. To any other error it adds a note.
     """
-
-    def traced(updates: optax.Updates) -> bool:
-        # A trace computes no values.
-        try:
-            jax.eval_shape(lambda: f(updates))
-        except Exception:
-            return False
-        return True
-
-    if isinstance(error, RowSparseError) or not any(
-        map(is_sparse, maps.leaves(updates))
-    ):
+    is_known = isinstance(error, RowSparseError)
+    if is_known or not any(map(is_sparse, maps.leaves(updates))):
         return
-    whole = maps.map_leaves(lambda g: g.densify() if is_sparse(g) else g, updates)
-    if not traced(updates) and traced(whole):
-        raise RowSparseError(indexed_slices.HINT) from error
+    raise_if_refused(error, indexed_slices.HINT, ())
+    error.add_note(f"This may be the reason: {indexed_slices.HINT}")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import jax
-import numpy as np
 import optax
 
 from gradxform._rows import boundary, by_row
@@ -16,8 +15,8 @@ from gradxform._rows.indexed_slices import IndexedSlices, filled, is_sparse
 from gradxform._rows.stored_rows import RowSparseError
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.extra_args import accepted_kwargs
-from gradxform._trees.placeholders import Placeholder, is_placeholder
-from gradxform._trees.types import Leaf, Path, Shape
+from gradxform._trees.placeholders import Placeholder, leaves_of, owners
+from gradxform._trees.types import Leaf, Path
 
 # States with a row for each row of a table, which still cannot act by the row.
 _SUM = "adds up several steps, and each touches other rows, so it belongs around lazy"
@@ -183,26 +182,18 @@ def _higher_state(
     Raises:
       MixedRowsError: the state of a table has no row for each of its rows.
     """
-    found: list[tuple[Path, Path | None, Shape, Shape]] = []
 
     def mark(path: Path, p: Leaf) -> Leaf:
         return Placeholder(path) if path in tables.gradients else p
 
-    def note(path: Path, mark: object, *trees: optax.OptState) -> None:
-        table = mark.path if isinstance(mark, Placeholder) else None
-        own, other = map(jax.tree.leaves_with_path, trees)
-        for (end, x), (_, y) in zip(own, other, strict=True):
-            found.append(((*path, *end), table, np.shape(x), np.shape(y)))
-
     try:
-        higher = jax.eval_shape(init, tables.higher(whole))
-        marks = jax.eval_shape(init, maps.map_with_path(mark, whole))
-        jax.tree.map_with_path(note, marks, state, higher, is_leaf=is_placeholder)
-    except Exception as error:  # This init does not accept such nodes.
+        marks = owners(init, maps.map_with_path(mark, whole), state)
+    except ValueError as error:
         raise by_row.MixedRowsError(
             "its init and the given state show no state of that table alone"
-        ) from error
-    for path, table, shape, other in found:
+        ) from error.__cause__
+    higher = jax.eval_shape(init, tables.higher(whole))
+    for path, table, shape, other in leaves_of(state, higher, marks):
         fits = shape == other
         if table in tables.gradients:
             heights = tables.gradients[table].dense_shape[0], tables.heights[table]

@@ -8,8 +8,8 @@ from typing import Any, Protocol, cast
 import jax
 import optax
 
-from gradxform._late import gate
-from gradxform._rows import table_rows
+from gradxform._late import gate, missing
+from gradxform._rows import boundary, table_rows
 from gradxform._rows.lookup import Tables, value_and_grad
 from gradxform._training.donation import Donating
 from gradxform._trees import checks, maps, versions
@@ -91,10 +91,14 @@ def apply_gradients(
         )
     table_rows.no_gradients("params", params)
     grads, arrays = table_rows.numbered(params, grads), maps.stored(params)
+    grads = missing.normalized(grads, arrays)
     try:
-        new, state = gate.step(tx, grads, state, arrays, **extra)
+        new, state = gate.step(tx, grads, state, arrays, extra, whole=True)
     except AttributeError:  # Another state has other fields.
         checks.own_state(state, jax.eval_shape(tx.init, arrays))
+        raise
+    except Exception as error:
+        boundary.explain(error, grads)
         raise
     return table_rows.with_rows(params, new), state
 

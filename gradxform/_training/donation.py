@@ -88,8 +88,10 @@ def _captured(
     tx: optax.GradientTransformation, params: optax.Params
 ) -> list[jax.Array]:
     """Arrays that ``tx.init`` holds, and that a new state may begin with."""
+    params = maps.stored(params)
     try:
-        traced = jax.make_jaxpr(tx.init)(maps.stored(params))
-    except Exception:  # An init that cannot be traced is taken to make new arrays.
-        return []
-    return list(traced.consts)
+        return list(jax.make_jaxpr(tx.init)(params).consts)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+        # It reads values, so it has to run. What it holds is in each of its states.
+        once, again = (jax.tree.leaves(tx.init(params)) for _ in range(2))
+        return [x for x in once if any(x is y for y in again)]

@@ -83,80 +83,6 @@ def test_without_a_delay_extra_arguments_may_be_passed_too():
     assert tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=3)[0].sum() == -2
 
 
-TREE = {"stages": [{"w": (2, 2)}, {"w": (3,), "b": ()}], "head": (2,)}
-map_shapes = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, tuple))
-
-
-@pytest.mark.slow
-def test_a_tree_of_delays_is_a_list_a_leaf():
-    numbers = [(2, 1, 0), (0, 3, 1), (1, 1, 2), (0, 0, 4)]
-    txs = {
-        (first, second, head): gx.delayed(
-            optax.sgd(0.5), {"stages": [first, second], "head": head}
-        )
-        for first, second, head in numbers
-    }
-    params = map_shapes(jnp.zeros, TREE)
-    rng = np.random.default_rng(0)
-    grads = [
-        map_shapes(lambda s: jnp.float32(rng.standard_normal(s)), TREE)
-        for _ in range(8)
-    ]
-    trace = played(txs, grads, params, {})
-    for first, second, head in numbers:
-        each = [head, first, second, second]  # Their keys are sorted.
-        for leaf, delay, *column in zip(
-            jax.tree.leaves(trace[first, second, head][0]),
-            each,
-            *map(jax.tree.leaves, grads),
-            strict=True,
-        ):
-            w, kept = np.zeros(leaf.shape[1:]), []
-            for t, g in enumerate(column):
-                kept.append(np.float64(g))
-                if t >= max(each):
-                    w = w - 0.5 * kept[t - delay]
-                np.testing.assert_allclose(leaf[t], w, rtol=1e-5, atol=1e-6)
-
-
-def test_one_step_everywhere_is_double_buffered_weights():
-    """w(t + 1) = w(t) - lr·∇f(w(t - 1)), with w(-1) = w(0), in NumPy."""
-    rng = np.random.default_rng(0)
-    a, y = rng.standard_normal((6, 3)), rng.standard_normal(6)
-
-    def loss_fn(w):
-        return jnp.sum((jnp.float32(a) @ w - jnp.float32(y)) ** 2)
-
-    tx = gx.delayed(optax.sgd(0.02), 1)
-    step = gx.minimize(loss_fn, tx)
-    params = jnp.ones(3)
-    state = tx.init(params)
-    params, state, _ = step(params, state)
-    assert params.tolist() == [1, 1, 1]
-    before = w = np.ones(3)
-    for _ in range(20):
-        before, w = w, w - 0.02 * 2 * a.T @ (a @ before - y)
-        params, state, _ = step(params, state)
-        np.testing.assert_allclose(params, w, rtol=1e-5, atol=1e-6)
-
-
-def test_a_leaf_without_gradient_takes_no_part():
-    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    tx = gx.delayed(gx.adagrad(0.1), {"a": 1, "b": 3})
-    state = tx.init(params)
-    for t in range(4):
-        grads = {"a": jnp.full(2, 1.0 + t), "b": None}
-        updates, state = tx.update(grads, state, params)
-        assert updates["b"] is None
-        # No leaf waits for it.
-        assert jnp.any(updates["a"] != 0) == (t > 0)
-    sums = optax.tree.get(state, "sum_of_squares")
-    np.testing.assert_allclose(sums["a"], np.full(2, 0.1 + 1 + 4 + 9), rtol=1e-6)
-    np.testing.assert_array_equal(sums["b"], np.full(2, 0.1, "float32"))
-    assert state.count.tolist() == [1, 0]
-    assert not jnp.any(state.ring["b"])
-
-
 @pytest.mark.parametrize(
     ("param", "grad", "given", "ring"),
     [
@@ -220,6 +146,11 @@ def test_a_gradient_that_is_held_is_dense():
     dense = optax.chain(gx.densify(), gx.delayed(gx.adagrad(0.1), 1))
     state = dense.init(params)
     gx.apply_gradients(dense, {"table": rows, "tail": rows}, state, params)
+
+
+def test_a_number_may_stand_for_a_branch():
+    state = made({"a": 1, "b": 2})
+    assert jax.tree.map(jnp.shape, state.ring) == {"a": (1, 2), "b": {"c": (2, 3)}}
 
 
 PARAMS = {"a": jnp.zeros(2), "b": {"c": jnp.zeros(3)}}

@@ -96,6 +96,20 @@ def test_inner_receives_every_extra_argument(gate):
     assert seen["value"] == 3
 
 
+def test_an_unknown_extra_argument_is_an_error_but_behind_a_gate():
+    """A gate takes some for itself, and passes on only what its inner one takes."""
+
+    def update(updates, state, params=None, *, value=None):
+        return updates, state
+
+    strict = optax.GradientTransformationExtraArgs(optax.identity().init, update)
+    state = strict.init(PARAMS)
+    with pytest.raises(TypeError, match="valu"):
+        gx.apply_gradients(strict, GRADS, state, PARAMS, valu=1)
+    gated = gx.accumulate(strict, 1)
+    gx.apply_gradients(gated, GRADS, gated.init(PARAMS), PARAMS, valu=1)
+
+
 HOLD = {  # Gates that hold gradients, the field that does, and the leaves.
     "delayed": (gx.delayed(gx.adagrad(0.1), {"a": 2, "b": 0}), "ring", "a"),
     **{

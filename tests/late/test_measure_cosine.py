@@ -85,18 +85,6 @@ def test_a_nan_shows_in_two_cosines_and_is_forgotten():
     np.testing.assert_allclose(found[3], cosine(c, b), atol=1e-6)
 
 
-def test_behind_a_gate_it_measures_gradients_that_act():
-    tx = gx.drop_stale(optax.chain(gx.measure_cosine(), optax.sgd(0.1)), 0)
-    params = draw(9)
-    state = tx.init(params)
-    for t, local_step in ((0, 0), (1, 0), (2, 1)):  # The second is late.
-        params, state = gx.apply_gradients(
-            tx, draw(t), state, params, local_step=local_step
-        )
-    got = optax.tree.get(state, "cosine")
-    np.testing.assert_allclose(got, cosine(draw(2), draw(0)), atol=1e-6)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtypes", [("float64", "bfloat16"), ("float32", "float64")])
 def test_gradients_in_another_precision_than_the_parameters(dtypes):

@@ -142,21 +142,6 @@ def test_a_dropped_push_is_nobodys():
     assert state.inner_state[0].trace["w"].tolist() == [1.0, 1.0]
 
 
-def test_some_leaves_now_and_others_then():
-    """As with two optimizers that know nothing of each other."""
-    tx = optax.sgd(0.1, momentum=0.9)
-    step = jax.jit(functools.partial(gx.apply_gradients, tx))
-    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
-    state, expected = tx.init(params), dict(params)
-    states = {k: tx.init(p) for k, p in params.items()}
-    for turn in ("a", "b", "b", "a"):
-        g = {k: p if k == turn else None for k, p in params.items()}
-        params, state = step(g, state, params)
-        updates, states[turn] = tx.update(expected[turn], states[turn])
-        expected[turn] = expected[turn] + updates
-        chex.assert_trees_all_close(params, expected, rtol=1e-6)
-
-
 @pytest.mark.slow
 def test_a_line_search_sees_all_parameters():
     def loss_fn(params):

@@ -222,18 +222,3 @@ def test_a_leaf_without_gradients_in_a_gate_in_a_sum(inside, around, how):
             np.testing.assert_allclose(params[leaf], expected, rtol=1e-4, atol=1e-5)
     assert jax.tree.map(jax.typeof, state) == types
     assert innermost.count > 2
-
-
-@pytest.mark.parametrize("gate", ["accumulate", "conditional"])
-def test_a_delay_in_a_sum_counts_the_gradients_of_each_leaf(gate):
-    tx = AROUND[gate][0](gx.delayed(optax.sgd(1.0), 2))
-    params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
-    state, moved = tx.init(params), []
-    for g in (1.0, 10.0, None, 100.0, 1000.0, 0.0):
-        grads = {"a": None if g is None else jnp.float32(g), "b": jnp.zeros(())}
-        for _ in range(2):
-            before = params["a"]
-            params, state = gx.apply_gradients(tx, grads, state, params, local_step=99)
-            moved.append(float(before - params["a"]))
-    assert moved[1::2] == [0, 0, 0, 1, 10, 100]
-    assert not any(moved[::2])

@@ -52,13 +52,6 @@ def test_a_gradient_ahead_of_its_time_is_not_late():
     assert updates.tolist() == [0.5, 0.5]
 
 
-def test_rows_are_weighed_as_well():
-    rows = gx.IndexedSlices([1, 1], jnp.ones((2, 1)), (3, 1))
-    tx = gx.scale_by_staleness(weight=lambda s: 1 / (1 + s))
-    updates, _ = tx.update(rows, (), staleness=3)
-    assert updates.densify().ravel().tolist() == [0.0, 0.5, 0.0]
-
-
 def test_inside_a_gate_it_weighs_by_how_late_the_push_is():
     link = gx.scale_by_staleness(weight=lambda s: jnp.exp2(-s.astype(jnp.float32)))
     tx = gx.drop_stale(optax.chain(link, optax.sgd(1.0)), 3)

@@ -55,14 +55,6 @@ def test_factors_of_doubles_are_doubles():
         assert updates == np.float64(1) / 3
 
 
-def test_only_the_rows_of_a_table_are_scaled():
-    tx = gx.scale_by_worker(FACTORS)
-    rows = gx.IndexedSlices(jnp.array([1, 3]), jnp.array([[2.0], [4.0]]), (5, 1))
-    updates, _ = tx.update(rows, tx.init(None), worker=2)
-    assert updates.indices.tolist() == [1, 3]
-    assert updates.values.tolist() == [[6.0], [12.0]]
-
-
 def push(factors=FACTORS, **extra):
     tx = gx.scale_by_worker(factors)
     return tx.update(jnp.ones(2), tx.init(None), **extra)

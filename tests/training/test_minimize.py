@@ -176,7 +176,20 @@ def test_donation(donate):
     assert deleted == {donate}
 
 
+def reading_values(rate):
+    """Its ``init`` cannot be traced."""
+
+    def init(params):
+        assert not np.isnan(params["w"]).any()
+        return rate
+
+    return optax.GradientTransformation(
+        init, lambda u, s, p=None: (jax.tree.map(lambda g: -s * g, u), s)
+    )
+
+
 SHARED = {
+    "reading values": reading_values,
     "prodigy": lambda rate: optax.contrib.prodigy(),
     "sam": lambda rate: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),
     "mechanize": lambda rate: optax.contrib.mechanize(optax.sgd(0.1)),

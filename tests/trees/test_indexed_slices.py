@@ -216,48 +216,29 @@ def test_a_transformation_that_would_change_the_indices_is_refused(tx, wrap):
         hints += "|Cannot call abstract method (real|conj)"
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=hints):
         wrap(tx.update)(GRADS, state, PARAMS)
-    with pytest.raises(
-        TypeError, match=r"row-sparse.*indices.*gradxform.lazy.*densify\(\) in front"
-    ):
+    hints = r"row-sparse.*indices.*gradxform.lazy.*densify\(\) in front"
+    with pytest.raises((TypeError, NotImplementedError), match=hints):
         wrap(functools.partial(gx.apply_gradients, tx))(GRADS, state, PARAMS)
 
 
-def raising(error, fails):
-    """A transformation that raises an error for some tables of gradients."""
+def raising(error):
+    """A transformation that raises an error."""
 
     def update(updates, state, params=None):
-        if fails(updates["table"]):
-            raise error
-        return updates, state
+        raise error
 
     return optax.GradientTransformation(optax.identity().init, update)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_any_error_that_only_rows_cause_names_them(wrap):
-    error = KeyError("mu")
-    tx = raising(error, lambda g: isinstance(g, gx.IndexedSlices))
-    with pytest.raises(TypeError, match=r"densify\(\) in front") as caught:
-        wrap(functools.partial(gx.apply_gradients, tx))(GRADS, tx.init(PARAMS), PARAMS)
-    assert caught.value.__cause__ is error
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_an_error_with_another_cause_stays(wrap):
-    error = NotImplementedError("Cannot call abstract method read")
-    tx = raising(error, lambda g: True)
-    with pytest.raises(NotImplementedError) as caught:
-        wrap(functools.partial(gx.apply_gradients, tx))(GRADS, tx.init(PARAMS), PARAMS)
-    assert caught.value is error
-
-
 @pytest.mark.parametrize("grads", [GRADS, PARAMS], ids=["rows", "dense"])
-def test_an_error_of_the_values_stays(grads):
-    error = ValueError("not traced")
-    tx = raising(error, lambda g: not isinstance(gx.global_norm(g), jax.core.Tracer))
-    with pytest.raises(ValueError, match="not traced") as caught:
+def test_an_error_of_anything_else_stays_and_says_that_rows_may_cause_it(grads):
+    error = KeyError("mu")
+    tx = raising(error)
+    with pytest.raises(KeyError) as caught:
         gx.apply_gradients(tx, grads, tx.init(PARAMS), PARAMS)
     assert caught.value is error
+    notes = getattr(error, "__notes__", [])
+    assert ["densify() in front" in note for note in notes] == [True] * (grads is GRADS)
 
 
 @pytest.mark.parametrize(
