@@ -10,7 +10,6 @@ import doctest
 import pathlib
 import re
 
-import jax
 import pytest
 
 from tests.conftest import promotion
@@ -69,36 +68,6 @@ TYPED = pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
 @TYPED
 def test_a_page_can_be_pasted_into_a_prompt(page):
     paste(page)
-
-
-@pytest.mark.slow
-@TYPED
-@pytest.mark.parametrize(
-    "random_numbers",
-    [
-        lambda: jax.default_prng_impl("rbg"),
-        lambda: jax.threefry_partitionable(False),
-    ],
-    ids=["rbg", "threefry as it was"],
-)
-def test_a_page_holds_for_other_random_numbers(page, random_numbers):
-    with random_numbers():
-        paste(page)
-
-
-@pytest.mark.every
-@pytest.mark.parametrize(
-    "block",
-    [
-        "for _ in range(2): x = 1\nassert x\n",  # A prompt wants an empty line between.
-        "for _ in range(2):\n    x = 1\nassert x\n",
-        "def f():\n    x = 1\n\n    return x\n",
-        "assert False\n",
-    ],
-)
-def test_a_block_that_cannot_be_pasted_is_found(block):
-    with pytest.raises((SyntaxError, AssertionError)):
-        type_in(block, {})
 
 
 @pytest.mark.slow
