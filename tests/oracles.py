@@ -373,7 +373,7 @@ def asynchronous(rule, params, gradient, duration, workers, drops=np.inf):
 
     They pull, take ``duration(worker, number)`` seconds, push, and begin the next
     number, endlessly. If pushes arrive at once, the one of the lower worker goes first.
-    A push that is more than ``drops`` steps late is dropped. ``rule(g, worker)`` returns
+    A push that is more than ``drops`` steps late is dropped. ``rule(g, worker)`` gives
     what is subtracted from the parameters, or None for no step.
     """
     global_step, numbers = 0, [0] * workers

@@ -375,44 +375,6 @@ def test_rings_and_tables_name_the_mesh_axes_of_their_parameter(field):
     assert not np.allclose(trained(plain)[1], plain["kernel"])
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "programs"),
-    [(0, 1, 1), (jnp.int32(0), jnp.int32(1), 1), (jnp.int32(0), 1, 2)],
-    ids=["ints", "arrays", "both"],
-)
-def test_a_local_step_of_another_type_compiles_the_step_again(first, second, programs):
-    """The page on late gradients says so."""
-    traced, tx, params = [], gx.drop_stale(optax.sgd(0.1), 0), jnp.ones(3)
-
-    @jax.jit
-    def step(params, state, local_step):
-        traced.append(local_step)
-        return gx.apply_gradients(tx, params, state, params, local_step=local_step)
-
-    state = tx.init(params)
-    for local_step in (first, second):
-        params, state = step(params, state, local_step)
-    assert len(traced) == programs
-    assert gx.global_step(state) == 2
-
-
-@pytest.mark.parametrize(("rate", "programs"), [(jnp.float32(0.5), 1), (0.5, 2)])
-def test_a_rate_that_is_a_python_float_compiles_the_step_again(rate, programs):
-    """The page on Keras says so."""
-    tx, traced = optax.inject_hyperparams(gx.adagrad)(0.1), []
-
-    @jax.jit
-    def step(grads, state):
-        traced.append(grads)
-        return tx.update(grads, state)
-
-    _, state = step(jnp.ones(3), tx.init(jnp.ones(3)))
-    state.hyperparams["learning_rate"] = rate
-    updates, _ = step(jnp.ones(3), state)
-    assert len(traced) == programs
-    np.testing.assert_allclose(updates, -0.5 / np.sqrt(2.1), rtol=1e-5)
-
-
 def test_linens_own_train_state_forwards_nothing():
     params = {"w": jnp.ones(3)}
 

@@ -1,4 +1,4 @@
-"""The traces that the originals left, replayed by the library and by its oracles.
+"""The traces that the originals left, replayed by the library.
 
 ``tests/golden/README.md`` says how they were made, what a case holds and which quirks
 of the originals are not ours.
