@@ -29,7 +29,6 @@ HEIGHT = 10_000
 LEFT = {
     "NNX's Embed": lambda left: nnx.to_pure_dict(nnx.state(left["model"], nnx.Param)),
     "Linen's Embed": lambda left: left["state"].params,
-    "Haiku's Embed": lambda left: left["params"],
     "Equinox's Embedding": lambda left: left["params"],
     "Keras's Embedding": lambda left: left["params"],
 }
