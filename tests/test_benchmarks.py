@@ -140,6 +140,7 @@ def test_a_whole_step_is_measured(monkeypatch):
             assert not {"bytes/N", "least/N"} & set(line)  # Those are of the update.
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_scan_of_pushes_trains_as_the_pushes_do():
     step_of = functools.partial(
@@ -171,6 +172,7 @@ LEAST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("group", LEAST)
 def test_the_least_that_a_step_moves(group):

@@ -213,6 +213,7 @@ def test_init_and_update_tell_what_functions_tell(row, part, first):
         assert getattr(wrapped, name) == getattr(function, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row", [row for row in DESCRIPTORS if row not in UNGATED], ids=str
 )

@@ -264,6 +264,7 @@ def test_nnx_under_sharding_metadata(field):
     assert "out_sharding" not in short.get_metadata()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "error"),
     [(optax.novograd(0.1), "valid for values of rank"), (gx.novograd(0.1), None)],
@@ -298,6 +299,7 @@ def test_novograd_where_parameters_name_mesh_axes(tx, error):
     np.testing.assert_allclose(kernel, 1 - 0.1 / np.sqrt(64 * 8), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", SHORT)
 def test_linen_under_partitioning_metadata(field):
     init = linen.with_partitioning(linen.initializers.lecun_normal(), ("x", None))

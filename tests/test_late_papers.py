@@ -199,6 +199,7 @@ def run_equals(case, tx, expected, max_staleness=None, atol=1e-9):
     return run.counts()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OURS if name not in FEDERATED])
 def test_the_engine_runs_them(name):
     """Pushes and stops come at their times."""
@@ -289,6 +290,7 @@ def test_a_row_of_the_page_equals_the_authors_runs(method):
         run_equals(case, tx, case["events"], max_staleness, atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OURS if name in FEDERATED])
 def test_weights_of_the_federated_ones(name):
     case = CASES[name]

@@ -332,6 +332,7 @@ def test_a_terminal_gets_a_progress_bar_and_colors(setting):
     check_a_terminal(call(*SHORT, **TERMINAL, **setting), colors=not setting)
 
 
+@pytest.mark.slow
 def test_ascii_output_is_enough():
     done = call(*SHORT, encoding="ascii")
     assert (done.returncode, done.stderr) == (0, "")
@@ -468,6 +469,7 @@ def test_a_closed_pipe_ends_in_silence():
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_not_there_gets_one_line():
     pytest.importorskip("ray")
     with socket.create_server(("127.0.0.1", 0)) as server:  # It is not a cluster.

@@ -123,6 +123,7 @@ def parameters(tx):
                 yield float(run.server.state()["params"])
 
 
+@pytest.mark.slow
 def test_rescaled_asgd_in_an_engine_equals_its_equations():
     """w = w - rate factors_i g_i, in the order in which the workers push."""
     factors = np.array(SECONDS) / np.mean(SECONDS)

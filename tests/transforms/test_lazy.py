@@ -323,6 +323,7 @@ def test_the_state_goes_on_without_lazy_and_with_it():
     assert state[0].count == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
 def test_tables_of_every_dtype(dtype):
     check_steps(optax.adam(0.1), dtype, rtol=2e-6 if dtype == "complex64" else 1e-2)
@@ -555,6 +556,7 @@ NORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("name", NORMS)
 def test_padding_reaches_no_sum(name, dtype):
@@ -564,6 +566,7 @@ def test_padding_reaches_no_sum(name, dtype):
     check_steps(NORMS[name], dtype, rtol=rtol, **extra)
 
 
+@pytest.mark.slow
 def test_padding_has_no_noise_in_a_norm():
     """The norm is that of the updates themselves."""
     tx = gx.lazy(
@@ -886,6 +889,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DERIVATIVES)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("derive", [jax.jacrev, jax.jacfwd], ids=["rev", "fwd"])
@@ -940,6 +944,7 @@ def test_a_reshape_across_rows_is_refused():
 ERRORS = AssertionError, LookupError, TypeError, ValueError, jax.errors.JaxRuntimeError
 
 
+@pytest.mark.slow
 def test_each_operation_of_the_list_is_elementwise():
     """Those that take numbers: entry i of the result has entry i of the operands."""
     from jax.extend.core import primitives
@@ -1084,6 +1089,7 @@ def test_bad_arguments_are_named():
 # Meshes, servers, parts of tables.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=str)
 def test_tables_may_be_sharded(axis_type, spec, in_context):
