@@ -98,11 +98,13 @@ def names():
     }
 
 
-def namespace():
+def namespace(code):
     made = jax.tree.map(  # Some of the code donates them.
         lambda x: x.copy() if isinstance(x, jax.Array) else x, names()
     )
-    return {**made, "server": gx.ParameterServer(made["params"], made["tx"])}
+    if re.search(r"\bserver\.", code):
+        made["server"] = gx.ParameterServer(made["params"], made["tx"])
+    return made
 
 
 # Code with engines: their threads do not have double precision.
@@ -908,6 +910,6 @@ def execute(code, tmp_path):
         if isinstance(check, tuple):
             error, match = check
             with pytest.raises(error, match=match):
-                eval(code, namespace())
+                eval(code, namespace(code))
         else:
-            check(eval(code, namespace()))
+            check(eval(code, namespace(code)))
