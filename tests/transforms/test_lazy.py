@@ -323,7 +323,6 @@ def test_the_state_goes_on_without_lazy_and_with_it():
     assert state[0].count == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
 def test_tables_of_every_dtype(dtype):
     check_steps(optax.adam(0.1), dtype, rtol=2e-6 if dtype == "complex64" else 1e-2)
