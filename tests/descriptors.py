@@ -42,7 +42,7 @@ class Descriptor:
     # unless the update jumps with the state: rounding then turns some entries' signs.
     jumps: float = 0.0
     # Of a donated float32 step: temporary arrays, and passes over memory, in models.
-    # First with gradients as arguments, then with loss and gradients inside.
+    # First with gradients as arguments, then with loss and gradients inside. Optional.
     figures: tuple[tuple[float, float], tuple[float, float]] | None = None
 
     def extra(self, params: Any) -> dict[str, Any]:

@@ -95,11 +95,6 @@ def adagrad(
         yield params, acc
 
 
-def put(new, old, given):
-    """The new entries, but the old ones where a step has no gradient."""
-    return {k: np.where(given[k], new[k], x) for k, x in old.items()} if given else new
-
-
 def proximal_adagrad(
     params,
     sequence,
@@ -107,10 +102,8 @@ def proximal_adagrad(
     initial_accumulator_value=0.1,
     l1_regularization_strength=0.0,
     l2_regularization_strength=0.0,
-    *,
-    given=None,
 ):
-    """Yields ``(params, accumulators)`` after each step; for ``given`` see ``ftrl``."""
+    """Yields ``(params, accumulators)`` after each step."""
     acc = {k: np.full(p.shape, initial_accumulator_value) for k, p in params.items()}
     for t, grads in enumerate(sequence):
         lr = float(learning_rate(t)) if callable(learning_rate) else learning_rate
@@ -123,7 +116,7 @@ def proximal_adagrad(
                 shrunk = np.where(np.abs(v) <= least, 0, v - least * v / np.abs(v))
             new[k] = np.where(least == 0, v, shrunk)
             new[k] = new[k] / (1 + eta[k] * l2_regularization_strength)
-        params = put(new, params, given and given[t])
+        params = new
         yield params, acc
 
 
@@ -178,14 +171,9 @@ def ftrl(
     beta=0.0,
     *,
     multiply_linear_by_learning_rate=False,
-    given=None,
     **clips,
 ):
-    """Yields ``(params, n, z)`` after each step, in the paper's n, z, sigma, alpha.
-
-    Zeros as gradients move weights. ``given`` says for each step and entry whether it
-    has a gradient; if not, the entry stays.
-    """
+    """Yields ``(params, n, z)`` after each step, in the paper's n, z, sigma, alpha."""
     l1, l2 = l1_regularization_strength, 2 * l2_regularization_strength
     n = {k: np.full(p.shape, initial_accumulator_value) for k, p in params.items()}
     z = {k: np.zeros_like(p) for k, p in params.items()}
@@ -204,8 +192,7 @@ def ftrl(
             with np.errstate(divide="ignore", invalid="ignore"):
                 moved = -(1 - l1 / size) * new["z"][k] / unit / divisor
             new["w"][k] = np.where((size <= l1) | (divisor == 0), 0, moved)
-        olds = {"w": params, "n": n, "z": z}
-        params, n, z = (put(new[x], olds[x], given and given[t]) for x in "wnz")
+        params, n, z = new["w"], new["n"], new["z"]
         yield params, n, z
 
 
@@ -379,6 +366,32 @@ def worker_mean(pushes, num_workers, method):
 
 def _mean_of_means(rows):
     return np.mean([np.mean(row, axis=0) for row in rows], axis=0)
+
+
+def asynchronous(rule, params, gradient, duration, workers, drops=np.inf):
+    """Workers by a virtual clock: yields each push and the parameters after it.
+
+    They pull, take ``duration(worker, number)`` seconds, push, and begin the next
+    number, endlessly. If pushes arrive at once, the one of the lower worker goes first.
+    A push that is more than ``drops`` steps late is dropped. ``rule(g, worker)`` gives
+    what is subtracted from the parameters, or None for no step.
+    """
+    global_step, numbers = 0, [0] * workers
+    pulled = [(duration(worker, 0), 0, params) for worker in range(workers)]
+    while True:
+        now, worker = min((done, i) for i, (done, *_) in enumerate(pulled))
+        _, local_step, seen = pulled[worker]
+        number, update = numbers[worker], None
+        accepted = global_step - local_step <= drops
+        if accepted:
+            update = rule(gradient(worker, number, seen), worker)
+        if update is not None:
+            params, global_step = params - update, global_step + 1
+        event = {"time": now, "worker": worker, "number": number}
+        event |= {"local_step": local_step, "global_step": global_step}
+        yield event | {"accepted": accepted, "params": params}
+        numbers[worker] += 1
+        pulled[worker] = now + duration(worker, number + 1), global_step, params
 
 
 # Every row of the table of descriptors, composed of these.

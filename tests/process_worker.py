@@ -1,15 +1,12 @@
 """One of several processes that train one model; ``test_processes`` starts them.
 
-    python -m tests.process_worker PORT COUNT RANK FOLDER [GATE HOW]
+    python -m tests.process_worker PORT COUNT RANK FOLDER
 
-Trains every case and leaves the outcome in ``FOLDER/RANK.GATE.HOW.npz``. If a case is
-named, it trains that one for ever. It makes ``FOLDER/RANK`` after some steps to say so.
+Trains every case and leaves the outcome in ``FOLDER/RANK.GATE.HOW.npz``.
 """
 
-import itertools
 import pathlib
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +52,7 @@ GATES = {
 CASES = [("accumulator", "jit"), ("drop_stale", "shard_map")]
 
 
-def train(gate, how, mesh=None, local_steps=None):
+def train(gate, how, mesh=None):
     """Parameters and state after each push, and its loss; on one device by default."""
 
     def place(x, spec):
@@ -98,7 +95,7 @@ def train(gate, how, mesh=None, local_steps=None):
             step, mesh=mesh, in_specs=(*specs, *batch), out_specs=(*specs, P())
         )
     step = jax.jit(step, donate_argnums=(0, 1))
-    for local_step in local_steps or pushes:
+    for local_step in pushes:
         x, y = (rng.standard_normal((16, n), dtype=np.float32) for n in (8, 4))
         x, y = place(x, P("data")), place(y, P("data"))
         params, state, loss = step(params, state, x, y, local_step)
@@ -140,7 +137,7 @@ def outcome(gate, how="jit", mesh=None):
     return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
-def main(port, count, rank, folder, *endless):
+def main(port, count, rank, folder):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", 8 // int(count))
     jax.distributed.initialize(
@@ -149,17 +146,12 @@ def main(port, count, rank, folder, *endless):
         int(rank),
         coordinator_bind_address=f"127.0.0.1:{port}",
         initialization_timeout=120,
-        # It bounds how long the others wait for a process that is gone.
-        heartbeat_timeout_seconds=10 if endless else 20,
-        shutdown_timeout_seconds=5 if endless else 20,
+        # They bound how long the others wait for a process that is gone.
+        heartbeat_timeout_seconds=20,
+        shutdown_timeout_seconds=20,
     )
     assert jax.process_count() == int(count)
     mesh = jax.make_mesh(*MESH, axis_types=(AxisType.Auto,) * 2)
-    if endless:
-        for step, _ in enumerate(train(*endless, mesh, itertools.count())):
-            if step == 3:
-                pathlib.Path(folder, rank).touch()
-            time.sleep(0.05)  # Or it would keep a core busy until it hears of a death.
     for gate, how in CASES:
         file = pathlib.Path(folder, f"{rank}.{gate}.{how}.npz")
         np.savez(file, **outcome(gate, how, mesh))

@@ -16,7 +16,6 @@ import pytest
 import gradxform as gx
 from tests import oracles
 from tests.descriptors import DESCRIPTORS, KEPT, NO_ORIGINAL, TRANSFORMATIONS
-from tests.golden import make_checkpoints as golden
 
 ROOT = pathlib.Path(__file__).parents[1]
 PUBLIC = {
@@ -35,7 +34,6 @@ def text(pattern):
 API, CHANGELOG, TABLES, SURFACE = map(
     text, ("docs/api/*.md", "CHANGELOG.md", "docs/coming_from/*.md", "tests/*.txt")
 )
-CHECKPOINTS = golden.kept()
 
 
 def of_every_name(name):
@@ -62,11 +60,6 @@ def of_a_transformation(name):
     alias = name.removeprefix("scale_by_")
     if not rows:
         yield f"tests/descriptors.py: a row, D({name!r}, ...)", command(name)
-    if not any(row.figures for row in rows):
-        yield (
-            "tests/descriptors.py: exact figures of a row, two (copies, passes)",
-            command(name, "tests/test_compiled.py"),
-        )
     has_inner = "inner" in parameters(name)
     if oracles.of(name) is None and not has_inner:
         yield (
@@ -92,13 +85,6 @@ def of_a_transformation(name):
             "tests/descriptors.py: the reason in NO_ORIGINAL",
             command(name, "tests/test_migration.py"),
         )
-    for row in rows:
-        path = golden.FOLDER / f"{row}.zip"
-        if str(row) in CHECKPOINTS and not path.exists():
-            yield (
-                f"{path.relative_to(ROOT)}: what its state is today",
-                "tests/golden/make_checkpoints.sh",
-            )
 
 
 def keeps_arrays(rows):

@@ -301,17 +301,3 @@ def test_the_clip_can_be_switched_too(ours):
     adopted = adopt(ours.init(params), (0.0, state))
     here, _ = train(ours, (params, adopted), range(3, 6))
     chex.assert_trees_all_close(here, there, rtol=2e-6, atol=1e-7)
-
-
-OTHERS = {"schedule": gx.adagrad(optax.constant_schedule(0.1)), "mu": gx.novograd(0.1)}
-
-
-@pytest.mark.parametrize("ours", OTHERS.values(), ids=OTHERS)
-def test_a_state_with_other_fields_is_refused(ours, tmp_path):
-    params = draw(0)
-    theirs, fresh = optax.adagrad(0.1).init(params), ours.init(params)
-    with pytest.raises((TypeError, ValueError), match=r"zip\(\)|reshape"):
-        adopt(fresh, theirs)
-    save(tmp_path / "checkpoint", (params, theirs))
-    with pytest.raises(ValueError, match="do not match"):
-        restore(tmp_path / "checkpoint", (params, fresh))

@@ -153,6 +153,7 @@ def test_the_tree_is_gpt2_small():
 PASSES = {"adagrad-global_clipnorm": 8.01, "novograd-global_clipnorm": 7.01}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLIPPED)
 def test_no_copy_of_the_gradients_is_made(name):
     model = gpt2_small if name in PASSES else each_kind

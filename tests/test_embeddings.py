@@ -29,7 +29,6 @@ HEIGHT = 10_000
 LEFT = {
     "NNX's Embed": lambda left: nnx.to_pure_dict(nnx.state(left["model"], nnx.Param)),
     "Linen's Embed": lambda left: left["state"].params,
-    "Haiku's Embed": lambda left: left["params"],
     "Equinox's Embedding": lambda left: left["params"],
     "Keras's Embedding": lambda left: left["params"],
 }
@@ -269,6 +268,7 @@ WITH_CHECKPOINTS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @WITH_CHECKPOINTS
 def test_a_whole_model_may_be_computed_again_in_the_backward_pass(make):
     sparse, loss, params = program(make, 50)
@@ -294,6 +294,7 @@ def test_a_whole_model_may_be_computed_again_in_the_backward_pass(make):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.figures
 @WITH_CHECKPOINTS
 def test_a_model_that_is_computed_again_makes_no_table_either(make):
@@ -307,6 +308,7 @@ def test_a_model_that_is_computed_again_makes_no_table_either(make):
     assert temporaries(20_000) == temporaries(200_000)
 
 
+@pytest.mark.slow
 def test_a_vmap_of_nnxs_layers_is_refused():
     make = nnx.vmap(lambda rngs: nnx.Embed(5, 2, rngs=rngs))
     graph, params = nnx.split(make(nnx.Rngs(0).split(3)), nnx.Param)
@@ -374,6 +376,7 @@ def test_a_tied_table_is_refused_and_is_dense_where_it_is_not_named(
     np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_haikus_one_hot_style_is_a_product():
     import haiku as hk
 
@@ -408,6 +411,7 @@ def test_a_layer_that_computes_in_half_precision(dtype):
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_gate_in_linens_own_train_state_takes_rows():
     from flax.training.train_state import TrainState
 
@@ -428,7 +432,7 @@ def rows_of(read):
     return value_and_grad(WHOLE)[1].indices.tolist()
 
 
-@pytest.mark.every
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("read", "rows"),
     [

@@ -1,11 +1,10 @@
-"""The traces that the originals left, replayed by the library and by its oracles.
+"""The traces that the originals left, replayed by the library.
 
 ``tests/golden/README.md`` says how they were made, what a case holds and which quirks
 of the originals are not ours.
 """
 
 import functools
-import inspect
 import json
 import pathlib
 
@@ -16,7 +15,6 @@ import optax
 import pytest
 
 import gradxform as gx
-from tests import oracles
 
 CASES = {
     f"{path.stem}:{case['name']}": case
@@ -206,124 +204,6 @@ def check_optimizer(name, rtol):
             stale_count += not recorded["accepted"]
             assert state.stale_count == stale_count
             assert state.num_accumulated == recorded["num_accumulated"]
-
-
-# The state that each oracle yields after the parameters.
-STATE = {
-    "adagrad": ["sum_of_squares"],
-    "ftrl": ["sum_of_squares", "linear"],
-    "proximal_adagrad": ["sum_of_squares"],
-    "novograd": ["mu", "nu"],
-    "momentum_look_ahead": ["mu"],
-    "sgd": ["trace"],
-    "optax.adam": ["mu", "nu"],
-}
-
-
-def sgd(params, sequence, learning_rate, momentum=0.0, *, nesterov=False):
-    """optax's, as the oracles are written."""
-    m = {k: np.zeros_like(p) for k, p in params.items()}
-    for grads in sequence:
-        m = {k: momentum * m[k] + g if momentum else g for k, g in grads.items()}
-        ahead = {k: g + momentum * m[k] for k, g in grads.items()} if nesterov else m
-        params = {k: params[k] - learning_rate * ahead[k] for k in params}
-        yield params, m
-
-
-def adam(params, sequence, learning_rate, b1, b2, eps, *, given):
-    """optax's, on the entries that a step gives alone."""
-    mu, nu = ({k: np.zeros_like(p) for k, p in params.items()} for _ in range(2))
-    for t, grads in enumerate(sequence):
-        lr = learning_rate(t) if callable(learning_rate) else learning_rate
-        m = {k: b1 * mu[k] + (1 - b1) * g for k, g in grads.items()}
-        v = {k: b2 * nu[k] + (1 - b2) * g**2 for k, g in grads.items()}
-        unbiased = {k: np.sqrt(v[k] / (1 - b2 ** (t + 1))) for k in grads}
-        moved = {
-            k: p - lr * m[k] / (1 - b1 ** (t + 1)) / (unbiased[k] + eps)
-            for k, p in params.items()
-        }
-        pairs = (moved, params), (m, mu), (v, nu)
-        params, mu, nu = (oracles.put(*pair, given[t]) for pair in pairs)
-        yield params, mu, nu
-
-
-def named_rows(leaf):
-    """1 where a push has a number for the entry."""
-    if not isinstance(leaf, gx.IndexedSlices):
-        return np.ones(np.shape(leaf))
-    rows = np.isin(np.arange(leaf.dense_shape[0]), leaf.indices)
-    return np.ones(leaf.dense_shape) * rows.reshape(-1, *[1] * (leaf.ndim - 1))
-
-
-def acted(ours, steps):
-    """By the oracles: all that has acted after each step, and the step's counters."""
-    grads = [tree(step["grads"]) for step in steps]
-    pushes = [{k: np.float64(dense(x)) for k, x in g.items()} for g in grads]
-    seen = [step.get("local_step", 0) for step in steps]
-    if "num_required" not in ours:
-        limit = ours.get("max_staleness", np.inf)
-        for done, *counts in oracles.fresh(zip(pushes, seen, strict=True), limit):
-            yield done, {"global_step": counts[0], "stale_counter": counts[1]}
-        return
-    reduction = ours["reduction"].replace("row_mean", "sum")
-    rows = [{k: named_rows(x) for k, x in g.items()} for g in grads]
-    played = (
-        oracles.sums(zip(of, seen, strict=True), ours["num_required"], reduction)
-        for of in (pushes, rows)
-    )
-    done = []
-    for (taken, step, held, _), (share, *_) in zip(*played, strict=True):
-        if taken and ours["reduction"] == "row_mean":
-            of_rows = {k: np.where(n, n, 1) for k, n in share.items()}
-            done = [*done, {k: g / of_rows[k] for k, g in taken.items()}]
-        elif taken:
-            done = [*done, taken]
-        yield done, {"global_step": step, "num_accumulated": len(held)}
-
-
-@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if not is_of_optax(n)])
-@np.errstate(invalid="ignore")
-def test_the_oracles_equal_the_originals(name):
-    """So the arguments of ``ours`` are right, whatever the library does."""
-    case = OURS[name]
-    options = dict(case["ours"].get("inner", case["ours"]))
-    kind, rate = options.pop("transformation"), options["learning_rate"]
-    if isinstance(rate, list):
-        options["learning_rate"] = rate.__getitem__
-    oracle = {"sgd": sgd, "optax.adam": adam}.get(kind) or oracles.of(kind)
-    densified = options.pop("densify", False)
-    if "given" in inspect.signature(oracle).parameters and not densified:
-        grads = [tree(step["grads"]) for step in case["steps"]]
-        options["given"] = [{k: named_rows(g[k]) for k in g} for g in grads]
-    start = {k: np.float64(p) for k, p in tree(case["params"]).items()}
-    played = list(acted(case["ours"], case["steps"]))
-    trajectory = [(start,), *oracle(start, played[-1][0], **options)]
-    for (done, counters), recorded in zip(played, case["steps"], strict=True):
-        params, *state = trajectory[len(done)]
-        agree(params, tree(recorded["params"]), floor=1)
-        for slot, expected in slots_of(case, recorded) if done else ():
-            ours = dict(zip(STATE[kind], state, strict=True))[slot]
-            agree(ours, expected, FLOORS.get(slot, 0))
-        taken = recorded.get("taken") or {}
-        for k in taken:  # TensorFlow has not always known the shape.
-            shape = {"dense_shape": start[k].shape}
-            leaf = taken[k] | shape if isinstance(taken[k], dict) else taken[k]
-            agree({k: done[-1][k]}, tree({k: leaf}), floor=0)
-        for counter in counters.keys() & recorded.keys():
-            assert counters[counter] == recorded[counter]
-
-
-@pytest.mark.parametrize("name", CLIPS)
-@np.errstate(over="ignore")
-def test_the_oracles_clip_as_the_originals(name):
-    case = OURS[name]
-    (recorded,), options = case["steps"], dict(case["ours"])
-    # In single precision, as the originals: the square of 1e30 is infinite.
-    given = tree(recorded["grads"])
-    grads = {k: np.float32(dense(g)) for k, g in given.items() if g is not None}
-    clipped = oracles.of(options.pop("transformation"))(grads, **options)
-    half = case.get("dtype") == "float16"
-    agree(given | clipped, tree(recorded["clipped"]), 0, 1e-3 if half else 2e-6)
 
 
 @pytest.mark.parametrize("name", CLIPS)

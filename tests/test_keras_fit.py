@@ -95,20 +95,6 @@ def test_adagrad_trains_as_that_of_keras(k):
     assert int(ours.optimizer.iterations) == 24
 
 
-def test_fit_trains_as_the_loop_of_the_page(k):
-    batches = [
-        (X[i : i + 8].repeat(8, 1), np.arange(8, dtype=np.int32))
-        for i in range(0, 64, 8)
-    ]
-    loop = test_frameworks.run("Keras 3 on JAX", batches)
-    left = test_frameworks.run("Keras 3 on JAX", [])
-    loss = k.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    left["model"].compile(optimizer=k.Optimizer(left["tx"]), loss=loss)
-    images, labels = map(np.concatenate, zip(*batches, strict=True))
-    left["model"].fit(images, labels, batch_size=8, shuffle=False, verbose=0)
-    assert_close(left["model"].weights, loop["model"].weights)
-
-
 @pytest.mark.parametrize(
     "settings",
     [{"jit_compile": False}, {"run_eagerly": True}, {"steps_per_execution": 3}],
@@ -272,15 +258,6 @@ def test_a_model_in_bfloat16_takes_small_steps(k, name, tmp_path):
     assert_equal(other.optimizer.variables, model.optimizer.variables)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_mixed_precision_needs_no_master_weights(k, policy):
-    """Its variables are float32, so they pass through."""
-    k.keras.config.set_dtype_policy(policy)
-    expected, _ = train(k, k.Optimizer(optax.adamw(2**-10)))
-    model, _ = train(k, k.Optimizer(HALVES["int16"]()))
-    assert_equal(model.weights, expected.weights)
-
-
 STEPS = {
     "accumulate": lambda tx: gx.accumulate(tx, 2),
     "conditional_accumulator": lambda tx: gx.conditional_accumulator(tx, 2),
@@ -376,17 +353,6 @@ def test_callbacks_read_and_set_the_rate(k):
     schedule = optax.piecewise_constant_schedule(2**-5, {8: 0.5, 16: 0.5})
     expected, _ = train(k, k.Optimizer(optax.sgd(schedule)))
     assert_close(model.weights, expected.weights)
-
-
-def test_the_rate_falls_on_a_plateau_and_training_stops(k):
-    tx = optax.inject_hyperparams(optax.sgd)(1e-3)
-    plateau = k.keras.callbacks.ReduceLROnPlateau(
-        monitor="loss", factor=0.5, patience=1, min_delta=1e9
-    )
-    stop = k.keras.callbacks.EarlyStopping(monitor="loss", patience=3, min_delta=1e9)
-    model, history = train(k, k.Optimizer(tx), epochs=9, callbacks=[plateau, stop])
-    np.testing.assert_allclose(history["learning_rate"], [1e-3, 1e-3, 5e-4, 2.5e-4])
-    assert float(model.optimizer.learning_rate.value) == pytest.approx(1.25e-4)
 
 
 def test_a_rate_that_no_state_holds_is_an_error(k):
@@ -519,15 +485,6 @@ def test_a_model_that_was_saved_goes_on(k, name, tmp_path):
     for each in (model, loaded):
         fit(each)
     assert_equal(loaded.weights, model.weights)
-    assert_equal(loaded.optimizer.variables, model.optimizer.variables)
-
-
-def test_a_registered_function_needs_no_custom_objects(k, tmp_path):
-    registered = k.keras.saving.register_keras_serializable("tests", "registered")
-    made = registered(of_two_parts)
-    model, _ = train(k, k.Optimizer(made), epochs=1)
-    model.save(tmp_path / "model.keras")
-    loaded = k.keras.saving.load_model(tmp_path / "model.keras")
     assert_equal(loaded.optimizer.variables, model.optimizer.variables)
 
 

@@ -86,10 +86,6 @@ def errors(notebook):
     return [output for output in outputs if output.output_type == "error"]
 
 
-def test_there_are_notebooks():
-    assert NOTEBOOKS
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 # The warnings of Jupyter's machinery are not about the notebook.
@@ -157,21 +153,3 @@ def test_notebook_names_no_path_of_the_machine_it_ran_on(path):
     assert not local_paths(notebook.metadata)
     for cell in notebook.cells:
         assert not local_paths([cell.metadata, cell.get("outputs", [])])
-
-
-@pytest.mark.parametrize(
-    ("text", "is_path"),
-    [
-        ("File /tmp/env/lib/x.py", True),
-        ("'/home/me'", True),
-        ("(/work/a)", True),
-        ("/root", True),
-        (r"C:\Users\me", True),
-        ("https://example.org/home/tmp", False),
-        ("loss/work and a/tmp", False),
-        ("/temporary", False),
-    ],
-)
-def test_local_paths_are_told_from_other_text(text, is_path):
-    assert bool(local_paths([{"text": text}, {text: None}])) == is_path
-    assert not local_paths({"image/png": text})

@@ -38,7 +38,7 @@ def texts():
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     for name in filter(None, listed.stdout.decode().split("\0")):
         path = ROOT / name
-        if path.is_file() and path.suffix not in (".png", ".zip"):
+        if path.is_file() and path.suffix != ".png":
             yield name, path.read_text(encoding="utf-8")
 
 

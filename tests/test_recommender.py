@@ -8,25 +8,10 @@ import pytest
 
 import gradxform as gx
 from benchmarks import recommender
-from tests.conftest import promotion
 
 HEIGHTS = {"users": 3000, "items": 500}
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
-def test_clicks_have_a_long_tail_and_a_truth():
-    batch = next(recommender.batches({"users": 10**6, "items": 10**6}, seed=0))
-    for name in recommender.TABLES:
-        ids = batch[name]
-        assert 0 <= ids.min() < ids.max() < 10**6
-        # By Zipf's law each decade of ranks is read equally often.
-        decades = np.histogram(np.log10(ids + 1.0), bins=range(7))[0]
-        np.testing.assert_allclose(decades, recommender.BATCH / 6, rtol=0.2)
-    truth = recommender.chance(batch["users"], batch["items"])
-    assert set(np.round(truth, 4)) == {0.0025, 0.018, 0.1192, 0.5, 0.8808}
-    gap = np.mean(batch["clicks"]) - np.mean(truth)
-    assert abs(gap) < 4 * 0.5 / recommender.BATCH**0.5
 
 
 @pytest.mark.slow
@@ -53,17 +38,3 @@ def test_rows_train_as_tables_do():
     table = by_rows.pull()[0]["users"]
     untouched = np.all(np.asarray(table) == params["users"], axis=1)
     assert 0 < np.mean(untouched) < 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tables", recommender.OF_TABLES)
-def test_four_threads_learn(tables):
-    server = gx.ParameterServer(
-        recommender.make_params(HEIGHTS), recommender.make_tx(8, tables)
-    )
-    with promotion():
-        losses = recommender.train(server, HEIGHTS, workers=4, pushes=400)
-    assert len(losses) == 400
-    assert sum(server.stats().staleness.values()) == 400
-    loss, constant, truth = recommender.evaluate(server, HEIGHTS, count=5)
-    assert truth < loss < (constant + truth) / 2

@@ -12,8 +12,8 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
+from tests import oracles
 from tests.conftest import promotion
-from tests.golden import _simulator as simulator
 
 FACTORS = [0.25, 1.0, 3.0]
 
@@ -115,11 +115,12 @@ def parameters(tx):
                 yield float(run.server.state()["params"])
 
 
+@pytest.mark.slow
 def test_rescaled_asgd_in_an_engine_equals_its_equations():
     """w = w - rate factors_i g_i, in the order in which the workers push."""
     factors = np.array(SECONDS) / np.mean(SECONDS)
-    expected = simulator.run(
-        lambda g, worker, s, k: RATE * factors[worker] * g,
+    expected = oracles.asynchronous(
+        lambda g, worker: RATE * factors[worker] * g,
         np.float64(0),
         lambda worker, number, w: w - TARGETS[worker],
         lambda worker, number: SECONDS[worker],

@@ -214,6 +214,7 @@ def test_a_row_that_is_touched_now_and_then_moves_as_far_as_it_should():
     np.testing.assert_allclose(got, expected, atol=1e-4)  # Seven parts.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual_dtype", ["int16", "int8", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_zero_update_changes_no_bit(dtype, residual_dtype):
@@ -420,6 +421,7 @@ def test_bytes_of_a_parameter_with_its_gradient():
     assert 7 <= total < 7.1
 
 
+@pytest.mark.slow
 def test_only_touched_rows_of_a_table_and_its_residual_change():
     table = jnp.ones((6, 2), jnp.bfloat16)
     tx = gx.master_weights(gx.lazy(optax.adamw(1e-3)))
@@ -527,6 +529,7 @@ def test_kept_and_small_arrays_stay_as_they_are():
         gx.low_bit_state(optax.scale_by_adam(), keep=["w"]).init(params)
 
 
+@pytest.mark.slow
 def test_lazy_takes_the_touched_rows_of_state_in_8_bits():
     table = jnp.zeros((512, 16))
     tx = gx.lazy(gx.low_bit_state(optax.adam(0.1), block_axis=-1, min_size=1))

@@ -94,6 +94,7 @@ def test_wrappers_inside_master_weights_see_float32(name):
         np.testing.assert_allclose(got[k], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outside", [True, False], ids=["outside", "inside"])
 @pytest.mark.parametrize("name", WRAPS)
 def test_wrappers_and_a_state_in_8_bits(name, outside):
@@ -156,6 +157,7 @@ def pushed(tx, table):
     return table, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_a_step_reads_and_writes_the_touched_rows_of_a_table(name):
     tx, plain, tol = TABLES[name]
@@ -314,6 +316,7 @@ SERVED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
 def test_a_server_sends_half_precision_and_goes_on_from_its_state(name):
     servers = [gx.ParameterServer(draw(0), SERVED[name]) for _ in range(2)]

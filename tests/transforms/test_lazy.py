@@ -489,6 +489,7 @@ NORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("name", NORMS)
 def test_padding_reaches_no_sum(name, dtype):
@@ -498,6 +499,7 @@ def test_padding_reaches_no_sum(name, dtype):
     check_steps(NORMS[name], dtype, rtol=rtol, **extra)
 
 
+@pytest.mark.slow
 def test_padding_has_no_noise_in_a_norm():
     """The norm is that of the updates themselves."""
     tx = gx.lazy(
@@ -803,6 +805,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DERIVATIVES)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("derive", [jax.jacrev, jax.jacfwd], ids=["rev", "fwd"])
@@ -857,6 +860,7 @@ def test_a_reshape_across_rows_is_refused():
 ERRORS = AssertionError, LookupError, TypeError, ValueError, jax.errors.JaxRuntimeError
 
 
+@pytest.mark.slow
 def test_each_operation_of_the_list_is_elementwise():
     """Those that take numbers: entry i of the result has entry i of the operands."""
     from jax.extend.core import primitives
@@ -1001,6 +1005,7 @@ def test_bad_arguments_are_named():
 # Meshes, servers, parts of tables.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=str)
 def test_tables_may_be_sharded(axis_type, spec, in_context):

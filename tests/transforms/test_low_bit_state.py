@@ -31,6 +31,7 @@ def types(tree):
 # In other people's programs.
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_nnx_goes_on():
     x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 
@@ -190,6 +191,7 @@ BLOCKS = {8: 1, 64: 1, 100: 1, 131: 2, 200: 2, 320: 4, 768: 8, 1000: 8, 1024: 8}
 BLOCKS |= {1536: 16, 4096: 32, 5120: 64, 12288: 128, 32000: 256, 50257: 393}
 
 
+@pytest.mark.slow
 def test_the_number_of_blocks_follows_from_the_length():
     tx = gx.low_bit_state(optax.trace(0.9), min_size=1)
     for length, number in BLOCKS.items():
@@ -222,6 +224,7 @@ def stepped(tx, state, seeds, mesh=None):
     return jax.device_get((updates, state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_state_is_the_same_on_any_mesh(axis_type, in_context):
     tx = make()
@@ -326,6 +329,7 @@ def end(tx):
     return loss_fn(w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOST)
 def test_iterates_and_sums_stay_whole(name):
     if name == "madgrad" and not hasattr(optax.contrib, name):
@@ -380,6 +384,7 @@ def test_types_of_a_state_stay():
     np.testing.assert_allclose(np.float32(abs(scales)), 0.5 * 0.19, rtol=0.01)
 
 
+@pytest.mark.slow
 def test_double_precision_stays():
     with jax.enable_x64(True):
         grads = jnp.full((64, 64), 1e300, jnp.float64)

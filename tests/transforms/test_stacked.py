@@ -165,6 +165,7 @@ def test_nu_of_stacked_layers_starts_with_their_first_gradient(init):
     assert state.nu["w"].tolist() == [3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_layers_that_nnx_has_stacked():
     """Its optimizer gives trees of variables. Each layer is normalized for itself."""
     stack = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: nnx.Linear(4, 2, rngs=rngs)))
