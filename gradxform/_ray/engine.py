@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from gradxform._ray.actors import Group, layout_of
+from gradxform._ray.actors import Processes, layout_of
 from gradxform._ray.connect import Connection, connect
 from gradxform._ray.layout import Layout, Shardings
-from gradxform._ray.servers import One, RayServer, WorkersServer
+from gradxform._ray.servers import RayServer, WorkersServer
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import ServerStatus, is_past
@@ -122,8 +122,8 @@ def ray(
         options = {"max_concurrency": len(job.workers) + 8, **(server_options or {})}
         # As early as possible: until then Ray's handler aborts at ``SIGTERM``.
         with ending(run, given):
-            what = job.params, job.tx, options_of(job), options
-            processes = One(*what) if layout is None else Group(layout, *what)
+            what = job.params, job.tx, job.pushes, options_of(job), options
+            processes = Processes(layout, *what)
             how = given, max_deaths, Connection(ray), run.check
             server = RayServer(processes, layout, *how)
             stack.callback(server.kill)

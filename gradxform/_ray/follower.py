@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import queue
 import sys
-import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from gradxform._ray.channel import Followed
 from gradxform._ray.group_checkpoints import GroupStore
 from gradxform._ray.layout import Layout
 from gradxform._ray.mesh import enter
-from gradxform._ray.messages import PushMessage
-from gradxform._ray.process import Process, Wanted, packed_parts
+from gradxform._ray.messages import PushMessage, packed_parts
+from gradxform._ray.process import Process, part_of
 from gradxform._ray.wire import Payload
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.programs import Prepared
-from gradxform._server.reader import Form
+from gradxform._server.reader import Form, RowIds
 from gradxform._server.records import Snapshot, summary
-from gradxform._server.saver import NO_MEMORY, Saver
+from gradxform._server.saver import Saver
 
 
 class Follower:
@@ -30,21 +27,18 @@ class Follower:
 
     Args:
       number: of this process, from 1.
-      key: the secret of the server's processes.
       processes: how many there are.
     """
 
-    def __init__(self, number: int, key: bytes, processes: int) -> None:
-        self._number, self._key, self._processes = number, key, processes
+    def __init__(self, number: int, processes: int) -> None:
+        self._number, self._processes = number, processes
         self._prepared: dict[int, Prepared] = {}
-        self._snapshots: dict[int, Future[Snapshot | None]] = {}
-        # The answers of commands, each in a queue. The call that takes one may come
-        # before it is there.
-        self._answers: dict[int, queue.SimpleQueue[Callable[[], Payload | None]]] = {}
+        self._snapshots: dict[int, Snapshot | None] = {}
+        self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def join(
         self,
-        where: tuple[str, tuple[str, int]],
+        coordinator: str,
         given: list[Any],
         layout: Layout,
         checkpoint: Checkpoint | None = None,
@@ -53,21 +47,17 @@ class Follower:
         **options: bool,
     ) -> None:
         """Becomes one of the processes; see :meth:`Leader.join`."""
-        coordinator, address = where
-        followed = Followed(address, self._key, self._number)
         mesh = enter(coordinator, self._number, self._processes)
         params, tx = sys.modules["ray"].get(given)
         self.process = Process(params, layout, mesh, tx, **options)
         if checkpoint is not None:
             self._saver = Saver(GroupStore(checkpoint))
-        threading.Thread(
-            target=followed.serve,
-            args=(self._handle, summary),
-            name="commands",
-            daemon=True,
-        ).start()
 
     # The leader's calls: these may come in any sequence.
+
+    def failure(self) -> str:
+        """Waits until a step fails here; returns why."""
+        return self._failures.get()
 
     def prepare(self, key: int, message: PushMessage) -> None:
         """Does what a push needs before its turn."""
@@ -78,15 +68,6 @@ class Follower:
         for number, size in sizes.items():
             self.process.reader.program(number, size, form)
 
-    def collect(self, key: int) -> Payload | None:
-        """The answer to a command, to be asked for once."""
-        answer = self._box(key).get()
-        del self._answers[key]
-        return answer()
-
-    def _box(self, key: int) -> queue.SimpleQueue[Callable[[], Payload | None]]:
-        return self._answers.setdefault(key, queue.SimpleQueue())
-
     def resume(self, pushes: int) -> None:
         """Goes on from this process's part of a checkpoint."""
         snapshot = self._saver.store.read(pushes, self.process.like())
@@ -94,36 +75,33 @@ class Follower:
 
     # The leader's commands, handled in its sequence, on one thread.
 
-    def _handle(self, name: str, *args: Any) -> None:
-        getattr(self, f"_handle_{name}")(*args)
+    def push(self, key: int, local_step: int) -> None:
+        """Runs the step of a push."""
+        try:
+            self.process.core.commit(self._prepared.pop(key), local_step)
+        except BaseException as error:
+            self._failures.put(summary(error))
+            raise
 
-    def _handle_push(self, key: int, local_step: int) -> None:
-        self.process.core.commit(self._prepared.pop(key), local_step)
-
-    def _handle_forget(self, key: int) -> None:
+    def forget(self, key: int) -> None:
+        """Drops what was prepared, or copied, and is not needed."""
         self._prepared.pop(key, None)
         self._snapshots.pop(key, None)
 
-    def _handle_read(self, key: int, form: Form, wanted: Wanted) -> None:
-        reading = self.process.reader.prepare(wanted, form)
-        arrays = self.process.read(reading)
-        if reading.plain:  # The next step may overwrite them.
-            payload = packed_parts(arrays, wanted, copies=True)
-            self._box(key).put(lambda: payload)
-        else:
-            self._box(key).put(lambda: packed_parts(arrays, wanted))
+    def read(self, form: Form, share: Mapping[int, RowIds | None]) -> Payload:
+        """Sends its share of the arrays."""
+        reading = self.process.reader.prepare(share, form)
+        leaves = self.process.core.version.leaves
+        read = reading.run({i: part_of(leaves[i]) for i in share})
+        # The next step may overwrite those that are read as they are.
+        return packed_parts(read, share, copies=bool(reading.plain))
 
-    def _handle_snapshot(self, key: int) -> None:
-        self._snapshots[key] = copied = Future[Snapshot | None]()
-        try:
-            copied.set_result(self.process.core.snapshot())
-        except NO_MEMORY as error:  # The run goes on without this checkpoint.
-            copied.set_exception(error)
+    def snapshot(self, key: int) -> None:
+        """Copies its parts for a checkpoint."""
+        self._snapshots[key] = snapshot = self.process.core.snapshot()
+        jax.block_until_ready(snapshot and snapshot.state)
 
-        def answer() -> None:
-            jax.block_until_ready(copied.result())
-
-        self._box(key).put(answer)
-
-    def _handle_write(self, key: int) -> None:
-        self._saver.write_soon(self._snapshots.pop(key).result)
+    def write(self, key: int) -> None:
+        """Begins to write them."""
+        snapshot = self._snapshots.pop(key)
+        self._saver.write_soon(lambda: snapshot)

@@ -8,7 +8,7 @@ number of processes must divide the length of that axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -82,11 +82,6 @@ class Layout(NamedTuple):
         """The tree of shardings over a mesh with the axis ``"server"``."""
         return self._map(lambda _, cut: NamedSharding(mesh, spec(cut)))
 
-    def span(self, shape: Sequence[int], cut: int, process: int) -> tuple[int, int]:
-        """Where a process's part of an array begins and ends, along its cut axis."""
-        each = shape[cut] // self.processes
-        return process * each, (process + 1) * each
-
     def cut_of(self) -> Callable[[Path, Leaf], int | None]:
         """A function of a path and a leaf: the axis along which the leaf is cut.
 
@@ -128,7 +123,7 @@ class Layout(NamedTuple):
         self, x: np.ndarray[Any, Any], cut: int, process: int
     ) -> np.ndarray[Any, Any]:
         """A process's part of an array that is cut along this axis."""
-        there = slice(*self.span(x.shape, cut, process))
+        there = slice(*span(x.shape[cut], self.processes, process))
         return np.ascontiguousarray(x[(*[slice(None)] * cut, there)])
 
     def of_state(self, init: Callable[[optax.Params], optax.OptState]) -> Layout:
@@ -163,6 +158,12 @@ class Layout(NamedTuple):
     def _map(self, f: Callable[[Type, int | None], T]) -> PyTree[T]:
         leaves, structure = jax.tree.flatten(self.types)
         return jax.tree.unflatten(structure, map(f, leaves, self.cuts))
+
+
+def span(length: int, processes: int, process: int) -> tuple[int, int]:
+    """Where a process's part of an axis begins and ends."""
+    each = length // processes
+    return process * each, (process + 1) * each
 
 
 def spec(cut: int | None) -> P:

@@ -8,8 +8,8 @@ mesh, and no process needs another for that.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from gradxform._ray.layout import Layout, spec
 from gradxform._ray.messages import Part, PushMessage
-from gradxform._ray.wire import Payload, packed
 from gradxform._rows.indexed_slices import IndexedSlices
 from gradxform._server.core import Core
 from gradxform._server.placement import is_function, with_gate
@@ -29,14 +28,11 @@ from gradxform._server.programs import (
     in_sizes,
     training_step,
 )
-from gradxform._server.reader import Reader, Reading, RowIds
+from gradxform._server.reader import Reader
 from gradxform._server.records import Snapshot
 from gradxform._server.specs import Specs, leaves_like, named
 from gradxform._trees import maps
 from gradxform._trees.types import Leaf, T
-
-# The rows of each leaf, by its number; None for the whole.
-Wanted: TypeAlias = Mapping[int, RowIds | None]
 
 
 class Process:
@@ -124,13 +120,6 @@ class Process:
             list(map(jax.device_put, pieces, here)),
         )
 
-    # Pulls.
-
-    def read(self, reading: Reading) -> dict[int, jax.Array]:
-        """In a turn: arrays of this process."""
-        leaves = self.core.version.leaves
-        return reading.run({i: part_of(leaves[i]) for i in reading.numbers})
-
     # Checkpoints.
 
     def like(self) -> dict[str, Any]:
@@ -154,21 +143,3 @@ def made(make: Callable[..., T], layout: Layout, mesh: Mesh) -> Callable[..., T]
 def part_of(x: jax.Array) -> jax.Array:
     """The part of an array in this process."""
     return x.addressable_data(0)
-
-
-def packed_parts(
-    read: Mapping[int, jax.Array], wanted: Wanted, copies: bool = False
-) -> Payload:
-    """What a process sends of its arrays, in the sequence of ``wanted``.
-
-    Args:
-      read: the arrays.
-      wanted: how many rows of them.
-      copies: whether the next step may overwrite the arrays.
-    """
-    arrays = [
-        np.asarray(read[i])[: None if rows is None else len(rows.ids)]
-        for i, rows in wanted.items()
-    ]
-    copy = np.array if copies else np.asarray
-    return Payload.of(packed(arrays), lambda _: packed(map(copy, arrays)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 from collections.abc import Hashable
 from typing import Any, Generic, NoReturn, Self, SupportsIndex, overload
@@ -11,7 +10,7 @@ from typing import Any, Generic, NoReturn, Self, SupportsIndex, overload
 import jax
 import optax
 
-from gradxform._server.core import Woken, of_one_process
+from gradxform._server.core import Core, Woken, of_one_process
 from gradxform._server.records import (
     NO_COPY,
     PushResult,
@@ -21,7 +20,7 @@ from gradxform._server.records import (
     check_push_id,
     check_step,
 )
-from gradxform._server.transport import Local, Transport
+from gradxform._server.transport import Transport
 from gradxform._trees import checks
 from gradxform._trees.types import Params, Rows
 
@@ -90,12 +89,11 @@ class ParameterServer(Generic[Params]):
         require_finite: bool = False,
     ) -> None:
         core = of_one_process(params, tx, donate=donate, require_finite=require_finite)
-        is_actor = hasattr(type(self), "__ray_actor_class__")
-        if is_actor:
-            context = sys.modules["ray"].get_runtime_context()
-            if context.was_current_actor_reconstructed:
-                core.lose("its Ray actor has died and was started again")
-        self._set_up(Local(core, publishes=is_actor))
+        self._set_up(self._transport_of(core))
+
+    def _transport_of(self, core: Core) -> Transport:
+        """The transport to the workers of this server."""
+        return Transport(core)
 
     def _set_up(self, transport: Transport) -> None:
         self._transport, self._core = transport, transport.core

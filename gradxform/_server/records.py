@@ -39,7 +39,7 @@ class PushResult(NamedTuple):
 NO_COPY = (
     "a ParameterServer can be neither copied nor pickled: make another one with the "
     "same params and tx, and restore(server.state()) there. If other processes need "
-    "it, make it an actor with ray.remote(ParameterServer)."
+    "it, make it an actor, as the class says."
 )
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any, NoReturn
 
-import optax
-
-from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.parameter_server import ParameterServer
 from gradxform._server.records import Ahead, ServerStatus, Snapshot
 from gradxform._server.saver import Saver
@@ -27,35 +24,15 @@ class RecoverableServer(ParameterServer[Any]):
     """A server that saves itself, and starts from the newest checkpoint.
 
     Args:
-      params: the initial parameters, which are copied, or a function that gives them.
-      tx: any transformation.
-      checkpoint: where and how often; without it nothing is saved.
+      transport: to its workers, with its core.
+      store: where it is saved, and how often; without one nothing is.
       pushes: how many pushes with a ``push_id`` it takes.
-      options: those of :class:`ParameterServer`.
     """
 
     def __init__(
-        self,
-        params: optax.Params,
-        tx: optax.GradientTransformation,
-        checkpoint: Checkpoint | None = None,
-        pushes: float = math.inf,
-        **options: bool,
+        self, transport: Transport, store: Store | None = None, pushes: float = math.inf
     ) -> None:
-        super().__init__(params, tx, **options)
-        self._save_in(None if checkpoint is None else Store(checkpoint), pushes)
-
-    @classmethod
-    def of(
-        cls, transport: Transport, store: Store | None, pushes: float
-    ) -> RecoverableServer:
-        """A server with another transport and store."""
-        self = cls.__new__(cls)
         self._set_up(transport)
-        self._save_in(store, pushes)
-        return self
-
-    def _save_in(self, store: Store | None, pushes: float) -> None:
         self._core.takes = pushes
         self._saver = None if store is None else Saver(store)
         self._status: ServerStatus | None = None
