@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import optax
 
-from gradxform._ray.followers import CALLS
+from gradxform._ray.followers import CALLS, Follower
 from gradxform._ray.layout import Layout, Shardings
-from gradxform._ray.mesh import LOOPBACK, host
+from gradxform._ray.leader import Leader
 from gradxform._ray.messages import PushMessage
+from gradxform._ray.process import LOOPBACK, host
 from gradxform._ray.transport import RayTransport
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.core import of_one_process
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
     from ray.util.placement_group import PlacementGroup
-
-    from gradxform._ray.leader import Leader
 
 logger = logging.getLogger("gradxform")
 
@@ -130,10 +129,6 @@ class Processes:
     def _group(
         self, layout: Layout, checkpoint: Checkpoint | None, check: Check
     ) -> ActorHandle[Leader]:
-        # Imported here, as they import much that nobody else needs.
-        from gradxform._ray.follower import Follower
-        from gradxform._ray.leader import Leader
-
         ray, count = self._ray, layout.processes
         first, *others = self._placed(count, check)
         leader = ray.remote(Leader).options(**first).remote(count)

@@ -9,18 +9,16 @@ import queue
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from gradxform._ray.followers import Followers
-from gradxform._ray.group_checkpoints import GroupStore
 from gradxform._ray.layout import Layout
-from gradxform._ray.mesh import enter
 from gradxform._ray.messages import PushMessage
-from gradxform._ray.process import Process, part_of
+from gradxform._ray.process import Process, enter, part_of
 from gradxform._ray.transport import RayTransport
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.programs import Prepared, Stepped
@@ -108,7 +106,7 @@ class GroupTransport(RayTransport):
         return self._process.placed(snapshot), notes
 
 
-class Leader:
+class Leader(RecoverableServer):
     """The actor that workers and engines call.
 
     Args:
@@ -165,21 +163,5 @@ class Leader:
         params, tx = sys.modules["ray"].get(given)
         self.process = Process(params, layout, mesh, tx, **options)
         transport = GroupTransport(self.process, Followers(followers, self._end))
-        store = None if checkpoint is None else GroupStore(checkpoint)
-        self.server = RecoverableServer(transport, store, pushes)
-
-
-def _forwarded(name: str) -> Callable[..., Any]:  # Of any type, as what it calls.
-    method = getattr(RecoverableServer, name)
-
-    @functools.wraps(method)  # So Ray knows the arguments.
-    def forward(self: Leader, *args: object, **options: object) -> Any:
-        return method(self.server, *args, **options)
-
-    return forward
-
-
-FOR_WORKERS = "pull", "push", "wait", "global_step"  # They push a `PushMessage`.
-FOR_ENGINES = "begin", "note", "rest", "save", "state", "stats", "status"
-for _name in (*FOR_WORKERS, *FOR_ENGINES):
-    setattr(Leader, _name, _forwarded(_name))
+        store = None if checkpoint is None else Store(checkpoint, together=True)
+        super().__init__(transport, store, pushes)

@@ -118,7 +118,7 @@ class RayTransport(Transport):
         return sent.get(key) if last == version.of_params() else None
 
     def state(self) -> Response:
-        self.core.check_there()
+        self.core.check_usable(if_closed=False)
         numbers = [*range(len(self._types))]
         sent = self._reading(dict.fromkeys(numbers), None)()()
         return Response(self.core.specs.state(numbers), sent)

@@ -209,26 +209,23 @@ class Core:
 
     # Service.
 
-    def unusable(self) -> ServerClosedError | None:
+    def unusable(
+        self, *, if_closed: bool = True, if_lost: bool = True
+    ) -> ServerClosedError | None:
         """The error of each call now; None while it serves."""
-        if self._closed:
+        if if_closed and self._closed:
             return ServerClosedError("the parameter server is closed.")
-        if self._lost is not None:
+        if if_lost and self._lost is not None:
             return ServerClosedError(
                 f"the parameter server has lost its parameters: {self._lost}. Call "
                 "restore(state) with an earlier state()."
             )
         return None
 
-    def check_usable(self) -> None:
+    def check_usable(self, **of: bool) -> None:
         """Raises that error."""
-        if (error := self.unusable()) is not None:
+        if (error := self.unusable(**of)) is not None:
             raise error
-
-    def check_open(self) -> None:
-        """Raises ``ServerClosedError`` if it is closed."""
-        if self._closed:
-            self.check_usable()
 
     def lose(self, why: str) -> ServerClosedError | None:
         """In a turn: the parameters are lost."""
@@ -268,14 +265,9 @@ class Core:
 
     # State.
 
-    def check_there(self) -> None:
-        """Raises ``ServerClosedError`` if the parameters are lost."""
-        if self._lost is not None:
-            self.check_usable()
-
     def state(self) -> dict[str, Any]:
         """In a turn: a copy of parameters and state; also after the end of service."""
-        self.check_there()
+        self.check_usable(if_closed=False)
         return copy(self.specs.state(self.version.leaves))
 
     def restore(self, arrays: Arrays) -> None:
@@ -283,7 +275,7 @@ class Core:
 
         The counts go on. A worker that repeats an older push must pull again.
         """
-        self.check_open()
+        self.check_usable(if_lost=False)
         self.version = Version.of(*arrays)
         self._lost, self._failed = None, False
         self._answers, self._accumulated = {}, 0
@@ -312,9 +304,7 @@ class Core:
         """In a turn: goes on from a snapshot, whose arrays are at their places."""
         self.restore((snapshot.state["params"], snapshot.state["state"]))
         counters = snapshot.counters
-        # Older versions did not save these two, or saved None for a worker.
-        self._accumulated = counters.get("accumulated", 0)
-        self.ahead = {worker: n for worker, n in counters.get("ahead", ()) if n}
+        self._accumulated, self.ahead = counters["accumulated"], dict(counters["ahead"])
         for worker, number, local_step, result, *counts in counters["answers"]:
             self._answers[worker] = Answer(
                 number, local_step, PushResult(*result), *counts

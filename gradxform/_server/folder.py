@@ -215,7 +215,7 @@ class Folder:
             return f"{COUNTERS} has no {error}"
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
             return f"{COUNTERS}: {error}"
-        if (data := _content(where / SUMS)) is None:  # An older version, a full disk.
+        if (data := _content(where / SUMS)) is None:  # The disk was full.
             return None if (where / "state").is_dir() else "it has no state"
         try:
             sums = json.loads(data)

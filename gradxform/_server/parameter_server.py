@@ -259,7 +259,7 @@ class ParameterServer(Generic[Params]):
             nothing is changed.
           ServerClosedError: the server is closed.
         """
-        self._core.check_open()
+        self._core.check_usable(if_lost=False)
         arrays = self._core.specs.place(state)
         self._turns.run(self._core.restore, arrays)
 

@@ -28,7 +28,7 @@ MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes firs
 # (leaves of (params, state), leaves of (grads, extra), local_step)
 # -> (leaves of (params, state), counters)
 Stepped: TypeAlias = tuple[Leaves, jax.Array]
-Step: TypeAlias = Callable[[Leaves, Leaves, np.int32], Stepped]
+PushStep: TypeAlias = Callable[[Leaves, Leaves, np.int32], Stepped]
 # The same for trees: ((params, state), grads, extra, local_step).
 TrainingStep: TypeAlias = Callable[
     [Arrays, optax.Updates, dict[str, Any], np.int32], tuple[Arrays, jax.Array]
@@ -41,14 +41,14 @@ Signature: TypeAlias = tuple[jax.tree_util.PyTreeDef, Types, bool]
 class Prepared(NamedTuple):
     """A push that only waits for its turn."""
 
-    step: Step  # Compiled for it.
+    step: PushStep  # Compiled for it.
     leaves: Leaves  # Of (grads, extra), computed and at their places.
 
 
 class Program(NamedTuple):
     """The program for pushes of one signature."""
 
-    step: Step
+    step: PushStep
     shardings: list[Sharding]  # The place where it needs each leaf of (grads, extra).
 
 

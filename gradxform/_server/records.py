@@ -84,7 +84,7 @@ class Answer(NamedTuple):
     number: int = -1  # Of its push.
     local_step: int = -1  # Of its push.
     result: PushResult = PushResult(False, 0, 0)
-    accepted: int = 0  # An older version did not save the two counts.
+    accepted: int = 0
     dropped: int = 0
 
     def then(self, number: int, local_step: int, result: PushResult) -> Answer:

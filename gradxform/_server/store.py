@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,40 +23,59 @@ if TYPE_CHECKING:
 EMPTY = "a node without arrays"
 
 
-def manager_of(checkpoint: Checkpoint, **options: Any) -> CheckpointManager:
-    """A manager of orbax for a directory, with more options of orbax."""
-    ocp = require("orbax.checkpoint", "checkpoint")
-    return ocp.CheckpointManager(
-        checkpoint.directory,
-        options=ocp.CheckpointManagerOptions(
-            max_to_keep=checkpoint.max_to_keep,
-            # The thread of a saver waits anyway. Asynchronous writers find each other
-            # by a number that all managers of a process share, and two that write at
-            # once may wait for each other forever.
-            enable_async_checkpointing=False,
-            **options,
-        ),
-    )
-
-
 class Store:
     """The checkpoints of one run in their directory.
 
+    Processes that write together each have a store. Only the first one opens the
+    directory and chooses the newest checkpoint. The others read its choice, and no
+    process waits for another. When each has copied its parts of the same snapshot, all
+    write together. They wait for each other through JAX's coordination service, never
+    in a collective: it could come between those of a step.
+
     Args:
       checkpoint: where, and how many are kept.
+      together: whether all processes of JAX write together.
 
     Attributes:
       checkpoint: as given.
       saved: how many pushes the last one holds that was written or read.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, together: bool = False) -> None:
         self._orbax = require("orbax.checkpoint", "checkpoint")
-        self.checkpoint = checkpoint
-        self._in_bucket = is_remote(os.fspath(checkpoint.directory))
+        self.checkpoint, self._together = checkpoint, together
+        self._attempts = itertools.count()  # The same in all processes.
         self.saved: int | None = None
         self._folder: Folder | None = None  # Once it is taken.
-        self._manager: CheckpointManager | None = None  # The one that reads.
+
+    @contextlib.contextmanager
+    def _manager(
+        self, *, clean: bool = False, attempt: int | None = None
+    ) -> Iterator[CheckpointManager]:
+        """A manager of orbax, of this process alone unless it is for an attempt."""
+        together = self._together and attempt is not None
+        processes = {*range(jax.process_count())} if together else {jax.process_index()}
+        options = self._orbax.options.MultiprocessingOptions(
+            primary_host=min(processes),
+            active_processes=processes,
+            # A new name each time: the last attempt may have failed halfway.
+            barrier_sync_key_prefix=f"checkpoint {attempt}" if together else None,
+        )
+        manager = self._orbax.CheckpointManager(
+            self.checkpoint.directory,
+            options=self._orbax.CheckpointManagerOptions(
+                max_to_keep=self.checkpoint.max_to_keep,
+                create=False,
+                cleanup_tmp_directories=clean,
+                multiprocessing_options=options,
+                # The thread of a saver waits anyway. Asynchronous writers find each
+                # other by a number that all managers of a process share, and two that
+                # write at once may wait for each other forever.
+                enable_async_checkpointing=False,
+            ),
+        )
+        with contextlib.closing(manager):
+            yield manager
 
     def open(self, state: Mapping[str, Any]) -> None:
         """Takes the directory.
@@ -71,36 +91,23 @@ class Store:
         if self._folder is not None:
             return
         _check_names(state)
-        folder = Folder(os.fspath(self.checkpoint.directory))
+        directory = os.fspath(self.checkpoint.directory)
+        folder = Folder(directory)
         folder.take()
         try:
             folder.check()
             folder.sweep()
-            self._reopen()
+            with self._manager(clean=is_remote(directory)):
+                pass  # In a bucket it removes what was left half written.
         except BaseException:
             folder.release()
             raise
         self._folder = folder
 
-    def _reopen(self) -> CheckpointManager:
-        self._manager = manager = self._reader()
-        return manager
-
-    def _reader(self) -> CheckpointManager:
-        """One that reads; in a bucket it removes what was left half written."""
-        return manager_of(self.checkpoint, cleanup_tmp_directories=self._in_bucket)
-
-    @contextlib.contextmanager
-    def _writer(self) -> Iterator[CheckpointManager]:
-        """The one that writes the next checkpoint, to a directory that is there."""
-        self._retake()
-        assert self._manager is not None
-        yield self._manager
-
     def newest(self) -> int | None:
         """How many pushes the newest holds; None where there is none."""
-        assert self._manager is not None
-        return self._manager.latest_step()
+        with self._manager() as manager:
+            return manager.latest_step()
 
     def write(self, snapshot: Snapshot) -> None:
         """Writes a checkpoint.
@@ -115,7 +122,9 @@ class Store:
             "empty": empty_nodes(snapshot.state),
             "settings": self.checkpoint.settings,
         }
-        with self._writer() as manager:
+        attempt = next(self._attempts)  # Also if this process now raises an error.
+        self._retake()
+        with self._manager(attempt=attempt) as manager:
             try:
                 saved = manager.save(
                     snapshot.pushes,
@@ -128,7 +137,6 @@ class Store:
                 if self._folder is not None:
                     with contextlib.suppress(Exception):
                         self._folder.sweep()
-                        self._reopen()
                 raise
         if not saved:
             raise OSError(
@@ -148,7 +156,6 @@ class Store:
         if not self._folder.retake():
             return
         try:
-            self._reopen()  # It forgets the checkpoints that are gone.
             if self.newest() not in (None, self.saved):
                 raise OSError(
                     f"{self.checkpoint.directory} was deleted or moved during the run, "
@@ -176,9 +183,10 @@ class Store:
           ValueError: it belongs to another job, or none is complete.
         """
         assert self._folder is not None
-        assert self._manager is not None
+        with self._manager() as manager:
+            found = sorted(manager.all_steps(), reverse=True)
         faults: dict[int, str] = {}
-        for pushes in sorted(self._manager.all_steps(), reverse=True):
+        for pushes in found:
             fault = self._folder.fault(pushes)
             if fault is None:
                 break
@@ -200,8 +208,6 @@ class Store:
             f"{self._where(pushes)}"
             for broken, fault in faults.items()
         ]
-        if faults:
-            self._reopen()
         return snapshot, notes + self._changed(pushes, snapshot.counters)
 
     def _where(self, pushes: int) -> str:
@@ -209,7 +215,7 @@ class Store:
 
     def _changed(self, pushes: int, counters: dict[str, Any]) -> list[str]:
         """One line for each setting that differs from the run's."""
-        before, now = counters.get("settings", {}), self.checkpoint.settings
+        before, now = counters["settings"], self.checkpoint.settings
         changes = [
             f"{name}={before[name]!r}, and the run goes on with {now[name]!r}"
             for name in now
@@ -225,41 +231,40 @@ class Store:
         Raises:
           ValueError: it belongs to another job.
         """
-        manager = self._manager or self._reopen()
-        args = self._orbax.args
-        counters = manager.restore(
-            pushes, args=args.Composite(counters=args.JsonRestore())
-        )["counters"]
-        where, saved = self._where(pushes), counters.pop("arrays")
-        wanted = described(like)
-        arrays = {**wanted, **saved}  # The error names one of these, if it can.
-        empty = counters.pop("empty", None)
-        if empty is not None:  # Older versions did not save them.
-            saved |= dict.fromkeys(empty, EMPTY)
-            wanted |= dict.fromkeys(empty_nodes(like), EMPTY)
-        for path in {**arrays, **wanted, **saved}:
-            if saved.get(path) != wanted.get(path):
-                raise ValueError(
-                    f"checkpoint: {where} is of another job. At {path} it has "
-                    f"{saved.get(path, 'nothing')}, and this job "
-                    f"{wanted.get(path, 'nothing')}. Give another directory."
-                )
-        target = jax.tree.map(self._orbax.utils.to_shape_dtype_struct, like)
-        # A server of several processes once padded its arrays. `strict=False` reads
-        # them without that. The described shapes have none.
-        restore = args.StandardRestore(target, strict=False)
-        state = manager.restore(pushes, args=args.Composite(state=restore))["state"]
+        args, target = self._orbax.args, self._orbax.utils.to_shape_dtype_struct
+        with self._manager() as manager:
+            counters = manager.restore(
+                pushes, args=args.Composite(counters=args.JsonRestore())
+            )["counters"]
+            self._check_job(pushes, like, counters.pop("arrays"), counters.pop("empty"))
+            restore = args.StandardRestore(jax.tree.map(target, like))
+            state = manager.restore(pushes, args=args.Composite(state=restore))["state"]
         self.saved = pushes
         return Snapshot(pushes, state, counters)
 
+    def _check_job(
+        self, pushes: int, like: dict[str, Any], saved: dict[str, str], empty: list[str]
+    ) -> None:
+        """Raises ``ValueError`` unless a checkpoint has these arrays, and no others."""
+        wanted = described(like)
+        arrays = {**wanted, **saved}  # The error names one of these, if it can.
+        saved |= dict.fromkeys(empty, EMPTY)
+        wanted |= dict.fromkeys(empty_nodes(like), EMPTY)
+        for path in {**arrays, **wanted, **saved}:
+            if saved.get(path) != wanted.get(path):
+                raise ValueError(
+                    f"checkpoint: {self._where(pushes)} is of another job. At {path} "
+                    f"it has {saved.get(path, 'nothing')}, and this job "
+                    f"{wanted.get(path, 'nothing')}. Give another directory."
+                )
+
     def close(self) -> None:
         """Lets go of the directory."""
-        with contextlib.ExitStack() as stack:
-            if self._folder is not None:
-                stack.callback(self._folder.release)
-                stack.callback(self._folder.sweep)
-            if self._manager is not None:
-                stack.callback(self._manager.close)
+        if self._folder is not None:
+            try:
+                self._folder.sweep()
+            finally:
+                self._folder.release()
 
 
 def described(state: Mapping[str, Any]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from gradxform._server.reader import (
     Reader,
     Reading,
     RowIds,
-    Tables,
+    TablePaths,
     size_for,
 )
 from gradxform._server.records import GlobalStep, Snapshot
@@ -44,7 +44,7 @@ class Transport:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.reader = Reader(core.version.leaves)
-        self.tables = Tables(core.specs.types[0])
+        self.tables = TablePaths(core.specs.types[0])
         self.turns = SerialExecutor("parameter-server")
         self._readings: dict[Key, Reading] = {}  # Of the whole leaves of a request.
 

@@ -284,7 +284,7 @@ def test_another_run_is_seen_after_a_failure_in_the_folder_that_vanished(
     shutil.rmtree(directory)
     save(directory)
     with monkeypatch.context() as patch:
-        failing(patch, stores, "manager_of", NO_DESCRIPTOR)
+        failing(patch, stores.Store, "newest", NO_DESCRIPTOR)
         with pytest.raises(OSError, match="Too many open files"):
             own._retake()
     with pytest.raises(OSError, match="another run has saved itself there"):
