@@ -104,8 +104,7 @@ class Process:
             )
         pushed = jax.tree.map(self._brought, (grads, extra), is_leaf=maps.is_leaf)
         leaves, tree = jax.tree.flatten(pushed)
-        with jax.disable_jit(False):  # No process runs a step by itself.
-            step = self._programs.find(leaves, tree).step
+        step = self._programs.find(leaves, tree).step
         return Prepared(step, jax.block_until_ready(leaves))
 
     def _brought(self, x: Leaf | Part) -> Leaf:

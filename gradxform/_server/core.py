@@ -6,7 +6,6 @@ change or read the arrays; whoever holds the core calls them one after the other
 
 from __future__ import annotations
 
-import collections
 import functools
 import math
 import queue
@@ -87,9 +86,7 @@ class Core:
         self._answers: dict[Hashable, Answer] = {}  # The last one, by worker.
         self._accumulated = 0  # Pushes accepted since the last step.
         self._counters = Counters()
-        # The queues of callers of `wait`, by step: a push looks only at those that it
-        # wakes. The value is the step again, which may know its incarnation.
-        self._waiting: dict[int, dict[Woken, int]] = collections.defaultdict(dict)
+        self._waiting: dict[Woken, int] = {}  # The callers of `wait`, and their steps.
         self._closed = False
         self._lost: str | None = None
         self._failed = False  # Whether the last step has raised an error.
@@ -171,9 +168,8 @@ class Core:
         staleness = old.global_step - local_step
         self._accumulated = 0 if stepped else self._accumulated + applied
         self._counters.count(applied, staleness)
-        for step in range(old.global_step, global_step):
-            for woken in self._waiting.pop(step, ()):
-                woken.put(global_step)
+        if stepped:
+            self._wake()
         cosines = counters[2:].view(np.float32).tolist()
         return PushResult(applied, staleness, global_step, *cosines)
 
@@ -190,22 +186,18 @@ class Core:
 
     def wake_after(self, global_step: int, woken: Woken) -> None:
         """In a turn: puts the answer to a wait into a queue, now or later."""
-        if (answer := self.outcome(global_step)) is None:
-            self._waiting[global_step][woken] = global_step
-        else:
-            woken.put(answer)
+        self._waiting[woken] = global_step
+        self._wake()
 
-    def forget(self, global_step: int, woken: Woken) -> None:
+    def forget(self, woken: Woken) -> None:
         """In a turn: nobody waits at this queue any more."""
-        self._waiting[global_step].pop(woken, None)
-        if not self._waiting[global_step]:
-            del self._waiting[global_step]
+        self._waiting.pop(woken, None)
 
     def _wake(self) -> None:
-        waiting = [*self._waiting.values()]
-        self._waiting.clear()
-        for woken, global_step in (each for at in waiting for each in at.items()):
-            self.wake_after(global_step, woken)
+        for woken, global_step in [*self._waiting.items()]:
+            if (answer := self.outcome(global_step)) is not None:
+                del self._waiting[woken]
+                woken.put(answer)
 
     # Service.
 

@@ -223,7 +223,7 @@ class ParameterServer(Generic[Params]):
                     "seconds."
                 ) from None
             finally:  # Also after an interrupt.
-                self._turns.start(self._core.forget, global_step, woken)
+                self._turns.start(self._core.forget, woken)
         if isinstance(answer, ServerClosedError):
             raise answer
         return answer

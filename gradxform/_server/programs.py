@@ -20,7 +20,7 @@ from gradxform._server.placement import Arrays, bring, built, compiled, traced
 from gradxform._server.reader import size_for
 from gradxform._server.specs import Leaves, Specs
 from gradxform._training.apply import apply_gradients
-from gradxform._trees import checks, maps, versions
+from gradxform._trees import checks, maps
 from gradxform._trees.types import Leaf, PyTree
 
 MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes first.
@@ -33,9 +33,9 @@ PushStep: TypeAlias = Callable[[Leaves, Leaves, np.int32], Stepped]
 TrainingStep: TypeAlias = Callable[
     [Arrays, optax.Updates, dict[str, Any], np.int32], tuple[Arrays, jax.Array]
 ]
-# The structure of (grads, extra), the types of its leaves, and whether jit is disabled.
+# The structure of (grads, extra), and the types of its leaves.
 Types: TypeAlias = tuple[jax.core.ShapedArray, ...]
-Signature: TypeAlias = tuple[jax.tree_util.PyTreeDef, Types, bool]
+Signature: TypeAlias = tuple[jax.tree_util.PyTreeDef, Types]
 
 
 class Prepared(NamedTuple):
@@ -116,7 +116,7 @@ class PushPrograms:
           ValueError: the transformation raises it.
         """
         types = _types(leaves, tree.children()[0].num_leaves)
-        signature = tree, types, versions.jit_is_disabled()
+        signature = tree, types
         program = self._programs.get(signature)
         if program is None:
             program = self._compile(signature, *jax.tree.unflatten(tree, leaves))
@@ -147,7 +147,7 @@ class PushPrograms:
     def _compiled(
         self, signature: Signature, grads: optax.Updates, extra: dict[str, Any]
     ) -> Program:
-        (tree, types, by_hand), specs = signature, self._specs
+        (tree, types), specs = signature, self._specs
         place = specs.placement
         shardings = [
             *self._shardings_of(grads, 0),
@@ -162,16 +162,6 @@ class PushPrograms:
             )
             return jax.tree.leaves(arrays), counters
 
-        def step_by_hand(
-            leaves: Leaves, pushed: Leaves, local_step: np.int32
-        ) -> Stepped:
-            with jax.disable_jit(), jax.transfer_guard("allow"):
-                with place.default_device():
-                    leaves, counters = step(leaves, pushed, local_step)
-                return jax.tree.leaves(specs.placed(specs.arrays(leaves))), counters
-
-        if by_hand:
-            return Program(step_by_hand, shardings)
         args = jax.tree.leaves(specs.types), pushed, np.int32(0)
         options = {
             "donate_argnums": 0 if self._donate else (),

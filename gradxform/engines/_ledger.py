@@ -43,7 +43,6 @@ class Ledger:
         self._lost = self._unanswered = self.worker_deaths = 0
         self._given_up: collections.Counter[int] = collections.Counter()  # By worker.
         self._go_to(status)
-        self._started = self.stands
 
     def _go_to(self, status: ServerStatus) -> None:
         self._status = status
@@ -68,15 +67,17 @@ class Ledger:
     @property
     def counts(self) -> Counts:
         """The counts as :class:`Counts`."""
+        pushed, given_up = self.stands + self._lost, self._given_up.total()
+        under_way = len(self.begun) - len(self._counted)
         return Counts(
-            self.stands + self._lost,
+            pushed,
             self.accepted,
             self._dropped,
             self._lost,
             self.worker_deaths,
-            given_up=self._given_up.total(),
-            started=self._started,
-            under_way=len(self.begun) - len(self._counted),
+            given_up=given_up,
+            started=pushed + given_up + self._unanswered + under_way,
+            under_way=under_way,
             unanswered=self._unanswered,
             by_worker={
                 worker: WorkerCounts(
@@ -105,7 +106,6 @@ class Ledger:
         """Counts a gradient that begins."""
         self.begun[worker] = begun
         self._tries[worker, begun.number] += 1
-        self._started += 1
 
     def _end(self, worker: int) -> bool:
         """Forgets a gradient; returns whether it is still to be counted."""
@@ -158,7 +158,7 @@ class Ledger:
     def settle(self, status: ServerStatus) -> None:
         """Takes over all answers of the server, received or not."""
         began = self._status
-        self._take_over(status, self.stands)
+        self._take_over(status)
         self._status = began
 
     def go_back(self, status: ServerStatus) -> int | None:
@@ -173,15 +173,13 @@ class Ledger:
             for worker, last in self._answers.items()
         )
         self._lost += lost
-        self._take_over(status, self.stands - lost)
+        self._take_over(status)
         return lost
 
-    def _take_over(self, status: ServerStatus, seen: int) -> None:
-        """Counts what the server has answered, beyond the answers that were seen."""
+    def _take_over(self, status: ServerStatus) -> None:
+        """Counts what the server has answered, also what has not arrived."""
         for worker, begun in self.begun.items():
             last = status.answers.get(worker, NONE).number
             if begun.number == last >= self.next(worker):
                 self._counted.add(worker)
-                seen += 1
         self._go_to(status)
-        self._started += self.stands - seen  # No worker has made these pushes.
