@@ -58,7 +58,7 @@ def layout_of(
     return layout if layout.processes > 1 else None
 
 
-class Alone(RecoverableServer):
+class ServerActor(RecoverableServer):
     """The actor of a server that has one process."""
 
     def __init__(
@@ -121,10 +121,10 @@ class Processes:
         self.kill()
         if self._layout is not None:
             return self._group(self._layout, checkpoint, check)
-        start = self._ray.remote(Alone).options(**self._options).remote
-        alone = start(*self._given[0], checkpoint, **self._server_options)
-        self._actors = [alone]
-        return alone
+        start = self._ray.remote(ServerActor).options(**self._options).remote
+        actor = start(*self._given[0], checkpoint, **self._server_options)
+        self._actors = [actor]
+        return actor
 
     def _group(
         self, layout: Layout, checkpoint: Checkpoint | None, check: Check

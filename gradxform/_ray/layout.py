@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._rows.indexed_slices import IndexedSlices
@@ -182,9 +182,9 @@ def _longer(x: Type, cut: int | None, more: int) -> Type:
     return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
 
 
-def _by_size(x: Type, processes: int) -> int | None:
+def _by_size(x: Type, processes: int) -> P:
     large = x.size * np.dtype(x.dtype).itemsize > LARGE
-    return 0 if large and x.shape[0] >= processes > 1 else None
+    return spec(0 if large and x.shape[0] >= processes else None)
 
 
 def _is_spec(node: object) -> bool:
@@ -213,43 +213,17 @@ def _sharded(shardings: PyTree[P | None], types: PyTree[Type]) -> list[P | None]
 
 def _cut(path: Path, x: Type, given: object, processes: int) -> int | None:
     """The axis along which a leaf is cut, as its ``PartitionSpec`` or its size says."""
-    where = f"server_shardings: {given!r} at {checks.path_name(path)}"
-    axis = _by_size(x, processes) if given is None else _named(where, x, given)
-    if axis is None or processes == 1:
-        return None
-    length = x.shape[axis]
-    if length % processes:
-        raise ValueError(
-            f"{where} cuts axis {axis} of shape {list(x.shape)} into {processes} "
-            f"parts, but {processes} does not divide {length}: let it be "
-            f"{length + -length % processes}, or give P() to have the leaf whole in "
-            "each process."
-        )
-    return axis
-
-
-def _named(where: str, x: Type, given: object) -> int | None:
-    """The axis that a ``PartitionSpec`` names for a leaf, checked."""
-    if not isinstance(given, P):
+    asked = _by_size(x, processes) if given is None else given
+    where = f"server_shardings: {asked!r} at {checks.path_name(path)}"
+    if not isinstance(asked, P):
         raise TypeError(f"{where} is no jax.sharding.PartitionSpec.")
-    names = [
-        (axis, name)
-        for axis, entry in enumerate(given)
-        if entry is not None
-        for name in (entry if isinstance(entry, tuple) else (entry,))
-    ]
-    for _, name in names:
-        if name != AXIS:
-            raise ValueError(
-                f"{where} names the axis {name!r}. The processes of the server are one "
-                f"axis, {AXIS!r}."
-            )
-    if len(names) > 1:
+    try:
+        sharding = NamedSharding(AbstractMesh((processes,), (AXIS,)), asked)
+        part = sharding.shard_shape(x.shape)
+    except ValueError as error:
         raise ValueError(
-            f"{where} cuts along two axes: give {AXIS!r} once, and None for the others."
-        )
-    if len(given) > x.ndim:
-        raise ValueError(
-            f"{where} has more axes than the leaf, of shape {list(x.shape)}."
-        )
-    return names[0][0] if names else None
+            f"{where} cannot cut {list(x.shape)} into {processes} equal parts along "
+            f"one axis, {AXIS!r}: give P() to have the leaf whole. {error}"
+        ) from error
+    pairs = enumerate(zip(x.shape, part, strict=True))
+    return next((axis for axis, (whole, own) in pairs if whole != own), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import queue
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -28,7 +28,7 @@ from gradxform._server.programs import (
 from gradxform._server.records import (
     Ahead,
     Answer,
-    Counters,
+    Lateness,
     PushId,
     PushResult,
     ServerClosedError,
@@ -36,6 +36,7 @@ from gradxform._server.records import (
     ServerStatus,
     Snapshot,
     TakesNoMoreError,
+    Tally,
     Version,
     check_step,
     is_past,
@@ -83,9 +84,8 @@ class Core:
         self.takes = math.inf
         self.ahead: Ahead = {}
         self.after_step: Callable[[], object] | None = None
-        self._answers: dict[Hashable, Answer] = {}  # The last one, by worker.
         self._accumulated = 0  # Pushes accepted since the last step.
-        self._counters = Counters()
+        self._tally, self._lateness = Tally(), Lateness()
         self._waiting: dict[Woken, int] = {}  # The callers of `wait`, and their steps.
         self._closed = False
         self._lost: str | None = None
@@ -120,11 +120,8 @@ class Core:
         check_step(local_step, self.version)
         before = self.version.global_step
         result = self._run(prepared, local_step)
-        if push_id is not None:
-            worker, number = push_id
-            last = self._answers.get(worker, Answer())
-            self._answers[worker] = last.then(number, int(local_step), result)
-            self.takes -= 1
+        self._tally.count(result, push_id, int(local_step))
+        self.takes -= push_id is not None
         after_step = self.after_step  # Another thread may take it away.
         if after_step is not None and self.version.global_step > before:
             after_step()
@@ -132,7 +129,7 @@ class Core:
 
     def _answer_to(self, push_id: PushId) -> PushResult | None:
         """The answer that this push received earlier; None if it is new."""
-        known = self._answers.get(push_id[0])
+        known = self._tally.answers.get(push_id[0])
         if known is None or push_id[1] > known.number:
             return None
         if push_id[1] == known.number:
@@ -163,11 +160,11 @@ class Core:
         self._failed = False
         stepped = global_step != old.global_step
         edition = old.edition + (stepped or not self._gated)
-        self.version = Version(leaves, global_step, dropped, old.incarnation, edition)
-        applied = dropped == old.dropped
+        self.version = Version(leaves, global_step, old.incarnation, edition)
+        applied = not dropped
         staleness = old.global_step - local_step
         self._accumulated = 0 if stepped else self._accumulated + applied
-        self._counters.count(applied, staleness)
+        self._lateness.count(staleness)
         if stepped:
             self._wake()
         cosines = counters[2:].view(np.float32).tolist()
@@ -232,17 +229,14 @@ class Core:
 
     def stats(self) -> ServerStats:
         """In a turn: see :meth:`ParameterServer.stats`."""
-        return self._counters.stats(self.version.global_step, self._lost)
+        return self._lateness.stats(self._tally, self.version.global_step, self._lost)
 
     def status(self) -> ServerStatus:
         """In a turn: where it stands."""
-        stats, version = self.stats(), self.version
         return ServerStatus(
-            version.incarnation,
-            version.global_step,
-            stats.accepted,
-            stats.dropped,
-            dict(self._answers),  # type: ignore[arg-type]  # Engines use integers.
+            self.version.incarnation,
+            self.version.global_step,
+            self._tally.copy(),
             self._accumulated,
             num_workers=self._num_workers,
             ahead=self.ahead,
@@ -270,7 +264,8 @@ class Core:
         self.check_usable(if_lost=False)
         self.version = Version.of(*arrays)
         self._lost, self._failed = None, False
-        self._answers, self._accumulated = {}, 0
+        self._accumulated = 0
+        self._tally.answers.clear()
         self._wake()
 
     def snapshot(self) -> Snapshot | None:
@@ -280,30 +275,35 @@ class Core:
         the state may be the cause.
         """
         stats = self.stats()
-        if self._failed or not stats.accepted + stats.dropped:
+        if self._failed or not self._tally.pushes:
             return None
+        answers = self._tally.answers.items()
         counters = {
             "global_step": stats.global_step,
             "accepted": stats.accepted,
             "staleness": {str(steps): n for steps, n in stats.staleness.items()},
             "accumulated": self._accumulated,
-            "answers": [[worker, *answer] for worker, answer in self._answers.items()],
+            "answers": [
+                [worker, *answer] for worker, answer in self._tally.answers.items()
+            ],
             "ahead": [*self.ahead.items()],  # JSON has no keys but strings.
         }
-        return Snapshot(stats.accepted + stats.dropped, self.state(), counters)
+        return Snapshot(self._tally.pushes, self.state(), counters)
 
     def resume(self, snapshot: Snapshot) -> None:
         """In a turn: goes on from a snapshot, whose arrays are at their places."""
         self.restore((snapshot.state["params"], snapshot.state["state"]))
         counters = snapshot.counters
         self._accumulated, self.ahead = counters["accumulated"], dict(counters["ahead"])
-        for worker, number, local_step, result, *counts in counters["answers"]:
-            self._answers[worker] = Answer(
-                number, local_step, PushResult(*result), *counts
-            )
-            self.takes -= number + 1
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}
-        self._counters = Counters(counters["accepted"], staleness)
+        accepted, pushes = counters["accepted"], sum(staleness.values())
+        answers = {
+            worker: Answer(number, local_step, PushResult(*result), *counts)
+            for worker, number, local_step, result, *counts in counters["answers"]
+        }
+        self._tally = Tally(accepted, pushes - accepted, answers)
+        self._lateness = Lateness(staleness)
+        self.takes -= sum(answer.number + 1 for answer in answers.values())
 
 
 def of_one_process(

@@ -52,13 +52,6 @@ class Program(NamedTuple):
     shardings: list[Sharding]  # The place where it needs each leaf of (grads, extra).
 
 
-class Refusal(NamedTuple):
-    """The error for a signature that the transformation does not accept."""
-
-    kind: type[Exception]
-    message: str
-
-
 def training_step(
     tx: optax.GradientTransformation,
     arrays: Arrays,
@@ -68,14 +61,15 @@ def training_step(
 ) -> tuple[Arrays, jax.Array]:
     """One step, and its counters in one small array: the host waits for one transfer.
 
-    The counters are the global step, the pushes dropped so far, and the bits of the
-    cosine if ``tx`` measures one.
+    The counters are the global step, how many pushes were dropped (0 or 1), and the
+    bits of the cosine if ``tx`` measures one.
     """
     params, state = arrays
+    before = dropped(state)
     params, state = apply_gradients(
         tx, grads, state, params, local_step=local_step, **extra
     )
-    counters = [outermost(state, "global_step"), dropped(state)]
+    counters = [outermost(state, "global_step"), dropped(state) - before]
     counters += [as_bits(x) for x in cosines(state)[:1]]
     return (params, state), jnp.stack(counters)
 
@@ -102,7 +96,7 @@ class PushPrograms:
                 strict=True,
             )
         }
-        self._programs: dict[Signature, Program | Refusal] = {}
+        self._programs: dict[Signature, Program] = {}
         self._compiling = threading.RLock()  # A signal handler may push, too.
 
     def __len__(self) -> int:
@@ -120,13 +114,11 @@ class PushPrograms:
         program = self._programs.get(signature)
         if program is None:
             program = self._compile(signature, *jax.tree.unflatten(tree, leaves))
-        if isinstance(program, Refusal):
-            raise program.kind(program.message)
         return program
 
     def _compile(
         self, signature: Signature, grads: optax.Updates, extra: dict[str, Any]
-    ) -> Program | Refusal:
+    ) -> Program:
         # The cheap checks come first: a push that does not fit never costs a trace.
         check_fits(self._specs.types[0], grads)
         with self._compiling:
@@ -135,12 +127,7 @@ class PushPrograms:
                 return known
             while len(self._programs) >= MAX_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            try:
-                program = self._compiled(signature, grads, extra)
-            except (TypeError, ValueError) as error:
-                kind = TypeError if isinstance(error, TypeError) else ValueError
-                self._programs[signature] = Refusal(kind, str(error))
-                raise
+            program = self._compiled(signature, grads, extra)
             self._programs[signature] = program
             return program
 

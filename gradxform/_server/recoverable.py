@@ -107,7 +107,7 @@ class RecoverableServer(ParameterServer[Any]):
         self._core.after_step = None  # No checkpoint is due from now on.
         self._saver.flush()
         status = self.status()
-        if status.accepted + status.dropped == self._saver.store.saved:
+        if status.tally.pushes == self._saver.store.saved:
             return status.global_step
         snapshot: Snapshot | None = self._turns.run(self._transport.snapshot)
         if snapshot is None:

@@ -119,7 +119,6 @@ class Store:
         counters = {
             **snapshot.counters,
             "arrays": described(snapshot.state),
-            "empty": empty_nodes(snapshot.state),
             "settings": self.checkpoint.settings,
         }
         attempt = next(self._attempts)  # Also if this process now raises an error.
@@ -236,27 +235,25 @@ class Store:
             counters = manager.restore(
                 pushes, args=args.Composite(counters=args.JsonRestore())
             )["counters"]
-            self._check_job(pushes, like, counters.pop("arrays"), counters.pop("empty"))
+            self._check_job(pushes, like, counters.pop("arrays"))
             restore = args.StandardRestore(jax.tree.map(target, like))
             state = manager.restore(pushes, args=args.Composite(state=restore))["state"]
         self.saved = pushes
         return Snapshot(pushes, state, counters)
 
     def _check_job(
-        self, pushes: int, like: dict[str, Any], saved: dict[str, str], empty: list[str]
+        self, pushes: int, like: dict[str, Any], saved: dict[str, str]
     ) -> None:
         """Raises ``ValueError`` unless a checkpoint has these arrays, and no others."""
         wanted = described(like)
-        arrays = {**wanted, **saved}  # The error names one of these, if it can.
-        saved |= dict.fromkeys(empty, EMPTY)
-        wanted |= dict.fromkeys(empty_nodes(like), EMPTY)
-        for path in {**arrays, **wanted, **saved}:
-            if saved.get(path) != wanted.get(path):
-                raise ValueError(
-                    f"checkpoint: {self._where(pushes)} is of another job. At {path} "
-                    f"it has {saved.get(path, 'nothing')}, and this job "
-                    f"{wanted.get(path, 'nothing')}. Give another directory."
-                )
+        differ = [x for x in {**wanted, **saved} if saved.get(x) != wanted.get(x)]
+        if differ:  # The error names an array, if it can.
+            path = min(differ, key=lambda x: EMPTY in (saved.get(x), wanted.get(x)))
+            raise ValueError(
+                f"checkpoint: {self._where(pushes)} is of another job. At {path} it "
+                f"has {saved.get(path, 'nothing')}, and this job "
+                f"{wanted.get(path, 'nothing')}. Give another directory."
+            )
 
     def close(self) -> None:
         """Lets go of the directory."""
@@ -268,22 +265,20 @@ class Store:
 
 
 def described(state: Mapping[str, Any]) -> dict[str, str]:
-    """Dtype and shape of every array, by its path. Other ones are of another job."""
-    flat, _ = jax.tree.flatten_with_path(state)
-    return {
-        jax.tree_util.keystr(path): jax.core.ShapedArray(x.shape, x.dtype).str_short()
-        for path, x in flat
-    }
+    """Dtype and shape of every array, by its path. Other ones are of another job.
 
-
-def empty_nodes(state: Mapping[str, Any]) -> list[str]:
-    """The paths of all nodes without children. Orbax needs the same ones to read."""
+    Nodes without children are in it, too. Orbax needs the same ones to read.
+    """
 
     def is_empty(node: object) -> bool:
         return not jax.tree.leaves(node, is_leaf=lambda child: child is not node)
 
-    flat = jax.tree.leaves_with_path(state, is_leaf=is_empty)
-    return [jax.tree_util.keystr(path) for path, node in flat if is_empty(node)]
+    return {
+        jax.tree_util.keystr(path): EMPTY
+        if is_empty(x)
+        else jax.core.ShapedArray(x.shape, x.dtype).str_short()
+        for path, x in jax.tree.leaves_with_path(state, is_leaf=is_empty)
+    }
 
 
 def _check_names(state: Mapping[str, Any]) -> None:

@@ -16,9 +16,16 @@ import pytest
 import ray
 
 from gradxform import engines
+from gradxform._ray import wire
 from gradxform._ray.servers import ServerDiedError, WorkersServer
 
-pytestmark = pytest.mark.usefixtures("bounded")
+pytestmark = pytest.mark.usefixtures("bounded", "without_arrays")
+
+
+@pytest.fixture
+def without_arrays(monkeypatch):
+    """Nothing is sent, so this process needs no way for arrays."""
+    monkeypatch.setattr(wire, "register", lambda: None)
 
 
 class Notes:
