@@ -45,7 +45,7 @@ class Followers:
         self, actors: Sequence[Any], end: Callable[[str], None] = lambda why: None
     ) -> None:
         self._actors, self._end = actors, end
-        self._ray = sys.modules.get("ray")
+        self._ray = sys.modules["ray"]
         self._keys = itertools.count()
         self._lock = threading.Lock()  # All get the commands in the same sequence.
         self._failed = threading.Event()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._rows.indexed_slices import IndexedSlices
@@ -217,13 +217,19 @@ def _cut(path: Path, x: Type, given: object, processes: int) -> int | None:
     where = f"server_shardings: {asked!r} at {checks.path_name(path)}"
     if not isinstance(asked, P):
         raise TypeError(f"{where} is no jax.sharding.PartitionSpec.")
-    try:
-        sharding = NamedSharding(AbstractMesh((processes,), (AXIS,)), asked)
-        part = sharding.shard_shape(x.shape)
-    except ValueError as error:
+    named = [
+        (axis, name)
+        for axis, entry in enumerate(asked)
+        for name in (entry if isinstance(entry, tuple) else (entry,))
+        if name is not None
+    ]
+    if not named and len(asked) <= x.ndim:
+        return None
+    axis, name = named[0] if len(named) == 1 else (0, None)
+    if len(asked) > x.ndim or name != AXIS or x.shape[axis] % processes:
         raise ValueError(
-            f"{where} cannot cut {list(x.shape)} into {processes} equal parts along "
-            f"one axis, {AXIS!r}: give P() to have the leaf whole. {error}"
-        ) from error
-    pairs = enumerate(zip(x.shape, part, strict=True))
-    return next((axis for axis, (whole, own) in pairs if whole != own), None)
+            f"{where} cannot cut shape {list(x.shape)} into {processes} equal parts: "
+            f"let one axis, whose length {processes} divides, have the name {AXIS!r}; "
+            "or give P() to have the leaf whole in each process."
+        )
+    return axis if processes > 1 else None

@@ -108,7 +108,8 @@ class Joined(NamedTuple):
         rows = np.concatenate(parts, self.axis)
         values = np.zeros((len(self.ids), *self.shape[1:]), rows.dtype)
         values[: len(rows)] = rows
-        return ascending(*jax.device_put((self.ids, values)), self.shape)
+        ids, values = jax.device_put((self.ids, values))
+        return ascending(ids, values, self.shape)
 
 
 class Gathered(NamedTuple):

@@ -277,15 +277,13 @@ class Core:
         stats = self.stats()
         if self._failed or not self._tally.pushes:
             return None
-        answers = self._tally.answers.items()
+        answers = [[worker, *x] for worker, x in self._tally.answers.items()]
         counters = {
             "global_step": stats.global_step,
             "accepted": stats.accepted,
             "staleness": {str(steps): n for steps, n in stats.staleness.items()},
             "accumulated": self._accumulated,
-            "answers": [
-                [worker, *answer] for worker, answer in self._tally.answers.items()
-            ],
+            "answers": answers,
             "ahead": [*self.ahead.items()],  # JSON has no keys but strings.
         }
         return Snapshot(self._tally.pushes, self.state(), counters)

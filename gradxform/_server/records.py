@@ -95,10 +95,10 @@ class Tally:
         self,
         accepted: int = 0,
         dropped: int = 0,
-        answers: Mapping[Hashable, Answer] | None = None,
+        answers: Mapping[Any, Answer] = {},  # Workers of engines are integers.
     ) -> None:
         self.accepted, self.dropped = accepted, dropped
-        self.answers = dict(answers or {})
+        self.answers = dict(answers)
 
     def copy(self) -> Tally:
         """One that later pushes do not change."""

@@ -86,7 +86,7 @@ def test_large_leaves_are_cut_by_default():
     assert cuts(4, c=(3, edge)) == (None,)  # It has no row for the fourth.
     assert cuts(1, b=(edge + 1,)) == (None,)
     assert cuts(64, w=(1 << 40, 64)) == (0,)
-    says = rf"\['b'\] cuts axis 0 of shape \[{edge + 1}\] into 4 parts.*be {edge + 4},"
+    says = rf"\['b'\] cannot cut shape \[{edge + 1}\] into 4 equal parts"
     with pytest.raises(ValueError, match=says):
         cuts(4, b=(edge + 1,))
 
