@@ -35,23 +35,25 @@ def connect(address: str, timeout: float) -> None:
     """
     seconds = min(timeout, DAY)
     command = [sys.executable, "-c", TRY, address, f"{math.ceil(seconds) + 1}"]
-    try:
-        tried = subprocess.run(
-            command,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            timeout=seconds,
-        )
-    except subprocess.TimeoutExpired:
-        raise ConnectionError(
-            f"address: no Ray cluster has answered at {address!r} within "
-            f"connect_timeout={timeout:g} seconds."
-        ) from None
-    if tried.returncode:
-        last = tried.stdout.strip() or f"the exit code was {tried.returncode}"
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise ConnectionError(
+                f"address: no Ray cluster has answered at {address!r} within "
+                f"connect_timeout={timeout:g} seconds."
+            ) from None
+        finally:
+            process.kill()
+            process.wait()  # After Ctrl-C `communicate` has not waited for its end.
+    if process.returncode:
+        last = said.strip() or f"the exit code was {process.returncode}"
         raise ConnectionError(f"address: no Ray cluster at {address!r}. {last}")
 
 

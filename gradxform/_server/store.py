@@ -46,7 +46,7 @@ class Store:
         self.checkpoint, self._together = checkpoint, together
         self._attempts = itertools.count()  # The same in all processes.
         self.saved: int | None = None
-        self._folder: Folder | None = None  # Once it is taken.
+        self._folder: Folder | None = None  # Once it is taken; a bucket has none.
 
     @contextlib.contextmanager
     def _manager(
@@ -92,13 +92,14 @@ class Store:
             return
         _check_names(state)
         directory = os.fspath(self.checkpoint.directory)
+        if is_remote(directory):
+            with self._manager(clean=True):
+                return  # It has removed what was left half written.
         folder = Folder(directory)
         folder.take()
         try:
             folder.check()
             folder.sweep()
-            with self._manager(clean=is_remote(directory)):
-                pass  # In a bucket it removes what was left half written.
         except BaseException:
             folder.release()
             raise
@@ -181,12 +182,12 @@ class Store:
         Raises:
           ValueError: it belongs to another job, or none is complete.
         """
-        assert self._folder is not None
         with self._manager() as manager:
             found = sorted(manager.all_steps(), reverse=True)
+        folder = self._folder  # A bucket has neither locks nor checksums.
         faults: dict[int, str] = {}
         for pushes in found:
-            fault = self._folder.fault(pushes)
+            fault = folder and folder.fault(pushes)
             if fault is None:
                 break
             faults[pushes] = fault
@@ -201,11 +202,12 @@ class Store:
         except BaseException as error:
             error.add_note(f"Raised while {self._where(pushes)} was read.")
             raise
+        where = self._where(pushes)
         notes = [
             f"checkpoint: {self._where(broken)} is not whole, {fault}. It is now "
-            f"{self._folder.set_aside(broken)}, and the run goes on from "
-            f"{self._where(pushes)}"
+            f"{folder.set_aside(broken)}, and the run goes on from {where}"
             for broken, fault in faults.items()
+            if folder is not None  # No fault is known of those in a bucket.
         ]
         return snapshot, notes + self._changed(pushes, snapshot.counters)
 

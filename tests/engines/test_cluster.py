@@ -68,7 +68,9 @@ class Notes:
     def kill(self, actor):
         self.calls.append(f"kill {actor.name}")
 
-    def remote(self, cls):
+    def remote(self, cls=None, **groups):
+        if cls is None:
+            return self.remote
         kinds = {"Server": "server", "Worker": "worker"}
         found = (kinds[part] for part in kinds if part in cls.__name__)
         kind = next(found, "process")  # One of several, of one server.
