@@ -21,7 +21,6 @@ from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.programs import Prepared
 from gradxform._server.reader import Form, RowIds
 from gradxform._server.records import Snapshot, summary
-from gradxform._server.saver import Saver
 from gradxform._server.store import Store
 
 CALLS = "calls"  # The name of the followers' threads for calls.
@@ -156,7 +155,7 @@ class Follower:
         params, tx = sys.modules["ray"].get(given)
         self.process = Process(params, layout, mesh, tx, **options)
         if checkpoint is not None:
-            self._saver = Saver(Store(checkpoint, together=True))
+            self._store = Store(checkpoint, together=True)
 
     # The leader's calls: these may come in any sequence.
 
@@ -175,7 +174,7 @@ class Follower:
 
     def resume(self, pushes: int) -> None:
         """Goes on from this process's part of a checkpoint."""
-        snapshot = self._saver.store.read(pushes, self.process.like())
+        snapshot = self._store.read(pushes, self.process.like())
         self.process.core.resume(self.process.placed(snapshot))
 
     # The leader's commands, handled in its sequence, on one thread.
@@ -209,4 +208,4 @@ class Follower:
     def write(self, key: int) -> None:
         """Begins to write them."""
         snapshot = self._snapshots.pop(key)
-        self._saver.write_soon(lambda: snapshot)
+        self._store.write_soon(lambda: snapshot)

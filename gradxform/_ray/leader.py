@@ -83,7 +83,7 @@ class GroupTransport(RayTransport):
         return taken._replace(ready=ready)
 
     def _ready(self, key: int, copied: list[Any], state: dict[str, Any]) -> None:
-        """On the saver's thread: the followers begin to write theirs, if all have one.
+        """On the store's thread: the followers begin to write theirs, if all have one.
 
         If one of them would begin alone, it would wait for the others.
         """

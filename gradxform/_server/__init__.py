@@ -10,9 +10,9 @@ checks, and for which it reads the arrays. If a callback of a step asks its own 
 ``callbacks`` gives it an error.
 
 A ``recoverable`` server saves itself while workers go on, and starts from the newest
-complete one of its ``checkpoints``. A ``saver`` is the thread that writes them to a
-``store``, whose ``folder`` belongs to one run at a time. ``extras`` imports packages
-that not every user has.
+complete one of its ``checkpoints``. A ``store`` writes them, on a thread of its own.
+Its ``folder`` belongs to one run at a time. ``extras`` imports packages that not every
+user has.
 
 Imports all subpackages above it.
 """

@@ -1,11 +1,14 @@
-"""The checkpoints in a directory, which orbax writes and reads."""
+"""The checkpoints in a directory, which orbax writes while workers go on."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,18 +16,22 @@ import jax
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.folder import Folder, is_remote
-from gradxform._server.records import Snapshot
+from gradxform._server.records import Snapshot, summary
 from gradxform._trees import checks
 
 if TYPE_CHECKING:
     from orbax.checkpoint import CheckpointManager
 
 
+logger = logging.getLogger("gradxform")
+
 EMPTY = "a node without arrays"
+# The errors of a copy for which there is no memory.
+NO_MEMORY = MemoryError, jax.errors.JaxRuntimeError
 
 
 class Store:
-    """The checkpoints of one run in their directory.
+    """The checkpoints of one run in their directory, written on a thread of its own.
 
     Processes that write together each have a store. Only the first one opens the
     directory and chooses the newest checkpoint. The others read its choice, and no
@@ -47,6 +54,10 @@ class Store:
         self._attempts = itertools.count()  # The same in all processes.
         self.saved: int | None = None
         self._folder: Folder | None = None  # Once it is taken; a bucket has none.
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self._thread.submit(time.monotonic)  # Starts it: memory may be short later.
+        self._begun = time.monotonic()
+        self._last: Future[None] | None = None  # That nobody waits for.
 
     @contextlib.contextmanager
     def _manager(
@@ -68,8 +79,8 @@ class Store:
                 create=False,
                 cleanup_tmp_directories=clean,
                 multiprocessing_options=options,
-                # The thread of a saver waits anyway. Asynchronous writers find each
-                # other by a number that all managers of a process share, and two that
+                # This one's thread waits anyway. Asynchronous writers find each other
+                # by a number that all managers of a process share, and two that
                 # write at once may wait for each other forever.
                 enable_async_checkpointing=False,
             ),
@@ -110,12 +121,49 @@ class Store:
         with self._manager() as manager:
             return manager.latest_step()
 
+    def is_due(self, global_step: int) -> bool:
+        """Whether the state after this step should be saved."""
+        if self._last is not None and not self._last.done():
+            return False
+        steps, seconds = self.checkpoint.every_steps, self.checkpoint.every_seconds
+        if steps is not None and global_step % steps == 0:
+            return True
+        return seconds is not None and time.monotonic() - self._begun >= seconds
+
+    def write_soon(self, take: Callable[[], Snapshot | None]) -> None:
+        """Takes a snapshot after a step, and has it written; returns before it is.
+
+        Without memory for the snapshot nothing is written, and the run goes on.
+        """
+        self._begun = time.monotonic()
+        try:
+            snapshot = take()
+        except NO_MEMORY as error:
+            _tell(error)
+        else:
+            assert snapshot is not None  # The step has just succeeded.
+            self._last = self._thread.submit(self._write_or_tell, snapshot)
+
     def write(self, snapshot: Snapshot) -> None:
-        """Writes a checkpoint.
+        """Writes a checkpoint, after what was begun before; returns when it is there.
 
         Raises:
           OSError: another run writes there, or the disk is full.
         """
+        self._thread.submit(self._write, snapshot).result()
+
+    def flush(self) -> None:
+        """Waits until what was begun is written."""
+        wait([] if self._last is None else [self._last])
+
+    def _write_or_tell(self, snapshot: Snapshot) -> None:
+        try:
+            self._write(snapshot)
+        except Exception as error:  # The next checkpoint may succeed.
+            _tell(error)
+
+    def _write(self, snapshot: Snapshot) -> None:
+        snapshot.ready()
         args = self._orbax.args
         counters = {
             **snapshot.counters,
@@ -258,7 +306,8 @@ class Store:
             )
 
     def close(self) -> None:
-        """Lets go of the directory."""
+        """Finishes the checkpoint that was begun, then lets go of the directory."""
+        self._thread.shutdown()
         if self._folder is not None:
             try:
                 self._folder.sweep()
@@ -292,3 +341,7 @@ def _check_names(state: Mapping[str, Any]) -> None:
                 f"checkpoint: {' and '.join(map(checks.path_name, same))} would be "
                 f"saved under the one name {name!r}. Rename one of them."
             )
+
+
+def _tell(error: Exception) -> None:
+    logger.error("no checkpoint was written: %s", summary(error))

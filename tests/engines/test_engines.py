@@ -239,19 +239,6 @@ def test_a_worker_sleeps_for_the_rest_of_its_duration(monkeypatch):
 # Simulated.
 
 
-def test_events_happen_in_the_order_of_their_times():
-    pushes, *_ = run(engines.simulated, make_job("async", [2.0, 3.0], 7, 1))
-    assert [(p.worker, p.local_step, *p.result[:2]) for p in pushes] == [
-        (0, 0, True, 0),  # At 2, from the parameters at step 0.
-        (1, 0, True, 1),  # At 3.
-        (0, 1, True, 1),  # At 4.
-        (0, 3, True, 0),  # At 6: the lower index goes first.
-        (1, 2, False, 2),  # At 6.
-        (0, 4, True, 0),  # At 8.
-        (1, 4, True, 1),  # At 9, pulled at 6 after the drop.
-    ]
-
-
 def test_workers_that_wait_go_on_with_the_step():
     pushes, *_ = run(engines.simulated, make_job("backup", [2.0, 3.0, 7.0], 9))
     assert [(p.worker, p.local_step, *p.result[:3]) for p in pushes] == [

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,6 @@ from gradxform import engines
 # `folder`: for another process that needs no JAX, its patience, the names of its files.
 from gradxform._server import core, folder
 from gradxform._server import store as stores
-from gradxform._server.saver import Saver
 from tests.engines.test_recovery import LOCAL, bits, ended, make_job, steps_in
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -694,13 +692,13 @@ def test_after_a_snapshot_without_memory_the_next_one_is_not_at_once(caplog):
     def take():
         raise MemoryError
 
-    saver = Saver(types.SimpleNamespace(checkpoint=engines.Checkpoint("", None, 0.2)))
+    store = stores.Store(engines.Checkpoint("", None, 0.2))
     time.sleep(0.25)
-    assert saver.is_due(1)
-    saver.write_soon(take)
-    assert not saver.is_due(2)
+    assert store.is_due(1)
+    store.write_soon(take)
+    assert not store.is_due(2)
     time.sleep(0.25)
-    assert saver.is_due(3)
+    assert store.is_due(3)
     assert told(caplog) == ["no checkpoint was written: MemoryError: "]
 
 

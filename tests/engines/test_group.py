@@ -20,7 +20,6 @@ from gradxform._ray.actors import message
 from gradxform._server.store import Store
 from tests.conftest import ON_RAY
 from tests.engines.test_ray import assert_counted
-from tests.engines.test_recovery import stop_at
 
 ROWS, DIM, WIDE = 300, 4, 6
 
@@ -498,7 +497,7 @@ def test_a_death_while_a_checkpoint_is_written_costs_that_one(tmp_path):
 
         def hang(actor, _):
             if jax.process_index() != 0:
-                actor._saver.store.write = lambda snapshot: time.sleep(1000)
+                actor._store._write = lambda snapshot: time.sleep(1000)
 
         for push in run.pushes:
             if push.result.global_step == 30:
@@ -576,49 +575,6 @@ def test_the_cause_of_a_death_comes_along(tmp_path, caplog):
     assert any(cause in note for note in raised.value.__notes__)
     assert [cause in said for said in caplog.messages if "has ended" in said] == [True]
     assert {x.name for x in tmp_path.iterdir() if x.name.isdigit()} == {"5"}
-
-
-@marked
-@pytest.mark.parametrize("where", ["the loop", "a worker"])
-def test_an_exception_saves_a_group(where, tmp_path):
-    def gradient(params):
-        if where == "a worker" and params["rest"] <= -8:
-            raise ValueError("enough")
-        return ones(params)
-
-    worker = engines.Worker(gradient, duration=lambda _: 0.02)
-    job = slow(40)
-    with (
-        pytest.raises(ValueError, match="enough"),
-        engines.ray(
-            job._replace(workers=[worker]), checkpoint=tmp_path, **OF_TWO
-        ) as run,
-    ):
-        stop_at(run, ValueError("enough"), 8 if where == "the loop" else 40)
-    saved = [int(x.name) for x in tmp_path.iterdir() if x.name.isdigit()]
-    assert saved == [run.counts().pushed]
-    assert saved[0] >= 8
-    with engines.simulated(job, checkpoint=tmp_path) as run:
-        assert len(list(run.pushes)) == 40 - saved[0]
-
-
-@marked
-def test_a_group_takes_a_folder_again_that_was_deleted(tmp_path):
-    checkpoint = engines.Checkpoint(tmp_path / "run", 5, None, max_to_keep=None)
-    found = lambda: {x.name for x in checkpoint.directory.glob("[0-9]*")}  # noqa: E731
-    with engines.ray(slow(10**6), checkpoint=checkpoint, **OF_TWO) as run:
-        while "5" not in found():
-            next(run.pushes)
-        checkpoint.directory.rename(tmp_path / "moved")
-        while not [name for name in found() if name.isdigit()]:
-            next(run.pushes)
-        with (
-            pytest.raises(OSError, match="saves a run in"),
-            engines.simulated(slow(40), checkpoint=checkpoint),
-        ):
-            pass
-        run.stop()
-    assert f"{run.counts().pushed}" in found()
 
 
 def dies_once(flag):

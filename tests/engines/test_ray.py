@@ -275,18 +275,6 @@ def test_answered_pushes_count_and_are_saved_before_they_are_given(tmp_path):
         assert len(list(run.pushes)) == 9
 
 
-def test_a_worker_that_blocks_does_not_keep_the_last_push():
-    def blocked(params):
-        time.sleep(3600)
-
-    job = make_job(pushes=8, seconds=0.0)
-    job = job._replace(workers=[job.workers[0], engines.Worker(blocked)])
-    with engines.ray(job) as run:
-        pushes = list(run.pushes)
-        assert_counted(run, pushes, job)
-    assert [push.number for push in pushes if push.worker == 0] == [*range(8)]
-
-
 def test_a_stream_that_is_made_in_the_worker_ends_there():
     def make_worker(length):
         stream = None
@@ -321,14 +309,6 @@ def test_a_stream_that_cannot_be_sent_to_a_worker_is_told():
     (note,) = raised.value.__notes__
     assert note.startswith("Worker 1 is sent to a process of its own.")
     assert note.endswith("let batch make it when it is first called.")
-
-
-def test_a_step_that_needs_more_pushes_than_required_is_an_error():
-    tx = gx.conditional_accumulator(optax.sgd(1.0), 3)
-    job = make_job(required=1, count=1)._replace(tx=tx)
-    match = "^required=1: all 1 workers have pushed .* num_required"
-    with engines.ray(job) as run, pytest.raises(ValueError, match=match):
-        list(run.pushes)
 
 
 def test_options_reach_the_server():
