@@ -49,7 +49,7 @@ def of_module(module: Any, name: str) -> Iterator[str]:
 def of_class(cls: type, name: str) -> Iterator[str]:
     """How it is made, and what it has."""
     own = [c for c in cls.__mro__ if c.__module__.partition(".")[0] == "gradxform"]
-    is_made = {"__new__", "__init__"}.intersection(*[c.__dict__ for c in own[:1]])
+    is_made = any({"__new__", "__init__"} & {*vars(c)} for c in own)
     fields = getattr(cls, "_fields", ())
     plain = fields or (is_made and not getattr(cls, "_is_protocol", False))
     yield f"class {name}{arguments(cls) if plain else ''}"

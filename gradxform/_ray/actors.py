@@ -136,7 +136,7 @@ class Processes:
         self._cause = leader.cause.remote()
         for number, options in enumerate(others, 1):
             # Ray keeps the sequence of calls if there is one thread for them.
-            groups = {CALLS: options.pop("max_concurrency")}
+            groups = {CALLS: options.pop("max_concurrency") + 1}  # One waits for good.
             actor = ray.remote(concurrency_groups=groups)(Follower).options(**options)
             self._actors.append(actor.remote(number, count))
         asked: list[ObjectRef[str]]
