@@ -11,7 +11,6 @@ import types
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -187,18 +186,6 @@ def test_a_refused_push_ends_the_run(engine):
 # Threads.
 
 
-def test_threads_push_no_more_than_they_should():
-    with engines.threads(make_job("async", [1e-3] * 3)) as running:
-        pushes = list(running.pushes)
-        threads = [*running.workers.values()]
-        for thread in threads:
-            thread.join(60)
-        assert len(threads) == 3
-        assert not any(thread.is_alive() for thread in threads)
-        stats = running.server.stats()
-        assert stats.accepted + stats.dropped == len(pushes) == 40
-
-
 def test_threads_do_not_start_before_pushes_are_wanted():
     with engines.threads(make_job("async", [1e-3] * 3)) as running:
         assert not any(thread.is_alive() for thread in running.workers.values())
@@ -252,21 +239,3 @@ def test_workers_that_wait_go_on_with_the_step():
         (0, 3, True, 0, 3),  # At 11.
         (1, 3, True, 0, 4),  # At 12, before the next of worker 2 at 14.
     ]
-
-
-@pytest.mark.parametrize("mode", ["async", "sync", "backup"])
-def test_a_simulation_repeats_exactly(mode):
-    def simulate(seed):
-        job = make_job(mode, [1.0] * 4, 60)
-
-        def make_worker(index):
-            def duration(number):
-                return np.random.default_rng((seed, index, number)).exponential()
-
-            return engines.Worker(gradient, duration=duration)
-
-        workers = [make_worker(index) for index in range(4)]
-        return run(engines.simulated, job._replace(workers=workers))[0]
-
-    assert simulate(0) == simulate(0)
-    assert simulate(0) != simulate(1)
