@@ -235,7 +235,7 @@ class Store:
         folder = self._folder  # A bucket has neither locks nor checksums.
         faults: dict[int, str] = {}
         for pushes in found:
-            fault = folder and folder.fault(pushes)
+            fault = None if folder is None else folder.fault(pushes)
             if fault is None:
                 break
             faults[pushes] = fault
