@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -231,6 +232,37 @@ def test_without_a_checkpoint_a_server_that_dies_ends_the_run():
         with pytest.raises(ray.exceptions.RayActorError) as raised:
             list(run.pushes)
         assert "give it a checkpoint" in raised.value.__notes__[0]
+
+
+def test_a_process_that_hangs_is_killed_and_taken_for_dead(tmp_path):
+    """All others wait for its gradient; another process computes it."""
+    mark = tmp_path / "hangs"
+
+    def hangs(params, index, number):
+        if (index, number) == (0, 2) and not mark.exists():
+            mark.touch()
+            time.sleep(600)
+        return 0.0, jnp.ones_like(params)
+
+    def worker(index):
+        return engines.Worker(hangs, lambda number: (index, np.int32(number)))
+
+    def kill():
+        while not mark.exists():
+            time.sleep(0.1)
+        ray.kill(run.workers[0])
+
+    workers = [worker(index) for index in range(3)]
+    pace = engines.stale_synchronous(0)
+    job = engines.Job(jnp.float32(0.0), optax.sgd(1.0), workers, 30, pace=pace)
+    with engines.ray(job) as run:
+        killer = threading.Thread(target=kill)
+        killer.start()
+        pushes = [(push.worker, push.number) for push in run.pushes]
+        killer.join()
+        counts = run.counts()
+    assert sorted(pushes) == [(w, n) for w in range(3) for n in range(10)]
+    assert counts.worker_deaths == 1
 
 
 # The end.
