@@ -19,5 +19,3 @@ the same checkpoints.
 
 Imports all subpackages above it.
 """
-
-import gradxform.engines  # noqa: F401  # First: a name of it is in a module here.
