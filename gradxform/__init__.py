@@ -142,14 +142,14 @@ __version__ = "0.1.0"
 # need neither.
 if _typing.TYPE_CHECKING:
     from gradxform import engines as engines
-    from gradxform._server.parameter_server import ParameterServer as ParameterServer
+    from gradxform._ray.parameter_server import ParameterServer as ParameterServer
     from gradxform._server.records import PushResult as PushResult
     from gradxform._server.records import ServerClosedError as ServerClosedError
     from gradxform._server.records import ServerStats as ServerStats
 else:  # Type checkers would take `__getattr__` to have every name.
     _LATER = {
         "engines": "engines",
-        "ParameterServer": "_server.parameter_server",
+        "ParameterServer": "_ray.parameter_server",
         "PushResult": "_server.records",
         "ServerClosedError": "_server.records",
         "ServerStats": "_server.records",

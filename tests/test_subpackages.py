@@ -60,9 +60,16 @@ def test_a_subpackage_imports_only_those_above_it(subpackage):
     imports = {
         w
         for path in (PACKAGE / subpackage).glob("*.py")
+        if path != PACKAGE / "engines" / "__init__.py"
         for w in imported_subpackages(path)
     }
     assert imports <= MAY_IMPORT[subpackage] | {subpackage}
+
+
+def test_the_public_engines_are_those_of_two_subpackages():
+    """Their names are part of the public API, so they stand in one module."""
+    public = imported_subpackages(PACKAGE / "engines" / "__init__.py")
+    assert {*public} == {"engines", "_ray", "_server"}
 
 
 @pytest.mark.parametrize("subpackage", MAY_IMPORT)

@@ -1,22 +1,21 @@
 """Everything that needs Ray or more than one process.
 
-``engine`` is the engine on Ray: ``connect`` looks for the cluster, ``servers`` is the
-server as other processes see it, and arrays travel by ``wire``. The other modules are a
-server of several processes, for models that do not fit into one.
+``parameter_server`` is the public server, which ``ray.remote`` makes an actor: its
+``transport`` sends each version once to workers in other processes, in ``messages``.
+Arrays travel by ``wire``. ``engine`` is the engine on Ray: ``connect`` looks for the
+cluster, and ``servers`` is the server as the driver and the workers see it. ``actors``
+starts and ends its processes, as Ray actors.
 
-All processes share one mesh (``mesh``). The ``layout`` says which part of each large
-array lies in which process. Each ``process`` makes arrays of the mesh from its parts,
-and holds them in a core and a reader of its own, as a server of one process does. All
-of them run the same compiled steps in the same sequence.
+A model that does not fit into one process has a server of several, which share one
+mesh. The ``layout`` says which part of each large array lies in which process. Each
+``process`` makes arrays of the mesh from its parts, and holds them in a core and a
+reader of its own. All of them run the same compiled steps in the same sequence.
 
-One of them is the ``leader``: it is the server for everybody else, remembers its
-answers, and decides. In each turn it first tells each ``follower`` what to do, over a
-``channel``, so all processes have the same sequence of turns. Turns are short: all
-processes prepare a push or a pull before its turn, each its own part. Pushes and pulls
-travel in ``messages``: each process receives and sends only its own parts.
-
-All processes write their parts of the same checkpoints (``group_checkpoints``).
-``actors`` starts and ends the processes, as Ray actors.
+One of them is the ``leader``: it is the server for everybody else, and decides. In each
+turn it first commands its ``followers``, by calls that Ray keeps in their sequence.
+Turns are short: all processes prepare a push or a pull before its turn, each its own
+part. If one of them dies, Ray tells the leader, and all end. They write their parts of
+the same checkpoints.
 
 Imports all subpackages above it.
 """

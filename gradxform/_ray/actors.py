@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,20 +12,24 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import optax
 
+from gradxform._ray.followers import CALLS, Follower
 from gradxform._ray.layout import Layout, Shardings
-from gradxform._ray.mesh import LOOPBACK, host
+from gradxform._ray.leader import Leader
 from gradxform._ray.messages import PushMessage
+from gradxform._ray.process import LOOPBACK, host
+from gradxform._ray.transport import RayTransport
 from gradxform._server.checkpoints import Checkpoint
+from gradxform._server.core import of_one_process
 from gradxform._server.extras import require
 from gradxform._server.placement import is_function
+from gradxform._server.recoverable import RecoverableServer
+from gradxform._server.store import Store
 from gradxform._trees.types import T
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
     from ray.util.placement_group import PlacementGroup
-
-    from gradxform._ray.leader import Leader
 
 logger = logging.getLogger("gradxform")
 
@@ -55,61 +58,87 @@ def layout_of(
     return layout if layout.processes > 1 else None
 
 
-class Group:
+class ServerActor(RecoverableServer):
+    """The actor of a server that has one process."""
+
+    def __init__(
+        self,
+        params: optax.Params,
+        tx: optax.GradientTransformation,
+        checkpoint: Checkpoint | None,
+        *,
+        pushes: float,
+        **options: bool,
+    ) -> None:
+        transport = RayTransport(of_one_process(params, tx, **options))
+        super().__init__(transport, checkpoint and Store(checkpoint), pushes)
+
+
+class Processes:
     """Starts and ends the processes of a server, as Ray actors.
 
     Args:
-      layout: of the parameters.
+      layout: of the parameters; None for one process.
       params: the parameters, or a function that gives them.
       tx: the transformation.
-      server_options: the other arguments of :class:`RecoverableServer`.
+      pushes: how many pushes of workers it takes.
+      server_options: the other arguments of :class:`ParameterServer`.
       options: Ray's, for the actor of each.
     """
 
     def __init__(
         self,
-        layout: Layout,
+        layout: Layout | None,
         params: optax.Params,
         tx: optax.GradientTransformation,
+        pushes: int,
         server_options: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
         self._ray = ray = require("ray", "ray")
-        if options.get("scheduling_strategy") == "STRICT_SPREAD":
-            machines = sum(node["Alive"] for node in ray.nodes())
-            if machines < layout.processes:
-                raise ValueError(
-                    f"server_processes={layout.processes}: with STRICT_SPREAD each has "
-                    f"a machine of its own, but the cluster has only {machines}."
-                )
         self._layout, self._options = layout, dict(options)
-        self._server_options = dict(server_options)
+        self._server_options = {"pushes": pushes, **server_options}
+        count = 1 if layout is None else layout.processes
+        if options.get("scheduling_strategy") == "STRICT_SPREAD" and count > 1:
+            machines = sum(node["Alive"] for node in ray.nodes())
+            if machines < count:
+                raise ValueError(
+                    f"server_processes={count}: with STRICT_SPREAD each has a machine "
+                    f"of its own, but the cluster has only {machines}."
+                )
         given = ray.put(tx)
-        parts = range(layout.processes)
-        if is_function(params):
-            each = [ray.put(params)] * layout.processes
+        if layout is None or is_function(params):
+            each = [ray.put(params)] * count
         else:
-            each = [ray.put(layout.part(params, k)) for k in parts]
+            each = [ray.put(layout.part(params, k)) for k in range(count)]
         self._given = [[own, given] for own in each]
         self._actors: list[ActorHandle[Any]] = []  # The leader, then followers.
         self._cause: ObjectRef[str] | None = None  # The leader's last word.
         self._placement: PlacementGroup | None = None
 
-    def start(self, checkpoint: Checkpoint | None, check: Check) -> ActorHandle[Leader]:
+    def start(self, checkpoint: Checkpoint | None, check: Check) -> ActorHandle[Any]:
         """Starts them; returns the actor that answers for them."""
-        # Imported here, as they import `multiprocessing`, which nobody else needs.
-        from gradxform._ray.follower import Follower
-        from gradxform._ray.leader import Leader
-
         self.kill()
-        ray, layout, key = self._ray, self._layout, secrets.token_bytes(32)
-        placed = self._placed(check)
-        leader = ray.remote(Leader).options(**placed[0]).remote(key, layout.processes)
+        if self._layout is not None:
+            return self._group(self._layout, checkpoint, check)
+        start = self._ray.remote(ServerActor).options(**self._options).remote
+        actor = start(*self._given[0], checkpoint, **self._server_options)
+        self._actors = [actor]
+        return actor
+
+    def _group(
+        self, layout: Layout, checkpoint: Checkpoint | None, check: Check
+    ) -> ActorHandle[Leader]:
+        ray, count = self._ray, layout.processes
+        first, *others = self._placed(count, check)
+        leader = ray.remote(Leader).options(**first).remote(count)
         self._actors = [leader]
         self._cause = leader.cause.remote()
-        for number in range(1, layout.processes):
-            start = ray.remote(Follower).options(**placed[number]).remote
-            self._actors.append(start(number, key, layout.processes))
+        for number, options in enumerate(others, 1):
+            # Ray keeps the sequence of calls if there is one thread for them.
+            groups = {CALLS: options.pop("max_concurrency") + 1}  # One waits for good.
+            actor = ray.remote(concurrency_groups=groups)(Follower).options(**options)
+            self._actors.append(actor.remote(number, count))
         asked: list[ObjectRef[str]]
         asked = [actor.__ray_call__.remote(host) for actor in self._actors]
         hosts = self._all(asked, check)
@@ -120,8 +149,8 @@ class Group:
         known = [followers, *[where] * len(followers)]  # Whom each has to know.
         what, options = (layout, checkpoint), self._server_options
         joining: list[ObjectRef[None]] = [
-            actor.join.remote(*first, *what, **options)
-            for actor, *first in zip(self._actors, known, self._given, strict=True)
+            actor.join.remote(*others, *what, **options)
+            for actor, *others in zip(self._actors, known, self._given, strict=True)
         ]
         # If one dies meanwhile, the others wait for it in vain: so look at each.
         self._all(joining, check)
@@ -129,6 +158,8 @@ class Group:
 
     def cause(self) -> str | None:
         """Why they have died, if they have said so."""
+        if self._cause is None:
+            return None
         with contextlib.suppress(self._ray.exceptions.RayError):
             if self._ray.wait([self._cause], timeout=0.0)[0]:
                 said: str = self._ray.get(self._cause)
@@ -144,12 +175,12 @@ class Group:
             self._ray.get(done)
         return self._ray.get(asked)
 
-    def _placed(self, check: Check) -> list[dict[str, Any]]:
+    def _placed(self, count: int, check: Check) -> list[dict[str, Any]]:
         """The options of each actor."""
         # An actor that Ray starts again by itself would not belong to the group. Two
         # actors cannot have one name.
         each = {**self._options, "max_restarts": 0, "max_task_retries": 0}
-        options = [{**each} for _ in range(self._layout.processes)]
+        options = [{**each} for _ in range(count)]
         for of_follower in options[1:]:
             of_follower.pop("name", None)
         if each.get("scheduling_strategy") not in TOGETHER:

@@ -14,15 +14,21 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from gradxform._ray.actors import Group, layout_of
+from gradxform._ray.actors import Processes, layout_of
 from gradxform._ray.connect import Connection, connect
 from gradxform._ray.layout import Layout, Shardings
-from gradxform._ray.servers import One, RayServer, WorkersServer
+from gradxform._ray.servers import RayServer, WorkersServer
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import ServerStatus, is_past
 from gradxform._trees import checks
-from gradxform.engines._ending import ending, starting, terminated, uninterrupted
+from gradxform.engines._ending import (
+    ending,
+    handled,
+    starting,
+    terminated,
+    uninterrupted,
+)
 from gradxform.engines._job import Counts, Job, Push, Run, Worker
 from gradxform.engines._pool import LOOK, WorkerPool
 from gradxform.engines._pool import server_options as options_of
@@ -120,10 +126,12 @@ def ray(
                 terminated(None, given)
         # For all workers at once, and some for other callers.
         options = {"max_concurrency": len(job.workers) + 8, **(server_options or {})}
-        # As early as possible: until then Ray's handler aborts at ``SIGTERM``.
-        with ending(run, given):
-            what = job.params, job.tx, options_of(job), options
-            processes = One(*what) if layout is None else Group(layout, *what)
+        # As early as possible: Ray's handler ends the process without saving the run.
+        handler = signal.getsignal(signal.SIGTERM)
+        rays = getattr(handler, "__module__", "").startswith("ray.")
+        with handled(signal.SIGTERM, signal.SIG_DFL, rays), ending(run, given):
+            what = job.params, job.tx, job.pushes, options_of(job), options
+            processes = Processes(layout, *what)
             how = given, max_deaths, Connection(ray), run.check
             server = RayServer(processes, layout, *how)
             stack.callback(server.kill)

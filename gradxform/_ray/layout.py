@@ -9,7 +9,7 @@ number of processes must divide the length of that axis.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -83,11 +83,6 @@ class Layout(NamedTuple):
         """The tree of shardings over a mesh with the axis ``"server"``."""
         return self._map(lambda _, cut: NamedSharding(mesh, spec(cut)))
 
-    def span(self, shape: Sequence[int], cut: int, process: int) -> tuple[int, int]:
-        """Where a process's part of an array begins and ends, along its cut axis."""
-        each = shape[cut] // self.processes
-        return process * each, (process + 1) * each
-
     def cut_of(self) -> Callable[[Path, Leaf], int | None]:
         """A function of a path and a leaf: the axis along which the leaf is cut.
 
@@ -129,7 +124,7 @@ class Layout(NamedTuple):
         self, x: np.ndarray[Any, Any], cut: int, process: int
     ) -> np.ndarray[Any, Any]:
         """A process's part of an array that is cut along this axis."""
-        there = slice(*self.span(x.shape, cut, process))
+        there = slice(*span(x.shape[cut], self.processes, process))
         return np.ascontiguousarray(x[(*[slice(None)] * cut, there)])
 
     def of_state(self, init: Callable[[optax.Params], optax.OptState]) -> Layout:
@@ -161,6 +156,12 @@ class Layout(NamedTuple):
         return jax.tree.unflatten(structure, map(f, leaves, self.cuts))
 
 
+def span(length: int, processes: int, process: int) -> tuple[int, int]:
+    """Where a process's part of an axis begins and ends."""
+    each = length // processes
+    return process * each, (process + 1) * each
+
+
 def spec(cut: int | None) -> P:
     """The ``PartitionSpec`` of an array that is cut along this axis."""
     return P() if cut is None else P(*[None] * cut, AXIS)
@@ -177,9 +178,9 @@ def _longer(x: Type, cut: int | None, more: int) -> Type:
     return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
 
 
-def _by_size(x: Type, processes: int) -> int | None:
+def _by_size(x: Type, processes: int) -> P:
     large = x.size * np.dtype(x.dtype).itemsize > LARGE
-    return 0 if large and x.shape[0] >= processes > 1 else None
+    return spec(0 if large and x.shape[0] >= processes else None)
 
 
 def _is_spec(node: object) -> bool:
@@ -208,43 +209,23 @@ def _sharded(shardings: PyTree[P | None], types: PyTree[Type]) -> list[P | None]
 
 def _cut(path: Path, x: Type, given: object, processes: int) -> int | None:
     """The axis along which a leaf is cut, as its ``PartitionSpec`` or its size says."""
-    where = f"server_shardings: {given!r} at {checks.path_name(path)}"
-    axis = _by_size(x, processes) if given is None else _named(where, x, given)
-    if axis is None or processes == 1:
-        return None
-    length = x.shape[axis]
-    if length % processes:
-        raise ValueError(
-            f"{where} cuts axis {axis} of shape {list(x.shape)} into {processes} "
-            f"parts, but {processes} does not divide {length}: let it be "
-            f"{length + -length % processes}, or give P() to have the leaf whole in "
-            "each process."
-        )
-    return axis
-
-
-def _named(where: str, x: Type, given: object) -> int | None:
-    """The axis that a ``PartitionSpec`` names for a leaf, checked."""
-    if not isinstance(given, P):
+    asked = _by_size(x, processes) if given is None else given
+    where = f"server_shardings: {asked!r} at {checks.path_name(path)}"
+    if not isinstance(asked, P):
         raise TypeError(f"{where} is no jax.sharding.PartitionSpec.")
-    names = [
+    named = [
         (axis, name)
-        for axis, entry in enumerate(given)
-        if entry is not None
+        for axis, entry in enumerate(asked)
         for name in (entry if isinstance(entry, tuple) else (entry,))
+        if name is not None
     ]
-    for _, name in names:
-        if name != AXIS:
-            raise ValueError(
-                f"{where} names the axis {name!r}. The processes of the server are one "
-                f"axis, {AXIS!r}."
-            )
-    if len(names) > 1:
+    if not named and len(asked) <= x.ndim:
+        return None
+    axis, name = named[0] if len(named) == 1 else (0, None)
+    if len(asked) > x.ndim or name != AXIS or x.shape[axis] % processes:
         raise ValueError(
-            f"{where} cuts along two axes: give {AXIS!r} once, and None for the others."
+            f"{where} cannot cut shape {list(x.shape)} into {processes} equal parts: "
+            f"let one axis, whose length {processes} divides, have the name {AXIS!r}; "
+            "or give P() to have the leaf whole in each process."
         )
-    if len(given) > x.ndim:
-        raise ValueError(
-            f"{where} has more axes than the leaf, of shape {list(x.shape)}."
-        )
-    return names[0][0] if names else None
+    return axis if processes > 1 else None

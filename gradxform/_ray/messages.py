@@ -7,6 +7,7 @@ is sent once: in Ray's object store if it is large, otherwise in the message.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,9 +17,9 @@ import optax
 from gradxform._ray import wire
 from gradxform._ray.layout import Layout
 from gradxform._ray.wire import Payload, packed
-from gradxform._rows.table_rows import TableRows, ascending
+from gradxform._rows.table_rows import ascending
 from gradxform._server.programs import check_fits
-from gradxform._server.reader import Ids
+from gradxform._server.reader import Ids, RowIds
 from gradxform._trees import maps
 from gradxform._trees.types import Leaf
 
@@ -93,27 +94,47 @@ class PushMessage(NamedTuple):
         return grads, extra
 
 
+class Joined(NamedTuple):
+    """What is known of a leaf, or of rows of it, before its parts arrive."""
+
+    axis: int  # Along which the parts are joined.
+    shape: tuple[int, ...]  # Of the leaf.
+    ids: Ids | None  # As many as were asked for; each once, then padding.
+
+    def leaf(self, parts: list[np.ndarray[Any, Any]]) -> Leaf:
+        """The leaf, or its rows in its place."""
+        if self.ids is None:
+            return jax.device_put(join(parts, self.axis))
+        rows = np.concatenate(parts, self.axis)
+        values = np.zeros((len(self.ids), *self.shape[1:]), rows.dtype)
+        values[: len(rows)] = rows
+        ids, values = jax.device_put((self.ids, values))
+        return ascending(ids, values, self.shape)
+
+
 class Gathered(NamedTuple):
-    """A tree on its way from the processes; see :class:`~wire.Sent`.
+    """Leaves on their way from the processes, by their numbers.
 
     Attributes:
-      whole: the tree, with a :class:`Cut` for each leaf that is cut.
+      whole: the leaves that the leader sends as they are.
+      joined: those that arrive in parts.
+      sent: for each part of the message, the numbers of the leaves in it.
       parts: for each process a :class:`Payload`, or a reference to one.
     """
 
     whole: Payload
+    joined: dict[int, Joined]
+    sent: list[list[int]]
     parts: list[Any]
 
-    def received(self) -> optax.Params:
-        """The tree, its parts joined."""
-        parts = [*map(received, self.parts)]
-
-        def whole(x: Leaf | Cut) -> Leaf:
-            if not isinstance(x, Cut):
-                return x
-            return jax.device_put(join([each[x.number] for each in parts], x.axis))
-
-        return jax.tree.map(whole, self.whole.received())
+    def received(self) -> dict[int, Leaf]:
+        """The leaves."""
+        found: dict[int, list[np.ndarray[Any, Any]]] = {i: [] for i in self.joined}
+        for numbers, each in zip(self.sent, map(received, self.parts), strict=True):
+            for number, part in zip(numbers, each, strict=True):
+                found[number].append(part)
+        joined = {i: leaf.leaf(found[i]) for i, leaf in self.joined.items()}
+        return {**self.whole.received(), **joined}
 
 
 def join(parts: list[np.ndarray[Any, Any]], axis: int) -> np.ndarray[Any, Any]:
@@ -130,45 +151,25 @@ def join(parts: list[np.ndarray[Any, Any]], axis: int) -> np.ndarray[Any, Any]:
     return np.concatenate(parts, axis, out=whole)
 
 
-class Table(NamedTuple):
-    """What is known of a table before its rows arrive."""
-
-    ids: Ids  # As many as were asked for; each once, then padding.
-    shape: tuple[int, ...]
-    axis: int  # Along which its parts are joined.
-
-
-class GatheredRows(NamedTuple):
-    """Rows of tables on their way; each process sends those that it has.
-
-    Attributes:
-      tables: by the numbers of their leaves.
-      sent: for each process, the numbers of the tables that it has rows of.
-      parts: for each process a :class:`Payload`, or a reference to one.
-    """
-
-    tables: dict[int, Table]
-    sent: list[list[int]]
-    parts: list[Any]
-
-    def received(self) -> dict[int, TableRows]:
-        """The rows of each table, in its place."""
-        parts: dict[int, list[np.ndarray[Any, Any]]] = {i: [] for i in self.tables}
-        for numbers, each in zip(self.sent, map(received, self.parts), strict=True):
-            for number, rows in zip(numbers, each, strict=True):
-                parts[number].append(rows)
-        return {i: _rows(x, parts[i]) for i, x in self.tables.items()}
-
-
-def _rows(table: Table, parts: list[np.ndarray[Any, Any]]) -> TableRows:
-    rows = np.concatenate(parts, table.axis)
-    values = np.zeros((len(table.ids), *table.shape[1:]), rows.dtype)
-    values[: len(rows)] = rows
-    ids, values = jax.device_put((table.ids, values))
-    return ascending(ids, values, table.shape)
-
-
 def received(part: Any) -> Any:  # A payload, or a reference to one; of any type.
     """What a process has sent."""
     ray = sys.modules["ray"]
     return (ray.get(part) if isinstance(part, ray.ObjectRef) else part).received()
+
+
+def packed_parts(
+    read: Mapping[int, jax.Array], wanted: Mapping[int, RowIds | None], copies: bool
+) -> Payload:
+    """What a process sends of its arrays, in the sequence of ``wanted``.
+
+    Args:
+      read: the arrays.
+      wanted: how many rows of them.
+      copies: whether the next step may overwrite the arrays.
+    """
+    arrays = [
+        np.asarray(read[i])[: None if rows is None else len(rows.ids)]
+        for i, rows in wanted.items()
+    ]
+    copy = np.array if copies else np.asarray
+    return Payload.of(packed(arrays), lambda _: packed(map(copy, arrays)))

@@ -7,18 +7,23 @@ mesh, and no process needs another for that.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from gradxform._ray.layout import Layout, spec
+from gradxform._ray.layout import AXIS, Layout, spec
 from gradxform._ray.messages import Part, PushMessage
-from gradxform._ray.wire import Payload, packed
 from gradxform._server.core import Core
 from gradxform._server.placement import is_function, with_gate
 from gradxform._server.programs import (
@@ -28,14 +33,14 @@ from gradxform._server.programs import (
     in_sizes,
     training_step,
 )
-from gradxform._server.reader import Reader, Reading, RowIds
+from gradxform._server.reader import Reader
 from gradxform._server.records import Snapshot
 from gradxform._server.specs import Specs, leaves_like, named
 from gradxform._trees import maps
 from gradxform._trees.types import Leaf, SparseLeaf, T
 
-# The rows of each leaf, by its number; None for the whole.
-Wanted: TypeAlias = Mapping[int, RowIds | None]
+HOUR = 3600
+LOOPBACK = "127.0.0.1"
 
 
 class Process:
@@ -98,8 +103,7 @@ class Process:
             )
         pushed = jax.tree.map(self._brought, (grads, extra), is_leaf=maps.is_leaf)
         leaves, tree = jax.tree.flatten(pushed)
-        with jax.disable_jit(False):  # No process runs a step by itself.
-            step = self._programs.find(leaves, tree).step
+        step = self._programs.find(leaves, tree).step
         return Prepared(step, jax.block_until_ready(leaves))
 
     def _brought(self, x: Leaf | Part) -> Leaf:
@@ -122,13 +126,6 @@ class Process:
             NamedSharding(self._mesh, spec(cut)),
             list(map(jax.device_put, pieces, here)),
         )
-
-    # Pulls.
-
-    def read(self, reading: Reading) -> dict[int, jax.Array]:
-        """In a turn: arrays of this process."""
-        leaves = self.core.version.leaves
-        return reading.run({i: part_of(leaves[i]) for i in reading.numbers})
 
     # Checkpoints.
 
@@ -155,19 +152,53 @@ def part_of(x: jax.Array) -> jax.Array:
     return x.addressable_data(0)
 
 
-def packed_parts(
-    read: Mapping[int, jax.Array], wanted: Wanted, copies: bool = False
-) -> Payload:
-    """What a process sends of its arrays, in the sequence of ``wanted``.
+def host(actor: object) -> str:
+    """The address in the cluster of an actor's machine; called in the actor."""
+    return sys.modules["ray"].util.get_node_ip_address()
 
-    Args:
-      read: the arrays.
-      wanted: how many rows of them.
-      copies: whether the next step may overwrite the arrays.
+
+def enter(coordinator: str, process: int, processes: int) -> Mesh:
+    """Makes this process one of several; returns the mesh of one device of each.
+
+    It must come before anything touches JAX's devices in this process. The coordinator
+    believes whoever connects, so it listens only at its address, and not at all others
+    of its machine.
     """
-    arrays = [
-        np.asarray(read[i])[: None if rows is None else len(rows.ids)]
-        for i, rows in wanted.items()
-    ]
-    copy = np.array if copies else np.asarray
-    return Payload.of(packed(arrays), lambda _: packed(map(copy, arrays)))
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    with contextlib.suppress(AttributeError):  # JAX has this option since 0.8.
+        # The service would take SIGTERM away from Ray.
+        jax.config.update("jax_enable_preemption_service", False)
+    if process:
+        await_answer(coordinator)
+    jax.distributed.initialize(
+        coordinator,
+        processes,
+        process,
+        cluster_detection_method="deactivate",  # This is no job of Slurm's.
+        initialization_timeout=HOUR,  # The engine notices before when one has died.
+        coordinator_bind_address=coordinator,
+    )
+    devices = [jax.local_devices(process_index=k)[0] for k in range(processes)]
+    mesh = Mesh(np.array(devices), (AXIS,))
+    # The first collective waits only half a minute for all processes: do it now, while
+    # all are here.
+    everywhere = NamedSharding(mesh, P())
+    meet = jax.jit(jnp.sum, out_shardings=everywhere)
+    meet(
+        jax.make_array_from_callback(
+            (processes,), NamedSharding(mesh, P(AXIS)), lambda _: np.ones(1, np.float32)
+        )
+    ).block_until_ready()
+    return mesh
+
+
+def await_answer(address: str) -> None:
+    """Returns when somebody listens there: JAX would try again only after a second."""
+    host, _, port = address.rpartition(":")
+    while True:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host, int(port)), HOUR),
+        ):
+            return
+        time.sleep(0.02)

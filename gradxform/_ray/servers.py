@@ -7,18 +7,17 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import optax
 
-from gradxform._ray.actors import LOOK, Check, Group, message
+from gradxform._ray.actors import LOOK, Check, Processes, message
 from gradxform._ray.connect import Connection
 from gradxform._ray.layout import Layout
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import Ahead, PushResult, ServerStatus
-from gradxform._server.recoverable import NO_RESTORE, RecoverableServer
+from gradxform._server.recoverable import NO_RESTORE
 from gradxform._trees import checks
 from gradxform._trees.types import T
 from gradxform.engines._work import ServerDiedError
@@ -30,36 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gradxform")
 
 AGAIN = 0.1  # Seconds between two questions to an actor that does not answer yet.
-
-
-class One:
-    """A server in one process; :class:`Group` is one in several."""
-
-    def __init__(
-        self,
-        params: optax.Params,
-        tx: optax.GradientTransformation,
-        server_options: Mapping[str, Any],
-        options: Mapping[str, Any],
-    ) -> None:
-        self._ray = ray = require("ray", "ray")
-        self._start = ray.remote(RecoverableServer).options(**options).remote
-        self._begun_with = ray.put(params), ray.put(tx)
-        self._options = server_options
-        self._actor: ActorHandle[RecoverableServer] | None = None
-
-    def cause(self) -> None:
-        """Why it has died; it does not say so."""
-
-    def start(self, checkpoint: Checkpoint | None, check: Check) -> ActorHandle[Any]:
-        """Starts it; returns the actor that answers for it."""
-        self._actor = self._start(*self._begun_with, checkpoint, **self._options)
-        return self._actor
-
-    def kill(self) -> None:
-        """Ends it."""
-        if self._actor is not None:
-            self._ray.kill(self._actor)
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,7 +47,7 @@ class RayServer:
       check: is called while it starts, and may end that by raising.
     """
 
-    processes: One | Group
+    processes: Processes
     layout: Layout | None
     checkpoint: Checkpoint | None
     max_deaths: int

@@ -11,7 +11,7 @@ import functools
 import pickle
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,14 +65,6 @@ def _from_bytes(
     bits: memoryview, dtype: str, shape: tuple[int, ...]
 ) -> np.ndarray[Any, Any]:
     return np.frombuffer(bits, jnp.dtype(dtype)).reshape(shape)
-
-
-class Sent(Protocol):
-    """Something on its way to another process."""
-
-    def received(self) -> Any:  # Of any type.
-        """What was sent, in the process where it has arrived."""
-        ...
 
 
 class Payload(NamedTuple):

@@ -9,13 +9,10 @@ assignment of a new ``records.Version``. A pull is one request, which the ``read
 checks, and for which it reads the arrays. If a callback of a step asks its own server,
 ``callbacks`` gives it an error.
 
-On Ray the server is an actor, which sends each version once: see ``transport``. All
-arrays travel by ``wire``.
-
 A ``recoverable`` server saves itself while workers go on, and starts from the newest
-complete one of its ``checkpoints``. A ``saver`` is the thread that writes them to a
-``store``, whose ``folder`` belongs to one run at a time. ``extras`` imports packages
-that not every user has.
+complete one of its ``checkpoints``. A ``store`` writes them, on a thread of its own.
+Its ``folder`` belongs to one run at a time. ``extras`` imports packages that not every
+user has.
 
 Imports all subpackages above it.
 """

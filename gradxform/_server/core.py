@@ -6,11 +6,10 @@ change or read the arrays; whoever holds the core calls them one after the other
 
 from __future__ import annotations
 
-import collections
 import functools
 import math
 import queue
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -29,7 +28,7 @@ from gradxform._server.programs import (
 from gradxform._server.records import (
     Ahead,
     Answer,
-    Counters,
+    Lateness,
     PushId,
     PushResult,
     ServerClosedError,
@@ -37,6 +36,7 @@ from gradxform._server.records import (
     ServerStatus,
     Snapshot,
     TakesNoMoreError,
+    Tally,
     Version,
     check_step,
     is_past,
@@ -84,12 +84,9 @@ class Core:
         self.takes = math.inf
         self.ahead: Ahead = {}
         self.after_step: Callable[[], object] | None = None
-        self._answers: dict[Hashable, Answer] = {}  # The last one, by worker.
         self._accumulated = 0  # Pushes accepted since the last step.
-        self._counters = Counters()
-        # The queues of callers of `wait`, by step: a push looks only at those that it
-        # wakes. The value is the step again, which may know its incarnation.
-        self._waiting: dict[int, dict[Woken, int]] = collections.defaultdict(dict)
+        self._tally, self._lateness = Tally(), Lateness()
+        self._waiting: dict[Woken, int] = {}  # The callers of `wait`, and their steps.
         self._closed = False
         self._lost: str | None = None
         self._failed = False  # Whether the last step has raised an error.
@@ -123,11 +120,8 @@ class Core:
         check_step(local_step, self.version)
         before = self.version.global_step
         result = self._run(prepared, local_step)
-        if push_id is not None:
-            worker, number = push_id
-            last = self._answers.get(worker, Answer())
-            self._answers[worker] = last.then(number, int(local_step), result)
-            self.takes -= 1
+        self._tally.count(result, push_id, int(local_step))
+        self.takes -= push_id is not None
         after_step = self.after_step  # Another thread may take it away.
         if after_step is not None and self.version.global_step > before:
             after_step()
@@ -135,7 +129,7 @@ class Core:
 
     def _answer_to(self, push_id: PushId) -> PushResult | None:
         """The answer that this push received earlier; None if it is new."""
-        known = self._answers.get(push_id[0])
+        known = self._tally.answers.get(push_id[0])
         if known is None or push_id[1] > known.number:
             return None
         if push_id[1] == known.number:
@@ -166,14 +160,13 @@ class Core:
         self._failed = False
         stepped = global_step != old.global_step
         edition = old.edition + (stepped or not self._gated)
-        self.version = Version(leaves, global_step, dropped, old.incarnation, edition)
-        applied = dropped == old.dropped
+        self.version = Version(leaves, global_step, old.incarnation, edition)
+        applied = not dropped
         staleness = old.global_step - local_step
         self._accumulated = 0 if stepped else self._accumulated + applied
-        self._counters.count(applied, staleness)
-        for step in range(old.global_step, global_step):
-            for woken in self._waiting.pop(step, ()):
-                woken.put(global_step)
+        self._lateness.count(staleness)
+        if stepped:
+            self._wake()
         cosines = counters[2:].view(np.float32).tolist()
         return PushResult(applied, staleness, global_step, *cosines)
 
@@ -190,45 +183,38 @@ class Core:
 
     def wake_after(self, global_step: int, woken: Woken) -> None:
         """In a turn: puts the answer to a wait into a queue, now or later."""
-        if (answer := self.outcome(global_step)) is None:
-            self._waiting[global_step][woken] = global_step
-        else:
-            woken.put(answer)
+        self._waiting[woken] = global_step
+        self._wake()
 
-    def forget(self, global_step: int, woken: Woken) -> None:
+    def forget(self, woken: Woken) -> None:
         """In a turn: nobody waits at this queue any more."""
-        self._waiting[global_step].pop(woken, None)
-        if not self._waiting[global_step]:
-            del self._waiting[global_step]
+        self._waiting.pop(woken, None)
 
     def _wake(self) -> None:
-        waiting = [*self._waiting.values()]
-        self._waiting.clear()
-        for woken, global_step in (each for at in waiting for each in at.items()):
-            self.wake_after(global_step, woken)
+        for woken, global_step in [*self._waiting.items()]:
+            if (answer := self.outcome(global_step)) is not None:
+                del self._waiting[woken]
+                woken.put(answer)
 
     # Service.
 
-    def unusable(self) -> ServerClosedError | None:
+    def unusable(
+        self, *, if_closed: bool = True, if_lost: bool = True
+    ) -> ServerClosedError | None:
         """The error of each call now; None while it serves."""
-        if self._closed:
+        if if_closed and self._closed:
             return ServerClosedError("the parameter server is closed.")
-        if self._lost is not None:
+        if if_lost and self._lost is not None:
             return ServerClosedError(
                 f"the parameter server has lost its parameters: {self._lost}. Call "
                 "restore(state) with an earlier state()."
             )
         return None
 
-    def check_usable(self) -> None:
+    def check_usable(self, **of: bool) -> None:
         """Raises that error."""
-        if (error := self.unusable()) is not None:
+        if (error := self.unusable(**of)) is not None:
             raise error
-
-    def check_open(self) -> None:
-        """Raises ``ServerClosedError`` if it is closed."""
-        if self._closed:
-            self.check_usable()
 
     def lose(self, why: str) -> ServerClosedError | None:
         """In a turn: the parameters are lost."""
@@ -243,17 +229,14 @@ class Core:
 
     def stats(self) -> ServerStats:
         """In a turn: see :meth:`ParameterServer.stats`."""
-        return self._counters.stats(self.version.global_step, self._lost)
+        return self._lateness.stats(self._tally, self.version.global_step, self._lost)
 
     def status(self) -> ServerStatus:
         """In a turn: where it stands."""
-        stats, version = self.stats(), self.version
         return ServerStatus(
-            version.incarnation,
-            version.global_step,
-            stats.accepted,
-            stats.dropped,
-            dict(self._answers),  # type: ignore[arg-type]  # Engines use integers.
+            self.version.incarnation,
+            self.version.global_step,
+            self._tally.copy(),
             self._accumulated,
             num_workers=self._num_workers,
             ahead=self.ahead,
@@ -268,14 +251,9 @@ class Core:
 
     # State.
 
-    def check_there(self) -> None:
-        """Raises ``ServerClosedError`` if the parameters are lost."""
-        if self._lost is not None:
-            self.check_usable()
-
     def state(self) -> dict[str, Any]:
         """In a turn: a copy of parameters and state; also after the end of service."""
-        self.check_there()
+        self.check_usable(if_closed=False)
         return copy(self.specs.state(self.version.leaves))
 
     def restore(self, arrays: Arrays) -> None:
@@ -283,10 +261,11 @@ class Core:
 
         The counts go on. A worker that repeats an older push must pull again.
         """
-        self.check_open()
+        self.check_usable(if_lost=False)
         self.version = Version.of(*arrays)
         self._lost, self._failed = None, False
-        self._answers, self._accumulated = {}, 0
+        self._accumulated = 0
+        self._tally.answers.clear()
         self._wake()
 
     def snapshot(self) -> Snapshot | None:
@@ -296,32 +275,33 @@ class Core:
         the state may be the cause.
         """
         stats = self.stats()
-        if self._failed or not stats.accepted + stats.dropped:
+        if self._failed or not self._tally.pushes:
             return None
+        answers = [[worker, *x] for worker, x in self._tally.answers.items()]
         counters = {
             "global_step": stats.global_step,
             "accepted": stats.accepted,
             "staleness": {str(steps): n for steps, n in stats.staleness.items()},
             "accumulated": self._accumulated,
-            "answers": [[worker, *answer] for worker, answer in self._answers.items()],
+            "answers": answers,
             "ahead": [*self.ahead.items()],  # JSON has no keys but strings.
         }
-        return Snapshot(stats.accepted + stats.dropped, self.state(), counters)
+        return Snapshot(self._tally.pushes, self.state(), counters)
 
     def resume(self, snapshot: Snapshot) -> None:
         """In a turn: goes on from a snapshot, whose arrays are at their places."""
         self.restore((snapshot.state["params"], snapshot.state["state"]))
         counters = snapshot.counters
-        # Older versions did not save these two, or saved None for a worker.
-        self._accumulated = counters.get("accumulated", 0)
-        self.ahead = {worker: n for worker, n in counters.get("ahead", ()) if n}
-        for worker, number, local_step, result, *counts in counters["answers"]:
-            self._answers[worker] = Answer(
-                number, local_step, PushResult(*result), *counts
-            )
-            self.takes -= number + 1
+        self._accumulated, self.ahead = counters["accumulated"], dict(counters["ahead"])
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}
-        self._counters = Counters(counters["accepted"], staleness)
+        accepted, pushes = counters["accepted"], sum(staleness.values())
+        answers = {
+            worker: Answer(number, local_step, PushResult(*result), *counts)
+            for worker, number, local_step, result, *counts in counters["answers"]
+        }
+        self._tally = Tally(accepted, pushes - accepted, answers)
+        self._lateness = Lateness(staleness)
+        self.takes -= sum(answer.number + 1 for answer in answers.values())
 
 
 def of_one_process(

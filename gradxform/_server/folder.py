@@ -74,13 +74,12 @@ class Folder:
     """A folder that belongs to one run at a time.
 
     Each checkpoint is a folder in it, named by a number. Beside orbax's files lies a
-    file with their checksums, as orbax does not notice changed bytes. A bucket has
-    neither locks nor checksums.
+    file with their checksums, as orbax does not notice changed bytes.
     """
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        self._path = None if is_remote(directory) else pathlib.Path(directory)
+        self._path = pathlib.Path(directory)
         self._identity: tuple[int, int] | None = None  # Of the lock file, once taken.
 
     def take(self) -> None:
@@ -89,8 +88,6 @@ class Folder:
         Raises:
           OSError: another run writes there, or the folder is not writable.
         """
-        if self._path is None:
-            return
         self._path.mkdir(parents=True, exist_ok=True)
         file = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         identity = _identity(os.fstat(file))
@@ -126,7 +123,7 @@ class Folder:
         Raises:
           OSError: as :meth:`take`. Another run may have begun there meanwhile.
         """
-        if self._path is None or self.is_there():
+        if self.is_there():
             return False
         self.release()
         self.take()
@@ -134,7 +131,6 @@ class Folder:
 
     def is_there(self) -> bool:
         """Whether the folder that this run has taken is still at its path."""
-        assert self._path is not None
         try:
             there = _identity(os.stat(self._path / LOCK))
         except FileNotFoundError:
@@ -161,8 +157,6 @@ class Folder:
           ValueError: an entry has the name of a checkpoint but is none. A run would
             read it, or remove it as an old one.
         """
-        if self._path is None:
-            return
         numbers = [
             x for x in self._path.iterdir() if re.fullmatch("0|[1-9][0-9]*", x.name)
         ]
@@ -179,14 +173,12 @@ class Folder:
 
         Threads of orbax may go on after a failure, and make a removed folder again.
         """
-        if self._path is not None and self.is_there():
+        if self.is_there():
             for half in self._path.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(half, ignore_errors=True)
 
     def seal(self, number: int) -> None:
         """Writes the checksums of a checkpoint's files."""
-        if self._path is None:
-            return
         where = self._path / f"{number}"
         half = where / f"{SUMS}.tmp"
         # A full disk leaves it without checksums; it can still be read.
@@ -203,8 +195,6 @@ class Folder:
         Raises:
           OSError: it cannot be read now, which says nothing about its content.
         """
-        if self._path is None:
-            return None
         where = self._path / f"{number}"
         if (data := _content(where / COUNTERS)) is None:
             return f"it has no {COUNTERS}"
@@ -215,7 +205,7 @@ class Folder:
             return f"{COUNTERS} has no {error}"
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
             return f"{COUNTERS}: {error}"
-        if (data := _content(where / SUMS)) is None:  # An older version, a full disk.
+        if (data := _content(where / SUMS)) is None:  # The disk was full.
             return None if (where / "state").is_dir() else "it has no state"
         try:
             sums = json.loads(data)
@@ -229,7 +219,6 @@ class Folder:
 
     def set_aside(self, number: int) -> str:
         """Renames a broken checkpoint, which frees its number; returns the new name."""
-        assert self._path is not None  # No fault is known of those in a bucket.
         new = self._path / f"{number}.broken"
         if new.exists():
             new = self._path / f"{number}.broken-{time.time_ns()}"

@@ -21,7 +21,7 @@ from gradxform._server.placement import Arrays, bring, built, compiled, traced
 from gradxform._server.reader import size_for
 from gradxform._server.specs import Leaves, Specs
 from gradxform._training.apply import apply_gradients
-from gradxform._trees import checks, maps, versions
+from gradxform._trees import checks, maps
 from gradxform._trees.types import Leaf, PyTree, SparseLeaf
 
 MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes first.
@@ -29,35 +29,28 @@ MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes firs
 # (leaves of (params, state), leaves of (grads, extra), local_step)
 # -> (leaves of (params, state), counters)
 Stepped: TypeAlias = tuple[Leaves, jax.Array]
-Step: TypeAlias = Callable[[Leaves, Leaves, np.int32], Stepped]
+PushStep: TypeAlias = Callable[[Leaves, Leaves, np.int32], Stepped]
 # The same for trees: ((params, state), grads, extra, local_step).
 TrainingStep: TypeAlias = Callable[
     [Arrays, optax.Updates, dict[str, Any], np.int32], tuple[Arrays, jax.Array]
 ]
-# The structure of (grads, extra), the types of its leaves, and whether jit is disabled.
+# The structure of (grads, extra), and the types of its leaves.
 Types: TypeAlias = tuple[jax.core.ShapedArray, ...]
-Signature: TypeAlias = tuple[jax.tree_util.PyTreeDef, Types, bool]
+Signature: TypeAlias = tuple[jax.tree_util.PyTreeDef, Types]
 
 
 class Prepared(NamedTuple):
     """A push that only waits for its turn."""
 
-    step: Step  # Compiled for it.
+    step: PushStep  # Compiled for it.
     leaves: Leaves  # Of (grads, extra), computed and at their places.
 
 
 class Program(NamedTuple):
     """The program for pushes of one signature."""
 
-    step: Step
+    step: PushStep
     shardings: list[Sharding]  # The place where it needs each leaf of (grads, extra).
-
-
-class Refusal(NamedTuple):
-    """The error for a signature that the transformation does not accept."""
-
-    kind: type[Exception]
-    message: str
 
 
 def training_step(
@@ -69,14 +62,15 @@ def training_step(
 ) -> tuple[Arrays, jax.Array]:
     """One step, and its counters in one small array: the host waits for one transfer.
 
-    The counters are the global step, the pushes dropped so far, and the bits of the
-    cosine if ``tx`` measures one.
+    The counters are the global step, how many pushes were dropped (0 or 1), and the
+    bits of the cosine if ``tx`` measures one.
     """
     params, state = arrays
+    before = dropped(state)
     params, state = apply_gradients(
         tx, grads, state, params, local_step=local_step, **extra
     )
-    counters = [outermost(state, "global_step"), dropped(state)]
+    counters = [outermost(state, "global_step"), dropped(state) - before]
     counters += [as_bits(x) for x in cosines(state)[:1]]
     return (params, state), jnp.stack(counters)
 
@@ -103,7 +97,7 @@ class PushPrograms:
                 strict=True,
             )
         }
-        self._programs: dict[Signature, Program | Refusal] = {}
+        self._programs: dict[Signature, Program] = {}
         self._compiling = threading.RLock()  # A signal handler may push, too.
 
     def __len__(self) -> int:
@@ -117,17 +111,15 @@ class PushPrograms:
           ValueError: the transformation raises it.
         """
         types = _types(leaves, tree.children()[0].num_leaves)
-        signature = tree, types, versions.jit_is_disabled()
+        signature = tree, types
         program = self._programs.get(signature)
         if program is None:
             program = self._compile(signature, *jax.tree.unflatten(tree, leaves))
-        if isinstance(program, Refusal):
-            raise program.kind(program.message)
         return program
 
     def _compile(
         self, signature: Signature, grads: optax.Updates, extra: dict[str, Any]
-    ) -> Program | Refusal:
+    ) -> Program:
         # The cheap checks come first: a push that does not fit never costs a trace.
         check_fits(self._specs.types[0], grads)
         with self._compiling:
@@ -136,19 +128,14 @@ class PushPrograms:
                 return known
             while len(self._programs) >= MAX_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            try:
-                program = self._compiled(signature, grads, extra)
-            except (TypeError, ValueError) as error:
-                kind = TypeError if isinstance(error, TypeError) else ValueError
-                self._programs[signature] = Refusal(kind, str(error))
-                raise
+            program = self._compiled(signature, grads, extra)
             self._programs[signature] = program
             return program
 
     def _compiled(
         self, signature: Signature, grads: optax.Updates, extra: dict[str, Any]
     ) -> Program:
-        (tree, types, by_hand), specs = signature, self._specs
+        (tree, types), specs = signature, self._specs
         place = specs.placement
         shardings = [
             *self._shardings_of(grads, 0),
@@ -163,16 +150,6 @@ class PushPrograms:
             )
             return jax.tree.leaves(arrays), counters
 
-        def step_by_hand(
-            leaves: Leaves, pushed: Leaves, local_step: np.int32
-        ) -> Stepped:
-            with jax.disable_jit(), jax.transfer_guard("allow"):
-                with place.default_device():
-                    leaves, counters = step(leaves, pushed, local_step)
-                return jax.tree.leaves(specs.placed(specs.arrays(leaves))), counters
-
-        if by_hand:
-            return Program(step_by_hand, shardings)
         args = jax.tree.leaves(specs.types), pushed, np.int32(0)
         options = {
             "donate_argnums": 0 if self._donate else (),

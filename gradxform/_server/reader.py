@@ -47,7 +47,7 @@ class PullRequest(NamedTuple):
         return frozenset(self.rows), self.form
 
 
-class Tables:
+class TablePaths:
     """The parameters that requests name, by their paths.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import optax
 
-from gradxform._late.counters import dropped, outermost
+from gradxform._late.counters import outermost
 from gradxform._trees import checks
 
 PushId: TypeAlias = tuple[Hashable, int]  # A worker, and the number of its push.
@@ -39,7 +39,7 @@ class PushResult(NamedTuple):
 NO_COPY = (
     "a ParameterServer can be neither copied nor pickled: make another one with the "
     "same params and tx, and restore(server.state()) there. If other processes need "
-    "it, make it an actor with ray.remote(ParameterServer)."
+    "it, make it an actor, as the class says."
 )
 
 
@@ -84,14 +84,50 @@ class Answer(NamedTuple):
     number: int = -1  # Of its push.
     local_step: int = -1  # Of its push.
     result: PushResult = PushResult(False, 0, 0)
-    accepted: int = 0  # An older version did not save the two counts.
+    accepted: int = 0
     dropped: int = 0
 
-    def then(self, number: int, local_step: int, result: PushResult) -> Answer:
-        """The one that comes after it."""
-        accepted = self.accepted + result.applied
-        dropped = self.dropped + (not result.applied)
-        return Answer(number, local_step, result, accepted, dropped)
+
+class Tally:
+    """What has become of the pushes: counts, and the last answer to each worker."""
+
+    def __init__(
+        self,
+        accepted: int = 0,
+        dropped: int = 0,
+        answers: Mapping[Any, Answer] = {},  # Workers of engines are integers.
+    ) -> None:
+        self.accepted, self.dropped = accepted, dropped
+        self.answers = dict(answers)
+
+    def copy(self) -> Tally:
+        """One that later pushes do not change."""
+        return Tally(self.accepted, self.dropped, self.answers)
+
+    @property
+    def pushes(self) -> int:
+        """How many there were."""
+        return self.accepted + self.dropped
+
+    def last(self, worker: Hashable) -> Answer:
+        """The last answer to a worker."""
+        return self.answers.get(worker, Answer())
+
+    def count(
+        self, result: PushResult, push_id: PushId | None = None, local_step: int = 0
+    ) -> None:
+        """One more push, of a worker if it has a ``push_id``."""
+        self.accepted += result.applied
+        self.dropped += not result.applied
+        if push_id is not None:
+            worker, number = push_id
+            *_, accepted, dropped = self.last(worker)
+            accepted, dropped = (
+                accepted + result.applied,
+                dropped + (not result.applied),
+            )
+            answer = Answer(number, local_step, result, accepted, dropped)
+            self.answers[worker] = answer
 
 
 class ServerStatus(NamedTuple):
@@ -99,9 +135,7 @@ class ServerStatus(NamedTuple):
 
     incarnation: str
     global_step: int
-    accepted: int
-    dropped: int
-    answers: dict[int, Answer]  # By worker.
+    tally: Tally
     accumulated: int = 0  # Pushes accepted since the last step.
     found: bool = False  # Whether it goes on from a checkpoint.
     notes: tuple[str, ...] = ()  # For the user, about that checkpoint.
@@ -123,31 +157,27 @@ class Snapshot(NamedTuple):
     ready: Callable[[], None] = _is_ready
 
 
-class Counters:
-    """Counts of the pushes so far, including those before a restart."""
+class Lateness:
+    """How late the pushes were, and how fast they came."""
 
-    def __init__(
-        self, applied: int = 0, staleness: Mapping[int, int] | None = None
-    ) -> None:
-        self._applied = applied
+    def __init__(self, staleness: Mapping[int, int] | None = None) -> None:
         self._staleness = collections.Counter(staleness)
         self._before = self._staleness.total()  # The rate leaves these out.
         self._first = self._last = 0.0  # When the first and the last push came.
 
-    def count(self, applied: bool, staleness: int) -> None:
+    def count(self, staleness: int) -> None:
         """One more push."""
-        self._applied += applied
         self._staleness[staleness] += 1
         self._last = time.monotonic()
         self._first = self._first or self._last
 
-    def stats(self, global_step: int, lost: str | None) -> ServerStats:
-        """The counts as :class:`ServerStats`."""
-        pushes, seconds = self._staleness.total(), self._last - self._first
-        counted = pushes - self._before
+    def stats(self, tally: Tally, global_step: int, lost: str | None) -> ServerStats:
+        """These and other counts as :class:`ServerStats`."""
+        seconds = self._last - self._first
+        counted = self._staleness.total() - self._before
         return ServerStats(
-            accepted=self._applied,
-            dropped=pushes - self._applied,
+            accepted=tally.accepted,
+            dropped=tally.dropped,
             staleness=dict(sorted(self._staleness.items())),
             pushes_per_second=(counted - 1) / seconds if seconds else 0.0,
             global_step=global_step,
@@ -178,7 +208,6 @@ class Version(NamedTuple):
 
     leaves: list[jax.Array]  # Of parameters and state.
     global_step: int
-    dropped: int
     incarnation: str
     edition: int = 0  # Grows where the parameters may have changed.
 
@@ -186,9 +215,8 @@ class Version(NamedTuple):
     def of(cls, params: optax.Params, state: optax.OptState) -> Version:
         """The first version of a new incarnation."""
         leaves = jax.tree.leaves((params, state))
-        counters = outermost(state, "global_step"), dropped(state)
-        global_step, count = map(int, jax.device_get(counters))
-        return cls(leaves, global_step, count, secrets.token_hex(8))
+        global_step = int(jax.device_get(outermost(state, "global_step")))
+        return cls(leaves, global_step, secrets.token_hex(8))
 
     def of_params(self) -> tuple[str, int]:
         """Identifies the parameters: versions that agree in it have the same ones."""

@@ -5,12 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, NoReturn
 
-import optax
-
-from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.parameter_server import ParameterServer
 from gradxform._server.records import Ahead, ServerStatus, Snapshot
-from gradxform._server.saver import Saver
 from gradxform._server.specs import named
 from gradxform._server.store import Store
 from gradxform._server.transport import Transport
@@ -27,37 +23,17 @@ class RecoverableServer(ParameterServer[Any]):
     """A server that saves itself, and starts from the newest checkpoint.
 
     Args:
-      params: the initial parameters, which are copied, or a function that gives them.
-      tx: any transformation.
-      checkpoint: where and how often; without it nothing is saved.
+      transport: to its workers, with its core.
+      store: where it is saved, and how often; without one nothing is.
       pushes: how many pushes with a ``push_id`` it takes.
-      options: those of :class:`ParameterServer`.
     """
 
     def __init__(
-        self,
-        params: optax.Params,
-        tx: optax.GradientTransformation,
-        checkpoint: Checkpoint | None = None,
-        pushes: float = math.inf,
-        **options: bool,
+        self, transport: Transport, store: Store | None = None, pushes: float = math.inf
     ) -> None:
-        super().__init__(params, tx, **options)
-        self._save_in(None if checkpoint is None else Store(checkpoint), pushes)
-
-    @classmethod
-    def of(
-        cls, transport: Transport, store: Store | None, pushes: float
-    ) -> RecoverableServer:
-        """A server with another transport and store."""
-        self = cls.__new__(cls)
         self._set_up(transport)
-        self._save_in(store, pushes)
-        return self
-
-    def _save_in(self, store: Store | None, pushes: float) -> None:
         self._core.takes = pushes
-        self._saver = None if store is None else Saver(store)
+        self._store = store
         self._status: ServerStatus | None = None
 
     def begin(self) -> ServerStatus:
@@ -72,7 +48,7 @@ class RecoverableServer(ParameterServer[Any]):
             orbax cannot tell two arrays apart.
         """
         if self._status is None:
-            notes = None if self._saver is None else self._resume(self._saver.store)
+            notes = None if self._store is None else self._resume(self._store)
             status = self._turns.run(self._core.status)
             found = notes is not None
             self._status = status._replace(found=found, notes=tuple(notes or ()))
@@ -96,8 +72,8 @@ class RecoverableServer(ParameterServer[Any]):
 
     def _save_if_due(self) -> None:
         """In a turn, right after a step: then no sum of pushes is half done."""
-        if self._saver and self._saver.is_due(self.global_step()):
-            self._saver.write_soon(self._transport.snapshot)
+        if self._store and self._store.is_due(self.global_step()):
+            self._store.write_soon(self._transport.snapshot)
 
     def global_step(self) -> int:
         """Steps taken so far; the call waits for nothing."""
@@ -125,17 +101,17 @@ class RecoverableServer(ParameterServer[Any]):
         Later pushes are in no checkpoint. None is written before the first push, nor
         after a step that has failed: the parameters or the state may be the cause.
         """
-        if self._saver is None or self._status is None:  # Nothing has begun.
+        if self._store is None or self._status is None:  # Nothing has begun.
             return None
         self._core.after_step = None  # No checkpoint is due from now on.
-        self._saver.flush()
+        self._store.flush()
         status = self.status()
-        if status.accepted + status.dropped == self._saver.store.saved:
+        if status.tally.pushes == self._store.saved:
             return status.global_step
         snapshot: Snapshot | None = self._turns.run(self._transport.snapshot)
         if snapshot is None:
             return None
-        self._saver.write(snapshot)
+        self._store.write(snapshot)
         return snapshot.counters["global_step"]
 
     def restore(self, state: dict[str, Any]) -> NoReturn:
@@ -144,12 +120,12 @@ class RecoverableServer(ParameterServer[Any]):
 
     def flush(self) -> None:
         """Waits until the checkpoint that is being written is done."""
-        if self._saver is not None:
-            self._saver.flush()
+        if self._store is not None:
+            self._store.flush()
 
     def close(self) -> None:
         """As :meth:`ParameterServer.close`; finishes a checkpoint that was begun."""
         super().close()
-        if self._saver is not None:
-            self._saver.close()
-            self._saver = self._core.after_step = None
+        if self._store is not None:
+            self._store.close()
+            self._store = self._core.after_step = None

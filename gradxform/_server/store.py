@@ -1,10 +1,14 @@
-"""The checkpoints in a directory, which orbax writes and reads."""
+"""The checkpoints in a directory, which orbax writes while workers go on."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,50 +16,77 @@ import jax
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.folder import Folder, is_remote
-from gradxform._server.records import Snapshot
+from gradxform._server.records import Snapshot, summary
 from gradxform._trees import checks
 
 if TYPE_CHECKING:
     from orbax.checkpoint import CheckpointManager
 
 
+logger = logging.getLogger("gradxform")
+
 EMPTY = "a node without arrays"
-
-
-def manager_of(checkpoint: Checkpoint, **options: Any) -> CheckpointManager:
-    """A manager of orbax for a directory, with more options of orbax."""
-    ocp = require("orbax.checkpoint", "checkpoint")
-    return ocp.CheckpointManager(
-        checkpoint.directory,
-        options=ocp.CheckpointManagerOptions(
-            max_to_keep=checkpoint.max_to_keep,
-            # The thread of a saver waits anyway. Asynchronous writers find each other
-            # by a number that all managers of a process share, and two that write at
-            # once may wait for each other forever.
-            enable_async_checkpointing=False,
-            **options,
-        ),
-    )
+# The errors of a copy for which there is no memory.
+NO_MEMORY = MemoryError, jax.errors.JaxRuntimeError
 
 
 class Store:
-    """The checkpoints of one run in their directory.
+    """The checkpoints of one run in their directory, written on a thread of its own.
+
+    Processes that write together each have a store. Only the first one opens the
+    directory and chooses the newest checkpoint. The others read its choice, and no
+    process waits for another. When each has copied its parts of the same snapshot, all
+    write together. They wait for each other through JAX's coordination service, never
+    in a collective: it could come between those of a step.
 
     Args:
       checkpoint: where, and how many are kept.
+      together: whether all processes of JAX write together.
 
     Attributes:
       checkpoint: as given.
       saved: how many pushes the last one holds that was written or read.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, together: bool = False) -> None:
         self._orbax = require("orbax.checkpoint", "checkpoint")
-        self.checkpoint = checkpoint
-        self._in_bucket = is_remote(os.fspath(checkpoint.directory))
+        self.checkpoint, self._together = checkpoint, together
+        self._attempts = itertools.count()  # The same in all processes.
         self.saved: int | None = None
-        self._folder: Folder | None = None  # Once it is taken.
-        self._manager: CheckpointManager | None = None  # The one that reads.
+        self._folder: Folder | None = None  # Once it is taken; a bucket has none.
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self._thread.submit(time.monotonic)  # Starts it: memory may be short later.
+        self._begun = time.monotonic()
+        self._last: Future[None] | None = None  # That nobody waits for.
+
+    @contextlib.contextmanager
+    def _manager(
+        self, *, clean: bool = False, attempt: int | None = None
+    ) -> Iterator[CheckpointManager]:
+        """A manager of orbax, of this process alone unless it is for an attempt."""
+        together = self._together and attempt is not None
+        processes = {*range(jax.process_count())} if together else {jax.process_index()}
+        options = self._orbax.options.MultiprocessingOptions(
+            primary_host=min(processes),
+            active_processes=processes,
+            # A new name each time: the last attempt may have failed halfway.
+            barrier_sync_key_prefix=f"checkpoint {attempt}" if together else None,
+        )
+        manager = self._orbax.CheckpointManager(
+            self.checkpoint.directory,
+            options=self._orbax.CheckpointManagerOptions(
+                max_to_keep=self.checkpoint.max_to_keep,
+                create=False,
+                cleanup_tmp_directories=clean,
+                multiprocessing_options=options,
+                # This one's thread waits anyway. Asynchronous writers find each other
+                # by a number that all managers of a process share, and two that
+                # write at once may wait for each other forever.
+                enable_async_checkpointing=False,
+            ),
+        )
+        with contextlib.closing(manager):
+            yield manager
 
     def open(self, state: Mapping[str, Any]) -> None:
         """Takes the directory.
@@ -71,51 +102,77 @@ class Store:
         if self._folder is not None:
             return
         _check_names(state)
-        folder = Folder(os.fspath(self.checkpoint.directory))
+        directory = os.fspath(self.checkpoint.directory)
+        if is_remote(directory):
+            with self._manager(clean=True):
+                return  # It has removed what was left half written.
+        folder = Folder(directory)
         folder.take()
         try:
             folder.check()
             folder.sweep()
-            self._reopen()
         except BaseException:
             folder.release()
             raise
         self._folder = folder
 
-    def _reopen(self) -> CheckpointManager:
-        self._manager = manager = self._reader()
-        return manager
-
-    def _reader(self) -> CheckpointManager:
-        """One that reads; in a bucket it removes what was left half written."""
-        return manager_of(self.checkpoint, cleanup_tmp_directories=self._in_bucket)
-
-    @contextlib.contextmanager
-    def _writer(self) -> Iterator[CheckpointManager]:
-        """The one that writes the next checkpoint, to a directory that is there."""
-        self._retake()
-        assert self._manager is not None
-        yield self._manager
-
     def newest(self) -> int | None:
         """How many pushes the newest holds; None where there is none."""
-        assert self._manager is not None
-        return self._manager.latest_step()
+        with self._manager() as manager:
+            return manager.latest_step()
+
+    def is_due(self, global_step: int) -> bool:
+        """Whether the state after this step should be saved."""
+        if self._last is not None and not self._last.done():
+            return False
+        steps, seconds = self.checkpoint.every_steps, self.checkpoint.every_seconds
+        if steps is not None and global_step % steps == 0:
+            return True
+        return seconds is not None and time.monotonic() - self._begun >= seconds
+
+    def write_soon(self, take: Callable[[], Snapshot | None]) -> None:
+        """Takes a snapshot after a step, and has it written; returns before it is.
+
+        Without memory for the snapshot nothing is written, and the run goes on.
+        """
+        self._begun = time.monotonic()
+        try:
+            snapshot = take()
+        except NO_MEMORY as error:
+            _tell(error)
+        else:
+            assert snapshot is not None  # The step has just succeeded.
+            self._last = self._thread.submit(self._write_or_tell, snapshot)
 
     def write(self, snapshot: Snapshot) -> None:
-        """Writes a checkpoint.
+        """Writes a checkpoint, after what was begun before; returns when it is there.
 
         Raises:
           OSError: another run writes there, or the disk is full.
         """
+        self._thread.submit(self._write, snapshot).result()
+
+    def flush(self) -> None:
+        """Waits until what was begun is written."""
+        wait([] if self._last is None else [self._last])
+
+    def _write_or_tell(self, snapshot: Snapshot) -> None:
+        try:
+            self._write(snapshot)
+        except Exception as error:  # The next checkpoint may succeed.
+            _tell(error)
+
+    def _write(self, snapshot: Snapshot) -> None:
+        snapshot.ready()
         args = self._orbax.args
         counters = {
             **snapshot.counters,
             "arrays": described(snapshot.state),
-            "empty": empty_nodes(snapshot.state),
             "settings": self.checkpoint.settings,
         }
-        with self._writer() as manager:
+        attempt = next(self._attempts)  # Also if this process now raises an error.
+        self._retake()
+        with self._manager(attempt=attempt) as manager:
             try:
                 saved = manager.save(
                     snapshot.pushes,
@@ -128,7 +185,6 @@ class Store:
                 if self._folder is not None:
                     with contextlib.suppress(Exception):
                         self._folder.sweep()
-                        self._reopen()
                 raise
         if not saved:
             raise OSError(
@@ -148,7 +204,6 @@ class Store:
         if not self._folder.retake():
             return
         try:
-            self._reopen()  # It forgets the checkpoints that are gone.
             if self.newest() not in (None, self.saved):
                 raise OSError(
                     f"{self.checkpoint.directory} was deleted or moved during the run, "
@@ -175,11 +230,12 @@ class Store:
         Raises:
           ValueError: it belongs to another job, or none is complete.
         """
-        assert self._folder is not None
-        assert self._manager is not None
+        with self._manager() as manager:
+            found = sorted(manager.all_steps(), reverse=True)
+        folder = self._folder  # A bucket has neither locks nor checksums.
         faults: dict[int, str] = {}
-        for pushes in sorted(self._manager.all_steps(), reverse=True):
-            fault = self._folder.fault(pushes)
+        for pushes in found:
+            fault = None if folder is None else folder.fault(pushes)
             if fault is None:
                 break
             faults[pushes] = fault
@@ -194,14 +250,13 @@ class Store:
         except BaseException as error:
             error.add_note(f"Raised while {self._where(pushes)} was read.")
             raise
+        where = self._where(pushes)
         notes = [
             f"checkpoint: {self._where(broken)} is not whole, {fault}. It is now "
-            f"{self._folder.set_aside(broken)}, and the run goes on from "
-            f"{self._where(pushes)}"
+            f"{folder.set_aside(broken)}, and the run goes on from {where}"
             for broken, fault in faults.items()
+            if folder is not None  # No fault is known of those in a bucket.
         ]
-        if faults:
-            self._reopen()
         return snapshot, notes + self._changed(pushes, snapshot.counters)
 
     def _where(self, pushes: int) -> str:
@@ -209,7 +264,7 @@ class Store:
 
     def _changed(self, pushes: int, counters: dict[str, Any]) -> list[str]:
         """One line for each setting that differs from the run's."""
-        before, now = counters.get("settings", {}), self.checkpoint.settings
+        before, now = counters["settings"], self.checkpoint.settings
         changes = [
             f"{name}={before[name]!r}, and the run goes on with {now[name]!r}"
             for name in now
@@ -225,60 +280,56 @@ class Store:
         Raises:
           ValueError: it belongs to another job.
         """
-        manager = self._manager or self._reopen()
-        args = self._orbax.args
-        counters = manager.restore(
-            pushes, args=args.Composite(counters=args.JsonRestore())
-        )["counters"]
-        where, saved = self._where(pushes), counters.pop("arrays")
-        wanted = described(like)
-        arrays = {**wanted, **saved}  # The error names one of these, if it can.
-        empty = counters.pop("empty", None)
-        if empty is not None:  # Older versions did not save them.
-            saved |= dict.fromkeys(empty, EMPTY)
-            wanted |= dict.fromkeys(empty_nodes(like), EMPTY)
-        for path in {**arrays, **wanted, **saved}:
-            if saved.get(path) != wanted.get(path):
-                raise ValueError(
-                    f"checkpoint: {where} is of another job. At {path} it has "
-                    f"{saved.get(path, 'nothing')}, and this job "
-                    f"{wanted.get(path, 'nothing')}. Give another directory."
-                )
-        target = jax.tree.map(self._orbax.utils.to_shape_dtype_struct, like)
-        # A server of several processes once padded its arrays. `strict=False` reads
-        # them without that. The described shapes have none.
-        restore = args.StandardRestore(target, strict=False)
-        state = manager.restore(pushes, args=args.Composite(state=restore))["state"]
+        args, target = self._orbax.args, self._orbax.utils.to_shape_dtype_struct
+        with self._manager() as manager:
+            counters = manager.restore(
+                pushes, args=args.Composite(counters=args.JsonRestore())
+            )["counters"]
+            self._check_job(pushes, like, counters.pop("arrays"))
+            restore = args.StandardRestore(jax.tree.map(target, like))
+            state = manager.restore(pushes, args=args.Composite(state=restore))["state"]
         self.saved = pushes
         return Snapshot(pushes, state, counters)
 
+    def _check_job(
+        self, pushes: int, like: dict[str, Any], saved: dict[str, str]
+    ) -> None:
+        """Raises ``ValueError`` unless a checkpoint has these arrays, and no others."""
+        wanted = described(like)
+        differ = [x for x in {**wanted, **saved} if saved.get(x) != wanted.get(x)]
+        if differ:  # The error names an array, if it can.
+            path = min(differ, key=lambda x: EMPTY in (saved.get(x), wanted.get(x)))
+            raise ValueError(
+                f"checkpoint: {self._where(pushes)} is of another job. At {path} it "
+                f"has {saved.get(path, 'nothing')}, and this job "
+                f"{wanted.get(path, 'nothing')}. Give another directory."
+            )
+
     def close(self) -> None:
-        """Lets go of the directory."""
-        with contextlib.ExitStack() as stack:
-            if self._folder is not None:
-                stack.callback(self._folder.release)
-                stack.callback(self._folder.sweep)
-            if self._manager is not None:
-                stack.callback(self._manager.close)
+        """Finishes the checkpoint that was begun, then lets go of the directory."""
+        self._thread.shutdown()
+        if self._folder is not None:
+            try:
+                self._folder.sweep()
+            finally:
+                self._folder.release()
 
 
 def described(state: Mapping[str, Any]) -> dict[str, str]:
-    """Dtype and shape of every array, by its path. Other ones are of another job."""
-    flat, _ = jax.tree.flatten_with_path(state)
-    return {
-        jax.tree_util.keystr(path): jax.core.ShapedArray(x.shape, x.dtype).str_short()
-        for path, x in flat
-    }
+    """Dtype and shape of every array, by its path. Other ones are of another job.
 
-
-def empty_nodes(state: Mapping[str, Any]) -> list[str]:
-    """The paths of all nodes without children. Orbax needs the same ones to read."""
+    Nodes without children are in it, too. Orbax needs the same ones to read.
+    """
 
     def is_empty(node: object) -> bool:
         return not jax.tree.leaves(node, is_leaf=lambda child: child is not node)
 
-    flat = jax.tree.leaves_with_path(state, is_leaf=is_empty)
-    return [jax.tree_util.keystr(path) for path, node in flat if is_empty(node)]
+    return {
+        jax.tree_util.keystr(path): EMPTY
+        if is_empty(x)
+        else jax.core.ShapedArray(x.shape, x.dtype).str_short()
+        for path, x in jax.tree.leaves_with_path(state, is_leaf=is_empty)
+    }
 
 
 def _check_names(state: Mapping[str, Any]) -> None:
@@ -290,3 +341,7 @@ def _check_names(state: Mapping[str, Any]) -> None:
                 f"checkpoint: {' and '.join(map(checks.path_name, same))} would be "
                 f"saved under the one name {name!r}. Rename one of them."
             )
+
+
+def _tell(error: Exception) -> None:
+    logger.error("no checkpoint was written: %s", summary(error))

@@ -19,7 +19,8 @@ ends them; ``_simulated`` and ``_threads`` are engines. The third is in the subp
 ``_ray``. ``_tensorboard`` writes the curves of a run.
 """
 
-from gradxform._ray.engine import ray as ray
+import typing as _typing
+
 from gradxform._server.checkpoints import Checkpoint as Checkpoint
 from gradxform.engines._job import Counts as Counts
 from gradxform.engines._job import Job as Job
@@ -35,3 +36,19 @@ from gradxform.engines._pacing import stale_synchronous as stale_synchronous
 from gradxform.engines._simulated import simulated as simulated
 from gradxform.engines._tensorboard import TensorBoard as TensorBoard
 from gradxform.engines._threads import threads as threads
+
+# `_ray` imports modules of this package, so it is imported when the name is first used.
+if _typing.TYPE_CHECKING:
+    from gradxform._ray.engine import ray as ray
+else:
+    __all__ = [n for n in sorted({*globals(), "ray"}) if n[0] != "_"]
+
+    def __getattr__(name: str) -> object:
+        if name != "ray":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from gradxform._ray.engine import ray
+
+        return ray
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), "ray"})

@@ -18,7 +18,7 @@ logger = logging.getLogger("gradxform")
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
-_Handling: TypeAlias = contextlib.AbstractContextManager[None]  # Of a signal.
+Handling: TypeAlias = contextlib.AbstractContextManager[None]  # Of a signal.
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def ending(run: WorkerPool, checkpoint: Checkpoint | None) -> Iterator[None]:
 
     # A program that ignores Ctrl-C has no function here.
     before: Any = signal.getsignal(signal.SIGINT)
-    with _sigterm(terminate), _handled(signal.SIGINT, interrupt, callable(before)):
+    with _sigterm(terminate), handled(signal.SIGINT, interrupt, callable(before)):
         try:
             yield
         except Terminated:
@@ -71,7 +71,7 @@ def ending(run: WorkerPool, checkpoint: Checkpoint | None) -> Iterator[None]:
             terminated(step, checkpoint)
 
 
-def starting(checkpoint: Checkpoint | None) -> _Handling:
+def starting(checkpoint: Checkpoint | None) -> Handling:
     """Handles ``SIGTERM`` before there is a run that it could end.
 
     Args:
@@ -94,16 +94,16 @@ def _outcome(step: int | None, checkpoint: Checkpoint | None) -> str:
     return f"step {step} is saved in {checkpoint.directory}; the same job goes on there"
 
 
-def _sigterm(handler: Callable[..., None]) -> _Handling:
+def _sigterm(handler: Callable[..., None]) -> Handling:
     """Handles ``SIGTERM``, unless the program has a handler of its own."""
-    before = signal.getsignal(signal.SIGTERM)
-    # Ray's handler would end the process without saving the run.
-    rays = getattr(before, "__module__", "").startswith("ray.")
-    return _handled(signal.SIGTERM, handler, before is signal.SIG_DFL or rays)
+    is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return handled(signal.SIGTERM, handler, is_free)
 
 
 @contextlib.contextmanager
-def _handled(number: int, handler: Callable[..., None], wanted: bool) -> Iterator[None]:
+def handled(
+    number: int, handler: Callable[..., None] | signal.Handlers, wanted: bool
+) -> Iterator[None]:
     """Handles a signal, if wanted; only the main thread ever gets signals."""
     if not wanted or threading.current_thread() is not threading.main_thread():
         yield
@@ -123,7 +123,7 @@ def uninterrupted(function: Callable[_Args, _Result]) -> Callable[_Args, _Result
     def call(*args: _Args.args, **options: _Args.kwargs) -> _Result:
         pending: list[int] = []
         try:
-            with _handled(signal.SIGINT, lambda *_: pending.append(1), True):
+            with handled(signal.SIGINT, lambda *_: pending.append(1), True):
                 return function(*args, **options)
         finally:
             if pending:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import collections
 from typing import NamedTuple
 
-from gradxform._server.records import Answer, ServerStatus, is_past
+from gradxform._server.records import ServerStatus, is_past
 from gradxform.engines._job import Counts, Push, WorkerCounts
-
-NONE = Answer()
 
 
 class Begun(NamedTuple):
@@ -43,12 +41,10 @@ class Ledger:
         self._lost = self._unanswered = self.worker_deaths = 0
         self._given_up: collections.Counter[int] = collections.Counter()  # By worker.
         self._go_to(status)
-        self._started = self.stands
 
     def _go_to(self, status: ServerStatus) -> None:
         self._status = status
-        self._answers = dict(status.answers)  # The last one that was counted.
-        self.accepted, self._dropped = status.accepted, status.dropped
+        self._tally = status.tally.copy()  # Of the answers that were counted.
         self.hear(status)
 
     def hear(self, status: ServerStatus) -> None:
@@ -57,42 +53,49 @@ class Ledger:
         If a worker dies after its push has acted, its answer never comes. The push is
         made again, and then the answer does not say when the first one has acted.
         """
-        self._heard = status.answers
+        self._heard = status.tally
         self.global_step, self.accumulated = status.global_step, status.accumulated
 
     @property
     def stands(self) -> int:
         """How many answered pushes are in the parameters, or were dropped."""
-        return self.accepted + self._dropped
+        return self._tally.pushes
+
+    @property
+    def accepted(self) -> int:
+        """How many of them were applied or added."""
+        return self._tally.accepted
 
     @property
     def counts(self) -> Counts:
         """The counts as :class:`Counts`."""
+        pushed, given_up = self.stands + self._lost, self._given_up.total()
+        under_way = len(self.begun) - len(self._counted)
         return Counts(
-            self.stands + self._lost,
-            self.accepted,
-            self._dropped,
+            pushed,
+            self._tally.accepted,
+            self._tally.dropped,
             self._lost,
             self.worker_deaths,
-            given_up=self._given_up.total(),
-            started=self._started,
-            under_way=len(self.begun) - len(self._counted),
+            given_up=given_up,
+            started=pushed + given_up + self._unanswered + under_way,
+            under_way=under_way,
             unanswered=self._unanswered,
             by_worker={
                 worker: WorkerCounts(
-                    *self._answers.get(worker, NONE)[3:], self._given_up[worker]
+                    *self._tally.last(worker)[3:], self._given_up[worker]
                 )
-                for worker in sorted({*self._answers, *self._given_up})
+                for worker in sorted({*self._tally.answers, *self._given_up})
             },
         )
 
     def next(self, worker: int) -> int:
         """The number of the worker's next push."""
-        return self._answers.get(worker, NONE).number + 1
+        return self._tally.last(worker).number + 1
 
     def waits(self, worker: int) -> bool:
         """Whether the step has not been made for which the worker has pushed."""
-        return self._answers.get(worker, NONE).local_step >= self.global_step
+        return self._tally.last(worker).local_step >= self.global_step
 
     @property
     def incarnation(self) -> str:
@@ -105,7 +108,6 @@ class Ledger:
         """Counts a gradient that begins."""
         self.begun[worker] = begun
         self._tries[worker, begun.number] += 1
-        self._started += 1
 
     def _end(self, worker: int) -> bool:
         """Forgets a gradient; returns whether it is still to be counted."""
@@ -135,14 +137,12 @@ class Ledger:
         del self._tries[worker, number]
         # On its way when the server died.
         if is_past(local_step, self.incarnation):
-            if number > self._status.answers.get(worker, NONE).number:
+            if number > self._status.tally.last(worker).number:
                 self._lost += 1
             else:
                 self._unanswered += uncounted
             return
-        self.accepted += result.applied
-        self._dropped += not result.applied
-        heard = self._heard.get(worker, NONE)
+        heard = self._heard.last(worker)
         if number <= heard.number:
             local_step = heard.local_step  # Of the push that has acted.
         else:
@@ -152,13 +152,12 @@ class Ledger:
             stepped = result.global_step > local_step + result.staleness
             if result.global_step == self.global_step and not stepped:
                 self.accumulated += result.applied
-        last = self._answers.get(worker, NONE)
-        self._answers[worker] = last.then(number, local_step, result)
+        self._tally.count(result, (worker, number), local_step)
 
     def settle(self, status: ServerStatus) -> None:
         """Takes over all answers of the server, received or not."""
         began = self._status
-        self._take_over(status, self.stands)
+        self._take_over(status)
         self._status = began
 
     def go_back(self, status: ServerStatus) -> int | None:
@@ -169,19 +168,17 @@ class Ledger:
         if status.incarnation == self.incarnation:
             return None
         lost = sum(
-            max(0, last.number - status.answers.get(worker, NONE).number)
-            for worker, last in self._answers.items()
+            max(0, last.number - status.tally.last(worker).number)
+            for worker, last in self._tally.answers.items()
         )
         self._lost += lost
-        self._take_over(status, self.stands - lost)
+        self._take_over(status)
         return lost
 
-    def _take_over(self, status: ServerStatus, seen: int) -> None:
-        """Counts what the server has answered, beyond the answers that were seen."""
+    def _take_over(self, status: ServerStatus) -> None:
+        """Counts what the server has answered, also what has not arrived."""
         for worker, begun in self.begun.items():
-            last = status.answers.get(worker, NONE).number
+            last = status.tally.last(worker).number
             if begun.number == last >= self.next(worker):
                 self._counted.add(worker)
-                seen += 1
         self._go_to(status)
-        self._started += self.stands - seen  # No worker has made these pushes.

@@ -11,13 +11,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-from gradxform._ray.servers import RayServer
-from gradxform._server.records import ServerStatus, is_past
+from gradxform._server.checkpoints import Checkpoint
+from gradxform._server.core import of_one_process
+from gradxform._server.records import Ahead, ServerStatus, is_past
 from gradxform._server.recoverable import RecoverableServer
+from gradxform._server.store import Store
+from gradxform._server.transport import Transport
 from gradxform._trees import checks
-from gradxform.engines._job import Counts, Job, Push, Worker
+from gradxform.engines._job import Counts, Job, Push, Server, Worker
 from gradxform.engines._ledger import Ledger
 from gradxform.engines._scheduler import Scheduler
 from gradxform.engines._work import (
@@ -48,11 +51,24 @@ class Terminated(SystemExit):
 
 def server_options(job: Job) -> dict[str, Any]:
     """The options of a job's server, besides parameters and transformation."""
-    return {
-        "pushes": job.pushes,
-        "donate": job.donate,
-        "require_finite": job.require_finite,
-    }
+    return {"donate": job.donate, "require_finite": job.require_finite}
+
+
+def server_here(job: Job, checkpoint: Checkpoint | None) -> RecoverableServer:
+    """A job's server in this process."""
+    core = of_one_process(job.params, job.tx, **server_options(job))
+    store = None if checkpoint is None else Store(checkpoint)
+    return RecoverableServer(Transport(core), store, job.pushes)
+
+
+class RunServer(Server, Protocol):
+    """A server as a run uses it: see :class:`RecoverableServer`."""
+
+    def begin(self) -> ServerStatus: ...
+    def status(self) -> ServerStatus: ...
+    def note(self, ahead: Ahead) -> None: ...
+    def rest(self) -> ServerStatus: ...
+    def save(self) -> int | None: ...
 
 
 class WorkerPool:
@@ -62,7 +78,7 @@ class WorkerPool:
     While nobody iterates, the workers finish their present gradients, and rest.
     """
 
-    server: RecoverableServer | RayServer
+    server: RunServer
     workers: Mapping[int, Any]  # By engine: threads, or handles of Ray.
 
     def __init__(self, job: Job) -> None:
@@ -108,7 +124,7 @@ class WorkerPool:
             worker = worker._replace(batch=batch)
         return cast_back(worker, self._job.params)
 
-    def begin(self, server: RecoverableServer | RayServer) -> None:
+    def begin(self, server: RunServer) -> None:
         """Starts the run where the server stands."""
         self.server = server
         status = server.begin()

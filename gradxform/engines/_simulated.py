@@ -12,7 +12,7 @@ from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.recoverable import RecoverableServer
 from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
-from gradxform.engines._pool import Stopped, WorkerPool, server_options
+from gradxform.engines._pool import Stopped, WorkerPool, server_here
 from gradxform.engines._work import GivenUpError, Gradient, StreamEndedError
 
 
@@ -54,8 +54,7 @@ def simulated(
     """
     given = Checkpoint.of(checkpoint)
     run = _Simulated(job)
-    options = server_options(job)
-    with RecoverableServer(job.params, job.tx, given, **options) as server:
+    with server_here(job, given) as server:
         run.begin(server)
         with contextlib.closing(run), ending(run, given):
             yield run

@@ -16,9 +16,16 @@ import pytest
 import ray
 
 from gradxform import engines
+from gradxform._ray import wire
 from gradxform._ray.servers import ServerDiedError, WorkersServer
 
-pytestmark = pytest.mark.usefixtures("bounded")
+pytestmark = pytest.mark.usefixtures("bounded", "without_arrays")
+
+
+@pytest.fixture
+def without_arrays(monkeypatch):
+    """Nothing is sent, so this process needs no way for arrays."""
+    monkeypatch.setattr(wire, "register", lambda: None)
 
 
 class Notes:
@@ -61,7 +68,9 @@ class Notes:
     def kill(self, actor):
         self.calls.append(f"kill {actor.name}")
 
-    def remote(self, cls):
+    def remote(self, cls=None, **groups):
+        if cls is None:
+            return self.remote
         kinds = {"Server": "server", "Worker": "worker"}
         found = (kinds[part] for part in kinds if part in cls.__name__)
         kind = next(found, "process")  # One of several, of one server.

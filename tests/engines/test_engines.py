@@ -11,7 +11,6 @@ import types
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -187,18 +186,6 @@ def test_a_refused_push_ends_the_run(engine):
 # Threads.
 
 
-def test_threads_push_no_more_than_they_should():
-    with engines.threads(make_job("async", [1e-3] * 3)) as running:
-        pushes = list(running.pushes)
-        threads = [*running.workers.values()]
-        for thread in threads:
-            thread.join(60)
-        assert len(threads) == 3
-        assert not any(thread.is_alive() for thread in threads)
-        stats = running.server.stats()
-        assert stats.accepted + stats.dropped == len(pushes) == 40
-
-
 def test_threads_do_not_start_before_pushes_are_wanted():
     with engines.threads(make_job("async", [1e-3] * 3)) as running:
         assert not any(thread.is_alive() for thread in running.workers.values())
@@ -239,19 +226,6 @@ def test_a_worker_sleeps_for_the_rest_of_its_duration(monkeypatch):
 # Simulated.
 
 
-def test_events_happen_in_the_order_of_their_times():
-    pushes, *_ = run(engines.simulated, make_job("async", [2.0, 3.0], 7, 1))
-    assert [(p.worker, p.local_step, *p.result[:2]) for p in pushes] == [
-        (0, 0, True, 0),  # At 2, from the parameters at step 0.
-        (1, 0, True, 1),  # At 3.
-        (0, 1, True, 1),  # At 4.
-        (0, 3, True, 0),  # At 6: the lower index goes first.
-        (1, 2, False, 2),  # At 6.
-        (0, 4, True, 0),  # At 8.
-        (1, 4, True, 1),  # At 9, pulled at 6 after the drop.
-    ]
-
-
 def test_workers_that_wait_go_on_with_the_step():
     pushes, *_ = run(engines.simulated, make_job("backup", [2.0, 3.0, 7.0], 9))
     assert [(p.worker, p.local_step, *p.result[:3]) for p in pushes] == [
@@ -265,21 +239,3 @@ def test_workers_that_wait_go_on_with_the_step():
         (0, 3, True, 0, 3),  # At 11.
         (1, 3, True, 0, 4),  # At 12, before the next of worker 2 at 14.
     ]
-
-
-@pytest.mark.parametrize("mode", ["async", "sync", "backup"])
-def test_a_simulation_repeats_exactly(mode):
-    def simulate(seed):
-        job = make_job(mode, [1.0] * 4, 60)
-
-        def make_worker(index):
-            def duration(number):
-                return np.random.default_rng((seed, index, number)).exponential()
-
-            return engines.Worker(gradient, duration=duration)
-
-        workers = [make_worker(index) for index in range(4)]
-        return run(engines.simulated, job._replace(workers=workers))[0]
-
-    assert simulate(0) == simulate(0)
-    assert simulate(0) != simulate(1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gradxform import PushResult
-from gradxform._server.records import Answer, GlobalStep, ServerStatus
+from gradxform._server.records import Answer, GlobalStep, ServerStatus, Tally
 from gradxform.engines import Push
 from gradxform.engines._ledger import Begun, Ledger
 
@@ -53,10 +53,7 @@ class World:
         return ServerStatus(
             str(self.incarnations),
             self.done,
-            applied,
-            self.done - applied,
-            dict(self.answers),
-            self.incarnations > 1,
+            Tally(applied, self.done - applied, self.answers),
         )
 
 
@@ -164,8 +161,9 @@ def test_pushes_of_nobody_in_a_checkpoint_are_accounted_for():
     world.save()
     world.begin()
     # Meanwhile three pushes without a name were applied, and saved with the others.
-    accepted = world.status.accepted + 3
-    ledger.go_back(world.status._replace(accepted=accepted))
+    tally = world.status.tally.copy()
+    tally.accepted += 3
+    ledger.go_back(world.status._replace(tally=tally))
     counts = ledger.counts
     assert counts.accepted + counts.dropped + counts.lost == counts.pushed == 7
     ledger.add(world.push(0, 4))

@@ -114,26 +114,6 @@ def test_a_resume_keeps_the_clock_of_a_worker_that_joined(tmp_path):
     assert [sum(p.worker == i for p in pushes) for i in range(4)] == [10] * 4
 
 
-def test_a_checkpoint_of_a_run_with_a_deadline_loads(tmp_path):
-    """Earlier versions saved None as the clock of a worker past its deadline."""
-    asked, rule = [], engines.stale_synchronous(5)
-
-    def recorded(progress):
-        asked.append(dict(progress.clocks))
-        return rule(progress)
-
-    job = make_job([1.0, 1.0, 4.0], 12, pace=recorded)
-    with engines.simulated(job, checkpoint=tmp_path) as run:
-        pushes = [push.worker for push in run.pushes]
-        run.server.note({0: 2, 2: None})
-    asked.clear()
-    with engines.simulated(job._replace(pushes=30), checkpoint=tmp_path) as run:
-        resumed = [push.worker for push in run.pushes]
-    clocks = {worker: pushes.count(worker) for worker in range(3)}
-    assert asked[0] == clocks | {0: clocks[0] + 2}
-    assert len(resumed) == 18
-
-
 # Rules.
 
 

@@ -727,14 +727,6 @@ def test_a_rule_that_lets_nobody_begin_is_an_error(engine, tmp_path):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_admission_with_another_batch_than_that_of_tx_is_an_error(engine):
-    job = make_job(4, lambda w, n: 0.0, 60, 3, engines.admission(1, 8, 1))
-    with pytest.raises(ValueError, match=r"^pace"), engine(job) as run:
-        list(run.pushes)
-    assert run.counts().accepted == 2
-
-
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_rule_that_raises_ends_the_run_with_its_error(engine, tmp_path):
     def rule(progress):
         if progress.started >= 5:

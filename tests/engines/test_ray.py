@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -233,6 +234,37 @@ def test_without_a_checkpoint_a_server_that_dies_ends_the_run():
         assert "give it a checkpoint" in raised.value.__notes__[0]
 
 
+def test_a_process_that_hangs_is_killed_and_taken_for_dead(tmp_path):
+    """All others wait for its gradient; another process computes it."""
+    mark = tmp_path / "hangs"
+
+    def hangs(params, index, number):
+        if (index, number) == (0, 2) and not mark.exists():
+            mark.touch()
+            time.sleep(600)
+        return 0.0, jnp.ones_like(params)
+
+    def worker(index):
+        return engines.Worker(hangs, lambda number: (index, np.int32(number)))
+
+    def kill():
+        while not mark.exists():
+            time.sleep(0.1)
+        ray.kill(run.workers[0])
+
+    workers = [worker(index) for index in range(3)]
+    pace = engines.stale_synchronous(0)
+    job = engines.Job(jnp.float32(0.0), optax.sgd(1.0), workers, 30, pace=pace)
+    with engines.ray(job) as run:
+        killer = threading.Thread(target=kill)
+        killer.start()
+        pushes = [(push.worker, push.number) for push in run.pushes]
+        killer.join()
+        counts = run.counts()
+    assert sorted(pushes) == [(w, n) for w in range(3) for n in range(10)]
+    assert counts.worker_deaths == 1
+
+
 # The end.
 
 
@@ -275,18 +307,6 @@ def test_answered_pushes_count_and_are_saved_before_they_are_given(tmp_path):
         assert len(list(run.pushes)) == 9
 
 
-def test_a_worker_that_blocks_does_not_keep_the_last_push():
-    def blocked(params):
-        time.sleep(3600)
-
-    job = make_job(pushes=8, seconds=0.0)
-    job = job._replace(workers=[job.workers[0], engines.Worker(blocked)])
-    with engines.ray(job) as run:
-        pushes = list(run.pushes)
-        assert_counted(run, pushes, job)
-    assert [push.number for push in pushes if push.worker == 0] == [*range(8)]
-
-
 def test_a_stream_that_is_made_in_the_worker_ends_there():
     def make_worker(length):
         stream = None
@@ -321,14 +341,6 @@ def test_a_stream_that_cannot_be_sent_to_a_worker_is_told():
     (note,) = raised.value.__notes__
     assert note.startswith("Worker 1 is sent to a process of its own.")
     assert note.endswith("let batch make it when it is first called.")
-
-
-def test_a_step_that_needs_more_pushes_than_required_is_an_error():
-    tx = gx.conditional_accumulator(optax.sgd(1.0), 3)
-    job = make_job(required=1, count=1)._replace(tx=tx)
-    match = "^required=1: all 1 workers have pushed .* num_required"
-    with engines.ray(job) as run, pytest.raises(ValueError, match=match):
-        list(run.pushes)
 
 
 def test_options_reach_the_server():

@@ -43,12 +43,6 @@ def push_some(server, count):
     return result
 
 
-def pull_for_good(server):
-    """Pulls until it raises: a killed actor may answer for a moment."""
-    while True:
-        ray.get(server.pull.remote())
-
-
 def assert_identical(tree, other):
     """The same structure, types and bits."""
     assert jax.tree.structure(tree) == jax.tree.structure(other)
@@ -101,34 +95,6 @@ def test_a_bad_push_raises_at_the_caller_and_changes_nothing(server):
         assert type(raised.value.cause) is error
     assert_identical(ray.get(server.state.remote()), before)
     assert push_some(server, 1)[:3] == (True, 0, seen + 1)
-
-
-def test_a_server_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
-    checkpoint = pytest.importorskip("orbax.checkpoint")
-    first = make_server()
-    push_some(first, 3)
-    saved = ray.get(first.state.remote())
-    with checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", saved)
-    push_some(first, 2)  # These are lost.
-    gone = ray.get(first.state.remote())
-    ray.kill(first)
-    with pytest.raises(ray.exceptions.RayActorError):
-        pull_for_good(first)
-
-    second = make_server()
-    fresh = ray.get(second.state.remote())
-    with checkpoint.StandardCheckpointer() as checkpointer:
-        loaded = checkpointer.restore(tmp_path / "state", fresh)
-    ray.get(second.restore.remote(loaded))
-    assert_identical(ray.get(second.state.remote()), saved)
-    params, global_step = ray.get(second.pull.remote())
-    assert global_step == 3
-    assert_identical(params, saved["params"])
-
-    # It goes on like the one that was killed.
-    assert push_some(second, 2)[:3] == (True, 0, 5)
-    assert_identical(ray.get(second.state.remote()), gone)
 
 
 def test_a_restarted_actor_counts_its_lost_pushes():

@@ -173,13 +173,11 @@ def test_pulled_arrays_may_be_donated(donate):
     assert server.push(others, seen).applied
 
 
-def test_a_misfit_is_never_traced_and_a_failing_step_is_traced_once():
+def test_a_misfit_is_never_traced():
     traced = []
 
-    def update(updates, state, params=None, *, wanted=None, **extra):
+    def update(updates, state, params=None, **extra):
         traced.append(updates)
-        if wanted is None:
-            raise TypeError("pass wanted")
         return updates, state
 
     tx = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
@@ -189,13 +187,9 @@ def test_a_misfit_is_never_traced_and_a_failing_step_is_traced_once():
             with pytest.raises(TypeError, match="differ"):
                 server.push(bad, 0)
     assert not traced
-    for _ in range(3):
-        with pytest.raises(TypeError, match="pass wanted"):
-            server.push(ONES, 0)
-    assert len(traced) == 1
     for step in range(3):
         assert server.push(ONES, step, wanted=np.float32(step)).applied
-    assert len(traced) <= 3  # A conditional may look at its branches twice.
+    assert len(traced) <= 2  # A conditional may look at its branches twice.
 
 
 CALLS = {

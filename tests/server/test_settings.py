@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform import engines
@@ -92,48 +90,6 @@ def test_a_server_works(setting, main):
     assert [x.applied for x in got[0][:6]] == [True] * 5 + [False]
     chex.assert_trees_all_close(got, wanted, rtol=1e-6)
     assert jax.tree.map(jax.typeof, got[1]) == jax.tree.map(jax.typeof, wanted[1])
-
-
-@pytest.mark.parametrize("gated", [True, False])
-def test_without_jit_whoever_debugs_an_optimizer_sees_its_numbers(gated):
-    seen = []
-
-    def update(updates, state, params=None):
-        seen.append(float(updates["w"].sum()))  # An error where it is traced.
-        return updates, state
-
-    tx = optax.chain(
-        optax.GradientTransformation(optax.init_empty_state, update), optax.sgd(1.0)
-    )
-    server = gx.ParameterServer(params(), gx.accumulate(tx, 2) if gated else tx)
-    with jax.disable_jit():
-        server.push(params(), 0)
-        server.push(params(), 0)
-    assert seen == ([3.0] if gated else [3.0, 3.0])
-    with pytest.raises(jax.errors.ConcretizationTypeError):
-        server.push(params(), 0)
-
-
-@pytest.mark.parametrize("cut", [True, False])
-def test_without_jit_arrays_stay_where_they_are(cut):
-    start = {"table": jnp.ones((8, 2)), "w": jnp.ones(3)}
-    if cut:
-        mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-        start["table"] = jax.device_put(start["table"], NamedSharding(mesh, P("x")))
-    grads = jax.device_put(jax.tree.map(np.asarray, start), jax.devices()[2])
-    server = gx.ParameterServer(start, TX)
-
-    def lie():
-        leaves = jax.tree.leaves(server.state())
-        return [(x.sharding, x.committed, jax.typeof(x)) for x in leaves]
-
-    before = lie()
-    assert [committed for _, committed, _ in before] == [cut] * len(before)
-    with jax.disable_jit():
-        server.push(grads, 0)
-    assert lie() == before
-    assert server.push(grads, 0).global_step == 2
-    assert lie() == before
 
 
 @settings

@@ -5,8 +5,6 @@ with its parts on several devices. ``engines/test_group`` has processes. There a
 takes ten times as long, and no test sees what the compiler has made.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,10 +18,10 @@ from gradxform._ray.layout import Layout
 from gradxform._ray.messages import Part
 from gradxform._ray.process import Process, made
 from gradxform._server.checkpoints import Checkpoint
-from gradxform._server.folder import SUMS
+from gradxform._server.core import of_one_process
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._server.store import Store
-from gradxform._server.transport import Local
+from gradxform._server.transport import Transport
 from gradxform._trees import maps
 from tests.server.test_rows import aligned
 
@@ -37,7 +35,7 @@ def params_of(height):
     return {k: rng.standard_normal(s, np.float32) for k, s in shapes.items()}
 
 
-class InParts(Local):
+class InParts(Transport):
     """A process of a server that is alone, and so has the parts of all."""
 
     def __init__(self, *process):
@@ -51,7 +49,7 @@ class InParts(Local):
 
 def server_of(*process, checkpoint=None):
     store = checkpoint and Store(checkpoint)
-    return RecoverableServer.of(InParts(*process), store, math.inf)
+    return RecoverableServer(InParts(*process), store)
 
 
 class Parts:
@@ -174,7 +172,8 @@ def saving(count, folder, params=TABLE):
         layout = Layout.of(params, count, {"table": P("server"), "bias": None})
         mesh = Mesh(np.array(jax.devices()[:count]), ("server",))
         return server_of(params, layout, mesh, SAVED, checkpoint=checkpoint)
-    return RecoverableServer(params, SAVED, checkpoint)
+    core = of_one_process(params, SAVED)
+    return RecoverableServer(Transport(core), Store(checkpoint))
 
 
 def rows_at(step, height=36):
@@ -202,30 +201,6 @@ def test_any_number_of_parts_reads_the_checkpoint_of_any_other(tmp_path):
                 step = server.push(rows, step, push_id=(0, step)).global_step
             server.save()
             same_states(server.state(), alone.state())
-
-
-@pytest.mark.parametrize("count", [0, 4])
-def test_a_checkpoint_with_padding_is_read_without_it(count, tmp_path):
-    """Older versions padded 36 rows to 40 for 5 processes. They described only 36."""
-    padded = TABLE | {"table": np.pad(TABLE["table"], [(0, 4), (0, 0)])}
-    with saving(0, tmp_path, padded) as server:
-        server.begin()
-        server.push(rows_at(0, 40) | {"bias": None}, 0, push_id=(0, 0))
-        server.save()
-    described = tmp_path / "1" / "counters" / "metadata"
-    described.write_text(described.read_text().replace("[40,8]", "[36,8]"))
-    (tmp_path / "1" / SUMS).unlink()
-    alone = gx.ParameterServer(TABLE, SAVED)
-    alone.push(rows_at(0) | {"bias": None}, 0)
-    with saving(count, tmp_path) as server:
-        assert server.begin().found
-        same_states(server.state(), alone.state())
-    # A table that has so many rows is of another job.
-    with (
-        saving(count, tmp_path, padded) as server,
-        pytest.raises(ValueError, match=r"of another job.*\[36,8\].*\[40,8\]"),
-    ):
-        server.begin()
 
 
 # What a push costs.

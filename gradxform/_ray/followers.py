@@ -1,0 +1,211 @@
+"""The other processes of a server, and how their leader calls them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from gradxform._ray.layout import Layout
+from gradxform._ray.messages import PushMessage, packed_parts
+from gradxform._ray.process import Process, enter, part_of
+from gradxform._ray.wire import Payload
+from gradxform._server.checkpoints import Checkpoint
+from gradxform._server.programs import Prepared
+from gradxform._server.reader import Form, RowIds
+from gradxform._server.records import Snapshot, summary
+from gradxform._server.store import Store
+
+CALLS = "calls"  # The name of the followers' threads for calls.
+PATIENCE = 5.0  # A step fails in all processes within these seconds, or only in one.
+
+
+class Followers:
+    """The followers; none if the server has one process.
+
+    Calls and commands differ. A call may come at any time, and the leader waits for it.
+    Commands are handled in the leader's sequence, and nobody waits for them. A follower
+    has one thread for commands, on which Ray runs them in the sequence in which they
+    were sent. It has several other threads for calls.
+
+    Args:
+      actors: in the order of their processes.
+      end: ends this process, and says why.
+    """
+
+    def __init__(
+        self, actors: Sequence[Any], end: Callable[[str], None] = lambda why: None
+    ) -> None:
+        self._actors, self._end = actors, end
+        self._ray = sys.modules["ray"]
+        self._keys = itertools.count()
+        self._lock = threading.Lock()  # All get the commands in the same sequence.
+        self._failed = threading.Event()
+        self._others_failed = threading.Semaphore(0)
+        for actor in actors:
+            threading.Thread(target=self._watch, args=(actor,), daemon=True).start()
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def key(self) -> int:
+        """A new number, for what belongs together."""
+        return next(self._keys)
+
+    def command(self, name: str, *args: object) -> list[Any]:
+        """Commands all followers; returns references to their answers."""
+        with self._lock:
+            return [getattr(actor, name).remote(*args) for actor in self._actors]
+
+    def read(
+        self, each: Sequence[Mapping[int, RowIds | None]], form: Form
+    ) -> list[Any]:
+        """In a turn: commands each follower to send its share, if it has one."""
+        with self._lock:
+            pairs = zip(self._actors, each, strict=True)
+            return [actor.read.remote(form, share) for actor, share in pairs if share]
+
+    @contextlib.contextmanager
+    def asked(
+        self, name: str, *args: object, each: Sequence[object] | None = None
+    ) -> Iterator[None]:
+        """Calls a method of all followers while the body of the ``with`` runs.
+
+        If the body raises no error, an error of theirs is raised.
+        """
+        own = [()] * len(self._actors) if each is None else [(x,) for x in each]
+        asked = [
+            getattr(actor, name).options(concurrency_group=CALLS).remote(*args, *more)
+            for actor, more in zip(self._actors, own, strict=True)
+        ]
+        try:
+            yield
+        finally:  # No call of it may begin later.
+            self._ray.wait(asked, num_returns=len(asked))
+        self.answers(asked)
+
+    def answers(self, asked: list[Any]) -> list[Any]:
+        """The answers to calls or commands; raises an error of theirs."""
+        try:
+            return self._ray.get(asked)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+
+    def failed(self, why: str) -> None:
+        """Returns if all followers have failed as well; otherwise ends this process.
+
+        A failure in every process kills none of them: the caller is told its cause.
+        """
+        self._failed.set()
+        deadline = time.monotonic() + PATIENCE
+        for _ in self._actors:
+            wait = max(0.0, deadline - time.monotonic())
+            if not self._others_failed.acquire(timeout=wait):
+                self._end(f"the leader of the server has failed, {why}")
+
+    def _watch(self, actor: Any) -> None:
+        """Ends this process when a follower has died, or alone has failed.
+
+        Otherwise this one may wait for it in a collective, forever.
+        """
+        failure = actor.failure.options(concurrency_group=CALLS).remote()
+        try:
+            why = self._ray.get(failure)
+        except self._ray.exceptions.RayActorError:
+            self._end("a process of the server has died, and this one ends with it")
+            return
+        self._others_failed.release()
+        if not self._failed.wait(PATIENCE):
+            self._end(f"a process of the server has failed, {why}")
+
+
+class Follower:
+    """One of the processes, and the calls and commands that it handles.
+
+    Args:
+      number: of this process, from 1.
+      processes: how many there are.
+    """
+
+    def __init__(self, number: int, processes: int) -> None:
+        self._number, self._processes = number, processes
+        self._prepared: dict[int, Prepared] = {}
+        self._snapshots: dict[int, Snapshot | None] = {}
+        self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def join(
+        self,
+        coordinator: str,
+        given: list[Any],
+        layout: Layout,
+        checkpoint: Checkpoint | None = None,
+        *,
+        pushes: float,  # The leader counts them.
+        **options: bool,
+    ) -> None:
+        """Becomes one of the processes; see :meth:`Leader.join`."""
+        mesh = enter(coordinator, self._number, self._processes)
+        params, tx = sys.modules["ray"].get(given)
+        self.process = Process(params, layout, mesh, tx, **options)
+        if checkpoint is not None:
+            self._store = Store(checkpoint, together=True)
+
+    # The leader's calls: these may come in any sequence.
+
+    def failure(self) -> str:
+        """Waits until a step fails here; returns why."""
+        return self._failures.get()
+
+    def prepare(self, key: int, message: PushMessage) -> None:
+        """Does what a push needs before its turn."""
+        self._prepared[key] = self.process.prepare(message)
+
+    def compile(self, sizes: Mapping[int, int | None], form: Form) -> None:
+        """Compiles programs to read arrays, so that no turn has to."""
+        for number, size in sizes.items():
+            self.process.reader.program(number, size, form)
+
+    def resume(self, pushes: int) -> None:
+        """Goes on from this process's part of a checkpoint."""
+        snapshot = self._store.read(pushes, self.process.like())
+        self.process.core.resume(self.process.placed(snapshot))
+
+    # The leader's commands, handled in its sequence, on one thread.
+
+    def push(self, key: int, local_step: int) -> None:
+        """Runs the step of a push."""
+        try:
+            self.process.core.commit(self._prepared.pop(key), local_step)
+        except BaseException as error:
+            self._failures.put(summary(error))
+            raise
+
+    def forget(self, key: int) -> None:
+        """Drops what was prepared, or copied, and is not needed."""
+        self._prepared.pop(key, None)
+        self._snapshots.pop(key, None)
+
+    def read(self, form: Form, share: Mapping[int, RowIds | None]) -> Payload:
+        """Sends its share of the arrays."""
+        reading = self.process.reader.prepare(share, form)
+        leaves = self.process.core.version.leaves
+        read = reading.run({i: part_of(leaves[i]) for i in share})
+        # The next step may overwrite those that are read as they are.
+        return packed_parts(read, share, copies=bool(reading.plain))
+
+    def snapshot(self, key: int) -> None:
+        """Copies its parts for a checkpoint."""
+        self._snapshots[key] = snapshot = self.process.core.snapshot()
+        jax.block_until_ready(snapshot and snapshot.state)
+
+    def write(self, key: int) -> None:
+        """Begins to write them."""
+        snapshot = self._snapshots.pop(key)
+        self._store.write_soon(lambda: snapshot)
