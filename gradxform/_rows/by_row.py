@@ -19,15 +19,7 @@ import numpy as np
 import optax
 
 from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
-from gradxform._trees import (
-    arithmetic,
-    compilers,
-    dtypes,
-    jaxprs,
-    maps,
-    norms,
-    versions,
-)
+from gradxform._trees import arithmetic, dtypes, jaxprs, maps, norms, versions
 from gradxform._trees.types import Leaf, Path, PyTree, Shape
 
 if TYPE_CHECKING:
@@ -195,7 +187,7 @@ class Tables(NamedTuple):
                 (nothing,) = versions.evaluate(eqn, [inputs[0][:0]])
                 nothing = jnp.expand_dims(nothing, params["axes"])
                 inputs = [_filled(g, inputs[0], nothing)]
-        elif not compilers.is_elementwise(name):
+        elif name not in versions.ELEMENTWISE:
             _refuse(eqn)
         return versions.evaluate(eqn, inputs)
 

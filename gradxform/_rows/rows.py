@@ -12,11 +12,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._trees import versions
+from gradxform._trees import compilers, versions
 
 Array: TypeAlias = jax.Array | np.ndarray[Any, Any]
 A = TypeVar("A", bound=Array)
-_Write: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]  # Table, indices, rows.
 
 
 def rows_of(name: str, indices: A, height: int) -> A:
@@ -106,26 +105,12 @@ def _scatter(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
     return table.at[indices].set(rows, **summed(table))
 
 
-@jax.custom_jvp
-def _write_narrow(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    return jax.lax.platform_dependent(
-        table, indices, rows, cpu=_choose, default=_scatter
-    )
-
-
-@_write_narrow.defjvp
-def _write_narrow_jvp(  # Bits have no derivative.
-    primals: _Write, tangents: _Write
-) -> tuple[jax.Array, jax.Array]:
-    of_table, _, of_rows = tangents
-    return _write_narrow(*primals), _scatter(of_table, primals[1], of_rows)
-
-
 def _choose(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """The result of ``_scatter``, in one pass over the table and without a copy of it.
 
     A compiler that cannot scatter into such a dtype makes a wider copy of the table,
-    scatters into that, and narrows it again.
+    scatters into that, and narrows it again. With a float8 table Adagrad would keep
+    2.0 N and move 23 N instead of 15 N.
     """
     how, n = summed(table), len(indices)
     if not n:
@@ -146,6 +131,9 @@ def _choose(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     new = new.at[position].get(mode="clip", out_sharding=of_table)
     is_old = jnp.expand_dims(position == n, tuple(range(1, table.ndim)))
     return jax.lax.bitcast_convert_type(jnp.where(is_old, old, new), table.dtype)
+
+
+_write_narrow = compilers.linear(compilers.on_cpu(_choose, _scatter), _scatter)
 
 
 def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:

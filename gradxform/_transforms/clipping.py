@@ -15,7 +15,6 @@ from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import Layers, StackedAxes
 from gradxform._trees.stateless import stateless
 from gradxform._trees.types import Leaf, PyTree
-from gradxform._trees.versions import scatter_copies
 
 
 def global_norm(tree: PyTree[Leaf], *, axis_name: AxisName = None) -> jax.Array:
@@ -159,8 +158,8 @@ def clip_by_global_norm(
 
         def scaled(g: jax.Array) -> jax.Array:
             # On CPU no kernel begins such an update before the norm is known. It would
-            # copy what it reads.
-            waits = g.dtype.itemsize == 2 and not scatter_copies(g.dtype)
+            # copy what it reads: 0.7 N and 2 N moved for bfloat16, the loss inside.
+            waits = g.dtype.itemsize == 2
             return arithmetic.scale(after(g, factor) if waits else g, factor)
 
         return maps.map_updates(scaled, updates), _state(use_norm)

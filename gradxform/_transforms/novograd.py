@@ -186,9 +186,11 @@ def scale_by_novograd(
             g: jax.Array,
             mu: jax.Array,
             nu: jax.Array,
+            square: jax.Array,
             w: jax.typing.ArrayLike = 0,
             decays: bool = False,
-        ) -> tuple[jax.Array, jax.Array]:
+        ) -> tuple[jax.Array, ...]:
+            nu = average(square, nu)
             # ĝ = g / sqrt(nu + eps), or g / (sqrt(nu) + eps)
             inverse = arithmetic.inverse_sqrt(nu, eps, eps_in_sqrt)
             d = arithmetic.scale_leading(dtypes.widen(g), inverse)
@@ -203,17 +205,16 @@ def scale_by_novograd(
             mu = arithmetic.scale(dtypes.widen(mu).astype(d.dtype), b1) + d
             # u = mu, or d + b1·mu
             u = arithmetic.scale(mu, b1) + d if nesterov else mu
-            return u.astype(g.dtype), mu
+            return u.astype(g.dtype), mu, nu
 
-        nu = norms.map_layers(average, squares, state.nu)
-        rest: tuple[PyTree[object], ...] = (boxes.as_in(updates, nu),)
+        rest: tuple[PyTree[object], ...] = (squares,)
         if decays:
             hint = " A traced weight_decay may be any number: if it stays 0 name it in "
             hint += "inject_hyperparams(static_args=…)."
             name = f"weight_decay={weight_decay!r}"
             params = checks.params_given(name, params, hint)
             rest = *rest, params, decayed(params)
-        updates, mu = maps.map_step(step, updates, [state.mu], *rest)
+        updates, mu, nu = maps.map_step(step, updates, [state.mu, state.nu], *rest)
         count = optax.safe_increment(state.count)
         return updates, ScaleByNovogradState(count=count, mu=mu, nu=nu)
 

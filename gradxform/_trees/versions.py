@@ -9,9 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The class of jax.extend.core, whose import takes a tenth of a second.
-Primitive: Any = type(jax.lax.convert_element_type_p)
-
 # Operations for which each entry of a result depends on the same entry of each operand,
 # or on one number for all. Each version lacks some of them.
 _ELEMENTWISE = """
