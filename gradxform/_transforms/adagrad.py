@@ -13,7 +13,7 @@ from gradxform._transforms import clipping
 from gradxform._transforms.learning_rate import scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
-from gradxform._trees.types import Gradient
+from gradxform._trees.types import Gradient, Leaf
 
 # The defaults of both functions.
 INITIAL_ACCUMULATOR_VALUE = 0.1
@@ -103,8 +103,8 @@ def scale_by_adagrad(
             constants.full(start, params, accumulator_dtype, dtype, axes=axes)
         )
 
-    def held_by(g: Gradient) -> tuple[int, ...]:
-        return np.shape(g)[:axes]
+    def fits(g: Gradient, acc: Leaf) -> bool:  # A sum of |g|² is real.
+        return maps.has_gradient(acc) and np.shape(g)[:axes] == np.shape(acc)
 
     @jax.jit  # Traced once for each shape, not for each leaf.
     def divide(
@@ -133,9 +133,7 @@ def scale_by_adagrad(
         if row_wise and params is not None:  # The accumulators know only the rows.
             checks.same_shapes("updates", updates, "params", params)
         held = boxes.as_in(updates, state.sum_of_squares)
-        checks.same_shapes(
-            "updates", updates, "sum_of_squares", held, held_by, squares=True
-        )
+        checks.same_shapes("updates", updates, "sum_of_squares", held, fits)
         squares: tuple[optax.Updates, ...] = ()
         if row_wise:
             updates = maps.sum_duplicates(updates)

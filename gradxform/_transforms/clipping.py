@@ -150,7 +150,7 @@ def clip_by_global_norm(
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del state, params, extra
         if use_norm is not None:
-            checks.real_scalar("use_norm", use_norm)
+            checks.scalar("use_norm", use_norm)
         else:
             updates = maps.sum_duplicates(updates)  # Once, also for all later links.
             use_norm = global_norm(updates, axis_name=axis_name)
