@@ -126,7 +126,7 @@ def scale_by_adagrad(
         state: ScaleByAdagradState,
         params: optax.Params | None = None,
         *,
-        clip_sums: clipping.ClipSums = clipping.NO_SUMS,
+        clip_sums: optax.Updates | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, ScaleByAdagradState]:
         del extra
@@ -137,8 +137,9 @@ def scale_by_adagrad(
         squares: tuple[optax.Updates, ...] = ()
         if row_wise:
             updates = maps.sum_duplicates(updates)
-            rows = clip_sums.rows
-            squares = (norms.squared_rows(updates) if rows is None else rows,)
+            if clip_sums is None:
+                clip_sums = norms.squared_rows(updates)
+            squares = (clip_sums,)
         kept = [state.sum_of_squares]
         updates, *new = maps.map_step(divide, updates, kept, *squares)
         return updates, ScaleByAdagradState(*new)
