@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import jax
 import numpy as np
 
-from gradxform._trees import constants, jaxprs, maps, versions
+from gradxform._trees import compilers, constants, jaxprs, maps, versions
 from gradxform._trees.types import PyTree, T
 
 _Side: TypeAlias = Callable[[], T]
@@ -75,7 +75,7 @@ def typed_cond(
         return jax.tree.map(select, applied(), skip_typed())
 
     if by == "select" and not has_effects:
-        return jax.lax.platform_dependent(tpu=by_select, default=by_bool)
+        return compilers.on_tpu(by_select, by_bool)()
     if by != "number":
         return by_bool()
     return jax.lax.switch(pred.astype(np.int32), (skip_typed, applied))

@@ -245,7 +245,9 @@ def _check_updates(updates: optax.Updates, ring: optax.Updates) -> None:
         return jax.core.ShapedArray(r.shape[1:], r.dtype) if _delay(r) else None
 
     slots = jax.tree.map(slot, ring)
-    checks.same_shapes("updates", updates, "ring", slots, none_takes_all=True)
+    checks.same_shapes(
+        "updates", updates, "ring", slots, lambda u, s: s is None or checks.fits(u, s)
+    )
     boundary.dense(
         "delayed",
         maps.map_leaves(lambda g, r: g if _delay(r) else None, updates, ring),

@@ -33,7 +33,7 @@ def checked_bound(
     bound: jax.typing.ArrayLike
     bound = checks.in_range("max_staleness", max_staleness, "[0, inf]")
     if not isinstance(bound, jax.core.Tracer) and not np.isinf(np.asarray(bound)):
-        checks.integer_scalar("max_staleness", max_staleness)
+        checks.scalar("max_staleness", max_staleness, integer=True)
     return bound
 
 
@@ -77,6 +77,6 @@ def factor(
       TypeError: it is no real scalar.
     """
     value: jax.typing.ArrayLike = weight(staleness)
-    checks.real_scalar("weight(staleness)", value)
+    checks.scalar("weight(staleness)", value)
     value = checks.in_range("weight(staleness)", value, "[0, inf)")
     return value

@@ -73,7 +73,7 @@ def scale_by_staleness(
                 "scale_by_staleness needs staleness: put it inside drop_stale, or pass "
                 "update(..., staleness=s)."
             )
-        checks.integer_scalar("staleness", staleness)
+        checks.scalar("staleness", staleness, integer=True)
         # s = max(0, staleness)
         s = jnp.maximum(0, dtypes.saturated(staleness))
         factor = None if weight is None else lateness.factor(weight, s)

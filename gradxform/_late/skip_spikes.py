@@ -125,7 +125,7 @@ def skip_spikes(
     window = checks.length("window", window, f"[2, {2**31 - 1}]")
     sigmas = checks.in_range("sigmas", sigmas, "[0, inf]")
     warmup = max(2, window // 2) if warmup is None else warmup
-    checks.integer_in_range("warmup", warmup, f"[2, {window}]")
+    checks.in_range("warmup", warmup, f"[2, {window}]", integer=True)
 
     def init_fn(params: optax.Params) -> SkipSpikesState:
         norm = constants.zero(params, jnp.float32)
@@ -166,7 +166,7 @@ def skip_spikes(
         given = jnp.array([True, value is not None])
         loss = jnp.zeros((), jnp.float32)
         if value is not None:
-            checks.real_scalar("value", value)
+            checks.scalar("value", value)
             extra["value"] = value
             loss = mesh.mean(jnp.asarray(value, jnp.float32), axis_name, updates)
         x = jnp.stack([arithmetic.safe_sqrt(square).astype(jnp.float32), loss])

@@ -53,7 +53,7 @@ def summed(
     """
     checks.transformation("inner", inner)
     if not callable(num_required):
-        checks.integer_in_range("num_required", num_required, checks.COUNTS)
+        checks.in_range("num_required", num_required, checks.COUNTS, integer=True)
     checks.one_of("reduction", reduction, ("mean", "sum", "row_mean"))
     checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
     by_row = reduction == "row_mean"

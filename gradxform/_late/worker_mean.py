@@ -6,7 +6,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from gradxform._late import gate, missing, workers
@@ -176,13 +175,11 @@ def worker_mean(
     ) -> Decision:
         del params
         boundary.dense("worker_mean", updates)
-        checks.same_shapes(
-            "updates",
-            updates,
-            "table",
+        row = jax.tree.map(
+            lambda x: jax.core.ShapedArray(x.shape[1:], x.dtype),
             boxes.as_in(updates, state.table),
-            lambda g: (n, *np.shape(g)),
         )
+        checks.same_shapes("updates", updates, "a row of the table", row)
         accepted, i = workers.row_of("worker_mean", worker, n)
         extra["worker"] = i
         if local_step is not None or method == "all":

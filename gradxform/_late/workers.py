@@ -19,7 +19,7 @@ def row_of(
     """
     meaning = "the index of the worker that computed"
     worker = checks.extra_argument(name, "worker", worker, meaning)
-    checks.integer_scalar("worker", worker)
+    checks.scalar("worker", worker, integer=True)
     if not isinstance(worker, jax.Array):
         checks.in_range("worker", worker, f"[0, {n})")
     i = dtypes.saturated(worker)

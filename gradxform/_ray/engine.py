@@ -109,7 +109,7 @@ def ray(
     """
     ray = require("ray", "ray")
     given = Checkpoint.of(checkpoint)
-    checks.integer_in_range("max_deaths", max_deaths, "[0, inf)")
+    checks.in_range("max_deaths", max_deaths, "[0, inf)", integer=True)
     checks.in_range("connect_timeout", connect_timeout, "(0, inf]")
     layout = layout_of(job.params, server_processes, server_shardings)
     run = _Ray(ray, job, max_deaths, dict(worker_options or {}))

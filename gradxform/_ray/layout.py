@@ -66,7 +66,7 @@ class Layout(NamedTuple):
             ``params``, or asks for an impossible cut, with the leaf's path; or the
             length of an axis to cut does not divide.
         """
-        checks.integer_in_range("server_processes", processes, checks.COUNTS)
+        checks.in_range("server_processes", processes, checks.COUNTS, integer=True)
         types = jax.tree.map(_type, params)
         flat = jax.tree.leaves_with_path(types)
         if callable(shardings):

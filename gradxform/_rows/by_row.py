@@ -20,14 +20,7 @@ import optax
 
 from gradxform._rows.boundary import touched
 from gradxform._rows.indexed_slices import IndexedSlices, filled, is_sparse
-from gradxform._trees import (
-    compilers,
-    dtypes,
-    jaxprs,
-    maps,
-    norms,
-    versions,
-)
+from gradxform._trees import dtypes, jaxprs, maps, norms, versions
 from gradxform._trees.types import Leaf, Path, PyTree, Shape
 from gradxform._trees.versions import Op
 
@@ -191,7 +184,7 @@ class ByRow(NamedTuple):
                 (nothing,) = versions.evaluate(eqn, [inputs[0][:0]])
                 nothing = jnp.expand_dims(nothing, params["axes"])
                 inputs = [filled(g, inputs[0], nothing)]
-        elif not compilers.is_elementwise(name):
+        elif name not in versions.ELEMENTWISE:
             _refuse(eqn)
         return versions.evaluate(eqn, inputs)
 

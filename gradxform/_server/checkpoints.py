@@ -62,7 +62,7 @@ class Checkpoint(NamedTuple):
         checks.flags(resume=self.resume)
         for name in ("every_steps", "max_to_keep"):
             if getattr(self, name) is not None:
-                checks.integer_in_range(name, getattr(self, name), "[1, inf)")
+                checks.in_range(name, getattr(self, name), "[1, inf)", integer=True)
         if self.every_seconds is not None:
             checks.in_range("every_seconds", self.every_seconds, "[0, inf]")
         try:  # The form in which a checkpoint gives them back.

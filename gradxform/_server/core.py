@@ -98,7 +98,7 @@ class Core:
         worker, n = extra.get("worker"), self._num_workers
         if n is not None and worker is not None:
             # In the compiled step it is traced, and `worker_mean` would drop the push.
-            checks.integer_in_range("worker", jax.device_get(worker), f"[0, {n})")
+            checks.in_range("worker", jax.device_get(worker), f"[0, {n})", integer=True)
         return self._prepare(grads, extra)
 
     def commit(

@@ -230,7 +230,7 @@ class Version(NamedTuple):
 def as_step(name: str, value: int) -> int:
     """A caller's step, checked, as an integer; a :class:`GlobalStep` stays one."""
     if type(value) not in (int, GlobalStep):  # Faster than the checks.
-        checks.integer_scalar(name, value)
+        checks.scalar(name, value, integer=True)
         return operator.index(value)
     return value
 
@@ -259,7 +259,7 @@ def check_push_id(push_id: object) -> None:
         and isinstance(push_id[0], Hashable)
     ):
         raise TypeError(f"push_id must be a pair (worker, number), got {push_id!r}.")
-    checks.integer_scalar("the number in push_id", push_id[1])
+    checks.scalar("the number in push_id", push_id[1], integer=True)
 
 
 def summary(error: BaseException) -> str:

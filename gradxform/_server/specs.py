@@ -91,7 +91,7 @@ def leaves_like(
     Raises:
       TypeError: the two differ; the error names the first path.
     """
-    checks.same_shapes(name, tree, reference_name, reference, nodes=False)
+    checks.same_leaves(name, tree, reference_name, reference)
     checks.same_dtypes(name, tree, reference_name, reference)
     given = dict(jax.tree.leaves_with_path(tree))
     leaves = []

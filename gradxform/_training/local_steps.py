@@ -141,7 +141,7 @@ def local_steps(
         one_step: Callable[..., Any] = train
         each: tuple[object, ...] = batches
         if num_steps is not None:
-            checks.integer_scalar("num_steps", num_steps)
+            checks.scalar("num_steps", num_steps, integer=True)
             wanted = dtypes.saturated(num_steps)
 
             def train_or_skip(

@@ -12,9 +12,9 @@ import optax
 from gradxform._rows import boundary
 from gradxform._transforms import clipping
 from gradxform._transforms.learning_rate import scale_by_learning_rate
-from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, norms
+from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
-from gradxform._trees.types import Gradient
+from gradxform._trees.types import Gradient, Leaf
 
 # The defaults of both functions.
 INITIAL_ACCUMULATOR_VALUE = 0.1
@@ -104,8 +104,8 @@ def scale_by_adagrad(
             constants.full(start, params, accumulator_dtype, dtype, axes=axes)
         )
 
-    def held_by(g: Gradient) -> tuple[int, ...]:
-        return np.shape(g)[:axes]
+    def fits(g: Gradient, acc: Leaf) -> bool:  # A sum of |g|² is real.
+        return maps.has_gradient(acc) and np.shape(g)[:axes] == np.shape(acc)
 
     @jax.jit  # Traced once for each shape, not for each leaf.
     def divide(
@@ -127,20 +127,19 @@ def scale_by_adagrad(
         state: ScaleByAdagradState,
         params: optax.Params | None = None,
         *,
-        clip_sums: clipping.ClipSums = clipping.NO_SUMS,
+        clip_sums: optax.Updates | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, ScaleByAdagradState]:
         del extra
         if row_wise and params is not None:  # The accumulators know only the rows.
             checks.same_shapes("updates", updates, "params", params)
         held = boxes.as_in(updates, state.sum_of_squares)
-        checks.same_shapes(
-            "updates", updates, "sum_of_squares", held, held_by, squares=True
-        )
+        checks.same_shapes("updates", updates, "sum_of_squares", held, fits)
         squares: tuple[optax.Updates, ...] = ()
         if row_wise:
-            rows = clip_sums.rows
-            squares = (norms.squared_rows(updates) if rows is None else rows,)
+            if clip_sums is None:
+                clip_sums = norms.squared_rows(updates)
+            squares = (clip_sums,)
         kept = [state.sum_of_squares]
         updates, *new = boundary.map_step(divide, updates, kept, *squares)
         return updates, ScaleByAdagradState(*new)

@@ -96,7 +96,7 @@ def clip_by_zscore(
     """
     threshold = checks.in_range("threshold", threshold, "[0, inf]")
     decay = checks.in_range("decay", decay, "[0, 1]")
-    checks.integer_in_range("warmup", warmup, checks.COUNTS)
+    checks.in_range("warmup", warmup, checks.COUNTS, integer=True)
 
     def init_fn(params: optax.Params) -> ClipByZscoreState:
         # Three arrays, not one three times: a buffer can be donated only once.

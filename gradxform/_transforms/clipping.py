@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -152,14 +151,14 @@ def clip_by_global_norm(
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del state, params, extra
         if use_norm is not None:
-            checks.real_scalar("use_norm", use_norm)
+            checks.scalar("use_norm", use_norm)
         else:
             use_norm = global_norm(updates, axis_name=axis_name)
         factor = factor_to(use_norm, max_norm)
 
         def scaled(g: jax.Array) -> jax.Array:
             # On CPU no kernel begins such an update before the norm is known. It would
-            # copy what it reads.
+            # copy what it reads: 0.7 N and 2 N moved for bfloat16, the loss inside.
             waits = g.dtype.itemsize == 2
             return arithmetic.scale(after(g, factor) if waits else g, factor)
 
@@ -202,29 +201,10 @@ def clip_by_norm(
 
     def clipped(updates: optax.Updates, **_: object) -> optax.Updates:
         squares = norms.squared_norms(updates, axis_name=axis_name)[0]
-        factors = maps.map_updates(
-            lambda square: factor_to(arithmetic.safe_sqrt(square), max_norm), squares
-        )
-        return _scale_layers(updates, factors)
+        return _scale_layers(updates, _factors(squares, max_norm))
 
     return boundary.transformation(*stateless(clipped))
 
-
-class ClipSums(NamedTuple):
-    """The sums of squares that a clip has computed, for the transformation behind it.
-
-    Attributes:
-      layers: ``Σ|g|²`` of each layer before the clip, or None.
-      factor: from such sums to the factors that multiply the layers, or None.
-      rows: ``Σ|g|²`` of each row after the clip, or None.
-    """
-
-    layers: Layers | None = None
-    factor: Callable[[jax.Array], jax.Array] | None = None
-    rows: optax.Updates | None = None
-
-
-NO_SUMS = ClipSums()
 
 # The state of the clip, and the state of the transformation after it.
 _States: TypeAlias = tuple[ClipByGlobalNormState | optax.EmptyState, optax.OptState]
@@ -244,9 +224,11 @@ def clip_before(
     """Keras's three clip arguments in front of ``inner``, with one pass for the norms.
 
     An ``inner`` that also needs sums of squares need not read the gradients again: it
-    receives the extra argument ``clip_sums``, a :class:`ClipSums`. With ``row_wise``
-    these are sums of rows, otherwise of layers. With ``rounded`` updates get the dtypes
-    of the gradients, otherwise they stay as ``inner`` returns them.
+    receives those of the clipped gradients as ``clip_sums``, an extra argument. For
+    NovoGrad that is 7 N instead of 10 N, for row-wise Adagrad 4 N instead of 7 N. They
+    are sums of rows with ``row_wise``, otherwise of layers; None where the clip needs
+    none. With ``rounded`` updates get the dtypes of the gradients, otherwise they stay
+    as ``inner`` returns them.
     """
     arguments = {
         "clipnorm": clipnorm,
@@ -274,15 +256,13 @@ def clip_before(
         **extra: object,
     ) -> tuple[optax.Updates, _States]:
         clip_state, inner_state = state
-        given, sums = updates, NO_SUMS
+        given = updates
+        sums = norms.squared_rows(given, limit=clipvalue) if row_wise else None
         if clipvalue is not None:
             updates = maps.map_updates(lambda g: _clamp(g, clipvalue), given)
-            if row_wise:
-                sums = ClipSums(rows=norms.squared_rows(given, limit=clipvalue))
         else:
-            rows = norms.squared_rows(updates) if row_wise else None
             squares, total = norms.squared_norms(
-                rows if row_wise else updates,
+                given if sums is None else sums,
                 axis_name=axis_name,
                 stacked_axes=stacked_axes,
                 squared=row_wise,
@@ -290,21 +270,16 @@ def clip_before(
             if global_clipnorm is not None:
                 norm = arithmetic.safe_sqrt(total)
                 clip_state, factor = _state(norm), factor_to(norm, global_clipnorm)
-
-            def factor_of(square: jax.Array) -> jax.Array:
-                if clipnorm is None:
-                    return factor
-                return factor_to(arithmetic.safe_sqrt(square), clipnorm)
-
+                factors = maps.map_updates(lambda _: factor, squares)
+            else:
+                assert clipnorm is not None  # One of the three is given.
+                factors = _factors(squares, clipnorm)
             # Half precision stays wide on its way to inner. If two kernels need rounded
             # values, these go to memory; unrounded ones are computed in both kernels.
-            factors = maps.map_updates(factor_of, squares)
-            updates = _scale_layers(maps.map_updates(dtypes.widen, updates), factors)
-            if row_wise:  # Scaled twice, as the square of a factor could underflow.
-                rows = _scale_layers(_scale_layers(rows, factors), factors)
-                sums = ClipSums(rows=rows)
-            else:
-                sums = ClipSums(squares, factor_of)
+            updates = _scale_layers(maps.map_updates(dtypes.widen, given), factors)
+            # Scaled twice, as the square of a factor could underflow.
+            sums = _scale_layers(squares if sums is None else sums, factors)
+            sums = _scale_layers(sums, factors)
         updates, inner_state = inner.update(
             updates, inner_state, params, clip_sums=sums, **extra
         )
@@ -325,6 +300,13 @@ def factor_to(norm: jax.typing.ArrayLike, max_norm: jax.typing.ArrayLike) -> jax
     # cheaper operations in each of them.
     numerator = jnp.where(jnp.isfinite(norm), jnp.where(outside, max_norm, 1), jnp.nan)
     return numerator / jnp.where(outside, norm, 1)
+
+
+def _factors(squares: Layers, max_norm: jax.typing.ArrayLike) -> Layers:
+    """The factor of each layer with this sum of squares."""
+    return maps.map_updates(
+        lambda square: factor_to(arithmetic.safe_sqrt(square), max_norm), squares
+    )
 
 
 def _scale_layers(updates: optax.Updates, factors: Layers) -> optax.Updates:

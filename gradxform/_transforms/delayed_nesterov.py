@@ -101,7 +101,7 @@ def scale_by_delayed_nesterov(
     [1.25] [1.5]
     """
     b1 = checks.in_range("b1", b1, "[0, 1)")
-    checks.integer_in_range("num_delay", num_delay, checks.COUNTS)
+    checks.in_range("num_delay", num_delay, checks.COUNTS, integer=True)
     known = not isinstance(num_delay, jax.core.Tracer)
     most = 1 / int(num_delay) if known else 1.0  # type: ignore[arg-type]
     # In single precision 1/3 itself is a little above 1/3.

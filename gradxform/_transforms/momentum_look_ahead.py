@@ -284,7 +284,7 @@ def worker_start(
             "for this step, schedule(gradxform.global_step(state))."
         )
     learning_rate = checked_rate(learning_rate)
-    checks.real_scalar("learning_rate", learning_rate)
+    checks.scalar("learning_rate", learning_rate)
 
     kind = ScaleByMomentumLookAheadState
     found = maps.nodes(state, lambda node: isinstance(node, kind))

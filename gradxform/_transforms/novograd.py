@@ -153,28 +153,24 @@ def scale_by_novograd(
         state: ScaleByNovogradState,
         params: optax.Params | None = None,
         *,
-        clip_sums: clipping.ClipSums = clipping.NO_SUMS,
+        clip_sums: norms.Layers | None = None,
         step_size_in_momentum: jax.typing.ArrayLike | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
         del extra
         step_size = step_size_in_momentum
         momentum.check("novograd", updates, state.mu)
-        squares, clip_factor, _ = clip_sums
-        if squares is None:
-            squares, _ = norms.squared_norms(
+        if clip_sums is None:
+            clip_sums, _ = norms.squared_norms(
                 updates, axis_name=axis_name, stacked_axes=stacked_axes
             )
             # On CPU a clip in front of it writes scaled gradients for these sums. Then
             # the momentum reads these, too, and they may take the gradients' memory.
-            updates = maps.map_updates(after, updates, squares)
+            updates = maps.map_updates(after, updates, clip_sums)
 
         @jax.jit  # Traced once for each shape, not for each layer.
         def average(square: jax.Array, nu: jax.Array) -> jax.Array:
             # nu_1 = ‖g_1‖², nu_t = b2·nu_{t-1} + (1-b2)·‖g_t‖²
-            if clip_factor is not None:  # Twice, as its square could underflow.
-                factor = clip_factor(square).astype(square.dtype)
-                square = square * factor * factor
             square = square.astype(nu.dtype)
             averaged = arithmetic.scale(nu, b2) + arithmetic.scale(square, 1 - b2)
             # A layer's first gradient may come late, after some None. Until then nu is
@@ -187,9 +183,11 @@ def scale_by_novograd(
             g: jax.Array,
             mu: jax.Array,
             nu: jax.Array,
+            square: jax.Array,
             w: jax.typing.ArrayLike = 0,
             decays: bool = False,
-        ) -> tuple[jax.Array, jax.Array]:
+        ) -> tuple[jax.Array, ...]:
+            nu = average(square, nu)
             # ĝ = g / sqrt(nu + eps), or g / (sqrt(nu) + eps)
             inverse = arithmetic.inverse_sqrt(nu, eps, eps_in_sqrt)
             d = arithmetic.scale_leading(dtypes.widen(g), inverse)
@@ -204,17 +202,16 @@ def scale_by_novograd(
             mu = arithmetic.scale(dtypes.widen(mu).astype(d.dtype), b1) + d
             # u = mu, or d + b1·mu
             u = arithmetic.scale(mu, b1) + d if nesterov else mu
-            return u.astype(g.dtype), mu
+            return u.astype(g.dtype), mu, nu
 
-        nu = norms.map_layers(average, squares, state.nu)
-        rest: tuple[PyTree[object], ...] = (boxes.as_in(updates, nu),)
+        rest: tuple[PyTree[object], ...] = (clip_sums,)
         if decays:
             hint = " A traced weight_decay may be any number: if it stays 0 name it in "
             hint += "inject_hyperparams(static_args=…)."
             name = f"weight_decay={weight_decay!r}"
             params = checks.params_given(name, params, hint)
             rest = *rest, params, decayed(params)
-        updates, mu = boundary.map_step(step, updates, [state.mu], *rest)
+        updates, mu, nu = boundary.map_step(step, updates, [state.mu, state.nu], *rest)
         count = optax.safe_increment(state.count)
         return updates, ScaleByNovogradState(count=count, mu=mu, nu=nu)
 

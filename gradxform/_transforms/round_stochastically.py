@@ -77,7 +77,7 @@ def round_stochastically(
     >>> moved = jnp.mean(new == 1 - 2**-8)
     >>> assert abs(moved - 0.25) < 0.05 and jnp.all((new == 1) | (new == 1 - 2**-8))
     """
-    checks.integer_scalar("seed", seed)
+    checks.scalar("seed", seed, integer=True)
 
     def init_fn(params: optax.Params) -> RoundStochasticallyState:
         half.check("round_stochastically", params)

@@ -11,7 +11,7 @@ device, so a transformation need not know about the kinds.
 - ``dtypes``: dtypes to calculate in, and numbers in them.
 - ``arithmetic``: sums, products and roots that are rounded once, from at least float32.
 - ``constants``: zeros and other constants, which lie where the parameters lie.
-- ``compilers``: barriers, and a cast to half precision without a copy of its result.
+- ``compilers``: other forms of an operation for CPU, GPU or TPU, as barriers.
 - ``placeholders``: whose state a leaf of a state is, as ``init`` shows it.
 - ``jaxprs``: reads jaxprs, evaluates one by a rule for its equations.
 - ``extra_args``: which extra arguments a transformation takes.

@@ -36,7 +36,11 @@ def apply_updates(params: Params, updates: PyTree[Leaf]) -> Params:
     >>> gx.apply_updates(params, {"w": jnp.array([0.5, -2.0]), "frozen": None})["w"]
     Array([1.5, 0. ], dtype=float32)
     """
-    checks.same_shapes("updates", updates, "params", params, none_takes_all=True)
+
+    def fits(u: Gradient, p: Leaf) -> bool:  # Without a parameter there is no sum.
+        return p is None or checks.fits(u, p)
+
+    checks.same_shapes("updates", updates, "params", params, fits)
 
     def add(u: Gradient, p: jax.typing.ArrayLike | None) -> Leaf:
         if p is None or not maps.has_gradient(u):

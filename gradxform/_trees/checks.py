@@ -31,17 +31,35 @@ COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # For counts, which are int32 on devi
 _REAL = (jnp.floating, jnp.integer)
 
 
-def in_range(name: str, value: Any, interval: str) -> Any:  # Any kind of number.
+def scalar(name: str, value: Any, *, integer: bool = False) -> None:  # Of any type.
+    """Raises ``TypeError`` unless ``value`` is a real scalar, or an integer one.
+
+    A traced value is checked, too.
+    """
+    if type(value) is int:  # Of any size: NumPy could not hold all of them.
+        return
+    kinds = (jnp.integer,) if integer else _REAL
+    if np.shape(value) or not any(jnp.issubdtype(_dtype(value), k) for k in kinds):
+        kind = "an integer" if integer else "a real"
+        raise TypeError(f"{name} must be {kind} scalar, got {value!r}.")
+
+
+def in_range(
+    name: str, value: Any, interval: str, *, integer: bool = False
+) -> Any:  # Any kind of number.
     """A real scalar inside ``interval``, such as ``"[0, 1)"``; a traced value passes.
 
     A complex number without an imaginary part is real, see :func:`real`. An int that
-    no int32 holds comes back as a float, which JAX takes.
+    no int32 holds comes back as a float, which JAX takes. With ``integer`` it has to be
+    an integer, traced or not.
 
     Raises:
-      TypeError: ``value`` is not a real scalar.
+      TypeError: ``value`` is not a real scalar, or not an integer one.
       ValueError: ``value`` is outside the interval, or NaN; or the interval excludes
         inf, and JAX would round ``value`` to inf.
     """
+    if integer:
+        scalar(name, value, integer=True)
     value = real(value)
     if isinstance(value, jax.core.Tracer):
         return value
@@ -86,7 +104,7 @@ def scheduled(
     """A schedule's number for a global step; raises like :func:`in_range`."""
     name = f"{name}(global_step)"
     value: jax.typing.ArrayLike = schedule(global_step)
-    real_scalar(name, value)
+    scalar(name, value)
     return in_range(name, value, interval)
 
 
@@ -157,7 +175,7 @@ def local_step(transformation: str, value: jax.typing.ArrayLike | None) -> jax.A
     """The local step of a push as an int32 scalar; ``TypeError`` if it is not one."""
     meaning = "the global step that the worker saw before it computed"
     value = extra_argument(transformation, "local_step", value, meaning)
-    integer_scalar("local_step", value)
+    scalar("local_step", value, integer=True)
     if not isinstance(value, jax.Array):  # To check an array may mean to wait for it.
         in_range("local_step", value, f"[0, {np.iinfo(np.int32).max}]")
     return dtypes.saturated(value)
@@ -199,17 +217,6 @@ def non_negative(**arguments: jax.typing.ArrayLike) -> list[Any]:  # As `in_rang
     return [in_range(name, value, "[0, inf)") for name, value in arguments.items()]
 
 
-def integer_scalar(name: str, value: jax.typing.ArrayLike) -> None:
-    """Raises ``TypeError`` unless ``value`` is an integer scalar, traced or not."""
-    _scalar(name, value, "an integer", (jnp.integer,))
-
-
-def integer_in_range(name: str, value: jax.typing.ArrayLike, interval: str) -> None:
-    """Raises unless ``value`` is an integer scalar inside ``interval``, or traced."""
-    integer_scalar(name, value)
-    in_range(name, value, interval)
-
-
 def length(name: str, value: Any, interval: str) -> int:  # Any kind of number.
     """The length of an axis: an integer inside ``interval``, which is not traced."""
     if isinstance(value, jax.core.Tracer):
@@ -217,25 +224,7 @@ def length(name: str, value: Any, interval: str) -> int:  # Any kind of number.
             f"{name} is a shape, so it cannot be traced; under "
             f"optax.inject_hyperparams name {name.split('[')[0]} in static_args."
         )
-    integer_in_range(name, value, interval)
-    return int(value)
-
-
-def real_scalar(name: str, value: jax.typing.ArrayLike) -> None:
-    """Raises ``TypeError`` unless ``value`` is a real scalar, traced or not."""
-    _scalar(name, value, "a real", _REAL)
-
-
-def _scalar(
-    name: str,
-    value: jax.typing.ArrayLike,
-    kind: str,
-    kinds: tuple[type[np.generic], ...],
-) -> None:
-    if type(value) is int:  # Of any size: NumPy could not hold all of them.
-        return
-    if np.shape(value) or not any(jnp.issubdtype(_dtype(value), k) for k in kinds):
-        raise TypeError(f"{name} must be {kind} scalar, got {value!r}.")
+    return int(in_range(name, value, interval, integer=True))
 
 
 def state_dtype(
@@ -386,8 +375,17 @@ def names(
     return given.__contains__
 
 
-def _shape(leaf: Gradient) -> tuple[int, ...]:
-    return np.shape(leaf)
+def fits(leaf: Gradient, reference: Leaf) -> bool:
+    """Whether a gradient has the shape of its reference, and loses nothing there.
+
+    A gradient of shape (3, 1) for a parameter of shape (3,) would broadcast, and a
+    complex one for a real parameter would lose its imaginary part.
+    """
+    return (
+        maps.has_gradient(reference)
+        and np.shape(leaf) == np.shape(reference)
+        and (_is_complex(reference) or not _is_complex(leaf))
+    )
 
 
 def same_shapes(
@@ -395,66 +393,69 @@ def same_shapes(
     tree: PyTree[Leaf],
     reference_name: str,
     reference: PyTree[Leaf],
-    expected: Callable[[Gradient], tuple[int, ...]] = _shape,
-    *,
-    nodes: bool = True,
-    none_takes_all: bool = False,
-    squares: bool = False,
+    fit: Callable[[Gradient, Leaf], bool] = fits,
 ) -> None:
-    """Raises unless ``tree`` fits ``reference``, leaf by leaf.
+    """As :func:`same_leaves`, and the nodes are of the same kinds.
 
-    ``None`` in ``tree`` (no gradient for this leaf) fits anything. Shapes are known
-    while tracing, so the check costs nothing in a compiled step. Without it a gradient
-    of shape (3, 1) for a parameter of shape (3,) would broadcast, and a complex one for
-    a real parameter would lose its imaginary part.
+    ``jax.tree.map`` over both needs that.
+    """
+    same_leaves(name, tree, reference_name, reference, fit)
+    if _flat(tree)[1] != _flat(reference)[1]:
+        _differ(name, reference_name, reference, *_other_node(tree, reference))
+
+
+def same_leaves(
+    name: str,
+    tree: PyTree[Leaf],
+    reference_name: str,
+    reference: PyTree[Leaf],
+    fit: Callable[[Gradient, Leaf], bool] = fits,
+) -> None:
+    """Raises unless two trees have leaves at the same paths, and these ``fit``.
+
+    Shapes are known while tracing, so the check costs nothing in a compiled step.
 
     Args:
       name: the name of ``tree`` in messages.
-      tree: the tree to check.
+      tree: the tree to check; ``None`` (no gradient for this leaf) fits anything.
       reference_name: the name of ``reference`` in messages.
       reference: the tree it must match.
-      expected: maps a leaf of ``tree`` to the shape that its reference must have.
-      nodes: whether the nodes must be of the same kinds, as for ``jax.tree.map``. If
-        False, the same paths to the leaves are enough.
-      none_takes_all: whether any leaf fits a ``None`` in ``reference``.
-      squares: whether ``reference`` holds squares, which are real for complex leaves.
+      fit: whether a leaf of ``tree`` fits that of ``reference``.
 
     Raises:
       TypeError: the two differ; the error names the first such path.
     """
-    flat, structure = _flat(tree)
-    flat_reference, wanted_structure = _flat(reference)
-
-    def fail(path: Path, given: str, wanted: str) -> NoReturn:
-        hint = ""
-        if any(kind.__module__ == "flax.nnx.module" for kind in type(reference).mro()):
-            hint = (
-                f" Of an NNX module, {reference_name} is nnx.state(module, nnx.Param)."
-            )
-        raise TypeError(
-            f"{name} and {reference_name} differ at {path_name(path)}: {name} has "
-            f"{given}, {reference_name} has {wanted}. Pass {name} with the structure "
-            f"and shapes of {reference_name}, real for real ones, and None where there "
-            f"is none.{hint}"
-        )
-
-    for path, reference_leaf in flat_reference.items():
+    flat, flat_reference = _flat(tree)[0], _flat(reference)[0]
+    for path, like in flat_reference.items():
         if path not in flat:
-            fail(path, _node_at(path, tree), describe(reference_leaf))
+            given = _node_at(path, tree)
+            _differ(name, reference_name, reference, path, given, describe(like))
         leaf = flat[path]
-        if not maps.has_gradient(leaf) or (none_takes_all and reference_leaf is None):
-            continue
-        fits = False
-        if maps.has_gradient(reference_leaf):
-            lossy = _is_complex(leaf) and not (squares or _is_complex(reference_leaf))
-            fits = expected(leaf) == _shape(reference_leaf) and not lossy
-        if not fits:
-            fail(path, describe(leaf), describe(reference_leaf))
+        if maps.has_gradient(leaf) and not fit(leaf, like):
+            given = describe(leaf)
+            _differ(name, reference_name, reference, path, given, describe(like))
     for path, leaf in flat.items():
         if path not in flat_reference:
-            fail(path, describe(leaf), "no leaf")
-    if nodes and structure != wanted_structure:
-        fail(*_other_node(tree, reference))
+            given = describe(leaf)
+            _differ(name, reference_name, reference, path, given, "no leaf")
+
+
+def _differ(
+    name: str,
+    reference_name: str,
+    reference: PyTree[Leaf],
+    path: Path,
+    given: str,
+    wanted: str,
+) -> NoReturn:
+    hint = ""
+    if any(kind.__module__ == "flax.nnx.module" for kind in type(reference).mro()):
+        hint = f" Of an NNX module, {reference_name} is nnx.state(module, nnx.Param)."
+    raise TypeError(
+        f"{name} and {reference_name} differ at {path_name(path)}: {name} has {given}, "
+        f"{reference_name} has {wanted}. Pass {name} with the structure and shapes of "
+        f"{reference_name}, real for real ones, and None where there is none.{hint}"
+    )
 
 
 def _flat(tree: PyTree[Leaf]) -> tuple[dict[Path, Leaf], jax.tree_util.PyTreeDef]:

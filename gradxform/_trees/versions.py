@@ -8,9 +8,6 @@ from typing import Any
 
 import jax
 
-# The class of jax.extend.core, whose import takes a tenth of a second.
-Primitive: Any = type(jax.lax.convert_element_type_p)
-
 
 class Op(enum.StrEnum):
     """Names of the primitives that have a rule of their own somewhere."""

@@ -110,7 +110,7 @@ def bounded_staleness(
     (True, False)
     """
     most = float(checks.in_range("max_staleness", max_staleness, "[0, inf]"))
-    checks.integer_in_range("num_required", num_required, "[1, inf)")
+    checks.in_range("num_required", num_required, "[1, inf)", integer=True)
 
     def pace(progress: Progress) -> bool:
         local_steps = progress.local_steps
@@ -158,7 +158,7 @@ def admission(
     """
     late = float(checks.in_range("max_staleness", max_staleness, "[0, inf]"))
     most = float(checks.in_range("max_concurrent", max_concurrent, "[1, inf]"))
-    checks.integer_in_range("num_required", num_required, "[1, inf)")
+    checks.in_range("num_required", num_required, "[1, inf)", integer=True)
 
     def pace(progress: Progress) -> bool:
         free = most - len(progress.local_steps)

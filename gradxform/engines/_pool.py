@@ -83,8 +83,8 @@ class WorkerPool:
 
     def __init__(self, job: Job) -> None:
         if job.required is not None:
-            checks.integer_in_range("required", job.required, "[1, inf)")
-        checks.integer_in_range("pushes", job.pushes, "[1, inf)")
+            checks.in_range("required", job.required, "[1, inf)", integer=True)
+        checks.in_range("pushes", job.pushes, "[1, inf)", integer=True)
         self._job = job
         if job.pace is not None and not callable(job.pace):
             raise TypeError(

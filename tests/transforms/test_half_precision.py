@@ -45,10 +45,9 @@ def bits(tree):
     return jax.tree.map(lambda x: np.asarray(x, np.float32).view(np.int32), tree)
 
 
-def trained(tx, params, dtype, steps=6, wrap=lambda f: f):
+def trained(tx, params, dtype, steps=6):
     """The parameters and the state after some steps on given gradients."""
 
-    @wrap
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
@@ -72,16 +71,6 @@ def test_a_training_is_that_of_float32_to_the_bit(name, dtype):
     jax.tree.map(np.testing.assert_array_equal, bits(got), bits(expected))
     nearest = jax.tree.map(lambda x: x.astype(dtype), expected)
     jax.tree.map(np.testing.assert_array_equal, wide(params), wide(nearest))
-
-
-@pytest.mark.parametrize("name", ["adamw", "adagrad"])
-def test_a_compiled_training_is_near_to_that_of_float32(name):
-    start = draw(0, jnp.bfloat16)
-    expected, _ = trained(OPTIMIZERS[name](), wide(start), jnp.float32, wrap=jax.jit)
-    tx = gx.master_weights(OPTIMIZERS[name]())
-    got = gx.get_master_weights(*trained(tx, start, jnp.bfloat16, wrap=jax.jit))
-    for k in got:
-        np.testing.assert_allclose(got[k], expected[k], rtol=1e-5, atol=1e-6)
 
 
 def numbers(seed):
@@ -419,25 +408,6 @@ def test_bytes_of_a_parameter_with_its_gradient():
     held = jax.tree.leaves((params, params, state))  # Gradients are like parameters.
     total = sum(x.size * x.dtype.itemsize for x in held) / 2**20
     assert 7 <= total < 7.1
-
-
-@pytest.mark.slow
-def test_only_touched_rows_of_a_table_and_its_residual_change():
-    table = jnp.ones((6, 2), jnp.bfloat16)
-    tx = gx.master_weights(gx.lazy(optax.adamw(1e-3)))
-    full, plain = wide(table), gx.lazy(optax.adamw(1e-3))
-    state, own = tx.init(table), plain.init(full)
-    for rows in ([4, 1, 4], [1], [6, 0]):
-        grads = gx.IndexedSlices(rows, jnp.ones((len(rows), 2), jnp.bfloat16), (6, 2))
-        updates, state = tx.update(grads, state, table)
-        assert updates.values.shape == (len(rows), 2)
-        table = optax.apply_updates(table, updates)
-        grads = grads.with_values(wide(grads.values))
-        updates, own = plain.update(grads, own, full)
-        full = optax.apply_updates(full, updates)
-    got = gx.get_master_weights(table, state)
-    np.testing.assert_array_equal(got, full)
-    np.testing.assert_array_equal(got[jnp.array([2, 3, 5])], 1)
 
 
 def test_leaves_in_float32_and_without_gradient_stay():

@@ -124,6 +124,11 @@ LOW = functools.partial(gx.low_bit_state, block_axis=-1, min_size=1)
 # With the same optimizer in float32, and how near it comes.
 TABLES = {
     "adagrad inside": (gx.master_weights(gx.adagrad(0.1)), gx.adagrad(0.1), 1e-6),
+    "lazy inside": (
+        gx.master_weights(gx.lazy(optax.adamw(0.1))),
+        gx.lazy(optax.adamw(0.1)),
+        1e-6,
+    ),
     "lazy around": (
         gx.lazy(gx.master_weights(optax.adamw(0.1))),
         gx.lazy(optax.adamw(0.1)),

@@ -221,13 +221,6 @@ def test_a_worker_begins_ahead(dtype):
         np.testing.assert_allclose(np.float64(start["w"]), expected, rtol, rtol)
 
 
-def test_without_momentum_yet_a_worker_begins_at_the_parameters():
-    params = {"w": draw(4)}
-    tx = gx.momentum_look_ahead(0.5)
-    start = gx.worker_start(params, tx.init(params), 0.5, 0.9)
-    chex.assert_trees_all_equal(start, params)
-
-
 def test_workers_with_another_optimizer_start_at_the_parameters():
     labels = {"w": "outer", "table": "rows"}
     outer = {"outer": gx.momentum_look_ahead(0.5, 0.5), "rows": gx.adagrad(0.1)}
@@ -238,18 +231,6 @@ def test_workers_with_another_optimizer_start_at_the_parameters():
     start = gx.worker_start(params, state, 0.5, 0.5)
     chex.assert_trees_all_equal(start["table"], params["table"])
     assert np.abs(start["w"] - params["w"]).min() > 0
-
-
-def test_numbers_of_inject_hyperparams():
-    tx = optax.inject_hyperparams(gx.momentum_look_ahead)(schedule, 0.5)
-    params = {"w": draw(4)}
-    state = tx.init(params)
-    _, state = tx.update(params, state, params)
-    numbers = state.hyperparams
-    start = gx.worker_start(params, state, numbers["learning_rate"], numbers["b1"])
-    mu = state.inner_state[0].mu["w"]
-    expected = params["w"] - numbers["learning_rate"] * 0.5 * mu
-    np.testing.assert_allclose(start["w"], expected, rtol=1e-6)
 
 
 def test_a_worker_begins_ahead_in_flax():

@@ -1,14 +1,11 @@
 """Norms of many layers, which are handled in groups, are those of each layer."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import gradxform as gx
-from gradxform._trees import norms  # For platforms that are not here.
 from tests import oracles
 
 # More leaves of a shape than a group takes, one that is too large for any group, others
@@ -73,37 +70,3 @@ def test_a_layer_without_gradient_keeps_its_norm_among_many():
     _, later = jax.jit(tx.update)(draw(8) | {"03": None}, state)
     nu, later = jax.device_get((state.nu, later.nu))
     assert {k for k in params if later[k] == nu[k]} == {"03"}
-
-
-def decayed(square, nu):
-    return 0.5 * nu + square
-
-
-@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda", "rocm"])
-def test_state_of_layers_on_every_platform(platform, monkeypatch):
-    """The state keeps its order and its shapes, however the layers are put together."""
-
-    def there(*operands, default, **branches):
-        return branches.get(platform, default)(*operands)
-
-    monkeypatch.setattr(jax.lax, "platform_dependent", there)
-    squares = {k: jnp.float32(i) for i, k in enumerate(SHAPES)}
-    nu = {k: jnp.float32(i**2) for i, k in enumerate(SHAPES)}
-    squares |= {"05": None, "07": jnp.arange(3.0), "08": jnp.arange(5000.0)}
-    nu |= {"07": jnp.ones(3), "08": jnp.ones(5000)}
-    expected = {k: i**2 / 2 + i for i, k in enumerate(SHAPES)}
-    expected |= {"05": 25.0, "07": np.arange(3) + 0.5, "08": np.arange(5000) + 0.5}
-    new = norms.map_layers(decayed, squares, nu)
-    assert list(new) == list(nu)
-    for name, value in expected.items():
-        np.testing.assert_array_equal(new[name], value, strict=False)
-        assert new[name].shape == nu[name].shape
-
-
-@pytest.mark.parametrize(("platform", "kernels"), [("cpu", 50), ("cuda", 1)])
-def test_scalars_of_layers_share_a_kernel_on_gpu(platform, kernels):
-    """In the compiler's input, so no GPU is needed."""
-    layers = [jax.ShapeDtypeStruct((), jnp.float32)] * 50
-    traced = jax.jit(functools.partial(norms.map_layers, decayed)).trace(layers, layers)
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert text.count("stablehlo.add") == kernels
