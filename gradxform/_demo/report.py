@@ -130,31 +130,26 @@ def save_plot(options: Options, pushes: Sequence[engines.Push], clip: float) -> 
     if not (options.plot and pushes):
         return
     applied, staleness = outcomes(pushes)
-    # Color-blind readers can tell them apart. In grey the markers differ.
-    kinds = (
-        ("accepted", applied, {"marker": ".", "color": "#0072B2", "alpha": 0.4}),
-        ("dropped", ~applied, {"marker": "x", "color": "#D55E00"}),
-    )
     values = {
-        "loss [nat]": np.array([push.loss for push in pushes]),
+        "loss [nat]": [push.loss for push in pushes],
+        "gradient norm": [push.norm for push in pushes],
         "staleness [steps]": staleness,
-        "gradient norm": np.array([push.norm for push in pushes]),
     }
     figure = Figure(figsize=(7, 8), dpi=200, layout="constrained")
-    figure.suptitle(title_of(options))
+    figure.suptitle(f"{title_of(options)}\norange pushes were dropped")
     axes = figure.subplots(3, sharex=True)
+    # Color-blind readers can tell these apart.
+    colors = np.where(applied, "#0072B2", "#D55E00")
     for ax, (label, value) in zip(axes, values.items(), strict=True):
-        for name, which, style in kinds:
-            push = 1 + np.flatnonzero(which)
-            ax.plot(push, value[which], linestyle="", label=name, **style)
+        ax.scatter(1 + np.arange(len(pushes)), value, s=4, c=colors)
         ax.set_ylabel(label)
         ax.grid(alpha=0.25)
-    loss, _, norm = axes
+    loss, norm, late = axes
     loss.set_yscale("log")
     norm.set_yscale("log")
-    norm.axhline(clip, linestyle="--", color="#D55E00", label=f"clip at {clip:g}")
-    norm.set_xlabel("push")
+    norm.axhline(clip, linestyle="--", color="gray", label=f"clip at {clip:g}")
     norm.legend(loc="upper right")
+    late.set_xlabel("push")
     try:
         figure.savefig(options.plot)
     except OSError as error:  # The disk may have filled up meanwhile.
