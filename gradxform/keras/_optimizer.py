@@ -145,7 +145,7 @@ class Optimizer(keras.optimizers.Optimizer):
             return
         params = _by_path(variables, [v.value for v in variables])
         state = self._tx.init(params)
-        try:
+        try:  # In `fit` an error of a step comes when Keras has freed the weights.
             if params:  # Without any `fit` makes no step.
                 jax.eval_shape(self._step, params, state, params)
         except TypeError as error:
@@ -233,11 +233,6 @@ class Optimizer(keras.optimizers.Optimizer):
     @learning_rate.setter
     def learning_rate(self, learning_rate: jax.typing.ArrayLike) -> None:
         variable = self.learning_rate
-        if callable(learning_rate):
-            raise TypeError(
-                f"learning_rate must be a number, got {learning_rate!r}: give a "
-                "schedule to the transformation, as in optax.adam(schedule)."
-            )
         if any(_SCHEDULE in path for path in self._leaves):
             raise AttributeError(
                 "learning_rate comes from a schedule, and the next step would "
