@@ -146,20 +146,16 @@ if _typing.TYPE_CHECKING:
     from gradxform._server.records import ServerClosedError as ServerClosedError
     from gradxform._server.records import ServerStats as ServerStats
 else:  # Type checkers would take `__getattr__` to have every name.
-    _LATER = {
-        "engines": "engines",
-        "ParameterServer": "_server.parameter_server",
-        "PushResult": "_server.records",
-        "ServerClosedError": "_server.records",
-        "ServerStats": "_server.records",
-    }
-    __all__ = [n for n in sorted({*globals(), *_LATER}) if n[0] != "_"]
+    _LATER = ("ParameterServer", "PushResult", "ServerClosedError", "ServerStats")
+    __all__ = [n for n in sorted({*globals(), *_LATER, "engines"}) if n[0] != "_"]
 
     def __getattr__(name: str) -> object:
+        if name == "engines":
+            return _importlib.import_module("gradxform.engines")
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = _importlib.import_module(f"gradxform.{_LATER[name]}")
-        return module if name == "engines" else getattr(module, name)
+        server = _importlib.import_module("gradxform._server.parameter_server")
+        return getattr(server, name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_LATER})
+        return __all__
