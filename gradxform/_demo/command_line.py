@@ -147,7 +147,7 @@ class Options:
 
     def settings(self) -> dict[str, Any]:
         """The options that decide what is trained, for checkpoints to remember."""
-        names = ("mode", "optimizer", "workers", "backups", "max_staleness", "seed")
+        names = ("mode", "optimizer", "workers", "seed", "backups", "max_staleness")
         return {name: getattr(self, name) for name in names}
 
 
