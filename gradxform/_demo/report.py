@@ -87,14 +87,14 @@ def add_bars(report: Table, pushes: Sequence[engines.Push]) -> None:
 
     applied, staleness = outcomes(pushes)
     width = 1 + staleness.max() // 20  # At most 20 rows, even with many workers.
-    counts = np.bincount(staleness // width)
-    late = np.bincount(staleness[~applied] // width, minlength=len(counts))
+    counts = np.bincount(staleness // width).tolist()
+    late = np.bincount(staleness[~applied] // width, minlength=len(counts)).tolist()
     for row, (count, dropped) in enumerate(zip(counts, late, strict=True)):
         low, high = row * width, (row + 1) * width - 1
         span = f"{low}" if low == high else f"{low} to {high}"
         text = f"{count}, {dropped} dropped" if dropped else f"{count}"
         color = "yellow" if dropped else "green"
-        bar = progress_bar.ProgressBar(counts.max(), count, 30, complete_style=color)
+        bar = progress_bar.ProgressBar(max(counts), count, 30, complete_style=color)
         report.add_row(f"staleness {span}", text, bar)
 
 

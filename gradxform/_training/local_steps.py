@@ -13,11 +13,11 @@ from gradxform._late.conditional import typed_cond
 from gradxform._training.apply import Step, learning_leaves, training_step
 from gradxform._training.donation import Donating
 from gradxform._trees import checks, dtypes, maps, versions
-from gradxform._trees.types import Prefix, PyTree
+from gradxform._trees.types import Prefix
 
 _Carry: TypeAlias = tuple[optax.Params, optax.OptState]
-# The loss, and with `has_aux` the aux; None for a minibatch that is left out.
-_Result: TypeAlias = list[PyTree[jax.Array]] | None
+# A list of the loss, and with `has_aux` the aux; None if a minibatch is left out.
+_Result: TypeAlias = Any
 
 
 def local_steps(
@@ -116,15 +116,13 @@ def local_steps(
         hint = "Pull the whole table, or push the gradients of its rows at each step."
         checks.dense("local_steps", params, "trains whole parameters", hint)
         length = _length(batches)
-
-        numbers = wanted = None
+        numbers: Any = None  # Steps have numbers, int32[H], only for `num_steps`.
         if num_steps is not None:
             checks.integer_scalar("num_steps", num_steps)
             numbers = np.arange(length, dtype=np.int32)
-            wanted = dtypes.saturated(num_steps)
 
         def train(
-            carry: _Carry, numbered: tuple[jax.Array | None, tuple[object, ...]]
+            carry: _Carry, numbered: tuple[Any, tuple[object, ...]]
         ) -> tuple[_Carry, _Result]:
             number, batch = numbered
 
@@ -132,9 +130,10 @@ def local_steps(
                 trained, state, *result = step(*carry, *batch, **extra)
                 return (trained, state), result
 
-            if number is None:
+            if num_steps is None:
                 return one_step()
-            return typed_cond(number < wanted, one_step, lambda: (carry, None))
+            wanted = number < dtypes.saturated(num_steps)
+            return typed_cond(wanted, one_step, lambda: (carry, None))
 
         (trained, state), result = jax.lax.scan(
             train, (params, state), (numbers, batches), unroll=unroll
