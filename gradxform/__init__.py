@@ -163,4 +163,4 @@ else:  # Type checkers would take `__getattr__` to have every name.
         return module if name == "engines" else getattr(module, name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_LATER})
+        return __all__

@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import optax
@@ -27,7 +28,7 @@ from jax.sharding import PartitionSpec
 import gradxform as gx
 from gradxform import engines
 from gradxform._demo import listing, report
-from gradxform._demo.command_line import ENGINES, OPTIMIZERS, Options, fail, parse
+from gradxform._demo.command_line import OPTIMIZERS, Options, fail, parse
 from gradxform._demo.digits import Digits, Gradient, Model, build_model, load_digits
 from gradxform._server.extras import require
 
@@ -106,16 +107,18 @@ def make_run(
     options: Options, job: engines.Job
 ) -> contextlib.AbstractContextManager[engines.Run]:
     """The engine that the options name, with its checkpoints."""
-    checkpoint, more = None, options.only_with("engine")
+    more: dict[str, Any] = {}
     if options.checkpoint is not None:
-        checkpoint = engines.Checkpoint(
+        more["checkpoint"] = engines.Checkpoint(
             options.checkpoint,
             every_seconds=options.checkpoint_every,
             settings=options.settings(),
         )
     if options.engine == "ray":
+        for name in ("address", "connect_timeout", "server_processes"):
+            more[name] = getattr(options, name)
         more["server_shardings"] = functools.partial(cut, options.server_processes)
-    return ENGINES[options.engine](job, checkpoint=checkpoint, **more)
+    return getattr(engines, options.engine)(job, **more)
 
 
 def cut(processes: int, path: str, shape: tuple[int, ...]) -> PartitionSpec:
@@ -130,16 +133,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.list:
         report.show(listing.text())
         return
-    try:
-        for package in ("flax", "matplotlib", "rich", "sklearn"):
-            require(package, "demo")
-    except ImportError as error:
-        fail(str(error))
-    model, digits = build_model(options.seed), load_digits()
-    start, board = time.perf_counter(), None
-    job = make_job(options, model, digits)
     with contextlib.ExitStack() as stack:
         try:
+            for package in ("flax", "matplotlib", "rich", "sklearn"):
+                require(package, "demo")
+            model, digits = build_model(options.seed), load_digits()
+            start = time.perf_counter()
+            job = make_job(options, model, digits)
             run = stack.enter_context(make_run(options, job))
             if options.logdir is not None:
                 board = stack.enter_context(engines.TensorBoard(options.logdir, run))
@@ -151,17 +151,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         pushes = []
         for push in report.track(run, options.steps):
             pushes.append(push)
-            if board is not None:
+            if options.logdir is not None:
                 board(push)
         seconds = time.perf_counter() - start
         params, state = run.server.state().values()
 
     labels = np.argmax(model.logits(params, digits.test_images), axis=-1)
-    table = report.make_report(options, run, pushes, state, seconds)
-    note = report.note(options, argv, done=not pushes)
-    accuracy = f"test accuracy {np.mean(labels == digits.test_labels):.3f}\n"
+    text = report.make_report(options, run, pushes, state, seconds)
+    if not pushes:
+        before = f"all {options.steps} pushes were made before"
+        text += f"nothing is left to do or to draw: {before}; try more --steps\n"
+    text += f"test accuracy {np.mean(labels == digits.test_labels):.3f}\n"
     try:
-        report.show(table + note + accuracy)
+        report.show(text)
     finally:  # Also if the reader of the results is gone.
         report.save_plot(options, pushes, MAX_NORM)
 

@@ -24,10 +24,11 @@ def entries() -> list[str]:
     os.environ.setdefault("KERAS_BACKEND", "jax")
     from gradxform import keras  # It takes seconds, and most tests do without it.
 
-    found = [*of_module(gx, "gradxform"), *of_module(gx.engines, "gradxform.engines")]
-    found += of_module(keras, "gradxform.keras")
+    found = []
+    for module in (gx, gx.engines, keras):
+        found += of_module(module, module.__name__)
     # No signature has these, and an update has to be called with them.
-    for row in listing.rows():
+    for row in listing.rows(gx):
         if row.extra:
             arguments = ", ".join(["...", "*", *row.extra])
             found.append(f"gradxform.{row.name}(...).update({arguments})")

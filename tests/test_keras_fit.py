@@ -385,7 +385,7 @@ def test_a_rate_set_before_fit_is_kept(k):
     assert_close(model.weights, expected.weights)
     schedule = k.keras.optimizers.schedules.ExponentialDecay(0.1, 4, 0.5)
     for unset in (optimizer, k.Optimizer(optax.inject_hyperparams(optax.sgd)(7.0))):
-        with pytest.raises(TypeError, match=r"ExponentialDecay.*to the transformation"):
+        with pytest.raises(TypeError, match="ExponentialDecay"):
             unset.learning_rate = schedule
 
 

@@ -57,21 +57,9 @@ def run(*options, **environ):
 build_model = functools.cache(job.build_model)
 
 
-class Out(io.BytesIO):
-    """Takes what is printed. With an error's number in ``fails`` it takes nothing."""
-
-    fails = None
-
-    def write(self, data):
-        if self.fails is not None and data:
-            raise OSError(self.fails, os.strerror(self.fails))
-        return super().write(data)
-
-
-def call(*options, encoding="utf-8", fails=None, **environ):
+def call(*options, encoding="utf-8", **environ):
     """The command in this process, which need not import everything anew."""
-    out, err = (io.TextIOWrapper(Out(), encoding) for _ in range(2))
-    out.buffer.fails = fails
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2))
     code = 0
     with (
         promotion(),
@@ -84,7 +72,6 @@ def call(*options, encoding="utf-8", fails=None, **environ):
             job.main(options)
         except SystemExit as end:
             code = end.code
-    out.buffer.fails = None
     for stream in (out, err):
         stream.seek(0)
     return subprocess.CompletedProcess(options, code, out.read(), err.read())

@@ -182,7 +182,8 @@ _PACKAGES = ("keras", "tf_keras", "tensorflow_addons")
 def translate(config: Config) -> None:
     """Writes a config of Keras in the names of this library, in place.
 
-    One that Keras did not write stays as it is.
+    One that Keras did not write stays as it is. A schedule inside of it is a config of
+    its own, and stays as it is, too.
 
     Args:
       config: a serialized object of Keras, ``{"class_name": …, "config": …}``, or the
@@ -207,8 +208,6 @@ def translate(config: Config) -> None:
         keys = {
             k: v for k, v in serialized["config"].items() if k not in _WITHOUT_EFFECT
         }
-        if isinstance(keys.get("learning_rate"), dict):
-            translate(keys["learning_rate"])
         ours = _READERS[class_name](keys)
     except KeyError as error:
         raise ValueError(f"missing {error}, as Keras's {class_name} has.") from None

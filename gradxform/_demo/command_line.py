@@ -28,7 +28,6 @@ from typing import Annotated, Any, NoReturn
 import optax
 
 import gradxform as gx
-from gradxform import engines
 from gradxform._demo import listing
 
 # With peak learning rates. Late gradients act like momentum (Mitliagkas et al. 2016,
@@ -37,12 +36,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float]]
     "novograd": (functools.partial(gx.novograd, b1=0.9), 0.015),
     "adagrad": (gx.adagrad, 0.2),
 }
-# Each takes checkpoint=; only ray takes more.
-ENGINES: dict[str, Callable[..., Any]] = {
-    "threads": engines.threads,
-    "ray": engines.ray,
-    "simulated": engines.simulated,
-}
+ENGINES = ("threads", "ray", "simulated")  # Functions of gradxform.engines.
 PROGRAM = "python -m gradxform"
 MODES = ("async", "backup", "sync")
 MANY = 2**31 - 1  # Steps are int32 on the device.
@@ -89,7 +83,6 @@ def _number(kind: type, low: float, high: float = MANY) -> dict[str, Any]:
 
 def _picture(path: str) -> str:
     """Looks before the training whether a picture can be written."""
-    path = os.path.expanduser(path)  # A shell leaves it in ``--plot=~/x.png``.
     if not path.lower().endswith(".png"):
         raise argparse.ArgumentTypeError(f"must end in .png, got {path!r}")
     if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
@@ -152,51 +145,35 @@ class Options:
     plot: Annotated[str | None, {"type": _picture, "metavar": "FILE"}] = None
     list: Annotated[bool, {"action": "store_true"}] = False
 
-    def only_with(self, other: str) -> dict[str, Any]:
-        """The options that have an effect with the present value of another one."""
-        need = other, getattr(self, other)
-        return {name: getattr(self, name) for name in NEEDS if NEEDS[name] == need}
-
     def settings(self) -> dict[str, Any]:
         """The options that decide what is trained, for checkpoints to remember."""
-        names = ("mode", "optimizer", "workers", "seed")
-        return {
-            **{name: getattr(self, name) for name in names},
-            **self.only_with("mode"),
-        }
-
-
-def make_parser() -> Parser:
-    """The command line. It gives the options that the user has written, no others."""
-    parser = Parser(
-        prog=PROGRAM,
-        description=__doc__,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    told = listing.entries(inspect.getdoc(Options) or "", "Attributes")
-    hints = typing.get_type_hints(Options, include_extras=True)
-    for field in dataclasses.fields(Options):
-        help = told.get(field.name, "")
-        if field.default not in (None, False):
-            help += f" (default: {field.default})"
-        option = "--" + field.name.replace("_", "-")
-        parser.add_argument(option, help=help, **hints[field.name].__metadata__[0])
-    return parser
+        names = ("mode", "optimizer", "workers", "seed", "backups", "max_staleness")
+        return {name: getattr(self, name) for name in names}
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
     """The options of a command line; checks those that depend on each other."""
-    parser = make_parser()
+    parser = Parser(
+        prog=PROGRAM,
+        description=__doc__,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,  # So that ``given`` has no other options.
+    )
+    told = listing.entries(inspect.getdoc(Options) or "", "Attributes")
+    hints = typing.get_type_hints(Options, include_extras=True)
+    for field in dataclasses.fields(Options):
+        help = told[field.name]
+        if field.default not in (None, False):
+            help += f" (default: {field.default})"
+        option = "--" + field.name.replace("_", "-")
+        parser.add_argument(option, help=help, **hints[field.name].__metadata__[0])
     given = vars(parser.parse_args(argv))
     options = Options(**given)
     for name in given.keys() & NEEDS.keys():
         other, value = NEEDS[name]
         present = getattr(options, other)
-        if present is None or (present != value and value != "DIR"):
-            option = name.replace("_", "-")
-            parser.error(f"argument --{option}: needs --{other} {value}")
+        if present is None or value not in (present, "DIR"):
+            fail(f"argument --{name.replace('_', '-')}: needs --{other} {value}")
     if options.mode == "backup" and options.backups >= options.workers:
-        got = f"must be below --workers, got {options.backups}"
-        parser.error(f"argument --backups: {got}")
+        fail(f"argument --backups: must be below --workers, got {options.backups}")
     return options

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +12,7 @@ import optax
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._demo.command_line import PROGRAM, Options, fail
+from gradxform._demo.command_line import Options, fail
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,23 +53,25 @@ def make_report(
     before = "" if run.resumed is None else f"{run.resumed} of them before this run"
     last = counts.by_worker.get(options.workers - 1)
     late = f"{last.dropped if last else 0} of the last worker"
-    fraction = f"{float(gx.staleness_fraction(state)):.3f}"
-    norm = f"{float(optax.tree.get(state, 'global_norm')):.3f}"
-    report = table.Table(title=title_of(options), title_justify="left")
-    report.show_header = False
-    report.add_row("steps", f"{int(gx.global_step(state))}", before)
+    norm = f"{optax.tree.get(state, 'global_norm'):.3f}"
+    report = table.Table(
+        title=title_of(options), title_justify="left", show_header=False
+    )
+    report.add_row("steps", f"{gx.global_step(state)}", before)
     report.add_row("pushes accepted", f"{counts.accepted}")
     report.add_row("pushes dropped", f"{counts.dropped}", late)
-    for name, who in (("worker", "workers"), ("server", "the server")):
-        if deaths := getattr(counts, f"{name}_deaths"):
-            report.add_row(f"deaths of {who}", f"{deaths}")
-    if counts.lost:
-        report.add_row("pushes lost", f"{counts.lost}", "and done again")
+    for name, count in (
+        ("deaths of workers", counts.worker_deaths),
+        ("deaths of the server", counts.server_deaths),
+        ("pushes lost", counts.lost),
+    ):
+        if count:
+            report.add_row(name, f"{count}")
     meaning = "pushes dropped as too late, for each step: dropped / (steps + 1)"
-    report.add_row("staleness fraction", fraction, meaning)
+    report.add_row("staleness fraction", f"{gx.staleness_fraction(state):.3f}", meaning)
     report.add_section()
     if pushes:
-        add_bars(report, [push.result for push in pushes])
+        add_bars(report, pushes)
     report.add_section()
     report.add_row("gradient norm", norm, "of the last step, before the clip")
     report.add_row("seconds", f"{seconds:.1f}", "of starting, compiling and training")
@@ -81,33 +81,27 @@ def make_report(
     return text.get()
 
 
-def note(options: Options, argv: Sequence[str] | None, done: bool) -> str:
-    """What may be done next, in a line; nothing if there is nothing to say."""
-    if done:
-        before = f"all {options.steps} pushes were made before"
-        return f"nothing is left to do or to draw: {before}; try more --steps\n"
-    if options.plot or options.checkpoint:  # Begun again, it goes on.
-        return ""
-    given = sys.argv[1:] if argv is None else argv
-    return f"with a picture: {PROGRAM} {shlex.join([*given, '--plot', 'run.png'])}\n"
-
-
-def add_bars(report: Table, results: Sequence[gx.PushResult]) -> None:
+def add_bars(report: Table, pushes: Sequence[engines.Push]) -> None:
     """Adds a bar for each staleness, or for each range: the number of such pushes."""
     from rich import progress_bar
 
-    applied, staleness, *_ = map(np.array, zip(*results, strict=True))
+    applied, staleness = outcomes(pushes)
     width = 1 + staleness.max() // 20  # At most 20 rows, even with many workers.
     counts = np.bincount(staleness // width).tolist()
     late = np.bincount(staleness[~applied] // width, minlength=len(counts)).tolist()
     for row, (count, dropped) in enumerate(zip(counts, late, strict=True)):
         low, high = row * width, (row + 1) * width - 1
         span = f"{low}" if low == high else f"{low} to {high}"
-        many = "all" if dropped == count else f"{dropped}"
-        text = f"{count}, {many} dropped" if dropped else f"{count}"
+        text = f"{count}, {dropped} dropped" if dropped else f"{count}"
         color = "yellow" if dropped else "green"
         bar = progress_bar.ProgressBar(max(counts), count, 30, complete_style=color)
         report.add_row(f"staleness {span}", text, bar)
+
+
+def outcomes(pushes: Sequence[engines.Push]) -> tuple[np.ndarray, np.ndarray]:
+    """Whether each push was applied, and its staleness."""
+    applied, staleness, *_ = zip(*(push.result for push in pushes), strict=True)
+    return np.array(applied), np.array(staleness)
 
 
 def show(text: str) -> None:
@@ -120,8 +114,7 @@ def show(text: str) -> None:
         print(text, end="", flush=True)
     except OSError as error:
         # Python flushes again as it ends, and would print another error.
-        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise SystemExit(141) from None
         fail(f"the results cannot be printed: {error.strerror}")
@@ -130,43 +123,33 @@ def show(text: str) -> None:
 def save_plot(options: Options, pushes: Sequence[engines.Push], clip: float) -> None:
     """Draws loss, staleness and gradient norm, push by push, if there is a ``--plot``.
 
-    Each point of the norm belongs to one push, as its worker computed it.
+    Each loss and each norm belongs to one push, as its worker computed it.
     """
     from matplotlib.figure import Figure
 
     if not (options.plot and pushes):
         return
-    step = np.arange(1, len(pushes) + 1)
-    loss, norms = [push.loss for push in pushes], [push.norm for push in pushes]
-    kept = np.array([push.result.applied for push in pushes])
-    staleness = np.array([push.result.staleness for push in pushes])
-    window = 1 + min(49, len(loss) // 10)
-    mean = np.convolve(loss, np.full(window, 1 / window), "valid")
-    limit = options.only_with("mode").get("max_staleness", 0)
-
+    applied, staleness = outcomes(pushes)
+    values = {
+        "loss [nat]": [push.loss for push in pushes],
+        "gradient norm": [push.norm for push in pushes],
+        "staleness [steps]": staleness,
+    }
     figure = Figure(figsize=(7, 8), dpi=200, layout="constrained")
-    figure.suptitle(title_of(options))
-    above, middle, below = axes = figure.subplots(3, sharex=True)
-    # Color-blind readers can tell them apart. In grey the markers differ.
-    dots = {"marker": ".", "linestyle": "", "color": "#0072B2", "alpha": 0.4}
-    late = {"marker": "x", "linestyle": "", "color": "#D55E00", "markersize": 4}
-    line = {"linestyle": "--", "color": "#D55E00"}
-    above.semilogy(step, loss, **dots, markersize=3, label="one minibatch")
-    above.semilogy(step[window - 1 :], mean, "k", label=f"mean of {window} pushes")
-    middle.plot(step[kept], staleness[kept], **dots, markersize=3, label="accepted")
-    if not kept.all():
-        middle.plot(step[~kept], staleness[~kept], **late, label="dropped")
-        middle.axhline(limit + 0.5, **line, label=f"limit {limit}")
-    below.semilogy(step, norms, **dots, markersize=3, label="one minibatch")
-    below.axhline(clip, **line, label=f"clip at {clip:g}")
-    above.set_ylabel("loss [nat]")
-    middle.set_ylabel("staleness [steps]")
-    below.set(ylabel="gradient norm", xlabel="push")
-    for ax in axes:
+    figure.suptitle(f"{title_of(options)}\norange pushes were dropped")
+    axes = figure.subplots(3, sharex=True)
+    # Color-blind readers can tell these apart.
+    colors = np.where(applied, "#0072B2", "#D55E00")
+    for ax, (label, value) in zip(axes, values.items(), strict=True):
+        ax.scatter(1 + np.arange(len(pushes)), value, s=4, c=colors)
+        ax.set_ylabel(label)
         ax.grid(alpha=0.25)
-        # The legend lies above the axes, where it hides no point.
-        spot = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3}
-        ax.legend(**spot, frameon=False, markerscale=2)
+    loss, norm, late = axes
+    loss.set_yscale("log")
+    norm.set_yscale("log")
+    norm.axhline(clip, linestyle="--", color="gray", label=f"clip at {clip:g}")
+    norm.legend(loc="upper right")
+    late.set_xlabel("push")
     try:
         figure.savefig(options.plot)
     except OSError as error:  # The disk may have filled up meanwhile.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -11,30 +11,14 @@ import optax
 
 from gradxform._late.conditional import typed_cond
 from gradxform._rows import boundary
-from gradxform._training.apply import learning_leaves, training_step
+from gradxform._training.apply import Step, learning_leaves, training_step
 from gradxform._training.donation import Donating
 from gradxform._trees import checks, dtypes, maps, versions
-from gradxform._trees.types import Params, Prefix, PyTree, State
+from gradxform._trees.types import Prefix
 
 _Carry: TypeAlias = tuple[optax.Params, optax.OptState]
-# The loss, and with `has_aux` the aux; None for a minibatch that is left out.
-_Result: TypeAlias = list[PyTree[jax.Array]] | None
-
-
-class Steps(Protocol):
-    """What :func:`local_steps` returns."""
-
-    def __call__(
-        self,
-        params: Params,
-        state: State,
-        *batches: object,
-        num_steps: jax.typing.ArrayLike | None = None,
-        **extra: object,
-    ) -> tuple[Params, State, jax.Array, *tuple[Any, ...]]: ...
-
-    @property
-    def lower(self) -> Callable[..., jax.stages.Lowered]: ...
+# A list of the loss, and with `has_aux` the aux; None if a minibatch is left out.
+_Result: TypeAlias = Any
 
 
 def local_steps(
@@ -45,7 +29,7 @@ def local_steps(
     trainable: Prefix[bool] | None = None,
     unroll: int | bool = 1,
     donate: bool = True,
-) -> Steps:
+) -> Step:
     r"""Many compiled training steps of one worker, and what to push after them.
 
     .. math::
@@ -133,32 +117,27 @@ def local_steps(
         hint = "Pull the whole table, or push the gradients of its rows at each step."
         boundary.dense("local_steps", params, "trains whole parameters", hint)
         length = _length(batches)
-
-        def train(carry: _Carry, batch: tuple[object, ...]) -> tuple[_Carry, _Result]:
-            trained, state, *result = step(*carry, *batch, **extra)
-            return (trained, state), result
-
-        one_step: Callable[..., Any] = train
-        each: tuple[object, ...] = batches
+        numbers: Any = None  # Steps have numbers, int32[H], only for `num_steps`.
         if num_steps is not None:
             checks.scalar("num_steps", num_steps, integer=True)
-            wanted = dtypes.saturated(num_steps)
-
-            def train_or_skip(
-                carry: _Carry, numbered: tuple[jax.Array, tuple[object, ...]]
-            ) -> tuple[_Carry, _Result]:
-                number, batch = numbered
-                result, carry = typed_cond(
-                    number < wanted,
-                    lambda: train(carry, batch)[::-1],
-                    lambda: (None, carry),
-                )
-                return carry, result
-
             numbers = np.arange(length, dtype=np.int32)
-            one_step, each = train_or_skip, (numbers, batches)
+
+        def train(
+            carry: _Carry, numbered: tuple[Any, tuple[object, ...]]
+        ) -> tuple[_Carry, _Result]:
+            number, batch = numbered
+
+            def one_step() -> tuple[_Carry, _Result]:
+                trained, state, *result = step(*carry, *batch, **extra)
+                return (trained, state), result
+
+            if num_steps is None:
+                return one_step()
+            wanted = number < dtypes.saturated(num_steps)
+            return typed_cond(wanted, one_step, lambda: (carry, None))
+
         (trained, state), result = jax.lax.scan(
-            one_step, (params, state), each, unroll=unroll
+            train, (params, state), (numbers, batches), unroll=unroll
         )
         # g = w - w_H, for trainable parameters
         learning = learning_leaves(trainable, params)
@@ -166,7 +145,7 @@ def local_steps(
         return grads, state, *result
 
     if not donate:
-        return cast(Steps, jax.jit(steps))
+        return cast(Step, jax.jit(steps))
     return Donating(jax.jit(steps, donate_argnums=(1,)), tx, params_too=False)
 
 
@@ -176,25 +155,14 @@ def _difference(pulled: jax.Array, trained: jax.Array) -> jax.Array:
 
 def _length(batches: tuple[object, ...]) -> int:
     """H, the length of the first axis of every leaf of the batches."""
-    lengths = {
-        f"batches{jax.tree_util.keystr(path)}": np.shape(leaf)[:1]
+    shapes = {
+        f"batches{jax.tree_util.keystr(path)}": np.shape(leaf)
         for path, leaf in jax.tree.leaves_with_path(batches)
     }
-    if not lengths:
+    lengths = {shape[:1] for shape in shapes.values()}
+    if len(lengths) != 1 or lengths & {(), (0,)}:
         raise ValueError(
-            "local_steps needs batches: steps(params, state, *batches), whose first "
-            "axis says how many steps to take."
+            "batches must have a first axis of one length in all leaves, with an entry "
+            f"for each step, at least one: got {shapes or 'no batches'}."
         )
-    (first, wanted), *_ = lengths.items()
-    for where, length in lengths.items():
-        if length in ((), (0,)):
-            had = "no axes" if length == () else "a first axis of length 0"
-            raise ValueError(
-                f"{where} must have an entry for each step, at least one, got {had}."
-            )
-        if length != wanted:
-            raise ValueError(
-                f"{where} has entries for {length[0]} steps, {first} for {wanted[0]}: "
-                "the first axes of all batches must have one length."
-            )
-    return wanted[0]
+    return lengths.pop()[0]

@@ -36,8 +36,10 @@ if keras.backend.backend() != "jax":
 T = TypeVar("T")
 _RATE = ".hyperparams['learning_rate']"  # Where optax.inject_hyperparams has it.
 _SCHEDULE = ".hyperparams_states['learning_rate']"  # It is there for a schedule.
-_CLIPS = "clipnorm", "clipvalue", "global_clipnorm"
-_PARTS = *_CLIPS, "weight_decay", "use_ema", "gradient_accumulation_steps"
+_PARTS = (
+    *("clipnorm", "clipvalue", "global_clipnorm"),
+    *("weight_decay", "use_ema", "gradient_accumulation_steps"),
+)
 _NO_EFFECT = (
     "{} has no effect here: clips, weight decay, its mask, averages and accumulation "
     "are parts of the transformation. Build one that has them, as by optax.chain."
@@ -143,7 +145,7 @@ class Optimizer(keras.optimizers.Optimizer):
             return
         params = _by_path(variables, [v.value for v in variables])
         state = self._tx.init(params)
-        try:
+        try:  # In `fit` an error of a step comes when Keras has freed the weights.
             if params:  # Without any `fit` makes no step.
                 jax.eval_shape(self._step, params, state, params)
         except TypeError as error:
@@ -213,11 +215,11 @@ class Optimizer(keras.optimizers.Optimizer):
     def learning_rate(self) -> keras.Variable:
         """The rate in the state of ``optax.inject_hyperparams``."""
         if not self._leaves:  # Before `build` the rate is that of a state without more.
-            leaves = jax.tree.leaves_with_path(self._tx.init(OrderedDict()))
-            by_path = {jax.tree_util.keystr(keys): leaf for keys, leaf in leaves}
-            for path in filter(re.compile(r"\['learning_rate']").search, by_path):
-                variable = keras.Variable(by_path[path], name="learning_rate")
-                self._leaves[path] = _Leaf(variable, None)
+            for keys, leaf in jax.tree.leaves_with_path(self._tx.init(OrderedDict())):
+                path = jax.tree_util.keystr(keys)
+                if "['learning_rate']" in path:
+                    variable = keras.Variable(leaf, name="learning_rate")
+                    self._leaves[path] = _Leaf(variable, None)
         found = [x for path, x in self._leaves.items() if path.endswith(_RATE)]
         if len(found) != 1:
             raise AttributeError(
@@ -231,11 +233,6 @@ class Optimizer(keras.optimizers.Optimizer):
     @learning_rate.setter
     def learning_rate(self, learning_rate: jax.typing.ArrayLike) -> None:
         variable = self.learning_rate
-        if callable(learning_rate):
-            raise TypeError(
-                f"learning_rate must be a number, got {learning_rate!r}: give a "
-                "schedule to the transformation, as in optax.adam(schedule)."
-            )
         if any(_SCHEDULE in path for path in self._leaves):
             raise AttributeError(
                 "learning_rate comes from a schedule, and the next step would "
@@ -251,14 +248,11 @@ class Optimizer(keras.optimizers.Optimizer):
         """
         given = self._given
         try:
-            if isinstance(given, optax.GradientTransformation):
-                tx = gx.get_config(given)
-            elif inspect.ismethod(given) or "<lambda>" in getattr(
-                given, "__name__", ""
-            ):
-                raise TypeError("Keras writes such a function, but does not load it.")
-            else:
+            # Keras writes lambdas and methods, too, but nobody could load them.
+            if inspect.isfunction(given) and given.__name__ != "<lambda>":
                 tx = keras.saving.serialize_keras_object(given)
+            else:
+                tx = gx.get_config(given)
         except TypeError as error:
             raise TypeError(
                 "Keras cannot save this optimizer, because its transformation has no "
@@ -312,9 +306,7 @@ class _Leaf(NamedTuple):
 def _made_by(
     tx: optax.GradientTransformation | Callable[[], optax.GradientTransformation],
 ) -> optax.GradientTransformation:
-    made = tx
-    if callable(tx) and not isinstance(tx, optax.GradientTransformation):
-        made = tx()
+    made = tx() if callable(tx) else tx
     if not isinstance(made, optax.GradientTransformation):
         raise TypeError(
             "tx must be a GradientTransformation, or a function without arguments that "

@@ -886,7 +886,7 @@ WRONG_OF_KERAS = [
             KERAS3,
             learning_rate={**EXPONENTIAL, "class_name": "NoisyLinearCosineDecay"},
         ),
-        "config: the class 'NoisyLinearCosineDecay' of None is not "
+        f"{RATE}: the class 'NoisyLinearCosineDecay' of None is not "
         "read. These classes of Keras are: Adagrad, Ftrl, NovoGrad, ExponentialDecay, "
         "InverseTimeDecay, CosineDecay, CosineDecayRestarts, LinearCosineDecay, "
         "PiecewiseConstantDecay, PolynomialDecay.",
@@ -900,7 +900,7 @@ WRONG_OF_KERAS = [
                 ),
             )
         ),
-        "config: unknown keys ['staircas']: not those of Keras's ExponentialDecay.",
+        f"{RATE}: unknown keys ['staircas']: not those of Keras's ExponentialDecay.",
     ),
     (serialized({**EXPONENTIAL["config"], "decay_rate": 0.0}, "ExponentialDecay"),
      "config: decay_rate=0 is not offered"),

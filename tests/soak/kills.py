@@ -32,7 +32,7 @@ from gradxform import __main__ as main_job
 from gradxform import engines
 
 # The options with which each is started. In a group the server is two processes.
-ENGINES = {name: (name,) for name in main_job.ENGINES}
+ENGINES = {name: (name,) for name in ("threads", "ray", "simulated")}
 ENGINES["group"] = "ray", "--server-processes", "2"
 JOB = "--steps", "1000000", "--workers", "2"
 SAVING = "--checkpoint-every", "0.2"
