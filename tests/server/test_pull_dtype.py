@@ -48,7 +48,7 @@ def test_rows_are_cast_too(server):
     ids = np.array([[6, 2], [2, 0]])
     pulled, _ = server.pull({"table": ids}, jnp.bfloat16)
     table = pulled["table"]
-    assert isinstance(table, gx.IndexedSlices)
+    assert isinstance(table, gx.TableRows)
     assert table.values.dtype == pulled["half"].dtype == jnp.bfloat16
     rows = gx.lookup(table, jnp.asarray(ids))
     np.testing.assert_array_equal(rows, PARAMS["table"].astype(jnp.bfloat16)[ids])

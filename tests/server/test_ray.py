@@ -158,7 +158,7 @@ def plain(params):
     """The same params, with the rows of tables as arrays."""
     return {
         name: (x.indices, x.values, x.dense_shape)
-        if isinstance(x, gx.IndexedSlices)
+        if isinstance(x, gx.IndexedSlices | gx.TableRows)
         else x
         for name, x in params.items()
     }
