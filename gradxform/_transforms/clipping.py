@@ -271,8 +271,7 @@ def clip_before(
                 norm = arithmetic.safe_sqrt(total)
                 clip_state, factor = _state(norm), factor_to(norm, global_clipnorm)
                 factors = maps.map_updates(lambda _: factor, squares)
-            else:
-                assert clipnorm is not None  # One of the three is given.
+            if clipnorm is not None:
                 factors = _factors(squares, clipnorm)
             # Half precision stays wide on its way to inner. If two kernels need rounded
             # values, these go to memory; unrounded ones are computed in both kernels.
