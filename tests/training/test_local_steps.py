@@ -197,7 +197,7 @@ def test_the_gradient_is_the_only_copy():
     [
         ((), ValueError, "got no batches"),
         (({"x": X}, Y[:3]), ValueError,
-         r"'batches\[0\]\['x'\]\": \(5, .*'batches\[1\]': \(3,"),
+         r"batches\[0\]\['x'\].: \(5, .*'batches\[1\]': \(3,"),
         ((X, Y[:0]), ValueError, r"at least one: .*'batches\[1\]': \(0,"),
         ((X, 1.0), ValueError, r"'batches\[1\]': \(\)"),
     ],
