@@ -28,7 +28,7 @@ def entries() -> list[str]:
     for module in (gx, gx.engines, keras):
         found += of_module(module, module.__name__)
     # No signature has these, and an update has to be called with them.
-    for row in listing.rows(gx):
+    for row in listing.rows():
         if row.extra:
             arguments = ", ".join(["...", "*", *row.extra])
             found.append(f"gradxform.{row.name}(...).update({arguments})")

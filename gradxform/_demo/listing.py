@@ -1,20 +1,20 @@
-"""The public names and what they do, from their docstrings: ``--list``."""
+"""The public names, read from the package's own source: ``--list``."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import os
+import ast
+import functools
+import pathlib
 import re
 import shutil
 import textwrap
 from collections.abc import Iterator
-from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-import gradxform as gx
+Definition: TypeAlias = ast.ClassDef | ast.FunctionDef
 
-PACKAGES = ("gradxform", "gradxform.engines", "gradxform.keras")
+PACKAGES = ("", "engines", "keras")
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 class Row(NamedTuple):
@@ -26,20 +26,46 @@ class Row(NamedTuple):
     extra: tuple[str, ...]  # Extra arguments of its update.
 
 
-def rows(module: ModuleType) -> Iterator[Row]:
-    """The public functions and classes by name; states have no row of their own."""
-    for name in sorted(dir(module)):
-        value = getattr(module, name)
-        if name.startswith("_") or name.endswith("State") or inspect.ismodule(value):
+def rows() -> Iterator[Row]:
+    """All public functions and classes by name; states have no row of their own.
+
+    Keras and Ray need not be installed, since nothing is imported.
+    """
+    for package in PACKAGES:
+        public = dict(_definitions(ROOT / package))
+        for name in sorted(public):
+            if name.endswith("State"):
+                continue
+            doc = ast.get_docstring(public[name]) or ""
+            states = re.findall(r":class:`(\w+State)`", _section(doc, "Returns"))
+            parts = [part for state in states for part in public[state].body]
+            fields = [
+                ast.unparse(x.target) for x in parts if isinstance(x, ast.AnnAssign)
+            ]
+            yield Row(
+                f"{package}.{name}".removeprefix("."),
+                re.sub(r":\w+:`~[\w.]*\.|:\w+:|`", "", doc.partition("\n")[0]),
+                tuple(fields),
+                tuple(entries(doc, "Extra arguments")),
+            )
+
+
+def _definitions(folder: pathlib.Path) -> Iterator[tuple[str, Definition]]:
+    """What a package imports as ``x as x``, and where that is defined."""
+    for node in ast.walk(_tree(folder / "__init__.py")):
+        if not isinstance(node, ast.ImportFrom) or node.module is None:
             continue
-        doc = inspect.getdoc(value) or ""
-        states = re.findall(r":class:`(\w+State)`", _section(doc, "Returns"))
-        yield Row(
-            f"{module.__name__}.{name}".removeprefix("gradxform."),
-            re.sub(r":\w+:`~[\w.]*\.|:\w+:|`", "", doc.partition("\n")[0]),
-            tuple(field for state in states for field in getattr(gx, state)._fields),
-            tuple(entries(doc, "Extra arguments")),
-        )
+        module = ROOT.parent / node.module.replace(".", "/")
+        names = {alias.asname for alias in node.names}
+        if module.with_suffix(".py").exists():  # A package has rows of its own.
+            for defined in _tree(module.with_suffix(".py")).body:
+                if isinstance(defined, Definition) and defined.name in names:
+                    yield defined.name, defined
+
+
+@functools.cache
+def _tree(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
 
 
 def _section(doc: str, title: str) -> str:
@@ -55,23 +81,15 @@ def entries(doc: str, title: str) -> dict[str, str]:
 
 
 def text() -> str:
-    """All rows, as wide as the terminal is; an error for a package without Keras."""
-    os.environ.setdefault("KERAS_BACKEND", "jax")  # It must be set before the import.
-    columns = shutil.get_terminal_size().columns
-    said = textwrap.TextWrapper(
-        columns, initial_indent=" " * 4, subsequent_indent=" " * 8
-    )
-    lines = []
-    for package in PACKAGES:
-        try:
-            module = importlib.import_module(package)
-        except ImportError as error:
-            lines += [package, said.fill(str(error))]
-            continue
-        for row in rows(module):
-            lines += [row.name, said.fill(row.what)]
-            if row.state:
-                lines.append(said.fill(f"state: {', '.join(row.state)}"))
-            if row.extra:
-                lines.append(said.fill(f"extra arguments: {', '.join(row.extra)}"))
+    """All rows, as wide as the terminal is."""
+    width, lines = shutil.get_terminal_size().columns, []
+    for row in rows():
+        lines.append(row.name)
+        said = {"state": row.state, "extra arguments": row.extra}
+        told = [
+            f"{title}: {', '.join(names)}" for title, names in said.items() if names
+        ]
+        for each in (row.what, *told):
+            wrapped = textwrap.fill(each, width - 4, subsequent_indent=" " * 4)
+            lines.append(textwrap.indent(wrapped, " " * 4))
     return "\n".join(lines) + "\n"

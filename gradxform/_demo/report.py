@@ -123,33 +123,42 @@ def show(text: str) -> None:
 def save_plot(options: Options, pushes: Sequence[engines.Push], clip: float) -> None:
     """Draws loss, staleness and gradient norm, push by push, if there is a ``--plot``.
 
-    Each loss and each norm belongs to one push, as its worker computed it.
+    Each point of the norm belongs to one push, as its worker computed it.
     """
     from matplotlib.figure import Figure
 
     if not (options.plot and pushes):
         return
-    applied, staleness = outcomes(pushes)
-    values = {
-        "loss [nat]": [push.loss for push in pushes],
-        "gradient norm": [push.norm for push in pushes],
-        "staleness [steps]": staleness,
-    }
+    step = np.arange(1, len(pushes) + 1)
+    loss, norms = [push.loss for push in pushes], [push.norm for push in pushes]
+    kept, staleness = outcomes(pushes)
+    window = 1 + min(49, len(loss) // 10)
+    mean = np.convolve(loss, np.full(window, 1 / window), "valid")
+    limit = options.max_staleness if options.mode == "async" else 0
+
     figure = Figure(figsize=(7, 8), dpi=200, layout="constrained")
-    figure.suptitle(f"{title_of(options)}\norange pushes were dropped")
-    axes = figure.subplots(3, sharex=True)
-    # Color-blind readers can tell these apart.
-    colors = np.where(applied, "#0072B2", "#D55E00")
-    for ax, (label, value) in zip(axes, values.items(), strict=True):
-        ax.scatter(1 + np.arange(len(pushes)), value, s=4, c=colors)
-        ax.set_ylabel(label)
+    figure.suptitle(title_of(options))
+    above, middle, below = axes = figure.subplots(3, sharex=True)
+    # Color-blind readers can tell them apart. In grey the markers differ.
+    dots = {"marker": ".", "linestyle": "", "color": "#0072B2", "alpha": 0.4}
+    late = {"marker": "x", "linestyle": "", "color": "#D55E00", "markersize": 4}
+    line = {"linestyle": "--", "color": "#D55E00"}
+    above.semilogy(step, loss, **dots, markersize=3, label="one minibatch")
+    above.semilogy(step[window - 1 :], mean, "k", label=f"mean of {window} pushes")
+    middle.plot(step[kept], staleness[kept], **dots, markersize=3, label="accepted")
+    if not kept.all():
+        middle.plot(step[~kept], staleness[~kept], **late, label="dropped")
+        middle.axhline(limit + 0.5, **line, label=f"limit {limit}")
+    below.semilogy(step, norms, **dots, markersize=3, label="one minibatch")
+    below.axhline(clip, **line, label=f"clip at {clip:g}")
+    above.set_ylabel("loss [nat]")
+    middle.set_ylabel("staleness [steps]")
+    below.set(ylabel="gradient norm", xlabel="push")
+    for ax in axes:
         ax.grid(alpha=0.25)
-    loss, norm, late = axes
-    loss.set_yscale("log")
-    norm.set_yscale("log")
-    norm.axhline(clip, linestyle="--", color="gray", label=f"clip at {clip:g}")
-    norm.legend(loc="upper right")
-    late.set_xlabel("push")
+        # The legend lies above the axes, where it hides no point.
+        spot = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3}
+        ax.legend(**spot, frameon=False, markerscale=2)
     try:
         figure.savefig(options.plot)
     except OSError as error:  # The disk may have filled up meanwhile.

@@ -18,10 +18,16 @@ from gradxform._trees import checks, maps, versions
 class AccumulateState(NamedTuple):
     """State of :func:`accumulate`.
 
+    :class:`ConditionalAccumulatorState` says more about the sum.
+
     Attributes:
-      global_step, num_accumulated, accumulated, pushed, row_counts, inner_state: as in
-        :class:`ConditionalAccumulatorState`.
+      global_step: int32[], how many times the inner transformation has run; saturates.
+      num_accumulated: int32[], pushes in the sum.
       nonfinite_count: int32[], pushes left out so far; saturates.
+      accumulated: the sum, like params.
+      pushed: bool[leaves], whether any push in the sum had a gradient for the leaf.
+      row_counts: how many pushes in the sum held each row, only for ``row_mean``.
+      inner_state: the state of the transformation behind the gate.
     """
 
     global_step: jax.Array
