@@ -137,7 +137,7 @@ def train(job, folder, deaths, rng, processes=1, come_and_go=0):
         ended = pushes, run.counts(), run.server.stats(), run.server.state()
         if not closes(ended[1]):
             open_ledgers.append(ended[1])
-        actors = getattr(run.server.processes, "_actors", [])
+        actors = run.server.processes._actors if processes > 1 else []
         held = ray.get([actor.__ray_call__.remote(copies) for actor in actors])
         return ended, open_ledgers, all(each == held[0] for each in held)
 
