@@ -131,7 +131,7 @@ def test_the_mean_of_the_newest_pushes_keeps_nan_and_inf():
         (lambda: pushed(worker=0.5, local_step=0), TypeError,
          "worker must be an integer scalar"),
         (lambda: pushed(jnp.ones(3), worker=0, local_step=0), TypeError,
-         "updates and table differ at the root"),
+         "updates and a row of the table differ at the root"),
         (lambda: pushed(gx.IndexedSlices([0], jnp.ones(1), (2,)), worker=0,
                         local_step=0), TypeError, "worker_mean changes every row"),
         (lambda: jax.jit(lambda n: gx.worker_mean(INNER, n, method="all"))(2),
