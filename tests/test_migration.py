@@ -842,6 +842,76 @@ CHECKS |= {
 }
 
 
+# What `dir` and the signatures of the originals list, by the heading of each table.
+MEMBERS = {
+    "`tf.contrib.opt.DropStaleGradientOptimizer`": """staleness use_locking name
+        apply_gradients compute_gradients get_name get_slot get_slot_names minimize
+        variables GATE_GRAPH GATE_NONE GATE_OP grad_loss var_list gate_gradients
+        aggregation_method colocate_gradients_with_ops global_step""",
+    "`tf.clip_by_global_norm`": "t_list clip_norm use_norm name axes",
+    "`tf.train.FtrlOptimizer`": """learning_rate learning_rate_power
+        initial_accumulator_value l1_regularization_strength l2_regularization_strength
+        l2_shrinkage_regularization_strength beta use_locking name accum_name
+        linear_name clipnorm clipvalue global_clipnorm weight_decay get_slot
+        get_slot_names""",
+    "Every optimizer of `tf.train` and `tf.contrib.opt`": """AdadeltaOptimizer
+        AdagradDAOptimizer AdagradOptimizer AdamOptimizer FtrlOptimizer
+        GradientDescentOptimizer MomentumOptimizer Optimizer ProximalAdagradOptimizer
+        ProximalGradientDescentOptimizer RMSPropOptimizer SyncReplicasOptimizer
+        AGNCustomGetter AGNOptimizer AdaMaxOptimizer AdamGSOptimizer AdamWOptimizer
+        AddSignOptimizer DecoupledWeightDecayExtension DropStaleGradientOptimizer
+        ElasticAverageCustomGetter ElasticAverageOptimizer ExternalOptimizerInterface
+        GGTOptimizer LARSOptimizer LazyAdamGSOptimizer LazyAdamOptimizer
+        ModelAverageCustomGetter ModelAverageOptimizer MomentumWOptimizer
+        MovingAverageOptimizer MultitaskOptimizerWrapper NadamOptimizer
+        PowerSignOptimizer RegAdagradOptimizer ScipyOptimizerInterface ShampooOptimizer
+        VariableClippingOptimizer clip_gradients_by_global_norm
+        extend_with_decoupled_weight_decay""",
+    "`tf.ConditionalAccumulator`": """replicas_to_aggregate total_num_replicas
+        variable_averages variables_to_average get_chief_queue_runner
+        get_init_tokens_op make_session_run_hook accumulator_ref apply_grad dtype name
+        num_accumulated set_global_step take_grad shared_name reduction_type shape""",
+    "`tf.IndexedSlices`": """values indices dense_shape dtype device graph name op
+        consumers apply_grad apply_indexed_slices_grad take_grad
+        take_indexed_slices_grad""",
+    "`tf.distribute.ParameterServerStrategy`": """cluster_resolver
+        variable_partitioner distribute_datasets_from_function
+        experimental_distribute_dataset experimental_distribute_values_from_function
+        experimental_local_results extended gather num_replicas_in_sync reduce run scope
+        strategy create_per_worker_dataset done fetch join schedule get num_shards
+        min_shard_bytes max_shards bytes_per_string max_shard_bytes dataset_fn
+        input_options experimental_get_current_worker_index""",
+    "`tf.keras.optimizers.Adagrad`": """learning_rate initial_accumulator_value epsilon
+        decay clipnorm clipvalue global_clipnorm weight_decay use_ema ema_momentum
+        ema_overwrite_frequency loss_scale_factor gradient_accumulation_steps
+        jit_compile name use_locking lr add_optimizer_variables add_variable
+        add_variable_from_reference add_slot add_weight apply apply_gradients assign
+        assign_add assign_sub build exclude_from_weight_decay finalize_variable_values
+        from_config get_config get_gradients get_slot get_slot_names get_updates
+        get_weights iterations load_own_variables save_own_variables scale_loss
+        set_weights stateless_apply update_step variables weights minimize
+        aggregate_gradients compute_gradients""",
+    "`optax.MultiSteps`": """opt every_k_schedule use_grad_mean should_skip_update_fn
+        accumulator_dtype init update gradient_transformation has_updated inner_opt
+        mini_step gradient_step inner_opt_state acc_grads skip_state""",
+    "`optax.apply_every`": "k count grad_acc",
+    "`NovoGrad`": """learning_rate beta1 beta2 beta_1 beta_2 betas epsilon eps
+        weight_decay grad_averaging amsgrad use_locking name clipnorm clipvalue
+        iterations get_slot get_slot_names compute_gradients apply_gradients minimize
+        step zero_grad param_groups add_param_group state_dict load_state_dict lr""",
+}
+
+
+@pytest.mark.parametrize("heading", MEMBERS)
+def test_every_member_of_the_originals_has_a_row(heading):
+    (table,) = re.findall(
+        rf"^## {re.escape(heading)}.*?\n(.*?)(?=^#|\Z)", TABLES, re.M | re.S
+    )
+    there = " ".join(line.split("|")[1] for line in table.splitlines() if "|" in line)
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"`(.*?)`", there))))
+    assert not set(MEMBERS[heading].split()) - named
+
+
 CODE = [*dict.fromkeys(code_of_the_rows())]
 
 
