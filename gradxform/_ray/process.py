@@ -8,7 +8,6 @@ mesh, and no process needs another for that.
 from __future__ import annotations
 
 import contextlib
-import functools
 import socket
 import sys
 import time
@@ -31,7 +30,6 @@ from gradxform._server.programs import (
     PushPrograms,
     check_finite,
     in_sizes,
-    training_step,
 )
 from gradxform._server.reader import Reader
 from gradxform._server.records import Snapshot
@@ -85,8 +83,7 @@ class Process:
                 params = jax.block_until_ready(jax.tree.unflatten(tree, own))
             state = made(tx.init, self.layouts[1], mesh)(params)
         specs = Specs(params, state)
-        step = functools.partial(training_step, tx)
-        self._programs = PushPrograms(step, specs, donate)
+        self._programs = PushPrograms(tx, specs, donate)
         self.core = Core(tx, params, state, specs, self._prepared)
         self.reader = Reader([part_of(x) for x in self.core.version.leaves])
 

@@ -6,9 +6,11 @@ change or read the arrays; whoever holds the core calls them one after the other
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import queue
+import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -23,12 +25,10 @@ from gradxform._server.programs import (
     Prepared,
     PushPrograms,
     prepare,
-    training_step,
 )
 from gradxform._server.records import (
     Ahead,
     Answer,
-    Lateness,
     PushId,
     PushResult,
     ServerClosedError,
@@ -65,6 +65,9 @@ class Core:
       takes: how many more pushes with a ``push_id`` it takes.
       ahead: see :meth:`RecoverableServer.note`.
       after_step: is called in the turn of a push that has made a step.
+      waiting: the step that each caller of `wait` waits for, by the queue of its
+        answer. Who waits adds its queue, looks once more at :meth:`outcome`, and
+        removes the queue at the end, outside of any turn.
     """
 
     def __init__(
@@ -85,8 +88,11 @@ class Core:
         self.ahead: Ahead = {}
         self.after_step: Callable[[], object] | None = None
         self._accumulated = 0  # Pushes accepted since the last step.
-        self._tally, self._lateness = Tally(), Lateness()
-        self._waiting: dict[Woken, int] = {}  # The callers of `wait`, and their steps.
+        self._tally = Tally()
+        self._staleness: collections.Counter[int] = collections.Counter()
+        self._first = self._last = 0.0  # When the first and the last push came.
+        self._before = 0  # Pushes that a snapshot held. The rate leaves them out.
+        self.waiting: dict[Woken, int] = {}
         self._closed = False
         self._lost: str | None = None
         self._failed = False  # Whether the last step has raised an error.
@@ -164,7 +170,9 @@ class Core:
         applied = not dropped
         staleness = old.global_step - local_step
         self._accumulated = 0 if stepped else self._accumulated + applied
-        self._lateness.count(staleness)
+        self._staleness[staleness] += 1
+        self._last = time.monotonic()
+        self._first = self._first or self._last
         if stepped:
             self._wake()
         cosines = counters[2:].view(np.float32).tolist()
@@ -181,19 +189,10 @@ class Core:
         passed = past or version.global_step > global_step
         return version.global_step if passed else None
 
-    def wake_after(self, global_step: int, woken: Woken) -> None:
-        """In a turn: puts the answer to a wait into a queue, now or later."""
-        self._waiting[woken] = global_step
-        self._wake()
-
-    def forget(self, woken: Woken) -> None:
-        """In a turn: nobody waits at this queue any more."""
-        self._waiting.pop(woken, None)
-
     def _wake(self) -> None:
-        for woken, global_step in [*self._waiting.items()]:
+        # Twice is no harm: each queue is for one wait, which takes one answer.
+        for woken, global_step in self.waiting.copy().items():
             if (answer := self.outcome(global_step)) is not None:
-                del self._waiting[woken]
                 woken.put(answer)
 
     # Service.
@@ -229,7 +228,15 @@ class Core:
 
     def stats(self) -> ServerStats:
         """In a turn: see :meth:`ParameterServer.stats`."""
-        return self._lateness.stats(self._tally, self.version.global_step, self._lost)
+        seconds, counted = self._last - self._first, self._tally.pushes - self._before
+        return ServerStats(
+            accepted=self._tally.accepted,
+            dropped=self._tally.dropped,
+            staleness=dict(sorted(self._staleness.items())),
+            pushes_per_second=(counted - 1) / seconds if seconds else 0.0,
+            global_step=self.version.global_step,
+            lost=self._lost,
+        )
 
     def status(self) -> ServerStatus:
         """In a turn: where it stands."""
@@ -274,14 +281,13 @@ class Core:
         None before the first push, and after a step that has failed: the parameters or
         the state may be the cause.
         """
-        stats = self.stats()
         if self._failed or not self._tally.pushes:
             return None
         answers = [[worker, *x] for worker, x in self._tally.answers.items()]
         counters = {
-            "global_step": stats.global_step,
-            "accepted": stats.accepted,
-            "staleness": {str(steps): n for steps, n in stats.staleness.items()},
+            "global_step": self.version.global_step,
+            "accepted": self._tally.accepted,
+            "staleness": {str(steps): n for steps, n in self._staleness.items()},
             "accumulated": self._accumulated,
             "answers": answers,
             "ahead": [*self.ahead.items()],  # JSON has no keys but strings.
@@ -294,13 +300,13 @@ class Core:
         counters = snapshot.counters
         self._accumulated, self.ahead = counters["accumulated"], dict(counters["ahead"])
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}
-        accepted, pushes = counters["accepted"], sum(staleness.values())
+        self._staleness = collections.Counter(staleness)
+        accepted, self._before = counters["accepted"], snapshot.pushes
         answers = {
             worker: Answer(number, local_step, PushResult(*result), *counts)
             for worker, number, local_step, result, *counts in counters["answers"]
         }
-        self._tally = Tally(accepted, pushes - accepted, answers)
-        self._lateness = Lateness(staleness)
+        self._tally = Tally(accepted, self._before - accepted, answers)
         self.takes -= sum(answer.number + 1 for answer in answers.values())
 
 
@@ -315,7 +321,6 @@ def of_one_process(
     checks.flags(donate=donate, require_finite=require_finite)
     tx, params, state = initialize(tx, params)
     specs = Specs(params, state)
-    step = functools.partial(training_step, tx)
-    programs = PushPrograms(step, specs, donate)
+    programs = PushPrograms(tx, specs, donate)
     prepare_it = functools.partial(prepare, programs, require_finite)
     return Core(tx, params, state, specs, prepare_it)

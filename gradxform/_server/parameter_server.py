@@ -161,21 +161,25 @@ class ParameterServer(Generic[Params]):
         global_step = as_step("global_step", global_step)
         if timeout is not None:
             checks.in_range("timeout", timeout, "[0, inf]")
-        answer = self._core.outcome(global_step)
+        core = self._core
+        answer = core.outcome(global_step)
         if answer is None:
             seconds = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+            self._turns.check()
             woken: Woken = queue.SimpleQueue()
             try:
-                self._turns.start(self._core.wake_after, global_step, woken)
-                answer = woken.get(timeout=seconds)
+                core.waiting[woken] = global_step
+                answer = core.outcome(global_step)  # It may have stepped meanwhile.
+                if answer is None:
+                    answer = woken.get(timeout=seconds)
             except queue.Empty:
                 raise TimeoutError(
-                    f"the server is at step {self._core.version.global_step} and has "
-                    f"not passed global_step={global_step} within timeout={timeout} "
+                    f"the server is at step {core.version.global_step} and has not "
+                    f"passed global_step={global_step} within timeout={timeout} "
                     "seconds."
                 ) from None
             finally:  # Also after an interrupt.
-                self._turns.start(self._core.forget, woken)
+                core.waiting.pop(woken, None)
         if isinstance(answer, ServerClosedError):
             raise answer
         return answer

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import Sharding
 
 from gradxform._late.counters import dropped, outermost
@@ -30,10 +31,6 @@ MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes firs
 # -> (leaves of (params, state), counters)
 Stepped: TypeAlias = tuple[Leaves, jax.Array]
 PushStep: TypeAlias = Callable[[Leaves, Leaves, np.int32], Stepped]
-# The same for trees: ((params, state), grads, extra, local_step).
-TrainingStep: TypeAlias = Callable[
-    [Arrays, optax.Updates, dict[str, Any], np.int32], tuple[Arrays, jax.Array]
-]
 # The structure of (grads, extra), and the types of its leaves.
 Types: TypeAlias = tuple[jax.core.ShapedArray, ...]
 Signature: TypeAlias = tuple[jax.tree_util.PyTreeDef, Types]
@@ -71,7 +68,7 @@ def training_step(
         tx, grads, state, params, local_step=local_step, **extra
     )
     counters = [outermost(state, "global_step"), dropped(state) - before]
-    counters += [as_bits(x) for x in cosines(state)[:1]]
+    counters += [lax.bitcast_convert_type(x, jnp.int32) for x in cosines(state)[:1]]
     return (params, state), jnp.stack(counters)
 
 
@@ -82,13 +79,15 @@ class PushPrograms:
     while other pushes go on. The compiled step runs on any thread.
 
     Args:
-      step: the step to compile.
+      tx: a transformation behind a gate.
       specs: of the server's arrays.
       donate: whether a step takes the memory of parameters and state.
     """
 
-    def __init__(self, step: TrainingStep, specs: Specs, donate: bool) -> None:
-        self._step, self._specs, self._donate = step, specs, donate
+    def __init__(
+        self, tx: optax.GradientTransformation, specs: Specs, donate: bool
+    ) -> None:
+        self._tx, self._specs, self._donate = tx, specs, donate
         self._params = {
             path: (x.shape, sharding)
             for (path, x), sharding in zip(
@@ -100,9 +99,6 @@ class PushPrograms:
         self._programs: dict[Signature, Program] = {}
         self._compiling = threading.RLock()  # A signal handler may push, too.
 
-    def __len__(self) -> int:
-        return len(self._programs)
-
     def find(self, leaves: Leaves, tree: jax.tree_util.PyTreeDef) -> Program:
         """The program for a push; ``tree`` is the structure of (grads, extra).
 
@@ -112,41 +108,30 @@ class PushPrograms:
         """
         types = _types(leaves, tree.children()[0].num_leaves)
         signature = tree, types
-        program = self._programs.get(signature)
-        if program is None:
-            program = self._compile(signature, *jax.tree.unflatten(tree, leaves))
-        return program
-
-    def _compile(
-        self, signature: Signature, grads: optax.Updates, extra: dict[str, Any]
-    ) -> Program:
+        if (program := self._programs.get(signature)) is not None:
+            return program
+        grads, extra = jax.tree.unflatten(tree, leaves)
         # The cheap checks come first: a push that does not fit never costs a trace.
         check_fits(self._specs.types[0], grads)
         with self._compiling:
-            known = self._programs.get(signature)
-            if known is not None:  # Another thread has compiled it meanwhile.
-                return known
-            while len(self._programs) >= MAX_PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-            program = self._compiled(signature, grads, extra)
-            self._programs[signature] = program
-            return program
+            if signature not in self._programs:  # No other thread has compiled it.
+                while len(self._programs) >= MAX_PROGRAMS:
+                    del self._programs[next(iter(self._programs))]
+                self._programs[signature] = self._compiled(signature, grads, extra)
+            return self._programs[signature]
 
     def _compiled(
         self, signature: Signature, grads: optax.Updates, extra: dict[str, Any]
     ) -> Program:
-        (tree, types), specs = signature, self._specs
-        place = specs.placement
-        shardings = [
-            *self._shardings_of(grads, 0),
-            *self._shardings_of(extra, 1),  # Each argument is a tree of its own.
-        ]
+        (tree, types), specs, place = signature, self._specs, self._specs.placement
+        # Each extra argument is a tree of its own.
+        shardings = [*self._shardings_of(grads, 0), *self._shardings_of(extra, 1)]
         pushed = [place.abstract(*pair) for pair in zip(types, shardings, strict=True)]
 
         def step(leaves: Leaves, pushed: Leaves, local_step: np.int32) -> Stepped:
             grads, extra = jax.tree.unflatten(tree, pushed)
-            arrays, counters = self._step(
-                specs.arrays(leaves), grads, extra, local_step
+            arrays, counters = training_step(
+                self._tx, specs.arrays(leaves), grads, extra, local_step
             )
             return jax.tree.leaves(arrays), counters
 
@@ -253,11 +238,6 @@ def check_finite(grads: optax.Updates) -> None:
 @jax.jit
 def _all_finite(leaves: list[Any]) -> jax.Array:
     return jnp.stack(list(map(boundary.all_finite, leaves)))
-
-
-def as_bits(x: jax.Array) -> jax.Array:
-    """The bits of a float32 as an int32, to travel in an array of int32."""
-    return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _types(leaves: Leaves, of_grads: int) -> Types:

@@ -158,9 +158,6 @@ class Reader:
         ] = {}
         self._compiling = threading.RLock()  # A signal handler may pull, too.
 
-    def __len__(self) -> int:
-        return len(self._programs)
-
     def prepare(self, wanted: Mapping[int, RowIds | None], form: Form) -> Reading:
         """Compiles what a reading needs, before its turn.
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import operator
 import secrets
-import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -143,10 +141,6 @@ class ServerStatus(NamedTuple):
     ahead: Mapping[int, int] = {}  # See `RecoverableServer.note`.
 
 
-def _is_ready() -> None:
-    """The arrays of one process need nobody else."""
-
-
 class Snapshot(NamedTuple):
     """All that a server needs to go on, taken at one moment."""
 
@@ -154,35 +148,7 @@ class Snapshot(NamedTuple):
     state: dict[str, Any]
     counters: dict[str, Any]
     # Is called before it is written; raises if another process lacks its part.
-    ready: Callable[[], None] = _is_ready
-
-
-class Lateness:
-    """How late the pushes were, and how fast they came."""
-
-    def __init__(self, staleness: Mapping[int, int] | None = None) -> None:
-        self._staleness = collections.Counter(staleness)
-        self._before = self._staleness.total()  # The rate leaves these out.
-        self._first = self._last = 0.0  # When the first and the last push came.
-
-    def count(self, staleness: int) -> None:
-        """One more push."""
-        self._staleness[staleness] += 1
-        self._last = time.monotonic()
-        self._first = self._first or self._last
-
-    def stats(self, tally: Tally, global_step: int, lost: str | None) -> ServerStats:
-        """These and other counts as :class:`ServerStats`."""
-        seconds = self._last - self._first
-        counted = self._staleness.total() - self._before
-        return ServerStats(
-            accepted=tally.accepted,
-            dropped=tally.dropped,
-            staleness=dict(sorted(self._staleness.items())),
-            pushes_per_second=(counted - 1) / seconds if seconds else 0.0,
-            global_step=global_step,
-            lost=lost,
-        )
+    ready: Callable[[], object] = lambda: None
 
 
 class GlobalStep(int):

@@ -55,32 +55,6 @@ class SerialExecutor:
         """
         if threading.current_thread() is not threading.main_thread():
             return self._turn.take(function, *args)
-        result: T
-        result, error = self._hand_over(function, *args).get()
-        if error is None:
-            return result
-        try:
-            raise error
-        finally:
-            del error  # The error and this frame refer to each other.
-
-    def start(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Starts ``function(*args)``; on the main thread it does not wait for it."""
-        if threading.current_thread() is not threading.main_thread():
-            self._turn.take(function, *args)
-        else:
-            self._hand_over(function, *args)
-
-    def finish(self) -> None:
-        """Ends the thread after the calls that have begun, and waits for its end."""
-        self._process = None
-        self._calls.put(None)
-        self._thread.join()
-
-    def _hand_over(
-        self, function: Callable[..., object], *args: object
-    ) -> queue.SimpleQueue[Any]:
-        """Returns the queue that will hold ``(result, error)``."""
         # Not `is_alive`: it may call the thread dead after an interrupt.
         if self._process != os.getpid():
             raise RuntimeError(
@@ -89,7 +63,24 @@ class SerialExecutor:
             )
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._calls.put((answer, function, args))
-        return answer
+        result: T
+        result, error = answer.get()
+        if error is None:
+            return result
+        try:
+            raise error
+        finally:
+            del error  # The error and this frame refer to each other.
+
+    def check(self) -> None:
+        """Raises ``RuntimeError`` if the caller is a call that still runs here."""
+        self._turn.check()
+
+    def finish(self) -> None:
+        """Ends the thread after the calls that have begun, and waits for its end."""
+        self._process = None
+        self._calls.put(None)
+        self._thread.join()
 
 
 # The turns that the present call has. Callbacks have those of the call that they serve.
@@ -103,15 +94,17 @@ class _Turn:
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
-    def take(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        taken = _taken.get()
-        if self in taken:
+    def check(self) -> None:
+        if self in _taken.get():
             raise RuntimeError(
                 "this call comes from inside of another one, which waits for it: a "
                 "callback of tx cannot ask the server that runs it."
             )
+
+    def take(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        self.check()
         with self._lock:
-            token = _taken.set((*taken, self))
+            token = _taken.set((*_taken.get(), self))
             try:
                 return function(*args)
             finally:
