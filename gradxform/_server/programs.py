@@ -18,7 +18,7 @@ from gradxform._late.measure_cosine import cosines
 from gradxform._rows import boundary
 from gradxform._rows.stored_rows import padded
 from gradxform._server.callbacks import Callbacks, has_callbacks
-from gradxform._server.placement import Arrays, bring, built, compiled, traced
+from gradxform._server.placement import bring, built, compiled, traced
 from gradxform._server.reader import size_for
 from gradxform._server.specs import Leaves, Specs
 from gradxform._training.apply import apply_gradients
@@ -48,28 +48,6 @@ class Program(NamedTuple):
 
     step: PushStep
     shardings: list[Sharding]  # The place where it needs each leaf of (grads, extra).
-
-
-def training_step(
-    tx: optax.GradientTransformation,
-    arrays: Arrays,
-    grads: optax.Updates,
-    extra: dict[str, Any],
-    local_step: np.int32,
-) -> tuple[Arrays, jax.Array]:
-    """One step, and its counters in one small array: the host waits for one transfer.
-
-    The counters are the global step, how many pushes were dropped (0 or 1), and the
-    bits of the cosine if ``tx`` measures one.
-    """
-    params, state = arrays
-    before = dropped(state)
-    params, state = apply_gradients(
-        tx, grads, state, params, local_step=local_step, **extra
-    )
-    counters = [outermost(state, "global_step"), dropped(state) - before]
-    counters += [lax.bitcast_convert_type(x, jnp.int32) for x in cosines(state)[:1]]
-    return (params, state), jnp.stack(counters)
 
 
 class PushPrograms:
@@ -129,11 +107,20 @@ class PushPrograms:
         pushed = [place.abstract(*pair) for pair in zip(types, shardings, strict=True)]
 
         def step(leaves: Leaves, pushed: Leaves, local_step: np.int32) -> Stepped:
+            """The counters are one small array: the host waits for one transfer.
+
+            They are the global step, how many pushes were dropped (0 or 1), and the
+            bits of the cosine if the transformation measures one.
+            """
+            params, state = specs.arrays(leaves)
             grads, extra = jax.tree.unflatten(tree, pushed)
-            arrays, counters = training_step(
-                self._tx, specs.arrays(leaves), grads, extra, local_step
+            before = dropped(state)
+            params, state = apply_gradients(
+                self._tx, grads, state, params, local_step=local_step, **extra
             )
-            return jax.tree.leaves(arrays), counters
+            counters = [outermost(state, "global_step"), dropped(state) - before]
+            bits = [lax.bitcast_convert_type(x, jnp.int32) for x in cosines(state)[:1]]
+            return jax.tree.leaves((params, state)), jnp.stack(counters + bits)
 
         args = jax.tree.leaves(specs.types), pushed, np.int32(0)
         options = {

@@ -26,6 +26,7 @@ Form: TypeAlias = np.dtype[np.generic] | None
 # The tables that a request leaves out of the whole leaves, and the form of these.
 Key: TypeAlias = tuple[frozenset[int], Form]
 Read: TypeAlias = Callable[[jax.Array], jax.Array]
+Program: TypeAlias = Callable[..., jax.Array]  # Of (array) or (ids, array).
 Copy: TypeAlias = Callable[[dict[int, jax.Array]], dict[int, jax.Array]]
 
 
@@ -153,9 +154,10 @@ class Reader:
     def __init__(self, arrays: Sequence[jax.Array]) -> None:
         self.placement = place = Placement(arrays)
         self._types = [place.abstract(x.aval, x.sharding) for x in arrays]
-        self._programs: dict[
-            tuple[int, int | None, Form], Callable[..., jax.Array]
-        ] = {}
+        self._floating = [
+            x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else None for x in arrays
+        ]
+        self._programs: dict[tuple[int, int | None, Form], Program] = {}
         self._compiling = threading.RLock()  # A signal handler may pull, too.
 
     def prepare(self, wanted: Mapping[int, RowIds | None], form: Form) -> Reading:
@@ -171,7 +173,7 @@ class Reader:
                 program = self.program(number, rows.size, form)
                 height = self._types[number].shape[0]
                 ids = self.placement.put(filled(rows.ids, rows.size, height))
-                programs[number] = functools.partial(_at, program, ids)
+                programs[number] = functools.partial(program, ids)
             elif self._cast(number, form) is not None:
                 programs[number] = self.program(number, None, form)
         return Reading(programs, [i for i in wanted if i not in programs])
@@ -181,12 +183,10 @@ class Reader:
         key = number, size, self._cast(number, form)
         return key in self._programs or key[1:] == (None, None)
 
-    def program(
-        self, number: int, size: int | None, form: Form
-    ) -> Callable[..., jax.Array]:
+    def program(self, number: int, size: int | None, form: Form) -> Program:
         """The program that reads an array whole, or ``size`` of its rows by their ids.
 
-        Its arguments are ``(array)`` or ``(array, ids)``.
+        Its arguments are ``(array)`` or ``(ids, array)``.
         """
         key = number, size, self._cast(number, form)
         if key not in self._programs:
@@ -197,15 +197,14 @@ class Reader:
 
     def _cast(self, number: int, form: Form) -> Form:
         """The dtype that an array is cast to; None if it stays as it is."""
-        own = self._types[number].dtype
-        return form if jnp.issubdtype(own, jnp.floating) and form != own else None
+        own = self._floating[number]
+        return None if own is None or own == form else form
 
-    def _compiled(
-        self, number: int, size: int | None, form: Form
-    ) -> Callable[..., jax.Array]:
+    def _compiled(self, number: int, size: int | None, form: Form) -> Program:
         place, type_ = self.placement, self._types[number]
 
-        def read(table: jax.Array, *ids: jax.Array) -> jax.Array:
+        def read(*args: jax.Array) -> jax.Array:
+            *ids, table = args
             rows = take_summed(table, *ids) if ids else table
             return rows if form is None else rows.astype(form)
 
@@ -215,10 +214,4 @@ class Reader:
             of_ids = jax.typeof(np.empty(size, np.int32))
             ids = [place.abstract(of_ids, place.everywhere)]
         with place.default_device():
-            return compiled(read, type_, *ids, out_shardings=sharding)
-
-
-def _at(
-    program: Callable[..., jax.Array], ids: jax.Array, table: jax.Array
-) -> jax.Array:
-    return program(table, ids)
+            return compiled(read, *ids, type_, out_shardings=sharding)
