@@ -51,13 +51,12 @@ class Callbacks:
 
         return run
 
-    def inside(self, step: Callable[..., T], *args: object) -> Callable[..., T]:
-        """The same step, for such arguments, with this object around each callback."""
+    def inside(self, traced: jax.stages.Traced) -> Callable[..., Any]:
+        """The function that was traced, with this object around each callback."""
         from jax.extend.core import jaxpr_as_fun
 
-        closed, shape = jax.make_jaxpr(step, return_shape=True)(*args)
-        evaluate = jaxpr_as_fun(jaxprs.replaced(closed, self._around))
-        tree = jax.tree.structure(shape)
+        evaluate = jaxpr_as_fun(jaxprs.replaced(traced.jaxpr, self._around))
+        tree = jax.tree.structure(traced.out_info)
         return lambda *args: jax.tree.unflatten(tree, evaluate(*jax.tree.leaves(args)))
 
     def _around(self, eqn: JaxprEqn) -> JaxprEqn:

@@ -20,7 +20,7 @@ import optax
 
 from gradxform._late import gate
 from gradxform._late.worker_mean import num_workers_of
-from gradxform._server.placement import Arrays, copy, initialize, on_host
+from gradxform._server.placement import Arrays, copy, initialize
 from gradxform._server.programs import (
     Prepared,
     PushPrograms,
@@ -154,7 +154,8 @@ class Core:
             )
             if self._devices > 1:  # The counters come from one device alone.
                 jax.block_until_ready(leaves)
-            counters = on_host(counted)
+            with jax.transfer_guard_device_to_host("allow"):
+                counters = np.asarray(counted)  # Faster than `jax.device_get`.
             global_step, dropped = map(int, counters[:2])
         except BaseException as error:
             if any(x.is_deleted() for x in old.leaves):

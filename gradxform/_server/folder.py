@@ -78,7 +78,6 @@ class Folder:
     """
 
     def __init__(self, directory: str) -> None:
-        self.directory = directory
         self._path = pathlib.Path(directory)
         self._identity: tuple[int, int] | None = None  # Of the lock file, once taken.
 
@@ -139,7 +138,7 @@ class Folder:
 
     def _in_use(self, owner: str) -> OSError:
         return OSError(
-            f"checkpoint: {owner} saves a run in {self.directory}: wait until it ends, "
+            f"checkpoint: {owner} saves a run in {self._path}: wait until it ends, "
             "or give another directory."
         )
 

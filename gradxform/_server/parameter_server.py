@@ -12,7 +12,6 @@ import optax
 
 from gradxform._server.core import Core, Woken, of_one_process
 from gradxform._server.records import (
-    NO_COPY,
     PushResult,
     ServerClosedError,
     ServerStats,
@@ -231,7 +230,11 @@ class ParameterServer(Generic[Params]):
         return f"{type(self).__name__}({core or ''})"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError(NO_COPY)
+        raise TypeError(
+            "a ParameterServer can be neither copied nor pickled: make another one "
+            "with the same params and tx, and restore(server.state()) there. If other "
+            "processes need it, make it an actor, as the class says."
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -135,7 +135,7 @@ class PushPrograms:
             if not has_callbacks(trace.jaxpr):
                 return Program(built(trace), shardings)
             callbacks = Callbacks(len(place.everywhere.device_set))
-            program = compiled(callbacks.inside(step, *args), *args, **options)
+            program = compiled(callbacks.inside(trace), *args, **options)
             return Program(callbacks.around(program), shardings)
 
     def _shardings_of(self, tree: PyTree[Leaf], depth: int) -> Iterator[Sharding]:

@@ -34,13 +34,6 @@ class PushResult(NamedTuple):
     cosine: float | None = None
 
 
-NO_COPY = (
-    "a ParameterServer can be neither copied nor pickled: make another one with the "
-    "same params and tx, and restore(server.state()) there. If other processes need "
-    "it, make it an actor, as the class says."
-)
-
-
 class ServerClosedError(RuntimeError):
     """A call to a server that was closed, or that has lost its parameters.
 

@@ -112,20 +112,13 @@ class _Turn:
 
 
 def _serve(calls: queue.SimpleQueue[Call | None], turn: _Turn) -> None:
-    # A function of its own for each call: no variable here keeps the last one alive.
-    while _answer(calls.get(), turn):
-        pass
-
-
-def _answer(call: Call | None, turn: _Turn) -> bool:
-    if call is None:
-        return False
-    answer, function, args = call
-    try:
-        answer.put((turn.take(function, *args), None))
-    except BaseException as error:
-        answer.put((None, error))
-    return True
+    while (call := calls.get()) is not None:
+        answer, function, args = call
+        try:
+            answer.put((turn.take(function, *args), None))
+        except BaseException as error:
+            answer.put((None, error))
+        del call, answer, function, args  # They may keep a server alive.
 
 
 _alive: weakref.WeakSet[SerialExecutor] = weakref.WeakSet()

@@ -63,11 +63,7 @@ class Specs:
         leaves = leaves_like("state", state, "the server's state", named(self.types))
         # A copy first: JAX may share the caller's memory with the part that stays on
         # its device, even with `may_alias=False`.
-        return self.placed(copy(self.arrays(leaves)))
-
-    def placed(self, arrays: Arrays) -> Arrays:
-        """Arrays of the server's types, brought where its own lie."""
-        arrays = jax.device_put(arrays, self.shardings)
+        arrays = jax.device_put(copy(self.arrays(leaves)), self.shardings)
         if not self.placement.committed:  # `arrays` are committed; this frees them.
             with self.placement.default_device():
                 free = compiled(lambda arrays: arrays, self.types, donate_argnums=0)

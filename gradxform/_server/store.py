@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
@@ -55,14 +55,14 @@ class Store:
         self.saved: int | None = None
         self._folder: Folder | None = None  # Once it is taken; a bucket has none.
         self._thread = ThreadPoolExecutor(1, "checkpoints")
-        self._thread.submit(time.monotonic)  # Starts it: memory may be short later.
         self._begun = time.monotonic()
-        self._last: Future[None] | None = None  # That nobody waits for.
+        # The last work that nobody waits for. This one starts the thread now, as
+        # memory may be short later.
+        self._last: Future[Any] = self._thread.submit(time.monotonic)
 
-    @contextlib.contextmanager
     def _manager(
         self, *, clean: bool = False, attempt: int | None = None
-    ) -> Iterator[CheckpointManager]:
+    ) -> CheckpointManager:
         """A manager of orbax, of this process alone unless it is for an attempt."""
         together = self._together and attempt is not None
         processes = {*range(jax.process_count())} if together else {jax.process_index()}
@@ -72,7 +72,7 @@ class Store:
             # A new name each time: the last attempt may have failed halfway.
             barrier_sync_key_prefix=f"checkpoint {attempt}" if together else None,
         )
-        manager = self._orbax.CheckpointManager(
+        manager: CheckpointManager = self._orbax.CheckpointManager(
             self.checkpoint.directory,
             options=self._orbax.CheckpointManagerOptions(
                 max_to_keep=self.checkpoint.max_to_keep,
@@ -85,8 +85,7 @@ class Store:
                 enable_async_checkpointing=False,
             ),
         )
-        with contextlib.closing(manager):
-            yield manager
+        return manager
 
     def open(self, state: Mapping[str, Any]) -> None:
         """Takes the directory.
@@ -123,7 +122,7 @@ class Store:
 
     def is_due(self, global_step: int) -> bool:
         """Whether the state after this step should be saved."""
-        if self._last is not None and not self._last.done():
+        if not self._last.done():
             return False
         steps, seconds = self.checkpoint.every_steps, self.checkpoint.every_seconds
         if steps is not None and global_step % steps == 0:
@@ -154,7 +153,7 @@ class Store:
 
     def flush(self) -> None:
         """Waits until what was begun is written."""
-        wait([] if self._last is None else [self._last])
+        wait([self._last])
 
     def _write_or_tell(self, snapshot: Snapshot) -> None:
         try:
@@ -235,8 +234,7 @@ class Store:
         folder = self._folder  # A bucket has neither locks nor checksums.
         faults: dict[int, str] = {}
         for pushes in found:
-            fault = None if folder is None else folder.fault(pushes)
-            if fault is None:
+            if folder is None or (fault := folder.fault(pushes)) is None:
                 break
             faults[pushes] = fault
         else:
