@@ -33,7 +33,7 @@ from gradxform._server.programs import (
 )
 from gradxform._server.reader import Reader
 from gradxform._server.records import Snapshot
-from gradxform._server.specs import Specs, leaves_like, named
+from gradxform._server.specs import Specs, leaves_like
 from gradxform._trees import maps
 from gradxform._trees.types import Leaf, SparseLeaf, T
 
@@ -130,13 +130,13 @@ class Process:
         """Describes parameters and state, and deletes them, to make room for others."""
         for x in self.core.version.leaves:
             x.delete()
-        return named(self.core.specs.types)
+        return self.core.specs.types
 
     def placed(self, snapshot: Snapshot) -> Snapshot:
         """A snapshot that was read like :meth:`like`, in the order of this process."""
         own, specs = snapshot.state, self.core.specs
-        leaves = leaves_like("state", own, "the server's state", named(specs.types))
-        return snapshot._replace(state=jax.block_until_ready(specs.state(leaves)))
+        leaves = leaves_like("state", own, "the server's state", specs.types)
+        return snapshot._replace(state=jax.block_until_ready(specs.arrays(leaves)))
 
 
 def made(make: Callable[..., T], layout: Layout, mesh: Mesh) -> Callable[..., T]:

@@ -259,10 +259,10 @@ class Core:
 
     # State.
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Arrays:
         """In a turn: a copy of parameters and state; also after the end of service."""
         self.check_usable(if_closed=False)
-        return copy(self.specs.state(self.version.leaves))
+        return copy(self.specs.arrays(self.version.leaves))
 
     def restore(self, arrays: Arrays) -> None:
         """In a turn: begins a new incarnation with parameters and state.
@@ -270,7 +270,7 @@ class Core:
         The counts go on. A worker that repeats an older push must pull again.
         """
         self.check_usable(if_lost=False)
-        self.version = Version.of(*arrays)
+        self.version = Version.of(**arrays)
         self._lost, self._failed = None, False
         self._accumulated = 0
         self._tally.answers.clear()
@@ -297,7 +297,7 @@ class Core:
 
     def resume(self, snapshot: Snapshot) -> None:
         """In a turn: goes on from a snapshot, whose arrays are at their places."""
-        self.restore((snapshot.state["params"], snapshot.state["state"]))
+        self.restore(snapshot.state)
         counters = snapshot.counters
         self._accumulated, self.ahead = counters["accumulated"], dict(counters["ahead"])
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}

@@ -156,10 +156,9 @@ class Folder:
           ValueError: an entry has the name of a checkpoint but is none. A run would
             read it, or remove it as an old one.
         """
-        numbers = [
-            x for x in self._path.iterdir() if re.fullmatch("0|[1-9][0-9]*", x.name)
-        ]
-        for entry in sorted(numbers, key=lambda x: int(x.name)):
+        for entry in sorted(self._path.iterdir()):
+            if not re.fullmatch("0|[1-9][0-9]*", entry.name):
+                continue
             names = {x.name for x in entry.iterdir()} if entry.is_dir() else {""}
             if names and (not names & {*ITEMS} or names & {"", "default"}):
                 raise ValueError(

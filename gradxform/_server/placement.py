@@ -18,8 +18,7 @@ from gradxform._late.drop_stale import drop_stale
 from gradxform._trees import checks
 from gradxform._trees.types import PyTree, T
 
-# What a server holds.
-Arrays: TypeAlias = tuple[optax.Params, optax.OptState]
+Arrays: TypeAlias = dict[str, Any]  # What a server holds: "params" and "state".
 
 
 def copy(tree: T) -> T:

@@ -69,8 +69,8 @@ class PushPrograms:
         self._params = {
             path: (x.shape, sharding)
             for (path, x), sharding in zip(
-                jax.tree.leaves_with_path(specs.types[0]),
-                jax.tree.leaves(specs.shardings[0]),
+                jax.tree.leaves_with_path(specs.types["params"]),
+                jax.tree.leaves(specs.shardings["params"]),
                 strict=True,
             )
         }
@@ -90,7 +90,7 @@ class PushPrograms:
             return program
         grads, extra = jax.tree.unflatten(tree, leaves)
         # The cheap checks come first: a push that does not fit never costs a trace.
-        check_fits(self._specs.types[0], grads)
+        check_fits(self._specs.types["params"], grads)
         with self._compiling:
             if signature not in self._programs:  # No other thread has compiled it.
                 while len(self._programs) >= MAX_PROGRAMS:
@@ -112,7 +112,8 @@ class PushPrograms:
             They are the global step, how many pushes were dropped (0 or 1), and the
             bits of the cosine if the transformation measures one.
             """
-            params, state = specs.arrays(leaves)
+            arrays = specs.arrays(leaves)
+            params, state = arrays["params"], arrays["state"]
             grads, extra = jax.tree.unflatten(tree, pushed)
             before = dropped(state)
             params, state = apply_gradients(

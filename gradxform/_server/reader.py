@@ -27,7 +27,6 @@ Form: TypeAlias = np.dtype[np.generic] | None
 Key: TypeAlias = tuple[frozenset[int], Form]
 Read: TypeAlias = Callable[[jax.Array], jax.Array]
 Program: TypeAlias = Callable[..., jax.Array]  # Of (array) or (ids, array).
-Copy: TypeAlias = Callable[[dict[int, jax.Array]], dict[int, jax.Array]]
 
 
 class PullRequest(NamedTuple):
@@ -135,13 +134,11 @@ class Reading(NamedTuple):
         return [*self.programs, *self.plain]
 
     def run(
-        self,
-        leaves: Sequence[jax.Array] | Mapping[int, jax.Array],
-        copy: Copy = lambda plain: plain,
+        self, leaves: Sequence[jax.Array] | Mapping[int, jax.Array]
     ) -> dict[int, jax.Array]:
-        """In a turn: what the programs make of the leaves, and copies of the others."""
-        read = copy({number: leaves[number] for number in self.plain})
-        return read | {i: program(leaves[i]) for i, program in self.programs.items()}
+        """In a turn: what the programs make of the leaves; the others as they are."""
+        read = {i: program(leaves[i]) for i, program in self.programs.items()}
+        return read | {i: leaves[i] for i in self.plain}
 
 
 class Reader:

@@ -23,7 +23,6 @@ from gradxform._server.reader import (
 )
 from gradxform._server.records import GlobalStep, Snapshot
 from gradxform._server.serial_executor import SerialExecutor
-from gradxform._server.specs import named
 from gradxform._server.store import Store
 
 
@@ -43,7 +42,7 @@ class Transport:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.reader = Reader(core.version.leaves)
-        self.tables = TablePaths(core.specs.types[0])
+        self.tables = TablePaths(core.specs.types["params"])
         self.turns = SerialExecutor("parameter-server")
 
     def pull(self, request: PullRequest) -> tuple[Any, int]:
@@ -59,7 +58,8 @@ class Transport:
     def _read(self, reading: Reading) -> tuple[dict[int, Any], GlobalStep]:
         self.core.check_usable()
         version = self.core.version
-        return reading.run(version.leaves, copy), version.step()
+        read = reading.run(version.leaves)
+        return read | copy({i: read[i] for i in reading.plain}), version.step()
 
     def _part(self, number: int, ids: Ids, rows: jax.Array) -> TableRows:
         """Rows that were read, as the part of their table that was asked for."""
@@ -85,5 +85,5 @@ class Transport:
     def read_newest(self, store: Store) -> tuple[Snapshot, list[str]]:
         """The newest checkpoint, its arrays at their places; and notes for the user."""
         specs = self.core.specs
-        snapshot, notes = store.read_newest(specs.state(self.core.version.leaves))
-        return snapshot._replace(state=named(specs.place(snapshot.state))), notes
+        snapshot, notes = store.read_newest(specs.arrays(self.core.version.leaves))
+        return snapshot._replace(state=specs.place(snapshot.state)), notes
