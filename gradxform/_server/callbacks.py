@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -15,8 +15,6 @@ from gradxform._trees.types import T
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn
-
-Callback: TypeAlias = Callable[..., Sequence[Any]]
 
 
 class Callbacks:
@@ -63,7 +61,7 @@ class Callbacks:
         """The same equation; a callback in it runs in the context of the program."""
         if not _calls_back(eqn):
             return eqn
-        callback: Callback = eqn.params["callback"]
+        callback: Callable[..., Sequence[Any]] = eqn.params["callback"]
         types: list[Any] = [x.aval for x in eqn.outvars]  # Of arrays.
 
         def call(*args: object) -> Sequence[Any]:

@@ -45,7 +45,7 @@ from gradxform._server.records import (
 from gradxform._server.specs import Specs
 from gradxform._trees import checks
 
-Prepare: TypeAlias = Callable[[optax.Updates, dict[str, Any]], Prepared]
+Prepare: TypeAlias = Callable[[PushPrograms, optax.Updates, dict[str, Any]], Prepared]
 Woken: TypeAlias = queue.SimpleQueue[int | ServerClosedError]
 
 
@@ -56,11 +56,11 @@ class Core:
       tx: a transformation behind a gate.
       params: the parameters, where they will stay.
       state: the state of ``tx``, where it will stay.
-      specs: of both.
+      donate: whether a step takes the memory of parameters and state.
       prepare: makes a push ready for its turn.
 
     Attributes:
-      specs: as given.
+      specs: of parameters and state.
       version: parameters and state, and their step. Every step replaces it.
       takes: how many more pushes with a ``push_id`` it takes.
       ahead: see :meth:`RecoverableServer.note`.
@@ -75,14 +75,15 @@ class Core:
         tx: optax.GradientTransformation,
         params: optax.Params,
         state: optax.OptState,
-        specs: Specs,
+        donate: bool,
         prepare: Prepare,
     ) -> None:
-        self.specs, self._prepare = specs, prepare
+        self.specs = Specs(params, state)
+        self._programs, self._prepare = PushPrograms(tx, self.specs, donate), prepare
         # A gate inside of another transformation lets that one change the parameters.
         self._gated = gate.gate_of(tx) is not None
         self._num_workers = num_workers_of(state)
-        self._devices = len(specs.placement.everywhere.device_set)
+        self._devices = len(self.specs.placement.everywhere.device_set)
         self.version = Version.of(params, state)
         self.takes = math.inf
         self.ahead: Ahead = {}
@@ -105,7 +106,7 @@ class Core:
         if n is not None and worker is not None:
             # In the compiled step it is traced, and `worker_mean` would drop the push.
             checks.in_range("worker", jax.device_get(worker), f"[0, {n})", integer=True)
-        return self._prepare(grads, extra)
+        return self._prepare(self._programs, grads, extra)
 
     def commit(
         self, prepared: Prepared, local_step: int, push_id: PushId | None = None
@@ -321,7 +322,5 @@ def of_one_process(
     """The core of a server whose arrays this process holds."""
     checks.flags(donate=donate, require_finite=require_finite)
     tx, params, state = initialize(tx, params)
-    specs = Specs(params, state)
-    programs = PushPrograms(tx, specs, donate)
-    prepare_it = functools.partial(prepare, programs, require_finite)
-    return Core(tx, params, state, specs, prepare_it)
+    prepare_it = functools.partial(prepare, require_finite)
+    return Core(tx, params, state, donate, prepare_it)

@@ -151,8 +151,8 @@ class PushPrograms:
 
 
 def prepare(
-    programs: PushPrograms,
     require_finite: bool,
+    programs: PushPrograms,
     grads: optax.Updates,
     extra: dict[str, Any],
 ) -> Prepared:

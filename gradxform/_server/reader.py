@@ -25,8 +25,7 @@ Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
 Form: TypeAlias = np.dtype[np.generic] | None
 # The tables that a request leaves out of the whole leaves, and the form of these.
 Key: TypeAlias = tuple[frozenset[int], Form]
-Read: TypeAlias = Callable[[jax.Array], jax.Array]
-Program: TypeAlias = Callable[..., jax.Array]  # Of (array) or (ids, array).
+Program: TypeAlias = Callable[..., jax.Array]  # Of an array, or of ids and it.
 
 
 class PullRequest(NamedTuple):
@@ -75,15 +74,14 @@ class TablePaths:
             return PullRequest({}, wanted)
         if not isinstance(rows, Mapping):
             raise TypeError(f"rows must map paths of tables to ids, got {rows!r}.")
-        checked = [self._row_ids(path, ids) for path, ids in rows.items()]
-        return PullRequest(dict(checked), wanted)
-
-    def _row_ids(self, path: str, ids: jax.typing.ArrayLike) -> tuple[int, Ids]:
-        named = checks.named("rows", path, "tables of params", self._known)
-        number = self._numbers[named]
-        height = self.shapes[number][0]
-        asked = rows_of(f"rows[{path!r}]", np.asarray(ids), height).ravel()
-        return number, filled(np.unique(asked), len(asked), height)
+        checked: dict[int, Ids] = {}
+        for name, ids in rows.items():
+            path = checks.named("rows", name, "tables of params", self._known)
+            number = self._numbers[path]
+            height = self.shapes[number][0]
+            asked = rows_of(f"rows[{name!r}]", np.asarray(ids), height).ravel()
+            checked[number] = filled(np.unique(asked), len(asked), height)
+        return PullRequest(checked, wanted)
 
 
 def _floating(dtype: jax.typing.DTypeLike) -> np.dtype[np.generic]:
@@ -125,7 +123,7 @@ class RowIds(NamedTuple):
 class Reading(NamedTuple):
     """Arrays to read, by their numbers, ready for a turn."""
 
-    programs: dict[int, Read]
+    programs: dict[int, Program]
     plain: list[int]  # These are read as they are.
 
     @property
@@ -164,7 +162,7 @@ class Reader:
           wanted: the rows of each array, by its number; None for the whole.
           form: of the arrays that are read.
         """
-        programs: dict[int, Read] = {}
+        programs: dict[int, Program] = {}
         for number, rows in wanted.items():
             if rows is not None:
                 program = self.program(number, rows.size, form)

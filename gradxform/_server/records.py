@@ -112,13 +112,9 @@ class Tally:
         self.dropped += not result.applied
         if push_id is not None:
             worker, number = push_id
-            *_, accepted, dropped = self.last(worker)
-            accepted, dropped = (
-                accepted + result.applied,
-                dropped + (not result.applied),
-            )
-            answer = Answer(number, local_step, result, accepted, dropped)
-            self.answers[worker] = answer
+            last, applied = self.last(worker), result.applied
+            counts = last.accepted + applied, last.dropped + (not applied)
+            self.answers[worker] = Answer(number, local_step, result, *counts)
 
 
 class ServerStatus(NamedTuple):

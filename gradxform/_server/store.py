@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -172,19 +171,13 @@ class Store:
         attempt = next(self._attempts)  # Also if this process now raises an error.
         self._retake()
         with self._manager(attempt=attempt) as manager:
-            try:
-                saved = manager.save(
-                    snapshot.pushes,
-                    args=args.Composite(
-                        state=args.StandardSave(snapshot.state),
-                        counters=args.JsonSave(counters),
-                    ),
-                )
-            except BaseException:
-                if self._folder is not None:
-                    with contextlib.suppress(Exception):
-                        self._folder.sweep()
-                raise
+            saved = manager.save(
+                snapshot.pushes,
+                args=args.Composite(
+                    state=args.StandardSave(snapshot.state),
+                    counters=args.JsonSave(counters),
+                ),
+            )
         if not saved:
             raise OSError(
                 f"{self.checkpoint.directory} holds a checkpoint of more than "
@@ -255,20 +248,17 @@ class Store:
             for broken, fault in faults.items()
             if folder is not None  # No fault is known of those in a bucket.
         ]
-        return snapshot, notes + self._changed(pushes, snapshot.counters)
-
-    def _where(self, pushes: int) -> str:
-        return f"{self.checkpoint.directory}/{pushes}"
-
-    def _changed(self, pushes: int, counters: dict[str, Any]) -> list[str]:
-        """One line for each setting that differs from the run's."""
-        before, now = counters["settings"], self.checkpoint.settings
-        changes = [
-            f"{name}={before[name]!r}, and the run goes on with {now[name]!r}"
+        before, now = snapshot.counters["settings"], self.checkpoint.settings
+        notes += [
+            f"checkpoint: {where} has {name}={before[name]!r}, and the run goes on "
+            f"with {now[name]!r}"
             for name in now
             if name in before and before[name] != now[name]
         ]
-        return [f"checkpoint: {self._where(pushes)} has {each}" for each in changes]
+        return snapshot, notes
+
+    def _where(self, pushes: int) -> str:
+        return f"{self.checkpoint.directory}/{pushes}"
 
     def read(self, pushes: int, like: dict[str, Any]) -> Snapshot:
         """One checkpoint, its arrays placed as those of ``like``.
