@@ -8,7 +8,6 @@ mesh, and no process needs another for that.
 from __future__ import annotations
 
 import contextlib
-import functools
 import socket
 import sys
 import time
@@ -31,11 +30,10 @@ from gradxform._server.programs import (
     PushPrograms,
     check_finite,
     in_sizes,
-    training_step,
 )
 from gradxform._server.reader import Reader
 from gradxform._server.records import Snapshot
-from gradxform._server.specs import Specs, leaves_like, named
+from gradxform._server.specs import leaves_like
 from gradxform._trees import maps
 from gradxform._trees.types import Leaf, SparseLeaf, T
 
@@ -84,10 +82,7 @@ class Process:
                 own = map(self._array, map(np.array, leaves), layout.cuts)
                 params = jax.block_until_ready(jax.tree.unflatten(tree, own))
             state = made(tx.init, self.layouts[1], mesh)(params)
-        specs = Specs(params, state)
-        step = functools.partial(training_step, tx)
-        self._programs = PushPrograms(step, specs, donate)
-        self.core = Core(tx, params, state, specs, self._prepared)
+        self.core = Core(tx, params, state, donate, self._prepared)
         self.reader = Reader([part_of(x) for x in self.core.version.leaves])
 
     # Pushes.
@@ -96,14 +91,16 @@ class Process:
         """Makes this process's share of a push ready for its turn."""
         return self.core.prepare(*message.received())
 
-    def _prepared(self, grads: optax.Updates, extra: dict[str, Any]) -> Prepared:
+    def _prepared(
+        self, programs: PushPrograms, grads: optax.Updates, extra: dict[str, Any]
+    ) -> Prepared:
         if self._require_finite:  # Before `_brought`: an array of the mesh asks all.
             check_finite(
                 jax.tree.map(lambda x: x.array if isinstance(x, Part) else x, grads)
             )
         pushed = jax.tree.map(self._brought, (grads, extra), is_leaf=maps.is_leaf)
         leaves, tree = jax.tree.flatten(pushed)
-        step = self._programs.find(leaves, tree).step
+        step = programs.find(leaves, tree).step
         return Prepared(step, jax.block_until_ready(leaves))
 
     def _brought(self, x: Leaf | Part) -> Leaf:
@@ -133,13 +130,13 @@ class Process:
         """Describes parameters and state, and deletes them, to make room for others."""
         for x in self.core.version.leaves:
             x.delete()
-        return named(self.core.specs.types)
+        return self.core.specs.types
 
     def placed(self, snapshot: Snapshot) -> Snapshot:
         """A snapshot that was read like :meth:`like`, in the order of this process."""
         own, specs = snapshot.state, self.core.specs
-        leaves = leaves_like("state", own, "the server's state", named(specs.types))
-        return snapshot._replace(state=jax.block_until_ready(specs.state(leaves)))
+        leaves = leaves_like("state", own, "the server's state", specs.types)
+        return snapshot._replace(state=jax.block_until_ready(specs.arrays(leaves)))
 
 
 def made(make: Callable[..., T], layout: Layout, mesh: Mesh) -> Callable[..., T]:

@@ -121,7 +121,7 @@ class RayTransport(Transport):
         self.core.check_usable(if_closed=False)
         numbers = [*range(len(self._types))]
         sent = self._reading(dict.fromkeys(numbers), None)()()
-        return Response(self.core.specs.state(numbers), sent)
+        return Response(self.core.specs.arrays(numbers), sent)
 
     def _reading(self, wanted: Wanted, form: Form) -> Read:
         """Divides a reading among the processes, which compile what they lack."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -15,8 +15,6 @@ from gradxform._trees.types import T
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn
-
-Callback: TypeAlias = Callable[..., Sequence[Any]]
 
 
 class Callbacks:
@@ -51,20 +49,19 @@ class Callbacks:
 
         return run
 
-    def inside(self, step: Callable[..., T], *args: object) -> Callable[..., T]:
-        """The same step, for such arguments, with this object around each callback."""
+    def inside(self, traced: jax.stages.Traced) -> Callable[..., Any]:
+        """The function that was traced, with this object around each callback."""
         from jax.extend.core import jaxpr_as_fun
 
-        closed, shape = jax.make_jaxpr(step, return_shape=True)(*args)
-        evaluate = jaxpr_as_fun(jaxprs.replaced(closed, self._around))
-        tree = jax.tree.structure(shape)
+        evaluate = jaxpr_as_fun(jaxprs.replaced(traced.jaxpr, self._around))
+        tree = jax.tree.structure(traced.out_info)
         return lambda *args: jax.tree.unflatten(tree, evaluate(*jax.tree.leaves(args)))
 
     def _around(self, eqn: JaxprEqn) -> JaxprEqn:
         """The same equation; a callback in it runs in the context of the program."""
         if not _calls_back(eqn):
             return eqn
-        callback: Callback = eqn.params["callback"]
+        callback: Callable[..., Sequence[Any]] = eqn.params["callback"]
         types: list[Any] = [x.aval for x in eqn.outvars]  # Of arrays.
 
         def call(*args: object) -> Sequence[Any]:

@@ -6,9 +6,11 @@ change or read the arrays; whoever holds the core calls them one after the other
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import queue
+import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -18,17 +20,15 @@ import optax
 
 from gradxform._late import gate
 from gradxform._late.worker_mean import num_workers_of
-from gradxform._server.placement import Arrays, copy, initialize, on_host
+from gradxform._server.placement import Arrays, copy, initialize
 from gradxform._server.programs import (
     Prepared,
     PushPrograms,
     prepare,
-    training_step,
 )
 from gradxform._server.records import (
     Ahead,
     Answer,
-    Lateness,
     PushId,
     PushResult,
     ServerClosedError,
@@ -45,7 +45,7 @@ from gradxform._server.records import (
 from gradxform._server.specs import Specs
 from gradxform._trees import checks
 
-Prepare: TypeAlias = Callable[[optax.Updates, dict[str, Any]], Prepared]
+Prepare: TypeAlias = Callable[[PushPrograms, optax.Updates, dict[str, Any]], Prepared]
 Woken: TypeAlias = queue.SimpleQueue[int | ServerClosedError]
 
 
@@ -56,15 +56,18 @@ class Core:
       tx: a transformation behind a gate.
       params: the parameters, where they will stay.
       state: the state of ``tx``, where it will stay.
-      specs: of both.
+      donate: whether a step takes the memory of parameters and state.
       prepare: makes a push ready for its turn.
 
     Attributes:
-      specs: as given.
+      specs: of parameters and state.
       version: parameters and state, and their step. Every step replaces it.
       takes: how many more pushes with a ``push_id`` it takes.
       ahead: see :meth:`RecoverableServer.note`.
       after_step: is called in the turn of a push that has made a step.
+      waiting: the step that each caller of `wait` waits for, by the queue of its
+        answer. Who waits adds its queue, looks once more at :meth:`outcome`, and
+        removes the queue at the end, outside of any turn.
     """
 
     def __init__(
@@ -72,21 +75,25 @@ class Core:
         tx: optax.GradientTransformation,
         params: optax.Params,
         state: optax.OptState,
-        specs: Specs,
+        donate: bool,
         prepare: Prepare,
     ) -> None:
-        self.specs, self._prepare = specs, prepare
+        self.specs = Specs(params, state)
+        self._programs, self._prepare = PushPrograms(tx, self.specs, donate), prepare
         # A gate inside of another transformation lets that one change the parameters.
         self._gated = gate.gate_of(tx) is not None
         self._num_workers = num_workers_of(state)
-        self._devices = len(specs.placement.everywhere.device_set)
+        self._devices = len(self.specs.placement.everywhere.device_set)
         self.version = Version.of(params, state)
         self.takes = math.inf
         self.ahead: Ahead = {}
         self.after_step: Callable[[], object] | None = None
         self._accumulated = 0  # Pushes accepted since the last step.
-        self._tally, self._lateness = Tally(), Lateness()
-        self._waiting: dict[Woken, int] = {}  # The callers of `wait`, and their steps.
+        self._tally = Tally()
+        self._staleness: collections.Counter[int] = collections.Counter()
+        self._first = self._last = 0.0  # When the first and the last push came.
+        self._before = 0  # Pushes that a snapshot held. The rate leaves them out.
+        self.waiting: dict[Woken, int] = {}
         self._closed = False
         self._lost: str | None = None
         self._failed = False  # Whether the last step has raised an error.
@@ -99,7 +106,7 @@ class Core:
         if n is not None and worker is not None:
             # In the compiled step it is traced, and `worker_mean` would drop the push.
             checks.in_range("worker", jax.device_get(worker), f"[0, {n})", integer=True)
-        return self._prepare(grads, extra)
+        return self._prepare(self._programs, grads, extra)
 
     def commit(
         self, prepared: Prepared, local_step: int, push_id: PushId | None = None
@@ -148,7 +155,8 @@ class Core:
             )
             if self._devices > 1:  # The counters come from one device alone.
                 jax.block_until_ready(leaves)
-            counters = on_host(counted)
+            with jax.transfer_guard_device_to_host("allow"):
+                counters = np.asarray(counted)  # Faster than `jax.device_get`.
             global_step, dropped = map(int, counters[:2])
         except BaseException as error:
             if any(x.is_deleted() for x in old.leaves):
@@ -164,7 +172,9 @@ class Core:
         applied = not dropped
         staleness = old.global_step - local_step
         self._accumulated = 0 if stepped else self._accumulated + applied
-        self._lateness.count(staleness)
+        self._staleness[staleness] += 1
+        self._last = time.monotonic()
+        self._first = self._first or self._last
         if stepped:
             self._wake()
         cosines = counters[2:].view(np.float32).tolist()
@@ -181,19 +191,10 @@ class Core:
         passed = past or version.global_step > global_step
         return version.global_step if passed else None
 
-    def wake_after(self, global_step: int, woken: Woken) -> None:
-        """In a turn: puts the answer to a wait into a queue, now or later."""
-        self._waiting[woken] = global_step
-        self._wake()
-
-    def forget(self, woken: Woken) -> None:
-        """In a turn: nobody waits at this queue any more."""
-        self._waiting.pop(woken, None)
-
     def _wake(self) -> None:
-        for woken, global_step in [*self._waiting.items()]:
+        # Twice is no harm: each queue is for one wait, which takes one answer.
+        for woken, global_step in self.waiting.copy().items():
             if (answer := self.outcome(global_step)) is not None:
-                del self._waiting[woken]
                 woken.put(answer)
 
     # Service.
@@ -229,7 +230,15 @@ class Core:
 
     def stats(self) -> ServerStats:
         """In a turn: see :meth:`ParameterServer.stats`."""
-        return self._lateness.stats(self._tally, self.version.global_step, self._lost)
+        seconds, counted = self._last - self._first, self._tally.pushes - self._before
+        return ServerStats(
+            accepted=self._tally.accepted,
+            dropped=self._tally.dropped,
+            staleness=dict(sorted(self._staleness.items())),
+            pushes_per_second=(counted - 1) / seconds if seconds else 0.0,
+            global_step=self.version.global_step,
+            lost=self._lost,
+        )
 
     def status(self) -> ServerStatus:
         """In a turn: where it stands."""
@@ -251,10 +260,10 @@ class Core:
 
     # State.
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Arrays:
         """In a turn: a copy of parameters and state; also after the end of service."""
         self.check_usable(if_closed=False)
-        return copy(self.specs.state(self.version.leaves))
+        return copy(self.specs.arrays(self.version.leaves))
 
     def restore(self, arrays: Arrays) -> None:
         """In a turn: begins a new incarnation with parameters and state.
@@ -262,7 +271,7 @@ class Core:
         The counts go on. A worker that repeats an older push must pull again.
         """
         self.check_usable(if_lost=False)
-        self.version = Version.of(*arrays)
+        self.version = Version.of(**arrays)
         self._lost, self._failed = None, False
         self._accumulated = 0
         self._tally.answers.clear()
@@ -274,14 +283,13 @@ class Core:
         None before the first push, and after a step that has failed: the parameters or
         the state may be the cause.
         """
-        stats = self.stats()
         if self._failed or not self._tally.pushes:
             return None
         answers = [[worker, *x] for worker, x in self._tally.answers.items()]
         counters = {
-            "global_step": stats.global_step,
-            "accepted": stats.accepted,
-            "staleness": {str(steps): n for steps, n in stats.staleness.items()},
+            "global_step": self.version.global_step,
+            "accepted": self._tally.accepted,
+            "staleness": {str(steps): n for steps, n in self._staleness.items()},
             "accumulated": self._accumulated,
             "answers": answers,
             "ahead": [*self.ahead.items()],  # JSON has no keys but strings.
@@ -290,17 +298,17 @@ class Core:
 
     def resume(self, snapshot: Snapshot) -> None:
         """In a turn: goes on from a snapshot, whose arrays are at their places."""
-        self.restore((snapshot.state["params"], snapshot.state["state"]))
+        self.restore(snapshot.state)
         counters = snapshot.counters
         self._accumulated, self.ahead = counters["accumulated"], dict(counters["ahead"])
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}
-        accepted, pushes = counters["accepted"], sum(staleness.values())
+        self._staleness = collections.Counter(staleness)
+        accepted, self._before = counters["accepted"], snapshot.pushes
         answers = {
             worker: Answer(number, local_step, PushResult(*result), *counts)
             for worker, number, local_step, result, *counts in counters["answers"]
         }
-        self._tally = Tally(accepted, pushes - accepted, answers)
-        self._lateness = Lateness(staleness)
+        self._tally = Tally(accepted, self._before - accepted, answers)
         self.takes -= sum(answer.number + 1 for answer in answers.values())
 
 
@@ -314,8 +322,5 @@ def of_one_process(
     """The core of a server whose arrays this process holds."""
     checks.flags(donate=donate, require_finite=require_finite)
     tx, params, state = initialize(tx, params)
-    specs = Specs(params, state)
-    step = functools.partial(training_step, tx)
-    programs = PushPrograms(step, specs, donate)
-    prepare_it = functools.partial(prepare, programs, require_finite)
-    return Core(tx, params, state, specs, prepare_it)
+    prepare_it = functools.partial(prepare, require_finite)
+    return Core(tx, params, state, donate, prepare_it)

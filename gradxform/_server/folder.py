@@ -78,7 +78,6 @@ class Folder:
     """
 
     def __init__(self, directory: str) -> None:
-        self.directory = directory
         self._path = pathlib.Path(directory)
         self._identity: tuple[int, int] | None = None  # Of the lock file, once taken.
 
@@ -139,7 +138,7 @@ class Folder:
 
     def _in_use(self, owner: str) -> OSError:
         return OSError(
-            f"checkpoint: {owner} saves a run in {self.directory}: wait until it ends, "
+            f"checkpoint: {owner} saves a run in {self._path}: wait until it ends, "
             "or give another directory."
         )
 
@@ -157,10 +156,9 @@ class Folder:
           ValueError: an entry has the name of a checkpoint but is none. A run would
             read it, or remove it as an old one.
         """
-        numbers = [
-            x for x in self._path.iterdir() if re.fullmatch("0|[1-9][0-9]*", x.name)
-        ]
-        for entry in sorted(numbers, key=lambda x: int(x.name)):
+        for entry in sorted(self._path.iterdir()):
+            if not re.fullmatch("0|[1-9][0-9]*", entry.name):
+                continue
             names = {x.name for x in entry.iterdir()} if entry.is_dir() else {""}
             if names and (not names & {*ITEMS} or names & {"", "default"}):
                 raise ValueError(

@@ -12,7 +12,6 @@ import optax
 
 from gradxform._server.core import Core, Woken, of_one_process
 from gradxform._server.records import (
-    NO_COPY,
     PushResult,
     ServerClosedError,
     ServerStats,
@@ -161,21 +160,25 @@ class ParameterServer(Generic[Params]):
         global_step = as_step("global_step", global_step)
         if timeout is not None:
             checks.in_range("timeout", timeout, "[0, inf]")
-        answer = self._core.outcome(global_step)
+        core = self._core
+        answer = core.outcome(global_step)
         if answer is None:
             seconds = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+            self._turns.check()
             woken: Woken = queue.SimpleQueue()
             try:
-                self._turns.start(self._core.wake_after, global_step, woken)
-                answer = woken.get(timeout=seconds)
+                core.waiting[woken] = global_step
+                answer = core.outcome(global_step)  # It may have stepped meanwhile.
+                if answer is None:
+                    answer = woken.get(timeout=seconds)
             except queue.Empty:
                 raise TimeoutError(
-                    f"the server is at step {self._core.version.global_step} and has "
-                    f"not passed global_step={global_step} within timeout={timeout} "
+                    f"the server is at step {core.version.global_step} and has not "
+                    f"passed global_step={global_step} within timeout={timeout} "
                     "seconds."
                 ) from None
             finally:  # Also after an interrupt.
-                self._turns.start(self._core.forget, woken)
+                core.waiting.pop(woken, None)
         if isinstance(answer, ServerClosedError):
             raise answer
         return answer
@@ -227,7 +230,11 @@ class ParameterServer(Generic[Params]):
         return f"{type(self).__name__}({core or ''})"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError(NO_COPY)
+        raise TypeError(
+            "a ParameterServer can be neither copied nor pickled: make another one "
+            "with the same params and tx, and restore(server.state()) there. If other "
+            "processes need it, make it an actor, as the class says."
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -18,8 +18,7 @@ from gradxform._late.drop_stale import drop_stale
 from gradxform._trees import checks
 from gradxform._trees.types import PyTree, T
 
-# What a server holds.
-Arrays: TypeAlias = tuple[optax.Params, optax.OptState]
+Arrays: TypeAlias = dict[str, Any]  # What a server holds: "params" and "state".
 
 
 def copy(tree: T) -> T:
@@ -66,21 +65,9 @@ def _run(program: Callable[..., T], *args: object) -> T:
         return program(*args)
 
 
-def on_host(x: jax.Array) -> np.ndarray[Any, Any]:
-    """``jax.device_get`` of one array, which takes longer."""
-    with jax.transfer_guard_device_to_host("allow"):
-        return np.asarray(x)
-
-
 def is_function(params: object) -> TypeGuard[Callable[[], optax.Params]]:
     """Whether it makes parameters. A module is callable too, but it is a tree."""
     return callable(params) and jax.tree_util.all_leaves([params])
-
-
-LOOKAHEAD = (
-    "a server applies pushes to all its parameters. Give it params.fast, and the "
-    "optimizer without lookahead."
-)
 
 
 def with_gate(
@@ -91,7 +78,11 @@ def with_gate(
     Raises:
       TypeError: it is ``optax.lookahead``.
     """
-    checks.no_lookahead(params, state, LOOKAHEAD)
+    hint = (
+        "a server applies pushes to all its parameters. Give it params.fast, and the "
+        "optimizer without lookahead."
+    )
+    checks.no_lookahead(params, state, hint)
     has = has_gate(state, "global_step")
     return tx if has else drop_stale(tx, np.iinfo(np.int32).max)
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import Sharding
 
 from gradxform._late.counters import dropped, outermost
@@ -17,7 +18,7 @@ from gradxform._late.measure_cosine import cosines
 from gradxform._rows import boundary
 from gradxform._rows.stored_rows import padded
 from gradxform._server.callbacks import Callbacks, has_callbacks
-from gradxform._server.placement import Arrays, bring, built, compiled, traced
+from gradxform._server.placement import bring, built, compiled, traced
 from gradxform._server.reader import size_for
 from gradxform._server.specs import Leaves, Specs
 from gradxform._training.apply import apply_gradients
@@ -30,10 +31,6 @@ MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes firs
 # -> (leaves of (params, state), counters)
 Stepped: TypeAlias = tuple[Leaves, jax.Array]
 PushStep: TypeAlias = Callable[[Leaves, Leaves, np.int32], Stepped]
-# The same for trees: ((params, state), grads, extra, local_step).
-TrainingStep: TypeAlias = Callable[
-    [Arrays, optax.Updates, dict[str, Any], np.int32], tuple[Arrays, jax.Array]
-]
 # The structure of (grads, extra), and the types of its leaves.
 Types: TypeAlias = tuple[jax.core.ShapedArray, ...]
 Signature: TypeAlias = tuple[jax.tree_util.PyTreeDef, Types]
@@ -53,28 +50,6 @@ class Program(NamedTuple):
     shardings: list[Sharding]  # The place where it needs each leaf of (grads, extra).
 
 
-def training_step(
-    tx: optax.GradientTransformation,
-    arrays: Arrays,
-    grads: optax.Updates,
-    extra: dict[str, Any],
-    local_step: np.int32,
-) -> tuple[Arrays, jax.Array]:
-    """One step, and its counters in one small array: the host waits for one transfer.
-
-    The counters are the global step, how many pushes were dropped (0 or 1), and the
-    bits of the cosine if ``tx`` measures one.
-    """
-    params, state = arrays
-    before = dropped(state)
-    params, state = apply_gradients(
-        tx, grads, state, params, local_step=local_step, **extra
-    )
-    counters = [outermost(state, "global_step"), dropped(state) - before]
-    counters += [as_bits(x) for x in cosines(state)[:1]]
-    return (params, state), jnp.stack(counters)
-
-
 class PushPrograms:
     """The step of a server, compiled once for each signature of a push.
 
@@ -82,26 +57,25 @@ class PushPrograms:
     while other pushes go on. The compiled step runs on any thread.
 
     Args:
-      step: the step to compile.
+      tx: a transformation behind a gate.
       specs: of the server's arrays.
       donate: whether a step takes the memory of parameters and state.
     """
 
-    def __init__(self, step: TrainingStep, specs: Specs, donate: bool) -> None:
-        self._step, self._specs, self._donate = step, specs, donate
+    def __init__(
+        self, tx: optax.GradientTransformation, specs: Specs, donate: bool
+    ) -> None:
+        self._tx, self._specs, self._donate = tx, specs, donate
         self._params = {
             path: (x.shape, sharding)
             for (path, x), sharding in zip(
-                jax.tree.leaves_with_path(specs.types[0]),
-                jax.tree.leaves(specs.shardings[0]),
+                jax.tree.leaves_with_path(specs.types["params"]),
+                jax.tree.leaves(specs.shardings["params"]),
                 strict=True,
             )
         }
         self._programs: dict[Signature, Program] = {}
         self._compiling = threading.RLock()  # A signal handler may push, too.
-
-    def __len__(self) -> int:
-        return len(self._programs)
 
     def find(self, leaves: Leaves, tree: jax.tree_util.PyTreeDef) -> Program:
         """The program for a push; ``tree`` is the structure of (grads, extra).
@@ -112,43 +86,42 @@ class PushPrograms:
         """
         types = _types(leaves, tree.children()[0].num_leaves)
         signature = tree, types
-        program = self._programs.get(signature)
-        if program is None:
-            program = self._compile(signature, *jax.tree.unflatten(tree, leaves))
-        return program
-
-    def _compile(
-        self, signature: Signature, grads: optax.Updates, extra: dict[str, Any]
-    ) -> Program:
-        # The cheap checks come first: a push that does not fit never costs a trace.
-        check_fits(self._specs.types[0], grads)
-        with self._compiling:
-            known = self._programs.get(signature)
-            if known is not None:  # Another thread has compiled it meanwhile.
-                return known
-            while len(self._programs) >= MAX_PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-            program = self._compiled(signature, grads, extra)
-            self._programs[signature] = program
+        if (program := self._programs.get(signature)) is not None:
             return program
+        grads, extra = jax.tree.unflatten(tree, leaves)
+        # The cheap checks come first: a push that does not fit never costs a trace.
+        check_fits(self._specs.types["params"], grads)
+        with self._compiling:
+            if signature not in self._programs:  # No other thread has compiled it.
+                while len(self._programs) >= MAX_PROGRAMS:
+                    del self._programs[next(iter(self._programs))]
+                self._programs[signature] = self._compiled(signature, grads, extra)
+            return self._programs[signature]
 
     def _compiled(
         self, signature: Signature, grads: optax.Updates, extra: dict[str, Any]
     ) -> Program:
-        (tree, types), specs = signature, self._specs
-        place = specs.placement
-        shardings = [
-            *self._shardings_of(grads, 0),
-            *self._shardings_of(extra, 1),  # Each argument is a tree of its own.
-        ]
+        (tree, types), specs, place = signature, self._specs, self._specs.placement
+        # Each extra argument is a tree of its own.
+        shardings = [*self._shardings_of(grads, 0), *self._shardings_of(extra, 1)]
         pushed = [place.abstract(*pair) for pair in zip(types, shardings, strict=True)]
 
         def step(leaves: Leaves, pushed: Leaves, local_step: np.int32) -> Stepped:
+            """The counters are one small array: the host waits for one transfer.
+
+            They are the global step, how many pushes were dropped (0 or 1), and the
+            bits of the cosine if the transformation measures one.
+            """
+            arrays = specs.arrays(leaves)
+            params, state = arrays["params"], arrays["state"]
             grads, extra = jax.tree.unflatten(tree, pushed)
-            arrays, counters = self._step(
-                specs.arrays(leaves), grads, extra, local_step
+            before = dropped(state)
+            params, state = apply_gradients(
+                self._tx, grads, state, params, local_step=local_step, **extra
             )
-            return jax.tree.leaves(arrays), counters
+            counters = [outermost(state, "global_step"), dropped(state) - before]
+            bits = [lax.bitcast_convert_type(x, jnp.int32) for x in cosines(state)[:1]]
+            return jax.tree.leaves((params, state)), jnp.stack(counters + bits)
 
         args = jax.tree.leaves(specs.types), pushed, np.int32(0)
         options = {
@@ -163,7 +136,7 @@ class PushPrograms:
             if not has_callbacks(trace.jaxpr):
                 return Program(built(trace), shardings)
             callbacks = Callbacks(len(place.everywhere.device_set))
-            program = compiled(callbacks.inside(step, *args), *args, **options)
+            program = compiled(callbacks.inside(trace), *args, **options)
             return Program(callbacks.around(program), shardings)
 
     def _shardings_of(self, tree: PyTree[Leaf], depth: int) -> Iterator[Sharding]:
@@ -178,8 +151,8 @@ class PushPrograms:
 
 
 def prepare(
-    programs: PushPrograms,
     require_finite: bool,
+    programs: PushPrograms,
     grads: optax.Updates,
     extra: dict[str, Any],
 ) -> Prepared:
@@ -253,11 +226,6 @@ def check_finite(grads: optax.Updates) -> None:
 @jax.jit
 def _all_finite(leaves: list[Any]) -> jax.Array:
     return jnp.stack(list(map(boundary.all_finite, leaves)))
-
-
-def as_bits(x: jax.Array) -> jax.Array:
-    """The bits of a float32 as an int32, to travel in an array of int32."""
-    return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _types(leaves: Leaves, of_grads: int) -> Types:

@@ -25,8 +25,7 @@ Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
 Form: TypeAlias = np.dtype[np.generic] | None
 # The tables that a request leaves out of the whole leaves, and the form of these.
 Key: TypeAlias = tuple[frozenset[int], Form]
-Read: TypeAlias = Callable[[jax.Array], jax.Array]
-Copy: TypeAlias = Callable[[dict[int, jax.Array]], dict[int, jax.Array]]
+Program: TypeAlias = Callable[..., jax.Array]  # Of an array, or of ids and it.
 
 
 class PullRequest(NamedTuple):
@@ -75,15 +74,14 @@ class TablePaths:
             return PullRequest({}, wanted)
         if not isinstance(rows, Mapping):
             raise TypeError(f"rows must map paths of tables to ids, got {rows!r}.")
-        checked = [self._row_ids(path, ids) for path, ids in rows.items()]
-        return PullRequest(dict(checked), wanted)
-
-    def _row_ids(self, path: str, ids: jax.typing.ArrayLike) -> tuple[int, Ids]:
-        named = checks.named("rows", path, "tables of params", self._known)
-        number = self._numbers[named]
-        height = self.shapes[number][0]
-        asked = rows_of(f"rows[{path!r}]", np.asarray(ids), height).ravel()
-        return number, filled(np.unique(asked), len(asked), height)
+        checked: dict[int, Ids] = {}
+        for name, ids in rows.items():
+            path = checks.named("rows", name, "tables of params", self._known)
+            number = self._numbers[path]
+            height = self.shapes[number][0]
+            asked = rows_of(f"rows[{name!r}]", np.asarray(ids), height).ravel()
+            checked[number] = filled(np.unique(asked), len(asked), height)
+        return PullRequest(checked, wanted)
 
 
 def _floating(dtype: jax.typing.DTypeLike) -> np.dtype[np.generic]:
@@ -125,7 +123,7 @@ class RowIds(NamedTuple):
 class Reading(NamedTuple):
     """Arrays to read, by their numbers, ready for a turn."""
 
-    programs: dict[int, Read]
+    programs: dict[int, Program]
     plain: list[int]  # These are read as they are.
 
     @property
@@ -134,13 +132,11 @@ class Reading(NamedTuple):
         return [*self.programs, *self.plain]
 
     def run(
-        self,
-        leaves: Sequence[jax.Array] | Mapping[int, jax.Array],
-        copy: Copy = lambda plain: plain,
+        self, leaves: Sequence[jax.Array] | Mapping[int, jax.Array]
     ) -> dict[int, jax.Array]:
-        """In a turn: what the programs make of the leaves, and copies of the others."""
-        read = copy({number: leaves[number] for number in self.plain})
-        return read | {i: program(leaves[i]) for i, program in self.programs.items()}
+        """In a turn: what the programs make of the leaves; the others as they are."""
+        read = {i: program(leaves[i]) for i, program in self.programs.items()}
+        return read | {i: leaves[i] for i in self.plain}
 
 
 class Reader:
@@ -153,13 +149,11 @@ class Reader:
     def __init__(self, arrays: Sequence[jax.Array]) -> None:
         self.placement = place = Placement(arrays)
         self._types = [place.abstract(x.aval, x.sharding) for x in arrays]
-        self._programs: dict[
-            tuple[int, int | None, Form], Callable[..., jax.Array]
-        ] = {}
+        self._floating = [
+            x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else None for x in arrays
+        ]
+        self._programs: dict[tuple[int, int | None, Form], Program] = {}
         self._compiling = threading.RLock()  # A signal handler may pull, too.
-
-    def __len__(self) -> int:
-        return len(self._programs)
 
     def prepare(self, wanted: Mapping[int, RowIds | None], form: Form) -> Reading:
         """Compiles what a reading needs, before its turn.
@@ -168,13 +162,13 @@ class Reader:
           wanted: the rows of each array, by its number; None for the whole.
           form: of the arrays that are read.
         """
-        programs: dict[int, Read] = {}
+        programs: dict[int, Program] = {}
         for number, rows in wanted.items():
             if rows is not None:
                 program = self.program(number, rows.size, form)
                 height = self._types[number].shape[0]
                 ids = self.placement.put(filled(rows.ids, rows.size, height))
-                programs[number] = functools.partial(_at, program, ids)
+                programs[number] = functools.partial(program, ids)
             elif self._cast(number, form) is not None:
                 programs[number] = self.program(number, None, form)
         return Reading(programs, [i for i in wanted if i not in programs])
@@ -184,12 +178,10 @@ class Reader:
         key = number, size, self._cast(number, form)
         return key in self._programs or key[1:] == (None, None)
 
-    def program(
-        self, number: int, size: int | None, form: Form
-    ) -> Callable[..., jax.Array]:
+    def program(self, number: int, size: int | None, form: Form) -> Program:
         """The program that reads an array whole, or ``size`` of its rows by their ids.
 
-        Its arguments are ``(array)`` or ``(array, ids)``.
+        Its arguments are ``(array)`` or ``(ids, array)``.
         """
         key = number, size, self._cast(number, form)
         if key not in self._programs:
@@ -200,15 +192,14 @@ class Reader:
 
     def _cast(self, number: int, form: Form) -> Form:
         """The dtype that an array is cast to; None if it stays as it is."""
-        own = self._types[number].dtype
-        return form if jnp.issubdtype(own, jnp.floating) and form != own else None
+        own = self._floating[number]
+        return None if own is None or own == form else form
 
-    def _compiled(
-        self, number: int, size: int | None, form: Form
-    ) -> Callable[..., jax.Array]:
+    def _compiled(self, number: int, size: int | None, form: Form) -> Program:
         place, type_ = self.placement, self._types[number]
 
-        def read(table: jax.Array, *ids: jax.Array) -> jax.Array:
+        def read(*args: jax.Array) -> jax.Array:
+            *ids, table = args
             rows = take_summed(table, *ids) if ids else table
             return rows if form is None else rows.astype(form)
 
@@ -218,10 +209,4 @@ class Reader:
             of_ids = jax.typeof(np.empty(size, np.int32))
             ids = [place.abstract(of_ids, place.everywhere)]
         with place.default_device():
-            return compiled(read, type_, *ids, out_shardings=sharding)
-
-
-def _at(
-    program: Callable[..., jax.Array], ids: jax.Array, table: jax.Array
-) -> jax.Array:
-    return program(table, ids)
+            return compiled(read, *ids, type_, out_shardings=sharding)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import operator
 import secrets
-import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -34,13 +32,6 @@ class PushResult(NamedTuple):
     staleness: int
     global_step: int
     cosine: float | None = None
-
-
-NO_COPY = (
-    "a ParameterServer can be neither copied nor pickled: make another one with the "
-    "same params and tx, and restore(server.state()) there. If other processes need "
-    "it, make it an actor, as the class says."
-)
 
 
 class ServerClosedError(RuntimeError):
@@ -121,13 +112,9 @@ class Tally:
         self.dropped += not result.applied
         if push_id is not None:
             worker, number = push_id
-            *_, accepted, dropped = self.last(worker)
-            accepted, dropped = (
-                accepted + result.applied,
-                dropped + (not result.applied),
-            )
-            answer = Answer(number, local_step, result, accepted, dropped)
-            self.answers[worker] = answer
+            last, applied = self.last(worker), result.applied
+            counts = last.accepted + applied, last.dropped + (not applied)
+            self.answers[worker] = Answer(number, local_step, result, *counts)
 
 
 class ServerStatus(NamedTuple):
@@ -143,10 +130,6 @@ class ServerStatus(NamedTuple):
     ahead: Mapping[int, int] = {}  # See `RecoverableServer.note`.
 
 
-def _is_ready() -> None:
-    """The arrays of one process need nobody else."""
-
-
 class Snapshot(NamedTuple):
     """All that a server needs to go on, taken at one moment."""
 
@@ -154,35 +137,7 @@ class Snapshot(NamedTuple):
     state: dict[str, Any]
     counters: dict[str, Any]
     # Is called before it is written; raises if another process lacks its part.
-    ready: Callable[[], None] = _is_ready
-
-
-class Lateness:
-    """How late the pushes were, and how fast they came."""
-
-    def __init__(self, staleness: Mapping[int, int] | None = None) -> None:
-        self._staleness = collections.Counter(staleness)
-        self._before = self._staleness.total()  # The rate leaves these out.
-        self._first = self._last = 0.0  # When the first and the last push came.
-
-    def count(self, staleness: int) -> None:
-        """One more push."""
-        self._staleness[staleness] += 1
-        self._last = time.monotonic()
-        self._first = self._first or self._last
-
-    def stats(self, tally: Tally, global_step: int, lost: str | None) -> ServerStats:
-        """These and other counts as :class:`ServerStats`."""
-        seconds = self._last - self._first
-        counted = self._staleness.total() - self._before
-        return ServerStats(
-            accepted=tally.accepted,
-            dropped=tally.dropped,
-            staleness=dict(sorted(self._staleness.items())),
-            pushes_per_second=(counted - 1) / seconds if seconds else 0.0,
-            global_step=global_step,
-            lost=lost,
-        )
+    ready: Callable[[], object] = lambda: None
 
 
 class GlobalStep(int):

@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 from gradxform._server.parameter_server import ParameterServer
 from gradxform._server.records import Ahead, ServerStatus, Snapshot
-from gradxform._server.specs import named
 from gradxform._server.store import Store
 from gradxform._server.transport import Transport
 
@@ -57,7 +56,7 @@ class RecoverableServer(ParameterServer[Any]):
 
     def _resume(self, store: Store) -> list[str] | None:
         """Goes on from the newest checkpoint; returns its notes, None without one."""
-        store.open(named(self._core.specs.types))
+        store.open(self._core.specs.types)
         newest = store.newest()
         if newest is None:
             return None

@@ -35,7 +35,7 @@ class SerialExecutor:
     def __init__(self, name: str) -> None:
         # None ends the thread.
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._turn = _Turn()
+        self._turn = threading.Lock()
         # A daemon: Python would wait for any other thread before it calls `_finish`. It
         # knows only queue and turn, so it keeps no server alive.
         self._thread = threading.Thread(
@@ -54,33 +54,7 @@ class SerialExecutor:
             here, or a forked process, or the interpreter is about to end.
         """
         if threading.current_thread() is not threading.main_thread():
-            return self._turn.take(function, *args)
-        result: T
-        result, error = self._hand_over(function, *args).get()
-        if error is None:
-            return result
-        try:
-            raise error
-        finally:
-            del error  # The error and this frame refer to each other.
-
-    def start(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Starts ``function(*args)``; on the main thread it does not wait for it."""
-        if threading.current_thread() is not threading.main_thread():
-            self._turn.take(function, *args)
-        else:
-            self._hand_over(function, *args)
-
-    def finish(self) -> None:
-        """Ends the thread after the calls that have begun, and waits for its end."""
-        self._process = None
-        self._calls.put(None)
-        self._thread.join()
-
-    def _hand_over(
-        self, function: Callable[..., object], *args: object
-    ) -> queue.SimpleQueue[Any]:
-        """Returns the queue that will hold ``(result, error)``."""
+            return _take(self._turn, function, *args)
         # Not `is_alive`: it may call the thread dead after an interrupt.
         if self._process != os.getpid():
             raise RuntimeError(
@@ -89,50 +63,58 @@ class SerialExecutor:
             )
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._calls.put((answer, function, args))
-        return answer
+        result: T
+        result, error = answer.get()
+        if error is None:
+            return result
+        try:
+            raise error
+        finally:
+            del error  # The error and this frame refer to each other.
+
+    def check(self) -> None:
+        """Raises ``RuntimeError`` if the caller is a call that still runs here."""
+        _check(self._turn)
+
+    def finish(self) -> None:
+        """Ends the thread after the calls that have begun, and waits for its end."""
+        self._process = None
+        self._calls.put(None)
+        self._thread.join()
 
 
-# The turns that the present call has. Callbacks have those of the call that they serve.
-_taken: contextvars.ContextVar[tuple[_Turn, ...]]
+# The locks that the present call has. Callbacks have those of the call they serve.
+_taken: contextvars.ContextVar[tuple[threading.Lock, ...]]
 _taken = contextvars.ContextVar("taken", default=())
 
 
-class _Turn:
-    """One call at a time; never taken by the main thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def take(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        taken = _taken.get()
-        if self in taken:
-            raise RuntimeError(
-                "this call comes from inside of another one, which waits for it: a "
-                "callback of tx cannot ask the server that runs it."
-            )
-        with self._lock:
-            token = _taken.set((*taken, self))
-            try:
-                return function(*args)
-            finally:
-                _taken.reset(token)
+def _check(turn: threading.Lock) -> None:
+    if turn in _taken.get():
+        raise RuntimeError(
+            "this call comes from inside of another one, which waits for it: a "
+            "callback of tx cannot ask the server that runs it."
+        )
 
 
-def _serve(calls: queue.SimpleQueue[Call | None], turn: _Turn) -> None:
-    # A function of its own for each call: no variable here keeps the last one alive.
-    while _answer(calls.get(), turn):
-        pass
+def _take(turn: threading.Lock, function: Callable[[*Ts], T], *args: *Ts) -> T:
+    """One call at a time; never on the main thread."""
+    _check(turn)
+    with turn:
+        token = _taken.set((*_taken.get(), turn))
+        try:
+            return function(*args)
+        finally:
+            _taken.reset(token)
 
 
-def _answer(call: Call | None, turn: _Turn) -> bool:
-    if call is None:
-        return False
-    answer, function, args = call
-    try:
-        answer.put((turn.take(function, *args), None))
-    except BaseException as error:
-        answer.put((None, error))
-    return True
+def _serve(calls: queue.SimpleQueue[Call | None], turn: threading.Lock) -> None:
+    while (call := calls.get()) is not None:
+        answer, function, args = call
+        try:
+            answer.put((_take(turn, function, *args), None))
+        except BaseException as error:
+            answer.put((None, error))
+        del call, answer, function, args  # They may keep a server alive.
 
 
 _alive: weakref.WeakSet[SerialExecutor] = weakref.WeakSet()

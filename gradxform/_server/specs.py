@@ -28,7 +28,7 @@ class Specs:
     """
 
     def __init__(self, params: optax.Params, state: optax.OptState) -> None:
-        arrays = params, state
+        arrays = {"params": params, "state": state}
         self.placement = place = Placement(arrays)
         self.types: Arrays = jax.tree.map(
             lambda x: place.abstract(x.aval, x.sharding), arrays
@@ -39,12 +39,8 @@ class Specs:
         self.num_params = len(jax.tree.leaves(params))
 
     def arrays(self, leaves: list[Any]) -> Arrays:
-        """Parameters and state from all leaves."""
+        """Parameters and state from all leaves, as :meth:`ParameterServer.state`."""
         return jax.tree.unflatten(self._structure, leaves)
-
-    def state(self, leaves: list[Any]) -> dict[str, Any]:
-        """The same as :meth:`ParameterServer.state` gives them."""
-        return named(self.arrays(leaves))
 
     def params_of(self, leaves: Leaves) -> Leaves:
         """Those of all leaves that are parameters."""
@@ -54,30 +50,21 @@ class Specs:
         """The parameters from these leaves, or from what stands for them."""
         return jax.tree.unflatten(self._params_structure, leaves)
 
-    def place(self, state: dict[str, Any]) -> Arrays:
+    def place(self, state: Arrays) -> Arrays:
         """Parameters and state from any device, brought where the server's lie.
 
         Raises:
           TypeError: they differ from the server's; the error names the first path.
         """
-        leaves = leaves_like("state", state, "the server's state", named(self.types))
+        leaves = leaves_like("state", state, "the server's state", self.types)
         # A copy first: JAX may share the caller's memory with the part that stays on
         # its device, even with `may_alias=False`.
-        return self.placed(copy(self.arrays(leaves)))
-
-    def placed(self, arrays: Arrays) -> Arrays:
-        """Arrays of the server's types, brought where its own lie."""
-        arrays = jax.device_put(arrays, self.shardings)
+        arrays = jax.device_put(copy(self.arrays(leaves)), self.shardings)
         if not self.placement.committed:  # `arrays` are committed; this frees them.
             with self.placement.default_device():
                 free = compiled(lambda arrays: arrays, self.types, donate_argnums=0)
             arrays = free(arrays)
         return jax.block_until_ready(arrays)
-
-
-def named(arrays: Arrays) -> dict[str, Any]:
-    """Parameters and state by name."""
-    return dict(zip(("params", "state"), arrays, strict=True))
 
 
 def leaves_like(

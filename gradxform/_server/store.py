@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
@@ -55,14 +54,14 @@ class Store:
         self.saved: int | None = None
         self._folder: Folder | None = None  # Once it is taken; a bucket has none.
         self._thread = ThreadPoolExecutor(1, "checkpoints")
-        self._thread.submit(time.monotonic)  # Starts it: memory may be short later.
         self._begun = time.monotonic()
-        self._last: Future[None] | None = None  # That nobody waits for.
+        # The last work that nobody waits for. This one starts the thread now, as
+        # memory may be short later.
+        self._last: Future[Any] = self._thread.submit(time.monotonic)
 
-    @contextlib.contextmanager
     def _manager(
         self, *, clean: bool = False, attempt: int | None = None
-    ) -> Iterator[CheckpointManager]:
+    ) -> CheckpointManager:
         """A manager of orbax, of this process alone unless it is for an attempt."""
         together = self._together and attempt is not None
         processes = {*range(jax.process_count())} if together else {jax.process_index()}
@@ -72,7 +71,7 @@ class Store:
             # A new name each time: the last attempt may have failed halfway.
             barrier_sync_key_prefix=f"checkpoint {attempt}" if together else None,
         )
-        manager = self._orbax.CheckpointManager(
+        manager: CheckpointManager = self._orbax.CheckpointManager(
             self.checkpoint.directory,
             options=self._orbax.CheckpointManagerOptions(
                 max_to_keep=self.checkpoint.max_to_keep,
@@ -85,8 +84,7 @@ class Store:
                 enable_async_checkpointing=False,
             ),
         )
-        with contextlib.closing(manager):
-            yield manager
+        return manager
 
     def open(self, state: Mapping[str, Any]) -> None:
         """Takes the directory.
@@ -123,7 +121,7 @@ class Store:
 
     def is_due(self, global_step: int) -> bool:
         """Whether the state after this step should be saved."""
-        if self._last is not None and not self._last.done():
+        if not self._last.done():
             return False
         steps, seconds = self.checkpoint.every_steps, self.checkpoint.every_seconds
         if steps is not None and global_step % steps == 0:
@@ -154,7 +152,7 @@ class Store:
 
     def flush(self) -> None:
         """Waits until what was begun is written."""
-        wait([] if self._last is None else [self._last])
+        wait([self._last])
 
     def _write_or_tell(self, snapshot: Snapshot) -> None:
         try:
@@ -173,19 +171,13 @@ class Store:
         attempt = next(self._attempts)  # Also if this process now raises an error.
         self._retake()
         with self._manager(attempt=attempt) as manager:
-            try:
-                saved = manager.save(
-                    snapshot.pushes,
-                    args=args.Composite(
-                        state=args.StandardSave(snapshot.state),
-                        counters=args.JsonSave(counters),
-                    ),
-                )
-            except BaseException:
-                if self._folder is not None:
-                    with contextlib.suppress(Exception):
-                        self._folder.sweep()
-                raise
+            saved = manager.save(
+                snapshot.pushes,
+                args=args.Composite(
+                    state=args.StandardSave(snapshot.state),
+                    counters=args.JsonSave(counters),
+                ),
+            )
         if not saved:
             raise OSError(
                 f"{self.checkpoint.directory} holds a checkpoint of more than "
@@ -235,8 +227,7 @@ class Store:
         folder = self._folder  # A bucket has neither locks nor checksums.
         faults: dict[int, str] = {}
         for pushes in found:
-            fault = None if folder is None else folder.fault(pushes)
-            if fault is None:
+            if folder is None or (fault := folder.fault(pushes)) is None:
                 break
             faults[pushes] = fault
         else:
@@ -257,20 +248,17 @@ class Store:
             for broken, fault in faults.items()
             if folder is not None  # No fault is known of those in a bucket.
         ]
-        return snapshot, notes + self._changed(pushes, snapshot.counters)
-
-    def _where(self, pushes: int) -> str:
-        return f"{self.checkpoint.directory}/{pushes}"
-
-    def _changed(self, pushes: int, counters: dict[str, Any]) -> list[str]:
-        """One line for each setting that differs from the run's."""
-        before, now = counters["settings"], self.checkpoint.settings
-        changes = [
-            f"{name}={before[name]!r}, and the run goes on with {now[name]!r}"
+        before, now = snapshot.counters["settings"], self.checkpoint.settings
+        notes += [
+            f"checkpoint: {where} has {name}={before[name]!r}, and the run goes on "
+            f"with {now[name]!r}"
             for name in now
             if name in before and before[name] != now[name]
         ]
-        return [f"checkpoint: {self._where(pushes)} has {each}" for each in changes]
+        return snapshot, notes
+
+    def _where(self, pushes: int) -> str:
+        return f"{self.checkpoint.directory}/{pushes}"
 
     def read(self, pushes: int, like: dict[str, Any]) -> Snapshot:
         """One checkpoint, its arrays placed as those of ``like``.

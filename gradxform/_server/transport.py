@@ -14,7 +14,6 @@ from gradxform._server.placement import copy
 from gradxform._server.programs import Prepared
 from gradxform._server.reader import (
     Ids,
-    Key,
     PullRequest,
     Reader,
     Reading,
@@ -24,7 +23,6 @@ from gradxform._server.reader import (
 )
 from gradxform._server.records import GlobalStep, Snapshot
 from gradxform._server.serial_executor import SerialExecutor
-from gradxform._server.specs import named
 from gradxform._server.store import Store
 
 
@@ -44,29 +42,24 @@ class Transport:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.reader = Reader(core.version.leaves)
-        self.tables = TablePaths(core.specs.types[0])
+        self.tables = TablePaths(core.specs.types["params"])
         self.turns = SerialExecutor("parameter-server")
-        self._readings: dict[Key, Reading] = {}  # Of the whole leaves of a request.
 
     def pull(self, request: PullRequest) -> tuple[Any, int]:
         """See :meth:`ParameterServer.pull`."""
-        key, numbers = request.key, range(self.core.specs.num_params)
-        if key not in self._readings:
-            whole = [i for i in numbers if i not in request.rows]
-            self._readings[key] = self.reader.prepare(
-                dict.fromkeys(whole), request.form
-            )
-        wanted = {i: RowIds(x, size_for(len(x))) for i, x in request.rows.items()}
-        rows = self.reader.prepare(wanted, request.form)
-        read, seen = self.turns.run(self._read, self._readings[key], rows)
+        wanted: dict[int, RowIds | None]
+        wanted = dict.fromkeys(range(self.core.specs.num_params))
+        wanted |= {i: RowIds(x, size_for(len(x))) for i, x in request.rows.items()}
+        reading = self.reader.prepare(wanted, request.form)
+        read, seen = self.turns.run(self._read, reading)
         read |= {i: self._part(i, x, read[i]) for i, x in request.rows.items()}
-        return self.core.specs.params([read[i] for i in numbers]), seen
+        return self.core.specs.params([read[i] for i in wanted]), seen
 
-    def _read(self, whole: Reading, rows: Reading) -> tuple[dict[int, Any], GlobalStep]:
+    def _read(self, reading: Reading) -> tuple[dict[int, Any], GlobalStep]:
         self.core.check_usable()
         version = self.core.version
-        read = whole.run(version.leaves, copy) | rows.run(version.leaves)
-        return read, version.step()
+        read = reading.run(version.leaves)
+        return read | copy({i: read[i] for i in reading.plain}), version.step()
 
     def _part(self, number: int, ids: Ids, rows: jax.Array) -> TableRows:
         """Rows that were read, as the part of their table that was asked for."""
@@ -92,5 +85,5 @@ class Transport:
     def read_newest(self, store: Store) -> tuple[Snapshot, list[str]]:
         """The newest checkpoint, its arrays at their places; and notes for the user."""
         specs = self.core.specs
-        snapshot, notes = store.read_newest(specs.state(self.core.version.leaves))
-        return snapshot._replace(state=named(specs.place(snapshot.state))), notes
+        snapshot, notes = store.read_newest(specs.arrays(self.core.version.leaves))
+        return snapshot._replace(state=specs.place(snapshot.state)), notes
