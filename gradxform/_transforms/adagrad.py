@@ -131,6 +131,7 @@ def scale_by_adagrad(
         **extra: object,
     ) -> tuple[optax.Updates, ScaleByAdagradState]:
         del extra
+        updates = boundary.entered(updates)
         if row_wise and params is not None:  # The accumulators know only the rows.
             checks.same_shapes("updates", updates, "params", params)
         held = boxes.as_in(updates, state.sum_of_squares)
@@ -144,7 +145,7 @@ def scale_by_adagrad(
         updates, *new = boundary.map_step(divide, updates, kept, *squares)
         return updates, ScaleByAdagradState(*new)
 
-    return boundary.transformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def adagrad(

@@ -425,19 +425,15 @@ def same_leaves(
     Raises:
       TypeError: the two differ; the error names the first such path.
     """
-    flat, flat_reference = _flat(tree)[0], _flat(reference)[0]
-    for path, like in flat_reference.items():
-        if path not in flat:
-            given = _node_at(path, tree)
-            _differ(name, reference_name, reference, path, given, describe(like))
-        leaf = flat[path]
-        if maps.has_gradient(leaf) and not fit(leaf, like):
-            given = describe(leaf)
-            _differ(name, reference_name, reference, path, given, describe(like))
-    for path, leaf in flat.items():
-        if path not in flat_reference:
-            given = describe(leaf)
-            _differ(name, reference_name, reference, path, given, "no leaf")
+    flat, wanted = _flat(tree)[0], _flat(reference)[0]
+    for path in wanted | flat:
+        leaf = flat.get(path)
+        if path in flat and path in wanted:
+            if not maps.has_gradient(leaf) or fit(leaf, wanted[path]):
+                continue
+        given = describe(leaf) if path in flat else _node_at(path, tree)
+        like = describe(wanted[path]) if path in wanted else "no leaf"
+        _differ(name, reference_name, reference, path, given, like)
 
 
 def _differ(

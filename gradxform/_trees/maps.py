@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._trees import arithmetic
 from gradxform._trees.types import (
     Gradient,
     Leaf,
@@ -145,13 +144,6 @@ def map_updates(
         return g.with_values(new) if isinstance(g, SparseLeaf) else new
 
     return map_leaves(update, updates, *rest)
-
-
-def add_update(u: Gradient, p: jax.Array) -> jax.Array:
-    """``p + u`` in the dtype of ``p``, rounded once."""
-    if isinstance(u, SparseLeaf):
-        return p + u
-    return arithmetic.rounded_sum(jnp.asarray(u), p)
 
 
 def map_params(
