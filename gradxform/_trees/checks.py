@@ -123,12 +123,12 @@ def real(value: T) -> T:
 
 def at_most_one(**arguments: object) -> None:
     """Raises ``ValueError`` if more than one of the arguments is not None."""
-    given = {name: value for name, value in arguments.items() if value is not None}
+    pairs = arguments.items()
+    given = [f"{name}={value!r}" for name, value in pairs if value is not None]
     if len(given) > 1:
         raise ValueError(
             f"at most one of {', '.join(arguments)} may be given, got "
-            + ", ".join(f"{name}={value!r}" for name, value in given.items())
-            + "."
+            f"{', '.join(given)}."
         )
 
 
@@ -400,7 +400,7 @@ def same_shapes(
     ``jax.tree.map`` over both needs that.
     """
     same_leaves(name, tree, reference_name, reference, fit)
-    if _flat(tree)[1] != _flat(reference)[1]:
+    if not _same_nodes(tree, reference):
         _differ(name, reference_name, reference, *_other_node(tree, reference))
 
 
@@ -425,7 +425,7 @@ def same_leaves(
     Raises:
       TypeError: the two differ; the error names the first such path.
     """
-    flat, wanted = _flat(tree)[0], _flat(reference)[0]
+    flat, wanted = (dict(maps.leaves_with_path(x)) for x in (tree, reference))
     for path in wanted | flat:
         leaf = flat.get(path)
         if path in flat and path in wanted:
@@ -454,12 +454,6 @@ def _differ(
     )
 
 
-def _flat(tree: PyTree[Leaf]) -> tuple[dict[Path, Leaf], jax.tree_util.PyTreeDef]:
-    """The leaves by their paths, and the structure."""
-    leaves, structure = jax.tree.flatten_with_path(tree, is_leaf=maps.is_leaf)
-    return dict(leaves), structure
-
-
 def _node_at(path: Path, tree: PyTree[Leaf]) -> str:
     """What a tree has at the path of a leaf of another tree."""
     nodes = jax.tree_util.tree_leaves_with_path(
@@ -470,7 +464,7 @@ def _node_at(path: Path, tree: PyTree[Leaf]) -> str:
 
 
 def _same_nodes(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> bool:
-    return _flat(tree)[1] == _flat(reference)[1]
+    return bool(maps.structure(tree) == maps.structure(reference))
 
 
 def _other_node(
@@ -506,7 +500,7 @@ def _name(kind: type) -> str:
 
 def own_state(state: optax.OptState, expected: optax.OptState) -> None:
     """Raises ``TypeError`` if a state has not the nodes that ``init`` makes."""
-    if _flat(state)[1] != _flat(expected)[1]:
+    if not _same_nodes(state, expected):
         raise _not_own(*_other_node(state, expected))
 
 

@@ -179,15 +179,11 @@ def broadcast(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
 
 def prefix_of(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
     """The prefix tree; if a function was given, what it returns for ``tree``."""
-    return prefix(tree) if _is_function(prefix) else prefix
-
-
-def _is_function(
-    prefix: Prefix[T],
-) -> TypeGuard[Callable[[optax.Params], PyTree[T]]]:
-    """Whether to call it. An Equinox module is callable too, but it is a tree."""
     is_partial = isinstance(prefix, functools.partial)  # jax.tree_util's is a node too.
-    return callable(prefix) and (is_partial or jax.tree_util.all_leaves([prefix]))
+    # An Equinox module is callable, too, but it is a tree.
+    if callable(prefix) and (is_partial or jax.tree_util.all_leaves([prefix])):
+        return prefix(tree)
+    return prefix
 
 
 def cast_like(tree: optax.Updates, reference: PyTree[Gradient]) -> optax.Updates:
