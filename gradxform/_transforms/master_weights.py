@@ -213,8 +213,8 @@ def master_weights(
             move, halves, [state.residual], reads=[params]
         )
         updates = maps.map_leaves(lambda u, n: u if n is None else n, updates, halves)
-        count = map(optax.safe_increment, count)
-        return updates, state_type(residual, inner_state, *count)
+        kept = residual, inner_state, *map(optax.safe_increment, count)
+        return updates, state_type(*kept)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -54,7 +54,6 @@ def _content(box: PyTree[T]) -> T:
 
 def as_in(like: PyTree[object], tree: PyTree[T]) -> PyTree[T]:
     """The leaves of a tree in the nodes of ``like``; the two differ only in boxes."""
-
     # Usually there are no boxes, and the first comparison is enough.
     nodes: Any = maps.structure
     wanted = nodes(like)

@@ -38,8 +38,9 @@ def scalar(name: str, value: Any, *, integer: bool = False) -> None:  # Of any t
     """
     if type(value) is int:  # Of any size: NumPy could not hold all of them.
         return
-    kinds = (jnp.integer,) if integer else _REAL
-    if np.shape(value) or not any(jnp.issubdtype(_dtype(value), k) for k in kinds):
+    dtype = dtypes.dtype_of(value)
+    is_right = jnp.issubdtype(dtype, jnp.integer) if integer else is_real(value)
+    if np.shape(value) or not is_right:
         kind = "an integer" if integer else "a real"
         raise TypeError(f"{name} must be {kind} scalar, got {value!r}.")
 
@@ -87,7 +88,7 @@ def in_range(
 
 def is_real(value: object) -> bool:
     """Whether a value, traced or not, holds real numbers."""
-    return any(jnp.issubdtype(_dtype(value), kind) for kind in _REAL)
+    return any(jnp.issubdtype(dtypes.dtype_of(value), kind) for kind in _REAL)
 
 
 def is_known(value: jax.typing.ArrayLike, number: float) -> bool:
@@ -428,9 +429,9 @@ def same_leaves(
     flat, wanted = (dict(maps.leaves_with_path(x)) for x in (tree, reference))
     for path in wanted | flat:
         leaf = flat.get(path)
-        if path in flat and path in wanted:
-            if not maps.has_gradient(leaf) or fit(leaf, wanted[path]):
-                continue
+        in_both = path in flat and path in wanted
+        if in_both and (not maps.has_gradient(leaf) or fit(leaf, wanted[path])):
+            continue
         given = describe(leaf) if path in flat else _node_at(path, tree)
         like = describe(wanted[path]) if path in wanted else "no leaf"
         _differ(name, reference_name, reference, path, given, like)
@@ -464,7 +465,8 @@ def _node_at(path: Path, tree: PyTree[Leaf]) -> str:
 
 
 def _same_nodes(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> bool:
-    return bool(maps.structure(tree) == maps.structure(reference))
+    nodes: Any = maps.structure
+    return bool(nodes(tree) == nodes(reference))
 
 
 def _other_node(
@@ -601,12 +603,7 @@ def same_dtypes(
 
 
 def _is_complex(value: object) -> bool:
-    return jnp.issubdtype(_dtype(value), jnp.complexfloating)
-
-
-def _dtype(value: object) -> np.dtype[Any]:
-    """The dtype of a value that may be no number, such as a string."""
-    return value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    return jnp.issubdtype(dtypes.dtype_of(value), jnp.complexfloating)
 
 
 def describe(leaf: object) -> str:
