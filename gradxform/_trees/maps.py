@@ -13,7 +13,7 @@ needs more: see ``_rows.boundary``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import jax
@@ -53,6 +53,20 @@ def nodes(
     """The outermost such nodes of a tree, from left to right, with their paths."""
     found = jax.tree.leaves_with_path(tree, is_leaf=is_one)
     return [(path, node) for path, node in found if is_one(node)]
+
+
+def fields(tree: PyTree[object], *around: str) -> Iterator[tuple[str, ...]]:
+    """For each leaf the fields of named tuples around it, as ``"TraceState.trace"``."""
+    children = jax.tree.leaves_with_path(
+        tree, is_leaf=lambda node: node is not tree or is_leaf(node)
+    )
+    for path, child in children:
+        if not path:  # The tree is a leaf.
+            yield around
+        elif hasattr(tree, "_fields"):
+            yield from fields(child, *around, f"{type(tree).__name__}.{path[0].name}")
+        else:
+            yield from fields(child, *around)
 
 
 def has_gradient(g: T | None) -> TypeGuard[T]:
