@@ -64,7 +64,8 @@ def fields(tree: PyTree[object], *around: str) -> Iterator[tuple[str, ...]]:
         if not path:  # The tree is a leaf.
             yield around
         elif hasattr(tree, "_fields"):
-            yield from fields(child, *around, f"{type(tree).__name__}.{path[0].name}")
+            name = getattr(path[0], "name", "")  # A class may have keys of its own.
+            yield from fields(child, *around, f"{type(tree).__name__}.{name}")
         else:
             yield from fields(child, *around)
 
