@@ -84,7 +84,6 @@ def _checked(
     factors: jax.typing.ArrayLike | Sequence[float],
 ) -> jax.Array | np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
     """The factors as an array; the numbers of a traced one are not known."""
-    traced = isinstance(factors, jax.core.Tracer)
     array = factors if isinstance(factors, jax.core.Tracer) else np.asarray(factors)
     if not checks.is_real(array):
         raise TypeError(f"factors must hold real numbers, got {factors!r}.")
@@ -93,7 +92,7 @@ def _checked(
             "factors must have one number for each worker, [n], got the shape "
             f"{list(array.shape)}."
         )
-    if not traced:
+    if isinstance(array, np.ndarray):
         for i, factor in enumerate(array):
             checks.in_range(f"factors[{i}]", factor, "[0, inf)")
     return array

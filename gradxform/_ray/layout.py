@@ -19,8 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import checks, maps
-from gradxform._trees.placeholders import StateLeaf, leaves_of
-from gradxform._trees.types import Leaf, Param, Path, PyTree, SparseLeaf, T
+from gradxform._trees.types import Leaf, Param, Path, PyTree, Shape, SparseLeaf, T
 
 AXIS = "server"  # The name of the mesh's axis.
 LARGE = 1 << 20  # Bytes: a larger array is cut, unless the user says otherwise.
@@ -139,12 +138,13 @@ class Layout(NamedTuple):
         """
         longer = self._map(lambda x, cut: _longer(x, cut, self.processes))
         types, grown = (jax.eval_shape(init, each) for each in (self.types, longer))
-        cuts = tuple(map(self._grows, leaves_of(types, grown)))
+        after = {path: x.shape for path, x in jax.tree.leaves_with_path(grown)}
+        leaves = jax.tree.leaves_with_path(types)
+        cuts = tuple(self._grows(x.shape, after.get(path)) for path, x in leaves)
         return Layout(jax.tree.map(_type, types), cuts, self.processes)
 
-    def _grows(self, leaf: StateLeaf) -> int | None:
+    def _grows(self, now: Shape, then: Shape | None) -> int | None:
         """The axis of a leaf of the state that grows with its parameter."""
-        now, then = leaf.shape, leaf.grown
         # A leaf that is made in a more intricate way is whole in each process.
         if then is None or len(now) != len(then) or now == then:
             return None

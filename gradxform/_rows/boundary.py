@@ -2,14 +2,13 @@
 
 A formula that is not linear in the gradient needs repeated rows summed first, and one
 that also reads state or parameters needs the rows that the gradient touches. So a
-transformation is entered with rows that are summed (:func:`transformation`), and
+transformation begins with rows that are summed (:func:`entered`), and
 :func:`map_step` shows a formula the touched rows of a leaf and of its state. Summed
-rows stay summed: whoever is entered next finds nothing to do.
+rows stay summed: the next transformation finds nothing to do.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,34 +27,14 @@ from gradxform._trees.types import Gradient, Leaf, PyTree, SparseLeaf
 
 
 def entered(updates: optax.Updates) -> optax.Updates:
-    """Gradients as every formula takes them: repeated rows summed, None for float0."""
+    """Gradients as a formula takes them: repeated rows summed, None for float0.
 
-    def leaf(g: Leaf) -> Leaf:
-        if is_sparse(g):
-            return g.sum_duplicates()
-        return g if maps.has_gradient(g) else maps.nothing(g)
-
-    return maps.map_leaves(leaf, updates)
-
-
-def transformation(
-    init: optax.TransformInitFn, update: optax.TransformUpdateExtraArgsFn
-) -> optax.GradientTransformationExtraArgs:
-    """A transformation whose ``update`` gets gradients as :func:`entered` makes them.
-
-    One that is linear in the gradients needs no summed rows, and is not made by this.
+    A transformation that is linear in the gradients needs no summed rows.
     """
-
-    @functools.wraps(update)
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra: object,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        return update(entered(updates), state, params, **extra)
-
-    return optax.GradientTransformationExtraArgs(init, update_fn)
+    return maps.map_leaves(
+        lambda g: g.sum_duplicates() if is_sparse(g) else g,
+        maps.without_float0(updates),
+    )
 
 
 def map_step(

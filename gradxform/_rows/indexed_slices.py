@@ -152,9 +152,16 @@ class IndexedSlices(StoredRows, metaclass=_NamesHint):
             )
 
     def __radd__(self, table: jax.Array) -> jax.Array:
-        if isinstance(table, jax.Array) and table.shape == self.shape:
-            return add_rows(table, self)
-        self._refuse()
+        """The table with these rows added, in its dtype, and rounded once."""
+        if not (isinstance(table, jax.Array) and table.shape == self.shape):
+            self._refuse()
+        rows = self.sum_duplicates()
+        if wide_dtype(table) == table.dtype:
+            # The sum needs no rounding to another dtype: one pass, in place.
+            add = table.at[rows.indices].add
+            return add(rows.values.astype(table.dtype), **summed(table))
+        new = rounded_sum(rows.values, take_summed(table, rows.indices))
+        return write_summed(table, rows.indices, new)
 
 
 def is_sparse(node: object) -> TypeGuard[IndexedSlices]:
@@ -168,14 +175,3 @@ def filled(g: IndexedSlices, x: jax.Array, fill: Any) -> jax.Array:
     if length != len(inside):
         inside = jnp.repeat(inside, length // len(inside), total_repeat_length=length)
     return jnp.where(expand(inside, x), x, jnp.asarray(fill, x.dtype))
-
-
-def add_rows(table: jax.Array, rows: IndexedSlices) -> jax.Array:
-    """A table with the rows of a gradient added, in its dtype, and rounded once."""
-    rows = rows.sum_duplicates()
-    if wide_dtype(table) == table.dtype:
-        # The sum needs no rounding to another dtype: one pass, in place.
-        add = table.at[rows.indices].add
-        return add(rows.values.astype(table.dtype), **summed(table))
-    new = rounded_sum(rows.values, take_summed(table, rows.indices))
-    return write_summed(table, rows.indices, new)

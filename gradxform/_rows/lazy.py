@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 import optax
 
 from gradxform._rows import boundary, by_row
@@ -15,7 +13,7 @@ from gradxform._rows.indexed_slices import IndexedSlices, filled, is_sparse
 from gradxform._rows.stored_rows import RowSparseError
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.extra_args import accepted_kwargs
-from gradxform._trees.placeholders import Placeholder, leaves_of, owners
+from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
 from gradxform._trees.types import Leaf, Path
 
 # States with a row for each row of a table, which still cannot act by the row.
@@ -193,29 +191,29 @@ def _higher_state(
             "its init and the given state show no state of that table alone"
         ) from error.__cause__
     higher = jax.eval_shape(init, tables.higher(whole))
-    for path, table, shape, other in leaves_of(state, higher, marks):
-        fits = shape == other
-        if table in tables.gradients:
-            heights = tables.gradients[table].dense_shape[0], tables.heights[table]
-            fits = (shape, other) == tuple((height, *shape[1:]) for height in heights)
-        elif fits:
-            continue
-        kinds = [*_kinds(state, path)]
-        kinds = [kind for kind in kinds if kind in _NOT_BY_ROW] or kinds
-        reason = _NOT_BY_ROW.get("".join(kinds[:1]))
-        if reason or not fits:
-            where = " of ".join([jax.tree_util.keystr(path), *kinds[-1:]])
-            reason = reason or "has no row for each row of the table"
-            raise by_row.MixedRowsError(
-                f"the state {where}, of shape {list(shape)}, {reason}"
-            )
+    paths = (path for path, _ in maps.leaves_with_path(state))
+    fields = dict(zip(paths, maps.fields(state), strict=True))
+    shapes = {path: np.shape(x) for path, x in jax.tree.leaves_with_path(higher)}
+
+    def check(start: Path, mark: object, part: optax.OptState) -> None:
+        for end, x in jax.tree.leaves_with_path(part):
+            path, shape = (*start, *end), np.shape(x)
+            other = shapes.get(path)
+            fits = shape == other
+            if isinstance(mark, Placeholder):
+                g, height = tables.gradients[mark.path], tables.heights[mark.path]
+                fits = shape[:1] == g.shape[:1] and other == (height, *shape[1:])
+            elif fits:
+                continue
+            kinds = [field.partition(".")[0] for field in fields[path]]
+            kinds = [kind for kind in kinds if kind in _NOT_BY_ROW] or kinds
+            reason = _NOT_BY_ROW.get("".join(kinds[:1]))
+            if reason or not fits:
+                where = " of ".join([jax.tree_util.keystr(path), *kinds[-1:]])
+                reason = reason or "has no row for each row of the table"
+                raise by_row.MixedRowsError(
+                    f"the state {where}, of shape {list(shape)}, {reason}"
+                )
+
+    jax.tree.map_with_path(check, marks, state, is_leaf=is_placeholder)
     return higher
-
-
-def _kinds(node: Any, path: Path) -> Iterator[str]:
-    """The classes of the ``NamedTuple``s on a path, which a state is made of."""
-    for key in path:
-        if hasattr(node, "_fields"):
-            yield type(node).__name__
-        own = functools.partial(operator.is_not, node)
-        node = dict(jax.tree.leaves_with_path(node, is_leaf=own))[(key,)]

@@ -219,7 +219,9 @@ class _Reader(NamedTuple):
             rows = checkpoint_name(rows, name)
         if fills:  # After the casts: the table's dtype may not hold this number.
             outside = arithmetic.expand(taken == height, rows)
-            rows = jnp.where(outside, _filling(fill, rows.dtype), rows)
+            # By default JAX fills with NaN, or with an end of the integers.
+            beyond = jnp.zeros(1, rows.dtype).at[jnp.ones((), int)]
+            rows = jnp.where(outside, beyond.get(mode="fill", fill_value=fill), rows)
         return rows
 
     def refuse(self, table: _Table, how: str) -> NoReturn:
@@ -286,21 +288,6 @@ def _result(eqn: JaxprEqn) -> jax.core.ShapedArray:
 def _wide(ids: jax.Array) -> jax.Array:
     """Widens small integers, which may be too narrow to count the rows."""
     return ids.astype(np.int32) if ids.dtype.itemsize < 4 else ids
-
-
-def _filling(
-    fill: jax.typing.ArrayLike | None, dtype: np.dtype[np.generic]
-) -> jax.Array:
-    """The fill of a gather for rows outside; by default that of ``jax.lax.gather``."""
-    if fill is None:
-        if jnp.issubdtype(dtype, jnp.inexact):
-            fill = np.nan
-        elif jnp.issubdtype(dtype, jnp.bool_):
-            fill = True
-        else:
-            limits = jnp.iinfo(dtype)
-            fill = limits.min if limits.min < 0 else limits.max
-    return jnp.asarray(fill, dtype)
 
 
 def _whole(table: Source) -> jax.Array | jax.ShapeDtypeStruct:

@@ -12,6 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradxform._trees.mesh import axes_of
+
 Array: TypeAlias = jax.Array | np.ndarray[Any, Any]
 A = TypeVar("A", bound=Array)
 
@@ -103,15 +105,10 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     explicit = explicit_sharding(table)
     if explicit is not None:
         of_ids = jax.typeof(ids).sharding.spec
-        taken = _mesh_axes(*of_ids)
-        of_row = (None if _mesh_axes(i) & taken else i for i in explicit.spec[1:])
+        taken = set(axes_of(of_ids))
+        of_row = (None if taken & {*axes_of([i])} else i for i in explicit.spec[1:])
         explicit = NamedSharding(explicit.mesh, P(*of_ids, *of_row))
     return take_rows(table, ids, out_sharding=explicit)
-
-
-def _mesh_axes(*spec: str | tuple[str, ...] | None) -> set[str]:
-    """The mesh axes in these entries of a spec; an entry may have several."""
-    return {a for i in spec for a in (i if isinstance(i, tuple) else (i,)) if a}
 
 
 def searchsorted(x: jax.Array, ascending: jax.Array) -> jax.Array:

@@ -128,23 +128,21 @@ def scale_by_adagrad(
         params: optax.Params | None = None,
         *,
         clip_sums: optax.Updates | None = None,
-        **extra: object,
+        **_: object,
     ) -> tuple[optax.Updates, ScaleByAdagradState]:
-        del extra
+        updates = boundary.entered(updates)
         if row_wise and params is not None:  # The accumulators know only the rows.
             checks.same_shapes("updates", updates, "params", params)
         held = boxes.as_in(updates, state.sum_of_squares)
         checks.same_shapes("updates", updates, "sum_of_squares", held, fits)
-        squares: tuple[optax.Updates, ...] = ()
+        squares = []
         if row_wise:
-            if clip_sums is None:
-                clip_sums = norms.squared_rows(updates)
-            squares = (clip_sums,)
+            squares = [norms.squared_rows(updates) if clip_sums is None else clip_sums]
         kept = [state.sum_of_squares]
         updates, *new = boundary.map_step(divide, updates, kept, *squares)
         return updates, ScaleByAdagradState(*new)
 
-    return boundary.transformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def adagrad(

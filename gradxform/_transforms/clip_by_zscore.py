@@ -114,6 +114,7 @@ def clip_by_zscore(
         **extra: object,
     ) -> tuple[optax.Updates, ClipByZscoreState]:
         del params, extra
+        updates = boundary.entered(updates)
         norm = global_norm(updates, axis_name=axis_name).astype(jnp.float32)
         last = dtypes.saturated(warmup)
         most, keep = (jnp.asarray(x, jnp.float32) for x in (threshold, decay))
@@ -143,4 +144,4 @@ def clip_by_zscore(
             variance=jnp.where(finite, spread, variance),
         )
 
-    return boundary.transformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -138,9 +138,6 @@ def clip_by_global_norm(
     """
     max_norm = checks.in_range("max_norm", max_norm, "[0, inf]")
 
-    def init_fn(params: optax.Params) -> ClipByGlobalNormState:
-        return _no_norm(params)
-
     def update_fn(
         updates: optax.Updates,
         state: ClipByGlobalNormState,
@@ -150,6 +147,7 @@ def clip_by_global_norm(
         **extra: object,
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del state, params, extra
+        updates = boundary.entered(updates)
         if use_norm is not None:
             checks.scalar("use_norm", use_norm)
         else:
@@ -164,7 +162,7 @@ def clip_by_global_norm(
 
         return maps.map_updates(scaled, updates), _state(use_norm)
 
-    return boundary.transformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(_no_norm, update_fn)
 
 
 def clip_by_norm(
@@ -200,10 +198,11 @@ def clip_by_norm(
     max_norm = checks.in_range("max_norm", max_norm, "[0, inf]")
 
     def clipped(updates: optax.Updates, **_: object) -> optax.Updates:
+        updates = boundary.entered(updates)
         squares = norms.squared_norms(updates, axis_name=axis_name)[0]
         return _scale_layers(updates, _factors(squares, max_norm))
 
-    return boundary.transformation(*stateless(clipped))
+    return stateless(clipped)
 
 
 # The state of the clip, and the state of the transformation after it.
@@ -256,7 +255,7 @@ def clip_before(
         **extra: object,
     ) -> tuple[optax.Updates, _States]:
         clip_state, inner_state = state
-        given = updates
+        given = updates = boundary.entered(updates)
         sums = norms.squared_rows(given, limit=clipvalue) if row_wise else None
         if clipvalue is not None:
             updates = maps.map_updates(lambda g: _clamp(g, clipvalue), given)
@@ -286,7 +285,7 @@ def clip_before(
             updates = maps.cast_like(updates, given)
         return updates, (clip_state, inner_state)
 
-    return boundary.transformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def factor_to(norm: jax.typing.ArrayLike, max_norm: jax.typing.ArrayLike) -> jax.Array:

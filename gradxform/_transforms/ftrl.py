@@ -145,9 +145,8 @@ def ftrl(
         updates: optax.Updates,
         state: FtrlState,
         params: optax.Params,
-        **extra: object,
+        **_: object,
     ) -> tuple[optax.Updates, FtrlState]:
-        del extra
         rate = proximal_rate(learning_rate, state)
         moves = rate != 0  # False only for a rate that was not known before.
         inverse = 1 / jnp.where(moves, rate, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -182,6 +182,7 @@ def low_bit_state(
         paths = [path for path, _ in maps.leaves_with_path(state)]
         is_kept = checks.names("keep", keep, "leaves of the state", paths)
         names = map(checks.path_str, paths)
+        whole = [not _WHOLE.isdisjoint(each) for each in maps.fields(state)]
 
         def encoded(name: str, x: Any, whole: bool) -> tuple[_Scales, Leaf]:
             if isinstance(x, optax.MaskedNode):  # It may say which leaf it replaces.
@@ -194,7 +195,7 @@ def low_bit_state(
             x = jnp.asarray(x)
             return _encoded(x, axis, _blocks(x.shape[axis], block_size), x.dtype)
 
-        entries = zip(names, maps.leaves(state), _whole(state), strict=True)
+        entries = zip(names, maps.leaves(state), whole, strict=True)
         return _state(maps.structure(state), [encoded(*entry) for entry in entries])
 
     def update_fn(
@@ -222,19 +223,6 @@ def low_bit_state(
 def _state(structure: Any, entries: list[tuple[_Scales, Leaf]]) -> LowBitState:
     scales, leaves = (tuple(entry[i] for entry in entries) for i in range(2))
     return LowBitState(scales, jax.tree.unflatten(structure, leaves))
-
-
-def _whole(node: PyTree[object], whole: bool = False) -> Iterator[bool]:
-    """For each leaf of a state, whether its field says that it stays as it is."""
-    children = jax.tree.leaves_with_path(
-        node, is_leaf=lambda x: x is not node or maps.is_leaf(x)
-    )
-    for path, child in children:
-        if path:
-            field = f"{type(node).__name__}.{getattr(path[0], 'name', '')}"
-            yield from _whole(child, whole or field in _WHOLE)
-        else:  # The node is a leaf.
-            yield whole
 
 
 def _blocks(length: int, block_size: int) -> int:

@@ -151,6 +151,7 @@ def master_weights(
     inner = optax.with_extra_args_support(inner)
 
     counts = residual_dtype != "int16"
+    state_type = CountedMasterWeightsState if counts else MasterWeightsState
 
     def zeros(p: Param) -> jax.Array | optax.MaskedNode:
         if not half.is_half(p):
@@ -159,10 +160,10 @@ def master_weights(
 
     def init_fn(params: optax.Params) -> _State:
         half.check("master_weights", params)
-        return _state(
+        return state_type(
             maps.map_params(zeros, params),
             inner.init(maps.map_params(_widened, params)),
-            constants.zero(params, jnp.int32) if counts else None,
+            *([constants.zero(params, jnp.int32)] if counts else []),
         )
 
     def update_fn(
@@ -172,9 +173,7 @@ def master_weights(
         **extra: object,
     ) -> tuple[optax.Updates, _State]:
         params = checks.params_like("master_weights", updates, params)
-        checks.own_kind(
-            state, CountedMasterWeightsState if counts else MasterWeightsState
-        )
+        checks.own_kind(state, state_type)
         _check(params, state.residual)
         updates = maps.map_updates(
             lambda g, r: dtypes.widen(g) if maps.has_gradient(r) else g,
@@ -190,8 +189,8 @@ def master_weights(
         except (TypeError, ValueError) as error:
             boundary.raise_if_refused(error, _TAKES_NO_ROWS, wide)
             raise
-        count = state.count if isinstance(state, CountedMasterWeightsState) else None
-        threshold = None if count is None else half.even_threshold(count)
+        count = state[2:]
+        threshold = half.even_threshold(*count) if counts else None
         done: list[jax.Array] = []
 
         def move(u: jax.Array, r: jax.Array, p: jax.Array) -> tuple[jax.Array, ...]:
@@ -214,8 +213,8 @@ def master_weights(
             move, halves, [state.residual], reads=[params]
         )
         updates = maps.map_leaves(lambda u, n: u if n is None else n, updates, halves)
-        count = None if count is None else optax.safe_increment(count)
-        return updates, _state(residual, inner_state, count)
+        kept = residual, inner_state, *map(optax.safe_increment, count)
+        return updates, state_type(*kept)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -256,14 +255,6 @@ def get_master_weights(params: Params, state: optax.OptState) -> Params:
         _check(params, own.residual, masked=True)
         params = maps.map_leaves(lambda r, p: _held(None, p, r), own.residual, params)
     return params
-
-
-def _state(
-    residual: optax.Updates, inner_state: optax.OptState, count: jax.Array | None
-) -> _State:
-    if count is None:
-        return MasterWeightsState(residual, inner_state)
-    return CountedMasterWeightsState(residual, inner_state, count)
 
 
 def _widened(p: Param) -> Param:

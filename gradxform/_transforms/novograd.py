@@ -155,15 +155,14 @@ def scale_by_novograd(
         *,
         clip_sums: norms.Layers | None = None,
         step_size_in_momentum: jax.typing.ArrayLike | None = None,
-        **extra: object,
+        **_: object,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
-        del extra
         step_size = step_size_in_momentum
         momentum.check("novograd", updates, state.mu)
         if clip_sums is None:
-            clip_sums, _ = norms.squared_norms(
+            clip_sums = norms.squared_norms(
                 updates, axis_name=axis_name, stacked_axes=stacked_axes
-            )
+            )[0]
             # On CPU a clip in front of it writes scaled gradients for these sums. Then
             # the momentum reads these, too, and they may take the gradients' memory.
             updates = maps.map_updates(after, updates, clip_sums)

@@ -101,9 +101,8 @@ def proximal_adagrad(
         updates: optax.Updates,
         state: ProximalAdagradState,
         params: optax.Params | None = None,
-        **extra: object,
+        **_: object,
     ) -> tuple[optax.Updates, ProximalAdagradState]:
-        del extra
         params = checks.params_like("proximal_adagrad", updates, params)
         rate = proximal_rate(learning_rate, state)
 

@@ -91,9 +91,8 @@ def round_stochastically(
         updates: optax.Updates,
         state: RoundStochasticallyState,
         params: optax.Params | None = None,
-        **extra: object,
+        **_: object,
     ) -> tuple[optax.Updates, RoundStochasticallyState]:
-        del extra
         params = checks.params_like("round_stochastically", updates, params)
         checks.own_kind(state, RoundStochasticallyState)
         step_key = jax.random.wrap_key_data(state.key, impl=_KEYS)

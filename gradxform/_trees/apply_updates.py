@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from gradxform._trees import checks, maps
-from gradxform._trees.types import Gradient, Leaf, Params, PyTree
+from gradxform._trees import arithmetic, checks, maps
+from gradxform._trees.types import Gradient, Leaf, Params, PyTree, SparseLeaf
 
 
 def apply_updates(params: Params, updates: PyTree[Leaf]) -> Params:
@@ -45,7 +45,9 @@ def apply_updates(params: Params, updates: PyTree[Leaf]) -> Params:
     def add(u: Gradient, p: jax.typing.ArrayLike | None) -> Leaf:
         if p is None or not maps.has_gradient(u):
             return p
-        return maps.add_update(u, jnp.asarray(p))
+        p = jnp.asarray(p)
+        is_sparse = isinstance(u, SparseLeaf)  # It adds itself to the table.
+        return p + u if is_sparse else arithmetic.rounded_sum(jnp.asarray(u), p)
 
     new: Params = maps.map_leaves(add, updates, params)
     return new

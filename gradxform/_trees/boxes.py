@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -53,11 +54,8 @@ def _content(box: PyTree[T]) -> T:
 
 def as_in(like: PyTree[object], tree: PyTree[T]) -> PyTree[T]:
     """The leaves of a tree in the nodes of ``like``; the two differ only in boxes."""
-
-    def nodes(tree: PyTree[object]) -> jax.tree_util.PyTreeDef:
-        return maps.structure(tree)
-
     # Usually there are no boxes, and the first comparison is enough.
+    nodes: Any = maps.structure
     wanted = nodes(like)
     if nodes(tree) == wanted or nodes(unboxed(tree)) != nodes(unboxed(like)):
         return tree

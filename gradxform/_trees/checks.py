@@ -38,8 +38,9 @@ def scalar(name: str, value: Any, *, integer: bool = False) -> None:  # Of any t
     """
     if type(value) is int:  # Of any size: NumPy could not hold all of them.
         return
-    kinds = (jnp.integer,) if integer else _REAL
-    if np.shape(value) or not any(jnp.issubdtype(_dtype(value), k) for k in kinds):
+    dtype = dtypes.dtype_of(value)
+    is_right = jnp.issubdtype(dtype, jnp.integer) if integer else is_real(value)
+    if np.shape(value) or not is_right:
         kind = "an integer" if integer else "a real"
         raise TypeError(f"{name} must be {kind} scalar, got {value!r}.")
 
@@ -87,7 +88,7 @@ def in_range(
 
 def is_real(value: object) -> bool:
     """Whether a value, traced or not, holds real numbers."""
-    return any(jnp.issubdtype(_dtype(value), kind) for kind in _REAL)
+    return any(jnp.issubdtype(dtypes.dtype_of(value), kind) for kind in _REAL)
 
 
 def is_known(value: jax.typing.ArrayLike, number: float) -> bool:
@@ -123,12 +124,12 @@ def real(value: T) -> T:
 
 def at_most_one(**arguments: object) -> None:
     """Raises ``ValueError`` if more than one of the arguments is not None."""
-    given = {name: value for name, value in arguments.items() if value is not None}
+    pairs = arguments.items()
+    given = [f"{name}={value!r}" for name, value in pairs if value is not None]
     if len(given) > 1:
         raise ValueError(
             f"at most one of {', '.join(arguments)} may be given, got "
-            + ", ".join(f"{name}={value!r}" for name, value in given.items())
-            + "."
+            f"{', '.join(given)}."
         )
 
 
@@ -400,7 +401,7 @@ def same_shapes(
     ``jax.tree.map`` over both needs that.
     """
     same_leaves(name, tree, reference_name, reference, fit)
-    if _flat(tree)[1] != _flat(reference)[1]:
+    if not _same_nodes(tree, reference):
         _differ(name, reference_name, reference, *_other_node(tree, reference))
 
 
@@ -425,19 +426,15 @@ def same_leaves(
     Raises:
       TypeError: the two differ; the error names the first such path.
     """
-    flat, flat_reference = _flat(tree)[0], _flat(reference)[0]
-    for path, like in flat_reference.items():
-        if path not in flat:
-            given = _node_at(path, tree)
-            _differ(name, reference_name, reference, path, given, describe(like))
-        leaf = flat[path]
-        if maps.has_gradient(leaf) and not fit(leaf, like):
-            given = describe(leaf)
-            _differ(name, reference_name, reference, path, given, describe(like))
-    for path, leaf in flat.items():
-        if path not in flat_reference:
-            given = describe(leaf)
-            _differ(name, reference_name, reference, path, given, "no leaf")
+    flat, wanted = (dict(maps.leaves_with_path(x)) for x in (tree, reference))
+    for path in wanted | flat:
+        leaf = flat.get(path)
+        in_both = path in flat and path in wanted
+        if in_both and (not maps.has_gradient(leaf) or fit(leaf, wanted[path])):
+            continue
+        given = describe(leaf) if path in flat else _node_at(path, tree)
+        like = describe(wanted[path]) if path in wanted else "no leaf"
+        _differ(name, reference_name, reference, path, given, like)
 
 
 def _differ(
@@ -458,12 +455,6 @@ def _differ(
     )
 
 
-def _flat(tree: PyTree[Leaf]) -> tuple[dict[Path, Leaf], jax.tree_util.PyTreeDef]:
-    """The leaves by their paths, and the structure."""
-    leaves, structure = jax.tree.flatten_with_path(tree, is_leaf=maps.is_leaf)
-    return dict(leaves), structure
-
-
 def _node_at(path: Path, tree: PyTree[Leaf]) -> str:
     """What a tree has at the path of a leaf of another tree."""
     nodes = jax.tree_util.tree_leaves_with_path(
@@ -474,7 +465,8 @@ def _node_at(path: Path, tree: PyTree[Leaf]) -> str:
 
 
 def _same_nodes(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> bool:
-    return _flat(tree)[1] == _flat(reference)[1]
+    nodes: Any = maps.structure
+    return bool(nodes(tree) == nodes(reference))
 
 
 def _other_node(
@@ -510,7 +502,7 @@ def _name(kind: type) -> str:
 
 def own_state(state: optax.OptState, expected: optax.OptState) -> None:
     """Raises ``TypeError`` if a state has not the nodes that ``init`` makes."""
-    if _flat(state)[1] != _flat(expected)[1]:
+    if not _same_nodes(state, expected):
         raise _not_own(*_other_node(state, expected))
 
 
@@ -611,12 +603,7 @@ def same_dtypes(
 
 
 def _is_complex(value: object) -> bool:
-    return jnp.issubdtype(_dtype(value), jnp.complexfloating)
-
-
-def _dtype(value: object) -> np.dtype[Any]:
-    """The dtype of a value that may be no number, such as a string."""
-    return value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    return jnp.issubdtype(dtypes.dtype_of(value), jnp.complexfloating)
 
 
 def describe(leaf: object) -> str:

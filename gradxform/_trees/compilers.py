@@ -6,13 +6,14 @@ bits, so :func:`linear` gives it the derivative of the plain one. Only JAX's pub
 is used here.
 
 Beside each form stands what it saves with JAX 0.12, in N, the bytes of the parameters.
-The forms of other modules are the small leaves in one kernel (``norms``), rows of
-float8 tables (``rows``), and the step that is chosen (``conditional``).
+The forms of other modules are the small leaves in one kernel (``norms``) and the step
+that is chosen (``conditional``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -23,33 +24,21 @@ R = TypeVar("R")
 LARGE = 2**16  # Entries of an array that has a kernel of its own.
 
 
-def on_cpu(special: Callable[..., R], plain: Callable[..., R]) -> Callable[..., R]:
-    """``special`` in programs for CPU, ``plain`` in all others."""
+def _on(
+    platforms: Sequence[str], special: Callable[..., R], plain: Callable[..., R]
+) -> Callable[..., R]:
+    """``special`` in programs for these platforms, ``plain`` in all others."""
+    forms = dict.fromkeys(platforms, special)
 
     def chosen(*operands: jax.Array) -> R:
-        return jax.lax.platform_dependent(*operands, cpu=special, default=plain)
+        return jax.lax.platform_dependent(*operands, default=plain, **forms)
 
     return chosen
 
 
-def on_gpu(special: Callable[..., R], plain: Callable[..., R]) -> Callable[..., R]:
-    """``special`` in programs for GPU, ``plain`` in all others."""
-
-    def chosen(*operands: jax.Array) -> R:
-        return jax.lax.platform_dependent(
-            *operands, cuda=special, rocm=special, default=plain
-        )
-
-    return chosen
-
-
-def on_tpu(special: Callable[..., R], plain: Callable[..., R]) -> Callable[..., R]:
-    """``special`` in programs for TPU, ``plain`` in all others."""
-
-    def chosen(*operands: jax.Array) -> R:
-        return jax.lax.platform_dependent(*operands, tpu=special, default=plain)
-
-    return chosen
+on_cpu = functools.partial(_on, ["cpu"])
+on_gpu = functools.partial(_on, ["cuda", "rocm"])
+on_tpu = functools.partial(_on, ["tpu"])
 
 
 def linear(

@@ -87,7 +87,8 @@ def stacked(x: jax.Array, n: int) -> jax.Array:
 
 def zero(params: optax.Params, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A scalar 0 on all devices of the parameters."""
-    numbers = list(filter(_is_number, jax.tree.leaves(params)))
+    leaves = jax.tree.leaves(params)
+    numbers = [p for p in leaves if jnp.issubdtype(dtypes.dtype_of(p), jnp.number)]
     if not numbers:
         return jnp.zeros((), dtype)
     p = param(min(numbers, key=np.size))
@@ -110,7 +111,3 @@ def _false(p: jax.Array, axes: int | None) -> jax.Array:
     """False for each entry along the first axes of ``p``, computed from ``p``."""
     false = never(p)
     return false if axes is None else jnp.any(false, axis=tuple(range(axes, p.ndim)))
-
-
-def _is_number(p: jax.typing.ArrayLike) -> bool:
-    return bool(jnp.issubdtype(dtypes.dtype_of(p), jnp.number))

@@ -10,8 +10,8 @@ import numpy as np
 
 
 def dtype_of(x: Any) -> np.dtype[Any]:  # An array, a description, a number.
-    """The dtype of anything that has one, or of a number."""
-    return x.dtype if hasattr(x, "dtype") else np.result_type(x)
+    """The dtype of anything that has one, or that NumPy finds, as for a string."""
+    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
 
 
 def compute_dtype(x: jax.Array) -> np.dtype[Any]:

@@ -13,7 +13,7 @@ needs more: see ``_rows.boundary``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import jax
@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._trees import arithmetic
 from gradxform._trees.types import (
     Gradient,
     Leaf,
@@ -54,6 +53,21 @@ def nodes(
     """The outermost such nodes of a tree, from left to right, with their paths."""
     found = jax.tree.leaves_with_path(tree, is_leaf=is_one)
     return [(path, node) for path, node in found if is_one(node)]
+
+
+def fields(tree: PyTree[object], *around: str) -> Iterator[tuple[str, ...]]:
+    """For each leaf the fields of named tuples around it, as ``"TraceState.trace"``."""
+    children = jax.tree.leaves_with_path(
+        tree, is_leaf=lambda node: node is not tree or is_leaf(node)
+    )
+    for path, child in children:
+        if not path:  # The tree is a leaf.
+            yield around
+        elif hasattr(tree, "_fields"):
+            name = getattr(path[0], "name", "")  # A class may have keys of its own.
+            yield from fields(child, *around, f"{type(tree).__name__}.{name}")
+        else:
+            yield from fields(child, *around)
 
 
 def has_gradient(g: T | None) -> TypeGuard[T]:
@@ -147,13 +161,6 @@ def map_updates(
     return map_leaves(update, updates, *rest)
 
 
-def add_update(u: Gradient, p: jax.Array) -> jax.Array:
-    """``p + u`` in the dtype of ``p``, rounded once."""
-    if isinstance(u, SparseLeaf):
-        return p + u
-    return arithmetic.rounded_sum(jnp.asarray(u), p)
-
-
 def map_params(
     f: Callable[..., T], params: optax.Params, *rest: PyTree[object]
 ) -> PyTree[T]:
@@ -187,15 +194,11 @@ def broadcast(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
 
 def prefix_of(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
     """The prefix tree; if a function was given, what it returns for ``tree``."""
-    return prefix(tree) if _is_function(prefix) else prefix
-
-
-def _is_function(
-    prefix: Prefix[T],
-) -> TypeGuard[Callable[[optax.Params], PyTree[T]]]:
-    """Whether to call it. An Equinox module is callable too, but it is a tree."""
     is_partial = isinstance(prefix, functools.partial)  # jax.tree_util's is a node too.
-    return callable(prefix) and (is_partial or jax.tree_util.all_leaves([prefix]))
+    # An Equinox module is callable, too, but it is a tree.
+    if callable(prefix) and (is_partial or jax.tree_util.all_leaves([prefix])):
+        return prefix(tree)
+    return prefix
 
 
 def cast_like(tree: optax.Updates, reference: PyTree[Gradient]) -> optax.Updates:

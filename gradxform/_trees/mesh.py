@@ -51,7 +51,7 @@ def mean(x: jax.Array, axis_name: AxisName, tree: PyTree[Leaf]) -> jax.Array:
     """
     if (names := _given_names(axis_name)) is None:
         specs = jax.tree.leaves(maps.prefix_of(axis_name, tree))
-        names = tuple(dict.fromkeys(name for spec in specs for name in _names(spec)))
+        names = tuple(dict.fromkeys(name for spec in specs for name in axes_of(spec)))
     # Over an axis over which it does not vary, it is equal already.
     axes = tuple(n for n in names if n in _varying(x) or not _is_tracked(n))
     return jax.lax.pmean(x, axes) if axes else x
@@ -99,17 +99,17 @@ def _sharded_axes(
                 "axis_name must be a mesh axis, several, or a prefix tree of "
                 f"PartitionSpec, got {spec!r} for {checks.path_name(path)}."
             )
-        for name in _names(spec):
+        for name in axes_of(spec):
             if _is_tracked(name) and name not in _varying(x):
                 raise ValueError(
                     f"axis_name says {spec} at {checks.path_name(path)}, which does "
                     f"not vary over {name!r}: pass the specs that it is sharded by."
                 )
-        axes.append((_names(spec[:depth]), _names(spec[depth:])))
+        axes.append((axes_of(spec[:depth]), axes_of(spec[depth:])))
     return axes
 
 
-def _names(entries: Iterable[str | tuple[str, ...] | None]) -> tuple[str, ...]:
+def axes_of(entries: Iterable[str | tuple[str, ...] | None]) -> tuple[str, ...]:
     """The mesh axes in a part of a PartitionSpec."""
     several = (e if isinstance(e, tuple) else (e,) for e in entries)
     return tuple(name for names in several for name in names if name is not None)

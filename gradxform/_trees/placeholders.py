@@ -1,19 +1,15 @@
 """Whose state a leaf of a state is: ``init`` shows it, in traces without values.
 
 ``init`` gets a node without leaves instead of a parameter, and the node appears
-wherever the parameter's state would be. It gets larger parameters, and the shapes of
-their state show which axes belong to them.
+wherever the parameter's state would be.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
-import numpy as np
 import optax
 
-from gradxform._trees.types import Path, Shape
+from gradxform._trees.types import Path
 
 
 @jax.tree_util.register_pytree_node_class
@@ -44,22 +40,6 @@ def is_placeholder(node: object) -> bool:
     return isinstance(node, Placeholder)
 
 
-class StateLeaf(NamedTuple):
-    """A leaf of a state.
-
-    Attributes:
-      path: where it is.
-      owner: the path of the placeholder that stands for it; None if none does.
-      shape: its shape.
-      grown: its shape for larger parameters; None if their state has no such leaf.
-    """
-
-    path: Path
-    owner: Path | None
-    shape: Shape
-    grown: Shape | None
-
-
 def owners(
     init: optax.TransformInitFn, params: optax.Params, state: optax.OptState
 ) -> optax.OptState:
@@ -74,27 +54,3 @@ def owners(
     except Exception as error:  # An ``init`` that knows no such node may raise any.
         raise ValueError("init and state show no state of these leaves.") from error
     return marks
-
-
-def leaves_of(
-    state: optax.OptState, grown: optax.OptState, marks: optax.OptState = None
-) -> list[StateLeaf]:
-    """The leaves of a state, with the owners that :func:`owners` found.
-
-    Args:
-      state: that of the parameters, or its description.
-      grown: that of larger parameters.
-      marks: the result of :func:`owners`; by default no leaf has an owner.
-    """
-    shapes = {path: np.shape(x) for path, x in jax.tree.leaves_with_path(grown)}
-    found = []
-
-    def note(path: Path, mark: object, part: optax.OptState) -> None:
-        owner = mark.path if isinstance(mark, Placeholder) else None
-        for end, x in jax.tree.leaves_with_path(part):
-            whole = (*path, *end)
-            found.append(StateLeaf(whole, owner, np.shape(x), shapes.get(whole)))
-
-    marks = state if marks is None else marks
-    jax.tree.map_with_path(note, marks, state, is_leaf=is_placeholder)
-    return found
