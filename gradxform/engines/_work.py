@@ -8,7 +8,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Generator
-from typing import Any, Protocol, SupportsFloat, TypeAlias, TypeGuard
+from typing import Any, Protocol, SupportsFloat, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ _norm = jax.jit(global_norm)
 MaxStaleness: TypeAlias = jax.typing.ArrayLike | optax.Schedule | None
 # How late a gradient under way may be at a step; None if no gradient is cancelled.
 Limit: TypeAlias = Callable[[int], float] | None
-ARRAYS = jax.Array, np.ndarray, np.generic
 
 
 class Asked(Server, Protocol):
@@ -212,7 +211,9 @@ def _pair(given: object) -> LossAndGrads:
     loss, grads = given
     if isinstance(loss, tuple):
         raise TypeError(f"{must}got a tuple as the loss: leave has_aux out.")
-    if not _is_real_scalar(loss):
+    # An array of any shape supports ``float``, as far as its type tells.
+    is_number = isinstance(loss, SupportsFloat) and not np.iscomplexobj(loss)
+    if not is_number or np.ndim(loss):
         raise TypeError(
             f"{must}the loss a scalar, got {_described(loss)} as the loss: take its "
             "mean. A function from jax.grad leaves the loss out."
@@ -221,14 +222,8 @@ def _pair(given: object) -> LossAndGrads:
     return loss, grads
 
 
-def _is_real_scalar(x: object) -> TypeGuard[SupportsFloat]:
-    if not isinstance(x, ARRAYS):
-        return isinstance(x, SupportsFloat)
-    return x.shape == () and not jnp.issubdtype(x.dtype, jnp.complexfloating)
-
-
 def _described(x: object) -> str:
-    if isinstance(x, ARRAYS):
+    if isinstance(x, jax.Array | np.ndarray | np.generic):
         return f"{x.dtype}{list(x.shape)}"
     length = f" of {len(x)}" if isinstance(x, tuple | list | dict) else ""
     return f"a {type(x).__name__}{length}"
