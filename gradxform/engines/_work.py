@@ -67,8 +67,8 @@ def limit_of(max_staleness: MaxStaleness) -> Limit:
         # As in `drop_stale`, the schedule calculates with JAX.
         with jax.transfer_guard("allow"):
             step = jnp.asarray(min(global_step, np.iinfo(np.int32).max), jnp.int32)
-            name = "max_staleness"
-            return float(checks.scheduled(name, max_staleness, step, "[0, inf]"))
+            most = checks.scheduled("max_staleness", max_staleness, step, "[0, inf]")
+            return float(np.asarray(most))
 
     return limit
 
@@ -211,9 +211,8 @@ def _pair(given: object) -> LossAndGrads:
     loss, grads = given
     if isinstance(loss, tuple):
         raise TypeError(f"{must}got a tuple as the loss: leave has_aux out.")
-    # An array of any shape supports ``float``, as far as its type tells.
-    is_number = isinstance(loss, SupportsFloat) and not np.iscomplexobj(loss)
-    if not is_number or np.ndim(loss):
+    has_float = isinstance(loss, SupportsFloat)  # As arrays of any shape and dtype.
+    if not has_float or np.iscomplexobj(loss) or np.ndim(loss):
         raise TypeError(
             f"{must}the loss a scalar, got {_described(loss)} as the loss: take its "
             "mean. A function from jax.grad leaves the loss out."
