@@ -106,10 +106,10 @@ class Job(NamedTuple):
       pace: says whether a worker may begin its next gradient now, ``pace(progress) ->
         bool``, with a :class:`Progress`: :func:`bounded_staleness`,
         :func:`stale_synchronous`, :func:`admission`, or a function of your own. All
-        free workers are asked after every push, and whenever a worker comes or leaves;
-        the one that has waited longest is asked first, then the lower index. If it lets
-        nobody begin while no gradient is under way, the run ends with a ``ValueError``.
-        By default every free worker begins.
+        free workers are asked at least after every push, and whenever a worker comes or
+        leaves; the one that has waited longest is asked first, then the lower index. If
+        it lets nobody begin while no gradient is under way, the run ends with a
+        ``ValueError``. By default every free worker begins.
     """
 
     params: optax.Params | Callable[[], optax.Params]

@@ -10,7 +10,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 from gradxform._server.checkpoints import Checkpoint
@@ -109,8 +109,8 @@ class WorkerPool:
         self._refused: set[int] = set()  # Workers whose pushes the server refused.
         self._last_word: BaseException | None = None
         self._free: list[int] = []  # About these workers `pace` was asked last.
-        self._begun = self._over = False
-        self.pushes = _Pushes(self._check_open, self._until_stopped())
+        self._begun = False
+        self.pushes = _Pushes(self._until_stopped())
 
     def _joining(self, index: int, worker: Worker) -> Worker:
         """A worker whose gradient can be computed again, on the same minibatch."""
@@ -303,18 +303,12 @@ class WorkerPool:
 
     def close(self) -> None:
         """Marks the run as over, at the end of its context."""
-        self._over = True
-        self._wake()
-
-    def _check_open(self) -> None:
-        if self._over:
-            raise RuntimeError(
-                "the run is over: iterate pushes inside of the engine's context."
-            )
+        over = "the run is over: iterate pushes inside of the engine's context."
+        self.pushes.over = RuntimeError(over)
+        self.end(self.pushes.over)
 
     def check(self) -> None:
         """Raises the error that should end the run, if there is one."""
-        self._check_open()
         if self._last_word is not None:
             raise self._last_word
 
@@ -354,15 +348,15 @@ class WorkerPool:
 
 
 class _Pushes(Iterator[Push]):
-    """The iterator over the pushes, for one thread; it raises once its run is over."""
+    """The iterator over the pushes, for one thread; raises ``over``, if it is given."""
 
-    def __init__(
-        self, check: Callable[[], None], pushes: Generator[Push, None, None]
-    ) -> None:
-        self._check, self._pushes = check, pushes
+    def __init__(self, pushes: Generator[Push, None, None]) -> None:
+        self._pushes = pushes
+        self.over: RuntimeError | None = None
 
     def __next__(self) -> Push:
-        self._check()
+        if self.over is not None:
+            raise self.over
         if inspect.getgeneratorstate(self._pushes) == inspect.GEN_RUNNING:
             raise RuntimeError(
                 "pushes: another thread or a signal handler asks for the next push "

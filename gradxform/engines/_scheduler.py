@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterator
 
 from gradxform._server.records import Ahead
 from gradxform.engines._job import Job
@@ -25,14 +25,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, job: Job, ledger: Ledger, members: Iterable[int], ahead: Ahead
+        self, job: Job, ledger: Ledger, members: Collection[int], ahead: Ahead
     ) -> None:
         self._pace, self._ledger = job.pace, ledger
         self.ahead = dict(ahead)
         self._free_since = {i: 0.0 for i in members if ledger.next(i)}
         self.join(members, 0.0)
 
-    def join(self, members: Iterable[int], now: float) -> None:
+    def join(self, members: Collection[int], now: float) -> None:
         """Takes in new members. Their clocks are the lowest: nobody waits for them."""
         known = [self._clock(i) for i in members if i in self._free_since]
         for index in members:
@@ -40,16 +40,14 @@ class Scheduler:
                 self._free_since[index] = now
                 behind = min(known, default=0) - self._clock(index)
                 if behind > 0:
-                    self.ahead = {
-                        **self.ahead,
-                        index: self.ahead.get(index, 0) + behind,
-                    }
+                    ahead = self.ahead.get(index, 0) + behind
+                    self.ahead = {**self.ahead, index: ahead}
 
     def _clock(self, index: int) -> int:
         return self._ledger.next(index) + self.ahead.get(index, 0)
 
     def begin(
-        self, members: Iterable[int], free: Iterable[int], now: float
+        self, members: Collection[int], free: Collection[int], now: float
     ) -> Iterator[tuple[int, int]]:
         """Begins gradients of free workers; gives each one's worker and number.
 

@@ -138,13 +138,13 @@ class _Threads(WorkerPool):
 
     def close(self) -> None:
         """Ends all threads; leaves those behind that do not end in time."""
-        super().close()
-        self.rest()
-        self.server.close()
         # `join` takes no inf.
         wait = min(float(self._join_timeout), threading.TIMEOUT_MAX / 2)
         if isinstance(self._last_word, KeyboardInterrupt):
             wait = min(wait, LOOK)  # Ctrl-C ends a run at once.
+        super().close()
+        self.rest()
+        self.server.close()
         deadline = time.monotonic() + wait
         for thread in self.workers.values():
             if thread.ident is not None:  # An interrupt may come before it starts.
