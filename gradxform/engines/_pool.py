@@ -162,9 +162,9 @@ class WorkerPool:
         try:
             while not self._is_done():
                 self.check()
-                self._hand_out()
-                self._check_somebody_works()
-                yield from self._next()
+                if self._hand_out():
+                    self._check_somebody_works()
+                    yield from self._next()
         except Stopped:
             pass
         self.rest()
@@ -186,16 +186,14 @@ class WorkerPool:
     def _dismiss(self, index: int) -> None:
         """Lets a worker go that is not busy, and no longer a member."""
 
-    def _hand_out(self) -> None:
-        """Gives a gradient to each worker that has nothing to wait for."""
+    def _hand_out(self) -> bool:
+        """Gives a gradient to each worker that has nothing to wait for.
+
+        It returns False as soon as one has left: the others must be asked again.
+        """
         for index in [*self.workers]:
             if not (index in self._members or index in self._busy):
                 self._dismiss(index)
-        while not self._asked():
-            pass  # One has left, so the others are asked again.
-
-    def _asked(self) -> bool:
-        """Asks about each free worker; returns False as soon as one has left."""
         members, now = dict(self._members), self._clock()  # Other threads change it.
         scheduler, ledger = self._scheduler, self._ledger
         scheduler.join(members, now)

@@ -96,12 +96,12 @@ class _Simulated(WorkerPool):
     def _clock(self) -> float:
         return self._now
 
-    def _hand_out(self) -> None:
+    def _hand_out(self) -> bool:
         """Gives up late gradients; starts them again, and those of idle workers."""
         for index in [i for i, each in self._busy.items() if each.is_over()]:
             del self._arrivals[index]
             self._take(index, GivenUpError())
-        super()._hand_out()
+        return super()._hand_out()
 
     def _next(self) -> Iterator[Push]:
         time, index = min((time, index) for index, time in self._arrivals.items())
