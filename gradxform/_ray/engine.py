@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -25,7 +26,6 @@ from gradxform._trees import checks
 from gradxform.engines._ending import (
     ending,
     handled,
-    starting,
     terminated,
     uninterrupted,
 )
@@ -36,9 +36,9 @@ from gradxform.engines._work import (
     Gradient,
     MaxStaleness,
     ServerDiedError,
-    Stops,
     UnansweredError,
     cast_back,
+    limit_of,
 )
 
 if TYPE_CHECKING:
@@ -115,14 +115,15 @@ def ray(
     run = _Ray(ray, job, max_deaths, dict(worker_options or {}))
     with contextlib.ExitStack() as stack:
         if not ray.is_initialized():
-            if address:
-                with starting(given):
-                    connect(address, connect_timeout)
+            is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
             try:
+                if address:
+                    with handled(signal.SIGTERM, lambda *_: sys.exit(), is_free):
+                        connect(address, connect_timeout)
                 stack.enter_context(
                     _cluster(ray, len(job.workers) + server_processes, address)
                 )
-            except SystemExit:  # Ray's own answer to ``SIGTERM``, while it starts.
+            except SystemExit:  # Also Ray's own answer to ``SIGTERM``, while it starts.
                 terminated(None, given)
         # For all workers at once, and some for other callers.
         options = {"max_concurrency": len(job.workers) + 8, **(server_options or {})}
@@ -151,12 +152,13 @@ def _cluster(ray: ModuleType, num_cpus: int, address: str | None) -> Iterator[No
         yield
     finally:
         if connection is None or not connection.lost:
-            uninterrupted(ray.shutdown)()
+            with uninterrupted():
+                ray.shutdown()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray has set a handler of its own.
 
 
-@uninterrupted  # An interrupt would leave processes of half a cluster behind.
+@uninterrupted()  # An interrupt would leave processes of half a cluster behind.
 def _connect(ray: ModuleType, num_cpus: int, address: str | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Sends no usage reports.
     # With "local" Ray does not look for a cluster that somebody else has started.
@@ -179,7 +181,7 @@ class _RayWorker:
         self, index: int, worker: Worker, layout: Layout | None, late: MaxStaleness
     ) -> None:
         self._index, self._worker, self._layout = index, worker, layout
-        self._stops = Stops(late)
+        self._limit = limit_of(late)
 
     def work(
         self, number: int, actor: ActorHandle[Any], incarnation: str
@@ -193,7 +195,7 @@ class _RayWorker:
         """
         server, worker = WorkersServer(actor, self._layout), self._worker
         try:
-            gradient = Gradient(self._index, number, worker, server, self._stops)
+            gradient = Gradient(self._index, number, worker, server, self._limit)
             if is_past(gradient.local_step, incarnation):
                 raise ServerDiedError  # Another caller has replaced it.
             return gradient.work(time.sleep)
@@ -243,7 +245,7 @@ class _Ray(WorkerPool):
             except ray.exceptions.RayActorError as error:
                 self._replace_worker(index, error)
                 continue
-            for push in self._take(index, outcome):
+            if push := self._take(index, outcome):
                 self._hand_out()  # Before the consumer works on this push.
                 yield push
 
@@ -273,7 +275,7 @@ class _Ray(WorkerPool):
         with contextlib.suppress(Exception):  # If only the connection is lost.
             self._ray.kill(self.workers[index])
         del self.workers[index]
-        list(self._take(index, ServerDiedError()))
+        self._take(index, ServerDiedError())
         self._ledger.worker_deaths += 1
         self._deaths[index] += 1
         if self._deaths[index] > self._max_deaths:
@@ -284,15 +286,16 @@ class _Ray(WorkerPool):
             raise error
         logger.warning("worker %s died and is replaced", index)
 
-    def _is_safe(self) -> bool:
-        self._hear()
-        if self._lacks_some():
+    def _is_done(self) -> bool:
+        if not super()._is_done():
             return False
-        # The end of the context tries again, and raises.
-        with contextlib.suppress(self._ray.exceptions.RayTaskError):
-            self.save()
         self._hear()
-        return not self._lacks_some()
+        if super()._is_done():
+            # The end of the context tries again, and raises.
+            with contextlib.suppress(self._ray.exceptions.RayTaskError):
+                self.save()
+            self._hear()
+        return super()._is_done()
 
     def _hear(self) -> None:
         try:
@@ -326,7 +329,8 @@ class _Ray(WorkerPool):
         """See :meth:`WorkerPool.rest`; starts a server that has died again before."""
         # The error means that the server has died too often.
         with contextlib.suppress(self._ray.exceptions.RayActorError):
-            super().rest()
+            if self._begun:
+                self._ledger.settle(self._standing(self.server.rest))
 
     def save(self) -> int | None:
         """See :meth:`WorkerPool.save`."""

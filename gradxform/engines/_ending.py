@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
+from typing import Any, NoReturn
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.records import summary
 from gradxform.engines._pool import Terminated, WorkerPool
 
 logger = logging.getLogger("gradxform")
-
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
-Handling: TypeAlias = contextlib.AbstractContextManager[None]  # Of a signal.
 
 
 @contextlib.contextmanager
@@ -46,7 +41,12 @@ def ending(run: WorkerPool, checkpoint: Checkpoint | None) -> Iterator[None]:
 
     # A program that ignores Ctrl-C has no function here.
     before: Any = signal.getsignal(signal.SIGINT)
-    with _sigterm(terminate), handled(signal.SIGINT, interrupt, callable(before)):
+    # A program may have a handler of its own.
+    is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with (
+        handled(signal.SIGTERM, terminate, is_free),
+        handled(signal.SIGINT, interrupt, callable(before)),
+    ):
         try:
             yield
         except Terminated:
@@ -71,15 +71,6 @@ def ending(run: WorkerPool, checkpoint: Checkpoint | None) -> Iterator[None]:
             terminated(step, checkpoint)
 
 
-def starting(checkpoint: Checkpoint | None) -> Handling:
-    """Handles ``SIGTERM`` before there is a run that it could end.
-
-    Args:
-      checkpoint: where the run would have been saved.
-    """
-    return _sigterm(lambda *_: terminated(None, checkpoint))
-
-
 def terminated(step: int | None, checkpoint: Checkpoint | None) -> NoReturn:
     """Ends the process, and logs what is saved."""
     logger.warning("terminated: %s", _outcome(step, checkpoint))
@@ -92,12 +83,6 @@ def _outcome(step: int | None, checkpoint: Checkpoint | None) -> str:
     if step is None:
         return "nothing was done that could be saved"
     return f"step {step} is saved in {checkpoint.directory}; the same job goes on there"
-
-
-def _sigterm(handler: Callable[..., None]) -> Handling:
-    """Handles ``SIGTERM``, unless the program has a handler of its own."""
-    is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    return handled(signal.SIGTERM, handler, is_free)
 
 
 @contextlib.contextmanager
@@ -116,17 +101,13 @@ def handled(
             signal.signal(number, before)
 
 
-def uninterrupted(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Delays Ctrl-C until the function has returned."""
-
-    @functools.wraps(function)
-    def call(*args: _Args.args, **options: _Args.kwargs) -> _Result:
-        pending: list[int] = []
-        try:
-            with handled(signal.SIGINT, lambda *_: pending.append(1), True):
-                return function(*args, **options)
-        finally:
-            if pending:
-                signal.raise_signal(signal.SIGINT)
-
-    return call
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Delays Ctrl-C until the block, or the decorated function, has ended."""
+    pending: list[int] = []
+    try:
+        with handled(signal.SIGINT, lambda *_: pending.append(1), True):
+            yield
+    finally:
+        if pending:
+            signal.raise_signal(signal.SIGINT)

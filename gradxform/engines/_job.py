@@ -20,7 +20,6 @@ from gradxform._trees.types import Leaf, PyTree
 from gradxform.engines._pacing import Progress
 
 LossAndGrads: TypeAlias = tuple[SupportsFloat, PyTree[Leaf]]
-Batch: TypeAlias = Callable[[int], tuple[object, ...]]
 
 
 def _nothing(number: int) -> tuple[object, ...]:
@@ -68,7 +67,7 @@ class Worker(NamedTuple):
     """
 
     gradient: Callable[..., LossAndGrads | Generator[object, None, LossAndGrads]]
-    batch: Batch = _nothing
+    batch: Callable[[int], tuple[object, ...]] = _nothing
     duration: Callable[[int], float] | None = None
     rows: Callable[..., Mapping[str, jax.typing.ArrayLike]] | None = None
     extra: Callable[..., Mapping[str, object]] | None = None
@@ -107,10 +106,10 @@ class Job(NamedTuple):
       pace: says whether a worker may begin its next gradient now, ``pace(progress) ->
         bool``, with a :class:`Progress`: :func:`bounded_staleness`,
         :func:`stale_synchronous`, :func:`admission`, or a function of your own. All
-        free workers are asked after every push, and whenever a worker comes or leaves;
-        the one that has waited longest is asked first, then the lower index. If it lets
-        nobody begin while no gradient is under way, the run ends with a ``ValueError``.
-        By default every free worker begins.
+        free workers are asked at least after every push, and whenever a worker comes or
+        leaves; the one that has waited longest is asked first, then the lower index. If
+        it lets nobody begin while no gradient is under way, the run ends with a
+        ``ValueError``. By default every free worker begins.
     """
 
     params: optax.Params | Callable[[], optax.Params]
@@ -217,19 +216,15 @@ class Server(Protocol):
         dtype: jax.typing.DTypeLike | None = None,
     ) -> tuple[optax.Params, int]:
         """The parameters and their global step."""
-        ...
 
     def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
         """Applies gradients, adds them to a sum, or drops them."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Parameters and optimizer state."""
-        ...
 
     def stats(self) -> ServerStats:
         """What the server has done so far."""
-        ...
 
 
 @runtime_checkable
@@ -266,11 +261,9 @@ class Run(Protocol):
         The last checkpoint has the same counts, unless Ctrl-C or a failed step of the
         server has ended the run.
         """
-        ...
 
     def add(self, worker: Worker) -> int:
         """Adds a worker; returns its index. Any thread may call it."""
-        ...
 
     def remove(self, index: int) -> None:
         """Lets a worker go after its present push. Any thread may call it.
@@ -278,7 +271,6 @@ class Run(Protocol):
         Raises:
           ValueError: there is no such worker, or too few would be left for a step.
         """
-        ...
 
     def stop(self) -> None:
         """Ends ``pushes`` early, and the training with it.
@@ -286,4 +278,3 @@ class Run(Protocol):
         Gradients under way are not pushed; a resumed run computes them again. Any
         thread may call it, and signal handlers, too.
         """
-        ...

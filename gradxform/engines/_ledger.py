@@ -29,6 +29,9 @@ class Ledger:
 
     Attributes:
       begun: the gradients under way, by the index of the worker.
+      tally: of the answers that were counted: how many are in the parameters, or were
+        dropped.
+      incarnation: the present one of the server; only its answers count.
       global_step: the latest step that the server has told.
       accumulated: how many pushes were accepted since that step.
     """
@@ -36,16 +39,16 @@ class Ledger:
     def __init__(self, status: ServerStatus) -> None:
         self.begun: dict[int, Begun] = {}
         self._counted: set[int] = set()  # Of `begun`: the server has answered these.
-        # How often each number was begun that is not answered yet.
-        self._tries: collections.Counter[tuple[int, int]] = collections.Counter()
+        # Workers and numbers that had no answer: the server may have answered them.
+        self._retried: set[tuple[int, int]] = set()
         self._lost = self._unanswered = self.worker_deaths = 0
         self._given_up: collections.Counter[int] = collections.Counter()  # By worker.
-        self._go_to(status)
+        self._begin_at(status)
 
-    def _go_to(self, status: ServerStatus) -> None:
-        self._status = status
-        self._tally = status.tally.copy()  # Of the answers that were counted.
-        self.hear(status)
+    def _begin_at(self, status: ServerStatus) -> None:
+        """An incarnation of the server begins."""
+        self.incarnation, self._saved = status.incarnation, status.tally
+        self.settle(status)
 
     def hear(self, status: ServerStatus) -> None:
         """Learns what the server has done, also by pushes whose answers have not come.
@@ -57,24 +60,14 @@ class Ledger:
         self.global_step, self.accumulated = status.global_step, status.accumulated
 
     @property
-    def stands(self) -> int:
-        """How many answered pushes are in the parameters, or were dropped."""
-        return self._tally.pushes
-
-    @property
-    def accepted(self) -> int:
-        """How many of them were applied or added."""
-        return self._tally.accepted
-
-    @property
     def counts(self) -> Counts:
         """The counts as :class:`Counts`."""
-        pushed, given_up = self.stands + self._lost, self._given_up.total()
+        pushed, given_up = self.tally.pushes + self._lost, self._given_up.total()
         under_way = len(self.begun) - len(self._counted)
         return Counts(
             pushed,
-            self._tally.accepted,
-            self._tally.dropped,
+            self.tally.accepted,
+            self.tally.dropped,
             self._lost,
             self.worker_deaths,
             given_up=given_up,
@@ -83,31 +76,21 @@ class Ledger:
             unanswered=self._unanswered,
             by_worker={
                 worker: WorkerCounts(
-                    *self._tally.last(worker)[3:], self._given_up[worker]
+                    *self.tally.last(worker)[3:], self._given_up[worker]
                 )
-                for worker in sorted({*self._tally.answers, *self._given_up})
+                for worker in sorted({*self.tally.answers, *self._given_up})
             },
         )
 
     def next(self, worker: int) -> int:
         """The number of the worker's next push."""
-        return self._tally.last(worker).number + 1
+        return self.tally.last(worker).number + 1
 
     def waits(self, worker: int) -> bool:
         """Whether the step has not been made for which the worker has pushed."""
-        return self._tally.last(worker).local_step >= self.global_step
-
-    @property
-    def incarnation(self) -> str:
-        """The present incarnation of the server; only its answers count."""
-        return self._status.incarnation
+        return self.tally.last(worker).local_step >= self.global_step
 
     # How a gradient begins and ends.
-
-    def begin(self, worker: int, begun: Begun) -> None:
-        """Counts a gradient that begins."""
-        self.begun[worker] = begun
-        self._tries[worker, begun.number] += 1
 
     def _end(self, worker: int) -> bool:
         """Forgets a gradient; returns whether it is still to be counted."""
@@ -118,26 +101,26 @@ class Ledger:
 
     def leave_unanswered(self, worker: int) -> None:
         """Counts a gradient that ends without an answer."""
+        self._retried.add((worker, self.begun[worker].number))
         self._unanswered += self._end(worker)
 
     def give_up(self, worker: int) -> None:
         """Counts a gradient that is cancelled."""
-        self._tries[worker, self.begun[worker].number] -= 1
         self._given_up[worker] += self._end(worker)
 
     def is_repeated(self, push: Push) -> bool:
         """Whether the answer may be that of an earlier push with the same number."""
-        return self._tries[push.worker, push.number] > 1
+        return (push.worker, push.number) in self._retried
 
     def add(self, push: Push) -> None:
         """Counts an answer."""
         worker, number, local_step, *_ = push
         uncounted = self._end(worker)
         result = push.result
-        del self._tries[worker, number]
+        self._retried.discard((worker, number))
         # On its way when the server died.
         if is_past(local_step, self.incarnation):
-            if number > self._status.tally.last(worker).number:
+            if number > self._saved.last(worker).number:
                 self._lost += 1
             else:
                 self._unanswered += uncounted
@@ -152,13 +135,16 @@ class Ledger:
             stepped = result.global_step > local_step + result.staleness
             if result.global_step == self.global_step and not stepped:
                 self.accumulated += result.applied
-        self._tally.count(result, (worker, number), local_step)
+        self.tally.count(result, (worker, number), local_step)
 
     def settle(self, status: ServerStatus) -> None:
         """Takes over all answers of the server, received or not."""
-        began = self._status
-        self._take_over(status)
-        self._status = began
+        for worker, begun in self.begun.items():
+            last = status.tally.last(worker).number
+            if begun.number == last >= self.next(worker):
+                self._counted.add(worker)
+        self.tally = status.tally.copy()
+        self.hear(status)
 
     def go_back(self, status: ServerStatus) -> int | None:
         """Goes back to where an incarnation began; returns how many answers were lost.
@@ -169,16 +155,8 @@ class Ledger:
             return None
         lost = sum(
             max(0, last.number - status.tally.last(worker).number)
-            for worker, last in self._tally.answers.items()
+            for worker, last in self.tally.answers.items()
         )
         self._lost += lost
-        self._take_over(status)
+        self._begin_at(status)
         return lost
-
-    def _take_over(self, status: ServerStatus) -> None:
-        """Counts what the server has answered, also what has not arrived."""
-        for worker, begun in self.begun.items():
-            last = status.tally.last(worker).number
-            if begun.number == last >= self.next(worker):
-                self._counted.add(worker)
-        self._go_to(status)

@@ -10,7 +10,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 from gradxform._server.checkpoints import Checkpoint
@@ -27,10 +27,10 @@ from gradxform.engines._work import (
     GivenUpError,
     RefusedError,
     ServerDiedError,
-    Stops,
     StreamEndedError,
     UnansweredError,
     cast_back,
+    limit_of,
 )
 
 logger = logging.getLogger("gradxform")
@@ -91,9 +91,9 @@ class WorkerPool:
                 "pace must be a function of Progress, such as "
                 f"engines.bounded_staleness(4), or None, got {job.pace!r}."
             )
-        self._stops = Stops(job.max_staleness)
+        self._limit = limit_of(job.max_staleness)
         self._at_least = 1 if job.required is None else job.required
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Of two threads that remove workers.
         if not isinstance(job.workers, Iterable):
             raise TypeError(
                 f"workers must be a sequence of engines.Worker, got {job.workers!r}."
@@ -108,9 +108,9 @@ class WorkerPool:
         self._longest = 0.0  # Seconds of the slowest gradient so far.
         self._refused: set[int] = set()  # Workers whose pushes the server refused.
         self._last_word: BaseException | None = None
-        self._denied = 0  # Free workers that `pace` has let wait.
-        self._begun = self._over = False
-        self.pushes = _Pushes(self._check_open, self._until_stopped())
+        self._free: list[int] = []  # About these workers `pace` was asked last.
+        self._begun = False
+        self.pushes = _Pushes(self._until_stopped())
 
     def _joining(self, index: int, worker: Worker) -> Worker:
         """A worker whose gradient can be computed again, on the same minibatch."""
@@ -119,7 +119,7 @@ class WorkerPool:
                 f"workers: worker {index} must be an engines.Worker, got {worker!r}. "
                 "Give a sequence of engines.Worker(gradient, batch)."
             )
-        if self._stops.ends:
+        if self._limit is not None:
             batch = functools.lru_cache(maxsize=1)(worker.batch)
             worker = worker._replace(batch=batch)
         return cast_back(worker, self._job.params)
@@ -160,22 +160,18 @@ class WorkerPool:
 
     def _until_stopped(self) -> Generator[Push, None, None]:
         try:
-            while self._lacks_some() or not self._is_safe():
+            while not self._is_done():
                 self.check()
-                self._hand_out()
-                self._check_somebody_works()
-                yield from self._next()
+                if self._hand_out():
+                    self._check_somebody_works()
+                    yield from self._next()
         except Stopped:
             pass
         self.rest()
 
-    def _lacks_some(self) -> bool:
-        """Whether the parameters do not hold all pushes yet."""
-        return self._ledger.stands < self._job.pushes
-
-    def _is_safe(self) -> bool:
-        """Whether they still hold all pushes if the server dies now."""
-        return True
+    def _is_done(self) -> bool:
+        """Whether the parameters hold all pushes, also if the server dies now."""
+        return self._ledger.tally.pushes >= self._job.pushes
 
     def _next(self) -> Iterator[Push]:
         """The next answer, or none yet."""
@@ -190,34 +186,31 @@ class WorkerPool:
     def _dismiss(self, index: int) -> None:
         """Lets a worker go that is not busy, and no longer a member."""
 
-    def _hand_out(self) -> None:
-        """Gives a gradient to each worker that has nothing to wait for."""
-        for index in self.workers.keys() - self._members.keys() - self._busy.keys():
-            self._dismiss(index)
-        while not self._asked():
-            pass  # One has left, so the others are asked again.
+    def _hand_out(self) -> bool:
+        """Gives a gradient to each worker that has nothing to wait for.
 
-    def _asked(self) -> bool:
-        """Asks about each free worker; returns False as soon as one has left."""
-        members, scheduler, ledger = self._members, self._scheduler, self._ledger
-        scheduler.survey(members, self._clock())
+        It returns False as soon as one has left: the others must be asked again.
+        """
+        for index in [*self.workers]:
+            if not (index in self._members or index in self._busy):
+                self._dismiss(index)
+        members, now = dict(self._members), self._clock()  # Other threads change it.
+        scheduler, ledger = self._scheduler, self._ledger
+        scheduler.join(members, now)
         if (ahead := scheduler.ahead) != self._noted:
             self._noted = ahead
             self.server.note(ahead)
         idle = [i for i in members if not (i in self._busy or i in self._refused)]
         free = [i for i in idle if not (self._job.required and ledger.waits(i))]
-        self._denied = 0
-        for index in scheduler.in_order(free):
-            if ledger.stands + self._awaited() >= self._job.pushes:
+        self._free, begun = free, scheduler.begin(members, free, now)
+        while ledger.tally.pushes + self._awaited() < self._job.pushes:
+            if (each := next(begun, None)) is None:
                 break
-            if not scheduler.may_begin(index):
-                self._denied += 1
-                continue
-            number = scheduler.begin(index)
+            index, number = each
             try:
                 self._busy[index] = self._start(index, members[index], number)
             except StreamEndedError as end:
-                list(self._take(index, end))
+                self._take(index, end)
                 return False
         return True
 
@@ -227,7 +220,7 @@ class WorkerPool:
         A worker that takes far longer than any gradient so far is left out, as it may
         never come back. Another may push in its place, and the server takes the first.
         """
-        if self._ledger.stands + len(self._busy) < self._job.pushes:
+        if self._ledger.tally.pushes + len(self._busy) < self._job.pushes:
             return len(self._busy)  # The job needs them all.
         limit = self._clock() - LOOK - 2 * self._longest
         return sum(self._ledger.begun[index].at > limit for index in self._busy)
@@ -236,25 +229,24 @@ class WorkerPool:
         """Ends the run if nobody computes: it would wait forever."""
         if self._busy:
             return
-        members = self._members
-        if len(members) < self._at_least or self._refused:
+        if len(self._members) < self._at_least or self._refused:
             raise Stopped  # Their streams have ended, or the server takes no more.
-        if self._denied:
+        if self._free:
             raise ValueError(
-                f"pace: it lets none of the {self._denied} free workers begin, and no "
-                "gradient is under way, so nothing would ever change. Let it return "
+                f"pace: it lets none of the {len(self._free)} free workers begin, and "
+                "no gradient is under way, so nothing would ever change. Let it return "
                 "True if local_steps is empty; bounded_staleness and admission need "
                 "the num_required of tx."
             )
         raise ValueError(
-            f"required={self._job.required}: all {len(members)} workers have pushed "
-            f"for a step and wait for it, but tx needs more pushes to make it. Let "
-            "required be the num_required of the accumulator, and have at least as "
+            f"required={self._job.required}: all {len(self._members)} workers have "
+            "pushed for a step and wait for it, but tx needs more pushes to make it. "
+            "Let required be the num_required of the accumulator, and have at least as "
             "many workers."
         )
 
-    def _take(self, index: int, outcome: Push | BaseException) -> Iterator[Push]:
-        """Takes note of a worker's outcome; passes a push on."""
+    def _take(self, index: int, outcome: Push | BaseException) -> Push | None:
+        """Takes note of a worker's outcome; returns its push, if it is one."""
         self._busy.pop(index, None)
         ledger, now = self._ledger, self._clock()
         begun = ledger.begun[index]
@@ -265,13 +257,13 @@ class WorkerPool:
                 self._hear()
             push = outcome._replace(time=now, started=begun.at, waited=begun.waited)
             ledger.add(push)
-            yield push
-        elif isinstance(outcome, GivenUpError):
+            return push
+        if isinstance(outcome, GivenUpError):
             ledger.give_up(index)  # `_hand_out` starts this number again.
         elif isinstance(outcome, UnansweredError):
             ledger.leave_unanswered(index)
             if isinstance(outcome, StreamEndedError):
-                self._leave(index)
+                self._members.pop(index, None)
             if isinstance(outcome, ServerDiedError):  # Or its own process.
                 self._hear()
             if isinstance(outcome, RefusedError):
@@ -280,14 +272,11 @@ class WorkerPool:
                     self._refused.add(index)
         else:
             self._raise(index, begun.number, outcome)
+        return None
 
     def _hear(self) -> None:
         """Asks the server what it has done."""
-        self._ledger.hear(self._standing(self.server.status))
-
-    def _standing(self, ask: Callable[[], ServerStatus]) -> ServerStatus:
-        """Where the server stands, asked in this way."""
-        return ask()
+        self._ledger.hear(self.server.status())
 
     def _raise(self, worker: int, number: int, error: BaseException) -> NoReturn:
         """Raises the error of a worker."""
@@ -299,17 +288,12 @@ class WorkerPool:
         error.add_note(f"Raised by worker {worker}, for its gradient {number}.")
         raise error
 
-    def _leave(self, index: int) -> None:
-        """Removes a member that has nothing left to do."""
-        with self._lock:
-            self._members = {i: w for i, w in self._members.items() if i != index}
-
     # The end.
 
     def rest(self) -> None:
         """Ends all pushing; counts the answers that ``pushes`` has not given, too."""
         if self._begun:
-            self._ledger.settle(self._standing(self.server.rest))
+            self._ledger.settle(self.server.rest())
 
     def save(self) -> int | None:
         """Writes a last checkpoint; returns its global step, None without one."""
@@ -317,18 +301,12 @@ class WorkerPool:
 
     def close(self) -> None:
         """Marks the run as over, at the end of its context."""
-        self._over = True
-        self._wake()
-
-    def _check_open(self) -> None:
-        if self._over:
-            raise RuntimeError(
-                "the run is over: iterate pushes inside of the engine's context."
-            )
+        over = "the run is over: iterate pushes inside of the engine's context."
+        self.pushes.over = RuntimeError(over)
+        self.end(self.pushes.over)
 
     def check(self) -> None:
         """Raises the error that should end the run, if there is one."""
-        self._check_open()
         if self._last_word is not None:
             raise self._last_word
 
@@ -347,38 +325,36 @@ class WorkerPool:
         return self._ledger.counts
 
     def add(self, worker: Worker) -> int:
-        with self._lock:
-            index = next(self._indices)
-            worker = self._joining(index, worker)
-            self._check_row(index, worker)
-            self._members = {**self._members, index: worker}
+        index = next(self._indices)
+        worker = self._joining(index, worker)
+        self._check_row(index, worker)
+        self._members[index] = worker
         self._wake()
         return index
 
     def remove(self, index: int) -> None:
         with self._lock:
-            members = self._members
-            if index not in members:
+            if index not in self._members:
                 raise ValueError(f"index: there is no worker {index!r}.")
-            if len(members) == self._at_least:
+            if len(self._members) == self._at_least:
                 raise ValueError(
                     f"index: removing worker {index} would leave fewer than the "
                     f"{self._at_least} that a step needs."
                 )
-            self._members = {i: w for i, w in members.items() if i != index}
+            self._members.pop(index, None)  # Its stream may have ended meanwhile.
         self._wake()  # `pace` may let the others begin now.
 
 
 class _Pushes(Iterator[Push]):
-    """The iterator over the pushes, for one thread; it raises once its run is over."""
+    """The iterator over the pushes, for one thread; raises ``over``, if it is given."""
 
-    def __init__(
-        self, check: Callable[[], None], pushes: Generator[Push, None, None]
-    ) -> None:
-        self._check, self._pushes = check, pushes
+    def __init__(self, pushes: Generator[Push, None, None]) -> None:
+        self._pushes = pushes
+        self.over: RuntimeError | None = None
 
     def __next__(self) -> Push:
-        self._check()
+        if self.over is not None:
+            raise self.over
         if inspect.getgeneratorstate(self._pushes) == inspect.GEN_RUNNING:
             raise RuntimeError(
                 "pushes: another thread or a signal handler asks for the next push "

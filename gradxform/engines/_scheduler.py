@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Awaitable, Generator, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterator
 
 from gradxform._server.records import Ahead
-from gradxform.engines._job import Job, Worker
+from gradxform.engines._job import Job
 from gradxform.engines._ledger import Begun, Ledger
 from gradxform.engines._pacing import Alike, Progress
 
@@ -25,82 +25,78 @@ class Scheduler:
     """
 
     def __init__(
-        self, job: Job, ledger: Ledger, members: Iterable[int], ahead: Ahead
+        self, job: Job, ledger: Ledger, members: Collection[int], ahead: Ahead
     ) -> None:
         self._pace, self._ledger = job.pace, ledger
         self.ahead = dict(ahead)
-        self._free_since = dict.fromkeys(members, 0.0)
-        known = [index for index in members if ledger.next(index)]
-        for index in members:
-            if index not in known:
-                self._catch_up(index, known)
+        self._free_since = {i: 0.0 for i in members if ledger.next(i)}
+        self.join(members, 0.0)
 
-    def survey(self, members: Mapping[int, Worker], now: float) -> None:
-        """Looks who is there; the questions that follow are about this moment."""
-        self._now = now
-        begun = self._ledger.begun.values()
-        self._local_steps = tuple(each.global_step for each in begun)
+    def join(self, members: Collection[int], now: float) -> None:
+        """Takes in new members. Their clocks are the lowest: nobody waits for them."""
+        known = [self._clock(i) for i in members if i in self._free_since]
         for index in members:
-            if index not in self._free_since:  # It has joined.
+            if index not in self._free_since:
                 self._free_since[index] = now
-                self._catch_up(index, members)
-        # A rule sees the mapping itself, and cannot change it.
-        clocks = {index: self._clock(index) for index in members}
-        self._clocks = types.MappingProxyType(clocks)
-        self._refused: set[int] = set()  # Clocks of workers that may not begin.
+                behind = min(known, default=0) - self._clock(index)
+                if behind > 0:
+                    ahead = self.ahead.get(index, 0) + behind
+                    self.ahead = {**self.ahead, index: ahead}
 
     def _clock(self, index: int) -> int:
         return self._ledger.next(index) + self.ahead.get(index, 0)
 
-    def _catch_up(self, index: int, others: Iterable[int]) -> None:
-        """Lifts a worker's clock to the lowest of the others: they need not wait."""
-        clocks = [self._clock(i) for i in others if i != index]
-        behind = min(clocks, default=0) - self._clock(index)
-        if behind > 0:
-            self.ahead = {**self.ahead, index: self.ahead.get(index, 0) + behind}
+    def begin(
+        self, members: Collection[int], free: Collection[int], now: float
+    ) -> Iterator[tuple[int, int]]:
+        """Begins gradients of free workers; gives each one's worker and number.
 
-    def in_order(self, free: Iterable[int]) -> list[int]:
-        """Those who have waited longest come first, then the lower index."""
-        return sorted(free, key=lambda index: (self._free_since[index], index))
-
-    def may_begin(self, index: int) -> bool:
-        """Whether the rule lets a free worker begin now."""
-        if self._pace is None:
-            return True
-        ledger, clock = self._ledger, self._clocks[index]
-        if clock in self._refused:
-            return False
-        progress = Progress(
-            index,
-            self._clocks,
-            self._local_steps,
-            ledger.global_step,
-            ledger.accumulated,
-            ledger.accepted + len(self._local_steps),
-        )
-        try:
-            may: object = self._pace(progress)
-            if may is None or isinstance(may, Generator | Awaitable):
-                raise TypeError(
-                    f"pace must return True or False, got a {type(may).__name__}."
+        Those who have waited longest come first, then the lower index. Each is asked
+        about when its turn comes, so the caller may end this early.
+        """
+        ledger = self._ledger
+        # A rule sees the mapping itself, and cannot change it.
+        clocks = types.MappingProxyType({i: self._clock(i) for i in members})
+        refused: set[int] = set()  # Clocks of workers that may not begin.
+        local_steps = tuple(each.global_step for each in ledger.begun.values())
+        for index in sorted(free, key=lambda i: (self._free_since[i], i)):
+            if self._pace is not None:
+                progress = Progress(
+                    index,
+                    clocks,
+                    local_steps,
+                    ledger.global_step,
+                    ledger.accumulated,
+                    ledger.tally.accepted + len(local_steps),
                 )
-            if not may and isinstance(self._pace, Alike):
-                self._refused.add(clock)
-            return bool(may)
-        except Exception as error:
-            if isinstance(error, StopIteration):  # A generator cannot pass it on.
-                error = RuntimeError("pace has raised StopIteration.")
-            error.add_note(f"Raised by pace, for {progress}.")
-            raise error
-
-    def begin(self, index: int) -> int:
-        """A worker begins its next gradient; returns the number of it."""
-        ledger, waited = self._ledger, self._now - self._free_since[index]
-        begun = Begun(ledger.next(index), ledger.global_step, self._now, waited)
-        self._local_steps += (begun.global_step,)
-        ledger.begin(index, begun)
-        return begun.number
+                if clocks[index] in refused:
+                    continue
+                if not _lets(self._pace, progress):
+                    if isinstance(self._pace, Alike):
+                        refused.add(clocks[index])
+                    continue
+            waited = now - self._free_since[index]
+            begun = Begun(ledger.next(index), ledger.global_step, now, waited)
+            local_steps += (begun.global_step,)
+            ledger.begun[index] = begun
+            yield index, begun.number
 
     def end(self, index: int, now: float) -> None:
         """A worker is free again."""
         self._free_since[index] = now
+
+
+def _lets(pace: Callable[[Progress], bool], progress: Progress) -> bool:
+    """Whether a rule lets this worker begin."""
+    try:
+        may: object = pace(progress)
+        if may is None or isinstance(may, Generator | Awaitable):
+            raise TypeError(
+                f"pace must return True or False, got a {type(may).__name__}."
+            )
+        return bool(may)
+    except Exception as error:
+        if isinstance(error, StopIteration):  # A generator cannot pass it on.
+            error = RuntimeError("pace has raised StopIteration.")
+        error.add_note(f"Raised by pace, for {progress}.")
+        raise error

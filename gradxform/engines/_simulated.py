@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import math
 import os
 from collections.abc import Iterator
@@ -68,7 +67,7 @@ class _Simulated(WorkerPool):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._now = 0.0
-        self._arrivals: list[tuple[float, int]] = []
+        self._arrivals: dict[int, float] = {}  # Of the gradients under way.
 
     @property
     def workers(self) -> dict[int, None]:  # type: ignore[override]
@@ -79,7 +78,7 @@ class _Simulated(WorkerPool):
 
     def _start(self, index: int, worker: Worker, number: int) -> Gradient:
         try:
-            gradient = Gradient(index, number, worker, self.server, self._stops)
+            gradient = Gradient(index, number, worker, self.server, self._limit)
             seconds = gradient.duration(1.0)
         except StreamEndedError:
             raise
@@ -91,27 +90,24 @@ class _Simulated(WorkerPool):
                 f"{self._now!r} seconds: no float holds the sum. Give shorter "
                 "durations, or inf for a gradient that never arrives."
             )
-        heapq.heappush(self._arrivals, (arrival, index))
+        self._arrivals[index] = arrival
         return gradient
 
     def _clock(self) -> float:
         return self._now
 
-    def _hand_out(self) -> None:
+    def _hand_out(self) -> bool:
         """Gives up late gradients; starts them again, and those of idle workers."""
-        over = {i for i, gradient in self._busy.items() if gradient.is_over()}
-        if over:
-            self._arrivals = [each for each in self._arrivals if each[1] not in over]
-            heapq.heapify(self._arrivals)
-            for index in over:
-                list(self._take(index, GivenUpError()))
-        super()._hand_out()
+        for index in [i for i, each in self._busy.items() if each.is_over()]:
+            del self._arrivals[index]
+            self._take(index, GivenUpError())
+        return super()._hand_out()
 
     def _next(self) -> Iterator[Push]:
-        time, index = self._arrivals[0]
+        time, index = min((time, index) for index, time in self._arrivals.items())
         if time == math.inf:  # Then all others never arrive, either.
             raise Stopped
-        heapq.heappop(self._arrivals)
+        del self._arrivals[index]
         self._now = time
         took = time - self._ledger.begun[index].at
         outcome: Push | Exception
@@ -120,4 +116,5 @@ class _Simulated(WorkerPool):
         except Exception as error:
             outcome = error
         self.server.flush()  # So that a repeated run writes the same checkpoints.
-        yield from self._take(index, outcome)
+        if push := self._take(index, outcome):
+            yield push

@@ -138,13 +138,11 @@ class TensorBoard:
         if self._closed:
             return
         self._closed = True
-        try:
-            if self._gathered:
-                self._write()
-        finally:
-            if self._file is not None:
-                self._disk.submit(self._file.close)
-            self._disk.shutdown()
+        if self._gathered:
+            self._write()
+        if self._file is not None:
+            self._disk.submit(self._file.close)
+        self._disk.shutdown()
         if self._error is not None:  # A warning, as an error would end the training.
             message = f"the curves in {self._logdir} are not complete: {self._error}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -95,15 +95,11 @@ class _Threads(WorkerPool):
         self._arrived = queue.SimpleQueue()
 
     def _next(self) -> Iterator[Push]:
-        # At the end another worker may push instead of one that does not answer.
-        at_end = self._ledger.stands + len(self._busy) >= self._job.pushes
         try:
-            arrival = self._arrived.get(timeout=LOOK if at_end else None)
+            arrival = self._arrived.get(timeout=LOOK)
         except queue.Empty:
             return
-        if arrival is None:
-            return
-        for push in self._take(*arrival):
+        if arrival and (push := self._take(*arrival)):
             self._hand_out()  # Before the consumer works on this push.
             yield push
 
@@ -122,7 +118,7 @@ class _Threads(WorkerPool):
     def _work(self, index: int, commands: _Commands) -> None:
         for task in iter(commands.get, None):
             try:
-                gradient = Gradient(index, *task, self.server, self._stops)
+                gradient = Gradient(index, *task, self.server, self._limit)
                 self._arrived.put((index, gradient.work(self._halt.wait)))
             except BaseException as error:
                 self._arrived.put((index, error))  # After the end nobody reads it.
@@ -142,13 +138,13 @@ class _Threads(WorkerPool):
 
     def close(self) -> None:
         """Ends all threads; leaves those behind that do not end in time."""
-        super().close()
-        self.rest()
-        self.server.close()
         # `join` takes no inf.
         wait = min(float(self._join_timeout), threading.TIMEOUT_MAX / 2)
         if isinstance(self._last_word, KeyboardInterrupt):
             wait = min(wait, LOOK)  # Ctrl-C ends a run at once.
+        super().close()
+        self.rest()
+        self.server.close()
         deadline = time.monotonic() + wait
         for thread in self.workers.values():
             if thread.ident is not None:  # An interrupt may come before it starts.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
 import time
 import types
 from collections.abc import Callable, Generator
-from typing import Any, Protocol, SupportsFloat, TypeAlias, TypeGuard
+from typing import Any, Protocol, SupportsFloat, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,8 @@ from gradxform.engines._job import LossAndGrads, Push, Server, Worker
 
 _norm = jax.jit(global_norm)
 MaxStaleness: TypeAlias = jax.typing.ArrayLike | optax.Schedule | None
-ARRAYS = jax.Array, np.ndarray, np.generic
+# How late a gradient under way may be at a step; None if no gradient is cancelled.
+Limit: TypeAlias = Callable[[int], float] | None
 
 
 class Asked(Server, Protocol):
@@ -54,48 +54,34 @@ class ServerDiedError(UnansweredError):
     """The server died while a worker pulled or pushed; the driver starts another."""
 
 
-class Stops:
-    """How late a gradient under way may become: ``Job.max_staleness``."""
+def limit_of(max_staleness: MaxStaleness) -> Limit:
+    """``Job.max_staleness``, checked, as a function of the server's step."""
+    if max_staleness is None:
+        return None
+    if not callable(max_staleness):
+        number = float(checks.in_range("max_staleness", max_staleness, "[0, inf]"))
+        return lambda global_step: number
 
-    def __init__(self, max_staleness: MaxStaleness) -> None:
-        if max_staleness is not None and not callable(max_staleness):
-            checks.in_range("max_staleness", max_staleness, "[0, inf]")
-        self._max_staleness = max_staleness
-        # As in `drop_stale`, the schedule calculates with JAX. All workers ask for the
-        # same step, so its limit is kept.
-        self._at = functools.lru_cache(maxsize=1)(self._limit)
-
-    @property
-    def ends(self) -> bool:
-        """Whether any gradient is ever cancelled."""
-        return self._max_staleness is not None
-
-    def is_over(self, server: Asked, local_step: int) -> bool:
-        """Whether a gradient with this local step is too late at the server's step."""
-        if not self.ends:  # Then the server is not asked.
-            return False
-        global_step = int(server.global_step())
-        return global_step - local_step > self._at(global_step)
-
-    def _limit(self, global_step: int) -> float:
-        limit: Any = self._max_staleness  # Checked to be a number, or a schedule.
+    @functools.lru_cache(maxsize=1)  # All workers ask for the same step.
+    def limit(global_step: int) -> float:
+        # As in `drop_stale`, the schedule calculates with JAX.
         with jax.transfer_guard("allow"):
-            if callable(limit):
-                step = jnp.asarray(min(global_step, np.iinfo(np.int32).max), jnp.int32)
-                limit = checks.scheduled("max_staleness", limit, step, "[0, inf]")
-            number = float(limit)
-        return number if math.isinf(number) else math.floor(number)
+            step = jnp.asarray(min(global_step, np.iinfo(np.int32).max), jnp.int32)
+            most = checks.scheduled("max_staleness", max_staleness, step, "[0, inf]")
+            return float(np.asarray(most))
+
+    return limit
 
 
 class Gradient:
     """One gradient, by its number; it pulls its parameters when it is made."""
 
     def __init__(
-        self, index: int, number: int, worker: Worker, server: Asked, stops: Stops
+        self, index: int, number: int, worker: Worker, server: Asked, limit: Limit
     ) -> None:
         self._push_id = index, number
         self._began = time.monotonic()
-        self._worker, self._server, self._stops = worker, server, stops
+        self._worker, self._server, self._limit = worker, server, limit
         try:
             self._batch = worker.batch(number)
         except StopIteration as end:
@@ -136,7 +122,10 @@ class Gradient:
 
     def is_over(self) -> bool:
         """Whether it has become too late."""
-        return self._stops.is_over(self._server, self.local_step)
+        if self._limit is None:  # Then the server is not asked.
+            return False
+        global_step = int(self._server.global_step())
+        return global_step - self.local_step > self._limit(global_step)
 
     def push(self, ready: Callable[[], object] = lambda: None) -> Push:
         """Computes it, waits until it is ``ready``, and pushes it.
@@ -222,7 +211,8 @@ def _pair(given: object) -> LossAndGrads:
     loss, grads = given
     if isinstance(loss, tuple):
         raise TypeError(f"{must}got a tuple as the loss: leave has_aux out.")
-    if not _is_real_scalar(loss):
+    has_float = isinstance(loss, SupportsFloat)  # As arrays of any shape and dtype.
+    if not has_float or np.iscomplexobj(loss) or np.ndim(loss):
         raise TypeError(
             f"{must}the loss a scalar, got {_described(loss)} as the loss: take its "
             "mean. A function from jax.grad leaves the loss out."
@@ -231,14 +221,8 @@ def _pair(given: object) -> LossAndGrads:
     return loss, grads
 
 
-def _is_real_scalar(x: object) -> TypeGuard[SupportsFloat]:
-    if not isinstance(x, ARRAYS):
-        return isinstance(x, SupportsFloat)
-    return x.shape == () and not jnp.issubdtype(x.dtype, jnp.complexfloating)
-
-
 def _described(x: object) -> str:
-    if isinstance(x, ARRAYS):
+    if isinstance(x, jax.Array | np.ndarray | np.generic):
         return f"{x.dtype}{list(x.shape)}"
     length = f" of {len(x)}" if isinstance(x, tuple | list | dict) else ""
     return f"a {type(x).__name__}{length}"

@@ -216,7 +216,7 @@ def test_a_worker_sleeps_for_the_rest_of_its_duration(monkeypatch):
     rests = []
     with gx.ParameterServer(job.params, job.tx) as server:
         for index, worker in enumerate(job.workers):
-            work = _work.Gradient(index, 7, worker, server, _work.Stops(None)).work
+            work = _work.Gradient(index, 7, worker, server, None).work
             push = work(rests.append)
             result = gx.PushResult(True, 0, index + 1)
             assert push[:6] == (index, 7, index, -index, 1.0, result)

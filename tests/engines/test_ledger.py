@@ -67,14 +67,14 @@ def test_every_push_is_accounted_for(seed):
     asked = {}  # Pushes that have not reached it yet.
     unheard = []
     starts = 0
-    while ledger.stands < goal:
+    while ledger.tally.pushes < goal:
         for worker in range(workers):
             if worker in asked or worker in on_the_way:
                 continue
-            if ledger.stands + len(asked) + len(on_the_way) < goal:
+            if ledger.tally.pushes + len(asked) + len(on_the_way) < goal:
                 number = ledger.next(worker)
                 asked[worker] = number, str(world.incarnations)
-                ledger.begin(worker, Begun(number, 0, 0.0, 0.0))
+                ledger.begun[worker] = Begun(number, 0, 0.0, 0.0)
                 starts += 1
         event = rng.choice(["arrive", "arrive", "answer", "answer", "save", "die"])
         if event == "save":
@@ -149,7 +149,7 @@ def test_the_checkpoint_names_waiting_workers():
     ledger.hear(world.status._replace(global_step=0))
     assert ledger.waits(2)
     assert not ledger.waits(0)
-    assert (ledger.stands, ledger.next(2), ledger.next(0)) == (1, 1, 0)
+    assert (ledger.tally.pushes, ledger.next(2), ledger.next(0)) == (1, 1, 0)
 
 
 def test_pushes_of_nobody_in_a_checkpoint_are_accounted_for():
