@@ -67,7 +67,7 @@ class Layout(NamedTuple):
             length of an axis to cut does not divide.
         """
         checks.in_range("server_processes", processes, checks.COUNTS, integer=True)
-        types = jax.tree.map(_type, params)
+        types = jax.eval_shape(lambda tree: tree, params)
         flat = jax.tree.leaves_with_path(types)
         if callable(shardings):
             specs = [shardings(checks.path_str(path), x.shape) for path, x in flat]
@@ -124,8 +124,7 @@ class Layout(NamedTuple):
         self, x: np.ndarray[Any, Any], cut: int, process: int
     ) -> np.ndarray[Any, Any]:
         """A process's part of an array that is cut along this axis."""
-        there = slice(*span(x.shape[cut], self.processes, process))
-        return np.ascontiguousarray(x[(*[slice(None)] * cut, there)])
+        return np.ascontiguousarray(np.split(x, self.processes, cut)[process])
 
     def of_state(self, init: Callable[[optax.Params], optax.OptState]) -> Layout:
         """The layout of the optimizer state: each leaf is cut like its parameter.
@@ -140,7 +139,7 @@ class Layout(NamedTuple):
         longer = self._map(lambda x, cut: _longer(x, cut, self.processes))
         types, grown = (jax.eval_shape(init, each) for each in (self.types, longer))
         cuts = tuple(map(self._grows, leaves_of(types, grown)))
-        return Layout(jax.tree.map(_type, types), cuts, self.processes)
+        return Layout(types, cuts, self.processes)
 
     def _grows(self, leaf: StateLeaf) -> int | None:
         """The axis of a leaf of the state that grows with its parameter."""
@@ -156,21 +155,9 @@ class Layout(NamedTuple):
         return jax.tree.unflatten(structure, map(f, leaves, self.cuts))
 
 
-def span(length: int, processes: int, process: int) -> tuple[int, int]:
-    """Where a process's part of an axis begins and ends."""
-    each = length // processes
-    return process * each, (process + 1) * each
-
-
 def spec(cut: int | None) -> P:
     """The ``PartitionSpec`` of an array that is cut along this axis."""
     return P() if cut is None else P(*[None] * cut, AXIS)
-
-
-def _type(x: Param) -> Type:
-    if not isinstance(x, Type):
-        x = jax.typeof(x)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=bool(x.weak_type))
 
 
 def _longer(x: Type, cut: int | None, more: int) -> Type:

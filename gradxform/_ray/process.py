@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from gradxform._ray.layout import AXIS, Layout, spec
 from gradxform._ray.messages import Part, PushMessage
@@ -152,9 +149,22 @@ def part_of(x: jax.Array) -> jax.Array:
     return x.addressable_data(0)
 
 
-def host(actor: object) -> str:
-    """The address in the cluster of an actor's machine; called in the actor."""
-    return sys.modules["ray"].util.get_node_ip_address()
+def joined(
+    coordinator: str, number: int, given: list[Any], layout: Layout, **options: bool
+) -> Process:
+    """Makes this process one of several, with its part of the parameters.
+
+    Args:
+      coordinator: the address of JAX's coordinator.
+      number: of this process.
+      given: references to its parameters and to the transformation.
+      layout: of the parameters.
+      options: those of :class:`Process`.
+    """
+    # JAX has to know the processes before it makes the first array.
+    mesh = enter(coordinator, number, layout.processes)
+    params, tx = sys.modules["ray"].get(given)
+    return Process(params, layout, mesh, tx, **options)
 
 
 def enter(coordinator: str, process: int, processes: int) -> Mesh:
@@ -168,8 +178,6 @@ def enter(coordinator: str, process: int, processes: int) -> Mesh:
     with contextlib.suppress(AttributeError):  # JAX has this option since 0.8.
         # The service would take SIGTERM away from Ray.
         jax.config.update("jax_enable_preemption_service", False)
-    if process:
-        await_answer(coordinator)
     jax.distributed.initialize(
         coordinator,
         processes,
@@ -179,26 +187,7 @@ def enter(coordinator: str, process: int, processes: int) -> Mesh:
         coordinator_bind_address=coordinator,
     )
     devices = [jax.local_devices(process_index=k)[0] for k in range(processes)]
-    mesh = Mesh(np.array(devices), (AXIS,))
     # The first collective waits only half a minute for all processes: do it now, while
     # all are here.
-    everywhere = NamedSharding(mesh, P())
-    meet = jax.jit(jnp.sum, out_shardings=everywhere)
-    meet(
-        jax.make_array_from_callback(
-            (processes,), NamedSharding(mesh, P(AXIS)), lambda _: np.ones(1, np.float32)
-        )
-    ).block_until_ready()
-    return mesh
-
-
-def await_answer(address: str) -> None:
-    """Returns when somebody listens there: JAX would try again only after a second."""
-    host, _, port = address.rpartition(":")
-    while True:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection((host, int(port)), HOUR),
-        ):
-            return
-        time.sleep(0.02)
+    multihost_utils.sync_global_devices("server")
+    return Mesh(np.array(devices), (AXIS,))

@@ -7,23 +7,20 @@ import functools
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import optax
 
-from gradxform._ray.actors import LOOK, Check, Processes, message
+from gradxform._ray.actors import Check, Processes, message
 from gradxform._ray.connect import Connection
 from gradxform._ray.layout import Layout
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import Ahead, PushResult, ServerStatus
-from gradxform._server.recoverable import NO_RESTORE
 from gradxform._trees import checks
-from gradxform._trees.types import T
 from gradxform.engines._work import ServerDiedError
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
     from ray.actor import ActorHandle
 
 logger = logging.getLogger("gradxform")
@@ -70,16 +67,17 @@ class RayServer:
         return self._ask("begin", check=self.check)
 
     def _ask(
-        self, name: str, *args: object, check: Check = lambda: None, **options: object
+        self, name: str, *args: object, check: Check | None = None, **options: object
     ) -> Any:  # What the actor's method returns.
         checks.not_while_tracing(name)
+        check = check or self.connection.check
         exceptions = self._ray.exceptions
         while True:
             self.connection.check()
             actor = self.actor
             try:
                 asked = getattr(actor, name).remote(*args, **options)
-                return self._answer(asked, check)
+                return self.processes.answers([asked], check)[0]
             except exceptions.RayError as error:
                 if not tells_of_a_death(error):
                     raise
@@ -88,12 +86,6 @@ class RayServer:
                     self._replace(actor, error, check)
                 else:
                     time.sleep(AGAIN)  # It may still be alive.
-
-    def _answer(self, asked: ObjectRef[T], check: Check) -> T:
-        while not self._ray.wait([asked], timeout=LOOK)[0]:
-            self.connection.check()
-            check()
-        return self._ray.get(asked)
 
     def _replace(
         self, dead: ActorHandle[Any] | None, error: Exception, check: Check
@@ -117,7 +109,7 @@ class RayServer:
                 try:
                     actor = self.processes.start(known, check)
                     # It must begin before anybody else can call it.
-                    self._answer(actor.begin.remote(), check)
+                    self.processes.answers([actor.begin.remote()], check)
                 except self._ray.exceptions.RayActorError as again:
                     error = again
                 else:
@@ -130,6 +122,7 @@ class RayServer:
     status = functools.partialmethod(_ask, "status")
     rest = functools.partialmethod(_ask, "rest")
     save = functools.partialmethod(_ask, "save")
+    restore = functools.partialmethod(_ask, "restore")
 
     def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
         """See :meth:`ParameterServer.push`; raises if the server dies meanwhile."""
@@ -137,10 +130,6 @@ class RayServer:
         checks.usable("grads", grads)
         grads, extra = message(self.layout, grads, extra)
         return self._ray.get(self.actor.push.remote(grads, local_step, **extra))
-
-    def restore(self, state: dict[str, Any]) -> NoReturn:
-        """See :meth:`RecoverableServer.restore`."""
-        raise RuntimeError(NO_RESTORE)
 
     def note(self, ahead: Ahead) -> None:
         """See :meth:`RecoverableServer.note`; does not wait for it."""

@@ -179,11 +179,6 @@ class Reader:
                 programs[number] = self.program(number, None, form)
         return Reading(programs, [i for i in wanted if i not in programs])
 
-    def has(self, number: int, size: int | None, form: Form) -> bool:
-        """Whether the program is compiled, or none is needed."""
-        key = number, size, self._cast(number, form)
-        return key in self._programs or key[1:] == (None, None)
-
     def program(
         self, number: int, size: int | None, form: Form
     ) -> Callable[..., jax.Array]:
