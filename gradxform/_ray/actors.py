@@ -141,10 +141,10 @@ class Processes:
         (where,) = self.answers([leader.listen.remote(address)], check)
         _, *followers = self._actors
         known = [followers, *[where] * len(followers)]  # Whom each has to know.
-        what, options = (layout, checkpoint), self._server_options
+        each = zip(self._actors, known, self._given, strict=True)
         joining: list[ObjectRef[None]] = [
-            actor.join.remote(*others, *what, **options)
-            for actor, *others in zip(self._actors, known, self._given, strict=True)
+            actor.join.remote(*own, layout, checkpoint, **self._server_options)
+            for actor, *own in each
         ]
         # If one dies meanwhile, the others wait for it in vain: so look at each.
         self.answers(joining, check)
@@ -203,14 +203,12 @@ class Processes:
 
     def kill(self) -> None:
         """Ends them; returns when they are gone."""
-        exceptions = self._ray.exceptions
         actors, self._actors = self._actors, []
         for actor in actors:
             self._ray.kill(actor)
         deadline = time.monotonic() + GONE
-        gone = exceptions.RayActorError, exceptions.GetTimeoutError
         for actor in actors:
-            with contextlib.suppress(*gone):
+            with contextlib.suppress(self._ray.exceptions.RayError):
                 while (left := deadline - time.monotonic()) > 0:
                     self._ray.get(actor.__ray_ready__.remote(), timeout=left)
         if self._placement is not None:

@@ -265,8 +265,7 @@ class _Ray(WorkerPool):
     def _replace_worker(self, index: int, error: Exception) -> None:
         """Replaces a worker that has died."""
         with contextlib.suppress(Exception):  # If only the connection is lost.
-            self._ray.kill(self.workers[index])
-        del self.workers[index]
+            self._dismiss(index)
         list(self._take(index, ServerDiedError()))
         self._ledger.worker_deaths += 1
         self._deaths[index] += 1

@@ -149,7 +149,7 @@ class Follower:
 
     def prepare(self, key: int, message: PushMessage) -> None:
         """Does what a push needs before its turn."""
-        self._prepared[key] = self.process.prepare(message)
+        self._prepared[key] = self.process.core.prepare(*message.received())
 
     def compile(self, form: Form, share: Mapping[int, RowIds | None]) -> None:
         """Compiles what :meth:`read` needs, so that no turn has to."""

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import checks, maps
@@ -79,10 +78,6 @@ class Layout(NamedTuple):
         ]
         return cls(types, tuple(cuts), int(processes))
 
-    def shardings(self, mesh: Mesh) -> PyTree[NamedSharding]:
-        """The tree of shardings over a mesh with the axis ``"server"``."""
-        return self._map(lambda _, cut: NamedSharding(mesh, spec(cut)))
-
     def cut_of(self) -> Callable[[Path, Leaf], int | None]:
         """A function of a path and a leaf: the axis along which the leaf is cut.
 
@@ -95,10 +90,9 @@ class Layout(NamedTuple):
         }
 
         def cut_of(path: Path, leaf: Leaf) -> int | None:
-            if not maps.has_gradient(leaf) or isinstance(leaf, SparseLeaf):
-                return None
             shape, cut = known.get(path, (None, None))
-            return cut if shape == np.shape(leaf) else None
+            whole = isinstance(leaf, SparseLeaf) or shape != np.shape(leaf)
+            return None if whole else cut
 
         return cut_of
 
@@ -136,8 +130,13 @@ class Layout(NamedTuple):
         Args:
           init: that of a transformation.
         """
-        longer = self._map(lambda x, cut: _longer(x, cut, self.processes))
-        types, grown = (jax.eval_shape(init, each) for each in (self.types, longer))
+
+        def longer(x: Type, cut: int | None) -> Type:
+            shape = [n + self.processes * (i == cut) for i, n in enumerate(x.shape)]
+            return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
+
+        params = self.types, self.map(longer)
+        types, grown = (jax.eval_shape(init, each) for each in params)
         cuts = tuple(map(self._grows, leaves_of(types, grown)))
         return Layout(types, cuts, self.processes)
 
@@ -150,7 +149,8 @@ class Layout(NamedTuple):
         axis = [*map(operator.ne, now, then)].index(True)
         return None if now[axis] % self.processes else axis
 
-    def _map(self, f: Callable[[Type, int | None], T]) -> PyTree[T]:
+    def map(self, f: Callable[[Type, int | None], T]) -> PyTree[T]:
+        """The tree of ``f(type, cut)`` of each leaf."""
         leaves, structure = jax.tree.flatten(self.types)
         return jax.tree.unflatten(structure, map(f, leaves, self.cuts))
 
@@ -158,11 +158,6 @@ class Layout(NamedTuple):
 def spec(cut: int | None) -> P:
     """The ``PartitionSpec`` of an array that is cut along this axis."""
     return P() if cut is None else P(*[None] * cut, AXIS)
-
-
-def _longer(x: Type, cut: int | None, more: int) -> Type:
-    shape = [n + more * (axis == cut) for axis, n in enumerate(x.shape)]
-    return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
 
 
 def _by_size(x: Type, processes: int) -> P:
@@ -176,12 +171,6 @@ def _is_spec(node: object) -> bool:
 
 def _sharded(shardings: PyTree[P | None], types: PyTree[Type]) -> list[P | None]:
     """The entry of ``shardings`` for each leaf: its own, or its branch's."""
-    for path, node in jax.tree.leaves_with_path(shardings, is_leaf=_is_spec):
-        if not _is_spec(node):
-            raise TypeError(
-                "server_shardings must hold jax.sharding.PartitionSpec, got "
-                f"{node!r} at {checks.path_name(path)}."
-            )
     try:
         specs = jax.tree.broadcast(shardings, types, is_leaf=_is_spec)
     except ValueError as error:
@@ -189,9 +178,7 @@ def _sharded(shardings: PyTree[P | None], types: PyTree[Type]) -> list[P | None]
             "server_shardings must be a tree like params, or a prefix of one, "
             f"with a PartitionSpec for each leaf or branch: {error}"
         ) from error
-    # Where the parameters have None there is no leaf.
-    trees = (jax.tree.leaves(tree, is_leaf=_is_spec) for tree in (types, specs))
-    return [spec for x, spec in zip(*trees, strict=True) if x is not None]
+    return jax.tree.structure(types).flatten_up_to(specs)
 
 
 def _cut(path: Path, x: Type, given: object, processes: int) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import queue
@@ -71,7 +70,7 @@ class GroupTransport(RayTransport):
 
         try:
             with followers.asked("prepare", [(key, each) for each in others]):
-                prepared = self._process.prepare(own)
+                prepared = self.core.prepare(*own.received())
             yield Prepared(step, prepared.leaves)
         finally:
             if not begun:
@@ -84,21 +83,21 @@ class GroupTransport(RayTransport):
             return None
         key = next(self._keys)
         copied = self._followers.command("snapshot", key)
-        ready = functools.partial(self._ready, key, copied, taken.state)
+
+        def ready() -> None:
+            """On the store's thread: the followers begin to write, if all have copies.
+
+            If one of them would begin alone, it would wait for the others.
+            """
+            try:
+                jax.block_until_ready(taken.state)
+                self._followers.answers(copied)
+            except BaseException:
+                self._followers.command("forget", key)
+                raise
+            self._followers.command("write", key)
+
         return taken._replace(ready=ready)
-
-    def _ready(self, key: int, copied: list[Any], state: dict[str, Any]) -> None:
-        """On the store's thread: the followers begin to write theirs, if all have one.
-
-        If one of them would begin alone, it would wait for the others.
-        """
-        try:
-            jax.block_until_ready(state)
-            self._followers.answers(copied)
-        except BaseException:
-            self._followers.command("forget", key)
-            raise
-        self._followers.command("write", key)
 
     def read_newest(self, store: Store) -> tuple[Snapshot, list[str]]:
         like = self._process.like()
@@ -122,8 +121,7 @@ class Leader(RecoverableServer):
         """The address of JAX's coordinator, at this address of the machine."""
         # Holds the port until the coordinator binds to it, too.
         self._reserved = socket.socket()
-        if hasattr(socket, "SO_REUSEPORT"):
-            self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._reserved.bind((host, 0))
         self._coordinator = f"{host}:{self._reserved.getsockname()[1]}"
         return self._coordinator

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from gradxform._ray.layout import AXIS, Layout, spec
-from gradxform._ray.messages import Part, PushMessage
+from gradxform._ray.messages import Part
 from gradxform._server.core import Core
 from gradxform._server.placement import is_function, with_gate
 from gradxform._server.programs import (
@@ -34,7 +34,7 @@ from gradxform._server.reader import Reader
 from gradxform._server.records import Snapshot
 from gradxform._server.specs import Specs, leaves_like, named
 from gradxform._trees import maps
-from gradxform._trees.types import Leaf, SparseLeaf, T
+from gradxform._trees.types import Leaf, T
 
 HOUR = 3600
 LOOPBACK = "127.0.0.1"
@@ -70,7 +70,6 @@ class Process:
         require_finite: bool = False,
     ) -> None:
         self._mesh, self._require_finite = mesh, require_finite
-        self._here = [d for d in mesh.devices.flat if d in mesh.local_devices]
         tx = with_gate(tx, layout.types, jax.eval_shape(tx.init, layout.types))
         self.layouts = layout, layout.of_state(tx.init)
         with jax.disable_jit(False):  # The compiler puts the parts where they belong.
@@ -89,10 +88,6 @@ class Process:
 
     # Pushes.
 
-    def prepare(self, message: PushMessage) -> Prepared:
-        """Makes this process's share of a push ready for its turn."""
-        return self.core.prepare(*message.received())
-
     def _prepared(self, grads: optax.Updates, extra: dict[str, Any]) -> Prepared:
         if self._require_finite:  # Before `_brought`: an array of the mesh asks all.
             check_finite(
@@ -107,22 +102,15 @@ class Process:
         """Makes arrays of the mesh; row-sparse gradients get one of few sizes."""
         if isinstance(x, Part):
             return self._array(x.array, x.axis)
-        if isinstance(x, SparseLeaf):
-            return jax.tree.map(self._array, in_sizes(x))
-        return self._array(x) if maps.has_gradient(x) else x
+        return jax.tree.map(self._array, in_sizes(x))
 
     def _array(self, x: jax.typing.ArrayLike, cut: int | None = None) -> jax.Array:
         """An array of the mesh, from a part along the cut axis or from a whole leaf."""
-        here, shape = self._here, list(np.shape(x))
-        pieces: Sequence[jax.typing.ArrayLike] = [x] * len(here)
+        sharding = NamedSharding(self._mesh, spec(cut))
         if cut is not None:
-            pieces = np.split(x, len(here), cut)
-            shape[cut] *= self._mesh.size // len(here)
-        return jax.make_array_from_single_device_arrays(
-            tuple(shape),
-            NamedSharding(self._mesh, spec(cut)),
-            list(map(jax.device_put, pieces, here)),
-        )
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+        whole = [jax.device_put(x, device) for device in self._mesh.local_devices]
+        return jax.make_array_from_single_device_arrays(np.shape(x), sharding, whole)
 
     # Checkpoints.
 
@@ -141,7 +129,8 @@ class Process:
 
 def made(make: Callable[..., T], layout: Layout, mesh: Mesh) -> Callable[..., T]:
     """Compiles ``make``, so that each process gets only its parts of the result."""
-    return jax.jit(make, out_shardings=layout.shardings(mesh))
+    shardings = layout.map(lambda _, cut: NamedSharding(mesh, spec(cut)))
+    return jax.jit(make, out_shardings=shardings)
 
 
 def part_of(x: jax.Array) -> jax.Array:

@@ -59,11 +59,7 @@ class RayServer:
 
     def begin(self) -> ServerStatus:
         """Starts it if necessary; returns where its incarnation began."""
-        if self.actor is None:
-            try:
-                self.actor = self.processes.start(self.checkpoint, self.check)
-            except self._ray.exceptions.RayActorError as error:
-                self._replace(None, error, self.check)
+        self._start(None, None, self.check)
         return self._ask("begin", check=self.check)
 
     def _ask(
@@ -83,37 +79,43 @@ class RayServer:
                     raise
                 gone = isinstance(error, exceptions.RayActorError)
                 if gone and not isinstance(error, exceptions.ActorUnavailableError):
-                    self._replace(actor, error, check)
+                    self._start(actor, error, check)
                 else:
                     time.sleep(AGAIN)  # It may still be alive.
 
-    def _replace(
-        self, dead: ActorHandle[Any] | None, error: Exception, check: Check
+    def _start(
+        self, dead: ActorHandle[Any] | None, error: Exception | None, check: Check
     ) -> None:
-        """Starts another from the last checkpoint, once for all threads."""
+        """Starts it in the place of a dead one, if any; once for all threads."""
+        checkpoint = self.checkpoint
         with self._lock:
             while self.actor is dead:
-                if (cause := self.processes.cause()) is not None:
-                    error.add_note(f"The server has ended: {cause}.")
-                if self.checkpoint is None:
-                    error.add_note("The run was not saved: give it a checkpoint.")
-                    raise error
-                if self.deaths == self.max_deaths:
-                    error.add_note("The server has died more than max_deaths times.")
-                    raise error
-                self.deaths += 1
-                if cause is not None:
-                    logger.warning("the server has ended: %s", cause)
-                # Even with `resume=False` it must go on from this run's own ones.
-                known = self.checkpoint._replace(resume=True)
+                if error is not None:
+                    checkpoint = self._count(error)
                 try:
-                    actor = self.processes.start(known, check)
+                    actor = self.processes.start(checkpoint, check)
                     # It must begin before anybody else can call it.
                     self.processes.answers([actor.begin.remote()], check)
                 except self._ray.exceptions.RayActorError as again:
                     error = again
                 else:
                     self.actor = actor
+
+    def _count(self, error: Exception) -> Checkpoint:
+        """Counts a death; returns the checkpoint to go on from, or raises the error."""
+        if (cause := self.processes.cause()) is not None:
+            error.add_note(f"The server has ended: {cause}.")
+        if self.checkpoint is None:
+            error.add_note("The run was not saved: give it a checkpoint.")
+            raise error
+        if self.deaths == self.max_deaths:
+            error.add_note("The server has died more than max_deaths times.")
+            raise error
+        self.deaths += 1
+        if cause is not None:
+            logger.warning("the server has ended: %s", cause)
+        # Even with `resume=False` it must go on from this run's own ones.
+        return self.checkpoint._replace(resume=True)
 
     # The methods of a `RecoverableServer`, by their own arguments.
     pull = functools.partialmethod(_ask, "pull")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -20,11 +19,10 @@ from gradxform._server.reader import (
     Ids,
     Key,
     PullRequest,
-    Reading,
     RowIds,
     size_for,
 )
-from gradxform._server.records import GlobalStep, Version
+from gradxform._server.records import GlobalStep
 from gradxform._server.transport import Transport
 from gradxform._trees.types import PyTree
 
@@ -84,15 +82,15 @@ class RayTransport(Transport):
         # What the followers have compiled: process, leaf, number of rows, and form.
         self._compiled: set[tuple[int, int, int | None, Form]] = set()
         # What was sent of the newest parameters, for the next who asks for the same.
-        # The pair is replaced as a whole, so readers need no lock.
-        self._sent: tuple[tuple[str, int] | None, dict[Key, Gathered]] = None, {}
+        # The dict is replaced as a whole, so readers need no lock.
+        self._sent: dict[tuple[tuple[str, int], Key], Gathered] = {}
 
     def pull(self, request: PullRequest) -> tuple[Any, int]:
         key = request.key
         if not request.rows:  # What was sent before needs no turn.
             self.core.check_usable()
             version = self.core.version
-            if (sent := self._find(version, key)) is not None:
+            if (sent := self._sent.get((version.of_params(), key))) is not None:
                 return Response(self._tree, sent), version.step()
         if key not in self._reads:
             numbers = set(range(self.core.specs.num_params)) - request.rows.keys()
@@ -106,17 +104,12 @@ class RayTransport(Transport):
     ) -> tuple[Gathered, Callable[[], Gathered], GlobalStep]:
         self.core.check_usable()
         version = self.core.version
-        if (sent := self._find(version, key)) is None:
+        newest = version.of_params()
+        if (sent := self._sent.get((newest, key))) is None:
             sent = whole()()
-            last, before = self._sent
-            before = before if last == version.of_params() else {}
-            self._sent = version.of_params(), {**before, key: sent}
+            others = {k: x for k, x in self._sent.items() if k[0] == newest}
+            self._sent = {**others, (newest, key): sent}
         return sent, rows(), version.step()
-
-    def _find(self, version: Version, key: Key) -> Gathered | None:
-        """What was sent of this version for such a request."""
-        last, sent = self._sent
-        return sent.get(key) if last == version.of_params() else None
 
     def state(self) -> Response:
         self.core.check_usable(if_closed=False)
@@ -137,7 +130,26 @@ class RayTransport(Transport):
                 pass
             self._compiled |= needed
         reading = self.reader.prepare(own, form)
-        return functools.partial(self._run, wanted, own, others, reading, form)
+        joined = {
+            i: Joined(self._cuts[i] or 0, self._types[i].shape, ids)
+            for i, ids in wanted.items()
+            if ids is not None or self._cuts[i] is not None
+        }
+
+        def run() -> Callable[[], Gathered]:
+            """In a turn: own arrays, and references to what the followers send."""
+            parts = self._followers.read(others, form)
+            leaves = self.core.version.leaves
+            read = reading.run({i: self._own(leaves[i]) for i in own})
+
+            def finish() -> Gathered:
+                whole = {i: x for i, x in read.items() if i not in joined}
+                sent = whole, packed_parts(read, {i: own[i] for i in joined})
+                return Gathered(Payload.of(sent, _copied), joined, parts)
+
+            return finish
+
+        return run
 
     def _share(self, wanted: Wanted, process: int) -> dict[int, RowIds | None]:
         """What one process reads: its own parts; leaves without parts the leader."""
@@ -156,31 +168,6 @@ class RayTransport(Transport):
             if len(own) or not process:
                 share[number] = RowIds(own, size_for(len(own)))
         return share
-
-    def _run(
-        self,
-        wanted: Wanted,
-        own: dict[int, RowIds | None],
-        others: list[dict[int, RowIds | None]],
-        reading: Reading,
-        form: Form,
-    ) -> Callable[[], Gathered]:
-        """In a turn: own arrays, and references to what the followers send."""
-        parts = self._followers.read(others, form)
-        leaves = self.core.version.leaves
-        read = reading.run({i: self._own(leaves[i]) for i in reading.numbers})
-        joined = {
-            i: Joined(self._cuts[i] or 0, self._types[i].shape, ids)
-            for i, ids in wanted.items()
-            if ids is not None or self._cuts[i] is not None
-        }
-        whole = {i: x for i, x in read.items() if i not in joined}
-
-        def finish() -> Gathered:
-            sent = whole, packed_parts(read, {i: own[i] for i in joined})
-            return Gathered(Payload.of(sent, _copied), joined, parts)
-
-        return finish
 
     def _own(self, x: jax.Array) -> jax.Array:
         """The array that this process reads of a leaf."""

@@ -35,15 +35,12 @@ def register() -> None:
 def _leave(x: jax.Array) -> object:
     if x.weak_type:
         return x.__reduce__()  # JAX's own way.
-    return Bytes(np.asarray(x))
+    return jax.device_put, (Bytes(np.asarray(x)),)
 
 
-def _arrive(sent: np.ndarray[Any, Any] | tuple[Any, ...]) -> jax.Array:
-    if isinstance(sent, tuple):
-        make, args = sent
-        array: jax.Array = make(*args)
-        return array
-    return jax.device_put(sent)
+def _arrive(sent: tuple[Callable[..., jax.Array], tuple[Any, ...]]) -> jax.Array:
+    make, args = sent
+    return make(*args)
 
 
 class Bytes:

@@ -128,11 +128,6 @@ class Reading(NamedTuple):
     programs: dict[int, Read]
     plain: list[int]  # These are read as they are.
 
-    @property
-    def numbers(self) -> list[int]:
-        """Of all arrays that it reads."""
-        return [*self.programs, *self.plain]
-
     def run(
         self,
         leaves: Sequence[jax.Array] | Mapping[int, jax.Array],
