@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -160,15 +160,15 @@ class Processes:
                 return said
         return None
 
-    def answers(self, asked: list[ObjectRef[T]], check: Check) -> list[T]:
+    def answers(self, asked: Sequence[ObjectRef[T]], check: Check) -> list[T]:
         """Their answers; raises as soon as one of them has raised."""
-        left = asked
+        left = [*asked]
         while left:
             done, left = self._ray.wait(left, num_returns=1, timeout=LOOK)
-            self._ray.get(done)
             if left:
+                self._ray.get(done)  # It may raise.
                 check()
-        return self._ray.get(asked)
+        return self._ray.get([*asked])
 
     def _placed(self, count: int, check: Check) -> list[dict[str, Any]]:
         """The options of each actor."""

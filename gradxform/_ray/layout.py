@@ -90,9 +90,10 @@ class Layout(NamedTuple):
         }
 
         def cut_of(path: Path, leaf: Leaf) -> int | None:
+            if not maps.has_gradient(leaf) or isinstance(leaf, SparseLeaf):
+                return None
             shape, cut = known.get(path, (None, None))
-            whole = isinstance(leaf, SparseLeaf) or shape != np.shape(leaf)
-            return None if whole else cut
+            return cut if shape == np.shape(leaf) else None
 
         return cut_of
 
@@ -160,30 +161,26 @@ def spec(cut: int | None) -> P:
     return P() if cut is None else P(*[None] * cut, AXIS)
 
 
-def _by_size(x: Type, processes: int) -> P:
-    large = x.size * np.dtype(x.dtype).itemsize > LARGE
-    return spec(0 if large and x.shape[0] >= processes else None)
-
-
-def _is_spec(node: object) -> bool:
-    return node is None or isinstance(node, P)
-
-
 def _sharded(shardings: PyTree[P | None], types: PyTree[Type]) -> list[P | None]:
     """The entry of ``shardings`` for each leaf: its own, or its branch's."""
     try:
-        specs = jax.tree.broadcast(shardings, types, is_leaf=_is_spec)
+        specs = jax.tree.broadcast(
+            shardings, types, is_leaf=lambda x: x is None or isinstance(x, P)
+        )
     except ValueError as error:
         raise ValueError(
             "server_shardings must be a tree like params, or a prefix of one, "
             f"with a PartitionSpec for each leaf or branch: {error}"
         ) from error
-    return jax.tree.structure(types).flatten_up_to(specs)
+    structure: jax.tree_util.PyTreeDef = jax.tree.structure(types)
+    return structure.flatten_up_to(specs)
 
 
-def _cut(path: Path, x: Type, given: object, processes: int) -> int | None:
+def _cut(path: Path, x: Type, asked: object, processes: int) -> int | None:
     """The axis along which a leaf is cut, as its ``PartitionSpec`` or its size says."""
-    asked = _by_size(x, processes) if given is None else given
+    if asked is None:
+        large = x.size * np.dtype(x.dtype).itemsize > LARGE
+        asked = spec(0 if large and x.shape[0] >= processes else None)
     where = f"server_shardings: {asked!r} at {checks.path_name(path)}"
     if not isinstance(asked, P):
         raise TypeError(f"{where} is no jax.sharding.PartitionSpec.")

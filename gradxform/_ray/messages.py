@@ -124,10 +124,12 @@ class Gathered(NamedTuple):
     def received(self) -> dict[int, Leaf]:
         """The leaves."""
         whole, own = self.own.received()
-        sent = [own, *sys.modules["ray"].get(self.parts)] if self.parts else [own]
-        for i, leaf in self.joined.items():
-            whole[i] = leaf.leaf([parts[i] for parts in sent if i in parts])
-        return whole
+        sent = [own, *sys.modules["ray"].get(self.parts)]
+        joined = {
+            i: leaf.leaf([parts[i] for parts in sent if i in parts])
+            for i, leaf in self.joined.items()
+        }
+        return {**whole, **joined}
 
 
 def join(parts: list[np.ndarray[Any, Any]], axis: int) -> np.ndarray[Any, Any]:

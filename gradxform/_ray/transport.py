@@ -28,6 +28,8 @@ from gradxform._trees.types import PyTree
 
 # The rows of each leaf, by its number; None for the whole.
 Wanted: TypeAlias = Mapping[int, Ids | None]
+# Leaves, and parts of others.
+Sent: TypeAlias = tuple[dict[int, jax.Array], dict[int, Bytes]]
 # Is called in a turn; its result is called anywhere, if only rows are read.
 Read: TypeAlias = Callable[[], Callable[[], Gathered]]
 
@@ -96,20 +98,19 @@ class RayTransport(Transport):
             numbers = set(range(self.core.specs.num_params)) - request.rows.keys()
             self._reads[key] = self._reading(dict.fromkeys(numbers), request.form)
         whole, rows = self._reads[key], self._reading(request.rows, request.form)
-        sent, finish, seen = self.turns.run(self._publish, key, whole, rows)
-        return Response(self._tree, sent, finish()), seen
 
-    def _publish(
-        self, key: Key, whole: Read, rows: Read
-    ) -> tuple[Gathered, Callable[[], Gathered], GlobalStep]:
-        self.core.check_usable()
-        version = self.core.version
-        newest = version.of_params()
-        if (sent := self._sent.get((newest, key))) is None:
-            sent = whole()()
-            others = {k: x for k, x in self._sent.items() if k[0] == newest}
-            self._sent = {**others, (newest, key): sent}
-        return sent, rows(), version.step()
+        def publish() -> tuple[Gathered, Callable[[], Gathered], GlobalStep]:
+            self.core.check_usable()
+            version = self.core.version
+            newest = version.of_params()
+            if (sent := self._sent.get((newest, key))) is None:
+                sent = whole()()
+                others = {k: x for k, x in self._sent.items() if k[0] == newest}
+                self._sent = {**others, (newest, key): sent}
+            return sent, rows(), version.step()
+
+        sent, finish, seen = self.turns.run(publish)
+        return Response(self._tree, sent, finish()), seen
 
     def state(self) -> Response:
         self.core.check_usable(if_closed=False)
@@ -174,9 +175,7 @@ class RayTransport(Transport):
         return x
 
 
-def _copied(
-    sent: tuple[dict[int, jax.Array], dict[int, Bytes]],
-) -> tuple[dict[int, jax.Array], dict[int, Bytes]]:
+def _copied(sent: Sent) -> Sent:
     """In memory of its own, as the next step may overwrite the server's arrays."""
     whole, parts = sent
     return copy(whole), {i: Bytes(x.array.copy()) for i, x in parts.items()}
