@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -16,7 +16,7 @@ from gradxform._ray.followers import CALLS, Follower
 from gradxform._ray.layout import Layout, Shardings
 from gradxform._ray.leader import Leader
 from gradxform._ray.messages import PushMessage
-from gradxform._ray.process import LOOPBACK, host
+from gradxform._ray.process import LOOPBACK
 from gradxform._ray.transport import RayTransport
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.core import of_one_process
@@ -25,6 +25,8 @@ from gradxform._server.placement import is_function
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._server.store import Store
 from gradxform._trees.types import T
+from gradxform.engines._job import Job
+from gradxform.engines._pool import LOOK, server_options
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -35,7 +37,6 @@ logger = logging.getLogger("gradxform")
 
 Check: TypeAlias = Callable[[], object]  # Called in a wait; it may end it by raising.
 
-LOOK = 0.5  # Seconds after which a wait for an answer looks around again.
 ROOM = 20.0  # Seconds without room, after which a message says so.
 GONE = 10.0  # Seconds that a killed process may take to end.
 # These are strategies of Ray's placement groups; a single actor cannot have them.
@@ -79,25 +80,16 @@ class Processes:
 
     Args:
       layout: of the parameters; None for one process.
-      params: the parameters, or a function that gives them.
-      tx: the transformation.
-      pushes: how many pushes of workers it takes.
-      server_options: the other arguments of :class:`ParameterServer`.
+      job: with the arguments of the server.
       options: Ray's, for the actor of each.
     """
 
     def __init__(
-        self,
-        layout: Layout | None,
-        params: optax.Params,
-        tx: optax.GradientTransformation,
-        pushes: int,
-        server_options: Mapping[str, Any],
-        options: Mapping[str, Any],
+        self, layout: Layout | None, job: Job, options: Mapping[str, Any]
     ) -> None:
         self._ray = ray = require("ray", "ray")
         self._layout, self._options = layout, dict(options)
-        self._server_options = {"pushes": pushes, **server_options}
+        self._server_options = {"pushes": job.pushes, **server_options(job)}
         count = 1 if layout is None else layout.processes
         if options.get("scheduling_strategy") == "STRICT_SPREAD" and count > 1:
             machines = sum(node["Alive"] for node in ray.nodes())
@@ -106,12 +98,12 @@ class Processes:
                     f"server_processes={count}: with STRICT_SPREAD each has a machine "
                     f"of its own, but the cluster has only {machines}."
                 )
-        given = ray.put(tx)
-        if layout is None or is_function(params):
-            each = [ray.put(params)] * count
+        tx = ray.put(job.tx)
+        if layout is None or is_function(job.params):
+            each = [ray.put(job.params)] * count
         else:
-            each = [ray.put(layout.part(params, k)) for k in range(count)]
-        self._given = [[own, given] for own in each]
+            each = [ray.put(layout.part(job.params, k)) for k in range(count)]
+        self._given = [[own, tx] for own in each]
         self._actors: list[ActorHandle[Any]] = []  # The leader, then followers.
         self._cause: ObjectRef[str] | None = None  # The leader's last word.
         self._placement: PlacementGroup | None = None
@@ -129,31 +121,33 @@ class Processes:
     def _group(
         self, layout: Layout, checkpoint: Checkpoint | None, check: Check
     ) -> ActorHandle[Leader]:
-        ray, count = self._ray, layout.processes
-        first, *others = self._placed(count, check)
-        leader = ray.remote(Leader).options(**first).remote(count)
+        ray = self._ray
+        first, *others = self._placed(layout.processes, check)
+        leader = ray.remote(Leader).options(**first).remote()
         self._actors = [leader]
         self._cause = leader.cause.remote()
         for number, options in enumerate(others, 1):
             # Ray keeps the sequence of calls if there is one thread for them.
             groups = {CALLS: options.pop("max_concurrency") + 1}  # One waits for good.
             actor = ray.remote(concurrency_groups=groups)(Follower).options(**options)
-            self._actors.append(actor.remote(number, count))
-        asked: list[ObjectRef[str]]
-        asked = [actor.__ray_call__.remote(host) for actor in self._actors]
-        hosts = self._all(asked, check)
+            self._actors.append(actor.remote(number))
+        asked: list[ObjectRef[str]] = [
+            actor.__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
+            for actor in self._actors
+        ]
+        hosts = self.answers(asked, check)
         # On one machine nobody else needs to reach them.
         address = hosts[0] if len({*hosts}) > 1 else LOOPBACK
-        (where,) = self._all([leader.listen.remote(address)], check)
+        (where,) = self.answers([leader.listen.remote(address)], check)
         _, *followers = self._actors
         known = [followers, *[where] * len(followers)]  # Whom each has to know.
-        what, options = (layout, checkpoint), self._server_options
+        each = zip(self._actors, known, self._given, strict=True)
         joining: list[ObjectRef[None]] = [
-            actor.join.remote(*others, *what, **options)
-            for actor, *others in zip(self._actors, known, self._given, strict=True)
+            actor.join.remote(*own, layout, checkpoint, **self._server_options)
+            for actor, *own in each
         ]
         # If one dies meanwhile, the others wait for it in vain: so look at each.
-        self._all(joining, check)
+        self.answers(joining, check)
         return leader
 
     def cause(self) -> str | None:
@@ -166,14 +160,15 @@ class Processes:
                 return said
         return None
 
-    def _all(self, asked: list[ObjectRef[T]], check: Check) -> list[T]:
+    def answers(self, asked: Sequence[ObjectRef[T]], check: Check) -> list[T]:
         """Their answers; raises as soon as one of them has raised."""
-        left = asked
+        left = [*asked]
         while left:
-            check()
             done, left = self._ray.wait(left, num_returns=1, timeout=LOOK)
-            self._ray.get(done)
-        return self._ray.get(asked)
+            if left:
+                self._ray.get(done)  # It may raise.
+                check()
+        return self._ray.get([*asked])
 
     def _placed(self, count: int, check: Check) -> list[dict[str, Any]]:
         """The options of each actor."""
@@ -208,14 +203,12 @@ class Processes:
 
     def kill(self) -> None:
         """Ends them; returns when they are gone."""
-        exceptions = self._ray.exceptions
         actors, self._actors = self._actors, []
         for actor in actors:
             self._ray.kill(actor)
         deadline = time.monotonic() + GONE
-        gone = exceptions.RayActorError, exceptions.GetTimeoutError
         for actor in actors:
-            with contextlib.suppress(*gone):
+            with contextlib.suppress(self._ray.exceptions.RayError):
                 while (left := deadline - time.monotonic()) > 0:
                     self._ray.get(actor.__ray_ready__.remote(), timeout=left)
         if self._placement is not None:

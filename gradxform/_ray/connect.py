@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 import types
 
 # Ray tries for minutes, in code that reacts to no signal. So a process of its own tries
-# first, as it can be killed. The alarm ends it even if this process is gone.
+# first, as it can be killed.
 TRY = """
-import logging, signal, sys
-if hasattr(signal, "alarm"):
-    signal.alarm(int(sys.argv[2]))
-import ray
+import logging, ray, sys
 try:
     ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)
 except Exception as error:
@@ -33,17 +29,15 @@ def connect(address: str, timeout: float) -> None:
     Raises:
       ConnectionError: none has answered within the timeout, or Ray says why not.
     """
-    seconds = min(timeout, DAY)
-    command = [sys.executable, "-c", TRY, address, f"{math.ceil(seconds) + 1}"]
     with subprocess.Popen(
-        command,
+        [sys.executable, "-c", TRY, address],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     ) as process:
         try:
-            said, _ = process.communicate(timeout=seconds)
+            said, _ = process.communicate(timeout=min(timeout, DAY))
         except subprocess.TimeoutExpired:
             raise ConnectionError(
                 f"address: no Ray cluster has answered at {address!r} within "

@@ -31,7 +31,6 @@ from gradxform.engines._ending import (
 )
 from gradxform.engines._job import Counts, Job, Push, Run, Worker
 from gradxform.engines._pool import LOOK, WorkerPool
-from gradxform.engines._pool import server_options as options_of
 from gradxform.engines._work import (
     Gradient,
     MaxStaleness,
@@ -131,8 +130,7 @@ def ray(
         handler = signal.getsignal(signal.SIGTERM)
         rays = getattr(handler, "__module__", "").startswith("ray.")
         with handled(signal.SIGTERM, signal.SIG_DFL, rays), ending(run, given):
-            what = job.params, job.tx, job.pushes, options_of(job), options
-            processes = Processes(layout, *what)
+            processes = Processes(layout, job, options)
             how = given, max_deaths, Connection(ray), run.check
             server = RayServer(processes, layout, *how)
             stack.callback(server.kill)
@@ -144,10 +142,23 @@ def ray(
 @contextlib.contextmanager
 def _cluster(ray: ModuleType, num_cpus: int, address: str | None) -> Iterator[None]:
     """A connection to a cluster, or a local one with a CPU for each actor."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Sends no usage reports.
+    # With "local" Ray does not look for a cluster that somebody else has started.
+    own = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     before = signal.getsignal(signal.SIGTERM)
     connection = None
     try:
-        _connect(ray, num_cpus, address)
+        with warnings.catch_warnings():
+            # Ray forks to start its processes, and JAX warns about that. The forks are
+            # harmless, as they call exec at once.
+            warnings.filterwarnings("ignore", r"os\.fork\(\)", RuntimeWarning)
+            # An interrupt would leave processes of half a cluster behind.
+            with uninterrupted():
+                ray.init(
+                    **({"address": address} if address else own),
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
         connection = Connection(ray)
         yield
     finally:
@@ -156,22 +167,6 @@ def _cluster(ray: ModuleType, num_cpus: int, address: str | None) -> Iterator[No
                 ray.shutdown()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray has set a handler of its own.
-
-
-@uninterrupted()  # An interrupt would leave processes of half a cluster behind.
-def _connect(ray: ModuleType, num_cpus: int, address: str | None) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Sends no usage reports.
-    # With "local" Ray does not look for a cluster that somebody else has started.
-    own = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
-    with warnings.catch_warnings():
-        # Ray forks to start its processes, and JAX warns about that. The forks are
-        # harmless, as they call exec at once.
-        warnings.filterwarnings("ignore", r"os\.fork\(\)", RuntimeWarning)
-        ray.init(
-            **({"address": address} if address else own),
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
 
 
 class _RayWorker:
@@ -273,8 +268,7 @@ class _Ray(WorkerPool):
     def _replace_worker(self, index: int, error: Exception) -> None:
         """Replaces a worker that has died."""
         with contextlib.suppress(Exception):  # If only the connection is lost.
-            self._ray.kill(self.workers[index])
-        del self.workers[index]
+            self._dismiss(index)
         self._take(index, ServerDiedError())
         self._ledger.worker_deaths += 1
         self._deaths[index] += 1

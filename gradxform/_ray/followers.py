@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import queue
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from gradxform._ray.layout import Layout
 from gradxform._ray.messages import PushMessage, packed_parts
-from gradxform._ray.process import Process, enter, part_of
-from gradxform._ray.wire import Payload
+from gradxform._ray.process import joined, part_of
+from gradxform._ray.wire import Bytes
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.programs import Prepared
 from gradxform._server.reader import Form, RowIds
@@ -33,7 +31,8 @@ class Followers:
     Calls and commands differ. A call may come at any time, and the leader waits for it.
     Commands are handled in the leader's sequence, and nobody waits for them. A follower
     has one thread for commands, on which Ray runs them in the sequence in which they
-    were sent. It has several other threads for calls.
+    were sent. It has several other threads for calls. All followers get the commands
+    whose sequence matters in the same one, as the leader sends them in its turns.
 
     Args:
       actors: in the order of their processes.
@@ -45,45 +44,37 @@ class Followers:
     ) -> None:
         self._actors, self._end = actors, end
         self._ray = sys.modules["ray"]
-        self._keys = itertools.count()
-        self._lock = threading.Lock()  # All get the commands in the same sequence.
-        self._failed = threading.Event()
-        self._others_failed = threading.Semaphore(0)
+        self._all_failed = threading.Barrier(len(actors) + 1)
         for actor in actors:
             threading.Thread(target=self._watch, args=(actor,), daemon=True).start()
 
     def __len__(self) -> int:
         return len(self._actors)
 
-    def key(self) -> int:
-        """A new number, for what belongs together."""
-        return next(self._keys)
-
     def command(self, name: str, *args: object) -> list[Any]:
         """Commands all followers; returns references to their answers."""
-        with self._lock:
-            return [getattr(actor, name).remote(*args) for actor in self._actors]
+        return [getattr(actor, name).remote(*args) for actor in self._actors]
 
     def read(
         self, each: Sequence[Mapping[int, RowIds | None]], form: Form
     ) -> list[Any]:
         """In a turn: commands each follower to send its share, if it has one."""
-        with self._lock:
-            pairs = zip(self._actors, each, strict=True)
-            return [actor.read.remote(form, share) for actor, share in pairs if share]
+        pairs = zip(self._actors, each, strict=True)
+        return [actor.read.remote(form, share) for actor, share in pairs if share]
 
     @contextlib.contextmanager
-    def asked(
-        self, name: str, *args: object, each: Sequence[object] | None = None
-    ) -> Iterator[None]:
+    def asked(self, name: str, each: Iterable[tuple[object, ...]]) -> Iterator[None]:
         """Calls a method of all followers while the body of the ``with`` runs.
 
         If the body raises no error, an error of theirs is raised.
+
+        Args:
+          name: of the method.
+          each: its arguments for each of them.
         """
-        own = [()] * len(self._actors) if each is None else [(x,) for x in each]
         asked = [
-            getattr(actor, name).options(concurrency_group=CALLS).remote(*args, *more)
-            for actor, more in zip(self._actors, own, strict=True)
+            getattr(actor, name).options(concurrency_group=CALLS).remote(*args)
+            for actor, args in zip(self._actors, each, strict=True)
         ]
         try:
             yield
@@ -99,16 +90,14 @@ class Followers:
             raise error.cause from None
 
     def failed(self, why: str) -> None:
-        """Returns if all followers have failed as well; otherwise ends this process.
+        """A process has failed: returns if all others do, or ends this process.
 
         A failure in every process kills none of them: the caller is told its cause.
         """
-        self._failed.set()
-        deadline = time.monotonic() + PATIENCE
-        for _ in self._actors:
-            wait = max(0.0, deadline - time.monotonic())
-            if not self._others_failed.acquire(timeout=wait):
-                self._end(f"the leader of the server has failed, {why}")
+        try:
+            self._all_failed.wait(PATIENCE)
+        except threading.BrokenBarrierError:
+            self._end(why)
 
     def _watch(self, actor: Any) -> None:
         """Ends this process when a follower has died, or alone has failed.
@@ -120,10 +109,8 @@ class Followers:
             why = self._ray.get(failure)
         except self._ray.exceptions.RayActorError:
             self._end("a process of the server has died, and this one ends with it")
-            return
-        self._others_failed.release()
-        if not self._failed.wait(PATIENCE):
-            self._end(f"a process of the server has failed, {why}")
+        else:
+            self.failed(f"a process of the server has failed, {why}")
 
 
 class Follower:
@@ -131,11 +118,10 @@ class Follower:
 
     Args:
       number: of this process, from 1.
-      processes: how many there are.
     """
 
-    def __init__(self, number: int, processes: int) -> None:
-        self._number, self._processes = number, processes
+    def __init__(self, number: int) -> None:
+        self._number = number
         self._prepared: dict[int, Prepared] = {}
         self._snapshots: dict[int, Snapshot | None] = {}
         self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -151,9 +137,7 @@ class Follower:
         **options: bool,
     ) -> None:
         """Becomes one of the processes; see :meth:`Leader.join`."""
-        mesh = enter(coordinator, self._number, self._processes)
-        params, tx = sys.modules["ray"].get(given)
-        self.process = Process(params, layout, mesh, tx, **options)
+        self.process = joined(coordinator, self._number, given, layout, **options)
         if checkpoint is not None:
             self._store = Store(checkpoint, together=True)
 
@@ -165,12 +149,11 @@ class Follower:
 
     def prepare(self, key: int, message: PushMessage) -> None:
         """Does what a push needs before its turn."""
-        self._prepared[key] = self.process.prepare(message)
+        self._prepared[key] = self.process.core.prepare(*message.received())
 
-    def compile(self, sizes: Mapping[int, int | None], form: Form) -> None:
-        """Compiles programs to read arrays, so that no turn has to."""
-        for number, size in sizes.items():
-            self.process.reader.program(number, size, form)
+    def compile(self, form: Form, share: Mapping[int, RowIds | None]) -> None:
+        """Compiles what :meth:`read` needs, so that no turn has to."""
+        self.process.reader.prepare(share, form)
 
     def resume(self, pushes: int) -> None:
         """Goes on from this process's part of a checkpoint."""
@@ -192,13 +175,11 @@ class Follower:
         self._prepared.pop(key, None)
         self._snapshots.pop(key, None)
 
-    def read(self, form: Form, share: Mapping[int, RowIds | None]) -> Payload:
-        """Sends its share of the arrays."""
+    def read(self, form: Form, share: Mapping[int, RowIds | None]) -> dict[int, Bytes]:
+        """Its share of the arrays, which Ray copies before the next command begins."""
         reading = self.process.reader.prepare(share, form)
         leaves = self.process.core.version.leaves
-        read = reading.run({i: part_of(leaves[i]) for i in share})
-        # The next step may overwrite those that are read as they are.
-        return packed_parts(read, share, copies=bool(reading.plain))
+        return packed_parts(reading.run({i: part_of(leaves[i]) for i in share}), share)
 
     def snapshot(self, key: int) -> None:
         """Copies its parts for a checkpoint."""

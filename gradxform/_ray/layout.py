@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import checks, maps
@@ -66,7 +65,7 @@ class Layout(NamedTuple):
             length of an axis to cut does not divide.
         """
         checks.in_range("server_processes", processes, checks.COUNTS, integer=True)
-        types = jax.tree.map(_type, params)
+        types = jax.eval_shape(lambda tree: tree, params)
         flat = jax.tree.leaves_with_path(types)
         if callable(shardings):
             specs = [shardings(checks.path_str(path), x.shape) for path, x in flat]
@@ -77,10 +76,6 @@ class Layout(NamedTuple):
             for (path, x), spec in zip(flat, specs, strict=True)
         ]
         return cls(types, tuple(cuts), int(processes))
-
-    def shardings(self, mesh: Mesh) -> PyTree[NamedSharding]:
-        """The tree of shardings over a mesh with the axis ``"server"``."""
-        return self._map(lambda _, cut: NamedSharding(mesh, spec(cut)))
 
     def cut_of(self) -> Callable[[Path, Leaf], int | None]:
         """A function of a path and a leaf: the axis along which the leaf is cut.
@@ -123,8 +118,7 @@ class Layout(NamedTuple):
         self, x: np.ndarray[Any, Any], cut: int, process: int
     ) -> np.ndarray[Any, Any]:
         """A process's part of an array that is cut along this axis."""
-        there = slice(*span(x.shape[cut], self.processes, process))
-        return np.ascontiguousarray(x[(*[slice(None)] * cut, there)])
+        return np.ascontiguousarray(np.split(x, self.processes, cut)[process])
 
     def of_state(self, init: Callable[[optax.Params], optax.OptState]) -> Layout:
         """The layout of the optimizer state: each leaf is cut like its parameter.
@@ -136,12 +130,17 @@ class Layout(NamedTuple):
         Args:
           init: that of a transformation.
         """
-        longer = self._map(lambda x, cut: _longer(x, cut, self.processes))
-        types, grown = (jax.eval_shape(init, each) for each in (self.types, longer))
+
+        def longer(x: Type, cut: int | None) -> Type:
+            shape = [n + self.processes * (i == cut) for i, n in enumerate(x.shape)]
+            return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
+
+        params = self.types, self.map(longer)
+        types, grown = (jax.eval_shape(init, each) for each in params)
         after = {path: x.shape for path, x in jax.tree.leaves_with_path(grown)}
         leaves = jax.tree.leaves_with_path(types)
         cuts = tuple(self._grows(x.shape, after.get(path)) for path, x in leaves)
-        return Layout(jax.tree.map(_type, types), cuts, self.processes)
+        return Layout(types, cuts, self.processes)
 
     def _grows(self, now: Shape, then: Shape | None) -> int | None:
         """The axis of a leaf of the state that grows with its parameter."""
@@ -151,15 +150,10 @@ class Layout(NamedTuple):
         axis = [*map(operator.ne, now, then)].index(True)
         return None if now[axis] % self.processes else axis
 
-    def _map(self, f: Callable[[Type, int | None], T]) -> PyTree[T]:
+    def map(self, f: Callable[[Type, int | None], T]) -> PyTree[T]:
+        """The tree of ``f(type, cut)`` of each leaf."""
         leaves, structure = jax.tree.flatten(self.types)
         return jax.tree.unflatten(structure, map(f, leaves, self.cuts))
-
-
-def span(length: int, processes: int, process: int) -> tuple[int, int]:
-    """Where a process's part of an axis begins and ends."""
-    each = length // processes
-    return process * each, (process + 1) * each
 
 
 def spec(cut: int | None) -> P:
@@ -167,49 +161,26 @@ def spec(cut: int | None) -> P:
     return P() if cut is None else P(*[None] * cut, AXIS)
 
 
-def _type(x: Param) -> Type:
-    if not isinstance(x, Type):
-        x = jax.typeof(x)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=bool(x.weak_type))
-
-
-def _longer(x: Type, cut: int | None, more: int) -> Type:
-    shape = [n + more * (axis == cut) for axis, n in enumerate(x.shape)]
-    return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
-
-
-def _by_size(x: Type, processes: int) -> P:
-    large = x.size * np.dtype(x.dtype).itemsize > LARGE
-    return spec(0 if large and x.shape[0] >= processes else None)
-
-
-def _is_spec(node: object) -> bool:
-    return node is None or isinstance(node, P)
-
-
 def _sharded(shardings: PyTree[P | None], types: PyTree[Type]) -> list[P | None]:
     """The entry of ``shardings`` for each leaf: its own, or its branch's."""
-    for path, node in jax.tree.leaves_with_path(shardings, is_leaf=_is_spec):
-        if not _is_spec(node):
-            raise TypeError(
-                "server_shardings must hold jax.sharding.PartitionSpec, got "
-                f"{node!r} at {checks.path_name(path)}."
-            )
     try:
-        specs = jax.tree.broadcast(shardings, types, is_leaf=_is_spec)
+        specs = jax.tree.broadcast(
+            shardings, types, is_leaf=lambda x: x is None or isinstance(x, P)
+        )
     except ValueError as error:
         raise ValueError(
             "server_shardings must be a tree like params, or a prefix of one, "
             f"with a PartitionSpec for each leaf or branch: {error}"
         ) from error
-    # Where the parameters have None there is no leaf.
-    trees = (jax.tree.leaves(tree, is_leaf=_is_spec) for tree in (types, specs))
-    return [spec for x, spec in zip(*trees, strict=True) if x is not None]
+    structure: jax.tree_util.PyTreeDef = jax.tree.structure(types)
+    return structure.flatten_up_to(specs)
 
 
-def _cut(path: Path, x: Type, given: object, processes: int) -> int | None:
+def _cut(path: Path, x: Type, asked: object, processes: int) -> int | None:
     """The axis along which a leaf is cut, as its ``PartitionSpec`` or its size says."""
-    asked = _by_size(x, processes) if given is None else given
+    if asked is None:
+        large = x.size * np.dtype(x.dtype).itemsize > LARGE
+        asked = spec(0 if large and x.shape[0] >= processes else None)
     where = f"server_shardings: {asked!r} at {checks.path_name(path)}"
     if not isinstance(asked, P):
         raise TypeError(f"{where} is no jax.sharding.PartitionSpec.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import os
 import queue
 import socket
@@ -18,7 +18,7 @@ import numpy as np
 from gradxform._ray.followers import Followers
 from gradxform._ray.layout import Layout
 from gradxform._ray.messages import PushMessage
-from gradxform._ray.process import Process, enter, part_of
+from gradxform._ray.process import Process, joined, part_of
 from gradxform._ray.transport import RayTransport
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.programs import Prepared, Stepped
@@ -42,15 +42,18 @@ class GroupTransport(RayTransport):
         cuts = (cut for each in process.layouts for cut in each.cuts)
         super().__init__(process.core, cuts, followers)
         self.reader, self._process = process.reader, process
+        self._keys = itertools.count()  # Each is for what belongs together.
 
     def _own(self, x: jax.Array) -> jax.Array:
         return part_of(x)
 
     @contextlib.contextmanager
-    def prepared(self, grads: PushMessage, extra: dict[str, Any]) -> Iterator[Prepared]:
-        """Each process prepares its share of the message, which has the ``extra``."""
-        followers, key, begun = self._followers, self._followers.key(), False
-        own, *others = map(grads.of_process, range(len(followers) + 1))
+    def prepared(
+        self, grads: list[PushMessage], extra: dict[str, Any]
+    ) -> Iterator[Prepared]:
+        """Each process prepares its message, which has the ``extra``."""
+        followers, key, begun = self._followers, next(self._keys), False
+        own, *others = grads
 
         def step(leaves: Leaves, pushed: Leaves, local_step: np.int32) -> Stepped:
             nonlocal begun
@@ -60,13 +63,14 @@ class GroupTransport(RayTransport):
                 return jax.block_until_ready(prepared.step(leaves, pushed, local_step))
             except BaseException as error:
                 # If it failed because another process died, this one ends here.
-                followers.failed(summary(error))
-                self.core.lose(f"a step failed, {summary(error)}")
+                why = summary(error)
+                followers.failed(f"the leader of the server has failed, {why}")
+                self.core.lose(f"a step failed, {why}")
                 raise
 
         try:
-            with followers.asked("prepare", key, each=others):
-                prepared = self._process.prepare(own)
+            with followers.asked("prepare", [(key, each) for each in others]):
+                prepared = self.core.prepare(*own.received())
             yield Prepared(step, prepared.leaves)
         finally:
             if not begun:
@@ -77,29 +81,30 @@ class GroupTransport(RayTransport):
         taken = self.core.snapshot()
         if taken is None:
             return None
-        key = self._followers.key()
+        key = next(self._keys)
         copied = self._followers.command("snapshot", key)
-        ready = functools.partial(self._ready, key, copied, taken.state)
+
+        def ready() -> None:
+            """On the store's thread: the followers begin to write, if all have copies.
+
+            If one of them would begin alone, it would wait for the others.
+            """
+            try:
+                jax.block_until_ready(taken.state)
+                self._followers.answers(copied)
+            except BaseException:
+                self._followers.command("forget", key)
+                raise
+            self._followers.command("write", key)
+
         return taken._replace(ready=ready)
-
-    def _ready(self, key: int, copied: list[Any], state: dict[str, Any]) -> None:
-        """On the store's thread: the followers begin to write theirs, if all have one.
-
-        If one of them would begin alone, it would wait for the others.
-        """
-        try:
-            jax.block_until_ready(state)
-            self._followers.answers(copied)
-        except BaseException:
-            self._followers.command("forget", key)
-            raise
-        self._followers.command("write", key)
 
     def read_newest(self, store: Store) -> tuple[Snapshot, list[str]]:
         like = self._process.like()
 
         def read(pushes: int) -> Snapshot:
-            with self._followers.asked("resume", pushes):
+            each = [(pushes,)] * len(self._followers)
+            with self._followers.asked("resume", each):
                 return store.read(pushes, like)
 
         snapshot, notes = store.read_newest(like, read)
@@ -107,22 +112,16 @@ class GroupTransport(RayTransport):
 
 
 class Leader(RecoverableServer):
-    """The actor that workers and engines call.
+    """The actor that workers and engines call."""
 
-    Args:
-      processes: how many the server has.
-    """
-
-    def __init__(self, processes: int) -> None:
+    def __init__(self) -> None:
         self._cause: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._processes = processes
 
     def listen(self, host: str) -> str:
         """The address of JAX's coordinator, at this address of the machine."""
         # Holds the port until the coordinator binds to it, too.
         self._reserved = socket.socket()
-        if hasattr(socket, "SO_REUSEPORT"):
-            self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._reserved.bind((host, 0))
         self._coordinator = f"{host}:{self._reserved.getsockname()[1]}"
         return self._coordinator
@@ -158,10 +157,8 @@ class Leader(RecoverableServer):
           pushes: how many pushes with a ``push_id`` it takes.
           options: those of :class:`Process`.
         """
-        mesh = enter(self._coordinator, 0, self._processes)
+        self.process = joined(self._coordinator, 0, given, layout, **options)
         self._reserved.close()
-        params, tx = sys.modules["ray"].get(given)
-        self.process = Process(params, layout, mesh, tx, **options)
         transport = GroupTransport(self.process, Followers(followers, self._end))
         store = None if checkpoint is None else Store(checkpoint, together=True)
         super().__init__(transport, store, pushes)

@@ -16,7 +16,7 @@ import optax
 
 from gradxform._ray import wire
 from gradxform._ray.layout import Layout
-from gradxform._ray.wire import Payload, packed
+from gradxform._ray.wire import Bytes, Payload
 from gradxform._rows.table_rows import ascending
 from gradxform._server.programs import check_fits
 from gradxform._server.reader import Ids, RowIds
@@ -39,21 +39,21 @@ class Part:
 
 
 class PushMessage(NamedTuple):
-    """Gradients and extra arguments on their way to the processes of a server.
+    """Gradients and extra arguments on their way to one process of a server.
 
     Attributes:
       whole: the tree of both, with a :class:`Cut` for each leaf that is cut.
-      parts: for each process its parts of the cut leaves.
+      parts: the process's parts of the cut leaves.
     """
 
     whole: Payload
-    parts: list[Payload]
+    parts: Payload
 
     @classmethod
     def of(
         cls, layout: Layout, grads: optax.Updates, extra: dict[str, Any]
-    ) -> PushMessage:
-        """Packs a worker's push.
+    ) -> list[PushMessage]:
+        """Packs a worker's push, for each process.
 
         Raises:
           TypeError: ``grads`` does not fit; the error names the first path.
@@ -72,20 +72,16 @@ class PushMessage(NamedTuple):
             cuts.append((np.asarray(x), cut))
             return Cut(len(cuts) - 1, cut)
 
-        whole = jax.tree.map_with_path(take, (grads, extra), is_leaf=maps.is_leaf)
-        parts = [
-            Payload.of(packed(layout.piece(*each, process) for each in cuts))
-            for process in range(layout.processes)
+        tree = jax.tree.map_with_path(take, (grads, extra), is_leaf=maps.is_leaf)
+        whole = Payload.of(tree)
+        return [
+            cls(whole, Payload.of([Bytes(layout.piece(*cut, k)) for cut in cuts]))
+            for k in range(layout.processes)
         ]
-        return cls(Payload.of(whole), parts)
-
-    def of_process(self, process: int) -> PushMessage:
-        """The share of one process."""
-        return PushMessage(self.whole, [self.parts[process]])
 
     def received(self) -> tuple[optax.Updates, dict[str, Any]]:
         """Gradients and extra arguments, with a :class:`Part` for each cut leaf."""
-        (parts,) = (part.received() for part in self.parts)
+        parts = self.parts.received()
         grads, extra = jax.tree.map(
             lambda x: Part(parts[x.number], x.axis) if isinstance(x, Cut) else x,
             self.whole.received(),
@@ -116,25 +112,24 @@ class Gathered(NamedTuple):
     """Leaves on their way from the processes, by their numbers.
 
     Attributes:
-      whole: the leaves that the leader sends as they are.
-      joined: those that arrive in parts.
-      sent: for each part of the message, the numbers of the leaves in it.
-      parts: for each process a :class:`Payload`, or a reference to one.
+      own: what the leader sends: leaves as they are, and its parts of others.
+      joined: the leaves that arrive in parts.
+      parts: references to the parts of the followers.
     """
 
-    whole: Payload
+    own: Payload
     joined: dict[int, Joined]
-    sent: list[list[int]]
     parts: list[Any]
 
     def received(self) -> dict[int, Leaf]:
         """The leaves."""
-        found: dict[int, list[np.ndarray[Any, Any]]] = {i: [] for i in self.joined}
-        for numbers, each in zip(self.sent, map(received, self.parts), strict=True):
-            for number, part in zip(numbers, each, strict=True):
-                found[number].append(part)
-        joined = {i: leaf.leaf(found[i]) for i, leaf in self.joined.items()}
-        return {**self.whole.received(), **joined}
+        whole, own = self.own.received()
+        sent = [own, *sys.modules["ray"].get(self.parts)]
+        joined = {
+            i: leaf.leaf([parts[i] for parts in sent if i in parts])
+            for i, leaf in self.joined.items()
+        }
+        return {**whole, **joined}
 
 
 def join(parts: list[np.ndarray[Any, Any]], axis: int) -> np.ndarray[Any, Any]:
@@ -151,25 +146,14 @@ def join(parts: list[np.ndarray[Any, Any]], axis: int) -> np.ndarray[Any, Any]:
     return np.concatenate(parts, axis, out=whole)
 
 
-def received(part: Any) -> Any:  # A payload, or a reference to one; of any type.
-    """What a process has sent."""
-    ray = sys.modules["ray"]
-    return (ray.get(part) if isinstance(part, ray.ObjectRef) else part).received()
-
-
 def packed_parts(
-    read: Mapping[int, jax.Array], wanted: Mapping[int, RowIds | None], copies: bool
-) -> Payload:
-    """What a process sends of its arrays, in the sequence of ``wanted``.
+    read: Mapping[int, jax.Array], wanted: Mapping[int, RowIds | None]
+) -> dict[int, Bytes]:
+    """The parts that a process sends: those of its arrays that are wanted.
 
-    Args:
-      read: the arrays.
-      wanted: how many rows of them.
-      copies: whether the next step may overwrite the arrays.
+    Of rows it sends as many as there are ids.
     """
-    arrays = [
-        np.asarray(read[i])[: None if rows is None else len(rows.ids)]
+    return {
+        i: Bytes(np.asarray(read[i])[: None if rows is None else len(rows.ids)])
         for i, rows in wanted.items()
-    ]
-    copy = np.array if copies else np.asarray
-    return Payload.of(packed(arrays), lambda _: packed(map(copy, arrays)))
+    }

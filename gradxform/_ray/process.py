@@ -8,21 +8,18 @@ mesh, and no process needs another for that.
 from __future__ import annotations
 
 import contextlib
-import socket
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from gradxform._ray.layout import AXIS, Layout, spec
-from gradxform._ray.messages import Part, PushMessage
+from gradxform._ray.messages import Part
 from gradxform._server.core import Core
 from gradxform._server.placement import is_function, with_gate
 from gradxform._server.programs import (
@@ -35,7 +32,7 @@ from gradxform._server.reader import Reader
 from gradxform._server.records import Snapshot
 from gradxform._server.specs import leaves_like
 from gradxform._trees import maps
-from gradxform._trees.types import Leaf, SparseLeaf, T
+from gradxform._trees.types import Leaf, T
 
 HOUR = 3600
 LOOPBACK = "127.0.0.1"
@@ -71,7 +68,6 @@ class Process:
         require_finite: bool = False,
     ) -> None:
         self._mesh, self._require_finite = mesh, require_finite
-        self._here = [d for d in mesh.devices.flat if d in mesh.local_devices]
         tx = with_gate(tx, layout.types, jax.eval_shape(tx.init, layout.types))
         self.layouts = layout, layout.of_state(tx.init)
         with jax.disable_jit(False):  # The compiler puts the parts where they belong.
@@ -86,10 +82,6 @@ class Process:
         self.reader = Reader([part_of(x) for x in self.core.version.leaves])
 
     # Pushes.
-
-    def prepare(self, message: PushMessage) -> Prepared:
-        """Makes this process's share of a push ready for its turn."""
-        return self.core.prepare(*message.received())
 
     def _prepared(
         self, programs: PushPrograms, grads: optax.Updates, extra: dict[str, Any]
@@ -107,22 +99,15 @@ class Process:
         """Makes arrays of the mesh; row-sparse gradients get one of few sizes."""
         if isinstance(x, Part):
             return self._array(x.array, x.axis)
-        if isinstance(x, SparseLeaf):
-            return jax.tree.map(self._array, in_sizes(x))
-        return self._array(x) if maps.has_gradient(x) else x
+        return jax.tree.map(self._array, in_sizes(x))
 
     def _array(self, x: jax.typing.ArrayLike, cut: int | None = None) -> jax.Array:
         """An array of the mesh, from a part along the cut axis or from a whole leaf."""
-        here, shape = self._here, list(np.shape(x))
-        pieces: Sequence[jax.typing.ArrayLike] = [x] * len(here)
+        sharding = NamedSharding(self._mesh, spec(cut))
         if cut is not None:
-            pieces = np.split(x, len(here), cut)
-            shape[cut] *= self._mesh.size // len(here)
-        return jax.make_array_from_single_device_arrays(
-            tuple(shape),
-            NamedSharding(self._mesh, spec(cut)),
-            list(map(jax.device_put, pieces, here)),
-        )
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+        whole = [jax.device_put(x, device) for device in self._mesh.local_devices]
+        return jax.make_array_from_single_device_arrays(np.shape(x), sharding, whole)
 
     # Checkpoints.
 
@@ -141,7 +126,8 @@ class Process:
 
 def made(make: Callable[..., T], layout: Layout, mesh: Mesh) -> Callable[..., T]:
     """Compiles ``make``, so that each process gets only its parts of the result."""
-    return jax.jit(make, out_shardings=layout.shardings(mesh))
+    shardings = layout.map(lambda _, cut: NamedSharding(mesh, spec(cut)))
+    return jax.jit(make, out_shardings=shardings)
 
 
 def part_of(x: jax.Array) -> jax.Array:
@@ -149,9 +135,22 @@ def part_of(x: jax.Array) -> jax.Array:
     return x.addressable_data(0)
 
 
-def host(actor: object) -> str:
-    """The address in the cluster of an actor's machine; called in the actor."""
-    return sys.modules["ray"].util.get_node_ip_address()
+def joined(
+    coordinator: str, number: int, given: list[Any], layout: Layout, **options: bool
+) -> Process:
+    """Makes this process one of several, with its part of the parameters.
+
+    Args:
+      coordinator: the address of JAX's coordinator.
+      number: of this process.
+      given: references to its parameters and to the transformation.
+      layout: of the parameters.
+      options: those of :class:`Process`.
+    """
+    # JAX has to know the processes before it makes the first array.
+    mesh = enter(coordinator, number, layout.processes)
+    params, tx = sys.modules["ray"].get(given)
+    return Process(params, layout, mesh, tx, **options)
 
 
 def enter(coordinator: str, process: int, processes: int) -> Mesh:
@@ -165,8 +164,6 @@ def enter(coordinator: str, process: int, processes: int) -> Mesh:
     with contextlib.suppress(AttributeError):  # JAX has this option since 0.8.
         # The service would take SIGTERM away from Ray.
         jax.config.update("jax_enable_preemption_service", False)
-    if process:
-        await_answer(coordinator)
     jax.distributed.initialize(
         coordinator,
         processes,
@@ -176,26 +173,7 @@ def enter(coordinator: str, process: int, processes: int) -> Mesh:
         coordinator_bind_address=coordinator,
     )
     devices = [jax.local_devices(process_index=k)[0] for k in range(processes)]
-    mesh = Mesh(np.array(devices), (AXIS,))
     # The first collective waits only half a minute for all processes: do it now, while
     # all are here.
-    everywhere = NamedSharding(mesh, P())
-    meet = jax.jit(jnp.sum, out_shardings=everywhere)
-    meet(
-        jax.make_array_from_callback(
-            (processes,), NamedSharding(mesh, P(AXIS)), lambda _: np.ones(1, np.float32)
-        )
-    ).block_until_ready()
-    return mesh
-
-
-def await_answer(address: str) -> None:
-    """Returns when somebody listens there: JAX would try again only after a second."""
-    host, _, port = address.rpartition(":")
-    while True:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection((host, int(port)), HOUR),
-        ):
-            return
-        time.sleep(0.02)
+    multihost_utils.sync_global_devices("server")
+    return Mesh(np.array(devices), (AXIS,))

@@ -7,23 +7,20 @@ import functools
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import optax
 
-from gradxform._ray.actors import LOOK, Check, Processes, message
+from gradxform._ray.actors import Check, Processes, message
 from gradxform._ray.connect import Connection
 from gradxform._ray.layout import Layout
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import Ahead, PushResult, ServerStatus
-from gradxform._server.recoverable import NO_RESTORE
 from gradxform._trees import checks
-from gradxform._trees.types import T
 from gradxform.engines._work import ServerDiedError
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
     from ray.actor import ActorHandle
 
 logger = logging.getLogger("gradxform")
@@ -62,66 +59,63 @@ class RayServer:
 
     def begin(self) -> ServerStatus:
         """Starts it if necessary; returns where its incarnation began."""
-        if self.actor is None:
-            try:
-                self.actor = self.processes.start(self.checkpoint, self.check)
-            except self._ray.exceptions.RayActorError as error:
-                self._replace(None, error, self.check)
+        self._start(None, None, self.check)
         return self._ask("begin", check=self.check)
 
     def _ask(
-        self, name: str, *args: object, check: Check = lambda: None, **options: object
+        self, name: str, *args: object, check: Check | None = None, **options: object
     ) -> Any:  # What the actor's method returns.
         checks.not_while_tracing(name)
+        check = check or self.connection.check
         exceptions = self._ray.exceptions
         while True:
             self.connection.check()
             actor = self.actor
             try:
                 asked = getattr(actor, name).remote(*args, **options)
-                return self._answer(asked, check)
+                return self.processes.answers([asked], check)[0]
             except exceptions.RayError as error:
                 if not tells_of_a_death(error):
                     raise
                 gone = isinstance(error, exceptions.RayActorError)
                 if gone and not isinstance(error, exceptions.ActorUnavailableError):
-                    self._replace(actor, error, check)
+                    self._start(actor, error, check)
                 else:
                     time.sleep(AGAIN)  # It may still be alive.
 
-    def _answer(self, asked: ObjectRef[T], check: Check) -> T:
-        while not self._ray.wait([asked], timeout=LOOK)[0]:
-            self.connection.check()
-            check()
-        return self._ray.get(asked)
-
-    def _replace(
-        self, dead: ActorHandle[Any] | None, error: Exception, check: Check
+    def _start(
+        self, dead: ActorHandle[Any] | None, error: Exception | None, check: Check
     ) -> None:
-        """Starts another from the last checkpoint, once for all threads."""
+        """Starts it in the place of a dead one, if any; once for all threads."""
+        checkpoint = self.checkpoint
         with self._lock:
             while self.actor is dead:
-                if (cause := self.processes.cause()) is not None:
-                    error.add_note(f"The server has ended: {cause}.")
-                if self.checkpoint is None:
-                    error.add_note("The run was not saved: give it a checkpoint.")
-                    raise error
-                if self.deaths == self.max_deaths:
-                    error.add_note("The server has died more than max_deaths times.")
-                    raise error
-                self.deaths += 1
-                if cause is not None:
-                    logger.warning("the server has ended: %s", cause)
-                # Even with `resume=False` it must go on from this run's own ones.
-                known = self.checkpoint._replace(resume=True)
+                if error is not None:
+                    checkpoint = self._count(error)
                 try:
-                    actor = self.processes.start(known, check)
+                    actor = self.processes.start(checkpoint, check)
                     # It must begin before anybody else can call it.
-                    self._answer(actor.begin.remote(), check)
+                    self.processes.answers([actor.begin.remote()], check)
                 except self._ray.exceptions.RayActorError as again:
                     error = again
                 else:
                     self.actor = actor
+
+    def _count(self, error: Exception) -> Checkpoint:
+        """Counts a death; returns the checkpoint to go on from, or raises the error."""
+        if (cause := self.processes.cause()) is not None:
+            error.add_note(f"The server has ended: {cause}.")
+        if self.checkpoint is None:
+            error.add_note("The run was not saved: give it a checkpoint.")
+            raise error
+        if self.deaths == self.max_deaths:
+            error.add_note("The server has died more than max_deaths times.")
+            raise error
+        self.deaths += 1
+        if cause is not None:
+            logger.warning("the server has ended: %s", cause)
+        # Even with `resume=False` it must go on from this run's own ones.
+        return self.checkpoint._replace(resume=True)
 
     # The methods of a `RecoverableServer`, by their own arguments.
     pull = functools.partialmethod(_ask, "pull")
@@ -130,6 +124,7 @@ class RayServer:
     status = functools.partialmethod(_ask, "status")
     rest = functools.partialmethod(_ask, "rest")
     save = functools.partialmethod(_ask, "save")
+    restore = functools.partialmethod(_ask, "restore")
 
     def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
         """See :meth:`ParameterServer.push`; raises if the server dies meanwhile."""
@@ -137,10 +132,6 @@ class RayServer:
         checks.usable("grads", grads)
         grads, extra = message(self.layout, grads, extra)
         return self._ray.get(self.actor.push.remote(grads, local_step, **extra))
-
-    def restore(self, state: dict[str, Any]) -> NoReturn:
-        """See :meth:`RecoverableServer.restore`."""
-        raise RuntimeError(NO_RESTORE)
 
     def note(self, ahead: Ahead) -> None:
         """See :meth:`RecoverableServer.note`; does not wait for it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import pickle
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -33,17 +33,14 @@ def register() -> None:
 
 
 def _leave(x: jax.Array) -> object:
-    if x.weak_type or not x.is_fully_addressable:
-        return x.__reduce__()  # JAX's own way, or its own error.
-    return Bytes(np.asarray(x))
+    if x.weak_type:
+        return x.__reduce__()  # JAX's own way.
+    return jax.device_put, (Bytes(np.asarray(x)),)
 
 
-def _arrive(sent: np.ndarray[Any, Any] | tuple[Any, ...]) -> jax.Array:
-    if isinstance(sent, tuple):
-        make, args = sent
-        array: jax.Array = make(*args)
-        return array
-    return jax.device_put(sent)
+def _arrive(sent: tuple[Callable[..., jax.Array], tuple[Any, ...]]) -> jax.Array:
+    make, args = sent
+    return make(*args)
 
 
 class Bytes:
@@ -53,10 +50,10 @@ class Bytes:
     """
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array, self.nbytes = array, array.nbytes
+        self.array, self.nbytes = array, array.nbytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        x = self._array
+        x = self.array
         bits = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         return _from_bytes, (pickle.PickleBuffer(bits.data), x.dtype.name, x.shape)
 
@@ -85,8 +82,3 @@ class Payload(NamedTuple):
     def received(self) -> Any:
         """The value."""
         return self.value if self.ref is None else sys.modules["ray"].get(self.ref)
-
-
-def packed(arrays: Iterable[np.ndarray[Any, Any]]) -> list[Bytes]:
-    """NumPy arrays ready to be sent, without a copy in the message."""
-    return list(map(Bytes, arrays))

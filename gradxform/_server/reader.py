@@ -126,11 +126,6 @@ class Reading(NamedTuple):
     programs: dict[int, Program]
     plain: list[int]  # These are read as they are.
 
-    @property
-    def numbers(self) -> list[int]:
-        """Of all arrays that it reads."""
-        return [*self.programs, *self.plain]
-
     def run(
         self, leaves: Sequence[jax.Array] | Mapping[int, jax.Array]
     ) -> dict[int, jax.Array]:
@@ -172,11 +167,6 @@ class Reader:
             elif self._cast(number, form) is not None:
                 programs[number] = self.program(number, None, form)
         return Reading(programs, [i for i in wanted if i not in programs])
-
-    def has(self, number: int, size: int | None, form: Form) -> bool:
-        """Whether the program is compiled, or none is needed."""
-        key = number, size, self._cast(number, form)
-        return key in self._programs or key[1:] == (None, None)
 
     def program(self, number: int, size: int | None, form: Form) -> Program:
         """The program that reads an array whole, or ``size`` of its rows by their ids.

@@ -6,7 +6,6 @@ Only concrete values are checked. A traced value (a hyperparameter under ``jit``
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._trees import dtypes, maps
+from gradxform._trees import dtypes, maps, versions
 from gradxform._trees.types import (
     Gradient,
     Leaf,
@@ -573,19 +572,19 @@ def usable(name: str, tree: PyTree[Leaf]) -> None:
 
 def not_while_tracing(method: str) -> None:
     """Raises ``RuntimeError`` if JAX traces the caller, so that it would run once."""
+    # Outside of all transformations nothing of JAX runs here: a signal's handler may
+    # raise at any moment, and JAX gives its caches' users another error then.
+    if versions.is_outside():
+        return
     # Inside of jit JAX traces each operation, also one on an array that is known.
-    if isinstance(jax.device_put(_known(), may_alias=True), jax.core.Tracer):
-        raise RuntimeError(
-            f"{method} was called while JAX traces a function, as inside of jit or "
-            "scan. There it would run once, and its result would be a constant of the "
-            "program. Call it outside, and pass its result to the function."
-        )
-
-
-@functools.cache
-def _known() -> jax.Array:
-    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
-        return jnp.zeros(())
+    with jax.transfer_guard("allow"):
+        if not isinstance(jnp.zeros(()), jax.core.Tracer):
+            return
+    raise RuntimeError(
+        f"{method} was called while JAX traces a function, as inside of jit or "
+        "scan. There it would run once, and its result would be a constant of the "
+        "program. Call it outside, and pass its result to the function."
+    )
 
 
 def same_dtypes(

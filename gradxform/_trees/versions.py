@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -72,6 +73,25 @@ def jit_is_disabled() -> bool:
     """Whether functions are called as they are, for a debugger: ``jax.disable_jit``."""
     # JAX's types know this setting from 0.12 on.
     return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009
+
+
+def is_outside() -> bool:
+    """Whether this thread is outside of all transformations of JAX."""
+    return bool(_trace_state() == _outside())
+
+
+def _trace_state() -> object:
+    import jax.extend.core
+
+    name = "get_opaque_trace_state"
+    there = hasattr(jax.extend.core, name)  # Not in JAX 0.7.
+    return getattr(jax.extend.core if there else jax.core, name)()
+
+
+@functools.cache
+def _outside() -> object:
+    with jax.ensure_compile_time_eval():
+        return _trace_state()
 
 
 def before_tracing() -> None:

@@ -138,7 +138,6 @@ def each(spec):
         (TypeError, "server_processes must be an integer", 2.5, cut_tables),
         (ValueError, "into 65 equal parts", 65, cut_tables),
         (ValueError, "server_shardings must be a tree", 5, {"item": None}),
-        (TypeError, "PartitionSpec", 5, {"item": "server"}),
         (TypeError, r"at \['out'\]", 5, {**dict.fromkeys(make_params()), "out": "x"}),
         (ValueError, "'data'.*have the name 'server'", 5, P("data")),
         (ValueError, "'data'.*have the name 'server'", 5, P(None, "data")),

@@ -8,7 +8,6 @@ import pickle
 import socket
 import subprocess
 import sys
-import threading
 import types
 
 import jax
@@ -22,9 +21,8 @@ import gradxform as gx
 from gradxform._ray import wire
 from gradxform._ray.layout import Layout
 from gradxform._ray.messages import PushMessage, join
-from gradxform._ray.process import await_answer
 from gradxform._ray.transport import RayTransport
-from gradxform._ray.wire import Payload, packed
+from gradxform._ray.wire import Bytes, Payload
 from gradxform._server.core import of_one_process
 from gradxform._server.reader import PullRequest
 
@@ -143,9 +141,9 @@ def test_each_process_gets_its_parts_and_no_others():
     )
     looks_like_a_part = np.zeros((500, 3), np.float32)
     extra = {"like": {"table": table}, "other": {"table": looks_like_a_part}}
-    message = PushMessage.of(layout, {"table": table, "small": np.float32(7)}, extra)
-    for process in range(2):
-        sent = pickle.dumps(message.of_process(process), 5)
+    messages = PushMessage.of(layout, {"table": table, "small": np.float32(7)}, extra)
+    for process, message in enumerate(messages):
+        sent = pickle.dumps(message, 5)
         assert len(sent) < looks_like_a_part.nbytes + 1.1 * table.nbytes
         grads, got = pickle.loads(sent).received()
         part = table[500 * process : 500 * (process + 1)]
@@ -171,7 +169,7 @@ def test_large_messages_go_to_the_store_once(monkeypatch):
     assert Payload.of([large[1:]], copy=len) == (None, 1)
     rows = np.zeros((wire.SMALL, 1), np.float32)
     assert Payload.of(gx.IndexedSlices(np.arange(len(rows)), rows, rows.shape)).ref
-    assert Payload.of(packed([large])).ref
+    assert Payload.of([Bytes(large)]).ref
     assert len(put) == 3
 
 
@@ -261,16 +259,3 @@ def test_the_coordinator_listens_only_at_its_own_address():
             assert process.returncode == 0
         finally:
             process.kill()
-
-
-def test_an_answer_waits_for_its_listener():
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))  # Nobody listens there yet.
-        port = reserved.getsockname()[1]
-        waits = threading.Thread(target=await_answer, args=(f"127.0.0.1:{port}",))
-        waits.start()
-        waits.join(0.2)
-        assert waits.is_alive()
-        reserved.listen()
-        waits.join(60)
-        assert not waits.is_alive()
