@@ -86,7 +86,7 @@ class RayServer:
     def _start(
         self, dead: ActorHandle[Any] | None, error: Exception | None, check: Check
     ) -> None:
-        """Starts it in the place of a dead one, if any; once for all threads."""
+        """Starts it, or another one if it has died; once for all threads."""
         checkpoint = self.checkpoint
         with self._lock:
             while self.actor is dead:

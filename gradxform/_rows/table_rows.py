@@ -26,10 +26,10 @@ HINT = (
 class TableRows(StoredRows):
     r"""A part of a table: some of its rows, where the rest of it is elsewhere.
 
-    ``ParameterServer.pull(rows=...)`` gives it in the place of the table. A loss reads
-    its rows as it reads those of a table, through :func:`lookup`. Inside of
-    :func:`value_and_grad` and :func:`minimize` it sees a table, of which it can read
-    only these rows. A step changes these rows; the part is a table of its own there.
+    ``ParameterServer.pull(rows=...)`` gives it instead of the table. A loss reads its
+    rows as it reads those of a table, through :func:`lookup`. Inside of
+    :func:`value_and_grad` and :func:`minimize` the loss sees a table. It can read only
+    these rows. A step changes these rows; the part is a table of its own there.
 
     An :class:`IndexedSlices` says that all other rows are zero. This says nothing
     about them. Like it, this is a pytree node, and JAX refuses to calculate with its
