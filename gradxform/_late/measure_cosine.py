@@ -104,9 +104,9 @@ def measure_cosine(
         previous = missing.chosen(flags, state.previous)
         squares, square = norms.squared_norms(updates, axis_name=axis_name)
         _, dot = norms.products(updates, previous, squares, axis_name=axis_name)
-        held = maps.map_updates(lambda _, s: s.astype(dot.dtype), updates, before)
+        last = maps.map_updates(lambda _, s: s.astype(dot.dtype), updates, before)
         # ⟨g, g'⟩ / (‖g‖ · ‖g'‖)
-        old = norms.total(jax.tree.leaves(held))
+        old = norms.total(jax.tree.leaves(last))
         length = arithmetic.safe_sqrt(square) * arithmetic.safe_sqrt(old)
         cosine = dot / jnp.where(length < jnp.finfo(length.dtype).tiny, 1, length)
 
@@ -116,8 +116,8 @@ def measure_cosine(
             # The product is computed first. So its inputs need not be copied.
             return g, jnp.where(constants.never(dot), 0, g), square
 
-        held = [state.previous, state.squares]
-        updates, *kept = boundary.map_step(keep, updates, held, squares)
+        trees = [state.previous, state.squares]
+        updates, *kept = boundary.map_step(keep, updates, trees, squares)
         cosine = jnp.clip(cosine, -1, 1).astype(jnp.float32)
         return updates, MeasureCosineState(cosine, *kept)
 

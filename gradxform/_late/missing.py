@@ -265,7 +265,7 @@ def _where_marked(
 ) -> optax.OptState:
     """``choose(mark, *states)`` at each placeholder, and elsewhere the first state."""
     return jax.tree.map(
-        lambda mark, *held: choose(mark, *held) if is_placeholder(mark) else held[0],
+        lambda mark, *parts: choose(mark, *parts) if is_placeholder(mark) else parts[0],
         marks,
         *states,
         is_leaf=lambda node: is_placeholder(node) or stop(node),

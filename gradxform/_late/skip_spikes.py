@@ -141,13 +141,13 @@ def skip_spikes(
     def is_spike(x: jax.Array, history: jax.Array, num_held: jax.Array) -> jax.Array:
         # Distances from the newest number lose no digits: if all are equal, they are 0.
         # In units of the longest one no square overflows, and none becomes 0.
-        held = jnp.arange(window, 0, -1, jnp.int32) <= num_held
-        away = jnp.where(held, history - history[-1], 0)
+        filled = jnp.arange(window, 0, -1, jnp.int32) <= num_held
+        away = jnp.where(filled, history - history[-1], 0)
         unit = jnp.maximum(jnp.max(jnp.abs(away)), jnp.finfo(x.dtype).tiny)
         n = jnp.maximum(num_held, 2).astype(x.dtype)
         mean = jnp.sum(away / unit) / n
         squares = jax.lax.square(away / unit - mean)
-        std = jnp.sqrt(jnp.sum(squares, where=held) / (n - 1))
+        std = jnp.sqrt(jnp.sum(squares, where=filled) / (n - 1))
         # x - mean(h) > sigmas · std(h)
         above = (x - history[-1]) / unit - mean > jnp.asarray(sigmas, x.dtype) * std
         return above & (num_held >= dtypes.saturated(warmup))

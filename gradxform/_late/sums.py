@@ -98,8 +98,8 @@ def summed(
             n = 1 if reduction == "sum" else count
             divisors = maps.broadcast(n, state.accumulated)
             if by_row:
-                held = boxes.as_in(updates, row_counts)
-                divisors = _moved(_counted, pushed, held, has_begun, flags)
+                before = boxes.as_in(updates, row_counts)
+                divisors = _moved(_counted, pushed, before, has_begun, flags)
                 row_counts = boxes.as_in(row_counts, divisors)
             add = functools.partial(arithmetic.wide_sum, factor=factor)
 
@@ -224,8 +224,8 @@ def _finished(
     def quotient() -> jax.Array:
         one = jnp.ones((), dtypes.compute_dtype(total))
         factor = jnp.where(full, one / jnp.maximum(n, 1).astype(one.dtype), one)
-        held = total if maps.has_gradient(g) else where(begun, total)
-        return narrow(arithmetic.scale_leading(held, factor), old.dtype)
+        known = total if maps.has_gradient(g) else where(begun, total)
+        return narrow(arithmetic.scale_leading(known, factor), old.dtype)
 
     if maps.is_leaf(g):  # Every row, but only with the last push.
         return jax.lax.cond(full, quotient, lambda: total)

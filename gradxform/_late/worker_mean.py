@@ -276,11 +276,11 @@ def _written(
         means: jax.Array,
         flag: bool | jax.Array,
     ) -> tuple[jax.Array, ...]:
-        held = dtypes.widen(_row(table, i))
-        old = jnp.where(counts[i] == 0, 0, held)
+        stored = dtypes.widen(_row(table, i))
+        old = jnp.where(counts[i] == 0, 0, stored)
         count = one_more(counts)
         # (g - m_i) / c_i
-        g = g.astype(held.dtype)
+        g = g.astype(stored.dtype)
         delta = arithmetic.scale(g - old, 1 / count.astype(dtypes.compute_dtype(g)))
         delta = missing.where(flag, delta, 0)
         count = missing.where(flag, count, counts[i])

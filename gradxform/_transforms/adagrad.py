@@ -133,8 +133,8 @@ def scale_by_adagrad(
         updates = boundary.entered(updates)
         if row_wise and params is not None:  # The accumulators know only the rows.
             checks.same_shapes("updates", updates, "params", params)
-        held = boxes.as_in(updates, state.sum_of_squares)
-        checks.same_shapes("updates", updates, "sum_of_squares", held, fits)
+        like = boxes.as_in(updates, state.sum_of_squares)
+        checks.same_shapes("updates", updates, "sum_of_squares", like, fits)
         squares = []
         if row_wise:
             squares = [norms.squared_rows(updates) if clip_sums is None else clip_sums]

@@ -92,14 +92,14 @@ def aligned(
     squared = functools.partial(
         norms.squared_norms, axis_name=axis_name, stacked_axes=stacked_axes
     )
-    held = maps.map_updates(lambda _, m: m, updates, mu)
+    momenta = maps.map_updates(lambda _, m: m, updates, mu)
     squares, _ = squared(updates)
-    lengths, _ = squared(held)
+    lengths, _ = squared(momenta)
     both = maps.map_updates(
         lambda _, gg, mm: gg + mm.astype(gg.dtype), updates, squares, lengths
     )
     dots, _ = norms.products(
-        updates, held, both, axis_name=axis_name, stacked_axes=stacked_axes
+        updates, momenta, both, axis_name=axis_name, stacked_axes=stacked_axes
     )
 
     @jax.jit  # Traced once for each shape, not for each layer.
