@@ -273,7 +273,9 @@ class Store:
             counters = manager.restore(
                 pushes, args=args.Composite(counters=args.JsonRestore())
             )["counters"]
-            self._check_job(pushes, like, counters.pop("arrays"))
+            # Versions before the first release had the nodes in a list of their own.
+            nodes = dict.fromkeys(counters.pop("empty", ()), EMPTY)
+            self._check_job(pushes, like, counters.pop("arrays") | nodes)
             restore = args.StandardRestore(jax.tree.map(target, like))
             state = manager.restore(pushes, args=args.Composite(state=restore))["state"]
         self.saved = pushes
