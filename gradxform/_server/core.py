@@ -300,7 +300,9 @@ class Core:
         """In a turn: goes on from a snapshot, whose arrays are at their places."""
         self.restore(snapshot.state)
         counters = snapshot.counters
-        self._accumulated, self.ahead = counters["accumulated"], dict(counters["ahead"])
+        # Before the first release these two were not saved, or None for a worker.
+        self._accumulated = counters.get("accumulated", 0)
+        self.ahead = {worker: n for worker, n in counters.get("ahead", ()) if n}
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}
         self._staleness = collections.Counter(staleness)
         accepted, self._before = counters["accepted"], snapshot.pushes

@@ -273,7 +273,7 @@ class Store:
             counters = manager.restore(
                 pushes, args=args.Composite(counters=args.JsonRestore())
             )["counters"]
-            # Versions before the first release had the nodes in a list of their own.
+            # Before the first release the nodes were in a list of their own.
             nodes = dict.fromkeys(counters.pop("empty", ()), EMPTY)
             self._check_job(pushes, like, counters.pop("arrays") | nodes)
             restore = args.StandardRestore(jax.tree.map(target, like))
@@ -286,6 +286,8 @@ class Store:
     ) -> None:
         """Raises ``ValueError`` unless a checkpoint has these arrays, and no others."""
         wanted = described(like)
+        if EMPTY not in saved.values():  # Before the first release none was saved.
+            wanted = {path: x for path, x in wanted.items() if x != EMPTY}
         differ = [x for x in {**wanted, **saved} if saved.get(x) != wanted.get(x)]
         if differ:  # The error names an array, if it can.
             path = min(differ, key=lambda x: EMPTY in (saved.get(x), wanted.get(x)))
