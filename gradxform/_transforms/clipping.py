@@ -138,6 +138,9 @@ def clip_by_global_norm(
     """
     max_norm = checks.in_range("max_norm", max_norm, "[0, inf]")
 
+    def init_fn(params: optax.Params) -> ClipByGlobalNormState:
+        return _no_norm(params)
+
     def update_fn(
         updates: optax.Updates,
         state: ClipByGlobalNormState,
@@ -162,7 +165,7 @@ def clip_by_global_norm(
 
         return maps.map_updates(scaled, updates), _state(use_norm)
 
-    return optax.GradientTransformationExtraArgs(_no_norm, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def clip_by_norm(
