@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import enum
 import functools
 from collections.abc import Iterable, Sequence
@@ -90,8 +91,9 @@ def _trace_state() -> object:
 
 @functools.cache
 def _outside() -> object:
-    with jax.ensure_compile_time_eval():
-        return _trace_state()
+    # The first call may come from inside. A new thread is outside of everything.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(_trace_state).result()
 
 
 def before_tracing() -> None:
