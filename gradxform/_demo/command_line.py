@@ -83,6 +83,7 @@ def _number(kind: type, low: float, high: float = MANY) -> dict[str, Any]:
 
 def _picture(path: str) -> str:
     """Looks before the training whether a picture can be written."""
+    path = os.path.expanduser(path)  # A shell leaves it in ``--plot=~/x.png``.
     if not path.lower().endswith(".png"):
         raise argparse.ArgumentTypeError(f"must end in .png, got {path!r}")
     if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
