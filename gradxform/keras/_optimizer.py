@@ -233,6 +233,11 @@ class Optimizer(keras.optimizers.Optimizer):
     @learning_rate.setter
     def learning_rate(self, learning_rate: jax.typing.ArrayLike) -> None:
         variable = self.learning_rate
+        if callable(learning_rate):
+            raise TypeError(
+                f"learning_rate must be a number, got {learning_rate!r}: give a "
+                "schedule to the transformation, as in optax.adam(schedule)."
+            )
         if any(_SCHEDULE in path for path in self._leaves):
             raise AttributeError(
                 "learning_rate comes from a schedule, and the next step would "
