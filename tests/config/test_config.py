@@ -188,10 +188,6 @@ def through_ml_collections(config):
     return ml_collections.ConfigDict(through_json(config))
 
 
-def through_frozen(config):
-    return ml_collections.FrozenConfigDict(through_json(config))
-
-
 def inside_ml_collections(config):
     return {**config, "inner": ml_collections.ConfigDict(through_json(config["inner"]))}
 
@@ -204,7 +200,6 @@ def inside_ml_collections(config):
         through_json,
         through_yaml,
         through_ml_collections,
-        through_frozen,
         inside_ml_collections,
     ],
 )
@@ -213,6 +208,12 @@ def test_nested(through):
     agree(tx, nested(), {"local_step": 0})
     # JSON has only strings as keys, so both sides go through it.
     assert through_json(gx.get_config(tx)) == through_json(NESTED)
+
+
+def test_frozen_config_dict():
+    config = {"name": "drop_stale", "inner": {"name": "densify"}, "max_staleness": 1}
+    tx = gx.from_config(ml_collections.FrozenConfigDict(config))
+    assert gx.get_config(tx) == config
 
 
 @pytest.mark.slow
