@@ -278,9 +278,10 @@ def prefix(
     Raises:
       TypeError: it is no prefix of ``tree``; the error names the first such path.
     """
+    if not jax.tree.leaves(tree):  # Nothing to fit, as in `optax.tree.map_params`.
+        return tree
     given = maps.prefix_of(given, tree)
-    # Without leaves there is nothing to fit, as in `optax.tree.map_params`.
-    if jax.tree.leaves(tree) and not _is_prefix(given, tree):
+    if not _is_prefix(given, tree):
         path, got, wanted = _other_node(given, tree, _is_prefix)
         raise TypeError(
             f"{name} and {tree_name} differ at {path_name(path)}: {name} has {got}, "
