@@ -9,7 +9,7 @@ public names.
 - ``command_line``: every option, with its default and range.
 - ``digits``: the data and the model. It imports nothing of the package.
 - ``report``: the progress bar, the table, the plot.
-- ``listing``: the public names, by import, and what their docstrings say.
+- ``listing``: the public names, read from the package's source.
 
 Imports the public API, ``engines`` and ``_server``. Only the demo imports it.
 """

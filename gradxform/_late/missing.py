@@ -1,13 +1,12 @@
 """Leaves without a gradient take no part in a step: they stay, and so does their state.
 
 Usually the leaf itself says that the loss gave it no gradient. Where a step begins, it
-is a ``None``, a ``float0``, or a masked node where parameters have a leaf; behind that
-it is a ``None`` (:func:`normalized`). Transformations of this
-library know ``None``. Others may not: optax's own fail on it, or forget the leaf's
-state. So :func:`update` gives them a node without leaves instead of each such
-leaf, as ``optax.masked`` does. Their ``init`` shows which parts of a state belong to a
-leaf: it gets such a node instead of the leaf, and the node appears wherever the leaf's
-state would be.
+is a ``None``, a ``float0``, or a masked node where parameters have a leaf. From there
+on it is a ``None`` (:func:`normalized`). Transformations of this library know ``None``.
+Others may not: optax's own fail on it, or forget the leaf's state. So :func:`update`
+gives them a node without leaves instead of each such leaf, as ``optax.masked`` does.
+Their ``init`` shows which parts of a state belong to a leaf: it gets such a node
+instead of the leaf, and the node appears wherever the leaf's state would be.
 
 A sum of pushes knows it only in its step: no push had a gradient for the leaf. It gives
 zeros for such a leaf, and a flag that is False, in an extra argument that only this

@@ -152,7 +152,7 @@ class Follower:
         self._prepared[key] = self.process.core.prepare(*message.received())
 
     def compile(self, form: Form, share: Mapping[int, RowIds | None]) -> None:
-        """Compiles what :meth:`read` needs, so that no turn has to."""
+        """Compiles the programs of :meth:`read` before a turn."""
         self.process.reader.prepare(share, form)
 
     def resume(self, pushes: int) -> None:

@@ -103,7 +103,7 @@ def handled(
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delays Ctrl-C until the block, or the decorated function, has ended."""
+    """Delays Ctrl-C until the block has ended."""
     pending: list[int] = []
     try:
         with handled(signal.SIGINT, lambda *_: pending.append(1), True):
