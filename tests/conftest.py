@@ -19,6 +19,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Ray gives its processes a low priority: beside tests that compute they hardly run.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# Ray kills its processes if the machine is short of memory, whoever uses it.
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 # Who called what, in each line of a program, takes a sixth of the time that tests take.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 

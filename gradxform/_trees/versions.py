@@ -82,11 +82,12 @@ def is_outside() -> bool:
 
 
 def _trace_state() -> object:
-    import jax.extend.core
+    # `import jax.extend.core` would not wait for another thread that imports it, too.
+    from jax.extend import core
 
     name = "get_opaque_trace_state"
-    there = hasattr(jax.extend.core, name)  # Not in JAX 0.7.
-    return getattr(jax.extend.core if there else jax.core, name)()
+    there = hasattr(core, name)  # Not in JAX 0.7.
+    return getattr(core if there else jax.core, name)()
 
 
 @functools.cache
@@ -102,7 +103,7 @@ def before_tracing() -> None:
     The import takes a tenth of a second, so it happens only for their users. Since JAX
     0.12 it adds settings that every trace depends on: running traces would be repeated.
     """
-    import jax.extend.core  # noqa: F401
+    from jax.extend import core  # noqa: F401
 
 
 def evaluate(
