@@ -478,7 +478,7 @@ def test_one_thread_alone_reads_the_pushes():
         reader = threading.Thread(target=lambda: done.extend(run.pushes))
         reader.start()
         begun.wait()
-        with pytest.raises(RuntimeError, match="pushes: another thread or a signal"):
+        with pytest.raises(ValueError, match="generator already executing"):
             next(run.pushes)
         going.set()
         reader.join()
