@@ -55,9 +55,7 @@ class Followers:
         """Commands all followers; returns references to their answers."""
         return [getattr(actor, name).remote(*args) for actor in self._actors]
 
-    def read(
-        self, each: Sequence[Mapping[int, Ids | None]], form: Form
-    ) -> list[Any]:
+    def read(self, each: Sequence[Mapping[int, Ids | None]], form: Form) -> list[Any]:
         """In a turn: commands each follower to send its share, if it has one."""
         pairs = zip(self._actors, each, strict=True)
         return [actor.read.remote(form, share) for actor, share in pairs if share]

@@ -45,7 +45,8 @@ class Transport:
 
     def pull(self, request: PullRequest) -> tuple[Any, int]:
         """See :meth:`ParameterServer.pull`."""
-        wanted = dict.fromkeys(range(self.core.specs.num_params)) | request.rows
+        whole = dict.fromkeys(range(self.core.specs.num_params))
+        wanted = {**whole, **request.rows}
         reading = self.reader.prepare(wanted, request.form)
         read, seen = self.turns.run(self._read, reading)
         read |= {i: self._part(i, x, read[i]) for i, x in request.rows.items()}

@@ -7,7 +7,7 @@ Only concrete values are checked. A traced value (a hyperparameter under ``jit``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -203,6 +203,20 @@ def no_lookahead(
             "optax.lookahead keeps two copies of the parameters, LookaheadParams, and "
             f"takes the gradients of only one, params.fast: {hint}"
         )
+
+
+def only(name: str, found: Sequence[tuple[Path, Any]], hint: str) -> Any:  # A node.
+    """The one node of a state that was looked for, by :func:`maps.nodes`.
+
+    Raises:
+      ValueError: there is none, or there are several.
+    """
+    if not found:
+        raise ValueError(f"the state holds no {name}: {hint}.")
+    if len(found) > 1:
+        paths = ", ".join(path_name(path) for path, _ in found)
+        raise ValueError(f"the state holds several {name}, at {paths}: pass one part.")
+    return found[0][1]
 
 
 def flags(**arguments: bool) -> None:
@@ -472,9 +486,7 @@ def _same_nodes(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> bool:
     return bool(nodes(tree) == nodes(reference))
 
 
-def _other_node(
-    tree: PyTree[Leaf], reference: PyTree[Leaf]
-) -> tuple[Path, str, str]:
+def _other_node(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> tuple[Path, str, str]:
     """The first path where two trees have different nodes."""
 
     def top(

@@ -189,7 +189,7 @@ def broadcast(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
     """
     if not jax.tree.leaves(tree):
         return tree
-    values = dict(jax.tree.leaves_with_path(prefix_of(prefix, tree)))
+    values = dict(leaves_with_path(prefix_of(prefix, tree)))
 
     def value(path: Path, x: Leaf) -> T | optax.MaskedNode | None:
         if not has_gradient(x):

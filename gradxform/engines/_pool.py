@@ -16,7 +16,6 @@ from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.core import of_one_process
 from gradxform._server.records import Ahead, ServerStatus, is_past
 from gradxform._server.recoverable import RecoverableServer
-from gradxform._server.store import Store
 from gradxform._server.transport import Transport
 from gradxform._trees import checks
 from gradxform.engines._job import Counts, Job, Push, Server, Worker
@@ -59,8 +58,7 @@ def server_options(job: Job) -> dict[str, Any]:
 def server_here(job: Job, checkpoint: Checkpoint | None) -> RecoverableServer:
     """A job's server in this process."""
     core = of_one_process(job.params, job.tx, **server_options(job))
-    store = None if checkpoint is None else Store(checkpoint)
-    return RecoverableServer(Transport(core), store, job.pushes)
+    return RecoverableServer(Transport(core), checkpoint, job.pushes)
 
 
 class RunServer(Server, Protocol):

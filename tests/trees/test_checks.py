@@ -256,7 +256,9 @@ def test_a_prefix_with_the_same_keys_fits(kind):
     """A config has only dicts, also for parameters in other nodes."""
     with_mask(kind({"a": True, "b": False}))
     with_axis_name(kind({"a": P(), "b": P()}))
-    state = gx.scale_by_novograd(stacked_axes=kind({"a": {"w": 1}, "b": 0})).init(FROZEN)
+    state = gx.scale_by_novograd(stacked_axes=kind({"a": {"w": 1}, "b": 0})).init(
+        FROZEN
+    )
     assert jax.tree.map(jnp.shape, state.nu) == freeze({"a": {"w": (2,)}, "b": ()})
 
 
