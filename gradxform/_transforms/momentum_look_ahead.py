@@ -289,7 +289,7 @@ def worker_start(
     kind = ScaleByMomentumLookAheadState
     found = maps.nodes(state, lambda node: isinstance(node, kind))
     hint = "pass that of a transformation with scale_by_momentum_look_ahead in it"
-    own = checks.only("momentum of momentum_look_ahead", found, hint)
+    own = checks.only(kind.__name__, found, hint)
     mu = boxes.as_in(params, own.mu)  # Flax has other boxes around state.
     boundary.dense("worker_start", params)
     checks.same_shapes("the momentum", mu, "params", maps.masked_like(mu, params))

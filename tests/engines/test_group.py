@@ -137,7 +137,7 @@ def each(spec):
         (ValueError, "server_processes must be in .*got 0", 0, cut_tables),
         (TypeError, "server_processes must be an integer", 2.5, cut_tables),
         (ValueError, "into 65 equal parts", 65, cut_tables),
-        (ValueError, "server_shardings must be a tree", 5, {"item": None}),
+        (ValueError, "server_shardings has no value for params at", 5, {"item": None}),
         (TypeError, r"at \['out'\]", 5, {**dict.fromkeys(make_params()), "out": "x"}),
         (ValueError, "'data'.*have the name 'server'", 5, P("data")),
         (ValueError, "'data'.*have the name 'server'", 5, P(None, "data")),
