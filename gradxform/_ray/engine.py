@@ -211,6 +211,7 @@ class _Ray(WorkerPool):
         self._ray, self._max_deaths = ray, max_deaths
         self._start_actor = ray.remote(_RayWorker).options(**options).remote
         self._deaths: collections.Counter[int] = collections.Counter()
+        self._gone = False  # The loop knows that the server has died too often.
         self.workers = {}
 
     def _joining(self, index: int, worker: Worker) -> Worker:
@@ -291,8 +292,12 @@ class _Ray(WorkerPool):
         return super()._is_done()
 
     def _hear(self) -> None:
-        self.server.begin()  # Starts another one if it has died.
-        self._ledger.hear(self._standing(self.server.status))
+        try:
+            self.server.begin()  # Starts another one if it has died.
+            self._ledger.hear(self._standing(self.server.status))
+        except self._ray.exceptions.RayActorError:
+            self._gone = True
+            raise
 
     def _standing(self, ask: Callable[[], ServerStatus]) -> ServerStatus:
         while (status := ask()).incarnation != self._ledger.incarnation:
@@ -320,6 +325,10 @@ class _Ray(WorkerPool):
         with contextlib.suppress(self._ray.exceptions.RayActorError):
             if self._begun:
                 self._ledger.settle(self._standing(self.server.rest))
+
+    def save(self) -> int | None:
+        """See :meth:`WorkerPool.save`."""
+        return None if self._gone else super().save()
 
     def close(self) -> None:
         """Ends all workers."""
