@@ -25,9 +25,9 @@ TAG = (  # The name of the dtype in JAX's errors.
 
 @functools.cache
 def _opaque() -> object:
-    import jax.extend.random  # Takes 60 ms, so it is imported only here.
+    from jax.extend import random  # Takes 60 ms, so it is imported only here.
 
-    return jax.extend.random.define_prng_impl(
+    return random.define_prng_impl(
         key_shape=(1,),
         seed=_no_generator,
         split=_no_generator,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import logging
 import math
@@ -117,6 +118,12 @@ class WorkerPool:
     def pushes(self) -> Iterator[Push]:
         if self._is_over:
             raise RuntimeError(OVER)
+        if inspect.getgeneratorstate(self._pushes) == inspect.GEN_RUNNING:
+            raise RuntimeError(
+                "pushes: another thread or a signal handler waits for the next push. "
+                "Read it in one place, and hand the pushes on, for example through a "
+                "queue.Queue."
+            )
         return self._pushes
 
     def _joining(self, index: int, worker: Worker) -> Worker:
