@@ -29,26 +29,3 @@ def test_server_and_engines_are_imported_when_they_are_used():
     assert {*loaded} - sys.stdlib_module_names == {"gradxform"}
     parts = {name.split(".")[1] for name in own}
     assert parts == {"_config", "_late", "_rows", "_training", "_transforms", "_trees"}
-
-
-def test_two_threads_may_be_the_first_to_need_a_module_of_jax():
-    # While one thread still imports the rest of jax.extend, its core is already there.
-    program = """
-import concurrent.futures, importlib.abc, sys, time
-
-class Slow(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == "jax.extend.source_info_util":
-            time.sleep(1.0)
-
-sys.meta_path.insert(0, Slow())
-from gradxform._trees import versions
-assert "jax.extend" not in sys.modules
-with concurrent.futures.ThreadPoolExecutor(2) as threads:
-    first = threads.submit(versions.is_outside)
-    while not hasattr(sys.modules.get("jax.extend"), "core"):
-        time.sleep(0.01)
-    assert not first.done()
-    assert threads.submit(versions.is_outside).result() and first.result()
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

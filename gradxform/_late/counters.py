@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import maps
+from gradxform._trees import checks, maps
 from gradxform._trees.types import Path
 
 # The fields that count the pushes that a gate has left out, each for a reason.
@@ -134,13 +134,7 @@ def has_gate(state: optax.OptState, field: str = "inner_state") -> bool:
 
 
 def _outermost(state: optax.OptState, field: str) -> optax.OptState:
-    found = states(state, field)
-    if not found:
-        raise ValueError(
-            f"the state holds no {field}: wrap the transformation in drop_stale, "
-            "conditional_accumulator or worker_mean."
-        )
-    if len(found) > 1:
-        paths = ", ".join(f"{jax.tree_util.keystr(path)}.{field}" for path, _ in found)
-        raise ValueError(f"the state holds several {field}, at {paths}: pass one part.")
-    return found[0][1]
+    hint = (
+        "wrap the transformation in drop_stale, conditional_accumulator or worker_mean"
+    )
+    return checks.only(field, states(state, field), hint)

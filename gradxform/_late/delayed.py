@@ -14,7 +14,7 @@ from gradxform._late.gate import Decision
 from gradxform._rows import boundary
 from gradxform._trees import boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
-from gradxform._trees.types import Leaf, Path, PyTree
+from gradxform._trees.types import Leaf, PyTree
 
 _DELAYS = f"[0, {2**30 - 1}]"  # Counters go up to twice a delay, and are int32.
 
@@ -125,7 +125,8 @@ def delayed(
             zero = constants.full_like(p, 0, dtype, axes=None if delay else 0)
             return constants.stacked(zero, delay) if delay else zero
 
-        ring = maps.map_params(zeros, leaves, _delays(num_steps, leaves))
+        delays = checks.prefix("num_steps", boxes.unboxed(num_steps), leaves)
+        ring = maps.map_params(zeros, leaves, delays)
         number = len(maps.leaves(leaves))
         return DelayedState(
             # One array for all leaves: on GPU each array costs the start of a kernel.
@@ -209,33 +210,6 @@ def _check_numbers(num_steps: PyTree[int]) -> None:
         )
     for path, number in numbers:
         checks.length(f"num_steps{jax.tree_util.keystr(path)}", number, _DELAYS)
-
-
-def _delays(num_steps: PyTree[int], params: optax.Params) -> PyTree[int]:
-    """The number of each leaf: the one given for it, or for a branch around it."""
-    given = dict(jax.tree.leaves_with_path(boxes.unboxed(num_steps)))
-    name = jax.tree_util.keystr
-    hint = "Pass an int, or a tree of ints with the keys of params, where one int may "
-    hint += "stand for a whole branch."
-
-    def delay(path: Path, _: object) -> int:
-        for end in range(len(path) + 1):
-            if path[:end] in given:
-                return int(given[path[:end]])
-        raise TypeError(f"num_steps has no int for params{name(path)}. {hint}")
-
-    delays = jax.tree.map_with_path(delay, params)
-    # A node without leaves may stand for leaves that another transformation trains.
-    nodes = jax.tree.leaves_with_path(
-        params, is_leaf=lambda node: not jax.tree.leaves(node)
-    )
-    for path, number in given.items():
-        if not any(path[: len(at)] == at[: len(path)] for at, _ in nodes):
-            raise TypeError(
-                f"num_steps{name(path)} is {number!r}, but params have nothing there. "
-                f"{hint}"
-            )
-    return delays
 
 
 def _check_updates(updates: optax.Updates, ring: optax.Updates) -> None:

@@ -23,7 +23,6 @@ from gradxform._server.core import of_one_process
 from gradxform._server.extras import require
 from gradxform._server.placement import is_function
 from gradxform._server.recoverable import RecoverableServer
-from gradxform._server.store import Store
 from gradxform._trees.types import T
 from gradxform.engines._job import Job
 from gradxform.engines._pool import LOOK, server_options
@@ -72,7 +71,7 @@ class ServerActor(RecoverableServer):
         **options: bool,
     ) -> None:
         transport = RayTransport(of_one_process(params, tx, **options))
-        super().__init__(transport, checkpoint and Store(checkpoint), pushes)
+        super().__init__(transport, checkpoint, pushes)
 
 
 class Processes:

@@ -17,7 +17,7 @@ from gradxform._ray.process import joined, part_of
 from gradxform._ray.wire import Bytes
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.programs import Prepared
-from gradxform._server.reader import Form, RowIds
+from gradxform._server.reader import Form, Ids
 from gradxform._server.records import Snapshot, summary
 from gradxform._server.store import Store
 
@@ -55,9 +55,7 @@ class Followers:
         """Commands all followers; returns references to their answers."""
         return [getattr(actor, name).remote(*args) for actor in self._actors]
 
-    def read(
-        self, each: Sequence[Mapping[int, RowIds | None]], form: Form
-    ) -> list[Any]:
+    def read(self, each: Sequence[Mapping[int, Ids | None]], form: Form) -> list[Any]:
         """In a turn: commands each follower to send its share, if it has one."""
         pairs = zip(self._actors, each, strict=True)
         return [actor.read.remote(form, share) for actor, share in pairs if share]
@@ -151,7 +149,7 @@ class Follower:
         """Does what a push needs before its turn."""
         self._prepared[key] = self.process.core.prepare(*message.received())
 
-    def compile(self, form: Form, share: Mapping[int, RowIds | None]) -> None:
+    def compile(self, form: Form, share: Mapping[int, Ids | None]) -> None:
         """Compiles the programs of :meth:`read` before a turn."""
         self.process.reader.prepare(share, form)
 
@@ -175,7 +173,7 @@ class Follower:
         self._prepared.pop(key, None)
         self._snapshots.pop(key, None)
 
-    def read(self, form: Form, share: Mapping[int, RowIds | None]) -> dict[int, Bytes]:
+    def read(self, form: Form, share: Mapping[int, Ids | None]) -> dict[int, Bytes]:
         """Its share of the arrays, which Ray copies before the next command begins."""
         reading = self.process.reader.prepare(share, form)
         leaves = self.process.core.version.leaves

@@ -70,7 +70,12 @@ class Layout(NamedTuple):
         if callable(shardings):
             specs = [shardings(checks.path_str(path), x.shape) for path, x in flat]
         else:
-            specs = _sharded(shardings, types)
+            try:
+                specs = checks.prefix("server_shardings", shardings, types)
+            except TypeError as error:
+                raise ValueError(str(error)) from None
+            structure: jax.tree_util.PyTreeDef = jax.tree.structure(types)
+            specs = structure.flatten_up_to(specs)
         cuts = [
             _cut(path, x, spec, processes)
             for (path, x), spec in zip(flat, specs, strict=True)
@@ -159,21 +164,6 @@ class Layout(NamedTuple):
 def spec(cut: int | None) -> P:
     """The ``PartitionSpec`` of an array that is cut along this axis."""
     return P() if cut is None else P(*[None] * cut, AXIS)
-
-
-def _sharded(shardings: PyTree[P | None], types: PyTree[Type]) -> list[P | None]:
-    """The entry of ``shardings`` for each leaf: its own, or its branch's."""
-    try:
-        specs = jax.tree.broadcast(
-            shardings, types, is_leaf=lambda x: x is None or isinstance(x, P)
-        )
-    except ValueError as error:
-        raise ValueError(
-            "server_shardings must be a tree like params, or a prefix of one, "
-            f"with a PartitionSpec for each leaf or branch: {error}"
-        ) from error
-    structure: jax.tree_util.PyTreeDef = jax.tree.structure(types)
-    return structure.flatten_up_to(specs)
 
 
 def _cut(path: Path, x: Type, asked: object, processes: int) -> int | None:

@@ -160,5 +160,4 @@ class Leader(RecoverableServer):
         self.process = joined(self._coordinator, 0, given, layout, **options)
         self._reserved.close()
         transport = GroupTransport(self.process, Followers(followers, self._end))
-        store = None if checkpoint is None else Store(checkpoint, together=True)
-        super().__init__(transport, store, pushes)
+        super().__init__(transport, checkpoint, pushes, together=True)

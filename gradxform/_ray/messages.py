@@ -19,7 +19,7 @@ from gradxform._ray.layout import Layout
 from gradxform._ray.wire import Bytes, Payload
 from gradxform._rows.table_rows import ascending
 from gradxform._server.programs import check_fits
-from gradxform._server.reader import Ids, RowIds
+from gradxform._server.reader import Ids
 from gradxform._trees import maps
 from gradxform._trees.types import Leaf
 
@@ -147,13 +147,13 @@ def join(parts: list[np.ndarray[Any, Any]], axis: int) -> np.ndarray[Any, Any]:
 
 
 def packed_parts(
-    read: Mapping[int, jax.Array], wanted: Mapping[int, RowIds | None]
+    read: Mapping[int, jax.Array], wanted: Mapping[int, Ids | None]
 ) -> dict[int, Bytes]:
     """The parts that a process sends: those of its arrays that are wanted.
 
     Of rows it sends as many as there are ids.
     """
     return {
-        i: Bytes(np.asarray(read[i])[: None if rows is None else len(rows.ids)])
-        for i, rows in wanted.items()
+        i: Bytes(np.asarray(read[i])[: None if ids is None else len(ids)])
+        for i, ids in wanted.items()
     }

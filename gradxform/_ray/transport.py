@@ -14,20 +14,15 @@ from gradxform._ray.messages import Gathered, Joined, packed_parts
 from gradxform._ray.wire import Bytes, Payload
 from gradxform._server.core import Core
 from gradxform._server.placement import copy
-from gradxform._server.reader import (
-    Form,
-    Ids,
-    Key,
-    PullRequest,
-    RowIds,
-    size_for,
-)
+from gradxform._server.reader import Form, Ids, PullRequest, size_for
 from gradxform._server.records import GlobalStep
 from gradxform._server.transport import Transport
 from gradxform._trees.types import PyTree
 
 # The rows of each leaf, by its number; None for the whole.
 Wanted: TypeAlias = Mapping[int, Ids | None]
+# The tables that a request leaves out of the whole leaves, and the form of these.
+Key: TypeAlias = tuple[frozenset[int], Form]
 # Leaves, and parts of others.
 Sent: TypeAlias = tuple[dict[int, jax.Array], dict[int, Bytes]]
 # Is called in a turn; its result is called anywhere, if only rows are read.
@@ -80,7 +75,6 @@ class RayTransport(Transport):
         self._types = jax.tree.leaves(core.specs.types)
         self._cuts = [*cuts] or [None] * len(self._types)
         self._followers = followers or Followers([])
-        self._reads: dict[Key, Read] = {}
         # What the followers have compiled: process, leaf, number of rows, and form.
         self._compiled: set[tuple[int, int, int | None, Form]] = set()
         # What was sent of the newest parameters, for the next who asks for the same.
@@ -88,16 +82,18 @@ class RayTransport(Transport):
         self._sent: dict[tuple[tuple[str, int], Key], Gathered] = {}
 
     def pull(self, request: PullRequest) -> tuple[Any, int]:
-        key = request.key
+        # All but the ids: the whole leaves depend on it.
+        key = frozenset(request.rows), request.form
         if not request.rows:  # What was sent before needs no turn.
             self.core.check_usable()
             version = self.core.version
             if (sent := self._sent.get((version.of_params(), key))) is not None:
                 return Response(self._tree, sent), version.step()
-        if key not in self._reads:
-            numbers = set(range(self.core.specs.num_params)) - request.rows.keys()
-            self._reads[key] = self._reading(dict.fromkeys(numbers), request.form)
-        whole, rows = self._reads[key], self._reading(request.rows, request.form)
+        numbers = set(range(self.core.specs.num_params)) - request.rows.keys()
+        whole, rows = (
+            self._reading(wanted, request.form)
+            for wanted in (dict.fromkeys(numbers), request.rows)
+        )
 
         def publish() -> tuple[Gathered, Callable[[], Gathered], GlobalStep]:
             self.core.check_usable()
@@ -122,9 +118,9 @@ class RayTransport(Transport):
         """Divides a reading among the processes, which compile what they lack."""
         own, *others = (self._share(wanted, k) for k in range(len(self._followers) + 1))
         needed = {
-            (k, i, rows and rows.size, form)
+            (k, i, None if ids is None else size_for(len(ids)), form)
             for k, share in enumerate(others)
-            for i, rows in share.items()
+            for i, ids in share.items()
         }
         if not needed <= self._compiled:
             with self._followers.asked("compile", [(form, share) for share in others]):
@@ -152,9 +148,9 @@ class RayTransport(Transport):
 
         return run
 
-    def _share(self, wanted: Wanted, process: int) -> dict[int, RowIds | None]:
+    def _share(self, wanted: Wanted, process: int) -> dict[int, Ids | None]:
         """What one process reads: its own parts; leaves without parts the leader."""
-        share: dict[int, RowIds | None] = {}
+        share: dict[int, Ids | None] = {}
         for number, ids in wanted.items():
             cut, shape = self._cuts[number], self._types[number].shape
             if cut is None and process:
@@ -167,7 +163,7 @@ class RayTransport(Transport):
                 height = shape[0] // (len(self._followers) + 1)
                 own = own[own // height == process] % height
             if len(own) or not process:
-                share[number] = RowIds(own, size_for(len(own)))
+                share[number] = own
         return share
 
     def _own(self, x: jax.Array) -> jax.Array:

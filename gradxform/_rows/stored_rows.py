@@ -63,6 +63,10 @@ class StoredRows(SparseLeaf):
             self.values = jnp.where(inside, self.values, 0)
         self.dense_shape = shape
         self._summed = self._always_summed
+        self._finish()
+
+    def _finish(self) -> None:
+        """What else a kind of rows needs once these are known."""
 
     @property
     def indices(self) -> jax.Array:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,13 +72,7 @@ class TableRows(StoredRows):
     _hint = HINT
     _always_summed = True
 
-    def __init__(
-        self,
-        indices: jax.typing.ArrayLike | Sequence[int],
-        values: jax.typing.ArrayLike,
-        dense_shape: Sequence[int],
-    ) -> None:
-        super().__init__(indices, values, dense_shape)
+    def _finish(self) -> None:
         if is_known(self.indices):
             known, counts = np.unique(np.asarray(self.indices), return_counts=True)
             repeated = known[(counts > 1) & (known < self.dense_shape[0])]

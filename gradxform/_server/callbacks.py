@@ -14,7 +14,7 @@ from gradxform._trees import jaxprs
 from gradxform._trees.types import T
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, JaxprEqn
+    from jax.extend.core import JaxprEqn
 
 
 class Callbacks:
@@ -33,6 +33,7 @@ class Callbacks:
         self._devices = devices
         self._context = contextvars.Context()
         self._errors: list[Exception] = []
+        self._found = False
 
     def around(self, program: Callable[..., T]) -> Callable[..., T]:
         """The same program, which raises its callbacks' errors."""
@@ -49,19 +50,26 @@ class Callbacks:
 
         return run
 
-    def inside(self, traced: jax.stages.Traced) -> Callable[..., Any]:
-        """The function that was traced, with this object around each callback."""
+    def inside(self, traced: jax.stages.Traced) -> Callable[..., Any] | None:
+        """The function that was traced, with this object around each callback.
+
+        None if it has no callback.
+        """
         from jax.extend.core import jaxpr_as_fun
 
-        evaluate = jaxpr_as_fun(jaxprs.replaced(traced.jaxpr, self._around))
+        replaced = jaxprs.replaced(traced.jaxpr, self._around)
+        if not self._found:
+            return None
+        evaluate = jaxpr_as_fun(replaced)
         tree = jax.tree.structure(traced.out_info)
         return lambda *args: jax.tree.unflatten(tree, evaluate(*jax.tree.leaves(args)))
 
     def _around(self, eqn: JaxprEqn) -> JaxprEqn:
         """The same equation; a callback in it runs in the context of the program."""
-        if not _calls_back(eqn):
+        callback: Callable[..., Sequence[Any]] | None = eqn.params.get("callback")
+        if not callable(callback):
             return eqn
-        callback: Callable[..., Sequence[Any]] = eqn.params["callback"]
+        self._found = True
         types: list[Any] = [x.aval for x in eqn.outvars]  # Of arrays.
 
         def call(*args: object) -> Sequence[Any]:
@@ -74,12 +82,3 @@ class Callbacks:
                 return [np.zeros(x.shape, x.dtype) for x in types]
 
         return eqn.replace(params=eqn.params | {"callback": call})
-
-
-def has_callbacks(closed: ClosedJaxpr) -> bool:
-    """Whether a jaxpr calls back to the host."""
-    return any(map(_calls_back, jaxprs.equations(closed)))
-
-
-def _calls_back(eqn: JaxprEqn) -> bool:
-    return callable(eqn.params.get("callback"))

@@ -233,7 +233,7 @@ class Core:
         seconds, counted = self._last - self._first, self._tally.pushes - self._before
         return ServerStats(
             accepted=self._tally.accepted,
-            dropped=self._tally.dropped,
+            dropped=self._tally.pushes - self._tally.accepted,
             staleness=dict(sorted(self._staleness.items())),
             pushes_per_second=(counted - 1) / seconds if seconds else 0.0,
             global_step=self.version.global_step,
@@ -253,7 +253,7 @@ class Core:
 
     def __str__(self) -> str:
         """The step, the size of the parameters, and whether service has ended."""
-        params = self.specs.params_of(self.version.leaves)
+        params = self.version.leaves[: self.specs.num_params]
         size, step = sum(x.size for x in params), self.version.global_step
         said = f"global_step={step}, parameters={size}, arrays={len(params)}"
         return f"{said}, ended" if self.unusable() else said
@@ -307,10 +307,11 @@ class Core:
         self._staleness = collections.Counter(staleness)
         accepted, self._before = counters["accepted"], snapshot.pushes
         answers = {
-            worker: Answer(number, local_step, PushResult(*result), *counts)
+            # Before the first release the dropped ones were saved, too, or no counts.
+            worker: Answer(number, local_step, PushResult(*result), *counts[:1])
             for worker, number, local_step, result, *counts in counters["answers"]
         }
-        self._tally = Tally(accepted, self._before - accepted, answers)
+        self._tally = Tally(self._before, accepted, answers)
         self.takes -= sum(answer.number + 1 for answer in answers.values())
 
 

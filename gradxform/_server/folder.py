@@ -21,7 +21,6 @@ except ImportError:  # Windows: there only runs of the same process exclude each
 
 LOCK = "gradxform.lock"
 SUMS = "checksums.json"
-COUNTERS = "counters/metadata"
 ITEMS = "counters", "state"
 PATIENCE = 5.0  # Seconds for a process that has died, or is about to end.
 
@@ -194,19 +193,11 @@ class Folder:
           OSError: it cannot be read now, which says nothing about its content.
         """
         where = self._path / f"{number}"
-        if (data := _content(where / COUNTERS)) is None:
-            return f"it has no {COUNTERS}"
         try:
-            counters = json.loads(data)
-            counters["arrays"], counters["answers"]
-        except KeyError as error:
-            return f"{COUNTERS} has no {error}"
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
-            return f"{COUNTERS}: {error}"
-        if (data := _content(where / SUMS)) is None:  # The disk was full.
-            return None if (where / "state").is_dir() else "it has no state"
-        try:
-            sums = json.loads(data)
+            sums = json.loads((where / SUMS).read_bytes())
+        except NO_FILE:  # The disk was full.
+            lacking = [x for x in ITEMS if not (where / x).exists()]
+            return f"it has no {lacking[0]}" if lacking else None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             return f"{SUMS}: {error}"
         for name, each in sums.items():
@@ -240,14 +231,6 @@ def _locked(file: int) -> bool:
         if error.errno not in NO_LOCKS:
             raise
     return True
-
-
-def _content(path: pathlib.Path) -> bytes | None:
-    """The bytes of a file; None if it is not there."""
-    try:
-        return path.read_bytes()
-    except NO_FILE:
-        return None
 
 
 def _sums(where: pathlib.Path) -> dict[str, list[int] | None]:

@@ -17,7 +17,7 @@ from gradxform._late.counters import dropped, outermost
 from gradxform._late.measure_cosine import cosines
 from gradxform._rows import boundary
 from gradxform._rows.stored_rows import padded
-from gradxform._server.callbacks import Callbacks, has_callbacks
+from gradxform._server.callbacks import Callbacks
 from gradxform._server.placement import bring, built, compiled, traced
 from gradxform._server.reader import size_for
 from gradxform._server.specs import Leaves, Specs
@@ -133,10 +133,10 @@ class PushPrograms:
         }
         with place.default_device():
             trace = traced(step, *args, **options)
-            if not has_callbacks(trace.jaxpr):
-                return Program(built(trace), shardings)
             callbacks = Callbacks(len(place.everywhere.device_set))
-            program = compiled(callbacks.inside(trace), *args, **options)
+            if (inside := callbacks.inside(trace)) is None:
+                return Program(built(trace), shardings)
+            program = compiled(inside, *args, **options)
             return Program(callbacks.around(program), shardings)
 
     def _shardings_of(self, tree: PyTree[Leaf], depth: int) -> Iterator[Sharding]:

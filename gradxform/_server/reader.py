@@ -23,8 +23,6 @@ from gradxform._trees.types import Param, PyTree, Rows
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
 # How leaves arrive: the dtype of floating ones; None for the dtype that each has.
 Form: TypeAlias = np.dtype[np.generic] | None
-# The tables that a request leaves out of the whole leaves, and the form of these.
-Key: TypeAlias = tuple[frozenset[int], Form]
 Program: TypeAlias = Callable[..., jax.Array]  # Of an array, or of ids and it.
 
 
@@ -39,11 +37,6 @@ class PullRequest(NamedTuple):
 
     rows: Mapping[int, Ids] = {}
     form: Form = None
-
-    @property
-    def key(self) -> Key:
-        """All but the ids: what an answer about the whole leaves depends on."""
-        return frozenset(self.rows), self.form
 
 
 class TablePaths:
@@ -113,13 +106,6 @@ def filled(ids: Ids, size: int, height: int) -> Ids:
     return given
 
 
-class RowIds(NamedTuple):
-    """Rows of one array."""
-
-    ids: Ids  # Ascending, each once; padding after them.
-    size: int  # How many rows the program reads; at least as many as ids.
-
-
 class Reading(NamedTuple):
     """Arrays to read, by their numbers, ready for a turn."""
 
@@ -150,20 +136,22 @@ class Reader:
         self._programs: dict[tuple[int, int | None, Form], Program] = {}
         self._compiling = threading.RLock()  # A signal handler may pull, too.
 
-    def prepare(self, wanted: Mapping[int, RowIds | None], form: Form) -> Reading:
+    def prepare(self, wanted: Mapping[int, Ids | None], form: Form) -> Reading:
         """Compiles what a reading needs, before its turn.
 
         Args:
-          wanted: the rows of each array, by its number; None for the whole.
+          wanted: the rows of each array, by its number, ascending and each once, with
+            padding after them; None for the whole. Padding follows, up to one of few
+            sizes.
           form: of the arrays that are read.
         """
         programs: dict[int, Program] = {}
-        for number, rows in wanted.items():
-            if rows is not None:
-                program = self.program(number, rows.size, form)
-                height = self._types[number].shape[0]
-                ids = self.placement.put(filled(rows.ids, rows.size, height))
-                programs[number] = functools.partial(program, ids)
+        for number, ids in wanted.items():
+            if ids is not None:
+                size, height = size_for(len(ids)), self._types[number].shape[0]
+                program = self.program(number, size, form)
+                there = self.placement.put(filled(ids, size, height))
+                programs[number] = functools.partial(program, there)
             elif self._cast(number, form) is not None:
                 programs[number] = self.program(number, None, form)
         return Reading(programs, [i for i in wanted if i not in programs])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import secrets
 from collections.abc import Callable, Hashable, Mapping
@@ -70,35 +71,26 @@ class ServerStats(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The last answer to a worker, and how many it has received; by default none."""
+    """The last answer to a worker, and how many were accepted; by default none."""
 
     number: int = -1  # Of its push.
     local_step: int = -1  # Of its push.
     result: PushResult = PushResult(False, 0, 0)
     accepted: int = 0
-    dropped: int = 0
 
 
+@dataclasses.dataclass
 class Tally:
     """What has become of the pushes: counts, and the last answer to each worker."""
 
-    def __init__(
-        self,
-        accepted: int = 0,
-        dropped: int = 0,
-        answers: Mapping[Any, Answer] = {},  # Workers of engines are integers.
-    ) -> None:
-        self.accepted, self.dropped = accepted, dropped
-        self.answers = dict(answers)
+    pushes: int = 0
+    accepted: int = 0
+    # Workers of engines are integers, and the numbers of their pushes begin with 0.
+    answers: dict[Any, Answer] = dataclasses.field(default_factory=dict)
 
     def copy(self) -> Tally:
         """One that later pushes do not change."""
-        return Tally(self.accepted, self.dropped, self.answers)
-
-    @property
-    def pushes(self) -> int:
-        """How many there were."""
-        return self.accepted + self.dropped
+        return dataclasses.replace(self, answers=dict(self.answers))
 
     def last(self, worker: Hashable) -> Answer:
         """The last answer to a worker."""
@@ -108,13 +100,12 @@ class Tally:
         self, result: PushResult, push_id: PushId | None = None, local_step: int = 0
     ) -> None:
         """One more push, of a worker if it has a ``push_id``."""
+        self.pushes += 1
         self.accepted += result.applied
-        self.dropped += not result.applied
         if push_id is not None:
             worker, number = push_id
-            last, applied = self.last(worker), result.applied
-            counts = last.accepted + applied, last.dropped + (not applied)
-            self.answers[worker] = Answer(number, local_step, result, *counts)
+            accepted = self.last(worker).accepted + result.applied
+            self.answers[worker] = Answer(number, local_step, result, accepted)
 
 
 class ServerStatus(NamedTuple):

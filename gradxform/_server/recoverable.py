@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NoReturn
 
+from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.parameter_server import ParameterServer
 from gradxform._server.records import Ahead, ServerStatus, Snapshot
 from gradxform._server.store import Store
@@ -23,16 +24,22 @@ class RecoverableServer(ParameterServer[Any]):
 
     Args:
       transport: to its workers, with its core.
-      store: where it is saved, and how often; without one nothing is.
+      checkpoint: where it is saved, and how often; without one it is not.
       pushes: how many pushes with a ``push_id`` it takes.
+      together: whether all processes of JAX write together.
     """
 
     def __init__(
-        self, transport: Transport, store: Store | None = None, pushes: float = math.inf
+        self,
+        transport: Transport,
+        checkpoint: Checkpoint | None = None,
+        pushes: float = math.inf,
+        *,
+        together: bool = False,
     ) -> None:
         self._set_up(transport)
         self._core.takes = pushes
-        self._store = store
+        self._store = None if checkpoint is None else Store(checkpoint, together)
         self._status: ServerStatus | None = None
 
     def begin(self) -> ServerStatus:

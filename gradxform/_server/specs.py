@@ -42,10 +42,6 @@ class Specs:
         """Parameters and state from all leaves, as :meth:`ParameterServer.state`."""
         return jax.tree.unflatten(self._structure, leaves)
 
-    def params_of(self, leaves: Leaves) -> Leaves:
-        """Those of all leaves that are parameters."""
-        return leaves[: self.num_params]
-
     def params(self, leaves: list[Any]) -> optax.Params:
         """The parameters from these leaves, or from what stands for them."""
         return jax.tree.unflatten(self._params_structure, leaves)

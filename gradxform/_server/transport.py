@@ -17,9 +17,7 @@ from gradxform._server.reader import (
     PullRequest,
     Reader,
     Reading,
-    RowIds,
     TablePaths,
-    size_for,
 )
 from gradxform._server.records import GlobalStep, Snapshot
 from gradxform._server.serial_executor import SerialExecutor
@@ -47,9 +45,8 @@ class Transport:
 
     def pull(self, request: PullRequest) -> tuple[Any, int]:
         """See :meth:`ParameterServer.pull`."""
-        wanted: dict[int, RowIds | None]
-        wanted = dict.fromkeys(range(self.core.specs.num_params))
-        wanted |= {i: RowIds(x, size_for(len(x))) for i, x in request.rows.items()}
+        whole = dict.fromkeys(range(self.core.specs.num_params))
+        wanted = {**whole, **request.rows}
         reading = self.reader.prepare(wanted, request.form)
         read, seen = self.turns.run(self._read, reading)
         read |= {i: self._part(i, x, read[i]) for i, x in request.rows.items()}

@@ -288,15 +288,9 @@ def worker_start(
 
     kind = ScaleByMomentumLookAheadState
     found = maps.nodes(state, lambda node: isinstance(node, kind))
-    if not found:
-        raise ValueError(
-            "the state holds no momentum of momentum_look_ahead: pass the state of a "
-            "transformation with scale_by_momentum_look_ahead in it."
-        )
-    if len(found) > 1:
-        paths = ", ".join(checks.path_name(path) for path, _ in found)
-        raise ValueError(f"the state holds several momenta, at {paths}: pass one part.")
-    mu = boxes.as_in(params, found[0][1].mu)  # Flax has other boxes around state.
+    hint = "pass that of a transformation with scale_by_momentum_look_ahead in it"
+    own = checks.only(kind.__name__, found, hint)
+    mu = boxes.as_in(params, own.mu)  # Flax has other boxes around state.
     boundary.dense("worker_start", params)
     checks.same_shapes("the momentum", mu, "params", maps.masked_like(mu, params))
 

@@ -7,7 +7,7 @@ Only concrete values are checked. A traced value (a hyperparameter under ``jit``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -205,6 +205,20 @@ def no_lookahead(
         )
 
 
+def only(name: str, found: Sequence[tuple[Path, Any]], hint: str) -> Any:  # A node.
+    """The one node of a state that was looked for, by :func:`maps.nodes`.
+
+    Raises:
+      ValueError: there is none, or there are several.
+    """
+    if not found:
+        raise ValueError(f"the state holds no {name}: {hint}.")
+    if len(found) > 1:
+        paths = ", ".join(path_name(path) for path, _ in found)
+        raise ValueError(f"the state holds several {name}, at {paths}: pass one part.")
+    return found[0][1]
+
+
 def flags(**arguments: bool) -> None:
     """Raises ``TypeError`` unless each argument is a bool, which is not traced."""
     for name, value in arguments.items():
@@ -276,27 +290,30 @@ def prefix(
     """One value of a prefix tree for each leaf of ``tree``, as :func:`maps.broadcast`.
 
     Raises:
-      TypeError: it is no prefix of ``tree``; the error names the first such path.
+      TypeError: it has no value for a leaf, or has one where ``tree`` has nothing; the
+        error names the first such path.
     """
-    if not jax.tree.leaves(tree):  # Nothing to fit, as in `optax.tree.map_params`.
-        return tree
+    hint = (
+        f"Pass one value, or a tree with the keys of {tree_name}, in which one value "
+        "may stand for a whole branch."
+    )
     given = maps.prefix_of(given, tree)
-    if not _is_prefix(given, tree):
-        path, got, wanted = _other_node(given, tree, _is_prefix)
-        raise TypeError(
-            f"{name} and {tree_name} differ at {path_name(path)}: {name} has {got}, "
-            f"{tree_name} has {wanted}. Pass one value, or a tree with the nodes and "
-            f"keys of {tree_name}, in which one value may stand for a whole branch."
-        )
-    return maps.broadcast(given, tree)
-
-
-def _is_prefix(given: PyTree[object], tree: PyTree[Leaf]) -> bool:
+    ends = {path for path, _ in maps.leaves_with_path(tree)}
+    nodes = {path[:n] for path in ends for n in range(len(path))}
+    for path, value in jax.tree.leaves_with_path(given) if ends else ():
+        # One below a masked node is for a leaf that another transformation trains.
+        if path not in nodes and not ends & {path[:n] for n in range(len(path) + 1)}:
+            raise TypeError(
+                f"{name} has {value!r} at {path_name(path)}, where {tree_name} has "
+                f"nothing. {hint}"
+            )
     try:
-        maps.map_leaves(lambda *_: None, given, tree)
-    except ValueError:
-        return False
-    return True
+        return maps.broadcast(given, tree)
+    except LookupError as error:
+        (path,) = error.args
+        raise TypeError(
+            f"{name} has no value for {tree_name} at {path_name(path)}. {hint}"
+        ) from None
 
 
 def bools(name: str, given: Prefix[bool], params: optax.Params) -> PyTree[bool]:
@@ -469,12 +486,8 @@ def _same_nodes(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> bool:
     return bool(nodes(tree) == nodes(reference))
 
 
-def _other_node(
-    tree: PyTree[Leaf],
-    reference: PyTree[Leaf],
-    fits: Callable[[PyTree[Leaf], PyTree[Leaf]], bool] = _same_nodes,
-) -> tuple[Path, str, str]:
-    """The first path where two trees that do not fit have different nodes."""
+def _other_node(tree: PyTree[Leaf], reference: PyTree[Leaf]) -> tuple[Path, str, str]:
+    """The first path where two trees have different nodes."""
 
     def top(
         node: PyTree[Leaf],
@@ -484,8 +497,8 @@ def _other_node(
     (children, node), (wanted_children, wanted) = top(tree), top(reference)
     if node == wanted:
         for (key, child), (_, like) in zip(children, wanted_children, strict=True):
-            if not fits(child, like):
-                path, given, expected = _other_node(child, like, fits)
+            if not _same_nodes(child, like):
+                path, given, expected = _other_node(child, like)
                 return (*key, *path), given, expected
     names = _name(type(tree)), _name(type(reference))
     if len(set(names)) == 1:  # One kind, but with other keys or static fields.

@@ -180,16 +180,26 @@ def param(p: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> Param:
 def broadcast(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
     """One value of the prefix tree for each leaf of ``tree``; ``None`` stays.
 
-    The prefix may be a function of ``tree``. A tree without leaves comes back
-    unchanged: in ``optax.tree.map_params`` one such node stands for all parameters.
+    Values are found by path, so a dict may describe an NNX state. The prefix may be a
+    function of ``tree``. A tree without leaves comes back unchanged: in
+    ``optax.tree.map_params`` one such node stands for all parameters.
+
+    Raises:
+      LookupError: a leaf has no value; the error has its path.
     """
     if not jax.tree.leaves(tree):
         return tree
+    values = dict(leaves_with_path(prefix_of(prefix, tree)))
 
-    def fill(value: T, branch: PyTree[Leaf]) -> PyTree[T]:
-        return map_leaves(lambda x: value if has_gradient(x) else nothing(x), branch)
+    def value(path: Path, x: Leaf) -> T | optax.MaskedNode | None:
+        if not has_gradient(x):
+            return nothing(x)
+        for end in range(len(path) + 1):
+            if path[:end] in values:
+                return values[path[:end]]
+        raise LookupError(path)
 
-    return map_leaves(fill, prefix_of(prefix, tree), tree)
+    return map_with_path(value, tree)
 
 
 def prefix_of(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:

@@ -82,12 +82,11 @@ def is_outside() -> bool:
 
 
 def _trace_state() -> object:
-    # `import jax.extend.core` would not wait for another thread that imports it, too.
+    # Not `jax.extend.core`: while another thread imports it, `jax` has no `extend`.
     from jax.extend import core
 
-    name = "get_opaque_trace_state"
-    there = hasattr(core, name)  # Not in JAX 0.7.
-    return getattr(core if there else jax.core, name)()
+    name = "get_opaque_trace_state"  # JAX 0.7 has it elsewhere.
+    return getattr(core if hasattr(core, name) else jax.core, name)()
 
 
 @functools.cache

@@ -63,11 +63,13 @@ class Ledger:
     def counts(self) -> Counts:
         """The counts as :class:`Counts`."""
         pushed, given_up = self.tally.pushes + self._lost, self._given_up.total()
+        workers = sorted({*self.tally.answers, *self._given_up})
+        answers = {worker: self.tally.last(worker) for worker in workers}
         under_way = len(self.begun) - len(self._counted)
         return Counts(
             pushed,
             self.tally.accepted,
-            self.tally.dropped,
+            self.tally.pushes - self.tally.accepted,
             self._lost,
             self.worker_deaths,
             given_up=given_up,
@@ -76,9 +78,11 @@ class Ledger:
             unanswered=self._unanswered,
             by_worker={
                 worker: WorkerCounts(
-                    *self.tally.last(worker)[3:], self._given_up[worker]
+                    last.accepted,
+                    last.number + 1 - last.accepted,
+                    self._given_up[worker],
                 )
-                for worker in sorted({*self.tally.answers, *self._given_up})
+                for worker, last in answers.items()
             },
         )
 

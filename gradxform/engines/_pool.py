@@ -17,7 +17,6 @@ from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.core import of_one_process
 from gradxform._server.records import Ahead, ServerStatus, is_past
 from gradxform._server.recoverable import RecoverableServer
-from gradxform._server.store import Store
 from gradxform._server.transport import Transport
 from gradxform._trees import checks
 from gradxform.engines._job import Counts, Job, Push, Server, Worker
@@ -36,6 +35,9 @@ from gradxform.engines._work import (
 logger = logging.getLogger("gradxform")
 
 LOOK = 0.5  # Seconds after which a wait for an answer checks the workers again.
+
+
+OVER = "the run is over: iterate pushes inside of the engine's context."
 
 
 class Stopped(Exception):
@@ -57,8 +59,7 @@ def server_options(job: Job) -> dict[str, Any]:
 def server_here(job: Job, checkpoint: Checkpoint | None) -> RecoverableServer:
     """A job's server in this process."""
     core = of_one_process(job.params, job.tx, **server_options(job))
-    store = None if checkpoint is None else Store(checkpoint)
-    return RecoverableServer(Transport(core), store, job.pushes)
+    return RecoverableServer(Transport(core), checkpoint, job.pushes)
 
 
 class RunServer(Server, Protocol):
@@ -110,7 +111,20 @@ class WorkerPool:
         self._last_word: BaseException | None = None
         self._free: list[int] = []  # About these workers `pace` was asked last.
         self._begun = False
-        self.pushes = _Pushes(self._until_stopped())
+        self._pushes = self._until_stopped()
+        self._is_over = False  # The context of the run has ended.
+
+    @property
+    def pushes(self) -> Iterator[Push]:
+        if self._is_over:
+            raise RuntimeError(OVER)
+        if inspect.getgeneratorstate(self._pushes) == inspect.GEN_RUNNING:
+            raise RuntimeError(
+                "pushes: another thread or a signal handler waits for the next push. "
+                "Read it in one place, and hand the pushes on, for example through a "
+                "queue.Queue."
+            )
+        return self._pushes
 
     def _joining(self, index: int, worker: Worker) -> Worker:
         """A worker whose gradient can be computed again, on the same minibatch."""
@@ -301,9 +315,8 @@ class WorkerPool:
 
     def close(self) -> None:
         """Marks the run as over, at the end of its context."""
-        over = "the run is over: iterate pushes inside of the engine's context."
-        self.pushes.over = RuntimeError(over)
-        self.end(self.pushes.over)
+        self._is_over = True
+        self.end(RuntimeError(OVER))
 
     def check(self) -> None:
         """Raises the error that should end the run, if there is one."""
@@ -343,22 +356,3 @@ class WorkerPool:
                 )
             self._members.pop(index, None)  # Its stream may have ended meanwhile.
         self._wake()  # `pace` may let the others begin now.
-
-
-class _Pushes(Iterator[Push]):
-    """The iterator over the pushes, for one thread; raises ``over``, if it is given."""
-
-    def __init__(self, pushes: Generator[Push, None, None]) -> None:
-        self._pushes = pushes
-        self.over: RuntimeError | None = None
-
-    def __next__(self) -> Push:
-        if self.over is not None:
-            raise self.over
-        if inspect.getgeneratorstate(self._pushes) == inspect.GEN_RUNNING:
-            raise RuntimeError(
-                "pushes: another thread or a signal handler asks for the next push "
-                "before the last one that was asked for is here. Read it in one place, "
-                "and hand the pushes on, for example through a queue.Queue."
-            )
-        return next(self._pushes)

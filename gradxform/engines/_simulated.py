@@ -84,13 +84,7 @@ class _Simulated(WorkerPool):
             raise
         except Exception as error:
             self._raise(index, number, error)
-        if math.isinf(arrival := self._now + seconds) and not math.isinf(seconds):
-            raise ValueError(
-                f"duration({number}) of worker {index} is {seconds!r} at "
-                f"{self._now!r} seconds: no float holds the sum. Give shorter "
-                "durations, or inf for a gradient that never arrives."
-            )
-        self._arrivals[index] = arrival
+        self._arrivals[index] = self._now + seconds
         return gradient
 
     def _clock(self) -> float:

@@ -189,10 +189,21 @@ class TensorBoard:
         summary = proto.Summary()
         for tag, value in scalars.items():
             summary.value.add(tag=tag, simple_value=value)
-        staleness = _histogram([push.result.staleness for push in pushes])
-        summary.value.add(tag="staleness", histo=proto.HistogramProto(**staleness))
+        staleness = self._histogram([push.result.staleness for push in pushes])
+        summary.value.add(tag="staleness", histo=staleness)
         self._save(step=step, summary=summary)
         self._time, self._step = now, step
+
+    def _histogram(self, values: Sequence[int]) -> Any:  # tensorboardX has no types.
+        """A histogram in which each integer has its own bucket.
+
+        ``n`` lies in ``[n, n + 1)``. Absent integers between two others share an empty
+        one.
+        """
+        ends = sorted({end for n in values for end in (n, n + 1)})
+        histogram = self._tensorboardx.summary.make_histogram(np.array(values), ends)
+        histogram.max = ends[-1]  # TensorBoard takes it as the end of the last bucket.
+        return histogram
 
     def _begin(self, push: Push) -> None:
         """Begins a file. It hides points of others after its incarnation's start."""
@@ -237,20 +248,3 @@ def _writable(logdir: str | os.PathLike[str]) -> str:
         message = f"logdir must be a folder that is writable, got {path!r}"
         raise OSError(error.errno, f"{message}: {error.strerror}.") from error
     return path
-
-
-def _histogram(values: Sequence[int]) -> dict[str, Any]:
-    """The fields of a ``HistogramProto`` in which each integer has its own bucket.
-
-    ``n`` lies in ``[n, n + 1)``. Absent integers between two others share an empty one.
-    """
-    ends = sorted({end for n in values for end in (n, n + 1)})
-    return {
-        "min": min(values),
-        "max": ends[-1],  # TensorBoard takes it as the end of the last bucket.
-        "num": len(values),
-        "sum": sum(values),
-        "sum_squares": sum(value**2 for value in values),
-        "bucket_limit": ends[1:],
-        "bucket": np.histogram(values, ends)[0].tolist(),
-    }

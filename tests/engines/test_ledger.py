@@ -5,6 +5,8 @@ answers are on their way, and goes back. The test knows what it holds in the end
 asks the ledger itself: with real processes, 200 such stories would take an hour.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -34,9 +36,8 @@ class World:
             self.acts += 1
             applied = self.done % 3 > 0
             result = PushResult(applied, 0, self.done)
-            *_, accepted, dropped = last or (0, 0)
-            counts = accepted + applied, dropped + (not applied)
-            self.answers[worker] = Answer(number, self.done - 1, result, *counts)
+            accepted = applied + (0 if last is None else last.accepted)
+            self.answers[worker] = Answer(number, self.done - 1, result, accepted)
         seen = GlobalStep(self.done - 1, str(self.incarnations))
         return Push(worker, number, seen, 0.0, 0.0, result)
 
@@ -53,7 +54,7 @@ class World:
         return ServerStatus(
             str(self.incarnations),
             self.done,
-            Tally(applied, self.done - applied, self.answers),
+            Tally(self.done, applied, dict(self.answers)),
         )
 
 
@@ -162,7 +163,9 @@ def test_pushes_of_nobody_in_a_checkpoint_are_accounted_for():
     world.begin()
     # Meanwhile three pushes without a name were applied, and saved with the others.
     tally = world.status.tally.copy()
-    tally.accepted += 3
+    tally = dataclasses.replace(
+        tally, pushes=tally.pushes + 3, accepted=tally.accepted + 3
+    )
     ledger.go_back(world.status._replace(tally=tally))
     counts = ledger.counts
     assert counts.accepted + counts.dropped + counts.lost == counts.pushed == 7

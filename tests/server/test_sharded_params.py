@@ -20,7 +20,6 @@ from gradxform._ray.process import Process, made
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.core import of_one_process
 from gradxform._server.recoverable import RecoverableServer
-from gradxform._server.store import Store
 from gradxform._server.transport import Transport
 from gradxform._trees import maps
 from tests.server.test_rows import aligned
@@ -48,8 +47,7 @@ class InParts(Transport):
 
 
 def server_of(*process, checkpoint=None):
-    store = checkpoint and Store(checkpoint)
-    return RecoverableServer(InParts(*process), store)
+    return RecoverableServer(InParts(*process), checkpoint)
 
 
 class Parts:
@@ -173,7 +171,7 @@ def saving(count, folder, params=TABLE):
         mesh = Mesh(np.array(jax.devices()[:count]), ("server",))
         return server_of(params, layout, mesh, SAVED, checkpoint=checkpoint)
     core = of_one_process(params, SAVED)
-    return RecoverableServer(Transport(core), Store(checkpoint))
+    return RecoverableServer(Transport(core), checkpoint)
 
 
 def rows_at(step, height=36):
