@@ -194,6 +194,17 @@ def show_math(self, node):
     raise nodes.SkipNode
 
 
+def allow_breaks(app, page, template, context, doctree):
+    """Code in a line may break behind a sign. A copy of it has nothing more."""
+
+    def breaks(code):
+        return re.sub(r"(?<=\w)([.(=/])(?=[\w\[{&])", r"\1<wbr>", code[0])
+
+    if "body" in context:
+        code = r'(?<=<span class="pre">)[^<]+'
+        context["body"] = re.sub(code, breaks, context["body"])
+
+
 def copy_notebooks(source, target):
     """Copies the notebooks, each with a link to Colab, and with its first picture."""
     shutil.rmtree(target, ignore_errors=True)
@@ -216,4 +227,5 @@ def setup(app):
     app.connect("missing-reference", resolve)
     app.connect("source-read", read_page)
     app.connect("include-read", read_page)
+    app.connect("html-page-context", allow_breaks)
     copy_notebooks(HERE.parent / "notebooks", HERE / "notebooks")
