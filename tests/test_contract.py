@@ -155,7 +155,7 @@ def one_is_tiny(seed):
 
 @pytest.mark.parametrize("draw", [few_numbers, one_is_tiny])
 def test_the_numbers_are_those_of_the_formula_for(draw, row, compiled):
-    """Random numbers never meet a momentum of 0, a tie or a product that is too small."""
+    """Random numbers never meet a momentum of 0, a tie or a product too small."""
     assert_formula(row, compiled.update, draw)
 
 
