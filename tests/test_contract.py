@@ -331,6 +331,34 @@ def test_gradients_may_be_of_another_precision(row):
         assert types(gx.apply_updates(params, updates)) == types(params)
 
 
+# Their counts begin again, or end at a number that their arguments say.
+BOUNDED = (
+    "clip_by_zscore",
+    "delayed",
+    "delayed_nesterov",
+    "skip_spikes",
+    "worker_mean",
+)
+
+
+def test_counts_end_at_the_largest_number(row):
+    """After 2³¹ steps they would otherwise be negative."""
+    if row.name.removeprefix("scale_by_") in BOUNDED:
+        pytest.skip("its counts never come there")
+    largest, params, tx = np.int32(2**31 - 1), draw(0), row.make()
+
+    def full(x):
+        return jnp.full_like(x, largest) if x.dtype == jnp.int32 else x
+
+    extra = {
+        k: largest if k == "local_step" else v for k, v in row.extra(params).items()
+    }
+    state = jax.tree.map(full, tx.init(params))
+    _, state = tx.update(draw(1), state, params, **extra)
+    for x in jax.tree.leaves(state):
+        assert x.dtype != jnp.int32 or jnp.all(x >= 0)
+
+
 def test_second_call_does_not_retrace(compiled):
     assert compiled.traces == 1
 
