@@ -118,6 +118,7 @@ PICTURE = re.compile(
 )
 
 
+SIGN = re.compile(r"(?<=\w)[(/](?=[\w\[{&])|(?<=[A-Za-z]{4})\.(?=[A-Za-z])")
 NOTEBOOK = re.compile(r"^## \[.*\]\(notebooks/(.*)\.ipynb\)$", re.M)
 PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
@@ -195,14 +196,14 @@ def show_math(self, node):
 
 
 def allow_breaks(app, page, template, context, doctree):
-    """Code in a line may break behind a sign. A copy of it has nothing more."""
+    """Code in tables and headings may break at a sign. Its copy has nothing more."""
 
-    def breaks(code):
-        return re.sub(r"(?<=\w)([.(=/])(?=[\w\[{&])", r"\1<wbr>", code[0])
+    def breaks(cell):
+        code = r'(?<=<span class="pre">)[^<]+'
+        return re.sub(code, lambda m: re.sub(SIGN, r"\g<0><wbr>", m[0]), cell[0])
 
     if "body" in context:
-        code = r'(?<=<span class="pre">)[^<]+'
-        context["body"] = re.sub(code, breaks, context["body"])
+        context["body"] = re.sub(r"(?s)<(td|h\d).*?</\1>", breaks, context["body"])
 
 
 def copy_notebooks(source, target):
