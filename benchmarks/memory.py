@@ -4,10 +4,12 @@
 ``tx.init`` would return, with scalars such as counts.
 
 ``--targets cpu v5e:2x2`` compiles the donated steps of half precision instead, and
-runs nothing. They are on twelve dense layers. The gradients are arguments, and then the
+runs nothing. They are on twelve dense layers, or with ``--model transformer`` on 16
+layers that a ``scan`` stacks. The gradients are arguments, and then the
 loss is inside. ``benchmarks.compilers`` explains the columns. They are in N, the bytes
 of the parameters. ``least`` is what a step has to move: the parameters and the state in
-and out, and the gradients in.
+and out, and the gradients in. ``held`` is in bytes for each parameter: parameters,
+state and temporaries, and gradients that are arguments.
 """
 
 import itertools
@@ -20,7 +22,7 @@ import gradxform as gx
 from benchmarks.compilers import figures, lower_step, lower_training, placed
 from benchmarks.grid import devices
 from benchmarks.measure import arguments, report
-from benchmarks.models import gpt2_small, size, training
+from benchmarks.models import TRAININGS, gpt2_small, size, training
 
 ADAMW = optax.adamw(1e-3)
 # With the dtype of the parameters.
@@ -79,10 +81,10 @@ def measure():
         yield {"name": name, **columns}
 
 
-def steps(target, inside):
+def steps(target, inside, model):
     """The lines of the second table, for one machine."""
     for name, (dtype, tx) in HALF_PRECISION.items():
-        params, batch, loss_fn = training("dense", dtype)
+        params, batch, loss_fn = training(model, dtype)
         params = placed(params, devices(target))
         step = (
             lower_training(tx, params, loss_fn, *batch)
@@ -95,6 +97,8 @@ def steps(target, inside):
             "bytes": step.cost_analysis()["bytes accessed"] / n,
             "least": 3 + 2 * state / n,
         }
+        held = (2 - inside + found["temp"]) * n + state
+        found["held"] = held / sum(p.size for p in jax.tree.leaves(params))
         if target != "cpu":
             found |= figures(step, n)
         where = f"{target}, loss inside" if inside else target
@@ -106,13 +110,14 @@ def main():
     """Prints the table."""
     parser = arguments(__doc__)
     parser.add_argument("--targets", nargs="+", help="of compiled steps")
+    parser.add_argument("--model", choices=TRAININGS, default="dense")
     options = parser.parse_args()
     title, rows = "bytes of state per parameter", list(measure())
     if options.targets:
         jax.config.update("jax_numpy_dtype_promotion", "standard")
         title = "the donated step, in N"
         both = itertools.product(options.targets, (False, True))
-        rows = [row for each in both for row in steps(*each)]
+        rows = [row for each in both for row in steps(*each, options.model)]
     report(title, rows, options.json)
 
 

@@ -118,6 +118,7 @@ PICTURE = re.compile(
 )
 
 
+SIGN = re.compile(r"(?<=\w)[(/](?=[\w\[{&])|(?<=[A-Za-z]{4})\.(?=[A-Za-z])")
 NOTEBOOK = re.compile(r"^## \[.*\]\(notebooks/(.*)\.ipynb\)$", re.M)
 PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
@@ -194,6 +195,17 @@ def show_math(self, node):
     raise nodes.SkipNode
 
 
+def allow_breaks(app, page, template, context, doctree):
+    """Code in tables and headings may break at a sign. Its copy has nothing more."""
+
+    def breaks(cell):
+        code = r'(?<=<span class="pre">)[^<]+'
+        return re.sub(code, lambda m: re.sub(SIGN, r"\g<0><wbr>", m[0]), cell[0])
+
+    if "body" in context:
+        context["body"] = re.sub(r"(?s)<(td|h\d).*?</\1>", breaks, context["body"])
+
+
 def copy_notebooks(source, target):
     """Copies the notebooks, each with a link to Colab, and with its first picture."""
     shutil.rmtree(target, ignore_errors=True)
@@ -216,4 +228,5 @@ def setup(app):
     app.connect("missing-reference", resolve)
     app.connect("source-read", read_page)
     app.connect("include-read", read_page)
+    app.connect("html-page-context", allow_breaks)
     copy_notebooks(HERE.parent / "notebooks", HERE / "notebooks")

@@ -137,19 +137,26 @@ def test_a_schedule_is_read_at_the_count_of_the_step(name):
 
 
 def few_numbers(seed):
-    """A draw of -1, -0, 0 and 1 alone: equal entries, and sums that are exactly 0."""
+    """Equal entries, negative zeros, and sums and means that are exactly 0."""
     rng = np.random.default_rng(seed)
 
     def entries(x):
-        found = rng.choice(np.float32([-1, -0.0, 0, 1]), np.shape(x))
+        found = rng.choice(np.float32([-1, -0.5, -0.0, 0, 0.5, 1]), np.shape(x))
         return jnp.asarray(found, x.dtype)
 
     return jax.tree.map(entries, draw(seed))
 
 
-def test_the_numbers_are_those_of_the_formula_for_few_numbers(row, compiled):
-    """Random numbers never meet a momentum of 0, a tie or a negative zero."""
-    assert_formula(row, compiled.update, few_numbers)
+def one_is_tiny(seed):
+    """One leaf is so small that the product of two of its numbers is 0."""
+    tiny = jax.tree.map(lambda b: 1e-22 * b, draw(seed)["nested"])
+    return draw(seed) | {"nested": tiny}
+
+
+@pytest.mark.parametrize("draw", [few_numbers, one_is_tiny])
+def test_the_numbers_are_those_of_the_formula_for(draw, row, compiled):
+    """Random numbers never meet a momentum of 0, a tie or a product too small."""
+    assert_formula(row, compiled.update, draw)
 
 
 def test_gradients_of_less_precision_round_no_state(row):
@@ -181,7 +188,10 @@ def assert_formula(row, update, draw=draw):
         for ours, theirs in zip(got, wanted, strict=True):
             for k in theirs:
                 rtol = 1e-2 if row.variant == "bf16" else 1e-5
-                atol = rtol * np.abs(theirs[k]).max()
+                size = np.abs(theirs[k]).max()
+                if row.sets_params:  # Its update is a difference of parameters.
+                    size = max(size, np.abs(flat(params)[k]).max())
+                atol = max(rtol * size, np.finfo(np.float32).tiny)
                 np.testing.assert_allclose(ours[k], theirs[k], rtol=0, atol=atol)
 
 
@@ -321,6 +331,34 @@ def test_gradients_may_be_of_another_precision(row):
         assert types(gx.apply_updates(params, updates)) == types(params)
 
 
+# Their counts begin again, or end at a number that their arguments say.
+BOUNDED = (
+    "clip_by_zscore",
+    "delayed",
+    "delayed_nesterov",
+    "skip_spikes",
+    "worker_mean",
+)
+
+
+def test_counts_end_at_the_largest_number(row):
+    """After 2³¹ steps they would otherwise be negative."""
+    if row.name.removeprefix("scale_by_") in BOUNDED:
+        pytest.skip("its counts never come there")
+    largest, params, tx = np.int32(2**31 - 1), draw(0), row.make()
+
+    def full(x):
+        return jnp.full_like(x, largest) if x.dtype == jnp.int32 else x
+
+    extra = {
+        k: largest if k == "local_step" else v for k, v in row.extra(params).items()
+    }
+    state = jax.tree.map(full, tx.init(params))
+    _, state = tx.update(draw(1), state, params, **extra)
+    for x in jax.tree.leaves(state):
+        assert x.dtype != jnp.int32 or jnp.all(x >= 0)
+
+
 def test_second_call_does_not_retrace(compiled):
     assert compiled.traces == 1
 
@@ -434,6 +472,14 @@ def test_inject_hyperparams_without_static_args(row):
     fails = pytest.raises((TypeError, ValueError), match="static_args")
     with fails if must_be else contextlib.nullcontext():
         check_traced_types(row, tx, draw(1), draw(0))
+
+
+def test_a_number_that_is_nan_is_named(row):
+    for k, p in row.parameters().items():
+        value = row.arguments().get(k, p.default)
+        if isinstance(value, float) and k != "learning_rate":
+            with pytest.raises(ValueError, match=k):
+                row.make(**{k: float("nan")})
 
 
 def test_numbers_may_be_arrays(row, compiled):

@@ -92,6 +92,8 @@ def names():
         **{"indices": IDS, "values": ROWS},
         **{"learning_rate": 0.1, "staleness": 1, "local_step": 1, "clip_norm": 1.0},
         **{"table": jnp.asarray(TABLE), "ids": IDS, "table_loss": table_loss},
+        "bags": np.array([[3, 1], [2, 0]]),
+        "shares": np.array([[2.0, 0.5], [1.0, 0.0]]),
         "slices": gx.IndexedSlices(IDS, jnp.asarray(ROWS), TABLE.shape),
         "row_mean": gx.conditional_accumulator(tx, 1, reduction="row_mean"),
         **{"grad_loss": 2.0, "weights": [jnp.float64(7.0), jnp.float64(8.0)]},
@@ -625,6 +627,9 @@ CHECKS = {
         (ROWS, IDS, TABLE.shape)
     ),
     "gx.lookup(table, ids)": equals(TABLE[IDS]),
+    'jax.numpy.einsum("bk,bkd->bd", shares, gx.lookup(table, bags))': equals(
+        np.stack([2 * TABLE[3] + 0.5 * TABLE[1], TABLE[2]])
+    ),
     'gx.value_and_grad(table_loss, tables=["table"])({"table": table}, ids)': (
         lambda result: equals((np.sum(TABLE[IDS] ** 2), DENSE))(
             (result[0], result[1]["table"].densify())
