@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import optax
 from gradxform._late.gate import GatedTransformation
 from gradxform._late.sums import Reduction, Required, summed
 from gradxform._rows import boundary
-from gradxform._trees import checks, maps, versions
+from gradxform._trees import checks, maps, mesh, versions
 
 
 class AccumulateState(NamedTuple):
@@ -24,15 +25,17 @@ class AccumulateState(NamedTuple):
       global_step: int32[], how many times the inner transformation has run; saturates.
       num_accumulated: int32[], pushes in the sum.
       nonfinite_count: int32[], pushes left out so far; saturates.
+      total_weight: float32[], the sum of the weights of these pushes.
       accumulated: the sum, like params.
       pushed: bool[leaves], whether any push in the sum had a gradient for the leaf.
-      row_counts: how many pushes in the sum held each row, only for ``row_mean``.
+      row_counts: the weights of the pushes that held each row, only for ``row_mean``.
       inner_state: the state of the transformation behind the gate.
     """
 
     global_step: jax.Array
     num_accumulated: jax.Array
     nonfinite_count: jax.Array
+    total_weight: jax.Array
     accumulated: optax.Updates
     pushed: jax.Array
     row_counts: optax.Updates
@@ -46,6 +49,7 @@ def accumulate(
     reduction: Reduction = "mean",
     accumulator_dtype: jax.typing.DTypeLike | None = None,
     skip_nonfinite: bool = False,
+    axis_name: str | Sequence[str] | None = None,
 ) -> GatedTransformation:
     r"""Adds up the gradients of micro-batches, and applies ``inner`` to their mean.
 
@@ -102,12 +106,15 @@ def accumulate(
     (Array(1, dtype=int32), Array(0, dtype=int32), Array(1, dtype=int32))
     """
     checks.flags(skip_nonfinite=skip_nonfinite)
+    names = mesh.names_of(axis_name)
 
     def enters(
         updates: optax.Updates, global_step: jax.Array, extra: dict[str, object]
     ) -> tuple[jax.Array | Literal[True], None]:
         del extra
-        return _all_finite(updates, global_step) if skip_nonfinite else True, None
+        if not skip_nonfinite:
+            return True, None
+        return _all_finite(updates, global_step, names), None
 
     return summed(
         inner,
@@ -117,16 +124,17 @@ def accumulate(
         state_type=AccumulateState,
         left_out="nonfinite_count",
         enters=enters,
+        names=names,
     )
 
 
-def _all_finite(updates: optax.Updates, global_step: jax.Array) -> jax.Array:
+def _all_finite(
+    updates: optax.Updates, global_step: jax.Array, names: tuple[str, ...]
+) -> jax.Array:
     """Whether a push is finite, on all devices that count their steps together."""
     leaves = filter(maps.has_gradient, maps.leaves(updates))
     finite = map(boundary.all_finite, leaves)
     every = functools.reduce(jnp.logical_and, finite, jnp.array(True))
     varying = versions.varying_axes
     axes = varying(jax.typeof(every)) - varying(jax.typeof(global_step))
-    if not axes:
-        return every
-    return jax.lax.pmin(every.astype(jnp.int32), tuple(sorted(axes))) > 0
+    return mesh.every(every, axes.union(names))

@@ -22,18 +22,21 @@ class ConditionalAccumulatorState(NamedTuple):
       global_step: int32[], how many times the inner transformation has run; saturates.
       num_accumulated: int32[], pushes in the sum.
       stale_count: int32[], pushes dropped so far; saturates.
+      total_weight: float32[], the sum of the weights of these pushes; float64 if any
+        parameter is. A push without ``weight`` weighs 1.
       accumulated: the sum, like params, in at least float32 by default. It has no
         sum for a leaf that is not in ``pushed``, and none at all if
         ``num_accumulated`` is 0: the next push replaces whatever is there.
       pushed: bool[leaves], whether any push in the sum had a gradient for the leaf.
-      row_counts: int32[rows] for each leaf, how many pushes in the sum held each row;
-        only for ``row_mean``.
+      row_counts: float32[rows] for each leaf, the weights of the pushes in the sum that
+        held each row; only for ``row_mean``.
       inner_state: the state of the transformation behind the gate.
     """
 
     global_step: jax.Array
     num_accumulated: jax.Array
     stale_count: jax.Array
+    total_weight: jax.Array
     accumulated: optax.Updates
     pushed: jax.Array
     row_counts: optax.Updates
