@@ -98,16 +98,19 @@ def check_whole(name: str, tree: PyTree[jax.Array], names: tuple[str, ...]) -> N
             )
 
 
-def check_parts(name: str, tree: PyTree[Leaf], names: tuple[str, ...]) -> None:
+def check_parts(
+    name: str, tree: PyTree[Leaf], names: tuple[str, ...], why: str = ""
+) -> None:
     """Raises ``ValueError`` if a leaf is not summed over an axis that is not named."""
     for path, x in jax.tree.leaves_with_path(tree):
         if not isinstance(x, jax.Array):
             continue
         if axes := versions.unreduced_axes(jax.typeof(x)).difference(names):
             raise ValueError(
-                f"{name} is not summed over {', '.join(sorted(axes))} yet at "
-                f"{checks.path_name(path)}, got {checks.describe(x)}. Pass "
-                "axis_name=... to accumulate, or sum it with jax.sharding.reshard."
+                f"{why}{name} is not summed over {', '.join(sorted(axes))} yet at "
+                f"{checks.path_name(path)}, got {checks.describe(x)}. Sum it with "
+                "jax.sharding.reshard, or pass axis_name to gradxform.accumulate, "
+                "without skip_nonfinite."
             )
 
 
