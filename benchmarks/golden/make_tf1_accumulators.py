@@ -547,9 +547,7 @@ def sparse():
             *at((), (1,), (1, 2), (), (), (), (0, 3), (3,)),
         ),
         sparse_rounds("stale", 2, "row_mean", *stale),
-        sparse_rounds(
-            "last-window", 3, "row_mean", *overlapping[:8], last=(4, 5, 7)
-        ),
+        sparse_rounds("last-window", 3, "row_mean", *overlapping[:8], last=(4, 5, 7)),
         sparse_rounds(
             "sum",
             3,

@@ -55,18 +55,22 @@ def accumulate(
 
     .. math::
 
-        sum &\leftarrow g \text{ if } n = 0 \text{, else } sum + g,
+        sum &\leftarrow w g \text{ if } n = 0 \text{, else } sum + w g,
+            \quad W \leftarrow w \text{ if } n = 0 \text{, else } W + w,
             \quad n \leftarrow n + 1 \\
-        g_{inner} &= sum / n \quad\text{once } n \ge num\_required(global\_step)
+        g_{inner} &= sum / W \quad\text{once } n \ge num\_required(global\_step)
+            \text{ or } last
 
-    When the last of ``num_required`` pushes arrives, ``inner`` runs once on their mean,
+    Each push weighs w = 1, unless ``update`` gets a ``weight``. When the last of
+    ``num_required`` pushes arrives, ``inner`` runs once on their mean,
     ``global_step`` grows by 1, and sum and count start again from 0. Until then the
     updates are zero, and the inner state stays bit-identical, with the count of every
     schedule in it. All else follows the rules of :func:`conditional_accumulator`, but
     no push comes late here, so ``update`` takes no ``local_step``.
 
     Use :func:`apply_gradients` or ``minimize``. Loops that call ``update`` get the same
-    numbers.
+    numbers. :doc:`The page on micro-batches </micro_batches>` has an example for each
+    argument.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
@@ -79,17 +83,36 @@ def accumulate(
         least float32.
       skip_nonfinite: whether to leave out a push with NaN or inf in any leaf. Such a
         push changes only ``nonfinite_count``. Inside ``shard_map`` all devices that
-        share a step leave the push out together. Under ``pmap`` or ``check_vma=False``
-        each device decides alone: sum the gradients first.
+        share a step leave the push out together, which takes one all-reduce of one
+        number. Under ``pmap`` or ``check_vma=False`` each device decides alone, unless
+        ``axis_name`` is given.
+      axis_name: one or several mesh axes over which gradients are not summed yet. Each
+        device then has a sum of its own, and they are added up once, with the step.
+        Inside ``shard_map``, ``pmap`` or ``vmap`` each device pushes the gradient of
+        its own data: ``inner`` gets Σ w·g over pushes and devices, divided by Σ w over
+        both; with ``"sum"`` the mean over devices of their sums. Parameters have to be
+        equal on all of these devices. On explicit axes the gradients are ``unreduced``
+        there: their sum over devices is the gradient, and ``weight`` is one number for
+        all devices. A gradient that is equal on all devices, or not unreduced, stays as
+        it is. ``total_weight``, ``accumulated`` and ``row_counts`` differ by device, so
+        call ``init`` where ``update`` is called, and keep them there.
+
+    Extra arguments of update:
+      weight, last: as in :func:`conditional_accumulator`. ``last`` has to be equal on
+        all devices of ``axis_name``.
 
     Returns:
       A transformation with state :class:`AccumulateState`.
 
     Raises:
-      ValueError: ``num_required`` is out of range, or ``reduction`` is unknown.
+      ValueError: ``num_required`` is out of range, or ``reduction`` is unknown;
+        ``weight`` is known, and negative, infinite or NaN; an axis in ``axis_name`` is
+        none here, or parameters or ``last`` differ over it; a gradient is unreduced
+        over another axis, or where ``skip_nonfinite`` must know it.
       TypeError: ``inner`` is no transformation; ``num_required`` is no integer, or its
-        schedule gives no number; updates do not have the structure or the shapes of the
-        parameters.
+        schedule gives no number; ``axis_name`` names no axes; ``weight`` is no real
+        scalar, or ``last`` no bool; updates do not have the structure or the shapes of
+        the parameters.
 
     References:
       ``optax.MultiSteps``.
@@ -104,6 +127,17 @@ def accumulate(
     Array(-2., dtype=float32)
     >>> state.global_step, state.num_accumulated, state.nonfinite_count
     (Array(1, dtype=int32), Array(0, dtype=int32), Array(1, dtype=int32))
+
+    Of the last two pushes the second one has three times as many tokens:
+
+    >>> tx = gx.accumulate(optax.sgd(1.0), num_required=8)
+    >>> params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
+    >>> for grad, tokens in ((1.0, 10), (5.0, 30)):
+    ...     params, state = gx.apply_gradients(
+    ...         tx, jnp.array(grad), state, params, weight=tokens, last=tokens == 30
+    ...     )
+    >>> params  # minus (10 · 1 + 30 · 5) / 40
+    Array(-4., dtype=float32)
     """
     checks.flags(skip_nonfinite=skip_nonfinite)
     names = mesh.names_of(axis_name)

@@ -34,7 +34,9 @@ def padded():
     """The micro-batches with rows of zeros up to the largest size, and their sizes."""
     ends = np.cumsum(SIZES)
     parts = [(X[e - n : e], Y[e - n : e]) for n, e in zip(SIZES, ends, strict=True)]
-    x, y = (np.stack([np.resize(p[i], (12, p[i].shape[1])) for p in parts]) for i in (0, 1))
+    x, y = (
+        np.stack([np.resize(p[i], (12, p[i].shape[1])) for p in parts]) for i in (0, 1)
+    )
     mask = np.arange(12) < np.array(SIZES)[:, None]
     return jnp.float32(x), jnp.float32(y), jnp.asarray(mask)
 
@@ -75,7 +77,10 @@ def scanned(tx, grads, weights):
         updates, state = tx.update(g, state, params, weight=w)
         return (gx.apply_updates(params, updates), state), None
 
-    start, stacked = (PARAMS, tx.init(PARAMS)), jax.tree.map(lambda *g: jnp.stack(g), *grads)
+    start, stacked = (
+        (PARAMS, tx.init(PARAMS)),
+        jax.tree.map(lambda *g: jnp.stack(g), *grads),
+    )
     (params, _), _ = jax.lax.scan(push, start, (stacked, jnp.asarray(weights)))
     return params
 
@@ -83,9 +88,7 @@ def scanned(tx, grads, weights):
 def mapped(tx, grads, weights):
     """Under vmap, beside a run with other weights."""
     both = jnp.stack([jnp.ones(len(weights), int), jnp.asarray(weights)])
-    return jax.tree.map(
-        lambda x: x[1], jax.vmap(lambda w: loop(tx, grads, w))(both)
-    )
+    return jax.tree.map(lambda x: x[1], jax.vmap(lambda w: loop(tx, grads, w))(both))
 
 
 def chained(tx, grads, weights):
@@ -142,7 +145,9 @@ def test_weights_give_the_gradient_of_the_whole_batch(way):
     tx = gx.accumulate(optax.sgd(1.0), 3)
     grads, expected = gradients(), after(whole_batch())
     got = WAYS[way](tx, grads, SIZES)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, expected
+    )
     if way == "loop":  # The mean of means is another number.
         other = loop(tx, grads, (1, 1, 1))
         assert max(np.abs(other[k] - expected[k]).max() for k in "wb") > 0.2
@@ -163,7 +168,9 @@ def test_weights_give_the_gradient_of_the_whole_batch(way):
 def test_only_the_proportion_of_weights_matters(weights):
     got = loop(gx.accumulate(optax.sgd(1.0), 3), gradients(), weights)
     expected = after(whole_batch())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, expected
+    )
 
 
 def test_weights_above_the_integers_of_float32():

@@ -87,7 +87,9 @@ def test_the_mean_over_devices_is_that_of_the_whole_batch(check, how, skip):
         optax.sgd(0.5, momentum=0.9), 4, axis_name="data", skip_nonfinite=skip
     )
     step = on_devices(
-        functools.partial(train, tx, check=check, how=how, weight=tokens), check, **SPECS
+        functools.partial(train, tx, check=check, how=how, weight=tokens),
+        check,
+        **SPECS,
     )
     params, inner, steps, left_out = step(PARAMS, (X, Y, HELD))
     agrees(params, whole_batch())
@@ -171,7 +173,9 @@ def test_rows_of_tables_on_devices(reduction, check):
     )
     table = step(jnp.zeros((5, 2)), ids, values, weights)
     total, of_rows = np.zeros((5, 2)), np.zeros((5, 1))
-    for i, v, w in zip(*(a.reshape(-1, *a.shape[2:]) for a in (ids, values, weights)), strict=True):
+    for i, v, w in zip(
+        *(a.reshape(-1, *a.shape[2:]) for a in (ids, values, weights)), strict=True
+    ):
         np.add.at(total, i, w * v.astype("float64"))
         of_rows[np.unique(i)] += w
     divisor = {
@@ -209,7 +213,11 @@ def test_types_do_not_change(dtype):
     def step(params, grads):
         state = tx.init(params)
         types = jax.tree.map(type_of, (params, state))
-        for given in (grads, {**grads, "v": None}, jax.tree.map(jnp.zeros_like, params)):
+        for given in (
+            grads,
+            {**grads, "v": None},
+            jax.tree.map(jnp.zeros_like, params),
+        ):
             for push in (gx.apply_gradients, lambda tx, *args: tx.update(*args)):
                 new, after = push(tx, given, state, params)
                 assert jax.tree.map(type_of, after) == types[1]
@@ -287,7 +295,9 @@ def test_unreduced_gradients_without_axis_name_and_skip_nonfinite():
     with jax.set_mesh(mesh):
         params, batches = explicitly(PARAMS, (X, Y, HELD))
         tx = gx.accumulate(optax.sgd(0.5), 4)
-        with pytest.raises(ValueError, match=r"not summed over data yet at \['w'\].*axis_name"):
+        with pytest.raises(
+            ValueError, match=r"not summed over data yet at \['w'\].*axis_name"
+        ):
             explicit_step(tx)(params, tx.init(params), batches)
         tx = gx.accumulate(optax.sgd(0.5), 4, axis_name="data", skip_nonfinite=True)
         with pytest.raises(ValueError, match="skip_nonfinite"):
@@ -350,7 +360,9 @@ def test_no_loop_adds_up_unreduced_gradients():
 
 def test_axis_name_is_one_of_a_mesh():
     for name in (1, [2], {"w": P("data")}, P("data")):
-        with pytest.raises(TypeError, match="axis_name must be a mesh axis, or several"):
+        with pytest.raises(
+            TypeError, match="axis_name must be a mesh axis, or several"
+        ):
             gx.accumulate(optax.sgd(0.5), 4, axis_name=name)
     tx = gx.accumulate(optax.sgd(0.5), 4, axis_name="data")
     state = tx.init(PARAMS)
@@ -373,5 +385,7 @@ def test_what_differs_between_devices():
         del batches
         return tx.init(own(params)).global_step
 
-    with pytest.raises(ValueError, match=r"params must be equal .* over data at \['b'\]"):
+    with pytest.raises(
+        ValueError, match=r"params must be equal .* over data at \['b'\]"
+    ):
         on_devices(sharded, **SPECS)(PARAMS, (X, Y, HELD))
