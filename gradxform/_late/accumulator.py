@@ -135,13 +135,13 @@ def conditional_accumulator(
 
     Raises:
       ValueError: ``num_required`` is out of range; ``max_staleness`` is negative or
-        NaN; a weight is known here, and negative, infinite or NaN; ``reduction`` is unknown; a ``local_step`` that is no array is not in
-        [0, 2³¹ - 1].
+        NaN; a weight is known here, and negative, infinite or NaN; ``reduction`` is
+        unknown; a ``local_step`` that is no array is not in [0, 2³¹ - 1].
       TypeError: ``inner`` is no transformation; ``num_required`` is no integer;
         ``max_staleness`` is neither an integer nor inf; a schedule gives no number;
         ``weight`` is not a function, or a weight is no real scalar; ``last`` is no
-        bool; ``update`` is called without ``local_step``, or it is no integer; updates do not have the structure
-        or the shapes of the parameters.
+        bool; ``update`` is called without ``local_step``, or it is no integer; updates
+        do not have the structure or the shapes of the parameters.
 
     References:
       ``tf.ConditionalAccumulator``, ``tf.train.SyncReplicasOptimizer``.

@@ -34,8 +34,8 @@ def wide_sum(
 ) -> jax.Array:
     """``total + x`` in at least float32, in the precision of ``total``, unrounded.
 
-    With a real ``factor`` it is ``total + factor · x``. With a factor of 0 the result is
-    ``total``, also if ``x`` is not finite.
+    With a real ``factor`` it is ``total + factor · x``. If the factor is 0, it is
+    ``total``, even if ``x`` is not finite.
     """
     wide = widen(total)
     x = widen(x).astype(wide.dtype)

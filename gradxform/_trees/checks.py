@@ -214,7 +214,7 @@ def flags(**arguments: bool) -> None:
 
 def flag(name: str, value: Any) -> jax.Array:  # Of any type.
     """A bool, which may be traced, as an array; ``TypeError`` if it is none."""
-    if np.shape(value) or dtypes.dtype_of(value) != bool:
+    if np.shape(value) or dtypes.dtype_of(value) != jnp.bool:
         raise TypeError(f"{name} must be a bool, or an array bool[], got {value!r}.")
     return jnp.asarray(value)
 

@@ -4,7 +4,6 @@ The expected numbers are those of the whole batch, in float64 NumPy.
 """
 
 import functools
-import re
 
 import chex
 import jax
@@ -13,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform import engines
