@@ -189,6 +189,8 @@ def check_optimizer(name, rtol):
     for recorded in case["steps"]:
         gated = "local_step" in recorded
         extra = {"local_step": recorded["local_step"]} if gated else {}
+        if "last" in recorded:
+            extra["last"] = recorded["last"]
         params, state = step(tree(recorded["grads"]), state, params, **extra)
         agree(params, tree(recorded["params"]), floor=1, rtol=rtol)
         for slot, expected in slots_of(case, recorded):

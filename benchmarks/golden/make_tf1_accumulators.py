@@ -206,19 +206,31 @@ def case_of(name, sparse, reduction_type, steps, leaves, dtype="float32", **entr
 
 
 def rounds(
-    name, num_required, pushes, reduction="mean", sparse=(), dtype="float32", **entries
+    name,
+    num_required,
+    pushes,
+    reduction="mean",
+    sparse=(),
+    dtype="float32",
+    last=(),
+    **entries,
 ):
-    """Pushes of (lag, gradients), with a take as soon as there are num_required."""
+    """Pushes of (lag, gradients), with a take as soon as there are num_required.
+
+    After the pushes with the numbers in ``last``, a take asks for as many as there are.
+    """
     leaves = tuple(pushes[0][1])
     reduction_type = "SUM" if reduction == "sum" else "MEAN"
     accumulators = Accumulators(leaves, sparse, reduction_type, dtype)
     steps, global_step, count = [], 0, 0
-    for lag, grads in pushes:
+    for number, (lag, grads) in enumerate(pushes):
         local_step, taken = global_step - lag, None
         accumulators.push(grads, local_step)
         accepted = accumulators.count() - count
         if accumulators.count() >= num_required:
             taken = accumulators.take(num_required)
+        elif number in last and accumulators.count():
+            taken = accumulators.take(accumulators.count())
         count, global_step = accumulators.count(), accumulators.global_step()
         steps.append(
             {
@@ -232,6 +244,8 @@ def rounds(
                 "slots": {},
             }
         )
+        if last:
+            steps[-1]["last"] = number in last
     entries["num_required"] = num_required
     if "why_not" in entries:
         entries["ours"] = None
@@ -433,6 +447,14 @@ def dense():
             fresh(plain[0], plain[1], plain[2], nan_in_b, plain[3], plain[4]),
         ),
         rounds(
+            f"{name}last-window",
+            3,
+            [*fresh(*plain[:5]), (1, poison), *fresh(plain[5]), (1, poison)],
+            last=(4, 5, 7),
+            note="of two pushes; of none, as the one push is stale; of one, as the "
+            "push that asks for it is stale",
+        ),
+        rounds(
             f"{name}float16",
             3,
             fresh(*half),
@@ -525,6 +547,7 @@ def sparse():
             *at((), (1,), (1, 2), (), (), (), (0, 3), (3,)),
         ),
         sparse_rounds("stale", 2, "row_mean", *stale),
+        sparse_rounds("last-window", 3, "row_mean", *overlapping[:8], last=(4, 5, 7)),
         sparse_rounds(
             "sum",
             3,

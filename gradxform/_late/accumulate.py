@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import optax
 from gradxform._late.gate import GatedTransformation
 from gradxform._late.sums import Reduction, Required, summed
 from gradxform._rows import boundary
-from gradxform._trees import checks, maps, versions
+from gradxform._trees import checks, maps, mesh, versions
 
 
 class AccumulateState(NamedTuple):
@@ -24,15 +25,17 @@ class AccumulateState(NamedTuple):
       global_step: int32[], how many times the inner transformation has run; saturates.
       num_accumulated: int32[], pushes in the sum.
       nonfinite_count: int32[], pushes left out so far; saturates.
+      total_weight: float32[], the sum of the weights of these pushes.
       accumulated: the sum, like params.
       pushed: bool[leaves], whether any push in the sum had a gradient for the leaf.
-      row_counts: how many pushes in the sum held each row, only for ``row_mean``.
+      row_counts: the weights of the pushes that held each row, only for ``row_mean``.
       inner_state: the state of the transformation behind the gate.
     """
 
     global_step: jax.Array
     num_accumulated: jax.Array
     nonfinite_count: jax.Array
+    total_weight: jax.Array
     accumulated: optax.Updates
     pushed: jax.Array
     row_counts: optax.Updates
@@ -46,23 +49,28 @@ def accumulate(
     reduction: Reduction = "mean",
     accumulator_dtype: jax.typing.DTypeLike | None = None,
     skip_nonfinite: bool = False,
+    axis_name: str | Sequence[str] | None = None,
 ) -> GatedTransformation:
     r"""Adds up the gradients of micro-batches, and applies ``inner`` to their mean.
 
     .. math::
 
-        sum &\leftarrow g \text{ if } n = 0 \text{, else } sum + g,
+        sum &\leftarrow w g \text{ if } n = 0 \text{, else } sum + w g,
+            \quad W \leftarrow w \text{ if } n = 0 \text{, else } W + w,
             \quad n \leftarrow n + 1 \\
-        g_{inner} &= sum / n \quad\text{once } n \ge num\_required(global\_step)
+        g_{inner} &= sum / W \quad\text{once } n \ge num\_required(global\_step)
+            \text{ or } last
 
-    When the last of ``num_required`` pushes arrives, ``inner`` runs once on their mean,
+    Each push weighs w = 1, unless ``update`` gets a ``weight``. When the last of
+    ``num_required`` pushes arrives, ``inner`` runs once on their mean,
     ``global_step`` grows by 1, and sum and count start again from 0. Until then the
     updates are zero, and the inner state stays bit-identical, with the count of every
     schedule in it. All else follows the rules of :func:`conditional_accumulator`, but
     no push comes late here, so ``update`` takes no ``local_step``.
 
     Use :func:`apply_gradients` or ``minimize``. Loops that call ``update`` get the same
-    numbers.
+    numbers. :doc:`The page on micro-batches </micro_batches>` has an example for each
+    argument.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
@@ -75,17 +83,36 @@ def accumulate(
         least float32.
       skip_nonfinite: whether to leave out a push with NaN or inf in any leaf. Such a
         push changes only ``nonfinite_count``. Inside ``shard_map`` all devices that
-        share a step leave the push out together. Under ``pmap`` or ``check_vma=False``
-        each device decides alone: sum the gradients first.
+        share a step leave the push out together, which takes one all-reduce of one
+        number. Under ``pmap`` or ``check_vma=False`` each device decides alone, unless
+        ``axis_name`` is given.
+      axis_name: one or several mesh axes over which gradients are not summed yet. Each
+        device then has a sum of its own, and they are added up once, with the step.
+        Inside ``shard_map``, ``pmap`` or ``vmap`` each device pushes the gradient of
+        its own data: ``inner`` gets Σ w·g over pushes and devices, divided by Σ w over
+        both; with ``"sum"`` the mean over devices of their sums. Parameters have to be
+        equal on all of these devices. On explicit axes the gradients are ``unreduced``
+        there: their sum over devices is the gradient, and ``weight`` is one number for
+        all devices. A gradient that is equal on all devices, or not unreduced, stays as
+        it is. ``total_weight``, ``accumulated`` and ``row_counts`` differ by device, so
+        call ``init`` where ``update`` is called, and keep them there.
+
+    Extra arguments of update:
+      weight, last: as in :func:`conditional_accumulator`. ``last`` has to be equal on
+        all devices of ``axis_name``.
 
     Returns:
       A transformation with state :class:`AccumulateState`.
 
     Raises:
-      ValueError: ``num_required`` is out of range, or ``reduction`` is unknown.
+      ValueError: ``num_required`` is out of range, or ``reduction`` is unknown;
+        ``weight`` is known, and negative, infinite or NaN; an axis in ``axis_name`` is
+        none here, or parameters or ``last`` differ over it; a gradient is unreduced
+        over another axis, or where ``skip_nonfinite`` must know it.
       TypeError: ``inner`` is no transformation; ``num_required`` is no integer, or its
-        schedule gives no number; updates do not have the structure or the shapes of the
-        parameters.
+        schedule gives no number; ``axis_name`` names no axes; ``weight`` is no real
+        scalar, or ``last`` no bool; updates do not have the structure or the shapes of
+        the parameters.
 
     References:
       ``optax.MultiSteps``.
@@ -100,14 +127,30 @@ def accumulate(
     Array(-2., dtype=float32)
     >>> state.global_step, state.num_accumulated, state.nonfinite_count
     (Array(1, dtype=int32), Array(0, dtype=int32), Array(1, dtype=int32))
+
+    Of the last two pushes the second one has three times as many tokens:
+
+    >>> tx = gx.accumulate(optax.sgd(1.0), num_required=8)
+    >>> params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
+    >>> for grad, tokens in ((1.0, 10), (5.0, 30)):
+    ...     params, state = gx.apply_gradients(
+    ...         tx, jnp.array(grad), state, params, weight=tokens, last=tokens == 30
+    ...     )
+    >>> params  # minus (10 · 1 + 30 · 5) / 40
+    Array(-4., dtype=float32)
     """
     checks.flags(skip_nonfinite=skip_nonfinite)
+    names = mesh.names_of(axis_name)
 
     def enters(
         updates: optax.Updates, global_step: jax.Array, extra: dict[str, object]
     ) -> tuple[jax.Array | Literal[True], None]:
         del extra
-        return _all_finite(updates, global_step) if skip_nonfinite else True, None
+        if not skip_nonfinite:
+            return True, None
+        hint = "skip_nonfinite must know each gradient, so it takes no part of a sum: "
+        mesh.check_parts("updates", updates, (), hint)
+        return _all_finite(updates, global_step, names), None
 
     return summed(
         inner,
@@ -117,16 +160,17 @@ def accumulate(
         state_type=AccumulateState,
         left_out="nonfinite_count",
         enters=enters,
+        names=names,
     )
 
 
-def _all_finite(updates: optax.Updates, global_step: jax.Array) -> jax.Array:
+def _all_finite(
+    updates: optax.Updates, global_step: jax.Array, names: tuple[str, ...]
+) -> jax.Array:
     """Whether a push is finite, on all devices that count their steps together."""
     leaves = filter(maps.has_gradient, maps.leaves(updates))
     finite = map(boundary.all_finite, leaves)
     every = functools.reduce(jnp.logical_and, finite, jnp.array(True))
     varying = versions.varying_axes
     axes = varying(jax.typeof(every)) - varying(jax.typeof(global_step))
-    if not axes:
-        return every
-    return jax.lax.pmin(every.astype(jnp.int32), tuple(sorted(axes))) > 0
+    return mesh.every(every, axes.union(names))

@@ -22,18 +22,21 @@ class ConditionalAccumulatorState(NamedTuple):
       global_step: int32[], how many times the inner transformation has run; saturates.
       num_accumulated: int32[], pushes in the sum.
       stale_count: int32[], pushes dropped so far; saturates.
+      total_weight: float32[], the sum of the weights of these pushes; float64 if any
+        parameter is. A push without ``weight`` weighs 1.
       accumulated: the sum, like params, in at least float32 by default. It has no
         sum for a leaf that is not in ``pushed``, and none at all if
         ``num_accumulated`` is 0: the next push replaces whatever is there.
       pushed: bool[leaves], whether any push in the sum had a gradient for the leaf.
-      row_counts: int32[rows] for each leaf, how many pushes in the sum held each row;
-        only for ``row_mean``.
+      row_counts: float32[rows] for each leaf, the weights of the pushes in the sum that
+        held each row; only for ``row_mean``.
       inner_state: the state of the transformation behind the gate.
     """
 
     global_step: jax.Array
     num_accumulated: jax.Array
     stale_count: jax.Array
+    total_weight: jax.Array
     accumulated: optax.Updates
     pushed: jax.Array
     row_counts: optax.Updates
@@ -55,9 +58,10 @@ def conditional_accumulator(
 
         s &= global\_step - local\_step \\
         accepted &\iff s \le max\_staleness(global\_step) \\
-        sum &\leftarrow sum + weight(\max(0, s)) \cdot g, \quad n \leftarrow n + 1
+        sum &\leftarrow sum + w \cdot weight(\max(0, s)) \cdot g,
+            \quad W \leftarrow W + w, \quad n \leftarrow n + 1
             \quad\text{where accepted} \\
-        g_{inner} &= sum / n \quad\text{once } n \ge num\_required
+        g_{inner} &= sum / W \quad\text{once } n \ge num\_required \text{ or } last
 
     A push that is more than ``max_staleness`` steps late is dropped, and
     ``stale_count`` grows by 1. By default each late push is dropped. Every other push
@@ -67,8 +71,9 @@ def conditional_accumulator(
     bit-identical. NaN or inf in a dropped gradient reaches nothing. The types of
     updates and state are described in :func:`drop_stale`.
 
-    The mean divides by the number of pushes, not by the sum of their weights. So late
-    pushes make the step smaller. With ``max_staleness=jnp.inf`` and
+    Each push weighs w = 1, unless ``update`` gets a ``weight``. The mean divides by the
+    sum of these, not of the weights by staleness. So late pushes make the step smaller.
+    With ``max_staleness=jnp.inf`` and
     ``weight=lambda s: 1 / jnp.sqrt(1 + s)`` this is FedBuff, whose workers push the
     result of :func:`local_steps`. Other systems divide by something else: the page on
     papers says by what.
@@ -112,20 +117,31 @@ def conditional_accumulator(
 
     Extra arguments of update:
       local_step: as in :func:`drop_stale`; ``inner`` receives it, too.
+      weight: w, how much the push weighs, such as its number of tokens: a real scalar
+        ≥ 0, also an integer, also traced; by default 1. The mean is Σ w·g / Σ w,
+        ``"sum"`` is Σ w·g, and ``"row_mean"`` divides each row by the weights of the
+        pushes that held it. A push of weight 0 counts in n, but adds nothing, not even
+        NaN. If all weights are 0, ``inner`` gets zeros. The sum of weights is float32:
+        above 2²⁴ each addition rounds it, by at most 6e-8 of it. With float16 sums take
+        weights near 1, so that w·g does not overflow.
+      last: a bool, also traced: whether this push makes the step, whatever n is. A push
+        that is left out makes the step of those before it, if there are any.
+
+    ``inner`` receives neither of the two. So an accumulator inside counts each mean as
+    one push. A traced weight is not checked: NaN makes the step NaN.
 
     Returns:
       A transformation with state :class:`ConditionalAccumulatorState`.
 
     Raises:
       ValueError: ``num_required`` is out of range; ``max_staleness`` is negative or
-        NaN; ``weight`` gives a number that is known here, and negative, infinite or
-        NaN; ``reduction`` is unknown; a ``local_step`` that is no array is not in
-        [0, 2³¹ - 1].
+        NaN; a weight is known here, and negative, infinite or NaN; ``reduction`` is
+        unknown; a ``local_step`` that is no array is not in [0, 2³¹ - 1].
       TypeError: ``inner`` is no transformation; ``num_required`` is no integer;
         ``max_staleness`` is neither an integer nor inf; a schedule gives no number;
-        ``weight`` is not a function, or gives no real scalar; ``update`` is called
-        without ``local_step``, or it is no integer; updates do not have the structure
-        or the shapes of the parameters.
+        ``weight`` is not a function, or a weight is no real scalar; ``last`` is no
+        bool; ``update`` is called without ``local_step``, or it is no integer; updates
+        do not have the structure or the shapes of the parameters.
 
     References:
       ``tf.ConditionalAccumulator``, ``tf.train.SyncReplicasOptimizer``.

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from gradxform._late import gate, missing
+from gradxform._late.counters import has_gate
 from gradxform._late.gate import Decision
 from gradxform._rows import boundary
 from gradxform._trees import boxes, checks, constants, dtypes, maps
@@ -142,6 +143,11 @@ def delayed(
         **extra: Any,
     ) -> Decision:
         del params
+        if extra.get("weight") is not None and has_gate(state, "num_accumulated"):
+            raise TypeError(
+                "weight is that of the newest gradient, but delayed gives an older one "
+                "to the accumulator inside of it: put the accumulator around delayed."
+            )
         _check_updates(updates, ring := boxes.as_in(updates, state.ring))
         leaves, treedef = maps.flatten(updates)
         rings = maps.leaves(ring)

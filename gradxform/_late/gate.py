@@ -52,7 +52,8 @@ class Decision:
       settle: ``settle(state, applied, buffers)`` returns the state that is new after
         the step. ``applied`` is ``applies`` as it comes out of the conditional, and
         ``buffers`` come out of it, too.
-      ordered: whether ``settle`` writes into arrays that the step reads. The compiler
+      ordered: whether the step runs only if it is applied, as devices wait for each
+        other in it, or ``settle`` writes into arrays that it reads. The compiler
         does not know that ``applies`` and ``applied`` are equal, so it computes with
         ``applied`` only after the step. By then the step has read its gradients, and
         their memory can be written in place.

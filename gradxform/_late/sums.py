@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gradxform._late import gate, missing
@@ -19,7 +20,7 @@ from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._rows import boundary
-from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
+from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, mesh
 from gradxform._trees.compilers import LARGE, in_turn, narrow, where
 from gradxform._trees.types import Leaf, PyTree
 
@@ -43,13 +44,17 @@ def summed(
     state_type: Callable[..., Any],  # The class of the state, a NamedTuple.
     left_out: str,
     enters: Enters,
+    names: tuple[str, ...] = (),
 ) -> GatedTransformation:
     """Applies ``inner`` to the sum of the pushes that enter it.
 
     A push that enters makes the step if it is the last one needed; any other changes
     only the counter ``left_out``, a field of the state. If it has to be decided, the
     addition is in a conditional, and takes all gradients at once. If all pushes enter,
-    each gradient is added as soon as it is known.
+    each gradient is added as soon as it is known. A push of weight w adds w·g.
+
+    On the mesh axes ``names`` each device has a sum of its own. They are added, and
+    divided, where the step is made.
     """
     checks.transformation("inner", inner)
     if not callable(num_required):
@@ -57,6 +62,8 @@ def summed(
     checks.one_of("reduction", reduction, ("mean", "sum", "row_mean"))
     checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
     by_row = reduction == "row_mean"
+    as_own = functools.partial(mesh.as_own, names=names)
+    as_part = functools.partial(mesh.as_part, names=names)
 
     def init_fn(params: optax.Params) -> Any:  # As `state_type`.
         checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
@@ -67,12 +74,18 @@ def summed(
             name: constants.zero(params, jnp.int32)
             for name in ("global_step", "num_accumulated", left_out)
         }
+        sums = constants.zeros(params, accumulator_dtype, dtypes.wide_dtype)
+        mesh.check_whole("params", sums, names)
+        rows: optax.Updates = ()
+        if by_row:
+            rows = constants.zeros(params, None, dtypes.compute_dtype, axes=1)
         return state_type(
             **counts,
-            accumulated=constants.zeros(params, accumulator_dtype, dtypes.wide_dtype),
+            total_weight=as_own(constants.zero(params, _widest(sums))),
+            accumulated=jax.tree.map(as_part, sums),
             # One array for all leaves: on GPU each array costs the start of a kernel.
             pushed=constants.stacked(constants.zero(params, bool), number),
-            row_counts=constants.zeros(params, jnp.int32, axes=1) if by_row else (),
+            row_counts=jax.tree.map(as_own, rows),
             inner_state=inner_state,
         )
 
@@ -80,26 +93,53 @@ def summed(
         updates: optax.Updates,
         state: Any,  # As `state_type`.
         params: optax.Params | None,
+        *,
+        weight: jax.typing.ArrayLike | None = None,
+        last: bool | jax.Array | None = None,
         **extra: object,
     ) -> Decision:
         accepted, factor = enters(updates, state.global_step, extra)
         checks.same_shapes("updates", updates, "accumulated", state.accumulated)
+        mesh.check_parts("updates", updates, names)
+        if names:
+            mesh.check_axes(names, state.accumulated)
+            updates = maps.map_leaves(
+                lambda g: as_part(g) if isinstance(g, jax.Array) else g, updates
+            )
+            state = state._replace(
+                total_weight=as_own(state.total_weight),
+                accumulated=jax.tree.map(as_part, state.accumulated),
+                row_counts=jax.tree.map(as_own, state.row_counts),
+            )
+        # A push of weight w adds w g to the sum, and w to what the mean divides by.
+        w = jnp.ones((), state.total_weight.dtype)
+        if weight is not None:
+            checks.scalar("weight", weight)
+            w = jnp.asarray(checks.in_range("weight", weight, "[0, inf)"), w.dtype)
+            factor = w if factor is None else w * jnp.asarray(factor, w.dtype)
         count = increment_if(accepted, state.num_accumulated)
         full = accepted & _is_enough(count, num_required, state.global_step)
+        if last is not None:
+            last = checks.flag("last", last)
+            mesh.check_whole("last", last, names)
+            full |= last & (count > 0)
         # The first push of a sum replaces what is there. So nothing else clears it.
         begun = state.pushed & (state.num_accumulated > 0)
+        before = jnp.where(state.num_accumulated > 0, state.total_weight, 0)
+        total_weight = jnp.where(accepted, before + w, state.total_weight)
         flags = missing.flags(updates, extra)
 
-        def added() -> tuple[optax.Updates, optax.Updates]:
-            # sum + factor g and n + 1; in a table only for the rows that the push holds
-            pushed = boundary.entered(missing.chosen(flags, updates))
+        def added(updates: optax.Updates) -> tuple[optax.Updates, optax.Updates]:
+            # sum + w g and n + w; in a table only for the rows that the push holds
+            pushed = boundary.entered(updates)
             has_begun = jax.tree.unflatten(maps.structure(updates), list(begun))
             row_counts = state.row_counts
-            n = 1 if reduction == "sum" else count
+            n = 1 if reduction == "sum" else total_weight
             divisors = maps.broadcast(n, state.accumulated)
             if by_row:
                 before = boxes.as_in(updates, row_counts)
-                divisors = _moved(_counted, pushed, before, has_begun, flags)
+                counted = functools.partial(_counted, w)
+                divisors = _moved(counted, pushed, before, has_begun, flags)
                 row_counts = boxes.as_in(row_counts, divisors)
             add = functools.partial(arithmetic.wide_sum, factor=factor)
 
@@ -107,34 +147,56 @@ def summed(
                 g: Leaf, total: jax.Array, n: jax.typing.ArrayLike, begun: jax.Array
             ) -> jax.Array:
                 new = _moved(add, g, total, begun)
+                if names:  # The sum of one device.
+                    return narrow(new, total.dtype) if maps.has_gradient(new) else new
                 return _finished(full, g, new, n, begun, total)
 
             trees = state.accumulated, divisors, has_begun
             return _in_turn(sum_of, pushed, *trees), row_counts
 
+        def kept() -> tuple[optax.Updates, optax.Updates]:
+            if last is None:
+                return state.accumulated, state.row_counts
+            # The step may be made without this push, of those before it.
+            return added(maps.map_leaves(maps.nothing, updates))
+
+        def entered() -> tuple[optax.Updates, optax.Updates]:
+            return added(missing.chosen(flags, updates))
+
         if accepted is True:
-            total, row_counts = added()
+            total, row_counts = entered()
         else:
-            kept = state.accumulated, state.row_counts
-            total, row_counts = typed_cond(accepted, added, lambda: kept)
+            total, row_counts = typed_cond(accepted, entered, kept)
         pushed = begun | (accepted & missing.as_vector(flags))
+        if last is not None and accepted is not True:
+            # The step may be made without what this push has a gradient for.
+            flags = jax.tree.map(lambda flag: flag & accepted, flags)
 
         def reduced(total: optax.Updates) -> optax.Updates:
             # From here on all is dense: inner gets every row that any push held.
+            if names:
+                n = 1 if reduction == "sum" else total_weight
+                n = boxes.as_in(updates, row_counts) if by_row else n
+                total = _over_devices(names, total, n, flags, pushed)
             like = state.accumulated if params is None else params
             return maps.map_leaves(_reduced, updates, total, like)
 
         new = state._replace(
             num_accumulated=jnp.where(full, 0, count),
+            total_weight=total_weight,
             pushed=pushed & ~full,
             row_counts=row_counts,
         )
+        extra = missing.with_flags(extra, _applied(flags, total, pushed))
+        if names:  # Updates are equal on all devices, so no sum can hold them.
+            new, mean = new._replace(accumulated=total), lambda _: reduced(total)
+            return Decision(full, accepted, mean, new, extra, ordered=True)
         return Decision(
             full,
             accepted,
             reduced,
             new,
-            missing.with_flags(extra, _applied(flags, total, pushed)),
+            extra,
             buffers=total,
             settle=lambda new, _, total: new._replace(accumulated=total),
         )
@@ -203,9 +265,23 @@ def _moved(
     return maps.map_leaves(move, pushed, totals, begun, *rest)
 
 
-def _counted(_: jax.Array, n: jax.Array, flag: bool | jax.Array) -> jax.Array:
-    # n + 1, if the leaf has a gradient
-    return missing.where(flag, n + 1, n)
+def _widest(sums: optax.Updates) -> np.dtype[Any]:
+    """float32, or float64 if a sum is in double precision."""
+    found = map(dtypes.compute_dtype, jax.tree.leaves(sums))
+    return max(found, key=lambda d: d.itemsize, default=np.dtype(np.float32))
+
+
+def _counted(
+    w: jax.Array, _: jax.Array, n: jax.Array, flag: bool | jax.Array
+) -> jax.Array:
+    # n + w, if the leaf has a gradient
+    return missing.where(flag, n + w.astype(n.dtype), n)
+
+
+def _inverse(n: jax.typing.ArrayLike, total: jax.Array) -> jax.Array:
+    # 1 / n; 1 if all weights are 0, as the sum is 0 then, too
+    n = jnp.asarray(n, dtypes.compute_dtype(total))
+    return 1 / jnp.where(n == 0, 1, n)
 
 
 def _finished(
@@ -222,14 +298,39 @@ def _finished(
         return total
 
     def quotient() -> jax.Array:
-        one = jnp.ones((), dtypes.compute_dtype(total))
-        factor = jnp.where(full, one / jnp.maximum(n, 1).astype(one.dtype), one)
+        factor = jnp.where(full, _inverse(n, total), 1)
         known = total if maps.has_gradient(g) else where(begun, total)
         return narrow(arithmetic.scale_leading(known, factor), old.dtype)
 
     if maps.is_leaf(g):  # Every row, but only with the last push.
         return jax.lax.cond(full, quotient, lambda: total)
     return quotient()
+
+
+def _over_devices(
+    names: tuple[str, ...],
+    total: optax.Updates,
+    n: PyTree[jax.typing.ArrayLike],
+    flags: PyTree[bool | jax.Array],
+    pushed: jax.Array,
+) -> optax.Updates:
+    # the sum over devices of their sums / that of their n
+
+    def known(x: jax.Array, flag: bool | jax.Array, pushed: jax.Array) -> jax.Array:
+        if not maps.has_gradient(x):
+            return x
+        x = dtypes.widen(x)
+        return x if flag is True else where(pushed, x)
+
+    def quotient(x: jax.Array, n: jax.typing.ArrayLike, old: jax.Array) -> jax.Array:
+        if not maps.has_gradient(x):
+            return x
+        return narrow(arithmetic.scale_leading(x, _inverse(n, x)), old.dtype)
+
+    each = jax.tree.unflatten(maps.structure(flags), list(pushed))
+    sums = maps.map_leaves(known, total, flags, each)
+    sums, n = mesh.sum_of_parts((sums, n), names)
+    return maps.map_leaves(quotient, sums, maps.broadcast(n, sums), total)
 
 
 def _reduced(g: Leaf, total: jax.Array, like: jax.typing.ArrayLike) -> Leaf:

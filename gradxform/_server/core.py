@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from gradxform._late import gate
+from gradxform._late.counters import has_gate
 from gradxform._late.worker_mean import num_workers_of
 from gradxform._server.placement import Arrays, copy, initialize
 from gradxform._server.programs import (
@@ -83,6 +84,7 @@ class Core:
         # A gate inside of another transformation lets that one change the parameters.
         self._gated = gate.gate_of(tx) is not None
         self._num_workers = num_workers_of(state)
+        self._weighs = has_gate(state, "total_weight")
         self._devices = len(self.specs.placement.everywhere.device_set)
         self.version = Version.of(params, state)
         self.takes = math.inf
@@ -106,6 +108,8 @@ class Core:
         if n is not None and worker is not None:
             # In the compiled step it is traced, and `worker_mean` would drop the push.
             checks.in_range("worker", jax.device_get(worker), f"[0, {n})", integer=True)
+        if self._weighs and extra.get("weight") is not None:  # Traced there, too.
+            checks.in_range("weight", jax.device_get(extra["weight"]), "[0, inf)")
         return self._prepare(self._programs, grads, extra)
 
     def commit(

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradxform._trees.compilers import narrow
+from gradxform._trees import versions
+from gradxform._trees.compilers import narrow, where
 from gradxform._trees.dtypes import compute_dtype, widen
 
 
@@ -17,7 +18,7 @@ def scale(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
     The parts of a complex ``x`` are multiplied one by one, so that a factor of 1
     gives back every bit and a NaN factor leaves no part untouched.
     """
-    factor = jnp.asarray(factor, compute_dtype(x))
+    factor = versions.as_factor(jnp.asarray(factor, compute_dtype(x)), x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jax.lax.complex(x.real * factor, x.imag * factor)
     return narrow(widen(x) * factor, x.dtype)
@@ -33,11 +34,14 @@ def wide_sum(
 ) -> jax.Array:
     """``total + x`` in at least float32, in the precision of ``total``, unrounded.
 
-    With a real ``factor`` it is ``total + factor · x``.
+    With a real ``factor`` it is ``total + factor · x``. If the factor is 0, it is
+    ``total``, even if ``x`` is not finite.
     """
     wide = widen(total)
     x = widen(x).astype(wide.dtype)
-    return wide + (x if factor is None else scale(x, factor))
+    if factor is None:
+        return wide + x
+    return wide + where(jnp.asarray(factor) != 0, scale(x, factor))
 
 
 def integer_sum(x: jax.Array, total: jax.Array) -> jax.Array:

@@ -226,6 +226,13 @@ def flags(**arguments: bool) -> None:
             raise TypeError(f"{name} must be True or False, not traced, got {value!r}.")
 
 
+def flag(name: str, value: Any) -> jax.Array:  # Of any type.
+    """A bool, which may be traced, as an array; ``TypeError`` if it is none."""
+    if np.shape(value) or dtypes.dtype_of(value) != jnp.bool:
+        raise TypeError(f"{name} must be a bool, or an array bool[], got {value!r}.")
+    return jnp.asarray(value)
+
+
 def non_negative(**arguments: jax.typing.ArrayLike) -> list[Any]:  # As `in_range`.
     """The arguments, each a finite scalar ≥ 0; raises like :func:`in_range`."""
     return [in_range(name, value, "[0, inf)") for name, value in arguments.items()]

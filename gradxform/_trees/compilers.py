@@ -19,6 +19,8 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from gradxform._trees import versions
+
 R = TypeVar("R")
 
 LARGE = 2**16  # Entries of an array that has a kernel of its own.
@@ -106,6 +108,8 @@ def where(pred: jax.Array, x: jax.Array) -> jax.Array:
     with it, as for the gradients of scanned layers, it is written and kept for both:
     1 N. It does not know this zero.
     """
+    if versions.unreduced_axes(jax.typeof(x)):  # `jnp.where` does not take it.
+        return jax.lax.select(pred, x, jnp.zeros_like(x))
     return jnp.where(pred, x, in_turn(jnp.zeros((), x.dtype)))
 
 
@@ -147,7 +151,8 @@ def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     instead of 32 ms for clip and Adagrad. It does repeat integer operations that round
     the same way.
     """
-    if x.dtype == jnp.float32 and jnp.dtype(dtype) == jnp.bfloat16:
+    is_whole = not versions.unreduced_axes(jax.typeof(x))  # Else no bit is known.
+    if x.dtype == jnp.float32 and jnp.dtype(dtype) == jnp.bfloat16 and is_whole:
         return _to_bfloat16(x)
     return x.astype(dtype)
 

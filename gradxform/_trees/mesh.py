@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from gradxform._trees import checks, maps, versions
-from gradxform._trees.types import Leaf, Path, Prefix, PyTree
+from gradxform._trees.types import Leaf, Path, Prefix, PyTree, T
 
 # One axis, several, or a prefix tree of PartitionSpecs; None outside of shard_map.
 AxisName: TypeAlias = str | Sequence[str] | Prefix[PartitionSpec] | None
@@ -55,6 +55,93 @@ def mean(x: jax.Array, axis_name: AxisName, tree: PyTree[Leaf]) -> jax.Array:
     # Over an axis over which it does not vary, it is equal already.
     axes = tuple(n for n in names if n in _varying(x) or not _is_tracked(n))
     return jax.lax.pmean(x, axes) if axes else x
+
+
+def names_of(axis_name: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The axes that are given by their names; none if it is None.
+
+    Raises:
+      TypeError: it is something else.
+    """
+    names = () if axis_name is None else _given_names(axis_name)
+    if names is None:
+        raise TypeError(
+            f"axis_name must be a mesh axis, or several, got {axis_name!r}."
+        )
+    return names
+
+
+def check_axes(names: tuple[str, ...], tree: PyTree[jax.Array]) -> None:
+    """Raises ``ValueError`` unless each name is an axis that a part can be of."""
+    explicit = {
+        name
+        for x in jax.tree.leaves(tree)
+        for name in jax.typeof(x).sharding.mesh.explicit_axes
+    }
+    for name in names:
+        if name not in explicit and not _is_bound(name):
+            raise ValueError(
+                f"axis_name={names!r}: {name!r} is neither an axis of a shard_map "
+                "around this call, nor an explicit axis of the parameters' mesh. On "
+                "automatic axes the compiler adds up the gradients: leave it out."
+            )
+
+
+def check_whole(name: str, tree: PyTree[jax.Array], names: tuple[str, ...]) -> None:
+    """Raises ``ValueError`` if arrays differ by device over one of these axes."""
+    for path, x in jax.tree.leaves_with_path(tree):
+        if differs := _varying(x).intersection(names):
+            at = f" at {checks.path_name(path)}" if path else ""
+            raise ValueError(
+                f"axis_name={names!r}: {name} must be equal on all devices of these "
+                f"axes, got one that varies over {', '.join(sorted(differs))}{at}."
+            )
+
+
+def check_parts(
+    name: str, tree: PyTree[Leaf], names: tuple[str, ...], why: str = ""
+) -> None:
+    """Raises ``ValueError`` if a leaf is not summed over an axis that is not named."""
+    for path, x in jax.tree.leaves_with_path(tree):
+        if not isinstance(x, jax.Array):
+            continue
+        if axes := versions.unreduced_axes(jax.typeof(x)).difference(names):
+            raise ValueError(
+                f"{why}{name} is not summed over {', '.join(sorted(axes))} yet at "
+                f"{checks.path_name(path)}, got {checks.describe(x)}. Sum it with "
+                "jax.sharding.reshard, or pass axis_name to gradxform.accumulate, "
+                "without skip_nonfinite."
+            )
+
+
+def as_own(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """``x`` with the type of what each device of these axes has for itself.
+
+    Only ``shard_map`` has such a type; elsewhere it keeps its own.
+    """
+    tracked = (n for n in names if _is_bound(n) and _is_tracked(n))
+    return versions.to_varying(x, [n for n in tracked if n not in _varying(x)])
+
+
+def as_part(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """:func:`as_own` for a part of a sum. On explicit axes it is unreduced."""
+    return versions.to_unreduced(as_own(x, names), names)
+
+
+def sum_of_parts(tree: PyTree[T], names: tuple[str, ...]) -> PyTree[T]:
+    """The sum over the devices of these axes, with one collective; of numbers, too."""
+    tree = jax.tree.map(
+        lambda x: versions.to_reduced(x) if isinstance(x, jax.Array) else x, tree
+    )
+    bound = tuple(filter(_is_bound, names))
+    summed: PyTree[T] = jax.lax.psum(tree, bound) if bound else tree
+    return summed
+
+
+def every(x: jax.Array, names: Iterable[str]) -> jax.Array:
+    """Whether a bool is true on all devices of these axes: the same on all of them."""
+    axes = [n for n in sorted(names) if n in _varying(x) or not _is_tracked(n)]
+    return jax.lax.pmin(x.astype(jnp.int32), tuple(axes)) > 0 if axes else x
 
 
 def _given_names(axis_name: AxisName) -> tuple[str, ...] | None:
@@ -126,6 +213,15 @@ def _psum(leaves: list[jax.Array], axes: list[tuple[str, ...]]) -> list[jax.Arra
             for i, total in zip(members, totals, strict=True):
                 leaves[i] = total
     return leaves
+
+
+def _is_bound(name: str) -> bool:
+    """Whether a ``shard_map``, ``pmap`` or ``vmap`` around has this axis."""
+    try:
+        jax.lax.axis_index(name)
+    except NameError:
+        return False
+    return True
 
 
 def _is_tracked(name: str) -> bool:

@@ -70,6 +70,48 @@ def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return getattr(jax.lax, "pvary")(x, axes)  # noqa: B009
 
 
+def unreduced_axes(x_type: jax.core.ShapedArray) -> frozenset[str]:
+    """The explicit mesh axes over which an array of this type is not summed yet."""
+    return frozenset(x_type.sharding.spec.unreduced or ())
+
+
+def to_unreduced(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """``x`` with a type that is not summed over these axes, where they are explicit.
+
+    Axes that cut it are left out. JAX before 0.10 gives no such gradients, so there it
+    keeps its type.
+    """
+    sharding = jax.typeof(x).sharding
+    axes = frozenset(axes) & frozenset(sharding.mesh.explicit_axes)
+    if not axes or not hasattr(sharding.spec, "partitions"):
+        return x
+    cut = jax.tree.leaves(sharding.spec.partitions)
+    axes = axes.difference(cut) | sharding.spec.unreduced
+    if axes == sharding.spec.unreduced:
+        return x
+    return jax.sharding.reshard(
+        x, sharding.update(spec=sharding.spec.update(unreduced=axes))
+    )
+
+
+def to_reduced(x: jax.Array) -> jax.Array:
+    """``x``, summed over all axes over which it is not summed yet."""
+    if not unreduced_axes(jax.typeof(x)):
+        return x
+    sharding = jax.typeof(x).sharding
+    spec = jax.sharding.PartitionSpec(*sharding.spec.partitions)
+    return jax.sharding.reshard(x, sharding.update(spec=spec))
+
+
+def as_factor(number: jax.Array, x: jax.Array) -> jax.Array:
+    """A scalar with a type by which ``x`` can be multiplied."""
+    sharding = jax.typeof(x).sharding
+    if not (axes := unreduced_axes(jax.typeof(x))):
+        return number
+    spec = jax.sharding.PartitionSpec(reduced=axes)
+    return jax.sharding.reshard(number, sharding.update(spec=spec))
+
+
 def jit_is_disabled() -> bool:
     """Whether functions are called as they are, for a debugger: ``jax.disable_jit``."""
     # JAX's types know this setting from 0.12 on.
