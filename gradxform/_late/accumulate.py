@@ -117,6 +117,7 @@ def accumulate(
         state_type=AccumulateState,
         left_out="nonfinite_count",
         enters=enters,
+        all_enter=not skip_nonfinite,
     )
 
 

@@ -23,6 +23,9 @@ from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import LARGE, in_turn, narrow, where
 from gradxform._trees.types import Leaf, PyTree
 
+# The extra argument that says which leaves are sums already; only this module reads it.
+_IN_SUM = "leaves_in_sum"
+
 Reduction = Literal["mean", "sum", "row_mean"]
 Required: TypeAlias = jax.typing.ArrayLike | optax.Schedule
 
@@ -40,16 +43,17 @@ def summed(
     reduction: Reduction,
     accumulator_dtype: jax.typing.DTypeLike | None,
     *,
-    state_type: Callable[..., Any],  # The class of the state, a NamedTuple.
+    state_type: type[Any],  # The class of the state, a NamedTuple.
     left_out: str,
     enters: Enters,
+    all_enter: bool = False,
 ) -> GatedTransformation:
     """Applies ``inner`` to the sum of the pushes that enter it.
 
     A push that enters makes the step if it is the last one needed; any other changes
     only the counter ``left_out``, a field of the state. If it has to be decided, the
-    addition is in a conditional, and takes all gradients at once. If all pushes enter,
-    each gradient is added as soon as it is known.
+    addition is in a conditional, and takes all gradients at once. If ``all_enter``,
+    each gradient is added as soon as it is known, also before the gate (:data:`Sums`).
     """
     checks.transformation("inner", inner)
     if not callable(num_required):
@@ -76,6 +80,15 @@ def summed(
             inner_state=inner_state,
         )
 
+    def begun_of(state: Any) -> jax.Array:  # As `state_type`.
+        # The first push of a sum replaces what is there. So nothing else clears it.
+        return state.pushed & (state.num_accumulated > 0)
+
+    def sums(state: Any) -> tuple[PyTree[jax.Array], jax.Array] | None:
+        if not isinstance(state, state_type):
+            return None
+        return state.accumulated, begun_of(state)
+
     def decide(
         updates: optax.Updates,
         state: Any,  # As `state_type`.
@@ -86,9 +99,9 @@ def summed(
         checks.same_shapes("updates", updates, "accumulated", state.accumulated)
         count = increment_if(accepted, state.num_accumulated)
         full = accepted & _is_enough(count, num_required, state.global_step)
-        # The first push of a sum replaces what is there. So nothing else clears it.
-        begun = state.pushed & (state.num_accumulated > 0)
+        begun = begun_of(state)
         flags = missing.flags(updates, extra)
+        in_sum, extra = _in_sum(updates, extra)
 
         def added() -> tuple[optax.Updates, optax.Updates]:
             # sum + factor g and n + 1; in a table only for the rows that the push holds
@@ -104,12 +117,16 @@ def summed(
             add = functools.partial(arithmetic.wide_sum, factor=factor)
 
             def sum_of(
-                g: Leaf, total: jax.Array, n: jax.typing.ArrayLike, begun: jax.Array
+                g: Leaf,
+                total: jax.Array,
+                n: jax.typing.ArrayLike,
+                begun: jax.Array,
+                added: bool,
             ) -> jax.Array:
-                new = _moved(add, g, total, begun)
-                return _finished(full, g, new, n, begun, total)
+                new = g if added else _moved(add, g, total, begun)
+                return _finished(full, g, new, n, begun, total, added)
 
-            trees = state.accumulated, divisors, has_begun
+            trees = state.accumulated, divisors, has_begun, in_sum
             return _in_turn(sum_of, pushed, *trees), row_counts
 
         if accepted is True:
@@ -139,7 +156,24 @@ def summed(
             settle=lambda new, _, total: new._replace(accumulated=total),
         )
 
-    return gate.gate(init_fn, inner, decide)
+    return gate.gate(init_fn, inner, decide, sums if all_enter else None)
+
+
+def with_sums(extra: dict[str, object], in_sum: PyTree[bool]) -> dict[str, object]:
+    """The extra arguments of a push, some of whose leaves are sums: see :data:`Sums`.
+
+    Such a leaf is the sum of the gate with the gradient of this push in it.
+    """
+    return {**extra, _IN_SUM: in_sum}
+
+
+def _in_sum(
+    updates: optax.Updates, extra: dict[str, object]
+) -> tuple[PyTree[bool], dict[str, object]]:
+    """Which leaves are sums, and the other extra arguments."""
+    none = maps.map_leaves(lambda g: False, updates)
+    rest = {name: value for name, value in extra.items() if name != _IN_SUM}
+    return extra.get(_IN_SUM, none), rest
 
 
 def _is_enough(
@@ -162,7 +196,7 @@ def _in_turn(
 ) -> PyTree[jax.Array]:
     """``map_leaves``, the last leaf first, as a backward pass makes them.
 
-    On GPU a large gradient waits for the sum before it. Otherwise the compiler adds all
+    On GPU a large gradient waits for the sum before it, unless it is in its own. Otherwise the compiler adds all
     of them in one kernel, and so keeps them all. The largest do not wait: one may be
     scattered into its sum, without an array of its own.
     """
@@ -172,7 +206,7 @@ def _in_turn(
     last: tuple[jax.Array, ...] = ()
     for g, total, *leaf in reversed([*leaves]):
         large = isinstance(total, jax.Array) and total.size >= LARGE
-        waits = large and isinstance(g, jax.Array) and g.size <= most
+        waits = large and isinstance(g, jax.Array) and g.size <= most and not leaf[-1]
         result = f(in_turn(g, *last) if waits else g, total, *leaf)
         results.append(result)
         last = (result,) if waits else last
@@ -215,6 +249,7 @@ def _finished(
     n: jax.typing.ArrayLike,
     begun: jax.Array,
     old: jax.Array,
+    added: bool,
 ) -> jax.Array:
     # sum / n with the last push, in the sum's own buffer: inner may read it more than
     # once
@@ -227,7 +262,7 @@ def _finished(
         known = total if maps.has_gradient(g) else where(begun, total)
         return narrow(arithmetic.scale_leading(known, factor), old.dtype)
 
-    if maps.is_leaf(g):  # Every row, but only with the last push.
+    if added or maps.is_leaf(g):  # All of it, but only with the last push.
         return jax.lax.cond(full, quotient, lambda: total)
     return quotient()
 

@@ -1,0 +1,112 @@
+"""Gradients that JAX's backward pass adds to a sum by itself.
+
+The backward pass of a ``scan`` puts the gradients of all layers into one array, 1 N. If
+it gets the sum of a gate, it adds each layer's gradient there as soon as it is known,
+and that array does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform._late.gate import gate_of
+from gradxform._trees import constants, jaxprs, maps, versions
+from gradxform._trees.compilers import where
+from gradxform._trees.types import PyTree
+
+# None where nothing is to be added.
+_Sums: TypeAlias = Sequence[jax.Array | None]
+
+
+def value_and_sums(
+    loss_fn: Callable[..., Any],
+    params: optax.Params,
+    batch: tuple[object, ...],
+    tx: optax.GradientTransformation,
+    state: optax.OptState,
+    *,
+    has_aux: bool,
+) -> tuple[Any, optax.Updates, PyTree[bool]] | None:
+    """The loss, and gradients, some of which are in the sum of a gate already.
+
+    The first two are as from ``jax.value_and_grad``. Where the third is True, the
+    gradient is the sum of the gate ``tx`` with the gradient in it. None if nothing can
+    be added: by this version of JAX, to this gate, for these parameters.
+    """
+    gate = gate_of(tx)
+    if gate is None or gate.sums is None or not versions.adds_in_backward_pass():
+        return None
+    leaves, treedef = jax.tree.flatten(params)
+    sums, begun = gate.sums(state) or (None, None)
+    same = maps.structure(params) == maps.structure(sums)
+    if not (same and all(map(_is_dense, leaves))):
+        return None
+
+    def loss(*leaves: jax.Array) -> Any:  # As `loss_fn`.
+        return loss_fn(treedef.unflatten(leaves), *batch)
+
+    value, backward, *aux = jax.vjp(loss, *leaves, has_aux=has_aux)
+    one = jax.grad(lambda x: x)(value)  # Of the type that the backward pass takes.
+    # The numbers of these leaves among all of the gate.
+    places = [i for i, p in enumerate(maps.leaves(params)) if p is not None]
+    scanned = jaxprs.scanned(backward.jaxpr)[-len(leaves) :]
+    totals: list[jax.Array] = []
+    adds: list[bool] = []
+    for p, i, once in zip(leaves, places, scanned, strict=True):
+        total, p_type = maps.leaves(sums)[i], jax.typeof(p)
+        adds.append(once and jax.typeof(total) == p_type)
+        totals.append(
+            where(begun[i], total) if adds[-1] else constants.zeros_of_type(p_type)
+        )
+    grads = _adding(adds)(backward, one, totals) if any(adds) else backward(one)
+    trees = map(treedef.unflatten, (grads, adds))
+    return (value, *aux) if has_aux else value, *trees
+
+
+def _is_dense(p: object) -> bool:
+    return isinstance(p, jax.Array) and jnp.issubdtype(p.dtype, jnp.inexact)
+
+
+def _adding(adds: Sequence[bool]) -> Callable[..., list[jax.Array]]:
+    """``(backward, one, sums) -> gradients``, or sums with them where ``adds`` is True.
+
+    ``backward`` is the function of :func:`jax.vjp`, a pytree.
+    """
+    from jax.experimental.pallas import run_state
+
+    def plain(backward: Any, one: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        grads = zip(adds, backward(one), sums, strict=True)
+        return [total + g if add else g for add, g, total in grads]
+
+    def in_place(backward: Any, one: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        @run_state
+        def run(refs: list[Any]) -> None:
+            given = [ref if add else 0 for add, ref in zip(adds, refs, strict=True)]
+            grads = backward.with_refs(*given)(one)
+            for add, ref, g in zip(adds, refs, grads, strict=True):
+                if not add:
+                    ref[...] = g
+
+        return run(sums)
+
+    # A scan cannot go over a batch of references.
+    batched = jax.custom_batching.custom_vmap(in_place)
+
+    @batched.def_vmap
+    def _(axis_size: int, is_batched: list[Any], *args: Any) -> tuple[Any, Any]:
+        axes = jax.tree.map(lambda b: 0 if b else None, is_batched)
+        grads = jax.vmap(plain, tuple(axes), axis_size=axis_size)(*args)
+        return grads, [True] * len(grads)
+
+    added = jax.custom_jvp(batched)
+
+    @added.defjvp
+    def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+        return jax.jvp(plain, primals, tangents)
+
+    return added
