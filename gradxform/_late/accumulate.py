@@ -62,7 +62,7 @@ def accumulate(
     no push comes late here, so ``update`` takes no ``local_step``.
 
     Use :func:`apply_gradients` or ``minimize``. Loops that call ``update`` get the same
-    numbers.
+    numbers. In ``minimize`` scanned layers need no array of all their gradients.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
@@ -76,7 +76,8 @@ def accumulate(
       skip_nonfinite: whether to leave out a push with NaN or inf in any leaf. Such a
         push changes only ``nonfinite_count``. Inside ``shard_map`` all devices that
         share a step leave the push out together. Under ``pmap`` or ``check_vma=False``
-        each device decides alone: sum the gradients first.
+        each device decides alone: sum the gradients first. It must know all gradients
+        before it adds any, so ``minimize`` keeps those of scanned layers, 1 N.
 
     Returns:
       A transformation with state :class:`AccumulateState`.

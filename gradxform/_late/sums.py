@@ -117,7 +117,7 @@ def summed(
             add = functools.partial(arithmetic.wide_sum, factor=factor)
 
             def sum_of(
-                g: Leaf,
+                g: Any,  # Any kind of leaf; an array if it is added.
                 total: jax.Array,
                 n: jax.typing.ArrayLike,
                 begun: jax.Array,
@@ -196,9 +196,10 @@ def _in_turn(
 ) -> PyTree[jax.Array]:
     """``map_leaves``, the last leaf first, as a backward pass makes them.
 
-    On GPU a large gradient waits for the sum before it, unless it is in its own. Otherwise the compiler adds all
+    On GPU a large gradient waits for the sum before it. Otherwise the compiler adds all
     of them in one kernel, and so keeps them all. The largest do not wait: one may be
-    scattered into its sum, without an array of its own.
+    scattered into its sum, without an array of its own. The last of ``rest`` says which
+    are in their sums already; these do not wait either.
     """
     leaves = zip(*map(maps.leaves, (pushed, *rest)), strict=True)
     most = sum(jnp.size(g) for g in jax.tree.leaves(pushed)) // 8

@@ -124,6 +124,11 @@ def minimize(
     If axes of both kinds cut one dimension, JAX forgets one of them, so pin the results
     there too.
 
+    With :func:`accumulate` as ``tx``, the backward pass adds the gradients of layers
+    that a ``scan`` goes over to the sum itself, from JAX 0.12 on. So no array holds the
+    gradients of all layers, 1 N. The numbers are the same. It takes parameters that go
+    into the ``scan`` as they are, are read nowhere else, and have the dtype of the sum.
+
     Args:
       loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or with ``has_aux``
         ``(scalar, aux)``.

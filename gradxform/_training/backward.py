@@ -8,7 +8,7 @@ and that array does not exist.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,6 @@ from gradxform._late.gate import gate_of
 from gradxform._trees import constants, jaxprs, maps, versions
 from gradxform._trees.compilers import where
 from gradxform._trees.types import PyTree
-
-# None where nothing is to be added.
-_Sums: TypeAlias = Sequence[jax.Array | None]
 
 
 def value_and_sums(
@@ -41,30 +38,39 @@ def value_and_sums(
     gate = gate_of(tx)
     if gate is None or gate.sums is None or not versions.adds_in_backward_pass():
         return None
-    leaves, treedef = jax.tree.flatten(params)
-    sums, begun = gate.sums(state) or (None, None)
-    same = maps.structure(params) == maps.structure(sums)
-    if not (same and all(map(_is_dense, leaves))):
+    leaves = jax.tree.leaves(params)
+    structure: Any = jax.tree.structure(params)
+    found = gate.sums(state)
+    if found is None or not all(map(_is_dense, leaves)):
+        return None
+    sums, begun = maps.leaves(found[0]), found[1]
+    if len(sums) != len(maps.leaves(params)):  # A later check names the difference.
         return None
 
     def loss(*leaves: jax.Array) -> Any:  # As `loss_fn`.
-        return loss_fn(treedef.unflatten(leaves), *batch)
+        return loss_fn(structure.unflatten(leaves), *batch)
 
-    value, backward, *aux = jax.vjp(loss, *leaves, has_aux=has_aux)
+    linearize: Any = jax.vjp  # Its types know no `has_aux` that is a variable.
+    value, backward, *aux = linearize(loss, *leaves, has_aux=has_aux)
+    if not _is_dense(value):  # Whoever computes the gradients says why not.
+        return None
     one = jax.grad(lambda x: x)(value)  # Of the type that the backward pass takes.
-    # The numbers of these leaves among all of the gate.
+    # The numbers of these leaves among those of the gate.
     places = [i for i, p in enumerate(maps.leaves(params)) if p is not None]
     scanned = jaxprs.scanned(backward.jaxpr)[-len(leaves) :]
-    totals: list[jax.Array] = []
-    adds: list[bool] = []
-    for p, i, once in zip(leaves, places, scanned, strict=True):
-        total, p_type = maps.leaves(sums)[i], jax.typeof(p)
-        adds.append(once and jax.typeof(total) == p_type)
-        totals.append(
-            where(begun[i], total) if adds[-1] else constants.zeros_of_type(p_type)
-        )
-    grads = _adding(adds)(backward, one, totals) if any(adds) else backward(one)
-    trees = map(treedef.unflatten, (grads, adds))
+    adds = [
+        once and jax.typeof(sums[i]) == jax.typeof(p)
+        for once, p, i in zip(scanned, leaves, places, strict=True)
+    ]
+    if any(adds):
+        totals = [
+            where(begun[i], sums[i]) if add else constants.zeros_of_type(jax.typeof(p))
+            for add, p, i in zip(adds, leaves, places, strict=True)
+        ]
+        grads = _adding(adds)(backward, one, totals)
+    else:
+        grads = backward(one)
+    trees = map(structure.unflatten, (grads, adds))
     return (value, *aux) if has_aux else value, *trees
 
 
@@ -83,7 +89,9 @@ def _adding(adds: Sequence[bool]) -> Callable[..., list[jax.Array]]:
         grads = zip(adds, backward(one), sums, strict=True)
         return [total + g if add else g for add, g, total in grads]
 
-    def in_place(backward: Any, one: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+    def in_place(
+        backward: Any, one: jax.Array, sums: list[jax.Array]
+    ) -> list[jax.Array]:
         @run_state
         def run(refs: list[Any]) -> None:
             given = [ref if add else 0 for add, ref in zip(adds, refs, strict=True)]

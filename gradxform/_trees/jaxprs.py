@@ -79,13 +79,13 @@ def scanned(jaxpr: Jaxpr) -> list[bool]:
         name = eqn.primitive.name.removeprefix("vjp_node[").removesuffix("]")
         if name not in (Op.SCAN, Op.JIT):
             continue
-        inside = eqn.params["jaxpr"]
-        # What a scan goes over has one axis more outside.
-        over = (
-            scanned(inside)
-            if name == Op.JIT
-            else [x.aval.ndim < len(y.aval.shape) for x, y in zip(inside.invars, eqn.invars, strict=True)]
-        )
+        inside: Any = eqn.params["jaxpr"]
+        if name == Op.JIT:
+            over = scanned(inside)
+        else:  # What a scan goes over has one axis more outside.
+            types: Any = [x.aval for x in eqn.invars]
+            pairs = zip(types, inside.invars, strict=True)
+            over = [t.ndim > x.aval.ndim for t, x in pairs]
         found |= {id(x) for x, here in zip(eqn.invars, over, strict=True) if here}
     return [id(x) in found and times[id(x)] == 1 for x in jaxpr.invars]
 
