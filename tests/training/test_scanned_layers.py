@@ -234,6 +234,7 @@ def test_aux_and_frozen_leaves():
     step = gx.minimize(loss, outer, trainable=learns, donate=False)
     assert adds(step, params, outer.init(params), X[0]) == NEWEST_JAX
 
+    @jax.jit
     def hand(params, state, x):
         grads = jax.grad(lambda p: loss(p, x))(
             {k: v for k, v in params.items() if k != "sizes"}
