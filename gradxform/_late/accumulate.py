@@ -69,8 +69,8 @@ def accumulate(
     no push comes late here, so ``update`` takes no ``local_step``.
 
     Use :func:`apply_gradients` or ``minimize``. Loops that call ``update`` get the same
-    numbers. :doc:`The page on micro-batches </micro_batches>` has an example for each
-    argument.
+    numbers. In ``minimize`` scanned layers need no array of all their gradients.
+    :doc:`The page on micro-batches </micro_batches>` has an example for each argument.
 
     Args:
       inner: the transformation behind the gate, a whole optimizer as a rule.
@@ -85,7 +85,8 @@ def accumulate(
         push changes only ``nonfinite_count``. Inside ``shard_map`` all devices that
         share a step leave the push out together, which takes one all-reduce of one
         number. Under ``pmap`` or ``check_vma=False`` each device decides alone, unless
-        ``axis_name`` is given.
+        ``axis_name`` is given. It must know all gradients before it adds any, so
+        ``minimize`` keeps those of scanned layers, 1 N.
       axis_name: one or several mesh axes over which gradients are not summed yet. Each
         device then has a sum of its own, and they are added up once, with the step.
         Inside ``shard_map``, ``pmap`` or ``vmap`` each device pushes the gradient of
@@ -160,6 +161,7 @@ def accumulate(
         state_type=AccumulateState,
         left_out="nonfinite_count",
         enters=enters,
+        all_enter=not skip_nonfinite,
         names=names,
     )
 

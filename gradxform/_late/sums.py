@@ -24,6 +24,9 @@ from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps,
 from gradxform._trees.compilers import LARGE, in_turn, narrow, where
 from gradxform._trees.types import Leaf, PyTree
 
+# The extra argument that says which leaves are sums already; only this module reads it.
+_IN_SUM = "leaves_in_sum"
+
 Reduction = Literal["mean", "sum", "row_mean"]
 Required: TypeAlias = jax.typing.ArrayLike | optax.Schedule
 
@@ -41,17 +44,19 @@ def summed(
     reduction: Reduction,
     accumulator_dtype: jax.typing.DTypeLike | None,
     *,
-    state_type: Callable[..., Any],  # The class of the state, a NamedTuple.
+    state_type: type[Any],  # The class of the state, a NamedTuple.
     left_out: str,
     enters: Enters,
+    all_enter: bool = False,
     names: tuple[str, ...] = (),
 ) -> GatedTransformation:
     """Applies ``inner`` to the sum of the pushes that enter it.
 
     A push that enters makes the step if it is the last one needed; any other changes
     only the counter ``left_out``, a field of the state. If it has to be decided, the
-    addition is in a conditional, and takes all gradients at once. If all pushes enter,
-    each gradient is added as soon as it is known. A push of weight w adds w·g.
+    addition is in a conditional, and takes all gradients at once. If ``all_enter``,
+    each gradient is added as soon as it is known, also before the gate (:data:`Sums`).
+    A push of weight w adds w·g.
 
     On the mesh axes ``names`` each device has a sum of its own. They are added, and
     divided, where the step is made.
@@ -89,6 +94,15 @@ def summed(
             inner_state=inner_state,
         )
 
+    def begun_of(state: Any) -> jax.Array:  # As `state_type`.
+        # The first push of a sum replaces what is there. So nothing else clears it.
+        return state.pushed & (state.num_accumulated > 0)
+
+    def sums(state: Any) -> tuple[PyTree[jax.Array], jax.Array] | None:
+        if not isinstance(state, state_type):
+            return None
+        return state.accumulated, begun_of(state)
+
     def decide(
         updates: optax.Updates,
         state: Any,  # As `state_type`.
@@ -114,20 +128,21 @@ def summed(
         # A push of weight w adds w g to the sum, and w to what the mean divides by.
         w = jnp.ones((), state.total_weight.dtype)
         if weight is not None:
-            checks.scalar("weight", weight)
-            w = jnp.asarray(checks.in_range("weight", weight, "[0, inf)"), w.dtype)
+            w = as_weight(weight, w.dtype)
             factor = w if factor is None else w * jnp.asarray(factor, w.dtype)
+        if _IN_SUM in extra:  # The gradients come with the weight in them.
+            factor = None
         count = increment_if(accepted, state.num_accumulated)
         full = accepted & _is_enough(count, num_required, state.global_step)
         if last is not None:
             last = checks.flag("last", last)
             mesh.check_whole("last", last, names)
             full |= last & (count > 0)
-        # The first push of a sum replaces what is there. So nothing else clears it.
-        begun = state.pushed & (state.num_accumulated > 0)
+        begun = begun_of(state)
         before = jnp.where(state.num_accumulated > 0, state.total_weight, 0)
         total_weight = jnp.where(accepted, before + w, state.total_weight)
         flags = missing.flags(updates, extra)
+        in_sum, extra = _in_sum(updates, extra)
 
         def added(updates: optax.Updates) -> tuple[optax.Updates, optax.Updates]:
             # sum + w g and n + w; in a table only for the rows that the push holds
@@ -144,14 +159,18 @@ def summed(
             add = functools.partial(arithmetic.wide_sum, factor=factor)
 
             def sum_of(
-                g: Leaf, total: jax.Array, n: jax.typing.ArrayLike, begun: jax.Array
+                g: Any,  # Any kind of leaf; an array if it is added.
+                total: jax.Array,
+                n: jax.typing.ArrayLike,
+                begun: jax.Array,
+                added: bool,
             ) -> jax.Array:
-                new = _moved(add, g, total, begun)
+                new = g if added else _moved(add, g, total, begun)
                 if names:  # The sum of one device.
                     return narrow(new, total.dtype) if maps.has_gradient(new) else new
-                return _finished(full, g, new, n, begun, total)
+                return _finished(full, g, new, n, begun, total, added)
 
-            trees = state.accumulated, divisors, has_begun
+            trees = state.accumulated, divisors, has_begun, in_sum
             return _in_turn(sum_of, pushed, *trees), row_counts
 
         def kept() -> tuple[optax.Updates, optax.Updates]:
@@ -201,7 +220,33 @@ def summed(
             settle=lambda new, _, total: new._replace(accumulated=total),
         )
 
-    return gate.gate(init_fn, inner, decide)
+    return gate.gate(init_fn, inner, decide, sums if all_enter else None)
+
+
+def as_weight(
+    weight: jax.typing.ArrayLike, dtype: jax.typing.DTypeLike = jnp.float32
+) -> jax.Array:
+    """The weight of a push, checked."""
+    checks.scalar("weight", weight)
+    return jnp.asarray(checks.in_range("weight", weight, "[0, inf)"), dtype)
+
+
+def with_sums(extra: dict[str, object], in_sum: PyTree[bool]) -> dict[str, object]:
+    """The extra arguments of a push, some of whose leaves are sums: see :data:`Sums`.
+
+    Such a leaf is the sum of the gate with w·g in it, if the push has the gradient g
+    and the weight w. All others are w·g.
+    """
+    return {**extra, _IN_SUM: in_sum}
+
+
+def _in_sum(
+    updates: optax.Updates, extra: dict[str, object]
+) -> tuple[PyTree[bool], dict[str, object]]:
+    """Which leaves are sums, and the other extra arguments."""
+    none = maps.map_leaves(lambda g: False, updates)
+    rest = {name: value for name, value in extra.items() if name != _IN_SUM}
+    return extra.get(_IN_SUM, none), rest
 
 
 def _is_enough(
@@ -226,7 +271,8 @@ def _in_turn(
 
     On GPU a large gradient waits for the sum before it. Otherwise the compiler adds all
     of them in one kernel, and so keeps them all. The largest do not wait: one may be
-    scattered into its sum, without an array of its own.
+    scattered into its sum, without an array of its own. The last of ``rest`` says which
+    are in their sums already; these do not wait either.
     """
     leaves = zip(*map(maps.leaves, (pushed, *rest)), strict=True)
     most = sum(jnp.size(g) for g in jax.tree.leaves(pushed)) // 8
@@ -234,7 +280,7 @@ def _in_turn(
     last: tuple[jax.Array, ...] = ()
     for g, total, *leaf in reversed([*leaves]):
         large = isinstance(total, jax.Array) and total.size >= LARGE
-        waits = large and isinstance(g, jax.Array) and g.size <= most
+        waits = large and isinstance(g, jax.Array) and g.size <= most and not leaf[-1]
         result = f(in_turn(g, *last) if waits else g, total, *leaf)
         results.append(result)
         last = (result,) if waits else last
@@ -291,6 +337,7 @@ def _finished(
     n: jax.typing.ArrayLike,
     begun: jax.Array,
     old: jax.Array,
+    added: bool,
 ) -> jax.Array:
     # sum / n with the last push, in the sum's own buffer: inner may read it more than
     # once
@@ -302,7 +349,7 @@ def _finished(
         known = total if maps.has_gradient(g) else where(begun, total)
         return narrow(arithmetic.scale_leading(known, factor), old.dtype)
 
-    if maps.is_leaf(g):  # Every row, but only with the last push.
+    if added or maps.is_leaf(g):  # All of it, but only with the last push.
         return jax.lax.cond(full, quotient, lambda: total)
     return quotient()
 

@@ -9,8 +9,10 @@ import jax
 import optax
 
 from gradxform._late import gate, missing
+from gradxform._late.sums import with_sums
 from gradxform._rows import boundary, table_rows
 from gradxform._rows.lookup import Tables, value_and_grad
+from gradxform._training.backward import value_and_sums
 from gradxform._training.donation import Donating
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.extra_args import accepted_kwargs
@@ -122,6 +124,11 @@ def minimize(
     If axes of both kinds cut one dimension, JAX forgets one of them, so pin the results
     there too.
 
+    With :func:`accumulate` as ``tx``, the backward pass adds the gradients of layers
+    that a ``scan`` goes over to the sum itself, from JAX 0.12 on. So no array holds the
+    gradients of all layers, 1 N. The numbers are the same. It takes parameters that go
+    into the ``scan`` as they are, are read nowhere else, and have the dtype of the sum.
+
     Args:
       loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or with ``has_aux``
         ``(scalar, aux)``.
@@ -196,8 +203,18 @@ def training_step(
             )
             return loss_fn(merged, *batch)
 
-        gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)
-        value, grads = gradient(learning, *batch)
+        added = None
+        if not tables:
+            weight: Any = extra.get("weight")  # Checked there.
+            added = value_and_sums(
+                loss, learning, batch, tx, state, weight, has_aux=has_aux
+            )
+        if added is not None:
+            value, grads, in_sum = added
+            extra = with_sums(extra, in_sum)
+        else:
+            gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)
+            value, grads = gradient(learning, *batch)
         value, aux = (value[0], value[1:]) if has_aux else (value, ())
         extra = {**accepted_kwargs(tx, {"value": value}), **extra}
         params, state = apply_gradients(tx, grads, state, params, **extra)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradxform._trees import versions
+from gradxform._trees.versions import Op
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -63,6 +65,29 @@ def constants(jaxpr: Jaxpr) -> list[Var | Literal]:
     read = (x for eqn in jaxpr.eqns for x in eqn.invars)
     literals = [x for x in (*read, *jaxpr.outvars) if isinstance(x, Literal)]
     return [*jaxpr.constvars, *literals]
+
+
+def scanned(jaxpr: Jaxpr) -> list[bool]:
+    """Of each input, whether one ``scan`` goes over it, and nothing else reads it.
+
+    The jaxpr is the linear one of ``jax.vjp``.
+    """
+    read = [x for eqn in jaxpr.eqns for x in eqn.invars]
+    times = Counter(map(id, (*read, *jaxpr.outvars)))
+    found: set[int] = set()
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name.removeprefix("vjp_node[").removesuffix("]")
+        if name not in (Op.SCAN, Op.JIT):
+            continue
+        inside: Any = eqn.params["jaxpr"]
+        if name == Op.JIT:
+            over = scanned(inside)
+        else:  # What a scan goes over has one axis more outside.
+            types: Any = [x.aval for x in eqn.invars]
+            pairs = zip(types, inside.invars, strict=True)
+            over = [t.ndim > x.aval.ndim for t, x in pairs]
+        found |= {id(x) for x, here in zip(eqn.invars, over, strict=True) if here}
+    return [id(x) in found and times[id(x)] == 1 for x in jaxpr.invars]
 
 
 def place(eqn: JaxprEqn) -> str:

@@ -26,6 +26,7 @@ class Op(enum.StrEnum):
     LESS = "lt"
     NAME = "name"
     RESHARD = "reshard"
+    SCAN = "scan"
     SLICE = "slice"
     STOP_GRADIENT = "stop_gradient"
     UNSTACK = "unstack"  # From JAX 0.12 on.
@@ -110,6 +111,19 @@ def as_factor(number: jax.Array, x: jax.Array) -> jax.Array:
         return number
     spec = jax.sharding.PartitionSpec(reduced=axes)
     return jax.sharding.reshard(number, sharding.update(spec=spec))
+
+
+def adds_in_backward_pass() -> bool:
+    """Whether a backward pass can add the gradients of scanned layers to a sum.
+
+    It cannot without ``jit``: a debugger sees each layer by itself. JAX 0.10 fails if a
+    layer is read in parts. An axis of ``jax.vmap`` that has a name would lose it.
+    """
+    if jax.__version_info__ < (0, 12) or jit_is_disabled():
+        return False
+    from jax.extend.core import unsafe_get_axis_names_DO_NOT_USE as axis_names
+
+    return set(axis_names()) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def jit_is_disabled() -> bool:

@@ -1,0 +1,457 @@
+"""Gradients of scanned layers, added to the sum of `accumulate` in the backward pass.
+
+The other way is a step by hand: `jax.value_and_grad`, then `apply_gradients`.
+"""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+from tests.conftest import NEWEST_JAX
+
+LAYERS, WIDTH, PUSHES = 4, 8, 5
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((PUSHES, 4, WIDTH)).astype(np.float32)
+
+
+def model(dtype=jnp.float32):
+    rng = np.random.default_rng(1)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(0, 0.3, shape), dtype)
+
+    layers = {"up": draw(LAYERS, WIDTH, 16), "down": draw(LAYERS, 16, WIDTH)}
+    return {
+        "in": draw(WIDTH, WIDTH),
+        "layers": layers | {"gain": draw(LAYERS)},
+        "out": draw(WIDTH),
+    }
+
+
+def layer(h, w):
+    return h + jnp.tanh(h @ w["up"]) @ w["down"] * w["gain"], None
+
+
+def loss(params, x, body=layer, scan=jax.lax.scan):
+    h, _ = scan(jax.checkpoint(body), x @ params["in"], params["layers"])
+    return jnp.mean((h @ params["out"]) ** 2)
+
+
+def by_hand(loss, tx, has_aux=False):
+    @jax.jit
+    def step(params, state, *batch, **extra):
+        value, grads = jax.value_and_grad(loss, has_aux=has_aux)(params, *batch)
+        result = value if has_aux else (value,)
+        return *gx.apply_gradients(tx, grads, state, params, **extra), *result
+
+    return step
+
+
+def tx(inner=None, n=2, **kwargs):
+    return gx.accumulate(inner or gx.adagrad(0.1), n, **kwargs)
+
+
+def run(step, tx, params, batches=X):
+    state, results = tx.init(params), []
+    for x in batches:
+        params, state, *result = step(params, state, x)
+        results.append(result)
+    return params, state, results
+
+
+def adds(step, *args):
+    """Whether the backward pass adds to a sum."""
+    return "run_state[" in str(jax.make_jaxpr(step)(*args))
+
+
+def check(loss, tx, params, batches=X, *, expected=True, has_aux=False, **kwargs):
+    step = gx.minimize(loss, tx, has_aux=has_aux, donate=False)
+    assert adds(step, params, tx.init(params), batches[0]) == (expected and NEWEST_JAX)
+    compare = functools.partial(np.testing.assert_allclose, **kwargs)
+    if not kwargs:
+        compare = np.testing.assert_array_equal
+    ours, theirs = (
+        run(each, tx, params, batches) for each in (step, by_hand(loss, tx, has_aux))
+    )
+    assert jax.tree.map(jax.typeof, ours) == jax.tree.map(jax.typeof, theirs)
+    jax.tree.map(compare, ours, theirs)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_equals_float64(reduction):
+    """L = mean(x) · Π w, so ∂L/∂w_i = mean(x) · Π w / w_i."""
+    rate, w = 0.01, RNG.uniform(0.5, 1.5, LAYERS)
+
+    def product(w, x):
+        return jnp.mean(jax.lax.scan(lambda h, w: (h * w, None), x, w)[0])
+
+    each = [np.mean(x, dtype=np.float64) * np.prod(w) / w for x in X[:4]]
+    total = np.sum(each, axis=0)
+    expected = w - rate * (total / 4 if reduction == "mean" else total)
+    outer = tx(optax.sgd(rate), 4, reduction=reduction)
+    params, state, _ = run(
+        gx.minimize(product, outer), outer, jnp.asarray(w, jnp.float32), X[:4]
+    )
+    np.testing.assert_allclose(params, expected, rtol=1e-6)
+    assert state.global_step == 1
+
+
+def reversed_unrolled(body, x, layers):
+    return jax.lax.scan(body, x, layers, reverse=True, unroll=3)
+
+
+def in_groups(body, x, layers):
+    """A scan in a scan, over layers with two axes in front."""
+    return jax.lax.scan(lambda h, group: jax.lax.scan(body, h, group), x, layers)
+
+
+def grouped():
+    params = model()
+    split = {k: v.reshape(2, 2, *v.shape[1:]) for k, v in params["layers"].items()}
+    return params | {"layers": split}
+
+
+def with_dropout(params, x):
+    def body(carry, w):
+        h, key = carry
+        key, used = jax.random.split(key)
+        kept = jax.random.bernoulli(used, 0.9, h.shape)
+        return (jnp.where(kept, layer(h, w)[0], 0), key), None
+
+    start = x @ params["in"], jax.random.key(3)
+    (h, _), _ = jax.lax.scan(jax.checkpoint(body), start, params["layers"])
+    return jnp.mean(h**2)
+
+
+@jax.custom_vjp
+def doubled(h, w):
+    return jnp.tanh(h @ w)
+
+
+doubled.defvjp(
+    lambda h, w: (doubled(h, w), (h, w)),
+    lambda saved, g: (g @ saved[1].T, 2 * saved[0].T @ g),
+)
+
+
+def own_derivative(h, w):
+    return h + doubled(h, w["up"]) @ w["down"] * w["gain"], None
+
+
+def in_half(h, w):
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), w)
+    return h + layer(h.astype(jnp.bfloat16), half)[0].astype(h.dtype), None
+
+
+LOSSES = {
+    "plain": loss,
+    "jit": jax.jit(loss),
+    "reverse": functools.partial(loss, scan=reversed_unrolled),
+    "dropout": with_dropout,
+    "custom_vjp": functools.partial(loss, body=own_derivative),
+    "cast in the layer": functools.partial(loss, body=in_half),
+    "read elsewhere too": lambda p, x: loss(p, x) + jnp.sum(p["layers"]["up"]),
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", LOSSES)
+def test_equals_the_step_by_hand(name):
+    check(LOSSES[name], tx(), model())
+
+
+def test_layers_in_groups():
+    check(functools.partial(loss, scan=in_groups), tx(), grouped())
+
+
+def scaled(params, x):
+    """The scan goes over the gains, and each layer reads all of them."""
+
+    def body(h, gain):
+        return h * gain + jnp.sum(params["gain"]), None
+
+    return jnp.mean(jax.lax.scan(body, x, params["gain"])[0] ** 2)
+
+
+def twice(params, x):
+    def body(h, gains):
+        return h * gains[0] + gains[1], None
+
+    both = params["gain"], params["gain"]
+    return jnp.mean(jax.lax.scan(body, x, both)[0] ** 2)
+
+
+def cast_before(params, x):
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    return loss(half, x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def maybe(params, x):
+    return jax.lax.cond(jnp.sum(x) > 0, loss, lambda p, x: jnp.sum(p["out"]), params, x)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("one", [scaled, twice], ids=["as a constant too", "twice"])
+def test_a_stack_that_is_read_twice(one):
+    check(one, tx(), {"gain": jnp.linspace(0.5, 1, LAYERS)}, expected=False)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    "one",
+    [jax.checkpoint(loss), cast_before, maybe],
+    ids=["remat around the scan", "cast before the scan", "scan in a cond"],
+)
+def test_a_stack_whose_gradient_is_one_array(one):
+    check(one, tx(), model(), expected=False)
+
+
+def test_a_layer_that_is_read_in_parts():
+    """Each part is added by itself, so the sum is rounded more often."""
+
+    def body(h, w):
+        first, second = w["up"][:, :WIDTH], w["up"][:, WIDTH:]
+        shared = w["up"][0, :WIDTH] * w["up"][jnp.int32(h[0, 0] > 0), :WIDTH]
+        return h + jnp.tanh(h @ first) + jnp.tanh(h @ second) + shared[None], None
+
+    one = functools.partial(loss, body=body)
+    check(one, tx(optax.sgd(0.1)), model(), rtol=1e-5, atol=1e-6)
+
+
+def test_aux_and_frozen_leaves():
+    check(lambda p, x: (loss(p, x), {"mean": jnp.mean(x)}), tx(), model(), has_aux=True)
+    params, outer = model() | {"sizes": jnp.array([1, 2])}, tx()
+    learns = {"in": False, "out": True, "sizes": False}
+    learns |= {"layers": {"up": True, "down": False, "gain": True}}
+    step = gx.minimize(loss, outer, trainable=learns, donate=False)
+    assert adds(step, params, outer.init(params), X[0]) == NEWEST_JAX
+
+    @jax.jit
+    def hand(params, state, x):
+        grads = jax.grad(lambda p: loss(p, x))(
+            {k: v for k, v in params.items() if k != "sizes"}
+        )
+        grads = {**grads, "in": None, "sizes": None}
+        grads["layers"] |= {"down": None}
+        return gx.apply_gradients(outer, grads, state, params)
+
+    ours, theirs = run(step, outer, params), run(hand, outer, params)
+    jax.tree.map(np.testing.assert_array_equal, ours[:2], theirs[:2])
+    assert ours[0]["layers"]["down"] is not None
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("dtype", "sums", "expected"),
+    [
+        ("float32", None, True),
+        ("bfloat16", None, False),  # The sums are wider: JAX adds in one dtype.
+        ("float32", "bfloat16", False),
+        ("complex64", None, True),
+    ],
+)
+def test_dtypes(dtype, sums, expected):
+    def real(params, x):
+        return jnp.abs(loss(params, x)).astype(jnp.float32)
+
+    outer = tx(optax.sgd(0.125), accumulator_dtype=sums)
+    x = X.astype(dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        check(real, outer, model(dtype), x, expected=expected)
+
+
+def test_sums_in_bfloat16_are_rounded_before_they_are_divided():
+    x = X.astype("bfloat16")
+    outer = tx(optax.sgd(0.125), accumulator_dtype="bfloat16")
+    check(loss, outer, model("bfloat16"), x, rtol=2**-6, atol=2**-8)
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        check(loss, tx(), model(jnp.float64), X.astype(np.float64))
+
+
+LATE = {"local_step": 0}
+
+
+@pytest.mark.parametrize(
+    ("outer", "extra"),
+    [
+        (tx(skip_nonfinite=True), {}),
+        (gx.conditional_accumulator(gx.adagrad(0.1), 2), LATE),
+        (gx.drop_stale(tx(), 1), LATE),
+        (gx.adagrad(0.1), {}),
+    ],
+    ids=["skip_nonfinite", "conditional_accumulator", "drop_stale", "adagrad"],
+)
+def test_others_see_the_gradients(outer, extra):
+    args = model(), outer.init(model()), X[0]
+    step = functools.partial(gx.minimize(loss, outer, donate=False), **extra)
+    assert not adds(step, *args)
+    jax.tree.map(
+        np.testing.assert_array_equal, step(*args), by_hand(loss, outer)(*args, **extra)
+    )
+
+
+@pytest.mark.parametrize("names", [{}, {"axis_name": "i"}], ids=["no name", "a name"])
+def test_vmap(names):
+    """A model for each entry; a loss that reads the axis has to see its name."""
+
+    def shared(params, x):
+        value = loss(params, x)
+        return value + jax.lax.pmean(value, "i") if names else value
+
+    outer = tx()
+    params = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), model())
+    state = jax.vmap(outer.init)(params)
+    ours = theirs = params, state
+    steps = [gx.minimize(shared, outer, donate=False), by_hand(shared, outer)]
+    for x in (X[:2], X[2:4], X[1:3]):
+        ours, theirs = (
+            jax.vmap(each, **names)(*model, x)[:2]
+            for each, model in zip(steps, (ours, theirs), strict=True)
+        )
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize("mode", [jax.grad, jax.jacfwd], ids=["reverse", "forward"])
+def test_derivatives_of_a_step(mode):
+    """With respect to the parameters before it, which the sum depends on, too."""
+
+    def after(params, make):
+        outer = tx(optax.sgd(0.1), 1)
+        new, *_ = make(loss, outer)(params, outer.init(params), X[0])
+        return loss(new, X[1])
+
+    kept = functools.partial(gx.minimize, donate=False)
+    ours, theirs = (
+        jax.jit(mode(functools.partial(after, make=m))) for m in (kept, by_hand)
+    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    jax.tree.map(close, ours(model()), theirs(model()))
+
+
+def micro_batches(step):
+    def steps(params, state, x):
+        def push(carry, x):
+            *carry, value = step(*carry, x)
+            return tuple(carry), value
+
+        return jax.lax.scan(push, (params, state), x)
+
+    return steps
+
+
+def conditional(step):
+    def steps(params, state, x):
+        return jax.lax.cond(
+            jnp.sum(x) < 0, lambda: (params, state), lambda: step(params, state, x)[:2]
+        )
+
+    return steps
+
+
+@pytest.mark.parametrize("around", [micro_batches, conditional])
+def test_inside_of_a_program(around):
+    outer = tx()
+    args = model(), outer.init(model()), X if around is micro_batches else X[0]
+    ours, theirs = (
+        jax.jit(around(step))(*args)
+        for step in (gx.minimize(loss, outer, donate=False), by_hand(loss, outer))
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_local_steps():
+    outer = tx()
+    args = model(), outer.init(model()), X
+    _, state, _ = gx.local_steps(loss, outer, donate=False)(*args)
+    _, expected, _ = run(by_hand(loss, outer), outer, model())
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    _, part, _ = gx.local_steps(loss, outer, donate=False)(*args, num_steps=3)
+    assert part.num_accumulated == 1
+
+
+def test_without_jit():
+    outer = tx()
+    with jax.disable_jit():
+        ours = run(gx.minimize(loss, outer, donate=False), outer, model(), X[:2])
+    theirs = run(by_hand(loss, outer), outer, model(), X[:2])
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, ours[0], theirs[0])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(check_vma):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    outer = tx(optax.sgd(0.1))
+
+    def mean_loss(params, x):
+        value = loss(params, x)
+        return jax.lax.pmean(value, "x") if check_vma else value
+
+    def steps(make):
+        def body(params, x):
+            pair, step = (params, outer.init(params)), make(mean_loss, outer)
+            for _ in range(3):
+                *pair, _ = step(*pair, x)
+            return jax.tree.map(lambda p: p[None], pair[1].accumulated)
+
+        specs = {"in_specs": (P(), P("x")), "out_specs": P(None if check_vma else "x")}
+        return jax.shard_map(body, mesh=mesh, check_vma=check_vma, **specs)
+
+    kept = functools.partial(gx.minimize, donate=False)
+    assert adds(steps(kept), model(), X[0]) == NEWEST_JAX
+    ours, theirs = (jax.jit(steps(m))(model(), X[0]) for m in (kept, by_hand))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_layers(kind):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
+
+    def product(a, b):
+        explicit = {"out_sharding": P()} if kind == AxisType.Explicit else {}
+        return jnp.matmul(a, b, **explicit)
+
+    def body(h, w):
+        return h + product(jnp.tanh(product(h, w["up"])), w["down"]), None
+
+    def sharded_loss(params, x):
+        h, _ = jax.lax.scan(jax.checkpoint(body), x, params)
+        return jnp.mean(h**2)
+
+    with jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else contextlib.nullcontext():
+        layers = {k: model()["layers"][k] for k in ("up", "down")}
+        placed = jax.device_put(layers, NamedSharding(mesh, P(None, None, "x")))
+        check(sharded_loss, tx(), placed)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        (lambda p, x: loss(p, x)[None], TypeError, "scalar-output"),
+        (lambda p, x: jnp.int32(loss(p, x)), TypeError, "real-valued outputs"),
+        (lambda p, x: (loss(p, x), 0), TypeError, "scalar-output"),
+    ],
+)
+def test_a_loss_that_is_none_has_jaxs_error(bad, error, message):
+    with pytest.raises(error, match=message):
+        gx.minimize(bad, tx())(model(), tx().init(model()), X[0])
+
+
+def test_a_state_of_something_else_has_its_error():
+    step = gx.minimize(loss, tx(), donate=False)
+    with pytest.raises(TypeError, match="state is not that of tx"):
+        step(model(), optax.adam(0.1).init(model()), X[0])
+    other = tx().init({"q": jnp.ones(3)})
+    with pytest.raises(TypeError, match="accumulated has float32"):
+        step(model(), other, X[0])
