@@ -99,7 +99,7 @@ def accumulate(
 
     Extra arguments of update:
       weight: as in :func:`conditional_accumulator`.
-      last: as in :func:`conditional_accumulator`; equal on all devices of ``axis_name``.
+      last: as in :func:`conditional_accumulator`; equal on all these devices.
 
     Returns:
       A transformation with state :class:`AccumulateState`.
