@@ -143,4 +143,10 @@ def test_every_listed_extra_argument_does_something():
     updates, _ = tx.update(params, tx.init(params), params, value=jnp.inf)
     assert not updates.any()
     seen.add(("skip_spikes", "value"))
+    for name in ("accumulate", "conditional_accumulator"):
+        tx = getattr(gx, name)(gx.scale_by_learning_rate(1.0), 9)
+        _, state = tx.update(params, tx.init(params), local_step=0, weight=3)
+        updates, _ = tx.update(5 * params, state, local_step=0, last=True)
+        assert updates.tolist() == (-2 * params).tolist()
+        seen |= {(name, "weight"), (name, "last")}
     assert seen == {(row.name, name) for row in ROWS.values() for name in row.extra}

@@ -99,8 +99,8 @@ def accumulate(
         call ``init`` where ``update`` is called, and keep them there.
 
     Extra arguments of update:
-      weight, last: as in :func:`conditional_accumulator`. ``last`` has to be equal on
-        all devices of ``axis_name``.
+      weight: as in :func:`conditional_accumulator`.
+      last: as in :func:`conditional_accumulator`; equal on all these devices.
 
     Returns:
       A transformation with state :class:`AccumulateState`.
