@@ -25,9 +25,13 @@ class Op(enum.StrEnum):
     JIT = "jit"
     LESS = "lt"
     NAME = "name"
+    RANDOM_BITS = "random_bits"
+    RESHAPE = "reshape"
     RESHARD = "reshard"
+    SCAN = "scan"
     SLICE = "slice"
     STOP_GRADIENT = "stop_gradient"
+    TRANSPOSE = "transpose"
     UNSTACK = "unstack"  # From JAX 0.12 on.
 
 
