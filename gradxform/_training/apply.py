@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, cast
 
 import jax
@@ -11,6 +11,7 @@ import optax
 from gradxform._late import gate, missing
 from gradxform._rows import boundary, table_rows
 from gradxform._rows.lookup import Tables, value_and_grad
+from gradxform._training import layers as layered
 from gradxform._training.donation import Donating
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.extra_args import accepted_kwargs
@@ -110,6 +111,7 @@ def minimize(
     has_aux: bool = False,
     trainable: Prefix[bool] | None = None,
     tables: Tables = (),
+    layers: Collection[str] = (),
     donate: bool = True,
 ) -> Step:
     r"""A compiled training step: the gradients of a loss, and their application.
@@ -163,7 +165,7 @@ def minimize(
     """
     checks.flags(donate=donate)
     step = training_step(
-        loss_fn, tx, has_aux=has_aux, trainable=trainable, tables=tables
+        loss_fn, tx, has_aux=has_aux, trainable=trainable, tables=tables, layers=layers
     )
     if not donate:
         return cast(Step, jax.jit(step))
@@ -177,10 +179,11 @@ def training_step(
     has_aux: bool,
     trainable: Prefix[bool] | None,
     tables: Tables = (),
+    layers: Collection[str] = (),
 ) -> Callable[..., Any]:
     """The step of :func:`minimize`, not yet compiled."""
     checks.transformation("tx", tx)
-    if tables:
+    if tables or layers:
         versions.before_tracing()
 
     def step(
@@ -189,6 +192,7 @@ def training_step(
         checks.no_lookahead(params, state)
         learning = learning_leaves(trainable, params)
         _check_tables(tables, learning)
+        stacked = layered.paths_of(layers, learning)
 
         def loss(learning: optax.Params, *batch: object) -> Any:  # As `loss_fn`.
             merged = maps.map_leaves(
@@ -196,6 +200,17 @@ def training_step(
             )
             return loss_fn(merged, *batch)
 
+        if stacked:
+            result, params, state = layered.step(
+                lambda p: loss(p, *batch) if has_aux else (loss(p, *batch),),
+                tx,
+                stacked,
+                learning,
+                params,
+                state,
+                lambda value: {**accepted_kwargs(tx, {"value": value}), **extra},
+            )
+            return params, state, *result
         gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)
         value, grads = gradient(learning, *batch)
         value, aux = (value[0], value[1:]) if has_aux else (value, ())

@@ -19,6 +19,8 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from gradxform._trees.types import T
+
 R = TypeVar("R")
 
 LARGE = 2**16  # Entries of an array that has a kernel of its own.
@@ -89,6 +91,16 @@ def after(x: jax.Array, *known: jax.Array) -> jax.Array:
     for the compiler, and their users share what they compute. These two are not.
     """
     return _on_cpu(x, *known)
+
+
+def together(arrays: T) -> T:
+    """The same arrays, and nobody reads one before all are computed.
+
+    A layer that is written into the array that it was read from has to be known first.
+    Otherwise the compiler for CPU computes it within the loop that writes, from a copy
+    of the whole array: 2.6 N instead of 0.2 N.
+    """
+    return jax.lax.optimization_barrier(arrays)
 
 
 def in_turn(x: jax.Array, *known: jax.Array) -> jax.Array:

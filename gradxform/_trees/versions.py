@@ -109,6 +109,14 @@ def before_tracing() -> None:
     import jax.extend.core  # noqa: F401
 
 
+def scan_lengths(scan: jax.extend.core.JaxprEqn) -> tuple[int, int]:
+    """How many inputs of a ``scan`` are constants, and how many are its carry."""
+    if "num_carry" in scan.params:  # Before JAX 0.12.
+        return scan.params["num_consts"], scan.params["num_carry"]
+    consts, carry, _ = scan.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
 def evaluate(
     eqn: jax.extend.core.JaxprEqn, inputs: Sequence[jax.Array]
 ) -> list[jax.Array]:

@@ -1,0 +1,212 @@
+"""The jaxpr of a loss in three parts: before, in and after the scan over its layers.
+
+A stack is an input of the jaxpr, and every use of it is an equation. It may be cast or
+transposed, and then one ``scan`` goes over it. A cast is repeated for each layer. So no
+other part of the loss needs the whole stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from gradxform._trees import jaxprs, versions
+from gradxform._trees.types import T
+from gradxform._trees.versions import Op
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+# What may be done with a stack before a scan goes over it.
+_BY_LAYER = {Op.CAST, Op.COPY, Op.NAME, Op.STOP_GRADIENT, Op.TRANSPOSE}
+_BY_LAYER |= versions.SAME_VALUES
+
+_HOW = (
+    "{0!r} is one of layers, so one jax.lax.scan of the loss must go over it, and "
+    "nothing else may read it, but {1}. Read each layer inside of the scan, or leave "
+    "{0!r} out of layers."
+)
+
+
+class Stack(NamedTuple):
+    """A variable that has the values of a stack.
+
+    Attributes:
+      number: that of the stack.
+      path: its path.
+      made_by: the equations that made the variable of it, one after another.
+    """
+
+    number: int
+    path: str
+    made_by: tuple[JaxprEqn, ...] = ()
+
+    def axis(self) -> int:
+        """The axis of the stack that is the first one of the variable."""
+        axis = 0
+        for eqn in reversed(self.made_by):
+            if eqn.primitive.name == Op.TRANSPOSE:
+                axis = eqn.params["permutation"][axis]
+        return axis
+
+    def layer(self, row: jax.Array) -> jax.Array:
+        """A layer of the variable; the row of the stack has an axis of length 1."""
+        for eqn in self.made_by:
+            (row,) = versions.evaluate(eqn, [row])
+        return jnp.squeeze(row, 0)
+
+    def refuse(self, how: str) -> NoReturn:
+        raise ValueError(_HOW.format(self.path, how))
+
+
+class Parts(NamedTuple):
+    """The parts of a loss. A list of values has those of a list of variables.
+
+    Attributes:
+      closed: the jaxpr, of stacks and of other arrays.
+      at: the position of the scan among its equations.
+      stacks: the variables that have the values of stacks.
+      varying: the variables that depend on the arrays and have a derivative.
+    """
+
+    closed: ClosedJaxpr
+    at: int
+    stacks: dict[Var, Stack]
+    varying: frozenset[Var]
+
+    @property
+    def scan(self) -> JaxprEqn:
+        return self.closed.jaxpr.eqns[self.at]
+
+    @property
+    def length(self) -> int:
+        """The number of layers."""
+        return self.scan.params["length"]
+
+    @property
+    def is_reverse(self) -> bool:
+        """Whether the last layer is the first."""
+        return self.scan.params["reverse"]
+
+    @property
+    def axes(self) -> dict[int, int]:
+        """The axis of the layers of each stack, by its number."""
+        found = [self.stacks.get(x) for x in self.scan.invars if _is_variable(x)]
+        return {stack.number: stack.axis() for stack in found if stack}
+
+    def inputs(self, env: Mapping[Var, jax.Array]) -> list[jax.Array | None]:
+        """The inputs of the scan; None for stacks."""
+        env = {**dict.fromkeys(self.stacks), **env}
+        values = jaxprs.read(env, self.scan.invars)
+        return [
+            x if x is None else jnp.asarray(x, atom.aval.dtype)
+            for x, atom in zip(values, self.scan.invars, strict=True)
+        ]
+
+    def divided(self, inputs: list[T]) -> tuple[list[T], list[T], list[T]]:
+        """Constants, first carries and scanned arrays among inputs of the scan."""
+        consts, carry = versions.scan_lengths(self.scan)
+        return inputs[:consts], inputs[consts:][:carry], inputs[consts + carry :]
+
+    @property
+    def needed(self) -> list[Var]:
+        """What the scan and later equations need of the variables before them."""
+        jaxpr = self.closed.jaxpr
+        later = jaxpr.eqns[self.at :]
+        read = [x for eqn in later for x in eqn.invars] + [*jaxpr.outvars]
+        made = {x for eqn in later for x in eqn.outvars}
+        return [
+            x
+            for x in dict.fromkeys(filter(_is_variable, read))
+            if x not in made and x not in self.stacks
+        ]
+
+    def before(self, arrays: Mapping[int, jax.Array]) -> dict[Var, jax.Array]:
+        """The values of variables before the scan; ``arrays`` are those by number."""
+        jaxpr, consts = self.closed.jaxpr, self.closed.consts
+        env = dict(zip(jaxpr.constvars, consts, strict=True))
+        env |= {jaxpr.invars[i]: x for i, x in arrays.items()}
+        jaxprs.advance(self._without_stacks(jaxpr.eqns[: self.at]), env)
+        return env
+
+    def after(
+        self, env: Mapping[Var, jax.Array], results: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """The results of the loss, from those of the scan and variables before it."""
+        jaxpr = self.closed.jaxpr
+        env = {**env, **dict(zip(self.scan.outvars, results, strict=True))}
+        jaxprs.advance(self._without_stacks(jaxpr.eqns[self.at + 1 :]), env)
+        return jaxprs.read(env, jaxpr.outvars)
+
+    def _without_stacks(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+        """These equations, but those whose result is a whole stack."""
+        return [x for x in eqns if self.stacks.keys().isdisjoint(x.outvars)]
+
+    def layer(
+        self, rows: Mapping[int, jax.Array], inputs: Sequence[jax.Array | None]
+    ) -> list[jax.Array]:
+        """The results of one layer: its carry, and what it gives further.
+
+        ``inputs`` are those of the scan's body, and None for layers of stacks.
+        """
+        body, atoms = self.scan.params["jaxpr"], self.scan.invars
+        found = [self.stacks.get(x) if _is_variable(x) else None for x in atoms]
+        inputs = [
+            x if stack is None else stack.layer(rows[stack.number])
+            for stack, x in zip(found, inputs, strict=True)
+        ]
+        return jaxprs.run(body.jaxpr, [*body.consts, *inputs])
+
+
+def split(closed: ClosedJaxpr, paths: Mapping[int, str]) -> Parts:
+    """The parts of a loss; ``paths`` names those of its inputs that are stacks.
+
+    Raises:
+      ValueError: a stack is read in another way than by one scan, the same for all.
+    """
+    closed = jaxprs.inlined(closed)
+    jaxpr = closed.jaxpr
+    stacks = {jaxpr.invars[i]: Stack(i, path) for i, path in paths.items()}
+    varying = set(filter(_is_real, jaxpr.invars))
+    scans: dict[int, int] = {}  # For each stack, where its scan is.
+    for at, eqn in enumerate(jaxpr.eqns):
+        read = set(filter(_is_variable, eqn.invars))
+        if read & varying:
+            varying.update(filter(_is_real, eqn.outvars))
+        for x in read & stacks.keys():
+            stack = stacks[x]
+            if eqn.primitive.name in _BY_LAYER:
+                made_by = *stack.made_by, eqn
+                stacks[eqn.outvars[0]] = stack._replace(made_by=made_by)
+                continue
+            is_scan = eqn.primitive.name == Op.SCAN
+            if not is_scan or x in eqn.invars[: sum(versions.scan_lengths(eqn))]:
+                stack.refuse(f"it is used by {jaxprs.place(eqn)}")
+            if scans.setdefault(stack.number, at) != at:
+                stack.refuse(f"a second one does, {jaxprs.place(eqn)}")
+    for x in filter(_is_variable, jaxpr.outvars):
+        if x in stacks:
+            stacks[x].refuse("the loss returns it")
+    for i, path in paths.items():
+        if i not in scans:
+            Stack(i, path).refuse("none does")
+        first = next(iter(scans))
+        if scans[i] != scans[first]:
+            both = (jaxprs.place(jaxpr.eqns[scans[n]]) for n in (first, i))
+            how = "{1} goes over it, and {0} over {2!r}: one scan must go over all"
+            Stack(i, path).refuse(how.format(*both, paths[first]))
+    varying -= stacks.keys()
+    return Parts(closed, next(iter(scans.values())), stacks, frozenset(varying))
+
+
+def _is_variable(x: Var | Literal) -> bool:
+    return not hasattr(x, "val")
+
+
+def _is_real(x: Var) -> bool:
+    """Whether a variable has a derivative: integers have none."""
+    dtype = getattr(x.aval, "dtype", None)  # A token has none.
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
