@@ -110,7 +110,8 @@ def step(
     def rows(i: jax.Array, wholes: Numbered) -> Numbered:
         return {k: _row(wholes[where[k]], i, axis) for k, axis in axes.items()}
 
-    wholes, grads = passes.backward(rows, apply, update.wholes)
+    wholes = update.wholes | {where[k]: x for k, x in passes.stacks.items()}
+    wholes, grads = passes.backward(rows, apply, wholes)
     params, state = update.of_others({where[k]: g for k, g in grads.items()}, wholes)
     return results, params, state
 
@@ -123,6 +124,7 @@ class _Passes(NamedTuple):
     Attributes:
       loss: the loss in its parts.
       results: those of the loss.
+      stacks: the stacks after the forward pass, which does not change them.
       inputs: those of the scan; None for stacks.
       carries: what each layer got from the one before it.
       moving: the positions of inputs that have a gradient.
@@ -133,6 +135,7 @@ class _Passes(NamedTuple):
 
     loss: stacks.Parts
     results: list[jax.Array]
+    stacks: Numbered
     inputs: list[jax.Array | None]
     carries: list[jax.Array]
     moving: list[int]
@@ -157,14 +160,20 @@ class _Passes(NamedTuple):
         inputs = loss.inputs({**known, **dict(zip(moving, values, strict=True))})
         consts, init, xs = loss.divided(inputs)
 
-        def layer(carry: list[jax.Array], x: Any) -> tuple[Any, Any]:
+        def layer(held: Any, x: Any) -> tuple[Any, Any]:
+            carry, wholes = held
             i, rest = x
-            rows = {n: _row(leaves[n], i, axis) for n, axis in axes.items()}
+            both = {n: compilers.layer(wholes[n], i, axis) for n, axis in axes.items()}
+            rows = {n: row for n, (row, _) in both.items()}
             results = loss.layer(rows, [*consts, *carry, *rest])
-            return results[: len(init)], (carry, results[len(init) :])
+            wholes = {n: whole for n, (_, whole) in both.items()}
+            return (results[: len(init)], wholes), (carry, results[len(init) :])
 
         each = jnp.arange(loss.length), xs
-        last, (carries, ys) = jax.lax.scan(layer, init, each, reverse=loss.is_reverse)
+        first = init, {n: leaves[n] for n in axes}
+        (last, wholes), (carries, ys) = jax.lax.scan(
+            layer, first, each, reverse=loss.is_reverse
+        )
         made = dict(enumerate([*last, *ys]))
         real = {k: x for k, x in made.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
 
@@ -190,7 +199,9 @@ class _Passes(NamedTuple):
 
         carried = {len(consts) + k for k in real if k < len(init)}
         positions = sorted({*which, *carried})
-        return cls(loss, results, inputs, carries, positions, of_results, pull)
+        return cls(
+            loss, results, wholes, inputs, carries, positions, of_results, pull
+        )
 
     def backward(
         self,

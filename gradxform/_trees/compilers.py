@@ -103,6 +103,23 @@ def together(arrays: T) -> T:
     return jax.lax.optimization_barrier(arrays)
 
 
+def layer(x: jax.Array, i: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Layer ``i`` of a stack, an axis of length 1, and the stack for the next layers.
+
+    For TPU a layer in float32 is written back as it is. If a loop left the stack alone,
+    the compiler would cast all of it to bfloat16 in front of the loop: 0.5 N.
+    """
+
+    def read(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.dynamic_slice_in_dim(x, i, 1, axis), x
+
+    def written_back(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        row = together(read(x, i)[0])
+        return row, jax.lax.dynamic_update_slice_in_dim(x, row, i, axis)
+
+    return (on_tpu(written_back, read) if x.dtype == jnp.float32 else read)(x, i)
+
+
 def in_turn(x: jax.Array, *known: jax.Array) -> jax.Array:
     """:func:`after` for GPU alone.
 
