@@ -35,9 +35,21 @@ class MixedRowsError(TypeError):
 
 
 class Missing(NamedTuple):
-    """A result that the rows which are there do not give, and why."""
+    """A value that is not there, and why.
+
+    Attributes:
+      reason: why the rows that are there do not give it.
+      is_given: whether it was given, and no operation has used it yet.
+    """
 
     reason: str
+    is_given: bool = False
+
+    def used(self, eqn: JaxprEqn) -> Missing:
+        """The result of an operation that needs it."""
+        if not self.is_given:
+            return self
+        return Missing(f"{self.reason}, by {jaxprs.place(eqn)}")
 
 
 class Table(NamedTuple):
@@ -304,8 +316,8 @@ class ByRow(NamedTuple):
     ) -> list[Any] | None:
         """The results of an equation; None if it has nothing to do with tables."""
         missing = _missing(inputs)
-        if missing and name != Op.JIT:
-            return missing[:1] * len(eqn.outvars)
+        if missing and name not in _IN_PARTS:
+            return [missing[0].used(eqn)] * len(eqn.outvars)
         try:
             return self.by_rule(name, inputs, eqn, higher)
         except MixedRowsError as error:  # Perhaps nobody needs its results.
@@ -314,7 +326,7 @@ class ByRow(NamedTuple):
     def by_rule(
         self, name: str, inputs: list[Any], eqn: JaxprEqn, higher: JaxprEqn
     ) -> list[Any] | None:
-        """As :func:`apply`, of inputs that are there."""
+        """As :func:`apply`; inputs may be missing for operations in parts."""
         params = eqn.params
         try:
             tables = self.found(eqn.invars, higher.invars)
@@ -326,11 +338,17 @@ class ByRow(NamedTuple):
         if name == Op.JIT:
             return self.results(params["jaxpr"], higher.params["jaxpr"], *inputs)
         if name == Op.CUSTOM_JVP:
+            if _missing(inputs):  # It has no derivative either.
+                programs = params["call_jaxpr"], higher.params["call_jaxpr"]
+                return self.results(*programs, *inputs)
             return self.with_rule(eqn, higher)(*inputs)
         if name == Op.COND:
             both = zip(params["branches"], higher.params["branches"], strict=True)
-            sides = [functools.partial(self.evaluate, *pair) for pair in both]
-            return jax.lax.switch(inputs[0], sides, *inputs[1:])
+            return self.switch(eqn, inputs, list(both))
+        if name == Op.BARRIER:  # It keeps all values, and waits for those there are.
+            there = [x for x in inputs if not isinstance(x, Missing)]
+            known = iter(versions.evaluate(eqn, there))
+            return [x if isinstance(x, Missing) else next(known) for x in inputs]
         if name in versions.OF_SHAPE:
             shape = _shape(eqn.outvars[0])
             (along,) = made
@@ -352,6 +370,33 @@ class ByRow(NamedTuple):
         elif name not in versions.ELEMENTWISE and name != Op.TRANSPOSE:
             _refuse(eqn)
         return versions.evaluate(eqn, inputs)
+
+    def switch(
+        self,
+        eqn: JaxprEqn,
+        inputs: list[Any],
+        branches: list[tuple[ClosedJaxpr, ClosedJaxpr]],
+    ) -> list[Any]:
+        """The results of a conditional; one is missing if it is in any branch."""
+        index, *operands = inputs
+        if isinstance(index, Missing):
+            return [index.used(eqn)] * len(eqn.outvars)
+        known = {i: x for i, x in enumerate(operands) if not isinstance(x, Missing)}
+        missing: dict[int, Missing] = {}
+
+        def there(
+            programs: tuple[ClosedJaxpr, ClosedJaxpr], known: dict[int, jax.Array]
+        ) -> dict[int, jax.Array]:
+            given = [known.get(i, x) for i, x in enumerate(operands)]
+            results = dict(enumerate(self.results(*programs, *given)))
+            missing.update((i, x) for i, x in results.items() if isinstance(x, Missing))
+            return {i: x for i, x in results.items() if i not in missing}
+
+        sides = [functools.partial(there, programs) for programs in branches]
+        for side in sides:  # So each knows what the others lack.
+            jax.eval_shape(side, known)
+        results = jax.lax.switch(index, sides, known)
+        return [missing.get(i, results.get(i)) for i in range(len(eqn.outvars))]
 
     def with_rule(self, eqn: JaxprEqn, higher: JaxprEqn) -> Callable[..., list[Any]]:
         """The function of a ``custom_jvp`` for these rows, with its derivative."""
@@ -377,6 +422,10 @@ def _shape(x: Any) -> Shape:
     """The shape of an array or of a variable."""
     x = getattr(x, "aval", x)
     return x.shape if hasattr(x, "shape") else np.shape(x)
+
+
+# Some of their results need only some of their inputs.
+_IN_PARTS = {Op.JIT, Op.CUSTOM_JVP, Op.COND, Op.BARRIER}
 
 
 def _missing(values: Sequence[Any]) -> list[Missing]:

@@ -343,7 +343,7 @@ class _Update(NamedTuple):
             for n, along in self.rows.items()
         }
         args |= {
-            number: grads.get(n, Missing(_LATER)) for n, number in self.gradients.items()
+            number: grads.get(n, Missing(_LATER, is_given=True)) for n, number in self.gradients.items()
         }
         new = self._results(args, wholes)
         new = compilers.together(new)
@@ -356,7 +356,7 @@ class _Update(NamedTuple):
         self, grads: Numbered, wholes: Numbered
     ) -> tuple[optax.Params, optax.OptState]:
         """Parameters and state; gradients by their parameters."""
-        args: dict[int, Any] = dict.fromkeys(self.rows, Missing(_GONE))
+        args: dict[int, Any] = dict.fromkeys(self.rows, Missing(_GONE, is_given=True))
         args |= {number: grads[n] for n, number in self.gradients.items() if n in grads}
         new = self._results(args, [n for n in self.results if n not in self.rows])
         return jax.tree.unflatten(

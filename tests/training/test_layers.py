@@ -130,3 +130,288 @@ def check(loss_fn, tx, make=start, *batch, layers=("blocks",), rtol=2e-6, **how)
 @pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
 def test_a_loss_in_any_form(loss_fn):
     check(loss_fn, optax.adamw(1e-2))
+
+
+SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 5)
+
+
+def decayed(params):
+    """By the number of axes, as the whole parameters have it."""
+    return jax.tree.map(lambda p: p.ndim > 2, params)
+
+
+def stacked(params):
+    return {name: int(name in ("blocks", "bias")) for name in params}
+
+
+LABELS = {
+    "emb": "adam",
+    "blocks": {"w": "adagrad", "b": "adam"},
+    "bias": "none",
+    "head": "adagrad",
+    "gain": "adam",
+}
+OPTIMIZERS = {
+    "sgd": optax.sgd(SCHEDULE),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": optax.adam(SCHEDULE),
+    "adamw": optax.adamw(SCHEDULE, weight_decay=0.1, mask=decayed),
+    "lion": optax.lion(SCHEDULE, weight_decay=0.1),
+    "adagrad": gx.adagrad(SCHEDULE),
+    "row-wise adagrad": gx.adagrad(0.1, row_wise=True, clipvalue=0.01),
+    "ftrl": gx.ftrl(0.1, l1_regularization_strength=0.001),
+    "novograd": gx.novograd(SCHEDULE, weight_decay=0.1, stacked_axes=stacked),
+    "chain": optax.chain(
+        optax.clip(0.01), optax.scale_by_adam(), optax.add_decayed_weights(0.1, decayed),
+        optax.scale_by_learning_rate(SCHEDULE),
+    ),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(SCHEDULE),
+    "partition": optax.partition(
+        {"adam": optax.adam(1e-2), "adagrad": gx.adagrad(0.1), "none": optax.set_to_zero()},
+        LABELS,
+    ),
+    "masked": optax.masked(optax.adam(1e-2), decayed),
+    "low_bit_state": gx.low_bit_state(optax.adam(1e-2), min_size=64, block_size=8),
+    "schedule_free": optax.contrib.schedule_free(optax.adam(1e-2), 1e-2),
+    "lazy": gx.lazy(optax.adam(1e-2)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer(name):
+    check(tied, OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize("residual_dtype", ["int16", "int8", "bfloat16"])
+def test_master_weights(residual_dtype):
+    tx = gx.master_weights(optax.adamw(SCHEDULE), residual_dtype=residual_dtype)
+    make = functools.partial(start, "bfloat16")
+    wanted, got = (
+        train(plain, tx, make(), IDS, Y, layers=names) for names in ((), ("blocks",))
+    )
+    assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, wanted)
+    got, wanted = (gx.get_master_weights(p, state) for p, state, _ in (got, wanted))
+    chex.assert_trees_all_close(got, wanted, rtol=2e-6, atol=1e-6)
+
+
+def test_an_update_gets_the_loss_and_extra_arguments():
+    tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
+    check(plain, tx)
+    tx = gx.compensate_delay(0.1)
+    check(plain, optax.chain(tx, optax.sgd(0.1)), extra={"worker_params": start()})
+
+
+def test_aux_comes_last():
+    def with_aux(params, ids, y):
+        return tied(params, ids, y), {"n": ids.sum(), "x": params["emb"][ids]}
+
+    check(with_aux, optax.adam(1e-2), has_aux=True)
+
+
+def test_frozen_leaves_stay():
+    """Also one inside of the layers, where it is a further input of the scan."""
+    learns = jax.tree.map(lambda _: True, start())
+    learns["emb"] = learns["blocks"]["b"] = False
+    check(tied, optax.adamw(1e-2), trainable=learns)
+
+
+def test_no_leaf_but_layers_learns():
+    learns = {name: name == "blocks" for name in start()}
+    check(tied, optax.adamw(1e-2), trainable=learns)
+
+
+@pytest.mark.parametrize("layers", [("blocks/w",), ("blocks/w", "bias"), ("blocks", "bias")])
+def test_some_stacks_are_layers(layers):
+    check(tied, optax.adamw(1e-2), layers=layers)
+
+
+# Models of frameworks.
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        names = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        return x + nn.Dense(WIDTH, kernel_init=names)(nn.gelu(x)), None
+
+
+class Model(nn.Module):
+    axis: int
+
+    @nn.compact
+    def __call__(self, x):
+        scanned = nn.scan(
+            nn.remat(Block),
+            variable_axes={"params": self.axis},
+            split_rngs={"params": True},
+            length=LAYERS,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        x, _ = scanned(name="blocks")(nn.Dense(WIDTH)(x), None)
+        return nn.Dense(1)(x)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "low_bit_state"])
+def test_linen(axis, name):
+    model, x = Model(axis), jnp.asarray(np.random.default_rng(0).standard_normal((3, 2)), jnp.float32)
+    params = model.init(jax.random.key(0), x)
+
+    def loss_fn(params, x):
+        return jnp.mean((model.apply(params, x) - 1) ** 2)
+
+    def make():
+        return jax.tree.map(jnp.array, params)
+
+    check(loss_fn, OPTIMIZERS[name], make, x, layers=("params/blocks",))
+
+
+def test_nnx():
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            return x + nnx.gelu(self.linear(x))
+
+    class Whole(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.vmap(Layer)(rngs.split(LAYERS))
+            self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+        def __call__(self, x):
+            @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+            @nnx.remat
+            def forward(layer, x):
+                return layer(x)
+
+            return self.head(forward(self.blocks, x))
+
+    graph, params = nnx.split(Whole(nnx.Rngs(0)), nnx.Param)
+
+    def loss_fn(params, x):
+        return jnp.mean((nnx.merge(graph, params)(x) - 1) ** 2)
+
+    def make():
+        return jax.tree.map(jnp.array, params)
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, WIDTH)), jnp.float32)
+    check(loss_fn, optax.adamw(1e-2), make, x)
+
+
+# Errors.
+
+
+def loss_of(use):
+    def loss_fn(p, ids, y):
+        return tied(p, ids, y) + use(p)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "layers", "message"),
+    [
+        (tied, ("block",), "layers must name .* got 'block'; there are 'bias', 'bloc"),
+        (tied, ("gain",), "'gain' is one of layers, .* but it is used by 'scan'"),
+        (tied, ("head",), "'head' is one of layers, .* but it is used by .*'dot_gen"),
+        (
+            loss_of(lambda p: (p["blocks"]["w"] ** 2).sum()),
+            ("blocks",),
+            r"'blocks/w' is one of layers, .* but it is used by .*test_layers.py",
+        ),
+        (
+            loss_of(lambda p: jax.lax.scan(lambda c, w: (c + w.sum(), None), 0.0, p["blocks"]["b"])[0]),
+            ("blocks",),
+            "'blocks/b' is one of layers, .* but a second one does, 'scan'",
+        ),
+        (
+            loss_of(lambda p: jax.lax.scan(lambda c, w: (c + w.sum(), None), 0.0, p["emb"])[0]),
+            ("blocks/w", "bias", "emb"),
+            "'emb' is one of layers",
+        ),
+        (lambda p, ids, y: error(p["emb"][ids], p, y), ("blocks",), "'blocks/b' is one .* but none does"),
+        (
+            lambda p, ids, y: jax.lax.scan(
+                lambda c, w: (c + w.sum(), None), 0.0, p["blocks"]["w"].reshape(2, 2, WIDTH, WIDTH)
+            )[0],
+            ("blocks/w",),
+            "'blocks/w' is one of layers, .* but it is used by 'reshape'",
+        ),
+        (loss_of(lambda p: 0.0), ("blocks", "head"), "'head' is one of layers"),
+    ],
+)
+def test_a_stack_that_is_read_in_another_way(loss_fn, layers, message):
+    tx = optax.sgd(0.1)
+    step = gx.minimize(loss_fn, tx, layers=layers)
+    params = start()
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=message):
+        step(params, state, IDS, Y)
+    jax.block_until_ready(params)  # Nothing is lost.
+
+
+def test_two_scans():
+    def loss_fn(p, ids, y):
+        total, _ = jax.lax.scan(lambda c, w: (c + w.sum(), None), 0.0, p["bias"])
+        return plain(p, ids, y) + total
+
+    step = gx.minimize(loss_fn, optax.sgd(0.1), layers=["blocks", "bias"])
+    with pytest.raises(ValueError, match="'blocks/b' is one of layers, .* one scan must"):
+        step(start(), optax.sgd(0.1).init(start()), IDS, Y)
+
+
+def test_what_is_named_learns():
+    learns = {name: name != "blocks" for name in start()}
+    step = gx.minimize(tied, optax.sgd(0.1), trainable=learns, layers=["blocks"])
+    with pytest.raises(ValueError, match="'blocks', which is not trainable"):
+        step(start(), optax.sgd(0.1).init(start()), IDS, Y)
+    step = gx.minimize(tied, optax.sgd(0.1), layers="blocks")
+    with pytest.raises(TypeError, match="sequence of paths, got 'blocks'"):
+        step(start(), optax.sgd(0.1).init(start()), IDS, Y)
+
+
+@pytest.mark.parametrize(
+    ("tx", "message"),
+    [
+        (optax.lamb(0.1), "'reduce_sum'"),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "after the last layer, by "),
+        (optax.adafactor(0.1, min_dim_size_to_factor=4), r"v_row\['blocks'\]\['b'\]"),
+        (optax.noisy_sgd(0.1, key=jax.random.key(0)), "'random_bits'"),
+        (gx.novograd(0.1), r"nu\['blocks'\]\['b'\] of ScaleByNovogradState"),
+        (optax.flatten(optax.adam(0.1)), r"\[0\].mu of ScaleByAdamState"),
+        (optax.apply_if_finite(optax.sgd(0.1), 2), "after the last layer, by "),
+        (
+            gx.low_bit_state(optax.adam(0.1), min_size=1, block_size=8, block_axis=-2),
+            r"the state .scales\[2\]",
+        ),
+    ],
+)
+def test_what_mixes_layers_is_refused(tx, message):
+    params = jax.tree.map(lambda x: jnp.concatenate([x] * 2), start())
+    params |= {name: start()[name] for name in ("emb", "head", "gain")}
+    step = gx.minimize(plain, tx, layers=["blocks"])
+    state = tx.init(params)
+    with pytest.raises(TypeError, match=f"blocks/b, blocks/w, but .*{message}"):
+        step(params, state, IDS, Y)
+    jax.block_until_ready((params, state))
+
+
+# Memory.
+
+
+def compiled(tx, layers, mesh):
+    params = placed(transformer(layers=16, width=256, vocabulary=256), mesh)
+    state = placed(jax.eval_shape(tx.init, params), mesh)
+    tokens = placed(jax.ShapeDtypeStruct((1, 16), jnp.int32), mesh)
+    step = gx.minimize(next_tokens, tx, layers=layers)
+    program = step.lower(params, state, tokens).compile()
+    return program.memory_analysis().temp_size_in_bytes / size(params)
+
+
+@pytest.mark.figures
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad"])
+def test_no_gradients_of_all_layers_are_kept(name):
+    tx = OPTIMIZERS[name]
+    assert compiled(tx, (), devices("cpu")) > 1
+    assert compiled(tx, ("layers",), devices("cpu")) < 0.25
