@@ -69,6 +69,11 @@ class Table(NamedTuple):
     axis: int = 0
 
     @property
+    def is_stack(self) -> bool:
+        """Whether each row, a layer, must stand alone."""
+        return self.gradient is None
+
+    @property
     def height(self) -> int:
         """The number of rows; a table without rows is traced as if it had one."""
         return max(self.shape[self.axis], 1)
@@ -197,7 +202,7 @@ class ByRow(NamedTuple):
                 grown = along.with_rows(shape, table.grown)
                 # Several entries of a row may follow each other along the first axis.
                 whole = not shape[axis] % table.height and axis == 0
-                alone = shape[axis] == table.height and table.gradient is None
+                alone = shape[axis] == table.height and table.is_stack
                 if other == grown and (whole or alone):
                     return along
         raise LookupError
@@ -367,7 +372,9 @@ class ByRow(NamedTuple):
                 (nothing,) = versions.evaluate(eqn, [inputs[0][:0]])
                 nothing = jnp.expand_dims(nothing, params["axes"])
                 inputs = [_filled(tables[0], inputs[0], nothing)]
-        elif name not in versions.ELEMENTWISE and name != Op.TRANSPOSE:
+        elif name not in versions.ELEMENTWISE | {Op.TRANSPOSE} and not (
+            name in versions.SAME_VALUES and tables[0] and tables[0].table.is_stack
+        ):
             _refuse(eqn)
         return versions.evaluate(eqn, inputs)
 
@@ -443,7 +450,7 @@ def _check_alone(
 ) -> None:
     """Raises if an equation adds up layers."""
     for along, gone in zip(tables, axes, strict=True):
-        if along and along.table.gradient is None and along.axis in gone:
+        if along and along.table.is_stack and along.axis in gone:
             _refuse(eqn)
 
 
@@ -452,7 +459,7 @@ def _keeps_order(
 ) -> bool:
     """Whether the entries of each row are those of the same row before, in order."""
     if name == Op.RANDOM_BITS:  # Each layer would get the same bits.
-        return after.table.gradient is not None
+        return not after.table.is_stack
     if name != Op.RESHAPE or before is None:
         return True
     shapes = _shape(eqn.invars[0]), _shape(eqn.outvars[0])

@@ -276,7 +276,8 @@ def test_nnx():
 
     class Whole(nnx.Module):
         def __init__(self, rngs):
-            self.blocks = nnx.vmap(Layer)(rngs.split(LAYERS))
+            make = nnx.split_rngs(splits=LAYERS)(nnx.vmap(Layer))
+            self.blocks = make(rngs)
             self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
 
         def __call__(self, x):
@@ -297,6 +298,57 @@ def test_nnx():
 
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, WIDTH)), jnp.float32)
     check(loss_fn, optax.adamw(1e-2), make, x)
+
+
+# Many devices.
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "low_bit_state"])
+def test_sharded_parameters(name, kind, in_context):
+    """The width of the layers lies on two axes, the batch on one of them."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+
+    def make():
+        params = start()
+        specs = {"w": P(None, "data", "model"), "b": P(None, "model")}
+        specs = {name: P() for name in params} | {"blocks": specs}
+        return jax.tree.map(
+            lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs
+        )
+
+    def loss_fn(p, x, y):
+        def body(x, w):
+            w, b = (jax.sharding.reshard(v, NamedSharding(mesh, P())) if kind is AxisType.Explicit else v for v in (w["w"], w["b"]))
+            return x + jnp.tanh(x @ w + b), None
+
+        return error(jax.lax.scan(body, x, p["blocks"])[0], p, y)
+
+    rng = np.random.default_rng(0)
+    batch = (jnp.asarray(rng.standard_normal((4, n)), jnp.float32) for n in (WIDTH, WORDS))
+    batch = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in batch]
+    with in_context(mesh):
+        check(loss_fn, OPTIMIZERS[name], make, *batch, rtol=1e-5)
+
+
+def test_in_shard_map():
+    mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,))
+    tx = optax.adamw(1e-2)
+
+    def trained(layers):
+        step = gx.minimize(lambda p, *batch: jax.lax.pmean(tied(p, *batch), "data"), tx, layers=layers, donate=False)
+
+        @jax.jit
+        @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=P())
+        def run(params, state, ids, y):
+            return step(params, state, ids, y)
+
+        params, state = start(), tx.init(start())
+        for _ in range(3):
+            params, state, loss = run(params, state, IDS, Y)
+        return params, state, loss
+
+    chex.assert_trees_all_close(trained(("blocks",)), trained(()), rtol=2e-6, atol=1e-6)
 
 
 # Errors.
