@@ -350,10 +350,6 @@ class ByRow(NamedTuple):
         if name == Op.COND:
             both = zip(params["branches"], higher.params["branches"], strict=True)
             return self.switch(eqn, inputs, list(both))
-        if name == Op.BARRIER:  # It keeps all values, and waits for those there are.
-            there = [x for x in inputs if not isinstance(x, Missing)]
-            known = iter(versions.evaluate(eqn, there))
-            return [x if isinstance(x, Missing) else next(known) for x in inputs]
         if name in versions.OF_SHAPE:
             shape = _shape(eqn.outvars[0])
             (along,) = made
@@ -386,6 +382,10 @@ class ByRow(NamedTuple):
     ) -> list[Any]:
         """The results of a conditional; one is missing if it is in any branch."""
         index, *operands = inputs
+        platforms = eqn.params.get("branches_platforms") or ()
+        if None in platforms and any(x.is_stack for x in self.tables.values()):
+            # Forms for one platform are for whole arrays.
+            return self.results(*branches[platforms.index(None)], *operands)
         if isinstance(index, Missing):
             return [index.used(eqn)] * len(eqn.outvars)
         known = {i: x for i, x in enumerate(operands) if not isinstance(x, Missing)}
@@ -432,7 +432,7 @@ def _shape(x: Any) -> Shape:
 
 
 # Some of their results need only some of their inputs.
-_IN_PARTS = {Op.JIT, Op.CUSTOM_JVP, Op.COND, Op.BARRIER}
+_IN_PARTS = {Op.JIT, Op.CUSTOM_JVP, Op.COND}
 
 
 def _missing(values: Sequence[Any]) -> list[Missing]:

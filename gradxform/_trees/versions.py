@@ -14,7 +14,6 @@ import jax
 class Op(enum.StrEnum):
     """Names of the primitives that have a rule of their own somewhere."""
 
-    BARRIER = "optimization_barrier"
     CAST = "convert_element_type"
     CHECKPOINT = "remat2"
     COND = "cond"
