@@ -239,7 +239,8 @@ class ByRow(NamedTuple):
         values = self.evaluate(program.own, program.higher, *rows.values())
         made = self.found(program.own.jaxpr.outvars, program.higher.jaxpr.outvars)
         pairs = zip(made, values, strict=True)
-        values = [x if a is None else a.table.gradient.with_values(x) for a, x in pairs]
+        sparse = [(along and along.table.gradient, x) for along, x in pairs]
+        values = [x if g is None else g.with_values(x) for g, x in sparse]
         return jax.tree.unflatten(program.structure, values)
 
     def trace(
@@ -263,7 +264,9 @@ class ByRow(NamedTuple):
                 return f(*jax.tree.unflatten(treedef, filled))
 
         def trace(shape_of: Callable[[int], Shape]) -> tuple[ClosedJaxpr, Any]:
-            types = {i: jax.typeof(x).update(shape=shape_of(i)) for i, x in given.items()}
+            types = {
+                i: jax.typeof(x).update(shape=shape_of(i)) for i, x in given.items()
+            }
             return jax.make_jaxpr(call, return_shape=True)(types)
 
         def own(i: int) -> Shape:
@@ -283,9 +286,7 @@ class ByRow(NamedTuple):
         shapes = zip(map(_shape, arrays), map(_shape, others), strict=True)
         return [self.find(*pair) for pair in shapes]
 
-    def evaluate(
-        self, own: ClosedJaxpr, higher: ClosedJaxpr, *args: Any
-    ) -> list[Any]:
+    def evaluate(self, own: ClosedJaxpr, higher: ClosedJaxpr, *args: Any) -> list[Any]:
         """The results of the first trace for these rows.
 
         Raises:
@@ -454,9 +455,7 @@ def _check_alone(
             _refuse(eqn)
 
 
-def _keeps_order(
-    name: str, eqn: JaxprEqn, before: Along | None, after: Along
-) -> bool:
+def _keeps_order(name: str, eqn: JaxprEqn, before: Along | None, after: Along) -> bool:
     """Whether the entries of each row are those of the same row before, in order."""
     if name == Op.RANDOM_BITS:  # Each layer would get the same bits.
         return not after.table.is_stack

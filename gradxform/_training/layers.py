@@ -1,4 +1,4 @@
-"""A step that applies the gradient of each layer in the backward pass, once it is known.
+"""A step that applies the gradient of each layer within the backward pass.
 
 The layers lie in stacks, which a ``scan`` of the loss goes over. The forward pass keeps
 what each layer gets from the one before it. The backward pass is a loop, too: it takes
@@ -19,7 +19,7 @@ import optax
 from gradxform._late import gate
 from gradxform._rows.by_row import Along, ByRow, Missing, MixedRowsError, Program, Table
 from gradxform._training import stacks
-from gradxform._trees import checks, compilers, constants, maps
+from gradxform._trees import checks, compilers, constants, dtypes, maps
 from gradxform._trees.types import Path
 
 # Arrays by the number of their leaf, or by their position.
@@ -80,6 +80,12 @@ def step(
     arguments. Returns both results of the loss, new parameters and new state.
     """
     flat, structure = jax.tree.flatten_with_path(learning)
+    for path, p in flat:
+        if not jnp.issubdtype(dtypes.dtype_of(p), jnp.inexact):
+            raise TypeError(
+                f"{dtypes.dtype_of(p)} at {checks.path_name(path)} has no gradient: "
+                "let trainable be False there."
+            )
     closed, shapes = jax.make_jaxpr(
         lambda *leaves: loss_fn(jax.tree.unflatten(structure, leaves)),
         return_shape=True,
@@ -110,7 +116,7 @@ def step(
     def rows(i: jax.Array, wholes: Numbered) -> Numbered:
         return {k: _row(wholes[where[k]], i, axis) for k, axis in axes.items()}
 
-    wholes = update.wholes | {where[k]: x for k, x in passes.stacks.items()}
+    wholes = update.wholes | {where[k]: x for k, x in passes.wholes.items()}
     wholes, grads = passes.backward(rows, apply, wholes)
     params, state = update.of_others({where[k]: g for k, g in grads.items()}, wholes)
     return results, params, state
@@ -124,7 +130,7 @@ class _Passes(NamedTuple):
     Attributes:
       loss: the loss in its parts.
       results: those of the loss.
-      stacks: the stacks after the forward pass, which does not change them.
+      wholes: the stacks after the forward pass, which does not change them.
       inputs: those of the scan; None for stacks.
       carries: what each layer got from the one before it.
       moving: the positions of inputs that have a gradient.
@@ -135,7 +141,7 @@ class _Passes(NamedTuple):
 
     loss: stacks.Parts
     results: list[jax.Array]
-    stacks: Numbered
+    wholes: Numbered
     inputs: list[jax.Array | None]
     carries: list[jax.Array]
     moving: list[int]
@@ -188,7 +194,9 @@ class _Passes(NamedTuple):
         (_, results), (of_results, of_values) = differentiated(real, values)
 
         variables = dict(enumerate(loss.scan.invars))
-        which = {k: n for k, x in variables.items() for n, y in enumerate(moving) if x is y}
+        which = {
+            k: n for k, x in variables.items() for n, y in enumerate(moving) if x is y
+        }
 
         def pull(of_inputs: Numbered) -> Numbered:
             sums = list(of_values)
@@ -199,9 +207,7 @@ class _Passes(NamedTuple):
 
         carried = {len(consts) + k for k in real if k < len(init)}
         positions = sorted({*which, *carried})
-        return cls(
-            loss, results, wholes, inputs, carries, positions, of_results, pull
-        )
+        return cls(loss, results, wholes, inputs, carries, positions, of_results, pull)
 
     def backward(
         self,
@@ -343,7 +349,8 @@ class _Update(NamedTuple):
             for n, along in self.rows.items()
         }
         args |= {
-            number: grads.get(n, Missing(_LATER, is_given=True)) for n, number in self.gradients.items()
+            number: grads.get(n, Missing(_LATER, is_given=True))
+            for n, number in self.gradients.items()
         }
         new = self._results(args, wholes)
         new = compilers.together(new)
@@ -383,8 +390,9 @@ def _explained(by: ByRow) -> Iterator[None]:
         names = ", ".join(map(checks.path_str, by.tables))
         raise TypeError(
             f"minimize(layers=...) runs the transformation layer by layer on {names}, "
-            f"but {error}. Leave them out of layers, or give them a transformation "
-            "whose update of a layer reads only that layer and scalars."
+            f"as on the rows of tables, but {error}. Leave them out of layers, or give "
+            "them a transformation whose update of a layer reads only that layer and "
+            "scalars."
         ) from error.__cause__
 
 

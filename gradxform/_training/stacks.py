@@ -8,7 +8,7 @@ other part of the loss needs the whole stack.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,13 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 # What may be done with a stack before a scan goes over it.
-_BY_LAYER = {Op.CAST, Op.COPY, Op.NAME, Op.STOP_GRADIENT, Op.TRANSPOSE}
-_BY_LAYER |= versions.SAME_VALUES
+_BY_LAYER = versions.SAME_VALUES | {
+    Op.CAST,
+    Op.COPY,
+    Op.NAME,
+    Op.STOP_GRADIENT,
+    Op.TRANSPOSE,
+}
 
 _HOW = (
     "{0!r} is one of layers, so one jax.lax.scan of the loss must go over it, and "
@@ -99,11 +104,11 @@ class Parts(NamedTuple):
 
     def inputs(self, env: Mapping[Var, jax.Array]) -> list[jax.Array | None]:
         """The inputs of the scan; None for stacks."""
-        env = {**dict.fromkeys(self.stacks), **env}
-        values = jaxprs.read(env, self.scan.invars)
+        values = jaxprs.read({**dict.fromkeys(self.stacks), **env}, self.scan.invars)
+        types: list[Any] = [x.aval for x in self.scan.invars]
         return [
-            x if x is None else jnp.asarray(x, atom.aval.dtype)
-            for x, atom in zip(values, self.scan.invars, strict=True)
+            x if x is None else jnp.asarray(x, t.dtype)
+            for x, t in zip(values, types, strict=True)
         ]
 
     def divided(self, inputs: list[T]) -> tuple[list[T], list[T], list[T]]:
@@ -171,12 +176,13 @@ def split(closed: ClosedJaxpr, paths: Mapping[int, str]) -> Parts:
     jaxpr = closed.jaxpr
     stacks = {jaxpr.invars[i]: Stack(i, path) for i, path in paths.items()}
     varying = set(filter(_is_real, jaxpr.invars))
-    scans: dict[int, int] = {}  # For each stack, where its scan is.
+    # For each stack, the position of its scan, and which axis it goes over.
+    scans: dict[int, tuple[int, int]] = {}
     for at, eqn in enumerate(jaxpr.eqns):
-        read = set(filter(_is_variable, eqn.invars))
-        if read & varying:
+        read = dict.fromkeys(filter(_is_variable, eqn.invars))
+        if not varying.isdisjoint(read):
             varying.update(filter(_is_real, eqn.outvars))
-        for x in read & stacks.keys():
+        for x in filter(stacks.__contains__, read):
             stack = stacks[x]
             if eqn.primitive.name in _BY_LAYER:
                 made_by = *stack.made_by, eqn
@@ -185,7 +191,8 @@ def split(closed: ClosedJaxpr, paths: Mapping[int, str]) -> Parts:
             is_scan = eqn.primitive.name == Op.SCAN
             if not is_scan or x in eqn.invars[: sum(versions.scan_lengths(eqn))]:
                 stack.refuse(f"it is used by {jaxprs.place(eqn)}")
-            if scans.setdefault(stack.number, at) != at:
+            place = at, stack.axis()
+            if scans.setdefault(stack.number, place) != place:
                 stack.refuse(f"a second one does, {jaxprs.place(eqn)}")
     for x in filter(_is_variable, jaxpr.outvars):
         if x in stacks:
@@ -193,16 +200,17 @@ def split(closed: ClosedJaxpr, paths: Mapping[int, str]) -> Parts:
     for i, path in paths.items():
         if i not in scans:
             Stack(i, path).refuse("none does")
-        first = next(iter(scans))
-        if scans[i] != scans[first]:
-            both = (jaxprs.place(jaxpr.eqns[scans[n]]) for n in (first, i))
-            how = "{1} goes over it, and {0} over {2!r}: one scan must go over all"
-            Stack(i, path).refuse(how.format(*both, paths[first]))
-    varying -= stacks.keys()
-    return Parts(closed, next(iter(scans.values())), stacks, frozenset(varying))
+    first, *_ = paths
+    at, _ = scans[first]
+    for i, path in paths.items():
+        if scans[i][0] != at:
+            its, other = (jaxprs.place(jaxpr.eqns[n]) for n in (scans[i][0], at))
+            how = f"{its} goes over it, and {other} over {paths[first]!r}, so one call"
+            Stack(i, path).refuse(f"{how} cannot have both as layers")
+    return Parts(closed, at, stacks, frozenset(varying - stacks.keys()))
 
 
-def _is_variable(x: Var | Literal) -> bool:
+def _is_variable(x: Var | Literal) -> TypeGuard[Var]:
     return not hasattr(x, "val")
 
 

@@ -51,9 +51,7 @@ def layer(p, x, w):
 
 
 def plain(p, ids, y):
-    x, _ = jax.lax.scan(
-        lambda x, w: (layer(p, x, w), None), p["emb"][ids], p["blocks"]
-    )
+    x, _ = jax.lax.scan(lambda x, w: (layer(p, x, w), None), p["emb"][ids], p["blocks"])
     return error(x, p, y)
 
 
@@ -89,7 +87,11 @@ def nested(p, ids, y):
     def body(x, w):
         return jax.lax.scan(lambda x, _: (layer(p, x, w), None), x, None, 2)[0], None
 
-    return error(jax.jit(jax.lax.scan, static_argnums=0)(body, p["emb"][ids], p["blocks"])[0], p, y)
+    return error(
+        jax.jit(jax.lax.scan, static_argnums=0)(body, p["emb"][ids], p["blocks"])[0],
+        p,
+        y,
+    )
 
 
 def unrolled(p, ids, y):
@@ -121,9 +123,7 @@ def check(loss_fn, tx, make=start, *batch, layers=("blocks",), rtol=2e-6, **how)
         for names in ((), layers)
     )
     assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, wanted)
-    got, wanted = jax.tree.map(
-        lambda x: np.asarray(x, np.float64), (got, wanted)
-    )
+    got, wanted = jax.tree.map(lambda x: np.asarray(x, np.float64), (got, wanted))
     chex.assert_trees_all_close(got, wanted, rtol=rtol, atol=rtol / 4)
 
 
@@ -162,12 +162,18 @@ OPTIMIZERS = {
     "ftrl": gx.ftrl(0.1, l1_regularization_strength=0.001),
     "novograd": gx.novograd(SCHEDULE, weight_decay=0.1, stacked_axes=stacked),
     "chain": optax.chain(
-        optax.clip(0.01), optax.scale_by_adam(), optax.add_decayed_weights(0.1, decayed),
+        optax.clip(0.01),
+        optax.scale_by_adam(),
+        optax.add_decayed_weights(0.1, decayed),
         optax.scale_by_learning_rate(SCHEDULE),
     ),
     "inject_hyperparams": optax.inject_hyperparams(optax.adam)(SCHEDULE),
     "partition": optax.partition(
-        {"adam": optax.adam(1e-2), "adagrad": gx.adagrad(0.1), "none": optax.set_to_zero()},
+        {
+            "adam": optax.adam(1e-2),
+            "adagrad": gx.adagrad(0.1),
+            "none": optax.set_to_zero(),
+        },
         LABELS,
     ),
     "masked": optax.masked(optax.adam(1e-2), decayed),
@@ -192,6 +198,29 @@ def test_master_weights(residual_dtype):
     assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, wanted)
     got, wanted = (gx.get_master_weights(p, state) for p, state, _ in (got, wanted))
     chex.assert_trees_all_close(got, wanted, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        gx.accumulate(optax.adamw(SCHEDULE), 2),
+        gx.accumulate(gx.adagrad(0.1), 3, reduction="sum"),
+        optax.MultiSteps(optax.adamw(SCHEDULE), 2),
+        optax.chain(optax.clip(0.01), gx.accumulate(optax.sgd(0.1), 2)),
+    ],
+)
+def test_micro_batches(tx):
+    """The sum of a layer is added to in place, and the last push applies it."""
+    check(tied, tx, steps=5)
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [gx.drop_stale, functools.partial(gx.conditional_accumulator, num_required=2)],
+)
+def test_a_stale_push_changes_nothing(gate):
+    tx = gate(optax.adamw(SCHEDULE), max_staleness=1)
+    check(tied, tx, extra={"local_step": 0}, steps=6)  # The last pushes are stale.
 
 
 def test_an_update_gets_the_loss_and_extra_arguments():
@@ -220,7 +249,9 @@ def test_no_leaf_but_layers_learns():
     check(tied, optax.adamw(1e-2), trainable=learns)
 
 
-@pytest.mark.parametrize("layers", [("blocks/w",), ("blocks/w", "bias"), ("blocks", "bias")])
+@pytest.mark.parametrize(
+    "layers", [("blocks/w",), ("blocks/w", "bias"), ("blocks", "bias")]
+)
 def test_some_stacks_are_layers(layers):
     check(tied, optax.adamw(1e-2), layers=layers)
 
@@ -254,7 +285,10 @@ class Model(nn.Module):
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("name", ["adamw", "adagrad", "low_bit_state"])
 def test_linen(axis, name):
-    model, x = Model(axis), jnp.asarray(np.random.default_rng(0).standard_normal((3, 2)), jnp.float32)
+    model, x = (
+        Model(axis),
+        jnp.asarray(np.random.default_rng(0).standard_normal((3, 2)), jnp.float32),
+    )
     params = model.init(jax.random.key(0), x)
 
     def loss_fn(params, x):
@@ -319,13 +353,20 @@ def test_sharded_parameters(name, kind, in_context):
 
     def loss_fn(p, x, y):
         def body(x, w):
-            w, b = (jax.sharding.reshard(v, NamedSharding(mesh, P())) if kind is AxisType.Explicit else v for v in (w["w"], w["b"]))
+            w, b = (
+                jax.sharding.reshard(v, NamedSharding(mesh, P()))
+                if kind is AxisType.Explicit
+                else v
+                for v in (w["w"], w["b"])
+            )
             return x + jnp.tanh(x @ w + b), None
 
         return error(jax.lax.scan(body, x, p["blocks"])[0], p, y)
 
     rng = np.random.default_rng(0)
-    batch = (jnp.asarray(rng.standard_normal((4, n)), jnp.float32) for n in (WIDTH, WORDS))
+    batch = (
+        jnp.asarray(rng.standard_normal((4, n)), jnp.float32) for n in (WIDTH, WORDS)
+    )
     batch = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in batch]
     with in_context(mesh):
         check(loss_fn, OPTIMIZERS[name], make, *batch, rtol=1e-5)
@@ -336,10 +377,20 @@ def test_in_shard_map():
     tx = optax.adamw(1e-2)
 
     def trained(layers):
-        step = gx.minimize(lambda p, *batch: jax.lax.pmean(tied(p, *batch), "data"), tx, layers=layers, donate=False)
+        step = gx.minimize(
+            lambda p, *batch: jax.lax.pmean(tied(p, *batch), "data"),
+            tx,
+            layers=layers,
+            donate=False,
+        )
 
         @jax.jit
-        @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=P())
+        @functools.partial(
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=(P(), P(), P("data"), P("data")),
+            out_specs=P(),
+        )
         def run(params, state, ids, y):
             return step(params, state, ids, y)
 
@@ -373,19 +424,33 @@ def loss_of(use):
             r"'blocks/w' is one of layers, .* but it is used by .*test_layers.py",
         ),
         (
-            loss_of(lambda p: jax.lax.scan(lambda c, w: (c + w.sum(), None), 0.0, p["blocks"]["b"])[0]),
+            loss_of(
+                lambda p: jax.lax.scan(
+                    lambda c, w: (c + w.sum(), None), 0.0, p["blocks"]["b"]
+                )[0]
+            ),
             ("blocks",),
             "'blocks/b' is one of layers, .* but a second one does, 'scan'",
         ),
         (
-            loss_of(lambda p: jax.lax.scan(lambda c, w: (c + w.sum(), None), 0.0, p["emb"])[0]),
+            loss_of(
+                lambda p: jax.lax.scan(lambda c, w: (c + w.sum(), None), 0.0, p["emb"])[
+                    0
+                ]
+            ),
             ("blocks/w", "bias", "emb"),
             "'emb' is one of layers",
         ),
-        (lambda p, ids, y: error(p["emb"][ids], p, y), ("blocks",), "'blocks/b' is one .* but none does"),
+        (
+            lambda p, ids, y: error(p["emb"][ids], p, y),
+            ("blocks",),
+            "'blocks/b' is one .* but none does",
+        ),
         (
             lambda p, ids, y: jax.lax.scan(
-                lambda c, w: (c + w.sum(), None), 0.0, p["blocks"]["w"].reshape(2, 2, WIDTH, WIDTH)
+                lambda c, w: (c + w.sum(), None),
+                0.0,
+                p["blocks"]["w"].reshape(2, 2, WIDTH, WIDTH),
             )[0],
             ("blocks/w",),
             "'blocks/w' is one of layers, .* but it is used by 'reshape'",
@@ -409,8 +474,30 @@ def test_two_scans():
         return plain(p, ids, y) + total
 
     step = gx.minimize(loss_fn, optax.sgd(0.1), layers=["blocks", "bias"])
-    with pytest.raises(ValueError, match="'blocks/b' is one of layers, .* one scan must"):
+    with pytest.raises(
+        ValueError, match=r"'blocks/b' is one of layers, .* cannot have both"
+    ):
         step(start(), optax.sgd(0.1).init(start()), IDS, Y)
+
+
+def test_one_scan_goes_over_two_axes_of_a_stack():
+    def loss_fn(p):
+        both = p["w"], p["w"].transpose(1, 0, 2)
+        return jax.lax.scan(lambda x, w: (x + (w[0] * w[1]).sum(), None), 0.0, both)[0]
+
+    params = {"w": jnp.ones((3, 3, 2))}
+    step = gx.minimize(loss_fn, optax.sgd(0.1), layers=["w"])
+    with pytest.raises(ValueError, match=r"'w' is one of layers, .* a second one does"):
+        step(params, optax.sgd(0.1).init(params))
+
+
+def test_integers_and_tables():
+    params = start() | {"n": jnp.ones(LAYERS, jnp.int32)}
+    step = gx.minimize(tied, optax.sgd(0.1), layers=["blocks"])
+    with pytest.raises(TypeError, match=r"int32 at \['n'\] has no gradient"):
+        step(params, optax.sgd(0.1).init(params), IDS, Y)
+    with pytest.raises(TypeError, match="tables or layers, got both"):
+        gx.minimize(tied, optax.sgd(0.1), layers=["blocks"], tables=["emb"])
 
 
 def test_what_is_named_learns():
@@ -427,7 +514,10 @@ def test_what_is_named_learns():
     ("tx", "message"),
     [
         (optax.lamb(0.1), "'reduce_sum'"),
-        (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "after the last layer, by "),
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+            "after the last layer, by ",
+        ),
         (optax.adafactor(0.1, min_dim_size_to_factor=4), r"v_row\['blocks'\]\['b'\]"),
         (optax.noisy_sgd(0.1, key=jax.random.key(0)), "'random_bits'"),
         (gx.novograd(0.1), r"nu\['blocks'\]\['b'\] of ScaleByNovogradState"),
@@ -444,7 +534,9 @@ def test_what_mixes_layers_is_refused(tx, message):
     params |= {name: start()[name] for name in ("emb", "head", "gain")}
     step = gx.minimize(plain, tx, layers=["blocks"])
     state = tx.init(params)
-    with pytest.raises(TypeError, match=f"blocks/b, blocks/w, but .*{message}"):
+    with pytest.raises(
+        TypeError, match=f"blocks/b, blocks/w, as on .* but .*{message}"
+    ):
         step(params, state, IDS, Y)
     jax.block_until_ready((params, state))
 
