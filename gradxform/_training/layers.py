@@ -9,18 +9,21 @@ it, and writes both back. So there is no array of the gradients of all layers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate
-from gradxform._rows.by_row import Along, ByRow, Missing, MixedRowsError, Program, Table
+from gradxform._rows.by_row import ByRow, Missing, MixedRowsError, Table
 from gradxform._training import stacks
-from gradxform._trees import checks, compilers, constants, dtypes, maps
+from gradxform._trees import checks, compilers, constants, dtypes, maps, versions
 from gradxform._trees.types import Path
+
+if TYPE_CHECKING:
+    from jax.extend.core import Var
 
 # Arrays by the number of their leaf, or by their position.
 Numbered = dict[int, jax.Array]
@@ -41,27 +44,22 @@ def paths_of(layers: Collection[str], learning: optax.Params) -> set[Path]:
     """
     if isinstance(layers, str):
         raise TypeError(f"layers must be a sequence of paths, got {layers!r}.")
-    leaves = maps.leaves_with_path(learning)
+    leaves = [(p, checks.path_str(k), k) for k, p in maps.leaves_with_path(learning)]
     found: set[Path] = set()
     for name in layers:
-        inside = {
-            path: p
-            for path, p in leaves
-            if f"{checks.path_str(path)}/".startswith(f"{name}/")
-        }
+        inside = [x for x in leaves if f"{x[1]}/".startswith(f"{name}/")]
         if not inside:
-            known = ", ".join(repr(checks.path_str(path)) for path, _ in leaves)
+            known = ", ".join(repr(name) for _, name, _ in leaves)
             raise ValueError(
                 f"layers must name leaves of params, or trees of them, got {name!r}; "
                 f"there are {known}."
             )
-        named = {path for path, p in inside.items() if p is not None}
-        if not named:
+        if all(p is None for p, *_ in inside):
             raise ValueError(
                 f"layers names {name!r}, which is not trainable, so it gets no "
                 "gradient. Leave it out of layers, or let trainable be True there."
             )
-        found |= named
+        found.update(path for p, _, path in inside if p is not None)
     return found
 
 
@@ -79,306 +77,206 @@ def step(
     ``loss_fn(learning)`` returns a loss and its aux, and ``extra_of(loss)`` the extra
     arguments. Returns both results of the loss, new parameters and new state.
     """
-    flat, structure = jax.tree.flatten_with_path(learning)
-    for path, p in flat:
-        if not jnp.issubdtype(dtypes.dtype_of(p), jnp.inexact):
+    flat, structure = maps.flatten(learning)
+    leaves = {n: p for n, p in enumerate(flat) if p is not None}
+    names = [path for path, _ in maps.leaves_with_path(learning)]
+    for n, p in leaves.items():
+        if not _is_real(p):
             raise TypeError(
-                f"{dtypes.dtype_of(p)} at {checks.path_name(path)} has no gradient: "
-                "let trainable be False there."
+                f"{dtypes.dtype_of(p)} at {checks.path_name(names[n])} has no "
+                "gradient: let trainable be False there."
             )
-    closed, shapes = jax.make_jaxpr(
-        lambda *leaves: loss_fn(jax.tree.unflatten(structure, leaves)),
-        return_shape=True,
-    )(*(p for _, p in flat))
-    names = {
-        i: checks.path_str(path) for i, (path, _) in enumerate(flat) if path in paths
-    }
-    loss = stacks.split(closed, names)
-    passes = _Passes.forward(loss, {i: p for i, (_, p) in enumerate(flat)})
-    results = jax.tree.unflatten(jax.tree.structure(shapes), passes.results)
 
-    axes = loss.axes
-    grown = loss.length + 1
+    def of_leaves(leaves: Numbered) -> tuple[jax.Array, Any]:
+        given = [leaves.get(n) for n in range(len(flat))]
+        return loss_fn(jax.tree.unflatten(structure, given))
+
+    closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(leaves)
+    named = {n: checks.path_str(names[n]) for n in leaves if names[n] in paths}
+    loss = stacks.split(closed, list(leaves), named)
+    results, after, backward = _forward(loss, leaves)
     tables = {
-        path: Table(jnp.shape(p), grown, None, axes[i])
-        for i, (path, p) in enumerate(flat)
-        if i in axes
+        names[n]: Table(jnp.shape(leaves[n]), loss.length + 1, None, axis)
+        for n, axis in loss.axes.items()
     }
-    update = _Update.of(
+    wholes, of_layer, of_others = _update(
         tx, ByRow(tables), learning, params, state, extra_of(results[0])
     )
-    # The numbers of leaves of `learning` in the whole parameters.
-    where = [n for n, p in enumerate(maps.leaves(learning)) if p is not None]
-
-    def apply(i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
-        return update.of_layer(i, wholes, {where[k]: g for k, g in grads.items()})
-
-    def rows(i: jax.Array, wholes: Numbered) -> Numbered:
-        return {k: _row(wholes[where[k]], i, axis) for k, axis in axes.items()}
-
-    wholes = update.wholes | {where[k]: x for k, x in passes.wholes.items()}
-    wholes, grads = passes.backward(rows, apply, wholes)
-    params, state = update.of_others({where[k]: g for k, g in grads.items()}, wholes)
-    return results, params, state
+    params, state = of_others(*backward(wholes | after, of_layer))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results), params, state
 
 
-class _Passes(NamedTuple):
-    """The forward pass of a loss, and what its backward pass needs.
+# The step of a layer: (number of the layer, whole arrays, gradients) -> whole arrays
+_OfLayer = Callable[[jax.Array, Numbered, Numbered], Numbered]
+# The backward pass: (whole arrays, step) -> whole arrays, gradients of all other leaves
+_Backward = Callable[[Numbered, _OfLayer], tuple[Numbered, Numbered]]
+# The step of the other leaves, from the results of the backward pass.
+_OfOthers = Callable[[Numbered, Numbered], tuple[optax.Params, optax.OptState]]
 
-    Positions count the inputs of the scan, or the results of a layer.
 
-    Attributes:
-      loss: the loss in its parts.
-      results: those of the loss.
-      wholes: the stacks after the forward pass, which does not change them.
-      inputs: those of the scan; None for stacks.
-      carries: what each layer got from the one before it.
-      moving: the positions of inputs that have a gradient.
-      of_results: the gradients of the scan's results, by position.
-      pull: gives the gradients of the arrays before the scan, from those of the scan's
-        inputs by position, and knows those of what is read after it.
-    """
+def _forward(
+    loss: stacks.Parts, leaves: Numbered
+) -> tuple[list[jax.Array], Numbered, _Backward]:
+    """The results of a loss, its stacks, which are as before, and its backward pass."""
+    axes, needed = loss.axes, loss.needed
+    num_consts, num_carry = versions.scan_lengths(loss.scan)
+    start = num_consts + num_carry  # Of the scanned inputs.
 
-    loss: stacks.Parts
-    results: list[jax.Array]
-    wholes: Numbered
-    inputs: list[jax.Array | None]
-    carries: list[jax.Array]
-    moving: list[int]
-    of_results: Numbered
-    pull: Callable[[Numbered], Numbered]
+    def before(dense: Numbered) -> tuple[Numbered, Numbered]:
+        env = loss.before(dense)
+        return _divided([env[x] for x in needed])
 
-    @classmethod
-    def forward(cls, loss: stacks.Parts, leaves: Numbered) -> _Passes:
-        """Runs the forward pass, and the backward pass of what is after the scan."""
-        needed, varying = loss.needed, loss.varying
-        moving = [x for x in needed if x in varying]
-        fixed = [x for x in needed if x not in varying]
-        axes = loss.axes
+    def env(values: Numbered) -> dict[Var, jax.Array]:
+        return {needed[k]: x for k, x in (fixed | values).items()}
 
-        def before(dense: Numbered) -> tuple[list[jax.Array], list[jax.Array]]:
-            env = loss.before(dense)
-            return [env[x] for x in moving], [env[x] for x in fixed]
+    dense = {n: p for n, p in leaves.items() if n not in axes}
+    values, pull_before, fixed = jax.vjp(before, dense, has_aux=True)
+    inputs = loss.inputs(env(values))
 
-        dense = {i: p for i, p in leaves.items() if i not in axes}
-        values, pull_before, others = jax.vjp(before, dense, has_aux=True)
-        known = dict(zip(fixed, others, strict=True))
-        inputs = loss.inputs({**known, **dict(zip(moving, values, strict=True))})
-        consts, init, xs = loss.divided(inputs)
+    def layer(held: Any, x: Any) -> tuple[Any, Any]:
+        (carry, wholes), (i, scanned) = held, x
+        both = {n: compilers.layer(wholes[n], i, axis) for n, axis in axes.items()}
+        rows = {n: row for n, (row, _) in both.items()}
+        results = loss.layer(rows, [*inputs[:num_consts], *carry, *scanned])
+        wholes = {n: whole for n, (_, whole) in both.items()}
+        return (results[:num_carry], wholes), (carry, results[num_carry:])
+
+    each = jnp.arange(loss.length)
+    first = inputs[num_consts:start], {n: leaves[n] for n in axes}
+    (last, wholes), (carries, ys) = jax.lax.scan(
+        layer, first, (each, inputs[start:]), reverse=loss.is_reverse
+    )
+    made, whole_numbers = _divided([*last, *ys])
+
+    def after(made: Numbered, values: Numbered) -> tuple[jax.Array, list[jax.Array]]:
+        results = loss.after(env(values), whole_numbers | made)
+        return results[0], results
+
+    differentiated = jax.value_and_grad(after, (0, 1), has_aux=True)
+    (_, results), (of_made, of_values) = differentiated(made, values)
+
+    def backward(wholes: Numbered, apply: _OfLayer) -> tuple[Numbered, Numbered]:
+        real, _ = _divided(inputs)
 
         def layer(held: Any, x: Any) -> tuple[Any, Any]:
-            carry, wholes = held
-            i, rest = x
-            both = {n: compilers.layer(wholes[n], i, axis) for n, axis in axes.items()}
-            rows = {n: row for n, (row, _) in both.items()}
-            results = loss.layer(rows, [*consts, *carry, *rest])
-            wholes = {n: whole for n, (_, whole) in both.items()}
-            return (results[: len(init)], wholes), (carry, results[len(init) :])
+            (wholes, sums, of_carry), (i, carry, scanned, of_ys) = held, x
+            given = [*inputs[:num_consts], *carry, *scanned]
 
-        each = jnp.arange(loss.length), xs
-        first = init, {n: leaves[n] for n in axes}
-        (last, wholes), (carries, ys) = jax.lax.scan(
-            layer, first, each, reverse=loss.is_reverse
-        )
-        made = dict(enumerate([*last, *ys]))
-        real = {k: x for k, x in made.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+            def f(rows: Numbered, real: Numbered) -> Numbered:
+                merged = [real.get(k, x) for k, x in enumerate(given)]
+                return _divided(loss.layer(rows, merged))[0]
 
-        def after(
-            real: Numbered, values: list[jax.Array]
-        ) -> tuple[jax.Array, list[jax.Array]]:
-            env = {**known, **dict(zip(moving, values, strict=True))}
-            results = loss.after(env, list({**made, **real}.values()))
-            return results[0], results
+            rows = {n: _row(wholes[n], i, axis) for n, axis in axes.items()}
+            _, pull = jax.vjp(f, rows, {k: given[k] for k in real})
+            of_rows, of_given = pull(of_carry | of_ys)
+            sums = {k: total + of_given[k] for k, total in sums.items()}
+            of_carry = {k: of_given[num_consts + k] for k in of_carry}
+            of_scanned = {k: g for k, g in of_given.items() if k >= start}
+            return (apply(i, wholes, of_rows), sums, of_carry), of_scanned
 
-        differentiated = jax.value_and_grad(after, (0, 1), has_aux=True)
-        (_, results), (of_results, of_values) = differentiated(real, values)
-
-        variables = dict(enumerate(loss.scan.invars))
-        which = {
-            k: n for k, x in variables.items() for n, y in enumerate(moving) if x is y
+        sums = {
+            k: constants.zeros_of_type(jax.typeof(x))
+            for k, x in real.items()
+            if k < num_consts
         }
-
-        def pull(of_inputs: Numbered) -> Numbered:
-            sums = list(of_values)
-            for k, n in which.items():
-                sums[n] += of_inputs[k]
-            (grads,) = pull_before(sums)
-            return grads
-
-        carried = {len(consts) + k for k in real if k < len(init)}
-        positions = sorted({*which, *carried})
-        return cls(loss, results, wholes, inputs, carries, positions, of_results, pull)
-
-    def backward(
-        self,
-        rows: Callable[[jax.Array, Any], Numbered],
-        apply: Callable[[jax.Array, Any, Numbered], Any],
-        wholes: Any,
-    ) -> tuple[Any, Numbered]:
-        """``wholes`` after all layers, and the gradients of all that is no stack.
-
-        ``apply(i, wholes, grads)`` gets the gradients of a layer.
-        """
-        loss = self.loss
-        consts, init, _ = map(len, loss.divided(self.inputs))
-
-        def layer(held: Any, x: Any) -> tuple[Any, Any]:
-            wholes, sums, of_carry = held
-            i, carry, rest, of_ys = x
-            inputs = [*self.inputs[:consts], *carry, *rest]
-
-            def f(rows: Numbered, moving: Numbered) -> Numbered:
-                given = [moving.get(k, x) for k, x in enumerate(inputs)]
-                results = loss.layer(rows, given)
-                return {k: results[k] for k in self.of_results}
-
-            moving = {k: inputs[k] for k in self.moving}
-            _, pull = jax.vjp(f, rows(i, wholes), moving)
-            of_rows, of_inputs = pull({**of_carry, **of_ys})
-            wholes = apply(i, wholes, of_rows)
-            sums = {k: total + of_inputs[k] for k, total in sums.items()}
-            of_carry = {k: of_inputs[consts + k] for k in of_carry}
-            return (wholes, sums, of_carry), {
-                k: g for k, g in of_inputs.items() if k >= consts + init
-            }
-
-        zeros = constants.zeros_of_type
-        first = (
-            wholes,
-            {k: zeros(jax.typeof(self.inputs[k])) for k in self.moving if k < consts},
-            {k: g for k, g in self.of_results.items() if k < init},
+        of_last = {k: g for k, g in of_made.items() if k < num_carry}
+        of_ys = {k: g for k, g in of_made.items() if k >= num_carry}
+        (wholes, sums, of_first), of_scanned = jax.lax.scan(
+            layer,
+            (wholes, sums, of_last),
+            (each, carries, inputs[start:], of_ys),
+            reverse=not loss.is_reverse,
         )
-        each = (
-            jnp.arange(loss.length),
-            self.carries,
-            self.inputs[consts + init :],
-            {k: g for k, g in self.of_results.items() if k >= init},
-        )
-        (wholes, sums, of_carry), of_xs = jax.lax.scan(
-            layer, first, each, reverse=not loss.is_reverse
-        )
-        of_init = {consts + k: g for k, g in of_carry.items()}
-        return wholes, self.pull({**sums, **of_init, **of_xs})
+        of_first = {num_consts + k: g for k, g in of_first.items()}
+        total = dict(of_values)
+        for k, g in (sums | of_first | of_scanned).items():
+            if (x := loss.scan.invars[k]) in needed:
+                total[needed.index(x)] += g
+        return wholes, pull_before(total)[0]
+
+    return results, wholes, backward
 
 
-class _Update(NamedTuple):
-    """The step of a transformation, for one layer and for all other leaves.
+def _update(
+    tx: optax.GradientTransformation,
+    by: ByRow,
+    learning: optax.Params,
+    params: optax.Params,
+    state: optax.OptState,
+    extra: dict[str, object],
+) -> tuple[Numbered, _OfLayer, _OfOthers]:
+    """Traces a step: the arrays that have layers, and the step of one and of the rest.
 
     Numbers count the leaves of parameters, state, gradients and extra arguments.
-
-    Attributes:
-      by: the stacks.
-      program: the step, traced for whole stacks.
-      leaves: all leaves; those of the parameters stand for the gradients.
-      rows: those that have layers, and along which axis.
-      gradients: the numbers of the gradients, by those of their parameters.
-      results: the number of the leaf that each result replaces.
-      structure: that of parameters and state.
     """
 
-    by: ByRow
-    program: Program
-    leaves: list[Any]
-    rows: dict[int, Along]
-    gradients: dict[int, int]
-    results: list[int]
-    structure: Any
+    def whole(params: Any, state: Any, grads: Any, extra: Any) -> tuple[Any, Any]:
+        return gate.step(tx, grads, state, params, extra, whole=True)
 
-    @classmethod
-    def of(
-        cls,
-        tx: optax.GradientTransformation,
-        by: ByRow,
-        learning: optax.Params,
-        params: optax.Params,
-        state: optax.OptState,
-        extra: dict[str, object],
-    ) -> _Update:
-        """Traces the step."""
-        args = params, state, learning, extra
+    # Parameters stand for the gradients, which have their types.
+    args = params, state, learning, extra
+    leaves, first = maps.leaves(args), len(maps.leaves((params, state)))
+    replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
+    structure: Any = jax.tree.structure((params, state))
+    with _explained(by):
+        like = {k: by.higher(x) for k, x in extra.items() if maps.is_like(x, params)}
+        higher = (
+            by.higher(params),
+            by.higher_state(tx.init, state, params, {}),
+            by.higher(learning),
+            extra | like,
+        )
+        found = by.found(leaves, maps.leaves(higher))
+        along = {n: x for n, x in enumerate(found) if x}
+        of_grads = range(first, first + len(maps.leaves(learning)))
+        given = {n: x for n, x in enumerate(leaves) if n in along or n in of_grads}
+        given = {n: x for n, x in given.items() if maps.has_gradient(x)}
+        program = by.trace(whole, args, higher, given)
+        made = by.found(program.own.jaxpr.outvars, program.higher.jaxpr.outvars)
+        if program.structure != structure or made != [found[n] for n in replaced]:
+            raise MixedRowsError("its update returns a state of another structure")
 
-        def whole(
-            params: optax.Params,
-            state: optax.OptState,
-            grads: optax.Updates,
-            extra: dict[str, object],
-        ) -> tuple[Any, optax.OptState]:
-            return gate.step(tx, grads, state, params, extra, whole=True)
-
+    def run(args: dict[int, Any], reason: str, has_layers: bool) -> Numbered:
+        missing = Missing(reason, is_given=True)
+        values = [args.get(n, missing) for n in given]
         with _explained(by):
-            higher = (
-                by.higher(params),
-                by.higher_state(tx.init, state, params, {}),
-                by.higher(learning),
-                {
-                    name: by.higher(x) if maps.is_like(x, params) else x
-                    for name, x in extra.items()
-                },
-            )
-            leaves, others = maps.leaves(args), maps.leaves(higher)
-            found = by.found(leaves, others)
-            first = len(maps.leaves((params, state)))
-            gradients = {
-                n: first + n
-                for n, g in enumerate(maps.leaves(learning))
-                if maps.has_gradient(g)
-            }
-            rows = {n: along for n, along in enumerate(found) if along}
-            given = {n: leaves[n] for n in sorted({*rows, *gradients.values()})}
-            program = by.trace(whole, args, higher, given)
-            structure: Any = jax.tree.structure((params, state))
-            if program.structure != structure:
-                raise MixedRowsError("its update returns a state of another structure")
-            results = [n for n in range(first) if maps.has_gradient(leaves[n])]
-            made = by.found(program.own.jaxpr.outvars, program.higher.jaxpr.outvars)
-            if {n: x for n, x in zip(results, made, strict=True) if x} != {
-                n: along for n, along in rows.items() if n < first
-            }:
-                raise MixedRowsError("its update changes which state has layers")
-        return cls(by, program, leaves, rows, gradients, results, structure)
+            results = by.results(program.own, program.higher, *values)
+            new = dict(zip(replaced, results, strict=True))
+            new = {n: x for n, x in new.items() if (n in along) == has_layers}
+            for x in new.values():
+                if isinstance(x, Missing):
+                    raise MixedRowsError(x.reason)
+        return new
 
-    @property
-    def wholes(self) -> Numbered:
-        """The stacks of parameters and state."""
-        return {n: self.leaves[n] for n in self.results if n in self.rows}
-
-    def of_layer(self, i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
-        """The stacks after the step of layer ``i``; gradients by their parameters."""
-        args: dict[int, Any] = {
-            n: _row(wholes.get(n, self.leaves[n]), i, along.axis)
-            for n, along in self.rows.items()
-        }
-        args |= {
-            number: grads.get(n, Missing(_LATER, is_given=True))
-            for n, number in self.gradients.items()
-        }
-        new = self._results(args, wholes)
-        new = compilers.together(new)
+    def of_layer(i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
+        args = {n: _row(wholes.get(n, leaves[n]), i, x.axis) for n, x in along.items()}
+        args |= {n: grads.get(n - first, x) for n, x in args.items() if n in of_grads}
+        new = compilers.together(run(args, _LATER, has_layers=True))
         return {
-            n: jax.lax.dynamic_update_slice_in_dim(x, new[n], i, self.rows[n].axis)
+            n: jax.lax.dynamic_update_slice_in_dim(x, new[n], i, along[n].axis)
             for n, x in wholes.items()
         }
 
     def of_others(
-        self, grads: Numbered, wholes: Numbered
+        wholes: Numbered, grads: Numbered
     ) -> tuple[optax.Params, optax.OptState]:
-        """Parameters and state; gradients by their parameters."""
-        args: dict[int, Any] = dict.fromkeys(self.rows, Missing(_GONE, is_given=True))
-        args |= {number: grads[n] for n, number in self.gradients.items() if n in grads}
-        new = self._results(args, [n for n in self.results if n not in self.rows])
-        return jax.tree.unflatten(
-            self.structure, [(wholes | new)[n] for n in self.results]
-        )
+        args = {first + n: g for n, g in grads.items()}
+        new = wholes | run(args, _GONE, has_layers=False)
+        return jax.tree.unflatten(structure, [new[n] for n in replaced])
 
-    def _results(self, args: dict[int, Any], wanted: Collection[int]) -> Numbered:
-        own, higher, _ = self.program
-        with _explained(self.by):
-            results = self.by.results(own, higher, *(args[n] for n in sorted(args)))
-            found = dict(zip(self.results, results, strict=True))
-            for n in wanted:
-                if isinstance(found[n], Missing):
-                    raise MixedRowsError(found[n].reason)
-        return {n: found[n] for n in wanted}
+    return {n: leaves[n] for n in replaced if n in along}, of_layer, of_others
+
+
+def _divided(values: Sequence[Any]) -> tuple[Numbered, Numbered]:
+    """Arrays that have a derivative, and others, by position; without None."""
+    there = {k: x for k, x in enumerate(values) if x is not None}
+    real = {k: x for k, x in there.items() if _is_real(x)}
+    return real, {k: x for k, x in there.items() if k not in real}
+
+
+def _is_real(x: Any) -> bool:  # An array, a number.
+    """Whether it has a derivative: integers have none."""
+    return jnp.issubdtype(dtypes.dtype_of(x), jnp.inexact)
 
 
 @contextlib.contextmanager
@@ -396,5 +294,5 @@ def _explained(by: ByRow) -> Iterator[None]:
         ) from error.__cause__
 
 
-def _row(x: jax.Array, i: jax.Array, axis: int) -> jax.Array:
+def _row(x: Any, i: jax.Array, axis: int) -> jax.Array:  # A leaf with layers.
     return jax.lax.dynamic_slice_in_dim(x, i, 1, axis)

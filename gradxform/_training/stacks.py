@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from gradxform._trees import jaxprs, versions
-from gradxform._trees.types import T
 from gradxform._trees.versions import Op
 
 if TYPE_CHECKING:
@@ -72,15 +71,15 @@ class Parts(NamedTuple):
 
     Attributes:
       closed: the jaxpr, of stacks and of other arrays.
-      at: the position of the scan among its equations.
+      numbers: those of its inputs.
       stacks: the variables that have the values of stacks.
-      varying: the variables that depend on the arrays and have a derivative.
+      at: the position of the scan among its equations.
     """
 
     closed: ClosedJaxpr
-    at: int
+    numbers: list[int]
     stacks: dict[Var, Stack]
-    varying: frozenset[Var]
+    at: int
 
     @property
     def scan(self) -> JaxprEqn:
@@ -111,11 +110,6 @@ class Parts(NamedTuple):
             for x, t in zip(values, types, strict=True)
         ]
 
-    def divided(self, inputs: list[T]) -> tuple[list[T], list[T], list[T]]:
-        """Constants, first carries and scanned arrays among inputs of the scan."""
-        consts, carry = versions.scan_lengths(self.scan)
-        return inputs[:consts], inputs[consts:][:carry], inputs[consts + carry :]
-
     @property
     def needed(self) -> list[Var]:
         """What the scan and later equations need of the variables before them."""
@@ -131,24 +125,27 @@ class Parts(NamedTuple):
 
     def before(self, arrays: Mapping[int, jax.Array]) -> dict[Var, jax.Array]:
         """The values of variables before the scan; ``arrays`` are those by number."""
-        jaxpr, consts = self.closed.jaxpr, self.closed.consts
-        env = dict(zip(jaxpr.constvars, consts, strict=True))
-        env |= {jaxpr.invars[i]: x for i, x in arrays.items()}
-        jaxprs.advance(self._without_stacks(jaxpr.eqns[: self.at]), env)
-        return env
+        jaxpr = self.closed.jaxpr
+        env = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
+        inputs = zip(self.numbers, jaxpr.invars, strict=True)
+        env |= {x: arrays[n] for n, x in inputs if n in arrays}
+        return self._advanced(env, jaxpr.eqns[: self.at])
 
     def after(
-        self, env: Mapping[Var, jax.Array], results: Sequence[jax.Array]
+        self, env: Mapping[Var, jax.Array], results: Mapping[int, jax.Array]
     ) -> list[jax.Array]:
         """The results of the loss, from those of the scan and variables before it."""
-        jaxpr = self.closed.jaxpr
-        env = {**env, **dict(zip(self.scan.outvars, results, strict=True))}
-        jaxprs.advance(self._without_stacks(jaxpr.eqns[self.at + 1 :]), env)
-        return jaxprs.read(env, jaxpr.outvars)
+        env = {**env, **{self.scan.outvars[k]: x for k, x in results.items()}}
+        env = self._advanced(env, self.closed.jaxpr.eqns[self.at + 1 :])
+        return jaxprs.read(env, self.closed.jaxpr.outvars)
 
-    def _without_stacks(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-        """These equations, but those whose result is a whole stack."""
-        return [x for x in eqns if self.stacks.keys().isdisjoint(x.outvars)]
+    def _advanced(
+        self, env: dict[Var, jax.Array], eqns: Sequence[JaxprEqn]
+    ) -> dict[Var, jax.Array]:
+        """With the results of equations, but of those that only give whole stacks."""
+        eqns = [x for x in eqns if self.stacks.keys().isdisjoint(x.outvars)]
+        jaxprs.advance(eqns, env)
+        return env
 
     def layer(
         self, rows: Mapping[int, jax.Array], inputs: Sequence[jax.Array | None]
@@ -166,22 +163,20 @@ class Parts(NamedTuple):
         return jaxprs.run(body.jaxpr, [*body.consts, *inputs])
 
 
-def split(closed: ClosedJaxpr, paths: Mapping[int, str]) -> Parts:
-    """The parts of a loss; ``paths`` names those of its inputs that are stacks.
+def split(closed: ClosedJaxpr, numbers: list[int], paths: Mapping[int, str]) -> Parts:
+    """The parts of a loss of inputs with these numbers; ``paths`` are of its stacks.
 
     Raises:
       ValueError: a stack is read in another way than by one scan, the same for all.
     """
     closed = jaxprs.inlined(closed)
     jaxpr = closed.jaxpr
-    stacks = {jaxpr.invars[i]: Stack(i, path) for i, path in paths.items()}
-    varying = set(filter(_is_real, jaxpr.invars))
+    inputs = zip(numbers, jaxpr.invars, strict=True)
+    stacks = {x: Stack(n, paths[n]) for n, x in inputs if n in paths}
     # For each stack, the position of its scan, and which axis it goes over.
     scans: dict[int, tuple[int, int]] = {}
     for at, eqn in enumerate(jaxpr.eqns):
         read = dict.fromkeys(filter(_is_variable, eqn.invars))
-        if not varying.isdisjoint(read):
-            varying.update(filter(_is_real, eqn.outvars))
         for x in filter(stacks.__contains__, read):
             stack = stacks[x]
             if eqn.primitive.name in _BY_LAYER:
@@ -207,14 +202,8 @@ def split(closed: ClosedJaxpr, paths: Mapping[int, str]) -> Parts:
             its, other = (jaxprs.place(jaxpr.eqns[n]) for n in (scans[i][0], at))
             how = f"{its} goes over it, and {other} over {paths[first]!r}, so one call"
             Stack(i, path).refuse(f"{how} cannot have both as layers")
-    return Parts(closed, at, stacks, frozenset(varying - stacks.keys()))
+    return Parts(closed, numbers, stacks, at)
 
 
 def _is_variable(x: Var | Literal) -> TypeGuard[Var]:
     return not hasattr(x, "val")
-
-
-def _is_real(x: Var) -> bool:
-    """Whether a variable has a derivative: integers have none."""
-    dtype = getattr(x.aval, "dtype", None)  # A token has none.
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
