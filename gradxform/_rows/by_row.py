@@ -10,7 +10,8 @@ is refused.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jax
@@ -21,50 +22,171 @@ import optax
 from gradxform._rows.boundary import touched
 from gradxform._rows.indexed_slices import IndexedSlices, filled, is_sparse
 from gradxform._trees import dtypes, jaxprs, maps, norms, versions
+from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
 from gradxform._trees.types import Leaf, Path, PyTree, Shape
 from gradxform._trees.versions import Op
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+    from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 
 class MixedRowsError(TypeError):
     """The function cannot run on a few rows; the message says what it does."""
 
 
-class ByRow(NamedTuple):
-    """The tables of a step.
+class Missing(NamedTuple):
+    """A value that is not there, and why.
 
     Attributes:
-      gradients: the summed gradient of each table, by the table's path.
-      heights: its number of rows in the second trace.
+      reason: why the rows that are there do not give it.
+      is_given: whether it was given, and no operation has used it yet.
     """
 
-    gradients: dict[Path, IndexedSlices]
-    heights: dict[Path, int]
+    reason: str
+    is_given: bool = False
+
+    def used(self, eqn: JaxprEqn) -> Missing:
+        """The result of an operation that needs it."""
+        if not self.is_given:
+            return self
+        return Missing(f"{self.reason}, by {jaxprs.place(eqn)}")
+
+
+class Table(NamedTuple):
+    """A table of a step, or a stack of layers.
+
+    Attributes:
+      shape: that of the whole table.
+      grown: its number of rows in the second trace.
+      gradient: its summed gradient. None stands for a stack: one row is there, and no
+        operation may add up rows.
+      axis: along which it has rows.
+    """
+
+    shape: Shape
+    grown: int
+    gradient: IndexedSlices | None = None
+    axis: int = 0
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether each row, a layer, must stand alone."""
+        return self.gradient is None
+
+    @property
+    def height(self) -> int:
+        """The number of rows; a table without rows is traced as if it had one."""
+        return max(self.shape[self.axis], 1)
+
+    @property
+    def given(self) -> int:
+        """The number of rows that are there."""
+        return 1 if self.gradient is None else len(self.gradient.indices)
+
+
+class Along(NamedTuple):
+    """An array has the rows of this table along this axis."""
+
+    table: Table
+    axis: int
+
+    def with_rows(self, shape: Shape, number: int) -> Shape:
+        """A shape for another number of rows."""
+        each = max(shape[self.axis], 1) // self.table.height  # Entries of a row.
+        return *shape[: self.axis], each * number, *shape[self.axis + 1 :]
+
+
+class Program(NamedTuple):
+    """A function of whole tables, traced with their own heights and with others."""
+
+    own: ClosedJaxpr
+    higher: ClosedJaxpr
+    structure: Any  # That of the results.
+
+
+class ByRow(NamedTuple):
+    """The tables of a step, by their paths."""
+
+    tables: dict[Path, Table]
 
     @classmethod
     def of(cls, updates: optax.Updates) -> ByRow:
         """The tables that have a row-sparse gradient."""
         found = dict(maps.nodes(updates, is_sparse))
         # The highest first: so each grows by a larger share than those before it.
-        paths = sorted(found, key=lambda path: -_height(found[path]))
-        grown = {p: _height(found[p]) + more for more, p in enumerate(paths, 1)}
-        return cls(found, grown)
+        paths = sorted(found, key=lambda path: -max(found[path].shape[0], 1))
+        return cls(
+            {
+                path: Table(g.shape, max(g.shape[0], 1) + more, g)
+                for more, path in enumerate(paths, 1)
+                for g in [found[path]]
+            }
+        )
 
     def higher(self, tree: PyTree[Leaf]) -> PyTree[Leaf]:
         """A tree like the updates, with descriptions of the tables as they grow."""
 
         def describe(path: Path, x: Any) -> Leaf:
-            if path not in self.gradients:
+            if (table := self.tables.get(path)) is None:
                 return x
-            shape = self.heights[path], *np.shape(x)[1:]
+            shape = Along(table, table.axis).with_rows(np.shape(x), table.grown)
             return jax.ShapeDtypeStruct(shape, dtypes.dtype_of(x))
 
         return maps.map_with_path(describe, tree)
 
-    def find(self, shape: Shape, other: Shape) -> IndexedSlices | None:
-        """The table whose rows an array has along its first axis, if any.
+    def higher_state(
+        self,
+        init: optax.TransformInitFn,
+        state: optax.OptState,
+        whole: optax.Params,
+        refused: Mapping[str, str],
+    ) -> optax.OptState:
+        """The state as the tables grow, in descriptions.
+
+        ``refused`` says of some kinds of states why their rows cannot act alone.
+
+        Raises:
+          MixedRowsError: the state of a table has no row for each of its rows.
+        """
+
+        def mark(path: Path, p: Leaf) -> Leaf:
+            return Placeholder(path) if path in self.tables else p
+
+        try:
+            marks = owners(init, maps.map_with_path(mark, whole), state)
+        except ValueError as error:
+            raise MixedRowsError(
+                "its init and the given state show no state of that table alone"
+            ) from error.__cause__
+        higher = jax.eval_shape(init, self.higher(whole))
+        paths = (path for path, _ in maps.leaves_with_path(state))
+        fields = dict(zip(paths, maps.fields(state), strict=True))
+        shapes = {path: np.shape(x) for path, x in jax.tree.leaves_with_path(higher)}
+
+        def check(start: Path, mark: object, part: optax.OptState) -> None:
+            for end, x in jax.tree.leaves_with_path(part):
+                path, shape = (*start, *end), np.shape(x)
+                other = shapes.get(path)
+                fits = shape == other
+                if isinstance(mark, Placeholder):
+                    fits = self._fits(self.tables[mark.path], shape, other)
+                elif fits:
+                    continue
+                kinds = [field.partition(".")[0] for field in fields[path]]
+                kinds = [kind for kind in kinds if kind in refused] or kinds
+                reason = refused.get("".join(kinds[:1]))
+                if reason or not fits:
+                    where = " of ".join([jax.tree_util.keystr(path), *kinds[-1:]])
+                    reason = reason or "has no row for each row of the table"
+                    raise MixedRowsError(
+                        f"the state {where}, of shape {list(shape)}, {reason}"
+                    )
+
+        jax.tree.map_with_path(check, marks, state, is_leaf=is_placeholder)
+        return higher
+
+    def find(self, shape: Shape, other: Shape) -> Along | None:
+        """The table whose rows an array has, if any, and along which axis.
 
         ``other`` is its shape in the second trace.
 
@@ -73,12 +195,28 @@ class ByRow(NamedTuple):
         """
         if shape == other:
             return None
-        if len(shape) == len(other) and shape[1:] == other[1:]:
-            for path, g in self.gradients.items():
-                each, rest = divmod(max(shape[0], 1), _height(g))  # Entries of a row.
-                if not rest and other[0] == each * self.heights[path]:
-                    return g
+        if len(shape) == len(other):
+            axis, *more = (i for i, n in enumerate(shape) if n != other[i])
+            for table in () if more else self.tables.values():
+                along = Along(table, axis)
+                grown = along.with_rows(shape, table.grown)
+                # Several entries of a row may follow each other along the first axis.
+                whole = not shape[axis] % table.height and axis == 0
+                alone = shape[axis] == table.height and table.is_stack
+                if other == grown and (whole or alone):
+                    return along
         raise LookupError
+
+    def _fits(self, table: Table, shape: Shape, other: Shape | None) -> bool:
+        """Whether a leaf of state has one row for each row of its table."""
+        try:
+            along = self.find(shape, shape if other is None else other)
+        except LookupError:
+            return False
+        if along is None or other is None:
+            return False
+        lengths = shape[along.axis], other[along.axis]
+        return lengths == (table.shape[table.axis], table.grown)
 
     def run(
         self, f: Callable[..., PyTree[Any]], args: PyTree[Any], higher: PyTree[Any]
@@ -90,52 +228,81 @@ class ByRow(NamedTuple):
         Raises:
           MixedRowsError: a row of the results depends on other rows, but not by a sum.
         """
-        leaves, treedef = maps.flatten(args)
-        shapes = list(map(np.shape, maps.leaves(higher)))
-        found = enumerate(map(self.find, map(np.shape, leaves), shapes))
-        tables = {i: g for i, g in found if g is not None}
+        leaves, others = maps.leaves(args), maps.leaves(higher)
+        found = self.found(leaves, others)
         rows: dict[int, Any] = {
             i: g.values if leaves[i] is g else touched(g, leaves[i])
-            for i, g in tables.items()
+            for i, along in enumerate(found)
+            if along and (g := along.table.gradient) is not None
         }
+        program = self.trace(f, args, higher, rows)
+        values = self.evaluate(program.own, program.higher, *rows.values())
+        made = self.found(program.own.jaxpr.outvars, program.higher.jaxpr.outvars)
+        pairs = zip(made, values, strict=True)
+        sparse = [(along and along.table.gradient, x) for along, x in pairs]
+        values = [x if g is None else g.with_values(x) for g, x in sparse]
+        return jax.tree.unflatten(program.structure, values)
+
+    def trace(
+        self,
+        f: Callable[..., PyTree[Any]],
+        args: PyTree[Any],
+        higher: PyTree[Any],
+        given: dict[int, Any],
+    ) -> Program:
+        """The two jaxprs of ``f(*args)``, as a function of the leaves in ``given``.
+
+        ``given`` has the leaves by their number, those with rows and others, or arrays
+        of their types. Other leaves are constants.
+        """
+        leaves, treedef = maps.flatten(args)
+        shapes = [np.shape(x) for x in maps.leaves(higher)]
 
         def call(whole: dict[int, jax.Array]) -> PyTree[jax.Array]:
             filled = [whole.get(i, x) for i, x in enumerate(leaves)]
             with norms.one_by_one():  # Tables of one shape would be stacked.
                 return f(*jax.tree.unflatten(treedef, filled))
 
-        def trace(heights: dict[int, int]) -> tuple[ClosedJaxpr, Any]:
+        def trace(shape_of: Callable[[int], Shape]) -> tuple[ClosedJaxpr, Any]:
             types = {
-                i: jax.typeof(x).update(shape=(heights[i], *x.shape[1:]))
-                for i, x in rows.items()
+                i: jax.typeof(x).update(shape=shape_of(i)) for i, x in given.items()
             }
             return jax.make_jaxpr(call, return_shape=True)(types)
 
-        program, results = trace({i: _height(g) for i, g in tables.items()})
+        def own(i: int) -> Shape:
+            shape = np.shape(leaves[i])
+            along = self.find(shape, shapes[i])
+            return along.with_rows(shape, along.table.height) if along else shape
+
+        program, results = trace(own)
         try:
-            higher_program, _ = trace({i: shapes[i][0] for i in tables})
+            higher_program, _ = trace(shapes.__getitem__)
         except Exception as error:
             raise MixedRowsError("its update fails for a table of more rows") from error
-        values = self.evaluate(program, higher_program, *rows.values())
-        made = self.found(program.jaxpr.outvars, higher_program.jaxpr.outvars)
-        pairs = zip(made, values, strict=True)
-        values = [x if g is None else g.with_values(x) for g, x in pairs]
-        return jax.tree.unflatten(jax.tree.structure(results), values)
+        return Program(program, higher_program, jax.tree.structure(results))
 
-    def found(
-        self, variables: Sequence[Var | Literal], others: Sequence[Var | Literal]
-    ) -> list[IndexedSlices | None]:
-        """The tables of some variables of the first trace."""
-        shapes = zip(map(_shape, variables), map(_shape, others), strict=True)
+    def found(self, arrays: Sequence[Any], others: Sequence[Any]) -> list[Along | None]:
+        """Of arrays, or variables, and of those of the second trace, whose rows."""
+        shapes = zip(map(_shape, arrays), map(_shape, others), strict=True)
         return [self.find(*pair) for pair in shapes]
 
-    def evaluate(
-        self, program: ClosedJaxpr, higher: ClosedJaxpr, *args: jax.Array
-    ) -> list[Any]:
-        """The results of the first trace for these rows."""
-        own, other = program.jaxpr, higher.jaxpr
-        shapes, grown = (list(map(_shape, jaxprs.constants(x))) for x in (own, other))
-        alike = jaxprs.operations(own) == jaxprs.operations(other)
+    def evaluate(self, own: ClosedJaxpr, higher: ClosedJaxpr, *args: Any) -> list[Any]:
+        """The results of the first trace for these rows.
+
+        Raises:
+          MixedRowsError: one of them is missing.
+        """
+        results = self.results(own, higher, *args)
+        for x in _missing(results):
+            raise MixedRowsError(x.reason)
+        return results
+
+    def results(self, own: ClosedJaxpr, higher: ClosedJaxpr, *args: Any) -> list[Any]:
+        """As :func:`evaluate`, but some arguments and results may be missing."""
+        shapes, grown = (
+            list(map(_shape, jaxprs.constants(x.jaxpr))) for x in (own, higher)
+        )
+        alike = jaxprs.operations(own.jaxpr) == jaxprs.operations(higher.jaxpr)
         if not alike or len(shapes) != len(grown):
             raise MixedRowsError(
                 "its update is another one for a table of more rows: a mask or labels "
@@ -147,46 +314,97 @@ class ByRow(NamedTuple):
                     f"its update has a constant of shape {list(shape)}, which depends "
                     "on the number of rows: use jax.numpy, as in jnp.zeros"
                 )
-        return jaxprs.run(own, [*program.consts, *args], self.apply, other)
+        args = *own.consts, *args
+        return jaxprs.run(own.jaxpr, args, self.apply, higher.jaxpr)
 
     def apply(
         self, name: str, inputs: list[Any], eqn: JaxprEqn, higher: JaxprEqn
     ) -> list[Any] | None:
         """The results of an equation; None if it has nothing to do with tables."""
+        missing = _missing(inputs)
+        if missing and name not in _IN_PARTS:
+            return [missing[0].used(eqn)] * len(eqn.outvars)
+        try:
+            return self.by_rule(name, inputs, eqn, higher)
+        except MixedRowsError as error:  # Perhaps nobody needs its results.
+            return [Missing(str(error))] * len(eqn.outvars)
+
+    def by_rule(
+        self, name: str, inputs: list[Any], eqn: JaxprEqn, higher: JaxprEqn
+    ) -> list[Any] | None:
+        """As :func:`apply`; inputs may be missing for operations in parts."""
         params = eqn.params
         try:
             tables = self.found(eqn.invars, higher.invars)
             made = self.found(eqn.outvars, higher.outvars)
         except LookupError:
             _refuse(eqn)
-        if all(g is None for g in (*tables, *made)):
+        if all(a is None for a in (*tables, *made)) and not _missing(inputs):
             return None
         if name == Op.JIT:
-            return self.evaluate(params["jaxpr"], higher.params["jaxpr"], *inputs)
+            return self.results(params["jaxpr"], higher.params["jaxpr"], *inputs)
         if name == Op.CUSTOM_JVP:
+            if _missing(inputs):  # It has no derivative either.
+                programs = params["call_jaxpr"], higher.params["call_jaxpr"]
+                return self.results(*programs, *inputs)
             return self.with_rule(eqn, higher)(*inputs)
         if name == Op.COND:
             both = zip(params["branches"], higher.params["branches"], strict=True)
-            sides = [functools.partial(self.evaluate, *pair) for pair in both]
-            return jax.lax.switch(inputs[0], sides, *inputs[1:])
+            return self.switch(eqn, inputs, list(both))
         if name in versions.OF_SHAPE:
-            (g,), (height, *row) = made, _shape(eqn.outvars[0])
-            if g is None:
+            shape = _shape(eqn.outvars[0])
+            (along,) = made
+            if along is None or not _keeps_order(name, eqn, tables[0], along):
                 _refuse(eqn)
-            shape = height // _height(g) * len(g.indices), *row
+            shape = along.with_rows(shape, along.table.given)
             eqn = eqn.replace(params=params | {versions.OF_SHAPE[name]: shape})
         elif name == Op.DOT:
-            pairs = zip(tables, inputs, strict=True)
-            inputs = [x if g is None else filled(g, x, 0) for g, x in pairs]
+            contracted, _ = params["dimension_numbers"]
+            _check_alone(eqn, tables, contracted)
+            inputs = [_filled(*pair, 0) for pair in zip(tables, inputs, strict=True)]
         elif name in versions.REDUCTIONS:
-            if (g := tables[0]) is not None and 0 in params["axes"]:
+            _check_alone(eqn, tables, [params["axes"]])
+            if tables[0] is not None and 0 in params["axes"]:
                 # Without rows it is the number that changes no result: 0 for a sum.
                 (nothing,) = versions.evaluate(eqn, [inputs[0][:0]])
                 nothing = jnp.expand_dims(nothing, params["axes"])
-                inputs = [filled(g, inputs[0], nothing)]
-        elif name not in versions.ELEMENTWISE:
+                inputs = [_filled(tables[0], inputs[0], nothing)]
+        elif name not in versions.ELEMENTWISE | {Op.TRANSPOSE} and not (
+            name in versions.SAME_VALUES and tables[0] and tables[0].table.is_stack
+        ):
             _refuse(eqn)
         return versions.evaluate(eqn, inputs)
+
+    def switch(
+        self,
+        eqn: JaxprEqn,
+        inputs: list[Any],
+        branches: list[tuple[ClosedJaxpr, ClosedJaxpr]],
+    ) -> list[Any]:
+        """The results of a conditional; one is missing if it is in any branch."""
+        index, *operands = inputs
+        platforms = eqn.params.get("branches_platforms") or ()
+        if None in platforms and any(x.is_stack for x in self.tables.values()):
+            # Forms for one platform are for whole arrays.
+            return self.results(*branches[platforms.index(None)], *operands)
+        if isinstance(index, Missing):
+            return [index.used(eqn)] * len(eqn.outvars)
+        known = {i: x for i, x in enumerate(operands) if not isinstance(x, Missing)}
+        missing: dict[int, Missing] = {}
+
+        def there(
+            programs: tuple[ClosedJaxpr, ClosedJaxpr], known: dict[int, jax.Array]
+        ) -> dict[int, jax.Array]:
+            given = [known.get(i, x) for i, x in enumerate(operands)]
+            results = dict(enumerate(self.results(*programs, *given)))
+            missing.update((i, x) for i, x in results.items() if isinstance(x, Missing))
+            return {i: x for i, x in results.items() if i not in missing}
+
+        sides = [functools.partial(there, programs) for programs in branches]
+        for side in sides:  # So each knows what the others lack.
+            jax.eval_shape(side, known)
+        results = jax.lax.switch(index, sides, known)
+        return [missing.get(i, results.get(i)) for i in range(len(eqn.outvars))]
 
     def with_rule(self, eqn: JaxprEqn, higher: JaxprEqn) -> Callable[..., list[Any]]:
         """The function of a ``custom_jvp`` for these rows, with its derivative."""
@@ -208,13 +426,47 @@ class ByRow(NamedTuple):
         return f
 
 
-def _height(g: IndexedSlices) -> int:
-    """The number of rows; a table without rows is traced as if it had one."""
-    return max(g.dense_shape[0], 1)
+def _shape(x: Any) -> Shape:
+    """The shape of an array or of a variable."""
+    x = getattr(x, "aval", x)
+    return x.shape if hasattr(x, "shape") else np.shape(x)
 
 
-def _shape(x: Var | Literal) -> Shape:
-    return getattr(x.aval, "shape", ())  # A token has none.
+# Some of their results need only some of their inputs.
+_IN_PARTS = {Op.JIT, Op.CUSTOM_JVP, Op.COND}
+
+
+def _missing(values: Sequence[Any]) -> list[Missing]:
+    return [x for x in values if isinstance(x, Missing)]
+
+
+def _filled(along: Along | None, x: jax.Array, fill: Any) -> jax.Array:
+    """``x`` with another value for padding, which a stack does not have."""
+    g = along and along.table.gradient
+    return x if g is None else filled(g, x, fill)
+
+
+def _check_alone(
+    eqn: JaxprEqn, tables: list[Along | None], axes: Sequence[Sequence[int]]
+) -> None:
+    """Raises if an equation adds up layers."""
+    for along, gone in zip(tables, axes, strict=True):
+        if along and along.table.is_stack and along.axis in gone:
+            _refuse(eqn)
+
+
+def _keeps_order(name: str, eqn: JaxprEqn, before: Along | None, after: Along) -> bool:
+    """Whether the entries of each row are those of the same row before, in order."""
+    if name == Op.RANDOM_BITS:  # Each layer would get the same bits.
+        return not after.table.is_stack
+    if name != Op.RESHAPE or before is None:
+        return True
+    shapes = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    in_front = [
+        math.prod(shape[: along.axis])
+        for shape, along in zip(shapes, (before, after), strict=True)
+    ]
+    return in_front[0] == in_front[1]
 
 
 def _derivative(eqn: JaxprEqn) -> ClosedJaxpr:

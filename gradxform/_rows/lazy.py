@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import jax
-import numpy as np
 import optax
 
 from gradxform._rows import boundary, by_row
@@ -13,8 +12,7 @@ from gradxform._rows.indexed_slices import IndexedSlices, filled, is_sparse
 from gradxform._rows.stored_rows import RowSparseError
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.extra_args import accepted_kwargs
-from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
-from gradxform._trees.types import Leaf, Path
+from gradxform._trees.types import Leaf
 
 # States with a row for each row of a table, which still cannot act by the row.
 _SUM = "adds up several steps, and each touches other rows, so it belongs around lazy"
@@ -121,7 +119,7 @@ def lazy(
                 (updates, state, params, extra),
                 (
                     tables.higher(updates),
-                    _higher_state(inner.init, tables, state, whole),
+                    tables.higher_state(inner.init, state, whole, _NOT_BY_ROW),
                     None if params is None else tables.higher(params),
                     {k: tables.higher(x) if k in like else x for k, x in extra.items()},
                 ),
@@ -133,7 +131,7 @@ def lazy(
                     "optax.monitor (use optax.snapshot)"
                 )
         except by_row.MixedRowsError as error:
-            names = ", ".join(map(checks.path_name, tables.gradients))
+            names = ", ".join(map(checks.path_name, tables.tables))
             raise RowSparseError(
                 "gradxform.lazy runs its inner transformation on rows of the table "
                 f"{names}, but {error}. Give the table another optimizer, with "
@@ -167,53 +165,3 @@ def _refused(name: str, value: object) -> object:
         )
 
     return refused if callable(value) else value
-
-
-def _higher_state(
-    init: optax.TransformInitFn,
-    tables: by_row.ByRow,
-    state: optax.OptState,
-    whole: optax.Params,
-) -> optax.OptState:
-    """The state as the tables grow, in descriptions.
-
-    Raises:
-      MixedRowsError: the state of a table has no row for each of its rows.
-    """
-
-    def mark(path: Path, p: Leaf) -> Leaf:
-        return Placeholder(path) if path in tables.gradients else p
-
-    try:
-        marks = owners(init, maps.map_with_path(mark, whole), state)
-    except ValueError as error:
-        raise by_row.MixedRowsError(
-            "its init and the given state show no state of that table alone"
-        ) from error.__cause__
-    higher = jax.eval_shape(init, tables.higher(whole))
-    paths = (path for path, _ in maps.leaves_with_path(state))
-    fields = dict(zip(paths, maps.fields(state), strict=True))
-    shapes = {path: np.shape(x) for path, x in jax.tree.leaves_with_path(higher)}
-
-    def check(start: Path, mark: object, part: optax.OptState) -> None:
-        for end, x in jax.tree.leaves_with_path(part):
-            path, shape = (*start, *end), np.shape(x)
-            other = shapes.get(path)
-            fits = shape == other
-            if isinstance(mark, Placeholder):
-                g, height = tables.gradients[mark.path], tables.heights[mark.path]
-                fits = shape[:1] == g.shape[:1] and other == (height, *shape[1:])
-            elif fits:
-                continue
-            kinds = [field.partition(".")[0] for field in fields[path]]
-            kinds = [kind for kind in kinds if kind in _NOT_BY_ROW] or kinds
-            reason = _NOT_BY_ROW.get("".join(kinds[:1]))
-            if reason or not fits:
-                where = " of ".join([jax.tree_util.keystr(path), *kinds[-1:]])
-                reason = reason or "has no row for each row of the table"
-                raise by_row.MixedRowsError(
-                    f"the state {where}, of shape {list(shape)}, {reason}"
-                )
-
-    jax.tree.map_with_path(check, marks, state, is_leaf=is_placeholder)
-    return higher

@@ -2,6 +2,8 @@
 
 - ``apply``: ``apply_updates``; ``apply_gradients``, which puts a gate around the whole
   step; and ``minimize``, which makes all of it one compiled function.
+- ``layers``: the step that applies the gradients of scanned layers in the backward
+  pass. ``stacks`` finds their scan in the jaxpr of a loss.
 - ``donation``: copies shared arrays before they are donated.
 - ``local_steps``: many such steps of one worker, and their total change of the
   parameters as a pseudo-gradient.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, cast
 
 import jax
@@ -12,6 +12,7 @@ from gradxform._late import gate, missing
 from gradxform._late.sums import with_sums
 from gradxform._rows import boundary, table_rows
 from gradxform._rows.lookup import Tables, value_and_grad
+from gradxform._training import layers as layered
 from gradxform._training.backward import value_and_sums
 from gradxform._training.donation import Donating
 from gradxform._trees import checks, maps, versions
@@ -112,6 +113,7 @@ def minimize(
     has_aux: bool = False,
     trainable: Prefix[bool] | None = None,
     tables: Tables = (),
+    layers: Collection[str] = (),
     donate: bool = True,
 ) -> Step:
     r"""A compiled training step: the gradients of a loss, and their application.
@@ -138,6 +140,15 @@ def minimize(
         tree, or a function ``params -> tree``; by default all. For the others no
         gradient is computed, and their state stays as it is.
       tables: which parameters get row-sparse gradients; see :func:`value_and_grad`.
+      layers: paths of parameters, as ``"decoder/layers"``, also of trees of them. They
+        are stacks: one ``jax.lax.scan`` of the loss goes over all of them, as in models
+        with ``flax.linen.scan`` or ``flax.nnx.scan``, and nothing else reads them. It
+        may cast and transpose them first. The backward pass applies ``tx`` to each
+        layer as soon as its gradient is known, so no array of the gradients of all
+        layers is made, which is 1 N, the bytes of the parameters. The numbers are those
+        of the step without ``layers``. The backward pass computes each layer again, as
+        with ``jax.checkpoint``. The update of a layer may read this layer, the loss and
+        scalars, but no other layer and no gradient of another parameter.
       donate: whether the step may reuse the memory of ``params`` and ``state``. Then do
         not use them again. Shared arrays are copied first: a hyperparameter that is an
         array of yours, or parameters with which a state begins. With False both stay
@@ -151,13 +162,16 @@ def minimize(
 
     Raises:
       ValueError: no parameter is trainable, or ``tables`` names no leaf of them,
-        or one that is not trainable.
-      TypeError: as :func:`value_and_grad`; or ``tx`` is no transformation.
+        or one that is not trainable; or so does ``layers``, or it names one that
+        is not what one ``scan`` goes over.
+      TypeError: as :func:`value_and_grad`; ``tx`` is no transformation, or mixes
+        ``layers``, as a clip by the norm of all gradients does; or there are ``layers``
+        and ``tables``.
 
     References:
       ``tf.train.Optimizer.minimize``, where ``trainable`` is ``var_list``.
 
-    >>> import gradxform as gx, jax.numpy as jnp
+    >>> import gradxform as gx, jax, jax.numpy as jnp, optax
     >>> def loss_fn(params, x, y):
     ...     return jnp.mean((params["w"] * x + params["b"] - y) ** 2)
     >>> tx = gx.adagrad(1.0)
@@ -167,10 +181,18 @@ def minimize(
     >>> for _ in range(100):
     ...     params, state, loss = step(params, state, x, 2 * x + 1)
     >>> assert loss < 1e-6 and abs(params["w"] - 2) < 1e-3 and params["b"] == 1.0
+
+    >>> def loss_fn(params, x):
+    ...     x, _ = jax.lax.scan(lambda x, w: (x * w, None), x, params["layers"])
+    ...     return (x - 1) ** 2
+    >>> params = {"layers": jnp.array([1.0, 2.0, 3.0])}
+    >>> step = gx.minimize(loss_fn, optax.sgd(0.01), layers=["layers"], donate=False)
+    >>> new, _, loss = step(params, optax.sgd(0.01).init(params), 1.0)
+    >>> assert loss == 25 and jnp.allclose(new["layers"], jnp.array([0.4, 1.7, 2.8]))
     """
     checks.flags(donate=donate)
     step = training_step(
-        loss_fn, tx, has_aux=has_aux, trainable=trainable, tables=tables
+        loss_fn, tx, has_aux=has_aux, trainable=trainable, tables=tables, layers=layers
     )
     if not donate:
         return cast(Step, jax.jit(step))
@@ -184,10 +206,13 @@ def training_step(
     has_aux: bool,
     trainable: Prefix[bool] | None,
     tables: Tables = (),
+    layers: Collection[str] = (),
 ) -> Callable[..., Any]:
     """The step of :func:`minimize`, not yet compiled."""
     checks.transformation("tx", tx)
-    if tables:
+    if tables and layers:
+        raise TypeError("minimize takes tables or layers, got both. Leave one out.")
+    if tables or layers:
         versions.before_tracing()
 
     def step(
@@ -196,6 +221,7 @@ def training_step(
         checks.no_lookahead(params, state)
         learning = learning_leaves(trainable, params)
         _check_tables(tables, learning)
+        stacked = layered.paths_of(layers, learning)
 
         def loss(learning: optax.Params, *batch: object) -> Any:  # As `loss_fn`.
             merged = maps.map_leaves(
@@ -203,6 +229,17 @@ def training_step(
             )
             return loss_fn(merged, *batch)
 
+        if stacked:
+            result, params, state = layered.step(
+                lambda p: (*loss(p, *batch),) if has_aux else (loss(p, *batch),),
+                tx,
+                stacked,
+                learning,
+                params,
+                state,
+                lambda value: {**accepted_kwargs(tx, {"value": value}), **extra},
+            )
+            return params, state, *result
         added = None
         if not tables:
             weight: Any = extra.get("weight")  # Checked there.

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from gradxform._trees import versions
+from gradxform._trees.types import T
 
 R = TypeVar("R")
 
@@ -91,6 +92,33 @@ def after(x: jax.Array, *known: jax.Array) -> jax.Array:
     for the compiler, and their users share what they compute. These two are not.
     """
     return _on_cpu(x, *known)
+
+
+def together(arrays: T) -> T:
+    """The same arrays, and nobody reads one before all are computed.
+
+    A layer that is written into the array that it was read from has to be known first.
+    Otherwise the compiler for CPU computes it within the loop that writes, from a copy
+    of the whole array: 2.6 N instead of 0.2 N.
+    """
+    return jax.lax.optimization_barrier(arrays)
+
+
+def layer(x: jax.Array, i: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Layer ``i`` of a stack, an axis of length 1, and the stack for the next layers.
+
+    For TPU a layer in float32 is written back as it is. If a loop left the stack alone,
+    the compiler would cast all of it to bfloat16 in front of the loop: 0.5 N.
+    """
+
+    def read(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.dynamic_slice_in_dim(x, i, 1, axis), x
+
+    def written_back(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        row = together(read(x, i)[0])
+        return row, jax.lax.dynamic_update_slice_in_dim(x, row, i, axis)
+
+    return (on_tpu(written_back, read) if x.dtype == jnp.float32 else read)(x, i)
 
 
 def in_turn(x: jax.Array, *known: jax.Array) -> jax.Array:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -33,24 +34,48 @@ def run(
 
     ``args`` are constants and then inputs, of any kind that the rule takes.
     """
-    from jax.extend.core import Literal
-
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
+    advance(jaxpr.eqns, env, rule, *(x.eqns for x in others))
+    types: list[Any] = [x.aval for x in jaxpr.outvars]
+    return [
+        jnp.asarray(x, t.dtype) if isinstance(x, _CONSTANT) else x
+        for x, t in zip(read(env, jaxpr.outvars), types, strict=True)
+    ]
 
-    def values(atoms: Sequence[Var | Literal]) -> list[Any]:
-        return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
 
-    for eqn, *same in zip(jaxpr.eqns, *(x.eqns for x in others), strict=True):
-        inputs = values(eqn.invars)
+def advance(
+    eqns: Sequence[JaxprEqn],
+    env: dict[Var, Any],
+    rule: Rule | None = None,
+    *others: Sequence[JaxprEqn],
+) -> None:
+    """Adds the results of some equations to the values of variables."""
+    for eqn, *same in zip(eqns, *others, strict=True):
+        inputs = read(env, eqn.invars)
         results = rule and rule(eqn.primitive.name, inputs, eqn, *same)
         if results is None:
             results = versions.evaluate(eqn, inputs)
         env.update(zip(eqn.outvars, results, strict=True))
-    types: list[Any] = [x.aval for x in jaxpr.outvars]
-    return [
-        jnp.asarray(x, t.dtype) if isinstance(x, _CONSTANT) else x
-        for x, t in zip(values(jaxpr.outvars), types, strict=True)
-    ]
+
+
+def read(env: Mapping[Var, Any], atoms: Sequence[Var | Literal]) -> list[Any]:
+    """The values of variables and literals."""
+    from jax.extend.core import Literal
+
+    return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
+
+
+def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same, with the inside of each ``jit`` in its place."""
+
+    def rule(name: str, inputs: Sequence[Any], eqn: JaxprEqn) -> list[Any] | None:
+        if name != versions.Op.JIT:
+            return None
+        inside = eqn.params["jaxpr"]
+        return run(inside.jaxpr, [*inside.consts, *inputs], rule)
+
+    flat = jax.make_jaxpr(lambda *x: run(closed.jaxpr, [*closed.consts, *x], rule))
+    return flat(*closed.in_avals)
 
 
 def operations(jaxpr: Jaxpr) -> list[tuple[str, int, int]]:

@@ -25,10 +25,13 @@ class Op(enum.StrEnum):
     JIT = "jit"
     LESS = "lt"
     NAME = "name"
+    RANDOM_BITS = "random_bits"
+    RESHAPE = "reshape"
     RESHARD = "reshard"
     SCAN = "scan"
     SLICE = "slice"
     STOP_GRADIENT = "stop_gradient"
+    TRANSPOSE = "transpose"
     UNSTACK = "unstack"  # From JAX 0.12 on.
 
 
@@ -159,6 +162,14 @@ def before_tracing() -> None:
     0.12 it adds settings that every trace depends on: running traces would be repeated.
     """
     from jax.extend import core  # noqa: F401
+
+
+def scan_lengths(scan: jax.extend.core.JaxprEqn) -> tuple[int, int]:
+    """How many inputs of a ``scan`` are constants, and how many are its carry."""
+    if "num_carry" in scan.params:  # Before JAX 0.12.
+        return scan.params["num_consts"], scan.params["num_carry"]
+    consts, carry, _ = scan.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
 
 
 def evaluate(

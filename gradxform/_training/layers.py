@@ -1,0 +1,298 @@
+"""A step that applies the gradient of each layer within the backward pass.
+
+The layers lie in stacks, which a ``scan`` of the loss goes over. The forward pass keeps
+what each layer gets from the one before it. The backward pass is a loop, too: it takes
+one layer of the parameters and of their state, computes the layer's gradient, applies
+it, and writes both back. So there is no array of the gradients of all layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradxform._late import gate
+from gradxform._rows.by_row import ByRow, Missing, MixedRowsError, Table
+from gradxform._training import stacks
+from gradxform._trees import checks, compilers, constants, dtypes, maps, versions
+from gradxform._trees.types import Path
+
+if TYPE_CHECKING:
+    from jax.extend.core import Var
+
+# Arrays by the number of their leaf, or by their position.
+Numbered = dict[int, jax.Array]
+
+_LATER = (
+    "its update of a layer reads gradients of other parameters, which are known only "
+    "after the last layer"
+)
+_GONE = "its update of other leaves reads all layers"
+
+
+def paths_of(layers: Collection[str], learning: optax.Params) -> set[Path]:
+    """The paths of all leaves that ``layers`` names, also by a tree that they are in.
+
+    Raises:
+      TypeError: it is a string.
+      ValueError: it names nothing, or nothing that is trainable.
+    """
+    if isinstance(layers, str):
+        raise TypeError(f"layers must be a sequence of paths, got {layers!r}.")
+    leaves = [(p, checks.path_str(k), k) for k, p in maps.leaves_with_path(learning)]
+    found: set[Path] = set()
+    for name in layers:
+        inside = [x for x in leaves if f"{x[1]}/".startswith(f"{name}/")]
+        if not inside:
+            known = ", ".join(repr(name) for _, name, _ in leaves)
+            raise ValueError(
+                f"layers must name leaves of params, or trees of them, got {name!r}; "
+                f"there are {known}."
+            )
+        if all(p is None for p, *_ in inside):
+            raise ValueError(
+                f"layers names {name!r}, which is not trainable, so it gets no "
+                "gradient. Leave it out of layers, or let trainable be True there."
+            )
+        found.update(path for p, _, path in inside if p is not None)
+    return found
+
+
+def step(
+    loss_fn: Callable[[optax.Params], tuple[jax.Array, Any]],
+    tx: optax.GradientTransformation,
+    paths: Collection[Path],
+    learning: optax.Params,
+    params: optax.Params,
+    state: optax.OptState,
+    extra_of: Callable[[jax.Array], dict[str, object]],
+) -> tuple[Any, optax.Params, optax.OptState]:
+    """The step of :func:`minimize` with the stacks at these paths.
+
+    ``loss_fn(learning)`` returns a loss and its aux, and ``extra_of(loss)`` the extra
+    arguments. Returns both results of the loss, new parameters and new state.
+    """
+    flat, structure = maps.flatten(learning)
+    leaves = {n: p for n, p in enumerate(flat) if p is not None}
+    names = [path for path, _ in maps.leaves_with_path(learning)]
+    for n, p in leaves.items():
+        if not _is_real(p):
+            raise TypeError(
+                f"{dtypes.dtype_of(p)} at {checks.path_name(names[n])} has no "
+                "gradient: let trainable be False there."
+            )
+
+    def of_leaves(leaves: Numbered) -> tuple[jax.Array, Any]:
+        given = [leaves.get(n) for n in range(len(flat))]
+        return loss_fn(jax.tree.unflatten(structure, given))
+
+    closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(leaves)
+    named = {n: checks.path_str(names[n]) for n in leaves if names[n] in paths}
+    loss = stacks.split(closed, list(leaves), named)
+    results, after, backward = _forward(loss, leaves)
+    tables = {
+        names[n]: Table(jnp.shape(leaves[n]), loss.length + 1, None, axis)
+        for n, axis in loss.axes.items()
+    }
+    wholes, of_layer, of_others = _update(
+        tx, ByRow(tables), learning, params, state, extra_of(results[0])
+    )
+    params, state = of_others(*backward(wholes | after, of_layer))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results), params, state
+
+
+# The step of a layer: (number of the layer, whole arrays, gradients) -> whole arrays
+_OfLayer = Callable[[jax.Array, Numbered, Numbered], Numbered]
+# The backward pass: (whole arrays, step) -> whole arrays, gradients of all other leaves
+_Backward = Callable[[Numbered, _OfLayer], tuple[Numbered, Numbered]]
+# The step of the other leaves, from the results of the backward pass.
+_OfOthers = Callable[[Numbered, Numbered], tuple[optax.Params, optax.OptState]]
+
+
+def _forward(
+    loss: stacks.Parts, leaves: Numbered
+) -> tuple[list[jax.Array], Numbered, _Backward]:
+    """The results of a loss, its stacks, which are as before, and its backward pass."""
+    axes, needed = loss.axes, loss.needed
+    num_consts, num_carry = versions.scan_lengths(loss.scan)
+    start = num_consts + num_carry  # Of the scanned inputs.
+
+    def before(dense: Numbered) -> tuple[Numbered, Numbered]:
+        env = loss.before(dense)
+        return _divided([env[x] for x in needed])
+
+    def env(values: Numbered) -> dict[Var, jax.Array]:
+        return {needed[k]: x for k, x in (fixed | values).items()}
+
+    dense = {n: p for n, p in leaves.items() if n not in axes}
+    values, pull_before, fixed = jax.vjp(before, dense, has_aux=True)
+    inputs = loss.inputs(env(values))
+
+    def layer(held: Any, x: Any) -> tuple[Any, Any]:
+        (carry, wholes), (i, scanned) = held, x
+        both = {n: compilers.layer(wholes[n], i, axis) for n, axis in axes.items()}
+        rows = {n: row for n, (row, _) in both.items()}
+        results = loss.layer(rows, [*inputs[:num_consts], *carry, *scanned])
+        wholes = {n: whole for n, (_, whole) in both.items()}
+        return (results[:num_carry], wholes), (carry, results[num_carry:])
+
+    each = jnp.arange(loss.length)
+    first = inputs[num_consts:start], {n: leaves[n] for n in axes}
+    (last, wholes), (carries, ys) = jax.lax.scan(
+        layer, first, (each, inputs[start:]), reverse=loss.is_reverse
+    )
+    made, whole_numbers = _divided([*last, *ys])
+
+    def after(made: Numbered, values: Numbered) -> tuple[jax.Array, list[jax.Array]]:
+        results = loss.after(env(values), whole_numbers | made)
+        return results[0], results
+
+    differentiated = jax.value_and_grad(after, (0, 1), has_aux=True)
+    (_, results), (of_made, of_values) = differentiated(made, values)
+
+    def backward(wholes: Numbered, apply: _OfLayer) -> tuple[Numbered, Numbered]:
+        real, _ = _divided(inputs)
+
+        def layer(held: Any, x: Any) -> tuple[Any, Any]:
+            (wholes, sums, of_carry), (i, carry, scanned, of_ys) = held, x
+            given = [*inputs[:num_consts], *carry, *scanned]
+
+            def f(rows: Numbered, real: Numbered) -> Numbered:
+                merged = [real.get(k, x) for k, x in enumerate(given)]
+                return _divided(loss.layer(rows, merged))[0]
+
+            rows = {n: _row(wholes[n], i, axis) for n, axis in axes.items()}
+            _, pull = jax.vjp(f, rows, {k: given[k] for k in real})
+            of_rows, of_given = pull(of_carry | of_ys)
+            sums = {k: total + of_given[k] for k, total in sums.items()}
+            of_carry = {k: of_given[num_consts + k] for k in of_carry}
+            of_scanned = {k: g for k, g in of_given.items() if k >= start}
+            return (apply(i, wholes, of_rows), sums, of_carry), of_scanned
+
+        sums = {
+            k: constants.zeros_of_type(jax.typeof(x))
+            for k, x in real.items()
+            if k < num_consts
+        }
+        of_last = {k: g for k, g in of_made.items() if k < num_carry}
+        of_ys = {k: g for k, g in of_made.items() if k >= num_carry}
+        (wholes, sums, of_first), of_scanned = jax.lax.scan(
+            layer,
+            (wholes, sums, of_last),
+            (each, carries, inputs[start:], of_ys),
+            reverse=not loss.is_reverse,
+        )
+        of_first = {num_consts + k: g for k, g in of_first.items()}
+        total = dict(of_values)
+        for k, g in (sums | of_first | of_scanned).items():
+            if (x := loss.scan.invars[k]) in needed:
+                total[needed.index(x)] += g
+        return wholes, pull_before(total)[0]
+
+    return results, wholes, backward
+
+
+def _update(
+    tx: optax.GradientTransformation,
+    by: ByRow,
+    learning: optax.Params,
+    params: optax.Params,
+    state: optax.OptState,
+    extra: dict[str, object],
+) -> tuple[Numbered, _OfLayer, _OfOthers]:
+    """Traces a step: the arrays that have layers, and the step of one and of the rest.
+
+    Numbers count the leaves of parameters, state, gradients and extra arguments.
+    """
+
+    def whole(params: Any, state: Any, grads: Any, extra: Any) -> tuple[Any, Any]:
+        return gate.step(tx, grads, state, params, extra, whole=True)
+
+    # Parameters stand for the gradients, which have their types.
+    args = params, state, learning, extra
+    leaves, first = maps.leaves(args), len(maps.leaves((params, state)))
+    replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
+    structure: Any = jax.tree.structure((params, state))
+    with _explained(by):
+        like = {k: by.higher(x) for k, x in extra.items() if maps.is_like(x, params)}
+        higher = (
+            by.higher(params),
+            by.higher_state(tx.init, state, params, {}),
+            by.higher(learning),
+            extra | like,
+        )
+        found = by.found(leaves, maps.leaves(higher))
+        along = {n: x for n, x in enumerate(found) if x}
+        of_grads = range(first, first + len(maps.leaves(learning)))
+        given = {n: x for n, x in enumerate(leaves) if n in along or n in of_grads}
+        given = {n: x for n, x in given.items() if maps.has_gradient(x)}
+        program = by.trace(whole, args, higher, given)
+        made = by.found(program.own.jaxpr.outvars, program.higher.jaxpr.outvars)
+        if program.structure != structure or made != [found[n] for n in replaced]:
+            raise MixedRowsError("its update returns a state of another structure")
+
+    def run(args: dict[int, Any], reason: str, has_layers: bool) -> Numbered:
+        missing = Missing(reason, is_given=True)
+        values = [args.get(n, missing) for n in given]
+        with _explained(by):
+            results = by.results(program.own, program.higher, *values)
+            new = dict(zip(replaced, results, strict=True))
+            new = {n: x for n, x in new.items() if (n in along) == has_layers}
+            for x in new.values():
+                if isinstance(x, Missing):
+                    raise MixedRowsError(x.reason)
+        return new
+
+    def of_layer(i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
+        args = {n: _row(wholes.get(n, leaves[n]), i, x.axis) for n, x in along.items()}
+        args |= {n: grads.get(n - first, x) for n, x in args.items() if n in of_grads}
+        new = compilers.together(run(args, _LATER, has_layers=True))
+        return {
+            n: jax.lax.dynamic_update_slice_in_dim(x, new[n], i, along[n].axis)
+            for n, x in wholes.items()
+        }
+
+    def of_others(
+        wholes: Numbered, grads: Numbered
+    ) -> tuple[optax.Params, optax.OptState]:
+        args = {first + n: g for n, g in grads.items()}
+        new = wholes | run(args, _GONE, has_layers=False)
+        return jax.tree.unflatten(structure, [new[n] for n in replaced])
+
+    return {n: leaves[n] for n in replaced if n in along}, of_layer, of_others
+
+
+def _divided(values: Sequence[Any]) -> tuple[Numbered, Numbered]:
+    """Arrays that have a derivative, and others, by position; without None."""
+    there = {k: x for k, x in enumerate(values) if x is not None}
+    real = {k: x for k, x in there.items() if _is_real(x)}
+    return real, {k: x for k, x in there.items() if k not in real}
+
+
+def _is_real(x: Any) -> bool:  # An array, a number.
+    """Whether it has a derivative: integers have none."""
+    return jnp.issubdtype(dtypes.dtype_of(x), jnp.inexact)
+
+
+@contextlib.contextmanager
+def _explained(by: ByRow) -> Iterator[None]:
+    """Says of an update that layers cannot do alone what it does."""
+    try:
+        yield
+    except MixedRowsError as error:
+        names = ", ".join(map(checks.path_str, by.tables))
+        raise TypeError(
+            f"minimize(layers=...) runs the transformation layer by layer on {names}, "
+            f"as on the rows of tables, but {error}. Leave them out of layers, or give "
+            "them a transformation whose update of a layer reads only that layer and "
+            "scalars."
+        ) from error.__cause__
+
+
+def _row(x: Any, i: jax.Array, axis: int) -> jax.Array:  # A leaf with layers.
+    return jax.lax.dynamic_slice_in_dim(x, i, 1, axis)

@@ -1,0 +1,563 @@
+"""``minimize(layers=...)`` is the ordinary step, and keeps no gradients of layers."""
+
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+from benchmarks.compilers import placed
+from benchmarks.grid import devices
+from benchmarks.models import next_tokens, size, transformer
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+LAYERS, WIDTH, WORDS = 4, 8, 5
+IDS = jnp.array([0, 3, 2])
+Y = jnp.asarray(np.random.default_rng(1).standard_normal((3, WORDS)), jnp.float32)
+
+
+def start(dtype="float32"):
+    """A table, two stacks, a further stack that is no layer, and a head."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(0.3 * rng.standard_normal(shape), dtype)
+
+    return {
+        "emb": draw(WORDS, WIDTH),
+        "blocks": {"w": draw(LAYERS, WIDTH, WIDTH), "b": draw(LAYERS, WIDTH)},
+        "bias": draw(LAYERS, WIDTH),
+        "head": draw(WIDTH, WORDS),
+        "gain": draw(WIDTH),
+    }
+
+
+def error(x, p, y):
+    return jnp.mean((x.astype(jnp.float32) @ p["head"].astype(jnp.float32) - y) ** 2)
+
+
+def layer(p, x, w):
+    """Its gain is a parameter outside of the scan, and so are its mask and noise."""
+    return x + jnp.tanh(x @ w["w"] + w["b"]) * p["gain"]
+
+
+def plain(p, ids, y):
+    x, _ = jax.lax.scan(lambda x, w: (layer(p, x, w), None), p["emb"][ids], p["blocks"])
+    return error(x, p, y)
+
+
+def tied(p, ids, y):
+    """Carries of a tree, further inputs and results, one of which is in the loss."""
+
+    @jax.checkpoint
+    def body(carry, each):
+        (x, i), (w, bias, key) = carry, each
+        x = layer(p, x, w) + bias * jax.random.uniform(key, bias.shape)
+        return (x, i + 1), {"sum": x.sum(), "step": i}
+
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    first = p["emb"][ids], 0
+    (x, steps), seen = jax.lax.scan(body, first, (p["blocks"], p["bias"], keys))
+    again = jnp.sum(x @ p["emb"].T) / (1 + steps)
+    return error(x, p, y) + 0.01 * again + 0.01 * seen["sum"].sum()
+
+
+def reverse(p, ids, y):
+    def body(x, w):
+        return layer(p, x, w), x.mean()
+
+    blocks = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), p)
+    x, means = jax.lax.scan(body, p["emb"][ids], blocks["blocks"], reverse=True)
+    return error(x, p, y) + means[0] * p["gain"].sum()
+
+
+@jax.jit
+def nested(p, ids, y):
+    """The scan is inside of ``jit``, and has another one inside."""
+
+    def body(x, w):
+        return jax.lax.scan(lambda x, _: (layer(p, x, w), None), x, None, 2)[0], None
+
+    return error(
+        jax.jit(jax.lax.scan, static_argnums=0)(body, p["emb"][ids], p["blocks"])[0],
+        p,
+        y,
+    )
+
+
+def unrolled(p, ids, y):
+    w = p["blocks"] | {"twice": p["blocks"]["w"].astype(jnp.float32)}
+
+    def body(x, w):
+        return layer(p, x, w) + x @ w["twice"], None
+
+    return error(jax.lax.scan(body, p["emb"][ids], w, unroll=2)[0], p, y)
+
+
+LOSSES = [plain, tied, reverse, nested, unrolled]
+
+
+def train(loss_fn, tx, params, *batch, steps=4, extra=None, **how):
+    step = gx.minimize(loss_fn, tx, **how)
+    state = tx.init(params)
+    losses = []
+    for _ in range(steps):
+        params, state, *loss = step(params, state, *batch, **(extra or {}))
+        losses.append(loss)
+    return params, state, losses
+
+
+def check(loss_fn, tx, make=start, *batch, layers=("blocks",), rtol=2e-6, **how):
+    """The steps with layers and without give the same, to the type."""
+    wanted, got = (
+        train(loss_fn, tx, make(), *(batch or (IDS, Y)), layers=names, **how)
+        for names in ((), layers)
+    )
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    types, expected = ([*map(jax.typeof, jax.tree.leaves(x))] for x in (got, wanted))
+    assert types == expected
+    got, wanted = jax.tree.map(lambda x: np.asarray(x, np.float64), (got, wanted))
+    chex.assert_trees_all_close(got, wanted, rtol=rtol, atol=rtol / 4)
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
+def test_a_loss_in_any_form(loss_fn):
+    check(loss_fn, optax.adamw(1e-2))
+
+
+SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 5)
+
+
+def decayed(params):
+    """By the number of axes, as the whole parameters have it."""
+    return jax.tree.map(lambda p: p.ndim > 2, params)
+
+
+def stacked(params):
+    return {name: int(name in ("blocks", "bias")) for name in params}
+
+
+LABELS = {
+    "emb": "adam",
+    "blocks": {"w": "adagrad", "b": "adam"},
+    "bias": "none",
+    "head": "adagrad",
+    "gain": "adam",
+}
+OPTIMIZERS = {
+    "sgd": optax.sgd(SCHEDULE),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": optax.adam(SCHEDULE),
+    "adamw": optax.adamw(SCHEDULE, weight_decay=0.1, mask=decayed),
+    "lion": optax.lion(SCHEDULE, weight_decay=0.1),
+    "adagrad": gx.adagrad(SCHEDULE),
+    "row-wise adagrad": gx.adagrad(0.1, row_wise=True, clipvalue=0.01),
+    "ftrl": gx.ftrl(0.1, l1_regularization_strength=0.001),
+    "novograd": gx.novograd(SCHEDULE, weight_decay=0.1, stacked_axes=stacked),
+    "chain": optax.chain(
+        optax.clip(0.01),
+        optax.scale_by_adam(),
+        optax.add_decayed_weights(0.1, decayed),
+        optax.scale_by_learning_rate(SCHEDULE),
+    ),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(SCHEDULE),
+    "partition": optax.partition(
+        {
+            "adam": optax.adam(1e-2),
+            "adagrad": gx.adagrad(0.1),
+            "none": optax.set_to_zero(),
+        },
+        LABELS,
+    ),
+    "masked": optax.masked(optax.adam(1e-2), decayed),
+    "low_bit_state": gx.low_bit_state(optax.adam(1e-2), min_size=64, block_size=8),
+    "schedule_free": optax.contrib.schedule_free(optax.adam(1e-2), 1e-2),
+    "lazy": gx.lazy(optax.adam(1e-2)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer(name):
+    check(tied, OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize("residual_dtype", ["int16", "int8", "bfloat16"])
+def test_master_weights(residual_dtype):
+    tx = gx.master_weights(optax.adamw(SCHEDULE), residual_dtype=residual_dtype)
+    make = functools.partial(start, "bfloat16")
+    wanted, got = (
+        train(plain, tx, make(), IDS, Y, layers=names) for names in ((), ("blocks",))
+    )
+    assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, wanted)
+    got, wanted = (gx.get_master_weights(p, state) for p, state, _ in (got, wanted))
+    chex.assert_trees_all_close(got, wanted, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        gx.accumulate(optax.adamw(SCHEDULE), 2),
+        gx.accumulate(gx.adagrad(0.1), 3, reduction="sum"),
+        optax.MultiSteps(optax.adamw(SCHEDULE), 2),
+        optax.chain(optax.clip(0.01), gx.accumulate(optax.sgd(0.1), 2)),
+    ],
+)
+def test_micro_batches(tx):
+    """The sum of a layer is added to in place, and the last push applies it."""
+    check(tied, tx, steps=5)
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [gx.drop_stale, functools.partial(gx.conditional_accumulator, num_required=2)],
+)
+def test_a_stale_push_changes_nothing(gate):
+    tx = gate(optax.adamw(SCHEDULE), max_staleness=1)
+    check(tied, tx, extra={"local_step": 0}, steps=6)  # The last pushes are stale.
+
+
+def test_an_update_gets_the_loss_and_extra_arguments():
+    tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
+    check(plain, tx)
+    tx = gx.compensate_delay(0.1)
+    check(plain, optax.chain(tx, optax.sgd(0.1)), extra={"worker_params": start()})
+
+
+def test_aux_comes_last():
+    def with_aux(params, ids, y):
+        return tied(params, ids, y), {"n": ids.sum(), "x": params["emb"][ids]}
+
+    check(with_aux, optax.adam(1e-2), has_aux=True)
+
+
+def test_frozen_leaves_stay():
+    """Also one inside of the layers, where it is a further input of the scan."""
+    learns = jax.tree.map(lambda _: True, start())
+    learns["emb"] = learns["blocks"]["b"] = False
+    check(tied, optax.adamw(1e-2), trainable=learns)
+
+
+def test_no_leaf_but_layers_learns():
+    learns = {name: name == "blocks" for name in start()}
+    check(tied, optax.adamw(1e-2), trainable=learns)
+
+
+@pytest.mark.parametrize(
+    "layers", [("blocks/w",), ("blocks/w", "bias"), ("blocks", "bias")]
+)
+def test_some_stacks_are_layers(layers):
+    check(tied, optax.adamw(1e-2), layers=layers)
+
+
+# Models of frameworks.
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        names = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        return x + nn.Dense(WIDTH, kernel_init=names)(nn.gelu(x)), None
+
+
+class Model(nn.Module):
+    axis: int
+
+    @nn.compact
+    def __call__(self, x):
+        scanned = nn.scan(
+            nn.remat(Block),
+            variable_axes={"params": self.axis},
+            split_rngs={"params": True},
+            length=LAYERS,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        x, _ = scanned(name="blocks")(nn.Dense(WIDTH)(x), None)
+        return nn.Dense(1)(x)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "low_bit_state"])
+def test_linen(axis, name):
+    model, x = (
+        Model(axis),
+        jnp.asarray(np.random.default_rng(0).standard_normal((3, 2)), jnp.float32),
+    )
+    params = model.init(jax.random.key(0), x)
+
+    def loss_fn(params, x):
+        return jnp.mean((model.apply(params, x) - 1) ** 2)
+
+    def make():
+        return jax.tree.map(jnp.array, params)
+
+    check(loss_fn, OPTIMIZERS[name], make, x, layers=("params/blocks",))
+
+
+def test_nnx():
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            return x + nnx.gelu(self.linear(x))
+
+    class Whole(nnx.Module):
+        def __init__(self, rngs):
+            make = nnx.split_rngs(splits=LAYERS)(nnx.vmap(Layer))
+            self.blocks = make(rngs)
+            self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+        def __call__(self, x):
+            @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+            @nnx.remat
+            def forward(layer, x):
+                return layer(x)
+
+            return self.head(forward(self.blocks, x))
+
+    graph, params = nnx.split(Whole(nnx.Rngs(0)), nnx.Param)
+
+    def loss_fn(params, x):
+        return jnp.mean((nnx.merge(graph, params)(x) - 1) ** 2)
+
+    def make():
+        return jax.tree.map(jnp.array, params)
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, WIDTH)), jnp.float32)
+    check(loss_fn, optax.adamw(1e-2), make, x)
+
+
+# Many devices.
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "low_bit_state"])
+def test_sharded_parameters(name, kind, in_context):
+    """The width of the layers lies on two axes, the batch on one of them."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+
+    def make():
+        params = start()
+        specs = {"w": P(None, "data", "model"), "b": P(None, "model")}
+        specs = {name: P() for name in params} | {"blocks": specs}
+        return jax.tree.map(
+            lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs
+        )
+
+    def loss_fn(p, x, y):
+        def body(x, w):
+            w, b = (
+                jax.sharding.reshard(v, NamedSharding(mesh, P()))
+                if kind is AxisType.Explicit
+                else v
+                for v in (w["w"], w["b"])
+            )
+            return x + jnp.tanh(x @ w + b), None
+
+        return error(jax.lax.scan(body, x, p["blocks"])[0], p, y)
+
+    rng = np.random.default_rng(0)
+    batch = (
+        jnp.asarray(rng.standard_normal((4, n)), jnp.float32) for n in (WIDTH, WORDS)
+    )
+    batch = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in batch]
+    with in_context(mesh):
+        check(loss_fn, OPTIMIZERS[name], make, *batch, rtol=1e-5)
+
+
+def test_in_shard_map():
+    mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,))
+    tx = optax.adamw(1e-2)
+
+    def trained(layers):
+        step = gx.minimize(
+            lambda p, *batch: jax.lax.pmean(tied(p, *batch), "data"),
+            tx,
+            layers=layers,
+            donate=False,
+        )
+
+        @jax.jit
+        @functools.partial(
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=(P(), P(), P("data"), P("data")),
+            out_specs=P(),
+        )
+        def run(params, state, ids, y):
+            return step(params, state, ids, y)
+
+        params, state = start(), tx.init(start())
+        for _ in range(3):
+            params, state, loss = run(params, state, IDS, Y)
+        return params, state, loss
+
+    chex.assert_trees_all_close(trained(("blocks",)), trained(()), rtol=2e-6, atol=1e-6)
+
+
+# Errors.
+
+
+def loss_of(use):
+    def loss_fn(p, ids, y):
+        return tied(p, ids, y) + use(p)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "layers", "message"),
+    [
+        (tied, ("block",), "layers must name .* got 'block'; there are 'bias', 'bloc"),
+        (tied, ("gain",), "'gain' is one of layers, .* but it is used by 'scan'"),
+        (tied, ("head",), "'head' is one of layers, .* but it is used by .*'dot_gen"),
+        (
+            loss_of(lambda p: (p["blocks"]["w"] ** 2).sum()),
+            ("blocks",),
+            r"'blocks/w' is one of layers, .* but it is used by .*test_layers.py",
+        ),
+        (
+            loss_of(
+                lambda p: jax.lax.scan(
+                    lambda c, w: (c + w.sum(), None), 0.0, p["blocks"]["b"]
+                )[0]
+            ),
+            ("blocks",),
+            "'blocks/b' is one of layers, .* but a second one does, 'scan'",
+        ),
+        (
+            loss_of(
+                lambda p: jax.lax.scan(lambda c, w: (c + w.sum(), None), 0.0, p["emb"])[
+                    0
+                ]
+            ),
+            ("blocks/w", "bias", "emb"),
+            "'emb' is one of layers",
+        ),
+        (
+            lambda p, ids, y: error(p["emb"][ids], p, y),
+            ("blocks",),
+            "'blocks/b' is one .* but none does",
+        ),
+        (
+            lambda p, ids, y: jax.lax.scan(
+                lambda c, w: (c + w.sum(), None),
+                0.0,
+                p["blocks"]["w"].reshape(2, 2, WIDTH, WIDTH),
+            )[0],
+            ("blocks/w",),
+            "'blocks/w' is one of layers, .* but it is used by 'reshape'",
+        ),
+        (loss_of(lambda p: 0.0), ("blocks", "head"), "'head' is one of layers"),
+    ],
+)
+def test_a_stack_that_is_read_in_another_way(loss_fn, layers, message):
+    tx = optax.sgd(0.1)
+    step = gx.minimize(loss_fn, tx, layers=layers)
+    params = start()
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=message):
+        step(params, state, IDS, Y)
+    jax.block_until_ready(params)  # Nothing is lost.
+
+
+def test_two_scans():
+    def loss_fn(p, ids, y):
+        total, _ = jax.lax.scan(lambda c, w: (c + w.sum(), None), 0.0, p["bias"])
+        return plain(p, ids, y) + total
+
+    step = gx.minimize(loss_fn, optax.sgd(0.1), layers=["blocks", "bias"])
+    with pytest.raises(
+        ValueError, match=r"'blocks/b' is one of layers, .* cannot have both"
+    ):
+        step(start(), optax.sgd(0.1).init(start()), IDS, Y)
+
+
+def test_one_scan_goes_over_two_axes_of_a_stack():
+    def loss_fn(p):
+        both = p["w"], p["w"].transpose(1, 0, 2)
+        return jax.lax.scan(lambda x, w: (x + (w[0] * w[1]).sum(), None), 0.0, both)[0]
+
+    params = {"w": jnp.ones((3, 3, 2))}
+    step = gx.minimize(loss_fn, optax.sgd(0.1), layers=["w"])
+    with pytest.raises(ValueError, match=r"'w' is one of layers, .* a second one does"):
+        step(params, optax.sgd(0.1).init(params))
+
+
+def test_integers_and_tables():
+    params = start() | {"n": jnp.ones(LAYERS, jnp.int32)}
+    step = gx.minimize(tied, optax.sgd(0.1), layers=["blocks"])
+    with pytest.raises(TypeError, match=r"int32 at \['n'\] has no gradient"):
+        step(params, optax.sgd(0.1).init(params), IDS, Y)
+    with pytest.raises(TypeError, match="tables or layers, got both"):
+        gx.minimize(tied, optax.sgd(0.1), layers=["blocks"], tables=["emb"])
+
+
+def test_what_is_named_learns():
+    learns = {name: name != "blocks" for name in start()}
+    step = gx.minimize(tied, optax.sgd(0.1), trainable=learns, layers=["blocks"])
+    with pytest.raises(ValueError, match="'blocks', which is not trainable"):
+        step(start(), optax.sgd(0.1).init(start()), IDS, Y)
+    step = gx.minimize(tied, optax.sgd(0.1), layers="blocks")
+    with pytest.raises(TypeError, match="sequence of paths, got 'blocks'"):
+        step(start(), optax.sgd(0.1).init(start()), IDS, Y)
+
+
+@pytest.mark.parametrize(
+    ("tx", "message"),
+    [
+        (optax.lamb(0.1), "'reduce_sum'"),
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+            "after the last layer, by ",
+        ),
+        (optax.adafactor(0.1, min_dim_size_to_factor=4), r"v_row\['blocks'\]\['b'\]"),
+        (optax.noisy_sgd(0.1, key=jax.random.key(0)), "'random_bits'"),
+        (gx.novograd(0.1), r"nu\['blocks'\]\['b'\] of ScaleByNovogradState"),
+        (optax.flatten(optax.adam(0.1)), r"\[0\].mu of ScaleByAdamState"),
+        (optax.apply_if_finite(optax.sgd(0.1), 2), "after the last layer, by "),
+        (
+            gx.low_bit_state(optax.adam(0.1), min_size=1, block_size=8, block_axis=-2),
+            r"the state .scales\[2\]",
+        ),
+    ],
+)
+def test_what_mixes_layers_is_refused(tx, message):
+    params = jax.tree.map(lambda x: jnp.concatenate([x] * 2), start())
+    params |= {name: start()[name] for name in ("emb", "head", "gain")}
+    step = gx.minimize(plain, tx, layers=["blocks"])
+    state = tx.init(params)
+    with pytest.raises(
+        TypeError, match=f"blocks/b, blocks/w, as on .* but .*{message}"
+    ):
+        step(params, state, IDS, Y)
+    jax.block_until_ready((params, state))
+
+
+# Memory.
+
+
+def compiled(tx, layers, mesh):
+    params = placed(transformer(layers=16, width=256, vocabulary=256), mesh)
+    state = placed(jax.eval_shape(tx.init, params), mesh)
+    tokens = placed(jax.ShapeDtypeStruct((1, 16), jnp.int32), mesh)
+    step = gx.minimize(next_tokens, tx, layers=layers)
+    program = step.lower(params, state, tokens).compile()
+    return program.memory_analysis().temp_size_in_bytes / size(params)
+
+
+@pytest.mark.figures
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad"])
+def test_no_gradients_of_all_layers_are_kept(name):
+    tx = OPTIMIZERS[name]
+    assert compiled(tx, (), devices("cpu")) > 1
+    assert compiled(tx, ("layers",), devices("cpu")) < 0.25
