@@ -128,7 +128,7 @@ def conditional_accumulator(
         that is left out makes the step of those before it, if there are any.
 
     ``inner`` receives neither of the two. So an accumulator inside counts each mean as
-    one push. A traced weight is not checked: NaN makes the step NaN.
+    one push. If a traced weight is negative or NaN, the step is NaN.
 
     Returns:
       A transformation with state :class:`ConditionalAccumulatorState`.

@@ -226,9 +226,10 @@ def summed(
 def as_weight(
     weight: jax.typing.ArrayLike, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> jax.Array:
-    """The weight of a push, checked."""
+    """The weight of a push, checked; if it is traced and below 0, NaN as the step."""
     checks.scalar("weight", weight)
-    return jnp.asarray(checks.in_range("weight", weight, "[0, inf)"), dtype)
+    w = jnp.asarray(checks.in_range("weight", weight, "[0, inf)"), dtype)
+    return jnp.where(w >= 0, w, jnp.nan)
 
 
 def with_sums(extra: dict[str, object], in_sum: PyTree[bool]) -> dict[str, object]:

@@ -323,10 +323,14 @@ class ByRow(NamedTuple):
         """The results of an equation; None if it has nothing to do with tables."""
         missing = _missing(inputs)
         if missing and name not in _IN_PARTS:
+            if eqn.effects and not missing[0].is_given:
+                raise MixedRowsError(missing[0].reason)
             return [missing[0].used(eqn)] * len(eqn.outvars)
         try:
             return self.by_rule(name, inputs, eqn, higher)
         except MixedRowsError as error:  # Perhaps nobody needs its results.
+            if eqn.effects or not eqn.outvars:
+                raise
             return [Missing(str(error))] * len(eqn.outvars)
 
     def by_rule(

@@ -80,7 +80,7 @@ def value_and_sums(
         # A push of weight 0 adds nothing, also if its gradients are not finite.
         w = as_weight(weight).astype(one.dtype)
         grads = jax.lax.cond(
-            w > 0, add, lambda *args: args[-1], backward, w * one, totals
+            w != 0, add, lambda *args: args[-1], backward, w * one, totals
         )
     trees = map(structure.unflatten, (grads, adds))
     return (value, *aux) if has_aux else value, *trees

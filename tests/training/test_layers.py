@@ -216,6 +216,20 @@ def test_micro_batches(tx):
     check(tied, tx, steps=5)
 
 
+def test_micro_batches_with_weights_and_a_last_one():
+    tx = gx.accumulate(optax.adamw(SCHEDULE), 3)
+    steps = [gx.minimize(tied, tx, layers=names) for names in ((), ("blocks",))]
+    left = []
+    for step in steps:
+        params, state = start(), tx.init(start())
+        for number, weight in enumerate([1.0, 3.0, 12.0, 0.0, 2.0]):
+            y, last = Y * (number + 1), number == 4
+            params, state, _ = step(params, state, IDS, y, weight=weight, last=last)
+        assert state.global_step == 2
+        left.append((params, state.inner_state))
+    chex.assert_trees_all_close(*left, rtol=2e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "gate",
     [gx.drop_stale, functools.partial(gx.conditional_accumulator, num_required=2)],
@@ -561,3 +575,15 @@ def test_no_gradients_of_all_layers_are_kept(name):
     tx = OPTIMIZERS[name]
     assert compiled(tx, (), devices("cpu")) > 1
     assert compiled(tx, ("layers",), devices("cpu")) < 0.25
+
+
+def test_a_callback_with_a_layer_is_refused():
+    def update(updates, state, params=None):
+        for g in jax.tree.leaves(updates):
+            jax.debug.callback(lambda _: None, g)
+        return updates, state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    step, params = gx.minimize(plain, tx, layers=["blocks"]), start()
+    with pytest.raises(TypeError, match="debug_callback"):
+        step(params, tx.init(params), IDS, Y)

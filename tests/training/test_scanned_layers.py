@@ -455,3 +455,57 @@ def test_a_state_of_something_else_has_its_error():
     other = tx().init({"q": jnp.ones(3)})
     with pytest.raises(TypeError, match="accumulated has float32"):
         step(model(), other, X[0])
+
+
+def weighted(step, tx, params, batches, weights):
+    state = tx.init(params)
+    for x, weight in zip(batches, weights, strict=True):
+        params, state, *_ = step(params, state, x, weight=weight)
+    return params, state
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_weights_are_in_the_sum(reduction):
+    params, transform = model(), tx(optax.sgd(0.1), PUSHES, reduction=reduction)
+    weights = jnp.array([1.0, 0.0, 3.0, 12.0, 0.5])
+    batches = jnp.asarray(X).at[1].set(jnp.nan)  # Of no weight.
+    steps = gx.minimize(loss, transform, donate=False), by_hand(loss, transform)
+    args = params, transform.init(params), X[0]
+    used = "run_state[" in str(jax.make_jaxpr(steps[0])(*args, weight=1.0))
+    assert used == NEWEST_JAX
+    ours, theirs = (
+        weighted(step, transform, params, batches, weights) for step in steps
+    )
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
+    jax.tree.map(close, ours, theirs)
+    # w - 0.1 Σ weight g / Σ weight
+    grads = [jax.grad(loss)(params, x)["in"] for x in X]
+    total = sum(np.float64(w) * g for w, g in zip(weights, grads, strict=True) if w)
+    total = total / weights.sum() if reduction == "mean" else total
+    expected = params["in"] - 0.1 * total
+    np.testing.assert_allclose(ours[0]["in"], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_weight_is_not_rounded_to_the_dtype_of_the_loss():
+    params = model(jnp.bfloat16)
+    transform = tx(optax.sgd(1.0), 2, reduction="sum", accumulator_dtype=jnp.bfloat16)
+    args = params, transform.init(params), jnp.asarray(X[0], jnp.bfloat16)
+    step = gx.minimize(loss, transform, donate=False)
+    assert "run_state[" not in str(jax.make_jaxpr(step)(*args, weight=1001.0))
+
+
+@pytest.mark.parametrize("weight", [jnp.ones(2), "2", 1j])
+def test_a_weight_that_is_none_is_an_error(weight):
+    step, params = gx.minimize(loss, tx()), model()
+    with pytest.raises(TypeError, match="weight"):
+        step(params, tx().init(params), X[0], weight=weight)
+
+
+@pytest.mark.parametrize(
+    "make", [functools.partial(gx.minimize, donate=False), by_hand]
+)
+def test_a_weight_below_0_makes_a_compiled_step_nan(make):
+    params, transform = model(), tx(optax.sgd(0.1), 1)
+    step = make(loss, transform)
+    new, *_ = step(params, transform.init(params), X[0], weight=-1.0)
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(new))
