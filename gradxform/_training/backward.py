@@ -57,6 +57,8 @@ def value_and_sums(
     value, backward, *aux = linearize(loss, *leaves, has_aux=has_aux)
     if not _is_dense(value):  # Whoever computes the gradients says why not.
         return None
+    if not hasattr(backward, "jaxpr"):  # It is not in JAX's public API.
+        return None
     # The numbers of these leaves among those of the gate.
     places = [i for i, p in enumerate(maps.leaves(params)) if p is not None]
     scanned = jaxprs.scanned(backward.jaxpr)[-len(leaves) :]

@@ -124,8 +124,13 @@ def adds_in_backward_pass() -> bool:
     """
     if jax.__version_info__ < (0, 12) or jit_is_disabled():
         return False
-    from jax.extend.core import unsafe_get_axis_names_DO_NOT_USE as axis_names
+    from jax.experimental import pallas
+    from jax.extend import core
 
+    # Neither name is in JAX's public API, so a later version may have none.
+    axis_names = getattr(core, "unsafe_get_axis_names_DO_NOT_USE", None)
+    if axis_names is None or not hasattr(pallas, "run_state"):
+        return False
     return set(axis_names()) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 

@@ -5,6 +5,7 @@ The other way is a step by hand: `jax.value_and_grad`, then `apply_gradients`.
 
 import contextlib
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -509,3 +510,18 @@ def test_a_weight_below_0_makes_a_compiled_step_nan(make):
     step = make(loss, transform)
     new, *_ = step(params, transform.init(params), X[0], weight=-1.0)
     assert all(np.isnan(x).all() for x in jax.tree.leaves(new))
+
+
+@pytest.mark.skipif(not NEWEST_JAX, reason="an older JAX takes the other way")
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("jax.extend.core", "unsafe_get_axis_names_DO_NOT_USE"),
+        ("jax.experimental.pallas", "run_state"),
+    ],
+)
+def test_without_a_name_that_is_not_public_the_numbers_are_the_same(
+    module, name, monkeypatch
+):
+    monkeypatch.delattr(importlib.import_module(module), name)
+    check(loss, tx(), model(), expected=False)
