@@ -77,6 +77,7 @@ def names():
     tx, clip, novograd = gx.adagrad(0.1), gx.clip_by_global_norm(1.0), gx.novograd(0.1)
     late = gx.drop_stale(gx.adagrad(0.1), 1)
     summing = gx.conditional_accumulator(gx.adagrad(0.1), 2)
+    window = gx.conditional_accumulator(gx.adagrad(0.1), 9)
     micro = gx.accumulate(gx.adagrad(0.1), 2)
     return {
         **{"gx": gx, "jax": jax, "optax": optax, "loss_fn": loss_fn},
@@ -87,6 +88,7 @@ def names():
         **{"novograd": novograd, "novograd_state": after_one(novograd)},
         **{"late": late, "late_state": after_one(late, local_step=0)},
         **{"summing": summing, "summing_state": after_one(summing, local_step=0)},
+        **{"window": window, "window_state": after_one(window, local_step=0)},
         **{"micro": micro, "micro_state": after_one(micro)},
         "scheduled_state": after_one(gx.adagrad(optax.constant_schedule(0.1))),
         **{"indices": IDS, "values": ROWS},
@@ -567,6 +569,12 @@ CHECKS = {
         )(tuple(str(a.dtype) for a in tx.init(PARAMS).accumulated.values()))
     ),
     "gx.apply_gradients(summing, grads, summing_state, params, local_step=0)": (
+        lambda result: equals({k: PARAMS[k] + ADAGRAD_UPDATE[k] for k in PARAMS})(
+            result[0]
+        )
+    ),
+    "gx.apply_gradients(window, grads, window_state, params, "
+    "local_step=0, last=True)": (
         lambda result: equals({k: PARAMS[k] + ADAGRAD_UPDATE[k] for k in PARAMS})(
             result[0]
         )

@@ -47,7 +47,10 @@ def make(row, mode):
     specs = ROWS if manual and row.variant == "row_wise" else SPECS
     axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
     place = functools.partial(put, specs=specs, axis_type=axis_type)
-    return row.make(axis_name=("x", "y") if manual else None), specs, place
+    given = row.arguments(axis_name=("x", "y") if manual else None)
+    if row.name == "accumulate":  # Its own axes are those of the data.
+        given |= {"axis_name": None}
+    return getattr(gx, row.name)(**given), specs, place
 
 
 # The rows of a public factory share one program, of dicts by row.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeGuard, TypeVar, overload
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from gradxform._rows.rows import (
     rows_of,
 )
 from gradxform._rows.table_rows import TableRows, no_gradients, read
-from gradxform._trees import checks, compilers, constants, maps, versions
+from gradxform._trees import checks, constants, maps, versions
 from gradxform._trees.types import Params
 
 # Which tables get row-sparse gradients: their paths, or a predicate on the path.
@@ -247,5 +247,18 @@ def _slices(
     )
 
 
-# ``rows + zeros``, without the addition.
-_plus = compilers.linear(lambda rows, zeros: rows, jnp.add)
+_Two: TypeAlias = tuple[jax.Array, jax.Array]
+
+
+@jax.custom_jvp
+def _plus(rows: jax.Array, zeros: jax.Array) -> jax.Array:
+    """``rows + zeros``, without the addition."""
+    del zeros
+    return rows
+
+
+@_plus.defjvp
+def _plus_jvp(primals: _Two, tangents: _Two) -> _Two:
+    rows, _ = primals
+    rows_dot, zeros_dot = tangents
+    return rows, rows_dot + zeros_dot

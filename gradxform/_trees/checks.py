@@ -304,10 +304,12 @@ def prefix(
         f"Pass one value, or a tree with the keys of {tree_name}, in which one value "
         "may stand for a whole branch."
     )
+    if not jax.tree.leaves(tree):  # Nothing to fit, as in `optax.tree.map_params`.
+        return tree
     given = maps.prefix_of(given, tree)
     ends = {path for path, _ in maps.leaves_with_path(tree)}
     nodes = {path[:n] for path in ends for n in range(len(path))}
-    for path, value in jax.tree.leaves_with_path(given) if ends else ():
+    for path, value in jax.tree.leaves_with_path(given):
         # One below a masked node is for a leaf that another transformation trains.
         if path not in nodes and not ends & {path[:n] for n in range(len(path) + 1)}:
             raise TypeError(
