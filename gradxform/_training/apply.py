@@ -130,6 +130,9 @@ def minimize(
     that a ``scan`` goes over to the sum itself, from JAX 0.12 on. So no array holds the
     gradients of all layers, 1 N. The numbers are the same. It takes parameters that go
     into the ``scan`` as they are, are read nowhere else, and have the dtype of the sum.
+    A ``weight`` goes through the backward pass. So with one, a loss that has a rule of
+    ``jax.custom_vjp`` or numbers in float16 takes the ordinary way. So does one whose
+    ``jax.checkpoint`` moves activations to the host.
 
     Args:
       loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or with ``has_aux``

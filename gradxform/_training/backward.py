@@ -63,12 +63,16 @@ def value_and_sums(
     places = [i for i, p in enumerate(maps.leaves(params)) if p is not None]
     scanned = jaxprs.scanned(backward.jaxpr)[-len(leaves) :]
     adds = [
-        once and jax.typeof(sums[i]) == jax.typeof(p)
+        once and p.size > 0 and jax.typeof(sums[i]) == jax.typeof(p)
         for once, p, i in zip(scanned, leaves, places, strict=True)
     ]
-    # A weight would be rounded to the dtype of the loss.
-    is_rounded = weight is not None and value.dtype.itemsize < 4
-    if is_rounded or not any(adds):
+    if not any(adds) or not all(map(_is_on_device, jax.tree.leaves(backward))):
+        return None
+    # A weight would be rounded to the dtype of the loss, or change a rule of
+    # `custom_vjp` that is not linear.
+    if weight is not None and not (
+        value.dtype.itemsize >= 4 and jaxprs.is_proportional(backward.jaxpr)
+    ):
         return None
     totals = [
         where(begun[i], sums[i]) if add else constants.zeros_of_type(jax.typeof(p))
@@ -80,7 +84,7 @@ def value_and_sums(
         grads = add(backward, one, totals)
     else:
         # A push of weight 0 adds nothing, also if its gradients are not finite.
-        w = as_weight(weight).astype(one.dtype)
+        w = as_weight(weight, one.dtype)
         grads = jax.lax.cond(
             w != 0, add, lambda *args: args[-1], backward, w * one, totals
         )
@@ -90,6 +94,11 @@ def value_and_sums(
 
 def _is_dense(p: object) -> bool:
     return isinstance(p, jax.Array) and jnp.issubdtype(p.dtype, jnp.inexact)
+
+
+def _is_on_device(x: jax.Array) -> bool:
+    # `run_state` takes no array that a policy of `jax.checkpoint` moved to the host.
+    return jax.typeof(x).memory_space == jax.memory.Space.Device
 
 
 def _adding(adds: Sequence[bool]) -> Callable[..., list[jax.Array]]:

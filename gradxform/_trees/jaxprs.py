@@ -115,6 +115,28 @@ def scanned(jaxpr: Jaxpr) -> list[bool]:
     return [id(x) in found and times[id(x)] == 1 for x in jaxpr.invars]
 
 
+def is_proportional(jaxpr: Jaxpr) -> bool:
+    """Whether results times a factor are those of inputs times it, up to rounding.
+
+    The jaxpr is the linear one of ``jax.vjp``. A rule of ``jax.custom_vjp`` may not be
+    linear, as one that clips, and numbers of less range than float32 may overflow.
+    """
+
+    def is_narrow(dtype: Any) -> bool:  # Of any kind, also of keys.
+        return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < 128
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "custom_lin":
+            return False
+        types: list[Any] = [x.aval for x in eqn.outvars]
+        if any(is_narrow(getattr(t, "dtype", np.bool)) for t in types):
+            return False
+        inside = [x for x in jax.tree.leaves(eqn.params) if hasattr(x, "eqns")]
+        if not all(map(is_proportional, inside)):
+            return False
+    return True
+
+
 def place(eqn: JaxprEqn) -> str:
     """An equation's operation, and the line of the user's code, for messages."""
     from jax.extend import source_info_util

@@ -450,6 +450,13 @@ def test_a_server_refuses_what_is_no_weight():
     assert server.pull()[0] == -6.0
 
 
+def test_a_server_takes_a_weight_that_no_int32_holds():
+    server = gx.ParameterServer(jnp.zeros(()), gx.accumulate(optax.sgd(1.0), 2))
+    server.push(jnp.float32(1), 0, weight=2**40)
+    server.push(jnp.float32(5), 0, weight=3 * 2**40)
+    assert server.pull()[0] == -4.0
+
+
 # Bad input.
 
 

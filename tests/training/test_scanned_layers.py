@@ -495,6 +495,72 @@ def test_a_weight_is_not_rounded_to_the_dtype_of_the_loss():
     assert "run_state[" not in str(jax.make_jaxpr(step)(*args, weight=1001.0))
 
 
+@jax.custom_vjp
+def clipped(h):
+    return h
+
+
+clipped.defvjp(lambda h: (h, None), lambda _, g: (jnp.clip(g, -1e-3, 1e-3),))
+
+
+def clipping(h, w):
+    h, _ = layer(h, w)
+    return clipped(h), None
+
+
+def in_float16(h, w):
+    w = jax.tree.map(lambda x: x.astype(jnp.float16), w)
+    return layer(h.astype(jnp.float16), w)[0].astype(jnp.float32), None
+
+
+@pytest.mark.parametrize("body", [clipping, in_float16])
+def test_a_weight_does_not_enter_a_backward_pass_that_is_not_linear(body):
+    """A rule clips its gradients, or float16 would overflow."""
+    one, params = functools.partial(loss, body=body), model()
+    transform, weights = tx(optax.sgd(0.1), PUSHES), [1e6, 1e5, 3e6, 12e6, 0.5e6]
+    ours, theirs = (
+        weighted(step, transform, params, X, weights)
+        for step in (gx.minimize(one, transform, donate=False), by_hand(one, transform))
+    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, ours, theirs)
+    check(one, transform, params)  # Without a weight the sums are in place.
+
+
+def test_a_weight_in_double_precision():
+    with jax.enable_x64(True):
+        params, transform = model(jnp.float64), tx(optax.sgd(0.1))
+        x, weights = X[:2].astype(np.float64), [0.1, 0.3]
+        ours, theirs = (
+            weighted(step, transform, params, x, weights)
+            for step in (
+                gx.minimize(loss, transform, donate=False),
+                by_hand(loss, transform),
+            )
+        )
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-13)
+        jax.tree.map(close, ours[0], theirs[0])
+
+
+def test_residuals_on_the_host():
+    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims(
+        "device", "pinned_host"
+    )
+
+    def one(params, x):
+        body = jax.checkpoint(layer, policy=policy)
+        h, _ = jax.lax.scan(body, x @ params["in"], params["layers"])
+        return jnp.mean((h @ params["out"]) ** 2)
+
+    check(one, tx(), model(), expected=False)
+
+
+def test_a_stack_of_no_layers():
+    params = model()
+    params["layers"] = jax.tree.map(lambda w: w[:0], params["layers"])
+    check(loss, tx(), params, expected=False)
+
+
 @pytest.mark.parametrize("weight", [jnp.ones(2), "2", 1j])
 def test_a_weight_that_is_none_is_an_error(weight):
     step, params = gx.minimize(loss, tx()), model()
