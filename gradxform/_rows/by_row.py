@@ -34,6 +34,12 @@ class MixedRowsError(TypeError):
     """The function cannot run on a few rows; the message says what it does."""
 
 
+_OTHER = (
+    "is another one for a table of more rows: a mask or labels may depend on sizes, so "
+    "give them as a tree"
+)
+
+
 class Missing(NamedTuple):
     """A value that is not there, and why.
 
@@ -183,6 +189,8 @@ class ByRow(NamedTuple):
                     )
 
         jax.tree.map_with_path(check, marks, state, is_leaf=is_placeholder)
+        if shapes.keys() != {path for path, _ in jax.tree.leaves_with_path(state)}:
+            raise MixedRowsError(f"its state {_OTHER}")
         return higher
 
     def find(self, shape: Shape, other: Shape) -> Along | None:
@@ -304,10 +312,7 @@ class ByRow(NamedTuple):
         )
         alike = jaxprs.operations(own.jaxpr) == jaxprs.operations(higher.jaxpr)
         if not alike or len(shapes) != len(grown):
-            raise MixedRowsError(
-                "its update is another one for a table of more rows: a mask or labels "
-                "may depend on sizes, so give them as a tree"
-            )
+            raise MixedRowsError(f"its update {_OTHER}")
         for shape, changed in zip(shapes, grown, strict=True):
             if shape != changed:
                 raise MixedRowsError(

@@ -210,6 +210,8 @@ def training_step(
 ) -> Callable[..., Any]:
     """The step of :func:`minimize`, not yet compiled."""
     checks.transformation("tx", tx)
+    if isinstance(layers, str) or not isinstance(layers, Collection):
+        raise TypeError(f"layers must be a sequence of paths, got {layers!r}.")
     if tables and layers:
         raise TypeError("minimize takes tables or layers, got both. Leave one out.")
     if tables or layers:

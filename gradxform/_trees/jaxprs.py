@@ -115,6 +115,11 @@ def scanned(jaxpr: Jaxpr) -> list[bool]:
     return [id(x) in found and times[id(x)] == 1 for x in jaxpr.invars]
 
 
+def calls_host(program: ClosedJaxpr | JaxprEqn) -> bool:
+    """Whether an ``io_callback`` is in it: each run of it may give another result."""
+    return not {"IO", "OrderedIO"}.isdisjoint(map(str, program.effects))
+
+
 def place(eqn: JaxprEqn) -> str:
     """An equation's operation, and the line of the user's code, for messages."""
     from jax.extend import source_info_util

@@ -1,6 +1,7 @@
 """``minimize(layers=...)`` is the ordinary step, and keeps no gradients of layers."""
 
 import functools
+import itertools
 
 import chex
 import flax.linen as nn
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -265,6 +267,20 @@ def test_no_leaf_but_layers_learns():
     check(tied, optax.adamw(1e-2), trainable=learns)
 
 
+def test_a_masked_node_stays():
+    """It is no parameter, also inside of the layers."""
+
+    def make():
+        params = start() | {"n": optax.MaskedNode()}
+        return params | {"blocks": params["blocks"] | {"n": optax.MaskedNode()}}
+
+    def loss_fn(p, ids, y):
+        assert isinstance(p["n"], optax.MaskedNode)
+        return plain(p, ids, y)
+
+    check(loss_fn, optax.adamw(1e-2), make)
+
+
 @pytest.mark.parametrize(
     "layers", [("blocks/w",), ("blocks/w", "bias"), ("blocks", "bias")]
 )
@@ -428,6 +444,13 @@ def loss_of(use):
     return loss_fn
 
 
+def from_host():
+    """Another number at each call."""
+    numbers = itertools.count(1.0)
+    get = functools.partial(next, numbers)
+    return io_callback(lambda: np.float32(get()), jax.ShapeDtypeStruct((), "float32"))
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "layers", "message"),
     [
@@ -472,6 +495,13 @@ def loss_of(use):
             "'blocks/w' is one of layers, .* but it is used by 'reshape'",
         ),
         (loss_of(lambda p: 0.0), ("blocks", "head"), "'head' is one of layers"),
+        (
+            lambda p, ids, y: jax.lax.scan(
+                lambda c, w: (c + from_host() * w.sum(), None), 0.0, p["bias"]
+            )[0],
+            ("bias",),
+            r"'bias' is one of layers, .* but 'scan' .*test_layers.py.* has an io_call",
+        ),
     ],
 )
 def test_a_stack_that_is_read_in_another_way(loss_fn, layers, message):
@@ -521,9 +551,21 @@ def test_what_is_named_learns():
     step = gx.minimize(tied, optax.sgd(0.1), trainable=learns, layers=["blocks"])
     with pytest.raises(ValueError, match="'blocks', which is not trainable"):
         step(start(), optax.sgd(0.1).init(start()), IDS, Y)
-    step = gx.minimize(tied, optax.sgd(0.1), layers="blocks")
-    with pytest.raises(TypeError, match="sequence of paths, got 'blocks'"):
-        step(start(), optax.sgd(0.1).init(start()), IDS, Y)
+    for layers in ("blocks", None, (x for x in ["blocks"])):
+        with pytest.raises(TypeError, match=r"layers must be a sequence of paths, got"):
+            gx.minimize(tied, optax.sgd(0.1), layers=layers)
+
+
+def test_no_layer():
+    params = jax.tree.map(lambda x: x[:0], start()) | {"head": start()["head"]}
+    params |= {"emb": start()["emb"], "gain": start()["gain"]}
+    step = gx.minimize(plain, optax.sgd(0.1), layers=["blocks"])
+    with pytest.raises(ValueError, match=r"'blocks/b' is one of .* it has no layer"):
+        step(params, optax.sgd(0.1).init(params), IDS, Y)
+
+
+def by_size(params):
+    return jax.tree.map(lambda p: "m" if p.size > 2 * LAYERS * WIDTH else "n", params)
 
 
 @pytest.mark.parametrize(
@@ -535,6 +577,11 @@ def test_what_is_named_learns():
             "after the last layer, by ",
         ),
         (optax.adafactor(0.1, min_dim_size_to_factor=4), r"v_row\['blocks'\]\['b'\]"),
+        (
+            optax.partition({"m": optax.adam(0.1), "n": optax.sgd(0.1)}, by_size),
+            "its state is another one for a table of more rows: a mask or labels",
+        ),
+        (optax.stateless(lambda u, _: optax.tree.scale(from_host(), u)), "io_callback"),
         (optax.noisy_sgd(0.1, key=jax.random.key(0)), "'random_bits'"),
         (gx.novograd(0.1), r"nu\['blocks'\]\['b'\] of ScaleByNovogradState"),
         (optax.flatten(optax.adam(0.1)), r"\[0\].mu of ScaleByAdamState"),
