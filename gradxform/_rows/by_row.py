@@ -21,7 +21,7 @@ import optax
 
 from gradxform._rows.boundary import touched
 from gradxform._rows.indexed_slices import IndexedSlices, filled, is_sparse
-from gradxform._trees import dtypes, jaxprs, maps, norms, versions
+from gradxform._trees import checks, dtypes, jaxprs, maps, norms, versions
 from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
 from gradxform._trees.types import Leaf, Path, PyTree, Shape
 from gradxform._trees.versions import Op
@@ -153,6 +153,7 @@ class ByRow(NamedTuple):
 
         Raises:
           MixedRowsError: the state of a table has no row for each of its rows.
+          TypeError: it is not the state that ``init`` makes.
         """
 
         def mark(path: Path, p: Leaf) -> Leaf:
@@ -161,6 +162,7 @@ class ByRow(NamedTuple):
         try:
             marks = owners(init, maps.map_with_path(mark, whole), state)
         except ValueError as error:
+            checks.own_state(state, jax.eval_shape(init, whole))
             raise MixedRowsError(
                 "its init and the given state show no state of that table alone"
             ) from error.__cause__

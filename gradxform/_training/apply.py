@@ -231,7 +231,7 @@ def training_step(
             )
             return loss_fn(merged, *batch)
 
-        if stacked:
+        if stacked and not versions.jit_is_disabled():  # It unrolls each scan.
             result, params, state = layered.step(
                 lambda p: (*loss(p, *batch),) if has_aux else (loss(p, *batch),),
                 tx,

@@ -514,6 +514,17 @@ def test_a_stack_that_is_read_in_another_way(loss_fn, layers, message):
     jax.block_until_ready(params)  # Nothing is lost.
 
 
+def test_a_debugger_gets_the_ordinary_step():
+    with jax.disable_jit():
+        check(plain, optax.sgd(0.1))
+
+
+def test_a_state_of_another_transformation():
+    step = gx.minimize(plain, optax.adam(0.1), layers=["blocks"])
+    with pytest.raises(TypeError, match="state is not that of tx: at .*AdamState"):
+        step(start(), optax.sgd(0.1).init(start()), IDS, Y)
+
+
 def test_two_scans():
     def loss_fn(p, ids, y):
         total, _ = jax.lax.scan(lambda c, w: (c + w.sum(), None), 0.0, p["bias"])
