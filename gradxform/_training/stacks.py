@@ -202,6 +202,10 @@ def split(closed: ClosedJaxpr, numbers: list[int], paths: Mapping[int, str]) -> 
             its, other = (jaxprs.place(jaxpr.eqns[n]) for n in (scans[i][0], at))
             how = f"{its} goes over it, and {other} over {first[1]!r}, so one call"
             Stack(i, path).refuse(f"{how} cannot have both as layers")
+    for n, x in zip(numbers, jaxpr.invars, strict=True):
+        aval: Any = x.aval
+        if n in paths and (over := aval.sharding.spec[scans[n][1]]):
+            Stack(n, paths[n]).refuse(f"its layers are sharded over {over!r}")
     if not jaxpr.eqns[at].params["length"]:
         Stack(*first).refuse("it has no layer")
     if jaxprs.calls_host(jaxpr.eqns[at]):

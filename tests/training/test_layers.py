@@ -404,6 +404,23 @@ def test_sharded_parameters(name, kind, in_context):
         check(loss_fn, OPTIMIZERS[name], make, *batch, rtol=1e-5)
 
 
+def test_sharded_layers(in_context):
+    """On explicit axes no device can take one of them."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    bias = jax.device_put(start()["bias"], NamedSharding(mesh, P("data")))
+
+    def loss_fn(p):
+        bias = jax.sharding.reshard(p["bias"], NamedSharding(mesh, P()))
+        return jax.lax.scan(lambda c, w: (c + w.sum(), None), 0.0, bias)[0]
+
+    params = {"bias": bias}
+    with in_context(mesh):
+        step = gx.minimize(loss_fn, optax.sgd(0.1), layers=["bias"])
+        message = "'bias' is one of .* its layers are sharded over 'data'"
+        with pytest.raises(ValueError, match=message):
+            step(params, optax.sgd(0.1).init(params))
+
+
 def test_in_shard_map():
     mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,))
     tx = optax.adamw(1e-2)
