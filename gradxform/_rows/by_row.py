@@ -130,12 +130,18 @@ class ByRow(NamedTuple):
         )
 
     def higher(self, tree: PyTree[Leaf]) -> PyTree[Leaf]:
-        """A tree like the updates, with descriptions of the tables as they grow."""
+        """A tree like the updates, with descriptions of the tables as they grow.
+
+        What has not the rows of its table, as a number for each leaf, stays.
+        """
 
         def describe(path: Path, x: Any) -> Leaf:
-            if (table := self.tables.get(path)) is None:
+            table, shape = self.tables.get(path), np.shape(x)
+            if table is None or len(shape) != len(table.shape):
                 return x
-            shape = Along(table, table.axis).with_rows(np.shape(x), table.grown)
+            if shape[table.axis] != table.shape[table.axis]:
+                return x
+            shape = Along(table, table.axis).with_rows(shape, table.grown)
             return jax.ShapeDtypeStruct(shape, dtypes.dtype_of(x))
 
         return maps.map_with_path(describe, tree)

@@ -248,6 +248,19 @@ def test_an_update_gets_the_loss_and_extra_arguments():
     check(plain, optax.chain(tx, optax.sgd(0.1)), extra={"worker_params": start()})
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (WIDTH,)])
+def test_an_extra_argument_has_other_shapes(shape):
+    """It is a tree like the parameters, but without layers."""
+
+    def update(updates, state, params=None, *, factors):
+        return jax.tree.map(lambda g, f: -g * f, updates, factors), state
+
+    tx = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    factors = {name: jnp.array(0.1) for name in ("emb", "bias", "head", "gain")}
+    factors |= {"blocks": {"w": jnp.full(shape, 0.1), "b": jnp.full(shape, 0.2)}}
+    check(plain, tx, extra={"factors": factors})
+
+
 def test_aux_comes_last():
     def with_aux(params, ids, y):
         return tied(params, ids, y), {"n": ids.sum(), "x": params["emb"][ids]}
