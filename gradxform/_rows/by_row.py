@@ -168,7 +168,7 @@ class ByRow(NamedTuple):
         try:
             marks = owners(init, maps.map_with_path(mark, whole), state)
         except ValueError as error:
-            checks.own_state(state, jax.eval_shape(init, whole))
+            checks.own_state(state, jax.eval_shape(init, self.higher(whole)))
             raise MixedRowsError(
                 "its init and the given state show no state of that table alone"
             ) from error.__cause__

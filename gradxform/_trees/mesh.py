@@ -36,7 +36,7 @@ def sums(
         axes = _varying_axes(flat, names, stacked)
     else:
         given: Any = checks.prefix("axis_name", axis_name, layers, "updates")
-        specs = treedef.flatten_up_to(given)
+        specs = treedef.flatten_up_to(given)  # type: ignore[attr-defined]
         axes = _sharded_axes(flat, specs, stacked)
     whole = _psum([x for _, x in flat], [within for _, within in axes])
     together = _psum(list(map(jnp.sum, whole)), [across for across, _ in axes])

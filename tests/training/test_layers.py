@@ -551,7 +551,7 @@ def test_a_debugger_gets_the_ordinary_step():
 
 def test_a_state_of_another_transformation():
     step = gx.minimize(plain, optax.adam(0.1), layers=["blocks"])
-    with pytest.raises(TypeError, match="state is not that of tx: at .*AdamState"):
+    with pytest.raises(TypeError, match=r"state is not that of tx: at .*AdamState"):
         step(start(), optax.sgd(0.1).init(start()), IDS, Y)
 
 
