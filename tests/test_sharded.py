@@ -362,7 +362,18 @@ def test_specs_that_contradict_the_types():
         sharded(norm, (P(),), P())({"w": jnp.ones(8)})
 
 
-def test_axis_name_of_another_type():
-    norm = functools.partial(gx.global_norm, axis_name={"w": 3})
-    with pytest.raises(TypeError, match=r"PartitionSpec, got 3 for \['w'\]"):
-        sharded(norm, (P("x"),), P())({"w": jnp.ones(8)})
+@pytest.mark.parametrize("given", [3, None])
+def test_axis_name_of_another_type(given):
+    norm = functools.partial(gx.global_norm, axis_name={"a": given, "w": P("x")})
+    with pytest.raises(TypeError, match=rf"PartitionSpec, got {given} for \['a'\]"):
+        sharded(norm, (P("x"),), P())({"a": jnp.ones(8), "w": jnp.ones(8)})
+
+
+def test_specs_from_a_function_of_the_updates():
+    def specs(tree):
+        return jax.tree.map(lambda x: P("x") if x.shape[0] == 2 else P(), tree)
+
+    norm = functools.partial(gx.global_norm, axis_name=specs)
+    norm = sharded(norm, ({"all": P(), "cut": P("x")},), P(), check_vma=False)
+    tree = {"all": jnp.ones(5), "cut": jnp.ones((8, 3))}
+    assert norm(tree) ** 2 == pytest.approx(5 + 8 * 3)

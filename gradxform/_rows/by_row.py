@@ -21,7 +21,7 @@ import optax
 
 from gradxform._rows.boundary import touched
 from gradxform._rows.indexed_slices import IndexedSlices, filled, is_sparse
-from gradxform._trees import dtypes, jaxprs, maps, norms, versions
+from gradxform._trees import checks, dtypes, jaxprs, maps, norms, versions
 from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
 from gradxform._trees.types import Leaf, Path, PyTree, Shape
 from gradxform._trees.versions import Op
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 
 class MixedRowsError(TypeError):
     """The function cannot run on a few rows; the message says what it does."""
+
+
+_OTHER = (
+    "is another one for a table of more rows: a mask or labels may depend on sizes, so "
+    "give them as a tree"
+)
 
 
 class Missing(NamedTuple):
@@ -124,12 +130,18 @@ class ByRow(NamedTuple):
         )
 
     def higher(self, tree: PyTree[Leaf]) -> PyTree[Leaf]:
-        """A tree like the updates, with descriptions of the tables as they grow."""
+        """A tree like the updates, with descriptions of the tables as they grow.
+
+        What has not the rows of its table, as a number for each leaf, stays.
+        """
 
         def describe(path: Path, x: Any) -> Leaf:
-            if (table := self.tables.get(path)) is None:
+            table, shape = self.tables.get(path), np.shape(x)
+            if table is None or len(shape) != len(table.shape):
                 return x
-            shape = Along(table, table.axis).with_rows(np.shape(x), table.grown)
+            if shape[table.axis] != table.shape[table.axis]:
+                return x
+            shape = Along(table, table.axis).with_rows(shape, table.grown)
             return jax.ShapeDtypeStruct(shape, dtypes.dtype_of(x))
 
         return maps.map_with_path(describe, tree)
@@ -147,6 +159,7 @@ class ByRow(NamedTuple):
 
         Raises:
           MixedRowsError: the state of a table has no row for each of its rows.
+          TypeError: it is not the state that ``init`` makes.
         """
 
         def mark(path: Path, p: Leaf) -> Leaf:
@@ -155,6 +168,7 @@ class ByRow(NamedTuple):
         try:
             marks = owners(init, maps.map_with_path(mark, whole), state)
         except ValueError as error:
+            checks.own_state(state, jax.eval_shape(init, self.higher(whole)))
             raise MixedRowsError(
                 "its init and the given state show no state of that table alone"
             ) from error.__cause__
@@ -183,6 +197,8 @@ class ByRow(NamedTuple):
                     )
 
         jax.tree.map_with_path(check, marks, state, is_leaf=is_placeholder)
+        if shapes.keys() != {path for path, _ in jax.tree.leaves_with_path(state)}:
+            raise MixedRowsError(f"its state {_OTHER}")
         return higher
 
     def find(self, shape: Shape, other: Shape) -> Along | None:
@@ -304,10 +320,7 @@ class ByRow(NamedTuple):
         )
         alike = jaxprs.operations(own.jaxpr) == jaxprs.operations(higher.jaxpr)
         if not alike or len(shapes) != len(grown):
-            raise MixedRowsError(
-                "its update is another one for a table of more rows: a mask or labels "
-                "may depend on sizes, so give them as a tree"
-            )
+            raise MixedRowsError(f"its update {_OTHER}")
         for shape, changed in zip(shapes, grown, strict=True):
             if shape != changed:
                 raise MixedRowsError(

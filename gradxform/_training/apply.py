@@ -213,6 +213,8 @@ def training_step(
 ) -> Callable[..., Any]:
     """The step of :func:`minimize`, not yet compiled."""
     checks.transformation("tx", tx)
+    if isinstance(layers, str) or not isinstance(layers, Collection):
+        raise TypeError(f"layers must be a sequence of paths, got {layers!r}.")
     if tables and layers:
         raise TypeError("minimize takes tables or layers, got both. Leave one out.")
     if tables or layers:
@@ -232,7 +234,7 @@ def training_step(
             )
             return loss_fn(merged, *batch)
 
-        if stacked:
+        if stacked and not versions.jit_is_disabled():  # It unrolls each scan.
             result, params, state = layered.step(
                 lambda p: (*loss(p, *batch),) if has_aux else (loss(p, *batch),),
                 tx,

@@ -19,7 +19,15 @@ import optax
 from gradxform._late import gate
 from gradxform._rows.by_row import ByRow, Missing, MixedRowsError, Table
 from gradxform._training import stacks
-from gradxform._trees import checks, compilers, constants, dtypes, maps, versions
+from gradxform._trees import (
+    checks,
+    compilers,
+    constants,
+    dtypes,
+    jaxprs,
+    maps,
+    versions,
+)
 from gradxform._trees.types import Path
 
 if TYPE_CHECKING:
@@ -39,11 +47,8 @@ def paths_of(layers: Collection[str], learning: optax.Params) -> set[Path]:
     """The paths of all leaves that ``layers`` names, also by a tree that they are in.
 
     Raises:
-      TypeError: it is a string.
       ValueError: it names nothing, or nothing that is trainable.
     """
-    if isinstance(layers, str):
-        raise TypeError(f"layers must be a sequence of paths, got {layers!r}.")
     leaves = [(p, checks.path_str(k), k) for k, p in maps.leaves_with_path(learning)]
     found: set[Path] = set()
     for name in layers:
@@ -54,12 +59,12 @@ def paths_of(layers: Collection[str], learning: optax.Params) -> set[Path]:
                 f"layers must name leaves of params, or trees of them, got {name!r}; "
                 f"there are {known}."
             )
-        if all(p is None for p, *_ in inside):
+        if not any(maps.has_gradient(p) for p, *_ in inside):
             raise ValueError(
                 f"layers names {name!r}, which is not trainable, so it gets no "
                 "gradient. Leave it out of layers, or let trainable be True there."
             )
-        found.update(path for p, _, path in inside if p is not None)
+        found.update(path for p, _, path in inside if maps.has_gradient(p))
     return found
 
 
@@ -78,7 +83,7 @@ def step(
     arguments. Returns both results of the loss, new parameters and new state.
     """
     flat, structure = maps.flatten(learning)
-    leaves = {n: p for n, p in enumerate(flat) if p is not None}
+    leaves = {n: p for n, p in enumerate(flat) if maps.has_gradient(p)}
     names = [path for path, _ in maps.leaves_with_path(learning)]
     for n, p in leaves.items():
         if not _is_real(p):
@@ -235,6 +240,8 @@ def _update(
         made = by.found(program.own.jaxpr.outvars, program.higher.jaxpr.outvars)
         if program.structure != structure or made != [found[n] for n in replaced]:
             raise MixedRowsError("its update returns a state of another structure")
+        if jaxprs.calls_host(program.own):
+            raise MixedRowsError("its update has an io_callback, one call for a layer")
 
     def run(args: dict[int, Any], reason: str, has_layers: bool) -> Numbered:
         missing = Missing(reason, is_given=True)

@@ -195,13 +195,23 @@ def split(closed: ClosedJaxpr, numbers: list[int], paths: Mapping[int, str]) -> 
     for i, path in paths.items():
         if i not in scans:
             Stack(i, path).refuse("none does")
-    first, *_ = paths
-    at, _ = scans[first]
+    first, *_ = paths.items()
+    at, _ = scans[first[0]]
     for i, path in paths.items():
         if scans[i][0] != at:
             its, other = (jaxprs.place(jaxpr.eqns[n]) for n in (scans[i][0], at))
-            how = f"{its} goes over it, and {other} over {paths[first]!r}, so one call"
+            how = f"{its} goes over it, and {other} over {first[1]!r}, so one call"
             Stack(i, path).refuse(f"{how} cannot have both as layers")
+    for n, x in zip(numbers, jaxpr.invars, strict=True):
+        aval: Any = x.aval
+        if n in paths and (over := aval.sharding.spec[scans[n][1]]):
+            Stack(n, paths[n]).refuse(f"its layers are sharded over {over!r}")
+    if not jaxpr.eqns[at].params["length"]:
+        Stack(*first).refuse("it has no layer")
+    if jaxprs.calls_host(jaxpr.eqns[at]):
+        # The backward pass would get another result than the forward pass.
+        its = jaxprs.place(jaxpr.eqns[at])
+        Stack(*first).refuse(f"{its} has an io_callback, which would be called twice")
     return Parts(closed, numbers, stacks, at)
 
 

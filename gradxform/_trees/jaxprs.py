@@ -126,7 +126,7 @@ def is_proportional(jaxpr: Jaxpr) -> bool:
         return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < 128
 
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "custom_lin":
+        if eqn.primitive.name == Op.CUSTOM_LIN:
             return False
         types: list[Any] = [x.aval for x in eqn.outvars]
         if any(is_narrow(getattr(t, "dtype", np.bool)) for t in types):
@@ -135,6 +135,11 @@ def is_proportional(jaxpr: Jaxpr) -> bool:
         if not all(map(is_proportional, inside)):
             return False
     return True
+
+
+def calls_host(program: ClosedJaxpr | JaxprEqn) -> bool:
+    """Whether an ``io_callback`` is in it: each run of it may give another result."""
+    return not {"IO", "OrderedIO"}.isdisjoint(map(str, program.effects))
 
 
 def place(eqn: JaxprEqn) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,8 @@ def sums(
     if (names := _given_names(axis_name)) is not None:
         axes = _varying_axes(flat, names, stacked)
     else:
-        specs = jax.tree.leaves(
-            checks.prefix("axis_name", axis_name, layers, "updates")
-        )
+        given: Any = checks.prefix("axis_name", axis_name, layers, "updates")
+        specs = treedef.flatten_up_to(given)  # type: ignore[attr-defined]
         axes = _sharded_axes(flat, specs, stacked)
     whole = _psum([x for _, x in flat], [within for _, within in axes])
     together = _psum(list(map(jnp.sum, whole)), [across for across, _ in axes])

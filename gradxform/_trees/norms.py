@@ -101,7 +101,8 @@ def squared_norms(
             squares[i] = rows[number]
     layers = jax.tree.unflatten(treedef, squares)
     if axis_name is not None:
-        layers, terms = mesh.sums(layers, axis_name, stacked)
+        names = maps.prefix_of(axis_name, updates)
+        layers, terms = mesh.sums(layers, names, stacked)
     return layers, total(terms)
 
 
@@ -131,7 +132,8 @@ def products(
     layers = maps.map_updates(product, updates, others, depths, squares)
     terms = jax.tree.leaves(layers)
     if axis_name is not None:
-        layers, terms = mesh.sums(layers, axis_name, jax.tree.leaves(depths))
+        names = maps.prefix_of(axis_name, updates)
+        layers, terms = mesh.sums(layers, names, jax.tree.leaves(depths))
     return layers, total(terms)
 
 

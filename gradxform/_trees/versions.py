@@ -19,6 +19,7 @@ class Op(enum.StrEnum):
     COND = "cond"
     COPY = "copy"
     CUSTOM_JVP = "custom_jvp_call"
+    CUSTOM_LIN = "custom_lin"  # A rule of `custom_vjp`, in the linear jaxpr of a vjp.
     DOT = "dot_general"
     DYNAMIC_SLICE = "dynamic_slice"
     GATHER = "gather"

@@ -1,6 +1,7 @@
 """``minimize(layers=...)`` is the ordinary step, and keeps no gradients of layers."""
 
 import functools
+import itertools
 
 import chex
 import flax.linen as nn
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -246,6 +248,19 @@ def test_an_update_gets_the_loss_and_extra_arguments():
     check(plain, optax.chain(tx, optax.sgd(0.1)), extra={"worker_params": start()})
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (WIDTH,)])
+def test_an_extra_argument_has_other_shapes(shape):
+    """It is a tree like the parameters, but without layers."""
+
+    def update(updates, state, params=None, *, factors):
+        return jax.tree.map(lambda g, f: -g * f, updates, factors), state
+
+    tx = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    factors = {name: jnp.array(0.1) for name in ("emb", "bias", "head", "gain")}
+    factors |= {"blocks": {"w": jnp.full(shape, 0.1), "b": jnp.full(shape, 0.2)}}
+    check(plain, tx, extra={"factors": factors})
+
+
 def test_aux_comes_last():
     def with_aux(params, ids, y):
         return tied(params, ids, y), {"n": ids.sum(), "x": params["emb"][ids]}
@@ -263,6 +278,20 @@ def test_frozen_leaves_stay():
 def test_no_leaf_but_layers_learns():
     learns = {name: name == "blocks" for name in start()}
     check(tied, optax.adamw(1e-2), trainable=learns)
+
+
+def test_a_masked_node_stays():
+    """It is no parameter, also inside of the layers."""
+
+    def make():
+        params = start() | {"n": optax.MaskedNode()}
+        return params | {"blocks": params["blocks"] | {"n": optax.MaskedNode()}}
+
+    def loss_fn(p, ids, y):
+        assert isinstance(p["n"], optax.MaskedNode)
+        return plain(p, ids, y)
+
+    check(loss_fn, optax.adamw(1e-2), make)
 
 
 @pytest.mark.parametrize(
@@ -388,6 +417,23 @@ def test_sharded_parameters(name, kind, in_context):
         check(loss_fn, OPTIMIZERS[name], make, *batch, rtol=1e-5)
 
 
+def test_sharded_layers(in_context):
+    """On explicit axes no device can take one of them."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    bias = jax.device_put(start()["bias"], NamedSharding(mesh, P("data")))
+
+    def loss_fn(p):
+        bias = jax.sharding.reshard(p["bias"], NamedSharding(mesh, P()))
+        return jax.lax.scan(lambda c, w: (c + w.sum(), None), 0.0, bias)[0]
+
+    params = {"bias": bias}
+    with in_context(mesh):
+        step = gx.minimize(loss_fn, optax.sgd(0.1), layers=["bias"])
+        message = "'bias' is one of .* its layers are sharded over 'data'"
+        with pytest.raises(ValueError, match=message):
+            step(params, optax.sgd(0.1).init(params))
+
+
 def test_in_shard_map():
     mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,))
     tx = optax.adamw(1e-2)
@@ -426,6 +472,13 @@ def loss_of(use):
         return tied(p, ids, y) + use(p)
 
     return loss_fn
+
+
+def from_host():
+    """Another number at each call."""
+    numbers = itertools.count(1.0)
+    get = functools.partial(next, numbers)
+    return io_callback(lambda: np.float32(get()), jax.ShapeDtypeStruct((), "float32"))
 
 
 @pytest.mark.parametrize(
@@ -472,6 +525,13 @@ def loss_of(use):
             "'blocks/w' is one of layers, .* but it is used by 'reshape'",
         ),
         (loss_of(lambda p: 0.0), ("blocks", "head"), "'head' is one of layers"),
+        (
+            lambda p, ids, y: jax.lax.scan(
+                lambda c, w: (c + from_host() * w.sum(), None), 0.0, p["bias"]
+            )[0],
+            ("bias",),
+            r"'bias' is one of layers, .* but 'scan' .*test_layers.py.* has an io_call",
+        ),
     ],
 )
 def test_a_stack_that_is_read_in_another_way(loss_fn, layers, message):
@@ -482,6 +542,17 @@ def test_a_stack_that_is_read_in_another_way(loss_fn, layers, message):
     with pytest.raises(ValueError, match=message):
         step(params, state, IDS, Y)
     jax.block_until_ready(params)  # Nothing is lost.
+
+
+def test_a_debugger_gets_the_ordinary_step():
+    with jax.disable_jit():
+        check(plain, optax.sgd(0.1))
+
+
+def test_a_state_of_another_transformation():
+    step = gx.minimize(plain, optax.adam(0.1), layers=["blocks"])
+    with pytest.raises(TypeError, match=r"state is not that of tx: at .*AdamState"):
+        step(start(), optax.sgd(0.1).init(start()), IDS, Y)
 
 
 def test_two_scans():
@@ -521,9 +592,21 @@ def test_what_is_named_learns():
     step = gx.minimize(tied, optax.sgd(0.1), trainable=learns, layers=["blocks"])
     with pytest.raises(ValueError, match="'blocks', which is not trainable"):
         step(start(), optax.sgd(0.1).init(start()), IDS, Y)
-    step = gx.minimize(tied, optax.sgd(0.1), layers="blocks")
-    with pytest.raises(TypeError, match="sequence of paths, got 'blocks'"):
-        step(start(), optax.sgd(0.1).init(start()), IDS, Y)
+    for layers in ("blocks", None, (x for x in ["blocks"])):
+        with pytest.raises(TypeError, match=r"layers must be a sequence of paths, got"):
+            gx.minimize(tied, optax.sgd(0.1), layers=layers)
+
+
+def test_no_layer():
+    params = jax.tree.map(lambda x: x[:0], start()) | {"head": start()["head"]}
+    params |= {"emb": start()["emb"], "gain": start()["gain"]}
+    step = gx.minimize(plain, optax.sgd(0.1), layers=["blocks"])
+    with pytest.raises(ValueError, match=r"'blocks/b' is one of .* it has no layer"):
+        step(params, optax.sgd(0.1).init(params), IDS, Y)
+
+
+def by_size(params):
+    return jax.tree.map(lambda p: "m" if p.size > 2 * LAYERS * WIDTH else "n", params)
 
 
 @pytest.mark.parametrize(
@@ -535,6 +618,11 @@ def test_what_is_named_learns():
             "after the last layer, by ",
         ),
         (optax.adafactor(0.1, min_dim_size_to_factor=4), r"v_row\['blocks'\]\['b'\]"),
+        (
+            optax.partition({"m": optax.adam(0.1), "n": optax.sgd(0.1)}, by_size),
+            "its state is another one for a table of more rows: a mask or labels",
+        ),
+        (optax.stateless(lambda u, _: optax.tree.scale(from_host(), u)), "io_callback"),
         (optax.noisy_sgd(0.1, key=jax.random.key(0)), "'random_bits'"),
         (gx.novograd(0.1), r"nu\['blocks'\]\['b'\] of ScaleByNovogradState"),
         (optax.flatten(optax.adam(0.1)), r"\[0\].mu of ScaleByAdamState"),
