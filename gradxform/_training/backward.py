@@ -31,7 +31,7 @@ def value_and_sums(
     *,
     has_aux: bool,
 ) -> tuple[Any, optax.Updates, PyTree[bool]] | None:
-    """The loss, and gradients, some of which are in the sum of a gate already.
+    """The loss and its gradients. Some are in the sum of a gate already.
 
     The first two are as from ``jax.value_and_grad``, but all gradients are times
     ``weight``. Where the third is True, the gradient is the sum of the gate ``tx`` with

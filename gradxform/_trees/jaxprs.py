@@ -69,7 +69,7 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same, with the inside of each ``jit`` in its place."""
 
     def rule(name: str, inputs: Sequence[Any], eqn: JaxprEqn) -> list[Any] | None:
-        if name != versions.Op.JIT:
+        if name != Op.JIT:
             return None
         inside = eqn.params["jaxpr"]
         return run(inside.jaxpr, [*inside.consts, *inputs], rule)

@@ -114,7 +114,7 @@ def check_parts(
 
 
 def as_own(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """``x`` with the type of what each device of these axes has for itself.
+    """``x`` with the type of an array that may differ on each device of these axes.
 
     Only ``shard_map`` has such a type; elsewhere it keeps its own.
     """

@@ -40,13 +40,21 @@ def whole_batch(held=HELD):
 
 
 def own(tree, axis="data"):
-    """What each device has for itself, so that ``jax.grad`` adds nothing up."""
+    """The tree as varying over the axis. So ``jax.grad`` adds nothing up."""
     return jax.tree.map(lambda x: versions.to_varying(x, [axis]), tree)
 
 
 def on_devices(f, check=True, axis_types=(AxisType.Auto,), **kwargs):
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types)
     return jax.jit(jax.shard_map(f, mesh=mesh, check_vma=check, **kwargs))
+
+
+def stepped(tx, grads, state, params, how, **extra):
+    """New parameters and state, by one call or by two."""
+    if how == "apply":
+        return gx.apply_gradients(tx, grads, state, params, **extra)
+    updates, state = tx.update(grads, state, params, **extra)
+    return gx.apply_updates(params, updates), state
 
 
 def train(tx, params, batches, *, check=True, before=own, how="apply", **extra):
@@ -58,10 +66,7 @@ def train(tx, params, batches, *, check=True, before=own, how="apply", **extra):
         seen = before(params) if check else params
         grads = jax.grad(loss_fn)(seen, *batch)
         given = {name: f(*batch) for name, f in extra.items()}
-        if how == "apply":
-            return gx.apply_gradients(tx, grads, state, params, **given), None
-        updates, state = tx.update(grads, state, params, **given)
-        return (gx.apply_updates(params, updates), state), None
+        return stepped(tx, grads, state, params, how, **given), None
 
     (params, state), _ = jax.lax.scan(push, (params, state), batches)
     return params, state.inner_state, state.global_step, state[2]
@@ -104,7 +109,7 @@ def reduced_before(params):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_gradients_that_are_summed_already_stay_right(reduction):
-    """That of ``b`` is the sum over devices of what each one has."""
+    """The gradient of ``b`` is added up over the devices."""
     tx = gx.accumulate(optax.sgd(0.5), 4, axis_name=("data",), reduction=reduction)
     held = np.ones_like(HELD)
     step = on_devices(functools.partial(train, tx, before=reduced_before), **SPECS)
@@ -251,10 +256,7 @@ def explicit_step(tx, how="apply", names=("w",), **extra):
         }
         grads = jax.grad(loss_fn)(seen, *batch)
         given = {name: f(*batch) for name, f in extra.items()}
-        if how == "apply":
-            return gx.apply_gradients(tx, grads, state, params, **given), None
-        updates, state = tx.update(grads, state, params, **given)
-        return (gx.apply_updates(params, updates), state), None
+        return stepped(tx, grads, state, params, how, **given), None
 
     return jax.jit(lambda p, s, batches: jax.lax.scan(push, (p, s), batches)[0])
 

@@ -58,7 +58,7 @@ def plain(p, ids, y):
 
 
 def tied(p, ids, y):
-    """Carries of a tree, further inputs and results, one of which is in the loss."""
+    """Carries of a tree, further inputs, and two results. One is in the loss."""
 
     @jax.checkpoint
     def body(carry, each):
