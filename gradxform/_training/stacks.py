@@ -96,10 +96,15 @@ class Parts(NamedTuple):
         return self.scan.params["reverse"]
 
     @property
+    def scanned(self) -> list[Stack | None]:
+        """The stack of each input of the scan; None for an input that is no stack."""
+        atoms = self.scan.invars
+        return [self.stacks.get(x) if _is_variable(x) else None for x in atoms]
+
+    @property
     def axes(self) -> dict[int, int]:
         """The axis of the layers of each stack, by its number."""
-        found = [self.stacks.get(x) for x in self.scan.invars if _is_variable(x)]
-        return {stack.number: stack.axis() for stack in found if stack}
+        return {stack.number: stack.axis() for stack in self.scanned if stack}
 
     def inputs(self, env: Mapping[Var, jax.Array]) -> list[jax.Array | None]:
         """The inputs of the scan; None for stacks."""
@@ -154,11 +159,10 @@ class Parts(NamedTuple):
 
         ``inputs`` are those of the scan's body, and None for layers of stacks.
         """
-        body, atoms = self.scan.params["jaxpr"], self.scan.invars
-        found = [self.stacks.get(x) if _is_variable(x) else None for x in atoms]
+        body = self.scan.params["jaxpr"]
         inputs = [
             x if stack is None else stack.layer(rows[stack.number])
-            for stack, x in zip(found, inputs, strict=True)
+            for stack, x in zip(self.scanned, inputs, strict=True)
         ]
         return jaxprs.run(body.jaxpr, [*body.consts, *inputs])
 
