@@ -1,0 +1,246 @@
+"""The largest transformer that one chip trains, by its compiler.
+
+``python -m benchmarks.largest --target v5e:2x2`` compiles whole steps, and runs none.
+Like ``benchmarks.compilers`` it needs libtpu, or for ``--target h100`` CUDA's JAX. The
+layers of the transformer are scanned, with width 2,048 and ``jax.checkpoint``. A batch
+is one sequence of 1,024 tokens. A training gets as many layers as fit: the compiler of
+a TPU refuses a program that needs more than the chip has, and says how much it needs.
+
+- parameters: in billions.
+- chip GiB: what the step needs on the chip: parameters, state and temporaries.
+- host GiB: what it keeps in the host's memory.
+- move s: the time in which this comes to the chip and goes back, at 16, 32 and 64 GB/s,
+  one after the other. A link that moves in both directions at once takes half of it.
+- free from: the tokens of a step whose arithmetic takes as long, at each of these
+  rates, on a chip that does half of its bfloat16 peak. A token takes 8 operations for
+  each parameter: 2 forward, 2 again since layers are computed again, and 4 backward.
+- sequence GiB: what each further sequence of a batch keeps, the inputs of all layers.
+
+``--json FILE`` adds the trainings that a file of this target lacks, each when it is
+known. ``--draw OUT FILE`` draws such a file: ``OUT-light.svg`` and ``OUT-dark.svg``.
+"""
+
+import functools
+import json
+import math
+import pathlib
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import gradxform as gx
+from benchmarks.compilers import mesh, placed
+from benchmarks.measure import arguments, report
+from benchmarks.models import next_tokens, size, transformer
+from benchmarks.plot import WIDTH, save
+
+LENGTH, MODEL = 1024, {"width": 2048, "vocabulary": 8192}
+
+
+class Chip(NamedTuple):
+    """What a program may use of its memory, in GiB, and its peak in bfloat16."""
+
+    title: str
+    memory: float
+    peak: float
+
+
+CHIPS = {
+    "v5e:2x2": Chip("TPU v5e, 16 GB", 15.75, 197e12),
+    "v6e:2x2": Chip("TPU v6e, 32 GB", 31.25, 918e12),
+    "h100": Chip("NVIDIA H100, 80 GB", 80e9 / 2**30, 989e12),
+}
+
+
+class Training(NamedTuple):
+    """A transformation, the dtype of the parameters, and how the step is made."""
+
+    tx: optax.GradientTransformation
+    dtype: str = "float32"
+    layers: tuple[str, ...] = ()
+    on_host: bool = False
+
+
+LAYERS = ("layers",)
+ADAMW = optax.adamw(1e-3)
+MASTER = gx.master_weights(ADAMW)
+SEVEN_BYTES = gx.master_weights(
+    # A stack of norms has one scale for all layers.
+    gx.low_bit_state(ADAMW, keep=lambda path: "norm" in path),
+    residual_dtype="int8",
+)
+TRAININGS = {
+    "optax.adamw": Training(ADAMW),
+    "layers": Training(ADAMW, layers=LAYERS),
+    "layers, state on the host": Training(ADAMW, layers=LAYERS, on_host=True),
+    "optax.adamw, small steps lost": Training(ADAMW, "bfloat16"),
+    "layers, small steps lost": Training(ADAMW, "bfloat16", LAYERS),
+    "8 bits of state": Training(SEVEN_BYTES, "bfloat16"),
+    "8 bits of state, layers": Training(SEVEN_BYTES, "bfloat16", LAYERS),
+    "all bits of float32, layers, state on the host": Training(
+        MASTER, "bfloat16", LAYERS, on_host=True
+    ),
+}
+
+
+def is_large(x):
+    """Whether ``gx.on_host`` would move it."""
+    return x.size >= 2**16
+
+
+def hosted(tree):
+    """Shapes that lie where ``gx.on_host`` puts such arrays."""
+
+    def host(x):
+        where = x.sharding.with_memory_kind("pinned_host")
+        return x.update(sharding=where) if is_large(x) else x
+
+    return jax.tree.map(host, tree)
+
+
+def shapes(training, layers, chip):
+    """Parameters and state of a training with so many layers, on a chip."""
+    params = transformer(layers, **MODEL, dtype=jnp.dtype(training.dtype))
+    params = placed(params, chip)
+    state = placed(jax.eval_shape(training.tx.init, params), chip)
+    return params, hosted(state) if training.on_host else state
+
+
+def lower(training, layers, chip):
+    """The step of a training with so many layers."""
+    tokens = placed(jax.ShapeDtypeStruct((1, LENGTH), jnp.int32), chip)
+    step = gx.minimize(next_tokens, training.tx, layers=training.layers)
+    return step.lower(*shapes(training, layers, chip), tokens)
+
+
+REFUSED = re.compile(r"\(([\d.]+)G\) exceeds available HBM")
+
+
+def needed(lowered):
+    """GiB that a step needs on the chip, and on the host if it is compiled."""
+    try:
+        memory = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        refused = REFUSED.search(str(error))
+        if not refused:
+            raise
+        return float(refused[1]), None
+    host = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
+    return memory.peak_memory_in_bytes / 2**30, host / 2**30
+
+
+def largest(need: Callable[[int], float], memory, first):
+    """The largest number for which ``need`` is at most ``memory``.
+
+    ``need`` is nearly a line, so the search is along the line through two points. It
+    begins with ``first`` and more. There a refusal comes within seconds, and a program
+    that fits takes a minute.
+    """
+    seen = {n: need(n) for n in (first, first + first // 8 + 1)}
+    while True:
+        fits = [n for n in seen if seen[n] <= memory]
+        others = [n for n in seen if seen[n] > memory]
+        low, high = max(fits, default=0), min(others, default=math.inf)
+        if low + 1 == high:
+            return low
+        a, b = sorted(seen, key=lambda n: abs(seen[n] - memory))[:2]
+        slope = (seen[b] - seen[a]) / (b - a)
+        guess = a + math.floor((memory - seen[a]) / slope)
+        # Where both neighbours are not known yet, the larger one is refused sooner.
+        guess += guess == low
+        n = max(low + 1, min(guess, high - 1))
+        seen[n] = need(n)
+
+
+def row(name, training, target):
+    """The line of the table for a training on a chip."""
+    chip, devices = CHIPS[target], mesh(target)
+
+    @functools.cache
+    def need(layers):
+        return needed(lower(training, layers, devices))
+
+    # So many layers fill the chip without temporaries.
+    few = jax.tree.leaves(shapes(training, 8, devices))
+    on_chip = [x for x in few if x.sharding.memory_kind != "pinned_host"]
+    first = math.floor(8 * chip.memory * 2**30 / size(on_chip))
+    layers = largest(lambda n: need(n)[0], chip.memory, first)
+    on_chip, on_host = need(layers)
+    model = jax.tree.leaves(transformer(layers, **MODEL))
+    parameters = sum(x.size for x in model)
+    itemsize = jnp.dtype(training.dtype).itemsize
+    seconds = [2 * on_host * 2**30 / rate for rate in (16e9, 32e9, 64e9)]
+    tokens = [s * chip.peak / 2 / (8 * parameters) for s in seconds]
+    sequence = layers * LENGTH * MODEL["width"] * itemsize / 2**30
+    return {
+        "name": name,
+        "dtype": training.dtype,
+        "layers": layers,
+        "parameters": round(parameters / 1e9, 2),
+        "chip GiB": round(on_chip, 2),
+        "host GiB": round(on_host, 2),
+        "move s": ", ".join(f"{s:.2f}" for s in seconds) if on_host else "",
+        "free from": ", ".join(f"{n:,.0f}" for n in tokens) if on_host else "",
+        "sequence GiB": round(sequence, 3),
+    }
+
+
+def draw(results, theme):
+    """The figure: a bar for each training, its name above it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((WIDTH, 4.4), layout="constrained")
+    ax = figure.subplots()
+    place, before = 0.0, None
+    for line in results["rows"]:
+        dtype, name = line["dtype"], line["name"]
+        if dtype != before:
+            place += 0.5
+            ax.annotate(
+                f"parameters in {dtype}", (0, place), weight="bold", va="center"
+            )
+            place += 0.8
+        colour = theme["gx"] if "optax" not in name else theme["keras"]
+        ax.annotate(name, (0, place), va="center")
+        ax.barh(place + 0.6, line["parameters"], color=colour, height=0.5)
+        at = line["parameters"], place + 0.6
+        ax.annotate(f" {line['parameters']:.1f} billion", at, va="center")
+        place, before = place + 1.4, dtype
+    ax.set_title(f"The largest model that fits: {results['title']}", fontsize=11)
+    ax.set_xlim(0, 1.25 * max(line["parameters"] for line in results["rows"]))
+    ax.set_ylim(place - 0.3, 0)
+    ax.grid(visible=False)
+    ax.set_axis_off()
+    return figure
+
+
+def main():
+    """Prints the table of a target, or draws one."""
+    parser = arguments(__doc__)
+    parser.add_argument("--target", default="v5e:2x2", choices=CHIPS)
+    parser.add_argument("--only", nargs="+", default=TRAININGS, choices=TRAININGS)
+    parser.add_argument("--draw", nargs=2, type=pathlib.Path, metavar=("OUT", "FILE"))
+    options = parser.parse_args()
+    if options.draw:
+        out, file = options.draw
+        results = json.loads(file.read_text())
+        save(lambda theme: draw(results, theme), out, 9)
+        return
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    path, rows = options.json, []
+    if path and path.exists():
+        rows = json.loads(path.read_text())["rows"]
+    known = {line["name"]: line for line in rows}
+    for name, training in TRAININGS.items():
+        if name in options.only and name not in known:
+            known[name] = row(name, training, options.target)
+            rows = [known[name] for name in TRAININGS if name in known]
+            report(CHIPS[options.target].title, rows, path)
+
+
+if __name__ == "__main__":
+    main()
