@@ -24,6 +24,7 @@ from gradxform._trees import (
     compilers,
     constants,
     dtypes,
+    host,
     jaxprs,
     maps,
     versions,
@@ -171,7 +172,7 @@ def _forward(
                 merged = [real.get(k, x) for k, x in enumerate(given)]
                 return _divided(loss.layer(rows, merged))[0]
 
-            rows = {n: _row(wholes[n], i, axis) for n, axis in axes.items()}
+            rows = {n: host.layer(wholes[n], i, axis) for n, axis in axes.items()}
             _, pull = jax.vjp(f, rows, {k: given[k] for k in real})
             of_rows, of_given = pull(of_carry | of_ys)
             sums = {k: total + of_given[k] for k, total in sums.items()}
@@ -233,6 +234,11 @@ def _update(
         )
         found = by.found(leaves, maps.leaves(higher))
         along = {n: x for n, x in enumerate(found) if x}
+        leaves = [
+            x if n in along and host.has_layers(x, along[n].axis) else host.brought(x)
+            for n, x in enumerate(leaves)
+        ]
+        args = maps.structure(args).unflatten(leaves)
         of_grads = range(first, first + len(maps.leaves(learning)))
         given = {n: x for n, x in enumerate(leaves) if n in along or n in of_grads}
         given = {n: x for n, x in given.items() if maps.has_gradient(x)}
@@ -256,12 +262,13 @@ def _update(
         return new
 
     def of_layer(i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
-        args = {n: _row(wholes.get(n, leaves[n]), i, x.axis) for n, x in along.items()}
+        args = {
+            n: host.layer(wholes.get(n, leaves[n]), i, x.axis) for n, x in along.items()
+        }
         args |= {n: grads.get(n - first, x) for n, x in args.items() if n in of_grads}
         new = compilers.together(run(args, _LATER, has_layers=True))
         return {
-            n: jax.lax.dynamic_update_slice_in_dim(x, new[n], i, along[n].axis)
-            for n, x in wholes.items()
+            n: host.with_layer(x, new[n], i, along[n].axis) for n, x in wholes.items()
         }
 
     def of_others(
@@ -269,7 +276,8 @@ def _update(
     ) -> tuple[optax.Params, optax.OptState]:
         args = {first + n: g for n, g in grads.items()}
         new = wholes | run(args, _GONE, has_layers=False)
-        return jax.tree.unflatten(structure, [new[n] for n in replaced])
+        new_trees = jax.tree.unflatten(structure, [new[n] for n in replaced])
+        return host.put_back(new_trees, (params, state))
 
     return {n: leaves[n] for n in replaced if n in along}, of_layer, of_others
 
@@ -300,6 +308,3 @@ def _explained(by: ByRow) -> Iterator[None]:
             "scalars."
         ) from error.__cause__
 
-
-def _row(x: Any, i: jax.Array, axis: int) -> jax.Array:  # A leaf with layers.
-    return jax.lax.dynamic_slice_in_dim(x, i, 1, axis)
