@@ -81,25 +81,10 @@ TRAININGS = {
     "layers, small steps lost": Training(ADAMW, "bfloat16", LAYERS),
     "8 bits of state": Training(SEVEN_BYTES, "bfloat16"),
     "8 bits of state, layers": Training(SEVEN_BYTES, "bfloat16", LAYERS),
-    "all bits of float32, layers, state on the host": Training(
+    "master weights, layers, state on the host": Training(
         MASTER, "bfloat16", LAYERS, on_host=True
     ),
 }
-
-
-def is_large(x):
-    """Whether ``gx.on_host`` would move it."""
-    return x.size >= 2**16
-
-
-def hosted(tree):
-    """Shapes that lie where ``gx.on_host`` puts such arrays."""
-
-    def host(x):
-        where = x.sharding.with_memory_kind("pinned_host")
-        return x.update(sharding=where) if is_large(x) else x
-
-    return jax.tree.map(host, tree)
 
 
 def shapes(training, layers, chip):
@@ -107,7 +92,7 @@ def shapes(training, layers, chip):
     params = transformer(layers, **MODEL, dtype=jnp.dtype(training.dtype))
     params = placed(params, chip)
     state = placed(jax.eval_shape(training.tx.init, params), chip)
-    return params, hosted(state) if training.on_host else state
+    return params, gx.on_host(state) if training.on_host else state
 
 
 def lower(training, layers, chip):
@@ -117,20 +102,22 @@ def lower(training, layers, chip):
     return step.lower(*shapes(training, layers, chip), tokens)
 
 
-REFUSED = re.compile(r"\(([\d.]+)G\) exceeds available HBM")
+# The two ways in which the compiler of a TPU says what a program would need.
+REFUSED = re.compile(r"\(([\d.]+)G\) exceeds available HBM|Used ([\d.]+)G of")
 
 
-def needed(lowered):
+def needed(lowered, memory):
     """GiB that a step needs on the chip, and on the host if it is compiled."""
     try:
-        memory = lowered.compile().memory_analysis()
+        found = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         refused = REFUSED.search(str(error))
         if not refused:
             raise
-        return float(refused[1]), None
-    host = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
-    return memory.peak_memory_in_bytes / 2**30, host / 2**30
+        # The number is rounded.
+        return max(float(refused[1] or refused[2]), memory + 0.005), None
+    host = found.host_argument_size_in_bytes + found.host_temp_size_in_bytes
+    return found.peak_memory_in_bytes / 2**30, host / 2**30
 
 
 def largest(need: Callable[[int], float], memory, first):
@@ -162,7 +149,7 @@ def row(name, training, target):
 
     @functools.cache
     def need(layers):
-        return needed(lower(training, layers, devices))
+        return needed(lower(training, layers, devices), chip.memory)
 
     # So many layers fill the chip without temporaries.
     few = jax.tree.leaves(shapes(training, 8, devices))

@@ -14,7 +14,7 @@ import pytest
 
 import gradxform as gx
 from benchmarks import compile as compile_benchmark
-from benchmarks import measure, models, step
+from benchmarks import largest, measure, models, step
 from benchmarks.__main__ import main, programs
 from benchmarks.models import small_leaves, tree
 
@@ -92,6 +92,21 @@ def test_a_report_reads_back(tmp_path, capsys):
     assert {"date", "device"} <= set(read)
     printed = capsys.readouterr().out.splitlines()
     assert printed[:2] == ["a title", "name  min ms  speed"]
+
+
+@pytest.mark.parametrize("first", [3, 17, 40, 300])
+@pytest.mark.parametrize("memory", [1.0, 15.75, 80.0])
+def test_the_search_ends_at_the_largest_that_fits(memory, first):
+    """Memory grows with layers by uneven amounts, as a compiler counts it."""
+    asked = []
+
+    def need(n):
+        asked.append(n)
+        return 0.3 + 0.81 * n + 0.2 * (n % 3 == 0)
+
+    found = largest.largest(need, memory, first)
+    assert found == max(n for n in range(400) if n == 0 or need(n) <= memory)
+    assert len(asked) - 399 <= 8  # Each costs a minute.
 
 
 INSTALLED = [
