@@ -1,0 +1,25 @@
+"""How many parameters one chip of 16 GB holds, as its compiler says."""
+
+import pytest
+
+pytest.importorskip("libtpu", reason="needs the TPU compiler: pip install -e '.[tpu]'")
+
+from benchmarks import largest
+from benchmarks.compilers import mesh
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("layers, state on the host", 2.4),
+        ("master weights, layers, state on the host", 6.5),
+    ],
+)
+def test_one_chip_holds_a_large_model(name, billions):
+    chip, training = mesh("v5e:2x2"), largest.TRAININGS[name]
+    layers = round(billions * 1e9 / (12 * largest.MODEL["width"] ** 2))
+    on_chip, on_host = largest.needed(largest.lower(training, layers, chip), 15.75)
+    assert on_chip <= 15.75
+    assert on_host > 6 * billions  # GiB; bytes of state for each parameter.
