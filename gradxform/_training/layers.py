@@ -307,4 +307,3 @@ def _explained(by: ByRow) -> Iterator[None]:
             "them a transformation whose update of a layer reads only that layer and "
             "scalars."
         ) from error.__cause__
-
