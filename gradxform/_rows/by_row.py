@@ -320,8 +320,10 @@ class ByRow(NamedTuple):
                 return f(*jax.tree.unflatten(treedef, filled))
 
         def trace(shape_of: Callable[[int], Shape]) -> tuple[ClosedJaxpr, Any]:
+            here = jax.memory.Space.Device  # Rows are brought there.
             types = {
-                i: jax.typeof(x).update(shape=shape_of(i)) for i, x in given.items()
+                i: jax.typeof(x).update(shape=shape_of(i), memory_space=here)
+                for i, x in given.items()
             }
             return jax.make_jaxpr(call, return_shape=True)(types)
 

@@ -33,6 +33,7 @@ from gradxform._trees import (
     compilers,
     constants,
     dtypes,
+    host,
     jaxprs,
     maps,
     versions,
@@ -122,7 +123,7 @@ def step(
     if two_passes:
         update, after = update.after_first_pass(backward, after)
     wholes, grads, _ = backward(update.wholes | after, update.of_layer)
-    params, state = update.of_others(wholes, grads)
+    params, state = host.put_back(update.of_others(wholes, grads), (params, state))
     return jax.tree.unflatten(jax.tree.structure(shapes), results), params, state
 
 
@@ -186,7 +187,7 @@ def _forward(
                 merged = [real.get(k, x) for k, x in enumerate(given)]
                 return _divided(loss.layer(rows, merged))[0]
 
-            rows = {n: compilers.row(wholes[n], i, axis) for n, axis in axes.items()}
+            rows = {n: host.layer(wholes[n], i, axis) for n, axis in axes.items()}
             _, pull = jax.vjp(f, rows, {k: given[k] for k in real})
             of_rows, of_given = pull(of_carry | of_ys)
             sums = {k: total + of_given[k] for k, total in sums.items()}
@@ -273,6 +274,13 @@ class _Update:
             )
             found = by.found(leaves, maps.leaves(higher))
             along = {n: x for n, x in enumerate(found) if x}
+            leaves = [
+                x
+                if n in along and host.has_layers(x, along[n].axis)
+                else host.brought(x)
+                for n, x in enumerate(leaves)
+            ]
+            args = jax.tree.unflatten(maps.structure(args), leaves)
             grads = range(first, first + len(maps.leaves(learning)))
             given = {n: x for n, x in enumerate(leaves) if n in along or n in grads}
             given = {n: x for n, x in given.items() if maps.has_gradient(x)}
@@ -312,7 +320,7 @@ class _Update:
     def rows(self, i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
         """The arguments of layer ``i``."""
         every = {**dict(enumerate(self.leaves)), **wholes}
-        args = {n: compilers.row(every[n], i, x.axis) for n, x in self.along.items()}
+        args = {n: host.layer(every[n], i, x.axis) for n, x in self.along.items()}
         return args | self.gradients(grads)
 
     def gradients(self, grads: Numbered) -> Numbered:
@@ -326,7 +334,7 @@ class _Update:
         args = self.rows(i, wholes, grads)
         new = compilers.together(self.there(args, _LATER, has_layers=True))
         wholes = {
-            n: jax.lax.dynamic_update_slice_in_dim(x, new[n], i, self.along[n].axis)
+            n: host.with_layer(x, new[n], i, self.along[n].axis)
             for n, x in wholes.items()
         }
         return wholes, None
