@@ -62,10 +62,12 @@ class Training(NamedTuple):
     tx: optax.GradientTransformation
     dtype: str = "float32"
     layers: tuple[str, ...] = ()
+    two_passes: bool = False
     on_host: bool = False
 
 
 LAYERS = ("layers",)
+CLIP = gx.clip_by_global_norm(1.0)
 ADAMW = optax.adamw(1e-3)
 MASTER = gx.master_weights(ADAMW)
 SEVEN_BYTES = gx.master_weights(
@@ -76,6 +78,9 @@ SEVEN_BYTES = gx.master_weights(
 TRAININGS = {
     "optax.adamw": Training(ADAMW),
     "layers": Training(ADAMW, layers=LAYERS),
+    "layers, a clip in two passes": Training(
+        optax.chain(CLIP, ADAMW), layers=LAYERS, two_passes=True
+    ),
     "layers, state on the host": Training(ADAMW, layers=LAYERS, on_host=True),
     "optax.adamw, small steps lost": Training(ADAMW, "bfloat16"),
     "layers, small steps lost": Training(ADAMW, "bfloat16", LAYERS),
@@ -98,7 +103,9 @@ def shapes(training, layers, chip):
 def lower(training, layers, chip):
     """The step of a training with so many layers."""
     tokens = placed(jax.ShapeDtypeStruct((1, LENGTH), jnp.int32), chip)
-    step = gx.minimize(next_tokens, training.tx, layers=training.layers)
+    step = gx.minimize(
+        next_tokens, training.tx, layers=training.layers, two_passes=training.two_passes
+    )
     return step.lower(*shapes(training, layers, chip), tokens)
 
 
