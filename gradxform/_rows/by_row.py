@@ -64,15 +64,17 @@ class Table(NamedTuple):
     Attributes:
       shape: that of the whole table.
       grown: its number of rows in the second trace.
-      gradient: its summed gradient. None stands for a stack: one row is there, and no
+      gradient: its summed gradient. None stands for a stack: one layer is there, and no
         operation may add up rows.
       axis: along which it has rows.
+      group: how many rows a layer of a stack has.
     """
 
     shape: Shape
     grown: int
     gradient: IndexedSlices | None = None
     axis: int = 0
+    group: int = 1
 
     @property
     def is_stack(self) -> bool:
@@ -87,7 +89,7 @@ class Table(NamedTuple):
     @property
     def given(self) -> int:
         """The number of rows that are there."""
-        return 1 if self.gradient is None else len(self.gradient.indices)
+        return self.group if self.gradient is None else len(self.gradient.indices)
 
 
 class Along(NamedTuple):

@@ -101,11 +101,13 @@ def step(
     loss = stacks.split(closed, list(leaves), named)
     results, after, backward = _forward(loss, leaves)
     tables = {
-        names[n]: Table(jnp.shape(leaves[n]), loss.length + 1, None, axis)
+        names[n]: Table(shape, rows + 1, None, axis, rows // loss.length)
         for n, axis in loss.axes.items()
+        for shape in [jnp.shape(leaves[n])]
+        for rows in [shape[axis]]
     }
     wholes, of_layer, of_others = _update(
-        tx, ByRow(tables), learning, params, state, extra_of(results[0])
+        tx, ByRow(tables), loss.length, learning, params, state, extra_of(results[0])
     )
     params, state = of_others(*backward(wholes | after, of_layer))
     return jax.tree.unflatten(jax.tree.structure(shapes), results), params, state
@@ -140,7 +142,10 @@ def _forward(
 
     def layer(held: Any, x: Any) -> tuple[Any, Any]:
         (carry, wholes), (i, scanned) = held, x
-        both = {n: compilers.layer(wholes[n], i, axis) for n, axis in axes.items()}
+        both = {
+            n: compilers.layer(wholes[n], i, loss.length, axis)
+            for n, axis in axes.items()
+        }
         rows = {n: row for n, (row, _) in both.items()}
         results = loss.layer(rows, [*inputs[:num_consts], *carry, *scanned])
         wholes = {n: whole for n, (_, whole) in both.items()}
@@ -171,7 +176,10 @@ def _forward(
                 merged = [real.get(k, x) for k, x in enumerate(given)]
                 return _divided(loss.layer(rows, merged))[0]
 
-            rows = {n: _row(wholes[n], i, axis) for n, axis in axes.items()}
+            rows = {
+                n: compilers.part(wholes[n], i, loss.length, axis)
+                for n, axis in axes.items()
+            }
             _, pull = jax.vjp(f, rows, {k: given[k] for k in real})
             of_rows, of_given = pull(of_carry | of_ys)
             sums = {k: total + of_given[k] for k, total in sums.items()}
@@ -205,6 +213,7 @@ def _forward(
 def _update(
     tx: optax.GradientTransformation,
     by: ByRow,
+    number: int,
     learning: optax.Params,
     params: optax.Params,
     state: optax.OptState,
@@ -212,7 +221,7 @@ def _update(
 ) -> tuple[Numbered, _OfLayer, _OfOthers]:
     """Traces a step: the arrays that have layers, and the step of one and of the rest.
 
-    Numbers count the leaves of parameters, state, gradients and extra arguments.
+    ``number`` is that of the layers. Numbers count the leaves of parameters, state, gradients and extra arguments.
     """
 
     def whole(params: Any, state: Any, grads: Any, extra: Any) -> tuple[Any, Any]:
@@ -256,11 +265,14 @@ def _update(
         return new
 
     def of_layer(i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
-        args = {n: _row(wholes.get(n, leaves[n]), i, x.axis) for n, x in along.items()}
+        args = {
+            n: compilers.part(wholes.get(n, leaves[n]), i, number, x.axis)
+            for n, x in along.items()
+        }
         args |= {n: grads.get(n - first, x) for n, x in args.items() if n in of_grads}
         new = compilers.together(run(args, _LATER, has_layers=True))
         return {
-            n: jax.lax.dynamic_update_slice_in_dim(x, new[n], i, along[n].axis)
+            n: compilers.with_part(x, new[n], i, along[n].axis)
             for n, x in wholes.items()
         }
 
@@ -299,7 +311,3 @@ def _explained(by: ByRow) -> Iterator[None]:
             "them a transformation whose update of a layer reads only that layer and "
             "scalars."
         ) from error.__cause__
-
-
-def _row(x: Any, i: jax.Array, axis: int) -> jax.Array:  # A leaf with layers.
-    return jax.lax.dynamic_slice_in_dim(x, i, 1, axis)

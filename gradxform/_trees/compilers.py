@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -104,19 +104,33 @@ def together(arrays: T) -> T:
     return jax.lax.optimization_barrier(arrays)
 
 
-def layer(x: jax.Array, i: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Layer ``i`` of a stack, an axis of length 1, and the stack for the next layers.
+def part(x: Any, i: jax.Array, number: int, axis: int) -> jax.Array:  # An array.
+    """Part ``i`` of ``number`` equal ones along an axis."""
+    size = x.shape[axis] // number
+    return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis)
+
+
+def with_part(x: jax.Array, part: jax.Array, i: jax.Array, axis: int) -> jax.Array:
+    """``x`` with another part ``i``."""
+    at = i * part.shape[axis]
+    return jax.lax.dynamic_update_slice_in_dim(x, part, at, axis)
+
+
+def layer(
+    x: jax.Array, i: jax.Array, number: int, axis: int
+) -> tuple[jax.Array, jax.Array]:
+    """Layer ``i`` of a stack, and the stack for the next layers.
 
     For TPU a layer in float32 is written back as it is. If a loop left the stack alone,
     the compiler would cast all of it to bfloat16 in front of the loop: 0.5 N.
     """
 
     def read(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.lax.dynamic_slice_in_dim(x, i, 1, axis), x
+        return part(x, i, number, axis), x
 
     def written_back(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         row = together(read(x, i)[0])
-        return row, jax.lax.dynamic_update_slice_in_dim(x, row, i, axis)
+        return row, with_part(x, row, i, axis)
 
     return (on_tpu(written_back, read) if x.dtype == jnp.float32 else read)(x, i)
 

@@ -96,6 +96,19 @@ def nested(p, ids, y):
     )
 
 
+def grouped(p, ids, y):
+    """A scan over groups of two layers, each of which has a scan of its own."""
+    w = {"w": p["blocks"]["w"].reshape(2, -1), "b": p["blocks"]["b"]}
+    w["b"] = w["b"].T.astype(jnp.bfloat16).T.reshape(2, -1, WIDTH)
+
+    @jax.checkpoint
+    def outer(x, w):
+        w = {"w": w["w"].reshape(-1, WIDTH, WIDTH), "b": w["b"].astype(jnp.float32)}
+        return jax.lax.scan(lambda x, w: (layer(p, x, w), None), x, w)[0], None
+
+    return error(jax.lax.scan(outer, p["emb"][ids], w)[0], p, y)
+
+
 def unrolled(p, ids, y):
     w = p["blocks"] | {"twice": p["blocks"]["w"].astype(jnp.float32)}
 
@@ -105,7 +118,7 @@ def unrolled(p, ids, y):
     return error(jax.lax.scan(body, p["emb"][ids], w, unroll=2)[0], p, y)
 
 
-LOSSES = [plain, tied, reverse, nested, unrolled]
+LOSSES = [plain, tied, reverse, nested, grouped, unrolled]
 
 
 def train(loss_fn, tx, params, *batch, steps=4, extra=None, **how):
@@ -519,7 +532,7 @@ def from_host():
             lambda p, ids, y: jax.lax.scan(
                 lambda c, w: (c + w.sum(), None),
                 0.0,
-                p["blocks"]["w"].reshape(2, 2, WIDTH, WIDTH),
+                p["blocks"]["w"].reshape(-1, WIDTH),
             )[0],
             ("blocks/w",),
             "'blocks/w' is one of layers, .* but it is used by 'reshape'",
