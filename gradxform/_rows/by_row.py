@@ -34,12 +34,6 @@ class MixedRowsError(TypeError):
     """The function cannot run on a few rows; the message says what it does."""
 
 
-_OTHER = (
-    "is another one for a table of more rows: a mask or labels may depend on sizes, so "
-    "give them as a tree"
-)
-
-
 class Missing(NamedTuple):
     """A value that is not there, and why.
 
@@ -87,6 +81,11 @@ class Table(NamedTuple):
         return max(self.shape[self.axis], 1)
 
     @property
+    def layers(self) -> int:
+        """The number of layers of a stack."""
+        return self.height // self.group
+
+    @property
     def given(self) -> int:
         """The number of rows that are there."""
         return self.group if self.gradient is None else len(self.gradient.indices)
@@ -113,9 +112,27 @@ class Program(NamedTuple):
 
 
 class ByRow(NamedTuple):
-    """The tables of a step, by their paths."""
+    """The tables of a step, by their paths.
+
+    Attributes:
+      tables: the tables, or stacks.
+      row: what messages call a row.
+      table: what they call a table.
+    """
 
     tables: dict[Path, Table]
+    row: str = "row"
+    table: str = "table"
+
+    def depends_on_size(self, what: str) -> NoReturn:
+        raise MixedRowsError(
+            f"its {what} is another one for a {self.table} of more {self.row}s: a mask "
+            "or labels may depend on sizes, so give them as a tree"
+        )
+
+    def mixes(self, eqn: JaxprEqn) -> NoReturn:
+        place = jaxprs.place(eqn)
+        raise MixedRowsError(f"its update may mix {self.row}s, by {place}")
 
     @classmethod
     def of(cls, updates: optax.Updates) -> ByRow:
@@ -172,7 +189,7 @@ class ByRow(NamedTuple):
         except ValueError as error:
             checks.own_state(state, jax.eval_shape(init, self.higher(whole)))
             raise MixedRowsError(
-                "its init and the given state show no state of that table alone"
+                f"its init and the given state show no state of that {self.table} alone"
             ) from error.__cause__
         higher = jax.eval_shape(init, self.higher(whole))
         paths = (path for path, _ in maps.leaves_with_path(state))
@@ -193,14 +210,15 @@ class ByRow(NamedTuple):
                 reason = refused.get("".join(kinds[:1]))
                 if reason or not fits:
                     where = " of ".join([jax.tree_util.keystr(path), *kinds[-1:]])
-                    reason = reason or "has no row for each row of the table"
+                    row, table = self.row, self.table
+                    reason = reason or f"has no {row} for each {row} of the {table}"
                     raise MixedRowsError(
                         f"the state {where}, of shape {list(shape)}, {reason}"
                     )
 
         jax.tree.map_with_path(check, marks, state, is_leaf=is_placeholder)
         if shapes.keys() != {path for path, _ in jax.tree.leaves_with_path(state)}:
-            raise MixedRowsError(f"its state {_OTHER}")
+            self.depends_on_size("state")
         return higher
 
     def find(self, shape: Shape, other: Shape) -> Along | None:
@@ -296,7 +314,9 @@ class ByRow(NamedTuple):
         try:
             higher_program, _ = trace(shapes.__getitem__)
         except Exception as error:
-            raise MixedRowsError("its update fails for a table of more rows") from error
+            raise MixedRowsError(
+                f"its update fails for a {self.table} of more {self.row}s"
+            ) from error
         return Program(program, higher_program, jax.tree.structure(results))
 
     def found(self, arrays: Sequence[Any], others: Sequence[Any]) -> list[Along | None]:
@@ -322,12 +342,12 @@ class ByRow(NamedTuple):
         )
         alike = jaxprs.operations(own.jaxpr) == jaxprs.operations(higher.jaxpr)
         if not alike or len(shapes) != len(grown):
-            raise MixedRowsError(f"its update {_OTHER}")
+            self.depends_on_size("update")
         for shape, changed in zip(shapes, grown, strict=True):
             if shape != changed:
                 raise MixedRowsError(
                     f"its update has a constant of shape {list(shape)}, which depends "
-                    "on the number of rows: use jax.numpy, as in jnp.zeros"
+                    f"on the number of {self.row}s: use jax.numpy, as in jnp.zeros"
                 )
         args = *own.consts, *args
         return jaxprs.run(own.jaxpr, args, self.apply, higher.jaxpr)
@@ -357,7 +377,7 @@ class ByRow(NamedTuple):
             tables = self.found(eqn.invars, higher.invars)
             made = self.found(eqn.outvars, higher.outvars)
         except LookupError:
-            _refuse(eqn)
+            self.mixes(eqn)
         if all(a is None for a in (*tables, *made)) and not _missing(inputs):
             return None
         if name == Op.JIT:
@@ -374,15 +394,15 @@ class ByRow(NamedTuple):
             shape = _shape(eqn.outvars[0])
             (along,) = made
             if along is None or not _keeps_order(name, eqn, tables[0], along):
-                _refuse(eqn)
+                self.mixes(eqn)
             shape = along.with_rows(shape, along.table.given)
             eqn = eqn.replace(params=params | {versions.OF_SHAPE[name]: shape})
         elif name == Op.DOT:
             contracted, _ = params["dimension_numbers"]
-            _check_alone(eqn, tables, contracted)
+            self.check_alone(eqn, tables, contracted)
             inputs = [_filled(*pair, 0) for pair in zip(tables, inputs, strict=True)]
         elif name in versions.REDUCTIONS:
-            _check_alone(eqn, tables, [params["axes"]])
+            self.check_alone(eqn, tables, [params["axes"]])
             if tables[0] is not None and 0 in params["axes"]:
                 # Without rows it is the number that changes no result: 0 for a sum.
                 (nothing,) = versions.evaluate(eqn, [inputs[0][:0]])
@@ -391,8 +411,16 @@ class ByRow(NamedTuple):
         elif name not in versions.ELEMENTWISE | {Op.TRANSPOSE} and not (
             name in versions.SAME_VALUES and tables[0] and tables[0].table.is_stack
         ):
-            _refuse(eqn)
+            self.mixes(eqn)
         return versions.evaluate(eqn, inputs)
+
+    def check_alone(
+        self, eqn: JaxprEqn, tables: list[Along | None], axes: Sequence[Sequence[int]]
+    ) -> None:
+        """Raises if an equation adds up layers."""
+        for along, gone in zip(tables, axes, strict=True):
+            if along and along.table.is_stack and along.axis in gone:
+                self.mixes(eqn)
 
     def switch(
         self,
@@ -465,15 +493,6 @@ def _filled(along: Along | None, x: jax.Array, fill: Any) -> jax.Array:
     return x if g is None else filled(g, x, fill)
 
 
-def _check_alone(
-    eqn: JaxprEqn, tables: list[Along | None], axes: Sequence[Sequence[int]]
-) -> None:
-    """Raises if an equation adds up layers."""
-    for along, gone in zip(tables, axes, strict=True):
-        if along and along.table.is_stack and along.axis in gone:
-            _refuse(eqn)
-
-
 def _keeps_order(name: str, eqn: JaxprEqn, before: Along | None, after: Along) -> bool:
     """Whether the entries of each row are those of the same row before, in order."""
     if name == Op.RANDOM_BITS:  # Each layer would get the same bits.
@@ -505,7 +524,3 @@ def _derivative(eqn: JaxprEqn) -> ClosedJaxpr:
 def _is_real(x: jax.Array) -> bool:
     """Whether it has a derivative: integers have none."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _refuse(eqn: JaxprEqn) -> NoReturn:
-    raise MixedRowsError(f"its update may mix rows, by {jaxprs.place(eqn)}")

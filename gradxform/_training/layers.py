@@ -106,8 +106,9 @@ def step(
         for shape in [jnp.shape(leaves[n])]
         for rows in [shape[axis]]
     }
+    by = ByRow(tables, "layer", "stack")
     wholes, of_layer, of_others = _update(
-        tx, ByRow(tables), loss.length, learning, params, state, extra_of(results[0])
+        tx, by, learning, params, state, extra_of(results[0])
     )
     params, state = of_others(*backward(wholes | after, of_layer))
     return jax.tree.unflatten(jax.tree.structure(shapes), results), params, state
@@ -213,7 +214,6 @@ def _forward(
 def _update(
     tx: optax.GradientTransformation,
     by: ByRow,
-    number: int,
     learning: optax.Params,
     params: optax.Params,
     state: optax.OptState,
@@ -221,7 +221,7 @@ def _update(
 ) -> tuple[Numbered, _OfLayer, _OfOthers]:
     """Traces a step: the arrays that have layers, and the step of one and of the rest.
 
-    ``number`` is that of the layers. Numbers count the leaves of parameters, state, gradients and extra arguments.
+    Numbers count the leaves of parameters, state, gradients and extra arguments.
     """
 
     def whole(params: Any, state: Any, grads: Any, extra: Any) -> tuple[Any, Any]:
@@ -266,7 +266,7 @@ def _update(
 
     def of_layer(i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
         args = {
-            n: compilers.part(wholes.get(n, leaves[n]), i, number, x.axis)
+            n: compilers.part(wholes.get(n, leaves[n]), i, x.table.layers, x.axis)
             for n, x in along.items()
         }
         args |= {n: grads.get(n - first, x) for n, x in args.items() if n in of_grads}
@@ -307,7 +307,6 @@ def _explained(by: ByRow) -> Iterator[None]:
         names = ", ".join(map(checks.path_str, by.tables))
         raise TypeError(
             f"minimize(layers=...) runs the transformation layer by layer on {names}, "
-            f"as on the rows of tables, but {error}. Leave them out of layers, or give "
-            "them a transformation whose update of a layer reads only that layer and "
-            "scalars."
+            f"but {error}. Leave them out of layers, or give them a transformation "
+            "whose update of a layer reads only that layer and scalars."
         ) from error.__cause__

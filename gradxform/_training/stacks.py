@@ -71,11 +71,11 @@ class Stack(NamedTuple):
     def layer(self, rows: jax.Array) -> jax.Array:
         """A layer of the variable, from its rows of the stack."""
         for eqn, axis in zip(self.made_by, self.axes()[1:], strict=True):
+            params = eqn.params
             if eqn.primitive.name == Op.RESHAPE:
-                shape = list(eqn.params["new_sizes"])
-                shape[axis] = 1
-                eqn = eqn.replace(params=eqn.params | {"new_sizes": tuple(shape)})
-            (rows,) = versions.evaluate(eqn, [rows])
+                sizes = params["new_sizes"]
+                params = params | {"new_sizes": (*sizes[:axis], 1, *sizes[axis + 1 :])}
+            (rows,) = versions.evaluate(eqn.replace(params=params), [rows])
         return jnp.squeeze(rows, 0)
 
     def refuse(self, how: str) -> NoReturn:
@@ -236,8 +236,9 @@ def split(closed: ClosedJaxpr, numbers: list[int], paths: Mapping[int, str]) -> 
 
 
 def _divided(eqn: JaxprEqn, axis: int) -> int | None:
-    """The axis that a ``reshape`` divides into parts along ``axis``, if it does."""
-    shape, made = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    """The axis of the input whose equal parts lie along an axis of a ``reshape``."""
+    types: list[Any] = [eqn.invars[0].aval, eqn.outvars[0].aval]
+    shape, made = (x.shape for x in types)
     in_front = math.prod(made[:axis])
     for before in reversed(range(len(shape))):
         if math.prod(shape[:before]) == in_front and not shape[before] % max(
