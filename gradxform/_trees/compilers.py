@@ -99,9 +99,10 @@ def together(arrays: T) -> T:
 
     A layer that is written into the array that it was read from has to be known first.
     Otherwise the compiler for CPU computes it within the loop that writes, from a copy
-    of the whole array: 2.6 N instead of 0.2 N.
+    of the whole array: 2.6 N instead of 0.2 N. The compiler for TPU writes each array
+    of a layer as soon as it is known, so it keeps fewer of them: 0.25 N and not 0.4 N.
     """
-    return jax.lax.optimization_barrier(arrays)
+    return on_tpu(lambda x: x, jax.lax.optimization_barrier)(arrays)
 
 
 def part(x: Any, i: jax.Array, number: int, axis: int) -> jax.Array:  # An array.
@@ -129,7 +130,7 @@ def layer(
         return part(x, i, number, axis), x
 
     def written_back(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        row = together(read(x, i)[0])
+        row = jax.lax.optimization_barrier(read(x, i)[0])
         return row, with_part(x, row, i, axis)
 
     return (on_tpu(written_back, read) if x.dtype == jnp.float32 else read)(x, i)
