@@ -70,11 +70,7 @@ LAYERS = ("layers",)
 CLIP = gx.clip_by_global_norm(1.0)
 ADAMW = optax.adamw(1e-3)
 MASTER = gx.master_weights(ADAMW)
-SEVEN_BYTES = gx.master_weights(
-    # A stack of norms has one scale for all layers.
-    gx.low_bit_state(ADAMW, keep=lambda path: "norm" in path),
-    residual_dtype="int8",
-)
+SEVEN_BYTES = gx.master_weights(gx.low_bit_state(ADAMW), residual_dtype="int8")
 TRAININGS = {
     "optax.adamw": Training(ADAMW),
     "layers": Training(ADAMW, layers=LAYERS),
