@@ -655,8 +655,10 @@ OTHER_WAYS = {
     "abs": "abs(t)",
     "broadcast_in_dim": "jax.vmap(lambda t: t[i])(t[None])",
     "scatter": "t.at[i].set(0)",
-    "scan": "jax.lax.scan(lambda c, i: (c, gx.lookup(t, i)), 0, i)",
-    "cond": "jax.lax.cond(i[0] > 0, lambda: gx.lookup(t, i), lambda: x[:1])",
+    "scan": "jax.lax.scan(lambda c, i: (c, gx.lookup(t, i)), 0, i) | "
+    "jax.lax.map(lambda i: t[i], i)",
+    "cond": "jax.lax.cond(i[0] > 0, lambda: gx.lookup(t, i), lambda: x[:1]) | "
+    "jax.lax.cond(True, lambda: t[i], lambda: t[i])",
     "mul|neg": "jax.checkpoint(lambda t: t * 2)(t) | jax.checkpoint(lambda: -t)()",
     "custom_jvp_call": "jax.nn.relu(t) | t[i][0, 0] * jax.nn.relu(t)",
     "": "t | t.astype(int) | jax.jit(lambda t: t)(t) | {'model': [t]}",
