@@ -299,25 +299,6 @@ def test_tx_receives_the_value_of_the_loss_unless_it_is_given(extra, expected):
     np.testing.assert_allclose(state, expected, rtol=1e-6)
 
 
-def temporaries(height, tables, row_wise):
-    tx = chain(row_wise=row_wise)
-    params = model() | {"emb": jax.ShapeDtypeStruct((height, 2), jnp.float32)}
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    state = jax.eval_shape(tx.init, shapes)
-    step = gx.minimize(model_loss, tx, trainable=learning(True), tables=tables)
-    compiled = step.lower(shapes, state, IDS).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.figures
-@pytest.mark.parametrize("row_wise", [False, True])
-def test_temporaries_do_not_grow_with_the_table(row_wise):
-    small = temporaries(1_000, ["emb"], row_wise)
-    large = temporaries(1_000_000, ["emb"], row_wise)
-    assert large == pytest.approx(small, rel=0.01)
-    assert temporaries(1_000_000, (), row_wise) > 1_000_000 * 2 * 4
-
-
 # Eight devices hold eight rows each, and a batch has repetitions and padding.
 TALL = {"emb": jnp.float32(RNG.standard_normal((64, 4))), "w": jnp.ones(4)}
 SPECS = {"emb": P("x", None), "w": P()}

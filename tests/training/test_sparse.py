@@ -307,17 +307,21 @@ def test_a_server_refuses_rows_that_do_not_fit(table, error, message):
 # What the compiler says.
 
 
-def compile_step(tx, height, rows=256, width=16, **extra):
+def compile_step(tx, height, dtype="float32", rows=256, width=16, **extra):
     def step(params, state, indices, values):
         grads = {"t": gx.IndexedSlices(indices, values, (height, width))}
         return gx.apply_gradients(tx, grads, state, params, **extra)
 
-    params = {"t": jax.ShapeDtypeStruct((height, width), jnp.float32)}
+    params = {"t": jax.ShapeDtypeStruct((height, width), dtype)}
     indices = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    values = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    of_rows = "float32" if dtype == "int8" else dtype
+    values = jax.ShapeDtypeStruct((rows, width), of_rows)
     state = jax.eval_shape(tx.init, params)
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, indices, values)
     return lowered.compile().memory_analysis()
+
+
+NARROW = gx.adagrad(0.1, accumulator_dtype="bfloat16")
 
 
 @pytest.mark.figures
@@ -331,12 +335,18 @@ def compile_step(tx, height, rows=256, width=16, **extra):
         (CHAINS["row_wise"], {}),
         (gx.ftrl(0.1, l1_regularization_strength=1.0), {}),
         (gx.drop_stale(CHAINS["clip"], 1), {"local_step": 0}),
+        (CHAINS["adagrad"], {"dtype": "bfloat16"}),
+        (CHAINS["adagrad"], {"dtype": "float16"}),
+        (NARROW, {}),
+        (NARROW, {"dtype": "int8"}),
     ],
 )
 def test_temporaries_do_not_grow_with_the_table(tx, extra):
     low, high = (compile_step(tx, h, **extra) for h in (10_000, 1_000_000))
     assert high.temp_size_in_bytes <= 1.01 * low.temp_size_in_bytes
     assert low.temp_size_in_bytes < 1_000_000  # The tables: 640,000 and 64 million.
+    # Table and state are updated in place.
+    assert high.alias_size_in_bytes > 0.99 * high.argument_size_in_bytes
 
 
 def test_rows_of_each_device_inside_shard_map_over_some_of_the_axes():
