@@ -335,58 +335,6 @@ def test_a_number_may_become_infinite(residual_dtype):
     np.testing.assert_array_equal(gx.get_master_weights(params, state), np.inf)
 
 
-def digits_loss(params, images, labels):
-    hidden = jax.nn.relu(images @ params["w1"] + params["b1"])
-    logits = hidden @ params["w2"] + params["b2"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-LEARN = {
-    "adamw": lambda: optax.adamw(3e-3),
-    "lion": lambda: optax.lion(1e-3),
-    "momentum": lambda: optax.sgd(0.1, 0.9),
-    "novograd": lambda: gx.novograd(0.02),
-    "adagrad": lambda: gx.adagrad(0.05),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LEARN)
-def test_with_a_state_in_8_bits_handwritten_digits_are_learned_as_in_float32(name):
-    datasets = pytest.importorskip("sklearn.datasets")
-    images, labels = datasets.load_digits(return_X_y=True)
-    images, labels = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
-    rng = np.random.default_rng(0)
-    params = {
-        "w1": jnp.asarray(rng.normal(size=(64, 64)) / 8, jnp.float32),
-        "b1": jnp.zeros(64),
-        "w2": jnp.asarray(rng.normal(size=(64, 10)) / 8, jnp.float32),
-        "b2": jnp.zeros(10),
-    }
-    batches = jnp.asarray(rng.integers(0, len(images), (200, 64)))
-
-    def loss_and_bytes(tx):
-        def step(carry, batch):
-            params, state = carry
-            grads = jax.grad(digits_loss)(params, images[batch], labels[batch])
-            return gx.apply_gradients(tx, grads, state, params), None
-
-        @jax.jit
-        def train(carry):
-            (params, state), _ = jax.lax.scan(step, carry, batches)
-            return digits_loss(params, images, labels), state
-
-        loss, state = train((params, tx.init(params)))
-        return loss, sum(x.nbytes for x in jax.tree.leaves(state))
-
-    full, whole = loss_and_bytes(LEARN[name]())
-    low, part = loss_and_bytes(gx.low_bit_state(LEARN[name](), min_size=64))
-    assert full < 0.5 < digits_loss(params, images, labels)
-    np.testing.assert_allclose(low, full, rtol=0.1)
-    assert low != full
-    assert part < 0.3 * whole
-
-
 def test_a_state_with_blocks_along_another_axis_goes_on():
     """A state knows its blocks, so other settings do not read it as another one."""
     params = {"w": jnp.ones((64, 96))}
