@@ -64,11 +64,13 @@ def in_range(
     if isinstance(value, jax.core.Tracer):
         return value
     given = value
-    if type(value) is int and abs(value) > np.iinfo(np.int32).max:
+    of_numpy = isinstance(value, np.generic | np.ndarray) and value.ndim == 0
+    number = value.item() if of_numpy else value
+    if type(number) is int and abs(number) > np.iinfo(np.int32).max:
         try:
-            value = float(value)
+            value = float(number)
         except OverflowError:
-            value = math.inf if value > 0 else -math.inf
+            value = math.inf if number > 0 else -math.inf
     array = np.asarray(value)
     if array.shape or not is_real(array):
         raise TypeError(f"{name} must be a real scalar in {interval}, got {value!r}.")
