@@ -212,35 +212,6 @@ def haikus_checkpoint(height):
     return whole.apply, whole.init(jax.random.key(0), IDS)
 
 
-def equinoxs_checkpoint(height):
-    keys = jax.random.split(jax.random.key(0), 4)
-    model = eqx.nn.Sequential(
-        [eqx.nn.Embedding(height, 16, key=keys[0])]
-        + 3 * [eqx.nn.Linear(16, 16, key=keys[1]), eqx.nn.Lambda(jnp.sin)]
-    )
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-
-    def loss(params, ids):
-        model = eqx.combine(params, static)
-        return jnp.sum(jax.vmap(eqx.filter_checkpoint(model))(ids))
-
-    return loss, params
-
-
-def jaxs_checkpoint(height):
-    keys = jax.random.split(jax.random.key(0), 2)
-    params = [jax.random.normal(keys[0], (height, 16)), jnp.eye(16) / 2]
-
-    @jax.checkpoint
-    def loss(params, ids):
-        rows = params[0][ids]
-        for _ in range(3):
-            rows = jnp.sin(rows @ params[1])
-        return jnp.sum(rows)
-
-    return loss, params
-
-
 def checkpoints(jaxpr):
     """The equations of a program that compute again what was not saved."""
     for eqn in jaxpr.eqns:
@@ -263,13 +234,7 @@ def program(make, height):
 
 WITH_CHECKPOINTS = pytest.mark.parametrize(
     "make",
-    [
-        jaxs_checkpoint,
-        nnxs_checkpoint,
-        linens_checkpoint,
-        haikus_checkpoint,
-        equinoxs_checkpoint,
-    ],
+    [nnxs_checkpoint, linens_checkpoint, haikus_checkpoint],
 )
 
 

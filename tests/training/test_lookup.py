@@ -139,7 +139,10 @@ def test_ids_on_the_axis_that_cuts_the_table(types, spec, batch, in_context):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("types", "specs", "compiled", "in_context"),
-    pairwise(TYPES, [(P(), None), (P(), P("x")), (P("x", None), None)]),
+    pairwise(
+        TYPES,
+        [(P(), None), (P(), P("x")), (P("x", None), None), (P("x", None), P("x"))],
+    ),
     indirect=["in_context"],
     ids=str,
 )
