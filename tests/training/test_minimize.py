@@ -419,27 +419,6 @@ def test_gradients_of_parts_of_a_batch_lie_side_by_side():
 SPARSE_STEP = gx.minimize(tall_loss, chain(), tables=["emb"], donate=False)
 
 
-@pytest.mark.parametrize(
-    ("axis_type", "table", "ids"),
-    [
-        (AxisType.Auto, P("x", None), P()),
-        (AxisType.Auto, P("x", None), P("x")),
-        (AxisType.Auto, P(), P("x")),
-        (AxisType.Explicit, P(), P()),
-        (AxisType.Explicit, P(), P("x")),
-        (AxisType.Explicit, P("x", None), P()),
-    ],
-    ids=str,
-)
-def test_sharded_arrays(axis_type, table, ids, in_context):
-    on = functools.partial(NamedSharding, mesh(axis_type))
-    with in_context(mesh(axis_type)):
-        params = jax.device_put(TALL, {"emb": on(table), "w": on(P())})
-        put = functools.partial(jax.device_put, device=on(ids))
-        params = check_training(SPARSE_STEP, params, chain().init(params), put)
-    assert params["emb"].sharding.is_equivalent_to(on(table), 2)
-
-
 def test_a_table_sharded_by_rows_is_not_gathered():
     on = functools.partial(NamedSharding, mesh(AxisType.Auto))
     params = jax.device_put(TALL, jax.tree.map(on, SPECS))
