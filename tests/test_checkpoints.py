@@ -177,25 +177,6 @@ def test_a_sharded_run_resumes_on_its_own_mesh_and_on_others(a_run):
         chex.assert_trees_all_close(jax.device_get(got), expected, rtol=tol, atol=tol)
 
 
-@pytest.mark.slow
-def test_an_accumulator_resumes_half_full(tmp_path):
-    tx = gx.conditional_accumulator(optax.sgd(1.0), 2, reduction="row_mean")
-    table = jnp.zeros((3, 1))
-
-    def push(now, rows, values):
-        grads = gx.IndexedSlices(rows, jnp.array(values)[:, None], table.shape)
-        params, state = now
-        return gx.apply_gradients(tx, grads, state, params, local_step=0)
-
-    save(tmp_path / "checkpoint", push((table, tx.init(table)), [0], [1.0]))
-    params, state = restore(tmp_path / "checkpoint", (table, tx.init(table)))
-    assert state.num_accumulated == 1
-    assert state.row_counts.tolist() == [1, 0, 0]
-    params, state = push((params, state), [0, 1], [3.0, 5.0])
-    assert params.ravel().tolist() == [-2.0, -5.0, 0.0]  # (1 + 3) / 2, 5 / 1
-    assert (state.global_step, state.num_accumulated) == (1, 0)
-
-
 def adopt(fresh, theirs):
     """optax's state as ours, which has the same leaves in the same order."""
     pairs = zip(jax.tree.leaves(theirs), jax.tree.leaves(fresh), strict=True)

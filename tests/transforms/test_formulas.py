@@ -142,6 +142,39 @@ def test_novograd(novograd, name):
         agree(optax.tree.get(state, "nu"), nu)
 
 
+# With the smallest and the largest activation that is allowed, and one between them.
+DELAYED = [
+    {"num_delay": n, "b1": b1, "activation": np.float32(part / n)}
+    for n, b1, part in (
+        (1, 0.9, 0),
+        (1, 0.0, 1),
+        (2, 0.5, 0),
+        (2, 0.9, 1),
+        (3, 0.3, 0.7),
+        (4, 0.99, 1),
+        (7, 0.9, 0.4),
+    )
+]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*DELAYED, DELAYED[4] | {"learning_rate": schedule}],
+    ids=describe,
+)
+def delayed_nesterov(request):
+    return Rule("delayed_nesterov", request.param)
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_delayed_nesterov(delayed_nesterov, name):
+    num_delay = delayed_nesterov.options["num_delay"]
+    for t, (params, state, (p, mu, _)) in enumerate(delayed_nesterov.play(name), 1):
+        agree(params, p)
+        agree(optax.tree.get(state, "mu"), mu)
+        assert {*map(int, state[0].count.values())} == {t % num_delay}
+
+
 @pytest.mark.parametrize("alias", [gx.adagrad, gx.novograd])
 def test_the_norm_before_clipping_is_in_the_state(alias):
     (grads,) = sequence(2, steps=1)

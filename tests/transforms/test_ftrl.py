@@ -21,21 +21,30 @@ def gradients(rng, shape):
     return g
 
 
-@pytest.mark.parametrize("clip", [{}, {"clipvalue": 2.0}, {"global_clipnorm": 9.0}])
+HOLDING = {
+    "ftrl": gx.ftrl(0.3, **HELD),
+    "clipvalue": gx.ftrl(0.3, **HELD, clipvalue=2.0),
+    "global_clipnorm": gx.ftrl(0.3, **HELD, global_clipnorm=9.0),
+    "gated": gx.drop_stale(gx.ftrl(0.3, **HELD), max_staleness=0),
+    "proximal_adagrad": gx.proximal_adagrad(0.3, **HELD),
+}
+
+
+@pytest.mark.parametrize("name", HOLDING)
 @pytest.mark.parametrize("of_gradients", DTYPES)
 @pytest.mark.parametrize("of_params", DTYPES)
-def test_l1_holds_weights_at_exactly_zero(of_params, of_gradients, clip):
-    rng = np.random.default_rng(0)
-    tx = gx.drop_stale(gx.ftrl(0.3, **HELD, **clip), max_staleness=0)
+def test_l1_holds_weights_at_exactly_zero(of_params, of_gradients, name):
+    rng, is_ftrl = np.random.default_rng(0), name != "proximal_adagrad"
     w = jnp.asarray(0.3 * rng.standard_normal(64), of_params)
-    state = tx.init(w)
-    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    state = HOLDING[name].init(w)
+    step = jax.jit(functools.partial(gx.apply_gradients, HOLDING[name]))
     for t in range(5):
-        g = jnp.asarray(gradients(rng, 64), of_gradients)
-        w, state = step(g, state, w, local_step=t)
-        # From the first step on, also if gradients have less precision than weights.
+        g = jnp.asarray(gradients(rng, 64), of_gradients) * (1 if is_ftrl else 3)
+        w, state = step(g, state, w, **{"local_step": t} if name == "gated" else {})
         assert w.dtype == of_params
-        assert np.all(np.asarray(w[32:]) == 0)
+        if is_ftrl:  # From the first step on, also if gradients have less precision.
+            assert np.all(np.asarray(w[32:]) == 0)
+    assert np.all(np.asarray(w[32:]) == 0)
     assert np.all(np.asarray(w[:32], np.float32) > 0)
 
 
@@ -174,20 +183,6 @@ def test_a_traced_power_gives_the_numbers_of_a_known_one(power):
 
 
 # Proximal Adagrad is the other transformation that computes weights.
-
-
-@pytest.mark.parametrize("of_gradients", DTYPES)
-@pytest.mark.parametrize("of_params", DTYPES)
-def test_proximal_adagrad_makes_weights_exactly_zero(of_params, of_gradients):
-    rng = np.random.default_rng(0)
-    tx = gx.proximal_adagrad(0.3, **HELD)
-    w = jnp.asarray(0.3 * rng.standard_normal(64), of_params)
-    state = tx.init(w)
-    for _ in range(3):
-        g = jnp.asarray(gradients(rng, 64), of_gradients)
-        w, state = gx.apply_gradients(tx, 3 * g, state, w)
-    assert np.all(np.asarray(w[32:]) == 0)
-    assert np.all(np.asarray(w[:32]) != 0)
 
 
 def test_proximal_adagrad_leaves_weights_that_no_gradient_has_reached():

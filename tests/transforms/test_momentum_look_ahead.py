@@ -47,45 +47,6 @@ def corrected(g, m, alignment=ALIGN, **kwargs):
 # The formulas.
 
 
-@pytest.mark.parametrize("precision", ["float64", "float32"])
-@pytest.mark.parametrize("name", CASES)
-def test_the_traces_of_the_authors(name, precision):
-    """Fifty steps that agree, conflict, and point elsewhere. Numbers are traced."""
-    case = CASES[name]
-    options = dict(case["ours"])
-    del options["transformation"]
-    grads, params, momenta = (
-        [step[key] for step in case["steps"]] for key in ("grads", "params", "slots")
-    )
-
-    @jax.jit
-    def play(options, start, grads):
-        if "alignment" in options:
-            options["alignment"] = gx.MomentumAlignment(**options["alignment"])
-        tx = gx.momentum_look_ahead(**options)
-
-        def push(carry, g):
-            params, state = gx.apply_gradients(tx, g, *carry[::-1])
-            return (params, state), (params, state[0].mu)
-
-        return jax.lax.scan(push, (start, tx.init(start)), grads)[1]
-
-    def array(tree):
-        return {key: jnp.asarray(np.array(x, precision)) for key, x in tree.items()}
-
-    with jax.enable_x64(precision == "float64"):
-        stacked = {key: np.array([g[key] for g in grads]) for key in grads[0]}
-        options = jax.tree.map(lambda x: np.array(x, precision), options)
-        got = jax.device_get(play(options, array(case["params"]), array(stacked)))
-    rtol = 1e-12 if precision == "float64" else 1e-6
-    momenta = [step["momentum_buffer"] for step in momenta]
-    for ours, theirs in zip(got, (params, momenta), strict=True):
-        for key, x in ours.items():
-            expected = np.array([step[key] for step in theirs])
-            atol = rtol * max(1, np.abs(expected).max())
-            np.testing.assert_allclose(x, expected, rtol=0, atol=atol)
-
-
 def test_the_traces_have_each_kind_of_step():
     for name, case in CASES.items():
         if "alignment" not in case["ours"]:
