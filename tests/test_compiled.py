@@ -176,35 +176,28 @@ def test_no_copy_of_the_gradients_is_made(name):
         assert step.cost_analysis()["bytes accessed"] <= PASSES[name] * n
 
 
-@pytest.mark.parametrize(
-    ("tx", "passes"),
-    [
-        (gx.novograd(0.1), 7),
-        (gx.novograd(0.1, global_clipnorm=1.0), 7),
-        (gx.adagrad(0.1, global_clipnorm=1.0), 11),  # Its sums are float32: 2 N.
-        (gx.adagrad(0.1, clipvalue=1.0), 10),
-        (CLIPPED["adagrad"], 11),
-        (optax.chain(CLIP, gx.adagrad(0.1, accumulator_dtype="bfloat16")), 8),
-        (optax.chain(CLIP, optax.adamw(0.1)), 11),
-        (gx.delayed_nesterov(0.1, num_delay=4), 13),  # So are its sums.
-        (gx.momentum_look_ahead(0.1), 7),
-    ],
-    ids=[
-        "novograd",
-        "novograd-global_clipnorm",
-        "adagrad-global_clipnorm",
-        "clipvalue",
-        "clip-adagrad",
-        "clip-adagrad-bfloat16",
-        "clip-adamw",
-        "delayed_nesterov",
-        "momentum_look_ahead",
-    ],
-)
+IN_HALF = {
+    "novograd": (gx.novograd(0.1), 7),
+    "novograd-global_clipnorm": (gx.novograd(0.1, global_clipnorm=1.0), 7),
+    # Its sums are float32: 2 N.
+    "adagrad-global_clipnorm": (gx.adagrad(0.1, global_clipnorm=1.0), 11),
+    "clipvalue": (gx.adagrad(0.1, clipvalue=1.0), 10),
+    "clip-adagrad": (CLIPPED["adagrad"], 11),
+    "clip-adagrad-bfloat16": (
+        optax.chain(CLIP, gx.adagrad(0.1, accumulator_dtype="bfloat16")),
+        8,
+    ),
+    "clip-adamw": (optax.chain(CLIP, optax.adamw(0.1)), 11),
+    "delayed_nesterov": (gx.delayed_nesterov(0.1, num_delay=4), 13),  # So are its sums.
+    "momentum_look_ahead": (gx.momentum_look_ahead(0.1), 7),
+}
+
+
 @pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", IN_HALF)
 @pytest.mark.parametrize("write", [gx_step, optax_step], ids=["ours", "optax"])
-def test_no_copy_in_half_precision_either(tx, passes, write):
-    shapes = leaves(jnp.bfloat16)
+def test_no_copy_in_half_precision_either(name, write):
+    (tx, passes), shapes = IN_HALF[name], leaves(jnp.bfloat16)
     step = jax.jit(functools.partial(write, tx), donate_argnums=(0, 1))
     compiled = step.lower(shapes, jax.eval_shape(tx.init, shapes), shapes).compile()
     check(compiled, size(shapes), 0, passes)
@@ -403,38 +396,27 @@ def fedbuff(tx):
     )
 
 
-@pytest.mark.parametrize(
-    "gate",
-    [
-        gx.drop_stale(gx.novograd(0.1, global_clipnorm=1.0), 1),
-        gx.drop_stale(gx.novograd(0.1, global_clipnorm=1.0), jnp.sqrt),
-        gx.drop_stale(CLIPPED["delayed_nesterov"], 1),
-        gx.conditional_accumulator(CLIPPED["adagrad"], 2),
-        gx.conditional_accumulator(gx.novograd(0.1, global_clipnorm=1.0), 2),
-        fedbuff(CLIPPED["adagrad"]),
-        gx.drop_stale(gx.conditional_accumulator(CLIPPED["adagrad"], 2), 1),
-        gx.drop_stale(gx.delayed(gx.adagrad(0.1), 2), 1),
-        gx.delayed(gx.accumulate(gx.adagrad(0.1), 2), 1),
-        gx.accumulate(gx.delayed(gx.adagrad(0.1), 2), 2),
-        gx.delayed(gx.drop_stale(gx.adagrad(0.1), 1), 1),
-    ],
-    ids=[
-        "drop_stale",
-        "drop_stale-schedule",
-        "drop_stale-nesterov",
-        "accumulator",
-        "accumulator-novograd",
-        "accumulator-late",
-        "both",
-        "drop_stale-delayed",
-        "delayed-accumulate",
-        "accumulate-delayed",
-        "delayed-drop_stale",
-    ],
-)
-def test_a_gate_around_the_step_makes_none_either(gate):
+AROUND = {
+    "drop_stale": gx.drop_stale(CLIPPED["novograd-global_clipnorm"], 1),
+    "drop_stale-schedule": gx.drop_stale(CLIPPED["novograd-global_clipnorm"], jnp.sqrt),
+    "drop_stale-nesterov": gx.drop_stale(CLIPPED["delayed_nesterov"], 1),
+    "accumulator": gx.conditional_accumulator(CLIPPED["adagrad"], 2),
+    "accumulator-novograd": gx.conditional_accumulator(
+        CLIPPED["novograd-global_clipnorm"], 2
+    ),
+    "accumulator-late": fedbuff(CLIPPED["adagrad"]),
+    "both": gx.drop_stale(gx.conditional_accumulator(CLIPPED["adagrad"], 2), 1),
+    "drop_stale-delayed": gx.drop_stale(gx.delayed(gx.adagrad(0.1), 2), 1),
+    "delayed-accumulate": gx.delayed(gx.accumulate(gx.adagrad(0.1), 2), 1),
+    "accumulate-delayed": gx.accumulate(gx.delayed(gx.adagrad(0.1), 2), 2),
+    "delayed-drop_stale": gx.delayed(gx.drop_stale(gx.adagrad(0.1), 1), 1),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_gate_around_the_step_makes_none_either(name):
     local_step = jax.ShapeDtypeStruct((), jnp.int32)
-    step = compiled_step(gate, each_kind, local_step=local_step)
+    step = compiled_step(AROUND[name], each_kind, local_step=local_step)
     assert step.memory_analysis().temp_size_in_bytes < 0.02 * size(each_kind())
     assert "conditional" in step.as_text()
 
