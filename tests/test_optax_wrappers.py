@@ -110,6 +110,8 @@ def test_map_params_takes_the_state_of_parameters_in_two_precisions(row):
         is_leaf=lambda x: isinstance(x, optax.MaskedNode),
     )
     assert set(jax.tree.leaves(found)) <= {"full", "half", "none"}
+    if row.name == "master_weights":
+        assert found.residual == names
 
 
 def test_wrappers_that_forward_no_extra_arguments_raise():
