@@ -215,20 +215,6 @@ def test_a_part_that_differs_by_device_where_the_ids_do_not():
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
-def test_ids_outside_read_the_same_in_a_part_and_in_the_table():
-    ids = jnp.array([3, HEIGHT + 5])
-
-    def rows(params):
-        return jnp.sum(jnp.take(params["table"], ids, axis=0), axis=1), params["w"]
-
-    def loss(params):
-        return jnp.sum(params["w"]), rows(params)
-
-    read = jax.jit(gx.value_and_grad(loss, has_aux=True))
-    (_, (sums, _)), _ = read(model(part()))
-    np.testing.assert_allclose(sums, [TABLE[3].sum(), np.nan], rtol=1e-6)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(

@@ -102,30 +102,25 @@ def test_a_gradient_that_is_not_finite_is_not_hidden_by_l1(make, bad):
     np.testing.assert_array_equal(np.isnan(updates), [True, False])
 
 
-def test_a_rate_of_zero_changes_nothing():
+@pytest.mark.parametrize("multiplied", [False, True])
+def test_a_rate_of_zero_changes_nothing(multiplied):
     """A warm-up may begin with it, and a decay may end with it."""
     rates = jnp.array([0.0, 0.5, 0.0, 0.25])
-    for multiplied in (False, True):
-        make = functools.partial(
-            gx.ftrl, **HELD, multiply_linear_by_learning_rate=multiplied
-        )
-        tx, without = make(lambda t: rates[t]), make(lambda t: rates[2 * t + 1])
-        w = other = jnp.array([1.0, -2.0])
-        state, state_without = tx.init(w), without.init(w)
-        for t in range(4):
-            before = w, state.sum_of_squares, state.linear
-            w, state = gx.apply_gradients(tx, jnp.array([3.0, 0.1]), state, w)
-            if t % 2 == 0:
-                for was, now in zip(
-                    before, (w, state.sum_of_squares, state.linear), strict=True
-                ):
-                    np.testing.assert_array_equal(was, now)
-                continue
-            other, state_without = gx.apply_gradients(
-                without, jnp.array([3.0, 0.1]), state_without, other
-            )
-            np.testing.assert_allclose(w, other, rtol=1e-6)
-        assert state.count == 4
+    make = functools.partial(
+        gx.ftrl, **HELD, multiply_linear_by_learning_rate=multiplied
+    )
+    tx, without = make(lambda t: rates[t]), make(lambda t: rates[2 * t + 1])
+    g, w = jnp.array([3.0, 0.1]), jnp.array([1.0, -2.0])
+    trained, expected = (w, tx.init(w)), (w, without.init(w))
+    for t in range(4):
+        before, trained = trained, gx.apply_gradients(tx, g, *trained[::-1])
+        if t % 2 == 0:
+            kept = ((w, s.sum_of_squares, s.linear) for w, s in (before, trained))
+            jax.tree.map(np.testing.assert_array_equal, *kept)
+        else:
+            expected = gx.apply_gradients(without, g, *expected[::-1])
+            np.testing.assert_allclose(trained[0], expected[0], rtol=1e-6)
+    assert trained[1].count == 4
 
 
 def test_a_falling_rate_shrinks_weights_unless_linear_is_multiplied_by_it():
