@@ -19,7 +19,7 @@ import gradxform as gx
 
 PAGE = (pathlib.Path(__file__).parents[1] / "docs/sparse.md").read_text()
 BLOCK = r"```python\n(?!>>> )(.*?)```"
-SHARED, _, *REST, TWO_OPTIMIZERS = re.findall(BLOCK, PAGE, re.DOTALL)
+SHARED, _, *REST, _ = re.findall(BLOCK, PAGE, re.DOTALL)
 BLOCKS = dict(re.findall(r"\n### (.+?)\n(?:[^#]*?)" + BLOCK, PAGE, re.DOTALL))
 HEIGHT = 10_000
 
@@ -67,13 +67,6 @@ def table_of(params):
 def test_every_block_has_a_test():
     assert list(BLOCKS) == list(LEFT)
     assert list(BLOCKS.values()) == REST
-
-
-@pytest.mark.slow
-def test_two_optimizers_for_variables_of_keras(monkeypatch, standard_promotion):
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
-    left = {"batches": [*batches(5)]}
-    exec(SHARED + BLOCKS["Keras's Embedding"] + TWO_OPTIMIZERS, left)  # It asserts.
 
 
 @pytest.mark.slow

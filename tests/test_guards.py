@@ -105,13 +105,6 @@ def test_two_clips(alias, clips):
         alias(0.1, **clips)
 
 
-@pytest.mark.parametrize("weight_decay", [0.1, jnp.float32(0.1)])
-def test_weight_decay_without_params(weight_decay):
-    tx = gx.novograd(0.1, weight_decay=weight_decay)
-    with pytest.raises(ValueError, match=r"weight_decay=.*0\.1.* needs params"):
-        tx.update(GRADS, tx.init(PARAMS))
-
-
 def test_weight_decay_that_is_injected():
     make = optax.inject_hyperparams(gx.novograd)
     tx = make(0.1)
