@@ -64,13 +64,11 @@ def in_range(
     if isinstance(value, jax.core.Tracer):
         return value
     given = value
-    of_numpy = isinstance(value, np.generic | np.ndarray) and value.ndim == 0
-    number = value.item() if of_numpy else value
-    if type(number) is int and abs(number) > np.iinfo(np.int32).max:
+    if type(value) is int and abs(value) > np.iinfo(np.int32).max:
         try:
-            value = float(number)
+            value = float(value)
         except OverflowError:
-            value = math.inf if number > 0 else -math.inf
+            value = math.inf if value > 0 else -math.inf
     array = np.asarray(value)
     if array.shape or not is_real(array):
         raise TypeError(f"{name} must be a real scalar in {interval}, got {value!r}.")
