@@ -109,6 +109,7 @@ class Descriptor:
 D = Descriptor
 # Its update changes every row, so it refuses row-sparse gradients.
 Dense = functools.partial(D, rows="refused")
+Narrow = functools.partial(Dense, variant="bf16", real_only=True)
 
 # It computes weights, of the touched rows alone, and returns how they differ.
 Weights = functools.partial(D, rows="touched", reads_params=True, sets_params=True)
@@ -212,12 +213,7 @@ DESCRIPTORS = (
         "eps_outside",
     ),
     Dense("novograd", RATE | {"lr_in_momentum": True}, "lr_in_momentum"),
-    Dense(
-        "novograd",
-        RATE | {"mu_dtype": jnp.bfloat16},
-        "bf16",
-        real_only=True,
-    ),
+    Narrow("novograd", RATE | {"mu_dtype": jnp.bfloat16}),
     *with_each_clip(Dense, "novograd"),
     Dense(
         "scale_by_delayed_nesterov", {"num_delay": 2}, figures=((0, 10), (0.75, 14.33))
@@ -227,21 +223,11 @@ DESCRIPTORS = (
         RATE | {"num_delay": 2, "activation": 0.25},
         figures=((0, 10), (0.75, 14.33)),
     ),
-    Dense(
-        "delayed_nesterov",
-        RATE | {"num_delay": 2, "mu_dtype": jnp.bfloat16},
-        "bf16",
-        real_only=True,
-    ),
+    Narrow("delayed_nesterov", RATE | {"num_delay": 2, "mu_dtype": jnp.bfloat16}),
     Dense("delayed_nesterov", RATE | {"num_delay": 2, "b1": 0.5}, "b1"),
     Dense("scale_by_momentum_look_ahead", figures=((0, 7), (0.75, 11.33))),
     Dense("momentum_look_ahead", RATE, figures=((0, 7), (0.75, 11.33))),
-    Dense(
-        "momentum_look_ahead",
-        RATE | {"mu_dtype": jnp.bfloat16},
-        "bf16",
-        real_only=True,
-    ),
+    Narrow("momentum_look_ahead", RATE | {"mu_dtype": jnp.bfloat16}),
     Dense(
         "momentum_look_ahead",
         RATE | {"b1": 0.5, "alignment": gx.MomentumAlignment()},
@@ -286,11 +272,7 @@ DESCRIPTORS = (
     ),
     D(
         "conditional_accumulator",
-        {
-            "inner": ADAGRAD,
-            "num_required": 2,
-            "accumulator_dtype": jnp.bfloat16,
-        },
+        {"inner": ADAGRAD, "num_required": 2, "accumulator_dtype": jnp.bfloat16},
         "bf16",
         local_step=0,
         real_only=True,

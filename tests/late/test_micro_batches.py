@@ -124,12 +124,18 @@ def test_only_the_proportion_of_weights_matters(way, weights):
     )
 
 
+def pushed(tx, *pushes):
+    """The number to which these gradients, with extra arguments, train 0; the state."""
+    params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
+    for g, extra in pushes:
+        params, state = gx.apply_gradients(tx, jnp.float32(g), state, params, **extra)
+    return params, state
+
+
 def test_weights_above_the_integers_of_float32():
     """2²⁴ + 1 tokens are rounded to 2²⁴ in the sum of weights: 6e-8 of it."""
-    tx = gx.accumulate(optax.sgd(1.0), 2)
-    params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
-    for g, w in ((1.0, 2**24), (3.0, 1)):
-        params, state = gx.apply_gradients(tx, jnp.float32(g), state, params, weight=w)
+    pushes = (1, {"weight": 2**24}), (3, {"weight": 1})
+    params, _ = pushed(gx.accumulate(optax.sgd(1.0), 2), *pushes)
     np.testing.assert_allclose(params, -(2**24 + 3) / (2**24 + 1), rtol=2e-7)
 
 
@@ -240,9 +246,7 @@ def test_a_weight_beside_that_of_staleness(reduction):
 
 def test_without_a_weight_a_push_weighs_1():
     tx = gx.accumulate(optax.sgd(1.0), 2)
-    params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
-    params, state = gx.apply_gradients(tx, jnp.float32(6.0), state, params, weight=2)
-    params, state = gx.apply_gradients(tx, jnp.float32(3.0), state, params)
+    params, state = pushed(tx, (6, {"weight": 2}), (3, {}))
     assert (params, state.total_weight) == (-5.0, 3.0)
 
 
@@ -349,14 +353,10 @@ def test_last_and_weight_stay_with_the_outermost_accumulator():
 
 
 def test_a_gate_around_passes_them_on():
-    tx = gx.drop_stale(gx.skip_spikes(gx.accumulate(optax.sgd(1.0), 5)), 0)
-    params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
-    for g, w, last in ((1.0, 1, False), (5.0, 3, np.True_)):
-        step = gx.global_step(state)
-        params, state = gx.apply_gradients(
-            tx, jnp.float32(g), state, params, local_step=step, weight=w, last=last
-        )
-    assert params == -4.0
+    tx = gx.drop_stale(gx.skip_spikes(gx.accumulate(optax.sgd(1.0), 5)), 9)
+    first, last = {"weight": 1, "last": False}, {"weight": 3, "last": np.True_}
+    pushes = ((g, each | {"local_step": 0}) for g, each in ((1, first), (5, last)))
+    assert pushed(tx, *pushes)[0] == -4.0
 
 
 # Servers and engines.

@@ -470,9 +470,6 @@ BAD_INPUT = {
     ),
     r"min_size must be in \[1": lambda: gx.low_bit_state(SGD, min_size=0),
     r"block_axis must be in \[-2, -1\]": lambda: gx.low_bit_state(SGD, block_axis=0),
-    "at the root it has a node tuple, .* has .*LowBitState": lambda: gx.low_bit_state(
-        SGD
-    ).update(HALF, (), HALF),
     "seed must be an integer": lambda: gx.round_stochastically(0.5),
     r"master_weights takes .* int32 at \['n'\]": lambda: MASTER.init(WHOLE),
     r"round_stochastically takes .* int32 at \['n'\]": lambda: RANDOM.init(WHOLE),

@@ -240,21 +240,14 @@ def test_a_prefix_that_does_not_fit_is_named(call, name, value, reference, tree,
         call(tree(value))
 
 
-def test_a_prefix_of_the_same_nodes_fits():
-    with_mask(freeze({"a": True, "b": False}))
-    with_stacked_axes(freeze({"a": {"w": 1}, "b": 0}))
-    with_axis_name(freeze({"a": P(), "b": P()}))
-    with_mask(None)
-
-
-@pytest.mark.parametrize("kind", [dict, lambda tree: lambda _: tree])
+@pytest.mark.parametrize("kind", [freeze, dict, lambda tree: lambda _: tree])
 def test_a_prefix_with_the_same_keys_fits(kind):
     """A config has only dicts, also for parameters in other nodes."""
     with_mask(kind({"a": True, "b": False}))
+    with_mask(None)
     with_axis_name(kind({"a": P(), "b": P()}))
-    state = gx.scale_by_novograd(stacked_axes=kind({"a": {"w": 1}, "b": 0})).init(
-        FROZEN
-    )
+    axes = kind({"a": {"w": 1}, "b": 0})
+    state = gx.scale_by_novograd(stacked_axes=axes).init(FROZEN)
     assert jax.tree.map(jnp.shape, state.nu) == freeze({"a": {"w": (2,)}, "b": ()})
 
 
