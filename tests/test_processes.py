@@ -41,12 +41,9 @@ def processes(count, folder):
             yield started
         except BaseException:
             for rank in range(count):
-                print(f"== process {rank}\n{printed(folder, rank)}")
+                log = (folder / f"{rank}.log").read_text(errors="replace")
+                print(f"== process {rank}\n{log}")
             raise
-
-
-def printed(folder, rank):
-    return (folder / f"{rank}.log").read_text(errors="replace")
 
 
 @pytest.mark.slow

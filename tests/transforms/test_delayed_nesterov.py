@@ -1,4 +1,4 @@
-"""Delayed Nesterov: the paper's algorithm, and cases that it does not have."""
+"""Delayed Nesterov: cases that the paper does not have; see ``test_formulas.py``."""
 
 import functools
 
@@ -22,10 +22,7 @@ def schedule(count):
 def draw(*shape, dtype="float32", seed=0):
     """Random numbers that the dtype holds, as an array of it."""
     rng = np.random.default_rng(seed)
-    x = rng.standard_normal(shape)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        x = x + 1j * rng.standard_normal(shape)
-    return jnp.asarray(np.asarray(x, jnp.dtype(dtype)))
+    return jnp.asarray(np.asarray(rng.standard_normal(shape), jnp.dtype(dtype)))
 
 
 def test_with_one_worker_it_is_nesterov_momentum(standard_promotion):

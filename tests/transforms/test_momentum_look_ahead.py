@@ -1,4 +1,4 @@
-"""Momentum look-ahead and HeLoCo: formulas, the authors' traces, and hard cases."""
+"""Momentum look-ahead and HeLoCo: the cases of the correction, and hard ones."""
 
 import functools
 
