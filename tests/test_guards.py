@@ -21,7 +21,6 @@ RATE = {"learning_rate": 0.1}
 NUM_DELAY = RATE | {"num_delay": 4}
 OUT_OF_RANGE = [
     (gx.clip_by_global_norm, {"max_norm": -1.0}),
-    (gx.clip_by_global_norm, {"max_norm": float("nan")}),
     (gx.clip_by_global_norm, {"max_norm": jnp.float32(-1)}),
     (gx.clip_by_norm, {"max_norm": -1.0}),
     (gx.scale_by_adagrad, {"initial_accumulator_value": -0.1}),
