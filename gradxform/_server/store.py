@@ -49,6 +49,7 @@ class Store:
 
     def __init__(self, checkpoint: Checkpoint, together: bool = False) -> None:
         self._orbax = require("orbax.checkpoint", "checkpoint")
+        require("filelock", "checkpoint")
         self.checkpoint, self._together = checkpoint, together
         self._attempts = itertools.count()  # The same in all processes.
         self.saved: int | None = None
@@ -169,7 +170,12 @@ class Store:
             "settings": self.checkpoint.settings,
         }
         attempt = next(self._attempts)  # Also if this process now raises an error.
-        self._retake()
+        if self._folder is not None:
+            if not self._folder.is_there():
+                raise OSError(
+                    f"{self.checkpoint.directory} was deleted or moved during the run."
+                )
+            self._folder.sweep()
         with self._manager(attempt=attempt) as manager:
             saved = manager.save(
                 snapshot.pushes,
@@ -187,24 +193,6 @@ class Store:
         self.saved = snapshot.pushes
         if self._folder is not None:
             self._folder.seal(snapshot.pushes)
-
-    def _retake(self) -> None:
-        """Sweeps the directory; makes it again if it was deleted or moved."""
-        if self._folder is None:
-            return
-        self._folder.sweep()
-        if not self._folder.retake():
-            return
-        try:
-            if self.newest() not in (None, self.saved):
-                raise OSError(
-                    f"{self.checkpoint.directory} was deleted or moved during the run, "
-                    "and another run has saved itself there: give each run a directory "
-                    "of its own."
-                )
-        except BaseException:  # The next checkpoint tries again.
-            self._folder.release()
-            raise
 
     def read_newest(
         self, like: dict[str, Any], read: Callable[[int], Snapshot] | None = None
