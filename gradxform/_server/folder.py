@@ -8,7 +8,6 @@ import os
 import pathlib
 import re
 import secrets
-import shutil
 import socket
 import time
 import zlib
@@ -111,15 +110,6 @@ class Folder:
                     f"checkpoint: {entry} is no checkpoint of a run. Give a directory "
                     "that holds nothing else."
                 )
-
-    def sweep(self) -> None:
-        """Removes what failed checkpoints have left half written.
-
-        Threads of orbax may go on after a failure, and make a removed folder again.
-        """
-        if self.is_there():
-            for half in self._path.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(half, ignore_errors=True)
 
     def seal(self, number: int) -> None:
         """Writes the checksums of a checkpoint's files."""

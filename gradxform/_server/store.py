@@ -102,18 +102,17 @@ class Store:
             return
         _check_names(state)
         directory = os.fspath(self.checkpoint.directory)
-        if is_remote(directory):
-            with self._manager(clean=True):
-                return  # It has removed what was left half written.
-        folder = Folder(directory)
-        folder.take()
-        try:
-            folder.check()
-            folder.sweep()
-        except BaseException:
-            folder.release()
-            raise
-        self._folder = folder
+        if not is_remote(directory):
+            folder = Folder(directory)
+            folder.take()
+            try:
+                folder.check()
+            except BaseException:
+                folder.release()
+                raise
+            self._folder = folder
+        with self._manager(clean=True):
+            pass  # It has removed what was left half written.
 
     def newest(self) -> int | None:
         """How many pushes the newest holds; None where there is none."""
@@ -170,13 +169,11 @@ class Store:
             "settings": self.checkpoint.settings,
         }
         attempt = next(self._attempts)  # Also if this process now raises an error.
-        if self._folder is not None:
-            if not self._folder.is_there():
-                raise OSError(
-                    f"{self.checkpoint.directory} was deleted or moved during the run."
-                )
-            self._folder.sweep()
-        with self._manager(attempt=attempt) as manager:
+        if not (self._folder is None or self._folder.is_there()):
+            raise OSError(
+                f"{self.checkpoint.directory} was deleted or moved during the run."
+            )
+        with self._manager(clean=True, attempt=attempt) as manager:
             saved = manager.save(
                 snapshot.pushes,
                 args=args.Composite(
@@ -289,10 +286,7 @@ class Store:
         """Finishes the checkpoint that was begun, then lets go of the directory."""
         self._thread.shutdown()
         if self._folder is not None:
-            try:
-                self._folder.sweep()
-            finally:
-                self._folder.release()
+            self._folder.release()
 
 
 def described(state: Mapping[str, Any]) -> dict[str, str]:

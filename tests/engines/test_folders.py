@@ -233,15 +233,6 @@ def test_a_folder_that_could_not_be_taken_is_free(error, tmp_path, monkeypatch):
     other.release()
 
 
-def test_a_folder_is_free_after_a_store_that_could_not_be_closed(tmp_path, monkeypatch):
-    own = stores.Store(engines.Checkpoint(str(tmp_path)))
-    own.open({})
-    failing(monkeypatch, folder.Folder, "sweep", PermissionError(13, "denied"))
-    with pytest.raises(PermissionError):
-        own.close()
-    assert not refused(tmp_path)
-
-
 def remove(directory, tmp_path):
     # A new folder may get its inode. Workers on threads may have had one more written.
     with contextlib.suppress(OSError):
@@ -713,7 +704,6 @@ def test_failed_checkpoints_do_not_pile_up(tmp_path, caplog):
         again.mkdir(parents=True, exist_ok=True)
         next(run.pushes)
         assert not again.exists()
-        again.mkdir(parents=True)
     assert not [*tmp_path.glob("*.orbax-checkpoint-tmp*")]
     assert {*steps_in(tmp_path)} == {1, 5}
 
