@@ -86,13 +86,6 @@ class Gradient:
             self._batch = worker.batch(number)
         except StopIteration as end:
             raise StreamEndedError from end
-        except ValueError as error:
-            if str(error) == "generator already executing":
-                error.add_note(
-                    "Two workers draw from one stream at once: give each a stream of "
-                    "its own, or let batch draw under a lock."
-                )
-            raise
         if not isinstance(self._batch, tuple | list):  # `*` would unpack an array.
             raise TypeError(
                 "batch: it must give a tuple, the arguments of gradient after the "
@@ -209,13 +202,11 @@ def _pair(given: object) -> LossAndGrads:
             "out."
         )
     loss, grads = given
-    if isinstance(loss, tuple):
-        raise TypeError(f"{must}got a tuple as the loss: leave has_aux out.")
     has_float = isinstance(loss, SupportsFloat)  # As arrays of any shape and dtype.
     if not has_float or np.iscomplexobj(loss) or np.ndim(loss):
         raise TypeError(
             f"{must}the loss a scalar, got {_described(loss)} as the loss: take its "
-            "mean. A function from jax.grad leaves the loss out."
+            "mean, and leave has_aux out. A function from jax.grad leaves the loss out."
         )
     checks.usable("grads", grads)
     return loss, grads
