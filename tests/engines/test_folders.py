@@ -139,7 +139,9 @@ def test_two_processes_on_one_folder(saved, tmp_path, monkeypatch):
     half.mkdir()
     with holder(tmp_path) as other:
         assert other.stdout.readline() == b"taken\n"
-        with pytest.raises(OSError, match=rf"process {other.pid} on .* saves itself in"):
+        with pytest.raises(
+            OSError, match=rf"process {other.pid} on .* saves itself in"
+        ):
             save(tmp_path, pushes=30)
         assert half.exists()
         assert files_in(tmp_path) == before
@@ -258,18 +260,19 @@ def test_a_folder_that_vanishes_during_a_run_gets_no_more(
 ):
     directory, gone = tmp_path / "run", "run was deleted or moved during the run"
     checkpoint = engines.Checkpoint(directory, 5, None, max_to_keep=None)
-    run = None
-    with (
-        pytest.raises(OSError, match=gone),
-        engine(make_job(10**6), checkpoint=checkpoint) as run,
-    ):
-        next_checkpoint(run, directory)
-        run.server.flush()  # Nothing is being written.
-        change(directory, tmp_path)
-        while not any(gone in line for line in told(caplog)):
-            next(run.pushes)
-        save(directory, pushes=10)  # Another run may begin there.
-        run.stop()
+
+    def train():
+        with engine(make_job(10**6), checkpoint=checkpoint) as run:
+            next_checkpoint(run, directory)
+            run.server.flush()  # Nothing is being written.
+            change(directory, tmp_path)
+            while not any(gone in line for line in told(caplog)):
+                next(run.pushes)
+            save(directory, pushes=10)  # Another run may begin there.
+            run.stop()
+
+    with pytest.raises(OSError, match=gone):
+        train()
     assert max(steps_in(directory)) == 10
 
 
