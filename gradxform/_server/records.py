@@ -117,7 +117,6 @@ class ServerStatus(NamedTuple):
     accumulated: int = 0  # Pushes accepted since the last step.
     found: bool = False  # Whether it goes on from a checkpoint.
     notes: tuple[str, ...] = ()  # For the user, about that checkpoint.
-    num_workers: int | None = None  # Those that have a row in a `worker_mean`.
     ahead: Mapping[int, int] = {}  # See `RecoverableServer.note`.
 
 

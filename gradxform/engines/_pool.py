@@ -6,7 +6,6 @@ import functools
 import inspect
 import itertools
 import logging
-import math
 import signal
 import threading
 import time
@@ -143,9 +142,6 @@ class WorkerPool:
         self.server = server
         status = server.begin()
         self._go_on(status)
-        self._num_workers = status.num_workers
-        for index, worker in self._members.items():
-            self._check_row(index, worker)
         self._ledger = Ledger(status)
         start = self._job, self._ledger, self._members, status.ahead
         self._scheduler = Scheduler(*start)
@@ -158,15 +154,6 @@ class WorkerPool:
         self._noted = status.ahead
         for note in status.notes:  # About its checkpoint.
             logger.warning("%s", note)
-
-    def _check_row(self, index: int, worker: Worker) -> None:
-        """Raises ``ValueError`` if no push of this worker could act."""
-        if worker.extra is None and index >= (self._num_workers or math.inf):
-            raise ValueError(
-                f"workers: worker {index} has no row in the worker_mean of tx. Let "
-                f"num_workers be more than {index}, it is {self._num_workers}; or "
-                "give the worker's row by extra."
-            )
 
     def _clock(self) -> float:
         """Seconds since the run began."""
@@ -339,9 +326,7 @@ class WorkerPool:
 
     def add(self, worker: Worker) -> int:
         index = next(self._indices)
-        worker = self._joining(index, worker)
-        self._check_row(index, worker)
-        self._members[index] = worker
+        self._members[index] = self._joining(index, worker)
         self._wake()
         return index
 
