@@ -8,7 +8,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Generator
-from typing import Any, Protocol, SupportsFloat, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +20,12 @@ from gradxform._server.records import TakesNoMoreError
 from gradxform._transforms.clipping import global_norm
 from gradxform._trees import checks, maps
 from gradxform._trees.types import T
-from gradxform.engines._job import LossAndGrads, Push, Server, Worker
+from gradxform.engines._job import LossAndGrads, Push, Worker
 
 _norm = jax.jit(global_norm)
 MaxStaleness: TypeAlias = jax.typing.ArrayLike | optax.Schedule | None
 # How late a gradient under way may be at a step; None if no gradient is cancelled.
 Limit: TypeAlias = Callable[[int], float] | None
-
-
-class Asked(Server, Protocol):
-    """A server as a worker asks it."""
-
-    def global_step(self) -> int: ...
 
 
 class UnansweredError(Exception):
@@ -76,8 +70,9 @@ def limit_of(max_staleness: MaxStaleness) -> Limit:
 class Gradient:
     """One gradient, by its number; it pulls its parameters when it is made."""
 
+    # The server has `pull`, `push` and `global_step`.
     def __init__(
-        self, index: int, number: int, worker: Worker, server: Asked, limit: Limit
+        self, index: int, number: int, worker: Worker, server: Any, limit: Limit
     ) -> None:
         self._push_id = index, number
         self._began = time.monotonic()
