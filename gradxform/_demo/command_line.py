@@ -109,8 +109,8 @@ class Options:
       logdir: write event files for TensorBoard to DIR, to watch the training with
       address: the address of the Ray cluster to run on, as host:6379, or auto for the
         cluster of this machine (default: a cluster of its own)
-      server_processes: the number of processes of the server, each with a part of the
-        model
+      server_processes: the number of processes of the server; each has a part of the
+        leaves above a megabyte, and the whole of this small model
       connect_timeout: how many seconds the Ray cluster may take to answer
       plot: draw loss, staleness and gradient norm over the pushes to FILE, as x.png
       list: print all public names: what they do, their state and extra arguments
