@@ -53,6 +53,7 @@ class Store:
         self.checkpoint, self._together = checkpoint, together
         self._attempts = itertools.count()  # The same in all processes.
         self.saved: int | None = None
+        self._failed = False  # Whether the last attempt has failed, or is under way.
         self._folder: Folder | None = None  # Once it is taken; a bucket has none.
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._begun = time.monotonic()
@@ -173,7 +174,10 @@ class Store:
             raise OSError(
                 f"{self.checkpoint.directory} was deleted or moved during the run."
             )
-        with self._manager(clean=True, attempt=attempt) as manager:
+        # To clean needs threads, and memory for one may be short. All that write
+        # together have to agree.
+        clean, self._failed = self._together or self._failed, True
+        with self._manager(clean=clean, attempt=attempt) as manager:
             saved = manager.save(
                 snapshot.pushes,
                 args=args.Composite(
@@ -187,7 +191,7 @@ class Store:
                 f"{snapshot.pushes} pushes: another run writes there. Give each run a "
                 "directory of its own."
             )
-        self.saved = snapshot.pushes
+        self.saved, self._failed = snapshot.pushes, False
         if self._folder is not None:
             self._folder.seal(snapshot.pushes)
 
