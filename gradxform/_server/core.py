@@ -252,7 +252,6 @@ class Core:
             self.version.global_step,
             self._tally.copy(),
             self._accumulated,
-            num_workers=self._num_workers,
             ahead=self.ahead,
         )
 

@@ -195,7 +195,7 @@ def test_a_start_that_cannot_be_told():
         ValueError, match=r"several Scale\w+, at \[0\]\[0\], \[1\]\[0\]"
     ):
         gx.worker_start(params, both, 0.5, 0.9)
-    with pytest.raises(TypeError, match="learning_rate must be a number here"):
+    with pytest.raises(TypeError, match="learning_rate must be real, got"):
         gx.worker_start(params, one.init(params), schedule, 0.9)
     with pytest.raises(ValueError, match=r"b1 must be in \[0, 1\)"):
         gx.worker_start(params, one.init(params), 0.5, 1.0)
