@@ -413,7 +413,7 @@ def test_a_server_refuses_what_is_no_weight():
         ({"weight": jnp.float32(-0.5)}, ValueError, r"weight must be in .* got -0\.5"),
         ({"weight": np.nan}, ValueError, r"weight must be in \[0, inf\), got nan"),
         ({"weight": np.inf}, ValueError, r"weight must be in \[0, inf\), got inf"),
-        ({"weight": 10**400}, ValueError, r"weight must be in \[0, inf\), got 10000"),
+        ({"weight": 10**400}, ValueError, "weight must be .*, got 10000"),
         ({"weight": jnp.ones(3)}, TypeError, "weight must be a real scalar, got Array"),
         ({"weight": True}, TypeError, "weight must be a real scalar, got True"),
         ({"weight": 1j}, TypeError, "weight must be a real scalar, got 1j"),
