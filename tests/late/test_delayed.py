@@ -23,30 +23,23 @@ def draw(seed, *, dtype="float32"):
     }
 
 
-def played(txs, grads, params, extra):
-    """The parameters and states at each step: one donated program scans all loops."""
+def played(tx, grads, params, extra):
+    """The parameters and states at each step: one donated program scans the loop."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(now, grads):
         def body(now, g):
-            now = {
-                key: gx.apply_gradients(tx, g, now[key][1], now[key][0], **extra)
-                for key, tx in txs.items()
-            }
+            now = gx.apply_gradients(tx, g, now[1], now[0], **extra)
             return now, now
 
         return jax.lax.scan(body, now, grads)
 
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *grads)
-    start = {
-        key: (jax.tree.map(jnp.copy, params), tx.init(params))
-        for key, tx in txs.items()
-    }
-    return run(start, stacked)[1]
+    return run((jax.tree.map(jnp.copy, params), tx.init(params)), stacked)[1]
 
 
 def looped(tx, grads, params, extra, delay):
-    """The same for ``tx`` alone, with a list that holds the delayed gradients."""
+    """The same for ``tx``, with a list that holds the delayed gradients."""
     step = jax.jit(lambda g, s, p: gx.apply_gradients(tx, g, s, p, **extra))
     now = params, tx.init(params)
     for acts in oracles.delayed(grads, delay):
@@ -61,8 +54,7 @@ def test_every_row_a_fixed_number_of_steps_late(row):
     tx, params = row.make(), draw(0)
     grads, extra = [draw(1 + t) for t in range(5)], row.extra(params)
     delay = 1 + DESCRIPTORS.index(row) % 2  # They take turns.
-    late = gx.delayed(tx, delay)
-    found, state = played({delay: late}, grads, params, extra)[delay]
+    found, state = played(gx.delayed(tx, delay), grads, params, extra)
     for t, now in enumerate(looped(tx, grads, params, extra, delay)):
         here = jax.tree.map(lambda x, t=t: x[t], (found, state.inner_state))
         if t < delay:  # While it rests, nothing changes.

@@ -81,79 +81,24 @@ def _jitted_step(max_staleness):
     return _steps[max_staleness]
 
 
-OPTIMIZERS = {
-    "adamw": optax.adamw(0.1),
-    "momentum": optax.sgd(0.1, momentum=0.9),
-    "rmsprop": optax.rmsprop(0.1),
-    "adagrad": optax.adagrad(0.1),
-    "novograd": gx.novograd(0.1, global_clipnorm=1.0),
-}
 GATES = {
     "drop_stale": lambda tx: gx.drop_stale(tx, 1),
     "accumulator": lambda tx: gx.conditional_accumulator(tx, 1),
 }
 
 
-@functools.cache
-def first_pushes(gate, param, grad):
-    """For each optimizer a push, its update by inner alone, and its whole step."""
-    params = jnp.array([1.0, -2.0], param)
-    grads = jnp.array([0.3, 0.7], grad)
-    txs = {name: GATES[gate](inner) for name, inner in OPTIMIZERS.items()}
-    states = {name: tx.init(params) for name, tx in txs.items()}
-
-    @jax.jit
-    def push(states, local_step):
-        pushed = {}
-        for name, state in states.items():
-            tx, inner = txs[name], OPTIMIZERS[name]
-            fresh = tx.update(grads, state, params, local_step=local_step)
-            expected, _ = inner.update(grads, inner.init(params), params)
-            applied, _ = gx.apply_gradients(
-                tx, grads, state, params, local_step=local_step
-            )
-            pushed[name] = fresh, expected, applied
-        return pushed
-
-    return params, states, push(states, 0)
-
-
-# optax multiplies mixed dtypes.
-@pytest.mark.slow
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("param", "grad"),
-    [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")],
-)
 @pytest.mark.parametrize("gate", GATES)
-def test_a_fresh_push_is_that_of_inner_in_every_mix_of_dtypes(
-    gate, optimizer, param, grad
-):
-    params, states, pushed = first_pushes(gate, param, grad)
-    (updates, after), expected, applied = pushed[optimizer]
-    assert jax.typeof(updates) == jax.typeof(expected)
-    # The compiler keeps more precision inside a fusion than half-precision arrays hold.
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-2)
-    close(updates, expected)
-    close(applied, gx.apply_updates(params, expected))
-    # The types are still those that init gave.
-    assert jax.tree.map(jax.typeof, after) == jax.tree.map(
-        jax.typeof, states[optimizer]
-    )
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_an_update_that_is_wider_than_the_gradient_is_not_rounded(gate):
+@pytest.mark.parametrize("param", ["float32", "bfloat16"])
+def test_an_update_that_is_wider_than_the_gradient_is_not_rounded(gate, param):
     third = optax.stateless(
         lambda u, _: jax.tree.map(lambda g: g.astype(jnp.float32) / 3, u)
     )
     tx = GATES[gate](third)
-    params, grads = jnp.zeros(2), jnp.ones(2, jnp.float16)
+    params, grads = jnp.zeros(2, param), jnp.ones(2, jnp.float16)
     updates, _ = tx.update(grads, tx.init(params), params, local_step=0)
     np.testing.assert_array_equal(updates, np.full(2, np.float32(1) / np.float32(3)))
     params, _ = gx.apply_gradients(tx, grads, tx.init(params), params, local_step=0)
-    np.testing.assert_array_equal(params, updates)
+    np.testing.assert_array_equal(params, updates.astype(param))
 
 
 @pytest.mark.parametrize(

@@ -272,16 +272,30 @@ def test_a_weight_beside_that_of_staleness(reduction):
         weight=lambda s: 1 / (1 + s),
         reduction=reduction,
     )
-    params = jnp.zeros(2)
+
+    def rows(indices, numbers):
+        return gx.IndexedSlices(jnp.array(indices), jnp.outer(numbers, sizes), (5, 2))
+
+    sizes = jnp.array([1.0, -2.0])
+    params = {"b": jnp.zeros(2), "table": jnp.zeros((5, 2))}
     state = tx.init(params)._replace(global_step=jnp.int32(3))
-    for g, step, w in ((1.0, 3, 3), (9.0, 0, 7), (4.0, 1, 5)):  # One is dropped.
-        grads = jnp.array([g, -g])
+    first, late = [1, 3, 3, 5], [4, 3, 1, 5]  # 5 is padding.
+    for b, slices, step, w in (
+        (1.0, rows(first, jnp.array([1.0, 2.0, 4.0, 9.0])), 3, 3),
+        (9.0, rows(first, jnp.array([9.0, 9.0, 9.0, 9.0])), 0, 7),  # It is dropped.
+        (4.0, rows(late, jnp.array([8.0, 16.0, 0.0, 9.0])), 1, 5),
+    ):
+        grads = {"b": b * sizes, "table": slices}
         params, state = gx.apply_gradients(
             tx, grads, state, params, local_step=step, weight=w
         )
-    total = 3 * 1 + 5 * 4 / 3
-    expected = total / (1 if reduction == "sum" else 3 + 5)
-    np.testing.assert_allclose(params, [-expected, expected], rtol=1e-6)
+    of_rows = 3 * np.array([0, 1, 0, 6, 0]) + 5 / 3 * np.array([0, 0, 0, 16, 8])
+    number = 1 if reduction == "sum" else 3 + 5
+    held = np.array([1, 8, 1, 8, 5]) if reduction == "row_mean" else number
+    expected = {"b": (3 + 5 * 4 / 3) / number * sizes}
+    expected["table"] = np.outer(of_rows / held, sizes)
+    for name, got in params.items():
+        np.testing.assert_allclose(got, -expected[name], rtol=1e-6)
     assert state.stale_count == 1
 
 
