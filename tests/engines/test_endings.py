@@ -324,8 +324,11 @@ def stream_worker(*items):
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_worker_whose_stream_ends_leaves(engine):
     workers = [stream_worker(1, 2), stream_worker(*range(10, 15)), stream_worker()]
+    workers = [each._replace(duration=lambda _: 1e-3) for each in workers]
     with engine(make_job(workers, 100)) as run:
-        pushes = list(run.pushes)
+        pushes = list(itertools.islice(run.pushes, 6))
+        assert 2 not in run.workers
+        pushes += run.pushes
         assert not run.workers
     losses = {
         index: [push.loss for push in pushes if push.worker == index]
@@ -333,19 +336,6 @@ def test_a_worker_whose_stream_ends_leaves(engine):
     }
     assert losses == {0: [1, 2], 1: [*range(10, 15)], 2: []}
     assert run.counts()[:7] == (7, 7, 0, 0, 0, 0, 0)
-
-
-@pytest.mark.parametrize("engine", LOCAL)
-def test_a_run_goes_on_without_the_worker_whose_stream_has_ended(engine):
-    workers = [engines.Worker(ones), stream_worker(1, 2)]
-    workers = [each._replace(duration=lambda _: 1e-3) for each in workers]
-    with engine(make_job(workers, 10**6)) as run:
-        pushes = [next(run.pushes)]
-        while run.workers.keys() != {0}:
-            pushes.append(next(run.pushes))
-        pushes += itertools.islice(run.pushes, 5)
-    assert by_worker(pushes)[1] == 2
-    assert {push.worker for push in pushes[-5:]} == {0}
 
 
 def by_worker(pushes):
@@ -409,13 +399,6 @@ def test_two_workers_that_draw_from_one_generator_at_once_are_told():
     assert whose == "Raised by worker 1, for its gradient 0."
 
 
-def test_turn_by_turn_workers_may_share_a_stream():
-    worker = stream_worker(*range(10))
-    pushes = list_all(engines.simulated, make_job([worker] * 2, 100))
-    assert sorted(push.loss for push in pushes) == [*range(10)]
-    assert {push.worker for push in pushes} == {0, 1}
-
-
 loss = iter([1.0])  # Its name is that of an attribute below.
 
 
@@ -475,18 +458,20 @@ def test_a_step_that_needs_more_pushes_than_required_is_an_error(engine):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_require_finite_ends_a_run_before_nan_has_done_anything(engine):
+def test_require_finite_ends_a_run_before_nan_has_done_anything(engine, tmp_path):
     def spoiled(params):
         loss, grads = ones(params)
         return loss, grads * jnp.where(params <= -3, jnp.nan, 1.0)
 
     job = make_job([engines.Worker(ones), engines.Worker(spoiled)], 100)
-    with engine(job._replace(require_finite=True)) as run:
-        with pytest.raises(ValueError, match="grads must be finite") as raised:
-            list(run.pushes)
-        assert np.isfinite(run.server.state()["params"])
+    with (
+        pytest.raises(ValueError, match="grads must be finite") as raised,
+        engine(job._replace(require_finite=True), checkpoint=tmp_path) as run,
+    ):
+        list(run.pushes)
     assert raised.value.__notes__[0].startswith("Raised by worker 1, for its gradient")
-    with engine(job) as run:
+    with engine(job, checkpoint=tmp_path) as run:
+        assert run.resumed == -run.server.state()["params"] >= 3
         list(run.pushes)
         assert np.isnan(run.server.state()["params"])
 
