@@ -86,36 +86,6 @@ def test_equals_multi_steps(inner, skip):
         )
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "row_mean"])
-def test_rows_equal_a_plain_loop(reduction):
-    """The loop is in NumPy. It leaves out a push in which one row is not finite."""
-    rng = np.random.default_rng(0)
-    tx = gx.accumulate(optax.sgd(1.0), 3, reduction=reduction, skip_nonfinite=True)
-    push = jax.jit(functools.partial(gx.apply_gradients, tx))
-    table, expected = jnp.zeros((4, 2)), np.zeros((4, 2))
-    state, held = tx.init(table), []
-    for number in range(11):
-        ids, values = rng.integers(0, 5, 3), rng.standard_normal((3, 2))
-        values[ids == 4] = np.nan  # This id is padding.
-        if finite := number % 5 != 1:
-            held.append((ids, values))
-        else:
-            ids[0], values[0, 1] = 2, np.inf
-        slices = gx.IndexedSlices(ids, np.float32(values), (4, 2))
-        table, state = push(slices, state, table)
-        assert finite or state.num_accumulated == len(held)
-        if len(held) == 3:
-            total, counts = np.zeros((5, 2)), np.zeros((5, 1))
-            for ids, values in held:
-                np.add.at(total, ids, values)
-                counts[np.unique(ids)] += 1
-            divisor = {"mean": 3, "sum": 1, "row_mean": np.maximum(counts, 1)[:4]}
-            expected = expected - total[:4] / divisor[reduction]
-            held = []
-        np.testing.assert_allclose(table, expected, rtol=1e-5, atol=1e-6)
-    assert (state.global_step, state.nonfinite_count) == (3, 2)
-
-
 @pytest.mark.parametrize("bad", [np.nan, -np.inf, complex(1, np.inf), 3e38 + 3e38j])
 @pytest.mark.parametrize("how", ["update", "apply"])
 def test_a_skipped_push_reaches_nothing(bad, how):
@@ -291,17 +261,9 @@ def test_nothing_of_the_sum_before_reaches_the_next(how, dtype, sums):
     rows = gx.IndexedSlices(
         jnp.array([1, 1]), jnp.ones((2, 2), dtype), dense_shape=(3, 2)
     )
-    pushes = [  # As given, and as dense numbers.
-        ({"w": np.nan, "table": None}, {"w": np.nan, "table": 0}),
-        ({"w": 1, "table": 2}, {"w": 1, "table": 2}),
-        ({"w": None, "table": "rows"}, {"w": 0, "table": "rows"}),
-        ({"w": None, "table": 1}, {"w": 0, "table": 1}),
-        ({"w": 4, "table": "rows"}, {"w": 4, "table": "rows"}),
-        ({"w": None, "table": "rows"}, {"w": 0, "table": "rows"}),
-        ({"w": 8, "table": 2}, {"w": 8, "table": 2}),
-        ({"w": 8, "table": None}, {"w": 8, "table": 0}),
-    ]
     as_dense = np.array([[0, 0], [2, 2], [0, 0]])
+    pushes = [(np.nan, None), (1, 2), (None, "rows"), (None, 1)]
+    pushes += [(4, "rows"), (None, "rows"), (8, 2), (8, None)]
 
     @jax.jit
     def step(params, state, grads):
@@ -313,19 +275,16 @@ def test_nothing_of_the_sum_before_reaches_the_next(how, dtype, sums):
     params = {k: jnp.zeros(s, dtype) for k, s in shape.items()}
     state, held = tx.init(params), []
     wanted = {k: np.zeros(s) for k, s in shape.items()}
-    for given, meant in pushes:
-        grads = {
-            k: rows
-            if g == "rows"
-            else None
-            if g is None
-            else jnp.full(shape[k], g, dtype)
-            for k, g in given.items()
-        }
+    for pushed in pushes:
+        grads, meant = {}, {}
+        for (k, ones), g in zip(dense.items(), pushed, strict=True):
+            of_rows = g == "rows"
+            grads[k] = (
+                g if g is None else rows if of_rows else jnp.asarray(g * ones, dtype)
+            )
+            meant[k] = as_dense if of_rows else (g or 0) * ones
         params, state = step(params, state, grads)
-        held.append(
-            {k: as_dense if g == "rows" else g * dense[k] for k, g in meant.items()}
-        )
+        held.append(meant)
         if len(held) == 2:
             if not np.isnan(held[0]["w"]).any():
                 wanted = {

@@ -65,20 +65,11 @@ def test_equals_a_plain_loop(max_staleness, pushes):
         assert (state.global_step, state.stale_count) == (global_step, stale)
 
 
-_steps = {}
-
-
+@functools.cache
 def _jitted_step(max_staleness):
     """One compilation for all examples with this threshold."""
-    if max_staleness not in _steps:
-        limit = SCHEDULES.get(max_staleness, max_staleness)
-        tx = gx.drop_stale(optax.sgd(0.5), limit)
-        _steps[max_staleness] = jax.jit(
-            lambda g, s, p, local_step: gx.apply_gradients(
-                tx, g, s, p, local_step=local_step
-            )
-        )
-    return _steps[max_staleness]
+    tx = gx.drop_stale(optax.sgd(0.5), SCHEDULES.get(max_staleness, max_staleness))
+    return jax.jit(functools.partial(gx.apply_gradients, tx))
 
 
 GATES = {

@@ -14,11 +14,12 @@ import pytest
 import gradxform as gx
 from tests.conftest import half
 
-RATE, MOMENTUM, DECAY, WORKERS = 0.1, 0.5, 0.25, 2
+RATE, MOMENTUM, DECAY, LONGEST, WORKERS = 0.1, 0.5, 0.25, 0.5, 2
 
 
 def sgd():
     return optax.chain(
+        gx.clip_by_global_norm(LONGEST),
         optax.add_decayed_weights(DECAY),
         optax.sgd(lambda count: RATE / (1 + count), momentum=MOMENTUM),
     )
@@ -33,8 +34,9 @@ class Sgd:
 
     def push(self, grads, worker):
         del worker
+        norm = np.sqrt(sum(g**2 for g in grads.values()))
         for leaf, g in grads.items():
-            decayed = g + DECAY * self.params[leaf]
+            decayed = g * min(1, LONGEST / norm) + DECAY * self.params[leaf]
             self.trace[leaf] = MOMENTUM * self.trace[leaf] + decayed
             self.params[leaf] -= RATE / (1 + self.count) * self.trace[leaf]
         self.count += 1
@@ -150,6 +152,7 @@ INSIDE = {
     "ringleader": worker_mean("ringleader"),
     "mean": MEAN,
     "row_mean": BY_ROW,
+    "skip_spikes": (lambda tx: gx.skip_spikes(tx, sigmas=1e6), lambda inner: inner),
     "chain-delayed": chained(delayed(2, 1)),
     "chain-all": chained(worker_mean("all")),
     "chain-ringleader": chained(worker_mean("ringleader")),

@@ -53,11 +53,9 @@ def played(window, warmup, with_loss):
 
     @jax.jit
     def play(norms, losses, sigmas):
-        tx = gx.skip_spikes(optax.sgd(0.1, 0.9), window=window, sigmas=sigmas)
-        if warmup is not None:
-            tx = gx.skip_spikes(
-                optax.sgd(0.1, 0.9), window=window, sigmas=sigmas, warmup=warmup
-            )
+        tx = gx.skip_spikes(
+            optax.sgd(0.1, 0.9), window=window, sigmas=sigmas, warmup=warmup
+        )
 
         def body(carry, pushed):
             params, state = carry
