@@ -216,21 +216,6 @@ def test_a_number_that_is_given_up_is_not_left_out():
         assert numbers == list(range(len(numbers)))
 
 
-def test_each_push_names_its_worker():
-    tx = gx.worker_mean(optax.sgd(1.0), 2, method="all")
-    pushes, _ = played(job([1.0, 2.0], 6, None, tx))
-    assert [p.worker for p in pushes] == [0, 0, 1, 0, 0, 1]
-    assert [p.result.global_step for p in pushes] == [0, 0, 1, 1, 1, 2]
-
-
-def test_a_worker_may_name_another_worker():
-    tx = gx.worker_mean(optax.sgd(1.0), 1, method="all")
-    made = job([1.0, 2.0], 4, None, tx)
-    workers = [w._replace(extra=lambda *_: {"worker": 0}) for w in made.workers]
-    pushes, _ = played(made._replace(workers=workers))
-    assert pushes[-1].result.global_step > 1
-
-
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [

@@ -429,18 +429,13 @@ def test_seconds_are_checked(tmp_path, seconds):
 
 def test_a_home_is_found_and_nowhere_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    with TensorBoard("~/curves", Run()) as board:
-        board(push(1))
-    assert steps(tmp_path / "curves") == [1]
+    monkeypatch.chdir(tmp_path)
+    for logdir, where in ("~/curves", "curves"), ("s3:curves", "s3:curves"):
+        with TensorBoard(logdir, Run()) as board:
+            board(push(1))
+        assert steps(tmp_path / where) == [1]
     with pytest.raises(ValueError, match="logdir must be a path, got ''"):
         TensorBoard("", Run())
-
-
-def test_a_folder_may_look_like_a_bucket(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with TensorBoard("s3:curves", Run()) as board:
-        board(push(1))
-    assert steps(tmp_path / "s3:curves") == [1]
 
 
 def test_without_tensorboardx_it_says_what_to_install(tmp_path, monkeypatch):

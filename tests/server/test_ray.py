@@ -255,18 +255,6 @@ def test_a_version_is_published_once():
         pull()
 
 
-def test_a_wrapper_around_a_gate_acts_on_dropped_pushes():
-    grow = optax.add_decayed_weights(1.0)  # It adds the parameters to every update.
-    tx = optax.chain(gx.drop_stale(optax.sgd(1.0), max_staleness=0), grow)
-    server = ray.remote(gx.ParameterServer).remote({"w": jnp.ones(2)}, tx)
-    for applied, wanted in ((True, 1.0), (False, 2.0), (False, 4.0)):
-        pushed = ray.get(server.push.remote({"w": jnp.ones(2)}, 0))
-        assert pushed.applied == applied
-        params, seen = ray.get(server.pull.remote())
-        assert seen == 1
-        assert params["w"].tolist() == [wanted] * 2
-
-
 def test_rows_of_a_table_are_pulled_and_pushed_through_ray():
     table = np.random.default_rng(0).standard_normal((1000, 8)).astype(np.float32)
     params = {"table": jnp.asarray(table), "w": jnp.ones(3)}
