@@ -5,11 +5,9 @@ import functools
 import io
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import time
 from unittest import mock
 
 import jax
@@ -21,9 +19,7 @@ import gradxform as gx
 from gradxform import __main__ as job
 
 # The command line shows a part of these alone.
-from gradxform._demo.command_line import ENGINES
 from tests.conftest import KILLED, OF_RAY, promotion, xla_flags
-from tests.soak.kills import processes_of
 
 SHORT = ("--steps", "60", "--engine", "simulated")
 OUTCOMES = ("accepted", "dropped")
@@ -511,40 +507,3 @@ def test_a_missing_package_gets_one_line(package, tmp_path, monkeypatch):
 def test_without_orbax_a_checkpoint_gets_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     check_one_line(call("--checkpoint", "here"), ["'gradxform[checkpoint]'"])
-
-
-INTERRUPTED = "python -m gradxform: interrupted\n"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc"), reason="looks for processes there")
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_interrupt_ends_every_engine(engine, tmp_path):
-    if engine == "ray":
-        pytest.importorskip("ray")
-    mark, plot = str(tmp_path), tmp_path / "plot.png"
-    command = [sys.executable, "-m", "gradxform", "--steps", "1000000"]
-    command += ["--workers", "1" if engine == "ray" else "2"]
-    with subprocess.Popen(
-        [*command, "--engine", engine, "--plot", str(plot)],
-        env=environment(**TERMINAL, **OF_RAY, **KILLED, COLUMNS="80", MARK=mark),
-        start_new_session=True,  # A terminal interrupts a whole group.
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        try:
-            seen = b""
-            while b"loss" not in seen:  # The first push has arrived.
-                seen += os.read(process.stderr.fileno(), 4096) or pytest.fail(str(seen))
-            os.killpg(process.pid, signal.SIGINT)
-            stdout, stderr = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert (process.returncode, stdout) == (130, b"")
-    assert stderr.decode().endswith(INTERRUPTED)
-    assert b"Traceback" not in stderr
-    assert not plot.exists()
-    deadline = time.monotonic() + 30
-    while processes_of(mark) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not processes_of(mark)

@@ -19,7 +19,7 @@ from gradxform import engines
 from gradxform._ray import wire
 from gradxform._ray.servers import ServerDiedError, WorkersServer
 
-pytestmark = pytest.mark.usefixtures("bounded", "without_arrays")
+pytestmark = pytest.mark.usefixtures("without_arrays")
 
 
 @pytest.fixture
@@ -195,16 +195,6 @@ def test_a_group_that_waits_for_machines_warns(monkeypatch, caplog):
     (said,) = caplog.messages
     assert said.startswith("the server waits for machines with room: 2 times {")
     assert notes.calls[-3:] == ["kill process", "remove", "shutdown"]
-
-
-def test_without_ray_the_cure_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    hint = r"ray.*: .*pip install 'gradxform\[ray\]'$"
-    with (
-        pytest.raises(ImportError, match=hint),
-        engines.ray(make_job()),
-    ):
-        pass
 
 
 # Where there is no cluster.

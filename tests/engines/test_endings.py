@@ -20,10 +20,6 @@ import gradxform as gx
 from gradxform import engines
 from gradxform.engines import _pool
 
-pytestmark = pytest.mark.usefixtures("bounded")
-
-LOCAL = [engines.simulated, engines.threads]
-
 
 def ones(params, *batch):
     return jnp.sum(params), jnp.ones_like(params)
@@ -63,7 +59,6 @@ def assert_nothing_moves(run):
 # A push that was answered but not given counts, and is saved.
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_stop_ends_the_training(engine, tmp_path):
     with engine(
         make_job([engines.Worker(ones)] * 3, 10**6), checkpoint=tmp_path
@@ -87,7 +82,6 @@ def test_stop_ends_the_training(engine, tmp_path):
         assert len(list(run.pushes)) == 60 - counts.pushed
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_loop_that_is_left_leaves_the_training(engine, tmp_path):
     workers = [engines.Worker(ones)] * 3
     with engine(make_job(workers, 10**6), checkpoint=tmp_path) as run:
@@ -149,7 +143,6 @@ def test_a_gradient_under_way_is_not_pushed_after_stop(tmp_path):
 # After the context.
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("given", [0, 3, 20])
 def test_pushes_after_the_context_are_an_error(engine, given):
     with engine(make_job([engines.Worker(ones)] * 2)) as run:
@@ -321,7 +314,6 @@ def stream_worker(*items):
     return engines.Worker(lambda p, x: (x, jnp.ones_like(p)), lambda _: next(stream))
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_worker_whose_stream_ends_leaves(engine):
     workers = [stream_worker(1, 2), stream_worker(*range(10, 15)), stream_worker()]
     workers = [each._replace(duration=lambda _: 1e-3) for each in workers]
@@ -343,7 +335,6 @@ def by_worker(pushes):
     return collections.Counter(push.worker for push in pushes)
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_too_few_streams_for_a_step_end_the_run(engine):
     tx = gx.conditional_accumulator(optax.sgd(1.0), 2)
     workers = [stream_worker(1, 2, 3), stream_worker(1)]
@@ -354,7 +345,6 @@ def test_too_few_streams_for_a_step_end_the_run(engine):
     assert by_worker(pushes) == {0: 2, 1: 1}
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_run_whose_streams_have_ended_goes_on_with_new_ones(engine, tmp_path):
     first = list_all(engine, make_job([stream_worker(1, 2)], 5), checkpoint=tmp_path)
     job = make_job([stream_worker(*range(3, 9))], 5)
@@ -364,7 +354,6 @@ def test_a_run_whose_streams_have_ended_goes_on_with_new_ones(engine, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_stream_may_end_only_in_batch(engine):
     stream = iter([1.0])
     worker = engines.Worker(lambda params: (next(stream), jnp.ones_like(params)))
@@ -399,30 +388,6 @@ def test_two_workers_that_draw_from_one_generator_at_once_are_told():
     assert whose == "Raised by worker 1, for its gradient 0."
 
 
-loss = iter([1.0])  # Its name is that of an attribute below.
-
-
-@pytest.mark.parametrize("engine", LOCAL)
-def test_workers_may_share_whatever_is_no_stream(engine, tmp_path):
-    class Data:
-        loss = 3.0
-
-    data = Data()
-    with open(tmp_path / "log", "w+") as log:  # Python takes a file for an iterator.
-
-        def batch(number):
-            print(number, file=log)
-            return (np.float32(data.loss),)
-
-        worker = engines.Worker(lambda p, x: (x, jnp.ones_like(p)), batch)
-        with engine(make_job([worker] * 2)) as run:
-            run.add(worker)
-            assert {push.loss for push in run.pushes} == {3.0}
-        log.seek(0)
-        assert len(log.readlines()) >= 20
-
-
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_lock_lets_workers_share_a_stream(engine):
     stream, lock = ((np.float32(x),) for x in range(30)), threading.Lock()
 
@@ -440,7 +405,6 @@ def test_a_lock_lets_workers_share_a_stream(engine):
 # Nobody computes and everybody waits.
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_step_that_needs_more_pushes_than_required_is_an_error(engine):
     tx = gx.conditional_accumulator(optax.sgd(1.0), 3)
     job = make_job([engines.Worker(ones)] * 2, 20, tx, 2)
@@ -457,7 +421,6 @@ def test_a_step_that_needs_more_pushes_than_required_is_an_error(engine):
 # What the server is told.
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_require_finite_ends_a_run_before_nan_has_done_anything(engine, tmp_path):
     def spoiled(params):
         loss, grads = ones(params)
@@ -476,7 +439,6 @@ def test_require_finite_ends_a_run_before_nan_has_done_anything(engine, tmp_path
         assert np.isnan(run.server.state()["params"])
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_apply_if_finite_lets_the_others_go_on(engine):
     spoiled = engines.Worker(lambda params: (0.0, params * jnp.nan))
     tx = gx.drop_stale(optax.apply_if_finite(optax.sgd(1.0), 10**6), 10**6)

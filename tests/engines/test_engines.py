@@ -18,10 +18,6 @@ import gradxform as gx
 from gradxform import engines
 from gradxform.engines import _work
 
-pytestmark = pytest.mark.usefixtures("bounded")
-
-LOCAL = [engines.simulated, engines.threads]
-
 
 def gradient(params):
     return params, jnp.ones_like(params)
@@ -67,7 +63,6 @@ def by_step(pushes):
 # What holds for every engine.
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("mode", ["async", "sync", "backup"])
 def test_every_push_is_accepted_or_dropped(engine, mode):
     pushes, params, state = run(engine, make_job(mode, [1e-3, 1e-3, 10e-3]))
@@ -84,7 +79,6 @@ def test_every_push_is_accepted_or_dropped(engine, mode):
     assert {push.norm for push in pushes} == {1.0}
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_function_may_give_the_parameters(engine):
     called = []
 
@@ -99,14 +93,12 @@ def test_a_function_may_give_the_parameters(engine):
     assert len(called) == 1
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_parameters_that_can_be_called_are_no_function(engine):
     job = make_job("async", [1e-3], gradient=lambda m: (m.w, Module(jnp.float32(1.0))))
     _, last, _ = run(engine, job._replace(params=Module(jnp.float32(3.0))))
     assert last.w == 3.0 - 40
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_sync_steps_once_for_every_worker(engine):
     pushes, _, state = run(engine, make_job("sync", [1e-3, 1e-3, 3e-3], 42))
     assert all(push.result[:2] == (True, 0) for push in pushes)
@@ -115,7 +107,6 @@ def test_sync_steps_once_for_every_worker(engine):
     assert {step: sorted(ws) for step, ws in by_step(pushes).items()} == everyone
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_sync_makes_all_wait_for_the_straggler_and_backup_does_not(engine):
     steps = {}
     for mode in ("sync", "backup"):
@@ -135,14 +126,12 @@ def test_sync_makes_all_wait_for_the_straggler_and_backup_does_not(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("mode", ["sync", "backup"])
 def test_a_step_that_is_never_completed_does_not_hang(engine, mode):
     for pushes in range(1, 18):
         assert len(run(engine, make_job(mode, [0.0] * 4, pushes))[0]) == pushes
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_an_error_of_a_worker_ends_the_run(engine, mode):
     seen = []

@@ -28,9 +28,7 @@ from gradxform import engines
 # `folder`: for another process that needs no JAX, its patience, the names of its files.
 from gradxform._server import core, folder
 from gradxform._server import store as stores
-from tests.engines.test_recovery import LOCAL, bits, ended, make_job, steps_in
-
-pytestmark = pytest.mark.usefixtures("bounded")
+from tests.engines.test_recovery import bits, ended, make_job, steps_in
 
 
 def save(directory, pushes=20, **options):
@@ -100,7 +98,6 @@ def test_runs_beside_each_other_save_themselves(tmp_path, caplog):
         assert bits(again[1]) == bits(state)
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_two_runs_of_a_process_on_one_folder(engine, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "run")
@@ -322,7 +319,6 @@ def next_checkpoint(run, directory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [remove, move, remove_lock])
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_folder_that_vanishes_during_a_run_is_taken_again(engine, change, tmp_path):
     directory = tmp_path / "run"
     checkpoint = engines.Checkpoint(directory, 5, None, max_to_keep=None)
@@ -437,7 +433,6 @@ def test_several_may_be_broken_and_again(tmp_path, caplog):
     assert len([*tmp_path.glob("*.broken*")]) == 4
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_run_does_not_begin_without_a_whole_checkpoint(engine, saved, tmp_path):
     garble(tmp_path / "10")
     lose_state(tmp_path / "20")
@@ -564,7 +559,6 @@ def with_state(state):
     return optax.GradientTransformation(lambda _: state, lambda u, s, p=None: (u, s))
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize(
     ("params", "state", "one", "other"),
     [
@@ -589,7 +583,6 @@ def test_arrays_that_orbax_cannot_tell_apart_are_refused_at_once(
 # No memory.
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize(
     "error", [MemoryError("none"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")]
 )

@@ -9,9 +9,7 @@ from gradxform import engines
 from gradxform.engines import _pacing, _simulated
 from gradxform.engines._work import ServerDiedError
 from tests.engines import test_pacing
-from tests.engines.test_pacing import LOCAL, gradient
-
-pytestmark = pytest.mark.usefixtures("bounded")
+from tests.engines.test_pacing import gradient
 
 
 def make_job(durations, pushes, batch=1, **more):
@@ -145,7 +143,6 @@ def says_nothing(progress):
     pass
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("rule", [yields, waits, says_nothing])
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
 def test_a_rule_that_gives_no_bool_is_refused(rule, engine):
@@ -157,7 +154,6 @@ def test_a_rule_that_gives_no_bool_is_refused(rule, engine):
         list(run.pushes)
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_rule_that_raises_stop_iteration_is_named(engine):
     job = make_job([0.0], 9, pace=lambda progress: next(iter(())))
     with (

@@ -22,8 +22,6 @@ import pytest
 import gradxform as gx
 from gradxform import engines
 
-pytestmark = pytest.mark.usefixtures("bounded")
-
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 
 
@@ -640,10 +638,6 @@ def last_saved(folder):
     return max(int(p.name) for p in folder.iterdir() if p.name.isdigit())
 
 
-LOCAL = [engines.simulated, engines.threads]
-
-
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_rule_that_lets_nobody_begin_is_an_error(engine, tmp_path):
     job = make_job(2, lambda w, n: 0.0, 60, 1, lambda progress: False)
     with pytest.raises(ValueError, match=r"^pace"), engine(job) as run:
@@ -659,7 +653,6 @@ def test_a_rule_that_lets_nobody_begin_is_an_error(engine, tmp_path):
     assert_closed(run)
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_rule_that_raises_ends_the_run_with_its_error(engine, tmp_path):
     def rule(progress):
         if progress.started >= 5:

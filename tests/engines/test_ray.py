@@ -447,23 +447,3 @@ def test_workers_come_and_go(tmp_path):
         assert len(pushes) <= run.counts().pushed <= len(pushes) + 2
     # What was answered and not given before the stop is saved as well.
     assert run.counts().pushed in steps_in(tmp_path)
-
-
-def test_sigterm_saves_the_run_and_ends_it(tmp_path, caplog):
-    job = make_job(count=1, pushes=10**6)
-
-    def go():
-        with engines.ray(job, checkpoint=tmp_path) as run:
-            for count, _ in enumerate(run.pushes):
-                if count == 20:
-                    os.kill(os.getpid(), signal.SIGTERM)
-
-    before = signal.getsignal(signal.SIGTERM)  # Ray's own handler.
-    with pytest.raises(SystemExit) as raised, caplog.at_level(logging.WARNING):
-        go()
-    assert raised.value.code == 143
-    assert signal.getsignal(signal.SIGTERM) is before
-    with engines.simulated(job, checkpoint=tmp_path) as run:
-        assert run.resumed >= 20
-        assert f"step {run.resumed} is saved in {tmp_path}" in caplog.messages[-1]
-        assert next(run.pushes).result.global_step > run.resumed

@@ -21,10 +21,6 @@ import gradxform as gx
 from gradxform import engines
 from gradxform.engines._pool import server_here
 
-pytestmark = pytest.mark.usefixtures("bounded")
-
-LOCAL = [engines.simulated, engines.threads]
-
 
 def loss(params, x):
     return jnp.sum((params["w"] - x) ** 2) * params["s"].astype(jnp.float32) ** 2
@@ -114,7 +110,6 @@ def test_threads_wait_for_a_step_that_their_gradients_are_part_of(tmp_path):
     assert state["state"].global_step == 10
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_run_that_is_through_stays_as_it_is(engine, tmp_path):
     pushes, state, first = ended(engine, make_job(20), checkpoint=tmp_path)
     before = steps_in(tmp_path)
@@ -240,7 +235,6 @@ def stop_at(run, error, step=8, seconds=0.0):
             raise error
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_ctrl_c_ends_a_run_and_saves_nothing(engine, tmp_path):
     checkpoint = engines.Checkpoint(tmp_path, 5, None, None)
     with (
@@ -255,7 +249,6 @@ def test_ctrl_c_ends_a_run_and_saves_nothing(engine, tmp_path):
     assert all(step % 5 == 0 for step in steps)
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("error", [ValueError, SystemExit, GeneratorExit])
 def test_a_run_that_an_exception_ends_is_saved(engine, error, tmp_path):
     job = make_job(40)
@@ -272,7 +265,6 @@ def test_a_run_that_an_exception_ends_is_saved(engine, error, tmp_path):
     assert len(rest) == 40 - pushes
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("caught", [False, True])
 def test_a_run_that_a_worker_s_error_ends_is_saved(engine, caught, tmp_path):
     job = make_job(40, count=2)
@@ -299,7 +291,6 @@ def test_a_run_that_a_worker_s_error_ends_is_saved(engine, caught, tmp_path):
     assert [p.number for p in rest if p.worker == 1][:1] == [5]
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_failed_step_of_the_server_is_not_saved(engine, donate, tmp_path):
     def check(count):
@@ -322,7 +313,6 @@ def test_a_failed_step_of_the_server_is_not_saved(engine, donate, tmp_path):
     assert (run.server.stats().lost is None) is not donate
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_before_the_first_push_there_is_nothing_to_save(engine, tmp_path):
     checkpoint = engines.Checkpoint(tmp_path, resume=False)
     for _ in range(2):  # The second one finds no run that it could overwrite.
@@ -334,7 +324,6 @@ def test_before_the_first_push_there_is_nothing_to_save(engine, tmp_path):
     assert not steps_in(tmp_path)
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_an_error_while_saving_does_not_hide_the_one_before(
     engine, tmp_path, monkeypatch, caplog
 ):
@@ -354,7 +343,6 @@ def test_an_error_while_saving_does_not_hide_the_one_before(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
     engine, tmp_path, monkeypatch, caplog
 ):
@@ -381,7 +369,6 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
 # What is refused.
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_checkpoint_of_another_job_is_refused(engine, tmp_path):
     ended(engine, make_job(6), checkpoint=tmp_path)
     other = make_job(9)
@@ -398,7 +385,6 @@ def test_a_checkpoint_of_another_job_is_refused(engine, tmp_path):
     assert len(ended(engine, other, checkpoint=tmp_path)[0]) == 3
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_existing_checkpoints_are_not_overwritten(engine, tmp_path):
     fresh = engines.Checkpoint(tmp_path, resume=False)
     ended(engine, make_job(6), checkpoint=fresh)
@@ -434,7 +420,6 @@ def terminate_at(run, moment):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_sigterm_saves_a_run_and_ends_it(engine, tmp_path, caplog):
     runs = []
 
@@ -503,7 +488,6 @@ def test_a_program_keeps_its_own_handler(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("engine", LOCAL)
 def test_an_interrupt_that_python_drops_ends_a_run_all_the_same(engine, tmp_path):
     class Dropping:
         def __del__(self):
@@ -543,7 +527,6 @@ def test_a_repeated_push_of_a_resumed_run_has_its_cosine(tmp_path):
     assert np.isnan([again.cosine, unknown.cosine]).all()
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_server_of_a_run_cannot_be_restored(engine, count):
     """The run would wait for pushes that the server takes for others, without end."""

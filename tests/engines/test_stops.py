@@ -11,8 +11,6 @@ import pytest
 import gradxform as gx
 from gradxform import engines
 
-pytestmark = pytest.mark.usefixtures("bounded")
-
 
 def gradient(w, number):
     return jnp.float32(0), jnp.full_like(w, number)

@@ -27,8 +27,6 @@ from gradxform import engines
 from gradxform._server.records import GlobalStep  # Only a server makes one.
 from gradxform.engines import Counts, Push, TensorBoard, WorkerCounts
 
-pytestmark = pytest.mark.usefixtures("bounded")
-
 TAGS = {
     "loss",
     "gradient norm",
@@ -436,9 +434,3 @@ def test_a_home_is_found_and_nowhere_is_refused(tmp_path, monkeypatch):
         assert steps(tmp_path / where) == [1]
     with pytest.raises(ValueError, match="logdir must be a path, got ''"):
         TensorBoard("", Run())
-
-
-def test_without_tensorboardx_it_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ImportError, match=r"pip install 'gradxform\[tensorboard\]'"):
-        TensorBoard(tmp_path, Run())

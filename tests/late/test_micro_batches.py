@@ -89,20 +89,6 @@ def mapped(tx, grads, weights):
     return jax.tree.map(lambda x: x[1], jax.vmap(lambda w: loop(tx, grads, w))(both))
 
 
-def chained(tx, grads, weights):
-    return loop(optax.chain(optax.identity(), tx), grads, weights)
-
-
-def masked(tx, grads, weights):
-    around = optax.masked(tx, {"w": True, "none": True, "b": True})
-    return loop(around, grads, weights)
-
-
-def injected(tx, grads, weights):
-    inject = optax.inject_hyperparams(gx.accumulate, static_args=("inner",))
-    return loop(inject(optax.sgd(1.0), 3), grads, weights)
-
-
 def minimized(tx, grads, weights):
     del grads
     step = gx.minimize(loss_fn, tx, donate=False)
@@ -133,7 +119,7 @@ def server(tx, grads, weights):
     return held.pull()[0]
 
 
-WAYS = loop, compiled, scanned, mapped, chained, masked, injected, minimized
+WAYS = loop, compiled, scanned, mapped, minimized
 WAYS = {f.__name__: f for f in (*WAYS, of_nnx, server)}
 
 

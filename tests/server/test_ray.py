@@ -82,10 +82,6 @@ def test_a_bad_push_raises_at_the_caller_and_changes_nothing(server):
     params = before["params"]
     bad = [
         (TypeError, r"differ at \['w'\]", params | {"w": jnp.ones(4)}, seen),
-        (TypeError, r"in dtype at \['b'\]", params | {"b": jnp.float32(0)}, seen),
-        (TypeError, r"differ at \['b'\]", {"w": params["w"]}, seen),
-        (TypeError, "local_step must be an integer", params, 1.5),
-        (ValueError, "local_step must be in", params, -1),
         (ValueError, "local_step must be in", params, seen + 1),
     ]
     for error, match, grads, local_step in bad:

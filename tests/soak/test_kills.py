@@ -19,7 +19,8 @@ pytestmark = [
 # A group is Ray's engine too, with one process more. The run that compiles everything
 # for the others is one of threads, and it is terminated as well.
 PAIRS = ("simulated", "TERM"), ("group", "TERM"), ("threads", "KILL")
-CODES = {"TERM": "143:", "KILL": "-9:"}
+PAIRS += ("simulated", "INT"), ("threads", "INT"), ("group", "INT")
+CODES = {"TERM": "143:", "KILL": "-9:", "INT": "130:"}
 
 
 def test_a_signal_leaves_no_process_and_a_checkpoint_that_loads(capsys, monkeypatch):
