@@ -17,8 +17,6 @@ import pytest
 
 import gradxform as gx
 from gradxform import __main__ as job
-
-# The command line shows a part of these alone.
 from tests.conftest import KILLED, OF_RAY, promotion, xla_flags
 
 SHORT = ("--steps", "60", "--engine", "simulated")

@@ -221,12 +221,6 @@ def test_it_is_saved_as_time_goes_by_while_workers_go_on(tmp_path):
             assert answered == pushes == sum(counters["staleness"].values())
 
 
-def test_without_intervals_it_is_saved_at_its_end(tmp_path):
-    checkpoint = engines.Checkpoint(tmp_path, None, None)
-    ended(engines.simulated, make_job(9), checkpoint=checkpoint)
-    assert [*steps_in(tmp_path)] == [9]
-
-
 def stop_at(run, error, step=8, seconds=0.0):
     """Raises the error after so many seconds, in which workers make further pushes."""
     for push in run.pushes:

@@ -113,22 +113,6 @@ def test_the_weight_is_not_rounded_to_half_precision():
     np.testing.assert_array_equal(state.accumulated, np.float32(2 + 4 / 1024))
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "float16", "float32"])
-def test_the_weight_scales_each_kind_of_number(dtype):
-    tx = gx.conditional_accumulator(
-        optax.identity(), 2, max_staleness=3, weight=lambda s: 1 / (1 + s)
-    )
-    grad = (
-        np.array([1.5 - 2j, -0.25 + 1j]).astype(dtype)
-        if "c" in dtype
-        else (np.array([1.5, -0.25], dtype))
-    )
-    state = tx.init(jnp.zeros(2, dtype))._replace(global_step=jnp.int32(3))
-    for local_step in (0, 2):
-        updates, state = tx.update(jnp.asarray(grad), state, local_step=local_step)
-    np.testing.assert_allclose(updates, grad * (1 / 4 + 1 / 2) / 2, rtol=1e-3)
-
-
 def test_a_sum_of_half_precision_gradients_is_kept_in_float32():
     tx = gx.conditional_accumulator(optax.sgd(1.0), 1000)
     params = jnp.zeros(3, jnp.bfloat16)

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import gradxform as gx
-from tests import oracles
 from tests.descriptors import DESCRIPTORS
 
 
@@ -23,43 +22,25 @@ def draw(seed, *, dtype="float32"):
     }
 
 
-def played(tx, grads, params, extra):
-    """The parameters and states at each step: one donated program scans the loop."""
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def run(now, grads):
-        def body(now, g):
-            now = gx.apply_gradients(tx, g, now[1], now[0], **extra)
-            return now, now
-
-        return jax.lax.scan(body, now, grads)
-
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *grads)
-    return run((jax.tree.map(jnp.copy, params), tx.init(params)), stacked)[1]
-
-
-def looped(tx, grads, params, extra, delay):
-    """The same for ``tx``, with a list that holds the delayed gradients."""
-    step = jax.jit(lambda g, s, p: gx.apply_gradients(tx, g, s, p, **extra))
-    now = params, tx.init(params)
-    for acts in oracles.delayed(grads, delay):
-        if acts is not None:
-            now = step(acts, *reversed(now))
-        yield now
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
 def test_every_row_a_fixed_number_of_steps_late(row):
     tx, params = row.make(), draw(0)
     grads, extra = [draw(1 + t) for t in range(5)], row.extra(params)
     delay = 1 + DESCRIPTORS.index(row) % 2  # They take turns.
-    found, state = played(gx.delayed(tx, delay), grads, params, extra)
-    for t, now in enumerate(looped(tx, grads, params, extra, delay)):
-        here = jax.tree.map(lambda x, t=t: x[t], (found, state.inner_state))
+    late = gx.delayed(tx, delay)
+    step, step_late = (
+        jax.jit(functools.partial(gx.apply_gradients, t, **extra)) for t in (tx, late)
+    )
+    now, here = (params, tx.init(params)), (params, late.init(params))
+    for t, g in enumerate(grads):
+        here = step_late(g, *reversed(here))
+        got = here[0], here[1].inner_state
         if t < delay:  # While it rests, nothing changes.
-            chex.assert_trees_all_equal(here, now)
-        chex.assert_trees_all_close(here, now, rtol=5e-6, atol=1e-6)
+            chex.assert_trees_all_equal(got, now)
+        else:
+            now = step(grads[t - delay], *reversed(now))
+        chex.assert_trees_all_close(got, now, rtol=5e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("row", DESCRIPTORS, ids=str)

@@ -27,6 +27,7 @@ def test_a_signal_leaves_no_process_and_a_checkpoint_that_loads(capsys, monkeypa
     pytest.importorskip("ray")
     monkeypatch.setattr(kills, "AFTER", 0.5)
     monkeypatch.setenv("XLA_FLAGS", xla_flags(level=1))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # As in a terminal: a bar shows the pushes.
     with promotion():
         faults = kills.table(PAIRS, times=1, seed=0)
     printed = capsys.readouterr().out
