@@ -220,19 +220,6 @@ def test_the_defaults_learn_and_drop(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "steps", "dropped"),
-    [(["--mode", "sync"], 15, 0), (["--mode", "backup", "--straggler", "9"], 19, 2)],
-)
-def test_threads_wait_for_the_pushes_that_a_step_requires(options, steps, dropped):
-    done = call("--steps", "60", *options)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{options[1]} on threads, novograd, workers 4")
-    assert abs(int(row(done.stdout, "steps")) - steps) <= (dropped and 4)
-    assert (int(row(done.stdout, "pushes dropped")) > 0) == (dropped > 0)
-
-
-@pytest.mark.slow
 def test_ray_trains_in_silence():
     pytest.importorskip("ray")
     options = ["--engine", "ray", "--steps", "30", "--workers", "1"]

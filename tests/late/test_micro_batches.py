@@ -15,6 +15,7 @@ from flax import nnx
 
 import gradxform as gx
 from gradxform import engines
+from tests.late.test_one_reduction import stepped
 
 SIZES = 1, 3, 12  # Tokens of each micro-batch.
 RNG = np.random.default_rng(0)
@@ -321,10 +322,7 @@ def test_the_last_push_makes_the_step_with_those_there_are(reduction, how, weigh
             params, state = carry
             g, w, last = pushed
             extra = {"last": last} | ({"weight": w} if weighted else {})
-            if how == "update":
-                updates, state = tx.update(g, state, params, **extra)
-                return (gx.apply_updates(params, updates), state), None
-            return gx.apply_gradients(tx, g, state, params, **extra), None
+            return stepped(tx, g, state, params, how, **extra), None
 
         params = jnp.zeros(4)
         return jax.lax.scan(push, (params, tx.init(params)), (g, weights, lasts))[0]
@@ -353,10 +351,7 @@ def test_a_last_push_that_is_left_out_ends_the_window_all_the_same(gate, how, ji
         extra = {"last": late} | (
             {"local_step": jnp.where(late, -1, 0)} if gate == "stale" else {}
         )
-        if how == "apply":
-            return gx.apply_gradients(tx, grads, state, params, **extra)
-        updates, state = tx.update(grads, state, params, **extra)
-        return gx.apply_updates(params, updates), state
+        return stepped(tx, grads, state, params, how, **extra)
 
     step = jax.jit(step) if jit else step
     params = {"table": jnp.ones((3, 2)), "w": jnp.ones(2), "v": jnp.ones(2)}

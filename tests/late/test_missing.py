@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from tests.descriptors import DESCRIPTORS
+from tests.late.test_one_reduction import stepped
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -70,10 +71,8 @@ def test_it_stays_and_the_others_do_not_notice(inner, gate, how):
 
     def push(carry, g):
         params, state = carry
-        if how == "update":
-            updates, state = tx.update(g, state, params, **extra)
-            return (gx.apply_updates(params, updates), state), None
-        return gx.apply_gradients(tx, g, state, params, **extra), None
+        way = "apply" if how == "scan" else how
+        return stepped(tx, g, state, params, way, **extra), None
 
     def train(params, grads_of):
         carry = params, tx.init(params)
@@ -267,24 +266,17 @@ def test_a_gradient_of_integers_equals_none(row):
     extra, tx = row.extra(params), row.make()
 
     def trained(nothing, how):
-        step = functools.partial(gx.apply_gradients, tx)
-        if how == "update":
-
-            def step(grads, state, params, **extra):
-                updates, state = tx.update(grads, state, params, **extra)
-                return gx.apply_updates(params, updates), state
-
         p, state = params, tx.init(params)
         for t in range(2):
             g = {"w": jnp.cos(t + params["w"]), "frozen": nothing}
-            p, state = step(g, state, p, **extra)
+            p, state = stepped(tx, g, state, p, how, **extra)
         return p, state
 
-    for step in ("apply_gradients", "update"):
-        expected = trained(None, step)
+    for how in ("apply", "update"):
+        expected = trained(None, how)
         chex.assert_trees_all_equal(expected[0]["frozen"], params["frozen"])
-        for how in ("float0", "masked"):
-            got = trained(without(how, (2,)), step)
+        for nothing in ("float0", "masked"):
+            got = trained(without(nothing, (2,)), how)
             chex.assert_trees_all_equal(got, expected)
 
 

@@ -136,18 +136,6 @@ def test_without_a_gate_every_push_is_accepted():
     assert server.stats().staleness == {0: 1, 1: 1, 2: 1}
 
 
-@pytest.mark.parametrize("name", ["global_step", "stale_count"])
-def test_a_parameter_may_bear_the_name_of_a_counter(name):
-    params = {name: jnp.ones(2), "w": jnp.ones(2)}
-    server = gx.ParameterServer(params, gx.adagrad(0.5))
-    assert server.push(params, 0)[:3] == (True, 0, 1)
-    expected = 1 - 0.5 / np.sqrt(0.1 + 1)
-    np.testing.assert_allclose(server.pull()[0][name], expected, rtol=1e-6)
-    gated = gx.ParameterServer(params, gx.drop_stale(gx.adagrad(0.5), 0))
-    gated.push(params, 0)
-    assert gated.push(params, 0)[:3] == (False, 1, 1)
-
-
 def test_parameters_change_where_the_global_step_cannot_grow():
     last = np.iinfo(np.int32).max
     server = gx.ParameterServer({"w": jnp.zeros(())}, gx.drop_stale(optax.sgd(1.0), 9))
