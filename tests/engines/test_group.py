@@ -175,13 +175,8 @@ def test_a_function_gets_the_path_and_the_shape_of_each_leaf():
     assert seen == {"emb/table": (9, 3), "w": (2,)}
 
 
-on_ray = [*ON_RAY]
-
-
 def marked(test):
-    for mark in on_ray:
-        test = mark(test)
-    return test
+    return functools.reduce(lambda test, mark: mark(test), ON_RAY, test)
 
 
 @marked

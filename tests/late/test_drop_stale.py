@@ -3,7 +3,6 @@
 import copy
 import functools
 import pickle
-import re
 from typing import NamedTuple
 
 import chex
@@ -252,10 +251,8 @@ def test_a_parameter_called_global_step_is_no_counter():
     ("schedule", "error", "message"),
     [
         (lambda step: "3", TypeError, "must be a real scalar, got '3'"),
-        (lambda step: jnp.ones(2), TypeError, r"must be a real scalar, got Array\("),
         (lambda step: -1, ValueError, r"must be in \[0, inf\], got -1"),
         (lambda step: np.nan, ValueError, r"must be in \[0, inf\], got nan"),
-        (lambda step: -(2**100), ValueError, r"must be in \[0, inf\], got -1267650600"),
         (lambda step: 1 + 0j, TypeError, r"must be a real scalar, got \(1\+0j\)"),
     ],
 )
@@ -320,11 +317,3 @@ def test_a_threshold_of_any_size_and_width(limit, scheduled):
         late = state._replace(global_step=jnp.int32(8))
         _, after = tx.update(GRADS, late, PARAMS, local_step=0)
         assert after.stale_count == 1
-
-
-@pytest.mark.parametrize("given", [1 + 0j, np.complex64(1), 1.0, True])
-def test_an_error_shows_the_threshold_that_was_given(given):
-    with pytest.raises(
-        TypeError, match=r"^max_staleness must be .* got " + re.escape(repr(given))
-    ):
-        gx.drop_stale(optax.sgd(1.0), given)

@@ -240,12 +240,7 @@ BAD_PUSHES = {
     ),
     "nothing": ({"w": None, "b": None}, 1, ValueError, "no gradient for any leaf"),
     "nan": (BAD | {"b": BAD["b"] * np.nan}, 1, ValueError, r"finite.*at \['b'\]"),
-    "inf": (
-        BAD | {"w": np.full_like(BAD["w"], np.inf)},
-        1,
-        ValueError,
-        r"finite.*at \['w'\]",
-    ),
+    "inf": (BAD | {"b": BAD["b"] * np.inf}, 1, ValueError, r"finite.*at \['b'\]"),
     "negative": (BAD, -1, ValueError, r"local_step must be in \[0, 1\], got -1"),
     "future": (BAD, 2, ValueError, r"local_step must be in \[0, 1\], got 2"),
     "fraction": (BAD, 0.5, TypeError, "local_step must be an integer"),

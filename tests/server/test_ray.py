@@ -129,14 +129,6 @@ def test_a_restarted_actor_counts_its_lost_pushes():
     assert push_some(server, 1)[:3] == (True, 0, 3)
 
 
-def test_a_push_that_comes_again_acts_once(server):
-    params, seen = ray.get(server.pull.remote())
-    accepted = ray.get(server.stats.remote()).accepted
-    push = [server.push.remote(params, seen, push_id=("a", 7)) for _ in range(5)]
-    assert ray.get(push) == [(True, 0, seen + 1, None)] * 5
-    assert ray.get(server.stats.remote()).accepted == accepted + 1
-
-
 def test_waiting_calls_leave_module_for_a_push(server):
     _, seen = ray.get(server.pull.remote())
     waiting = [server.wait.remote(seen) for _ in range(3)]

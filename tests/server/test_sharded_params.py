@@ -5,6 +5,7 @@ with its parts on several devices. ``engines/test_group`` has processes. There a
 takes ten times as long, and no test sees what the compiler has made.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,8 +148,7 @@ def test_the_memory_that_was_given_is_not_taken():
     for step in range(3):
         both.push(both.grads(rows=False), step)
     after = both.params, both.given
-    for x, y in zip(*map(jax.tree.leaves, (before, after)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(before, after)
     # Nor does the server see what its owner does with it later.
     both = Parts(gx.drop_stale(optax.sgd(1.0), 4))
     for x in jax.tree.leaves(both.given):
