@@ -106,13 +106,10 @@ def make_job(count=1):
 @pytest.mark.parametrize(
     ("unpicklable", "calls"),
     [
-        ("server", ["init", "server", "shutdown"]),
+        ("server", "init, server, shutdown"),
         (
             "the second worker",
-            [
-                *("init", "server", "worker", "worker"),
-                *("kill worker", "kill server", "shutdown"),
-            ],
+            "init, server, worker, worker, kill worker, kill server, shutdown",
         ),
     ],
 )
@@ -126,7 +123,7 @@ def test_a_job_that_cannot_be_pickled_leaves_no_process(
         engines.ray(make_job(2)) as run,
     ):
         next(run.pushes)
-    assert notes.calls == calls
+    assert ", ".join(notes.calls) == calls
 
 
 def test_a_cluster_is_started_whole_before_an_interrupt_ends_it(monkeypatch):
