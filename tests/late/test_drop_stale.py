@@ -77,6 +77,29 @@ GATES = {
 }
 
 
+@pytest.mark.usefixtures("standard_promotion")  # optax multiplies mixed dtypes.
+@pytest.mark.parametrize(
+    ("param", "grad"),
+    [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")],
+)
+@pytest.mark.parametrize("gate", GATES)
+def test_a_fresh_push_is_that_of_inner_in_every_mix_of_dtypes(gate, param, grad):
+    """Alone, the moments of inner would take another dtype."""
+    inner = optax.adamw(0.1)
+    tx = GATES[gate](inner)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-2)
+    params, grads = jnp.array([1.0, -2.0], param), jnp.array([0.3, 0.7], grad)
+    state = tx.init(params)
+    updates, after = jax.jit(tx.update)(grads, state, params, local_step=0)
+    expected, _ = inner.update(grads, inner.init(params), params)
+    assert jax.typeof(updates) == jax.typeof(expected)
+    close(updates, expected)
+    new, whole = gx.apply_gradients(tx, grads, state, params, local_step=0)
+    close(new, gx.apply_updates(params, expected))
+    for found in (after, whole):
+        assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, state)
+
+
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("param", ["float32", "bfloat16"])
 def test_an_update_that_is_wider_than_the_gradient_is_not_rounded(gate, param):
