@@ -285,19 +285,16 @@ def test_the_limit_is_the_given_one():
     assert {low for low, *_, late in histogram(stdout) if not late} == {0, 1}
 
 
-def check_a_terminal(done, colors):
-    """There is a progress bar. It and the table have colors, or neither of them has."""
-    assert done.returncode == 0
-    assert "100%" in done.stderr
-    assert re.search(r"loss \d\.\d{3}", done.stderr)
-    assert bool(COLOR.search(done.stdout)) == bool(COLOR.search(done.stderr)) == colors
-    assert re.fullmatch(r"test accuracy 0\.\d{3}", done.stdout.splitlines()[-1])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [{}, {"NO_COLOR": "1"}])
 def test_a_terminal_gets_a_progress_bar_and_colors(setting):
-    check_a_terminal(call(*SHORT, **TERMINAL, **setting), colors=not setting)
+    done = call(*SHORT, **TERMINAL, **setting)
+    assert done.returncode == 0
+    assert "100%" in done.stderr
+    assert re.search(r"loss \d\.\d{3}", done.stderr)
+    found = {bool(COLOR.search(x)) for x in (done.stdout, done.stderr)}
+    assert found == {not setting}  # The bar and the table alike.
+    assert re.fullmatch(r"test accuracy 0\.\d{3}", done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -275,10 +275,6 @@ def refuses_nan(server):
         server.push({**params, "w": np.nan * params["w"]}, seen)
 
 
-def adagrad(**options):
-    return trains_as(oracles.adagrad, **options)
-
-
 def updates_to(expected):
     """The transformation's first updates."""
 
@@ -601,12 +597,13 @@ CHECKS = {
         ValueError, "indices must be in"
     ),
     # Adagrad
-    "gx.adagrad(optax.exponential_decay(0.1, 2, 0.5))": adagrad(
+    "gx.adagrad(optax.exponential_decay(0.1, 2, 0.5))": trains_as(
+        oracles.adagrad,
         learning_rate=lambda t: 0.1 * 0.5 ** (t / 2),
         rtol=1e-6,  # optax computes the rate in float32.
     ),
     "gx.adagrad(lambda count: learning_rate / (1.0 + 0.5 * count.astype(float)))": (
-        adagrad(learning_rate=lambda t: 0.1 / (1 + 0.5 * t))
+        trains_as(oracles.adagrad, learning_rate=lambda t: 0.1 / (1 + 0.5 * t))
     ),
     "optax.chain(gx.scale_by_adagrad(), optax.add_decayed_weights(0.01), "
     "optax.scale_by_learning_rate(learning_rate))": updates_to(

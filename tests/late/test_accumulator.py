@@ -17,11 +17,6 @@ PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 GRADS = {"w": jnp.full((2, 3), 2.0), "b": jnp.full(3, -1.0)}
 
 
-def fedbuff(s):
-    """FedBuff's weight, 1 / √(1 + s), for JAX."""
-    return 1 / jnp.sqrt(1 + s)
-
-
 # How late a push may be, and its weight: for JAX, and in NumPy.
 LATE = {
     "fresh": ({}, {}),
@@ -29,7 +24,7 @@ LATE = {
     "inf": ({"max_staleness": jnp.inf}, {"max_staleness": np.inf}),
     "schedule": ({"max_staleness": jnp.sqrt}, {"max_staleness": np.sqrt}),
     "fedbuff": (
-        {"max_staleness": jnp.inf, "weight": fedbuff},
+        {"max_staleness": jnp.inf, "weight": lambda s: 1 / jnp.sqrt(1 + s)},
         {"max_staleness": np.inf, "weight": lambda s: (1 + s) ** -0.5},
     ),
     "linear": (  # It is below 0 for a push that is dropped.
