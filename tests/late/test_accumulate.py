@@ -252,19 +252,16 @@ def test_lookahead_around_micro_batches():
 def test_nothing_of_the_sum_before_reaches_the_next(how, dtype, sums):
     """A NaN in one sum, and leaves that have a gradient, rows, or nothing in turn."""
     tx = gx.accumulate(optax.sgd(0.5), 2, accumulator_dtype=sums)
-    shape = {"w": (4,), "table": (3, 2)}
-    dense = {k: np.ones(s) for k, s in shape.items()}
-    rows = gx.IndexedSlices(
-        jnp.array([1, 1]), jnp.ones((2, 2), dtype), dense_shape=(3, 2)
-    )
+    dense = {"w": np.ones(4), "table": np.ones((3, 2))}
+    rows = gx.IndexedSlices([1, 1], jnp.ones((2, 2), dtype), (3, 2))
     as_dense = np.array([[0, 0], [2, 2], [0, 0]])
     pushes = [(np.nan, None), (1, 2), (None, "rows"), (None, 1)]
     pushes += [(4, "rows"), (None, "rows"), (8, 2), (8, None)]
 
     step = jax.jit(functools.partial(stepped, tx, how=how))
-    params = {k: jnp.zeros(s, dtype) for k, s in shape.items()}
+    params = {k: jnp.zeros(x.shape, dtype) for k, x in dense.items()}
     state, held = tx.init(params), []
-    wanted = {k: np.zeros(s) for k, s in shape.items()}
+    wanted = {k: np.zeros(x.shape) for k, x in dense.items()}
     for pushed in pushes:
         grads, meant = {}, {}
         for (k, ones), g in zip(dense.items(), pushed, strict=True):

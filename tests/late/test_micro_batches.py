@@ -76,10 +76,8 @@ def scanned(tx, grads, weights):
         updates, state = tx.update(g, state, params, weight=w)
         return (gx.apply_updates(params, updates), state), None
 
-    start, stacked = (
-        (PARAMS, tx.init(PARAMS)),
-        jax.tree.map(lambda *g: jnp.stack(g), *grads),
-    )
+    stacked = jax.tree.map(lambda *g: jnp.stack(g), *grads)
+    start = PARAMS, tx.init(PARAMS)
     (params, _), _ = jax.lax.scan(push, start, (stacked, jnp.asarray(weights)))
     return params
 

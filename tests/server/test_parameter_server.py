@@ -504,6 +504,14 @@ def test_a_worker_without_a_row_is_refused(worker):
     assert server.push(grads, 0, worker=jnp.int32(0)).global_step == 1
 
 
+def test_its_representation_says_where_it_stands():
+    server = gx.ParameterServer(PARAMS, late_sgd())
+    server.push(draw(0), 0)
+    assert repr(server) == "ParameterServer(global_step=1, parameters=15, arrays=2)"
+    server.close()
+    assert repr(server).endswith("arrays=2, ended)")
+
+
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_server_is_not_copied(duplicate):
     server = gx.ParameterServer(PARAMS, late_sgd())
