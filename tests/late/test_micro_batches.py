@@ -14,6 +14,7 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
+from tests.late.test_one_reduction import stepped
 
 SIZES = 1, 3, 12  # Tokens of each micro-batch.
 RNG = np.random.default_rng(0)
@@ -95,9 +96,7 @@ def test_weights_give_the_gradient_of_the_whole_batch(way):
     tx = gx.accumulate(optax.sgd(1.0), 3)
     grads, expected = gradients(), after(whole_batch())
     got = WAYS[way](tx, grads, SIZES)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, expected
-    )
+    chex.assert_trees_all_close(got, expected, rtol=1e-7, atol=1e-6)
     if way == "loop":  # The mean of means is another number.
         other = loop(tx, grads, (1, 1, 1))
         assert max(np.abs(other[k] - expected[k]).max() for k in "wb") > 0.2
@@ -119,9 +118,7 @@ def test_weights_give_the_gradient_of_the_whole_batch(way):
 def test_only_the_proportion_of_weights_matters(way, weights):
     got = way(gx.accumulate(optax.sgd(1.0), 3), gradients(), weights)
     expected = after(whole_batch())
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, expected
-    )
+    chex.assert_trees_all_close(got, expected, rtol=1e-7, atol=1e-6)
 
 
 def pushed(tx, *pushes):
@@ -168,11 +165,16 @@ def test_a_weight_scales_each_kind_of_number(dtype):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "row_mean"])
-@pytest.mark.parametrize("inner", ["sgd", "lazy"])
-def test_rows_equal_the_formula(reduction, inner):
-    """Rows of a table, a dense gradient and None in turn; two steps."""
+@pytest.mark.parametrize(
+    ("inner", "skip"), [("sgd", False), ("lazy", False), ("sgd", True)]
+)
+def test_rows_equal_the_formula(reduction, inner, skip):
+    """Rows of a table, a dense gradient and None in turn; two steps.
+
+    With ``skip`` two pushes are left out: one row of each is not finite.
+    """
     rates = {"sgd": optax.sgd(1.0), "lazy": gx.lazy(optax.sgd(1.0))}
-    tx = gx.accumulate(rates[inner], 3, reduction=reduction)
+    tx = gx.accumulate(rates[inner], 3, reduction=reduction, skip_nonfinite=skip)
     push = jax.jit(functools.partial(gx.apply_gradients, tx))
     rng, weights = np.random.default_rng(1), [2.0, 0.5, 4.0, 1.0, 8.0, 3.0]
     params = {"table": jnp.zeros((4, 2)), "b": jnp.zeros(2)}
@@ -181,12 +183,17 @@ def test_rows_equal_the_formula(reduction, inner):
     b, of_b = np.zeros(2), 0.0
     for number, w in enumerate(weights):
         ids, values = rng.integers(0, 5, 3), rng.standard_normal((3, 2))
+        values[ids == 4] = np.nan  # 4 is padding.
         g = {"table": gx.IndexedSlices(ids, np.float32(values), (4, 2)), "b": None}
-        np.add.at(total, ids, w * values)  # 4 is padding.
+        if skip and number in (1, 5):
+            bad = gx.IndexedSlices([2, 0, 2], np.float32([[1, np.inf]] * 3), (4, 2))
+            params, state = push(g | {"table": bad}, state, params, weight=w)
+        np.add.at(total, ids, w * values)
         of_rows[np.unique(ids)] += w
         if number % 2:
-            g["b"] = jnp.float32(values[0])
-            b, of_b = b + w * values[0], of_b + w
+            dense = rng.standard_normal(2)
+            g["b"] = jnp.float32(dense)
+            b, of_b = b + w * dense, of_b + w
         params, state = push(g, state, params, weight=w)
         if number % 3 == 2:
             n = sum(weights[number - 2 : number + 1])
@@ -200,6 +207,7 @@ def test_rows_equal_the_formula(reduction, inner):
             total, of_rows = np.zeros((5, 2)), np.zeros((5, 1))
             b, of_b = np.zeros(2), 0.0
         chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-6)
+    assert (state.global_step, state.nonfinite_count) == (2, 2 if skip else 0)
 
 
 def test_a_push_of_weight_0_adds_nothing():
@@ -231,16 +239,30 @@ def test_a_weight_beside_that_of_staleness(reduction):
         weight=lambda s: 1 / (1 + s),
         reduction=reduction,
     )
-    params = jnp.zeros(2)
+
+    def rows(indices, numbers):
+        return gx.IndexedSlices(jnp.array(indices), jnp.outer(numbers, sizes), (5, 2))
+
+    sizes = jnp.array([1.0, -2.0])
+    params = {"b": jnp.zeros(2), "table": jnp.zeros((5, 2))}
     state = tx.init(params)._replace(global_step=jnp.int32(3))
-    for g, step, w in ((1.0, 3, 3), (9.0, 0, 7), (4.0, 1, 5)):  # One is dropped.
-        grads = jnp.array([g, -g])
+    first, late = [1, 3, 3, 5], [4, 3, 1, 5]  # 5 is padding.
+    for b, slices, step, w in (
+        (1.0, rows(first, jnp.array([1.0, 2.0, 4.0, 9.0])), 3, 3),
+        (9.0, rows(first, jnp.array([9.0, 9.0, 9.0, 9.0])), 0, 7),  # It is dropped.
+        (4.0, rows(late, jnp.array([8.0, 16.0, 0.0, 9.0])), 1, 5),
+    ):
+        grads = {"b": b * sizes, "table": slices}
         params, state = gx.apply_gradients(
             tx, grads, state, params, local_step=step, weight=w
         )
-    total = 3 * 1 + 5 * 4 / 3
-    expected = total / (1 if reduction == "sum" else 3 + 5)
-    np.testing.assert_allclose(params, [-expected, expected], rtol=1e-6)
+    of_rows = 3 * np.array([0, 1, 0, 6, 0]) + 5 / 3 * np.array([0, 0, 0, 16, 8])
+    number = 1 if reduction == "sum" else 3 + 5
+    held = np.array([1, 8, 1, 8, 5]) if reduction == "row_mean" else number
+    expected = {"b": (3 + 5 * 4 / 3) / number * sizes}
+    expected["table"] = np.outer(of_rows / held, sizes)
+    for name, got in params.items():
+        np.testing.assert_allclose(got, -expected[name], rtol=1e-6)
     assert state.stale_count == 1
 
 
@@ -269,10 +291,7 @@ def test_the_last_push_makes_the_step_with_those_there_are(reduction, how, weigh
             params, state = carry
             g, w, last = pushed
             extra = {"last": last} | ({"weight": w} if weighted else {})
-            if how == "update":
-                updates, state = tx.update(g, state, params, **extra)
-                return (gx.apply_updates(params, updates), state), None
-            return gx.apply_gradients(tx, g, state, params, **extra), None
+            return stepped(tx, g, state, params, how, **extra), None
 
         params = jnp.zeros(4)
         return jax.lax.scan(push, (params, tx.init(params)), (g, weights, lasts))[0]
@@ -301,10 +320,7 @@ def test_a_last_push_that_is_left_out_ends_the_window_all_the_same(gate, how, ji
         extra = {"last": late} | (
             {"local_step": jnp.where(late, -1, 0)} if gate == "stale" else {}
         )
-        if how == "apply":
-            return gx.apply_gradients(tx, grads, state, params, **extra)
-        updates, state = tx.update(grads, state, params, **extra)
-        return gx.apply_updates(params, updates), state
+        return stepped(tx, grads, state, params, how, **extra)
 
     step = jax.jit(step) if jit else step
     params = {"table": jnp.ones((3, 2)), "w": jnp.ones(2), "v": jnp.ones(2)}
