@@ -135,6 +135,7 @@ from gradxform._transforms.round_stochastically import (
     round_stochastically as round_stochastically,
 )
 from gradxform._trees.apply_updates import apply_updates as apply_updates
+from gradxform._trees.host import on_host as on_host
 
 __version__ = "0.1.0"
 

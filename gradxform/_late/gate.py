@@ -25,11 +25,11 @@ from gradxform._late import missing
 from gradxform._late.conditional import By, typed_cond
 from gradxform._late.counters import counted, has_gate
 from gradxform._late.measure_cosine import cosines
-from gradxform._trees import checks, maps, versions
+from gradxform._trees import checks, host, maps, versions
 from gradxform._trees.apply_updates import apply_updates
 from gradxform._trees.compilers import LARGE, in_hbm, narrow, where
 from gradxform._trees.extra_args import accepted_kwargs
-from gradxform._trees.types import Leaf, PyTree
+from gradxform._trees.types import Leaf, Path, PyTree
 
 # What a push produces: updates or new parameters, None for the updates of a skip.
 Outcome: TypeAlias = optax.Updates | optax.Params | None
@@ -171,15 +171,16 @@ def step(
     # Nobody else asks for flags.
     if flags is not True and not (has_gate(state) or cosines(state)):
         extra = missing.with_flags(extra)
+    given, state = state, host.brought_after(updates, tx.init, state)
     outcome, new = missing.update(tx, updates, state, params, **extra)
     if whole:
         outcome, new = apply_updates(params, outcome), _as_before(new, state)
     if flags is True:
-        return outcome, new
+        return outcome, host.put_back(new, given)
     if not has_gate(state, "pushed"):  # The gradients of a sum may be older ones.
         outcome = missing.chosen(flags, outcome, params if whole else None)
     like = updates if params is None else params
-    return outcome, missing.keep(tx, flags, new, state, like)
+    return outcome, host.put_back(missing.keep(tx, flags, new, state, like), given)
 
 
 def inner_state(
@@ -210,6 +211,7 @@ def _guarded(
     whole: bool,
 ) -> tuple[Outcome, optax.OptState]:
     """The step of a gate: one conditional, and the new state."""
+    given, state = state, maps.map_with_path(_own_brought, state)
     decision = gate.decide(updates, state, params, **extra)
     before = decision.state.inner_state
     by: By = "bool"
@@ -239,7 +241,14 @@ def _guarded(
     if free is not None:
         outcome, buffers = _taken_from(filled, outcome, done), filled
     state = counted(decision.state, decision.applies, decision.accepted)
-    return outcome, decision.settle(state._replace(inner_state=new), done, buffers)
+    settled = decision.settle(state._replace(inner_state=new), done, buffers)
+    return outcome, host.put_back(settled, given)
+
+
+def _own_brought(path: Path, x: Leaf) -> Leaf:
+    """A leaf of a gate's state on the device; the step brings the state behind it."""
+    inside = path[:1] == (jax.tree_util.GetAttrKey("inner_state"),)
+    return x if inside else host.brought(x)
 
 
 def _in_hbm(buffers: optax.Updates | None) -> optax.Updates | None:

@@ -12,6 +12,7 @@ device, so a transformation need not know about the kinds.
 - ``arithmetic``: sums, products and roots that are rounded once, from at least float32.
 - ``constants``: zeros and other constants, which lie where the parameters lie.
 - ``compilers``: other forms of an operation for CPU, GPU or TPU, as barriers.
+- ``host``: arrays in the host's memory: ``on_host``, and how a step gets at them.
 - ``placeholders``: whose state a leaf of a state is, as ``init`` shows it.
 - ``jaxprs``: reads jaxprs, evaluates one by a rule for its equations.
 - ``extra_args``: which extra arguments a transformation takes.

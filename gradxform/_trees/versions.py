@@ -135,6 +135,14 @@ def adds_in_backward_pass() -> bool:
     return set(axis_names()) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def keeps_memory_kinds() -> bool:
+    """Whether results can lie in the host's memory: older ones are always on devices.
+
+    JAX for CPU knows it from 0.10.2 on.
+    """
+    return jax.__version_info__ >= (0, 10, 2)
+
+
 def jit_is_disabled() -> bool:
     """Whether functions are called as they are, for a debugger: ``jax.disable_jit``."""
     # JAX's types know this setting from 0.12 on.

@@ -1,0 +1,161 @@
+"""Arrays in the host's memory, and what a step brings of them to its device.
+
+The type of an array says which memory it lies in. JAX computes with no array in the
+host's memory: it has to be brought, or a layer of it. Nothing here changes an array
+that lies on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from gradxform._trees import checks, compilers, dtypes, maps, versions
+from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
+from gradxform._trees.types import Leaf, Path, PyTree, T
+
+
+def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
+    r"""Puts the large arrays of an optimizer's state into the host's memory.
+
+    :func:`minimize` with ``layers`` brings one layer of them at a time, and writes it
+    back, so a step needs room for about two layers of the state. The numbers are those
+    of a state on the device. :func:`apply_gradients` and a :func:`minimize` without
+    ``layers`` bring all of it, the state of each parameter as soon as its gradient is
+    known. That saves memory where activations are larger than the state. The state that
+    a step returns lies where the given one lies. A push that a gate does not apply
+    moves nothing of the state behind the gate.
+
+    The memory is ``pinned_host``, which JAX has for CPU, too. Each process of several
+    keeps its part. Other loops than these compute with the state by themselves, and
+    JAX says there that it lies in another memory. Parameters stay on the device.
+
+    To make a state that is larger than the device, put ``jax.jit`` around: it moves one
+    array after the other.
+
+    Args:
+      tree: arrays, as of ``tx.init(params)``, under ``jax.jit``, too; or
+        ``jax.ShapeDtypeStruct`` with shardings, as a checkpoint needs them.
+      min_size: from how many entries on an array is moved, ≥ 1: its shape over all
+        devices counts. Smaller ones stay, and so do those of 8 bits, as the compiler
+        for TPU takes no layer of them from the host.
+
+    Returns:
+      The same tree. Shapes, dtypes and shardings stay, but for the kind of memory.
+
+    Raises:
+      NotImplementedError: JAX is older than 0.10.2.
+      ValueError: ``min_size`` is below 1, or a ``jax.ShapeDtypeStruct`` has no
+        sharding.
+
+    >>> import gradxform as gx, jax, jax.numpy as jnp, optax
+    >>> tx = optax.adam(0.1)
+    >>> params = {"layers": jnp.ones((4, 8, 8))}
+    >>> state = jax.jit(lambda p: gx.on_host(tx.init(p), min_size=256))(params)
+    >>> def loss_fn(params, x):
+    ...     x, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, params["layers"])
+    ...     return jnp.mean(x**2)
+    >>> step = gx.minimize(loss_fn, tx, layers=["layers"])
+    >>> params, state, loss = step(params, state, jnp.ones((2, 8)))
+    >>> assert state[0].mu["layers"].sharding.memory_kind == "pinned_host"
+    >>> assert state[0].count.sharding.memory_kind == "device"
+    """
+    checks.length("min_size", min_size, checks.COUNTS)
+    if not versions.keeps_memory_kinds():
+        raise NotImplementedError(
+            "on_host needs JAX 0.10.2 or later, which keeps results in the host's "
+            f"memory, got {jax.__version__}."
+        )
+    last: Any = ()
+
+    def move(path: Path, x: Any) -> Any:  # Any leaf.
+        nonlocal last
+        if np.size(x) < min_size or dtypes.dtype_of(x).itemsize == 1:
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            if x.sharding is None:
+                raise ValueError(
+                    f"on_host got {x} at {checks.path_name(path)}, which lies nowhere: "
+                    "give it a sharding."
+                )
+            return x.update(sharding=x.sharding.with_memory_kind("pinned_host"))
+        if isinstance(x, jax.core.Tracer):  # The compiler would keep all until the end.
+            x, _ = compilers.together((x, last))
+        last = jax.device_put(x, jax.memory.Space.Host)
+        return last
+
+    return jax.tree.map_with_path(move, tree)
+
+
+def is_there(x: object) -> bool:
+    """Whether an array lies in the host's memory."""
+    if not isinstance(x, jax.Array):
+        return False
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def brought(tree: PyTree[T]) -> PyTree[T]:
+    """The same tree on the device."""
+
+    def bring(x: Any) -> Any:  # Any leaf.
+        return jax.device_put(x, jax.memory.Space.Device) if is_there(x) else x
+
+    return maps.map_leaves(bring, tree)
+
+
+def brought_after(
+    updates: optax.Updates, init: optax.TransformInitFn, state: optax.OptState
+) -> optax.OptState:
+    """A state on the device: that of each parameter comes after its gradient."""
+    if not any(map(is_there, jax.tree.leaves(state))):
+        return state
+    grads = dict(maps.leaves_with_path(maps.stored(updates)))
+    marks = maps.map_with_path(lambda path, _: Placeholder(path), updates)
+    try:
+        marks = owners(init, marks, state)
+    except ValueError:
+        return brought(state)
+
+    def bring(mark: object, part: PyTree[T]) -> PyTree[T]:
+        if isinstance(mark, Placeholder):
+            part, _ = compilers.together((part, grads[mark.path]))
+        return brought(part)
+
+    return jax.tree.map(bring, marks, state, is_leaf=is_placeholder)
+
+
+def put_back(new: PyTree[T], old: PyTree[Leaf]) -> PyTree[T]:
+    """``new``, each leaf in the memory of the ``old`` one."""
+
+    def put(old: Leaf, new: Any) -> Any:  # Any leaf.
+        there = is_there(old) and not is_there(new)
+        return jax.device_put(new, jax.memory.Space.Host) if there else new
+
+    return maps.map_leaves(put, old, new)
+
+
+def has_layers(x: jax.Array, axis: int) -> bool:
+    """Whether the compiler for TPU can take layers along ``axis`` from the host.
+
+    It fails on layers that are no matrices. Of 16-bit numbers along the last axis but
+    one, and of 8-bit numbers, it makes two copies of the whole array.
+    """
+    layer = (*x.shape[:axis], *x.shape[axis + 1 :])
+    bits = 8 * x.dtype.itemsize
+    is_matrix = sum(n >= 8 for n in layer) > 1
+    return is_matrix and bits > 8 and (bits > 16 or axis < x.ndim - 2)
+
+
+def layer(x: jax.Array, i: jax.Array, axis: int, number: int) -> jax.Array:
+    """Layer ``i`` of a stack of ``number`` layers, on the device."""
+    if not is_there(x):
+        return compilers.row(x, i, axis, number)
+    return brought(compilers.part(x, i, axis, number))
+
+
+def with_layer(x: jax.Array, new: jax.Array, i: jax.Array, axis: int) -> jax.Array:
+    """A stack with another layer ``i``, in its own memory."""
+    return compilers.with_part(x, put_back(new, x), i, axis)

@@ -1,0 +1,277 @@
+"""A state in the host's memory: the same numbers, and one layer of it on the device."""
+
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.extend import core
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+
+OLD = jax.__version_info__ < (0, 10, 2)
+pytestmark = [
+    pytest.mark.usefixtures("standard_promotion"),
+    pytest.mark.skipif(OLD, reason="JAX keeps no result in the host's memory"),
+]
+
+LAYERS, WIDTH = 4, 16
+on_host = functools.partial(gx.on_host, min_size=LAYERS * WIDTH)
+
+
+def start(dtype="float32"):
+    """Two stacks, one of them of vectors, a head, and a leaf that stays small."""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (LAYERS, WIDTH, WIDTH), "b": (LAYERS, WIDTH)}
+    shapes |= {"head": (WIDTH, WIDTH), "gain": (WIDTH,)}
+    drawn = {
+        k: jnp.asarray(0.3 * rng.standard_normal(s), dtype) for k, s in shapes.items()
+    }
+    return {"blocks": {k: drawn.pop(k) for k in ("w", "b")}} | drawn
+
+
+def loss_fn(p, x):
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["w"] + w["b"]), None
+
+    x, _ = jax.lax.scan(layer, x.astype(p["gain"].dtype), p["blocks"])
+    return jnp.mean((x @ p["head"] * p["gain"]).astype(jnp.float32) ** 2)
+
+
+def batch(number):
+    rng = np.random.default_rng(number)
+    return jnp.asarray(rng.standard_normal((3, WIDTH)), jnp.float32)
+
+
+def kinds(tree):
+    return jax.tree.map(lambda x: x.sharding.memory_kind, tree)
+
+
+def train(tx, params, state, layers=(), loss_fn=loss_fn, donate=True, **extra):
+    """Four steps. Each leaves the state where it was."""
+    step = gx.minimize(loss_fn, tx, layers=layers, donate=donate)
+    types, memory = jax.tree.map(jax.typeof, state), kinds(state)
+    for number in range(4):
+        params, state, _ = step(params, state, batch(number), **extra)
+        assert kinds(state) == memory
+        assert jax.tree.map(jax.typeof, state) == types
+    return params, state
+
+
+def check(tx, make=start, state_of=lambda tx, p: on_host(tx.init(p)), **how):
+    """The steps on either state give the same."""
+    wanted = train(tx, make(), tx.init(make()), **how)
+    state = state_of(tx, make())
+    assert "pinned_host" in jax.tree.leaves(kinds(state))
+    got = train(tx, make(), state, **how)
+    got, wanted = jax.tree.map(lambda x: np.asarray(x, np.float64), (got, wanted))
+    chex.assert_trees_all_close(got, wanted, rtol=2e-6, atol=5e-7)
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "adagrad": gx.adagrad(0.1),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(1e-2),
+    "masked": optax.masked(
+        optax.adam(1e-2), lambda p: jax.tree.map(lambda x: x.ndim > 2, p)
+    ),
+    "low_bit_state": gx.low_bit_state(optax.adam(1e-2), min_size=512, block_size=8),
+    "accumulate": gx.accumulate(optax.adamw(1e-2), 3),
+    "MultiSteps": optax.MultiSteps(optax.adamw(1e-2), 3),
+    "chain": optax.chain(
+        optax.clip(0.1), gx.accumulate(optax.sgd(0.1, momentum=0.9), 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("layers", [(), ("blocks",)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer(name, layers):
+    check(OPTIMIZERS[name], layers=layers)
+
+
+@pytest.mark.parametrize("layers", [(), ("blocks",)])
+@pytest.mark.parametrize(
+    "gate",
+    [gx.drop_stale, functools.partial(gx.conditional_accumulator, num_required=2)],
+)
+def test_a_stale_push_changes_nothing(gate, layers):
+    tx = gate(optax.adamw(1e-2), max_staleness=1)
+    check(tx, layers=layers, local_step=0)  # The last pushes are stale.
+
+
+@pytest.mark.parametrize("layers", [(), ("blocks",)])
+def test_master_weights_to_the_bit(layers):
+    tx = gx.master_weights(optax.adamw(1e-2))
+    make = functools.partial(start, "bfloat16")
+    states = tx.init(make()), on_host(tx.init(make()))
+    wanted, got = (train(tx, make(), state, layers=layers) for state in states)
+    chex.assert_trees_all_equal(*jax.tree.map(np.asarray, (got, wanted)))
+
+
+def test_a_leaf_without_a_gradient():
+    tx, grads = optax.adam(0.1), {"a": jnp.ones((9, 9)), "b": None}
+    params = jax.tree.map(jnp.ones_like, {"a": jnp.ones((9, 9)), "b": jnp.ones(99)})
+    wanted, got = (
+        gx.apply_gradients(tx, grads, state, params)
+        for state in (tx.init(params), on_host(tx.init(params)))
+    )
+    assert got[1][0].nu["b"].sharding.memory_kind == "pinned_host"
+    chex.assert_trees_all_equal(*jax.tree.map(np.asarray, (got, wanted)))
+
+
+# What is moved.
+
+
+def moved(jaxpr, inside=()):
+    """What is put on the device: its shape, and the operations that it is inside of."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "device_put":
+            x = eqn.outvars[0].aval
+            if x.memory_space == jax.memory.Space.Device:
+                yield x.shape, inside
+        for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            value = value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
+            if hasattr(value, "eqns"):
+                yield from moved(value, (*inside, eqn.primitive.name))
+
+
+def traced(tx, layers, **extra):
+    step, params = gx.minimize(loss_fn, tx, layers=layers), start()
+    return list(
+        moved(
+            step.trace(params, on_host(tx.init(params)), batch(0), **extra).jaxpr.jaxpr
+        )
+    )
+
+
+def test_one_layer_is_on_the_device():
+    """Small ones, of vectors, come whole: the compiler for TPU takes no layer of them."""
+    whole = [(LAYERS, WIDTH)] * 2 + [(WIDTH, WIDTH)] * 2
+    found = traced(optax.adam(0.1), ("blocks",))
+    assert sorted(shape for shape, inside in found if "scan" not in inside) == whole
+    assert [x for x, inside in found if "scan" in inside] == [(1, WIDTH, WIDTH)] * 2
+
+
+def test_a_skipped_push_moves_nothing():
+    found = traced(gx.drop_stale(optax.adam(0.1), 0), (), local_step=0)
+    assert len(found) == 6
+    assert all("cond" in inside for _, inside in found)
+
+
+def test_donated_arrays_are_written_in_place():
+    tx, params = optax.adam(0.1), start()
+    step = gx.minimize(loss_fn, tx, layers=["blocks"])
+    state = on_host(tx.init(params))
+    before = state[0].mu["blocks"]["w"]
+    place = before.unsafe_buffer_pointer()
+    _, state, _ = step(params, state, batch(0))
+    assert before.is_deleted()
+    assert state[0].mu["blocks"]["w"].unsafe_buffer_pointer() == place
+
+
+def test_what_stays():
+    tree = {
+        "large": jnp.ones((4, 16)),
+        "small": jnp.ones((3, 16)),
+        "ints": jnp.ones(64, jnp.int16),
+        "bytes": jnp.ones((8, 64), jnp.int8),
+        "key": jax.random.key(0),
+        "number": 1.0,
+        "none": None,
+        "masked": optax.MaskedNode(),
+        "rows": gx.IndexedSlices(jnp.arange(4), jnp.ones((4, 16)), (9, 16)),
+        "numpy": np.ones((8, 8)),
+    }
+    got = on_host(tree)
+    assert jax.tree.structure(got) == jax.tree.structure(tree)
+    moved = {"large", "ints", "numpy"}
+    for name in tree.keys() - {"number", "none", "masked", "rows", "numpy"}:
+        wanted = "pinned_host" if name in moved else "device"
+        assert got[name].sharding.memory_kind == wanted, name
+    assert got["rows"].values.sharding.memory_kind == "pinned_host"
+    assert got["rows"].indices.sharding.memory_kind == "device"
+    assert isinstance(got["number"], float)
+    assert jax.eval_shape(on_host, got["large"]).shape == (4, 16)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"min_size must be in \[1, .* got 0"):
+        gx.on_host({}, min_size=0)
+    described = {"w": jax.ShapeDtypeStruct((999, 999), jnp.float32)}
+    with pytest.raises(ValueError, match=r"lies nowhere: .* sharding"):
+        gx.on_host(described)
+
+
+# Many devices, frameworks, checkpoints.
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("layers", [(), ("blocks",)])
+def test_sharded(kind, layers, in_context):
+    """In ``jit``, too, each part lies where its parameter does."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+
+    def make():
+        specs = {"w": P(None, "data", "model"), "b": P(None, "model")}
+        specs = {"blocks": specs, "head": P(), "gain": P()}
+        return jax.tree.map(
+            lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), start(), specs
+        )
+
+    def loss(p, x):
+        whole = NamedSharding(mesh, P())
+        reshard = jax.sharding.reshard if kind is AxisType.Explicit else lambda x, _: x
+
+        def layer(x, w):
+            return x + jnp.tanh(
+                x @ reshard(w["w"], whole) + reshard(w["b"], whole)
+            ), None
+
+        x = jax.lax.scan(layer, jax.device_put(x, whole), p["blocks"])[0]
+        return jnp.mean((x @ p["head"] * p["gain"]) ** 2)
+
+    def jitted(tx, params):
+        state = jax.jit(lambda p: on_host(tx.init(p)))(params)
+        wanted = params["blocks"]["w"].sharding.with_memory_kind("pinned_host")
+        assert state[0].mu["blocks"]["w"].sharding == wanted
+        return state
+
+    with in_context(mesh):
+        check(optax.adamw(1e-2), make, jitted, layers=layers, loss_fn=loss)
+
+
+def test_boxes():
+    """Of Linen and of NNX."""
+    state = {"w": nn.Partitioned(jnp.ones((8, 8)), names=(None, "x"))}
+    assert on_host(state)["w"].value.sharding.memory_kind == "pinned_host"
+    assert on_host(state)["w"].names == (None, "x")
+    _, params = nnx.split(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.Param)
+    tx = optax.adam(0.1)
+    state = on_host(tx.init(params))
+    new, state = gx.apply_gradients(tx, params, state, params)
+    assert jax.tree.structure(new) == jax.tree.structure(params)
+    assert set(jax.tree.leaves(kinds(state))) == {"device", "pinned_host"}
+
+
+def test_a_checkpoint(tmp_path):
+    tx = optax.adam(0.1)
+    state = train(tx, start(), on_host(tx.init(start())), layers=["blocks"])[1]
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        tx.init(start()),
+    )
+    with ocp.StandardCheckpointer() as files:
+        files.save(tmp_path / "state", state)
+        files.wait_until_finished()
+        got = files.restore(tmp_path / "state", on_host(like))
+    assert kinds(got) == kinds(state)
+    chex.assert_trees_all_equal(*jax.tree.map(np.asarray, (got, state)))
