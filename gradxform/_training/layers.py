@@ -158,7 +158,7 @@ def _forward(
     def layer(held: Any, x: Any) -> tuple[Any, Any]:
         (carry, wholes), (i, scanned) = held, x
         both = {
-            n: compilers.layer(wholes[n], i, axis, loss.length)
+            n: compilers.layer(wholes[n], i, loss.length, axis)
             for n, axis in axes.items()
         }
         rows = {n: row for n, (row, _) in both.items()}
@@ -192,7 +192,7 @@ def _forward(
                 return _divided(loss.layer(rows, merged))[0]
 
             rows = {
-                n: host.layer(wholes[n], i, axis, loss.length)
+                n: host.layer(wholes[n], i, loss.length, axis)
                 for n, axis in axes.items()
             }
             _, pull = jax.vjp(f, rows, {k: given[k] for k in real})
@@ -328,7 +328,7 @@ class _Update:
         """The arguments of layer ``i``."""
         every = {**dict(enumerate(self.leaves)), **wholes}
         args = {
-            n: host.layer(every[n], i, x.axis, x.table.layers)
+            n: host.layer(every[n], i, x.table.layers, x.axis)
             for n, x in self.along.items()
         }
         return args | self.gradients(grads)
@@ -372,9 +372,9 @@ class _Update:
             by = self.by._replace(notes=notes, takes_notes=True)
             self.run(by, self.rows(i, wholes, grads), _LATER)
             same = {
-                n: compilers.layer(wholes[n], i, x.axis, x.table.layers)[1]
-                for n in stacks
-                for x in [self.along[n]]
+                n: compilers.layer(wholes[n], i, x.table.layers, x.axis)[1]
+                for n, x in self.along.items()
+                if n in stacks
             }
             parts = {place: part for place, (_, part) in notes.parts.items()}
             return wholes | same, parts

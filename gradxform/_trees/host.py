@@ -149,11 +149,9 @@ def has_layers(x: jax.Array, axis: int) -> bool:
     return is_matrix and bits > 8 and (bits > 16 or axis < x.ndim - 2)
 
 
-def layer(x: jax.Array, i: jax.Array, axis: int, number: int) -> jax.Array:
-    """Layer ``i`` of a stack of ``number`` layers, on the device."""
-    if not is_there(x):
-        return compilers.row(x, i, axis, number)
-    return brought(compilers.part(x, i, axis, number))
+def layer(x: jax.Array, i: jax.Array, number: int, axis: int) -> jax.Array:
+    """Layer ``i`` of ``number`` in a stack, on the device."""
+    return compilers.laid_out(brought(compilers.part(x, i, number, axis)))
 
 
 def with_layer(x: jax.Array, new: jax.Array, i: jax.Array, axis: int) -> jax.Array:
