@@ -19,7 +19,6 @@ from gradxform._trees import checks, compilers, dtypes, maps, versions
 from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
 from gradxform._trees.types import Leaf, Path, PyTree, T
 
-
 DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
@@ -63,7 +62,7 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
         sharding.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax
-    >>> tx = optax.adam(0.1)
+    >>> tx = optax.sgd(0.1, momentum=0.9)
     >>> params = {"layers": jnp.ones((4, 8, 8))}
     >>> state = jax.jit(lambda p: gx.on_host(tx.init(p), min_size=256))(params)
     >>> def loss_fn(params, x):
@@ -71,8 +70,9 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
     ...     return jnp.mean(x**2)
     >>> step = gx.minimize(loss_fn, tx, layers=["layers"])
     >>> params, state, loss = step(params, state, jnp.ones((2, 8)))
-    >>> assert state[0].mu["layers"].sharding.memory_kind == "pinned_host"
-    >>> assert state[0].count.sharding.memory_kind == "device"
+    >>> assert params["layers"].sharding.memory_kind == "device"
+    >>> state[0].trace["layers"].sharding.memory_kind
+    'pinned_host'
     """
     checks.length("min_size", min_size, checks.COUNTS)
     if not versions.keeps_memory_kinds():
