@@ -36,10 +36,13 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
     A push that a gate does not apply moves nothing of the state behind the gate.
 
     Under ``jax.jit`` the arrays of a new state are moved one after another, and zeros
-    layer by layer. So a state of Adam may be larger than the device. If you jit
-    :func:`apply_gradients`, donate ``params`` and ``state`` in this order, and return
-    them in it: JAX pairs donated buffers with results by shape and order, and the
-    process ends if their memories differ.
+    layer by layer. So the state of ``optax.adamw`` may be larger than the device. What
+    needs more room can be made on CPU and moved
+    by ``jax.device_put``: :func:`master_weights` makes its whole residual first.
+
+    If you jit :func:`apply_gradients`, donate ``params`` and ``state`` in this order,
+    and return them in it: JAX pairs donated buffers with results by shape and order,
+    and the process ends if their memories differ.
 
     The memory is ``pinned_host``, which JAX has for CPU, too. Each of several processes
     keeps its part. Loops that call ``update`` by themselves get an error of JAX about
