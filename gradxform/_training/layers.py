@@ -221,7 +221,8 @@ def _update(
 
     # Parameters stand for the gradients, which have their types.
     args = params, state, learning, extra
-    leaves, first = maps.leaves(args), len(maps.leaves((params, state)))
+    leaves: list[Any] = maps.leaves(args)
+    first = len(maps.leaves((params, state)))
     replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
     structure: Any = jax.tree.structure((params, state))
     with _explained(by):
@@ -238,7 +239,7 @@ def _update(
             x if n in along and host.has_layers(x, along[n].axis) else host.brought(x)
             for n, x in enumerate(leaves)
         ]
-        args = maps.structure(args).unflatten(leaves)
+        args = jax.tree.unflatten(maps.structure(args), leaves)
         of_grads = range(first, first + len(maps.leaves(learning)))
         given = {n: x for n, x in enumerate(leaves) if n in along or n in of_grads}
         given = {n: x for n, x in given.items() if maps.has_gradient(x)}

@@ -37,8 +37,8 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
 
     Under ``jax.jit`` the arrays of a new state are moved one after another, and zeros
     layer by layer. So the state of ``optax.adamw`` may be larger than the device. What
-    needs more room can be made on CPU and moved
-    by ``jax.device_put``: :func:`master_weights` makes its whole residual first.
+    needs more room can be made on CPU and moved by ``jax.device_put``; so it is with
+    the residual of :func:`master_weights`.
 
     If you jit :func:`apply_gradients`, donate ``params`` and ``state`` in this order,
     and return them in it: JAX pairs donated buffers with results by shape and order,
