@@ -9,10 +9,11 @@ is refused.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,9 @@ from gradxform._trees.versions import Op
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+# An equation, after those that it is inside of, each by its ``id``.
+Place: TypeAlias = tuple[int, ...]
 
 
 class MixedRowsError(TypeError):
@@ -102,6 +106,32 @@ class Along(NamedTuple):
         return *shape[: self.axis], each * number, *shape[self.axis + 1 :]
 
 
+@dataclasses.dataclass(frozen=True)
+class Notes:
+    """What a first pass over all layers finds out for a second one.
+
+    Attributes:
+      results: those of equations that reduce layers, or whose results are scalars.
+      parts: what one layer gives to a reduction of layers, and the equation.
+    """
+
+    results: dict[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    parts: dict[Place, tuple[JaxprEqn, jax.Array]] = dataclasses.field(
+        default_factory=dict
+    )
+
+    def totals(self, parts: Mapping[Place, jax.Array]) -> Notes:
+        """The results of the reductions; the parts of all layers have a first axis."""
+
+        def total(eqn: JaxprEqn, x: jax.Array) -> list[jax.Array]:
+            if eqn.primitive.name == Op.DOT:
+                return [jnp.sum(x, 0)]
+            first = eqn.replace(params=eqn.params | {"axes": (0,)})
+            return versions.evaluate(first, [x])
+
+        return Notes({at: total(self.parts[at][0], x) for at, x in parts.items()})
+
+
 class Program(NamedTuple):
     """A function of whole tables, traced with their own heights and with others."""
 
@@ -111,9 +141,19 @@ class Program(NamedTuple):
 
 
 class ByRow(NamedTuple):
-    """The tables of a step, by their paths."""
+    """The tables of a step, by their paths.
+
+    Attributes:
+      tables: the tables.
+      notes: what is known already, and is not computed again.
+      takes_notes: whether results are noted.
+      at: the place of the equation that this part of a program is inside of.
+    """
 
     tables: dict[Path, Table]
+    notes: Notes = Notes()
+    takes_notes: bool = False
+    at: Place = ()
 
     @classmethod
     def of(cls, updates: optax.Updates) -> ByRow:
@@ -335,6 +375,20 @@ class ByRow(NamedTuple):
         self, name: str, inputs: list[Any], eqn: JaxprEqn, higher: JaxprEqn
     ) -> list[Any] | None:
         """The results of an equation; None if it has nothing to do with tables."""
+        place = *self.at, id(eqn)
+        if place in self.notes.results:
+            return self.notes.results[place]
+        results = self.attempt(name, inputs, eqn, higher)
+        if self.takes_notes and eqn.outvars and not any(map(_shape, eqn.outvars)):
+            results = versions.evaluate(eqn, inputs) if results is None else results
+            if not _missing(results):
+                self.notes.results[place] = results
+        return results
+
+    def attempt(
+        self, name: str, inputs: list[Any], eqn: JaxprEqn, higher: JaxprEqn
+    ) -> list[Any] | None:
+        """As :func:`apply`, of what is not known already."""
         missing = _missing(inputs)
         if missing and name not in _IN_PARTS:
             if eqn.effects and not missing[0].is_given:
@@ -360,12 +414,17 @@ class ByRow(NamedTuple):
         if all(a is None for a in (*tables, *made)) and not _missing(inputs):
             return None
         if name == Op.JIT:
-            return self.results(params["jaxpr"], higher.params["jaxpr"], *inputs)
+            programs = params["jaxpr"], higher.params["jaxpr"]
+            return self.inside(eqn).results(*programs, *inputs)
         if name == Op.CUSTOM_JVP:
+            inside = self.inside(eqn)
+            programs = params["call_jaxpr"], higher.params["call_jaxpr"]
+            if self.takes_notes:
+                inside.results(*programs, *inputs)
+                inside = inside.silent()
             if _missing(inputs):  # It has no derivative either.
-                programs = params["call_jaxpr"], higher.params["call_jaxpr"]
-                return self.results(*programs, *inputs)
-            return self.with_rule(eqn, higher)(*inputs)
+                return inside.results(*programs, *inputs)
+            return inside.with_rule(eqn, higher)(*inputs)
         if name == Op.COND:
             both = zip(params["branches"], higher.params["branches"], strict=True)
             return self.switch(eqn, inputs, list(both))
@@ -378,10 +437,10 @@ class ByRow(NamedTuple):
             eqn = eqn.replace(params=params | {versions.OF_SHAPE[name]: shape})
         elif name == Op.DOT:
             contracted, _ = params["dimension_numbers"]
-            _check_alone(eqn, tables, contracted)
+            self.check_alone(eqn, tables, contracted, inputs)
             inputs = [_filled(*pair, 0) for pair in zip(tables, inputs, strict=True)]
         elif name in versions.REDUCTIONS:
-            _check_alone(eqn, tables, [params["axes"]])
+            self.check_alone(eqn, tables, [params["axes"]], inputs)
             if tables[0] is not None and 0 in params["axes"]:
                 # Without rows it is the number that changes no result: 0 for a sum.
                 (nothing,) = versions.evaluate(eqn, [inputs[0][:0]])
@@ -392,6 +451,33 @@ class ByRow(NamedTuple):
         ):
             _refuse(eqn)
         return versions.evaluate(eqn, inputs)
+
+    def inside(self, eqn: JaxprEqn, branch: int = 0) -> ByRow:
+        """The same for a program inside of an equation."""
+        return self._replace(at=(*self.at, id(eqn), branch))
+
+    def silent(self) -> ByRow:
+        """The same within another trace: values from there are of no use outside."""
+        return self._replace(takes_notes=False)
+
+    def check_alone(
+        self,
+        eqn: JaxprEqn,
+        tables: list[Along | None],
+        axes: Sequence[Sequence[int]],
+        inputs: list[Any],
+    ) -> None:
+        """Raises if an equation adds up layers; notes what this layer adds."""
+        pairs = zip(tables, axes, strict=True)
+        gone = [
+            along.axis in axes if along and along.table.is_stack else False
+            for along, axes in pairs
+        ]
+        if any(gone):
+            if self.takes_notes and all(gone):
+                part = versions.evaluate(eqn, inputs)
+                self.notes.parts[(*self.at, id(eqn))] = eqn, part[0]
+            _refuse(eqn)
 
     def switch(
         self,
@@ -404,21 +490,24 @@ class ByRow(NamedTuple):
         platforms = eqn.params.get("branches_platforms") or ()
         if None in platforms and any(x.is_stack for x in self.tables.values()):
             # Forms for one platform are for whole arrays.
-            return self.results(*branches[platforms.index(None)], *operands)
+            number = platforms.index(None)
+            return self.inside(eqn, number).results(*branches[number], *operands)
+        if self.takes_notes:
+            for number, programs in enumerate(branches):
+                self.inside(eqn, number).results(*programs, *operands)
         if isinstance(index, Missing):
             return [index.used(eqn)] * len(eqn.outvars)
         known = {i: x for i, x in enumerate(operands) if not isinstance(x, Missing)}
         missing: dict[int, Missing] = {}
 
-        def there(
-            programs: tuple[ClosedJaxpr, ClosedJaxpr], known: dict[int, jax.Array]
-        ) -> dict[int, jax.Array]:
+        def there(number: int, known: dict[int, jax.Array]) -> dict[int, jax.Array]:
             given = [known.get(i, x) for i, x in enumerate(operands)]
-            results = dict(enumerate(self.results(*programs, *given)))
+            inside = self.inside(eqn, number).silent()
+            results = dict(enumerate(inside.results(*branches[number], *given)))
             missing.update((i, x) for i, x in results.items() if isinstance(x, Missing))
             return {i: x for i, x in results.items() if i not in missing}
 
-        sides = [functools.partial(there, programs) for programs in branches]
+        sides = [functools.partial(there, n) for n in range(len(branches))]
         for side in sides:  # So each knows what the others lack.
             jax.eval_shape(side, known)
         results = jax.lax.switch(index, sides, known)
@@ -462,15 +551,6 @@ def _filled(along: Along | None, x: jax.Array, fill: Any) -> jax.Array:
     """``x`` with another value for padding, which a stack does not have."""
     g = along and along.table.gradient
     return x if g is None else filled(g, x, fill)
-
-
-def _check_alone(
-    eqn: JaxprEqn, tables: list[Along | None], axes: Sequence[Sequence[int]]
-) -> None:
-    """Raises if an equation adds up layers."""
-    for along, gone in zip(tables, axes, strict=True):
-        if along and along.table.is_stack and along.axis in gone:
-            _refuse(eqn)
 
 
 def _keeps_order(name: str, eqn: JaxprEqn, before: Along | None, after: Along) -> bool:

@@ -114,6 +114,7 @@ def minimize(
     trainable: Prefix[bool] | None = None,
     tables: Tables = (),
     layers: Collection[str] = (),
+    two_passes: bool = False,
     donate: bool = True,
 ) -> Step:
     r"""A compiled training step: the gradients of a loss, and their application.
@@ -152,6 +153,12 @@ def minimize(
         of the step without ``layers``. The backward pass computes each layer again, as
         with ``jax.checkpoint``. The update of a layer may read this layer, the loss and
         scalars, but no other layer and no gradient of another parameter.
+      two_passes: whether ``tx`` may also read sums over all gradients of the
+        ``layers``, their maximum and the like, as a clip by their norm does, a gate
+        that looks for NaN, or :func:`skip_spikes`. A first backward pass finds them out
+        and keeps no gradient. It costs the time of one more backward pass, with each
+        push. A sum that depends on another sum, as in ``optax.lamb``, would take a
+        third.
       donate: whether the step may reuse the memory of ``params`` and ``state``. Then do
         not use them again. Shared arrays are copied first: a hyperparameter that is an
         array of yours, or parameters with which a state begins. With False both stay
@@ -168,8 +175,8 @@ def minimize(
         or one that is not trainable; or so does ``layers``, or it names one that
         is not what one ``scan`` goes over.
       TypeError: as :func:`value_and_grad`; ``tx`` is no transformation, or mixes
-        ``layers``, as a clip by the norm of all gradients does; or there are ``layers``
-        and ``tables``.
+        ``layers``, as a clip by the norm of all gradients does without
+        ``two_passes``; or there are ``layers`` and ``tables``.
 
     References:
       ``tf.train.Optimizer.minimize``, where ``trainable`` is ``var_list``.
@@ -193,9 +200,15 @@ def minimize(
     >>> new, _, loss = step(params, optax.sgd(0.01).init(params), 1.0)
     >>> assert loss == 25 and jnp.allclose(new["layers"], jnp.array([0.4, 1.7, 2.8]))
     """
-    checks.flags(donate=donate)
+    checks.flags(donate=donate, two_passes=two_passes)
     step = training_step(
-        loss_fn, tx, has_aux=has_aux, trainable=trainable, tables=tables, layers=layers
+        loss_fn,
+        tx,
+        has_aux=has_aux,
+        trainable=trainable,
+        tables=tables,
+        layers=layers,
+        two_passes=two_passes,
     )
     if not donate:
         return cast(Step, jax.jit(step))
@@ -210,6 +223,7 @@ def training_step(
     trainable: Prefix[bool] | None,
     tables: Tables = (),
     layers: Collection[str] = (),
+    two_passes: bool = False,
 ) -> Callable[..., Any]:
     """The step of :func:`minimize`, not yet compiled."""
     checks.transformation("tx", tx)
@@ -243,6 +257,7 @@ def training_step(
                 params,
                 state,
                 lambda value: {**accepted_kwargs(tx, {"value": value}), **extra},
+                two_passes=two_passes,
             )
             return params, state, *result
         added = None

@@ -9,6 +9,7 @@ it, and writes both back. So there is no array of the gradients of all layers.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,15 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate
-from gradxform._rows.by_row import ByRow, Missing, MixedRowsError, Table
+from gradxform._rows.by_row import (
+    Along,
+    ByRow,
+    Missing,
+    MixedRowsError,
+    Notes,
+    Program,
+    Table,
+)
 from gradxform._training import stacks
 from gradxform._trees import (
     checks,
@@ -77,11 +86,14 @@ def step(
     params: optax.Params,
     state: optax.OptState,
     extra_of: Callable[[jax.Array], dict[str, object]],
+    *,
+    two_passes: bool,
 ) -> tuple[Any, optax.Params, optax.OptState]:
     """The step of :func:`minimize` with the stacks at these paths.
 
     ``loss_fn(learning)`` returns a loss and its aux, and ``extra_of(loss)`` the extra
-    arguments. Returns both results of the loss, new parameters and new state.
+    arguments. With ``two_passes`` a first backward pass finds out the sums over all
+    gradients. Returns both results of the loss, new parameters and new state.
     """
     flat, structure = maps.flatten(learning)
     leaves = {n: p for n, p in enumerate(flat) if maps.has_gradient(p)}
@@ -105,19 +117,22 @@ def step(
         names[n]: Table(jnp.shape(leaves[n]), loss.length + 1, None, axis)
         for n, axis in loss.axes.items()
     }
-    wholes, of_layer, of_others = _update(
+    update = _Update.of(
         tx, ByRow(tables), learning, params, state, extra_of(results[0])
     )
-    params, state = of_others(*backward(wholes | after, of_layer))
+    if two_passes:
+        update, after = update.after_first_pass(backward, after)
+    wholes, grads, _ = backward(update.wholes | after, update.of_layer)
+    params, state = host.put_back(update.of_others(wholes, grads), (params, state))
     return jax.tree.unflatten(jax.tree.structure(shapes), results), params, state
 
 
-# The step of a layer: (number of the layer, whole arrays, gradients) -> whole arrays
-_OfLayer = Callable[[jax.Array, Numbered, Numbered], Numbered]
-# The backward pass: (whole arrays, step) -> whole arrays, gradients of all other leaves
-_Backward = Callable[[Numbered, _OfLayer], tuple[Numbered, Numbered]]
-# The step of the other leaves, from the results of the backward pass.
-_OfOthers = Callable[[Numbered, Numbered], tuple[optax.Params, optax.OptState]]
+# What is done with a layer:
+# (number of the layer, whole arrays, gradients) -> whole arrays, and what it gives
+_OfLayer = Callable[[jax.Array, Numbered, Numbered], tuple[Numbered, Any]]
+# The backward pass:
+# (whole arrays, _OfLayer) -> whole arrays, gradients of all other leaves, what it gave
+_Backward = Callable[[Numbered, _OfLayer], tuple[Numbered, Numbered, Any]]
 
 
 def _forward(
@@ -161,7 +176,7 @@ def _forward(
     differentiated = jax.value_and_grad(after, (0, 1), has_aux=True)
     (_, results), (of_made, of_values) = differentiated(made, values)
 
-    def backward(wholes: Numbered, apply: _OfLayer) -> tuple[Numbered, Numbered]:
+    def backward(wholes: Numbered, apply: _OfLayer) -> tuple[Numbered, Numbered, Any]:
         real, _ = _divided(inputs)
 
         def layer(held: Any, x: Any) -> tuple[Any, Any]:
@@ -178,7 +193,8 @@ def _forward(
             sums = {k: total + of_given[k] for k, total in sums.items()}
             of_carry = {k: of_given[num_consts + k] for k in of_carry}
             of_scanned = {k: g for k, g in of_given.items() if k >= start}
-            return (apply(i, wholes, of_rows), sums, of_carry), of_scanned
+            wholes, given_by = apply(i, wholes, of_rows)
+            return (wholes, sums, of_carry), (of_scanned, given_by)
 
         sums = {
             k: constants.zeros_of_type(jax.typeof(x))
@@ -187,7 +203,7 @@ def _forward(
         }
         of_last = {k: g for k, g in of_made.items() if k < num_carry}
         of_ys = {k: g for k, g in of_made.items() if k >= num_carry}
-        (wholes, sums, of_first), of_scanned = jax.lax.scan(
+        (wholes, sums, of_first), (of_scanned, given_by) = jax.lax.scan(
             layer,
             (wholes, sums, of_last),
             (each, carries, inputs[start:], of_ys),
@@ -198,89 +214,165 @@ def _forward(
         for k, g in (sums | of_first | of_scanned).items():
             if (x := loss.scan.invars[k]) in needed:
                 total[needed.index(x)] += g
-        return wholes, pull_before(total)[0]
+        return wholes, pull_before(total)[0], given_by
 
     return results, wholes, backward
 
 
-def _update(
-    tx: optax.GradientTransformation,
-    by: ByRow,
-    learning: optax.Params,
-    params: optax.Params,
-    state: optax.OptState,
-    extra: dict[str, object],
-) -> tuple[Numbered, _OfLayer, _OfOthers]:
-    """Traces a step: the arrays that have layers, and the step of one and of the rest.
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """A step that is traced: that of one layer, and that of all other leaves.
 
     Numbers count the leaves of parameters, state, gradients and extra arguments.
+
+    Attributes:
+      by: the stacks.
+      program: the step, as a function of the leaves that have a gradient or layers.
+      leaves: all leaves.
+      given: the numbers of the program's arguments.
+      replaced: the numbers of its results, which are parameters and state.
+      along: the leaves that have layers.
+      first: the number of the first gradient.
     """
 
-    def whole(params: Any, state: Any, grads: Any, extra: Any) -> tuple[Any, Any]:
-        return gate.step(tx, grads, state, params, extra, whole=True)
+    by: ByRow
+    program: Program
+    leaves: list[Any]  # Arrays, numbers.
+    given: list[int]
+    replaced: list[int]
+    along: dict[int, Along]
+    first: int
 
-    # Parameters stand for the gradients, which have their types.
-    args = params, state, learning, extra
-    leaves: list[Any] = maps.leaves(args)
-    first = len(maps.leaves((params, state)))
-    replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
-    structure: Any = jax.tree.structure((params, state))
-    with _explained(by):
-        like = {k: by.higher(x) for k, x in extra.items() if maps.is_like(x, params)}
-        higher = (
-            by.higher(params),
-            by.higher_state(tx.init, state, params, {}),
-            by.higher(learning),
-            extra | like,
-        )
-        found = by.found(leaves, maps.leaves(higher))
-        along = {n: x for n, x in enumerate(found) if x}
-        leaves = [
-            x if n in along and host.has_layers(x, along[n].axis) else host.brought(x)
-            for n, x in enumerate(leaves)
-        ]
-        args = jax.tree.unflatten(maps.structure(args), leaves)
-        of_grads = range(first, first + len(maps.leaves(learning)))
-        given = {n: x for n, x in enumerate(leaves) if n in along or n in of_grads}
-        given = {n: x for n, x in given.items() if maps.has_gradient(x)}
-        program = by.trace(whole, args, higher, given)
-        made = by.found(program.own.jaxpr.outvars, program.higher.jaxpr.outvars)
-        if program.structure != structure or made != [found[n] for n in replaced]:
-            raise MixedRowsError("its update returns a state of another structure")
-        if jaxprs.calls_host(program.own):
-            raise MixedRowsError("its update has an io_callback, one call for a layer")
+    @classmethod
+    def of(
+        cls,
+        tx: optax.GradientTransformation,
+        by: ByRow,
+        learning: optax.Params,
+        params: optax.Params,
+        state: optax.OptState,
+        extra: dict[str, object],
+    ) -> _Update:
+        """Traces the step of ``tx``."""
 
-    def run(args: dict[int, Any], reason: str, has_layers: bool) -> Numbered:
-        missing = Missing(reason, is_given=True)
-        values = [args.get(n, missing) for n in given]
+        def whole(params: Any, state: Any, grads: Any, extra: Any) -> tuple[Any, Any]:
+            return gate.step(tx, grads, state, params, extra, whole=True)
+
+        # Parameters stand for the gradients, which have their types.
+        args = params, state, learning, extra
+        leaves, first = maps.leaves(args), len(maps.leaves((params, state)))
+        replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
         with _explained(by):
-            results = by.results(program.own, program.higher, *values)
-            new = dict(zip(replaced, results, strict=True))
-            new = {n: x for n, x in new.items() if (n in along) == has_layers}
+            like = {
+                k: by.higher(x) for k, x in extra.items() if maps.is_like(x, params)
+            }
+            higher = (
+                by.higher(params),
+                by.higher_state(tx.init, state, params, {}),
+                by.higher(learning),
+                extra | like,
+            )
+            found = by.found(leaves, maps.leaves(higher))
+            along = {n: x for n, x in enumerate(found) if x}
+            leaves = [
+                x
+                if n in along and host.has_layers(x, along[n].axis)
+                else host.brought(x)
+                for n, x in enumerate(leaves)
+            ]
+            args = jax.tree.unflatten(maps.structure(args), leaves)
+            grads = range(first, first + len(maps.leaves(learning)))
+            given = {n: x for n, x in enumerate(leaves) if n in along or n in grads}
+            given = {n: x for n, x in given.items() if maps.has_gradient(x)}
+            program = by.trace(whole, args, higher, given)
+            made = by.found(program.own.jaxpr.outvars, program.higher.jaxpr.outvars)
+            is_alike = program.structure == jax.tree.structure((params, state))
+            if not is_alike or made != [found[n] for n in replaced]:
+                raise MixedRowsError("its update returns a state of another structure")
+            if jaxprs.calls_host(program.own):
+                raise MixedRowsError(
+                    "its update has an io_callback, one call for a layer"
+                )
+        return cls(by, program, leaves, list(given), replaced, along, first)
+
+    @property
+    def wholes(self) -> Numbered:
+        """Parameters and state that have layers."""
+        return {n: self.leaves[n] for n in self.replaced if n in self.along}
+
+    def run(self, by: ByRow, args: Numbered, reason: str) -> dict[int, Any]:
+        """The results for some arguments; ``reason`` says why others are missing."""
+        missing = Missing(reason, is_given=True)
+        values = [args.get(n, missing) for n in self.given]
+        own, higher, _ = self.program
+        return dict(zip(self.replaced, by.results(own, higher, *values), strict=True))
+
+    def there(self, args: Numbered, reason: str, *, has_layers: bool) -> Numbered:
+        """New leaves that have layers, or those that have none."""
+        with _explained(self.by):
+            new = self.run(self.by, args, reason)
+            new = {n: x for n, x in new.items() if (n in self.along) == has_layers}
             for x in new.values():
                 if isinstance(x, Missing):
                     raise MixedRowsError(x.reason)
         return new
 
-    def of_layer(i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
-        args = {
-            n: host.layer(wholes.get(n, leaves[n]), i, x.axis) for n, x in along.items()
+    def rows(self, i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
+        """The arguments of layer ``i``."""
+        every = {**dict(enumerate(self.leaves)), **wholes}
+        args = {n: host.layer(every[n], i, x.axis) for n, x in self.along.items()}
+        return args | self.gradients(grads)
+
+    def gradients(self, grads: Numbered) -> Numbered:
+        """As arguments."""
+        return {self.first + n: g for n, g in grads.items()}
+
+    def of_layer(
+        self, i: jax.Array, wholes: Numbered, grads: Numbered
+    ) -> tuple[Numbered, None]:
+        """With layer ``i`` after its step."""
+        args = self.rows(i, wholes, grads)
+        new = compilers.together(self.there(args, _LATER, has_layers=True))
+        wholes = {
+            n: host.with_layer(x, new[n], i, self.along[n].axis)
+            for n, x in wholes.items()
         }
-        args |= {n: grads.get(n - first, x) for n, x in args.items() if n in of_grads}
-        new = compilers.together(run(args, _LATER, has_layers=True))
-        return {
-            n: host.with_layer(x, new[n], i, along[n].axis) for n, x in wholes.items()
-        }
+        return wholes, None
 
     def of_others(
-        wholes: Numbered, grads: Numbered
+        self, wholes: Numbered, grads: Numbered
     ) -> tuple[optax.Params, optax.OptState]:
-        args = {first + n: g for n, g in grads.items()}
-        new = wholes | run(args, _GONE, has_layers=False)
-        new_trees = jax.tree.unflatten(structure, [new[n] for n in replaced])
-        return host.put_back(new_trees, (params, state))
+        """New parameters and state, after all layers."""
+        new = self.there(self.gradients(grads), _GONE, has_layers=False) | wholes
+        leaves = [new[n] for n in self.replaced]
+        return jax.tree.unflatten(self.program.structure, leaves)
 
-    return {n: leaves[n] for n in replaced if n in along}, of_layer, of_others
+    def after_first_pass(
+        self, backward: _Backward, stacks: Numbered
+    ) -> tuple[_Update, Numbered]:
+        """The same, but it knows what the reductions of all gradients give.
+
+        Also returns the stacks, which are as before.
+        """
+        notes = Notes()
+
+        def note(i: jax.Array, wholes: Numbered, grads: Numbered) -> tuple[Any, Any]:
+            nonlocal notes  # Another trace has other values.
+            notes = Notes()
+            by = self.by._replace(notes=notes, takes_notes=True)
+            self.run(by, self.rows(i, wholes, grads), _LATER)
+            same = {
+                n: compilers.layer(wholes[n], i, self.along[n].axis)[1] for n in stacks
+            }
+            parts = {place: part for place, (_, part) in notes.parts.items()}
+            return wholes | same, parts
+
+        with _explained(self.by):
+            wholes, grads, parts = backward(self.wholes | stacks, note)
+            known = self.by._replace(notes=notes.totals(parts))
+            noting = known._replace(takes_notes=True)
+            self.run(noting, self.gradients(grads), _GONE)
+        return dataclasses.replace(self, by=known), {n: wholes[n] for n in stacks}
 
 
 def _divided(values: Sequence[Any]) -> tuple[Numbered, Numbered]:
@@ -306,5 +398,5 @@ def _explained(by: ByRow) -> Iterator[None]:
             f"minimize(layers=...) runs the transformation layer by layer on {names}, "
             f"as on the rows of tables, but {error}. Leave them out of layers, or give "
             "them a transformation whose update of a layer reads only that layer and "
-            "scalars."
+            "scalars. With two_passes=True it may also read a norm of all gradients."
         ) from error.__cause__

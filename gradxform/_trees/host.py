@@ -177,6 +177,8 @@ def has_layers(x: jax.Array, axis: int) -> bool:
 
 def layer(x: jax.Array, i: jax.Array, axis: int) -> jax.Array:
     """Layer ``i`` of a stack on the device, an axis of length 1."""
+    if not is_there(x):
+        return compilers.row(x, i, axis)
     return brought(jax.lax.dynamic_slice_in_dim(x, i, 1, axis))
 
 

@@ -301,6 +301,66 @@ def test_some_stacks_are_layers(layers):
     check(tied, optax.adamw(1e-2), layers=layers)
 
 
+# A norm of all gradients first.
+
+CLIPPED = optax.chain(gx.clip_by_global_norm(0.1), optax.adamw(SCHEDULE))
+REDUCING = {
+    "clip_by_global_norm": CLIPPED,
+    "clip_by_block_rms": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(1)),
+    "optax.clip_by_global_norm": optax.chain(
+        optax.clip_by_global_norm(0.1), optax.adamw(1e-2)
+    ),
+    "global_clipnorm": gx.adagrad(0.1, global_clipnorm=0.1),
+    "clip_by_zscore": optax.chain(gx.clip_by_zscore(0.5), optax.adam(1e-2)),
+    "skip_spikes": gx.skip_spikes(optax.adamw(1e-2), sigmas=0.5, warmup=2),
+    "skip_nonfinite": gx.accumulate(optax.adamw(1e-2), 2, skip_nonfinite=True),
+    "apply_if_finite": optax.apply_if_finite(CLIPPED, 2),
+    "accumulate": gx.accumulate(CLIPPED, 2),
+    "gates": gx.conditional_accumulator(gx.skip_spikes(CLIPPED), 2, max_staleness=1),
+    "inject_hyperparams": optax.chain(
+        optax.inject_hyperparams(gx.clip_by_global_norm)(0.1), optax.sgd(0.1)
+    ),
+    "maximum": optax.stateless(
+        lambda u, _: optax.tree.scale(-1 / optax.tree.max(jax.tree.map(abs, u)), u)
+    ),
+    "dot": optax.stateless(
+        lambda u, p: optax.tree.add_scale(u, -optax.tree.vdot(u, p), p)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REDUCING)
+def test_two_passes(name):
+    """A first pass finds out the norm, also of the leaves that are no layers."""
+    extra = {"local_step": 0} if name == "gates" else None
+    check(tied, REDUCING[name], two_passes=True, extra=extra, steps=6)
+    if name in ("clip_by_global_norm", "accumulate"):
+        learns = {name: name == "blocks" for name in start()}
+        check(tied, REDUCING[name], two_passes=True, trainable=learns)
+
+
+def test_a_push_with_nan_is_skipped():
+    tx = gx.accumulate(optax.adamw(1e-2), 1, skip_nonfinite=True)
+    step = gx.minimize(plain, tx, layers=["blocks"], two_passes=True, donate=False)
+    params, state = start(), tx.init(start())
+    for name in ("emb", "head"):  # Of the forward pass, of the backward pass.
+        bad = params | {name: params[name].at[0].set(jnp.nan)}
+        new, after, _ = step(bad, state, IDS, Y)
+        chex.assert_trees_all_equal(new, bad)
+        assert (after.global_step, after.nonfinite_count) == (0, 1)
+    new, after, _ = step(params, state, IDS, Y)
+    assert after.global_step == 1
+
+
+@pytest.mark.parametrize(
+    "tx", [optax.lamb(0.1), optax.chain(CLIPPED, optax.clip_by_global_norm(0.1))]
+)
+def test_a_norm_that_depends_on_another_is_refused(tx):
+    step = gx.minimize(plain, tx, layers=["blocks"], two_passes=True)
+    with pytest.raises(TypeError, match=r"blocks/b, blocks/w, .* 'reduce_sum'"):
+        step(start(), tx.init(start()), IDS, Y)
+
+
 # Models of frameworks.
 
 
@@ -383,7 +443,9 @@ def test_nnx():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", ["adamw", "adagrad", "low_bit_state"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "adagrad", "low_bit_state", "clip_by_global_norm"]
+)
 def test_sharded_parameters(name, kind, in_context):
     """The width of the layers lies on two axes, the batch on one of them."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
@@ -414,7 +476,8 @@ def test_sharded_parameters(name, kind, in_context):
     )
     batch = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in batch]
     with in_context(mesh):
-        check(loss_fn, OPTIMIZERS[name], make, *batch, rtol=1e-5)
+        tx, two_passes = (OPTIMIZERS | REDUCING)[name], name in REDUCING
+        check(loss_fn, tx, make, *batch, rtol=1e-5, two_passes=two_passes)
 
 
 def test_sharded_layers(in_context):
@@ -436,13 +499,14 @@ def test_sharded_layers(in_context):
 
 def test_in_shard_map():
     mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,))
-    tx = optax.adamw(1e-2)
+    tx = CLIPPED
 
     def trained(layers):
         step = gx.minimize(
             lambda p, *batch: jax.lax.pmean(tied(p, *batch), "data"),
             tx,
             layers=layers,
+            two_passes=True,
             donate=False,
         )
 
@@ -648,21 +712,22 @@ def test_what_mixes_layers_is_refused(tx, message):
 # Memory.
 
 
-def compiled(tx, layers, mesh):
+def compiled(tx, mesh, **how):
     params = placed(transformer(layers=16, width=256, vocabulary=256), mesh)
     state = placed(jax.eval_shape(tx.init, params), mesh)
     tokens = placed(jax.ShapeDtypeStruct((1, 16), jnp.int32), mesh)
-    step = gx.minimize(next_tokens, tx, layers=layers)
+    step = gx.minimize(next_tokens, tx, **how)
     program = step.lower(params, state, tokens).compile()
     return program.memory_analysis().temp_size_in_bytes / size(params)
 
 
 @pytest.mark.figures
-@pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad", "clip_by_global_norm"])
 def test_no_gradients_of_all_layers_are_kept(name):
-    tx = OPTIMIZERS[name]
-    assert compiled(tx, (), devices("cpu")) > 1
-    assert compiled(tx, ("layers",), devices("cpu")) < 0.25
+    tx, two_passes = (OPTIMIZERS | REDUCING)[name], name in REDUCING
+    how = {"layers": ("layers",), "two_passes": two_passes}
+    assert compiled(tx, devices("cpu")) > 1
+    assert compiled(tx, devices("cpu"), **how) < 0.25
 
 
 def test_a_callback_with_a_layer_is_refused():
