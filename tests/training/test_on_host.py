@@ -54,9 +54,9 @@ def kinds(tree):
     return jax.tree.map(lambda x: x.sharding.memory_kind, tree)
 
 
-def train(tx, params, state, layers=(), loss_fn=loss_fn, donate=True, **extra):
+def train(tx, params, state, layers=(), loss_fn=loss_fn, two_passes=False, **extra):
     """Four steps. Each leaves the state where it was."""
-    step = gx.minimize(loss_fn, tx, layers=layers, donate=donate)
+    step = gx.minimize(loss_fn, tx, layers=layers, two_passes=two_passes)
     types, memory = jax.tree.map(jax.typeof, state), kinds(state)
     for number in range(4):
         params, state, _ = step(params, state, batch(number), **extra)
@@ -105,6 +105,11 @@ def test_any_optimizer(name, layers):
 def test_a_stale_push_changes_nothing(gate, layers):
     tx = gate(optax.adamw(1e-2), max_staleness=1)
     check(tx, layers=layers, local_step=0)  # The last pushes are stale.
+
+
+def test_two_passes():
+    tx = optax.chain(gx.clip_by_global_norm(0.1), optax.adam(1e-2))
+    check(gx.skip_spikes(tx), layers=("blocks",), two_passes=True)
 
 
 @pytest.mark.parametrize("layers", [(), ("blocks",)])
