@@ -155,6 +155,8 @@ def brought_after(
 
 def put_back(new: PyTree[T], old: PyTree[Leaf]) -> PyTree[T]:
     """``new``, each leaf in the memory of the ``old`` one."""
+    if not any(map(is_there, jax.tree.leaves(old))):
+        return new
 
     def put(old: Leaf, new: Any) -> Any:  # Any leaf.
         there = is_there(old) and not is_there(new)
