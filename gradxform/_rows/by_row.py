@@ -38,12 +38,6 @@ class MixedRowsError(TypeError):
     """The function cannot run on a few rows; the message says what it does."""
 
 
-_OTHER = (
-    "is another one for a table of more rows: a mask or labels may depend on sizes, so "
-    "give them as a tree"
-)
-
-
 class Missing(NamedTuple):
     """A value that is not there, and why.
 
@@ -68,15 +62,17 @@ class Table(NamedTuple):
     Attributes:
       shape: that of the whole table.
       grown: its number of rows in the second trace.
-      gradient: its summed gradient. None stands for a stack: one row is there, and no
+      gradient: its summed gradient. None stands for a stack: one layer is there, and no
         operation may add up rows.
       axis: along which it has rows.
+      group: how many rows a layer of a stack has.
     """
 
     shape: Shape
     grown: int
     gradient: IndexedSlices | None = None
     axis: int = 0
+    group: int = 1
 
     @property
     def is_stack(self) -> bool:
@@ -89,9 +85,14 @@ class Table(NamedTuple):
         return max(self.shape[self.axis], 1)
 
     @property
+    def layers(self) -> int:
+        """The number of layers of a stack."""
+        return self.height // self.group
+
+    @property
     def given(self) -> int:
         """The number of rows that are there."""
-        return 1 if self.gradient is None else len(self.gradient.indices)
+        return self.group if self.gradient is None else len(self.gradient.indices)
 
 
 class Along(NamedTuple):
@@ -144,16 +145,30 @@ class ByRow(NamedTuple):
     """The tables of a step, by their paths.
 
     Attributes:
-      tables: the tables.
+      tables: the tables, or stacks.
+      row: what messages call a row.
+      table: what they call a table.
       notes: what is known already, and is not computed again.
       takes_notes: whether results are noted.
       at: the place of the equation that this part of a program is inside of.
     """
 
     tables: dict[Path, Table]
+    row: str = "row"
+    table: str = "table"
     notes: Notes = Notes()
     takes_notes: bool = False
     at: Place = ()
+
+    def depends_on_size(self, what: str) -> NoReturn:
+        raise MixedRowsError(
+            f"its {what} is another one for a {self.table} of more {self.row}s: a mask "
+            "or labels may depend on sizes, so give them as a tree"
+        )
+
+    def mixes(self, eqn: JaxprEqn) -> NoReturn:
+        place = jaxprs.place(eqn)
+        raise MixedRowsError(f"its update may mix {self.row}s, by {place}")
 
     @classmethod
     def of(cls, updates: optax.Updates) -> ByRow:
@@ -210,7 +225,7 @@ class ByRow(NamedTuple):
         except ValueError as error:
             checks.own_state(state, jax.eval_shape(init, self.higher(whole)))
             raise MixedRowsError(
-                "its init and the given state show no state of that table alone"
+                f"its init and the given state show no state of that {self.table} alone"
             ) from error.__cause__
         higher = jax.eval_shape(init, self.higher(whole))
         paths = (path for path, _ in maps.leaves_with_path(state))
@@ -231,14 +246,15 @@ class ByRow(NamedTuple):
                 reason = refused.get("".join(kinds[:1]))
                 if reason or not fits:
                     where = " of ".join([jax.tree_util.keystr(path), *kinds[-1:]])
-                    reason = reason or "has no row for each row of the table"
+                    row, table = self.row, self.table
+                    reason = reason or f"has no {row} for each {row} of the {table}"
                     raise MixedRowsError(
                         f"the state {where}, of shape {list(shape)}, {reason}"
                     )
 
         jax.tree.map_with_path(check, marks, state, is_leaf=is_placeholder)
         if shapes.keys() != {path for path, _ in jax.tree.leaves_with_path(state)}:
-            raise MixedRowsError(f"its state {_OTHER}")
+            self.depends_on_size("state")
         return higher
 
     def find(self, shape: Shape, other: Shape) -> Along | None:
@@ -335,7 +351,9 @@ class ByRow(NamedTuple):
         try:
             higher_program, _ = trace(shapes.__getitem__)
         except Exception as error:
-            raise MixedRowsError("its update fails for a table of more rows") from error
+            raise MixedRowsError(
+                f"its update fails for a {self.table} of more {self.row}s"
+            ) from error
         return Program(program, higher_program, jax.tree.structure(results))
 
     def found(self, arrays: Sequence[Any], others: Sequence[Any]) -> list[Along | None]:
@@ -361,12 +379,12 @@ class ByRow(NamedTuple):
         )
         alike = jaxprs.operations(own.jaxpr) == jaxprs.operations(higher.jaxpr)
         if not alike or len(shapes) != len(grown):
-            raise MixedRowsError(f"its update {_OTHER}")
+            self.depends_on_size("update")
         for shape, changed in zip(shapes, grown, strict=True):
             if shape != changed:
                 raise MixedRowsError(
                     f"its update has a constant of shape {list(shape)}, which depends "
-                    "on the number of rows: use jax.numpy, as in jnp.zeros"
+                    f"on the number of {self.row}s: use jax.numpy, as in jnp.zeros"
                 )
         args = *own.consts, *args
         return jaxprs.run(own.jaxpr, args, self.apply, higher.jaxpr)
@@ -410,7 +428,7 @@ class ByRow(NamedTuple):
             tables = self.found(eqn.invars, higher.invars)
             made = self.found(eqn.outvars, higher.outvars)
         except LookupError:
-            _refuse(eqn)
+            self.mixes(eqn)
         if all(a is None for a in (*tables, *made)) and not _missing(inputs):
             return None
         if name == Op.JIT:
@@ -432,7 +450,7 @@ class ByRow(NamedTuple):
             shape = _shape(eqn.outvars[0])
             (along,) = made
             if along is None or not _keeps_order(name, eqn, tables[0], along):
-                _refuse(eqn)
+                self.mixes(eqn)
             shape = along.with_rows(shape, along.table.given)
             eqn = eqn.replace(params=params | {versions.OF_SHAPE[name]: shape})
         elif name == Op.DOT:
@@ -449,7 +467,7 @@ class ByRow(NamedTuple):
         elif name not in versions.ELEMENTWISE | {Op.TRANSPOSE} and not (
             name in versions.SAME_VALUES and tables[0] and tables[0].table.is_stack
         ):
-            _refuse(eqn)
+            self.mixes(eqn)
         return versions.evaluate(eqn, inputs)
 
     def inside(self, eqn: JaxprEqn, branch: int = 0) -> ByRow:
@@ -477,7 +495,7 @@ class ByRow(NamedTuple):
             if self.takes_notes and all(gone):
                 part = versions.evaluate(eqn, inputs)
                 self.notes.parts[(*self.at, id(eqn))] = eqn, part[0]
-            _refuse(eqn)
+            self.mixes(eqn)
 
     def switch(
         self,
@@ -584,7 +602,3 @@ def _derivative(eqn: JaxprEqn) -> ClosedJaxpr:
 def _is_real(x: jax.Array) -> bool:
     """Whether it has a derivative: integers have none."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _refuse(eqn: JaxprEqn) -> NoReturn:
-    raise MixedRowsError(f"its update may mix rows, by {jaxprs.place(eqn)}")

@@ -146,13 +146,16 @@ def minimize(
       tables: which parameters get row-sparse gradients; see :func:`value_and_grad`.
       layers: paths of parameters, as ``"decoder/layers"``, also of trees of them. They
         are stacks: one ``jax.lax.scan`` of the loss goes over all of them, as in models
-        with ``flax.linen.scan`` or ``flax.nnx.scan``, and nothing else reads them. It
-        may cast and transpose them first. The backward pass applies ``tx`` to each
-        layer as soon as its gradient is known, so no array of the gradients of all
-        layers is made, which is 1 N, the bytes of the parameters. The numbers are those
-        of the step without ``layers``. The backward pass computes each layer again, as
-        with ``jax.checkpoint``. The update of a layer may read this layer, the loss and
-        scalars, but no other layer and no gradient of another parameter.
+        with ``flax.linen.scan`` or ``flax.nnx.scan``, and nothing else reads them. The
+        loss may cast and transpose them first. It may also reshape them into groups of
+        layers, for a scan in each turn of a scan. Then a group counts as one layer. The
+        backward pass applies ``tx`` to each layer as soon as its gradient is known, so
+        no array of the gradients of all layers is made, which is 1 N, the bytes of the
+        parameters. The numbers are those of the step without ``layers``. The backward
+        pass computes each layer again, as with ``jax.checkpoint``. The update of a
+        layer may read this layer, the loss and scalars, but no other layer and no
+        gradient of another parameter. It runs for each layer, and once for the rest, so
+        ``jax.debug.print`` in it prints that often.
       two_passes: whether ``tx`` may also read sums over all gradients of the
         ``layers``, their maximum and the like, as a clip by their norm does, a gate
         that looks for NaN, or :func:`skip_spikes`. A first backward pass finds them out

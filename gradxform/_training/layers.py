@@ -114,12 +114,13 @@ def step(
     loss = stacks.split(closed, list(leaves), named)
     results, after, backward = _forward(loss, leaves)
     tables = {
-        names[n]: Table(jnp.shape(leaves[n]), loss.length + 1, None, axis)
+        names[n]: Table(shape, rows + 1, None, axis, rows // loss.length)
         for n, axis in loss.axes.items()
+        for shape in [jnp.shape(leaves[n])]
+        for rows in [shape[axis]]
     }
-    update = _Update.of(
-        tx, ByRow(tables), learning, params, state, extra_of(results[0])
-    )
+    by = ByRow(tables, "layer", "stack")
+    update = _Update.of(tx, by, learning, params, state, extra_of(results[0]))
     if two_passes:
         update, after = update.after_first_pass(backward, after)
     wholes, grads, _ = backward(update.wholes | after, update.of_layer)
@@ -156,7 +157,10 @@ def _forward(
 
     def layer(held: Any, x: Any) -> tuple[Any, Any]:
         (carry, wholes), (i, scanned) = held, x
-        both = {n: compilers.layer(wholes[n], i, axis) for n, axis in axes.items()}
+        both = {
+            n: compilers.layer(wholes[n], i, loss.length, axis)
+            for n, axis in axes.items()
+        }
         rows = {n: row for n, (row, _) in both.items()}
         results = loss.layer(rows, [*inputs[:num_consts], *carry, *scanned])
         wholes = {n: whole for n, (_, whole) in both.items()}
@@ -187,7 +191,10 @@ def _forward(
                 merged = [real.get(k, x) for k, x in enumerate(given)]
                 return _divided(loss.layer(rows, merged))[0]
 
-            rows = {n: host.layer(wholes[n], i, axis) for n, axis in axes.items()}
+            rows = {
+                n: host.layer(wholes[n], i, loss.length, axis)
+                for n, axis in axes.items()
+            }
             _, pull = jax.vjp(f, rows, {k: given[k] for k in real})
             of_rows, of_given = pull(of_carry | of_ys)
             sums = {k: total + of_given[k] for k, total in sums.items()}
@@ -320,7 +327,10 @@ class _Update:
     def rows(self, i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
         """The arguments of layer ``i``."""
         every = {**dict(enumerate(self.leaves)), **wholes}
-        args = {n: host.layer(every[n], i, x.axis) for n, x in self.along.items()}
+        args = {
+            n: host.layer(every[n], i, x.table.layers, x.axis)
+            for n, x in self.along.items()
+        }
         return args | self.gradients(grads)
 
     def gradients(self, grads: Numbered) -> Numbered:
@@ -362,7 +372,9 @@ class _Update:
             by = self.by._replace(notes=notes, takes_notes=True)
             self.run(by, self.rows(i, wholes, grads), _LATER)
             same = {
-                n: compilers.layer(wholes[n], i, self.along[n].axis)[1] for n in stacks
+                n: compilers.layer(wholes[n], i, x.table.layers, x.axis)[1]
+                for n, x in self.along.items()
+                if n in stacks
             }
             parts = {place: part for place, (_, part) in notes.parts.items()}
             return wholes | same, parts
@@ -396,7 +408,7 @@ def _explained(by: ByRow) -> Iterator[None]:
         names = ", ".join(map(checks.path_str, by.tables))
         raise TypeError(
             f"minimize(layers=...) runs the transformation layer by layer on {names}, "
-            f"as on the rows of tables, but {error}. Leave them out of layers, or give "
-            "them a transformation whose update of a layer reads only that layer and "
-            "scalars. With two_passes=True it may also read a norm of all gradients."
+            f"but {error}. Leave them out of layers, or give them a transformation "
+            "whose update of a layer reads only that layer and scalars. With "
+            "two_passes=True it may also read a norm of all gradients."
         ) from error.__cause__

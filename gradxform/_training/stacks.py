@@ -1,12 +1,14 @@
 """The jaxpr of a loss in three parts: before, in and after the scan over its layers.
 
-A stack is an input of the jaxpr, and every use of it is an equation. It may be cast or
-transposed, and then one ``scan`` goes over it. A cast is repeated for each layer. So no
-other part of the loss needs the whole stack.
+A stack is an input of the jaxpr, and every use of it is an equation. It may be cast,
+transposed or divided into groups of layers, and then one ``scan`` goes over it. A cast
+is repeated for each layer. So no other part of the loss needs the whole stack. For a
+``scan`` over groups, each of which has a ``scan`` of its own, a group is a layer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
 
@@ -24,6 +26,7 @@ _BY_LAYER = versions.SAME_VALUES | {
     Op.CAST,
     Op.COPY,
     Op.NAME,
+    Op.RESHAPE,
     Op.STOP_GRADIENT,
     Op.TRANSPOSE,
 }
@@ -48,19 +51,32 @@ class Stack(NamedTuple):
     path: str
     made_by: tuple[JaxprEqn, ...] = ()
 
-    def axis(self) -> int:
-        """The axis of the stack that is the first one of the variable."""
-        axis = 0
+    def axes(self) -> list[int]:
+        """The axis of the layers: of the stack, and then of what each equation makes.
+
+        It is the first axis of the variable.
+        """
+        axes = [0]
         for eqn in reversed(self.made_by):
+            axis: int | None = axes[0]
             if eqn.primitive.name == Op.TRANSPOSE:
                 axis = eqn.params["permutation"][axis]
-        return axis
+            elif eqn.primitive.name == Op.RESHAPE:
+                axis = _divided(eqn, axes[0])
+            if axis is None:
+                self.refuse(f"it is used by {jaxprs.place(eqn)}")
+            axes.insert(0, axis)
+        return axes
 
-    def layer(self, row: jax.Array) -> jax.Array:
-        """A layer of the variable; the row of the stack has an axis of length 1."""
-        for eqn in self.made_by:
-            (row,) = versions.evaluate(eqn, [row])
-        return jnp.squeeze(row, 0)
+    def layer(self, rows: jax.Array) -> jax.Array:
+        """A layer of the variable, from its rows of the stack."""
+        for eqn, axis in zip(self.made_by, self.axes()[1:], strict=True):
+            params = eqn.params
+            if eqn.primitive.name == Op.RESHAPE:
+                sizes = params["new_sizes"]
+                params = params | {"new_sizes": (*sizes[:axis], 1, *sizes[axis + 1 :])}
+            (rows,) = versions.evaluate(eqn.replace(params=params), [rows])
+        return jnp.squeeze(rows, 0)
 
     def refuse(self, how: str) -> NoReturn:
         raise ValueError(_HOW.format(self.path, how))
@@ -104,7 +120,7 @@ class Parts(NamedTuple):
     @property
     def axes(self) -> dict[int, int]:
         """The axis of the layers of each stack, by its number."""
-        return {stack.number: stack.axis() for stack in self.scanned if stack}
+        return {stack.number: stack.axes()[0] for stack in self.scanned if stack}
 
     def inputs(self, env: Mapping[Var, jax.Array]) -> list[jax.Array | None]:
         """The inputs of the scan; None for stacks."""
@@ -190,7 +206,7 @@ def split(closed: ClosedJaxpr, numbers: list[int], paths: Mapping[int, str]) -> 
             is_scan = eqn.primitive.name == Op.SCAN
             if not is_scan or x in eqn.invars[: sum(versions.scan_lengths(eqn))]:
                 stack.refuse(f"it is used by {jaxprs.place(eqn)}")
-            place = at, stack.axis()
+            place = at, stack.axes()[0]
             if scans.setdefault(stack.number, place) != place:
                 stack.refuse(f"a second one does, {jaxprs.place(eqn)}")
     for x in filter(_is_variable, jaxpr.outvars):
@@ -217,6 +233,19 @@ def split(closed: ClosedJaxpr, numbers: list[int], paths: Mapping[int, str]) -> 
         its = jaxprs.place(jaxpr.eqns[at])
         Stack(*first).refuse(f"{its} has an io_callback, which would be called twice")
     return Parts(closed, numbers, stacks, at)
+
+
+def _divided(eqn: JaxprEqn, axis: int) -> int | None:
+    """The axis of the input whose equal parts lie along an axis of a ``reshape``."""
+    types: list[Any] = [eqn.invars[0].aval, eqn.outvars[0].aval]
+    shape, made = (x.shape for x in types)
+    in_front = math.prod(made[:axis])
+    for before in reversed(range(len(shape))):
+        if math.prod(shape[:before]) == in_front and not shape[before] % max(
+            made[axis], 1
+        ):
+            return before
+    return None
 
 
 def _is_variable(x: Var | Literal) -> TypeGuard[Var]:

@@ -90,8 +90,10 @@ def low_bit_state(
     r"""Keeps the large arrays of an optimizer's state in 8 bits.
 
     Each array is divided into blocks along its last axis but one, or, if
-    ``block_axis=-1`` or if it has only one, along the last. A block has one scale
-    :math:`m = \max \lvert s \rvert`, and for each entry ``s`` a code of 8 bits:
+    ``block_axis=-1`` or if it has only one, along the last. So is an array of two axes
+    if the first one has fewer than ``block_size`` entries and the last one has not, as
+    the vectors of stacked layers. A block has one scale :math:`m = \max \lvert s
+    \rvert`, and for each entry ``s`` a code of 8 bits:
 
     .. math:: c = \begin{cases}
           round(255 \cdot (s / m)^{1/4}) & \text{if no entry of the block is negative}
@@ -187,8 +189,11 @@ def low_bit_state(
         def encoded(name: str, x: Any, whole: bool) -> tuple[_Scales, Leaf]:
             if isinstance(x, optax.MaskedNode):  # It may say which leaf it replaces.
                 return x, x
-            axis = max(np.ndim(x) + block_axis, 0)
-            small = np.size(x) < min_size or np.shape(x)[axis:] < (_SHORTEST,)
+            shape = np.shape(x)
+            axis = max(len(shape) + block_axis, 0)
+            if len(shape) == 2 and shape[0] < block_size <= shape[1]:
+                axis = 1  # A row, perhaps a layer, has blocks of its own.
+            small = np.size(x) < min_size or shape[axis:] < (_SHORTEST,)
             is_real = not small and jnp.issubdtype(dtypes.dtype_of(x), jnp.floating)
             if whole or not is_real or is_kept(name):
                 return optax.MaskedNode(), x

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -99,9 +99,22 @@ def together(arrays: T) -> T:
 
     A layer that is written into the array that it was read from has to be known first.
     Otherwise the compiler for CPU computes it within the loop that writes, from a copy
-    of the whole array: 2.6 N instead of 0.2 N.
+    of the whole array: 2.6 N instead of 0.2 N. The compiler for TPU writes each array
+    of a layer as soon as it is known, so it keeps fewer of them: 0.25 N and not 0.4 N.
     """
-    return jax.lax.optimization_barrier(arrays)
+    return on_tpu(lambda x: x, jax.lax.optimization_barrier)(arrays)
+
+
+def part(x: Any, i: jax.Array, number: int, axis: int) -> jax.Array:  # An array.
+    """Part ``i`` of ``number`` equal ones along an axis."""
+    size = x.shape[axis] // number
+    return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis)
+
+
+def with_part(x: jax.Array, part: jax.Array, i: jax.Array, axis: int) -> jax.Array:
+    """``x`` with another part ``i``."""
+    at = i * part.shape[axis]
+    return jax.lax.dynamic_update_slice_in_dim(x, part, at, axis)
 
 
 def _row_by_row(x: jax.Array) -> jax.Array:
@@ -114,29 +127,30 @@ def _row_by_row(x: jax.Array) -> jax.Array:
 _laid_out = linear(on_tpu(_row_by_row, _first), _first)
 
 
-def row(x: jax.Array, i: jax.Array, axis: int) -> jax.Array:
-    """Layer ``i`` of a stack, an axis of length 1.
+def laid_out(x: jax.Array) -> jax.Array:
+    """``x``, which the compiler for TPU keeps in the order of its axes.
 
-    If the compiler for TPU were free to choose a layer's layout, it would give the
-    stack the same one, by a copy in front of the loop: 0.25 N for attention weights of
-    four axes.
+    If it were free to choose a layer's layout, it would give the stack the same one, by
+    a copy in front of the loop: 0.25 N for attention weights of four axes.
     """
-    return _laid_out(jax.lax.dynamic_slice_in_dim(x, i, 1, axis))
+    return _laid_out(x)
 
 
-def layer(x: jax.Array, i: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """:func:`row`, and the stack for the next layers, of a loop that changes none.
+def layer(
+    x: jax.Array, i: jax.Array, number: int, axis: int
+) -> tuple[jax.Array, jax.Array]:
+    """Layer ``i`` of a stack, and the stack for the next layers, for a loop that reads.
 
     For TPU a layer in float32 is written back as it is. If a loop left the stack alone,
     the compiler would cast all of it to bfloat16 in front of the loop: 0.5 N.
     """
 
     def read(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return row(x, i, axis), x
+        return laid_out(part(x, i, number, axis)), x
 
     def written_back(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        same = together(row(x, i, axis))
-        return same, jax.lax.dynamic_update_slice_in_dim(x, same, i, axis)
+        row = jax.lax.optimization_barrier(read(x, i)[0])
+        return row, with_part(x, row, i, axis)
 
     return (on_tpu(written_back, read) if x.dtype == jnp.float32 else read)(x, i)
 

@@ -177,13 +177,11 @@ def has_layers(x: jax.Array, axis: int) -> bool:
     return is_matrix and bits > 8 and (bits > 16 or axis < x.ndim - 2)
 
 
-def layer(x: jax.Array, i: jax.Array, axis: int) -> jax.Array:
-    """Layer ``i`` of a stack on the device, an axis of length 1."""
-    if not is_there(x):
-        return compilers.row(x, i, axis)
-    return brought(jax.lax.dynamic_slice_in_dim(x, i, 1, axis))
+def layer(x: jax.Array, i: jax.Array, number: int, axis: int) -> jax.Array:
+    """Layer ``i`` of ``number`` in a stack, on the device."""
+    return compilers.laid_out(brought(compilers.part(x, i, number, axis)))
 
 
 def with_layer(x: jax.Array, new: jax.Array, i: jax.Array, axis: int) -> jax.Array:
     """A stack with another layer ``i``, in its own memory."""
-    return jax.lax.dynamic_update_slice_in_dim(x, put_back(new, x), i, axis)
+    return compilers.with_part(x, put_back(new, x), i, axis)

@@ -38,7 +38,9 @@ def run(
     advance(jaxpr.eqns, env, rule, *(x.eqns for x in others))
     types: list[Any] = [x.aval for x in jaxpr.outvars]
     return [
-        jnp.asarray(x, t.dtype) if isinstance(x, _CONSTANT) else x
+        jnp.asarray(x, None if t.weak_type else t.dtype)
+        if isinstance(x, _CONSTANT)
+        else x
         for x, t in zip(read(env, jaxpr.outvars), types, strict=True)
     ]
 

@@ -345,7 +345,8 @@ def test_a_stream_that_cannot_be_sent_to_a_worker_is_told():
         pytest.raises(TypeError, match="cannot pickle 'generator'") as raised,
     ):
         list(run.pushes)
-    (note,) = raised.value.__notes__
+    note, whose = raised.value.__notes__
+    assert whose == "Raised by worker 1, for its gradient 0."
     assert note.startswith("Worker 1 is sent to a process of its own.")
     assert note.endswith("let batch make it when it is first called.")
 

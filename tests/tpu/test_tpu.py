@@ -79,22 +79,26 @@ def figures(name, dtype="float32"):
     return figures_on(compiled(name, dtype), size_on_a_chip(model(name, dtype)))
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 0.58), ("bfloat16", 0.59)])
-def test_novograd_accesses_fewer_bytes_than_optax(dtype, bound):
-    ours = min(
-        figures(name, dtype)["bytes"]
-        for name in ("clip + novograd", "novograd(global_clipnorm)")
-    )
-    assert ours <= bound * figures("optax clip + novograd", dtype)["bytes"]
-
-
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 0.6), ("bfloat16", 0.71)])
-def test_novograd_reads_and_writes_no_array_twice(dtype, bound):
+@pytest.mark.parametrize(
+    ("dtype", "of_hbm", "of_bytes"),
+    [("float32", 0.6, 0.58), ("bfloat16", 0.71, 0.59)],
+)
+def test_novograd_reads_and_writes_no_array_twice(dtype, of_hbm, of_bytes):
     """Except the gradients: once for the norms of all layers, once for the update."""
-    assert figures("novograd(global_clipnorm)", dtype)["own"] <= 6.01
-    assert figures("clip + novograd", dtype)["own"] <= 7.01  # The norms after the clip.
-    theirs = figures("optax clip + novograd", dtype)
-    assert figures("novograd(global_clipnorm)", dtype)["hbm"] <= bound * theirs["hbm"]
+    ours, behind, theirs = (
+        figures(name, dtype)
+        for name in (
+            "novograd(global_clipnorm)",
+            "clip + novograd",
+            "optax clip + novograd",
+        )
+    )
+    assert ours["own"] <= 6.01
+    assert behind["own"] <= 7.01  # The norms after the clip.
+    assert ours["hbm"] <= of_hbm * theirs["hbm"]
+    assert min(ours["bytes"], behind["bytes"]) <= of_bytes * theirs["bytes"]
+    # The compiler copies a part of NovoGrad's arrays ahead of their use.
+    assert max(ours["temp"], behind["temp"]) <= 0.16
 
 
 def test_novograd_on_the_whole_model():
@@ -106,13 +110,6 @@ def test_novograd_on_the_whole_model():
     assert found["hbm"] <= 5.78
     assert found["bytes"] <= 17
     assert found["temp"] <= 0.1
-
-
-@DTYPES
-@pytest.mark.parametrize("name", ["clip + novograd", "novograd(global_clipnorm)"])
-def test_clip_and_novograd_need_little_temporary_memory(name, dtype):
-    """The compiler copies a part of NovoGrad's arrays ahead of their use."""
-    assert figures(name, dtype)["temp"] <= 0.16
 
 
 @pytest.mark.parametrize(
@@ -314,7 +311,7 @@ def test_micro_batches_of_scanned_layers_keep_no_array_of_their_gradients(
     ("tx", "dtype", "bound"),
     [
         (optax.sgd(0.1), "float32", 0.26),
-        (optax.adamw(0.1), "float32", 0.41),
+        (optax.adamw(0.1), "float32", 0.26),
         (optax.adamw(0.1), "bfloat16", 0.01),
     ],
 )

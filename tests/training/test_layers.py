@@ -4,7 +4,9 @@ import functools
 import itertools
 
 import chex
+import equinox as eqx
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +98,19 @@ def nested(p, ids, y):
     )
 
 
+def grouped(p, ids, y):
+    """A scan over groups of two layers, each of which has a scan of its own."""
+    w = {"w": p["blocks"]["w"].reshape(2, -1), "b": p["blocks"]["b"]}
+    w["b"] = w["b"].T.astype(jnp.bfloat16).T.reshape(2, -1, WIDTH)
+
+    @jax.checkpoint
+    def outer(x, w):
+        w = {"w": w["w"].reshape(-1, WIDTH, WIDTH), "b": w["b"].astype(jnp.float32)}
+        return jax.lax.scan(lambda x, w: (layer(p, x, w), None), x, w)[0], None
+
+    return error(jax.lax.scan(outer, p["emb"][ids], w)[0], p, y)
+
+
 def unrolled(p, ids, y):
     w = p["blocks"] | {"twice": p["blocks"]["w"].astype(jnp.float32)}
 
@@ -105,7 +120,7 @@ def unrolled(p, ids, y):
     return error(jax.lax.scan(body, p["emb"][ids], w, unroll=2)[0], p, y)
 
 
-LOSSES = [plain, tied, reverse, nested, unrolled]
+LOSSES = [plain, tied, reverse, nested, grouped, unrolled]
 
 
 def train(loss_fn, tx, params, *batch, steps=4, extra=None, **how):
@@ -181,7 +196,7 @@ OPTIMIZERS = {
         LABELS,
     ),
     "masked": optax.masked(optax.adam(1e-2), decayed),
-    "low_bit_state": gx.low_bit_state(optax.adam(1e-2), min_size=64, block_size=8),
+    "low_bit_state": gx.low_bit_state(optax.adam(1e-2), min_size=8, block_size=8),
     "schedule_free": optax.contrib.schedule_free(optax.adam(1e-2), 1e-2),
     "lazy": gx.lazy(optax.adam(1e-2)),
 }
@@ -241,6 +256,14 @@ def test_a_stale_push_changes_nothing(gate):
     check(tied, tx, extra={"local_step": 0}, steps=6)  # The last pushes are stale.
 
 
+def test_a_state_keeps_its_weak_type():
+    def update(updates, state, params=None):
+        return updates, jnp.asarray(0.5)  # It is in the jaxpr as a number.
+
+    rate = optax.GradientTransformation(lambda params: jnp.asarray(0.5), update)
+    check(plain, optax.chain(rate, optax.sgd(0.1)))
+
+
 def test_an_update_gets_the_loss_and_extra_arguments():
     tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
     check(plain, tx)
@@ -268,15 +291,19 @@ def test_aux_comes_last():
     check(with_aux, optax.adam(1e-2), has_aux=True)
 
 
-def test_frozen_leaves_stay():
+@pytest.mark.parametrize("frozen", ["emb blocks/b", "emb bias head gain"])
+def test_frozen_leaves_stay(frozen):
     """Also one inside of the layers, where it is a further input of the scan."""
-    learns = jax.tree.map(lambda _: True, start())
-    learns["emb"] = learns["blocks"]["b"] = False
-    check(tied, optax.adamw(1e-2), trainable=learns)
 
+    def learns(params):
+        return jax.tree.map_with_path(
+            lambda path, _: (
+                not {"/".join(k.key for k in path[:n]) for n in (1, 2)}
+                & {*frozen.split()}
+            ),
+            params,
+        )
 
-def test_no_leaf_but_layers_learns():
-    learns = {name: name == "blocks" for name in start()}
     check(tied, optax.adamw(1e-2), trainable=learns)
 
 
@@ -363,57 +390,44 @@ def test_a_norm_that_depends_on_another_is_refused(tx):
 
 # Models of frameworks.
 
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        names = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
-        return x + nn.Dense(WIDTH, kernel_init=names)(nn.gelu(x)), None
+X = jnp.asarray(np.random.default_rng(0).standard_normal((3, WIDTH)), jnp.float32)
 
 
-class Model(nn.Module):
-    axis: int
+def linen(axis):
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            start = nn.initializers.lecun_normal()
+            named = nn.with_logical_partitioning(start, (None, "model"))
+            return x + nn.Dense(WIDTH, kernel_init=named)(nn.gelu(x)), None
 
-    @nn.compact
-    def __call__(self, x):
-        scanned = nn.scan(
-            nn.remat(Block),
-            variable_axes={"params": self.axis},
-            split_rngs={"params": True},
-            length=LAYERS,
-            metadata_params={nn.PARTITION_NAME: "layers"},
-        )
-        x, _ = scanned(name="blocks")(nn.Dense(WIDTH)(x), None)
-        return nn.Dense(1)(x)
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scanned = nn.scan(
+                nn.remat(Block, policy=jax.checkpoint_policies.dots_saveable),
+                variable_axes={"params": axis},
+                split_rngs={"params": True},
+                length=LAYERS,
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )
+            x, _ = scanned(name="blocks")(nn.Dense(WIDTH)(x), None)
+            return nn.Dense(1)(x)
 
-
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("name", ["adamw", "adagrad", "low_bit_state"])
-def test_linen(axis, name):
-    model, x = (
-        Model(axis),
-        jnp.asarray(np.random.default_rng(0).standard_normal((3, 2)), jnp.float32),
-    )
-    params = model.init(jax.random.key(0), x)
-
-    def loss_fn(params, x):
-        return jnp.mean((model.apply(params, x) - 1) ** 2)
-
-    def make():
-        return jax.tree.map(jnp.array, params)
-
-    check(loss_fn, OPTIMIZERS[name], make, x, layers=("params/blocks",))
+    model = Model()
+    return model.apply, model.init(jax.random.key(0), X), "params/blocks"
 
 
-def test_nnx():
+def through_nnx():
     class Layer(nnx.Module):
         def __init__(self, rngs):
             self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.drop = nnx.Dropout(0.1, rngs=rngs)
 
         def __call__(self, x):
-            return x + nnx.gelu(self.linear(x))
+            return x + self.drop(nnx.gelu(self.linear(x)))
 
-    class Whole(nnx.Module):
+    class Model(nnx.Module):
         def __init__(self, rngs):
             make = nnx.split_rngs(splits=LAYERS)(nnx.vmap(Layer))
             self.blocks = make(rngs)
@@ -427,16 +441,78 @@ def test_nnx():
 
             return self.head(forward(self.blocks, x))
 
-    graph, params = nnx.split(Whole(nnx.Rngs(0)), nnx.Param)
+    graph, params, rest = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
+
+    def apply(params, x):
+        return nnx.merge(graph, params, rest, copy=True)(x)
+
+    return apply, params, "blocks"
+
+
+def equinox():
+    """Its stack has an array that does not learn, and functions."""
+    a, b = jax.random.split(jax.random.key(0))
+
+    @eqx.filter_vmap
+    def make(key, number):
+        mlp = eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 1, activation=jax.nn.gelu, key=key)
+        return {"mlp": mlp, "number": number}
+
+    blocks = make(jax.random.split(a, LAYERS), jnp.arange(LAYERS))
+    model = {"blocks": blocks, "head": eqx.nn.Linear(WIDTH, 1, key=b)}
+    params, rest = eqx.partition(model, eqx.is_inexact_array)
+
+    def apply(params, x):
+        model = eqx.combine(params, rest)
+        arrays, functions = eqx.partition(model["blocks"], eqx.is_array)
+
+        @eqx.filter_checkpoint
+        def body(x, arrays):
+            block = eqx.combine(arrays, functions)
+            return x + block["mlp"](x) / (1 + block["number"]), None
+
+        def one(x):
+            return model["head"](jax.lax.scan(body, x, arrays)[0])
+
+        return jax.vmap(one)(x)
+
+    return apply, params, "blocks"
+
+
+def haiku():
+    def layer(x):
+        return x + jnp.tanh(hk.Linear(WIDTH)(hk.LayerNorm(-1, True, True)(x)))
+
+    def model(x):
+        x = hk.experimental.layer_stack(LAYERS, name="blocks")(hk.remat(layer))(x)
+        return hk.Linear(1)(x)
+
+    pure = hk.without_apply_rng(hk.transform(model))
+    params = pure.init(jax.random.key(0), X)
+    return pure.apply, params, "blocks"
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (functools.partial(linen, 0), "low_bit_state"),
+        (functools.partial(linen, 1), "adamw"),
+        (functools.partial(linen, 1), "low_bit_state"),
+        (through_nnx, "adamw"),
+        (equinox, "adamw"),
+        (haiku, "adagrad"),
+    ],
+)
+def test_a_model_of_a_framework(make, name):
+    apply, params, layers = make()
 
     def loss_fn(params, x):
-        return jnp.mean((nnx.merge(graph, params)(x) - 1) ** 2)
+        return jnp.mean((apply(params, x) - 1) ** 2)
 
-    def make():
+    def copied():
         return jax.tree.map(jnp.array, params)
 
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, WIDTH)), jnp.float32)
-    check(loss_fn, optax.adamw(1e-2), make, x)
+    check(loss_fn, OPTIMIZERS[name], copied, X, layers=[layers])
 
 
 # Many devices.
@@ -583,7 +659,7 @@ def from_host():
             lambda p, ids, y: jax.lax.scan(
                 lambda c, w: (c + w.sum(), None),
                 0.0,
-                p["blocks"]["w"].reshape(2, 2, WIDTH, WIDTH),
+                p["blocks"]["w"].reshape(-1, WIDTH),
             )[0],
             ("blocks/w",),
             "'blocks/w' is one of layers, .* but it is used by 'reshape'",
@@ -676,7 +752,7 @@ def by_size(params):
 @pytest.mark.parametrize(
     ("tx", "message"),
     [
-        (optax.lamb(0.1), "'reduce_sum'"),
+        (optax.lamb(0.1), "its update may mix layers, by 'reduce_sum'"),
         (
             optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
             "after the last layer, by ",
@@ -684,16 +760,16 @@ def by_size(params):
         (optax.adafactor(0.1, min_dim_size_to_factor=4), r"v_row\['blocks'\]\['b'\]"),
         (
             optax.partition({"m": optax.adam(0.1), "n": optax.sgd(0.1)}, by_size),
-            "its state is another one for a table of more rows: a mask or labels",
+            "its state is another one for a stack of more layers: a mask or labels",
         ),
         (optax.stateless(lambda u, _: optax.tree.scale(from_host(), u)), "io_callback"),
         (optax.noisy_sgd(0.1, key=jax.random.key(0)), "'random_bits'"),
-        (gx.novograd(0.1), r"nu\['blocks'\]\['b'\] of ScaleByNovogradState"),
+        (gx.novograd(0.1), r"nu\['blocks'\]\['b'\] .* has no layer for each"),
         (optax.flatten(optax.adam(0.1)), r"\[0\].mu of ScaleByAdamState"),
         (optax.apply_if_finite(optax.sgd(0.1), 2), "after the last layer, by "),
         (
             gx.low_bit_state(optax.adam(0.1), min_size=1, block_size=8, block_axis=-2),
-            r"the state .scales\[2\]",
+            r"scales\[2\] of LowBitState, of shape \[1, 8\], has no layer for each",
         ),
     ],
 )
@@ -702,9 +778,7 @@ def test_what_mixes_layers_is_refused(tx, message):
     params |= {name: start()[name] for name in ("emb", "head", "gain")}
     step = gx.minimize(plain, tx, layers=["blocks"])
     state = tx.init(params)
-    with pytest.raises(
-        TypeError, match=f"blocks/b, blocks/w, as on .* but .*{message}"
-    ):
+    with pytest.raises(TypeError, match=f"blocks/b, blocks/w, but .*{message}"):
         step(params, state, IDS, Y)
     jax.block_until_ready((params, state))
 
