@@ -22,7 +22,7 @@ import optax
 
 from gradxform._rows.boundary import touched
 from gradxform._rows.indexed_slices import IndexedSlices, filled, is_sparse
-from gradxform._trees import checks, dtypes, jaxprs, maps, norms, versions
+from gradxform._trees import checks, dtypes, host, jaxprs, maps, norms, versions
 from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
 from gradxform._trees.types import Leaf, Path, PyTree, Shape
 from gradxform._trees.versions import Op
@@ -331,9 +331,8 @@ class ByRow(NamedTuple):
                 return f(*jax.tree.unflatten(treedef, filled))
 
         def trace(shape_of: Callable[[int], Shape]) -> tuple[ClosedJaxpr, Any]:
-            here = jax.memory.Space.Device  # Rows are brought there.
             types = {
-                i: jax.typeof(x).update(shape=shape_of(i), memory_space=here)
+                i: jax.typeof(x).update(shape=shape_of(i), memory_space=host.DEVICE)
                 for i, x in given.items()
             }
             return jax.make_jaxpr(call, return_shape=True)(types)

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 
@@ -328,3 +330,52 @@ def test_layers_keep_no_array_of_their_gradients(tx, dtype, bound):
 
     assert temporary(("layers",)) <= bound
     assert temporary(()) > bound + 0.9
+
+
+@pytest.mark.parametrize(
+    ("tx", "dtype", "of_state", "bound"),
+    [
+        (optax.adamw(0.1), "float32", 2, 0.54),
+        (gx.master_weights(optax.adamw(0.1)), "bfloat16", 5, 0.45),
+    ],
+)
+@pytest.mark.usefixtures("standard_promotion")
+def test_layers_bring_little_of_a_state_on_the_host(tx, dtype, of_state, bound):
+    """Beside parameters. On the device state and temporaries would be 2.4 and 5.2 N."""
+    chip = mesh("v5e:2x2")
+    params = placed(transformer(16, 1024, vocabulary=256, dtype=dtype), chip)
+    state = gx.on_host(placed(jax.eval_shape(tx.init, params), chip))
+    tokens = placed(jax.ShapeDtypeStruct((1, 16), jnp.int32), chip)
+    step = gx.minimize(next_tokens, tx, layers=("layers",))
+    found = step.lower(params, state, tokens).compile().memory_analysis()
+    n = size_on_a_chip(params)
+    on_device = found.argument_size_in_bytes + found.temp_size_in_bytes
+    assert on_device <= (1 + bound) * n
+    assert found.host_argument_size_in_bytes == pytest.approx(of_state * n, rel=0.01)
+    assert found.host_alias_size_in_bytes == found.host_argument_size_in_bytes
+    assert found.host_temp_size_in_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int16", "int8"])
+@pytest.mark.parametrize("shape", [(7, 100), (80, 64), (7, 3, 512), (128, 2048, 1)])
+def test_small_layers_of_a_state_on_the_host(shape, dtype):
+    """The compiler takes no single one of most, so they come together."""
+    chip = NamedSharding(mesh("v5e:2x2"), P())
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=chip)
+    host = chip.with_memory_kind("pinned_host")
+    state = jax.ShapeDtypeStruct(shape, dtype, sharding=host)
+
+    def update(updates, state, params=None):
+        moved = jax.tree.map(lambda s, u: s + u.astype(s.dtype), state, updates)
+        return updates, moved
+
+    tx = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: jnp.zeros_like(p, dtype), params), update
+    )
+
+    def loss(params):
+        return jax.lax.scan(lambda c, w: (c + jnp.sum(w**2), None), 0.0, params["w"])[0]
+
+    step = gx.minimize(loss, tx, layers=("w",))
+    compiled = step.lower({"w": x}, {"w": state}).compile()
+    assert compiled.memory_analysis().host_alias_size_in_bytes > 0
